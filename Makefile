@@ -1,0 +1,32 @@
+# Needs python3 (3.11 or later) and make; everything else goes into .venv.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip --disable-pip-version-check install -q -c constraints.txt
+
+.PHONY: quickstart test lint fix clean
+
+quickstart: $(VENV)/.train  ## install, then train a tool-calling policy on this machine
+	$(BIN)/agentrl train examples/calculator/tools.yaml
+
+test: $(VENV)/.dev  ## the whole test suite
+	$(BIN)/python -m pytest
+
+lint: $(VENV)/.dev  ## format, lint, types, imports
+	PATH="$(CURDIR)/$(BIN):$$PATH" scripts/check
+
+fix: $(VENV)/.dev  ## format, and mend what ruff can
+	$(BIN)/ruff check --fix-only -q . && $(BIN)/ruff format -q .
+
+$(VENV)/.train: pyproject.toml constraints.txt
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(PIP) -e '.[train]'
+	touch $@
+
+$(VENV)/.dev: pyproject.toml constraints.txt
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(PIP) -e '.[train,docker,mcp,parquet,ray,repair,dev]'
+	touch $@ $(VENV)/.train
+
+clean:
+	rm -rf $(VENV)

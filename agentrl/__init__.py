@@ -1,0 +1,67 @@
+"""agentrl trains language models to use tools by reinforcement learning.
+
+The names below are imported when they are first used, so that `import agentrl` is quick and needs no torch.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from agentrl.config.load import load_config as load_config
+    from agentrl.config.run import RunConfig as RunConfig
+    from agentrl.env import Env as Env
+    from agentrl.env import StepInfo as StepInfo
+    from agentrl.env import Stop as Stop
+    from agentrl.env import ToolEnv as ToolEnv
+    from agentrl.env import ToolResult as ToolResult
+    from agentrl.env import reward as reward
+    from agentrl.env import tool as tool
+    from agentrl.errors import AgentRLError as AgentRLError
+    from agentrl.errors import ConfigError as ConfigError
+    from agentrl.errors import InfraError as InfraError
+    from agentrl.records import read_episodes as read_episodes
+    from agentrl.train.session import start_run as start_run
+    from agentrl.types import Completion as Completion
+    from agentrl.types import Episode as Episode
+    from agentrl.types import Group as Group
+    from agentrl.types import Image as Image
+    from agentrl.types import Message as Message
+    from agentrl.types import Sampling as Sampling
+    from agentrl.types import StopReason as StopReason
+    from agentrl.types import Task as Task
+    from agentrl.types import ToolCall as ToolCall
+    from agentrl.types import Turn as Turn
+
+_HOMES = {
+    "agentrl.config.load": ("load_config",),
+    "agentrl.config.run": ("RunConfig",),
+    "agentrl.env": ("Env", "StepInfo", "Stop", "ToolEnv", "ToolResult", "reward", "tool"),
+    "agentrl.errors": ("AgentRLError", "ConfigError", "InfraError"),
+    "agentrl.records": ("read_episodes",),
+    "agentrl.train.session": ("start_run",),
+    "agentrl.types": (
+        *("Completion", "Episode", "Group", "Image", "Message", "Sampling", "StopReason", "Task", "ToolCall"),
+        "Turn",
+    ),
+}
+_HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
+
+__all__ = sorted(_HOME_OF)
+
+
+def __getattr__(name: str) -> Any:
+    if name == "__version__":
+        from importlib.metadata import version
+
+        return version("agentrl-train")
+    if name not in _HOME_OF:
+        raise AttributeError(f"module 'agentrl' has no attribute {name!r}")
+    value = getattr(importlib.import_module(_HOME_OF[name]), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *_HOME_OF, "__version__"})

@@ -1,0 +1,1 @@
+"""See the docstrings of the modules inside."""

@@ -1,0 +1,138 @@
+"""How far the policy has moved from the reference, per token, and the controllers of the penalty.
+
+With d = logprob - ref_logprob of a token drawn from the policy:
+
+    k1   d                     unbiased value; gradient of its mean is zero, so never use it in the loss alone
+    abs  |d|
+    k2   d^2 / 2               biased value, unbiased gradient (on policy)
+    k3   exp(-d) - 1 + d       unbiased value of low variance, biased gradient
+
+A straight-through form ("k1+", "abs+", "k2+", "k3+") has the value of the one and the gradient of k2, which
+is d * grad(logprob): the unbiased one, linear in the drift, so that it never vanishes where drift is large.
+"unbiased" is k3+. Source: Schulman, "Approximating KL divergence" (2020); arXiv:2506.09477 on the gradients.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+KL_KINDS: tuple[str, ...] = ("unbiased", "k1", "abs", "k2", "k3", "k1+", "abs+", "k2+", "k3+")
+
+_MAX_LOG_RATIO = 20.0
+"""Beyond it exp() is continued by its tangent: exp(20) is 5e8, and squares of it still fit float32."""
+
+
+def bounded_exp(x_T: Tensor, bound: float = _MAX_LOG_RATIO) -> Tensor:
+    """exp(x) up to `bound`, then its tangent: finite for every finite x, with a gradient that stays."""
+    inner_T = x_T.clamp(max=bound)
+    return torch.exp(inner_T) * (1 + (x_T - inner_T))
+
+
+def kl_per_token(kind: str, logprobs_T: Tensor, ref_logprobs_T: Tensor, loss_mask_T: Tensor) -> Tensor:
+    """[T] the KL estimate of each token, 0 (value and gradient) where the token is not trained.
+
+    Args:
+        kind: one of KL_KINDS.
+        logprobs_T: [T] log-probabilities under the policy; gradients flow into them.
+        ref_logprobs_T: [T] under the reference; no gradient.
+        loss_mask_T: [T] bool.
+
+    Raises:
+        ValueError: unknown kind.
+    """
+    if kind not in KL_KINDS:
+        raise ValueError(f"unknown KL kind {kind!r}; there are {', '.join(KL_KINDS)}")
+    # Mask before exp(): inf or nan in a masked position would still poison the gradient.
+    d_T = torch.where(loss_mask_T.bool(), logprobs_T - ref_logprobs_T.detach(), logprobs_T.new_zeros(()))
+    if kind == "unbiased" or kind.endswith("+"):
+        value_T = _value("k3" if kind == "unbiased" else kind[:-1], d_T.detach())
+        gradient_T = d_T.square() / 2
+        return value_T + (gradient_T - gradient_T.detach())
+    return _value(kind, d_T)
+
+
+def _value(kind: str, d_T: Tensor) -> Tensor:
+    if kind == "k1":
+        return d_T
+    if kind == "abs":
+        return d_T.abs()
+    if kind == "k2":
+        return d_T.square() / 2
+    # expm1 keeps the digits that exp(-d) - 1 + d loses for small d; equal to it to rounding elsewhere.
+    near_T = torch.expm1(-d_T.clamp(-1.0, 1.0)) + d_T
+    return torch.where(d_T.abs() <= 1.0, near_T, bounded_exp(-d_T) - 1 + d_T)
+
+
+def kl_in_reward(
+    rewards_N: Tensor, logprobs_N: Tensor, ref_logprobs_N: Tensor, *, coef: float, kind: str = "k1"
+) -> Tensor:
+    """[N] rewards of trained tokens minus coef times the KL estimate of each; no gradient.
+
+    k1 is the right kind here: the penalty is part of the return, whose gradient needs an unbiased value.
+    Where an estimator takes one reward per episode, sum the result over the episode's tokens.
+
+    Args:
+        rewards_N: [N] rewards on trained tokens.
+        logprobs_N: [N] under the policy that sampled.
+    """
+    everything = torch.ones_like(rewards_N, dtype=torch.bool)
+    return rewards_N - coef * kl_per_token(kind, logprobs_N.detach(), ref_logprobs_N, everything)
+
+
+class FixedKL:
+    """The coefficient of the KL penalty stays as it is."""
+
+    def __init__(self, coef: float) -> None:
+        if not coef >= 0:
+            raise ValueError(f"the KL coefficient must be 0 or larger, got {coef}")
+        self.coef = coef
+
+    def update(self, kl: float, num_episodes: int) -> None:
+        """Nothing changes."""
+
+    def state_dict(self) -> dict[str, float]:
+        """The coefficient."""
+        return {"coef": self.coef}
+
+    def load_state_dict(self, state: Mapping[str, float]) -> None:
+        """Nothing is taken over: the coefficient is the configuration's."""
+
+
+class AdaptiveKL:
+    """The coefficient follows the KL: it grows while the KL is above the target and shrinks below it.
+
+    coef *= 1 + clip(kl / target - 1, -0.2, 0.2) * num_episodes / horizon. Source: arXiv:1909.08593.
+
+    Args:
+        coef: what it starts with.
+        target: the KL per token that is aimed at.
+        horizon: in episodes: how slowly it follows.
+    """
+
+    def __init__(self, coef: float, *, target: float, horizon: float) -> None:
+        if not (coef > 0 and target > 0 and horizon > 0):
+            raise ValueError(f"coef, target and horizon must be above 0, got {coef}, {target}, {horizon}")
+        self.coef, self.target, self.horizon = coef, target, horizon
+
+    def update(self, kl: float, num_episodes: int) -> None:
+        """Take in the mean KL of a step and the number of its episodes. A KL that is nan changes nothing."""
+        if math.isnan(kl):
+            return
+        error = min(max(kl / self.target - 1, -0.2), 0.2)
+        # Many episodes in one step: the factor must stay above 0, or the penalty would turn into a reward.
+        self.coef *= max(1 + error * num_episodes / self.horizon, 0.1)
+
+    def state_dict(self) -> dict[str, float]:
+        """What a checkpoint needs."""
+        return {"coef": self.coef}
+
+    def load_state_dict(self, state: Mapping[str, float]) -> None:
+        """Go on with the coefficient of a checkpoint; target and horizon are the configuration's."""
+        self.coef = float(state["coef"])
+
+
+KLController = FixedKL | AdaptiveKL

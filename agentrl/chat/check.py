@@ -1,0 +1,312 @@
+"""The run-time check: the ledger against a fresh rendering of its messages, by token ids.
+
+Equal ids cost one linear comparison. Otherwise the tokens that the template wrote itself are found again in the
+fresh rendering, in order, and each window between them is put into one class.
+"""
+
+from __future__ import annotations
+
+import unicodedata
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import TYPE_CHECKING, Literal
+
+from agentrl.chat.template import same_meaning
+from agentrl.errors import TemplateError
+
+if TYPE_CHECKING:
+    from agentrl.chat.template import Renderer
+    from agentrl.chat.transcript import Transcript
+
+Mode = Literal["strict", "ignore_strippable", "disable"]
+MODES: tuple[Mode, ...] = ("strict", "ignore_strippable", "disable")
+
+
+class Drift(StrEnum):
+    """What a difference between the ledger and a fresh rendering is."""
+
+    IDENTICAL = "identical"
+    """No difference."""
+    BOUNDARY = "boundary_whitespace"
+    """White space between turns, outside what was sampled."""
+    RETOKENISED = "retokenised"
+    """The same text by other ids, inside what was sampled: expected, and the reason for keeping ids."""
+    RESERIALISED = "reserialised"
+    """The same message by other text, inside what was sampled: JSON spacing, a malformed call kept as text."""
+    HISTORY_REWRITE = "history_rewrite"
+    """The template writes an earlier turn otherwise than it did when that turn was the newest."""
+    CONTENT = "content"
+    """Anything else: the ledger and the messages disagree."""
+
+
+@dataclass(frozen=True, slots=True)
+class Difference:
+    """One differing window: `message` counts within the branch, `at` is the ledger's first differing token."""
+
+    drift: Drift
+    message: int | None
+    at: int
+    ledger: str
+    fresh: str
+
+    def __str__(self) -> str:
+        where = "between turns" if self.message is None else f"message {self.message}"
+        return f"{self.drift} at token {self.at} ({where}): {self.ledger[:60]!r} became {self.fresh[:60]!r}"
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """What a check found. `failed` says that the mode does not let this transcript train."""
+
+    mode: Mode
+    differences: tuple[Difference, ...] = ()
+    tolerates_rewrites: bool = False
+
+    @property
+    def counts(self) -> Mapping[Drift, int]:
+        """Windows by class; {IDENTICAL: 1} where there are none."""
+        return Counter(d.drift for d in self.differences) or Counter({Drift.IDENTICAL: 1})
+
+    @property
+    def worst(self) -> Drift:
+        """The gravest class found."""
+        order = list(Drift)
+        return max((d.drift for d in self.differences), key=order.index, default=Drift.IDENTICAL)
+
+    @property
+    def failed(self) -> bool:
+        """strict: anything but what sampling itself explains. ignore_strippable: nor white space between turns.
+
+        A rewritten history that the user chose to keep (`history: keep`) fails in strict mode only.
+        """
+        bad = {Drift.CONTENT}
+        if self.mode == "strict":
+            bad |= {Drift.BOUNDARY, Drift.HISTORY_REWRITE}
+        elif self.mode == "ignore_strippable" and not self.tolerates_rewrites:
+            bad |= {Drift.HISTORY_REWRITE}
+        return self.mode != "disable" and any(d.drift in bad for d in self.differences)
+
+
+@dataclass(slots=True)
+class Watch:
+    """Counts reports over a run and stops it where too many fail.
+
+    Attributes:
+        stop_above: highest fraction of failed transcripts (0 to 1) that a run may have; None never stops it.
+        at_least: transcripts to see before the fraction counts.
+    """
+
+    stop_above: float | None = None
+    at_least: int = 20
+    checked: int = 0
+    failed: int = 0
+    counts: Counter[Drift] = field(default_factory=Counter)
+
+    def add(self, report: Report, name: str) -> bool:
+        """Count one report; True where the transcript may train.
+
+        Raises:
+            TemplateError: the fraction of failed transcripts is above `stop_above`.
+        """
+        self.checked += 1
+        self.failed += report.failed
+        self.counts.update(report.counts)
+        rate = self.failed / self.checked
+        if (
+            report.failed
+            and self.stop_above is not None
+            and self.checked >= self.at_least
+            and rate > self.stop_above
+        ):
+            first = next(d for d in report.differences if d.drift is report.worst)
+            raise TemplateError(
+                f"tokenization_check: {report.mode}: {self.failed} of {self.checked} transcripts differ from what "
+                f"the chat template renders ({rate:.0%}, allowed {self.stop_above:.0%}); the last one, {name}: "
+                f"{first}; use a template that only appends, history: fork, or a milder tokenization_check"
+            )
+        return not report.failed
+
+    def metrics(self) -> dict[str, float]:
+        """Fraction of failed transcripts, and windows of each class per transcript."""
+        total = max(1, self.checked)
+        return {"failed": self.failed / total} | {str(d): self.counts[d] / total for d in Drift}
+
+
+def check(transcript: Transcript, mode: Mode) -> Report:
+    """Compare the branch with a fresh rendering of its messages.
+
+    Messages that the template refuses to render are a difference of class content.
+
+    Raises:
+        ValueError: `mode` is none of strict, ignore_strippable, disable.
+    """
+    if mode not in MODES:
+        raise ValueError(f"tokenization_check must be one of {', '.join(MODES)}, got {mode!r}")
+    if mode == "disable":
+        return Report(mode)
+    renderer = transcript.renderer
+    context = transcript.context
+    try:
+        fresh = renderer.encode(context, transcript.tools, generation_prompt=transcript.prompted)
+        differences = compare(transcript, fresh)
+    except TemplateError as e:
+        differences = [Difference(Drift.CONTENT, None, 0, renderer.decode(transcript.ids[:40]), str(e))]
+    return Report(mode, tuple(differences), tolerates_rewrites=transcript.history == "keep")
+
+
+def compare(transcript: Transcript, fresh: Sequence[int]) -> list[Difference]:
+    """The differing windows between the branch's ids and `fresh`, in order."""
+    ledger = transcript.ids
+    if tuple(fresh[: len(ledger)]) == ledger and (
+        transcript.prompted or _only_ends(transcript, fresh[len(ledger) :])
+    ):
+        return []
+    judge = _Judge(transcript)
+    return [judge.classify(*window) for window in _windows(transcript, fresh)]
+
+
+@dataclass(frozen=True, slots=True)
+class _Run:
+    """Consecutive tokens of the branch: what one completion sampled, or what the template wrote between two.
+
+    What follows the template's last control token before a completion (the line breaks of a generation prompt)
+    is counted with the completion, as its `lead`: a tokenizer may merge the two.
+    """
+
+    start: int
+    ids: tuple[int, ...]
+    message: int | None = None  # of the completion, counted within the branch; None where not sampled
+    lead: int = 0
+
+
+def _runs(transcript: Transcript) -> list[_Run]:
+    place, token = transcript.places, transcript.renderer.vocabulary.token
+    runs: list[_Run] = []
+    at = 0
+    written: list[int] = []
+    for segment in transcript.branch:
+        if segment.origin != "sampled" or segment.message is None:
+            written += segment.ids
+            continue
+        cut = next((n for n in range(len(written), 0, -1) if token(written[n - 1]) is not None), 0)
+        runs.append(_Run(at, tuple(written[:cut])))
+        lead = tuple(written[cut:])
+        runs.append(_Run(at + cut, lead + segment.ids, place[segment.message], len(lead)))
+        at += len(written) + len(segment.ids)
+        written = []
+    runs.append(_Run(at, tuple(written)))
+    return [run for run in runs if run.ids]
+
+
+def _windows(transcript: Transcript, fresh: Sequence[int]) -> list[tuple[list[_Run], tuple[int, ...]]]:
+    """Pairs of (runs of the ledger, ids of the rendering) between what the template wrote alike in both.
+
+    A run that was not sampled is looked up in what is left of the rendering; ids become characters so that the
+    search is the one of `str`.
+    """
+    text = "".join(map(chr, fresh))
+    windows: list[tuple[list[_Run], tuple[int, ...]]] = []
+    waiting: list[_Run] = []
+    at = 0
+    for run in _runs(transcript):
+        found = text.find("".join(map(chr, run.ids)), at) if run.message is None else -1
+        if found < 0:
+            waiting.append(run)
+            continue
+        windows.append((waiting, tuple(fresh[at:found])))
+        waiting, at = [], found + len(run.ids)
+    rest = tuple(fresh[at:])
+    if waiting and waiting[-1].message is not None:
+        rest = _through_end(transcript.renderer, waiting[-1], rest)
+    elif not waiting and not transcript.prompted and _only_ends(transcript, rest):
+        rest = ()
+    windows.append((waiting, rest))
+    return [(runs, ids) for runs, ids in windows if sum((run.ids for run in runs), ()) != ids]
+
+
+def _through_end(renderer: Renderer, last: _Run, rest: tuple[int, ...]) -> tuple[int, ...]:
+    """`rest` up to the token that ends its last turn: the glue after it is not in the ledger yet."""
+    closers = [n for n, id in enumerate(rest) if id in renderer.habits.closers]
+    if not closers:
+        return rest
+    stopped = bool(last.ids) and last.ids[-1] in renderer.stop_ids
+    return rest[: closers[-1] + stopped]
+
+
+def _only_ends(transcript: Transcript, rest: Sequence[int]) -> bool:
+    """Whether `rest` is only the end of the last turn: its stop token where none was sampled, and white space."""
+    renderer = transcript.renderer
+    closers = [id for id in rest if id in renderer.habits.closers]
+    text = renderer.decode([id for id in rest if id not in renderer.habits.closers])
+    return len(closers) <= 1 and not text.strip()
+
+
+class _Judge:
+    """Puts differing windows into classes."""
+
+    def __init__(self, transcript: Transcript) -> None:
+        self.transcript, self.renderer = transcript, transcript.renderer
+        self.context = transcript.context
+        self._now: str | None = None
+        self._rewrites = False
+
+    def classify(self, runs: Sequence[_Run], fresh: tuple[int, ...]) -> Difference:
+        ledger = tuple(id for run in runs for id in run.ids)
+        same = _common(ledger, fresh)
+        end = _common(ledger[same:][::-1], fresh[same:][::-1])
+        before = self._text(ledger[same : len(ledger) - end])
+        after = self._text(fresh[same : len(fresh) - end])
+        start = runs[0].start if runs else 0
+        sampled = next((run.message for run in runs if run.message is not None), None)
+        return Difference(self._drift(runs, fresh, sampled, before + after), sampled, start + same, before, after)
+
+    def _drift(self, runs: Sequence[_Run], fresh: tuple[int, ...], sampled: int | None, changed: str) -> Drift:
+        was = self._text([id for run in runs for id in run.ids])
+        became = self._text(fresh)
+        if was == became and sampled is not None:
+            return Drift.RETOKENISED
+        inside = None
+        if len(runs) == 1 and sampled is not None:
+            lead = self._text(runs[0].ids[: runs[0].lead])
+            if became.startswith(lead) and not (became.startswith(was) and not became[len(was) :].strip()):
+                inside = became[len(lead) :]
+        if inside is not None and self._means_the_same(runs[0], inside):
+            return Drift.RESERIALISED
+        if inside is None and not changed.strip():
+            return Drift.BOUNDARY
+        if self._rewritten(sampled):
+            return Drift.HISTORY_REWRITE
+        if inside is not None and sampled is not None and self.context[sampled].parse_errors:
+            return Drift.RESERIALISED
+        return Drift.CONTENT
+
+    def _text(self, ids: Sequence[int]) -> str:
+        """What `ids` say; composed, as many tokenizers do to what they encode and no policy has to do."""
+        return unicodedata.normalize("NFC", self.renderer.decode(ids))
+
+    def _means_the_same(self, run: _Run, text: str) -> bool:
+        tools = self.transcript.tools
+        was = self.renderer.read_text(self._text(run.ids[run.lead :]), tools=tools)
+        return same_meaning(was, self.renderer.read_text(text, tools=tools))
+
+    def _rewritten(self, message: int | None) -> bool:
+        """Whether the template now writes the history up to `message` otherwise than when it was the newest."""
+        if self._rewrites:
+            return True
+        if message is None or message + 1 >= len(self.context):
+            return False
+        if self._now is None:
+            self._now = self.renderer.render(self.context, self.transcript.tools)
+        then = self.renderer.render(self.context[: message + 1], self.transcript.tools)
+        self._rewrites = not self._now.startswith(then)
+        return self._rewrites
+
+
+def _common(a: Sequence[int], b: Sequence[int]) -> int:
+    """Length of the common beginning."""
+    for n, (x, y) in enumerate(zip(a, b, strict=False)):
+        if x != y:
+            return n
+    return min(len(a), len(b))

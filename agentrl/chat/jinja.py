@@ -1,0 +1,72 @@
+"""Chat templates as Hugging Face renders them: the same sandbox, filters and globals, without its imports."""
+
+from __future__ import annotations
+
+import datetime
+import json
+import re
+from collections.abc import Callable
+from functools import lru_cache
+from typing import TYPE_CHECKING, Any
+
+from agentrl.errors import TemplateError
+
+if TYPE_CHECKING:
+    from jinja2.environment import Template
+
+_BEYOND_ASCII = re.compile("[\u0080-\U000effff]")
+
+
+def _tojson(
+    value: Any,
+    ensure_ascii: bool = False,
+    indent: int | None = None,
+    separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,
+) -> str:
+    text = json.dumps(value, ensure_ascii=False, indent=indent, separators=separators, sort_keys=sort_keys)
+    if ensure_ascii:  # shielded control tokens (planes 15 and 16) must come through as they are
+        text = _BEYOND_ASCII.sub(lambda m: json.dumps(m.group())[1:-1], text)
+    return text
+
+
+def _raise_exception(message: str) -> None:
+    from jinja2.exceptions import TemplateError as JinjaError
+
+    raise JinjaError(message)
+
+
+@lru_cache(maxsize=32)
+def compile_template(source: str) -> Callable[..., str]:
+    """A function of the template's variables that returns the rendered text.
+
+    The date that `strftime_now` gives is the moment of compilation, so that a prompt cannot change at midnight.
+
+    Raises:
+        TemplateError: the source is not valid Jinja.
+    """
+    import jinja2.ext
+    from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+    class Generation(jinja2.ext.Extension):
+        """`{% generation %}` marks assistant text for other tools; it renders as its content."""
+
+        tags = {"generation"}  # noqa: RUF012
+
+        def parse(self, parser: jinja2.parser.Parser) -> jinja2.nodes.Node:
+            line = next(parser.stream).lineno
+            body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+            return jinja2.nodes.Scope(body, lineno=line)
+
+    now = datetime.datetime.now()
+    environment = ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[Generation, jinja2.ext.loopcontrols]
+    )
+    environment.filters["tojson"] = _tojson
+    environment.globals["raise_exception"] = _raise_exception
+    environment.globals["strftime_now"] = now.strftime
+    try:
+        template: Template = environment.from_string(source)
+    except jinja2.TemplateError as e:
+        raise TemplateError(f"the chat template is not valid Jinja: {type(e).__name__}: {e}") from e
+    return template.render

@@ -1,0 +1,24 @@
+"""{"name": ..., "arguments": {...}} between <tool_call> and </tool_call>: Hermes, Qwen2.5, Qwen3."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+from agentrl.chat.parsers.base import Call, Malformed, Tools, call_from_json, read_json
+from agentrl.chat.parsers.stream import BlockParser
+
+
+class Hermes(BlockParser):
+    name = "hermes"
+    blocks = (("<tool_call>", "</tool_call>"),)
+    json_body = True
+
+    def calls(self, body: str, tools: Tools, repair: bool) -> Iterator[Call | Malformed]:
+        span = (0, len(body))
+        found = read_json(body, repair)
+        if found.error:
+            yield Malformed(f"not valid JSON: {found.error}", span)
+            return
+        call = call_from_json(found.value, span)
+        yield replace(call, repaired=found.repaired) if isinstance(call, Call) else call

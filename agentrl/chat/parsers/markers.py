@@ -1,0 +1,176 @@
+"""Calls whose name and JSON arguments stand between special tokens: DeepSeek V3 and V3.1, Kimi K2, Mistral."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator
+from dataclasses import replace
+
+from agentrl.chat.parsers.base import (
+    Call,
+    Malformed,
+    Span,
+    Tools,
+    call_from_json,
+    read_arguments,
+    read_json,
+    read_leading_json,
+)
+from agentrl.chat.parsers.stream import BlockParser
+
+
+class _Listed(BlockParser):
+    """A section that lists calls, each between its own two markers."""
+
+    item: tuple[str, str]
+
+    def calls(self, body: str, tools: Tools, repair: bool) -> Iterator[Call | Malformed]:
+        opening, closing = self.item
+        at = 0
+        while (start := body.find(opening, at)) >= 0:
+            inside = start + len(opening)
+            end = body.find(closing, inside)
+            if end < 0:
+                yield Malformed(f"{closing} is missing", (start, len(body)))
+                return
+            at = end + len(closing)
+            yield self.one(body[inside:end], (start, at), repair)
+        if at == 0:
+            yield Malformed(f"no {opening} in the section of tool calls", (0, len(body)))
+
+    def one(self, text: str, span: Span, repair: bool) -> Call | Malformed:
+        """Read what stands between the two markers."""
+        raise NotImplementedError
+
+
+class DeepSeekV31(_Listed):
+    """name <sep> {json}"""
+
+    name = "deepseek_v31"
+    blocks = (("<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>"),)
+    item = ("<｜tool▁call▁begin｜>", "<｜tool▁call▁end｜>")
+    separator = "<｜tool▁sep｜>"
+
+    def one(self, text: str, span: Span, repair: bool) -> Call | Malformed:
+        name, found, arguments = text.partition(self.separator)
+        if not found:
+            return Malformed(f"{self.separator} is missing between name and arguments", span)
+        return read_arguments(name.strip(), arguments, span, repair)
+
+
+class DeepSeekV3(DeepSeekV31):
+    """type <sep> name, then {json} in a fenced block."""
+
+    name = "deepseek_v3"
+
+    def one(self, text: str, span: Span, repair: bool) -> Call | Malformed:
+        kind, found, rest = text.partition(self.separator)
+        if not found or kind.strip() != "function":
+            return Malformed(f"a call must begin with function{self.separator}", span)
+        name, fence, arguments = rest.partition("```json")
+        arguments, closed, _ = arguments.rpartition("```")
+        if not fence or not closed:
+            return Malformed(f"call of {name.strip()[:80]!r}: arguments must stand in a ```json block", span)
+        return read_arguments(name.strip(), arguments, span, repair)
+
+
+class KimiK2(_Listed):
+    """functions.name:index <argument marker> {json}; the whole first part is the call's id."""
+
+    name = "kimi_k2"
+    blocks = (("<|tool_calls_section_begin|>", "<|tool_calls_section_end|>"),)
+    item = ("<|tool_call_begin|>", "<|tool_call_end|>")
+    separator = "<|tool_call_argument_begin|>"
+
+    def one(self, text: str, span: Span, repair: bool) -> Call | Malformed:
+        id, found, arguments = text.partition(self.separator)
+        if not found:
+            return Malformed(f"{self.separator} is missing between id and arguments", span)
+        id = id.strip()
+        name, colon, index = id.removeprefix("functions.").rpartition(":")
+        if not colon or not index.isdecimal():
+            return Malformed(f"the id {id[:80]!r} must look like functions.name:0", span)
+        call = read_arguments(name, arguments, span, repair)
+        return replace(call, id=id) if isinstance(call, Call) else call
+
+
+class Mistral(BlockParser):
+    """[TOOL_CALLS] and then either a JSON list of calls, or name[ARGS]{json} for each call."""
+
+    name = "mistral"
+    think = ("[THINK]", "[/THINK]")
+    blocks = (("[TOOL_CALLS]", ""),)
+
+    _head = re.compile(r"\s*+([^\[\]{}\s]++)\s*+(?:\[CALL_ID\]([^\[\]\s]*+))?\s*+(?:\[ARGS\])?\s*+(?=\{)")
+    _between = re.compile(r"\s*+(?:\[TOOL_CALLS\])?\s*+")
+
+    def calls(self, body: str, tools: Tools, repair: bool) -> Iterator[Call | Malformed]:
+        if body.lstrip().startswith("["):
+            yield from self._list(body, repair)
+            return
+        at = 0
+        while at == 0 or at < len(body):
+            match = self._head.match(body, at)
+            if match is None:
+                what = body[at : at + 40]
+                yield Malformed(f"expected name[ARGS]{{...}} after [TOOL_CALLS], got {what!r}", (at, len(body)))
+                return
+            value, end = read_leading_json(body, match.end())
+            if value.error:
+                yield Malformed(f"call of {match.group(1)[:80]!r}: not valid JSON: {value.error}", (at, len(body)))
+                return
+            yield read_arguments(match.group(1), body[match.end() : end], (at, end), repair, id=match.group(2))
+            between = self._between.match(body, end)
+            at = between.end() if between else end
+
+    def _list(self, body: str, repair: bool) -> Iterator[Call | Malformed]:
+        span = (0, len(body))
+        found = read_json(body, repair)
+        if found.error:
+            yield Malformed(f"not valid JSON: {found.error}", span)
+        elif not isinstance(found.value, list):
+            yield Malformed("after [TOOL_CALLS] a JSON list is expected", span)
+        else:
+            for value in found.value:
+                call = call_from_json(value, span)
+                yield replace(call, repaired=found.repaired) if isinstance(call, Call) else call
+
+
+class Llama3Json(BlockParser):
+    """{"name": ..., "parameters": {...}} as the whole answer, or after <|python_tag|>; several joined by ";"."""
+
+    name = "llama3_json"
+    blocks = (("<|python_tag|>", ""),)
+    at_start = "{"
+
+    _more = re.compile(r"[^\s;,]")
+    _looks = re.compile(r'\s*+\{\s*+"(?:name|type|parameters|arguments|function)"')
+
+    def calls(self, body: str, tools: Tools, repair: bool) -> Iterator[Call | Malformed]:
+        at = 0
+        if not self._looks.match(body):
+            if body.lstrip()[:1] == "{" and _is_json(body):
+                return  # an answer in JSON is an answer
+            if body.lstrip()[:1] != "{":
+                yield Malformed("expected a JSON object with a name and parameters", (0, len(body)))
+                return
+        while (more := self._more.search(body, at)) is not None:
+            start = more.start()
+            value, end = read_leading_json(body, start)
+            if value.error and repair:
+                value, end = read_json(body[start:], repair), len(body)
+            if value.error:
+                yield Malformed(f"not valid JSON: {value.error}", (start, len(body)))
+                return
+            call = call_from_json(value.value, (start, end), arguments=("parameters", "arguments"))
+            yield replace(call, repaired=value.repaired) if isinstance(call, Call) else call
+            at = end
+
+
+def _is_json(text: str) -> bool:
+    try:
+        json.loads(text)
+    except (ValueError, RecursionError):
+        return False
+    return True

@@ -1,0 +1,159 @@
+"""Finding out, once at start, how a chat template ends turns and in which shape it wants its data."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+from agentrl.chat.vocabulary import SENTINEL
+from agentrl.errors import TemplateError
+from agentrl.types import Message
+
+if TYPE_CHECKING:
+    from agentrl.chat.template import Habits, Renderer
+
+_USER = Message("user", "u")
+_TOOL: dict[str, Any] = {
+    "type": "function",
+    "function": {
+        "name": "look",
+        "description": "Look.",
+        "parameters": {"type": "object", "properties": {"x": {"type": "string"}}, "required": ["x"]},
+    },
+}
+
+
+def probe(renderer: Renderer, eos_ids: frozenset[int]) -> Habits:
+    """Learn the habits of `renderer`'s template.
+
+    Raises:
+        TemplateError: it cannot render a user and an assistant message, or does not end the latter with a
+            control token.
+    """
+    habits = replace(
+        renderer.habits,
+        json_arguments=_wants_json(renderer),
+        inline_think=not _shows_reasoning(renderer),
+    )
+    closers, last = _closers(renderer)
+    closes_itself = _closes(renderer)
+    if closes_itself:
+        last |= _call_end(renderer, habits.json_arguments)
+    stop_ids = eos_ids | last
+    if not closers:
+        written = renderer.render_data([renderer.data(_USER), _assistant(), renderer.data(_USER)])
+        after = renderer.vocabulary.unshield(written[written.rfind(SENTINEL) :])[:60]
+        raise TemplateError(
+            "the chat template does not end an assistant turn with a control token of this tokenizer "
+            f"(after the assistant's text it writes {after!r}), so the end of a completion cannot be told; use a "
+            "template whose turns end with a special token"
+        )
+    opened = renderer.render([_USER], generation_prompt=True)
+    opening, closing = renderer.parser.think
+    habits = replace(
+        habits,
+        closers=closers | stop_ids,
+        stop_ids=stop_ids,
+        closes_itself=closes_itself,
+        thinks=bool(opening) and opened.rfind(opening) > opened.rfind(closing),
+    )
+    return replace(habits, drops_tools=_drops_tools(renderer, habits))
+
+
+def _assistant(**data: Any) -> dict[str, Any]:
+    return {"role": "assistant", "content": SENTINEL, **data}
+
+
+def _with_call(arguments: Any) -> dict[str, Any]:
+    call = {"id": "call00000", "type": "function", "function": {"name": "look", "arguments": arguments}}
+    return {"role": "assistant", "content": "", "tool_calls": [call]}
+
+
+def _tool(renderer: Renderer) -> dict[str, Any]:
+    return renderer.data(Message("tool", "t", tool_call_id="call00000", name="look"))
+
+
+def _attempt(render: Callable[[], str]) -> str | None:
+    try:
+        return render()
+    except TemplateError:
+        return None
+
+
+def _wants_json(renderer: Renderer) -> bool:
+    """An object where the template shows it as JSON or XML; text where an object fails or shows as Python."""
+    user = renderer.data(_USER)
+    shown = _attempt(lambda: renderer.render_data([user, _with_call({"x": SENTINEL}), _tool(renderer)], [_TOOL]))
+    if shown is not None and SENTINEL in shown and "{'x'" not in shown:
+        return False
+    text = f'{{"x": "{SENTINEL}"}}'
+    shown = _attempt(lambda: renderer.render_data([user, _with_call(text), _tool(renderer)], [_TOOL]))
+    return shown is not None and SENTINEL in shown
+
+
+def _shows_reasoning(renderer: Renderer) -> bool:
+    """Whether reasoning given in its own field appears, at least in the newest turn."""
+    fields = dict.fromkeys(("reasoning_content", "thinking", "reasoning"), "r" + SENTINEL)
+    message = {"role": "assistant", "content": "c", **fields}
+    shown = _attempt(lambda: renderer.render_data([renderer.data(_USER), message]))
+    return shown is not None and "r" + SENTINEL in shown
+
+
+def _closers(renderer: Renderer) -> tuple[frozenset[int], frozenset[int]]:
+    """Ids of the first control token after an assistant's text: in any continuation, and in the newest turn.
+
+    Where the newest turn has none, the tokens that begin the next turn stop it.
+    """
+    user, tool = renderer.data(_USER), _tool(renderer)
+    base = [user, _assistant()]
+    newest = _first_control(renderer, _attempt(lambda: renderer.render_data(base)))
+    inside = set()
+    for following in (user, tool):
+        shown = _attempt(lambda following=following: renderer.render_data([*base, following]))  # type: ignore[misc]
+        inside.add(_first_control(renderer, shown))
+    found = frozenset(id for id in {*inside, newest} if id is not None)
+    last = found if newest is None else frozenset({newest})
+    return found, last
+
+
+def _closes(renderer: Renderer) -> bool:
+    shown = _attempt(lambda: renderer.render_data([renderer.data(_USER), _assistant()]))
+    return _first_control(renderer, shown) is not None
+
+
+def _call_end(renderer: Renderer, json_arguments: bool) -> frozenset[int]:
+    """The token that ends a newest turn with a tool call, where it differs from other turns."""
+    message = _with_call('{"x": "y"}' if json_arguments else {"x": "y"})
+    shown = _attempt(lambda: renderer.render_data([renderer.data(_USER), message], [_TOOL]))
+    controls = list(renderer.vocabulary.split_control(shown)) if shown is not None else []
+    if shown is None or not controls or shown[controls[-1][1] :].strip():
+        return frozenset()
+    return frozenset({controls[-1][2]})
+
+
+def _first_control(renderer: Renderer, shown: str | None) -> int | None:
+    if shown is None or SENTINEL not in shown:
+        return None
+    tail = shown[shown.rfind(SENTINEL) :]
+    return next((id for _, _, id in renderer.vocabulary.split_control(tail)), None)
+
+
+def _drops_tools(renderer: Renderer, habits: Habits) -> bool:
+    """Whether what follows a completion is the same with and without tools, so that tools need not be rendered."""
+    before, renderer.habits = renderer.habits, habits
+    try:
+        user = renderer.data(_USER)
+        called = _with_call(f'{{"x": "{SENTINEL}"}}' if habits.json_arguments else {"x": SENTINEL})
+        for conversation in ([user, _assistant(), user], [user, called, _tool(renderer)]):
+            tails = []
+            for tools in ([], [_TOOL]):
+                shown = _attempt(
+                    lambda c=conversation, t=tools: renderer.render_data(c, t, generation_prompt=True)  # type: ignore[misc]
+                )
+                tails.append(None if shown is None else shown[shown.rfind(SENTINEL) :])
+            if tails[0] != tails[1]:
+                return False
+        return True
+    finally:
+        renderer.habits = before

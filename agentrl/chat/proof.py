@@ -1,0 +1,345 @@
+"""The prefix proof: conversations of every shape, rendered turn by turn and compared token by token.
+
+For each assistant turn the ledger's context must be what the template itself renders for the conversation so far.
+Where it is not, either the template rewrites earlier turns (the user chooses what to do), or what it appends
+cannot be derived (it cannot be used as it is).
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+from typing import TYPE_CHECKING, Any, Literal
+
+from agentrl.errors import TemplateError
+from agentrl.types import Message, ToolCall
+
+if TYPE_CHECKING:
+    from agentrl.chat.template import Renderer
+    from agentrl.chat.transcript import Transcript
+
+Kind = Literal["rewrite", "append", "refused"]
+
+TOOLS: tuple[Mapping[str, Any], ...] = (
+    {
+        "type": "function",
+        "function": {
+            "name": "look_up",
+            "description": "Look something up.",
+            "parameters": {
+                "type": "object",
+                "properties": {"query": {"type": "string"}, "limit": {"type": "integer"}},
+                "required": ["query"],
+            },
+        },
+    },
+    {
+        "type": "function",
+        "function": {
+            "name": "add",
+            "description": "Add numbers.",
+            "parameters": {
+                "type": "object",
+                "properties": {"terms": {"type": "array", "items": {"type": "number"}}},
+            },
+        },
+    },
+)
+
+_WORDS = (
+    "plain",
+    "naïve café",
+    "日本語のテキスト",
+    "👩‍🔬🎉",
+    "a\nb\n\nc",
+    "  spaces  ",
+    "x = {'k': [1]}",
+    "<b>tag</b>",
+    "\\n",
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Conversation:
+    """A named, generated conversation."""
+
+    shape: str
+    messages: tuple[Message, ...]
+    tools: tuple[Mapping[str, Any], ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """The first place where one conversation's ledger and the template's rendering part.
+
+    `kind` is "rewrite" (the template writes an earlier message otherwise than when it was the newest),
+    "append" (what it appends was derived wrongly) or "refused" (it does not render this conversation).
+    """
+
+    kind: Kind
+    shape: str
+    message: int
+    role: str
+    token: int
+    was: str
+    became: str
+
+    def __str__(self) -> str:
+        if self.kind == "refused":
+            return f"{self.shape}: refused: {self.became}"
+        did = "rewrites" if self.kind == "rewrite" else "appends otherwise than derived at"
+        return (
+            f"{self.shape}: the template {did} message {self.message} ({self.role}) from token {self.token} on: "
+            f"{self.was!r} became {self.became!r}"
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Proof:
+    """What the proof found: how many conversations and turns were compared, and every finding."""
+
+    conversations: int
+    turns: int
+    findings: tuple[Finding, ...]
+    shows_tools: bool = True
+    """Whether a prompt changes when tools are offered."""
+
+    @property
+    def rewrites(self) -> tuple[Finding, ...]:
+        """Conversations in which the template rewrites earlier turns."""
+        return tuple(f for f in self.findings if f.kind == "rewrite")
+
+    @property
+    def wrong(self) -> tuple[Finding, ...]:
+        """Conversations in which what the template appends was not derived rightly."""
+        return tuple(f for f in self.findings if f.kind == "append")
+
+    @property
+    def refused(self) -> tuple[Finding, ...]:
+        """Conversations that the template does not render."""
+        return tuple(f for f in self.findings if f.kind == "refused")
+
+    def require(self, *, tools: bool = False) -> None:
+        """Stop unless every context that the template accepts can be built by appending.
+
+        Args:
+            tools: the run offers tools, so that the template must show them.
+
+        Raises:
+            TemplateError: a derived delta is wrong, no conversation at all could be rendered, or the template
+                does not show the tools that a run offers.
+        """
+        if tools and not self.shows_tools:
+            raise TemplateError(
+                "the chat template ignores tools: the policy would never see which it may call; use a template "
+                "that lists them (template: chatml is one), or describe them in the system prompt"
+            )
+        if self.wrong:
+            raise TemplateError(
+                f"what this chat template appends cannot be derived: {self.wrong[0]}; "
+                "use a template that only appends (template: chatml is one)"
+            )
+        if self.turns == 0:
+            why = f": {self.refused[0].became}" if self.refused else ""
+            raise TemplateError(f"the chat template renders none of the conversations of the proof{why}")
+
+    def summary(self) -> str:
+        """A few lines for people."""
+        lines = [f"{self.turns} turns of {self.conversations} conversations compared token by token"]
+        if not self.findings:
+            lines[0] += ": the template only appends"
+        if not self.shows_tools:
+            lines.append("the template ignores tools")
+        for kind, what in (("wrong", "derived wrongly"), ("rewrites", "rewritten"), ("refused", "refused")):
+            found: tuple[Finding, ...] = getattr(self, kind)
+            if found:
+                lines.append(f"{len(found)} {what}; the first: {found[0]}")
+        if self.rewrites:
+            lines.append(
+                "history: keep trains each completion in the context that it was sampled in; history: fork goes "
+                "on in the template's own rendering, each rewritten context a sample of its own"
+            )
+        return "\n".join(lines)
+
+
+def prove(renderer: Renderer, conversations: Iterable[Conversation] | None = None) -> Proof:
+    """Compare ledger and template over `conversations` (by default one of every shape, with two seeds)."""
+    given = list(conversations) if conversations is not None else [*shapes(0), *shapes(1)]
+    findings = []
+    turns = 0
+    for conversation in given:
+        done, finding = _prove_one(renderer, conversation)
+        turns += done
+        if finding is not None:
+            findings.append(finding)
+    asked = [Message("user", "u")]
+    shows_tools = renderer.render(asked, TOOLS) != renderer.render(asked)
+    return Proof(len(given), turns, tuple(findings), shows_tools)
+
+
+def _prove_one(renderer: Renderer, conversation: Conversation) -> tuple[int, Finding | None]:
+    """Turns that agreed, and the first finding."""
+    from agentrl.chat.demonstrate import completion_of
+    from agentrl.chat.transcript import Transcript
+
+    messages, tools = conversation.messages, conversation.tools
+    transcript = Transcript(renderer, tools, history="keep")
+    turns, start = 0, 0
+    found: Finding | None = None
+    for n, message in enumerate(messages):
+        if message.role != "assistant":
+            continue
+        try:
+            fresh = renderer.encode(messages[:n], tools, generation_prompt=True)
+            before = len(transcript.ids)
+            transcript.extend(messages[start:n])
+            new = transcript.ids[before:]
+            if found is None:
+                found = _compare(transcript, fresh, conversation, n)
+            elif not _ends_with(transcript, fresh, new):  # history was rewritten; its end must still agree
+                return turns, _finding("append", transcript, fresh, conversation, before)
+            if found is not None and found.kind == "append":
+                return turns, found
+            transcript.complete(completion_of(renderer, message, tools), message=message)
+        except TemplateError as e:
+            return turns, found or Finding("refused", conversation.shape, n, message.role, 0, "", str(e))
+        turns, start = turns + 1, n + 1
+    return turns, found
+
+
+def _compare(transcript: Transcript, fresh: Sequence[int], conversation: Conversation, end: int) -> Finding | None:
+    renderer, ledger = transcript.renderer, transcript.ids
+    if _agree(renderer, ledger, fresh):
+        return None
+    at = next((n for n, (a, b) in enumerate(zip(ledger, fresh, strict=False)) if a != b), None)
+    at = min(len(ledger), len(fresh)) if at is None else at
+    kind: Kind = "rewrite" if _rewritten(renderer, conversation, end) else "append"
+    return _finding(kind, transcript, fresh, conversation, at)
+
+
+def _agree(renderer: Renderer, ledger: Sequence[int], fresh: Sequence[int]) -> bool:
+    """The same ids, or the same text with the same control tokens.
+
+    The latter is what the border between a generation prompt and a completion does where no control token
+    stands there: the prompt is encoded without the completion, as the engine gets it.
+    """
+    if tuple(ledger) == tuple(fresh):
+        return True
+    token = renderer.vocabulary.token
+    controls = [[id for id in ids if token(id) is not None] for ids in (ledger, fresh)]
+    return controls[0] == controls[1] and renderer.decode(ledger) == renderer.decode(fresh)
+
+
+def _ends_with(transcript: Transcript, fresh: Sequence[int], new: Sequence[int]) -> bool:
+    return transcript.renderer.decode(fresh).endswith(transcript.renderer.decode(new))
+
+
+def _finding(
+    kind: Kind, transcript: Transcript, fresh: Sequence[int], conversation: Conversation, at: int
+) -> Finding:
+    branch = transcript.branch
+    ends = accumulate(len(segment.ids) for segment in branch)
+    place = next((n for n, end in enumerate(ends) if end > at), len(branch))
+    named = [s.message for s in branch[place:] if s.message is not None]  # glue belongs to what follows it
+    message = named[0] if named else len(transcript.messages)
+    decode = transcript.renderer.decode
+    was, became = decode(transcript.ids[at : at + 12]), decode(fresh[at : at + 12])
+    return Finding(kind, conversation.shape, message, conversation.messages[message].role, at, was, became)
+
+
+def _rewritten(renderer: Renderer, conversation: Conversation, end: int) -> bool:
+    """Whether the template's own earlier renderings are not the beginning of its rendering up to `end`."""
+    messages, tools = conversation.messages, conversation.tools
+    now = renderer.render(messages[:end], tools, generation_prompt=True)
+    for n in range(1, end):
+        if messages[n - 1].role != "assistant" and messages[n].role == "assistant":
+            then = renderer.render(messages[:n], tools, generation_prompt=True)
+            whole = renderer.render(messages[: n + 1], tools)
+            if not now.startswith(then) or not now.startswith(whole):
+                return True
+    return False
+
+
+def shapes(seed: int) -> Iterator[Conversation]:
+    """One conversation of every shape that a run can meet; texts and lengths vary with `seed`."""
+    rng = random.Random(seed)
+    make = _Maker(rng)
+    system, user, say, call, tool = make.system, make.user, make.say, make.call, make.tool
+    one = call("look_up")
+    two = call("look_up", "add")
+    plain = call("add", content="")
+    yield Conversation("no system", (user(), say(), user(), say()))
+    yield Conversation("system", (system(), user(), say(), user(), say()))
+    yield Conversation("tools", (system(), user(), one, *tool(one), say()), TOOLS)
+    yield Conversation("tools without system", (user(), one, *tool(one), say()), TOOLS)
+    yield Conversation("parallel calls", (user(), two, *tool(two), say()), TOOLS)
+    yield Conversation(
+        "several tool turns", (user(), one, *tool(one), two, *tool(two), plain, *tool(plain), say()), TOOLS
+    )
+    yield Conversation(
+        "tools, then the user again", (user(), one, *tool(one), say(), user(), say(), user(), say()), TOOLS
+    )
+    yield Conversation("tool error", (user(), one, *tool(one, "Error: ValueError: no such row"), say()), TOOLS)
+    yield Conversation("long tool text", (user(), one, *tool(one, make.text(400)), say()), TOOLS)
+    yield Conversation("empty tool text", (user(), one, *tool(one, ""), say()), TOOLS)
+    yield Conversation("empty content", (user(""), say(""), user(), say()))
+    yield Conversation("unicode", (user("Grüße 👩‍🔬 日本語 ﷽"), say("🎉 naïve"), user(), say()))
+    yield Conversation("consecutive users", (user(), user(), say(), user(), user(), say()))
+    thought = make.say(reasoning=make.text(8))
+    yield Conversation("thinking", (user(), thought))
+    thinking = call("look_up", reasoning=make.text(6))
+    yield Conversation(
+        "thinking and tools",
+        (
+            user(),
+            thinking,
+            *tool(thinking),
+            make.say(reasoning="so"),
+        ),
+        TOOLS,
+    )
+    yield Conversation(
+        "thinking, then the user again", (user(), thought, user(), make.say(reasoning="and"), user(), say())
+    )
+
+
+class _Maker:
+    """Draws messages."""
+
+    def __init__(self, rng: random.Random) -> None:
+        self.rng = rng
+        self.count = 0
+
+    def text(self, words: int) -> str:
+        return " ".join(self.rng.choice(_WORDS) for _ in range(words)).strip()
+
+    def system(self) -> Message:
+        return Message("system", self.text(4))
+
+    def user(self, text: str | None = None) -> Message:
+        return Message("user", self.text(self.rng.randint(1, 6)) if text is None else text)
+
+    def say(self, text: str | None = None, *, reasoning: str | None = None) -> Message:
+        text = self.text(self.rng.randint(1, 6)) if text is None else text
+        return Message("assistant", text, reasoning=reasoning)
+
+    def call(self, *names: str, content: str | None = None, reasoning: str | None = None) -> Message:
+        calls = []
+        for name in names:
+            arguments: dict[str, Any] = (
+                {"query": self.text(3), "limit": self.rng.randint(1, 9)}
+                if name == "look_up"
+                else {"terms": [self.rng.randint(-5, 5), 0.5]}
+            )
+            calls.append(ToolCall(f"call{self.count:05d}", name, arguments))
+            self.count += 1
+        content = self.text(2) if content is None else content
+        return Message("assistant", content, tool_calls=tuple(calls), reasoning=reasoning)
+
+    def tool(self, message: Message, text: str | None = None) -> tuple[Message, ...]:
+        return tuple(
+            Message("tool", self.text(3) if text is None else text, tool_call_id=call.id, name=call.name)
+            for call in message.tool_calls
+        )

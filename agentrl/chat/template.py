@@ -1,0 +1,471 @@
+"""The renderer: messages to token ids and back, for any Hugging Face chat template, at the cost of what is new.
+
+A turn is rendered against a stand-in for the conversation before it: a short user message and an assistant
+message whose text is a sentinel. What the template writes after the sentinel is what it would write after the
+sampled completion: the assistant turn's own end, the new messages, the prompt for the next completion. How the
+template ends an assistant turn, which tokens stop a completion and in which shape it wants tool arguments and
+reasoning is found once, by probing (`agentrl.chat.probe`). See docs/design/append-only-templates.md.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any, Literal
+
+from agentrl.chat.jinja import compile_template
+from agentrl.chat.load import CHATML_TEMPLATE, eos_ids, template_source
+from agentrl.chat.parsers import Parsed, Parser, choose_parser
+from agentrl.chat.vocabulary import SENTINEL, Vocabulary
+from agentrl.errors import ConfigError, TemplateError
+from agentrl.types import Message, ToolCall
+
+__all__ = ["CHATML_TEMPLATE", "Addition", "Habits", "Piece", "Renderer"]
+
+History = Literal["keep", "fork"]
+Tools = Sequence[Mapping[str, Any]]
+
+STAND_IN_USER = Message("user", "u")
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """Tokens to append: `message` counts within the messages given, None where they belong to none (glue)."""
+
+    ids: tuple[int, ...]
+    message: int | None
+
+
+@dataclass(frozen=True, slots=True)
+class Addition:
+    """What to append to a context; `thinking` says that it ends inside an opened think block."""
+
+    pieces: tuple[Piece, ...]
+    thinking: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Habits:
+    """What probing found out about a template.
+
+    Attributes:
+        json_arguments: it wants tool arguments as JSON text, not as an object.
+        inline_think: it knows no reasoning field, so a think block goes in front of the content.
+        closers: ids that end an assistant turn inside a conversation.
+        stop_ids: ids that a completion may end with.
+        closes_itself: an assistant turn ends with its own token, not with the next turn's first one.
+        thinks: the generation prompt has already opened a think block.
+        drops_tools: what follows a completion is the same whether or not tools are offered.
+    """
+
+    json_arguments: bool = False
+    inline_think: bool = False
+    closers: frozenset[int] = frozenset()
+    stop_ids: frozenset[int] = frozenset()
+    closes_itself: bool = True
+    thinks: bool = False
+    drops_tools: bool = False
+
+
+class Renderer:
+    """One tokenizer, one chat template, one parser: used alike by training, check, evaluation and the endpoint.
+
+    Attributes:
+        hash: of everything that decides which ids a conversation becomes; stored in checkpoints.
+        stop_ids: ids that end a completion.
+        history: what a transcript does where the template rewrites earlier turns.
+        template: source of the chat template.
+        parser: the tool-call parser in use.
+    """
+
+    def __init__(
+        self,
+        vocabulary: Vocabulary,
+        template: str,
+        *,
+        parser: str = "auto",
+        history: History = "keep",
+        variables: Mapping[str, Any] | None = None,
+        repair: bool = False,
+        eos_ids: Iterable[int] = (),
+        tokenizer_digest: str = "",
+    ) -> None:
+        from agentrl.chat.probe import probe
+
+        if history not in ("keep", "fork"):
+            raise ConfigError(f"history must be 'keep' or 'fork', got {history!r}")
+        if repair and find_spec("json_repair") is None:
+            raise ConfigError(
+                "repair: json-repair is not installed; `pip install json-repair`, or leave repair off"
+            )
+        self.vocabulary = vocabulary
+        self.template = template
+        self.history: History = history
+        self.parser: Parser = choose_parser(parser, template)
+        self.repair = repair
+        self._variables = {**vocabulary.special_tokens, **(variables or {})}
+        self._render = compile_template(template)
+        self.habits = Habits()
+        self.habits = probe(self, frozenset(eos_ids))
+        self.stop_ids = self.habits.stop_ids
+        parts = [
+            tokenizer_digest,
+            template,
+            sorted((variables or {}).items()),
+            sorted(vocabulary.special_tokens.items()),
+            self.parser.name,
+            repair,
+            history,
+            sorted(self.stop_ids),
+        ]
+        self.hash = hashlib.sha256(json.dumps(parts, ensure_ascii=False, default=str).encode()).hexdigest()[:16]
+
+    @cached_property
+    def appends_only(self) -> bool:
+        """Whether the template leaves earlier turns alone, in every conversation that the proof knows."""
+        from agentrl.chat.proof import prove
+
+        return not prove(self).rewrites
+
+    @classmethod
+    def from_directory(
+        cls,
+        path: str | Path,
+        *,
+        template: str | None = None,
+        parser: str = "auto",
+        history: History = "keep",
+        variables: Mapping[str, Any] | None = None,
+        repair: bool = False,
+    ) -> Renderer:
+        """Load the tokenizer and template of a Hugging Face model directory.
+
+        Args:
+            template: None takes the directory's own; "chatml" is the project's; otherwise a file of Jinja source.
+            parser: "auto" reads it off the template; otherwise a name of `agentrl.chat.parsers`.
+            history: what to do where the template rewrites earlier turns ("keep" or "fork").
+            variables: further template variables, such as {"enable_thinking": False}.
+            repair: mend malformed JSON in tool calls with json-repair, and say so in each call.
+
+        Raises:
+            ConfigError: the directory or an argument cannot be used.
+            TemplateError: the template cannot be rendered, or what it appends cannot be derived.
+        """
+        folder = Path(path)
+        if not folder.is_dir():
+            raise ConfigError(f"{folder}: no such directory; give a Hugging Face model directory")
+        source = template_source(folder, template)
+        vocabulary = Vocabulary.from_directory(folder, source)
+        digest = hashlib.sha256((folder / "tokenizer.json").read_bytes()).hexdigest()
+        return cls(
+            vocabulary,
+            source,
+            parser=parser,
+            history=history,
+            variables=variables,
+            repair=repair,
+            eos_ids=eos_ids(folder, vocabulary),
+            tokenizer_digest=digest,
+        )
+
+    # Text and ids
+
+    def decode(self, ids: Iterable[int]) -> str:
+        """Text of `ids`, control tokens included."""
+        return self.vocabulary.decode(ids)
+
+    def encode_text(self, text: str) -> list[int]:
+        """Ids of plain text: control tokens in it become plain text."""
+        return self.vocabulary.encode(self.vocabulary.shield(text))
+
+    def encode(
+        self, messages: Sequence[Message], tools: Tools = (), *, generation_prompt: bool = False
+    ) -> list[int]:
+        """Ids of a conversation rendered afresh."""
+        return self.vocabulary.encode(self.render(messages, tools, generation_prompt=generation_prompt))
+
+    def text(self, messages: Sequence[Message], tools: Tools = (), *, generation_prompt: bool = False) -> str:
+        """The conversation as the template writes it."""
+        return self.vocabulary.unshield(self.render(messages, tools, generation_prompt=generation_prompt))
+
+    def render(self, messages: Sequence[Message], tools: Tools = (), *, generation_prompt: bool = False) -> str:
+        """The template's output with control tokens in the messages' own text still shielded.
+
+        Raises:
+            TemplateError: the template refuses these messages.
+        """
+        return self.render_data([self.data(m) for m in messages], tools, generation_prompt=generation_prompt)
+
+    def render_data(
+        self, data: Sequence[Mapping[str, Any]], tools: Tools = (), *, generation_prompt: bool = False
+    ) -> str:
+        """As `render`, for messages already in the template's shape."""
+        try:
+            return self._render(
+                messages=list(data),
+                tools=self.vocabulary.shield(list(tools)) or None,
+                documents=None,
+                add_generation_prompt=generation_prompt,
+                **self._variables,
+            )
+        except Exception as e:  # templates are code of others: whatever they raise is theirs
+            roles = " ".join(message["role"] for message in data)
+            raise TemplateError(
+                f"the chat template cannot render a conversation of [{roles}]: {type(e).__name__}: {e}"
+            ) from e
+
+    def data(self, message: Message) -> dict[str, Any]:
+        """The message in the shape chat templates read, with control tokens in its text shielded."""
+        shield = self.vocabulary.shield
+        content = shield(_content(message))
+        data: dict[str, Any] = {"role": message.role, "content": content}
+        if message.name is not None:
+            data["name"] = shield(message.name)
+        if message.tool_call_id is not None:
+            data["tool_call_id"] = shield(message.tool_call_id)
+        if message.reasoning is not None:
+            reasoning = shield(message.reasoning)
+            opening, closing = self.parser.think
+            if self.habits.inline_think and opening:
+                data["content"] = f"{opening}\n{reasoning}\n{closing}\n\n{content}"
+            else:
+                data |= {"reasoning_content": reasoning, "thinking": reasoning, "reasoning": reasoning}
+        if message.tool_calls:
+            data["tool_calls"] = [self._call(call) for call in message.tool_calls]
+        return data
+
+    def _call(self, call: ToolCall) -> dict[str, Any]:
+        shield = self.vocabulary.shield
+        arguments = shield(dict(call.arguments))
+        if self.habits.json_arguments:
+            arguments = json.dumps(arguments, ensure_ascii=False)
+        return {
+            "id": shield(call.id),
+            "type": "function",
+            "function": {"name": shield(call.name), "arguments": arguments},
+        }
+
+    # What a transcript appends
+
+    def opening(self, messages: Sequence[Message], tools: Tools = ()) -> Addition:
+        """Tokens of the first prompt, the generation prompt included."""
+        data = [self.data(message) for message in messages]
+        prompt = self.render_data(data, tools, generation_prompt=True)
+        ends = [self._prefix(data[: n + 1], tools, prompt) for n in range(len(data))]
+        return self._addition(self._pieces(prompt, 0, ends))
+
+    def following(
+        self, last: Message, stopped: int | None, messages: Sequence[Message], tools: Tools = ()
+    ) -> Addition:
+        """Tokens between a completion and the next: the end of its turn, `messages`, the generation prompt.
+
+        Args:
+            last: the assistant message that the completion was read as.
+            stopped: the stop id that the completion ended with; None where it was cut.
+            messages: what came after it.
+        """
+        if self.habits.drops_tools:
+            tools = ()
+        base = [self.data(STAND_IN_USER), self._stand_in(last, messages)]
+        data = [*base, *(self.data(message) for message in _named(messages, last))]
+        rendered = self.render_data(data, tools, generation_prompt=True)
+        start, closer = self.after_sentinel(rendered)
+        tail = rendered[start:]
+        skip = len(closer[0])
+        stands = stopped is not None and (
+            stopped == closer[1] or (self.habits.closes_itself and stopped in self.stop_ids)
+        )
+        ends = [self._match(data[:n], tools, tail) for n in range(len(base), len(data) + 1)]
+        cut = skip if stands else 0
+        glue = max(ends[0] or 0, skip) if self.habits.closes_itself or not messages else cut
+        pieces = self._pieces(tail, cut, [glue, *ends[1:]])
+        return self._addition([Piece(p.ids, p.message - 1 if p.message else None) for p in pieces])
+
+    def _addition(self, pieces: Sequence[Piece]) -> Addition:
+        """The pieces, and whether the generation prompt among them opens a think block."""
+        if not pieces or pieces[-1].message is not None:
+            return Addition(tuple(pieces), self.habits.thinks and bool(pieces))
+        opening, closing = self.parser.think
+        prompt = self.decode(pieces[-1].ids)
+        return Addition(tuple(pieces), bool(opening) and prompt.rfind(opening) > prompt.rfind(closing))
+
+    def after_sentinel(self, rendered: str) -> tuple[int, tuple[str, int]]:
+        """Where the end of the stand-in's turn begins in `rendered`, and the (text, id) of the token that ends it.
+
+        Raises:
+            TemplateError: the template dropped the stand-in's text, or ends its turn with no control token.
+        """
+        at = rendered.rfind(SENTINEL)
+        if at < 0:
+            raise TemplateError(
+                "the chat template does not show an assistant message's text; what it appends cannot be derived"
+            )
+        for start, end, id in self.vocabulary.split_control(rendered[at:]):
+            if id in self.habits.closers or not self.habits.closers:
+                return at + start, (rendered[at + start : at + end], id)
+        raise TemplateError(
+            "the chat template does not end an assistant turn with a control token "
+            f"(it writes {self.vocabulary.unshield(rendered[at : at + 60])!r}); "
+            "use a template whose turns end with a special token of the tokenizer"
+        )
+
+    def _stand_in(self, last: Message, messages: Sequence[Message]) -> dict[str, Any]:
+        """A short assistant message that ends as `last` does, its text replaced by the sentinel."""
+        if not messages or messages[0].role != "tool":
+            return {"role": "assistant", "content": SENTINEL}
+        calls = last.tool_calls or (
+            ToolCall(messages[0].tool_call_id or "call00000", messages[0].name or "tool", {}),
+        )
+        shown = []
+        for call in calls:
+            data = self._call(ToolCall(call.id, call.name, {}))
+            arguments: Any = {"x": SENTINEL}
+            data["function"]["arguments"] = (
+                json.dumps(arguments, ensure_ascii=False) if self.habits.json_arguments else arguments
+            )
+            shown.append(data)
+        return {"role": "assistant", "content": "", "tool_calls": shown}
+
+    def _prefix(self, data: Sequence[Mapping[str, Any]], tools: Tools, prompt: str) -> int | None:
+        """Where `data`, rendered alone, ends in `prompt`; None where it is not the beginning of it."""
+        try:
+            part = self.render_data(data, tools)
+        except TemplateError:  # half a conversation may be one that the template refuses
+            return None
+        return len(part) if prompt.startswith(part) else None
+
+    def _match(self, data: Sequence[Mapping[str, Any]], tools: Tools, tail: str) -> int | None:
+        """Where `data` ends in `tail`, both counted from the end of the stand-in's turn; None as in `_prefix`."""
+        try:
+            part = self.render_data(data, tools)
+            start, _ = self.after_sentinel(part)
+        except TemplateError:
+            return None
+        return len(part) - start if tail.startswith(part[start:]) else None
+
+    def _pieces(self, text: str, start: int, ends: Sequence[int | None]) -> list[Piece]:
+        """Cut `text` after each message whose end is known and where a control token follows; encode the parts."""
+        control = {at for at, _, _ in self.vocabulary.split_control(text)} | {len(text)}
+        pieces: list[Piece] = []
+        at, first = start, 0
+        for n, end in enumerate(ends):
+            if end is not None and (end == at or (end > at and end in control)):
+                if end > at:
+                    pieces.append(Piece(tuple(self.vocabulary.encode(text[at:end])), first))
+                at, first = end, n + 1
+        if at < len(text):
+            message = None if first == len(ends) else first
+            pieces.append(Piece(tuple(self.vocabulary.encode(text[at:])), message))
+        return pieces
+
+    def completion_ids(self, message: Message, tools: Tools = ()) -> list[int]:
+        """Ids of an assistant message as a completion of this template: what a demonstration would have sampled.
+
+        Raises:
+            TemplateError: the template does not write this message after its own generation prompt.
+        """
+        user, said = self.data(STAND_IN_USER), self.data(message)
+        prompt = self.render_data([user], tools, generation_prompt=True)
+        whole = self.render_data([user, said], tools)
+        opening, closing = self.parser.think
+        if whole.startswith(prompt):
+            text = whole[len(prompt) :]
+        elif self.habits.thinks and whole.startswith(prompt[: prompt.rfind(opening)]):
+            text = f"\n{closing}\n\n" + whole[prompt.rfind(opening) :]
+        else:
+            raise TemplateError(
+                "the chat template does not write an assistant message after its own generation prompt "
+                f"{self.vocabulary.unshield(prompt[-60:])!r}; demonstrations cannot be rendered with it"
+            )
+        if not self.habits.closes_itself:
+            answer = Message("tool", "t", tool_call_id=message.tool_calls[0].id) if message.tool_calls else None
+            answer = answer or STAND_IN_USER
+            shown = self.render_data([user, self._stand_in(message, [answer]), self.data(answer)], tools)
+            text += self.after_sentinel(shown)[1][0]
+        ids = self.vocabulary.encode(text)
+        ends = [n for n, id in enumerate(ids) if id in self.stop_ids]
+        if not ends:
+            raise TemplateError("the chat template does not end an assistant message with one of its stop tokens")
+        return ids[: (ends[-1] if self.habits.closes_itself else ends[0]) + 1]
+
+    # Reading completions
+
+    def parse(
+        self, ids: Sequence[int], *, tools: Tools = (), thinking: bool | None = None, number: int = 0
+    ) -> Message:
+        """Read a completion as an assistant message; never raises, what is malformed is in `parse_errors`.
+
+        Args:
+            tools: the schemas offered (formats without types in the text read them there).
+            thinking: whether the prompt had already opened a think block; None means as the template does.
+            number: of the message in its conversation; call ids are made from it.
+        """
+        return to_message(self.read(ids, tools=tools, thinking=thinking), number)
+
+    def read(self, ids: Sequence[int], *, tools: Tools = (), thinking: bool | None = None) -> Parsed:
+        """As `parse`, with the spans of calls and errors in the completion's text."""
+        thinking = self.habits.thinks if thinking is None else thinking
+        text = self.decode(self.unstopped(ids))
+        return self.parser.parse(text, tools=tools, thinking=thinking, repair=self.repair)
+
+    def read_text(self, text: str, *, tools: Tools = ()) -> Message:
+        """As `parse`, for the text of a completion, with or without its stop token."""
+        for id in self.stop_ids:
+            text = text.removesuffix(self.vocabulary.token(id) or "")
+        return to_message(self.parser.parse(text, tools=tools, thinking=self.habits.thinks, repair=self.repair), 0)
+
+    def unstopped(self, ids: Sequence[int]) -> Sequence[int]:
+        """`ids` without the stop token that ends them."""
+        return ids[:-1] if ids and ids[-1] in self.stop_ids else ids
+
+
+def to_message(parsed: Parsed, number: int) -> Message:
+    """The assistant message that a completion was read as; calls get ids of nine letters and digits."""
+    seen: set[str] = set()
+    calls = []
+    for n, call in enumerate(parsed.calls):
+        id = call.id if call.id and call.id not in seen else f"c{number % 100000:05d}{n % 1000:03d}"
+        seen.add(id)
+        calls.append(ToolCall(id, call.name, call.arguments))
+    return Message(
+        "assistant",
+        parsed.content,
+        tool_calls=tuple(calls),
+        reasoning=parsed.reasoning,
+        parse_errors=tuple(error.message for error in parsed.errors),
+    )
+
+
+def same_meaning(a: Message, b: Message) -> bool:
+    """Whether two readings of a completion say the same: white space around the parts and call ids aside."""
+
+    def parts(message: Message) -> tuple[Any, ...]:
+        calls = [(call.name, dict(call.arguments)) for call in message.tool_calls]
+        return _content(message).split(), (message.reasoning or "").split(), calls
+
+    return parts(a) == parts(b)
+
+
+def _named(messages: Sequence[Message], last: Message) -> Iterable[Message]:
+    """The messages with the tool's name filled in where the id tells it."""
+    names = {call.id: call.name for call in last.tool_calls}
+    for message in messages:
+        name = message.name or names.get(message.tool_call_id or "")
+        if message.role == "tool" and name and message.name is None:
+            yield Message("tool", message.content, tool_call_id=message.tool_call_id, name=name)
+        else:
+            yield message
+
+
+def _content(message: Message) -> str:
+    if isinstance(message.content, str):
+        return message.content
+    texts = [part for part in message.content if isinstance(part, str)]
+    if len(texts) < len(message.content):
+        raise TemplateError(f"a {message.role} message holds an image; this renderer is for text only")
+    return "".join(texts)

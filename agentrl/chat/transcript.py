@@ -1,0 +1,288 @@
+"""The token ledger: what was sampled is kept as sampled, what is new is appended, nothing is rendered again.
+
+The ledger is a tree of segments; a `Transcript` is one branch of it. Branches share their beginnings, so retries,
+sub-agents, compacted contexts and templates that rewrite history cost and train nothing twice.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from agentrl.types import Completion, Message, Origin, Segment
+
+if TYPE_CHECKING:
+    from agentrl.chat.check import Mode, Report
+    from agentrl.chat.template import Addition, History, Renderer
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One context from root to leaf; all tuples but `spans` have the length of `ids`.
+
+    `loss_mask` is True on the sampled tokens that this row trains; `logprobs` and `versions` are those of the
+    sampler on every sampled token and 0.0 and -1 elsewhere. `spans` are (segment, start, stop) of what it trains.
+    """
+
+    ids: tuple[int, ...]
+    loss_mask: tuple[bool, ...]
+    logprobs: tuple[float, ...]
+    versions: tuple[int, ...]
+    spans: tuple[tuple[int, int, int], ...]
+
+
+class Transcript:
+    """One branch of an episode's ledger: prompt, completion, observation, completion, ...
+
+    Args:
+        renderer: turns messages into ids and completions into messages.
+        tools: the schemas offered in this branch.
+        history: what to do where the template rewrites earlier turns; None means as the renderer says.
+    """
+
+    def __init__(
+        self,
+        renderer: Renderer,
+        tools: Sequence[Mapping[str, Any]] = (),
+        *,
+        history: History | None = None,
+    ) -> None:
+        self.renderer, self.tools = renderer, tuple(tools)
+        self.history: History = history or renderer.history
+        self._segments: list[Segment] = []  # shared by all branches, as are the messages
+        self._messages: list[Message] = []
+        self._ids: list[int] = []
+        self._view: tuple[int, ...] | None = ()
+        self._node = -1
+        self._context: list[int] = []  # messages of this branch, by their index in the episode
+        self._before: tuple[int, int] | None = None  # (node, messages) before the extension not yet answered
+        self._thinking = False
+
+    @property
+    def ids(self) -> tuple[int, ...]:
+        """The whole context of this branch so far; what the engine continues."""
+        if self._view is None:
+            self._view = tuple(self._ids)
+        return self._view
+
+    @property
+    def segments(self) -> tuple[Segment, ...]:
+        """All segments of the episode, of every branch, in the order in which they were added."""
+        return tuple(self._segments)
+
+    @property
+    def messages(self) -> tuple[Message, ...]:
+        """All messages of the episode, of every branch; `Segment.message` counts in them."""
+        return tuple(self._messages)
+
+    @property
+    def branch(self) -> tuple[Segment, ...]:
+        """The segments of this branch, root first."""
+        return tuple(self._segments[i] for i in _path(self._segments, self._node))
+
+    @property
+    def context(self) -> tuple[Message, ...]:
+        """The messages of this branch."""
+        return tuple(self._messages[i] for i in self._context)
+
+    @property
+    def places(self) -> Mapping[int, int]:
+        """Where in `context` each message of this branch stands, by its index in `messages`."""
+        return {index: place for place, index in enumerate(self._context)}
+
+    @property
+    def prompted(self) -> bool:
+        """Whether the branch ends with a generation prompt that waits for its completion."""
+        return self._before is not None
+
+    def extend(self, messages: Sequence[Message]) -> None:
+        """Append new messages and the generation prompt of the next completion.
+
+        Called again before a completion, the messages join those of the earlier call. Where the template
+        rewrites earlier turns and `history` is "fork", the branch goes on in a fresh rendering.
+
+        Raises:
+            TemplateError: the template refuses these messages.
+        """
+        waiting: list[int] = []
+        if self._before is not None:
+            node, count = self._before
+            waiting = self._context[count:]
+            self._move(node, self._context[:count])
+        self._before = (self._node, len(self._context))
+        new = waiting + list(range(len(self._messages), len(self._messages) + len(messages)))
+        self._messages.extend(messages)
+        given = [self._messages[i] for i in new]
+        last = self._newest_completion()
+        if last is None:
+            self._append(self.renderer.opening(given, self.tools), "prompt", new)
+        else:
+            addition = self.renderer.following(
+                self._messages[last.message or 0], self._stop_of(last), given, self.tools
+            )
+            rewritten = self._rewritten(given, addition) if self.history == "fork" else None
+            if rewritten is None:
+                self._append(addition, "observation", new)
+            else:
+                self._restart(rewritten, (self._context + new)[-1])
+        self._context += new
+
+    def complete(self, completion: Completion, *, message: Message | None = None) -> Message:
+        """Append a completion exactly as sampled; returns the message that it reads as.
+
+        Args:
+            message: what the completion says, where that is known already; it is not parsed then.
+
+        Raises:
+            ValueError: the completion's ids, logprobs and versions differ in length.
+        """
+        if not len(completion.ids) == len(completion.logprobs) == len(completion.versions):
+            raise ValueError(
+                f"a completion of {len(completion.ids)} ids has {len(completion.logprobs)} logprobs and "
+                f"{len(completion.versions)} versions; engines must give one of each per token"
+            )
+        number = len(self._messages)
+        if message is None:
+            message = self.renderer.parse(completion.ids, tools=self.tools, thinking=self._thinking, number=number)
+        self._messages.append(message)
+        self._context.append(number)
+        self._add(Segment(completion.ids, "sampled", self._node, number, completion.logprobs, completion.versions))
+        self._before = None
+        return message
+
+    def fork(self, *, keep: int | None = None, tools: Sequence[Mapping[str, Any]] | None = None) -> Transcript:
+        """Another branch of the same episode, for a retry, a sub-agent, a user simulator, a compacted context.
+
+        Args:
+            keep: how many messages of this branch it begins with: None for all of it as it stands, 0 for an
+                empty context, otherwise up to and with a completion.
+            tools: the schemas offered there; the same where not given.
+
+        Raises:
+            ValueError: `keep` does not end with a completion of this branch.
+        """
+        other = Transcript(self.renderer, self.tools if tools is None else tools, history=self.history)
+        other._segments, other._messages = self._segments, self._messages
+        if keep is None:
+            other._move(self._node, list(self._context))
+            other._before, other._thinking = self._before, self._thinking
+        elif keep > 0:
+            ends = [i for i in _path(self._segments, self._node) if self._segments[i].origin == "sampled"]
+            wanted = self._context[keep - 1] if keep <= len(self._context) else None
+            node = next((i for i in ends if self._segments[i].message == wanted), None)
+            if node is None:
+                raise ValueError(f"fork(keep={keep}): message {keep - 1} of this branch is not a completion")
+            other._move(node, self._context[:keep])
+        return other
+
+    def check(self, mode: Mode = "strict") -> Report:
+        """Compare this branch with a fresh rendering of its messages (see `agentrl.chat.check`)."""
+        from agentrl.chat.check import check
+
+        return check(self, mode)
+
+    def rows(self) -> list[Row]:
+        """The whole episode, every branch, as rows for training (see `rows_of`)."""
+        return rows_of(self._segments)
+
+    def _newest_completion(self) -> Segment | None:
+        if self._node >= 0 and self._segments[self._node].origin == "sampled":
+            return self._segments[self._node]
+        return None
+
+    def _stop_of(self, completion: Segment) -> int | None:
+        last = completion.ids[-1] if completion.ids else None
+        return last if last in self.renderer.stop_ids else None
+
+    def _rewritten(self, given: Sequence[Message], addition: Addition) -> list[int] | None:
+        """The fresh context, where the template writes the history before `given` otherwise than it did."""
+        renderer, past = self.renderer, self.context
+        if renderer.appends_only:
+            return None
+        fresh = renderer.render([*past, *given], self.tools, generation_prompt=True)
+        if fresh.startswith(renderer.render(past, self.tools)):
+            return None
+        ids = renderer.vocabulary.encode(fresh)
+        appended = [*self._ids, *(id for piece in addition.pieces for id in piece.ids)]
+        return None if renderer.decode(ids) == renderer.decode(appended) else ids
+
+    def _restart(self, ids: Sequence[int], message: int) -> None:
+        """Go on from where `ids` leave this branch; the rest of them becomes prompt."""
+        node, at = -1, 0
+        for i in _path(self._segments, self._node):
+            end = at + len(self._segments[i].ids)
+            if tuple(ids[at:end]) != self._segments[i].ids:
+                break
+            node, at = i, end
+        self._move(node, self._context)
+        self._add(Segment(tuple(ids[at:]), "prompt", node, message))
+        self._thinking = self.renderer.habits.thinks
+
+    def _append(self, addition: Addition, origin: Origin, indices: Sequence[int]) -> None:
+        for piece in addition.pieces:
+            if piece.message is None:
+                self._add(Segment(piece.ids, "glue", self._node))
+            else:
+                self._add(Segment(piece.ids, origin, self._node, indices[piece.message]))
+        self._thinking = addition.thinking
+
+    def _add(self, segment: Segment) -> None:
+        self._segments.append(segment)
+        self._node = len(self._segments) - 1
+        self._ids.extend(segment.ids)
+        self._view = None
+
+    def _move(self, node: int, context: list[int]) -> None:
+        self._node, self._context = node, context
+        self._ids = [id for i in _path(self._segments, node) for id in self._segments[i].ids]
+        self._view = None
+        self._before = None
+
+
+def rows_of(segments: Sequence[Segment]) -> list[Row]:
+    """Linearise a tree of segments leaf by leaf; each sampled token is trained in exactly one row.
+
+    A token that several leaves share is trained with the first of them and is context in the others. A branch
+    that adds nothing sampled gives no row, and a row ends with its last trained token.
+    """
+    inner = {segment.parent for segment in segments}
+    trained: set[int] = set()
+    rows = []
+    for leaf in range(len(segments)):
+        if leaf in inner:
+            continue
+        path = _path(segments, leaf)
+        new = [i for i in path if segments[i].origin == "sampled" and segments[i].ids and i not in trained]
+        if new:
+            rows.append(_row(segments, path[: path.index(new[-1]) + 1], set(new)))
+            trained.update(new)
+    return rows
+
+
+def _path(segments: Sequence[Segment], node: int) -> list[int]:
+    """Indices of the segments from the root to `node`."""
+    path = []
+    while node >= 0:
+        path.append(node)
+        node = segments[node].parent
+    return path[::-1]
+
+
+def _row(segments: Sequence[Segment], path: Sequence[int], trained: set[int]) -> Row:
+    ids: list[int] = []
+    mask: list[bool] = []
+    logprobs: list[float] = []
+    versions: list[int] = []
+    spans = []
+    for i in path:
+        segment = segments[i]
+        count = len(segment.ids)
+        if i in trained:
+            spans.append((i, len(ids), len(ids) + count))
+        ids += segment.ids
+        mask += [i in trained] * count
+        sampled = segment.origin == "sampled"
+        logprobs += segment.logprobs if sampled else [0.0] * count
+        versions += segment.versions if sampled else [-1] * count
+    return Row(tuple(ids), tuple(mask), tuple(logprobs), tuple(versions), tuple(spans))

@@ -1,0 +1,262 @@
+"""A tokenizer that never takes text for control: the ids between messages and the text inside them stay apart.
+
+A control token is an added token that structures a conversation: every special token, and the added tokens that
+the chat template writes itself (`<tool_call>`, `<think>`) or that look like one (`<|...|>`). The template may
+write them; text that comes from users, tools, files or the policy may not. Text therefore travels through the
+template with each control token in it replaced by one private-use character (`shield`), so that neither the
+template nor the tokenizer can act on it, and is put back as plain text when the rendered string is encoded.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from agentrl.errors import ConfigError, TemplateError
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer
+
+SENTINEL = "\U000fffff"
+"""Marks the end of a stand-in completion in a rendered string; `shield` never lets it through from text."""
+
+_ESCAPE = "\U000ffffe"
+_FIRST = 0xF0000  # plane 15 (private use): one character a control token, counted upwards
+_LITERAL = 0x100000  # plane 16: what follows _ESCAPE where the text itself held a character of plane 15
+_LONE_SURROGATE = re.compile("[\ud800-\udfff]")
+_MARKER_SHAPE = re.compile(r"<[|｜].+[|｜]>", re.DOTALL)
+
+
+class Vocabulary:
+    """Ids to text and back for one tokenizer directory.
+
+    Attributes:
+        control: id of each control token by its text.
+        special_tokens: bos_token, eos_token, ... as chat templates expect them.
+        size: number of ids, added tokens included.
+    """
+
+    def __init__(
+        self, spec: Mapping[str, Any], special_tokens: Mapping[str, str], template: str, where: str
+    ) -> None:
+        added: list[dict[str, Any]] = list(spec["added_tokens"])
+        self.special_tokens = dict(special_tokens)
+        self.control: dict[str, int] = {
+            token["content"]: token["id"]
+            for token in added
+            if token["special"] or _structures(token["content"], template)
+        }
+        if len(self.control) > 0xFF00:
+            raise ConfigError(f"{where}: {len(self.control)} control tokens; at most 65280 are supported")
+        self._token_of_id = {id: token for token, id in self.control.items()}
+        self._full = _tokenizer(spec, where)
+        self.size: int = self._full.get_vocab_size()
+        self._bare, self._remap = _without(self.control, spec, self._full, where)
+
+        by_length = sorted(self.control, key=len, reverse=True)
+        self._shield_of = {token: chr(_FIRST + i) for i, token in enumerate(by_length)}
+        self._token_of_shield = {shield: token for token, shield in self._shield_of.items()}
+        tokens = "|".join(map(re.escape, by_length)) or "(?!)"
+        self._to_shield = re.compile(f"{tokens}|[\U000f0000-\U000fffff]")
+        flags = {token["content"]: token for token in added}
+        spaced = [
+            (r"\s*" if flags[token]["lstrip"] else "")
+            + re.escape(token)
+            + (r"\s*" if flags[token]["rstrip"] else "")
+            for token in by_length
+        ]
+        self._rendered = re.compile(f"({'|'.join(spaced) or '(?!)'})|{_ESCAPE}(.)|([\U000f0000-\U000fffff])", re.S)
+
+    @classmethod
+    def from_directory(cls, path: Path, template: str) -> Vocabulary:
+        """Read tokenizer.json and tokenizer_config.json of a Hugging Face directory.
+
+        Raises:
+            ConfigError: tokenizer.json is missing or cannot be read.
+        """
+        file = path / "tokenizer.json"
+        try:
+            spec = json.loads(file.read_text(encoding="utf-8"))
+        except FileNotFoundError:
+            raise ConfigError(
+                f"{path}: no tokenizer.json there; give a Hugging Face model directory with a fast tokenizer "
+                "(AutoTokenizer.from_pretrained(...).save_pretrained(directory) writes one)"
+            ) from None
+        except (OSError, ValueError) as e:
+            raise ConfigError(f"{file}: cannot be read as JSON: {e}") from e
+        config = read_json(path / "tokenizer_config.json")
+        known = {token["content"] for token in spec["added_tokens"]}
+        for id, token in config.get("added_tokens_decoder", {}).items():
+            if token["content"] not in known:
+                flags = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False}
+                spec["added_tokens"].append(flags | {"special": False} | token | {"id": int(id)})
+        special = {
+            name: value["content"] if isinstance(value, dict) else value
+            for name, value in config.items()
+            if name.endswith("_token") and isinstance(value, str | dict)
+        }
+        return cls(spec, special, template, str(path))
+
+    def shield(self, value: Any) -> Any:
+        """`value` (text, or JSON-like data holding text) with every control token in it made opaque."""
+        if isinstance(value, str):
+            return self._to_shield.sub(self._opaque, _LONE_SURROGATE.sub("\ufffd", value))
+        if isinstance(value, Mapping):
+            return {self.shield(key): self.shield(item) for key, item in value.items()}
+        if isinstance(value, list | tuple):
+            return [self.shield(item) for item in value]
+        return value
+
+    def _opaque(self, match: re.Match[str]) -> str:
+        found = match.group()
+        return self._shield_of.get(found) or _ESCAPE + chr(_LITERAL + ord(found) - _FIRST)
+
+    def unshield(self, rendered: str) -> str:
+        """The text that a rendered string stands for."""
+        return self._rendered.sub(lambda m: m.group() if m.group(1) is not None else self._literal(m), rendered)
+
+    def _literal(self, match: re.Match[str]) -> str:
+        if match.group(2) is not None:
+            return chr(ord(match.group(2)) - _LITERAL + _FIRST)
+        return self._token_of_shield.get(match.group(3), "")
+
+    def encode(self, rendered: str) -> list[int]:
+        """Ids of a rendered string: control tokens that the template wrote are control, shielded ones are text.
+
+        Raises:
+            TemplateError: the tokenizer makes a control token out of plain text.
+        """
+        ids: list[int] = []
+        text: list[str] = []
+        end = 0
+        for match in self._rendered.finditer(rendered):
+            text.append(rendered[end : match.start()])
+            end = match.end()
+            if match.group(1) is None:
+                text.append(self._literal(match))
+            else:
+                ids += self.encode_text("".join(text))
+                text.clear()
+                token = match.group(1)
+                ids.append(self.control[token] if token in self.control else self.control[token.strip()])
+        text.append(rendered[end:])
+        ids += self.encode_text("".join(text))
+        return ids
+
+    def encode_text(self, text: str) -> list[int]:
+        """Ids of plain text; nothing in it becomes a control token."""
+        if not text:
+            return []
+        ids: list[int] = self._bare.encode(text, add_special_tokens=False).ids
+        if self._remap:
+            ids = [self._remap.get(id, id) for id in ids]
+        if self._token_of_id.keys().isdisjoint(ids):
+            return ids
+        # The model's own merges reach a control token: cut the text so that they cannot.
+        ids = [id for c in text for id in self._bare.encode(c, add_special_tokens=False).ids]
+        if not self._token_of_id.keys().isdisjoint(ids):
+            raise TemplateError(f"the tokenizer makes a control token out of the text {text[:80]!r}")
+        return ids
+
+    def decode(self, ids: Iterable[int]) -> str:
+        """Text of `ids`, control tokens included."""
+        text: str = self._full.decode(list(ids), skip_special_tokens=False)
+        return text
+
+    def token(self, id: int) -> str | None:
+        """Text of a control token; None for every other id."""
+        return self._token_of_id.get(id)
+
+    def split_control(self, rendered: str) -> Iterable[tuple[int, int, int]]:
+        """(start, end, id) of each control token that the template wrote, in order."""
+        for match in self._rendered.finditer(rendered):
+            if match.group(1) is not None:
+                token = match.group(1)
+                yield (
+                    match.start(),
+                    match.end(),
+                    self.control[token if token in self.control else token.strip()],
+                )
+
+
+def _structures(token: str, template: str) -> bool:
+    """Whether a non-special added token is a marker; runs of spaces or newlines are only vocabulary."""
+    return bool(_MARKER_SHAPE.fullmatch(token)) or (
+        token in template and not token.isalnum() and len(token.strip()) > 2
+    )
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """The JSON object in a file; empty where the file is missing.
+
+    Raises:
+        ConfigError: the file is there and is not a JSON object.
+    """
+    try:
+        data = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return {}
+    except (OSError, ValueError) as e:
+        raise ConfigError(f"{path}: cannot be read as JSON: {e}") from e
+    if not isinstance(data, dict):
+        raise ConfigError(f"{path}: expected a JSON object, found {type(data).__name__}")
+    return data
+
+
+def _tokenizer(spec: Mapping[str, Any], where: str) -> Tokenizer:
+    from tokenizers import Tokenizer
+
+    try:
+        tokenizer = Tokenizer.from_str(json.dumps({**spec, "truncation": None, "padding": None}))
+    except Exception as e:
+        raise ConfigError(f"{where}: tokenizer.json is not one that `tokenizers` can load: {e}") from e
+    return tokenizer
+
+
+def _without(
+    control: Mapping[str, int], spec: Mapping[str, Any], full: Tokenizer, where: str
+) -> tuple[Tokenizer, dict[int, int]]:
+    """The same tokenizer without its control tokens, as it reads text that follows a control token.
+
+    Returns it with the ids that came out renumbered (new id -> id of `full`).
+    """
+    kept = [token for token in spec["added_tokens"] if token["content"] not in control]
+    plain = {**spec, "added_tokens": kept, "post_processor": None}
+    anchor = next(iter(control), "")
+    probes = ["a", " a", "\n", "\na b", "1 + 2"]
+
+    def ids(tokenizer: Tokenizer, text: str) -> list[int]:
+        found: list[int] = tokenizer.encode(text, add_special_tokens=False).ids
+        return found
+
+    for candidate in (plain, _without_prefix_space(plain)):
+        bare = _tokenizer(candidate, where)
+        renumbered = [(bare.token_to_id(token["content"]), int(token["id"])) for token in kept]
+        remap = {new: id for new, id in renumbered if new is not None and new != id}
+        if all([remap.get(i, i) for i in ids(bare, p)] == ids(full, anchor + p)[bool(anchor) :] for p in probes):
+            return bare, remap
+    raise ConfigError(
+        f"{where}: this tokenizer reads text after a control token in a way that cannot be reproduced without it "
+        f"(tried {anchor!r} followed by {probes}); use a tokenizer.json without prefix-space rules"
+    )
+
+
+def _without_prefix_space(node: Any) -> Any:
+    """The tokenizer description with every rule dropped that puts a space before the first word."""
+    if isinstance(node, Sequence) and not isinstance(node, str):
+        return [_without_prefix_space(n) for n in node if not (isinstance(n, dict) and n.get("type") == "Prepend")]
+    if not isinstance(node, dict):
+        return node
+    if node.get("type") == "Prepend":
+        return None
+    out = {
+        key: value if key in ("vocab", "merges") else _without_prefix_space(value) for key, value in node.items()
+    }
+    if out.get("type") == "Metaspace":
+        out["prepend_scheme"] = "never"
+    if "add_prefix_space" in out:
+        out["add_prefix_space"] = False
+    return out

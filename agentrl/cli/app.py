@@ -1,0 +1,65 @@
+"""The tree of commands, and the one place where an error becomes text and an exit code."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Sequence
+
+import typer
+
+from agentrl.cli import config, sandbox
+from agentrl.cli.check import check
+from agentrl.cli.doctor import doctor
+from agentrl.cli.eval import evaluate
+from agentrl.cli.import_verl import import_verl
+from agentrl.cli.new import new
+from agentrl.cli.show import show
+from agentrl.cli.train import train
+from agentrl.errors import AgentRLError, ConfigError, TemplateError
+
+app = typer.Typer(
+    help=(
+        "Train language models to use tools by reinforcement learning.\n\n"
+        "A run is one YAML file: `agentrl check tools.yaml` looks it over without a model, "
+        "`agentrl train tools.yaml` trains and leaves a folder under runs/, `agentrl show` and `agentrl eval` "
+        "read that folder. The same `train` command again resumes."
+    ),
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode="markdown",
+)
+app.command("train")(train)
+app.command("check")(check)
+app.command("show")(show)
+app.command("eval")(evaluate)
+app.command("new")(new)
+app.command("doctor")(doctor)
+app.command("import-verl")(import_verl)
+app.add_typer(config.app, name="config")
+app.add_typer(sandbox.app, name="sandbox")
+
+CONFIG_EXIT = 2
+"""Exit code for the user's mistakes; those of usage have the same."""
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Run a command and leave the process.
+
+    Exit codes: 0 done, 1 it failed, 2 the input was wrong, 130 interrupted.
+    """
+    try:
+        app(args=list(argv) if argv is not None else None, prog_name="agentrl", standalone_mode=True)
+    except AgentRLError as e:
+        wrong_input = isinstance(e, ConfigError | TemplateError)
+        text = str(e) if wrong_input else f"{type(e).__name__}: {e}"
+        sys.stdout.flush()
+        print(text, file=sys.stderr)
+        raise SystemExit(CONFIG_EXIT if wrong_input else 1) from None
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        raise SystemExit(130) from None
+    except BrokenPipeError:  # `agentrl show run | head`
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        raise SystemExit(1) from None

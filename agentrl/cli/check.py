@@ -1,0 +1,83 @@
+"""`agentrl check`: look a run over without its model."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import typer
+
+from agentrl.cli.options import Overrides, YamlFile
+
+if TYPE_CHECKING:
+    from rich.text import Text
+
+    from agentrl.train.rehearse import Rehearsal
+
+
+def check(path: YamlFile, overrides: Overrides = []) -> None:  # noqa: B006
+    """Look a run over without its model: needs no weights and no GPU.
+
+    Reads the YAML, imports the env, validates its tools, tasks and rewards by playing, proves the chat template,
+    and prints the tokens of one episode: prompt, sampled and observation, with the advantage that each would get.
+    """
+    from rich.console import Console
+
+    from agentrl.config import load_config
+    from agentrl.train.rehearse import rehearse
+    from agentrl.view.text import episode_text
+    from agentrl.view.tokens import tokens_text
+
+    rehearsal = rehearse(load_config(path, overrides))
+    console = Console()
+    scripted = rehearsal.episodes[0]
+    console.print(_overview(rehearsal), soft_wrap=True)
+    console.rule(f"one episode, played by {rehearsal.played_by}", style="dim")
+    console.print(episode_text(scripted))
+    console.rule("its tokens", style="dim")
+    console.print(tokens_text(scripted.episode.segments, rehearsal.decode, scripted.advantages), soft_wrap=True)
+    console.print(_group_line(rehearsal), soft_wrap=True)
+    for finding in rehearsal.findings:
+        console.print(f"[bold red]problem:[/bold red] {finding}", soft_wrap=True, highlight=False)
+    if rehearsal.findings:
+        raise typer.Exit(2)
+    console.print(f"\n[bold green]good[/bold green]  next: [bold]agentrl train {path}[/bold]", highlight=False)
+
+
+def _overview(rehearsal: Rehearsal) -> Text:
+    from rich.text import Text
+
+    config, rollout = rehearsal.config, rehearsal.config.rollout
+    context = f", the model takes {rehearsal.max_context:,}" if rehearsal.max_context else ""
+    rewards = ", ".join(rehearsal.episodes[0].episode.rewards) or "none"
+    per_step = rollout.groups_per_step * rollout.group_size
+    rows = [
+        ("run", f"{config.name}: {config.steps} steps of {per_step} episodes"),
+        ("env", config.env.use),
+        *[("tool" if number == 0 else "", line) for number, line in enumerate(rehearsal.tools)],
+        ("rewards", rewards),
+        ("tasks", f"{rehearsal.num_train:,} to train on, {rehearsal.num_held_out:,} held out"),
+        ("prompts", f"up to {rehearsal.prompt_tokens:,} tokens{context}"),
+    ]
+    if rehearsal.demonstration_tokens is not None:
+        count, longest = rehearsal.num_demonstrations, rehearsal.demonstration_tokens
+        rows.append(("demonstrations", f"{count:,}, up to {longest:,} tokens"))
+    for number, line in enumerate(rehearsal.proof.summary().splitlines()):
+        rows.append(("chat template" if number == 0 else "", line))
+    return Text("\n").join(
+        Text(f"{name:<16}", style="bold").append(value, style="not bold") for name, value in rows
+    )
+
+
+def _group_line(rehearsal: Rehearsal) -> str:
+    """Why the advantages above are what they are."""
+    scripted, silent = (record.episode.reward or 0.0 for record in rehearsal.episodes)
+    size = rehearsal.config.rollout.group_size
+    if scripted == silent:
+        return (
+            f"An episode whose policy only says 'done' scores the same ({silent:g}), "
+            "so these two do not tell the policy anything: every advantage is 0."
+        )
+    return (
+        f"Advantages are those of a group of {size} in which half score {scripted:g} like this one "
+        f"and half {silent:g} (a policy that only says 'done')."
+    )

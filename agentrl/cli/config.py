@@ -1,0 +1,53 @@
+"""`agentrl config`: what can be written into a YAML file, and what it comes to."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from agentrl.cli.options import Overrides, YamlFile
+
+app = typer.Typer(help="What can be written into a run's YAML file, and what it comes to.", no_args_is_help=True)
+
+
+@app.command("schema")
+def schema(
+    out: Annotated[
+        Path | None, typer.Option("--out", "-o", help="Write it there instead of printing it.", show_default=False)
+    ] = None,
+) -> None:
+    """The JSON schema of the YAML file, for editors.
+
+    Put `# yaml-language-server: $schema=agentrl.schema.json` on the first line of a YAML file: editors that speak
+    the YAML language server then complete its keys and explain them.
+    """
+    from agentrl.config.describe import json_schema
+
+    text = json.dumps(json_schema(), indent=2)
+    if out is None:
+        print(text)
+    else:
+        out.write_text(text + "\n", encoding="utf-8")
+
+
+@app.command("show")
+def show(path: YamlFile, overrides: Overrides = []) -> None:  # noqa: B006
+    """The whole configuration of a run, defaults included."""
+    from agentrl.config import dump_config, load_config
+
+    print(dump_config(load_config(path, overrides, check_paths=False)), end="")
+
+
+@app.command("diff")
+def diff(
+    old: Annotated[Path, typer.Argument(help="A YAML file.", show_default=False)],
+    new: Annotated[Path, typer.Argument(help="Another one.", show_default=False)],
+) -> None:
+    """What differs between two runs, defaults included."""
+    from agentrl.config import config_diff, load_config
+
+    changes = config_diff(load_config(old, check_paths=False), load_config(new, check_paths=False))
+    print(changes or "no difference")

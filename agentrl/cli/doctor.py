@@ -1,0 +1,64 @@
+"""`agentrl doctor`: what this machine can do."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import platform
+import shutil
+import sys
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+
+PACKAGES = {
+    "torch": "trains and samples (extra: train)",
+    "transformers": "reads models (extra: train)",
+    "matplotlib": "draws reward curves (extra: train)",
+    "sglang": "samples fast on GPUs (extra: sglang)",
+    "ray": "trains on several GPUs or machines (extra: ray)",
+    "docker": "runs sandboxes in containers (extra: docker)",
+}
+"""What is not needed by everyone, and what for."""
+
+
+def doctor() -> None:
+    """What this machine has: Python, packages, GPUs, room, and which sandboxes work here."""
+    print(f"python          {platform.python_version()} on {platform.system()} {platform.machine()}")
+    cores = len(os.sched_getaffinity(0))
+    print(f"processors      {cores} usable{'' if cores == os.cpu_count() else f' of {os.cpu_count()}'}")
+    print(f"memory          {_memory()}")
+    print(f"disk            {shutil.disk_usage(Path.cwd()).free / 2**30:.1f} GiB free in this folder")
+    for name, purpose in PACKAGES.items():
+        print(f"{name:<15} {_version(name)}  {purpose}")
+    print(f"gpus            {_gpus()}")
+    sys.stdout.flush()
+
+    from agentrl.sandbox.doctor import doctor as sandboxes
+
+    print(f"\n{sandboxes()}", end="")
+
+
+def _version(name: str) -> str:
+    try:
+        return version(name)
+    except PackageNotFoundError:
+        return "-"
+
+
+def _memory() -> str:
+    sizes: dict[str, int] = {}
+    for line in Path("/proc/meminfo").read_text(encoding="utf-8").splitlines():
+        key, _, rest = line.partition(":")
+        sizes[key] = int(rest.split()[0])  # KiB
+    return f"{sizes['MemAvailable'] / 2**20:.1f} GiB free of {sizes['MemTotal'] / 2**20:.1f} GiB"
+
+
+def _gpus() -> str:
+    if importlib.util.find_spec("torch") is None:
+        return "unknown (torch is not installed)"
+    import torch
+
+    if not torch.cuda.is_available():
+        return "none that torch can use"
+    names = [torch.cuda.get_device_properties(i) for i in range(torch.cuda.device_count())]
+    return ", ".join(f"{gpu.name} ({gpu.total_memory / 2**30:.0f} GiB)" for gpu in names)

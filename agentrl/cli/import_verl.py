@@ -1,0 +1,45 @@
+"""`agentrl import-verl`: a verl configuration as one of ours, and what became of each key."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+
+def import_verl(
+    source: Annotated[
+        Path,
+        typer.Argument(metavar="FILE", help="A YAML file, or a script that sets key=value.", show_default=False),
+    ],
+    out: Annotated[
+        Path | None, typer.Option("--out", help="Where the YAML goes; standard output otherwise.")
+    ] = None,
+) -> None:
+    """Turn a verl configuration into a tools.yaml; standard error names each key without effect here."""
+    from io import StringIO
+
+    from ruamel.yaml import YAML
+
+    from agentrl.env.import_verl import import_verl as translate
+    from agentrl.errors import ConfigError
+
+    if out is not None and out.exists():
+        raise ConfigError(f"{out}: is there already; nothing was changed, choose another name")
+    imported = translate(source)
+    text = StringIO()
+    yaml = YAML()
+    yaml.default_flow_style = False
+    yaml.dump(imported.config, text)
+    for kind in ("by hand", "no effect", "taken"):
+        for note in imported.notes:
+            if note.kind == kind:
+                print(note, file=sys.stderr)
+    if out is None:
+        print(text.getvalue(), end="")
+        return
+    out.write_text(text.getvalue(), encoding="utf-8")
+    print(f"made {out}")
+    print(f"next: agentrl check {out}")

@@ -1,0 +1,35 @@
+"""`agentrl new`: a folder with an environment, its YAML file and its tests, ready to train."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+
+def new(
+    folder: Annotated[Path, typer.Argument(metavar="FOLDER", help="Made if it is not there.", show_default=False)],
+) -> None:
+    """Start an environment of your own: env.py, tools.yaml and a test that already pass and train."""
+    from importlib.resources import files
+
+    from agentrl.errors import ConfigError
+
+    template = files("agentrl.cli") / "template"
+    names = ("env.py", "tools.yaml", "test_env.py")
+    taken = [name for name in names if (folder / name).exists()]
+    if taken:
+        raise ConfigError(
+            f"{folder}: already holds {', '.join(taken)}; nothing was changed, choose another folder"
+        )
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as e:
+        raise ConfigError(f"{folder}: cannot make the folder: {e.strerror}") from None
+    for name in names:
+        source = template / ("test_env.py.in" if name == "test_env.py" else name)
+        (folder / name).write_text(source.read_text(encoding="utf-8"), encoding="utf-8")
+    print(f"made {', '.join(str(folder / name) for name in names)}")
+    print(f"next: agentrl check {folder / 'tools.yaml'}")
+    print(f"      agentrl train {folder / 'tools.yaml'}")

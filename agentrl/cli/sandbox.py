@@ -1,0 +1,47 @@
+"""`agentrl sandbox`: sandboxes for other machines."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+app = typer.Typer(help="Sandboxes for other machines.", no_args_is_help=True)
+
+
+@app.callback()
+def group() -> None:
+    """Sandboxes for other machines."""
+
+
+@app.command("serve")
+def serve(
+    token_file: Annotated[
+        Path, typer.Argument(help="File with the token that clients send; nobody else may read it.")
+    ],
+    host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(help="Port; 0 takes a free one.")] = 8750,
+    backend: Annotated[str, typer.Option(help="Which sandboxes: namespace, docker, landlock.")] = "namespace",
+    min_idle: Annotated[int, typer.Option(help="Sandboxes kept warm.")] = 2,
+    max_total: Annotated[int, typer.Option(help="Sandboxes at once.")] = 256,
+) -> None:
+    """Serve sandboxes of this machine to others over HTTP, until Ctrl-C.
+
+    An env uses them with `Sandbox(backend="remote", ...)`.
+    """
+    import asyncio
+
+    from agentrl.sandbox import Sandbox
+    from agentrl.sandbox.serve import serve as run
+
+    asyncio.run(
+        run(
+            Sandbox(backend=backend),
+            str(token_file),
+            host=host,
+            port=port,
+            min_idle=min_idle,
+            max_total=max_total,
+        )
+    )

@@ -1,0 +1,40 @@
+"""`agentrl train`: run a YAML file, or go on with it."""
+
+from __future__ import annotations
+
+import shlex
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from agentrl.cli.options import Overrides, YamlFile
+
+
+def train(
+    path: YamlFile,
+    overrides: Overrides = [],  # noqa: B006
+    run_dir: Annotated[
+        Path | None, typer.Option("--run-dir", help="The run folder. [default: runs/NAME]", show_default=False)
+    ] = None,
+    fresh: Annotated[
+        bool, typer.Option("--fresh", help="Start over; an earlier run of this name is kept beside the new one.")
+    ] = False,
+) -> None:
+    """Train a policy; the same command again resumes.
+
+    Ctrl-C saves and leaves; a second one aborts.
+    """
+    from agentrl.config import load_config
+    from agentrl.train.session import start_run
+
+    config = load_config(path, overrides)
+    summary = start_run(config, run_dir=run_dir, fresh=fresh, again=_again())
+    if not summary.finished:
+        raise typer.Exit(130)
+
+
+def _again() -> str:
+    """The command line that resumes this run: this one, without starting over."""
+    return shlex.join(["agentrl", *(word for word in sys.argv[1:] if word != "--fresh")])

@@ -1,0 +1,112 @@
+"""The schema as text: a JSON schema for editors, a page for people."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any, get_origin
+
+from pydantic.fields import FieldInfo
+
+from agentrl.config.dump import yaml_value
+from agentrl.config.run import RunConfig, Section
+from agentrl.config.schema import alternatives, bounds, kind_name, section_of
+
+
+def json_schema() -> dict[str, Any]:
+    """The JSON schema (2020-12) of a run's YAML file; `env` may be text, its short form."""
+    schema = RunConfig.model_json_schema()
+    schema["$schema"] = "https://json-schema.org/draft/2020-12/schema"
+    schema["title"] = "agentrl run"
+    env = schema["properties"]["env"]
+    schema["properties"]["env"] = {
+        "description": env.get("description", EXTRA["env"]),
+        "anyOf": [
+            {"type": "string", "description": "`module:Class` or `path/to/file.py:Class`"},
+            {"$ref": env["$ref"]},
+        ],
+    }
+    return schema
+
+
+EXTRA = {"env": "The environment; `env: module:Class` is short for `env: {use: module:Class}`."}
+"""What the schema cannot say of a key by itself."""
+
+HEAD = """\
+# The YAML file of a run
+
+*Written by `scripts/config-docs` from the schema; change the schema, not this page.*
+
+A run is one YAML file (YAML 1.2: `1e-6` is a number, `no` is a word). It holds only what differs from the defaults
+below; `env` and `model` are all that is needed:
+
+```yaml
+env: env.py:Shop
+model:
+  path: models/qwen3-0.6b
+```
+
+- Any value can be changed on the command line: `agentrl train tools.yaml --set optim.lr=1e-5 --set warmup=null`.
+- Relative paths in the file are relative to the file; relative paths given by `--set` to the current folder.
+- An unknown key, a wrong value or a missing file stops the run before it starts, all mistakes at once, each with
+  `file:line:column`.
+- `agentrl config show tools.yaml` prints the whole configuration, defaults included; a run folder keeps it as
+  `config.yaml`. `agentrl config diff a.yaml b.yaml` compares two.
+- `agentrl config schema -o agentrl.schema.json` writes a JSON schema. Editors that speak the YAML language server
+  complete and explain keys when the file begins with `# yaml-language-server: $schema=agentrl.schema.json`.
+"""
+
+
+def page() -> str:
+    """The page about every key, in Markdown."""
+    parts = [HEAD, "## Top level\n", *_rows(RunConfig, own=True)]
+    for name, field in RunConfig.model_fields.items():
+        section = section_of(field)
+        if section is not None:
+            parts += ["", *_section(name, field, section)]
+    return "\n".join(parts) + "\n"
+
+
+def _section(name: str, field: FieldInfo, section: type[Section]) -> Iterator[str]:
+    yield f"## `{name}:`\n"
+    yield (section.__doc__ or "").strip().replace("\n    ", "\n") + "\n"
+    if type(None) in alternatives(field.annotation):
+        yield f"Off unless the section is there; `{name}: {{}}` switches it on with its defaults.\n"
+    if name in EXTRA:
+        yield EXTRA[name] + "\n"
+    yield from _rows(section)
+    for inner_name, inner_field in section.model_fields.items():
+        inner = section_of(inner_field)
+        if inner is not None:
+            yield f"\n### `{name}.{inner_name}:`\n"
+            yield (inner.__doc__ or "").strip() + "\n"
+            yield from _rows(inner)
+
+
+def _rows(section: type[Section], *, own: bool = False) -> Iterator[str]:
+    """The table of a section; `own` leaves its inner sections to pages of their own."""
+    yield "| key | type | default | |"
+    yield "|---|---|---|---|"
+    for name, field in section.model_fields.items():
+        if own and section_of(field) is not None:
+            continue
+        about = " ".join((field.description or "").split()).replace("|", "\\|")
+        yield f"| `{name}` | {_kind(field)} | {_default(field)} | {about} |"
+
+
+def _kind(field: FieldInfo) -> str:
+    inner = section_of(field)
+    if inner is not None:
+        return "section"
+    limits = bounds(field)
+    if get_origin(field.annotation) is dict:
+        return "keys and values"
+    return kind_name(field.annotation).replace("'", "`") + (f" {limits}" if limits else "")
+
+
+def _default(field: FieldInfo) -> str:
+    if field.is_required():
+        return "**needed**"
+    if section_of(field) is not None:
+        return ""
+    value = field.get_default(call_default_factory=True)
+    return "" if value is None else f"`{yaml_value(value)}`"

@@ -1,0 +1,81 @@
+"""RunConfig out: the resolved YAML that is saved with a run, and what differs between two of them."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Iterator
+from typing import Any
+
+from agentrl.config.run import RunConfig
+
+
+def dump_config(config: RunConfig) -> str:
+    """The whole configuration as YAML, defaults included; `load_config` reads an equal one from it."""
+    return "".join(f"{line}\n" for line in _block(config.model_dump(), ""))
+
+
+def _block(data: dict[str, Any], indent: str) -> Iterator[str]:
+    """The lines of a mapping: inner mappings indented, lists on one line."""
+    for key, value in data.items():
+        if isinstance(value, dict) and value:
+            yield f"{indent}{yaml_value(str(key))}:"
+            yield from _block(value, indent + "  ")
+        else:
+            yield f"{indent}{yaml_value(str(key))}: {yaml_value(value)}"
+
+
+def yaml_value(value: Any) -> str:
+    """A value on one line, in YAML 1.2."""
+    if isinstance(value, dict):
+        return "{" + ", ".join(f"{yaml_value(str(key))}: {yaml_value(item)}" for key, item in value.items()) + "}"
+    if isinstance(value, list | tuple):
+        return "[" + ", ".join(map(yaml_value, value)) + "]"
+    if isinstance(value, str):
+        return value if _PLAIN.fullmatch(value) and value.lower() not in _WORDS else _quoted(value)
+    if isinstance(value, float) and not math.isfinite(value):
+        return ".nan" if math.isnan(value) else ".inf" if value > 0 else "-.inf"
+    return json.dumps(value)
+
+
+_PLAIN = re.compile(r"[A-Za-z_/](?:[\w./-]|:(?=\w))*", re.ASCII)
+"""Text that needs no quotes in any reader of YAML."""
+
+_WORDS = {"null", "true", "false", "yes", "no", "on", "off", "y", "n"}
+
+
+def _quoted(text: str) -> str:
+    """Double quotes; what a reader could take for a line break or cannot see is escaped."""
+    escaped = text.replace("\\", "\\\\").replace('"', '\\"').replace("\n", "\\n").replace("\t", "\\t")
+    return '"' + "".join(c if c.isprintable() else f"\\U{ord(c):08x}" for c in escaped) + '"'
+
+
+def config_diff(old: RunConfig, new: RunConfig) -> str:
+    """One line for each key whose value differs, `rollout.group_size: 8 -> 16`; empty when the two are equal."""
+    before, after = dict(_leaves(old.model_dump())), dict(_leaves(new.model_dump()))
+    lines = []
+    for key in [*before, *(key for key in after if key not in before)]:
+        left, right = before.get(key, _ABSENT), after.get(key, _ABSENT)
+        if left != right:
+            lines.append(f"{key}: {_show(left)} -> {_show(right)}")
+    return "\n".join(lines)
+
+
+_ABSENT = object()
+
+
+def _leaves(data: Any, key: str = "") -> Iterator[tuple[str, Any]]:
+    if isinstance(data, dict) and data:
+        for name, value in data.items():
+            yield from _leaves(value, f"{key}.{name}" if key else str(name))
+    else:
+        yield key, data
+
+
+def _show(value: Any) -> str:
+    if value is _ABSENT:
+        return "(absent)"
+    if value is None:
+        return "null"
+    return str(value).lower() if isinstance(value, bool) else repr(value)

@@ -1,0 +1,290 @@
+"""YAML in, RunConfig out: every mistake at once, each with its place, its value and what to do.
+
+Paths in the file are relative to the file's folder; paths given by `--set` are relative to the current folder, as
+the shell completes them. `load_config` makes them absolute, so that the resolved configuration means the same
+wherever it is read.
+"""
+
+from __future__ import annotations
+
+import difflib
+import os
+import re
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Literal, get_args, get_origin
+
+from pydantic import ValidationError
+from pydantic_core import ErrorDetails
+
+from agentrl.config.run import RunConfig
+from agentrl.config.schema import alternatives, bounds, field_at, fields, kind_name, section_of, unknown_key
+from agentrl.config.source import Loc, Problem, Source, Spot, dotted, excerpt, read_source, read_value
+from agentrl.errors import ConfigError
+
+PATHS: Mapping[tuple[str, str], Literal["file", "folder"]] = {
+    ("model", "path"): "folder",
+    ("model", "chat_template"): "file",
+    ("data", "train"): "file",
+    ("data", "held_out"): "file",
+    ("warmup", "demonstrations"): "file",
+}
+"""Fields that hold a path."""
+
+NAMES: Mapping[tuple[str, str], frozenset[str]] = {("model", "chat_template"): frozenset({"chatml"})}
+"""Words that may stand for a path and are kept as they are: templates that the house ships."""
+
+
+def load_config(
+    path: str | os.PathLike[str], overrides: Sequence[str] = (), *, check_paths: bool = True
+) -> RunConfig:
+    """Read the YAML file of a run.
+
+    Args:
+        path: the file; an empty `name` becomes the name of its folder.
+        overrides: `a.b=c` each, as given to `--set`; `c` is read as YAML. Later ones win.
+        check_paths: False skips asking whether the files and folders named in it exist.
+
+    Raises:
+        ConfigError: all mistakes of the file and of the overrides, one to a paragraph.
+    """
+    source = read_source(Path(path))
+    for number, override in enumerate(overrides):
+        _override(source, override, number)
+    folder = Path(path).absolute().parent
+    _blank_sections(source)
+    _numbers(source)
+    _paths(source, folder, check=check_paths)
+    _name(source, folder)
+    config: RunConfig | None = None
+    try:
+        config = RunConfig.model_validate(source.data)
+    except ValidationError as e:
+        known = {problem.loc for problem in source.problems}
+        for error in e.errors(include_url=False):
+            if error["loc"] not in known:
+                source.problems.append(_problem(source, error))
+    if source.problems or config is None:
+        raise ConfigError(_report(source))
+    return config
+
+
+# --- overrides -------------------------------------------------------------------------------------------------
+
+
+def _override(source: Source, text: str, number: int) -> None:
+    """Put the value of one `--set a.b=c` into the data."""
+    flag = f"--set {text}"
+    key, equals, value = text.partition("=")
+    loc = tuple(part.strip() for part in key.split("."))
+    if not equals or not all(loc):
+        raise ConfigError(f"{flag}: write `--set section.key=value`")
+    data = source.data
+    for depth, part in enumerate(loc[:-1], start=1):
+        inner = data.get(part)
+        if inner is None:
+            inner = data[part] = {}
+            source.spots[loc[:depth]] = Spot(key_line=number, flag=flag)
+        elif isinstance(inner, str) and loc[:depth] == ("env",):
+            inner = data[part] = {"use": inner}  # the short form `env: module:Class`
+            source.spots[("env", "use")] = source.spots[("env",)]
+        elif not isinstance(inner, dict):
+            raise ConfigError(f"{flag}: {dotted(loc[:depth])} is {_show(inner)}, not a section; it has no keys")
+        data = inner
+    source.forget(loc)
+    source.problems = [problem for problem in source.problems if problem.loc[: len(loc)] != loc]
+    data[loc[-1]] = read_value(value, flag)
+    source.spots[loc] = Spot(key_line=number, flag=flag)
+
+
+# --- checks that pydantic does not make ------------------------------------------------------------------------
+
+
+def _get(data: Any, loc: Loc) -> Any:
+    for part in loc:
+        data = data.get(part) if isinstance(data, dict) else None
+    return data
+
+
+def _blank_sections(source: Source) -> None:
+    """A section whose keys are all commented out means its defaults; for an optional one that would be a guess."""
+    for loc, field in fields():
+        spot = source.spots.get(loc)
+        if section_of(field) is None or spot is None or not spot.blank:
+            continue
+        if type(None) in alternatives(field.annotation):
+            text = f"nothing stands under it; write `{loc[-1]}: {{}}` for the defaults or remove it"
+            source.problems.append(Problem(loc, text, spot, on_key=True))
+        else:
+            parent = _get(source.data, loc[:-1])
+            parent[loc[-1]] = {}
+
+
+def _numbers(source: Source) -> None:
+    """Pydantic would read `true` as 1 and the text "8" as 8."""
+    for loc, field in fields():
+        value, kinds = _get(source.data, loc), alternatives(field.annotation)
+        if isinstance(value, bool | str) and (int in kinds or float in kinds) and type(value) not in kinds:
+            text = f"must be {kind_name(field.annotation)}, got {_show(value)}"
+            source.problems.append(Problem(loc, text, source.spot(loc)))
+
+
+def _paths(source: Source, folder: Path, *, check: bool) -> None:
+    """Make the paths absolute and see whether they exist."""
+    for loc, kind in PATHS.items():
+        text = _get(source.data, loc)
+        if not isinstance(text, str) or text in NAMES.get(loc, ()):
+            continue
+        path = _absolute(text, source.spot(loc), folder)
+        source.data[loc[0]][loc[1]] = str(path)
+        exists = path.is_dir() if kind == "folder" else path.is_file()
+        if check and not exists:
+            problem = f"there is no {kind} {path}{_neighbours(path)}"
+            source.problems.append(Problem(loc, problem, source.spot(loc)))
+    _env_path(source, folder, check=check)
+
+
+def _env_path(source: Source, folder: Path, *, check: bool) -> None:
+    """`env: file.py:Class`, in its short and its long form."""
+    loc: Loc = ("env",) if isinstance(source.data.get("env"), str) else ("env", "use")
+    use = _get(source.data, loc)
+    if not isinstance(use, str):
+        return
+    module, colon, name = use.rpartition(":")
+    if not colon or not name.isidentifier() or not module:
+        text = f"must be `module:Class` or `path/to/file.py:Class`, got {use!r}"
+        source.problems.append(Problem(loc, text, source.spot(loc)))
+        return
+    if use == "agentrl.env.compose:ComposedEnv" and isinstance(source.data["env"], dict):
+        options = source.data["env"].setdefault("options", {})
+        if isinstance(options, dict):
+            options.setdefault("base", str(folder))  # its tools and rewards are named by paths as well
+    if not module.endswith(".py"):
+        return
+    path = _absolute(module, source.spot(loc), folder)
+    if loc == ("env",):
+        source.data["env"] = f"{path}:{name}"
+    else:
+        source.data["env"]["use"] = f"{path}:{name}"
+    if check and not path.is_file():
+        source.problems.append(Problem(loc, f"there is no file {path}{_neighbours(path)}", source.spot(loc)))
+
+
+def _absolute(text: str, spot: Spot | None, folder: Path) -> Path:
+    base = Path.cwd() if spot is not None and spot.flag else folder
+    return Path(os.path.normpath(base / Path(text).expanduser()))
+
+
+def _neighbours(path: Path) -> str:
+    """A hint: the name in the same folder that looks most like the missing one."""
+    for parent in path.parents:
+        if parent.is_dir():
+            wanted = path.relative_to(parent).parts[0]
+            near = difflib.get_close_matches(wanted, os.listdir(parent), n=1, cutoff=0.6)
+            return f"; did you mean {parent / near[0]}?" if near else f" ({parent} has no {wanted!r})"
+    return ""
+
+
+def _name(source: Source, folder: Path) -> None:
+    name = source.data.get("name", "")
+    if name == "":
+        name = re.sub(r"[^A-Za-z0-9._-]+", "-", folder.name).strip("-.")
+        source.data["name"] = name or "run"
+    elif isinstance(name, str) and name.startswith("."):
+        text = f"must not begin with a dot, got {name!r}: it names a folder"
+        source.problems.append(Problem(("name",), text, source.spot(("name",))))
+
+
+# --- what pydantic found, in words -----------------------------------------------------------------------------
+
+
+def _problem(source: Source, error: ErrorDetails) -> Problem:
+    loc, kind = error["loc"], error["type"]
+    if kind == "extra_forbidden":
+        return Problem(loc, unknown_key(loc), source.spot(loc), on_key=True)
+    if kind == "missing":
+        field = field_at(loc)
+        hint = f": {field.description.split(chr(10))[0]}" if field is not None and field.description else ""
+        return Problem(loc, f"is missing{hint}", source.spot(loc[:-1]), on_key=True)
+    if kind == "value_error":
+        text = error["msg"].removeprefix("Value error, ")
+        return Problem(loc, text, source.spot(loc or _mentioned(source, text)), on_key=True)
+    return Problem(loc, _wrong_value(loc, error), source.spot(loc))
+
+
+def _wrong_value(loc: Loc, error: ErrorDetails) -> str:
+    value, field = error["input"], field_at(loc)
+    if field is not None:
+        limits = bounds(field)
+        if error["type"] in {"greater_than", "greater_than_equal", "less_than", "less_than_equal"} and limits:
+            return f"must be {limits}, got {_show(value)}"
+        if error["type"] in _TYPE_ERRORS:
+            text = f"must be {kind_name(field.annotation)}, got {_show(value)}"
+            return text + _nearest_choice(field.annotation, value)
+    if error["type"] == "string_pattern_mismatch" and loc == ("name",):
+        return f"must be made of letters, digits, '.', '_' and '-' (it names a folder), got {_show(value)}"
+    message = re.sub(r"^(Input|Value|String) should ", "must ", error["msg"])
+    return f"{message[:1].lower()}{message[1:]}, got {_show(value)}"
+
+
+_TYPE_ERRORS = {
+    *("bool_parsing", "bool_type", "dict_type", "float_parsing", "float_type", "int_from_float", "int_parsing"),
+    *(
+        "int_type",
+        "list_type",
+        "literal_error",
+        "model_type",
+        "model_attributes_type",
+        "string_type",
+        "tuple_type",
+    ),
+}
+
+
+def _nearest_choice(annotation: Any, value: Any) -> str:
+    choices = [str(c) for kind in alternatives(annotation) if get_origin(kind) is Literal for c in get_args(kind)]
+    near = difflib.get_close_matches(str(value), choices, n=1, cutoff=0.5)
+    return f"; did you mean {near[0]!r}?" if near else ""
+
+
+def _mentioned(source: Source, text: str) -> Loc:
+    """The first key named in a message about several sections that the user wrote."""
+    for word in re.findall(r"[a-z_]+(?:\.[a-z_]+)+", text):
+        loc = tuple(word.split("."))
+        if loc in source.spots:
+            return loc
+    return ()
+
+
+def _show(value: Any) -> str:
+    if isinstance(value, bool):
+        return "true" if value else "false"
+    if value is None:
+        return "nothing"
+    if isinstance(value, dict):
+        return f"a section with {', '.join(map(str, value)) or 'no keys'}"
+    text = repr(value)
+    return text if len(text) <= 80 else text[:77] + "..."
+
+
+def _report(source: Source) -> str:
+    """All problems in the order of the file, those of flags last."""
+
+    def place(problem: Problem) -> tuple[bool, int, int]:
+        spot = problem.spot or Spot()
+        return spot.flag is not None, spot.key_line, spot.key_column
+
+    return "\n".join(_line(source, problem) for problem in sorted(source.problems, key=place))
+
+
+def _line(source: Source, problem: Problem) -> str:
+    key = dotted(problem.loc)
+    joint = " " if problem.text.startswith(("must ", "is ")) else ": "
+    what = f"{key}{joint}{problem.text}" if key and not problem.text.startswith(key) else problem.text
+    spot = problem.spot
+    if spot is None:
+        return f"{source.name}: {what}"
+    if spot.flag:
+        return f"{spot.flag}: {what}"
+    line, column = (spot.key_line, spot.key_column) if problem.on_key else (spot.line, spot.column)
+    return f"{source.name}:{line}:{column}: {what}{excerpt(source, line, column)}"

@@ -1,0 +1,308 @@
+"""The one typed configuration of a run. The YAML of a run holds only what differs from these defaults."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal, Self
+
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+Fraction = Annotated[float, Field(ge=0.0, le=1.0)]
+Positive = Annotated[int, Field(gt=0)]
+Count = Annotated[int, Field(ge=0)]
+
+
+class Section(BaseModel):
+    """A part of the configuration: frozen, and every key is known."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True, allow_inf_nan=False)
+
+
+class TinyModel(Section):
+    """A small Qwen3-architecture model that the run makes itself, with a tokenizer trained on the env's text."""
+
+    hidden: Positive = 128
+    """Width of the residual stream."""
+    layers: Positive = 2
+    """Number of transformer blocks."""
+    heads: Positive = 4
+    """Number of query heads; key/value heads are half as many (at least one)."""
+    intermediate: Positive = 384
+    """Width of the feed-forward layer."""
+    vocab: Annotated[int, Field(ge=300)] = 640
+    """Size of the byte-level BPE vocabulary, control tokens included."""
+    max_context: Positive = 1024
+    """Longest sequence in tokens."""
+
+
+class ModelConfig(Section):
+    """Which policy is trained: a Hugging Face directory, or a tiny model made on the spot."""
+
+    path: str | None = None
+    """Directory with config.json, weights, tokenizer.json and a chat template; relative to the YAML file."""
+    tiny: TinyModel | None = None
+    """Make a tiny model instead of loading one."""
+    chat_template: str | None = None
+    """File with a chat template that replaces the tokenizer's own."""
+    history: Literal["keep", "fork"] = "keep"
+    """Where the template rewrites earlier turns: keep them as sampled, or give each context its own sample."""
+    parser: str = "auto"
+    """Tool-call format; `auto` recognises it from the chat template."""
+
+    @model_validator(mode="after")
+    def _one_source(self) -> Self:
+        if (self.path is None) == (self.tiny is None):
+            raise ValueError("give exactly one of `path` (a model directory) and `tiny` (make a tiny model)")
+        return self
+
+
+class EnvConfig(Section):
+    """Which environment is played."""
+
+    use: str
+    """`module:Class` or `path/to/file.py:Class`; a path is relative to the YAML file."""
+    options: dict[str, Any] = Field(default_factory=dict)
+    """Keyword arguments for the class."""
+    settings: dict[str, Any] = Field(default_factory=dict)
+    """Limits on calls and results, and what follows mistakes: the fields of `agentrl.env.ToolSettings`."""
+    reward_weights: dict[str, float] = Field(default_factory=dict)
+    """Weights by reward name, in place of those in the code."""
+
+
+class SamplerConfig(Section):
+    """Which task comes next. Where the sampler stands is saved in every checkpoint."""
+
+    order: Literal["sequential", "shuffled", "weighted"] = "sequential"
+    """One after another; in a new random order each round; or at random, by how often each is solved lately."""
+    window: Positive = 8
+    """`weighted`: groups of one task that its solve rate is made of."""
+    floor: Annotated[float, Field(gt=0, le=1)] = 0.1
+    """`weighted`: weight of a task that is always or never solved; one that is solved half of the time has 1."""
+
+
+class DataConfig(Section):
+    """Where tasks come from: JSON-lines files, or (by default) the env's own `tasks` generator."""
+
+    train: str | None = None
+    """JSON-lines file of training rows; each row holds the arguments of `setup`."""
+    held_out: str | None = None
+    """JSON-lines file of rows that are only evaluated."""
+    options: dict[str, Any] = Field(default_factory=dict)
+    """Keyword arguments for the env's `tasks` generator."""
+    sampler: SamplerConfig = SamplerConfig()
+    """Which task comes next."""
+    overlong_prompts: Literal["refuse", "drop"] | None = None
+    """Render all tasks at start and refuse to run, or leave out those whose prompt leaves no room to answer."""
+
+
+class WarmupConfig(Section):
+    """A cold start: supervised epochs on demonstrations before reinforcement learning begins.
+
+    It stops as soon as nearly every task is solved now and then (pass@k), which is what comparing episodes of one
+    task needs: something to reinforce everywhere, and much left to learn.
+    """
+
+    demonstrations: str | None = None
+    """JSON-lines file of {"messages": [...]}; without it the env's own `demonstrations` are used."""
+    options: dict[str, Any] = Field(default_factory=dict)
+    """Keyword arguments for the env's `demonstrations` generator."""
+    num: Positive = 600
+    """Number of demonstration episodes."""
+    max_epochs: Positive = 16
+    """Passes over the demonstrations at most."""
+    until_pass: Fraction = 0.9
+    """Share of probed training tasks solved by at least one of `probe_samples` episodes, at which it ends."""
+    anneal_epochs: Count = 0
+    """Passes that follow at a falling learning rate; the last of `max_epochs` where it is never reached."""
+    at_least: Fraction = 0.3
+    """The same share below which the run stops after the cold start: there would be too little to reinforce."""
+    probe_every: Positive = 50
+    """Supervised steps between two looks."""
+    probe_tasks: Positive = 32
+    """Training tasks played at each look."""
+    probe_samples: Positive = 8
+    """Episodes of each, sampled as in training."""
+    lr: Annotated[float, Field(gt=0)] = 1e-3
+    """Learning rate: reached in 20 steps, then held until the anneal."""
+    batch_episodes: Positive = 16
+    """Demonstrations in one optimizer step."""
+
+    @model_validator(mode="after")
+    def _anneal_fits(self) -> Self:
+        if self.anneal_epochs >= self.max_epochs:
+            raise ValueError(
+                f"anneal_epochs = {self.anneal_epochs} leaves nothing of max_epochs = {self.max_epochs}: lower it"
+            )
+        return self
+
+
+class RolloutConfig(Section):
+    """How episodes are played."""
+
+    groups_per_step: Positive = 32
+    """Tasks in one optimizer step."""
+    group_size: Positive = 8
+    """Episodes of each task; their rewards are compared with one another."""
+    temperature: Annotated[float, Field(gt=0)] = 1.0
+    """Sampling temperature; the learner scales its logits by the same."""
+    max_turns: Positive = 8
+    """Completions in one episode at most."""
+    max_tokens: Positive = 256
+    """Tokens in one completion at most."""
+    token_budget: Positive = 4096
+    """Tokens of the whole episode (prompt, completions and observations) at most."""
+    timeout_s: Annotated[float, Field(gt=0)] = 300.0
+    """Wall-clock limit of one episode."""
+    tokenization_check: Literal["strict", "ignore_strippable", "disable"] = "ignore_strippable"
+    """Compares each episode's token ids with a fresh rendering; an episode that fails does not train."""
+    tokenization_stop_above: Fraction | None = None
+    """Share of failed episodes above which the run stops."""
+    overlong: Literal["train", "mask", "penalise"] = "train"
+    """Episodes cut by a limit: trained with their reward, kept out of the loss, or trained with less reward."""
+    overlong_penalty: Annotated[float, Field(gt=0)] = 0.5
+    """What `overlong: penalise` takes from the reward of such an episode; logged as the reward `overlong`."""
+    refill_zero_signal: Count = 0
+    """Groups a step may play beyond `groups_per_step`, in place of such whose episodes all scored the same."""
+    infra_retries: Count = 2
+    """How often one place in a group is refilled after infrastructure failures before the run stops."""
+
+
+class EngineConfig(Section):
+    """What samples the tokens."""
+
+    kind: Literal["local"] = "local"
+    """`local` is the embedded PyTorch engine."""
+    device: str = "auto"
+    """`cpu`, `cuda`, `cuda:N`, or `auto`: CUDA where there is one."""
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    """Precision of the sampler's weights."""
+    max_slots: Positive = 256
+    """Sequences held in the KV cache at once."""
+
+
+class AlgorithmConfig(Section):
+    """How rewards become gradients."""
+
+    advantage: Literal["grpo", "dr_grpo", "rloo", "turn_level"] = "grpo"
+    """grpo: (r - mean) / std within the group; dr_grpo: without the std; rloo: leave-one-out mean; turn_level: the
+    return of each turn against the turns of the group."""
+    turn_discount: Annotated[float, Field(ge=0, le=1)] = 1.0
+    """`turn_level`: what a reward counts one turn earlier; those of the whole episode belong to its last turn."""
+    clip_low: Annotated[float, Field(gt=0, lt=1)] = 0.2
+    """PPO clip: the policy ratio is held above 1 - clip_low."""
+    clip_high: Annotated[float, Field(gt=0)] = 0.28
+    """PPO clip: the policy ratio is held below 1 + clip_high (DAPO's clip-higher)."""
+    aggregation: Literal["token-mean", "token-sum", "seq-mean-token-mean", "seq-mean-token-sum"] = "token-mean"
+    """How token losses become one number."""
+    kl_coef: Annotated[float, Field(ge=0)] = 0.01
+    """Weight of the KL penalty to the frozen reference policy; 0 skips the reference pass."""
+    kl: Literal["unbiased", "k1", "abs", "k2", "k3"] = "unbiased"
+    """KL estimate; `unbiased` reports k3's value with an unbiased gradient that does not vanish."""
+    updates_per_step: Positive = 1
+    """Optimizer updates on each batch of episodes."""
+    max_drift: Annotated[float, Field(gt=0)] = 0.1
+    """Mean |sampler logprob - learner logprob| above which the run stops."""
+
+
+class OptimConfig(Section):
+    """AdamW."""
+
+    lr: Annotated[float, Field(gt=0)] = 1e-6
+    """Peak learning rate."""
+    betas: tuple[float, float] = (0.9, 0.99)
+    """Decay rates of the two moments."""
+    weight_decay: Annotated[float, Field(ge=0)] = 0.0
+    """Decoupled weight decay."""
+    warmup_steps: Count = 5
+    """Steps over which the learning rate rises linearly."""
+    schedule: Literal["constant", "linear", "cosine"] = "constant"
+    """What the learning rate does after the warm-up (linear and cosine fall to a tenth at the last step)."""
+    max_grad_norm: Annotated[float, Field(gt=0)] = 1.0
+    """Gradients are scaled down to this norm."""
+
+
+class LearnerConfig(Section):
+    """How the update is computed."""
+
+    device: str = "auto"
+    """`cpu`, `cuda`, `cuda:N`, or `auto`: CUDA where there is one."""
+    tokens_per_micro_batch: Positive = 16384
+    """Token budget of one forward and backward pass; gradients accumulate over as many as needed."""
+
+
+class EvalConfig(Section):
+    """Greedy evaluation on held-out tasks."""
+
+    every: Count = 0
+    """Steps between evaluations; 0 evaluates before and after training only."""
+    tasks: Positive = 200
+    """Held-out tasks played."""
+
+
+class CheckpointConfig(Section):
+    """When training state is saved."""
+
+    every: Count = 20
+    """Steps between checkpoints; the last step is always saved. 0 saves the last only."""
+    keep: Positive = 2
+    """Newest checkpoints kept."""
+
+
+class RunConfig(Section):
+    """Everything a run needs; one YAML file."""
+
+    name: str = Field(default="", pattern=r"^[A-Za-z0-9._-]*$")
+    """Name of the run folder under `runs/`; the YAML file's folder name when empty."""
+    seed: int = 0
+    """Seeds tasks, model making, sampling and data order."""
+    steps: Positive = 100
+    """Optimizer steps."""
+    env: EnvConfig
+    model: ModelConfig
+    data: DataConfig = DataConfig()
+    warmup: WarmupConfig | None = None
+    rollout: RolloutConfig = RolloutConfig()
+    engine: EngineConfig = EngineConfig()
+    algorithm: AlgorithmConfig = AlgorithmConfig()
+    optim: OptimConfig = OptimConfig()
+    learner: LearnerConfig = LearnerConfig()
+    eval: EvalConfig = EvalConfig()
+    checkpoint: CheckpointConfig = CheckpointConfig()
+
+    @model_validator(mode="before")
+    @classmethod
+    def _env_shorthand(cls, data: Any) -> Any:
+        if isinstance(data, dict) and isinstance(data.get("env"), str):
+            return data | {"env": {"use": data["env"]}}
+        return data
+
+    @model_validator(mode="after")
+    def _no_dead_keys(self) -> Self:
+        if self.algorithm.kl_coef == 0 and self.algorithm.kl != AlgorithmConfig.model_fields["kl"].default:
+            raise ValueError("algorithm.kl has no effect while algorithm.kl_coef is 0: remove one of them")
+        if self.algorithm.advantage != "turn_level" and self.algorithm.turn_discount != 1.0:
+            raise ValueError(
+                "algorithm.turn_discount has no effect unless algorithm.advantage is turn_level: remove one"
+            )
+        if self.rollout.group_size == 1:
+            raise ValueError("rollout.group_size is 1: a group of one has no advantage; use at least 2")
+        if self.rollout.tokenization_check == "disable" and self.rollout.tokenization_stop_above is not None:
+            raise ValueError(
+                "rollout.tokenization_stop_above has no effect while rollout.tokenization_check is disable: "
+                "remove one of them"
+            )
+        if (
+            self.rollout.overlong != "penalise"
+            and self.rollout.overlong_penalty != RolloutConfig.model_fields["overlong_penalty"].default
+        ):
+            raise ValueError(
+                "rollout.overlong_penalty has no effect unless rollout.overlong is penalise: remove one of them"
+            )
+        sampler, defaults = self.data.sampler, SamplerConfig()
+        for key in ("window", "floor"):
+            if sampler.order != "weighted" and getattr(sampler, key) != getattr(defaults, key):
+                raise ValueError(
+                    f"data.sampler.{key} has no effect unless data.sampler.order is weighted: remove one of them"
+                )
+        if self.data.train is not None and self.data.options:
+            raise ValueError("data.options has no effect while data.train names a file: remove one of them")
+        return self

@@ -1,0 +1,142 @@
+"""Questions about the tree of sections: which keys there are, and what a key that is not there may have meant."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterator
+from types import UnionType
+from typing import Any, Literal, Union, get_args, get_origin
+
+import annotated_types
+from pydantic.fields import FieldInfo
+
+from agentrl.config.run import RunConfig, Section
+from agentrl.config.source import Loc
+
+
+def section_of(field: FieldInfo) -> type[Section] | None:
+    """The section that a field holds (also as `Section | None`), or None for a plain value."""
+    for kind in alternatives(field.annotation):
+        if isinstance(kind, type) and issubclass(kind, Section):
+            return kind
+    return None
+
+
+def alternatives(annotation: Any) -> tuple[Any, ...]:
+    """The members of a union, or the annotation alone."""
+    return get_args(annotation) if get_origin(annotation) in (Union, UnionType) else (annotation,)
+
+
+def field_at(loc: Loc) -> FieldInfo | None:
+    """The field at a location, None where the location is unknown or below a field (an item of a dict)."""
+    section: type[Section] | None = RunConfig
+    field: FieldInfo | None = None
+    for part in loc:
+        if section is None or not isinstance(part, str) or part not in section.model_fields:
+            return None
+        field = section.model_fields[part]
+        section = section_of(field)
+    return field
+
+
+def section_at(loc: Loc) -> type[Section] | None:
+    """The section at a location, None where there is none."""
+    if not loc:
+        return RunConfig
+    field = field_at(loc)
+    return section_of(field) if field is not None else None
+
+
+def fields(
+    section: type[Section] = RunConfig, loc: tuple[str, ...] = ()
+) -> Iterator[tuple[tuple[str, ...], FieldInfo]]:
+    """Every field below a section with its location, parents first."""
+    for name, field in section.model_fields.items():
+        yield (*loc, name), field
+        inner = section_of(field)
+        if inner is not None:
+            yield from fields(inner, (*loc, name))
+
+
+def unknown_key(loc: Loc) -> str:
+    """What to say about a key that its section does not have."""
+    *parent, key = (str(part) for part in loc)
+    known = list((section_at(tuple(parent)) or RunConfig).model_fields)
+
+    if "." in key and field_at((*parent, *key.split("."))) is not None:
+        section, _, rest = key.partition(".")
+        return f"unknown key; write `{section}:` and, indented below it, `{rest}:`"
+    near = difflib.get_close_matches(key, known, n=1, cutoff=0.75)
+    if near:
+        return f"unknown key; did you mean {near[0]!r}?"
+    elsewhere = [path for path, _ in fields() if path[-1] == key]
+    if elsewhere:
+        return f"unknown key; `{key}` belongs {_under(elsewhere)}"
+    by_name: dict[str, list[tuple[str, ...]]] = {}
+    for path, _ in fields():
+        by_name.setdefault(path[-1], []).append(path)
+    far = difflib.get_close_matches(key, by_name, n=1, cutoff=0.8)
+    if far:
+        return f"unknown key; did you mean `{far[0]}`, which belongs {_under(by_name[far[0]])}?"
+    near = difflib.get_close_matches(key, known, n=1, cutoff=0.6)
+    if near:
+        return f"unknown key; did you mean {near[0]!r}?"
+    return f"unknown key; the keys here are {', '.join(known)}"
+
+
+def _under(paths: list[tuple[str, ...]]) -> str:
+    sections = [f"`{'.'.join(path[:-1])}:`" for path in paths if path[:-1]]
+    top = ["at the top level"] if len(sections) < len(paths) else []
+    return " or ".join(top + (["under " + " or ".join(sections)] if sections else []))
+
+
+def bounds(field: FieldInfo) -> str | None:
+    """The allowed range of a number in words ("in (0, 1)", "at least 1"), None without bounds."""
+    low: tuple[str, Any] | None = None
+    high: tuple[str, Any] | None = None
+    for item in field.metadata:
+        if isinstance(item, annotated_types.Gt):
+            low = ("(", item.gt)
+        elif isinstance(item, annotated_types.Ge):
+            low = ("[", item.ge)
+        elif isinstance(item, annotated_types.Lt):
+            high = (")", item.lt)
+        elif isinstance(item, annotated_types.Le):
+            high = ("]", item.le)
+    if low and high:
+        return f"in {low[0]}{_number(low[1])}, {_number(high[1])}{high[0]}"
+    if low:
+        return f"{'greater than' if low[0] == '(' else 'at least'} {_number(low[1])}"
+    if high:
+        return f"{'less than' if high[0] == ')' else 'at most'} {_number(high[1])}"
+    return None
+
+
+def _number(value: Any) -> str:
+    return f"{value:g}" if isinstance(value, float) else str(value)
+
+
+def kind_name(annotation: Any) -> str:
+    """A type as a user would say it: "a whole number", "text", "'grpo' or 'rloo'"."""
+    names = []
+    for kind in alternatives(annotation):
+        origin = get_origin(kind) or kind
+        if origin is Literal:
+            names.append(" or ".join(", ".join(map(repr, get_args(kind))).rsplit(", ", 1)))
+        elif isinstance(origin, type) and issubclass(origin, Section):
+            names.append("a section (keys and values)")
+        else:
+            names.append(_KINDS.get(origin, str(kind)))
+    return " or ".join(names)
+
+
+_KINDS: dict[Any, str] = {
+    bool: "true or false",
+    int: "a whole number",
+    float: "a number",
+    str: "text",
+    list: "a list",
+    tuple: "a list",
+    dict: "a section (keys and values)",
+    type(None): "null",
+}

@@ -1,0 +1,223 @@
+"""The key-value cache: one row of tokens per slot, and the attention plan that reads and writes it.
+
+Shapes: S slots, C tokens a slot can hold, K key-value heads, D head size, N tokens of a flat batch, H query heads.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+SCORES = 1 << 24
+"""How many attention scores a prefill computes at a time: 64 MiB in float32."""
+
+
+@dataclass(frozen=True, slots=True)
+class CacheShape:
+    """What one token costs: `layers` times keys (heads, key_dim) and values (heads, value_dim) of `dtype`."""
+
+    layers: int
+    heads: int
+    key_dim: int
+    value_dim: int
+    dtype: torch.dtype
+    device: torch.device
+
+    @property
+    def bytes_per_token(self) -> int:
+        return self.layers * self.heads * (self.key_dim + self.value_dim) * self.dtype.itemsize
+
+
+class KVCache:
+    """Per layer two tensors, keys (S, K, D, C) and values (S, K, C, D).
+
+    Keys lie the way the product with the queries reads them: a third faster on CPU than (C, D), measured.
+    Everything is finite at all times (unused places are zero), because a masked place still enters a product.
+    """
+
+    def __init__(self, shape: CacheShape, slots: int, capacity: int) -> None:
+        self.shape = shape
+        self.slots = slots
+        self.capacity = capacity
+        self.keys = [self._empty(shape.key_dim, capacity) for _ in range(shape.layers)]
+        self.values = [self._empty(capacity, shape.value_dim) for _ in range(shape.layers)]
+
+    def _empty(self, *size: int) -> Tensor:
+        shape = self.shape
+        return torch.zeros(self.slots, shape.heads, *size, dtype=shape.dtype, device=shape.device)
+
+    def zero(self) -> None:
+        """Forget everything, values that are not finite included."""
+        for tensor in (*self.keys, *self.values):
+            tensor.zero_()
+
+    def write(self, layer: int, slots_N: Tensor, positions_N: Tensor, key_NKD: Tensor, value_NKD: Tensor) -> None:
+        """Store the keys and values of N tokens, each at its position of its slot."""
+        self.keys[layer][slots_N, :, :, positions_N] = key_NKD
+        self.values[layer][slots_N, :, positions_N] = value_NKD
+
+    def copy(self, source: int, target: int, length: int) -> None:
+        """Copy the first `length` tokens of one slot to another."""
+        for keys, values in zip(self.keys, self.values, strict=True):
+            keys[target, :, :, :length] = keys[source, :, :, :length]
+            values[target, :, :length] = values[source, :, :length]
+
+    def swap(self, left: Sequence[int], right: Sequence[int], length: int) -> None:
+        """Exchange the first `length` tokens of slot left[i] with those of slot right[i], all i at once."""
+        device = self.shape.device
+        here, there = torch.tensor([*left, *right], device=device), torch.tensor([*right, *left], device=device)
+        for keys, values in zip(self.keys, self.values, strict=True):
+            keys[here, :, :, :length] = keys[there, :, :, :length]
+            values[here, :, :length] = values[there, :, :length]
+
+    def rebuild(self, rows: Sequence[int], lengths: Sequence[int], slots: int, capacity: int) -> None:
+        """Change the size: new slot i takes lengths[i] tokens of old slot rows[i], others are empty.
+
+        Done layer by layer, so that at most one layer exists twice.
+        """
+        self.slots, self.capacity = slots, capacity
+        moves = [move for move in zip(range(slots), rows, lengths, strict=False) if move[2]]
+        for layer in range(self.shape.layers):
+            old, new = self.keys[layer], self._empty(self.shape.key_dim, capacity)
+            for target, source, length in moves:
+                new[target, :, :, :length] = old[source, :, :, :length]
+            self.keys[layer] = new
+            old, new = self.values[layer], self._empty(capacity, self.shape.value_dim)
+            for target, source, length in moves:
+                new[target, :, :length] = old[source, :, :length]
+            self.values[layer] = new
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """A run of new tokens of one slot: positions `start` to `start + count`, at `offset` of the flat batch."""
+
+    slot: int
+    start: int
+    count: int
+    offset: int
+
+
+class CachedAttention:
+    """Plan for a flat batch over the cache: first one token each of `decode` slots, then the tokens of `spans`.
+
+    Decoding reads the cache rows 0 to `high` as one view, whether or not all of them take part: that is cheaper
+    than gathering, as long as the slots that decode lie close together.
+    """
+
+    def __init__(
+        self, cache: KVCache, slots_N: Tensor, positions_N: Tensor, decoding: int, spans: Sequence[Span]
+    ) -> None:
+        """Slot and position of each token; the first `decoding` tokens are those that decode, slots ascending."""
+        self.cache = cache
+        self.slots = slots_N
+        self.positions = positions_N
+        self.spans = spans
+        self.decode = slots_N[:decoding]
+        self.high = int(self.decode[-1]) + 1 if decoding else 0
+        self.length = int(positions_N[:decoding].max()) + 1 if decoding else 0
+        self._decode_bias: dict[int | None, Tensor] = {}
+        self._span_bias: dict[tuple[int, int, int | None], Tensor] = {}
+
+    def attend(
+        self,
+        layer: int,
+        query_NHD: Tensor,
+        key_NKD: Tensor,
+        value_NKD: Tensor,
+        *,
+        scaling: float,
+        window: int | None,
+    ) -> Tensor:
+        self.cache.write(layer, self.slots, self.positions, key_NKD, value_NKD)
+        keys_SKDC, values_SKCD = self.cache.keys[layer], self.cache.values[layer]
+        parts = []
+        if self.high:
+            parts.append(self._decode(query_NHD[: len(self.decode)], keys_SKDC, values_SKCD, scaling, window))
+        for span in self.spans:
+            for piece in _pieces(span, query_NHD.shape[1]):
+                query_LHD = query_NHD[piece.offset : piece.offset + piece.count]
+                parts.append(
+                    self._prefill(piece, query_LHD, keys_SKDC[span.slot], values_SKCD[span.slot], scaling, window)
+                )
+        return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+    def _decode(
+        self, query_NHD: Tensor, keys_SKDC: Tensor, values_SKCD: Tensor, scaling: float, window: int | None
+    ) -> Tensor:
+        count, heads, dim = query_NHD.shape
+        kv_heads, capacity, value_dim = values_SKCD.shape[1:]
+        query, full = query_NHD, count == self.high
+        if not full:
+            query = query_NHD.new_zeros(self.high, heads, dim).index_copy_(0, self.decode, query_NHD)
+        batch = self.high * kv_heads
+        out = _attend(
+            query.reshape(batch, heads // kv_heads, dim),
+            keys_SKDC[: self.high].view(batch, dim, capacity)[:, :, : self.length],
+            values_SKCD[: self.high].view(batch, capacity, value_dim)[:, : self.length],
+            self._bias_of_decode(kv_heads, window, query.dtype),
+            scaling,
+        ).view(self.high, heads, value_dim)
+        return out if full else out[self.decode]
+
+    def _bias_of_decode(self, kv_heads: int, window: int | None, dtype: torch.dtype) -> Tensor:
+        """(high * K, 1, length): 0 where a slot may look, the most negative number elsewhere."""
+        if window not in self._decode_bias:
+            last = torch.zeros(self.high, dtype=torch.long, device=self.slots.device)
+            last[self.decode] = self.positions[: len(self.decode)]
+            bias = _bias(last, self.length, window, dtype)
+            self._decode_bias[window] = bias.repeat_interleave(kv_heads, 0)[:, None]
+        return self._decode_bias[window]
+
+    def _prefill(
+        self,
+        span: Span,
+        query_LHD: Tensor,
+        keys_KDC: Tensor,
+        values_KCD: Tensor,
+        scaling: float,
+        window: int | None,
+    ) -> Tensor:
+        count, heads, dim = query_LHD.shape
+        kv_heads, end = keys_KDC.shape[0], span.start + span.count
+        group = heads // kv_heads
+        key = (span.start, count, window)
+        if key not in self._span_bias:
+            last = torch.arange(span.start, end, device=self.slots.device)
+            self._span_bias[key] = _bias(last, end, window, query_LHD.dtype).repeat_interleave(group, 0)
+        out = _attend(
+            query_LHD.reshape(count, kv_heads, group, dim).transpose(0, 1).reshape(kv_heads, count * group, dim),
+            keys_KDC[:, :, :end],
+            values_KCD[:, :end],
+            self._span_bias[key],
+            scaling,
+        )
+        return out.view(kv_heads, count, group, -1).transpose(0, 1).reshape(count, heads, -1)
+
+
+def _pieces(span: Span, heads: int) -> list[Span]:
+    """The span cut so that the scores of one piece stay within `SCORES` numbers."""
+    size = max(1, SCORES // (heads * (span.start + span.count)))
+    return [
+        Span(span.slot, span.start + at, min(size, span.count - at), span.offset + at)
+        for at in range(0, span.count, size)
+    ]
+
+
+def _bias(last_L: Tensor, length: int, window: int | None, dtype: torch.dtype) -> Tensor:
+    """(L, length): 0 at the places up to last_L (of the last `window`), the most negative number elsewhere."""
+    places = torch.arange(length, device=last_L.device)
+    hidden = places > last_L[:, None]
+    if window is not None:
+        hidden |= places <= last_L[:, None] - window
+    bias = torch.zeros(hidden.shape, dtype=dtype, device=last_L.device)
+    return bias.masked_fill_(hidden, torch.finfo(dtype).min)
+
+
+def _attend(query_BLD: Tensor, keys_BDC: Tensor, values_BCD: Tensor, bias: Tensor, scaling: float) -> Tensor:
+    """Softmax attention, the softmax in float32; `bias` broadcasts to (B, L, C)."""
+    scores = torch.baddbmm(bias, query_BLD, keys_BDC, alpha=scaling)
+    return torch.bmm(torch.softmax(scores, -1, dtype=torch.float32).to(query_BLD.dtype), values_BCD)

@@ -1,0 +1,327 @@
+"""The local engine: continuous batching in PyTorch, in this process, on CPU or CUDA.
+
+One thread owns the model, the cache and the scheduler; the event loop talks to it through a queue. Why it is built
+like this, with figures: docs/design/local-engine.md.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import queue
+import secrets
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import TypeVar
+
+import numpy as np
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from agentrl.engine.model import FlatModel, load_model
+from agentrl.engine.sampler import check_sampling
+from agentrl.engine.scheduler import Limits, Scheduler
+from agentrl.engine.slots import IntArray, Request
+from agentrl.errors import ConfigError, EngineError
+from agentrl.types import Completion, Sampling
+
+T = TypeVar("T")
+
+SMALL_MODEL = 20_000_000
+"""Parameters below which one torch thread is the default."""
+SMALLEST_CONTEXT = 256
+"""Without `max_context`, a cache that holds fewer tokens is an error."""
+
+
+class LocalEngine:
+    """An `Engine` over a transformers model in this process.
+
+    Sequences are batched continuously: a request joins at the next token and leaves as soon as it ends. What a
+    session has computed stays until its slot is needed; requests wait when every slot is running. The same prefix
+    is computed once. `temperature` 0 and a fixed `seed` give the same tokens whatever else is in the batch, up to
+    the rounding of the matrix products.
+    """
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        *,
+        max_slots: int = 256,
+        max_context: int | None = None,
+        prefill_chunk: int | None = None,
+        cache_mb: int | None = None,
+        threads: int | None = None,
+    ) -> None:
+        """Take over `model`: its attention is replaced, and nobody else may use or change it.
+
+        Args:
+            max_slots: how many sequences have a place in the cache, running or kept for their session.
+            max_context: tokens of one sequence, prompt and completion; default: what model and cache allow.
+            prefill_chunk: prompt tokens computed in one step at most, so that long prompts do not hold up the
+                others; default 512 on CPU, 4096 on CUDA.
+            cache_mb: bound of the key-value cache in MiB; default a quarter of the machine's memory, on CUDA half
+                of what is free.
+            threads: torch threads of the engine; default as torch has it, 1 for a small model: its operations
+                are so short that waiting for a second core costs more than it gives, much more on a busy machine.
+
+        Raises:
+            ConfigError: a model whose attention cannot be replaced, or bounds that cannot be kept.
+        """
+        self._model = FlatModel(model)
+        self._scheduler = Scheduler(
+            self._model, self._model.shape, _limits(self._model, max_slots, max_context, prefill_chunk, cache_mb)
+        )
+        self.max_context = self._scheduler.limits.max_context
+        self._threads = threads or (1 if self._model.parameters < SMALL_MODEL else torch.get_num_threads())
+        self._inbox: queue.SimpleQueue[_Command] = queue.SimpleQueue()
+        self._answers: dict[asyncio.AbstractEventLoop, list[Callable[[], None]]] = {}
+        self._lock = threading.Lock()
+        self._closing = False
+        self._over: EngineError | None = None
+        self._thread = threading.Thread(target=self._main, name="agentrl-local-engine", daemon=True)
+        self._thread.start()
+
+    @classmethod
+    def from_directory(
+        cls,
+        path: str | Path,
+        *,
+        dtype: str = "float32",
+        device: str = "cpu",
+        max_slots: int = 256,
+        max_context: int | None = None,
+        prefill_chunk: int | None = None,
+        cache_mb: int | None = None,
+        threads: int | None = None,
+    ) -> LocalEngine:
+        """Load the model from a Hugging Face directory; see `__init__` for the bounds.
+
+        Raises:
+            ConfigError: the directory or the model cannot be used.
+        """
+        return cls(
+            load_model(path, dtype=dtype, device=device),
+            max_slots=max_slots,
+            max_context=max_context,
+            prefill_chunk=prefill_chunk,
+            cache_mb=cache_mb,
+            threads=threads,
+        )
+
+    @property
+    def policy_version(self) -> int:
+        """Version of the weights that the next token is drawn with."""
+        return self._scheduler.version
+
+    async def generate(self, ids: Sequence[int], sampling: Sampling, *, session: str | None = None) -> Completion:
+        """Continue `ids`; see `Engine.generate`. Without a seed every call draws differently."""
+        check_sampling(sampling)
+        prompt = self._prompt(ids)
+        loop = asyncio.get_running_loop()
+        future: asyncio.Future[Completion] = loop.create_future()
+        seed = secrets.randbits(64) if sampling.seed is None else sampling.seed % 2**64
+        request = Request(prompt, sampling, seed, session, partial(self._answer, loop, future))
+        self._post(partial(self._scheduler.submit, request), request.deliver)
+        try:
+            return await future
+        except asyncio.CancelledError:
+            self._post_if_alive(partial(self._scheduler.cancel, request))
+            raise
+
+    async def release(self, session: str) -> None:
+        """Forget what is kept for `session`."""
+        self._post_if_alive(partial(self._scheduler.release, session))
+
+    async def update_weights(self, weights: Mapping[str, Tensor], version: int) -> None:
+        """Replace the weights between two steps; see `Engine.update_weights`.
+
+        Running requests compute their keys and values again, so every token is drawn from, and carries the version
+        of, one set of weights over its whole context.
+
+        Raises:
+            ValueError: names or shapes do not fit the model, or a parameter is missing; nothing is changed then.
+        """
+
+        def update() -> None:
+            self._model.update(weights)
+            self._scheduler.drop_states(version)
+
+        await self._call(update)
+
+    async def token_logprobs(self, rows: Sequence[Sequence[int]]) -> list[list[float]]:
+        """Per row the logprob (temperature 1) of each token but the first, given those before it; no cache used.
+
+        Raises:
+            ValueError: a row is empty or holds an id outside the vocabulary.
+        """
+        checked = [self._ids(row).tolist() for row in rows]
+
+        def score() -> list[list[float]]:
+            results = []
+            for row in checked:
+                logprobs_TV = torch.log_softmax(self._model.packed([row]).float(), -1)
+                target_T1 = torch.tensor(row[1:], dtype=torch.long, device=logprobs_TV.device)[:, None]
+                results.append(logprobs_TV[:-1].gather(1, target_T1)[:, 0].tolist())
+            return results
+
+        return await self._call(score)
+
+    async def close(self) -> None:
+        """Stop; requests that are still running end with finish "abort" and what they have."""
+        self._closing = True
+        self._post_if_alive(lambda: None)  # wakes the thread
+        await asyncio.to_thread(self._thread.join)
+
+    # -- from the event loop to the thread ---------------------------------------------------------------------
+
+    def _ids(self, ids: Sequence[int]) -> IntArray:
+        array = np.asarray(ids, dtype=np.int64)
+        if array.size == 0:
+            raise ValueError("ids is empty: there is nothing to continue")
+        low, high = int(array.min()), int(array.max())
+        if low < 0 or high >= self._model.vocabulary:
+            wrong = low if low < 0 else high
+            raise ValueError(f"token id {wrong} is outside the model's vocabulary of {self._model.vocabulary}")
+        return array
+
+    def _prompt(self, ids: Sequence[int]) -> IntArray:
+        array = self._ids(ids)
+        if array.size >= self.max_context:
+            raise ValueError(
+                f"the prompt has {array.size} tokens and max_context is {self.max_context}: "
+                "no room for a single new token"
+            )
+        return array
+
+    async def _call(self, function: Callable[[], T]) -> T:
+        """Run a function on the engine's thread between two steps."""
+        loop = asyncio.get_running_loop()
+        future: asyncio.Future[T] = loop.create_future()
+
+        def run() -> None:
+            try:
+                result = function()
+            except ValueError as error:
+                self._answer(loop, future, error)
+            else:
+                self._answer(loop, future, result)
+
+        self._post(run, lambda error: self._answer(loop, future, error))
+        return await future
+
+    def _post(self, run: Callable[[], None], fail: Callable[[Exception], None]) -> None:
+        with self._lock:
+            if self._over is not None:
+                raise EngineError(str(self._over)) from self._over
+            self._inbox.put(_Command(run, fail))
+
+    def _post_if_alive(self, run: Callable[[], None]) -> None:
+        with self._lock:
+            if self._over is None:
+                self._inbox.put(_Command(run, lambda error: None))
+
+    # -- on the thread -----------------------------------------------------------------------------------------
+
+    def _main(self) -> None:
+        torch.set_num_threads(self._threads)
+        over = EngineError("the local engine is closed")
+        try:
+            with torch.inference_mode():
+                self._serve()
+        except BaseException as error:
+            over = EngineError(f"the local engine's thread died: {type(error).__name__}: {error}")
+            over.__cause__ = error
+            self._scheduler.abort(over)
+        else:
+            self._scheduler.abort()
+        with self._lock:
+            self._over = over
+        while not self._inbox.empty():
+            self._inbox.get().fail(over)
+        self._flush()
+
+    def _serve(self) -> None:
+        while True:
+            while not self._inbox.empty() or not self._scheduler.busy:
+                self._inbox.get().run()
+                if self._closing:
+                    return
+                self._flush()
+            self._scheduler.step()
+            self._flush()
+
+    def _answer(self, loop: asyncio.AbstractEventLoop, future: asyncio.Future[T], result: T | Exception) -> None:
+        """Note a result for `_flush` to hand over."""
+
+        def resolve() -> None:
+            if future.done():
+                return
+            if isinstance(result, Exception):
+                future.set_exception(result)
+            else:
+                future.set_result(result)
+
+        self._answers.setdefault(loop, []).append(resolve)
+
+    def _flush(self) -> None:
+        """Hand over what is answered: one call into each event loop, whatever the number of answers."""
+        answers, self._answers = self._answers, {}
+        for loop, resolves in answers.items():
+            with contextlib.suppress(RuntimeError):  # that loop is closed: nobody waits any more
+                loop.call_soon_threadsafe(_run_all, resolves)
+
+
+@dataclass(frozen=True, slots=True)
+class _Command:
+    """Something to do on the engine's thread; `fail` is called instead of `run` when the thread is over."""
+
+    run: Callable[[], None]
+    fail: Callable[[Exception], None]
+
+
+def _run_all(functions: Sequence[Callable[[], None]]) -> None:
+    for function in functions:
+        function()
+
+
+def _limits(
+    model: FlatModel, max_slots: int, max_context: int | None, prefill_chunk: int | None, cache_mb: int | None
+) -> Limits:
+    for name, value in (
+        ("max_slots", max_slots),
+        ("max_context", max_context),
+        ("prefill_chunk", prefill_chunk),
+        ("cache_mb", cache_mb),
+    ):
+        if value is not None and value < 1:
+            raise ConfigError(f"{name} must be at least 1, got {value}")
+    if max_context is not None and max_context > model.max_positions:
+        raise ConfigError(
+            f"max_context is {max_context}, but the model's max_position_embeddings is {model.max_positions}"
+        )
+    wanted = max_context or model.max_positions
+    on_cuda = model.device.type == "cuda"
+    if cache_mb is not None:
+        memory = cache_mb << 20
+    elif on_cuda:
+        memory = torch.cuda.mem_get_info(model.device)[0] // 2
+    else:
+        memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 4
+    budget = memory // model.shape.bytes_per_token
+    if budget < min(wanted, max_context or SMALLEST_CONTEXT):
+        raise ConfigError(
+            f"a key-value cache of {memory >> 20} MiB holds {budget} tokens of this model "
+            f"({model.shape.bytes_per_token} bytes each), fewer than one sequence of "
+            f"{min(wanted, max_context or SMALLEST_CONTEXT)} tokens; raise cache_mb or lower max_context"
+        )
+    return Limits(
+        max_slots=max_slots,
+        max_context=min(wanted, budget),
+        budget_tokens=budget,
+        prefill_chunk=prefill_chunk or (4096 if on_cuda else 512),
+    )

@@ -1,0 +1,38 @@
+"""An event loop in a thread of its own: lets plain code (Gymnasium's calls, class set-up) wait for async work."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Coroutine
+from typing import Any, TypeVar
+
+T = TypeVar("T")
+
+
+class BackgroundLoop:
+    """Started on first use, one a process; a daemon thread."""
+
+    def __init__(self) -> None:
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._lock = threading.Lock()
+
+    def run(self, coroutine: Coroutine[Any, Any, T], timeout_s: float | None = None) -> T:
+        """Run `coroutine` there and wait for it; works inside and outside of other loops.
+
+        Raises:
+            TimeoutError: it took longer than `timeout_s`; it has been cancelled.
+        """
+        with self._lock:
+            if self._loop is None:
+                self._loop = asyncio.new_event_loop()
+                threading.Thread(target=self._loop.run_forever, name="agentrl-background", daemon=True).start()
+        future = asyncio.run_coroutine_threadsafe(coroutine, self._loop)
+        try:
+            return future.result(timeout_s)
+        except TimeoutError:
+            future.cancel()
+            raise
+
+
+background = BackgroundLoop()

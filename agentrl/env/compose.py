@@ -1,0 +1,243 @@
+"""An environment without a class: tools, rewards and rows named in YAML.
+
+    env:
+      use: agentrl.env.compose:ComposedEnv
+      options:
+        tools:
+          - my_tools.py:lookup                       # a typed function, or a class with @tool methods
+          - mcp: {command: [python, server.py]}      # or {url: http://127.0.0.1:8000/mcp}
+          - {class_name: my_tools.py:MyTool, config: {}, tool_schema: {...}}   # verl's form
+        reward: my_rewards.py:score                  # f(episode), or verl's compute_score; a list of them; name: f
+        system: Answer with the tools.
+
+A row is `{"prompt": text or list of messages, ...}`; every other column is the reward function's to read from
+`episode.task.row`. verl's rows are such rows.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+from agentrl.env.declare import TOOL_MARK, RewardMark
+from agentrl.env.dispatch import BoundTool
+from agentrl.env.load import load_object
+from agentrl.env.mcp import McpServer
+from agentrl.env.observe import error_text
+from agentrl.env.rewards import ask_reward, check_number
+from agentrl.env.schema import shorten
+from agentrl.env.spec import MethodTool, RewardSpec, tool_from
+from agentrl.env.toolenv import ToolEnv
+from agentrl.env.verl import VerlTool, VerlToolEntry, is_compute_score, score_arguments, verl_names
+from agentrl.errors import ConfigError, InfraError
+from agentrl.sandbox import Sandbox
+from agentrl.types import Episode, Message
+
+Reward = str | Callable[..., Any]
+Entry = str | Callable[..., Any] | Mapping[str, Any]
+Loaded = McpServer | VerlToolEntry | MethodTool | Callable[[], Any]
+
+
+class ComposedEnv(ToolEnv):
+    """An env put together from named tools and rewards.
+
+    Args:
+        tools: functions, toolboxes, MCP servers and verl-style entries, in the order the model sees them.
+        reward: one reward, a list of them, or a mapping of names to them.
+        system: system prompt; none where it is empty, or where the row's prompt has its own.
+        sandbox: arguments of the one `Sandbox` that all toolboxes share; without it each brings its own.
+        base: folder that relative paths count from; the working directory where it is None.
+
+    Raises:
+        ConfigError: an entry that cannot be loaded or used.
+    """
+
+    def __init__(
+        self,
+        tools: Sequence[Entry] = (),
+        reward: Reward | Sequence[Reward] | Mapping[str, Reward] = (),
+        system: str = "",
+        sandbox: Mapping[str, Any] | None = None,
+        base: str | Path | None = None,
+    ) -> None:
+        self._base = None if base is None else Path(base)
+        self._system_text = system
+        if sandbox is not None:
+            self.sandbox = _sandbox(sandbox)
+        self._entries = [_load_entry(entry, self._base) for entry in tools]
+        self._rewards = _load_rewards(reward, self._base)
+        self._verl: list[VerlTool] = []
+        self._bound()  # what cannot be is said at once
+        self._prompt_has_system = False
+
+    def more_tools(self) -> Sequence[BoundTool]:
+        """The composed tools: new toolboxes, new verl instances, new server sessions."""
+        self._verl = []
+        return [tool for entry in self._entries for tool in self._make_tools(entry)]
+
+    def system(self) -> str:
+        """The configured system prompt, unless the row brought its own."""
+        return "" if self._prompt_has_system else self._system_text
+
+    async def setup(self, prompt: str | list[dict[str, Any]], **row: Any) -> str | list[Message]:
+        """Begin with the row's prompt; verl-style tools are created with the row's `extra_info.tools_kwargs`."""
+        extra: Mapping[str, Any] = row.get("extra_info") or {}
+        selected = extra.get("tool_selection")
+        if selected is not None:
+            known = self._bound()
+            if unknown := [name for name in selected if name not in known]:
+                raise ConfigError(f"task {self.task.id!r}: tool_selection names {unknown[0]!r}, which is no tool")
+            self._tools = {name: tool for name, tool in known.items() if name in selected}
+        kwargs: Mapping[str, Any] = extra.get("tools_kwargs") or {}
+        for tool in self._verl:
+            await tool.begin(kwargs.get(tool.name) or {})
+        if isinstance(prompt, str):
+            return prompt
+        messages = [_message(m, self.task.id) for m in prompt]
+        self._prompt_has_system = any(m.role == "system" for m in messages)
+        return messages
+
+    async def release(self) -> None:
+        """End what `prepare` and `setup` began; one failure does not keep the others."""
+        failures: list[str] = []
+        for tool in self._verl:
+            try:
+                await tool.end()
+            except Exception as e:
+                failures.append(f"{tool.name}.release: {error_text(e)}")
+        try:
+            await super().release()
+        except InfraError as e:
+            failures.append(str(e))
+        if failures:
+            raise InfraError("; ".join(failures))
+
+    async def score(self, episode: Episode) -> Mapping[str, float]:
+        """The composed rewards by name, weighted; without any, what the verl-style tools say of themselves."""
+        where, weights = type(self).__name__, self.settings.reward_weights
+        found: dict[str, float] = {}
+        for name, function in self._rewards.items():
+            spec = RewardSpec(name, name, RewardMark(name, 1.0, "episode", None), None)
+            call = (
+                functools.partial(function, **score_arguments(episode, self._verl))
+                if is_compute_score(function)
+                else functools.partial(function, episode)
+            )
+            value = await ask_reward(spec, call, None, self.settings.reward_timeout_s, where)
+            if isinstance(value, Mapping) and is_compute_score(function):
+                value = value.get("score")
+            parts = {f"{name}/{k}": v for k, v in value.items()} if isinstance(value, Mapping) else {name: value}
+            for part, number in parts.items():
+                found[part] = weights.get(part, weights.get(name, 1.0)) * check_number(number, part, where)
+        for tool in self._verl:
+            if tool.judges and (not self._rewards or tool.name in weights):
+                spec = RewardSpec(tool.name, "", RewardMark(tool.name, 1.0, "episode", None), None)
+                value = await ask_reward(spec, tool.calc_reward, None, self.settings.reward_timeout_s, where)
+                found[tool.name] = weights.get(tool.name, 1.0) * check_number(value, tool.name, where)
+        return found
+
+    def check_weights(self) -> None:
+        """Raises ConfigError when a weight of the run names no reward."""
+        known = [*self._rewards, *[t.name for t in self._verl if t.judges]]
+        for name in self.settings.reward_weights:
+            if name.split("/")[0] not in known:
+                raise ConfigError(f"no reward named {name!r}; the rewards are: {', '.join(known) or 'none'}")
+
+    def _make_tools(self, entry: Loaded) -> Sequence[BoundTool]:
+        if isinstance(entry, McpServer):
+            return self._connect(entry)
+        if isinstance(entry, VerlToolEntry):
+            made = entry.make()
+            self._verl.append(made)
+            return [made]
+        return [entry] if isinstance(entry, MethodTool) else self._open_toolbox(entry)
+
+
+def _sandbox(options: Mapping[str, Any]) -> Sandbox:
+    known = [f.name for f in fields(Sandbox)]
+    if unknown := [key for key in options if key not in known]:
+        raise ConfigError(f"sandbox: unknown key {unknown[0]!r}; the keys are: {', '.join(known)}")
+    # YAML has lists where the spec has tuples, and a mapping reads best for variables.
+    values: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v for k, v in options.items()}
+    if isinstance(variables := values.get("env"), Mapping):
+        values["env"] = tuple((str(k), str(v)) for k, v in variables.items())
+    return Sandbox(**values)
+
+
+def _load_entry(entry: Entry, base: Path | None) -> Loaded:
+    if not isinstance(entry, Mapping):
+        return _load_named(entry, {}, base)
+    if "class_name" in entry:
+        return VerlToolEntry.load(entry, base)
+    if "mcp" in entry:
+        if len(entry) > 1 or not isinstance(entry["mcp"], Mapping):
+            raise ConfigError("tools: write `mcp:` with a mapping below it and nothing beside it")
+        return McpServer.from_mapping(entry["mcp"])
+    if "use" not in entry:
+        raise ConfigError(f"tools: {shorten(dict(entry))}: one of `use`, `mcp` and `class_name` is needed")
+    if unknown := [key for key in entry if key not in ("use", "options")]:
+        raise ConfigError(f"tools: unknown key {unknown[0]!r} beside use; known: use, options")
+    return _load_named(entry["use"], dict(entry.get("options") or {}), base)
+
+
+def _load_named(
+    use: str | Callable[..., Any], options: Mapping[str, Any], base: Path | None
+) -> MethodTool | Callable[[], Any]:
+    with verl_names():
+        found = load_object(use, base=base) if isinstance(use, str) else use
+    if isinstance(found, type):
+        if not any(hasattr(getattr(found, name, None), TOOL_MARK) for name in dir(found)):
+            raise ConfigError(f"tools: class {found.__name__} has no @tool method")
+        try:
+            inspect.signature(found).bind(**options)
+        except TypeError as e:
+            raise ConfigError(f"tools: {found.__name__}: options: {e}") from None
+        return functools.partial(found, **options)
+    if not callable(found):
+        raise ConfigError(f"tools: {use!r} is neither a function nor a class with @tool methods")
+    if options:
+        raise ConfigError(f"tools: {use!r} is a function and takes no options")
+    return tool_from(found)
+
+
+def _load_rewards(
+    reward: Reward | Sequence[Reward] | Mapping[str, Reward], base: Path | None
+) -> dict[str, Callable[..., Any]]:
+    named: dict[str, Reward] = {}
+    if isinstance(reward, Mapping):
+        named = dict(reward.items())
+    else:
+        listed: Sequence[Reward] = [reward] if isinstance(reward, str) or callable(reward) else reward
+        for item in listed:
+            name = item.rpartition(":")[2] if isinstance(item, str) else str(item.__name__)
+            if name in named:
+                raise ConfigError(f"reward: two are named {name!r}; write a mapping of names to functions")
+            named[name] = item
+    found: dict[str, Callable[..., Any]] = {}
+    for name, item in named.items():
+        with verl_names():
+            function = load_object(item, base=base) if isinstance(item, str) else item
+        if not callable(function):
+            raise ConfigError(f"reward {name!r}: {item!r} is no function")
+        parameters = list(inspect.signature(function).parameters.values())
+        needed = [p for p in parameters if p.default is p.empty and p.kind is p.POSITIONAL_OR_KEYWORD]
+        if not is_compute_score(function) and len(needed) != 1:
+            raise ConfigError(
+                f"reward {name!r}: write f(episode), or verl's compute_score(data_source, solution_str, "
+                f"ground_truth, extra_info); got ({', '.join(p.name for p in parameters)})"
+            )
+        found[name] = function
+    return found
+
+
+def _message(value: Any, task: str) -> Message:
+    role = value.get("role") if isinstance(value, Mapping) else None
+    if role not in ("system", "user", "assistant") or not isinstance(value.get("content"), str):
+        raise ConfigError(
+            f'task {task!r}: a prompt is a list of {{"role": "user", "content": "..."}}, got {shorten(value)}'
+        )
+    return Message(role, value["content"])

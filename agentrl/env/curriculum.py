@@ -1,0 +1,96 @@
+"""Which task comes next: seeded, resumable sampling with weights that follow the recent solve rate."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from agentrl.types import Task
+
+
+@dataclass
+class TaskSampler:
+    """Draws tasks from a sequence; its whole state is a small dict.
+
+    Args:
+        tasks: what is drawn from; may be very long.
+        seed: of the order.
+        order: "sequential" walks through the tasks again and again; "shuffled" in a new random order each round;
+            "weighted" draws by solve rate.
+        window: results of one task that its solve rate is made of ("weighted").
+        floor: weight of a task that is always or never solved, relative to the best ("weighted").
+    """
+
+    tasks: Sequence[Task]
+    seed: int = 0
+    order: Literal["sequential", "shuffled", "weighted"] = "sequential"
+    window: int = 8
+    floor: float = 0.1
+    _drawn: int = 0
+    _results: dict[int, list[float]] = field(default_factory=dict)
+    _permutation: tuple[int, list[int]] | None = None
+
+    def __post_init__(self) -> None:
+        if not len(self.tasks):
+            raise ValueError("no tasks to draw from")
+        if self.order not in ("sequential", "shuffled", "weighted"):
+            raise ValueError(f"order {self.order!r} must be sequential, shuffled or weighted")
+
+    def take(self, num: int) -> list[tuple[int, Task]]:
+        """The next `num` tasks with their positions, by which `report` knows them."""
+        found = []
+        for _ in range(num):
+            position = self._position(self._drawn)
+            self._drawn += 1
+            found.append((position, self.tasks[position]))
+        return found
+
+    def report(self, position: int, solved: float) -> None:
+        """Tell the solve rate (0 to 1) of one group on the task at `position`."""
+        recent = self._results.setdefault(position, [])
+        recent.append(min(1.0, max(0.0, solved)))
+        del recent[: -self.window]
+
+    def weight(self, position: int) -> float:
+        """Highest (1) for a task that is solved half of the time or was never tried, `floor` at 0 and at 1."""
+        recent = self._results.get(position)
+        if not recent:
+            return 1.0
+        rate = sum(recent) / len(recent)
+        return max(self.floor, 4 * rate * (1 - rate))
+
+    def state(self) -> dict[str, Any]:
+        """Everything needed to go on, as JSON data."""
+        return {"drawn": self._drawn, "results": {str(k): list(v) for k, v in self._results.items()}}
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """Go on where `state` was taken."""
+        self._drawn = int(state["drawn"])
+        self._results = {int(k): list(v) for k, v in state["results"].items()}
+
+    def _position(self, number: int) -> int:
+        size = len(self.tasks)
+        if self.order == "sequential":
+            return number % size
+        if self.order == "shuffled":
+            return self._shuffled(number // size)[number % size]
+        # Rejection sampling: no table over all tasks, and a draw depends on its number and the results only.
+        rng = random.Random(f"{self.seed}/{number}")
+        while True:
+            position = rng.randrange(size)
+            if rng.random() <= self.weight(position):
+                return position
+
+    def _shuffled(self, lap: int) -> list[int]:
+        if self._permutation is None or self._permutation[0] != lap:
+            order = list(range(len(self.tasks)))
+            random.Random(f"{self.seed}/lap/{lap}").shuffle(order)
+            self._permutation = (lap, order)
+        return self._permutation[1]
+
+
+def has_signal(rewards: Sequence[float]) -> bool:
+    """Whether a group teaches anything: its rewards are not all the same."""
+    return len(rewards) > 1 and max(rewards) - min(rewards) > 1e-9

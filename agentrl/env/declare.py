@@ -1,0 +1,135 @@
+"""What an author writes on methods (`@tool`, `@reward`) and what a tool may return (`Stop`, `ToolResult`)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal, TypeVar, overload
+
+from agentrl.types import Image, Part
+
+Content = str | tuple[Part, ...]
+Per = Literal["episode", "turn", "group"]
+F = TypeVar("F", bound=Callable[..., Any])
+
+TOOL_MARK = "__agentrl_tool__"
+REWARD_MARK = "__agentrl_reward__"
+
+
+@dataclass(frozen=True, slots=True)
+class Stop:
+    """Returned by a tool: answer the call with `content`, add `reward`, and end the episode."""
+
+    content: Content | Mapping[str, Any] = ""
+    reward: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class ToolResult:
+    """Returned by a tool that has more to say than its content.
+
+    `reward` joins the reward of this turn, `stop` ends the episode, `metrics` are summed into the episode's.
+    """
+
+    content: Any
+    reward: float = 0.0
+    stop: bool = False
+    metrics: Mapping[str, float] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class ToolMark:
+    name: str | None
+    parallel: bool
+    timeout_s: float | None
+    inline: bool
+
+
+@dataclass(frozen=True, slots=True)
+class RewardMark:
+    name: str | None
+    weight: float
+    per: Per
+    timeout_s: float | None
+
+
+@overload
+def tool(function: F) -> F: ...
+@overload
+def tool(
+    *, name: str | None = None, parallel: bool = False, timeout_s: float | None = None, inline: bool = False
+) -> Callable[[F], F]: ...
+def tool(
+    function: F | None = None,
+    *,
+    name: str | None = None,
+    parallel: bool = False,
+    timeout_s: float | None = None,
+    inline: bool = False,
+) -> F | Callable[[F], F]:
+    """Make a typed method (or function) a tool; its docstring is the description the model reads.
+
+    Args:
+        function: the method, `async` or plain. Plain ones run in a thread.
+        name: the tool's name, where it is not the method's.
+        parallel: calls of one turn may run at the same time as their parallel neighbours. Results keep the
+            order of the calls.
+        timeout_s: limit of one call in seconds; None takes `ToolSettings.tool_timeout_s`.
+        inline: run a plain function on the event loop itself. For functions that take microseconds and cannot
+            block: there is no timeout.
+    """
+    mark = ToolMark(name, parallel, timeout_s, inline)
+
+    def decorate(function: F) -> F:
+        setattr(function, TOOL_MARK, mark)
+        return function
+
+    return decorate if function is None else decorate(function)
+
+
+@overload
+def reward(function: F) -> F: ...
+@overload
+def reward(
+    *, weight: float = 1.0, per: Per = "episode", name: str | None = None, timeout_s: float | None = None
+) -> Callable[[F], F]: ...
+def reward(
+    function: F | None = None,
+    *,
+    weight: float = 1.0,
+    per: Per = "episode",
+    name: str | None = None,
+    timeout_s: float | None = None,
+) -> F | Callable[[F], F]:
+    """Make a method a reward, logged under its name and multiplied with `weight`.
+
+    Args:
+        function: the method, `async` or plain; returns bool, int or float, finite. It may take:
+            per="episode": nothing, or `episode` (the finished `Episode`);
+            per="turn": nothing, or `turn` (a `TurnView`), after every turn;
+            per="group": `episodes` (all scored episodes of the task), returning one number an episode, on an
+            instance that was never set up.
+        weight: factor, which a run may override by name.
+        per: when it is asked.
+        name: the name in logs, where it is not the method's.
+        timeout_s: limit in seconds; None takes `ToolSettings.reward_timeout_s`.
+
+    A reward that raises, times out or returns NaN fails the episode as infrastructure; it is never a silent 0.
+    """
+    mark = RewardMark(name, weight, per, timeout_s)
+
+    def decorate(function: F) -> F:
+        setattr(function, REWARD_MARK, mark)
+        return function
+
+    return decorate if function is None else decorate(function)
+
+
+def is_content(value: Any) -> bool:
+    """Whether `value` is content as it stands: text, or parts of text and images."""
+    return isinstance(value, str | Image) or (
+        isinstance(value, tuple | list)
+        and bool(value)
+        and all(isinstance(p, str | Image) for p in value)
+        and any(isinstance(p, Image) for p in value)
+    )

@@ -1,0 +1,50 @@
+"""The contract of an environment: Gymnasium's shape, with messages as observation and action."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from agentrl.types import CallRecord, Episode, Message, StopReason, Task
+
+
+@dataclass(slots=True)
+class StepInfo:
+    """What `step` tells beside its observation and reward."""
+
+    calls: tuple[CallRecord, ...] = ()
+    stop_reason: StopReason | None = None
+    """Set when the step ended the episode."""
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    """Counted into the episode's metrics: one entry a mistake (parse_error, invalid_args, ...)."""
+
+
+class Env(ABC):
+    """One instance plays one episode at a time, may be reused after `reset`, and is always closed.
+
+    What the policy causes is an observation; `InfraError` (and any other exception that escapes these methods)
+    means that the episode could not be played: it neither trains nor votes.
+    """
+
+    @property
+    def tools(self) -> Sequence[Mapping[str, Any]]:
+        """JSON schemas of the tools in the OpenAI shape ({"type": "function", "function": {...}}); constant."""
+        return ()
+
+    @abstractmethod
+    async def reset(self, task: Task) -> tuple[Sequence[Message], Mapping[str, Any]]:
+        """Begin an episode. Returns the opening messages (system, user) and an info dict."""
+
+    @abstractmethod
+    async def step(self, message: Message) -> tuple[Sequence[Message], float, bool, bool, StepInfo]:
+        """Take an assistant message; return (observation, reward, terminated, truncated, info)."""
+
+    async def score(self, episode: Episode) -> Mapping[str, float]:
+        """Rewards of the finished episode by name, already weighted; their sum joins the turns' rewards."""
+        return {}
+
+    async def close(self) -> None:
+        """Free everything; idempotent; runs after every episode, however it ended."""
+        return None

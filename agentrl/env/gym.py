@@ -1,0 +1,344 @@
+"""Gymnasium both ways: any env of ours as a `gymnasium.Env`, and any Gymnasium env as tools for a language model.
+
+As a Gymnasium env, observation and action are text. An action that is a JSON object
+`{"name": ..., "arguments": {...}}` (or a list of such) is a tool call; any other text is a plain message. The
+reward of the last step contains the episode's rewards.
+"""
+
+from __future__ import annotations
+
+import json
+import string
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import gymnasium
+import numpy as np
+from gymnasium import spaces
+
+from agentrl.env.background import background
+from agentrl.env.declare import ToolResult
+from agentrl.env.dispatch import BoundTool, call_function
+from agentrl.env.env import Env
+from agentrl.env.observe import plain_text
+from agentrl.env.schema import InvalidArguments, shorten
+from agentrl.env.toolenv import Step, ToolEnv
+from agentrl.errors import ConfigError
+from agentrl.types import Episode, Message, StopReason, Task, ToolCall, Turn
+
+
+class AnyText(spaces.Text):
+    """Text of any characters up to `max_length`; samples are printable ASCII of at most 40 characters."""
+
+    def __init__(self, max_length: int = 1_000_000) -> None:
+        super().__init__(max_length, charset=frozenset(string.printable))
+
+    def contains(self, x: Any) -> bool:
+        """Whether `x` is a text that is not too long."""
+        return isinstance(x, str) and len(x) <= self.max_length
+
+    def sample(self, mask: Any = None, probability: Any = None) -> str:
+        """A short random text."""
+        length = int(self.np_random.integers(1, 41))
+        return "".join(self.np_random.choice(sorted(string.printable), length))
+
+
+class TextGym(gymnasium.Env[str, str]):
+    """An agentrl env behind Gymnasium's interface.
+
+    Args:
+        env: an env class (or anything that makes an instance).
+        tasks: what `reset` draws from, by its seed; `options={"task": Task | int}` picks one.
+        render_mode: "ansi" renders the conversation.
+    """
+
+    metadata: dict[str, Any] = {"render_modes": ["ansi"], "render_fps": 1}  # noqa: RUF012  # as Gymnasium declares it
+
+    def __init__(
+        self, env: Callable[[], Env], tasks: Sequence[Task], render_mode: str | None = None, max_turns: int = 50
+    ) -> None:
+        if render_mode not in (None, "ansi"):
+            raise ValueError(f"render_mode {render_mode!r} must be None or 'ansi'")
+        self.observation_space, self.action_space = AnyText(), AnyText(20_000)
+        self.render_mode = render_mode
+        self._env, self._tasks, self._max_turns = env(), tasks, max_turns
+        self._task: Task | None = None
+        self._messages: list[Message] = []
+        self._turns: list[Turn] = []
+
+    @property
+    def tools(self) -> Sequence[Mapping[str, Any]]:
+        """The tool schemas that a policy needs beside the text."""
+        return self._env.tools
+
+    def reset(
+        self, *, seed: int | None = None, options: dict[str, Any] | None = None
+    ) -> tuple[str, dict[str, Any]]:
+        """Begin an episode on a task drawn with the env's generator."""
+        super().reset(seed=seed)
+        wanted = (options or {}).get("task")
+        if wanted is None:
+            wanted = int(self.np_random.integers(len(self._tasks)))
+        self._task = self._tasks[wanted] if isinstance(wanted, int) else wanted
+        background.run(self._env.close())
+        opening, _ = background.run(self._env.reset(self._task))
+        self._messages, self._turns = list(opening), []
+        return _text(opening), {"task_id": self._task.id}
+
+    def step(self, action: str) -> tuple[str, float, bool, bool, dict[str, Any]]:
+        """Play one assistant message."""
+        if self._task is None:
+            raise gymnasium.error.ResetNeeded("call reset before step")
+        message = read_action(action, len(self._turns))
+        observation, reward, terminated, truncated, info = background.run(self._env.step(message))
+        self._messages += [message, *observation]
+        self._turns.append(Turn(message, tuple(observation), reward, "stop", 0, 0.0, 0.0, info.calls))
+        stop = info.stop_reason
+        if not terminated and len(self._turns) >= self._max_turns:
+            truncated, stop = True, stop or StopReason.MAX_TURNS
+        said: dict[str, Any] = {"metrics": dict(info.metrics)}
+        if terminated or truncated:
+            episode = self._episode(stop or StopReason.TERMINATED)
+            rewards = background.run(self._env.score(episode))
+            reward += sum(rewards.values())
+            said |= {"stop_reason": str(episode.stop_reason), "rewards": dict(rewards)}
+        return _text(observation), float(reward), terminated, truncated, said
+
+    def render(self) -> str | None:
+        """The conversation so far."""
+        if self.render_mode != "ansi":
+            return None
+        return "\n".join(f"[{m.role}] {plain_text(m.content) or _calls_text(m)}" for m in self._messages)
+
+    def close(self) -> None:
+        """Close the env."""
+        background.run(self._env.close())
+
+    def _episode(self, stop: StopReason) -> Episode:
+        assert self._task is not None
+        return Episode(
+            self._task.id, self._task, tuple(self._messages), tuple(self._turns), (), stop, None,
+            tools=tuple(self._env.tools),
+        )  # fmt: skip
+
+
+def read_action(action: str, turn: int = 0) -> Message:
+    """The assistant message that an action text stands for."""
+    try:
+        value = json.loads(action)
+    except (ValueError, RecursionError):
+        return Message("assistant", action)
+    items = value if isinstance(value, list) else [value]
+    if not items or not all(isinstance(i, dict) and isinstance(i.get("name"), str) for i in items):
+        return Message("assistant", action)
+    return Message(
+        "assistant",
+        tool_calls=tuple(
+            ToolCall(f"call_{turn}_{i}", item["name"], item.get("arguments", {})) for i, item in enumerate(items)
+        ),
+    )
+
+
+def action_text(message: Message) -> str:
+    """The action text of an assistant message: the inverse of `read_action`."""
+    if message.tool_calls:
+        return json.dumps([{"name": c.name, "arguments": dict(c.arguments)} for c in message.tool_calls])
+    return plain_text(message.content)
+
+
+def _text(messages: Sequence[Message]) -> str:
+    return "\n".join(plain_text(m.content) for m in messages)
+
+
+def _calls_text(message: Message) -> str:
+    return " ".join(f"{c.name}({json.dumps(c.arguments, default=repr)})" for c in message.tool_calls)
+
+
+class GymnasiumEnv(ToolEnv):
+    """Play the game: call act with your next action until it ends."""
+
+    env_id: str = ""
+    """Gymnasium's id of the env."""
+    make_options: Mapping[str, Any] = {}
+    """Keyword arguments of `gymnasium.make`."""
+    actions: tuple[str, ...] = ()
+    """Names of a Discrete space's actions; numbers where it is empty."""
+    reward_scale: float = 1.0
+    """Factor of the rewards that the game gives, which become the rewards of the turns."""
+
+    def __init__(
+        self, env_id: str | None = None, *, actions: Sequence[str] | None = None, **make_options: Any
+    ) -> None:
+        self.env_id = env_id or self.env_id
+        self.actions = tuple(actions) if actions is not None else self.actions
+        self.make_options = {**self.make_options, **make_options}
+        if not self.env_id:
+            raise ConfigError(f'{type(self).__name__}: say which game, e.g. GymnasiumEnv("FrozenLake-v1")')
+        self.game: gymnasium.Env[Any, Any] = self.make_game()
+        self.reader = reader_of(self.game.action_space, self.actions, self.env_id)
+
+    def make_game(self, **options: Any) -> gymnasium.Env[Any, Any]:
+        """Make the game, rendered as text where it can be."""
+        wanted = {**self.make_options, **options}
+        try:
+            modes = gymnasium.spec(self.env_id).make().metadata.get("render_modes", [])
+            if "ansi" in modes:
+                wanted.setdefault("render_mode", "ansi")
+            return gymnasium.make(self.env_id, **wanted)
+        except (gymnasium.error.Error, TypeError) as e:
+            raise ConfigError(f"gymnasium.make({self.env_id!r}): {e}") from e
+
+    def more_tools(self) -> Sequence[BoundTool]:
+        """The one tool `act`, its argument made from the action space."""
+        return [_Act(self)]
+
+    def setup(self) -> str:
+        """Reset the game with the task's seed."""
+        observation, _ = self.game.reset(seed=self.task.seed)
+        self.end: tuple[bool, bool] = (False, False)
+        return self.describe(observation)
+
+    def describe(self, observation: Any) -> str:
+        """What the policy sees: the rendered game where it renders text, else the observation."""
+        if getattr(self.game, "render_mode", None) == "ansi":
+            return str(self.game.render()).strip("\n")
+        return json.dumps(_plain(observation))
+
+    def act(self, action: Any) -> ToolResult:
+        """Play one action of the game's own space."""
+        observation, reward, terminated, truncated, _ = self.game.step(action)
+        self.end = (terminated, truncated)
+        text = self.describe(observation)
+        if terminated or truncated:
+            text += "\nThe game is over."
+        return ToolResult(text, reward=self.reward_scale * float(reward), stop=terminated or truncated)
+
+    async def step(self, message: Message) -> Step:
+        """As any ToolEnv; the game's own end is `terminated`, its time limit `truncated`."""
+        observation, reward, terminated, truncated, info = await super().step(message)
+        if info.stop_reason is StopReason.STOPPED_BY_TOOL:
+            over, out_of_time = self.end
+            terminated, truncated = over, out_of_time and not over
+            info.stop_reason = StopReason.TERMINATED if over else StopReason.MAX_TURNS
+        return observation, reward, terminated, truncated, info
+
+
+class _Act:
+    """The tool `act` of one GymnasiumEnv."""
+
+    name = "act"
+    parallel = False
+    timeout_s: float | None = None
+
+    def __init__(self, env: GymnasiumEnv) -> None:
+        self._env = env
+        schema = env.reader.schema
+        self.schema: Mapping[str, Any] = {
+            "type": "function",
+            "function": {
+                "name": "act",
+                "description": "Do one action.",
+                "parameters": {"type": "object", "properties": {"action": schema}, "required": ["action"]},
+            },
+        }
+
+    def validate(self, arguments: Mapping[str, Any]) -> dict[str, Any]:
+        if not isinstance(arguments, Mapping) or "action" not in arguments:
+            raise InvalidArguments("args.action: required")
+        if unknown := [name for name in arguments if name != "action"]:
+            raise InvalidArguments(f"args.{unknown[0]}: unknown argument (known: action)")
+        return {"action": self._env.reader.read(arguments["action"])}
+
+    async def call(self, arguments: dict[str, Any], timeout_s: float | None) -> Any:
+        return await call_function(self._env.act, arguments, timeout_s)
+
+
+class ActionReader:
+    """JSON schema of an action space, and the way from a JSON value to an action."""
+
+    def __init__(self, schema: Mapping[str, Any], read: Callable[[Any], Any]) -> None:
+        self.schema, self.read = schema, read
+
+
+def reader_of(space: spaces.Space[Any], names: Sequence[str], env_id: str) -> ActionReader:
+    """How a language model names the actions of `space`.
+
+    Raises:
+        ConfigError: the space is none of Discrete, MultiDiscrete, MultiBinary, or a Box of at most 16 numbers.
+    """
+    if isinstance(space, spaces.Discrete):
+        return _discrete(space, names, env_id)
+    if names:
+        raise ConfigError(f"{env_id}: `actions` names the actions of a Discrete space, not of {space}")
+    if isinstance(space, spaces.MultiDiscrete) and space.nvec.ndim == 1:
+        bounds = [(int(s), int(s + n - 1)) for s, n in zip(space.start, space.nvec, strict=True)]
+        return _numbers("integer", bounds, space)
+    if isinstance(space, spaces.MultiBinary) and len(space.shape) == 1:
+        return _numbers("integer", [(0, 1)] * space.shape[0], space)
+    if isinstance(space, spaces.Box) and 1 <= np.prod(space.shape) <= 16 and len(space.shape) == 1:
+        kind = "integer" if np.issubdtype(space.dtype, np.integer) else "number"
+        return _numbers(
+            kind, [(lo.item(), hi.item()) for lo, hi in zip(space.low, space.high, strict=True)], space
+        )
+    raise ConfigError(f"{env_id}: action space {space} cannot be played through a tool")
+
+
+def _discrete(space: spaces.Discrete, names: Sequence[str], env_id: str) -> ActionReader:
+    start, count = int(space.start), int(space.n)
+    if names and (len(names) != count or len(set(names)) != count):
+        raise ConfigError(f"{env_id}: {count} different action names are needed, got {list(names)}")
+    if names:
+        numbers = {name: start + i for i, name in enumerate(names)}
+
+        def read_name(value: Any) -> int:
+            if not isinstance(value, str) or value not in numbers:
+                wanted = " or ".join(repr(n) for n in names)
+                raise InvalidArguments(f"args.action: expected {wanted}, got {shorten(value)}")
+            return numbers[value]
+
+        return ActionReader({"type": "string", "enum": list(names)}, read_name)
+
+    def read_number(value: Any) -> int:
+        return int(_number(value, "integer", (start, start + count - 1), "args.action"))
+
+    return ActionReader({"type": "integer", "minimum": start, "maximum": start + count - 1}, read_number)
+
+
+def _numbers(kind: str, bounds: Sequence[tuple[float, float]], space: spaces.Space[Any]) -> ActionReader:
+    def part(low: float, high: float) -> dict[str, Any]:
+        limits = {"minimum": low, "maximum": high}
+        return {"type": kind} | {k: v for k, v in limits.items() if np.isfinite(v)}
+
+    parts = [part(*b) for b in bounds]
+    items = {"items": parts[0]} if all(p == parts[0] for p in parts) else {"prefixItems": parts}
+    schema = {"type": "array", **items, "minItems": len(parts), "maxItems": len(parts)}
+
+    def read(value: Any) -> Any:
+        if not isinstance(value, list) or len(value) != len(bounds):
+            raise InvalidArguments(f"args.action: expected array of {len(bounds)} numbers, got {shorten(value)}")
+        checked = [
+            _number(v, kind, b, f"args.action[{i}]") for i, (v, b) in enumerate(zip(value, bounds, strict=True))
+        ]
+        return np.asarray(checked, dtype=space.dtype)
+
+    return ActionReader(schema, read)
+
+
+def _number(value: Any, kind: str, bounds: tuple[float, float], path: str) -> float:
+    wanted = int if kind == "integer" else int | float
+    if isinstance(value, bool) or not isinstance(value, wanted):
+        raise InvalidArguments(f"{path}: expected {kind}, got {shorten(value)}")
+    if not bounds[0] <= value <= bounds[1]:
+        raise InvalidArguments(f"{path}: must be from {bounds[0]:g} to {bounds[1]:g}, got {shorten(value)}")
+    return value
+
+
+def _plain(value: Any) -> Any:
+    """A Gymnasium observation as JSON data."""
+    if isinstance(value, Mapping):
+        return {str(k): _plain(v) for k, v in value.items()}
+    if isinstance(value, tuple | list):
+        return [_plain(v) for v in value]
+    if isinstance(value, np.ndarray | np.generic):
+        return value.tolist()
+    return value

@@ -1,0 +1,294 @@
+"""Tools of MCP servers (stdio or streamable HTTP) through the official `mcp` SDK, one connection an episode.
+
+What a server answers, errors included, is an observation; a server that cannot be reached or dies is an
+infrastructure failure of the episode.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from agentrl.env.background import background
+from agentrl.env.dispatch import within
+from agentrl.env.jsonschema import check_arguments
+from agentrl.env.observe import error_text
+from agentrl.env.threads import CallTimeout
+from agentrl.errors import ConfigError, InfraError
+from agentrl.types import Image, Part
+
+if TYPE_CHECKING:
+    from mcp import Client
+
+
+class ToolError(Exception):
+    """A tool of a server reported an error."""
+
+
+@dataclass(frozen=True, slots=True)
+class McpServer:
+    """Where a server is and which of its tools are taken.
+
+    Exactly one of `command` (started for each episode) and `url` (streamable HTTP) is given.
+    """
+
+    command: tuple[str, ...] = ()
+    """Program and arguments of a stdio server."""
+    url: str = ""
+    """Address of a streamable HTTP server."""
+    env: tuple[tuple[str, str], ...] = ()
+    """Environment variables of the program, beside the few that the SDK passes on."""
+    cwd: str = ""
+    """Working directory of the program."""
+    include: tuple[str, ...] = ()
+    """Names of the tools to take; all where it is empty."""
+    prefix: str = ""
+    """Put before each tool's name."""
+    connect_timeout_s: float = 30.0
+    """Limit of starting and greeting the server."""
+    call_timeout_s: float | None = None
+    """Limit of one call, where the env's own is not meant."""
+
+    def __post_init__(self) -> None:
+        if bool(self.command) == bool(self.url):
+            raise ConfigError("mcp: give exactly one of `command` (a list) and `url`")
+
+    @classmethod
+    def from_mapping(cls, entry: Mapping[str, Any]) -> McpServer:
+        """Read an entry of `tools:`. Raises ConfigError on a key that is not known."""
+        known = set(cls.__dataclass_fields__)
+        if unknown := [key for key in entry if key not in known]:
+            raise ConfigError(f"mcp: unknown key {unknown[0]!r}; the keys are: {', '.join(sorted(known))}")
+        values = dict(entry)
+        if isinstance(values.get("command"), str):
+            raise ConfigError("mcp.command: write a list, e.g. [python, server.py]")
+        for key in ("command", "include"):
+            if key in values:
+                values[key] = tuple(map(str, values[key]))
+        if "env" in values:
+            values["env"] = tuple((str(k), str(v)) for k, v in values["env"].items())
+        return cls(**values)
+
+    @property
+    def where(self) -> str:
+        """How messages name it."""
+        return self.url or " ".join(self.command)
+
+
+@dataclass(frozen=True, slots=True)
+class _Listed:
+    name: str
+    description: str
+    parameters: Mapping[str, Any]
+
+
+_listings: dict[McpServer, tuple[_Listed, ...]] = {}
+
+
+def list_tools(server: McpServer) -> tuple[_Listed, ...]:
+    """The server's tools, asked once a process.
+
+    Raises:
+        ConfigError: the server does not answer, or has not the tools that `include` names.
+    """
+    if server not in _listings:
+        try:
+            _listings[server] = background.run(_ask_tools(server), server.connect_timeout_s + 5)
+        except (InfraError, TimeoutError) as e:
+            raise ConfigError(f"mcp: {server.where}: {e}") from e
+    return _listings[server]
+
+
+async def _ask_tools(server: McpServer) -> tuple[_Listed, ...]:
+    connection = McpConnection(server)
+    await connection.open()
+    try:
+        found: list[Any] = []
+        cursor: str | None = None
+        while True:
+            page = await connection.client.list_tools(cursor=cursor)
+            found += page.tools
+            cursor = page.next_cursor
+            if not cursor:
+                break
+    finally:
+        await connection.close()
+    names = [tool.name for tool in found]
+    if missing := [name for name in server.include if name not in names]:
+        raise ConfigError(f"mcp: {server.where} has no tool {missing[0]!r}; it has: {', '.join(names)}")
+    return tuple(
+        _Listed(tool.name, tool.description or "", tool.input_schema)
+        for tool in found
+        if not server.include or tool.name in server.include
+    )
+
+
+@dataclass(slots=True)
+class McpConnection:
+    """One session with a server, held open by a task of its own (the SDK ties a session to its task)."""
+
+    server: McpServer
+    _client: Client | None = None
+    _holder: asyncio.Task[None] | None = None
+    _done: asyncio.Event = field(default_factory=asyncio.Event)
+
+    @property
+    def client(self) -> Client:
+        """The SDK's client. Raises InfraError when the session is not open."""
+        if self._client is None or self._holder is None or self._holder.done():
+            raise InfraError(f"mcp: {self.server.where}: the server is gone")
+        return self._client
+
+    async def open(self) -> None:
+        """Start or reach the server and greet it.
+
+        Raises:
+            InfraError: it does not answer in time.
+            ConfigError: the SDK is not installed.
+        """
+        try:
+            import mcp
+        except ImportError as e:
+            raise ConfigError("MCP tools need the SDK: pip install 'agentrl-train[mcp]'") from e
+        target: Any = self.server.url or mcp.StdioServerParameters(
+            command=self.server.command[0],
+            args=list(self.server.command[1:]),
+            env=dict(self.server.env) or None,
+            cwd=self.server.cwd or None,
+        )
+        ready: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._done = asyncio.Event()
+        self._holder = asyncio.create_task(self._hold(mcp.Client(target), ready))
+        await asyncio.wait(
+            {ready, self._holder}, timeout=self.server.connect_timeout_s, return_when="FIRST_COMPLETED"
+        )
+        if not ready.done():
+            await self.close()
+            raise InfraError(f"mcp: {self.server.where}: no answer after {self.server.connect_timeout_s:g} s")
+        try:
+            ready.result()
+        except Exception as e:
+            await self.close()
+            raise InfraError(f"mcp: {self.server.where}: {error_text(e)}") from e
+
+    async def _hold(self, client: Client, ready: asyncio.Future[None]) -> None:
+        try:
+            async with client:
+                self._client = client
+                ready.set_result(None)
+                await self._done.wait()
+        except Exception as e:
+            if not ready.done():
+                ready.set_exception(_first(e))
+        finally:
+            self._client = None
+
+    async def call(self, name: str, arguments: dict[str, Any], timeout_s: float | None) -> Any:
+        """Call a tool; text and images come back as content.
+
+        Raises:
+            ToolError: the tool reported an error.
+            CallTimeout: no answer in time.
+            InfraError: the server died.
+        """
+        client, holder = self.client, self._holder
+        assert holder is not None
+        asked = asyncio.ensure_future(within(client.call_tool(name, arguments), timeout_s))
+        try:
+            await asyncio.wait({asked, holder}, return_when="FIRST_COMPLETED")
+            if not asked.done():
+                raise InfraError(f"mcp: {self.server.where}: the server died during {name}")
+            result = asked.result()
+        except (CallTimeout, InfraError, asyncio.CancelledError):
+            raise
+        except Exception as e:
+            if await self._alive():
+                raise ToolError(error_text(_first(e))) from e
+            self._client = None
+            raise InfraError(f"mcp: {self.server.where}: the server died during {name}: {error_text(e)}") from e
+        finally:
+            if not asked.done():
+                asked.cancel()
+                await asyncio.wait({asked}, timeout=1.0)
+        content = _content(result.content)
+        if result.is_error:
+            raise ToolError(
+                content if isinstance(content, str) else "".join(p for p in content if isinstance(p, str))
+            )
+        return content
+
+    async def _alive(self) -> bool:
+        """Whether the server still answers: an error of one request does not say that the session is over."""
+        try:
+            await within(self.client.list_tools(), 5.0)
+        except Exception:
+            return False
+        return True
+
+    async def close(self) -> None:
+        """End the session and the server's process; idempotent."""
+        holder, self._holder = self._holder, None
+        self._done.set()
+        if holder is None:
+            return
+        done, _ = await asyncio.wait({holder}, timeout=10.0)
+        if not done:
+            holder.cancel()
+            await asyncio.wait({holder}, timeout=5.0)
+
+
+@dataclass(slots=True)
+class McpTool:
+    """A `BoundTool` that asks a connection."""
+
+    name: str
+    schema: Mapping[str, Any]
+    connection: McpConnection
+    remote_name: str
+    timeout_s: float | None
+    parallel: bool = False
+
+    def validate(self, arguments: Mapping[str, Any]) -> dict[str, Any]:
+        """Raises InvalidArguments."""
+        return check_arguments(self.schema["function"]["parameters"], arguments)
+
+    async def call(self, arguments: dict[str, Any], timeout_s: float | None) -> Any:
+        """Ask the server."""
+        return await self.connection.call(self.remote_name, arguments, timeout_s)
+
+
+def mcp_tools(server: McpServer, connection: McpConnection) -> Sequence[McpTool]:
+    """The server's tools on one connection, schemas passed on unchanged."""
+    tools = []
+    for listed in list_tools(server):
+        function: dict[str, Any] = {"name": server.prefix + listed.name}
+        if listed.description:
+            function["description"] = listed.description
+        function["parameters"] = listed.parameters
+        schema = {"type": "function", "function": function}
+        tools.append(McpTool(function["name"], schema, connection, listed.name, server.call_timeout_s))
+    return tools
+
+
+def _content(items: Sequence[Any]) -> str | tuple[Part, ...]:
+    parts: list[Part] = []
+    for item in items:
+        if item.type == "text":
+            parts.append(item.text)
+        elif item.type == "image":
+            parts.append(Image(base64.b64decode(item.data), item.mime_type))
+        else:
+            parts.append(f"[{item.type}]")
+    if all(isinstance(p, str) for p in parts):
+        return "\n".join(str(p) for p in parts)
+    return tuple(parts)
+
+
+def _first(error: BaseException) -> Exception:
+    """The first plain error inside the exception groups that task groups make."""
+    while isinstance(error, BaseExceptionGroup):
+        error = error.exceptions[0]
+    return error if isinstance(error, Exception) else InfraError(error_text(error))

@@ -1,0 +1,65 @@
+"""What a run may set on any ToolEnv without touching its code."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields, replace
+from difflib import get_close_matches
+from typing import Any, Literal
+
+from agentrl.env.dispatch import MISTAKES
+from agentrl.errors import ConfigError
+
+MistakePolicy = Literal["observe", "penalise", "terminate"]
+
+
+@dataclass(frozen=True, slots=True)
+class ToolSettings:
+    """Limits and policies. A class may carry its own as `settings = ToolSettings(...)`."""
+
+    max_calls_per_turn: int = 8
+    """Calls of one message beyond this many are answered with an error instead of being run."""
+    max_tool_calls: int | None = None
+    """Calls of one episode; the next one is answered with an error and truncates the episode."""
+    tool_timeout_s: float = 30.0
+    """Limit of one tool call, where the tool does not say its own."""
+    setup_timeout_s: float = 120.0
+    """Limit of `setup`; beyond it the episode is an infrastructure failure."""
+    reward_timeout_s: float = 60.0
+    """Limit of one reward function; beyond it the episode is an infrastructure failure."""
+    observation_tokens: int = 1024
+    """Longest text of one tool result; the middle of a longer one is left out."""
+    mistakes: Mapping[str, MistakePolicy] = field(default_factory=dict)
+    """What follows a mistake of the policy, by its name; "observe" where nothing is said."""
+    mistake_penalty: float = 0.1
+    """Taken from the reward of the turn for each mistake that is set to "penalise"."""
+    reward_weights: Mapping[str, float] = field(default_factory=dict)
+    """Weights by name of reward, in place of those in the code."""
+
+    def changed(self, values: Mapping[str, Any]) -> ToolSettings:
+        """These settings with some replaced by name. Raises ConfigError on a name that is none, or a value."""
+        known = [f.name for f in fields(self)]
+        for name in values:
+            if name not in known:
+                near = get_close_matches(name, known, 1)
+                hint = f"did you mean {near[0]!r}?" if near else f"the settings are: {', '.join(known)}"
+                raise ConfigError(f"settings.{name}: unknown; {hint}")
+        try:
+            return replace(self, **values)
+        except (TypeError, AttributeError) as e:
+            raise ConfigError(f"settings {dict(values)}: {e}") from None
+
+    def __post_init__(self) -> None:
+        for name, policy in self.mistakes.items():
+            if name not in MISTAKES:
+                raise ConfigError(f"mistakes: {name!r} is none; the mistakes are: {', '.join(MISTAKES)}")
+            if policy not in ("observe", "penalise", "terminate"):
+                raise ConfigError(f"mistakes.{name}: {policy!r} must be observe, penalise or terminate")
+        for key in ("max_calls_per_turn", "observation_tokens"):
+            if getattr(self, key) < 1:
+                raise ConfigError(f"{key} must be at least 1, got {getattr(self, key)}")
+        for key in ("tool_timeout_s", "setup_timeout_s", "reward_timeout_s"):
+            if getattr(self, key) <= 0:
+                raise ConfigError(f"{key} must be positive, got {getattr(self, key)}")
+        if self.max_tool_calls is not None and self.max_tool_calls < 0:
+            raise ConfigError(f"max_tool_calls must not be negative, got {self.max_tool_calls}")

@@ -1,0 +1,52 @@
+"""Sequences of tasks: made by a function of the index, or read from a file. Positions are stable."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, Literal, overload
+
+from agentrl.types import Task
+
+Split = Literal["train", "held_out"]
+
+
+class GeneratedTasks(Sequence[Task]):
+    """`size` tasks of which number i is `make(i)`; nothing is stored, any position costs the same."""
+
+    def __init__(self, make: Callable[[int], Task], size: int) -> None:
+        self._make, self._size = make, size
+
+    def __len__(self) -> int:
+        return self._size
+
+    @overload
+    def __getitem__(self, index: int) -> Task: ...
+    @overload
+    def __getitem__(self, index: slice) -> Sequence[Task]: ...
+    def __getitem__(self, index: int | slice) -> Task | Sequence[Task]:
+        if isinstance(index, slice):
+            return [self._make(i) for i in range(*index.indices(self._size))]
+        if not -self._size <= index < self._size:
+            raise IndexError(f"task {index} of {self._size}")
+        return self._make(index % self._size)
+
+    def __iter__(self) -> Iterator[Task]:
+        return (self._make(i) for i in range(self._size))
+
+
+def generated(
+    name: str,
+    split: Split,
+    seed: int,
+    size: int,
+    row: Callable[[random.Random], Mapping[str, Any]],
+) -> GeneratedTasks:
+    """Tasks whose rows come from `row(rng)`, with a generator seeded by name, split, seed and position."""
+
+    def make(index: int) -> Task:
+        rng = random.Random(f"{name}/{split}/{seed}/{index}")
+        task_seed = rng.getrandbits(31)
+        return Task(f"{name}-{split}-{seed}-{index}", row(rng), task_seed)
+
+    return GeneratedTasks(make, size)

@@ -1,0 +1,408 @@
+"""ToolEnv: the environment contract implemented from typed methods.
+
+One instance plays one episode at a time. `reset` clears what the last episode left on the instance, runs `setup`
+with the data row, and opens with the class docstring as system prompt; `step` runs the calls of a message in
+order and answers each; a message without a call ends the episode, unless `respond` has something to say.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from typing import Any
+
+from agentrl.env import toolbox
+from agentrl.env.declare import Content
+from agentrl.env.dispatch import BoundTool, Mistake, Outcome, call_function, run_call
+from agentrl.env.env import Env, StepInfo
+from agentrl.env.judge import PolicyModel
+from agentrl.env.mcp import McpConnection, McpServer, mcp_tools
+from agentrl.env.observe import CountTokens, cut_content, error_text, estimate_tokens, plain_text, to_content
+from agentrl.env.rewards import TurnView, ask_reward, check_group, check_number, weight_of
+from agentrl.env.settings import ToolSettings
+from agentrl.env.spec import ClassSpec, class_spec, unknown_weights
+from agentrl.env.threads import CallTimeout, ToolRaised
+from agentrl.errors import ConfigError, InfraError
+from agentrl.sandbox import Box, Sandbox, pool_for
+from agentrl.types import CallRecord, Episode, Message, StopReason, Task, ToolCall
+
+Step = tuple[Sequence[Message], float, bool, bool, StepInfo]
+
+
+class ToolEnv(Env):
+    """Base of environments written as typed methods; the docstring of the subclass is the system prompt."""
+
+    settings: ToolSettings = ToolSettings()
+    sandbox: Sandbox | None = None
+    """What `self.box` is: `sandbox = Sandbox(...)` on a class leases a fresh one for every episode."""
+    box: Box
+    """The sandbox of this episode, on classes that declare one; from before `setup` until after `teardown`."""
+    toolboxes: Sequence[Callable[[], Any]] = ()
+    """Classes with @tool methods (those in `agentrl.tools`, for instance) whose tools join the declared ones. They
+    work in `self.box` where the class declares a sandbox, else in one of their own."""
+    mcp: Sequence[McpServer] = ()
+    """MCP servers whose tools join the declared ones; each episode has sessions of its own."""
+    model: PolicyModel | None = None
+    """The policy in a conversation of its own: `await self.model.chat(messages)`. Set by the rollout."""
+    count_tokens: CountTokens = staticmethod(estimate_tokens)
+    """Counts the tokens of a text; the rollout sets it to the policy's tokenizer."""
+
+    task: Task
+    rng: random.Random
+    """Seeded with the task's seed before `setup`: the only source of randomness an episode needs."""
+
+    _pristine: dict[str, Any] | None = None
+    _open: bool = False
+    _was_set_up: bool = False
+    _leases: dict[Sandbox, Box]
+    _connections: list[McpConnection]
+    _toolboxes: list[Any]
+
+    def __new__(cls, *args: Any, **kwargs: Any) -> ToolEnv:
+        if (args or kwargs) and cls.__init__ is object.__init__:  # Python itself would let them pass
+            given = ", ".join([*map(repr, args), *kwargs])
+            raise TypeError(f"{cls.__name__} takes no arguments (it has no __init__), got {given}")
+        env = super().__new__(cls)
+        env._tools, env._leases, env._connections, env._toolboxes = None, {}, [], []
+        env._turns = 0
+        env._num_calls = 0
+        return env
+
+    _tools: dict[str, BoundTool] | None
+    _turns: int
+    _num_calls: int
+
+    @classmethod
+    def spec(cls) -> ClassSpec:
+        """The declared tools, rewards and row arguments. Raises ConfigError where they cannot be used."""
+        return class_spec(cls)
+
+    # What an author may write beside @tool and @reward.
+
+    def setup(self, *args: Any, **row: Any) -> Any:
+        """Begin an episode with one data row as keyword arguments; may be async.
+
+        Returns the user message (text or parts), or a sequence of messages that follow the system prompt.
+        """
+        return ""
+
+    def system(self) -> str:
+        """The system prompt; asked after `setup`. No system message where it is empty."""
+        return class_spec(type(self)).system
+
+    def respond(self, message: Message) -> Any:
+        """What the user answers to a message without a tool call; may be async. None ends the episode."""
+        return None
+
+    def teardown(self) -> Any:
+        """Free what `setup` took; may be async; runs exactly once an episode, however it ended."""
+        return None
+
+    def more_tools(self) -> Sequence[BoundTool]:
+        """Tools beside the declared ones, asked anew for each episode; for classes that make them from data."""
+        return ()
+
+    # The contract.
+
+    @property
+    def tools(self) -> Sequence[Mapping[str, Any]]:
+        """Schemas of all tools, in the order of definition."""
+        return [tool.schema for tool in self._bound().values()]
+
+    async def reset(self, task: Task) -> tuple[Sequence[Message], Mapping[str, Any]]:
+        """Begin an episode.
+
+        Raises:
+            ConfigError: the row does not fit `setup`.
+            InfraError: `setup` failed or ran out of time.
+        """
+        if self._open:
+            await self.close()
+        self._restore()
+        where = type(self).__name__
+        if problem := self.spec().setup.problem(task.row):
+            raise ConfigError(f"task {task.id!r}: {problem}")
+        self.check_weights()
+        self.task, self.rng = task, random.Random(task.seed)
+        self._open = True
+        await self.prepare()
+        try:
+            opening = await call_function(self.setup, dict(task.row), self.settings.setup_timeout_s)
+        except CallTimeout as e:
+            raise InfraError(f"{where}.setup on task {task.id!r}: {e}") from None
+        except (InfraError, ConfigError):
+            raise
+        except ToolRaised as e:
+            raise InfraError(f"{where}.setup on task {task.id!r}: {error_text(e.cause)}") from e.cause
+        except Exception as e:
+            raise InfraError(f"{where}.setup on task {task.id!r}: {error_text(e)}") from e
+        self._was_set_up = True
+        messages = [Message("system", text)] if (text := self.system()) else []
+        return [*messages, *self._opening(opening)], {}
+
+    def check_weights(self) -> None:
+        """Raises ConfigError when a weight of the run names no reward."""
+        unknown_weights(self.spec(), self.settings.reward_weights, f"reward weights of {type(self).__name__}")
+
+    async def prepare(self) -> None:
+        """Acquire what the class declares (a sandbox, tool servers); runs before `setup`."""
+        self._tools, self._toolboxes, self._connections = None, [], []  # toolboxes live as long as an episode
+        self._bound()
+        await asyncio.gather(*[connection.open() for connection in self._connections])
+        if self.sandbox is not None:
+            self.box = await self.lease(self.sandbox)
+        for made in self._toolboxes:
+            if isinstance(wanted := getattr(made, "sandbox", None), Sandbox):
+                made.box = await self.lease(self.sandbox or wanted)
+        await toolbox.begin(self._toolboxes, self.settings.setup_timeout_s)
+
+    async def lease(self, spec: Sandbox) -> Box:
+        """A sandbox for this episode; the same one whenever the same spec is asked for. Raises SandboxError."""
+        if spec not in self._leases:
+            self._leases[spec] = await pool_for(spec).acquire(self.task.id)
+        return self._leases[spec]
+
+    async def step(self, message: Message) -> Step:
+        """Run the calls of `message`, or end. Rewards of the turn are in `info.metrics` as `reward/<name>`.
+
+        Raises:
+            InfraError: what the policy cannot cause.
+        """
+        info, view = StepInfo(), list[Message]()
+        metrics: dict[str, float] = {}
+        penalties, fatal = 0.0, False
+        outcomes = await self._run_calls(message.tool_calls)
+        mistakes: list[Mistake | str] = [o.outcome for o in outcomes if o.outcome not in ("ok", "not_run")]
+        records: list[CallRecord] = []
+        for outcome in outcomes:
+            content, cut = cut_content(outcome.content, self.settings.observation_tokens, self.count_tokens)
+            if cut:
+                mistakes.append("output_truncated")
+            call = outcome.call
+            view.append(Message("tool", content, tool_call_id=call.id, name=call.name))
+            records.append(CallRecord(call, plain_text(content), outcome.outcome, outcome.seconds))
+            _add(metrics, outcome.metrics)
+        for error in message.parse_errors:
+            text, _ = cut_content(f"Error: {error}", self.settings.observation_tokens, self.count_tokens)
+            view.append(Message("tool", text))
+            mistakes.append("parse_error")
+        for mistake in mistakes:
+            _add(metrics, {mistake: 1.0})
+            policy = self.settings.mistakes.get(mistake, "observe")
+            penalties += self.settings.mistake_penalty if policy == "penalise" else 0.0
+            fatal |= policy == "terminate"
+        if not outcomes and not message.parse_errors:
+            view.extend(await self._ask_user(message))
+            info.stop_reason = None if view else StopReason.ANSWERED
+        elif any(o.stop for o in outcomes):
+            info.stop_reason = StopReason.STOPPED_BY_TOOL
+        elif fatal:
+            info.stop_reason = StopReason.TERMINATED
+        elif self._over_limit():
+            info.stop_reason = StopReason.TOOL_CALL_LIMIT
+        truncated = info.stop_reason is StopReason.TOOL_CALL_LIMIT
+        terminated = info.stop_reason is not None and not truncated
+        info.calls = tuple(records)
+        turn = TurnView(self._turns, message, info.calls, tuple(view), terminated)
+        earned = sum(check_number(o.reward, o.call.name, type(self).__name__) for o in outcomes if o.reward)
+        for name, part in (("reward/tools", earned), ("reward/mistakes", -penalties)):
+            if part:
+                _add(metrics, {name: part})
+        reward = earned - penalties + await self._turn_rewards(turn, metrics)
+        self._turns += 1
+        info.metrics = metrics
+        return view, reward, terminated, truncated, info
+
+    async def score(self, episode: Episode) -> Mapping[str, float]:
+        """Rewards of the episode by name, weighted.
+
+        Raises:
+            JudgeError: a reward raised, ran out of time, or returned something that is no finite number.
+        """
+        return await self._ask_all("episode", episode)
+
+    @classmethod
+    async def score_group(
+        cls, episodes: Sequence[Episode], settings: ToolSettings | None = None
+    ) -> list[dict[str, float]]:
+        """Rewards per group: for each of the scored episodes of one task, weighted values by name."""
+        found: list[dict[str, float]] = [{} for _ in episodes]
+        specs = [s for s in cls.spec().rewards if s.mark.per == "group"]
+        if not specs:
+            return found
+        env = cls()
+        settings = settings or env.settings
+        for spec in specs:
+            function = getattr(env, spec.attribute)
+            values = await ask_reward(spec, function, episodes, settings.reward_timeout_s, cls.__name__)
+            weight = weight_of(spec, settings.reward_weights)
+            for parts, value in zip(
+                found, check_group(values, len(episodes), spec.name, cls.__name__), strict=True
+            ):
+                parts[spec.name] = weight * value
+        return found
+
+    async def close(self) -> None:
+        """Run `teardown` once; idempotent."""
+        if not self._open:
+            return
+        self._open = False
+        try:
+            if type(self).teardown is not ToolEnv.teardown:
+                await call_function(self.teardown, {}, self.settings.setup_timeout_s)
+        except asyncio.CancelledError:
+            raise
+        except Exception as e:
+            # After a setup that failed, what teardown misses is no news: the failure itself has been raised.
+            if self._was_set_up:
+                raise InfraError(f"{type(self).__name__}.teardown: {error_text(e)}") from e
+        finally:
+            self._was_set_up = False
+            await self.release()
+
+    async def release(self) -> None:
+        """Give back what `prepare` took; runs after `teardown` even when that failed."""
+        failures = await toolbox.end(self._toolboxes, self.settings.setup_timeout_s)
+        leases, self._leases = self._leases, {}
+        for spec, box in leases.items():
+            await pool_for(spec).release(box)
+        for connection in self._connections:
+            await connection.close()
+        if failures:
+            raise InfraError("; ".join(failures))
+
+    # The machinery.
+
+    def _bound(self) -> dict[str, BoundTool]:
+        if self._tools is None:
+            tools: list[BoundTool] = [spec.bind(self) for spec in self.spec().tools]
+            for make in self.toolboxes:
+                tools += self._open_toolbox(make)
+            for server in self.mcp:
+                tools += self._connect(server)
+            tools += self.more_tools()
+            found = {tool.name: tool for tool in tools}
+            if len(found) < len(tools):
+                names = [tool.name for tool in tools]
+                twice = next(name for name in names if names.count(name) > 1)
+                raise ConfigError(f"{type(self).__name__}: two tools are named {twice!r}")
+            self._tools = found
+        return self._tools
+
+    def _open_toolbox(self, make: Callable[[], Any]) -> Sequence[BoundTool]:
+        made = make()
+        self._toolboxes.append(made)
+        return toolbox.toolbox_tools(made)
+
+    def _connect(self, server: McpServer) -> Sequence[BoundTool]:
+        connection = McpConnection(server)
+        self._connections.append(connection)
+        return mcp_tools(server, connection)
+
+    def _restore(self) -> None:
+        """Forget whatever the last episode put on the instance."""
+        if self._pristine is None:
+            self._pristine = dict(self.__dict__)
+        else:
+            pristine = self._pristine
+            run = {
+                key: self.__dict__[key] for key in ("settings", "count_tokens", "model") if key in self.__dict__
+            }
+            self.__dict__.clear()
+            self.__dict__.update(pristine | run)
+            self._pristine = pristine
+        self._turns = self._num_calls = 0
+        self._leases = {}
+
+    def _opening(self, opening: Any) -> list[Message]:
+        if isinstance(opening, list | tuple) and opening and all(isinstance(m, Message) for m in opening):
+            return list(opening)
+        if opening is None or opening == "":
+            return []
+        try:
+            return [Message("user", to_content(opening))]
+        except TypeError as e:
+            raise ConfigError(f"{type(self).__name__}.setup returned no user message: {e}") from None
+
+    async def _ask_user(self, message: Message) -> list[Message]:
+        if type(self).respond is ToolEnv.respond:
+            return []
+        try:
+            said: Any = await call_function(self.respond, {"message": message}, self.settings.setup_timeout_s)
+        except (CallTimeout, ToolRaised) as e:
+            raise InfraError(f"{type(self).__name__}.respond: {error_text(e)}") from e
+        if said is None:
+            return []
+        if isinstance(said, Message):
+            return [said]
+        content: Content = to_content(said)
+        return [Message("user", content)]
+
+    def _over_limit(self) -> bool:
+        limit = self.settings.max_tool_calls
+        return limit is not None and self._num_calls > limit
+
+    async def _run_calls(self, calls: Sequence[ToolCall]) -> list[Outcome]:
+        """Run the calls in order; neighbours whose tools are parallel at the same time; all are answered."""
+        outcomes: list[Outcome] = []
+        position = 0
+        while position < len(calls):
+            batch = self._next_batch(calls, position)
+            position += len(batch)
+            if any(o.stop for o in outcomes):
+                outcomes += [Outcome(c, "Not run: the episode has ended.", "not_run") for c in batch]
+            elif len(batch) == 1:
+                outcomes.append(await self._run_one(batch[0], len(outcomes)))
+            else:
+                numbers = range(len(outcomes), len(outcomes) + len(batch))
+                outcomes += await _together([self._run_one(c, n) for c, n in zip(batch, numbers, strict=True)])
+        return outcomes
+
+    def _next_batch(self, calls: Sequence[ToolCall], start: int) -> Sequence[ToolCall]:
+        tools, end = self._bound(), start
+        while end < len(calls) and (bound := tools.get(calls[end].name)) is not None and bound.parallel:
+            end += 1
+        return calls[start : max(end, start + 1)]
+
+    async def _run_one(self, call: ToolCall, position: int) -> Outcome:
+        self._num_calls += 1
+        if position >= self.settings.max_calls_per_turn:
+            text = f"Error: not run: more than {self.settings.max_calls_per_turn} calls in one message"
+            return Outcome(call, text, "too_many_calls")
+        if self._over_limit():
+            text = f"Error: not run: more than {self.settings.max_tool_calls} calls in this episode"
+            return Outcome(call, text, "too_many_calls")
+        return await run_call(self._bound(), call, self.settings.tool_timeout_s)
+
+    async def _turn_rewards(self, turn: TurnView, metrics: dict[str, float]) -> float:
+        parts = await self._ask_all("turn", turn)
+        _add(metrics, {f"reward/{name}": value for name, value in parts.items()})
+        return sum(parts.values())
+
+    async def _ask_all(self, per: str, argument: Any) -> dict[str, float]:
+        where, settings = type(self).__name__, self.settings
+        parts: dict[str, float] = {}
+        for spec in self.spec().rewards:
+            if spec.mark.per == per:
+                function = getattr(self, spec.attribute)
+                value = await ask_reward(spec, function, argument, settings.reward_timeout_s, where)
+                parts[spec.name] = weight_of(spec, settings.reward_weights) * check_number(value, spec.name, where)
+        return parts
+
+
+def _add(metrics: dict[str, float], more: Mapping[str, float]) -> None:
+    for name, value in more.items():
+        metrics[name] = metrics.get(name, 0.0) + value
+
+
+async def _together(calls: Sequence[Awaitable[Outcome]]) -> list[Outcome]:
+    """Run them at the same time; where one fails, stop the others and raise its error as it is."""
+    tasks = [asyncio.ensure_future(call) for call in calls]
+    try:
+        return await asyncio.gather(*tasks)
+    except BaseException:
+        for task in tasks:
+            task.cancel()
+        await asyncio.wait(tasks)
+        raise

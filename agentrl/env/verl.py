@@ -1,0 +1,286 @@
+"""verl-style tools and reward functions, run as they are.
+
+A `class_name` / `config` / `tool_schema` entry becomes a tool whose instance lives as long as the episode:
+`create` once, `execute` for every call, `calc_reward` once, `release` always. Files that import verl's own base
+classes load without verl: stand-ins with the same names are offered while the file is read.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import inspect
+import sys
+import threading
+import types
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+from uuid import uuid4
+
+from agentrl.env.declare import ToolResult, tool
+from agentrl.env.dispatch import call_function
+from agentrl.env.jsonschema import check_arguments
+from agentrl.env.load import load_object
+from agentrl.env.read import assistant_text
+from agentrl.errors import ConfigError
+from agentrl.types import Episode, Image
+
+
+class ToolResponse:
+    """What `execute` returns: text, and images as encoded bytes or objects with a `save` method."""
+
+    def __init__(self, text: str | None = None, image: Any = None, video: Any = None) -> None:
+        if video:
+            raise ValueError("video in a ToolResponse is not supported")
+        self.text, self.image, self.video = text, image, video
+
+
+class ToolSchema(dict[str, Any]):
+    """The OpenAI tool schema, readable as a dict and by attributes (`schema.function.name`)."""
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            value = self[name]
+        except KeyError:
+            raise AttributeError(name) from None
+        return ToolSchema(value) if isinstance(value, dict) else value
+
+    def model_dump(self, **_: Any) -> dict[str, Any]:
+        """The schema as a plain dict."""
+        return dict(self)
+
+    @classmethod
+    def model_validate(cls, value: Mapping[str, Any]) -> ToolSchema:
+        """The same schema; nothing is dropped."""
+        return cls(value)
+
+
+class BaseTool:
+    """Stand-in for verl's base class of tools."""
+
+    def __init__(self, config: dict[str, Any], tool_schema: Any = None) -> None:
+        self.config = config
+        self.tool_schema = tool_schema or self.get_openai_tool_schema()
+        if self.tool_schema is None:
+            raise ValueError("the tool has no schema")
+        self.name = self.tool_schema.function.name
+
+    def get_openai_tool_schema(self) -> Any:
+        """The schema, where a subclass makes it itself."""
+        return getattr(self, "tool_schema", None)
+
+    async def create(self, instance_id: str | None = None, **kwargs: Any) -> Any:
+        """Begin the life of one instance."""
+        return instance_id or str(uuid4()), ToolResponse()
+
+    async def execute(self, instance_id: str, parameters: dict[str, Any], **kwargs: Any) -> Any:
+        """One call."""
+        return ToolResponse(text="nothing was done"), 0.0, {}
+
+    async def calc_reward(self, instance_id: str, **kwargs: Any) -> float:
+        """The reward of the instance."""
+        return 0.0
+
+    async def release(self, instance_id: str, **kwargs: Any) -> None:
+        """End the life of the instance."""
+        return None
+
+
+def _function_tool(*names: Any, name: str | None = None, **_: Any) -> Any:
+    """Stand-in for verl's decorator of functions, bare or called; the schema comes from the type hints."""
+    if names and callable(names[0]):
+        return tool(names[0])
+    return tool(name=name or (names[0] if names else None))
+
+
+_lock = threading.Lock()
+
+
+@contextlib.contextmanager
+def verl_names() -> Iterator[None]:
+    """Offer `verl.tools.base_tool` and `verl.tools.schemas` while a file is read, unless verl is installed."""
+    with _lock:
+        if importlib.util.find_spec("verl") is not None:
+            yield
+            return
+        contents: dict[str, dict[str, Any]] = {
+            "verl": {"__path__": []},
+            "verl.tools": {"__path__": []},
+            "verl.tools.base_tool": {"BaseTool": BaseTool},
+            "verl.tools.schemas": {"OpenAIFunctionToolSchema": ToolSchema, "ToolResponse": ToolResponse},
+            "verl.tools.function_tool": {"function_tool": _function_tool},
+            "verl.utils": {"__path__": []},
+            "verl.utils.rollout_trace": {"rollout_trace_op": lambda function: function},
+        }
+        for name, values in contents.items():
+            module = types.ModuleType(name)
+            module.__dict__.update(values)
+            sys.modules[name] = module
+        try:
+            yield
+        finally:
+            for name in contents:
+                del sys.modules[name]
+
+
+@dataclass(frozen=True, slots=True)
+class VerlToolEntry:
+    """One `class_name` entry of a tools.yaml, its class already loaded."""
+
+    cls: Callable[..., Any]
+    config: Mapping[str, Any]
+    schema: Mapping[str, Any] | None
+
+    @classmethod
+    def load(cls, entry: Mapping[str, Any], base: Path | None) -> VerlToolEntry:
+        """Read the entry; `class_name` may be `pkg.module.Class`, `module:Class` or `file.py:Class`.
+
+        Raises:
+            ConfigError: an unknown key, or a class that cannot be loaded.
+        """
+        if unknown := [key for key in entry if key not in ("class_name", "config", "tool_schema")]:
+            raise ConfigError(
+                f"tools: unknown key {unknown[0]!r} beside class_name; known: class_name, config, tool_schema"
+            )
+        name = str(entry["class_name"])
+        if ":" not in name and "." in name:
+            name = ":".join(name.rsplit(".", 1))
+        with verl_names():
+            found = load_object(name, base=base)
+        schema = entry.get("tool_schema")
+        if schema is not None and not (isinstance(schema, Mapping) and "name" in schema.get("function", {})):
+            raise ConfigError(f"tools: {name}: tool_schema must be an OpenAI function schema with function.name")
+        return cls(found, dict(entry.get("config") or {}), schema)
+
+    def make(self) -> VerlTool:
+        """A fresh instance for one episode. Raises ConfigError where the class refuses its config."""
+        schema = None if self.schema is None else ToolSchema(self.schema)
+        try:
+            tool = self.cls(config=dict(self.config), tool_schema=schema)
+        except Exception as e:
+            where = getattr(self.cls, "__name__", self.cls)
+            raise ConfigError(f"tools: {where}(config, tool_schema) raised {type(e).__name__}: {e}") from e
+        own = getattr(tool, "tool_schema", None) or schema
+        if own is None:
+            raise ConfigError(f"tools: {getattr(self.cls, '__name__', self.cls)} has no tool_schema")
+        plain = dict(own) if isinstance(own, Mapping) else own.model_dump(exclude_none=True)
+        return VerlTool(plain["function"]["name"], plain, tool)
+
+
+@dataclass(slots=True)
+class VerlTool:
+    """A `BoundTool` around an instance of a BaseTool-shaped class."""
+
+    name: str
+    schema: Mapping[str, Any]
+    tool: Any
+    parallel: bool = False
+    timeout_s: float | None = None
+    rewards: list[float] = field(default_factory=list)
+    _kwargs: Mapping[str, Any] = field(default_factory=dict)
+    _instance: str | None = None
+
+    def validate(self, arguments: Mapping[str, Any]) -> dict[str, Any]:
+        """Raises InvalidArguments."""
+        parameters = self.schema["function"].get("parameters", {"type": "object"})
+        return check_arguments(parameters, arguments)
+
+    async def begin(self, kwargs: Mapping[str, Any]) -> None:
+        """`create`, with the row's `tools_kwargs` of this tool."""
+        self._kwargs, self._instance = kwargs, str(uuid4())
+        given = dict(kwargs.get("create_kwargs") or {})
+        # Both habits are served: reading the kwargs one by one, and reading kwargs["create_kwargs"].
+        created = await self._ask("create", self._instance, **given, create_kwargs=given)
+        if isinstance(created, tuple) and created and isinstance(created[0], str):
+            self._instance = created[0]
+
+    async def call(self, arguments: dict[str, Any], timeout_s: float | None) -> Any:
+        """`execute`; its step reward joins the turn's reward, its metrics the episode's."""
+        extra = dict(self._kwargs.get("execute_kwargs") or {})
+        function, accepted = self.tool.execute, _accepted(self.tool.execute, extra)
+        value = await call_function(
+            lambda: function(self._instance, arguments, **accepted), {}, timeout_s, inline=_is_async(function)
+        )
+        response, step_reward, metrics = value if isinstance(value, tuple) else (value, 0.0, {})
+        step_reward = float(step_reward or 0.0)
+        self.rewards.append(step_reward)
+        numbers = {f"{self.name}/{k}": float(v) for k, v in (metrics or {}).items() if isinstance(v, int | float)}
+        return ToolResult(_content(response), reward=step_reward, metrics=numbers)
+
+    async def calc_reward(self) -> float:
+        """The tool's own reward of the episode."""
+        return float(
+            await self._ask("calc_reward", self._instance, **(self._kwargs.get("calc_reward_kwargs") or {}))
+        )
+
+    @property
+    def judges(self) -> bool:
+        """Whether the class says a reward of its own."""
+        function = getattr(type(self.tool), "calc_reward", None)
+        return function is not None and function.__qualname__ != "BaseTool.calc_reward"
+
+    async def end(self) -> None:
+        """`release`; once."""
+        instance, self._instance = self._instance, None
+        if instance is not None:
+            await self._ask("release", instance, **(self._kwargs.get("release_kwargs") or {}))
+
+    async def _ask(self, method: str, instance: str | None, **kwargs: Any) -> Any:
+        function = getattr(self.tool, method)
+        value = function(instance, **_accepted(function, kwargs))
+        return await value if inspect.isawaitable(value) else value
+
+
+def _is_async(function: Callable[..., Any]) -> bool:
+    return inspect.iscoroutinefunction(inspect.unwrap(function))
+
+
+def _accepted(function: Callable[..., Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    parameters = inspect.signature(function).parameters.values()
+    if any(p.kind is p.VAR_KEYWORD for p in parameters):
+        return dict(kwargs)
+    names = {p.name for p in parameters}
+    return {name: value for name, value in kwargs.items() if name in names}
+
+
+def _content(response: Any) -> Any:
+    text = getattr(response, "text", None)
+    images = getattr(response, "image", None)
+    if text is None and images is None:
+        return response if isinstance(response, str | dict | list) else ""
+    if not images:
+        return text or ""
+    parts: list[Any] = [text] if text else []
+    for image in images if isinstance(images, list | tuple) else [images]:
+        parts.append(Image(image) if isinstance(image, bytes) else Image(_png(image)))
+    return tuple(parts)
+
+
+def _png(image: Any) -> bytes:
+    import io
+
+    buffer = io.BytesIO()
+    image.save(buffer, format="PNG")
+    return buffer.getvalue()
+
+
+def is_compute_score(function: Callable[..., Any]) -> bool:
+    """Whether `function` has verl's signature `(data_source, solution_str, ground_truth, extra_info, ...)`."""
+    names = inspect.signature(function).parameters
+    return "solution_str" in names and "ground_truth" in names
+
+
+def score_arguments(episode: Episode, tools: Sequence[VerlTool]) -> dict[str, Any]:
+    """The arguments of `compute_score`. `solution_str` is what the policy wrote, without any tool's output."""
+    row = episode.task.row
+    extra = dict(row.get("extra_info") or {})
+    extra["num_turns"] = len(episode.turns)
+    extra["tool_rewards"] = [value for tool in tools for value in tool.rewards]
+    return {
+        "data_source": row.get("data_source", ""),
+        "solution_str": assistant_text(episode),
+        "ground_truth": (row.get("reward_model") or {}).get("ground_truth"),
+        "extra_info": extra,
+    }

@@ -1,0 +1,48 @@
+"""Sandboxes for the programs that a policy writes: the contract, the pool, the limits."""
+
+from agentrl.errors import SandboxError
+from agentrl.sandbox.box import Box
+from agentrl.sandbox.contract import (
+    PROMISES,
+    Capabilities,
+    ExecResult,
+    FileInfo,
+    Limits,
+    Sandbox,
+    Snapshot,
+    Usage,
+)
+from agentrl.sandbox.doctor import doctor
+from agentrl.sandbox.errors import (
+    PoolExhausted,
+    PromiseNotEnforceable,
+    SandboxCreateTimeout,
+    SandboxDied,
+    SandboxUnavailable,
+)
+from agentrl.sandbox.pool import SandboxPool, close_pools, pool_for
+from agentrl.sandbox.session import QueryResult, Session
+
+__all__ = [
+    "PROMISES",
+    "Box",
+    "Capabilities",
+    "ExecResult",
+    "FileInfo",
+    "Limits",
+    "PoolExhausted",
+    "PromiseNotEnforceable",
+    "QueryResult",
+    "Sandbox",
+    "SandboxCreateTimeout",
+    "SandboxDied",
+    "SandboxError",
+    "SandboxPool",
+    "SandboxUnavailable",
+    "Session",
+    "Snapshot",
+    "Usage",
+    "close_pools",
+    "doctor",
+    "pool_for",
+]  # fmt: skip

@@ -1,0 +1,377 @@
+"""A leased sandbox: run programs, talk to sessions, handle files, all through its supervisor."""
+
+from __future__ import annotations
+
+import asyncio
+import io
+import json
+import os
+import tarfile
+from collections.abc import Mapping, Sequence
+from typing import Any, cast
+
+from agentrl.errors import SandboxError
+from agentrl.sandbox.contract import (
+    GRACE_S,
+    Backend,
+    ExecResult,
+    FileInfo,
+    Limits,
+    Link,
+    Process,
+    Sandbox,
+    SessionKind,
+    Snapshot,
+    Usage,
+    narrowed,
+)
+from agentrl.sandbox.errors import SandboxCreateTimeout, SandboxDied
+from agentrl.sandbox.report import result_of
+from agentrl.sandbox.session import Session
+
+CHUNK = 2 << 20
+"""File contents travel in pieces of this size."""
+
+MAX_INPUT = 8 << 20
+"""Bytes of program and stdin that one call can take; the supervisor holds them in memory of its own."""
+
+
+class Box:
+    """One sandbox. Calls queue up: one program runs at a time; sessions stay alive between their calls.
+
+    Whatever a program does is an ExecResult. Every method raises SandboxError when the sandbox itself is gone;
+    after that, all of them do.
+    """
+
+    def __init__(self, spec: Sandbox, backend: Backend, name: str) -> None:
+        self.spec, self.name = spec, name
+        self._backend = backend
+        self._process: Process | None = None
+        self._link: Link | None = None
+        self.home = ""
+        """Directory where programs start, as they see it; relative paths begin here."""
+        self.facts: Mapping[str, Any] = {}
+        """What the supervisor said of itself."""
+        self._lock = asyncio.Lock()
+        self._dead: SandboxError | None = None
+        self._generation = 0
+        self._sessions = 0
+
+    async def start(self, timeout_s: float = 30.0) -> None:
+        """Build it and wait for its supervisor.
+
+        Raises:
+            SandboxUnavailable: it could not be built.
+        """
+        self._generation += 1
+        try:
+            async with asyncio.timeout(timeout_s):
+                started = await self._backend.start(f"{self.name}.{self._generation}")
+                self._process, self._link, self.home = started
+                self.facts = await self._link.hello()
+        except TimeoutError:
+            await self._destroy()
+            raise SandboxCreateTimeout(f"sandbox {self.name} was not ready after {timeout_s:g} s") from None
+        except BaseException:
+            await self._destroy()
+            raise
+
+    # Programs
+
+    async def run(
+        self,
+        command: Sequence[str] | str,
+        *,
+        stdin: bytes = b"",
+        cwd: str | None = None,
+        env: Mapping[str, str] | None = None,
+        wall_s: float | None = None,
+        limits: Limits | None = None,
+    ) -> ExecResult:
+        """Run a program and wait for its end; a string is a bash command line.
+
+        Args:
+            command: the program and its arguments, or a line for `bash -c`.
+            stdin: what it can read.
+            cwd: where it starts; None: the home directory.
+            env: variables added to the sandbox's own.
+            wall_s: short for the limit of that name.
+            limits: others of the limits that a call can narrow.
+        """
+        argv = ["bash", "-c", command] if isinstance(command, str) else list(command)
+        if not argv:
+            raise ValueError("run: the command is empty")
+        order = {"kind": "exec", "argv": argv, "cwd": cwd or self.home, "env": dict(env or {})}
+        return await self._execute(order, b"", stdin, narrowed(self.spec, wall_s, limits))
+
+    async def python(
+        self,
+        code: str,
+        *,
+        argv: Sequence[str] = (),
+        stdin: bytes = b"",
+        cwd: str | None = None,
+        env: Mapping[str, str] | None = None,
+        wall_s: float | None = None,
+        limits: Limits | None = None,
+    ) -> ExecResult:
+        """Run a whole Python program in a fresh interpreter state (a child forked and warmed beforehand)."""
+        order = {"kind": "python", "argv": list(argv), "cwd": cwd or self.home, "env": dict(env or {})}
+        source = code.encode("utf-8", "surrogatepass")
+        return await self._execute(order, source, stdin, narrowed(self.spec, wall_s, limits))
+
+    async def session(self, kind: SessionKind) -> Session:
+        """Begin a program that keeps its state between calls."""
+        session = Session(self, kind)
+        await session.restart()
+        return session
+
+    async def _execute(self, order: dict[str, Any], code: bytes, stdin: bytes, limits: Limits) -> ExecResult:
+        header = {
+            "op": "call", **order, "code_bytes": len(code), "wall_s": limits.wall_s, "rlimits": limits.rlimits(),
+            "stdout_bytes": limits.stdout_bytes, "stderr_bytes": limits.stderr_bytes,
+            "output_total": limits.output_total_mb << 20,
+        }  # fmt: skip
+        async with self._lock:
+            answer, output = await self._exchange(header, code + stdin if stdin else code, limits.wall_s + GRACE_S)
+        return result_of(answer, output)
+
+    async def _exchange(
+        self, header: dict[str, Any], payload: bytes, timeout_s: float
+    ) -> tuple[dict[str, Any], bytes]:
+        """One order and its answer, under the lock. A cancelled wait leaves a quiet box."""
+        if self._dead is not None:
+            raise self._dead
+        if len(payload) > MAX_INPUT:
+            raise ValueError(
+                f"sandbox {self.name}: program and stdin have {len(payload)} bytes, at most {MAX_INPUT} go with a "
+                "call: write a file and read that"
+            )
+        link = self._link
+        if link is None:
+            raise SandboxDied(f"sandbox {self.name} has not been started")
+        future = link.send(header, payload)
+        overdue = asyncio.get_running_loop().call_later(timeout_s, self._overdue, header["op"], timeout_s)
+        try:
+            answer, output = await future
+        except asyncio.CancelledError:
+            await asyncio.shield(self._cancel(link, header, payload))
+            raise
+        except SandboxError as error:
+            self._dead = self._dead or error
+            raise self._dead from None
+        finally:
+            overdue.cancel()
+        if "fault" in answer:
+            raise SandboxError(f"sandbox {self.name}: {answer['fault']}")
+        return answer, output
+
+    async def _cancel(self, link: Link, header: dict[str, Any], payload: bytes) -> None:
+        """Stop what the abandoned order runs; a sandbox that cannot is destroyed."""
+        try:
+            async with asyncio.timeout(GRACE_S):
+                link.send({"op": "cancel", "target": header["id"]}).cancel()
+                await link.send({"op": "usage"})
+        except (TimeoutError, SandboxError) as error:
+            self._dead = self._dead or SandboxDied(
+                f"sandbox {self.name} did not stop a cancelled program: {error}"
+            )
+            await self._destroy()
+
+    def _overdue(self, what: str, after_s: float) -> None:
+        """The supervisor is not answering: give up on it."""
+        self._dead = SandboxDied(f"sandbox {self.name} did not answer {what!r} within {after_s:g} s")
+        if self._link is not None:
+            self._link.close()
+
+    # Files, handled by a child with the rights of the programs inside
+
+    async def read_file(self, path: str, *, max_bytes: int = 1 << 20, offset: int = 0) -> bytes:
+        """The bytes of a regular file from `offset` on, at most `max_bytes`.
+
+        Raises:
+            OSError: as `open` would (FileNotFoundError, IsADirectoryError, PermissionError, ...).
+        """
+        parts: list[bytes] = []
+        done = 0
+        while done < max_bytes:
+            want = min(CHUNK, max_bytes - done)
+            _, data = await self._file({"op": "read", "path": path, "offset": offset + done, "max_bytes": want})
+            parts.append(data)
+            done += len(data)
+            if len(data) < want:
+                break
+        return b"".join(parts)
+
+    async def write_file(self, path: str, data: bytes | str, *, mode: int = 0o644, parents: bool = True) -> None:
+        """Write a regular file; text is UTF-8.
+
+        Raises:
+            OSError: as `open` and `write` would; ENOSPC when the disk of the sandbox is full.
+        """
+        raw = data.encode() if isinstance(data, str) else data
+        for begin in range(0, len(raw) or 1, CHUNK):
+            order = {"op": "write", "path": path, "append": begin > 0, "mode": mode, "parents": parents}
+            await self._file(order, raw[begin : begin + CHUNK])
+
+    async def list_dir(self, path: str = ".", *, max_entries: int = 10_000) -> list[FileInfo]:
+        """What is in a directory, sorted by name."""
+        answer, _ = await self._file({"op": "list", "path": path, "max_entries": max_entries})
+        return [FileInfo(name=name, **info) for name, info in answer["entries"]]
+
+    async def stat(self, path: str) -> FileInfo:
+        """What is at a path; links are not followed."""
+        answer, _ = await self._file({"op": "stat", "path": path})
+        return FileInfo(name=os.path.basename(path.rstrip("/")) or path, **answer)
+
+    async def remove(self, path: str, *, recursive: bool = False) -> None:
+        """Delete a file, or a directory (with `recursive`, whatever is in it)."""
+        await self._file({"op": "remove", "path": path, "recursive": recursive})
+
+    async def make_dir(self, path: str) -> None:
+        """Create a directory and its parents."""
+        await self._file({"op": "mkdir", "path": path})
+
+    async def put_tree(self, files: Mapping[str, bytes | str], path: str = ".") -> None:
+        """Write many files below `path` in one go; names are relative and may not leave it."""
+        members = []
+        for name, data in files.items():
+            if name.startswith("/") or ".." in name.split("/"):
+                raise ValueError(f"put_tree: {name!r} would leave the directory")
+            raw = data.encode() if isinstance(data, str) else data
+            info = tarfile.TarInfo(name)
+            info.size = len(raw)
+            members.append((info, raw))
+        await self._unpack(path, _tar(members))
+
+    async def get_tree(
+        self, path: str = ".", *, max_bytes: int = 16 << 20, max_files: int = 10_000
+    ) -> dict[str, bytes]:
+        """The regular files below `path` by relative name; links, devices and pipes are left out.
+
+        Raises:
+            OSError: there is more than `max_bytes` or `max_files`.
+        """
+        data = await self._pack(path, max_bytes, max_files)
+        found = {}
+        with tarfile.open(fileobj=io.BytesIO(data)) as tar:
+            for member in tar:
+                content = tar.extractfile(member) if member.isreg() else None
+                if content is not None:
+                    found[member.name] = content.read()
+        return found
+
+    async def _pack(self, path: str, max_bytes: int, max_files: int) -> bytes:
+        order = {"op": "pack", "path": path, "max_bytes": max_bytes, "max_files": max_files}
+        _, data = await self._file(order)
+        return data
+
+    async def _unpack(self, path: str, data: bytes) -> None:
+        """Unpack a tar below `path`, in portions: the supervisor holds no more than one of them."""
+        portion: list[tuple[tarfile.TarInfo, bytes]] = []
+        size = 0
+        with tarfile.open(fileobj=io.BytesIO(data)) as tar:
+            for member in tar:
+                file = tar.extractfile(member) if member.isreg() else None
+                content = file.read() if file is not None else b""
+                if len(content) > CHUNK:
+                    place = f"{path}/{member.name}"
+                    await self.write_file(place, content, mode=member.mode & 0o7777)
+                    continue
+                portion.append((member, content))
+                size += len(content) + 2048
+                if size > CHUNK:
+                    await self._file({"op": "unpack", "path": path}, _tar(portion))
+                    portion, size = [], 0
+        await self._file({"op": "unpack", "path": path}, _tar(portion))
+
+    async def _file(self, order: dict[str, Any], data: bytes = b"") -> tuple[dict[str, Any], bytes]:
+        """One file operation: its answer and its data; the errors that it met as OSError."""
+        header = {
+            "op": "call", "kind": "file", "file": order, "code_bytes": 0, "wall_s": 60.0, "rlimits": {},
+            "stream": True, "stdout_bytes": 0, "stderr_bytes": 4 << 20, "output_total": 4 << 20,
+        }  # fmt: skip
+        async with self._lock:
+            answer, output = await self._exchange(header, data, 60.0 + GRACE_S)
+        result = result_of(answer, output)
+        try:
+            said = cast(dict[str, Any], json.loads(result.stderr))
+        except ValueError:
+            text = result.error_text()[-500:]
+            raise OSError(12, f"{order['op']} ended with {result.outcome}: {text}", order["path"]) from None
+        if "errno" in said:
+            raise OSError(said["errno"], said["error"], said["path"] or order["path"])
+        return said, answer["streamed"]
+
+    # The box as a whole
+
+    async def snapshot(self, *, max_bytes: int = 256 << 20, max_files: int = 100_000) -> Snapshot:
+        """The files of the home directory as they are now."""
+        return Snapshot(await self._pack(self.home, max_bytes, max_files))
+
+    async def reset(self, to: Snapshot | None = None) -> None:
+        """Become a new sandbox: nothing of what ran here remains; then put the files of a snapshot back.
+
+        Sessions of before are over.
+        """
+        async with self._lock:
+            await self._destroy()
+            self._dead = None
+            await self.start()
+            await self._wake()
+        if to is not None:
+            await self._unpack(self.home, to.data)
+
+    async def usage(self) -> Usage:
+        """What it holds now."""
+        async with self._lock:
+            answer, _ = await self._exchange({"op": "usage"}, b"", GRACE_S)
+        return Usage(**{name: answer[name] for name in Usage.__slots__})
+
+    async def wake(self) -> None:
+        """Make sure that it answers, start its time to live anew, and have a spare child ready."""
+        async with self._lock:
+            await self._wake()
+
+    async def _wake(self) -> None:
+        await self._exchange({"op": "wake", "ttl_s": self.spec.ttl_s}, b"", GRACE_S)
+
+    async def park(self) -> None:
+        """Give the spare child up: an idle sandbox is one process."""
+        async with self._lock:
+            await self._exchange({"op": "park"}, b"", GRACE_S)
+
+    async def alive(self) -> bool:
+        """Whether it still answers."""
+        try:
+            await self.usage()
+        except SandboxError:
+            return False
+        return True
+
+    async def close(self) -> None:
+        """End it and everything in it; idempotent, and finishes even when the caller is cancelled."""
+        self._dead = self._dead or SandboxDied(f"sandbox {self.name} has been closed")
+        await asyncio.shield(asyncio.ensure_future(self._destroy()))
+
+    async def _destroy(self) -> None:
+        link, process = self._link, self._process
+        self._link = self._process = None
+        if link is not None:
+            link.close()
+        if process is not None:
+            await process.kill()
+
+    async def __aenter__(self) -> Box:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.close()
+
+
+def _tar(members: Sequence[tuple[tarfile.TarInfo, bytes]]) -> bytes:
+    buffer = io.BytesIO()
+    with tarfile.open(fileobj=buffer, mode="w") as tar:
+        for info, content in members:
+            tar.addfile(info, io.BytesIO(content) if info.isreg() else None)
+    return buffer.getvalue()

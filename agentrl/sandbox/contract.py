@@ -1,0 +1,321 @@
+"""The words that every back-end and every caller share: limits, results, capabilities, the spec of a sandbox.
+
+What a program does is data (`ExecResult`); what a file operation meets is a plain OSError; only trouble of the
+sandbox itself is a `SandboxError`, and that is an infrastructure failure.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields, replace
+from typing import Any, Literal, Protocol
+
+from agentrl.errors import ConfigError
+
+Outcome = Literal["exit", "signal", "timeout", "oom", "output_limit", "cancelled"]
+SessionKind = Literal["bash", "python", "sqlite"]
+
+CUT = b"\n[... cut ...]\n"
+"""Stands between the first and the last part of output that was too long."""
+
+GRACE_S = 5.0
+"""How long after its limit a call may still be without an answer before the sandbox counts as dead."""
+
+PROMISES: Mapping[str, str] = {
+    "files": "the host's files are hidden, apart from the declared read-only ones",
+    "environment": "no variable of the host's environment is visible",
+    "network": "nothing outside can be reached, the host's loopback included",
+    "processes": "other processes cannot be seen, signalled or read",
+    "privileges": "no capability, no way to get one, never uid 0",
+    "syscalls": "dangerous system calls are refused",
+    "memory": "all processes together stay below the limit",
+    "pids": "the number of processes and threads is limited",
+    "disk": "bytes and files on the writable disk are limited in total",
+    "clean_end": "nothing survives a call, nor the end of the sandbox",
+    "cpu_share": "all processes together get at most `cpus` processors",
+}
+"""What a back-end may promise, beyond the limits of time and output that all of them keep."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Limits:
+    """What a program may use. The first group can be narrowed call by call, the second belongs to the sandbox."""
+
+    wall_s: float = 10.0
+    """Seconds until the program and everything it started is killed."""
+    cpu_s: float | None = None
+    """CPU seconds of one process; None: bounded by `wall_s` only."""
+    stdout_bytes: int = 1 << 20
+    """Bytes of stdout that are kept: half from the beginning, half from the end."""
+    stderr_bytes: int = 1 << 20
+    """The same for stderr."""
+    output_total_mb: int = 256
+    """Output beyond this, kept or not, ends the program with outcome "output_limit"."""
+    file_mb: int = 64
+    """Size of one file."""
+    open_files: int = 256
+    """Open descriptors of one process."""
+
+    memory_mb: int = 256
+    """Memory of all processes together; files on the sandbox's disk count, since it lies in memory."""
+    pids: int = 64
+    """Processes and threads at once."""
+    cpus: float | None = None
+    """Processors' worth of time for all processes together; None: no limit."""
+    workspace_mb: int = 64
+    """Size of the writable disk (/workspace, /tmp and /dev/shm are one)."""
+    inodes: int = 20_000
+    """Files and directories on it."""
+
+    def __post_init__(self) -> None:
+        for name in (
+            "wall_s",
+            "cpu_s",
+            "memory_mb",
+            "pids",
+            "cpus",
+            "workspace_mb",
+            "inodes",
+            "file_mb",
+            "open_files",
+        ):
+            value = getattr(self, name)
+            if value is not None and not (value > 0 and math.isfinite(value)):
+                raise ConfigError(f"sandbox limit {name} must be positive, got {value!r}")
+        for name in ("stdout_bytes", "stderr_bytes", "output_total_mb"):
+            if getattr(self, name) < 0:
+                raise ConfigError(f"sandbox limit {name} must not be negative, got {getattr(self, name)!r}")
+        if self.workspace_mb > self.memory_mb:
+            raise ConfigError(
+                f"sandbox limit workspace_mb={self.workspace_mb} exceeds memory_mb={self.memory_mb}: "
+                "the disk of a sandbox lies in memory, so raise memory_mb as well"
+            )
+
+    def rlimits(self) -> dict[str, int]:
+        """The resource limits of one process, by name."""
+        limits = {"FSIZE": self.file_mb << 20, "NOFILE": self.open_files, "CORE": 0}
+        if self.cpu_s is not None:
+            limits["CPU"] = max(1, math.ceil(self.cpu_s))
+        return limits
+
+
+PER_CALL = ("wall_s", "cpu_s", "stdout_bytes", "stderr_bytes", "output_total_mb", "file_mb", "open_files")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sandbox(Limits):
+    """Which sandbox an environment wants: written on the class, leased from a pool for each episode.
+
+    `sandbox = Sandbox(cpu_s=10, memory_mb=512)`. Two equal specs share a pool.
+    """
+
+    backend: str = "namespace"
+    """namespace, docker, landlock, process, or module:Name of a back-end of your own."""
+    network: bool = False
+    """True opens the host's network (namespace) or a bridge (docker)."""
+    require: tuple[str, ...] | None = None
+    """Promises (keys of PROMISES) that must hold; None: those the back-end always makes."""
+    readonly: tuple[str, ...] = ()
+    """Paths of the host that are visible inside at the same place, read-only, if every user may read them."""
+    python_path: tuple[str, ...] = ()
+    """Directories, visible inside, that are appended to the module search path of Python."""
+    env: tuple[tuple[str, str], ...] = ()
+    """Variables added to the otherwise empty environment."""
+    image: str = "agentrl/sandbox:latest"
+    """docker: the image; it needs a `python3` of at least 3.9."""
+    runtime: str | None = None
+    """docker: the runtime, for instance "runsc"; None: the engine's default."""
+    trusted: bool = False
+    """process: must be True, since that back-end isolates nothing."""
+    python: str | None = None
+    """Interpreter of the local back-ends; None: the one that runs this program."""
+    run_as: int | None = None
+    """namespace, landlock: do everything as this user id; only root can ask for another than its own."""
+    url: str | None = None
+    """remote: where `agentrl sandbox serve` listens, http://host:port; several, by commas, take turns."""
+    token_file: str | None = None
+    """remote: the file that holds the server's token."""
+    ttl_s: float = 3600.0
+    """Seconds after which a leased sandbox ends itself, whoever may have forgotten it."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        unknown = [name for name in self.require or () if name not in PROMISES]
+        if unknown:
+            raise ConfigError(f"sandbox require={unknown[0]!r}: not a promise; known: {', '.join(PROMISES)}")
+        if self.backend == "process" and not self.trusted:
+            raise ConfigError(
+                "sandbox backend 'process' isolates nothing: say trusted=True if every program that runs in it "
+                "is your own, or choose 'namespace', 'docker' or 'landlock'"
+            )
+        if (self.backend == "remote") != (self.url is not None and self.token_file is not None):
+            raise ConfigError(
+                f"sandbox backend={self.backend!r} with url={self.url!r} and token_file={self.token_file!r}: "
+                "backend 'remote' needs both of them, and no other back-end takes one"
+            )
+        if self.backend not in ("docker", "remote") and self.runtime is not None:
+            raise ConfigError(f"sandbox runtime={self.runtime!r} has an effect with backend='docker' only")
+        for path in self.readonly:
+            if not path.startswith("/"):
+                raise ConfigError(f"sandbox readonly={path!r}: must be an absolute path")
+
+    @property
+    def supervisor_mb(self) -> int:
+        """Memory that the supervisor may use beside what the programs may: itself, output, pieces of files."""
+        return 24 + 3 * (self.stdout_bytes + self.stderr_bytes >> 20)
+
+    @property
+    def limits(self) -> Limits:
+        """The limits alone."""
+        return Limits(**{f.name: getattr(self, f.name) for f in fields(Limits)})
+
+
+def narrowed(base: Limits, wall_s: float | None, limits: Limits | None) -> Limits:
+    """The limits of one call.
+
+    Raises:
+        ConfigError: `limits` changes one that belongs to the sandbox as a whole.
+    """
+    if limits is not None:
+        for f in fields(Limits):
+            asked = getattr(limits, f.name)
+            if f.name not in PER_CALL and asked != getattr(base, f.name) and asked != f.default:
+                raise ConfigError(
+                    f"limit {f.name}={asked!r} belongs to the sandbox and cannot change with a call: "
+                    "set it on the Sandbox spec"
+                )
+    chosen = limits if limits is not None else base
+    return replace(chosen, wall_s=wall_s) if wall_s is not None else chosen
+
+
+@dataclass(frozen=True, slots=True)
+class ExecResult:
+    """What became of one program. Exactly one `outcome`; what it printed is there whatever the outcome."""
+
+    outcome: Outcome
+    exit_code: int | None
+    """0 to 255 where the program ended by itself; a number like 137 or 124 is the program's own."""
+    signal: int | None
+    """The signal that ended it."""
+    stdout: bytes
+    """Everything, or the first and last part with a mark of the cut between them."""
+    stderr: bytes
+    stdout_total: int
+    """Bytes it printed, kept or not."""
+    stderr_total: int
+    wall_s: float
+    cpu_s: float
+    """CPU seconds of the program and the children it waited for."""
+    max_rss_kb: int = 0
+    oom_kills: int = 0
+    """Processes killed for want of memory; above 0 the outcome is "oom" even if the program ended well."""
+    reaped: int = 0
+    """Processes it left behind, which were killed."""
+    truncated: bool = False
+    """Some of what it printed was dropped; CUT marks the place."""
+    session_lost: bool = False
+    """The session ended with this call; the next call begins a new one with nothing in it."""
+
+    @property
+    def ok(self) -> bool:
+        """It ended by itself with exit code 0."""
+        return self.outcome == "exit" and self.exit_code == 0
+
+    def text(self) -> str:
+        """stdout as text; bytes that are not UTF-8 become replacement characters."""
+        return self.stdout.decode("utf-8", "replace")
+
+    def error_text(self) -> str:
+        """stderr as text."""
+        return self.stderr.decode("utf-8", "replace")
+
+
+@dataclass(frozen=True, slots=True)
+class Usage:
+    """What a sandbox holds now."""
+
+    cpu_s: float
+    """CPU seconds of all finished calls."""
+    memory_bytes: int
+    processes: int
+    disk_bytes: int
+    files: int
+
+
+@dataclass(frozen=True, slots=True)
+class FileInfo:
+    """One entry of the sandbox's file system."""
+
+    name: str
+    kind: Literal["file", "directory", "link", "other"]
+    size: int
+    mode: int
+    mtime: float
+
+
+@dataclass(frozen=True, slots=True)
+class Snapshot:
+    """The files of a sandbox at one moment: a tar of /workspace, links included."""
+
+    data: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Capabilities:
+    """What a back-end keeps on this machine, found out by trying. `notes` says how, or why not."""
+
+    backend: str
+    kept: frozenset[str]
+    notes: Mapping[str, str] = field(default_factory=dict)
+
+    def missing(self, asked: frozenset[str]) -> list[str]:
+        """The promises of `asked` that are not kept, in the order of PROMISES."""
+        return [name for name in PROMISES if name in asked and name not in self.kept]
+
+
+class Process(Protocol):
+    """One started sandbox, as its back-end sees it."""
+
+    async def kill(self) -> None:
+        """End it at once, whatever it does, and wait until nothing of it is left; idempotent."""
+        ...
+
+
+class Backend(Protocol):
+    """Starts sandboxes of one spec."""
+
+    name: str
+
+    async def open(self) -> None:
+        """Get ready; raises SandboxUnavailable where that is impossible."""
+        ...
+
+    async def start(self, name: str) -> tuple[Process, Link, str]:
+        """Start one: its process, the link to its supervisor, its home directory."""
+        ...
+
+    def promises(self) -> tuple[frozenset[str], frozenset[str]]:
+        """(promises that it always makes, promises that this machine seems to allow it); a canary tests them."""
+        ...
+
+    async def close(self) -> None:
+        """End everything it started; idempotent."""
+        ...
+
+
+class Link(Protocol):
+    """Frames to and from one supervisor."""
+
+    async def hello(self) -> Mapping[str, Any]:
+        """The supervisor's first word; raises SandboxUnavailable when it says that it cannot start."""
+        ...
+
+    def send(self, header: dict[str, Any], payload: bytes = b"") -> asyncio.Future[tuple[dict[str, Any], bytes]]:
+        """Send an order; the future is its answer, or SandboxDied when the link breaks."""
+        ...
+
+    def close(self) -> None:
+        """Break the link."""
+        ...

@@ -1,0 +1,25 @@
+"""What can go wrong with a sandbox itself; what a program inside does is never among it."""
+
+from __future__ import annotations
+
+from agentrl.errors import ConfigError, SandboxError
+
+
+class SandboxUnavailable(SandboxError):
+    """The back-end cannot start sandboxes now (daemon gone, kernel refuses, host out of resources)."""
+
+
+class SandboxCreateTimeout(SandboxUnavailable):
+    """A sandbox did not become ready in time."""
+
+
+class SandboxDied(SandboxError):
+    """The sandbox is gone, or no longer answers and has been destroyed."""
+
+
+class PoolExhausted(SandboxError):
+    """No sandbox became free in time."""
+
+
+class PromiseNotEnforceable(ConfigError):
+    """The back-end cannot keep, on this machine, what the spec asks for."""

@@ -1,0 +1,189 @@
+"""Control groups, version 1 and 2: the memory, processes and CPU share of one sandbox as a whole."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+
+CONTROLLERS = ("memory", "pids", "cpu")
+
+
+def start_time(pid: int) -> int:
+    """When the process began, in clock ticks since boot; 0 when there is no such process."""
+    try:
+        with open(f"/proc/{pid}/stat", "rb") as f:
+            fields = f.read().rpartition(b")")[2].split()
+    except OSError:
+        return 0
+    return 0 if fields[0] in (b"Z", b"X") else int(fields[19])
+
+
+def run_name() -> str:
+    """A name that tells whose things these are, so that a later run can see whether the owner still lives."""
+    return f"{os.getpid()}-{start_time(os.getpid())}"
+
+
+def is_stale(name: str) -> bool:
+    """Whether the owner that `run_name` spoke of is gone."""
+    pid, _, began = name.partition("-")
+    return pid.isdigit() and began.isdigit() and start_time(int(pid)) != int(began)
+
+
+def _mounts() -> tuple[dict[str, str], str | None]:
+    """({v1 controller: mount point}, mount point of v2 or None)."""
+    first: dict[str, str] = {}
+    second = None
+    with open("/proc/self/mounts") as f:
+        for line in f:
+            _, place, kind, options, *_ = line.split()
+            if kind == "cgroup":
+                for name in set(options.split(",")) & set(CONTROLLERS):
+                    first.setdefault(name, place)
+            elif kind == "cgroup2" and second is None:
+                second = place
+    return first, second
+
+
+class Group:
+    """The group of one sandbox."""
+
+    def __init__(self, places: dict[str, str], version: int) -> None:
+        self.places, self.version = places, version
+        memory = places["memory"]
+        self.oom_fd = os.open(f"{memory}/{'memory.oom_control' if version == 1 else 'memory.events'}", os.O_RDONLY)
+        usage = "memory.usage_in_bytes" if version == 1 else "memory.current"
+        self.usage_fd = os.open(f"{memory}/{usage}", os.O_RDONLY)
+
+    def add(self, pid: int) -> None:
+        """Move a process in."""
+        for place in sorted(set(self.places.values())):
+            _write(f"{place}/cgroup.procs", str(pid))
+
+    def close(self) -> None:
+        """Close the descriptors; the group stays until `remove`."""
+        for fd in (self.oom_fd, self.usage_fd):
+            os.close(fd)
+
+    def remove(self) -> bool:
+        """Delete the group; False when it is still busy."""
+        left = [place for place in set(self.places.values()) if not _rmdir(place)]
+        return not left
+
+
+class Groups:
+    """The groups of one keeper, in `.../agentrl/<run>/<sandbox>`; `why_not` says why there are none."""
+
+    def __init__(self) -> None:
+        self.why_not = ""
+        self.version = 0
+        self.bases: dict[str, str] = {}
+        try:
+            self._find()
+        except OSError as error:
+            self.why_not = f"{error.filename}: {error.strerror}"
+            self.bases = {}
+
+    @property
+    def controllers(self) -> list[str]:
+        """Which of memory, pids and cpu can be limited here."""
+        return sorted(self.bases) if "memory" in self.bases else []
+
+    def _find(self) -> None:
+        first, second = _mounts()
+        if "memory" in first:
+            self.version = 1
+            roots = {name: f"{place}/agentrl" for name, place in first.items()}
+        elif second is not None:
+            self.version = 2
+            with open(f"{second}/cgroup.controllers") as f:
+                names = [name for name in CONTROLLERS if name in f.read().split()]
+            if "memory" not in names:
+                self.why_not = f"{second}: the memory controller is not available"
+                return
+            enable = " ".join(f"+{name}" for name in names)
+            _write(f"{second}/cgroup.subtree_control", enable)
+            roots = dict.fromkeys(names, f"{second}/agentrl")
+        else:
+            self.why_not = "no cgroup file system is mounted"
+            return
+        for root in set(roots.values()):
+            os.makedirs(root, exist_ok=True)
+            if self.version == 2:
+                _write(f"{root}/cgroup.subtree_control", enable)
+            _sweep(root)
+            os.mkdir(f"{root}/{run_name()}")
+            if self.version == 2:
+                _write(f"{root}/{run_name()}/cgroup.subtree_control", enable)
+        self.bases = {name: f"{root}/{run_name()}" for name, root in roots.items()}
+
+    def create(self, name: str, *, memory_mb: int, pids: int, cpus: float | None) -> Group:
+        """A new group with its limits.
+
+        Raises:
+            OSError: the kernel refuses one of them.
+        """
+        places = {controller: f"{base}/{name}" for controller, base in self.bases.items()}
+        for place in set(places.values()):
+            os.mkdir(place)
+        one = self.version == 1
+        _write(f"{places['memory']}/memory.{'limit_in_bytes' if one else 'max'}", str(memory_mb << 20))
+        if not one and os.path.exists(f"{places['memory']}/memory.swap.max"):
+            _write(f"{places['memory']}/memory.swap.max", "0")
+        if "pids" in places:
+            _write(f"{places['pids']}/pids.max", str(pids))
+        if "cpu" in places and cpus is not None:
+            quota = str(max(1000, int(cpus * 100_000)))
+            if one:
+                _write(f"{places['cpu']}/cpu.cfs_period_us", "100000")
+                _write(f"{places['cpu']}/cpu.cfs_quota_us", quota)
+            else:
+                _write(f"{places['cpu']}/cpu.max", f"{quota} 100000")
+        return Group(places, self.version)
+
+    def close(self) -> None:
+        """Delete what belongs to this run."""
+        for base in set(self.bases.values()):
+            _remove_run(base)
+            _rmdir(os.path.dirname(base))  # stays while somebody else has a run there
+
+
+def _write(path: str, text: str) -> None:
+    with open(path, "w") as f:
+        f.write(text)
+
+
+def _rmdir(path: str) -> bool:
+    try:
+        os.rmdir(path)
+    except FileNotFoundError:
+        return True
+    except OSError:
+        return False
+    return True
+
+
+def _remove_run(base: str) -> None:
+    try:
+        inside = [entry.path for entry in os.scandir(base) if entry.is_dir()]
+    except OSError:
+        return
+    for path in [*inside, base]:
+        _rmdir(path)
+
+
+def _kill_members(base: str) -> None:
+    """End processes that outlived their keeper; only those without a pid namespace could."""
+    for folder, _, _ in os.walk(base):
+        with contextlib.suppress(OSError), open(f"{folder}/cgroup.procs") as f:
+            for line in f:
+                if int(line):
+                    os.kill(int(line), signal.SIGKILL)
+
+
+def _sweep(root: str) -> None:
+    """Remove what runs that are gone have left; their processes died with their keeper."""
+    for name in os.listdir(root):
+        if is_stale(name):
+            _kill_members(f"{root}/{name}")
+            _remove_run(f"{root}/{name}")

@@ -1,0 +1,228 @@
+"""A program of the sandbox, from the fork to its end: the spare child waits, then becomes what is asked for."""
+
+from __future__ import annotations
+
+import _sitebuiltins
+import builtins
+import errno
+import gc
+import os
+import resource
+import signal
+import sys
+import types
+from typing import Any, NoReturn
+
+from . import files, frames, kernel
+
+WARM = b"""
+import sys
+class A:
+    def f(self, n=1, *rest, **more):
+        return [str(i) for i in range(n)]
+def g():
+    try:
+        raise ValueError("x")
+    except ValueError as error:
+        return f"{error}"
+a = {"k": A().f(3), **{str(i): (i, 1.5) for i in range(5)}}
+g()
+print("", end="", flush=True)
+"""
+PACKAGE = __name__.rpartition(".")[0]
+CONTROL = 3
+"""Where the order arrives; closed before anything foreign runs."""
+
+
+SESSIONS: Any = None
+"""The module `sessions`, which itself needs this one; set there."""
+
+
+class Confinement:
+    """What every child takes on beyond what it inherits from the supervisor."""
+
+    def __init__(
+        self,
+        *,
+        home: str,
+        env: dict[str, str],
+        limits: dict[str, int],
+        oom_dir: int = -1,
+        landlock: tuple[list[str], list[str], bool] | None = None,
+        seccomp: bytes = b"",
+        site: list[str],
+    ) -> None:
+        self.home, self.env, self.limits = home, env, limits
+        self.oom_dir, self.landlock, self.seccomp, self.site = oom_dir, landlock, seccomp, site
+
+    def apply(self) -> None:
+        """In the child: first victim when memory runs out, limits, and (outside namespaces) the filters."""
+        kernel.prctl(kernel.PR_SET_DUMPABLE, 1)  # the supervisor is not; its own /proc entries must be its own
+        if self.oom_dir >= 0:
+            fd = os.open("self/oom_score_adj", os.O_WRONLY, dir_fd=self.oom_dir)
+            os.write(fd, b"1000")
+            os.close(fd)
+        limit_resources(self.limits)
+        if self.landlock:
+            readable, writable, network = self.landlock
+            kernel.landlock(readable, writable, network=network)
+        if self.seccomp:
+            kernel.install_seccomp(self.seccomp)
+
+
+def limit_resources(limits: dict[str, int]) -> None:
+    """Lower resource limits by name (CPU, NOFILE, ...); never raises one above what the process has."""
+    for name, value in limits.items():
+        which = getattr(resource, "RLIMIT_" + name)
+        _, hard = resource.getrlimit(which)
+        most = value + 1 if name == "CPU" else value  # a second between SIGXCPU, which tells why, and SIGKILL
+        if hard != resource.RLIM_INFINITY:
+            value, most = min(value, hard), min(most, hard)
+        resource.setrlimit(which, (value, most))
+
+
+def spare(confinement: Confinement, control: int, stdin: int, stdout: int, stderr: int) -> NoReturn:
+    """The life of a pre-forked child. Never returns to the supervisor's code."""
+    status = 1
+    try:
+        _settle(confinement, control, stdin, stdout, stderr)
+        # Touch the pages that running a program touches, before anybody waits for it.
+        exec(compile(WARM, "program.py", "exec", dont_inherit=True), {"__name__": "__main__"})
+        status = _serve(confinement, fresh_main())
+    except EOFError:
+        status = 0
+    except BaseException as error:
+        frames.write_all(2, f"sandbox: {type(error).__name__}: {error}\n".encode("utf-8", "replace"))
+    finally:
+        os._exit(status)
+
+
+def _settle(confinement: Confinement, control: int, stdin: int, stdout: int, stderr: int) -> None:
+    """Own session, the four descriptors and no others, a clean environment."""
+    # The supervisor keeps 0 to 3 busy, so none of the four is overwritten before its turn.
+    for target, fd in enumerate((stdin, stdout, stderr, control)):
+        os.dup2(fd, target, inheritable=target != CONTROL)
+    os.setsid()
+    confinement.apply()
+    os.closerange(CONTROL + 1, 1 << 20)
+    os.chdir(confinement.home)
+    os.environ.clear()
+    os.environ.update(confinement.env)
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    sys.path[:] = ["", *confinement.site]
+    gc.enable()
+    for name in ("exit", "quit"):  # the part of `site` that programs notice
+        setattr(builtins, name, _sitebuiltins.Quitter(name, "Ctrl-D (i.e. EOF)"))
+
+
+def _serve(confinement: Confinement, scope: dict[str, Any]) -> int:
+    """Wait for the order and carry it out."""
+    order, payload = frames.read_frame(CONTROL)
+    limit_resources(order["rlimits"])
+    kind = order["kind"]
+    os.write(CONTROL, b".")  # from here on, what happens is the program's doing
+    if kind == "file":
+        os.close(CONTROL)
+        return files.perform(order["file"])
+    if kind in ("bash", "python_session", "sqlite"):
+        return int(SESSIONS.serve(kind, CONTROL, scope))
+    os.close(CONTROL)
+    os.environ.update(order["env"])
+    try:
+        if order["cwd"] != confinement.home:
+            os.chdir(order["cwd"])
+    except OSError as error:
+        frames.write_all(2, f"sandbox: cannot enter {order['cwd']!r}: {error.strerror}\n".encode())
+        return 126
+    if kind == "exec":
+        return execute(order["argv"])
+    return run_python(payload, order["argv"], scope)
+
+
+def execute(argv: list[str]) -> int:
+    """Replace this process by a program; 127 or 126 with a line on stderr where that fails, as a shell does."""
+    for number in (signal.SIGPIPE, signal.SIGXFSZ, signal.SIGINT):
+        signal.signal(number, signal.SIG_DFL)
+    try:
+        os.execvpe(argv[0], argv, os.environ)
+    except OSError as error:
+        missing = error.errno in (errno.ENOENT, errno.ENOTDIR)
+        text = "command not found" if missing else os.strerror(error.errno or 0)
+        frames.write_all(2, f"sandbox: {argv[0]}: {text}\n".encode("utf-8", "replace"))
+        return 127 if missing else 126
+    except ValueError as error:
+        frames.write_all(2, f"sandbox: {argv[0]!r}: {error}\n".encode("utf-8", "replace"))
+        return 126
+
+
+def fresh_main() -> dict[str, Any]:
+    """A new, empty `__main__` without a trace of the supervisor's modules."""
+    package = PACKAGE
+    for name in [name for name in sys.modules if name == package or name.startswith(package + ".")]:
+        del sys.modules[name]
+    main = types.ModuleType("__main__")
+    main.__dict__["__builtins__"] = builtins
+    sys.modules["__main__"] = main
+    return main.__dict__
+
+
+def show_exception(error: BaseException, sources: dict[str, bytes]) -> None:
+    """Print the traceback as Python would, with the lines of `sources` (by file name), without our own frames."""
+    import linecache
+    import traceback
+
+    for name, data in sources.items():
+        text = data.decode("utf-8", "replace")
+        linecache.cache[name] = (len(text), None, text.splitlines(keepends=True), name)
+    trace = error.__traceback__
+    ours = f"<{PACKAGE}."
+    while trace is not None and trace.tb_frame.f_code.co_filename.startswith(ours):
+        trace = trace.tb_next
+    traceback.print_exception(type(error), error, trace)
+
+
+def exit_status(error: SystemExit) -> int:
+    """What the shell would see of this SystemExit; text goes to stderr, as Python does."""
+    code = error.code
+    if code is None:
+        return 0
+    if isinstance(code, int):
+        return code & 0xFF
+    sys.stderr.write(f"{code}\n")
+    return 1
+
+
+def run_python(program: bytes, argv: list[str], scope: dict[str, Any]) -> int:
+    """Run a whole program as `__main__`; the exit status that `python program.py` would have."""
+    name = "program.py"
+    sys.argv = [name, *argv]
+    status = 0
+    try:
+        # Bytes, not text: a coding line and a byte-order mark mean what they say.
+        exec(compile(program, name, "exec", dont_inherit=True), scope)
+    except SystemExit as error:
+        status = exit_status(error)
+    except BaseException as error:
+        show_exception(error, {name: program})
+        status = 1
+    return finish(status)
+
+
+def finish(status: int) -> int:
+    """What the interpreter does at its end and `os._exit` does not: threads, atexit, flush."""
+    try:
+        if "threading" in sys.modules:
+            sys.modules["threading"]._shutdown()
+        if "atexit" in sys.modules:
+            sys.modules["atexit"]._run_exitfuncs()
+    except SystemExit as error:
+        status = exit_status(error)
+    except BaseException as error:
+        show_exception(error, {})
+        status = status or 1
+    for stream in (sys.stdout, sys.stderr):
+        try:
+            stream.flush()
+        except (AttributeError, OSError, ValueError):
+            status = status or 120
+    return status

@@ -1,0 +1,76 @@
+"""The supervisor as the entry point of a container: the engine has built the walls, we are PID 1 within them."""
+
+from __future__ import annotations
+
+import gc
+import json
+import os
+import signal
+import sys
+from typing import Any
+
+from . import child, frames, keeper, kernel, supervisor, tree  # keeper brings sessions along
+
+OOM_FILES = ("/sys/fs/cgroup/memory/memory.oom_control", "/sys/fs/cgroup/memory.events")
+USAGE_FILES = ("/sys/fs/cgroup/memory/memory.usage_in_bytes", "/sys/fs/cgroup/memory.current")
+
+
+def _open_first(paths: tuple[str, ...]) -> int:
+    for path in paths:
+        try:
+            return os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        except OSError:
+            continue
+    return -1
+
+
+def main(text: str) -> None:
+    """Entry point: `text` is the order as JSON; the link is stdin and stdout."""
+    order: dict[str, Any] = json.loads(text)
+    link_in, link_out = _above(0), _above(1)
+    null = os.open("/dev/null", os.O_RDWR)
+    for fd in range(4):
+        os.dup2(null, fd)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        confinement, meter = _confine(order)
+        gc.collect()
+        gc.freeze()
+        gc.disable()
+        server = supervisor.Supervisor(
+            link_in, link_out, confinement, owns_all=os.getpid() == 1, meter=meter, ttl_s=order["ttl_s"]
+        )
+    except BaseException as error:
+        frames.write_all(link_out, frames.pack({"hello": 0, "error": f"{type(error).__name__}: {error}"}))
+        os._exit(1)
+    server.run()
+
+
+def _confine(order: dict[str, Any]) -> tuple[child.Confinement, tree.Meter]:
+    home, tmp = order["home"], "/tmp"
+    os.umask(0o022)
+    os.makedirs(home, exist_ok=True)
+    os.chdir(home)
+    proc = os.open("/proc", os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    env = keeper.base_env(home, tmp, order["env"])
+    if os.environ.get("PATH"):
+        env["PATH"] = os.environ["PATH"]
+    kernel.drop_privileges(os.getuid(), os.getgid())
+    kernel.prctl(kernel.PR_SET_DUMPABLE, 0)
+    kernel.install_seccomp(kernel.seccomp_filter(network=True, shared_memory=True))
+    meter = tree.Meter(order["memory_mb"], _open_first(OOM_FILES), _open_first(USAGE_FILES), home)
+    return child.Confinement(
+        home=home,
+        env=env,
+        limits=order["rlimits"],
+        oom_dir=proc,
+        site=keeper.site_paths() + order["python_path"],
+    ), meter
+
+
+def _above(fd: int) -> int:
+    """A copy of a descriptor above 3."""
+    import fcntl
+
+    assert sys.platform == "linux"
+    return fcntl.fcntl(fd, fcntl.F_DUPFD_CLOEXEC, 10)

@@ -1,0 +1,72 @@
+"""The frames that cross a stream: two lengths, a JSON header, a payload."""
+
+from __future__ import annotations
+
+import json
+import os
+import struct
+from typing import Any
+
+LENGTHS = struct.Struct(">II")
+MAX_HEADER, MAX_PAYLOAD = 1 << 22, 1 << 28
+
+Header = dict[str, Any]
+
+
+def pack(header: Header, payload: bytes = b"") -> bytes:
+    """One frame."""
+    head = json.dumps(header, separators=(",", ":")).encode()
+    return LENGTHS.pack(len(head), len(payload)) + head + payload
+
+
+class Reader:
+    """Cuts a byte stream into frames."""
+
+    def __init__(self) -> None:
+        self._buffer = bytearray()
+
+    def feed(self, data: bytes) -> list[tuple[Header, bytes]]:
+        """Take the next bytes and return the frames that are now complete.
+
+        Raises:
+            ValueError: the bytes are not frames.
+        """
+        buffer = self._buffer
+        buffer += data
+        frames = []
+        while len(buffer) >= 8:
+            head, payload = LENGTHS.unpack_from(buffer)
+            if head > MAX_HEADER or payload > MAX_PAYLOAD:
+                raise ValueError(f"frame of {head}+{payload} bytes")
+            end = 8 + head + payload
+            if len(buffer) < end:
+                break
+            header = json.loads(buffer[8 : 8 + head])
+            frames.append((header, bytes(buffer[8 + head : end])))
+            del buffer[:end]
+        return frames
+
+
+def read_exactly(fd: int, count: int) -> bytes:
+    """`count` bytes of a blocking descriptor; EOFError when it ends before."""
+    parts = []
+    while count:
+        part = os.read(fd, min(count, 1 << 20))
+        if not part:
+            raise EOFError("stream ended inside a frame")
+        parts.append(part)
+        count -= len(part)
+    return b"".join(parts)
+
+
+def read_frame(fd: int) -> tuple[Header, bytes]:
+    """The next frame of a blocking descriptor; EOFError when it ends."""
+    head, payload = LENGTHS.unpack(read_exactly(fd, 8))
+    return json.loads(read_exactly(fd, head)), read_exactly(fd, payload)
+
+
+def write_all(fd: int, data: bytes) -> None:
+    """Write everything to a blocking descriptor."""
+    view = memoryview(data)
+    while view:
+        view = view[os.write(fd, view) :]

@@ -1,0 +1,148 @@
+"""Build the root of a namespace jail and give every privilege away: the first steps of its PID 1."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import socket
+import struct
+
+from . import kernel
+
+BOX_ID = 1000
+"""User and group id inside, where the jail has a user namespace of its own."""
+
+DEVICES = ("null", "zero", "full", "random", "urandom")
+
+
+def namespaces(*, privileged: bool, network: bool) -> int:
+    """The clone flags of a jail. `network` shares the network of the host."""
+    flags = kernel.CLONE_NEWPID | kernel.CLONE_NEWNS | kernel.CLONE_NEWIPC | kernel.CLONE_NEWUTS
+    if not network:
+        flags |= kernel.CLONE_NEWNET
+    if not privileged:
+        flags |= kernel.CLONE_NEWUSER
+    return flags
+
+
+def map_user(uid: int, gid: int) -> None:
+    """In a fresh user namespace: become BOX_ID, which is `uid`, `gid` outside."""
+    for name, text in (("setgroups", "deny"), ("uid_map", f"{BOX_ID} {uid} 1"), ("gid_map", f"{BOX_ID} {gid} 1")):
+        with open(f"/proc/self/{name}", "w") as f:
+            f.write(text)
+
+
+def build(binds: list[str], *, uid: int, gid: int, disk_mb: int, inodes: int, hostname: str = "sandbox") -> int:
+    """Replace the root by a read-only tmpfs with read-only binds, one bounded disk, /proc and a few devices.
+
+    Args:
+        binds: paths of the host that appear at the same place, read-only; links appear as links.
+        uid: owner of the disk, as seen from inside.
+        gid: its group.
+        disk_mb: size of the one tmpfs that is /workspace, /tmp, /dev/shm and the home directory.
+        inodes: how many files it may hold.
+
+    Returns:
+        A directory descriptor of /proc through which the caller alone can still write to it.
+    """
+    kernel.mount("none", "/", None, kernel.MS_REC | kernel.MS_PRIVATE)
+    sources = [_source(path) for path in binds]
+    devices = [(name, os.open(f"/dev/{name}", os.O_PATH | os.O_CLOEXEC)) for name in DEVICES]
+    root = "/tmp"
+    quiet = kernel.MS_NOSUID | kernel.MS_NODEV
+    kernel.mount("sandbox", root, "tmpfs", quiet, "mode=755,size=4m,nr_inodes=2000")
+    _disk(root, uid, gid, disk_mb, inodes)
+    for path, link, fd in sources:  # after the disk: some may lie below /tmp
+        target = root + path
+        os.makedirs(os.path.dirname(target), exist_ok=True)
+        if link is not None:
+            os.symlink(link, target)
+            continue
+        _bind(fd, target)
+        kernel.make_readonly(target)
+    os.makedirs(f"{root}/dev", exist_ok=True)
+    for name, fd in devices:
+        _bind(fd, f"{root}/dev/{name}")
+    for name, link in (("fd", "/proc/self/fd"), ("stdin", "fd/0"), ("stdout", "fd/1"), ("stderr", "fd/2")):
+        os.symlink(link, f"{root}/dev/{name}")
+    os.makedirs(f"{root}/proc")
+    kernel.mount("proc", f"{root}/proc", "proc", quiet | kernel.MS_NOEXEC)
+    writable_proc = _lock_proc(f"{root}/proc", f"{root}/dev/null")
+    _etc(root, uid, gid)
+    kernel.pivot_root(root)
+    kernel.mount("none", "/", None, kernel.MS_REMOUNT | kernel.MS_BIND | kernel.MS_RDONLY | quiet)
+    os.umask(0o022)
+    kernel.check(kernel.libc.sethostname(hostname.encode(), len(hostname)), "sethostname")
+    return writable_proc
+
+
+def loopback_up() -> None:
+    """Bring up `lo` of a fresh network namespace, so that servers inside can be reached from inside."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as s:
+        request = struct.pack("16sh14x", b"lo", 0x1 | 0x40)  # IFF_UP | IFF_RUNNING
+        fcntl.ioctl(s, 0x8914, request)  # SIOCSIFFLAGS
+
+
+def _source(path: str) -> tuple[str, str | None, int]:
+    """(path, where the link points or None, fd of the thing) of something to bind."""
+    if os.path.islink(path):
+        return path, os.readlink(path), -1
+    return path, None, os.open(path, os.O_PATH | os.O_CLOEXEC)
+
+
+def _bind(fd: int, target: str) -> None:
+    source = f"/proc/self/fd/{fd}"
+    if os.path.isdir(source):
+        os.makedirs(target, exist_ok=True)
+    else:
+        with open(target, "w"):
+            pass
+    kernel.mount(source, target, None, kernel.MS_BIND | kernel.MS_REC)
+    os.close(fd)
+
+
+def _disk(root: str, uid: int, gid: int, disk_mb: int, inodes: int) -> None:
+    """One tmpfs behind /workspace, /tmp and /dev/shm: one limit for them all."""
+    quiet = kernel.MS_NOSUID | kernel.MS_NODEV
+    disk = f"{root}/disk"
+    os.mkdir(disk)
+    kernel.mount("disk", disk, "tmpfs", quiet, f"mode=755,size={disk_mb}m,nr_inodes={inodes + 5}")
+    for name, place, mode in (
+        ("workspace", "workspace", 0o755),
+        ("tmp", "tmp", 0o1777),
+        ("shm", "dev/shm", 0o1777),
+    ):
+        os.mkdir(f"{disk}/{name}")
+        os.chmod(f"{disk}/{name}", mode)
+        os.chown(f"{disk}/{name}", uid, gid)
+        os.makedirs(f"{root}/{place}", exist_ok=True)
+        kernel.mount(f"{disk}/{name}", f"{root}/{place}", None, kernel.MS_BIND)
+    kernel.check(kernel.libc.umount2(disk.encode(), kernel.MNT_DETACH), "umount of the disk's first place")
+    os.rmdir(disk)
+
+
+def _etc(root: str, uid: int, gid: int) -> None:
+    etc = f"{root}/etc"
+    os.makedirs(etc, exist_ok=True)
+    for name, text in (
+        ("passwd", f"root:x:0:0:root:/root:/bin/sh\nagent:x:{uid}:{gid}:agent:/workspace:/bin/bash\n"),
+        ("group", f"root:x:0:\nagent:x:{gid}:\n"),
+        ("hosts", "127.0.0.1 localhost sandbox\n::1 localhost\n"),
+        ("resolv.conf", ""),
+        ("nsswitch.conf", "passwd: files\ngroup: files\nhosts: files\n"),
+    ):
+        if not os.path.lexists(f"{etc}/{name}"):
+            with open(f"{etc}/{name}", "w") as f:
+                f.write(text)
+
+
+def _lock_proc(proc: str, null: str) -> int:
+    """Make /proc read-only, cover what it tells about the host; return the old, writable view as a descriptor."""
+    fd = os.open(proc, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    flags = kernel.MS_NOSUID | kernel.MS_NODEV | kernel.MS_NOEXEC
+    kernel.mount(proc, proc, None, kernel.MS_BIND)
+    kernel.mount("none", proc, None, kernel.MS_REMOUNT | kernel.MS_BIND | kernel.MS_RDONLY | flags)
+    for name in ("kcore", "keys", "timer_list", "sched_debug", "kpagecount", "kpageflags", "kpagecgroup"):
+        if os.path.exists(f"{proc}/{name}"):
+            kernel.mount(null, f"{proc}/{name}", None, kernel.MS_BIND)
+    return fd

@@ -1,0 +1,366 @@
+"""The keeper: one lean process beside the program that uses sandboxes; it forks them, and cleans up after them.
+
+Forking here instead of in the program costs a fraction (a large process is slow to fork and may have threads),
+shares the interpreter's memory among all sandboxes, and leaves somebody behind who cleans up when the program
+is killed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import json
+import os
+import select
+import signal
+import socket
+import stat
+import sys
+import time
+from typing import Any, NoReturn
+
+from . import cgroups, child, frames, jail, kernel, sessions, supervisor, tree
+
+SYSTEM = (
+    "/usr", "/bin", "/sbin", "/lib", "/lib32", "/lib64", "/libx32", "/etc/alternatives", "/etc/ld.so.cache",
+    "/etc/ld.so.conf", "/etc/ld.so.conf.d", "/etc/mime.types", "/etc/services", "/etc/protocols", "/etc/ssl/certs",
+)  # fmt: skip
+"""What a sandbox sees of the host unless told otherwise: programs and libraries, nothing of anybody's own."""
+
+UID_BASE = 0x40000000
+PRELOADED = (sessions,)
+"""Modules that children use; loaded here once."""
+
+
+def site_paths() -> list[str]:
+    """Where programs find modules: the standard library and the interpreter's installed packages."""
+    version = f"python{sys.version_info[0]}.{sys.version_info[1]}"
+    paths = [path for path in sys.path if path]
+    for place in (f"{sys.base_prefix}/lib/{version}/site-packages", "/usr/lib/python3/dist-packages"):
+        if os.path.isdir(place) and place not in paths and (sys.base_prefix == "/usr" or "dist" not in place):
+            paths.append(place)
+    return paths
+
+
+def base_env(home: str, tmp: str, extra: dict[str, str]) -> dict[str, str]:
+    """The whole environment of a program: nothing of the host's gets in."""
+    path = "/usr/local/bin:/usr/bin:/bin"
+    if sys.base_prefix != "/usr":
+        path = f"{sys.base_prefix}/bin:{path}"
+    return {
+        "PATH": path, "HOME": home, "TMPDIR": tmp, "USER": "agent", "LOGNAME": "agent", "SHELL": "/bin/bash",
+        "LANG": "C.UTF-8", "LC_ALL": "C.UTF-8", "TZ": "UTC", "PYTHONHASHSEED": "0", "PYTHONDONTWRITEBYTECODE": "1",
+        "PYTHONUTF8": "1", "TERM": "dumb", **extra,
+    }  # fmt: skip
+
+
+class Box:
+    """What the keeper knows of one sandbox."""
+
+    def __init__(self, name: str, pid: int, group: cgroups.Group | None, folder: str | None) -> None:
+        self.name, self.pid, self.group, self.folder = name, pid, group, folder
+        self.pidfd = os.pidfd_open(pid)
+
+
+class Keeper:
+    """Serves `spawn` and `kill` on a seqpacket socket until it closes or the parent is gone."""
+
+    def __init__(self, control: socket.socket, parent: int) -> None:
+        self.control = control
+        self.parent_fd = os.pidfd_open(parent)
+        self.privileged = os.geteuid() == 0
+        self.groups = cgroups.Groups()
+        self.boxes: dict[int, Box] = {}
+        self.garbage: list[cgroups.Group] = []
+        self.count = 0
+        self.folder: str | None = None
+        self.poll = select.poll()
+        self.poll.register(control.fileno(), select.POLLIN)
+        self.poll.register(self.parent_fd, select.POLLIN)
+        uid = os.geteuid()
+        self.uid_base = UID_BASE + (os.getpid() % (1 << 18)) * 4096 if self.privileged else uid
+
+    def run(self) -> None:
+        """The loop."""
+        self.tell({"ready": True, "controllers": self.groups.controllers, "why_no_cgroup": self.groups.why_not})
+        try:
+            while True:
+                for fd, _ in self.poll.poll(50 if self.garbage else None):
+                    if fd == self.parent_fd:
+                        return
+                    if fd in self.boxes:
+                        self.bury(self.boxes[fd])
+                    elif not self.receive():
+                        return
+                self.garbage = [group for group in self.garbage if not group.remove()]
+        except (BrokenPipeError, ConnectionResetError):
+            return
+        finally:
+            self.close()
+
+    def tell(self, message: dict[str, Any]) -> None:
+        """One message to the program."""
+        self.control.send(json.dumps(message).encode())
+
+    def receive(self) -> bool:
+        """Serve one order; False when there will be no more."""
+        data, fds, _, _ = socket.recv_fds(self.control, 1 << 20, 2)
+        if not data:
+            return False
+        order = json.loads(data)
+        if order["op"] == "spawn":
+            try:
+                self.spawn(order, fds[0])
+            except OSError as error:
+                self.tell({"box": order["box"], "error": str(error)})
+        elif order["op"] == "kill":
+            for box in self.boxes.values():
+                if box.name == order["box"]:
+                    signal.pidfd_send_signal(box.pidfd, signal.SIGKILL)
+        for fd in fds:
+            os.close(fd)
+        return True
+
+    def spawn(self, order: dict[str, Any], link: int) -> None:
+        """Fork a sandbox; it says hello, or why not, on its own link."""
+        self.count += 1
+        namespaced = order["mode"] == "namespace"
+        group = folder = None
+        if self.groups.controllers and order["mode"] != "process":
+            group = self.groups.create(
+                order["box"],
+                memory_mb=order["memory_mb"] + order["reserve_mb"],
+                pids=order["pids"] + 2,
+                cpus=order["cpus"],
+            )
+        try:
+            uid, gid = (self.uid_base + self.count % 4096,) * 2 if self.privileged else (os.getuid(), os.getgid())
+            if order["mode"] == "process":
+                uid, gid = os.getuid(), os.getgid()
+            if not namespaced:
+                folder = self.make_folder(order["folders"], order["box"], uid, gid)
+            go_r, go_w = os.pipe2(os.O_CLOEXEC)
+            flags = jail.namespaces(privileged=self.privileged, network=order["network"])
+            pid = kernel.clone(flags) if namespaced else os.fork()
+            if pid == 0:
+                become(order, link, go_r, group, folder, uid, gid)
+        except OSError:
+            if group is not None:
+                group.close()
+                self.garbage.append(group)
+            raise
+        os.close(go_r)
+        box = Box(order["box"], pid, group, folder)
+        self.boxes[box.pidfd] = box
+        self.poll.register(box.pidfd, select.POLLIN)
+        if group is not None:
+            group.add(pid)
+        os.write(go_w, b".")
+        os.close(go_w)
+        self.tell({"box": box.name, "pid": pid})
+
+    def make_folder(self, place: str, name: str, uid: int, gid: int) -> str:
+        """The directory of a sandbox without a file system of its own."""
+        if self.folder is None:
+            self.folder = os.path.join(place, f"agentrl-{os.getuid()}-{cgroups.run_name()}")
+            sweep_folders(os.path.dirname(self.folder))
+            os.mkdir(self.folder, 0o711)
+        folder = os.path.join(self.folder, name)
+        os.mkdir(folder, 0o700)
+        for part in ("workspace", "tmp"):
+            os.mkdir(f"{folder}/{part}", 0o700)
+            os.chown(f"{folder}/{part}", uid, gid)
+        os.chown(folder, uid, gid)
+        return folder
+
+    def bury(self, box: Box) -> None:
+        """A sandbox has ended: collect it and remove what was its own."""
+        _, status = os.waitpid(box.pid, 0)
+        self.poll.unregister(box.pidfd)
+        del self.boxes[box.pidfd]
+        os.close(box.pidfd)
+        others = [other.pid for other in self.boxes.values()]
+        if box.folder is not None:
+            # Without a pid namespace, what a killed supervisor had below it has become ours.
+            tree.kill_except(others, others)
+        if box.group is not None:
+            box.group.close()
+            if not box.group.remove():
+                self.garbage.append(box.group)
+        if box.folder is not None:
+            remove_tree(box.folder)
+        self.tell({"box": box.name, "exit": status})
+
+    def close(self) -> None:
+        """End every sandbox and leave nothing."""
+        for box in self.boxes.values():
+            signal.pidfd_send_signal(box.pidfd, signal.SIGKILL)
+        for box in self.boxes.values():
+            os.waitpid(box.pid, 0)
+            if box.group is not None:
+                self.garbage.append(box.group)
+        tree.kill_except([], [])  # orphans of sandboxes without a pid namespace
+        deadline = time.monotonic() + 5
+        while self.garbage and time.monotonic() < deadline:
+            self.garbage = [group for group in self.garbage if not group.remove()]
+            time.sleep(0.01 if self.garbage else 0)
+        self.groups.close()
+        if self.folder is not None:
+            remove_tree(self.folder)
+
+
+def become(
+    order: dict[str, Any], link: int, go: int, group: cgroups.Group | None, folder: str | None, uid: int, gid: int
+) -> NoReturn:
+    """In the new process: build the jail, give up every privilege, supervise. Says on the link what fails."""
+    try:
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+        oom_fd, usage_fd = (group.oom_fd, group.usage_fd) if group is not None else (-1, -1)
+        close_others([fd for fd in (link, go, oom_fd, usage_fd) if fd >= 0])
+        if os.read(go, 1) != b".":
+            os._exit(1)
+        os.close(go)
+        order["counted"] = group is not None
+        build = build_jail if order["mode"] == "namespace" else build_folder
+        confinement, place = build(order, folder or "", uid, gid)
+        meter = tree.Meter(order["memory_mb"], oom_fd, usage_fd, place)
+        meter.must_watch = meter.must_watch and order["mode"] != "process"
+        gc.freeze()
+        server = supervisor.Supervisor(
+            link, link, confinement, owns_all=order["mode"] == "namespace", meter=meter, ttl_s=order["ttl_s"]
+        )
+    except BaseException as error:
+        frames.write_all(link, frames.pack({"hello": 0, "error": f"{type(error).__name__}: {error}"}))
+        os._exit(1)
+    server.run()
+
+
+def close_others(keep: list[int]) -> None:
+    """Close every descriptor above 3 but these."""
+    last = 3
+    for fd in sorted(keep):
+        os.closerange(last + 1, fd)
+        last = fd
+    os.closerange(last + 1, 1 << 20)
+
+
+def build_jail(order: dict[str, Any], folder: str, uid: int, gid: int) -> tuple[child.Confinement, str]:
+    """Namespaces: a root of its own, no capabilities, the system call filter on PID 1 and so on all."""
+    privileged = os.geteuid() == 0
+    inner_uid, inner_gid = uid, gid
+    if not privileged:
+        jail.map_user(uid, gid)
+        inner_uid = inner_gid = jail.BOX_ID
+    binds = [path for path in SYSTEM if os.path.lexists(path)]
+    if not any(sys.base_prefix == path or sys.base_prefix.startswith(path + "/") for path in binds):
+        binds.append(sys.base_prefix)
+    binds += [path for path in order["readonly"] if path not in binds]
+    proc = jail.build(binds, uid=inner_uid, gid=inner_gid, disk_mb=order["workspace_mb"], inodes=order["inodes"])
+    if not order["network"]:
+        jail.loopback_up()
+    kernel.drop_privileges(inner_uid, inner_gid)
+    kernel.prctl(kernel.PR_SET_DUMPABLE, 0)
+    kernel.prctl(kernel.PR_SET_PDEATHSIG, signal.SIGKILL)
+    counted = order["counted"]
+    kernel.install_seccomp(kernel.seccomp_filter(network=True, shared_memory=counted))
+    limits = dict(order["rlimits"])
+    if not counted:
+        limits["DATA"] = order["memory_mb"] << 20
+    os.chdir("/workspace")
+    return child.Confinement(
+        home="/workspace",
+        env=base_env("/workspace", "/tmp", order["env"]),
+        limits=limits,
+        oom_dir=proc,
+        site=site_paths() + order["python_path"],
+    ), "/workspace"
+
+
+def build_folder(order: dict[str, Any], folder: str, uid: int, gid: int) -> tuple[child.Confinement, str]:
+    """No namespaces: a directory, limits, and for Landlock the filters that each child takes on."""
+    kernel.prctl(kernel.PR_SET_CHILD_SUBREAPER, 1)
+    home, tmp = f"{folder}/workspace", f"{folder}/tmp"
+    limits = dict(order["rlimits"])
+    filters, seccomp = None, b""
+    if order["mode"] == "landlock":
+        system = (*SYSTEM, "/etc/passwd", "/etc/group", "/etc/hosts", "/etc/nsswitch.conf", sys.base_prefix)
+        readable = [path for path in (*system, *order["readonly"]) if os.path.exists(path)]
+        devices = [f"/dev/{name}" for name in jail.DEVICES]
+        filters = (readable, [folder, *devices], order["network"])
+        seccomp = kernel.seccomp_filter(network=order["network"], shared_memory=False)
+        if not order["counted"]:
+            limits["DATA"] = order["memory_mb"] << 20
+        if os.geteuid() != 0:
+            limits["NPROC"] += processes_of(uid)
+        kernel.drop_privileges(uid, gid)
+        kernel.prctl(kernel.PR_SET_DUMPABLE, 0)
+    else:
+        limits.pop("NPROC", None)
+    kernel.prctl(kernel.PR_SET_PDEATHSIG, signal.SIGKILL)
+    os.chdir(home)
+    return child.Confinement(
+        home=home,
+        env=base_env(home, tmp, order["env"]),
+        limits=limits,
+        landlock=filters,
+        seccomp=seccomp,
+        site=site_paths() + order["python_path"],
+    ), home
+
+
+def processes_of(uid: int) -> int:
+    """Threads that the user runs now: the limit of the kernel counts them all."""
+    count = 0
+    for name in os.listdir("/proc"):
+        if name.isdigit():
+            try:
+                if os.stat(f"/proc/{name}").st_uid == uid:
+                    count += len(os.listdir(f"/proc/{name}/task"))
+            except OSError:
+                continue
+    return count
+
+
+def remove_tree(path: str) -> None:
+    """Delete a directory whatever modes its owner gave to what is inside; links are not followed."""
+    with contextlib.suppress(OSError):
+        os.chmod(path, stat.S_IRWXU)
+        with os.scandir(path) as found:
+            inside = list(found)
+        for entry in inside:
+            if entry.is_dir(follow_symlinks=False):
+                remove_tree(entry.path)
+            else:
+                os.unlink(entry.path)
+        os.rmdir(path)
+
+
+def sweep_folders(parent: str) -> None:
+    """Remove the directories of this user's runs that are gone."""
+    prefix = f"agentrl-{os.getuid()}-"
+    for name in os.listdir(parent):
+        path = os.path.join(parent, name)
+        if (
+            name.startswith(prefix)
+            and cgroups.is_stale(name[len(prefix) :])
+            and os.lstat(path).st_uid == os.getuid()
+        ):
+            remove_tree(path)
+
+
+def main(control_fd: int, parent: int) -> None:
+    """Entry point: descriptors 0 to 3 become /dev/null, the control socket is above."""
+    control = os.dup(control_fd) if control_fd > 3 else control_fd
+    while control <= 3:
+        control = os.dup(control)
+    null = os.open("/dev/null", os.O_RDWR)
+    for fd in range(4):
+        os.dup2(null, fd)
+    os.closerange(control + 1, 1 << 20)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    os.setsid()
+    kernel.prctl(kernel.PR_SET_CHILD_SUBREAPER, 1)
+    gc.collect()
+    gc.freeze()
+    gc.disable()
+    Keeper(socket.socket(fileno=control), parent).run()

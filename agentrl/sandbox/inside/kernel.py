@@ -1,0 +1,284 @@
+"""The few kernel calls that Python does not wrap: prctl, capabilities, mounts, seccomp, Landlock.
+
+Linux only. Numbers are from the kernel's uapi headers; `tests/sandbox` compares them with the installed ones.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import struct
+
+libc = ctypes.PyDLL(None, use_errno=True)
+"""PyDLL keeps the interpreter lock: these calls are short, and `clone` must not drop it half-way."""
+
+PR_SET_PDEATHSIG, PR_SET_DUMPABLE, PR_SET_SECCOMP = 1, 4, 22
+PR_CAPBSET_DROP, PR_SET_CHILD_SUBREAPER, PR_SET_NO_NEW_PRIVS, PR_CAP_AMBIENT = 24, 36, 38, 47
+
+CLONE_NEWNS, CLONE_NEWUTS, CLONE_NEWIPC = 0x00020000, 0x04000000, 0x08000000
+CLONE_NEWUSER, CLONE_NEWPID, CLONE_NEWNET = 0x10000000, 0x20000000, 0x40000000
+
+MS_RDONLY, MS_NOSUID, MS_NODEV, MS_NOEXEC, MS_REMOUNT = 1, 2, 4, 8, 32
+MS_BIND, MS_REC, MS_PRIVATE = 4096, 16384, 1 << 18
+MNT_DETACH = 2
+
+X86_64 = {
+    "clone": 56, "pivot_root": 155, "mount_setattr": 442, "capset": 126, "landlock_create_ruleset": 444,
+    "landlock_add_rule": 445, "landlock_restrict_self": 446, "socket": 41, "mknod": 133, "mknodat": 259,
+    "prlimit64": 302, "setpriority": 141, "sched_setaffinity": 203, "sched_setscheduler": 144,
+    "sched_setparam": 142, "sched_setattr": 314, "ioprio_set": 251, "ioctl": 16, "clone3": 435,
+    "memfd_create": 319, "shmget": 29, "msgget": 68, "semget": 64, "mq_open": 240,
+}  # fmt: skip
+AARCH64 = {
+    "clone": 220, "pivot_root": 41, "mount_setattr": 442, "capset": 91, "landlock_create_ruleset": 444,
+    "landlock_add_rule": 445, "landlock_restrict_self": 446, "socket": 198, "mknodat": 33,
+    "prlimit64": 261, "setpriority": 140, "sched_setaffinity": 122, "sched_setscheduler": 119,
+    "sched_setparam": 118, "sched_setattr": 274, "ioprio_set": 30, "ioctl": 29, "clone3": 435,
+    "memfd_create": 279, "shmget": 194, "msgget": 186, "semget": 190, "mq_open": 180,
+}  # fmt: skip
+DENIED_X86_64 = {
+    "mount": 165, "umount2": 166, "pivot_root": 155, "chroot": 161, "setns": 308, "unshare": 272,
+    "fsopen": 430, "fsconfig": 431, "fsmount": 432, "fspick": 433, "open_tree": 428, "move_mount": 429,
+    "mount_setattr": 442, "ptrace": 101, "process_vm_readv": 310, "process_vm_writev": 311,
+    "process_madvise": 440, "kcmp": 312, "pidfd_getfd": 438, "bpf": 321, "perf_event_open": 298,
+    "io_uring_setup": 425, "io_uring_enter": 426, "io_uring_register": 427, "userfaultfd": 323,
+    "keyctl": 250, "add_key": 248, "request_key": 249, "kexec_load": 246, "kexec_file_load": 320,
+    "init_module": 175, "finit_module": 313, "delete_module": 176, "create_module": 174, "reboot": 169,
+    "swapon": 167, "swapoff": 168, "acct": 163, "quotactl": 179, "quotactl_fd": 443, "settimeofday": 164,
+    "clock_settime": 227, "clock_adjtime": 305, "adjtimex": 159, "sethostname": 170, "setdomainname": 171,
+    "iopl": 172, "ioperm": 173, "open_by_handle_at": 304, "name_to_handle_at": 303, "fanotify_init": 300,
+    "fanotify_mark": 301, "lookup_dcookie": 212, "nfsservctl": 180, "vhangup": 153, "syslog": 103,
+    "modify_ldt": 154, "move_pages": 279, "mbind": 237, "set_mempolicy": 238, "set_mempolicy_home_node": 450,
+    "migrate_pages": 256, "memfd_secret": 447, "uselib": 134, "ustat": 136, "sysfs": 139, "_sysctl": 156,
+    "process_mrelease": 448, "personality": 135,
+}  # fmt: skip
+DENIED_AARCH64 = {
+    "mount": 40, "umount2": 39, "pivot_root": 41, "chroot": 51, "setns": 268, "unshare": 97,
+    "fsopen": 430, "fsconfig": 431, "fsmount": 432, "fspick": 433, "open_tree": 428, "move_mount": 429,
+    "mount_setattr": 442, "ptrace": 117, "process_vm_readv": 270, "process_vm_writev": 271,
+    "process_madvise": 440, "kcmp": 272, "pidfd_getfd": 438, "bpf": 280, "perf_event_open": 241,
+    "io_uring_setup": 425, "io_uring_enter": 426, "io_uring_register": 427, "userfaultfd": 282,
+    "keyctl": 219, "add_key": 217, "request_key": 218, "kexec_load": 104, "kexec_file_load": 294,
+    "init_module": 105, "finit_module": 273, "delete_module": 106, "reboot": 142, "swapon": 224,
+    "swapoff": 225, "acct": 89, "quotactl": 60, "quotactl_fd": 443, "settimeofday": 170,
+    "clock_settime": 112, "clock_adjtime": 266, "adjtimex": 171, "sethostname": 161, "setdomainname": 162,
+    "open_by_handle_at": 265, "name_to_handle_at": 264, "fanotify_init": 262, "fanotify_mark": 263,
+    "lookup_dcookie": 18, "nfsservctl": 42, "vhangup": 58, "syslog": 116, "move_pages": 239, "mbind": 235,
+    "set_mempolicy": 237, "set_mempolicy_home_node": 450, "migrate_pages": 238, "memfd_secret": 447,
+    "process_mrelease": 448, "personality": 92,
+}  # fmt: skip
+NEWEST_SYSCALL = 451
+"""Numbers above are answered ENOSYS, as a kernel that does not know them would."""
+
+MACHINES = {
+    "x86_64": (0xC000003E, X86_64, DENIED_X86_64),
+    "aarch64": (0xC00000B7, AARCH64, DENIED_AARCH64),
+}
+
+
+def machine() -> tuple[int, dict[str, int], dict[str, int]]:
+    """(audit architecture, syscalls by name, denied syscalls by name) of this machine."""
+    name = os.uname().machine
+    try:
+        return MACHINES[name]
+    except KeyError:
+        raise OSError(f"no system call table for {name}; known: {', '.join(MACHINES)}") from None
+
+
+def check(result: int, what: str) -> int:
+    """`result`, or OSError with the errno when it is negative."""
+    if result < 0:
+        code = ctypes.get_errno()
+        raise OSError(code, f"{what}: {os.strerror(code)}")
+    return result
+
+
+def syscall(name: str, *args: int | bytes | ctypes.Array[ctypes.c_char] | None) -> int:
+    """Call the kernel by the name of the call; integers and pointers only."""
+    number = machine()[1][name]
+    converted = [ctypes.c_long(a) if isinstance(a, int) else a for a in args]
+    return check(libc.syscall(ctypes.c_long(number), *converted), name)
+
+
+def prctl(option: int, value: int) -> None:
+    """prctl(option, value, 0, 0, 0)."""
+    zero = ctypes.c_ulong(0)
+    check(libc.prctl(option, ctypes.c_ulong(value), zero, zero, zero), f"prctl {option}")
+
+
+def clone(flags: int) -> int:
+    """Fork into new namespaces: 0 in the child, its pid in the parent. The caller has one thread only."""
+    api = ctypes.pythonapi
+    api.PyOS_BeforeFork()
+    pid = libc.syscall(ctypes.c_long(machine()[1]["clone"]), ctypes.c_long(flags | 17), None, None, None, None)
+    code = ctypes.get_errno()
+    if pid == 0:
+        api.PyOS_AfterFork_Child()
+        return 0
+    api.PyOS_AfterFork_Parent()
+    if pid < 0:
+        raise OSError(code, f"clone with flags {flags:#x}: {os.strerror(code)}")
+    return int(pid)
+
+
+def unshare(flags: int) -> None:
+    """Move the caller into new namespaces."""
+    check(libc.unshare(flags), f"unshare {flags:#x}")
+
+
+def mount(source: str, target: str, kind: str | None, flags: int, data: str = "") -> None:
+    """mount(2)."""
+    check(
+        libc.mount(
+            source.encode(),
+            target.encode(),
+            kind.encode() if kind else None,
+            ctypes.c_ulong(flags),
+            data.encode(),
+        ),
+        f"mount {kind or 'bind'} {source} on {target} (flags {flags:#x}, {data!r})",
+    )
+
+
+def make_readonly(target: str) -> None:
+    """Make a bind mount, and everything below it, read-only, nosuid, nodev."""
+    # struct mount_attr {u64 attr_set, attr_clr, propagation, userns_fd}; RDONLY 1, NOSUID 2, NODEV 4.
+    attr = struct.pack("QQQQ", 7, 0, 0, 0)
+    at_fdcwd, at_recursive = -100, 0x8000
+    syscall("mount_setattr", at_fdcwd, target.encode(), at_recursive, attr, len(attr))
+
+
+def pivot_root(target: str) -> None:
+    """Make `target` the root and forget the old one."""
+    os.chdir(target)
+    syscall("pivot_root", b".", b".")
+    check(libc.umount2(b".", MNT_DETACH), "umount of the old root")
+    os.chdir("/")
+
+
+def drop_privileges(uid: int, gid: int) -> None:
+    """Leave every capability (also of the bounding set) and become `uid`, `gid`, for good."""
+    with open("/proc/sys/kernel/cap_last_cap") as f:
+        last = int(f.read())
+    for cap in range(last + 1):
+        try:
+            prctl(PR_CAPBSET_DROP, cap)
+        except PermissionError:
+            break  # no CAP_SETPCAP: not privileged, nothing to drop
+    with contextlib.suppress(OSError):
+        prctl(PR_CAP_AMBIENT, 4)  # PR_CAP_AMBIENT_CLEAR_ALL
+    if os.getuid() == 0 and uid != 0:
+        os.setgroups([])
+    if (os.getresgid(), os.getresuid()) != ((gid,) * 3, (uid,) * 3):
+        os.setresgid(gid, gid, gid)
+        os.setresuid(uid, uid, uid)
+    header = ctypes.create_string_buffer(struct.pack("Ii", 0x20080522, 0))
+    syscall("capset", header, ctypes.create_string_buffer(struct.pack("IIIIII", 0, 0, 0, 0, 0, 0)))
+    prctl(PR_SET_NO_NEW_PRIVS, 1)
+
+
+def seccomp_filter(*, network: bool, shared_memory: bool) -> bytes:
+    """Assemble the classic BPF program that every program of a sandbox runs under.
+
+    Args:
+        network: False refuses `socket` altogether (for back-ends without a network namespace).
+        shared_memory: False refuses memfd and System V objects, where nothing would count their memory.
+    """
+    arch, calls, denied = machine()
+    allow, eperm, enosys = 0x7FFF0000, 0x00050000 | 1, 0x00050000 | 38
+    ld, jeq, jgt, jge, jset, and_, ret = 0x20, 0x15, 0x25, 0x35, 0x45, 0x54, 0x06
+    code: list[tuple[int, int, int, int]] = [
+        (ld, 0, 0, 4), (jeq, 1, 0, arch), (ret, 0, 0, 0x80000000),
+        (ld, 0, 0, 0),
+        (jge, 0, 1, 0x40000000), (ret, 0, 0, enosys),  # the x32 twin of the table
+        (jgt, 0, 1, NEWEST_SYSCALL), (ret, 0, 0, enosys),
+    ]  # fmt: skip
+
+    def arg(index: int) -> int:
+        return 16 + 8 * index  # low half; both machines are little-endian
+
+    def rule(name: str, *body: tuple[int, int, int, int]) -> None:
+        if name in calls:
+            code.append((jeq, 0, len(body), calls[name]))
+            code.extend(body)
+
+    new_namespace = 0x7E020000
+    rule("clone", (ld, 0, 0, arg(0)), (jset, 0, 1, new_namespace), (ret, 0, 0, eperm), (ret, 0, 0, allow))
+    rule("clone3", (ret, 0, 0, enosys))  # its flags lie in memory; C libraries fall back to clone
+    if network:
+        # AF_UNIX 1, AF_INET 2, AF_INET6 10, and AF_NETLINK 16 with NETLINK_ROUTE 0.
+        rule(
+            "socket", (ld, 0, 0, arg(0)), (jeq, 5, 0, 1), (jeq, 4, 0, 2), (jeq, 3, 0, 10), (jeq, 0, 3, 16),
+            (ld, 0, 0, arg(2)), (jeq, 0, 1, 0), (ret, 0, 0, allow), (ret, 0, 0, 0x00050000 | 97),
+        )  # fmt: skip
+    else:
+        rule("socket", (ret, 0, 0, eperm))
+    for name, index in (("mknod", 1), ("mknodat", 2)):
+        rule(
+            name, (ld, 0, 0, arg(index)), (and_, 0, 0, 0xF000), (jeq, 1, 0, 0x2000), (jeq, 0, 1, 0x6000),
+            (ret, 0, 0, eperm), (ret, 0, 0, allow),
+        )  # fmt: skip
+    # Nothing may reach for PID 1, which has the same user id.
+    rule("prlimit64", (ld, 0, 0, arg(0)), (jeq, 1, 0, 0), (ret, 0, 0, eperm), (ret, 0, 0, allow))
+    for name in ("sched_setaffinity", "sched_setscheduler", "sched_setparam", "sched_setattr"):
+        rule(name, (ld, 0, 0, arg(0)), (jeq, 0, 1, 1), (ret, 0, 0, eperm), (ret, 0, 0, allow))
+    for name, process in (("setpriority", 0), ("ioprio_set", 1)):
+        rule(
+            name, (ld, 0, 0, arg(0)), (jeq, 0, 2, process), (ld, 0, 0, arg(1)), (jeq, 0, 1, 1),
+            (ret, 0, 0, eperm), (ret, 0, 0, allow),
+        )  # fmt: skip
+    # TIOCSTI and TIOCLINUX type into the terminal of somebody else.
+    rule(
+        "ioctl", (ld, 0, 0, arg(1)), (jeq, 1, 0, 0x5412), (jeq, 0, 1, 0x541C),
+        (ret, 0, 0, eperm), (ret, 0, 0, allow),
+    )  # fmt: skip
+    refused = set(denied.values())
+    if not shared_memory:
+        refused |= {calls[name] for name in ("memfd_create", "shmget", "msgget", "semget", "mq_open")}
+    for number in sorted(refused):
+        code += [(jeq, 0, 1, number), (ret, 0, 0, eperm)]
+    code.append((ret, 0, 0, allow))
+    return b"".join(struct.pack("HBBI", *instruction) for instruction in code)
+
+
+def install_seccomp(program: bytes) -> None:
+    """Put the caller and all its children under the filter; needs no_new_privs."""
+    buffer = ctypes.create_string_buffer(program, len(program))
+    fprog = struct.pack("HxxxxxxP", len(program) // 8, ctypes.addressof(buffer))
+    holder = ctypes.create_string_buffer(fprog, len(fprog))
+    zero = ctypes.c_ulong(0)
+    check(libc.prctl(PR_SET_SECCOMP, ctypes.c_ulong(2), holder, zero, zero), "seccomp filter")
+
+
+def landlock_abi() -> int:
+    """The Landlock version of this kernel, 0 where there is none."""
+    try:
+        return syscall("landlock_create_ruleset", None, 0, 1)
+    except (OSError, KeyError):
+        return 0
+
+
+def landlock(readable: list[str], writable: list[str], *, network: bool) -> None:
+    """Confine the caller and its children to these paths; no TCP, no outside signals or abstract sockets.
+
+    Raises:
+        OSError: Landlock is missing or older than ABI 6 (Linux 6.12), which scopes signals.
+    """
+    abi = landlock_abi()
+    if abi < 6:
+        raise OSError(f"Landlock ABI {abi}: at least 6 is needed")
+    every = (1 << 16) - 1
+    read = 0b1101  # execute, read_file, read_dir
+    attr = struct.pack("QQQ", every, 0 if network else 3, 3)
+    ruleset = syscall("landlock_create_ruleset", attr, len(attr), 0)
+    for paths, access in ((readable, read), (writable, every)):
+        for path in paths:
+            fd = os.open(path, os.O_PATH | os.O_CLOEXEC)
+            # Of these rights a plain file knows execute, write_file, read_file, truncate and ioctl_dev.
+            allowed = access if os.path.isdir(path) else access & 0b1100000000000111
+            rule = struct.pack("=Qi", allowed, fd)
+            syscall("landlock_add_rule", ruleset, 1, rule, 0)
+            os.close(fd)
+    syscall("landlock_restrict_self", ruleset, 0)
+    os.close(ruleset)

@@ -1,0 +1,100 @@
+"""One child of the supervisor with its pipes, and what is kept of its output."""
+
+from __future__ import annotations
+
+import os
+import socket
+from typing import Any
+
+from . import child, tree
+
+READ_SIZE = 1 << 16
+CONTROL_TIMEOUT_S = 2.0
+
+
+class Tail:
+    """The first and the last bytes of a stream; what lies between is counted and dropped."""
+
+    def __init__(self, limit: int) -> None:
+        self.limit, self.total = limit, 0
+        self._head = bytearray()
+        self._tail = bytearray()
+
+    def add(self, data: bytes) -> None:
+        """Take the next bytes."""
+        self.total += len(data)
+        room = self.limit // 2 + self.limit % 2 - len(self._head)
+        if room > 0:
+            self._head += data[:room]
+            data = data[room:]
+        if data:
+            self._tail += data
+            keep = self.limit // 2
+            if len(self._tail) > 2 * keep + READ_SIZE:
+                del self._tail[: len(self._tail) - keep]
+
+    def parts(self) -> tuple[bytes, bytes]:
+        """(head, tail) as kept; together they are everything when nothing was dropped."""
+        keep = self.limit // 2
+        tail = self._tail[max(0, len(self._tail) - keep) :] if keep else b""
+        return bytes(self._head), bytes(tail)
+
+
+class Program:
+    """One child with its pipes: the spare before its order, the call during it, or a standing session."""
+
+    def __init__(self, confinement: child.Confinement) -> None:
+        control, theirs = socket.socketpair()
+        stdin_r, self.stdin = os.pipe2(os.O_CLOEXEC)
+        self.stdout, stdout_w = os.pipe2(os.O_CLOEXEC)
+        self.stderr, stderr_w = os.pipe2(os.O_CLOEXEC)
+        try:
+            self.pid = os.fork()
+        except OSError:
+            for fd in (stdin_r, stdout_w, stderr_w, self.stdin, self.stdout, self.stderr):
+                os.close(fd)
+            for end in (control, theirs):
+                end.close()
+            raise
+        if self.pid == 0:
+            child.spare(confinement, theirs.fileno(), stdin_r, stdout_w, stderr_w)
+        theirs.close()
+        for fd in (stdin_r, stdout_w, stderr_w):
+            os.close(fd)
+        self.control = control
+        self.pidfd = os.pidfd_open(self.pid)
+        for fd in (self.stdin, self.stdout, self.stderr):
+            os.set_blocking(fd, False)
+        self.control.settimeout(CONTROL_TIMEOUT_S)
+        self.accepted = False
+        self.kind = ""
+        self.late = {"stdout": Tail(1 << 16), "stderr": Tail(1 << 16)}
+        """What a session's background jobs wrote between its calls."""
+        self.status: int | None = None
+        """The wait status once it has ended."""
+        self.rusage: Any = None
+
+    def order(self, data: bytes) -> None:
+        """Hand an order over. A child that does not take it (stopped, say) is killed; its pidfd tells the rest."""
+        try:
+            self.control.sendall(data)
+        except OSError:
+            if self.status is None:
+                tree.kill(self.pid)
+
+    def is_alive(self) -> bool:
+        """Whether it runs; collects it when not."""
+        if self.status is None:
+            pid, status, usage = os.wait4(self.pid, os.WNOHANG)
+            if pid:
+                self.status, self.rusage = status, usage
+        return self.status is None
+
+    def close(self) -> None:
+        """Close what is still open."""
+        self.control.close()
+        for name in ("stdin", "stdout", "stderr", "pidfd"):
+            fd = getattr(self, name)
+            if fd >= 0:
+                os.close(fd)
+                setattr(self, name, -1)

@@ -1,0 +1,123 @@
+"""Programs that stay: bash, a Python interpreter, SQLite. Orders come in frames, not as text to scan for."""
+
+from __future__ import annotations
+
+import ast
+import fcntl
+import json
+import os
+import signal
+import sys
+from typing import Any
+
+from . import child, frames, kernel
+
+BASH_ORDERS, BASH_ANSWERS = 8, 9
+
+BASH_LOOP = f"""
+while IFS= read -r -d '' -u {BASH_ORDERS} __id && IFS= read -r -d '' -u {BASH_ORDERS} __command; do
+  eval "$__command" {BASH_ORDERS}<&- {BASH_ANSWERS}>&-
+  printf '%s %s\\n' "$__id" "$?" >&{BASH_ANSWERS}
+done
+"""
+
+
+def serve(kind: str, control: int, scope: dict[str, Any]) -> int:
+    """Become the session; answers are lines `id status` on the control descriptor."""
+    # Whatever the session starts stays below it, so that ending the session ends it all.
+    kernel.prctl(kernel.PR_SET_CHILD_SUBREAPER, 1)
+    if kind == "bash":
+        os.dup2(control, BASH_ORDERS)
+        os.dup2(control, BASH_ANSWERS)
+        os.close(control)
+        return child.execute(["bash", "--norc", "--noprofile", "-c", BASH_LOOP, "bash"])
+    # Out of the way of the low numbers, and not inherited by what the session starts.
+    link = fcntl.fcntl(control, fcntl.F_DUPFD_CLOEXEC, 100)
+    os.close(control)
+    os.register_at_fork(after_in_child=lambda: os.close(link))
+    answer = _sqlite() if kind == "sqlite" else _python(scope)
+    while True:
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # an interrupt that comes late must not cut a frame
+        try:
+            order, payload = frames.read_frame(link)
+        except EOFError:
+            return 0
+        try:
+            signal.signal(signal.SIGINT, signal.default_int_handler)
+            status = answer(payload)
+        except KeyboardInterrupt:
+            status = 130
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+        frames.write_all(link, f"{order['id']} {status}\n".encode())
+
+
+def _python(scope: dict[str, Any]) -> Any:
+    """An interpreter with one lasting `__main__`; the value of a last expression is printed, as notebooks do."""
+    sys.argv = [""]
+    cells: dict[str, bytes] = {}
+
+    def run(payload: bytes) -> int:
+        name, status = f"<cell {len(cells) + 1}>", 0
+        cells[name] = payload
+        try:
+            tree = ast.parse(payload, name)
+            last = tree.body.pop() if tree.body and isinstance(tree.body[-1], ast.Expr) else None
+            exec(compile(tree, name, "exec", dont_inherit=True), scope)
+            if isinstance(last, ast.Expr):
+                sys.displayhook(eval(compile(ast.Expression(last.value), name, "eval", dont_inherit=True), scope))
+        except SystemExit as error:
+            status = child.exit_status(error)
+        except BaseException as error:
+            child.show_exception(error, cells)
+            status = 130 if isinstance(error, KeyboardInterrupt) else 1
+        for stream in (sys.stdout, sys.stderr):
+            try:
+                stream.flush()
+            except (AttributeError, OSError, ValueError):
+                status = status or 120
+        return status
+
+    return run
+
+
+def _sqlite() -> Any:
+    """A connection to one database file; the order is {"database", "sql", "parameters", "max_rows"}."""
+    import sqlite3
+
+    connections: dict[str, sqlite3.Connection] = {}
+
+    def run(payload: bytes) -> int:
+        order = json.loads(payload)
+        path = order["database"]
+        try:
+            if path not in connections:
+                connections[path] = sqlite3.connect(path, isolation_level=None)
+            cursor = connections[path].cursor()
+            if order["parameters"] is None and _many(order["sql"]):
+                cursor.executescript(order["sql"])
+            else:
+                cursor.execute(order["sql"], order["parameters"] or ())
+            columns = [column[0] for column in cursor.description or ()]
+            rows = cursor.fetchmany(order["max_rows"] + 1) if columns else []
+            more = len(rows) > order["max_rows"]
+            shown = [[_plain(value) for value in row] for row in rows[: order["max_rows"]]]
+            answer = {"columns": columns, "rows": shown, "more": more, "changed": max(cursor.rowcount, 0)}
+            frames.write_all(1, json.dumps(answer).encode())
+            return 0
+        except (sqlite3.Error, sqlite3.Warning, KeyboardInterrupt) as error:
+            frames.write_all(2, f"{type(error).__name__}: {error}".encode("utf-8", "replace"))
+            return 1
+
+    def _many(sql: str) -> bool:
+        """Whether the text holds more than one statement."""
+        body = sql.strip().rstrip(";")
+        return any(sqlite3.complete_statement(body[: i + 1]) for i, c in enumerate(body) if c == ";")
+
+    return run
+
+
+def _plain(value: Any) -> Any:
+    return {"hex": value.hex()} if isinstance(value, bytes) else value
+
+
+child.SESSIONS = sys.modules[__name__]

@@ -1,0 +1,446 @@
+"""The supervisor of one sandbox: PID 1 of its namespace or container, the only one that talks to the outside.
+
+It has one thread and one loop, runs one order at a time, and holds that order to its limits. It never runs
+foreign code itself: it forks a spare child beforehand and hands the order to it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import os
+import select
+import signal
+import time
+from collections.abc import Callable
+from typing import NoReturn
+
+from . import child, frames, tree
+from .program import READ_SIZE, Program, Tail
+
+INTERRUPT_GRACE_S = 0.3
+WATCH_EVERY_S = 0.02
+
+
+class Call:
+    """The order that runs now."""
+
+    def __init__(self, header: frames.Header, program: Program, stdin: bytes) -> None:
+        self.id: int = header["id"]
+        self.retried = False
+        self.code = b""
+        self.program, self.stdin, self.header = program, memoryview(stdin), header
+        self.out, self.err = Tail(header["stdout_bytes"]), Tail(header["stderr_bytes"])
+        self.output_total: int = header["output_total"]
+        self.started = time.monotonic()
+        self.deadline = self.started + header["wall_s"]
+        self.session: str | None = header.get("session")
+        self.answer = b""
+        """What a session has written on its control descriptor."""
+        self.verdict: str | None = None
+        """Set when the call was ended from here: timeout, oom, output_limit or cancelled."""
+        self.interrupted_at: float | None = None
+
+
+class Supervisor:
+    """See the module. `link` is the stream to the outside."""
+
+    def __init__(
+        self,
+        link_in: int,
+        link_out: int,
+        confinement: child.Confinement,
+        *,
+        owns_all: bool,
+        meter: tree.Meter,
+        ttl_s: float,
+    ) -> None:
+        self.link_in, self.link_out = link_in, link_out
+        self.confinement, self.owns_all, self.meter = confinement, owns_all, meter
+        self.expires = time.monotonic() + ttl_s
+        self.reader = frames.Reader()
+        self.poll = select.poll()
+        self.handlers: dict[int, Callable[[], None]] = {}
+        self.spare: Program | None = None
+        self.call: Call | None = None
+        self.sessions: dict[str, Program] = {}
+        self.spare_is_wanted = False
+        self.cpu_s = 0.0
+
+    # The loop
+
+    def run(self) -> NoReturn:
+        """Serve until the other side is gone or the time to live is over; then end everything."""
+        gc.disable()
+        try:
+            self._watch(self.link_in, self._receive)
+            self.send({"hello": 1, "home": self.confinement.home, "counted": not self.meter.must_watch})
+            while True:
+                for fd, _ in self.poll.poll(self._timeout_ms()):
+                    handler = self.handlers.get(fd)
+                    if handler is not None:
+                        handler()
+                self._on_time()
+                if self.spare is None and self.call is None and self.spare_is_wanted:
+                    with contextlib.suppress(OSError):  # the sandbox may be full of a session's jobs
+                        self.spare = Program(self.confinement)
+        except (EOFError, BrokenPipeError, ConnectionResetError):
+            pass
+        finally:
+            tree.kill_all(self.owns_all)
+            os._exit(0)
+
+    def _watch(self, fd: int, handler: Callable[[], None], events: int = select.POLLIN) -> None:
+        self.poll.register(fd, events)
+        self.handlers[fd] = handler
+
+    def _unwatch(self, fd: int) -> None:
+        if self.handlers.pop(fd, None) is not None:
+            self.poll.unregister(fd)
+
+    def _timeout_ms(self) -> float:
+        now = time.monotonic()
+        if self.call is None:
+            until = self.expires
+        else:
+            until = self.call.deadline
+            if self.call.interrupted_at is not None:
+                until = self.call.interrupted_at + INTERRUPT_GRACE_S
+            if self.meter.must_watch:
+                until = min(until, now + WATCH_EVERY_S)
+        return max(0.0, (until - now) * 1000 + 0.5)
+
+    def _on_time(self) -> None:
+        now = time.monotonic()
+        if now >= self.expires:
+            raise EOFError("time to live")
+        call = self.call
+        if call is None:
+            return
+        if call.interrupted_at is not None:
+            if now >= call.interrupted_at + INTERRUPT_GRACE_S:
+                self._finish()
+        elif now >= call.deadline:
+            self._stop("timeout")
+        elif self.meter.must_watch and self.meter.over():
+            self._stop("oom")
+
+    def send(self, header: frames.Header, payload: bytes = b"") -> None:
+        """One frame to the outside; waits while the outside does not read."""
+        frames.write_all(self.link_out, frames.pack(header, payload))
+
+    def _receive(self) -> None:
+        data = os.read(self.link_in, READ_SIZE)
+        if not data:
+            raise EOFError("the other side is gone")
+        for header, payload in self.reader.feed(data):
+            self._handle(header, payload)
+
+    def _handle(self, header: frames.Header, payload: bytes) -> None:
+        op = header["op"]
+        if op == "call":
+            self._start(header, payload)
+        elif op == "cancel":
+            if self.call is not None and self.call.id == header["target"]:
+                self._stop("cancelled")
+        elif op == "open":
+            self._open_session(header)
+        elif op == "close":
+            self._close_session(header["session"])
+            self.send({"id": header["id"]})
+        elif op == "usage":
+            self.send({"id": header["id"], "cpu_s": self.cpu_s, **self.meter.usage()})
+        elif op == "wake":
+            # Answer first: the spare is forked while the caller prepares its order.
+            self.spare_is_wanted = True
+            self.expires = time.monotonic() + header["ttl_s"]
+            self.send({"id": header["id"]})
+        elif op == "park":
+            self.spare_is_wanted = False
+            self._drop_spare()
+            self.send({"id": header["id"]})
+
+    # Orders
+
+    def _take_spare(self) -> Program:
+        program, self.spare = self.spare, None
+        if program is not None and not program.is_alive():
+            program.close()
+            program = None
+        return program if program is not None else Program(self.confinement)
+
+    def _drop_spare(self) -> None:
+        if self.spare is not None:
+            if self.spare.is_alive():
+                tree.kill(self.spare.pid)
+                os.waitpid(self.spare.pid, 0)
+            self.spare.close()
+            self.spare = None
+
+    def _start(self, header: frames.Header, payload: bytes) -> None:
+        if self.call is not None:
+            self.send({"id": header["id"], "fault": "an order came while another was running"})
+            return
+        code, stdin = payload[: header["code_bytes"]], payload[header["code_bytes"] :]
+        self.meter.begin()
+        session = header.get("session")
+        if session is not None:
+            program = self.sessions.get(session)
+            if program is None:
+                self.send({"id": header["id"], "gone": True})
+                return
+            self.call = call = Call(header, program, b"")
+            call.out.add(b"".join(program.late["stdout"].parts()))
+            call.err.add(b"".join(program.late["stderr"].parts()))
+            program.late = {name: Tail(1 << 16) for name in program.late}
+            if program.kind == "bash":
+                program.order(b"%d\0%s\0" % (header["id"], code.replace(b"\0", b"")))
+            else:
+                program.order(frames.pack({"id": header["id"]}, code))
+            return
+        try:
+            program = self._take_spare()
+        except OSError as error:
+            self._refuse(header["id"], error)
+            return
+        self._launch(Call(header, program, stdin), code)
+
+    def _refuse(self, number: int, error: OSError) -> None:
+        """There is no room for another process, by the doing of what runs here: the answer a shell would give."""
+        text = f"sandbox: cannot start a process: {error.strerror}\n".encode()
+        answer = {
+            "id": number, "outcome": "exit", "exit_code": 126, "signal": None, "stdout_total": 0,
+            "stderr_total": len(text), "wall_s": 0.0, "cpu_s": 0.0, "max_rss_kb": 0, "oom_kills": self.meter.end(),
+            "reaped": 0, "lost": False, "sizes": [0, 0, len(text), 0],
+        }  # fmt: skip
+        self.send(answer, text)
+
+    def _launch(self, call: Call, code: bytes) -> None:
+        """Hand a fresh call to its program."""
+        program, header = call.program, call.header
+        self.call, call.code = call, code
+        self._watch_program(program)
+        program.order(
+            frames.pack({k: header.get(k) for k in ("kind", "argv", "env", "cwd", "rlimits", "file")}, code)
+        )
+        if call.stdin:
+            self._watch(program.stdin, self._feed_stdin, select.POLLOUT)
+        else:
+            os.close(program.stdin)
+            program.stdin = -1
+
+    def _watch_program(self, program: Program) -> None:
+        self._watch(program.stdout, lambda: self._drain(program, "stdout"))
+        self._watch(program.stderr, lambda: self._drain(program, "stderr"))
+        self._watch(program.pidfd, lambda: self._ended(program))
+
+    def _unwatch_program(self, program: Program) -> None:
+        for fd in (program.stdout, program.stderr, program.pidfd, program.stdin, program.control.fileno()):
+            self._unwatch(fd)
+
+    def _feed_stdin(self) -> None:
+        call = self.call
+        assert call is not None
+        try:
+            call.stdin = call.stdin[os.write(call.program.stdin, call.stdin[:READ_SIZE]) :]
+        except BlockingIOError:
+            return
+        except BrokenPipeError:
+            call.stdin = memoryview(b"")
+        if not call.stdin:
+            self._unwatch(call.program.stdin)
+            os.close(call.program.stdin)
+            call.program.stdin = -1
+
+    def _drain(self, program: Program, name: str, everything: bool = False) -> None:
+        """Read what is there, for the running call (or the session's next one)."""
+        fd = getattr(program, name)
+        while True:
+            try:
+                data = os.read(fd, READ_SIZE)
+            except BlockingIOError:
+                return
+            if not data:
+                self._unwatch(fd)
+                return
+            call = self.call
+            if call is None or call.program is not program:
+                program.late[name].add(data)
+            elif name == "stdout" and call.header.get("stream"):
+                self.send({"id": call.id, "part": True}, data)
+            else:
+                (call.out if name == "stdout" else call.err).add(data)
+                if call.out.total + call.err.total > call.output_total and call.verdict is None:
+                    self._stop("output_limit")
+                    return
+            if not everything:
+                return
+
+    def _ended(self, program: Program) -> None:
+        """The main process of a call or session is over."""
+        self._unwatch(program.pidfd)
+        _, program.status, program.rusage = os.wait4(program.pid, 0)
+        if self.call is not None and self.call.program is program:
+            self._finish()
+        else:
+            for name, other in list(self.sessions.items()):
+                if other is program:
+                    self._close_session(name)
+
+    # Sessions
+
+    def _open_session(self, header: frames.Header) -> None:
+        try:
+            program = self._take_spare()
+        except OSError:
+            self.send({"id": header["id"]})  # the next call finds it gone, and says why
+            return
+        program.kind = header["kind"]
+        os.close(program.stdin)
+        program.stdin = -1
+        program.order(frames.pack({"kind": header["kind"], "rlimits": header["rlimits"]}))
+        name = header["session"]
+        self.sessions[name] = program
+        self._watch_program(program)
+        self._watch(program.control.fileno(), lambda: self._session_answer(program))
+        self.send({"id": header["id"]})
+
+    def _session_answer(self, program: Program) -> None:
+        try:
+            data = program.control.recv(4096)
+        except OSError:
+            data = b""
+        if not data:
+            self._unwatch(program.control.fileno())
+            return
+        if not program.accepted:
+            program.accepted, data = True, data[1:]
+        call = self.call
+        if call is None or call.program is not program:
+            return
+        call.answer += data
+        if b"\n" in call.answer or len(call.answer) > 100:
+            self._finish()
+
+    def _close_session(self, name: str) -> None:
+        program = self.sessions.pop(name, None)
+        if program is None:
+            return
+        self._unwatch_program(program)
+        if program.status is None:
+            for pid in tree.below(program.pid):
+                tree.kill(pid)
+            tree.kill(program.pid)
+            os.waitpid(program.pid, 0)
+        self._kill_strays()
+        program.close()
+
+    # Ends
+
+    def _stop(self, verdict: str) -> None:
+        """End the running call from here."""
+        call = self.call
+        assert call is not None
+        if call.verdict is not None:
+            return
+        call.verdict = verdict
+        if call.session is not None and verdict in ("timeout", "cancelled", "output_limit"):
+            # Keep the session where it can be kept: end what it started, interrupt the interpreter.
+            for pid in tree.below(call.program.pid):
+                tree.kill(pid)
+            if call.program.kind != "bash" and call.program.status is None:
+                os.kill(call.program.pid, signal.SIGINT)
+            call.interrupted_at = time.monotonic()
+            return
+        self._finish()
+
+    def _kill_strays(self) -> int:
+        """Kill whatever belongs to no session; the number of processes that had to be."""
+        keep = [p.pid for p in self.sessions.values() if p.status is None]
+        if not keep and self.spare is None:
+            return tree.kill_all(self.owns_all)
+        if self.spare is not None:
+            keep.append(self.spare.pid)
+        known = [p.pid for p in self.sessions.values()] + ([self.spare.pid] if self.spare is not None else [])
+        return tree.kill_except(keep, known)
+
+    def _finish(self) -> None:
+        """Close the running call: kill its tree, collect its output, report, make the next spare."""
+        call = self.call
+        assert call is not None
+        program, session = call.program, call.session
+        status, lost = self._session_status(call) if session is not None else (None, False)
+        reaped = 0
+        if session is None:
+            self._unwatch_program(program)
+            if program.status is None:
+                tree.kill(program.pid)
+                _, program.status, program.rusage = os.wait4(program.pid, 0)
+            reaped = self._kill_strays()
+        self._drain(program, "stdout", everything=True)
+        self._drain(program, "stderr", everything=True)
+        if session is None:
+            status = program.status
+            program.control.setblocking(False)
+            try:
+                program.accepted = program.control.recv(1) == b"."
+            except OSError:
+                program.accepted = False
+        wall_s = time.monotonic() - call.started
+        answer = self._report(call, status, wall_s)
+        answer["reaped"], answer["lost"] = reaped, lost
+        out, err = call.out.parts(), call.err.parts()
+        answer["sizes"] = [len(part) for part in (*out, *err)]
+        unstarted = session is None and not program.accepted and not answer["oom_kills"] and call.verdict is None
+        if unstarted and os.WIFSIGNALED(program.status or 0) and not call.retried:
+            # Somebody killed the spare before it took the order: nothing of the order has happened.
+            program.close()
+            again = Call(call.header, Program(self.confinement), bytes(call.stdin))
+            again.retried = True
+            self._launch(again, call.code)
+            return
+        if unstarted:
+            text = b"".join(err).decode("utf-8", "replace").strip()
+            answer = {"id": call.id, "fault": f"the program could not be started: {text or 'no word from it'}"}
+            out = err = (b"", b"")
+        self.call = None
+        if lost and session is not None:
+            self._close_session(session)
+        self.send(answer, b"".join((*out, *err)))
+        if session is None:
+            program.close()
+
+    def _session_status(self, call: Call) -> tuple[int | None, bool]:
+        """(exit status in the coding of wait, whether the session is over)."""
+        line = call.answer.partition(b"\n")[0].split()
+        program = call.program
+        if program.status is None and len(line) == 2 and line[0] == b"%d" % call.id and line[1].isdigit():
+            return int(line[1]) << 8, False
+        if program.status is None:
+            for pid in tree.below(program.pid):
+                tree.kill(pid)
+            tree.kill(program.pid)
+            _, program.status, program.rusage = os.wait4(program.pid, 0)
+        return program.status, True
+
+    def _report(self, call: Call, status: int | None, wall_s: float) -> frames.Header:
+        assert status is not None
+        usage = call.program.rusage
+        cpu_s = usage.ru_utime + usage.ru_stime if usage is not None else 0.0
+        self.cpu_s += cpu_s
+        oom_kills = self.meter.end()
+        exit_code = os.WEXITSTATUS(status) if os.WIFEXITED(status) else None
+        number = os.WTERMSIG(status) if os.WIFSIGNALED(status) else None
+        verdict = call.verdict
+        if verdict is None and number == signal.SIGXCPU:
+            verdict = "timeout"
+        if verdict in (None, "oom") and oom_kills:
+            verdict = "oom"
+        outcome = verdict or ("signal" if number is not None else "exit")
+        if verdict in ("timeout", "cancelled", "output_limit") and (number in (9, 24) or call.session is not None):
+            exit_code = number = None  # our own doing, not the program's
+        return {
+            "id": call.id, "outcome": outcome, "exit_code": exit_code, "signal": number,
+            "stdout_total": call.out.total, "stderr_total": call.err.total, "wall_s": wall_s, "cpu_s": cpu_s,
+            "max_rss_kb": usage.ru_maxrss if usage is not None else 0, "oom_kills": oom_kills,
+        }  # fmt: skip

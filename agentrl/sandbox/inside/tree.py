@@ -1,0 +1,194 @@
+"""Processes and memory of one sandbox: who is there, ending them, measuring them."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import time
+
+PAGE = os.sysconf("SC_PAGE_SIZE")
+
+
+def kill(pid: int) -> None:
+    """SIGKILL, if it is still there."""
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(pid, signal.SIGKILL)
+
+
+def parents() -> dict[int, int]:
+    """{pid: parent} of every process that /proc shows, the dead ones excluded."""
+    found = {}
+    for name in os.listdir("/proc"):
+        if name.isdigit():
+            try:
+                with open(f"/proc/{name}/stat", "rb") as f:
+                    fields = f.read().rpartition(b")")[2].split()
+            except OSError:
+                continue
+            if fields[0] not in (b"Z", b"X"):
+                found[int(name)] = int(fields[1])
+    return found
+
+
+def below(root: int, among: dict[int, int] | None = None) -> list[int]:
+    """All descendants of a process."""
+    children: dict[int, list[int]] = {}
+    for pid, parent in (among if among is not None else parents()).items():
+        children.setdefault(parent, []).append(pid)
+    found, open_ends = [], [root]
+    while open_ends:
+        for pid in children.get(open_ends.pop(), ()):
+            found.append(pid)
+            open_ends.append(pid)
+    return found
+
+
+def reap(known: list[int]) -> int:
+    """Collect the dead that nobody waits for, up to the first of `known`; how many died of SIGKILL."""
+    killed = 0
+    while True:
+        try:
+            dead = os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+            if dead is None or dead.si_pid in known:
+                return killed
+            _, status = os.waitpid(dead.si_pid, 0)
+        except ChildProcessError:
+            return killed
+        killed += os.WIFSIGNALED(status) and os.WTERMSIG(status) == signal.SIGKILL
+
+
+def kill_all(owns_all: bool) -> int:
+    """End every process but the caller; how many had to be killed.
+
+    Args:
+        owns_all: the caller is PID 1 of a namespace, so that "everybody" is exactly the sandbox.
+    """
+    if not owns_all:
+        return kill_except([], [])
+    if os.getpid() != 1:
+        raise RuntimeError("kill_all outside a pid namespace")
+    killed = 0
+    while True:
+        try:
+            os.kill(-1, signal.SIGKILL)
+        except ProcessLookupError:
+            return killed + reap([])
+        try:
+            while True:
+                _, status = os.waitpid(-1, 0)
+                killed += os.WIFSIGNALED(status) and os.WTERMSIG(status) == signal.SIGKILL
+        except ChildProcessError:
+            continue
+
+
+def kill_except(keep: list[int], known: list[int]) -> int:
+    """End all descendants of the caller but `keep` and what is below them; how many had to be killed.
+
+    Args:
+        keep: processes that stay.
+        known: children that somebody else in this process will wait for.
+    """
+    killed: set[int] = set()
+    deadline = time.monotonic() + 5
+    while True:
+        now = parents()
+        kept = set(keep)
+        for pid in keep:
+            kept.update(below(pid, now))
+        strays = [pid for pid in below(os.getpid(), now) if pid not in kept]
+        for pid in strays:
+            kill(pid)
+        killed.update(strays)
+        reap(known)
+        if not strays or time.monotonic() > deadline:
+            return len(killed)
+        time.sleep(0.0005)
+
+
+def _share(pid: int) -> int:
+    """Bytes of a process, shared pages divided among those who share them (undivided where that is not told)."""
+    try:
+        with open(f"/proc/{pid}/smaps_rollup", "rb") as f:
+            for line in f:
+                if line.startswith(b"Pss:"):
+                    return int(line.split()[1]) << 10
+    except OSError:
+        pass
+    try:
+        with open(f"/proc/{pid}/statm", "rb") as f:
+            return int(f.read().split()[1]) * PAGE
+    except OSError:
+        return 0
+
+
+class Meter:
+    """Memory of the tree: counted by a cgroup where there is one, otherwise by looking often.
+
+    Args:
+        limit_mb: the most that all processes together may hold.
+        oom_fd: memory.oom_control (v1) or memory.events (v2) of the sandbox's cgroup, -1 without one.
+        usage_fd: its memory.usage_in_bytes or memory.current.
+        places: directories whose file system counts as the sandbox's disk.
+    """
+
+    def __init__(self, limit_mb: int, oom_fd: int, usage_fd: int, place: str) -> None:
+        self.limit = limit_mb << 20
+        self.oom_fd, self.usage_fd, self.place = oom_fd, usage_fd, place
+        self.must_watch = oom_fd < 0
+        self._oom_before = 0
+        self._seen_over = 0
+
+    def begin(self) -> None:
+        """Before a call."""
+        self._oom_before, self._seen_over = self._oom_kills(), 0
+
+    def end(self) -> int:
+        """After a call: how many processes were killed for want of memory."""
+        return self._oom_kills() - self._oom_before + self._seen_over
+
+    def over(self) -> bool:
+        """Whether the tree holds more than it may, right now."""
+        # The quick sum counts pages once for each process that shares them; only a suspicion is looked into.
+        if self.resident() <= self.limit or self.proportional() <= self.limit:
+            return False
+        self._seen_over = 1
+        return True
+
+    def resident(self) -> int:
+        """Bytes that the descendants of the caller hold, shared pages counted several times."""
+        total = 0
+        for pid in below(os.getpid()):
+            try:
+                with open(f"/proc/{pid}/statm", "rb") as f:
+                    total += int(f.read().split()[1])
+            except OSError:
+                continue
+        return total * PAGE
+
+    def proportional(self) -> int:
+        """Bytes that the descendants of the caller hold, a shared page divided among those who share it."""
+        total = 0
+        for pid in below(os.getpid()):
+            total += _share(pid)
+        return total
+
+    def usage(self) -> dict[str, int]:
+        """What the sandbox holds now: bytes of memory, processes, bytes and files on its disk."""
+        disk = os.statvfs(self.place)
+        memory = int(os.pread(self.usage_fd, 64, 0)) if self.usage_fd >= 0 else self.proportional()
+        return {
+            "memory_bytes": memory,
+            "processes": len(below(os.getpid())),
+            "disk_bytes": (disk.f_blocks - disk.f_bfree) * disk.f_frsize,
+            "files": disk.f_files - disk.f_ffree,
+        }
+
+    def _oom_kills(self) -> int:
+        if self.oom_fd < 0:
+            return 0
+        for line in os.pread(self.oom_fd, 4096, 0).split(b"\n"):
+            name, _, value = line.partition(b" ")
+            if name == b"oom_kill":
+                return int(value)
+        return 0

@@ -1,0 +1,119 @@
+"""The near end of a supervisor's stream: orders go out with a number, answers find their future."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+from collections.abc import Callable, Mapping
+from typing import Any, cast
+
+from agentrl.errors import SandboxError
+from agentrl.sandbox.errors import SandboxDied, SandboxUnavailable
+from agentrl.sandbox.inside import frames
+
+Answer = tuple[dict[str, Any], bytes]
+
+
+class StreamLink(asyncio.Protocol):
+    """Frames over one asyncio transport."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self._frames = frames.Reader()
+        self._transport: asyncio.Transport | None = None
+        self._waiting: dict[int, asyncio.Future[Answer]] = {}
+        self._parts: dict[int, list[bytes]] = {}
+        self._count = 0
+        self._lost: SandboxError | None = None
+        self._tap: tuple[Callable[[bytes], None], Callable[[], None]] | None = None
+        self._hello: asyncio.Future[Mapping[str, Any]] = asyncio.get_running_loop().create_future()
+
+    @classmethod
+    async def over(cls, sock: socket.socket, name: str) -> StreamLink:
+        """A link over a connected socket, which it owns from now on."""
+        sock.setblocking(False)
+        _, link = await asyncio.get_running_loop().create_connection(lambda: cls(name), sock=sock)
+        return link
+
+    async def hello(self) -> Mapping[str, Any]:
+        """The supervisor's first word."""
+        said = await asyncio.shield(self._hello)
+        if not said.get("hello"):
+            raise SandboxUnavailable(f"sandbox {self.name} could not be built: {said.get('error')}")
+        return said
+
+    def send(self, header: dict[str, Any], payload: bytes = b"") -> asyncio.Future[Answer]:
+        """Send an order; its answer is the future's result."""
+        future: asyncio.Future[Answer] = asyncio.get_running_loop().create_future()
+        if self._lost is not None or self._transport is None:
+            future.set_exception(self._lost or SandboxDied(f"sandbox {self.name} is not connected"))
+            return future
+        self._count += 1
+        header["id"] = self._count
+        self._waiting[self._count] = future
+        self._transport.write(frames.pack(header, payload))
+        return future
+
+    def hand_over(self, sink: Callable[[bytes], None], lost: Callable[[], None]) -> Callable[[bytes], None]:
+        """Pass every further byte to `sink` and the end to `lost`; returns what writes bytes to the supervisor."""
+        if self._lost is not None or self._transport is None:
+            raise self._lost or SandboxDied(f"sandbox {self.name} is not connected")
+        self._tap = sink, lost
+        return self._transport.write
+
+    def close(self) -> None:
+        """Break the link; the supervisor ends everything when it notices."""
+        self._fail(SandboxDied(f"sandbox {self.name} has been closed"))
+        if self._transport is not None:
+            self._transport.abort()
+
+    # asyncio.Protocol
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        """asyncio says that the stream is up."""
+        self._transport = cast(asyncio.Transport, transport)
+
+    def data_received(self, data: bytes) -> None:
+        """Cut into frames and hand them to those who wait."""
+        if self._tap is not None:
+            self._tap[0](data)
+            return
+        try:
+            arrived = self._frames.feed(data)
+        except ValueError as error:
+            self._fail(SandboxDied(f"sandbox {self.name} sent something that is no frame: {error}"))
+            if self._transport is not None:
+                self._transport.abort()
+            return
+        for header, payload in arrived:
+            if "part" in header:
+                self._parts.setdefault(header["id"], []).append(payload)
+                continue
+            if "hello" in header:
+                if not self._hello.done():
+                    self._hello.set_result(header)
+                continue
+            number = header.get("id", 0)
+            header["streamed"] = b"".join(self._parts.pop(number, ()))
+            future = self._waiting.pop(number, None)
+            if future is not None and not future.done():
+                future.set_result((header, payload))
+
+    def eof_received(self) -> bool:
+        """The supervisor is gone."""
+        return False
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """Everybody who waits learns that the sandbox has died."""
+        self._fail(SandboxDied(f"sandbox {self.name} died: " + (str(exc) if exc else "its supervisor is gone")))
+
+    def _fail(self, error: SandboxError) -> None:
+        if self._lost is None:
+            self._lost = error
+            if self._tap is not None:
+                self._tap[1]()
+        if not self._hello.done():
+            self._hello.set_result({"hello": 0, "error": "its supervisor ended before its first word"})
+        for future in list(self._waiting.values()):
+            if not future.done():
+                future.set_exception(self._lost)

@@ -1,0 +1,260 @@
+"""Back-ends on this machine: the near side of the keeper, which forks the sandboxes."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import os
+import shutil
+import socket
+import subprocess
+import sys
+import tempfile
+from typing import Any, ClassVar
+
+from agentrl.sandbox import bundle
+from agentrl.sandbox.contract import PROMISES, Sandbox
+from agentrl.sandbox.errors import SandboxUnavailable
+from agentrl.sandbox.link import StreamLink
+
+OPEN_TIMEOUT_S, KILL_TIMEOUT_S = 30.0, 20.0
+
+
+class LocalProcess:
+    """One sandbox below the keeper."""
+
+    def __init__(self, backend: LocalBackend, name: str) -> None:
+        self._backend, self.name = backend, name
+        self.ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self.pid = 0
+        """Process id of the supervisor, as this machine sees it."""
+
+    async def kill(self) -> None:
+        """SIGKILL to its PID 1, which takes everything with it; returns when the keeper has cleaned up."""
+        if not self.ended.done():
+            self._backend.tell({"op": "kill", "box": self.name})
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(KILL_TIMEOUT_S):
+                    await asyncio.shield(self.ended)
+
+
+class LocalBackend:
+    """Sandboxes forked by a keeper process. Subclasses say in which mode, and what that is worth."""
+
+    name: ClassVar[str]
+    always: ClassVar[frozenset[str]]
+    """Promises that the mode makes on every machine where it starts."""
+    binds_before_it_drops: ClassVar[bool] = True
+    """Whether files reach the sandbox whatever directories lie above them."""
+
+    def __init__(self, spec: Sandbox) -> None:
+        self.spec = spec
+        self._keeper: subprocess.Popen[bytes] | None = None
+        self._control: socket.socket | None = None
+        self._ready: asyncio.Future[dict[str, Any]] | None = None
+        self._pending: dict[str, asyncio.Future[int]] = {}
+        self._boxes: dict[str, LocalProcess] = {}
+        self.controllers: frozenset[str] = frozenset()
+        self.why_no_cgroup = ""
+
+    async def open(self) -> None:
+        """Start the keeper.
+
+        Raises:
+            SandboxUnavailable: it did not come up.
+        """
+        if not sys.platform.startswith("linux"):
+            raise SandboxUnavailable(f"sandbox backend {self.name!r} needs Linux, this is {sys.platform}")
+        loop = asyncio.get_running_loop()
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        python = self.spec.python or self._interpreter()
+        try:
+            self._keeper = self._launch(python, theirs.fileno())
+            text = f"{bundle.program('keeper')}{theirs.fileno()}, {os.getpid()})\n"
+            await asyncio.to_thread(self._hand_over, text.encode())
+        except OSError as error:
+            ours.close()
+            raise SandboxUnavailable(f"the keeper {python} could not be started: {error}") from error
+        finally:
+            theirs.close()
+        ours.setblocking(False)
+        self._control, self._ready = ours, loop.create_future()
+        loop.add_reader(ours.fileno(), self._receive)
+        try:
+            async with asyncio.timeout(OPEN_TIMEOUT_S):
+                said = await self._ready
+        except TimeoutError:
+            await self.close()
+            raise SandboxUnavailable(f"the keeper did not answer within {OPEN_TIMEOUT_S:g} s") from None
+        self.controllers, self.why_no_cgroup = frozenset(said["controllers"]), said["why_no_cgroup"]
+
+    def _interpreter(self) -> str:
+        """The interpreter of this program; where the sandbox's user could not read it, the system's."""
+        own = str(getattr(sys, "_base_executable", sys.executable))
+        other = shutil.which("python3", path="/usr/bin:/usr/local/bin")
+        if self.binds_before_it_drops or os.getuid() != 0 or other is None or _is_public(own):
+            return own
+        return other
+
+    def _launch(self, python: str, control: int) -> subprocess.Popen[bytes]:
+        user = self.spec.run_as if self.spec.run_as not in (None, os.getuid()) else None
+        return subprocess.Popen(
+            [python, "-S", "-s", "-B", "-X", "utf8", "-"],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.PIPE,
+            pass_fds=[control],
+            env={"PYTHONHASHSEED": "0", "PATH": "/usr/bin:/bin", "LC_ALL": "C.UTF-8"},
+            cwd="/",
+            user=user,
+            group=user,
+            extra_groups=None if user is None else [],
+        )
+
+    def _hand_over(self, text: bytes) -> None:
+        assert self._keeper is not None
+        assert self._keeper.stdin is not None
+        with contextlib.suppress(BrokenPipeError), self._keeper.stdin as pipe:
+            pipe.write(text)
+
+    def tell(self, message: dict[str, Any]) -> None:
+        """One order to the keeper, without an answer."""
+        if self._control is not None:
+            with contextlib.suppress(OSError):
+                self._control.send(json.dumps(message).encode())
+
+    async def start(self, name: str) -> tuple[LocalProcess, StreamLink, str]:
+        """Have one forked; see contract.Backend."""
+        if self._control is None:
+            raise SandboxUnavailable("the keeper is not running")
+        spec = self.spec
+        order = {
+            "op": "spawn", "box": name, "mode": self.name, "network": spec.network, "memory_mb": spec.memory_mb,
+            "reserve_mb": spec.supervisor_mb,
+            "pids": spec.pids, "cpus": spec.cpus, "workspace_mb": spec.workspace_mb, "inodes": spec.inodes,
+            "readonly": spec.readonly, "python_path": spec.python_path, "env": dict(spec.env),
+            "rlimits": {"NPROC": spec.pids + 2}, "ttl_s": spec.ttl_s,
+            "folders": tempfile.gettempdir(),
+        }  # fmt: skip
+        ours, theirs = socket.socketpair()
+        try:
+            link = await StreamLink.over(ours, name)
+            self._pending[name] = asyncio.get_running_loop().create_future()
+            process = self._boxes[name] = LocalProcess(self, name)
+            try:
+                socket.send_fds(self._control, [json.dumps(order).encode()], [theirs.fileno()])
+                process.pid = await self._pending[name]
+            except BaseException as error:
+                link.close()
+                self.tell({"op": "kill", "box": name})
+                if isinstance(error, OSError):
+                    raise SandboxUnavailable(f"sandbox {name}: the keeper is not reachable: {error}") from error
+                raise
+            finally:
+                self._pending.pop(name, None)
+        finally:
+            theirs.close()
+        return process, link, await self._home(link)
+
+    async def _home(self, link: StreamLink) -> str:
+        return str((await link.hello())["home"])
+
+    def _receive(self) -> None:
+        assert self._control is not None
+        while True:
+            try:
+                data = self._control.recv(1 << 16)
+            except BlockingIOError:
+                return
+            except OSError:
+                data = b""
+            if not data:
+                self._keeper_is_gone()
+                return
+            message = json.loads(data)
+            if "ready" in message:
+                if self._ready is not None and not self._ready.done():
+                    self._ready.set_result(message)
+                continue
+            name = message["box"]
+            pending = self._pending.get(name)
+            if "pid" in message and pending is not None and not pending.done():
+                pending.set_result(message["pid"])
+            elif "error" in message:
+                if pending is not None and not pending.done():
+                    pending.set_exception(SandboxUnavailable(f"sandbox {name}: {message['error']}"))
+                self._end(name)
+            elif "exit" in message:
+                self._end(name)
+
+    def _end(self, name: str) -> None:
+        process = self._boxes.pop(name, None)
+        if process is not None and not process.ended.done():
+            process.ended.set_result(None)
+
+    def _keeper_is_gone(self) -> None:
+        """Whatever the keeper kept has died with it."""
+        self._drop_control()
+        words = "the keeper of the sandboxes is gone" + self._last_words()
+        if self._ready is not None and not self._ready.done():
+            self._ready.set_exception(SandboxUnavailable(words))
+        for pending in self._pending.values():
+            if not pending.done():
+                pending.set_exception(SandboxUnavailable(words))
+        for name in list(self._boxes):
+            self._end(name)
+
+    def _last_words(self) -> str:
+        if self._keeper is None or self._keeper.stderr is None:
+            return ""
+        os.set_blocking(self._keeper.stderr.fileno(), False)
+        text = self._keeper.stderr.read() or b""
+        return f": {text[-2000:].decode('utf-8', 'replace').strip()}" if text else ""
+
+    def _drop_control(self) -> None:
+        if self._control is not None:
+            asyncio.get_running_loop().remove_reader(self._control.fileno())
+            self._control.close()
+            self._control = None
+
+    async def close(self) -> None:
+        """End the keeper, and with it every sandbox; idempotent."""
+        self._drop_control()
+        keeper, self._keeper = self._keeper, None
+        if keeper is not None:
+            await asyncio.shield(asyncio.to_thread(_reap, keeper))
+        for name in list(self._boxes):
+            self._end(name)
+
+    def promises(self) -> tuple[frozenset[str], frozenset[str]]:
+        """See contract.Backend."""
+        more = {name for name, controller in (("memory", "memory"), ("pids", "pids"), ("cpu_share", "cpu"))
+                if controller in self.controllers}  # fmt: skip
+        return self.always, (self.always | more) & frozenset(PROMISES)
+
+    def notes(self) -> dict[str, str]:
+        """How memory is held here."""
+        if "memory" in self.controllers:
+            return {"memory": "control group"}
+        return {"memory": f"watched every 20 ms, and limited per process (no control group: {self.why_no_cgroup})"}
+
+
+def _is_public(path: str) -> bool:
+    """Whether every user can reach a file: all directories above it let others pass."""
+    real = os.path.realpath(path)
+    while real != "/":
+        real = os.path.dirname(real)
+        if not os.stat(real).st_mode & 0o001:
+            return False
+    return True
+
+
+def _reap(keeper: subprocess.Popen[bytes]) -> None:
+    try:
+        keeper.wait(KILL_TIMEOUT_S)
+    except subprocess.TimeoutExpired:
+        keeper.kill()
+        keeper.wait()
+    if keeper.stderr is not None:
+        keeper.stderr.close()

@@ -1,0 +1,375 @@
+"""A pool of sandboxes: warm ones ahead of need, bounded, each handed out once and then destroyed."""
+
+from __future__ import annotations
+
+import asyncio
+import collections
+import contextlib
+import importlib
+import itertools
+import logging
+import os
+import time
+import weakref
+from collections.abc import AsyncIterator
+from typing import cast
+
+from agentrl.errors import ConfigError, SandboxError
+from agentrl.sandbox import canary
+from agentrl.sandbox.box import Box
+from agentrl.sandbox.contract import Backend, Capabilities, Sandbox
+from agentrl.sandbox.errors import PoolExhausted, SandboxDied, SandboxUnavailable
+
+log = logging.getLogger(__name__)
+
+_numbers = itertools.count(1)
+
+
+def make_backend(spec: Sandbox) -> Backend:
+    """The back-end that the spec names: a shipped one, or `module:Name`.
+
+    Raises:
+        ConfigError: there is none of that name.
+    """
+    module, colon, name = spec.backend.partition(":")
+    if not colon:
+        module, name = f"agentrl.sandboxes.{spec.backend}", "Backend"
+    try:
+        return cast(Backend, getattr(importlib.import_module(module), name)(spec))
+    except ModuleNotFoundError as error:
+        if error.name != module:
+            raise ConfigError(
+                f"sandbox backend {spec.backend!r} needs the package {error.name!r}: {error}"
+            ) from error
+        raise ConfigError(
+            f"sandbox backend {spec.backend!r} is unknown: use namespace, docker, landlock, process, remote "
+            "or module:Name"
+        ) from None
+    except AttributeError:
+        raise ConfigError(f"sandbox backend {spec.backend!r}: {module} has no {name}") from None
+
+
+class SandboxPool:
+    """Leases of sandboxes of one spec. Use it from one event loop.
+
+    Args:
+        spec: what every sandbox of the pool is.
+        min_idle: how many wait ready; a lease takes one of them and another is made meanwhile.
+        max_total: the most that exist at once, idle ones included; further leases wait in order of arrival.
+        create_concurrency: how many are made at the same time.
+        acquire_timeout_s: how long a lease waits before PoolExhausted.
+    """
+
+    def __init__(
+        self,
+        spec: Sandbox,
+        *,
+        min_idle: int = 2,
+        max_total: int = 256,
+        create_concurrency: int = 4,
+        acquire_timeout_s: float = 300.0,
+    ) -> None:
+        if not 0 <= min_idle <= max_total or max_total < 1 or create_concurrency < 1:
+            raise ConfigError(
+                f"sandbox pool: need 0 <= min_idle <= max_total, 1 <= max_total and 1 <= create_concurrency, got "
+                f"min_idle={min_idle}, max_total={max_total}, create_concurrency={create_concurrency}"
+            )
+        self.spec = spec
+        self.min_idle, self.max_total = min_idle, max_total
+        self.acquire_timeout_s = acquire_timeout_s
+        self.capabilities: Capabilities | None = None
+        """What the back-end keeps here; known after `open`."""
+        self.name = f"{os.getpid()}-{next(_numbers)}"
+        self._backend = make_backend(spec)
+        self._creating = asyncio.Semaphore(create_concurrency)
+        self._opening = asyncio.Lock()
+        self._is_open = self._closed = False
+        self._idle: collections.deque[Box] = collections.deque()
+        self._leased: dict[Box, float] = {}
+        self._waiters: collections.deque[asyncio.Future[Box | None]] = collections.deque()
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._total = 0
+        self._refilling = 0
+        self._count = 0
+        self._failures = 0
+        self._retry_at = 0.0
+        self._counters = collections.Counter[str]()
+        self._wait_s = 0.0
+
+    async def open(self) -> None:
+        """Start the back-end and try what it keeps; idempotent, and done by the first lease if not before.
+
+        Raises:
+            PromiseNotEnforceable: the spec asks for what cannot be kept on this machine.
+            SandboxUnavailable: the back-end does not work here.
+        """
+        async with self._opening:
+            if self._closed:
+                raise SandboxUnavailable("the sandbox pool has been closed")
+            if self._is_open:
+                return
+            await self._backend.open()
+            box = self._new_box()
+            try:
+                await self._start_first(box)
+                self.capabilities = await canary.probe(self.spec, self._backend, box)
+                canary.require(self.spec, self.capabilities, self._backend.promises()[0])
+            except BaseException:
+                await box.close()
+                await self._backend.close()
+                raise
+            await box.close()
+            self._is_open = True
+            self._refill()
+
+    async def _start_first(self, box: Box) -> None:
+        try:
+            await box.start()
+        except SandboxUnavailable as error:
+            if self.spec.backend != "namespace":
+                raise
+            raise SandboxUnavailable(
+                f"{error}. This kernel, container or policy seems to forbid namespaces: `agentrl doctor` shows "
+                "what works here; backend='landlock' needs none and promises less, 'docker' and 'remote' bring "
+                "their own"
+            ) from error
+
+    @contextlib.asynccontextmanager
+    async def lease(self, episode: str = "") -> AsyncIterator[Box]:
+        """A sandbox for as long as the block lasts."""
+        box = await self.acquire(episode)
+        try:
+            yield box
+        finally:
+            await self.release(box)
+
+    async def acquire(self, episode: str = "") -> Box:
+        """A sandbox that nobody has used before. Give it back with `release`.
+
+        Raises:
+            PoolExhausted: none became free within `acquire_timeout_s`.
+            SandboxUnavailable: none could be made.
+        """
+        if not self._is_open or self._closed:
+            await self.open()
+        began = time.monotonic()
+        try:
+            async with asyncio.timeout(self.acquire_timeout_s):
+                box = await self._next()
+        except TimeoutError:
+            self._counters["exhausted"] += 1
+            raise PoolExhausted(
+                f"no sandbox became free within {self.acquire_timeout_s:g} s: {len(self._leased)} of at most "
+                f"{self.max_total} are leased{f' (wanted by {episode})' if episode else ''}"
+            ) from None
+        self._leased[box] = began
+        self._counters["leases"] += 1
+        self._wait_s += time.monotonic() - began
+        self._refill()
+        return box
+
+    async def release(self, box: Box) -> None:
+        """Destroy a leased sandbox, whatever state it is in; finishes even when cancelled, and is idempotent."""
+        if self._leased.pop(box, None) is None:
+            return
+        await asyncio.shield(self._spawn(self._discard(box)))
+
+    async def close(self) -> None:
+        """End all sandboxes, the leased ones too, and the back-end; idempotent."""
+        self._closed = True
+        for waiter in self._waiters:
+            if not waiter.done():
+                waiter.set_exception(SandboxUnavailable("the sandbox pool has been closed"))
+        for task in list(self._tasks):
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        boxes = [*self._idle, *self._leased]
+        self._idle.clear()
+        self._leased.clear()
+        await asyncio.gather(*(box.close() for box in boxes), return_exceptions=True)
+        self._total = 0
+        await self._backend.close()
+
+    async def __aenter__(self) -> SandboxPool:
+        await self.open()
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.close()
+
+    def metrics(self) -> dict[str, float]:
+        """Counts since the start, and what is there now."""
+        leases = self._counters["leases"]
+        names = ("leases", "created", "died_idle", "create_failed", "exhausted", "destroyed")
+        return {
+            **{name: float(self._counters[name]) for name in names},
+            "lease_wait_s": self._wait_s / leases if leases else 0.0,
+            "idle": float(len(self._idle)),
+            "leased": float(len(self._leased)),
+            "total": float(self._total),
+        }
+
+    # Inside
+
+    def _new_box(self) -> Box:
+        self._count += 1
+        return Box(self.spec, self._backend, f"{self.name}-{self._count}")
+
+    async def _next(self) -> Box:
+        """An idle box that answers, or a new one, in order of arrival."""
+        while True:
+            box = await self._turn()
+            if box is None:
+                return await self._create()
+            try:
+                await box.wake()
+            except SandboxError:
+                # It died while it waited, and nobody has used it: take another.
+                self._counters["died_idle"] += 1
+                await self._discard(box)
+            except asyncio.CancelledError:
+                self._spawn(self._discard(box))
+                raise
+            else:
+                return box
+
+    async def _turn(self) -> Box | None:
+        """An idle box, or None: permission to make one, already counted in the total."""
+        if not self._waiters:
+            if self._idle:
+                return self._idle.popleft()
+            if self._total < self.max_total:
+                self._total += 1
+                return None
+        waiter: asyncio.Future[Box | None] = asyncio.get_running_loop().create_future()
+        self._waiters.append(waiter)
+        try:
+            return await waiter
+        except asyncio.CancelledError:
+            with contextlib.suppress(ValueError):
+                self._waiters.remove(waiter)
+            if waiter.done() and not waiter.cancelled() and waiter.exception() is None:
+                # It was our turn already: pass it on.
+                given = waiter.result()
+                if given is None:
+                    self._total -= 1
+                else:
+                    self._idle.append(given)
+                self._advance()
+            raise
+
+    def _advance(self) -> None:
+        """Serve those who wait, as far as there is something for them."""
+        while self._waiters:
+            if self._idle:
+                given: Box | None = self._idle.popleft()
+            elif self._total < self.max_total:
+                self._total += 1
+                given = None
+            else:
+                break
+            waiter = self._waiters.popleft()
+            if not waiter.done():
+                waiter.set_result(given)
+            elif given is None:
+                self._total -= 1
+            else:
+                self._idle.appendleft(given)
+        self._refill()
+
+    async def _create(self) -> Box:
+        """Make one (the total has been counted already), ready to be used."""
+        try:
+            if time.monotonic() < self._retry_at:
+                raise SandboxUnavailable(
+                    f"sandbox backend {self.spec.backend!r} failed {self._failures} times in a row; "
+                    f"next try in {self._retry_at - time.monotonic():.1f} s"
+                )
+            async with self._creating:
+                box = self._new_box()
+                try:
+                    await box.start()
+                    await box.wake()
+                except BaseException:
+                    await box.close()
+                    raise
+        except BaseException as error:
+            self._total -= 1
+            if isinstance(error, SandboxError):
+                self._counters["create_failed"] += 1
+                self._failures += 1
+                if self._failures >= 3:
+                    self._retry_at = time.monotonic() + min(30.0, 0.5 * 2 ** (self._failures - 3))
+            self._advance()
+            raise
+        self._failures = 0
+        self._counters["created"] += 1
+        return box
+
+    def _refill(self) -> None:
+        """Begin to make as many as are missing from the idle ones."""
+        if self._closed or not self._is_open or time.monotonic() < self._retry_at:
+            return
+        while len(self._idle) + self._refilling < self.min_idle and self._total < self.max_total:
+            self._total += 1
+            self._refilling += 1
+            self._spawn(self._make_idle())
+
+    async def _make_idle(self) -> None:
+        try:
+            box = await self._create()
+            try:
+                await box.park()
+            except SandboxError:
+                await self._discard(box)
+                return
+            except asyncio.CancelledError:
+                await box.close()
+                raise
+            self._idle.append(box)
+        except SandboxError as error:
+            log.warning("a sandbox could not be made ahead of need: %s", error)
+            return
+        finally:
+            self._refilling -= 1
+        self._advance()
+
+    async def _discard(self, box: Box) -> None:
+        try:
+            await box.close()
+        finally:
+            self._counters["destroyed"] += 1
+            self._total -= 1
+            if not self._closed:
+                self._advance()
+
+    def _spawn(self, work: collections.abc.Coroutine[None, None, None]) -> asyncio.Task[None]:
+        task = asyncio.get_running_loop().create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        return task
+
+
+_shared: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, dict[Sandbox, SandboxPool]]
+_shared = weakref.WeakKeyDictionary()
+
+
+def pool_for(spec: Sandbox, *, min_idle: int = 2, max_total: int = 256) -> SandboxPool:
+    """The pool that everybody in this event loop shares for a spec; made by the first who asks.
+
+    `close_pools` ends them all.
+    """
+    pools = _shared.setdefault(asyncio.get_running_loop(), {})
+    pool = pools.get(spec)
+    if pool is None or pool._closed:
+        pool = pools[spec] = SandboxPool(spec, min_idle=min_idle, max_total=max_total)
+    return pool
+
+
+async def close_pools() -> None:
+    """Close every pool that `pool_for` made for this event loop."""
+    pools = _shared.pop(asyncio.get_running_loop(), {})
+    await asyncio.gather(*(pool.close() for pool in pools.values()))
+
+
+__all__ = ["SandboxDied", "SandboxPool", "close_pools", "make_backend", "pool_for"]

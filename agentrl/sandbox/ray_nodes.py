@@ -1,0 +1,105 @@
+"""Sandboxes on a Ray cluster: a server on every node, so that workers lease from their own."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import secrets
+import tempfile
+from dataclasses import dataclass
+from typing import Any
+
+from agentrl.errors import ConfigError
+from agentrl.sandbox.contract import Sandbox
+from agentrl.sandbox.serve import SandboxServer, from_wire, to_wire
+
+
+class NodeServer:
+    """The actor: one server on the node where it lives, and the token's file beside it."""
+
+    def __init__(self, spec: Sandbox, token: str, token_file: str, max_total: int) -> None:
+        self._server = SandboxServer(spec, token, max_total=max_total)
+        self._token, self._token_file = token, token_file
+
+    async def start(self, host: str) -> str:
+        """Listen on `host`; the URL."""
+        await asyncio.to_thread(self._write_token)
+        return await self._server.start(host)
+
+    def _write_token(self) -> None:
+        with open(os.open(self._token_file, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "w") as f:
+            f.write(self._token)
+
+    async def stop(self) -> None:
+        """End its leases."""
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(self._token_file)
+        await self._server.close()
+
+
+@dataclass(frozen=True)
+class Nodes:
+    """The running servers. It can be sent to workers; whoever started them calls `stop`."""
+
+    actors: tuple[Any, ...]
+    urls: tuple[tuple[str, str], ...]
+    """(node id, URL) of each."""
+    token_file: str
+    """On every node, at the same place."""
+    spec: Sandbox
+
+    def local_spec(self) -> Sandbox:
+        """What the cluster's spec says, leased from the node this runs on, or from others when it cannot."""
+        import ray
+
+        here = ray.get_runtime_context().get_node_id()
+        urls = [url for node, url in self.urls if node == here] or [url for _, url in self.urls]
+        remote = Sandbox(backend="remote", url=",".join(urls), token_file=self.token_file)
+        return from_wire(to_wire(self.spec), remote)
+
+    async def stop(self) -> None:
+        """End all servers."""
+        import ray
+
+        await asyncio.gather(*(actor.stop.remote() for actor in self.actors), return_exceptions=True)
+        for actor in self.actors:
+            ray.kill(actor)
+
+
+async def start(spec: Sandbox, *, max_total: int = 256) -> Nodes:
+    """Start a server of this spec on every node of the running Ray cluster.
+
+    Args:
+        spec: what the servers lease; its back-end must be one of the node's own.
+        max_total: the most sandboxes at once on each node.
+
+    Raises:
+        ConfigError: the spec is a remote one itself.
+        SandboxUnavailable: a node cannot run it.
+    """
+    from importlib import import_module
+
+    ray: Any = import_module("ray")  # its own types change with every version
+    affinity: Any = import_module("ray.util.scheduling_strategies").NodeAffinitySchedulingStrategy
+
+    if spec.backend == "remote":
+        raise ConfigError("ray_nodes.start: the spec must name a back-end of the nodes themselves, not 'remote'")
+    token = secrets.token_hex(16)
+    token_file = os.path.join(tempfile.gettempdir(), f"agentrl-{secrets.token_hex(6)}.token")
+    actors: list[Any] = []
+    starting, names = [], []
+    for node in ray.nodes():
+        if not node["Alive"]:
+            continue
+        place = affinity(node["NodeID"], soft=False)
+        actor: Any = (
+            ray.remote(NodeServer)
+            .options(num_cpus=0, scheduling_strategy=place)
+            .remote(spec, token, token_file, max_total)
+        )
+        actors.append(actor)
+        names.append(node["NodeID"])
+        starting.append(actor.start.remote(node["NodeManagerAddress"]))
+    urls = await asyncio.gather(*starting)
+    return Nodes(tuple(actors), tuple(zip(names, urls, strict=True)), token_file, spec)

@@ -1,0 +1,228 @@
+"""Sandboxes of this machine for others: one HTTP request leases a box, and the connection becomes its link.
+
+    GET  /v1/health              what this server offers
+    POST /v1/lease               body: the spec as JSON; answered with 101, then the supervisor's frames both ways
+
+Every request carries `Authorization: Bearer TOKEN`. The lease ends with the connection: a client that dies leaves
+nothing behind. There is no encryption: bind it to loopback, or to a network that is yours.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import hmac
+import json
+import logging
+from collections.abc import Mapping
+from dataclasses import fields, replace
+from pathlib import Path
+from typing import Any
+
+from agentrl.errors import AgentRLError, ConfigError
+from agentrl.sandbox.box import Box
+from agentrl.sandbox.contract import Sandbox
+from agentrl.sandbox.inside import frames
+from agentrl.sandbox.link import StreamLink
+from agentrl.sandbox.pool import SandboxPool
+
+log = logging.getLogger(__name__)
+
+MAX_BODY = 1 << 16
+REQUEST_TIMEOUT_S = 30.0
+MAX_SPECS = 32
+LOCAL_ONLY = ("backend", "url", "token_file", "run_as", "python", "readonly", "trusted", "image", "runtime")
+"""What a client cannot choose: the server's own spec says it."""
+
+
+def read_token(path: str) -> str:
+    """The token in a file.
+
+    Raises:
+        ConfigError: there is none, or it is too short to be one.
+    """
+    try:
+        token = Path(path).read_text().strip()
+    except OSError as error:
+        raise ConfigError(f"sandbox token file {path!r} cannot be read: {error.strerror}") from error
+    if len(token) < 16:
+        raise ConfigError(f"sandbox token file {path!r}: the token needs at least 16 characters, got {len(token)}")
+    return token
+
+
+def to_wire(spec: Sandbox) -> dict[str, Any]:
+    """What a client asks for."""
+    return {f.name: getattr(spec, f.name) for f in fields(Sandbox) if f.name not in LOCAL_ONLY}
+
+
+def from_wire(asked: Mapping[str, Any], own: Sandbox) -> Sandbox:
+    """The server's spec with what the client asked for.
+
+    Raises:
+        ConfigError: the request names something else.
+    """
+    known = {f.name for f in fields(Sandbox)} - set(LOCAL_ONLY)
+    unknown = sorted(set(asked) - known)
+    if unknown:
+        raise ConfigError(f"lease: {unknown[0]!r} cannot be asked for; known: {', '.join(sorted(known))}")
+    plain = {name: _plain(value) for name, value in asked.items()}
+    try:
+        return replace(own, **plain)
+    except TypeError as error:
+        raise ConfigError(f"lease: {error}") from error
+
+
+def _plain(value: Any) -> Any:
+    """JSON lists back to the tuples of a spec."""
+    return tuple(_plain(item) for item in value) if isinstance(value, list) else value
+
+
+class SandboxServer:
+    """Serves leases from pools of one back-end, a pool for each spec that is asked for."""
+
+    def __init__(self, spec: Sandbox, token: str, *, min_idle: int = 2, max_total: int = 256) -> None:
+        self.spec, self._token = spec, token
+        self.min_idle, self.max_total = min_idle, max_total
+        self._pools: dict[Sandbox, SandboxPool] = {}
+        self._server: asyncio.Server | None = None
+        self._connections: set[asyncio.Task[None]] = set()
+
+    async def start(self, host: str = "127.0.0.1", port: int = 0) -> str:
+        """Try the back-end, listen, and return the URL."""
+        await self._pool(self.spec).open()
+        self._server = await asyncio.start_server(self._connected, host, port)
+        name, number = self._server.sockets[0].getsockname()[:2]
+        return f"http://{name}:{number}"
+
+    async def close(self) -> None:
+        """End all leases and stop; idempotent."""
+        if self._server is not None:
+            self._server.close()
+            self._server = None
+        for task in list(self._connections):
+            task.cancel()
+        await asyncio.gather(*self._connections, return_exceptions=True)
+        await asyncio.gather(*(pool.close() for pool in self._pools.values()))
+        self._pools.clear()
+
+    def _pool(self, spec: Sandbox) -> SandboxPool:
+        pool = self._pools.get(spec)
+        if pool is None:
+            if len(self._pools) >= MAX_SPECS:
+                raise ConfigError(f"lease: this server holds pools for {MAX_SPECS} different specs already")
+            pool = SandboxPool(spec, min_idle=self.min_idle, max_total=self.max_total)
+            self._pools[spec] = pool
+        return pool
+
+    async def _connected(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        task = asyncio.current_task()
+        assert task is not None
+        self._connections.add(task)
+        try:
+            async with asyncio.timeout(REQUEST_TIMEOUT_S):
+                method, path, headers = await _read_head(reader)
+                length = int(headers.get("content-length", "0"))
+                body = await reader.readexactly(length) if 0 < length <= MAX_BODY else b""
+            given = headers.get("authorization", "").removeprefix("Bearer ")
+            if not hmac.compare_digest(given.encode(), self._token.encode()):
+                await _answer(writer, 401, {"error": "the token is missing or wrong"})
+            elif (method, path) == ("GET", "/v1/health"):
+                await _answer(writer, 200, self.health())
+            elif (method, path) == ("POST", "/v1/lease"):
+                await self._lease(json.loads(body), reader, writer)
+            else:
+                await _answer(writer, 404, {"error": f"no such thing: {method} {path}"})
+        except (ValueError, TimeoutError, asyncio.IncompleteReadError, ConnectionError) as error:
+            log.info("sandbox server: a request could not be read: %r", error)
+        finally:
+            self._connections.discard(task)
+            writer.close()
+            with contextlib.suppress(ConnectionError):
+                await writer.wait_closed()
+
+    def health(self) -> dict[str, Any]:
+        """The back-end, what it keeps, and how busy it is."""
+        capabilities = self._pools[self.spec].capabilities
+        kept = sorted(capabilities.kept) if capabilities is not None else []
+        leased = sum(pool.metrics()["leased"] for pool in self._pools.values())
+        return {"backend": self.spec.backend, "kept": kept, "leased": leased, "max_total": self.max_total}
+
+    async def _lease(
+        self, asked: Mapping[str, Any], reader: asyncio.StreamReader, writer: asyncio.StreamWriter
+    ) -> None:
+        try:
+            pool = self._pool(from_wire(asked, self.spec))
+            box = await pool.acquire()
+        except AgentRLError as error:
+            status = 400 if isinstance(error, ConfigError) else 503
+            await _answer(writer, status, {"error": f"{type(error).__name__}: {error}"})
+            return
+        try:
+            await self._relay(box, reader, writer)
+        finally:
+            await pool.release(box)
+
+    async def _relay(self, box: Box, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        """Bytes both ways until one side ends."""
+        link = box._link
+        if not isinstance(link, StreamLink):
+            raise ConfigError(f"sandbox backend {self.spec.backend!r} cannot be served: it has no stream")
+        task = asyncio.current_task()
+        assert task is not None
+        ended = asyncio.Event()
+        send = link.hand_over(writer.write, ended.set)
+        head = "HTTP/1.1 101 Switching Protocols\r\nConnection: Upgrade\r\nUpgrade: agentrl-frames\r\n\r\n"
+        writer.write(head.encode() + frames.pack({"hello": 1, "home": box.home, **box.facts}))
+
+        async def forward() -> None:
+            with contextlib.suppress(ConnectionError):
+                while data := await reader.read(1 << 16):
+                    send(data)
+            ended.set()
+
+        forwarding = asyncio.create_task(forward())
+        try:
+            await ended.wait()
+            with contextlib.suppress(ConnectionError):
+                await writer.drain()
+        finally:
+            forwarding.cancel()
+            await asyncio.gather(forwarding, return_exceptions=True)
+
+
+async def _read_head(reader: asyncio.StreamReader) -> tuple[str, str, dict[str, str]]:
+    """(method, path, headers in lower case) of a request."""
+    lines = (await reader.readuntil(b"\r\n\r\n")).decode("latin-1").split("\r\n")
+    method, path, _ = lines[0].split(" ", 2)
+    headers = {}
+    for line in lines[1:]:
+        name, colon, value = line.partition(":")
+        if colon:
+            headers[name.strip().lower()] = value.strip()
+    return method, path, headers
+
+
+async def _answer(writer: asyncio.StreamWriter, status: int, body: Mapping[str, Any]) -> None:
+    text = json.dumps(body).encode()
+    head = f"HTTP/1.1 {status} -\r\nContent-Type: application/json\r\nContent-Length: {len(text)}\r\n"
+    writer.write(f"{head}Connection: close\r\n\r\n".encode() + text)
+    await writer.drain()
+
+
+async def serve(
+    spec: Sandbox,
+    token_file: str,
+    *,
+    host: str = "127.0.0.1",
+    port: int = 8750,
+    min_idle: int = 2,
+    max_total: int = 256,
+) -> None:
+    """Serve until cancelled. Says where on the log."""
+    server = SandboxServer(spec, read_token(token_file), min_idle=min_idle, max_total=max_total)
+    try:
+        url = await server.start(host, port)
+        log.warning("sandboxes of back-end %s at %s", spec.backend, url)
+        await asyncio.Event().wait()
+    finally:
+        await server.close()

@@ -1,0 +1,117 @@
+"""A program of a sandbox that keeps its state between calls: a shell, an interpreter, a database."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from agentrl.errors import SandboxError
+from agentrl.sandbox.contract import GRACE_S, ExecResult, Limits, SessionKind, narrowed
+from agentrl.sandbox.report import result_of
+
+if TYPE_CHECKING:
+    from agentrl.sandbox.box import Box
+
+
+class Session:
+    """A program of a box that keeps its state; see Box.session."""
+
+    def __init__(self, box: Box, kind: SessionKind) -> None:
+        self.box, self.kind = box, kind
+        self._name = ""
+
+    async def restart(self) -> None:
+        """End it, if it runs, and begin anew."""
+        box = self.box
+        limits = {name: value for name, value in box.spec.rlimits().items() if name != "CPU"}
+        async with box._lock:
+            if self._name:
+                await box._exchange({"op": "close", "session": self._name}, b"", GRACE_S)
+            box._sessions += 1
+            self._name = f"{self.kind}{box._sessions}"
+            await box._exchange(
+                {"op": "open", "kind": "python_session" if self.kind == "python" else self.kind,
+                 "session": self._name, "rlimits": limits}, b"", GRACE_S,
+            )  # fmt: skip
+
+    async def run(self, command: str, *, wall_s: float | None = None, limits: Limits | None = None) -> ExecResult:
+        """Hand it a command line, or Python code. A time-out interrupts it; where that does not help it is lost.
+
+        The background jobs of a session live as long as the session.
+        """
+        return await self._call(command.encode("utf-8", "surrogatepass"), narrowed(self.box.spec, wall_s, limits))
+
+    async def query(
+        self,
+        sql: str,
+        parameters: Sequence[object] | None = None,
+        *,
+        database: str = "data.db",
+        max_rows: int = 1000,
+        wall_s: float | None = None,
+    ) -> QueryResult:
+        """Run SQL in a sqlite session; several statements at once where there are no parameters."""
+        if self.kind != "sqlite":
+            raise ValueError(f"query on a {self.kind} session: open one of kind 'sqlite'")
+        order = {"database": database, "sql": sql, "parameters": parameters, "max_rows": max_rows}
+        limits = narrowed(self.box.spec, wall_s, None)
+        result = await self._call(json.dumps(order).encode(), limits)
+        if result.ok and not result.truncated:
+            return QueryResult(result=result, **json.loads(result.stdout))
+        return QueryResult(result=result)
+
+    async def _call(self, code: bytes, limits: Limits) -> ExecResult:
+        header = {
+            "op": "call", "session": self._name, "code_bytes": len(code), "wall_s": limits.wall_s,
+            "stdout_bytes": limits.stdout_bytes, "stderr_bytes": limits.stderr_bytes,
+            "output_total": limits.output_total_mb << 20,
+        }  # fmt: skip
+        box = self.box
+        async with box._lock:
+            answer, output = await box._exchange(header, code, limits.wall_s + GRACE_S)
+        for _ in range(2):
+            if not answer.get("gone"):
+                break
+            await self.restart()
+            async with box._lock:
+                answer, output = await box._exchange(
+                    header | {"session": self._name}, code, limits.wall_s + GRACE_S
+                )
+        if answer.get("gone"):
+            # New sessions could not begin: what runs in the sandbox leaves no room for another process.
+            text = b"sandbox: the session could not begin: no process can be started\n"
+            return ExecResult("exit", 126, None, b"", text, 0, len(text), 0.0, 0.0, session_lost=True)
+        result = result_of(answer, output)
+        if result.session_lost:
+            await self.restart()
+        return result
+
+    async def close(self) -> None:
+        """End it and everything it started; fine when the sandbox is gone already."""
+        name, self._name = self._name, ""
+        if name:
+            with contextlib.suppress(SandboxError):
+                async with self.box._lock:
+                    await self.box._exchange({"op": "close", "session": name}, b"", GRACE_S)
+
+    async def __aenter__(self) -> Session:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.close()
+
+
+class QueryResult:
+    """Rows of a query; `result` is the program's outcome, with the error of the database in its stderr."""
+
+    def __init__(
+        self,
+        result: ExecResult,
+        columns: Sequence[str] = (),
+        rows: Sequence[Sequence[object]] = (),
+        more: bool = False,
+        changed: int = 0,
+    ) -> None:
+        self.result, self.columns, self.rows, self.more, self.changed = result, columns, rows, more, changed

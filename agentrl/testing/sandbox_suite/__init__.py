@@ -1,0 +1,1 @@
+"""The parts of the sandbox suite; `agentrl.testing.sandbox` puts them together."""

@@ -1,0 +1,130 @@
+"""What the checks play on: a pool, and a host with things that a sandbox must not get at."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import ctypes
+import json
+import os
+import secrets
+import shutil
+import socket
+import subprocess
+import tempfile
+from collections.abc import AsyncIterator, Awaitable, Callable
+from dataclasses import dataclass
+from typing import Literal
+
+from agentrl.sandbox import Box, Sandbox
+from agentrl.sandbox.pool import SandboxPool
+
+Kind = Literal["conformance", "hostile", "fidelity", "chaos"]
+
+
+class Stage:
+    """One pool of the back-end under test, and the bait: a file, a process, sockets, shared memory."""
+
+    def __init__(self, pool: SandboxPool) -> None:
+        self.pool = pool
+        self.secret = "secret-" + secrets.token_hex(8)
+        self.folder = tempfile.mkdtemp(prefix="agentrl-stage-")
+        os.chmod(self.folder, 0o1777)
+        self.marker = os.path.join(self.folder, "answer.txt")
+        with open(self.marker, "w") as f:
+            f.write(self.secret)
+        os.chmod(self.marker, 0o644)
+        self.tcp = socket.create_server(("127.0.0.1", 0))
+        self.unix_path = os.path.join(self.folder, "listener.sock")
+        self.unix = socket.socket(socket.AF_UNIX)
+        self.unix.bind(self.unix_path)
+        os.chmod(self.unix_path, 0o777)
+        self.unix.listen()
+        self.abstract_name = f"agentrl-{secrets.token_hex(6)}"
+        self.abstract = socket.socket(socket.AF_UNIX)
+        self.abstract.bind("\0" + self.abstract_name)
+        self.abstract.listen()
+        self.victim = subprocess.Popen(
+            ["sleep", "1000"], env={"VICTIM": self.secret, "PATH": "/usr/bin:/bin"}, stdin=subprocess.DEVNULL
+        )
+        self.shm_key = secrets.randbelow(1 << 30) + 1
+        self._libc = ctypes.CDLL(None, use_errno=True)
+        self._shm = self._libc.shmget(self.shm_key, 4096, 0o1666)
+        os.environ["AGENTRL_STAGE_SECRET"] = self.secret
+
+    @property
+    def spec(self) -> Sandbox:
+        """The spec of the pool."""
+        return self.pool.spec
+
+    @contextlib.asynccontextmanager
+    async def box(self) -> AsyncIterator[Box]:
+        """A fresh sandbox for one check."""
+        async with self.pool.lease() as box:
+            yield box
+
+    def order(self, **more: object) -> bytes:
+        """What a hostile program is told: where the bait is."""
+        spec = self.spec
+        known = {
+            "secret": self.secret, "marker": self.marker, "folder": self.folder, "victim": self.victim.pid,
+            "harness": os.getpid(), "port": self.tcp.getsockname()[1], "unix": self.unix_path,
+            "abstract": self.abstract_name, "shm_key": self.shm_key, "memory_mb": spec.memory_mb,
+            "pids": spec.pids, "workspace_mb": spec.workspace_mb, "inodes": spec.inodes, "file_mb": spec.file_mb,
+            **more,
+        }  # fmt: skip
+        return json.dumps(known).encode()
+
+    def processes_with(self, token: str) -> list[int]:
+        """Processes of this machine, alive, whose command line holds the token."""
+        found = []
+        for name in os.listdir("/proc"):
+            if not name.isdigit() or int(name) == os.getpid():
+                continue
+            try:
+                with open(f"/proc/{name}/cmdline", "rb") as f:
+                    command = f.read()
+                with open(f"/proc/{name}/stat", "rb") as f:
+                    state = f.read().rpartition(b")")[2].split()[0]
+            except OSError:
+                continue
+            if token.encode() in command and state not in (b"Z", b"X"):
+                found.append(int(name))
+        return found
+
+    async def nothing_left(self, token: str, within_s: float = 2.0) -> None:
+        """Wait until no process with the token is alive; AssertionError when some stay."""
+        for _ in range(int(within_s / 0.05)):
+            if not self.processes_with(token):
+                return
+            await asyncio.sleep(0.05)
+        raise AssertionError(f"still alive: {self.processes_with(token)}")
+
+    def close(self) -> None:
+        """Take the bait away."""
+        self.victim.kill()
+        self.victim.wait()
+        for s in (self.tcp, self.unix, self.abstract):
+            s.close()
+        if self._shm >= 0:
+            self._libc.shmctl(self._shm, 0, None)
+        shutil.rmtree(self.folder, ignore_errors=True)
+        os.environ.pop("AGENTRL_STAGE_SECRET", None)
+
+
+@dataclass(frozen=True)
+class Check:
+    """One thing that must hold; `promise` names the promise that it tests, None for what every back-end keeps."""
+
+    name: str
+    kind: Kind
+    run: Callable[[Stage], Awaitable[None]]
+    promise: str | None = None
+    isolating: bool = False
+    """Makes sense only where programs are confined (not for the trusted `process` back-end)."""
+
+
+def expect(condition: bool, what: object) -> None:
+    """AssertionError with `what` unless the condition holds (also under `python -O`)."""
+    if not condition:
+        raise AssertionError(str(what))

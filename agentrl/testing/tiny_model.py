@@ -1,0 +1,90 @@
+"""A small model made on the spot: Qwen3 architecture, seeded weights, a tokenizer trained on the env's own text.
+
+It learns to call a tool in minutes on a laptop. Its directory is an ordinary Hugging Face model directory.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable
+from pathlib import Path
+
+from agentrl.config.run import TinyModel
+
+SPECIAL_TOKENS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
+"""Control tokens, left out of decoded text."""
+MARKER_TOKENS = ("<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>", "<think>", "</think>")
+"""Added tokens that decode to their text, as Qwen3 has them."""
+_SPLIT = r"[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+"""Words, single digits, punctuation, white space: the splits of the Qwen family."""
+
+
+def make_tokenizer(directory: Path, corpus: Iterable[str], *, vocab: int, max_context: int) -> None:
+    """Train a byte-level BPE tokenizer on `corpus` and write it, with the ChatML template, to `directory`.
+
+    Any text can be encoded: the alphabet holds all 256 bytes. Digits stay single tokens.
+    """
+    from importlib.resources import files
+
+    from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
+
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.normalizer = normalizers.NFC()
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+        [
+            pre_tokenizers.Split(Regex(_SPLIT), behavior="isolated"),
+            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+        ]
+    )
+    tokenizer.decoder = decoders.ByteLevel()
+    added = len(SPECIAL_TOKENS) + len(MARKER_TOKENS)
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab - added,
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        min_frequency=2,
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(corpus, trainer)
+    tokenizer.add_special_tokens([AddedToken(t, special=True, normalized=False) for t in SPECIAL_TOKENS])
+    tokenizer.add_tokens([AddedToken(t, special=False, normalized=False) for t in MARKER_TOKENS])
+    directory.mkdir(parents=True, exist_ok=True)
+    tokenizer.save(str(directory / "tokenizer.json"))
+    config = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "eos_token": "<|im_end|>",
+        "pad_token": "<|endoftext|>",
+        "model_max_length": max_context,
+        "clean_up_tokenization_spaces": False,
+    }
+    (directory / "tokenizer_config.json").write_text(json.dumps(config, indent=2))
+    (directory / "chat_template.jinja").write_text((files("agentrl.chat") / "chatml.jinja").read_text())
+
+
+def make_tiny_model(directory: Path, corpus: Iterable[str], config: TinyModel, *, seed: int = 0) -> None:
+    """Write a randomly initialised model and its tokenizer to `directory`; the same seed gives the same bytes."""
+    import torch
+    from tokenizers import Tokenizer
+    from transformers import Qwen3Config, Qwen3ForCausalLM
+
+    make_tokenizer(directory, corpus, vocab=config.vocab, max_context=config.max_context)
+    tokenizer = Tokenizer.from_file(str(directory / "tokenizer.json"))
+    shape = Qwen3Config(
+        vocab_size=tokenizer.get_vocab_size(),
+        hidden_size=config.hidden,
+        intermediate_size=config.intermediate,
+        num_hidden_layers=config.layers,
+        num_attention_heads=config.heads,
+        num_key_value_heads=max(1, config.heads // 2),
+        head_dim=config.hidden // config.heads,
+        max_position_embeddings=config.max_context,
+        rope_parameters={"rope_type": "default", "rope_theta": 10_000.0},
+        tie_word_embeddings=True,
+        initializer_range=config.hidden**-0.5 / 2,
+        bos_token_id=None,
+        eos_token_id=tokenizer.token_to_id("<|im_end|>"),
+        pad_token_id=tokenizer.token_to_id("<|endoftext|>"),
+    )
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        model = Qwen3ForCausalLM(shape)
+    model.save_pretrained(directory)

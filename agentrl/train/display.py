@@ -1,0 +1,309 @@
+"""The progress of a run: one live screen on a terminal, one plain line a step elsewhere."""
+
+from __future__ import annotations
+
+import itertools
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
+from rich.live import Live
+from rich.progress_bar import ProgressBar
+from rich.table import Table
+from rich.text import Text
+
+from agentrl.train.report import Reporter, Summary
+
+
+class Display(Reporter):
+    """A reporter that is open while the run goes."""
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """Leave the terminal as it was found."""
+
+
+def make_display(name: str, *, again: str, console: Console | None = None) -> Display:
+    """The live screen where there is a terminal, plain lines elsewhere.
+
+    Args:
+        name: name of the run, shown on the screen.
+        again: the command line that resumes the run.
+        console: where to; standard output by default.
+    """
+    console = console or Console()
+    live = console.is_terminal and not console.is_dumb_terminal
+    return LiveDisplay(name, console, again=again) if live else PlainDisplay(console, again=again)
+
+
+# --- what both know --------------------------------------------------------------------------------------------
+
+
+@dataclass
+class Progress:
+    """Where the current phase stands. Times are of `clock`, in seconds."""
+
+    clock: Callable[[], float] = time.monotonic
+    name: str = ""
+    total: int | None = None
+    done: int = 0
+    started: float = 0.0
+    latest: float = 0.0
+    """When the newest unit was done."""
+    before: int = 0
+    """Units done before this process began the phase (a resumed run)."""
+    metrics: dict[str, float] = field(default_factory=dict)
+    solved: list[float] = field(default_factory=list)
+    held_out: float | None = None
+
+    def begin(self, name: str, total: int | None, done: int) -> None:
+        """Start a phase."""
+        self.name, self.total, self.done, self.before = name, total, done, done
+        self.started, self.metrics, self.solved = self.clock(), {}, []
+
+    def advance(self, metrics: Mapping[str, float]) -> None:
+        """Count one unit; metrics that are not given keep their last value."""
+        self.done += 1
+        self.latest = self.clock()
+        self.metrics.update(metrics)
+        if "solved" in metrics:
+            self.solved.append(metrics["solved"])
+        self.held_out = metrics.get("held_out", self.held_out)
+
+    def seconds_left(self) -> float | None:
+        """Estimated from the mean of the units so far, None before the first."""
+        new = self.done - self.before
+        if self.total is None or new < 1:
+            return None
+        left = (self.latest - self.started) / new * (self.total - self.done)
+        return max(left - (self.clock() - self.latest), 0.0)
+
+    def count(self) -> str:
+        """`12/120`, or `12` where the end is open."""
+        return f"{self.done}" if self.total is None else f"{self.done}/{self.total}"
+
+    def rewards(self) -> dict[str, float]:
+        """The mean of each reward, by its name; empty where the only one is the whole reward."""
+        found = {key[len("reward/") :]: value for key, value in self.metrics.items() if key.startswith("reward/")}
+        return {} if list(found.values()) == [self.metrics.get("reward")] else found
+
+
+def duration(seconds: float) -> str:
+    """`0:07`, `12:34`, `3:05:09`."""
+    whole = max(round(seconds), 0)
+    minutes, rest = divmod(whole, 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes}:{rest:02d}"
+
+
+def percent(fraction: float | None) -> str:
+    """`96.5 %`, or a dash for what was not measured."""
+    return "–" if fraction is None else f"{fraction:.1%}".replace("%", " %")
+
+
+def sparkline(values: list[float], width: int) -> str:
+    """The last values between 0 and 1 as a row of blocks; more values than room are averaged."""
+    if not values:
+        return ""
+    bins = min(len(values), width)
+    edges = [i * len(values) // bins for i in range(bins + 1)]
+    means = [sum(values[a:b]) / (b - a) for a, b in itertools.pairwise(edges)]
+    return "".join("▁▂▃▄▅▆▇█"[min(int(max(mean, 0.0) * 8), 7)] for mean in means)
+
+
+# --- plain lines -----------------------------------------------------------------------------------------------
+
+
+class PlainDisplay(Display):
+    """One line for each step that has something to say; no colour, no cursor movement."""
+
+    def __init__(self, console: Console, *, again: str, clock: Callable[[], float] = time.monotonic) -> None:
+        self.console, self.again = console, again
+        self.progress = Progress(clock)
+
+    def phase(self, name: str, total: int | None = None, done: int = 0) -> None:
+        """Announce the phase."""
+        self.progress.begin(name, total, done)
+        size = f", {total} to do" if total is not None and not done else ""
+        self._line(f"{name}: begins{size}" if not done else f"{name}: goes on after {self.progress.count()}")
+
+    def step(self, metrics: Mapping[str, float]) -> None:
+        """Write the line of a step; a unit without metrics is only counted."""
+        self.progress.advance(metrics)
+        if metrics:
+            self._line(self.line(metrics))
+
+    def line(self, metrics: Mapping[str, float]) -> str:
+        """What is said about one step."""
+        parts = [f"{self.progress.name} {self.progress.count()}"]
+        if "solved" in metrics:
+            parts.append(f"solved {percent(metrics['solved'])}")
+        if "held_out" in metrics:
+            parts.append(f"held out {percent(metrics['held_out'])}")
+        if "reward" in metrics:
+            parts.append(f"reward {metrics['reward']:.3f}")
+        parts += [f"{name} {value:.3f}" for name, value in self.progress.rewards().items()]
+        parts += [f"{key} {metrics[key]:.4g}" for key in ("loss", "kl") if key in metrics]
+        if "tokens_per_s" in metrics:
+            parts.append(f"{metrics['tokens_per_s']:,.0f} tokens/s")
+        left = self.progress.seconds_left()
+        if left is not None:
+            parts.append(f"{duration(left)} left")
+        return "  ".join(parts)
+
+    def note(self, text: str) -> None:
+        """Write the note on its own line."""
+        self._line(f"note: {text}")
+
+    def done(self, summary: Summary) -> None:
+        """Write the summary."""
+        self.console.print(summary_text(summary, again=self.again), soft_wrap=True)
+
+    def _line(self, text: str) -> None:
+        self.console.print(Text(text), soft_wrap=True)
+
+
+# --- the live screen -------------------------------------------------------------------------------------------
+
+
+class LiveDisplay(Display):
+    """A few lines that stay in place; notes scroll above them."""
+
+    def __init__(
+        self, name: str, console: Console, *, again: str, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self.name, self.console, self.again = name, console, again
+        self.progress = Progress(clock)
+        self.began = clock()
+        self._live: Live | None = None
+
+    def __enter__(self) -> Self:
+        self._live = Live(self, console=self.console, refresh_per_second=4, transient=True)
+        self._live.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """Clear the screen's lines and give the cursor back."""
+        if self._live is not None:
+            self._live.stop()
+            self._live = None
+
+    def phase(self, name: str, total: int | None = None, done: int = 0) -> None:
+        """The bar starts anew; the phase before it leaves its last line above."""
+        if self.progress.metrics:
+            self.console.print(Text(self._left_behind(), style="dim"))
+        self.progress.begin(name, total, done)
+
+    def step(self, metrics: Mapping[str, float]) -> None:
+        """Move the bar and show the metrics."""
+        self.progress.advance(metrics)
+
+    def note(self, text: str) -> None:
+        """Scroll the note past above the screen."""
+        self.console.print(Text("note: ", style="yellow").append(text, style="default"))
+
+    def done(self, summary: Summary) -> None:
+        """Close the screen and print the summary."""
+        self.__exit__(None, None, None)
+        self.console.print(summary_text(summary, again=self.again), soft_wrap=True)
+
+    def _left_behind(self) -> str:
+        solved = self.progress.metrics.get("solved", self.progress.metrics.get("held_out"))
+        ending = f", solved {percent(solved)}" if solved is not None else ""
+        seconds = self.progress.clock() - self.progress.started
+        return f"{self.progress.name}: {self.progress.count()} in {duration(seconds)}{ending}"
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        """Draw the screen; rich calls this a few times a second."""
+        yield self.screen(options.max_width)
+
+    def screen(self, width: int) -> RenderableType:
+        """The lines of this moment."""
+        progress = self.progress
+        left = progress.seconds_left()
+        head = Table.grid(padding=(0, 2))
+        head.add_row(
+            Text(self.name, style="bold"),
+            Text(f"{progress.name} {progress.count()}"),
+            ProgressBar(total=progress.total, completed=progress.done, width=max(min(width - 60, 40), 8)),
+            Text(f"{duration(left)} left" if left is not None else "", style="cyan"),
+            Text(f"{duration(progress.clock() - self.began)} so far", style="dim"),
+        )
+        body = Table.grid(padding=(0, 2))
+        for row in self._rows(width):
+            body.add_row(*row)
+        return Group(head, body)
+
+    def _rows(self, width: int) -> list[tuple[Text, Text, Text]]:
+        progress, metrics = self.progress, self.progress.metrics
+        rows = []
+        if "solved" in metrics:
+            curve = Text(sparkline(progress.solved, max(min(width - 40, 60), 8)), style="green")
+            rows.append((Text("  solved"), Text(percent(metrics["solved"]), style="bold green"), curve))
+        if progress.held_out is not None:
+            rows.append((Text("  held out"), Text(percent(progress.held_out), style="green"), Text("")))
+        if "reward" in metrics:
+            rows.append((Text("  reward"), Text(f"{metrics['reward']:.3f}"), Text("")))
+        rows += [(Text(f"    {n}"), Text(f"{v:.3f}"), Text("")) for n, v in progress.rewards().items()]
+        if "tokens_per_s" in metrics:
+            rows.append((Text("  tokens/s"), Text(f"{metrics['tokens_per_s']:,.0f}"), Text("")))
+        return rows
+
+
+# --- the end ---------------------------------------------------------------------------------------------------
+
+
+def summary_text(summary: Summary, *, again: str) -> Text:
+    """The end of a run for people: what came out, what went wrong how often, where it is, what to run next."""
+    run = _short(summary.run)
+    phases = [f"training {duration(summary.train_seconds)}"]
+    if summary.warmup_seconds >= 0.5:
+        phases.insert(0, f"cold start {duration(summary.warmup_seconds)}")
+    title = "done" if summary.finished else f"stopped by request after {summary.steps} steps; everything is saved"
+    rows = [
+        ("solved before", percent(summary.held_out_before), "held-out tasks, greedy", ""),
+        ("solved after", percent(summary.held_out_after), "", "bold green"),
+        ("wall time", duration(summary.wall_seconds), ", ".join(phases), ""),
+        ("episodes", f"{summary.episodes:,}", f"{summary.sampled_tokens:,} tokens in {summary.steps} steps", ""),
+    ]
+    for name, count, remark in (
+        ("malformed", summary.malformed, "wrote a call that could not be read, or was invalid"),
+        ("limits", summary.limits, "cut by a limit: turns, tokens, calls, context, time"),
+        ("infra failures", summary.infra_failures, "not the policy's fault; none of them trained"),
+    ):
+        share = f"{count:,} ({count / max(summary.episodes, 1):.1%})".replace("%", " %") if count else "0"
+        rows.append((name, share, remark, "yellow" if count else ""))
+    rows.append(("run folder", run, "", ""))
+
+    lines = [Text("\n").append(title, style="bold")]
+    width = max(len(value) for name, value, remark, _ in rows if remark)
+    for name, value, remark, style in rows:
+        line = Text(f"  {name:<16}").append(value, style=style)
+        lines.append(line.append(" " * (width + 2 - len(value))).append(remark, style="dim") if remark else line)
+
+    commands = [(f"agentrl show {run} --worst", "read its worst episodes")]
+    if summary.finished:
+        commands.insert(0, (f"agentrl eval {run}", "play its held-out tasks"))
+    else:
+        commands.insert(0, (again, "goes on where this stopped"))
+    width = max(len(command) for command, _ in commands)
+    for lead, (command, remark) in zip(("\nnext:  ", "       "), commands, strict=True):
+        line = Text(lead).append(f"{command:<{width}}", style="bold")
+        lines.append(line.append(f"  {remark}", style="dim"))
+    return Text("\n").join(lines)
+
+
+def _short(run: str) -> str:
+    """The run folder as the user would type it from here."""
+    path, here = Path(run), Path.cwd()
+    return str(path.relative_to(here)) if path.is_relative_to(here) else run

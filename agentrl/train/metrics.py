@@ -1,0 +1,62 @@
+"""What a step's episodes say, as numbers by name."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Sequence
+
+from agentrl.train.samples import LIMITS
+from agentrl.types import Episode, Group
+
+MALFORMED = ("parse_error", "unknown_tool", "invalid_args")
+"""Mistakes that make an episode count as malformed."""
+
+
+def is_solved(episode: Episode) -> bool:
+    """Whether the reward named `solved` was earned; without one of that name, whether the reward is positive."""
+    value = episode.rewards.get("solved", episode.reward)
+    return value is not None and value > 0
+
+
+def solved(groups: Sequence[Group]) -> float:
+    """The fraction of scored episodes that are solved; 0 for none."""
+    episodes = [e for g in groups for e in g.episodes]
+    return sum(map(is_solved, episodes)) / max(1, len(episodes))
+
+
+def passed(groups: Sequence[Group]) -> float:
+    """The fraction of groups in which at least one episode is solved; 0 for none."""
+    return sum(any(map(is_solved, g.episodes)) for g in groups) / max(1, len(groups))
+
+
+def episode_metrics(groups: Sequence[Group]) -> dict[str, float]:
+    """Means and counts over the episodes of a step; failed ones are counted and enter no mean."""
+    episodes = [e for g in groups for e in g.episodes]
+    failed = sum(len(g.failed) for g in groups)
+    turns = [t for e in episodes for t in e.turns]
+    metrics: dict[str, float] = {
+        "solved": solved(groups),
+        "reward": _mean(e.reward or 0.0 for e in episodes),
+        "episodes": float(len(episodes) + failed),
+        "infra_failures": float(failed),
+        "malformed": float(sum(any(e.metrics.get(m, 0.0) for m in MALFORMED) for e in episodes)),
+        "limits": float(sum(e.stop_reason in LIMITS for e in episodes)),
+        "groups_with_signal": float(sum(len({e.reward for e in g.episodes}) > 1 for g in groups)),
+        "sampled_tokens": float(sum(t.tokens for t in turns)),
+        "turns": _mean(len(e.turns) for e in episodes),
+        "engine_seconds": _mean(t.engine_seconds for t in turns),
+        "env_seconds": _mean(t.env_seconds for t in turns),
+    }
+    for name in sorted({name for e in episodes for name in e.rewards}):
+        metrics[f"reward/{name}"] = _mean(e.rewards.get(name, 0.0) for e in episodes)
+    for reason, count in sorted(Counter(e.stop_reason.value for e in episodes).items()):
+        metrics[f"stop/{reason}"] = float(count)
+    for name in sorted({name for e in episodes for name in e.metrics}):
+        key = name if name.startswith("tokens/") else f"env/{name}"
+        metrics[key] = sum(e.metrics.get(name, 0.0) for e in episodes)
+    return metrics
+
+
+def _mean(values: Iterable[float]) -> float:
+    listed = list(values)
+    return sum(listed) / len(listed) if listed else 0.0

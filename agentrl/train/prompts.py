@@ -1,0 +1,96 @@
+"""Tasks whose prompt does not fit: found before anything is played, and never cut."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from dataclasses import replace
+
+from agentrl.chat.template import Renderer
+from agentrl.chat.transcript import Transcript
+from agentrl.config.run import RunConfig
+from agentrl.env.load import drop_overlong
+from agentrl.errors import AgentRLError, ConfigError
+from agentrl.train.report import Reporter
+from agentrl.train.setup import Content
+from agentrl.types import Task
+
+MOST_TASKS = 100_000
+"""Tasks of a split that are looked at; setting up more takes too long before a run."""
+AT_ONCE = 64
+
+
+async def fitting(
+    content: Content, config: RunConfig, renderer: Renderer, max_context: int, reporter: Reporter
+) -> Content:
+    """The content without the tasks whose opening messages leave no room for a completion.
+
+    Every task of both splits is set up and rendered once, tools included. Without `data.overlong_prompts` nothing
+    is looked at: such an episode then ends before its first turn.
+
+    Raises:
+        ConfigError: `refuse` found one, none fits, there are too many tasks to look at, or one cannot be set up.
+    """
+    policy = config.data.overlong_prompts
+    if policy is None:
+        return content
+    most = min(max_context, config.rollout.token_budget) - 1
+    train = await _fitting(content, content.train_tasks, "training", renderer, most, policy, reporter)
+    held_out = await _fitting(content, content.held_out_tasks, "held-out", renderer, most, policy, reporter)
+    return replace(content, train_tasks=train, held_out_tasks=held_out)
+
+
+async def _fitting(
+    content: Content,
+    tasks: Sequence[Task],
+    name: str,
+    renderer: Renderer,
+    most: int,
+    policy: str,
+    reporter: Reporter,
+) -> Sequence[Task]:
+    if not tasks:
+        return tasks
+    if len(tasks) > MOST_TASKS:
+        raise ConfigError(
+            f"data.overlong_prompts looks at every task, and {len(tasks):,} {name} tasks are too many (at most "
+            f"{MOST_TASKS:,}): name a file or make fewer with data.options, or leave the key out"
+        )
+    listed, places = list(tasks), asyncio.Semaphore(AT_ONCE)
+
+    async def measured(task: Task) -> int:
+        async with places:
+            return await prompt_tokens(content, task, renderer)
+
+    counts: list[int] = []
+    for first in range(0, len(listed), 1000):
+        counts += await asyncio.gather(*map(measured, listed[first : first + 1000]))
+    by_task = {id(task): count for task, count in zip(listed, counts, strict=True)}
+    kept, dropped = drop_overlong(listed, lambda task: by_task[id(task)], most, policy)
+    if dropped:
+        longest, tokens = max(dropped, key=lambda pair: pair[1])
+        reporter.note(
+            f"{len(dropped)} of {len(listed)} {name} tasks are left out: their prompts have more than {most} "
+            f"tokens (the longest, {longest}, has {tokens})"
+        )
+    return kept
+
+
+async def prompt_tokens(content: Content, task: Task, renderer: Renderer) -> int:
+    """Tokens of the context in which the first completion of a task is sampled.
+
+    Raises:
+        ConfigError: the env cannot be set up.
+    """
+    env = content.make_env()
+    try:
+        messages, _ = await env.reset(task)
+        transcript = Transcript(renderer, env.tools)
+        transcript.extend(messages)
+        return len(transcript.ids)
+    except ConfigError:
+        raise
+    except AgentRLError as e:
+        raise ConfigError(f"task {task.id}: its prompt cannot be measured: {e}") from e
+    finally:
+        await env.close()

@@ -1,0 +1,260 @@
+"""A run without its model: env, tasks, tokenizer, template and rewards looked over with played episodes."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import random
+import tempfile
+from collections.abc import Callable, Coroutine, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from agentrl.chat.check import check as check_ledger
+from agentrl.chat.demonstrate import imitate
+from agentrl.chat.proof import Proof, prove
+from agentrl.chat.template import Renderer, same_meaning
+from agentrl.chat.transcript import Transcript
+from agentrl.config.run import RunConfig
+from agentrl.env import Env
+from agentrl.env.load import load_env
+from agentrl.errors import ConfigError, InfraError
+from agentrl.records import EpisodeRecord
+from agentrl.sandbox import close_pools
+from agentrl.testing.env import EnvCheckError, check_env
+from agentrl.testing.policy import Policy, ScriptedPolicy, call, play, random_arguments
+from agentrl.testing.tiny_model import make_tokenizer
+from agentrl.train.samples import LIMITS, advantages
+from agentrl.train.setup import Content, corpus, load_content, load_renderer
+from agentrl.types import Episode, Message, Segment, Task
+
+PROBED_TASKS = 32
+"""Opening messages that are rendered to see how long they get."""
+
+
+@dataclass(frozen=True, slots=True)
+class Rehearsal:
+    """What a run would work with, seen without weights.
+
+    Attributes:
+        played_by: what the first episode follows: the env's `oracle`, or a generated call to its first tool.
+        episodes: two episodes of the same task, the scripted one and one whose policy says nothing of use; their
+            advantages are those of a group in which half of the episodes go like each.
+        prompt_tokens: the longest opening of the first tasks.
+        max_context: what the model can take, None where its config does not say.
+        demonstration_tokens: the longest demonstration, None without demonstrations.
+        findings: what breaks the contract of an env, or would go wrong later; nothing in a good run.
+        decode: ids to text.
+    """
+
+    config: RunConfig
+    tools: tuple[str, ...]
+    num_train: int
+    num_held_out: int
+    num_demonstrations: int
+    played_by: str
+    episodes: tuple[EpisodeRecord, EpisodeRecord]
+    prompt_tokens: int
+    max_context: int | None
+    demonstration_tokens: int | None
+    proof: Proof
+    template_hash: str
+    findings: tuple[str, ...]
+    decode: Callable[[Sequence[int]], str]
+
+
+def rehearse(config: RunConfig) -> Rehearsal:
+    """Load everything but the weights, play two episodes and prove the chat template.
+
+    Raises:
+        ConfigError: the env, its tasks, a tool, a reward or the tokenizer cannot be used.
+        TemplateError: the chat template cannot be used.
+    """
+    content = load_content(config)
+    with tempfile.TemporaryDirectory(prefix="agentrl-check-") as temp:
+        folder, max_context = _tokenizer(config, content, Path(temp))
+        renderer = load_renderer(config, folder)
+        proof = prove(renderer)
+        proof.require(tools=bool(content.make_env().tools))
+        try:
+            return asyncio.run(_closing_pools(_rehearse(config, content, renderer, proof, max_context)))
+        except InfraError as e:
+            raise ConfigError(f"{config.env.use}: {e}") from e
+
+
+async def _closing_pools(work: Coroutine[None, None, Rehearsal]) -> Rehearsal:
+    try:
+        return await work
+    finally:
+        await close_pools()
+
+
+async def _rehearse(
+    config: RunConfig, content: Content, renderer: Renderer, proof: Proof, max_context: int | None
+) -> Rehearsal:
+    task = content.train_tasks[0]
+    policy, played_by = _policy(config, content, task)
+    scripted, transcript = await _episode(config, content, renderer, task, policy, "scripted")
+    silent, _ = await _episode(config, content, renderer, task, ScriptedPolicy([]), "silent")
+    half = max(config.rollout.group_size // 2, 1)
+    pair = [scripted.reward or 0.0, silent.reward or 0.0]
+    values = advantages([pair[0]] * half + [pair[1]] * half, config.algorithm)
+
+    findings = await _env_findings(content)
+    findings += _ledger_findings(renderer, transcript)
+    prompt_tokens = await _longest_opening(content, renderer)
+    findings += _length_findings(config, prompt_tokens, max_context)
+    findings += _limit_findings(config, scripted)
+    longest = _longest_demonstration(content, renderer, scripted)
+    if longest is not None and max_context is not None and longest > max_context:
+        findings.append(f"the longest demonstration has {longest} tokens, the model takes {max_context}")
+    return Rehearsal(
+        config=config,
+        tools=tuple(_tool_line(schema["function"]) for schema in scripted.tools),
+        num_train=len(content.train_tasks),
+        num_held_out=len(content.held_out_tasks),
+        num_demonstrations=len(content.demonstrations),
+        played_by=played_by,
+        episodes=(EpisodeRecord.of(0, 0, scripted, values[0]), EpisodeRecord.of(0, 0, silent, values[-1])),
+        prompt_tokens=prompt_tokens,
+        max_context=max_context,
+        demonstration_tokens=longest,
+        proof=proof,
+        template_hash=renderer.hash,
+        findings=tuple(findings),
+        decode=renderer.decode,
+    )
+
+
+def _tokenizer(config: RunConfig, content: Content, temp: Path) -> tuple[Path, int | None]:
+    """The folder with the tokenizer (made in `temp` for a tiny model) and the length of the model's context."""
+    tiny = config.model.tiny
+    if tiny is not None:
+        make_tokenizer(temp, corpus(content), vocab=tiny.vocab, max_context=tiny.max_context)
+        return temp, tiny.max_context
+    folder = Path(config.model.path or "")
+    try:
+        model = json.loads((folder / "config.json").read_bytes())
+    except FileNotFoundError:
+        raise ConfigError(f"model.path {folder}: has no config.json, so it is not a Hugging Face model") from None
+    except ValueError as e:
+        raise ConfigError(f"{folder / 'config.json'}: not JSON: {e}") from None
+    length = model.get("max_position_embeddings")
+    return folder, length if isinstance(length, int) else None
+
+
+def _policy(config: RunConfig, content: Content, task: Task) -> tuple[Policy, str]:
+    env_class = load_env(config.env.use)
+    oracle: Callable[[Task], Policy] | None = getattr(env_class, "oracle", None)
+    if oracle is not None:
+        return oracle(task), "the env's oracle"
+    tools = content.make_env().tools
+    if not tools:
+        return ScriptedPolicy(["hello"]), "a plain answer (the env has no tools)"
+    function = tools[0]["function"]
+    arguments = random_arguments(function["parameters"], random.Random(config.seed))
+    return ScriptedPolicy([call(function["name"], **arguments)]), f"a generated call to {function['name']}"
+
+
+async def _episode(
+    config: RunConfig, content: Content, renderer: Renderer, task: Task, policy: Policy, name: str
+) -> tuple[Episode, Transcript]:
+    """Play with messages, then lay the tokens under them as a policy would have sampled them."""
+    rollout = config.rollout
+    async with asyncio.timeout(rollout.timeout_s):
+        episode = await play(content.make_env(), task, policy, max_turns=rollout.max_turns, episode_id=name)
+    transcript = imitate(renderer, episode.messages, episode.tools)
+    sampled = [len(segment.ids) for segment in transcript.segments if segment.origin == "sampled"]
+    turns = tuple(replace(turn, tokens=tokens) for turn, tokens in zip(episode.turns, sampled, strict=True))
+    return replace(episode, messages=transcript.messages, turns=turns, segments=transcript.segments), transcript
+
+
+async def _env_findings(content: Content) -> list[str]:
+    tasks = [content.train_tasks[i] for i in range(min(4, len(content.train_tasks)))]
+    try:
+        await check_env(content.make_env, tasks, reward_range=(float("-inf"), float("inf")))
+    except EnvCheckError as e:
+        return str(e).splitlines()
+    return []
+
+
+def _ledger_findings(renderer: Renderer, transcript: Transcript) -> list[str]:
+    """The ledger agrees with a fresh rendering, and the parser reads what the template writes."""
+    findings = []
+    report = check_ledger(transcript, "ignore_strippable")
+    if report.failed:
+        findings += [f"tokens of the episode and a fresh rendering differ: {d}" for d in report.differences]
+    for segment in transcript.segments:
+        if segment.origin != "sampled" or segment.message is None:
+            continue
+        written = transcript.messages[segment.message]
+        read = renderer.parse(segment.ids, tools=transcript.tools)
+        if not same_meaning(written, read):
+            text = renderer.decode(segment.ids)
+            findings.append(f"the parser {renderer.parser} does not read what the template writes: {text!r}")
+    return findings
+
+
+async def _longest_opening(content: Content, renderer: Renderer) -> int:
+    """Tokens of the longest prompt among the first tasks of both splits."""
+    longest = 0
+    for tasks in (content.train_tasks, content.held_out_tasks):
+        for task in [tasks[i] for i in range(min(PROBED_TASKS, len(tasks)))]:
+            env = content.make_env()
+            try:
+                longest = max(longest, await _opening_length(env, task, renderer))
+            finally:
+                await env.close()
+    return longest
+
+
+async def _opening_length(env: Env, task: Task, renderer: Renderer) -> int:
+    opening, _ = await env.reset(task)
+    transcript = Transcript(renderer, env.tools)
+    transcript.extend(opening)
+    return len(transcript.ids)
+
+
+def _length_findings(config: RunConfig, prompt: int, max_context: int | None) -> list[str]:
+    rollout, findings = config.rollout, []
+    if max_context is not None and prompt >= max_context:
+        findings.append(f"a prompt has {prompt} tokens, the model takes {max_context}: nothing can be sampled")
+    if prompt >= rollout.token_budget:
+        findings.append(
+            f"a prompt has {prompt} tokens, rollout.token_budget is {rollout.token_budget}: nothing can be sampled"
+        )
+    return findings
+
+
+def _limit_findings(config: RunConfig, episode: Episode) -> list[str]:
+    """Limits that the scripted episode runs into: a policy that does it right would, too."""
+    rollout, findings = config.rollout, []
+    if episode.stop_reason in LIMITS:
+        findings.append(f"the scripted episode was cut: {episode.stop_reason} after {len(episode.turns)} turns")
+    longest = max((turn.tokens for turn in episode.turns), default=0)
+    if longest > rollout.max_tokens:
+        findings.append(f"a scripted completion has {longest} tokens, rollout.max_tokens is {rollout.max_tokens}")
+    total = sum(len(segment.ids) for segment in episode.segments)
+    if total > rollout.token_budget:
+        findings.append(f"the scripted episode has {total} tokens, rollout.token_budget is {rollout.token_budget}")
+    return findings
+
+
+def _longest_demonstration(content: Content, renderer: Renderer, like: Episode) -> int | None:
+    def length(messages: Sequence[Message]) -> int:
+        segments: Sequence[Segment] = imitate(renderer, messages, like.tools).segments
+        return sum(len(segment.ids) for segment in segments)
+
+    return max(map(length, content.demonstrations), default=None)
+
+
+def _tool_line(function: dict[str, object]) -> str:
+    """`calculator(expression: string)`, what is optional with a question mark."""
+    parameters = function.get("parameters")
+    schema = parameters if isinstance(parameters, dict) else {}
+    required = schema.get("required", ())
+    arguments = ", ".join(
+        f"{name}{'' if name in required else '?'}: {part.get('type', 'any')}"
+        for name, part in schema.get("properties", {}).items()
+    )
+    return f"{function['name']}({arguments})"

@@ -1,0 +1,97 @@
+"""What a run tells while it goes, and what it says at its end."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Protocol, Self
+
+from agentrl.errors import CheckpointError
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Summary:
+    """The end of a run; the keys of summary.json. Counts and seconds are over the whole run, resumes included."""
+
+    run: str
+    """The run folder."""
+    steps: int
+    """Optimizer steps done."""
+    held_out_before: float | None = None
+    """Fraction of held-out tasks solved greedily before training (after the cold start, if there was one)."""
+    held_out_after: float | None = None
+    """The same after training."""
+    warmup_seconds: float = 0.0
+    """Time of the cold start."""
+    train_seconds: float = 0.0
+    """Time of the training steps: neither start-up, nor cold start, nor evaluation."""
+    wall_seconds: float = 0.0
+    """Time from start to end."""
+    episodes: int = 0
+    """Training episodes played."""
+    sampled_tokens: int = 0
+    """Tokens sampled in them."""
+    malformed: int = 0
+    """Training episodes in which the policy wrote at least one call that could not be parsed or validated."""
+    limits: int = 0
+    """Training episodes that were cut by a limit (turns, tokens, calls, context, time)."""
+    infra_failures: int = 0
+    """Training episodes that failed in the infrastructure; none of them trained."""
+    finished: bool = True
+    """False when the run was asked to stop before its last step."""
+
+    def to_json(self) -> str:
+        """The content of summary.json."""
+        return json.dumps(dataclasses.asdict(self), indent=2) + "\n"
+
+    @classmethod
+    def from_json(cls, text: str | bytes) -> Self:
+        """Read what `to_json` wrote.
+
+        Raises:
+            CheckpointError: it is something else.
+        """
+        try:
+            data: dict[str, Any] = json.loads(text)
+            return cls(**data)
+        except (ValueError, TypeError) as e:
+            raise CheckpointError(f"summary.json is damaged: {e}") from None
+
+
+class Reporter(Protocol):
+    """Where a run shows its progress. Calls are cheap and never raise.
+
+    Metric names that a display knows: `step`; `solved` (0 to 1); `reward` and `reward/NAME` (means over the
+    step's episodes); `tokens_per_s`; `held_out` (0 to 1, where an evaluation took place). Others are shown
+    only in metrics.jsonl.
+    """
+
+    def phase(self, name: str, total: int | None = None, done: int = 0) -> None:
+        """A phase begins ("warm-up", "evaluate", "train"): `total` units, of which `done` are behind us."""
+
+    def step(self, metrics: Mapping[str, float]) -> None:
+        """One unit of the phase is done."""
+
+    def note(self, text: str) -> None:
+        """Something the user should read now: a warning, a checkpoint, a resume."""
+
+    def done(self, summary: Summary) -> None:
+        """The run has ended."""
+
+
+class Silent:
+    """A reporter that shows nothing."""
+
+    def phase(self, name: str, total: int | None = None, done: int = 0) -> None:
+        """Nothing."""
+
+    def step(self, metrics: Mapping[str, float]) -> None:
+        """Nothing."""
+
+    def note(self, text: str) -> None:
+        """Nothing."""
+
+    def done(self, summary: Summary) -> None:
+        """Nothing."""

@@ -1,0 +1,263 @@
+"""A run: what the loop works with, where it begins, and how it ends."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Executor, ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import ParamSpec, TypeVar
+
+from agentrl.chat.proof import prove
+from agentrl.config.run import RunConfig
+from agentrl.engine.base import Engine
+from agentrl.errors import AgentRLError
+from agentrl.records import EpisodeRecord
+from agentrl.rollout.collect import collect
+from agentrl.rollout.episode import Player
+from agentrl.sandbox import close_pools
+from agentrl.train.curve import write_curve
+from agentrl.train.feed import TaskFeed
+from agentrl.train.learner import Learner, Update
+from agentrl.train.memory import keep_freed_memory
+from agentrl.train.metrics import episode_metrics, solved
+from agentrl.train.prompts import fitting
+from agentrl.train.report import Reporter, Summary
+from agentrl.train.samples import penalised
+from agentrl.train.setup import (
+    RENDERER_FILE,
+    Content,
+    check_renderer,
+    load_content,
+    load_renderer,
+    make_engine,
+    make_learner,
+    make_player,
+    make_token_check,
+)
+from agentrl.train.signals import StopRequest, stop_requested
+from agentrl.train.start import copy_tokenizer, make_start
+from agentrl.train.store import RunStore
+from agentrl.types import Group, Sample, Task
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+
+@dataclass
+class Run:
+    """Everything the loop uses. Steps count from 1: step N is the N-th optimizer step."""
+
+    config: RunConfig
+    store: RunStore
+    reporter: Reporter
+    stop: StopRequest
+    content: Content
+    feed: TaskFeed
+    engine: Engine
+    learner: Learner
+    learner_thread: Executor
+    player: Player
+    greedy: Player
+    start: Path
+    first_step: int
+    _mark: float = field(default_factory=time.monotonic)
+    _seconds: dict[str, float] = field(default_factory=dict)
+
+    async def play(self, step: int) -> list[Group]:
+        """The groups of a step, of the tasks that the feed draws."""
+        rollout = self.config.rollout
+
+        async def play(tasks: Sequence[Task], label: str) -> list[Group]:
+            return await self._collect(self.player, tasks, rollout.group_size, f"s{step}{label}")
+
+        with self._timed("rollout_seconds"):
+            groups = await self.feed.groups(play)
+        return penalised(groups, rollout.overlong_penalty) if rollout.overlong == "penalise" else groups
+
+    async def update(self, samples: Sequence[Sample]) -> Update:
+        """One step of the learner, on its own thread, so that the event loop goes on."""
+        with self._timed("update_seconds"):
+            return await self._in_learner(self.learner.step, samples)
+
+    async def held_out(self, step: int) -> float | None:
+        """The fraction of held-out tasks that the policy solves greedily; None where there are no such tasks."""
+        tasks = self.content.held_out_tasks[: self.config.eval.tasks]
+        if not tasks:
+            return None
+        return solved(await self._collect(self.greedy, tasks, 1, f"held-out-{step}"))
+
+    def begin(self) -> None:
+        """The clock of the first step starts."""
+        self.reporter.phase("train", self.config.steps, self.first_step - 1)
+        self._mark = time.monotonic()
+
+    async def finish(
+        self, step: int, groups: Sequence[Group], records: Sequence[EpisodeRecord], update: Update
+    ) -> None:
+        """All that follows an update: write its episodes, evaluate and save where due, write its line."""
+        seconds = time.monotonic() - self._mark
+        metrics = episode_metrics(groups) | dict(update.metrics)
+        metrics |= {
+            **self._seconds,
+            **self.feed.metrics,
+            "seconds": seconds,
+            "trained_tokens": float(update.trained),
+            "learner_tokens": float(update.tokens),
+            "tokens_per_s": metrics["sampled_tokens"] / seconds,
+        }
+        self.store.write_episodes(step, records)
+        if metrics["groups_with_signal"] == 0:
+            self.reporter.note(f"step {step}: all episodes of every group scored the same; nothing to learn from")
+        config, last = self.config, step == self.config.steps
+        if last or (config.eval.every and step % config.eval.every == 0):
+            score = await self.held_out(step)
+            metrics |= {} if score is None else {"held_out": score}
+        self.store.log_metrics(step, metrics)
+        self.reporter.step({"step": step} | metrics)
+        if last or self.stop or (config.checkpoint.every and step % config.checkpoint.every == 0):
+            await self.save(step)
+        self._check_drift(step, metrics)
+        self._mark = time.monotonic()
+
+    async def save(self, step: int) -> None:
+        """Write checkpoint `step`: a Hugging Face directory with its tokenizer, and the optimiser beside it."""
+        with self.store.checkpoint(step, self.config.checkpoint.keep) as folder:
+            await self._in_learner(self.learner.save, folder)
+            copy_tokenizer(self.start, folder)
+            self.feed.save(folder)
+            (folder / RENDERER_FILE).write_text(json.dumps({"hash": self.player.renderer.hash}))
+
+    async def _collect(self, player: Player, tasks: Sequence[Task], group_size: int, label: str) -> list[Group]:
+        retries, seed = self.config.rollout.infra_retries, self.config.seed
+        return await collect(player, tasks, group_size=group_size, label=label, seed=seed, infra_retries=retries)
+
+    async def _in_learner(self, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+        return await asyncio.get_running_loop().run_in_executor(
+            self.learner_thread, partial(function, *args, **kwargs)
+        )
+
+    @contextmanager
+    def _timed(self, name: str) -> Iterator[None]:
+        started = time.monotonic()
+        yield
+        self._seconds[name] = time.monotonic() - started
+
+    def _check_drift(self, step: int, metrics: Mapping[str, float]) -> None:
+        drift, bound = metrics.get("drift/mean_abs", 0.0), self.config.algorithm.max_drift
+        if drift > bound:
+            raise AgentRLError(
+                f"step {step}: sampler and learner disagree by {drift:.3g} per token on average, above "
+                f"algorithm.max_drift = {bound:g}: what is trained is not what was sampled; look at engine.dtype, "
+                "or raise the bound if you know why"
+            )
+
+
+def train_run(config: RunConfig, store: RunStore, reporter: Reporter) -> Summary:
+    """Train as configured, going on where the run folder stands; returns the summary, which is also written.
+
+    Raises:
+        AgentRLError: with what, where and what to do. The run folder can be resumed afterwards.
+    """
+    keep_freed_memory()
+    with stop_requested(tell=reporter.note) as stop, ThreadPoolExecutor(1, "agentrl-learner") as thread:
+        return asyncio.run(_train_run(config, store, reporter, stop, thread))
+
+
+async def _train_run(
+    config: RunConfig, store: RunStore, reporter: Reporter, stop: StopRequest, thread: Executor
+) -> Summary:
+    from agentrl.train.loop import train
+
+    started = time.monotonic()
+    earlier = store.read_summary()
+    content = load_content(config)
+    start = await make_start(
+        config, content, store.path, learner_thread=thread, reporter=reporter, stopping=lambda: bool(stop)
+    )
+    warmup_seconds = time.monotonic() - started
+    if start is not None:
+        checkpoint = store.latest_checkpoint()
+        done = checkpoint.step if checkpoint else 0
+        store.rewind(done)
+        policy = checkpoint.path if checkpoint else start
+        renderer = load_renderer(config, start)
+        prove(renderer).require(tools=bool(content.make_env().tools))
+        check_renderer(renderer, policy)
+        learner = make_learner(config, policy, start)
+        if checkpoint:
+            learner.load_optimizer(checkpoint.path)
+        engine = make_engine(config, policy)
+        try:
+            content = await fitting(content, config, renderer, engine.max_context, reporter)
+            feed = TaskFeed.of(config, content.train_tasks)
+            if checkpoint:
+                feed.load(checkpoint.path, done)
+            run = Run(
+                config=config,
+                store=store,
+                reporter=reporter,
+                stop=stop,
+                content=content,
+                feed=feed,
+                engine=engine,
+                learner=learner,
+                learner_thread=thread,
+                player=make_player(
+                    config,
+                    engine,
+                    renderer,
+                    content.make_env,
+                    temperature=config.rollout.temperature,
+                    token_check=make_token_check(config),
+                ),
+                greedy=make_player(config, engine, renderer, content.make_env, temperature=0.0),
+                start=start,
+                first_step=done + 1,
+            )
+            if not any(line["step"] == 0 for line in store.metrics()) and not stop:
+                before = await run.held_out(0)
+                store.log_metrics(
+                    0, {"warmup_seconds": warmup_seconds} | ({} if before is None else {"held_out": before})
+                )
+            if not stop:
+                run.begin()
+                await train(run)
+        finally:
+            await engine.close()
+            await close_pools()
+    summary = summarise(store, config, time.monotonic() - started + (earlier.wall_seconds if earlier else 0.0))
+    store.write_summary(summary)
+    write_curve(store.path)
+    return summary
+
+
+def summarise(store: RunStore, config: RunConfig, wall_seconds: float) -> Summary:
+    """The summary of a run folder: sums over its metrics lines."""
+    lines = store.metrics()
+    first = next((line for line in lines if line["step"] == 0), {})
+    steps = [line for line in lines if line["step"] > 0]
+
+    def total(name: str) -> int:
+        return int(sum(line.get(name) or 0 for line in steps))
+
+    return Summary(
+        run=str(store.path),
+        steps=len(steps),
+        held_out_before=first.get("held_out"),
+        held_out_after=next((line["held_out"] for line in reversed(steps) if "held_out" in line), None),
+        warmup_seconds=first.get("warmup_seconds", 0.0),
+        train_seconds=sum(line.get("seconds") or 0.0 for line in steps),
+        wall_seconds=wall_seconds,
+        episodes=total("episodes"),
+        sampled_tokens=total("sampled_tokens"),
+        malformed=total("malformed"),
+        limits=total("limits"),
+        infra_failures=total("infra_failures"),
+        finished=len(steps) >= config.steps,
+    )

@@ -1,0 +1,76 @@
+"""From a configuration to its summary: the run folder, the display and the signals around `train_run`."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TextIO
+
+from rich.console import Console
+
+from agentrl.config import RunConfig
+from agentrl.train.display import make_display
+from agentrl.train.report import Reporter, Summary
+from agentrl.train.store import RunStore
+
+
+def start_run(
+    config: RunConfig,
+    *,
+    run_dir: Path | None = None,
+    fresh: bool = False,
+    again: str = "the same command",
+    console: Console | None = None,
+) -> Summary:
+    """Train (or go on training) with a progress display; returns the summary that is also in summary.json.
+
+    Args:
+        config: the run, from `load_config`.
+        run_dir: the run folder; `runs/<name>` by default.
+        fresh: start over where the folder holds an earlier run, which is kept beside it.
+        again: how the user resumes; named when the run is stopped before its end.
+        console: where progress goes; standard output by default.
+
+    Raises:
+        ConfigError: the configuration, the env or the model cannot be used, or the folder holds another run.
+    """
+    with RunStore.open(config, run_dir, fresh=fresh) as store:
+        from agentrl.train.run import train_run  # torch is imported here: a refused folder is refused at once
+
+        quiet_transformers()
+        with make_display(config.name, again=again, console=console) as display, _warnings_noted(display, store):
+            if store.resumed:
+                display.note(f"goes on with the run in {store.path}")
+            summary = train_run(config, store, display)
+            display.done(summary)
+    return summary
+
+
+def quiet_transformers() -> None:
+    """No progress bars of transformers across ours: they would tear the display."""
+    from transformers.utils import logging
+
+    logging.disable_progress_bar()  # type: ignore[no-untyped-call]
+
+
+@contextmanager
+def _warnings_noted(reporter: Reporter, store: RunStore) -> Iterator[None]:
+    """Show each Python warning once, as a note of the run, instead of tearing the display."""
+
+    def show(
+        message: Warning | str,
+        category: type[Warning],
+        filename: str,
+        lineno: int,
+        file: TextIO | None = None,
+        line: str | None = None,
+    ) -> None:
+        if not issubclass(category, DeprecationWarning | PendingDeprecationWarning | ImportWarning):
+            reporter.note(str(message))
+            store.event(f"{category.__name__}: {message}")
+
+    with warnings.catch_warnings():
+        warnings.showwarning = show
+        yield

@@ -1,0 +1,259 @@
+"""From a configuration to everything a run works with."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from agentrl.chat.check import Watch
+from agentrl.chat.template import Renderer
+from agentrl.config.run import RunConfig
+from agentrl.engine.base import Engine
+from agentrl.env.env import Env
+from agentrl.env.load import load_env, load_rows, read_jsonl
+from agentrl.env.toolenv import ToolEnv
+from agentrl.errors import CheckpointError, ConfigError
+from agentrl.rollout.episode import Limits, Player, TokenCheck
+from agentrl.train.learner import Learner, pick_device
+from agentrl.types import Message, Sampling, Task, ToolCall
+
+RENDERER_FILE = "renderer.json"
+"""In a checkpoint: the hash of the renderer that it was trained with."""
+
+
+@dataclass(frozen=True, slots=True)
+class Content:
+    """The env of a run with its tasks and demonstrations."""
+
+    make_env: Callable[[], Env]
+    train_tasks: Sequence[Task]
+    held_out_tasks: Sequence[Task]
+    demonstrations: Sequence[Sequence[Message]]
+
+
+def load_content(config: RunConfig) -> Content:
+    """Import the env, read or generate tasks and demonstrations; everything is checked before a model is loaded.
+
+    Raises:
+        ConfigError: with what, where and what to do.
+    """
+    env_class = load_env(config.env.use)
+    make_env = env_factory(env_class, config)
+    return Content(
+        make_env,
+        _tasks(env_class, config, "train", config.data.train),
+        _tasks(env_class, config, "held_out", config.data.held_out),
+        _demonstrations(env_class, config),
+    )
+
+
+def env_factory(env_class: type[Env], config: RunConfig) -> Callable[[], Env]:
+    """Makes envs with the options and settings of the run; one is made at once to see that it can be."""
+    options, settings, weights = config.env.options, config.env.settings, config.env.reward_weights
+    if (settings or weights) and not issubclass(env_class, ToolEnv):
+        raise ConfigError(f"env.settings and env.reward_weights have no effect: {config.env.use} is no ToolEnv")
+
+    def make() -> Env:
+        env = env_class(**options)
+        if isinstance(env, ToolEnv) and (settings or weights):
+            env.settings = env.settings.changed({**settings, "reward_weights": weights} if weights else settings)
+            env.check_weights()
+        return env
+
+    try:
+        make()
+    except (TypeError, ValueError, OSError) as e:
+        raise ConfigError(f"env.options {dict(options)} do not fit {config.env.use}: {e}") from e
+    return make
+
+
+def _tasks(env_class: type[Env], config: RunConfig, split: str, file: str | None) -> Sequence[Task]:
+    if file is not None:
+        return load_rows(Path(file), env_class, seed=config.seed)
+    if config.data.train is not None and split == "held_out":
+        return ()
+    generator = getattr(env_class, "tasks", None)
+    if generator is None:
+        raise ConfigError(
+            f"{config.env.use} has no `tasks` classmethod: name a JSON-lines file under data.{split}, or add "
+            "`@classmethod def tasks(cls, split, seed, **options)` that returns a sequence of Task"
+        )
+    try:
+        tasks: Sequence[Task] = generator(split, config.seed if split == "train" else 0, **config.data.options)
+        first = tasks[0]
+    except (TypeError, ValueError, LookupError) as e:
+        raise ConfigError(
+            f"{config.env.use}.tasks({split!r}, ...) with data.options {dict(config.data.options)}: "
+            f"{'it gives no task' if isinstance(e, IndexError) else e}"
+        ) from e
+    if issubclass(env_class, ToolEnv) and (problem := env_class.spec().setup.problem(first.row)):
+        raise ConfigError(f"{config.env.use}.tasks({split!r}, ...): task {first.id!r}: {problem}")
+    return tasks
+
+
+def _demonstrations(env_class: type[Env], config: RunConfig) -> Sequence[Sequence[Message]]:
+    warmup = config.warmup
+    if warmup is None:
+        return ()
+    if warmup.demonstrations is not None:
+        return [
+            [
+                message_of(m, f"{warmup.demonstrations}:{line}")
+                for m in _messages(row, f"{warmup.demonstrations}:{line}")
+            ]
+            for line, row in read_jsonl(Path(warmup.demonstrations))
+        ]
+    generator = getattr(env_class, "demonstrations", None)
+    if generator is None:
+        raise ConfigError(
+            f"{config.env.use} writes no demonstrations by itself: name a file under "
+            "warmup.demonstrations, or leave `warmup:` out"
+        )
+    try:
+        found: Sequence[Sequence[Message]] = generator(config.seed, warmup.num, **warmup.options)
+    except (TypeError, ValueError) as e:
+        raise ConfigError(
+            f"{config.env.use}.demonstrations with warmup.options {dict(warmup.options)}: {e}"
+        ) from e
+    return found
+
+
+def _messages(row: Mapping[str, Any], where: str) -> Sequence[Mapping[str, Any]]:
+    messages = row.get("messages")
+    if not isinstance(messages, list) or not messages:
+        raise ConfigError(f'{where}: a demonstration is an object with a list under "messages"')
+    return messages
+
+
+def message_of(data: Mapping[str, Any], where: str) -> Message:
+    """A message from its OpenAI-style JSON form.
+
+    Raises:
+        ConfigError: role, content or a tool call is not as it should be.
+    """
+    if not isinstance(data, Mapping):
+        raise ConfigError(f"{where}: a message is an object, got {data!r}")
+    role, content = data.get("role"), data.get("content") or ""
+    if role not in ("system", "user", "assistant", "tool") or not isinstance(content, str):
+        raise ConfigError(
+            f"{where}: a message needs a role (system, user, assistant, tool) and text as content: {data}"
+        )
+    calls = tuple(_call_of(call, number, where) for number, call in enumerate(data.get("tool_calls") or ()))
+    return Message(
+        role,
+        content,
+        tool_calls=calls,
+        tool_call_id=data.get("tool_call_id"),
+        name=data.get("name"),
+        reasoning=data.get("reasoning_content"),
+    )
+
+
+def _call_of(data: Any, number: int, where: str) -> ToolCall:
+    function = data.get("function", data) if isinstance(data, Mapping) else None
+    if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
+        raise ConfigError(
+            f'{where}: a tool call is {{"function": {{"name": ..., "arguments": ...}}}}, got {data!r}'
+        )
+    arguments = function.get("arguments") or {}
+    if isinstance(arguments, str):
+        try:
+            arguments = json.loads(arguments)
+        except ValueError as e:
+            raise ConfigError(f"{where}: arguments of a tool call are not JSON: {e}") from None
+    if not isinstance(arguments, dict):
+        raise ConfigError(f"{where}: arguments of a tool call must be an object, got {arguments!r}")
+    return ToolCall(str(data.get("id") or f"call{number:05d}"), function["name"], arguments)
+
+
+def corpus(content: Content, num: int = 2000) -> Iterable[str]:
+    """Text of the env for a tokenizer: tools, opening messages of training tasks, demonstrations."""
+    env = content.make_env()
+    schemas = json.dumps(list(env.tools))
+    yield from [schemas] * 20
+    for messages in content.demonstrations[:num]:
+        for message in messages:
+            yield message.content if isinstance(message.content, str) else ""
+            for call in message.tool_calls:
+                yield json.dumps({"name": call.name, "arguments": dict(call.arguments)})
+    yield from ["system", "user", "assistant", "tool", "# Tools", "Error: ", "To call one:"] * 20
+
+
+def load_renderer(config: RunConfig, directory: Path) -> Renderer:
+    """The renderer of the run: the same for training, evaluation and check."""
+    model = config.model
+    return Renderer.from_directory(
+        directory, template=model.chat_template, parser=model.parser, history=model.history
+    )
+
+
+def make_token_check(config: RunConfig) -> TokenCheck | None:
+    """The run's comparison of ledgers with fresh renderings."""
+    mode = config.rollout.tokenization_check
+    return None if mode == "disable" else TokenCheck(mode, Watch(config.rollout.tokenization_stop_above))
+
+
+def make_engine(config: RunConfig, directory: Path) -> Engine:
+    """The engine of the run, loaded from a model directory."""
+    from agentrl.engine.local import LocalEngine
+
+    return LocalEngine.from_directory(
+        directory,
+        dtype=config.engine.dtype,
+        device=str(pick_device(config.engine.device)),
+        max_slots=config.engine.max_slots,
+    )
+
+
+def make_learner(config: RunConfig, policy: Path, reference: Path | None) -> Learner:
+    """The learner of the run; without a reference directory it has no reference policy."""
+    return Learner(
+        policy,
+        algorithm=config.algorithm,
+        optim=config.optim,
+        config=config.learner,
+        temperature=config.rollout.temperature,
+        total_steps=config.steps,
+        reference_dir=reference,
+    )
+
+
+def check_renderer(renderer: Renderer, checkpoint: Path) -> None:
+    """See that a checkpoint was trained on what this renderer writes.
+
+    Raises:
+        CheckpointError: tokenizer, template, parser or history differ from those of the checkpoint.
+    """
+    file = checkpoint / RENDERER_FILE
+    if not file.is_file():
+        return
+    trained = json.loads(file.read_text())["hash"]
+    if trained != renderer.hash:
+        raise CheckpointError(
+            f"{checkpoint}: was trained with another tokenizer, chat template, parser or history (renderer hash "
+            f"{trained}, here {renderer.hash}): put back what was changed, or start over with --fresh"
+        )
+
+
+def make_player(
+    config: RunConfig,
+    engine: Engine,
+    renderer: Renderer,
+    make_env: Callable[[], Env],
+    *,
+    temperature: float,
+    token_check: TokenCheck | None = None,
+) -> Player:
+    """What plays the episodes of this run, at this temperature."""
+    rollout = config.rollout
+    return Player(
+        engine=engine,
+        renderer=renderer,
+        make_env=make_env,
+        limits=Limits(rollout.max_turns, rollout.max_tokens, rollout.token_budget, rollout.timeout_s),
+        sampling=Sampling(temperature=temperature, max_tokens=rollout.max_tokens, stop_ids=renderer.stop_ids),
+        token_check=token_check,
+    )

@@ -1,0 +1,52 @@
+"""Leaving on request: the first Ctrl-C or SIGTERM asks the loop to save and leave, the second aborts."""
+
+from __future__ import annotations
+
+import contextlib
+import signal
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from types import FrameType
+
+
+class StopRequest:
+    """False until someone asks the run to stop; read it between steps."""
+
+    def __init__(self) -> None:
+        self.by: str | None = None
+        """The signal that asked, None before."""
+
+    def __bool__(self) -> bool:
+        return self.by is not None
+
+
+@contextmanager
+def stop_requested(tell: Callable[[str], None] = lambda text: None) -> Iterator[StopRequest]:
+    """Catch SIGINT and SIGTERM while the block runs; the earlier handlers come back after it.
+
+    The first signal makes the yielded request true and calls `tell` with a sentence for the user. The second one
+    raises KeyboardInterrupt where the main thread stands. Outside the main thread signals are left as they are.
+
+    Args:
+        tell: shows the sentence; runs inside the signal handler, so it must not wait for locks of other threads.
+    """
+    request = StopRequest()
+    if threading.current_thread() is not threading.main_thread():
+        yield request
+        return
+
+    def handle(number: int, frame: FrameType | None) -> None:
+        name = signal.Signals(number).name
+        if request.by is not None:
+            raise KeyboardInterrupt(f"second {name}")
+        request.by = name
+        with contextlib.suppress(RuntimeError):  # the signal came while the same stream was being written
+            tell(f"{name}: saving after this step, then leaving; once more to abort now")
+
+    before = {number: signal.signal(number, handle) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield request
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)

@@ -1,0 +1,112 @@
+"""The policy that reinforcement begins with: loaded, or made, and cold-started where the run says so."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable
+from concurrent.futures import Executor
+from pathlib import Path
+
+from agentrl.config.run import RunConfig, WarmupConfig
+from agentrl.errors import ConfigError
+from agentrl.rollout.collect import collect
+from agentrl.testing.tiny_model import make_tiny_model
+from agentrl.train.metrics import passed
+from agentrl.train.report import Reporter
+from agentrl.train.setup import Content, corpus, load_renderer, make_engine, make_learner, make_player
+from agentrl.train.warmup import cold_start, demonstration_samples
+
+
+def start_directory(config: RunConfig, run: Path) -> Path:
+    """Where the start policy lies: in the run folder if the run makes it, else where the model is."""
+    if config.model.tiny is not None or config.warmup is not None:
+        return run / "start"
+    return Path(config.model.path or "")
+
+
+async def make_start(
+    config: RunConfig,
+    content: Content,
+    run: Path,
+    *,
+    learner_thread: Executor,
+    reporter: Reporter,
+    stopping: Callable[[], bool],
+) -> Path | None:
+    """Make the start policy unless it is there already; it appears complete or not at all.
+
+    Returns:
+        Its directory: a Hugging Face model with its tokenizer; None when the run was asked to stop meanwhile.
+    """
+    start = start_directory(config, run)
+    if start.is_dir():
+        return start
+    base, aside = run / ".start.base", run / ".start.making"
+    for leftover in (base, aside):
+        shutil.rmtree(leftover, ignore_errors=True)
+    if config.model.tiny is not None:
+        make_tiny_model(base, corpus(content), config.model.tiny, seed=config.seed)
+        source = base
+    else:
+        source = Path(config.model.path or "")
+        if not source.is_dir():
+            raise ConfigError(f"model.path {source}: no such directory; give the folder of a Hugging Face model")
+    if config.warmup is None:
+        source.rename(start)
+        return start
+    await _cold_start(config, config.warmup, content, source, aside, learner_thread, reporter, stopping)
+    if stopping():
+        return None
+    aside.rename(start)
+    shutil.rmtree(base, ignore_errors=True)
+    return start
+
+
+async def _cold_start(
+    config: RunConfig,
+    warmup: WarmupConfig,
+    content: Content,
+    source: Path,
+    target: Path,
+    learner_thread: Executor,
+    reporter: Reporter,
+    stopping: Callable[[], bool],
+) -> None:
+    """Train the policy in `source` on the demonstrations and write it to `target`."""
+    renderer = load_renderer(config, source)
+    learner = make_learner(config, source, None)
+    engine = make_engine(config, source)
+    player = make_player(config, engine, renderer, content.make_env, temperature=config.rollout.temperature)
+    samples = demonstration_samples(renderer, content.demonstrations, content.make_env().tools)
+    tasks = content.train_tasks[: warmup.probe_tasks]
+
+    async def probe() -> float:
+        await engine.update_weights(learner.weights(), version=0)
+        samples = warmup.probe_samples
+        groups = await collect(player, tasks, group_size=samples, label="probe", seed=config.seed)
+        return passed(groups)
+
+    try:
+        await cold_start(
+            learner,
+            samples,
+            warmup,
+            probe,
+            thread=learner_thread,
+            seed=config.seed,
+            reporter=reporter,
+            stopping=stopping,
+        )
+    finally:
+        await engine.close()
+    target.mkdir()
+    learner.policy.save_pretrained(target)
+    copy_tokenizer(source, target)
+
+
+def copy_tokenizer(source: Path, target: Path) -> None:
+    """Copy what is no weights (tokenizer, template, generation config) and is not there yet."""
+    for file in source.iterdir():
+        weights = file.name.endswith((".safetensors", ".bin", ".index.json"))
+        if file.is_file() and not weights and not (target / file.name).exists():
+            shutil.copyfile(file, target / file.name)

@@ -1,0 +1,321 @@
+"""The run folder: everything a run leaves behind, whole after `kill -9` at any moment.
+
+    config.yaml               the resolved configuration
+    metrics.jsonl             one line for each step, synced
+    episodes/step-N.jsonl.zst every episode of a step (agentrl.records)
+    checkpoints/step-N/       sealed by a manifest (agentrl.train.saved)
+    events.log                what happened when, for people
+    summary.json, reward_curve.png   written at the end
+
+Steps are counted by the optimizer steps done: the line and the episodes of step N belong to the N-th update,
+checkpoint N holds the weights after it, and 0 is before the first.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import json
+import math
+import os
+import socket
+import warnings
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from types import TracebackType
+from typing import IO, Self
+
+from agentrl.config import RunConfig, config_diff, dump_config, load_config
+from agentrl.errors import CheckpointError, ConfigError
+from agentrl.records import (
+    EpisodeRecord,
+    compress,
+    episodes_file,
+    parse_metrics,
+    read_episodes,
+    read_metrics,
+    read_records,
+    recorded_steps,
+)
+from agentrl.train import saved
+from agentrl.train.files import fsync_dir, write_atomic
+from agentrl.train.report import Summary
+
+__all__ = ["Checkpoint", "RunStore", "find_checkpoint", "read_episodes", "read_metrics", "read_records"]
+
+
+@dataclass(frozen=True, slots=True)
+class Checkpoint:
+    """A verified checkpoint folder: the weights after `step` updates."""
+
+    step: int
+    path: Path
+
+
+class RunStore:
+    """One run folder, held by one process; a context manager that lets it go.
+
+    Attributes:
+        path: the folder.
+        resumed: True when the folder already held this run.
+    """
+
+    def __init__(self, path: Path, lock: IO[str], *, resumed: bool) -> None:
+        self.path = path
+        self.resumed = resumed
+        self._lock = lock
+        self._metrics: IO[bytes] | None = None
+
+    @classmethod
+    def open(cls, config: RunConfig, path: Path | None = None, *, fresh: bool = False) -> Self:
+        """Make or reopen the folder of a run (`runs/<name>` unless `path` is given) and lock it.
+
+        A torn last line of metrics.jsonl and leftovers of a killed process are put right.
+
+        Args:
+            config: the resolved configuration; saved in a new folder, compared in an existing one.
+            path: the run folder.
+            fresh: start over; what is there is kept beside it under a name with the time.
+
+        Raises:
+            ConfigError: the folder holds a run with another configuration, holds other things, cannot be written,
+                or is held by another process.
+        """
+        path = (path or Path("runs") / config.name).absolute()
+        _make_folder(path)
+        lock = _lock(path)
+        try:
+            if fresh and any(child.name != _LOCK for child in path.iterdir()):
+                lock = _set_aside(path, lock)
+            resumed = _claim(path, config)
+        except BaseException:
+            lock.close()
+            raise
+        store = cls(path, lock, resumed=resumed)
+        (path / "episodes").mkdir(exist_ok=True)
+        (path / "checkpoints").mkdir(exist_ok=True)
+        for leftover in [*path.glob(".*.tmp"), *(path / "episodes").glob(".*.tmp")]:
+            leftover.unlink()
+        saved.sweep(path / "checkpoints")
+        store._repair_metrics()
+        store.event("resumed" if resumed else "created")
+        return store
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Let the folder go; idempotent."""
+        if self._metrics is not None:
+            self._metrics.close()
+            self._metrics = None
+        self._lock.close()
+
+    # --- steps ---
+
+    def log_metrics(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Append the line of a step to metrics.jsonl and sync it; what is not finite becomes null."""
+        if self._metrics is None:
+            self._metrics = (self.path / "metrics.jsonl").open("ab")
+        line = {"step": step} | {key: _finite(value) for key, value in metrics.items() if key != "step"}
+        self._metrics.write(json.dumps(line).encode() + b"\n")
+        self._metrics.flush()
+        os.fsync(self._metrics.fileno())
+
+    def metrics(self) -> list[Mapping[str, float]]:
+        """The lines so far, in order, each with its `step`; null is left as None."""
+        return read_metrics(self.path)
+
+    def write_episodes(self, step: int, records: Iterable[EpisodeRecord]) -> None:
+        """Write every episode of a step, failed ones included; replaces what was there."""
+        write_atomic(episodes_file(self.path, step), compress(records))
+
+    def rewind(self, step: int) -> None:
+        """Forget the lines and episodes after `step`, so that resuming from checkpoint `step` doubles none."""
+        kept = [line for line in self.metrics() if line["step"] <= step]
+        if self._metrics is not None:
+            self._metrics.close()
+            self._metrics = None
+        text = "".join(json.dumps(line) + "\n" for line in kept)
+        write_atomic(self.path / "metrics.jsonl", text.encode())
+        for recorded in recorded_steps(self.path):
+            if recorded > step:
+                episodes_file(self.path, recorded).unlink()
+
+    def _repair_metrics(self) -> None:
+        path = self.path / "metrics.jsonl"
+        if not path.is_file():
+            return
+        data = path.read_bytes()
+        lines = data.splitlines(keepends=True)
+        whole = [line for line in lines if line.endswith(b"\n") and parse_metrics(line) is not None]
+        if len(whole) != len(lines):
+            write_atomic(path, b"".join(whole))
+            self.event(f"metrics.jsonl: dropped {len(lines) - len(whole)} torn line(s)")
+
+    # --- checkpoints ---
+
+    @contextmanager
+    def checkpoint(self, step: int, keep: int) -> Iterator[Path]:
+        """Fill the folder that this yields; when the block ends well it is `checkpoints/step-N`.
+
+        Afterwards only the newest `keep` checkpoints remain. Nothing is left when the block raises.
+        """
+        folder = self.path / "checkpoints"
+        with saved.writing(folder, step) as temp:
+            yield temp
+        for old in saved.steps_saved(folder)[:-keep]:
+            saved.remove(folder, old)
+        self.event(f"checkpoint step-{step}")
+
+    def latest_checkpoint(self) -> Checkpoint | None:
+        """The newest checkpoint that agrees with its manifest, None when there is none.
+
+        A damaged one is renamed to `step-N.damaged`, with a warning, and the one before it is tried.
+        """
+        folder = self.path / "checkpoints"
+        for step in reversed(saved.steps_saved(folder)):
+            path = folder / f"step-{step}"
+            try:
+                saved.verify(path)
+            except CheckpointError as e:
+                aside = _free_name(folder / f"step-{step}.damaged")
+                path.rename(aside)
+                text = f"{e}; kept as {aside.name}, falling back to the checkpoint before it"
+                self.event(text)
+                warnings.warn(text, stacklevel=2)
+                continue
+            return Checkpoint(step, path)
+        return None
+
+    # --- the rest ---
+
+    def event(self, text: str) -> None:
+        """Add a line with the time (UTC) to events.log."""
+        now = datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
+        with (self.path / "events.log").open("a", encoding="utf-8") as file:
+            file.write(f"{now} {' '.join(text.split())}\n")
+
+    def write_summary(self, summary: Summary) -> None:
+        """Write summary.json."""
+        write_atomic(self.path / "summary.json", summary.to_json().encode())
+
+    def read_summary(self) -> Summary | None:
+        """The summary of the run as it last ended, None before that."""
+        path = self.path / "summary.json"
+        return Summary.from_json(path.read_bytes()) if path.is_file() else None
+
+    def write_file(self, name: str, data: bytes) -> None:
+        """Write another file of the run folder, atomically."""
+        write_atomic(self.path / name, data)
+
+
+def find_checkpoint(path: Path) -> Checkpoint:
+    """The checkpoint that a user means by a run folder (its newest good one) or by a checkpoint folder.
+
+    Changes nothing on disk and needs no lock.
+
+    Raises:
+        CheckpointError: there is none, or the folder named is damaged.
+    """
+    if not path.is_dir():
+        raise CheckpointError(f"{path}: no such folder; give a run folder or one of its checkpoints")
+    if (path / saved.MANIFEST).is_file():
+        return Checkpoint(saved.verify(path), path)
+    broken = ""
+    for step in reversed(saved.steps_saved(path / "checkpoints")):
+        candidate = path / "checkpoints" / f"step-{step}"
+        try:
+            return Checkpoint(saved.verify(candidate), candidate)
+        except CheckpointError as e:
+            broken = f"; {e}"
+    raise CheckpointError(f"{path}: holds no finished checkpoint{broken}")
+
+
+_LOCK = ".lock"
+
+
+def _make_folder(path: Path) -> None:
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+    except FileExistsError:
+        raise ConfigError(f"{path}: is a file; a run needs a folder of this name") from None
+    except OSError as e:
+        raise ConfigError(f"{path}: cannot make the run folder: {e.strerror}") from None
+
+
+def _lock(path: Path) -> IO[str]:
+    """Hold the folder until the file is closed or the process ends, however it ends."""
+    try:
+        file = (path / _LOCK).open("a+", encoding="utf-8")
+    except OSError as e:
+        raise ConfigError(f"{path}: cannot write into the run folder: {e.strerror}") from None
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as e:
+        file.seek(0)
+        holder = file.read().strip() or "another process"
+        file.close()
+        if e.errno not in (errno.EACCES, errno.EAGAIN):
+            raise ConfigError(f"{path}: cannot lock the run folder: {e.strerror}") from None
+        text = f"{path}: held by {holder}; wait for it to end, stop it, or give this run another `name`"
+        raise ConfigError(text) from None
+    file.seek(0)
+    file.truncate()
+    file.write(f"process {os.getpid()} on {socket.gethostname()}\n")
+    file.flush()
+    return file
+
+
+def _set_aside(path: Path, lock: IO[str]) -> IO[str]:
+    """Rename the folder, make an empty one of its name, and lock that."""
+    stamp = datetime.now(UTC).strftime("%Y%m%d-%H%M%S")
+    path.rename(_free_name(path.with_name(f"{path.name}.before-{stamp}")))
+    path.mkdir()
+    fsync_dir(path.parent)
+    new = _lock(path)
+    lock.close()
+    return new
+
+
+def _claim(path: Path, config: RunConfig) -> bool:
+    """Save the configuration in a new folder, or see that the folder holds the same; True for an old one."""
+    file = path / "config.yaml"
+    if not file.is_file():
+        others = sorted(child.name for child in path.iterdir() if not child.name.startswith("."))
+        if others:
+            hint = "give another `name`, or `--run-dir`"
+            raise ConfigError(f"{path}: is not a run folder (it holds {', '.join(others[:3])}); {hint}")
+        write_atomic(file, dump_config(config).encode())
+        return False
+    old = load_config(file, check_paths=False)
+    if old != config:
+        changes = config_diff(old, config).replace("\n", "\n    ")
+        raise ConfigError(
+            f"{path}: holds a run with another configuration:\n    {changes}\n"
+            "undo the change to resume it, give this one another `name`, or start over with --fresh "
+            "(the old folder is kept beside it)"
+        )
+    return True
+
+
+def _free_name(path: Path) -> Path:
+    """`path`, or `path-2`, `path-3` ... where that is taken."""
+    number, free = 1, path
+    while free.exists():
+        number += 1
+        free = path.with_name(f"{path.name}-{number}")
+    return free
+
+
+def _finite(value: float) -> float | None:
+    number = value if isinstance(value, bool | int) else float(value)
+    return number if math.isfinite(number) else None

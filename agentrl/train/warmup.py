@@ -1,0 +1,105 @@
+"""The cold start: supervised steps on demonstrations, until there is something to reinforce.
+
+It is judged by what the policy does, not by its loss: training tasks are played every few steps, and it begins to
+end at the first look at which enough of them are solved at least now and then.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import random
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from concurrent.futures import Executor
+from typing import Any
+
+from agentrl.chat.demonstrate import imitate
+from agentrl.chat.template import Renderer
+from agentrl.config.run import WarmupConfig
+from agentrl.errors import ConfigError
+from agentrl.train.learner import Learner
+from agentrl.train.report import Reporter
+from agentrl.types import Message, Sample
+
+
+def demonstration_samples(
+    renderer: Renderer, demonstrations: Sequence[Sequence[Message]], tools: Sequence[Mapping[str, Any]]
+) -> list[Sample]:
+    """The rows of the demonstrations, each rendered turn by turn as an episode would be.
+
+    Raises:
+        ConfigError: a demonstration has no assistant message.
+    """
+    samples = []
+    for number, messages in enumerate(demonstrations):
+        rows = imitate(renderer, messages, tools).rows()
+        if not rows:
+            raise ConfigError(f"warmup: demonstration {number + 1} has no assistant message")
+        for row in rows:
+            zeros = (0.0,) * len(row.ids)
+            samples.append(
+                Sample(row.ids, row.loss_mask, zeros, zeros, row.versions, episode_id=f"demonstration/{number}")
+            )
+    return samples
+
+
+def lr_factor(step: int, end: int, anneal: int) -> float:
+    """Rise over 20 steps, hold, fall linearly over the last `anneal` steps before `end`."""
+    rise = (step + 1) / 20
+    return min(1.0, rise, (end - step) / anneal) if anneal else min(1.0, rise)
+
+
+async def cold_start(
+    learner: Learner,
+    samples: Sequence[Sample],
+    config: WarmupConfig,
+    probe: Callable[[], Awaitable[float]],
+    *,
+    thread: Executor,
+    seed: int,
+    reporter: Reporter,
+    stopping: Callable[[], bool],
+) -> float:
+    """Train on the demonstrations until `probe` reaches `until_pass`, then anneal; returns the last probe.
+
+    Args:
+        learner: its policy is trained in place.
+        samples: rows of the demonstrations.
+        config: see `WarmupConfig`.
+        probe: plays training tasks with the learner's present weights and returns the share solved at least once.
+        thread: where the learner works.
+        seed: of the order of the demonstrations.
+        reporter: told of every probe.
+        stopping: asked after every step.
+
+    Raises:
+        ConfigError: the success at the end is below `at_least`.
+    """
+    loop, rng = asyncio.get_running_loop(), random.Random(f"{seed}/warmup")
+    per_epoch = math.ceil(len(samples) / config.batch_episodes)
+    end, anneal = per_epoch * config.max_epochs, per_epoch * config.anneal_epochs
+    reporter.phase("warm-up", end)
+    order: list[Sample] = []
+    passed, step, reached = 0.0, 0, False
+    while step < end and not stopping():
+        if len(order) < config.batch_episodes:
+            fresh = list(samples)
+            rng.shuffle(fresh)
+            order += fresh
+        batch, order = order[: config.batch_episodes], order[config.batch_episodes :]
+        loss = await loop.run_in_executor(thread, learner.imitate, batch, config.lr * lr_factor(step, end, anneal))
+        metrics = {"loss": loss}
+        step += 1
+        if step == end or step % config.probe_every == 0:
+            passed = await probe()
+            metrics["pass"] = passed
+            if passed >= config.until_pass and not reached:
+                end, reached = min(end, step + anneal), True
+        reporter.step(metrics)
+    if passed < config.at_least and not stopping():
+        raise ConfigError(
+            f"the cold start ended with {passed:.1%} of the training tasks solved at least once, below "
+            f"warmup.at_least = {config.at_least:.1%}: there is too little to reinforce; give it more "
+            "demonstrations (warmup.num), more epochs (warmup.max_epochs), or a larger model"
+        )
+    return passed

@@ -1,0 +1,196 @@
+"""What flows through the house: plain frozen dataclasses, no behaviour.
+
+Token data are tuples of Python numbers: they pickle, print and compare; tensors begin in `agentrl.train`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import Any, Literal
+
+Role = Literal["system", "user", "assistant", "tool"]
+Origin = Literal["prompt", "sampled", "observation", "glue"]
+
+
+@dataclass(frozen=True, slots=True)
+class ToolCall:
+    """One call that the policy asked for: `arguments` is the parsed JSON object, not yet validated."""
+
+    id: str
+    name: str
+    arguments: Mapping[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Image:
+    """An image content part; `data` is the encoded file, `mime_type` says which encoding."""
+
+    data: bytes
+    mime_type: str = "image/png"
+
+
+Part = str | Image
+
+
+@dataclass(frozen=True, slots=True)
+class Message:
+    """One chat message. `content` is text, or a tuple of parts where images are among them.
+
+    `reasoning` is the think block of an assistant message, kept apart from `content`; `parse_errors` says
+    what was malformed in a sampled assistant message (the calls that did parse are in `tool_calls`).
+    """
+
+    role: Role
+    content: str | tuple[Part, ...] = ""
+    tool_calls: tuple[ToolCall, ...] = ()
+    tool_call_id: str | None = None
+    name: str | None = None
+    reasoning: str | None = None
+    parse_errors: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Task:
+    """One problem: `row` is handed to the env (for ToolEnv: the keyword arguments of `setup`)."""
+
+    id: str
+    row: Mapping[str, Any] = field(default_factory=dict)
+    seed: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Sampling:
+    """How one completion is drawn. temperature 0 is greedy; top_k 0 and top_p 1 switch the filters off.
+
+    `seed` together with the position in the completion determines each draw, whatever else is in the batch.
+    """
+
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    max_tokens: int = 256
+    stop_ids: frozenset[int] = frozenset()
+    seed: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Completion:
+    """The tokens of one turn, exactly as sampled: the stop token, if one was drawn, is the last id.
+
+    `logprobs` are under the temperature-scaled, otherwise unfiltered distribution (greedy: temperature 1);
+    `versions` holds the policy version of each token. All three have the same length.
+    """
+
+    ids: tuple[int, ...]
+    logprobs: tuple[float, ...]
+    versions: tuple[int, ...]
+    finish: Literal["stop", "length", "abort"]
+    cached_tokens: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Segment:
+    """A run of tokens of one origin, a node of the transcript tree; `parent` is an index, -1 at a root.
+
+    `logprobs` and `versions` are given exactly when origin is "sampled"; `message` is the index of the
+    message in the episode that these tokens belong to, None for glue.
+    """
+
+    ids: tuple[int, ...]
+    origin: Origin
+    parent: int
+    message: int | None = None
+    logprobs: tuple[float, ...] = ()
+    versions: tuple[int, ...] = ()
+
+
+class StopReason(StrEnum):
+    """Why an episode ended. Where several apply at once, the one listed first wins."""
+
+    INFRA = "infra"
+    """The sandbox, engine, judge or env broke: the episode does not train and does not vote."""
+    TIMEOUT = "timeout"
+    """The episode ran past its wall-clock limit."""
+    STOPPED_BY_TOOL = "stopped_by_tool"
+    """A tool returned Stop."""
+    TERMINATED = "terminated"
+    """The env ended the episode by itself."""
+    ANSWERED = "answered"
+    """The policy replied without a tool call."""
+    CONTEXT_FULL = "context_full"
+    """The next turn would not fit into the model's context."""
+    TOKEN_BUDGET = "token_budget"
+    """The tokens of all turns together reached `token_budget`, or a completion was cut at its limit."""
+    TOOL_CALL_LIMIT = "tool_call_limit"
+    """The policy asked for more calls than an episode may make."""
+    MAX_TURNS = "max_turns"
+    """The policy used all its turns."""
+
+
+@dataclass(frozen=True, slots=True)
+class CallRecord:
+    """What became of one tool call. `outcome` is "ok" or the name of the policy's mistake."""
+
+    call: ToolCall
+    result: str
+    outcome: str
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class Turn:
+    """One completion and the env's answer to it. `tokens` counts the sampled ids."""
+
+    message: Message
+    observation: tuple[Message, ...]
+    reward: float
+    finish: str
+    tokens: int
+    engine_seconds: float
+    env_seconds: float
+    calls: tuple[CallRecord, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Episode:
+    """All turns of one policy on one task. `reward` is None exactly when `error` is set (it did not end)."""
+
+    id: str
+    task: Task
+    messages: tuple[Message, ...]
+    turns: tuple[Turn, ...]
+    segments: tuple[Segment, ...]
+    stop_reason: StopReason
+    reward: float | None
+    rewards: Mapping[str, float] = field(default_factory=dict)
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    error: str | None = None
+    seconds: float = 0.0
+    tools: tuple[Mapping[str, Any], ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Group:
+    """The episodes of one task. `failed` are infrastructure failures: kept for the record, never scored."""
+
+    task: Task
+    episodes: tuple[Episode, ...]
+    failed: tuple[Episode, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """One token row ready for the loss; all per-token tuples have the length of `ids`.
+
+    `loss_mask` is True on sampled tokens. `logprobs`, `advantages` and `versions` are meaningful there only.
+    """
+
+    ids: tuple[int, ...]
+    loss_mask: tuple[bool, ...]
+    logprobs: tuple[float, ...]
+    advantages: tuple[float, ...]
+    versions: tuple[int, ...]
+    episode_id: str
+    group: int = 0

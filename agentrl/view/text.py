@@ -1,0 +1,189 @@
+"""Episodes as text for a terminal: who said what, what each tool answered, why it stopped, what it scored."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping, Sequence
+
+from rich.console import Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from agentrl.records import EpisodeRecord
+from agentrl.types import CallRecord, Episode, Image, Message, ToolCall, Turn
+
+LIMITS = frozenset({"timeout", "context_full", "token_budget", "tool_call_limit", "max_turns"})
+"""Stop reasons that cut an episode."""
+
+
+def worst_first(records: Iterable[EpisodeRecord]) -> list[EpisodeRecord]:
+    """Failed episodes, then by reward from below; among equals those with more mistakes first."""
+
+    def badness(record: EpisodeRecord) -> tuple[bool, float, float]:
+        episode = record.episode
+        return episode.reward is not None, episode.reward or 0.0, -sum(mistakes(episode).values())
+
+    return sorted(records, key=badness)
+
+
+def mistakes(episode: Episode) -> Mapping[str, float]:
+    """How often the policy made which mistake: malformed messages and calls whose outcome is not "ok"."""
+    counts: dict[str, float] = {}
+    for turn in episode.turns:
+        if turn.message.parse_errors:
+            counts["malformed"] = counts.get("malformed", 0) + 1
+        for call in turn.calls:
+            if call.outcome != "ok":
+                counts[call.outcome] = counts.get(call.outcome, 0) + 1
+    return counts
+
+
+def step_table(records: Sequence[EpisodeRecord]) -> RenderableType:
+    """One line for each episode."""
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    table.add_column("episode", no_wrap=True)
+    for heading in ("group", "reward", "advantage", "turns", "tokens"):
+        table.add_column(heading, justify="right")
+    table.add_column("stopped")
+    table.add_column("mistakes", overflow="fold")
+    for record in records:
+        episode = record.episode
+        table.add_row(
+            Text(visible(episode.id)),
+            str(record.group),
+            _reward(episode),
+            _advantage(record),
+            str(len(episode.turns)),
+            str(num_sampled(episode)),
+            Text(episode.stop_reason, style="yellow" if episode.stop_reason in LIMITS else ""),
+            Text(", ".join(f"{name} {count:g}" for name, count in mistakes(episode).items()), style="yellow"),
+        )
+    return table
+
+
+def visible(text: str) -> str:
+    """Text with its control characters as signs, so that no episode can steer the reader's terminal."""
+    return text.translate(_SIGNS)
+
+
+_SIGNS = {code: chr(0x2400 + code) for code in range(32) if chr(code) not in "\n\t"} | {
+    127: "␡",
+    **dict.fromkeys(range(0x80, 0xA0), "�"),
+}
+
+
+def num_sampled(episode: Episode) -> int:
+    """Tokens that the policy sampled."""
+    return sum(len(segment.ids) for segment in episode.segments if segment.origin == "sampled")
+
+
+def episode_text(record: EpisodeRecord) -> RenderableType:
+    """A whole episode, message by message."""
+    episode = record.episode
+    turns = iter(episode.turns)
+    parts: list[RenderableType] = [_head(record), ""]
+    answers: dict[str, CallRecord] = {}
+    for message in episode.messages:
+        turn = None
+        if message.role == "assistant" and (turn := next(turns, None)) is not None:
+            answers.update({call.call.id: call for call in turn.calls})
+        parts += [*_message(message, turn, answers), ""]
+    return Group(*parts, _foot(record))
+
+
+def _head(record: EpisodeRecord) -> Text:
+    episode = record.episode
+    head = Text(f"episode {visible(episode.id)}", style="bold").append(
+        f"  step {record.step}  group {record.group}", style="dim"
+    )
+    row = ", ".join(f"{key}={_short(value)}" for key, value in episode.task.row.items())
+    return head.append(f"\ntask {visible(episode.task.id)}", style="dim").append(
+        f"  {visible(row)}" if row else "", style="dim"
+    )
+
+
+def _message(message: Message, turn: Turn | None, answers: Mapping[str, CallRecord]) -> list[Text]:
+    style = {"system": "blue", "user": "cyan", "assistant": "green", "tool": "magenta"}[message.role]
+    head = Text(message.role, style=f"bold {style}")
+    if message.role == "tool":
+        answer = answers.get(message.tool_call_id or "")
+        head.append(f" {visible(answer.call.name if answer else message.name or '')}", style=style)
+        if answer is not None:
+            ok = answer.outcome == "ok"
+            head.append("" if ok else f"  {answer.outcome}", style="bold yellow")
+            head.append(f"  {_seconds(answer.seconds)}", style="dim")
+    elif turn is not None:
+        cut = "  cut at its token limit" if turn.finish == "length" else ""
+        head.append(f"  {turn.tokens} tokens  {_seconds(turn.engine_seconds)}", style="dim").append(
+            cut, style="yellow"
+        )
+    lines = [head]
+    if message.reasoning:
+        lines.append(_indented(message.reasoning, "italic dim"))
+    text = message_text(message)
+    if text:
+        lines.append(_indented(text, "dim" if message.role == "system" else ""))
+    lines += [_indented(call_text(call), "bold") for call in message.tool_calls]
+    lines += [_indented(f"malformed: {error}", "yellow") for error in message.parse_errors]
+    return lines
+
+
+def _foot(record: EpisodeRecord) -> Text:
+    episode = record.episode
+    foot = Text("stopped: ").append(episode.stop_reason, style="bold")
+    foot.append("  reward: ").append_text(_reward(episode))
+    parts = ", ".join(f"{name} {value:g}" for name, value in episode.rewards.items())
+    foot.append(f" ({parts})" if parts else "", style="dim")
+    foot.append("  advantage: ").append_text(_advantage(record))
+    found = ", ".join(f"{name} {count:g}" for name, count in mistakes(episode).items())
+    if found:
+        foot.append("  mistakes: ").append(found, style="yellow")
+    foot.append(f"  {num_sampled(episode)} tokens in {_seconds(episode.seconds)}", style="dim")
+    if episode.error:
+        foot.append(f"\nfailed: {visible(episode.error)}", style="bold red")
+    return foot
+
+
+def message_text(message: Message) -> str:
+    """The content of a message; an image is named by its type and size."""
+    if isinstance(message.content, str):
+        return message.content
+    return "".join(
+        f"[{part.mime_type}, {len(part.data)} bytes]" if isinstance(part, Image) else part
+        for part in message.content
+    )
+
+
+def call_text(call: ToolCall) -> str:
+    """A call as Python would write it: `calculator(expression="1 + 2")`."""
+    arguments = ", ".join(
+        f"{name}={json.dumps(value, ensure_ascii=False)}" for name, value in call.arguments.items()
+    )
+    return f"{call.name}({arguments})"
+
+
+def _reward(episode: Episode) -> Text:
+    if episode.reward is None:
+        return Text("failed", style="bold red")
+    return Text(f"{episode.reward:.3g}", style="green" if episode.reward > 0 else "red")
+
+
+def _advantage(record: EpisodeRecord) -> Text:
+    values = sorted(set(record.advantages))
+    if not values:
+        return Text("not trained", style="dim")
+    text = f"{values[0]:+.2f}" if len(values) == 1 else f"{values[0]:+.2f} to {values[-1]:+.2f}"
+    return Text(text, style="dim" if not any(values) else "green" if values[-1] > 0 else "red")
+
+
+def _indented(text: str, style: str) -> Text:
+    return Text("\n".join("  " + line for line in visible(text).split("\n")), style=style)
+
+
+def _seconds(seconds: float) -> str:
+    return f"{seconds * 1000:.1f} ms" if seconds < 1 else f"{seconds:.1f} s"
+
+
+def _short(value: object) -> str:
+    text = value if isinstance(value, str) else json.dumps(value, default=str, ensure_ascii=False)
+    return text if len(text) <= 200 else text[:197] + "..."

@@ -1,0 +1,66 @@
+"""The tokens of an episode in colour: what was prompt, what was sampled, what was observed, and what trains."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from rich.text import Text
+
+from agentrl.types import Origin, Segment
+from agentrl.view.text import visible
+
+STYLES: dict[Origin, str] = {
+    "prompt": "blue",
+    "sampled": "bold green",
+    "observation": "magenta",
+    "glue": "dim",
+}
+"""Colour of each origin; sampled tokens with a negative advantage are red, those with none are plain."""
+
+
+def tokens_text(
+    segments: Sequence[Segment], decode: Callable[[Sequence[int]], str], advantages: Sequence[float] = ()
+) -> Text:
+    """Every token of an episode, segment by segment, each token apart from its neighbour by an underline.
+
+    Args:
+        segments: the ledger.
+        decode: ids to text, control tokens included.
+        advantages: one for each sampled segment; empty where the episode does not train.
+    """
+    out = Text()
+    sampled = iter(advantages)
+    for segment in segments:
+        advantage = next(sampled, None) if segment.origin == "sampled" else None
+        style = _style(segment.origin, advantage)
+        out.append(f"{_label(segment, advantage)}\n", style="reverse " + style)
+        for number, piece in enumerate(pieces(segment.ids, decode)):
+            out.append(visible(piece), style=f"{style} underline" if number % 2 else style)
+        out.append("\n")
+    return out
+
+
+def pieces(ids: Sequence[int], decode: Callable[[Sequence[int]], str]) -> list[str]:
+    """The text of each token; tokens that only together make a character are one piece."""
+    found: list[str] = []
+    start = 0
+    for end in range(1, len(ids) + 1):
+        text = decode(ids[start:end])
+        if not text.endswith("�") or end == len(ids) or end - start >= 8:
+            found.append(text)
+            start = end
+    return found
+
+
+def _style(origin: Origin, advantage: float | None) -> str:
+    if origin != "sampled":
+        return STYLES[origin]
+    return "bold" if not advantage else "bold green" if advantage > 0 else "bold red"
+
+
+def _label(segment: Segment, advantage: float | None) -> str:
+    plural = "token" if len(segment.ids) == 1 else "tokens"
+    label = f" {segment.origin}: {len(segment.ids)} {plural}"
+    if segment.origin != "sampled":
+        return f"{label}, not trained "
+    return f"{label}, not trained " if advantage is None else f"{label}, advantage {advantage:+.2f} "

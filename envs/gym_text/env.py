@@ -1,0 +1,135 @@
+"""FrozenLake, Taxi and CliffWalking: one tool `act`, solved when the game's goal is reached."""
+
+from __future__ import annotations
+
+import random
+from collections import deque
+from collections.abc import Sequence
+from typing import Any
+
+import gymnasium
+from gymnasium.envs.toy_text.frozen_lake import generate_random_map
+
+from agentrl.env.declare import ToolResult, reward
+from agentrl.env.gym import GymnasiumEnv
+from agentrl.env.tasks import Split, generated
+from agentrl.testing.policy import ScriptedPolicy, call
+from agentrl.types import Task
+
+
+class _ToyText(GymnasiumEnv):
+    """A game with a known transition table; its own rewards are left out, reaching the goal counts."""
+
+    reward_scale = 0.0
+
+    @reward
+    def solved(self) -> bool:
+        return self.goal
+
+    def setup(self) -> str:
+        self.goal = False
+        return super().setup()
+
+    def act(self, action: Any) -> ToolResult:
+        """Play one action and note whether it reached the goal."""
+        result = super().act(action)
+        self.goal = self.end[0] and self.reached_goal()
+        return result
+
+    def reached_goal(self) -> bool:
+        """Whether the end of the game is its goal; asked when the game terminated."""
+        return True
+
+    @classmethod
+    def tasks(cls, split: Split = "train", seed: int = 0, *, size: int = 10_000) -> Sequence[Task]:
+        """Games by seed; a tenth of all game seeds is held out."""
+        return generated(cls.env_id.lower(), split, seed, size, cls._row)
+
+    @classmethod
+    def _row(cls, rng: random.Random) -> dict[str, Any]:
+        return {}
+
+    @classmethod
+    def oracle(cls, task: Task) -> ScriptedPolicy:
+        """The shortest way through the transition table of the same game."""
+        env = cls()
+        env.task = task
+        env.setup(**task.row)
+        game: Any = env.game.unwrapped
+        actions = shortest_way(game.P, int(game.s), cls.is_goal)
+        return ScriptedPolicy([call("act", action=env.actions[a]) for a in actions])
+
+    @classmethod
+    def is_goal(cls, step_reward: float) -> bool:
+        """Whether the game's reward of a terminating step is that of the goal."""
+        return True
+
+
+def shortest_way(table: Any, start: int, is_goal: Any) -> list[int]:
+    """Breadth-first search over `table[state][action] = [(p, next, reward, terminated)]` of a fixed game."""
+    queue, seen = deque([(start, list[int]())]), {start}
+    while queue:
+        state, way = queue.popleft()
+        for action, [(_, following, step_reward, terminated)] in table[state].items():
+            if terminated and is_goal(float(step_reward)):
+                return [*way, action]
+            if not terminated and following not in seen:
+                seen.add(following)
+                queue.append((following, [*way, action]))
+    raise ValueError("the goal cannot be reached")
+
+
+class FrozenLake(_ToyText):
+    """Walk from S to G over the frozen cells F with act. H is a hole. The cell you stand on is marked."""
+
+    env_id = "FrozenLake-v1"
+    actions = ("left", "down", "right", "up")
+    make_options = {"is_slippery": False}  # noqa: RUF012
+
+    def setup(self, lake: list[str]) -> str:  # type: ignore[override]  # one map a task
+        self.game = self.make_game(desc=lake)
+        return super().setup()
+
+    def describe(self, observation: Any) -> str:
+        """The lake as text, the cell one stands on in square brackets."""
+        lake = [[c.decode() for c in row] for row in self.game.unwrapped.desc]  # type: ignore[attr-defined]
+        row, column = divmod(int(observation), len(lake[0]))
+        lake[row][column] = f"[{lake[row][column]}]"
+        return "\n".join("".join(f"{c:^3}" for c in line).rstrip() for line in lake)
+
+    def reached_goal(self) -> bool:
+        game: Any = self.game.unwrapped
+        return bool(game.desc.flat[int(game.s)] == b"G")
+
+    @classmethod
+    def is_goal(cls, step_reward: float) -> bool:
+        return step_reward > 0
+
+    @classmethod
+    def _row(cls, rng: random.Random) -> dict[str, Any]:
+        return {"lake": generate_random_map(size=rng.randint(4, 7), p=0.8, seed=rng.getrandbits(31))}
+
+
+class Taxi(_ToyText):
+    """Drive the taxi with act: pick up the passenger, drop the passenger off at the destination."""
+
+    env_id = "Taxi-v4" if "Taxi-v4" in gymnasium.registry else "Taxi-v3"
+    actions = ("south", "north", "east", "west", "pickup", "dropoff")
+
+    def describe(self, observation: Any) -> str:
+        """The places in words, under a map of walls."""
+        game: Any = self.game.unwrapped
+        row, column, passenger, destination = game.decode(int(observation))
+        places = "RGYB"
+        where = "in the taxi" if passenger == 4 else f"at {places[passenger]}"
+        cells = "\n".join(b"".join(line).decode() for line in game.desc)
+        return (
+            f"{cells}\nTaxi: row {row}, column {column}. Passenger: {where}. Destination: {places[destination]}."
+        )
+
+
+class CliffWalking(_ToyText):
+    """Walk with act from x to T along the cliff C without stepping into it; falling puts you back to the start."""
+
+    env_id = "CliffWalking-v1"
+    actions = ("up", "right", "down", "left")

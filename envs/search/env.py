@@ -1,0 +1,65 @@
+"""The environment: search, read, answer with the name or the number."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from typing import Annotated
+
+from pydantic import Field
+
+from agentrl.env import ToolEnv, reward, tool
+from agentrl.env.read import final_answer
+from agentrl.env.tasks import Split, generated
+from agentrl.envs.search.bm25 import words
+from agentrl.envs.search.world import world
+from agentrl.testing.policy import ScriptedPolicy, call
+from agentrl.types import Episode, Task
+
+_NUM_TRAIN_WORLDS = 50
+
+
+class Search(ToolEnv):
+    """Answer the question with the articles at hand. Reply with the name or the number only."""
+
+    def setup(self, corpus: int, fact: int) -> str:
+        self.corpus = world(corpus)
+        self.fact = self.corpus.facts[fact]
+        return self.fact.question
+
+    @tool(parallel=True)
+    def search(self, query: str, num: Annotated[int, Field(ge=1, le=10)] = 3) -> str:
+        """Titles and first words of the articles that fit best."""
+        found = self.corpus.index.search(query, num)
+        titles = [self.corpus.titles[n] for n in found]
+        return "\n".join(f"{t}: {self.corpus.articles[t][:60]}" for t in titles) or "Nothing found."
+
+    @tool(parallel=True)
+    def read(self, title: str) -> str:
+        """The whole article of that title."""
+        if title not in self.corpus.articles:
+            raise KeyError(f"no article {title[:80]!r}; search gives the titles")
+        return self.corpus.articles[title]
+
+    @reward
+    def solved(self, episode: Episode) -> bool:
+        return words(final_answer(episode)) == words(self.fact.answer)
+
+    @classmethod
+    def tasks(cls, split: Split = "train", seed: int = 0, *, size: int | None = None) -> Sequence[Task]:
+        """Questions on 50 worlds to train and on 10 others that are held out."""
+
+        def row(rng: random.Random) -> dict[str, object]:
+            corpus = rng.randrange(_NUM_TRAIN_WORLDS)
+            if split == "held_out":
+                corpus = _NUM_TRAIN_WORLDS + rng.randrange(10)
+            return {"corpus": corpus, "fact": rng.randrange(len(world(corpus).facts))}
+
+        return generated("search", split, seed, size or (100_000 if split == "train" else 1_000), row)
+
+    @classmethod
+    def oracle(cls, task: Task) -> ScriptedPolicy:
+        """Searches for and reads what leads to the answer."""
+        fact = world(task.row["corpus"]).facts[task.row["fact"]]
+        way = [call("search", query=fact.way[0]), *[call("read", title=title) for title in fact.way]]
+        return ScriptedPolicy([*way, fact.answer])

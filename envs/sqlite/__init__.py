@@ -1,0 +1,5 @@
+"""Questions to SQL over generated databases; execution decides."""
+
+from agentrl.envs.sqlite.env import Sqlite
+
+__all__ = ["Sqlite"]

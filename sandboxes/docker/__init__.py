@@ -1,0 +1,306 @@
+"""Containers of a Docker engine (or podman through DOCKER_HOST): hardened, one supervisor each, no `exec` ever.
+
+The supervisor is the same program as on the bare machine. It is the container's entry point and is spoken to
+over the one attached stream, so a call costs a fork, not a trip through the daemon, and how it ended is the
+supervisor's word.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import atexit
+import contextlib
+import itertools
+import json
+import os
+import socket
+import struct
+import time
+import weakref
+from typing import TYPE_CHECKING, Any
+
+from agentrl.errors import ConfigError
+from agentrl.sandbox import bundle
+from agentrl.sandbox.contract import PROMISES, Sandbox
+from agentrl.sandbox.errors import SandboxUnavailable
+from agentrl.sandbox.inside.cgroups import is_stale, run_name
+from agentrl.sandbox.link import StreamLink
+
+if TYPE_CHECKING:
+    import docker as sdk
+
+USER = 10001
+HOME = "/workspace"
+PODMAN_HOME = "/tmp/workspace"
+"""podman knows neither owner nor number of files of a tmpfs, but opens /tmp to all: `disk` is not promised."""
+LABEL = "agentrl.run"
+API_TIMEOUT_S = 60
+
+_open_backends: weakref.WeakSet[Backend] = weakref.WeakSet()
+_numbers = itertools.count(1)
+
+
+class AttachedLink(StreamLink):
+    """Frames inside the frames in which the engine wraps stdout and stderr of a container without a terminal."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__(name)
+        self._wrapped = bytearray()
+        self.words = bytearray()
+        """What came on stderr: the interpreter's, should the supervisor not even start."""
+
+    def data_received(self, data: bytes) -> None:
+        """Unwrap, then as usual."""
+        buffer = self._wrapped
+        buffer += data
+        while len(buffer) >= 8:
+            stream, size = struct.unpack_from(">BxxxI", buffer)
+            if len(buffer) < 8 + size:
+                break
+            part = bytes(buffer[8 : 8 + size])
+            del buffer[: 8 + size]
+            if stream == 1:
+                super().data_received(part)
+            else:
+                self.words += part[: max(0, 4000 - len(self.words))]
+
+
+class Container:
+    """One container, as the pool sees it."""
+
+    def __init__(self, backend: Backend, identity: str, attached: Any) -> None:
+        self._backend, self.identity = backend, identity
+        self._attached = attached
+        self._gone: asyncio.Task[None] | None = None
+
+    async def kill(self) -> None:
+        """Remove it, with everything in it."""
+        if self._gone is None:
+            self._gone = asyncio.get_running_loop().create_task(self._remove())
+        await asyncio.shield(self._gone)
+
+    async def _remove(self) -> None:
+        await asyncio.to_thread(self._backend.remove, self.identity)
+        # The SDK keeps the connection in three places, and warns of the ones that are left open.
+        for name in ("_response", "_sock"):
+            with contextlib.suppress(OSError, ValueError, AttributeError):
+                getattr(self._attached, name).close()
+        with contextlib.suppress(OSError):
+            self._attached.close()
+
+
+class Backend:
+    """See the module."""
+
+    name = "docker"
+
+    def __init__(self, spec: Sandbox) -> None:
+        self.spec = spec
+        self._client: sdk.APIClient | None = None
+        self._containers: set[str] = set()
+        self._run = f"{run_name()}-{next(_numbers)}"
+        self._ulimits: list[Any] = []
+        self._podman = False
+        if spec.run_as is not None or spec.python is not None:
+            raise ConfigError(
+                "sandbox run_as and python have an effect on this machine's own back-ends, not on docker"
+            )
+
+    @property
+    def client(self) -> sdk.APIClient:
+        """The connection to the engine."""
+        if self._client is None:
+            raise SandboxUnavailable("the docker back-end is not open")
+        return self._client
+
+    async def open(self) -> None:
+        """Connect, look for the image, remove what runs of before have left."""
+        try:
+            import docker as sdk
+        except ImportError as error:
+            raise ConfigError(
+                "sandbox backend 'docker' needs the docker SDK: pip install 'docker>=7.1'"
+            ) from error
+        try:
+            await asyncio.to_thread(self._connect, sdk)
+        except (sdk.errors.DockerException, OSError) as error:
+            where = os.environ.get("DOCKER_HOST", "the default socket")
+            raise SandboxUnavailable(f"no Docker engine answers at {where}: {error}") from error
+        _open_backends.add(self)
+
+    def _connect(self, sdk: Any) -> None:
+        host = os.environ.get("DOCKER_HOST", "unix:///var/run/docker.sock")
+        if host.startswith("unix://"):
+            with socket.socket(socket.AF_UNIX) as s:  # the SDK would leave its own open when this fails
+                s.connect(host.removeprefix("unix://"))
+        self._client = sdk.APIClient(version="auto", timeout=API_TIMEOUT_S, **sdk.utils.kwargs_from_env())
+        engine = json.dumps(self.client.version())
+        self._podman = "podman" in engine.lower()
+        if self._podman:
+            # Its defaults ask for more than a process without CAP_SYS_RESOURCE may give.
+            self._ulimits = [sdk.types.Ulimit(name=name, soft=1024, hard=1024) for name in ("nofile", "nproc")]
+        try:
+            self.client.inspect_image(self.spec.image)
+        except sdk.errors.ImageNotFound:
+            raise ConfigError(
+                f"sandbox image {self.spec.image!r} is not on this Docker engine: pull or build it "
+                "(`python -m agentrl.sandboxes.docker.image` makes the default one without a registry)"
+            ) from None
+        self._sweep()
+
+    def _sweep(self) -> None:
+        boot = boot_id()
+        for found in self.client.containers(all=True, filters={"label": LABEL}):
+            labels = found["Labels"]
+            owner = labels[LABEL].rpartition("-")[0]
+            mine = labels.get("agentrl.boot") == boot
+            expired = float(labels.get("agentrl.expires", "inf")) < time.time()
+            if expired or (mine and is_stale(owner)):
+                self.remove(found["Id"])
+
+    def remove(self, identity: str) -> None:
+        """Remove a container by force and see it gone; fine when it is gone already."""
+        import docker as sdk
+
+        self._containers.discard(identity)
+        with contextlib.suppress(sdk.errors.NotFound):
+            try:
+                self.client.remove_container(identity, force=True, v=True)
+            except sdk.errors.APIError as error:
+                if error.status_code != 409:
+                    raise
+                for _ in range(200):  # the engine is removing it of its own accord
+                    self.client.inspect_container(identity)
+                    time.sleep(0.05)
+
+    async def start(self, name: str) -> tuple[Container, StreamLink, str]:
+        """Create, attach, start; the supervisor's first word tells whether it stands."""
+        import docker as sdk
+
+        try:
+            identity, attached = await asyncio.to_thread(self._create)
+        except (sdk.errors.DockerException, OSError) as error:
+            raise SandboxUnavailable(f"sandbox {name}: the Docker engine could not start it: {error}") from error
+        container = Container(self, identity, attached)
+        raw = attached._sock if hasattr(attached, "_sock") else attached
+        link = await AttachedLink.over(socket.socket(fileno=os.dup(raw.fileno())), name)
+        try:
+            try:
+                await asyncio.to_thread(self.client.start, identity)
+            except (sdk.errors.DockerException, OSError) as error:
+                raise SandboxUnavailable(
+                    f"sandbox {name}: the Docker engine could not start it: {error}"
+                ) from error
+            try:
+                said = await link.hello()
+            except SandboxUnavailable as error:
+                assert isinstance(link, AttachedLink)
+                raise SandboxUnavailable(f"{error}: {link.words.decode('utf-8', 'replace')[-800:]}") from None
+        except BaseException:
+            link.close()
+            await container.kill()
+            raise
+        return container, link, str(said["home"])
+
+    def _create(self) -> tuple[str, Any]:
+        """In a thread: a container that waits to be started, and its attached stream."""
+        created = self.client.create_container(
+            self.spec.image,
+            command=self._command(),
+            entrypoint=[],
+            stdin_open=True,
+            user=f"{USER}:{USER}",
+            working_dir="/",
+            hostname="sandbox",
+            environment={"PYTHONHASHSEED": "0"},
+            labels={
+                LABEL: self._run,
+                "agentrl.boot": boot_id(),
+                "agentrl.expires": str(int(time.time() + self.spec.ttl_s + 600)),
+            },
+            network_disabled=not self.spec.network,
+            host_config=self._host_config(),
+        )
+        identity = str(created["Id"])
+        self._containers.add(identity)
+        try:
+            streams = {"stdin": 1, "stdout": 1, "stderr": 1, "stream": 1}
+            return identity, self.client.attach_socket(identity, params=streams)
+        except BaseException:
+            self.remove(identity)
+            raise
+
+    def _command(self) -> list[str]:
+        spec = self.spec
+        order = {
+            "home": PODMAN_HOME if self._podman else HOME,
+            "env": dict(spec.env), "memory_mb": spec.memory_mb, "ttl_s": spec.ttl_s, "rlimits": {},
+            "python_path": spec.python_path,
+        }  # fmt: skip
+        text = f"{bundle.program('contained')}{json.dumps(json.dumps(order))})\n"
+        return ["python3", "-S", "-s", "-B", "-X", "utf8", "-c", text]
+
+    def _host_config(self) -> Any:
+        spec = self.spec
+        owner = f"uid={USER},gid={USER}"
+        side_mb = max(8, spec.workspace_mb // 4)
+        quiet = f"rw,nosuid,nodev,{owner}"
+        disks = {
+            HOME: f"{quiet},mode=755,exec,size={spec.workspace_mb}m,nr_inodes={spec.inodes}",
+            "/tmp": f"{quiet},mode=1777,exec,size={side_mb}m,nr_inodes={max(1000, spec.inodes // 4)}",
+        }
+        if self._podman:
+            disks = {"/tmp": f"rw,nosuid,nodev,exec,size={spec.workspace_mb}m"}
+        return self.client.create_host_config(
+            auto_remove=True,
+            network_mode="bridge" if spec.network else "none",
+            mem_limit=f"{spec.memory_mb + spec.supervisor_mb}m",
+            memswap_limit=f"{spec.memory_mb + spec.supervisor_mb}m",
+            pids_limit=spec.pids + 2,
+            nano_cpus=int(spec.cpus * 1e9) if spec.cpus is not None else None,
+            read_only=True,
+            cap_drop=["ALL"],
+            security_opt=["no-new-privileges:true"],
+            ipc_mode="private",
+            shm_size=f"{side_mb}m",
+            tmpfs=disks,
+            binds=[f"{path}:{path}:ro" for path in spec.readonly],
+            ulimits=[*self._ulimits, {"Name": "core", "Soft": 0, "Hard": 0}],
+            log_config={"Type": "none", "Config": {}},
+            runtime=spec.runtime,
+        )
+
+    def promises(self) -> tuple[frozenset[str], frozenset[str]]:
+        """See contract.Backend."""
+        always = frozenset(PROMISES) - {"cpu_share"} - ({"disk"} if self._podman else set())
+        return always, frozenset(PROMISES)
+
+    def remove_all(self) -> None:
+        """Remove every container of this back-end, without an event loop."""
+        for identity in list(self._containers):
+            with contextlib.suppress(Exception):
+                self.remove(identity)
+
+    async def close(self) -> None:
+        """End everything; idempotent."""
+        if self._client is None:
+            return
+        await asyncio.shield(asyncio.to_thread(self.remove_all))
+        self._client.close()
+        self._client = None
+        _open_backends.discard(self)
+
+
+def boot_id() -> str:
+    """What tells this boot of the machine from another; labels of another machine's containers differ."""
+    try:
+        with open("/proc/sys/kernel/random/boot_id") as f:
+            return f.read().strip()
+    except OSError:
+        return ""
+
+
+@atexit.register
+def _at_exit() -> None:
+    for backend in list(_open_backends):
+        backend.remove_all()

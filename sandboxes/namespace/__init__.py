@@ -1,0 +1,15 @@
+"""The embedded default on Linux: namespaces, a root of its own, seccomp, limits. No root, package or daemon."""
+
+from __future__ import annotations
+
+from agentrl.sandbox.local import LocalBackend
+
+
+class Backend(LocalBackend):
+    """PID 1 of new user, pid, mount, network, ipc and uts namespaces, forked by the keeper."""
+
+    name = "namespace"
+    always = frozenset({
+        "files", "environment", "network", "processes", "privileges", "syscalls", "memory", "pids", "disk",
+        "clean_end",
+    })  # fmt: skip

@@ -1,0 +1,137 @@
+"""Sandboxes of other machines, leased from `agentrl sandbox serve`: the same frames, over TCP."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import json
+import socket
+from typing import Any
+from urllib.parse import urlsplit
+
+from agentrl.errors import ConfigError
+from agentrl.sandbox.contract import Sandbox
+from agentrl.sandbox.errors import SandboxUnavailable
+from agentrl.sandbox.link import StreamLink
+from agentrl.sandbox.serve import read_token, to_wire
+
+CONNECT_TIMEOUT_S = 10.0
+ANSWER_TIMEOUT_S = 120.0
+
+
+class Lease:
+    """One leased sandbox far away: it ends with the connection."""
+
+    def __init__(self, link: StreamLink) -> None:
+        self._link = link
+
+    async def kill(self) -> None:
+        """Hang up."""
+        self._link.close()
+
+
+class Backend:
+    """See the module."""
+
+    name = "remote"
+
+    def __init__(self, spec: Sandbox) -> None:
+        assert spec.url is not None  # the spec has checked both
+        assert spec.token_file is not None
+        self.spec = spec
+        self._token = read_token(spec.token_file)
+        self._servers = [_address(part.strip()) for part in spec.url.split(",")]
+        self._turn = itertools.count()
+        self._kept: frozenset[str] = frozenset()
+
+    async def open(self) -> None:
+        """Ask the servers what they keep; those that do not answer are left out until a lease tries them again."""
+        offers = []
+        trouble = ""
+        for server in self._servers:
+            try:
+                status, body, sock = await self._ask(server, "GET", "/v1/health", {})
+                sock.close()
+            except (OSError, TimeoutError) as error:
+                trouble = f"{server[0]}:{server[1]}: {str(error) or 'no answer'}"
+                continue
+            if status != 200:
+                raise ConfigError(f"sandbox server {server[0]}:{server[1]} refuses: {body.get('error')}")
+            offers.append(frozenset(body["kept"]))
+        if not offers:
+            raise SandboxUnavailable(f"no sandbox server answers: {trouble}")
+        self._kept = frozenset.intersection(*offers)
+
+    async def start(self, name: str) -> tuple[Lease, StreamLink, str]:
+        """Lease one from the server whose turn it is, or from the next that can."""
+        first = next(self._turn)
+        trouble = []
+        for i in range(len(self._servers)):
+            server = self._servers[(first + i) % len(self._servers)]
+            try:
+                status, body, sock = await self._ask(server, "POST", "/v1/lease", to_wire(self.spec))
+            except (OSError, TimeoutError) as error:
+                trouble.append(f"{server[0]}:{server[1]}: {str(error) or 'no answer'}")
+                continue
+            if status == 101:
+                link = await StreamLink.over(sock, name)
+                said = await link.hello()
+                return Lease(link), link, str(said["home"])
+            sock.close()
+            if status == 400:
+                raise ConfigError(f"sandbox server {server[0]}:{server[1]}: {body.get('error')}")
+            trouble.append(f"{server[0]}:{server[1]}: {body.get('error')}")
+        raise SandboxUnavailable(f"sandbox {name}: no server could lease one: {'; '.join(trouble)}")
+
+    async def _ask(
+        self, server: tuple[str, int], method: str, path: str, body: dict[str, Any]
+    ) -> tuple[int, dict[str, Any], socket.socket]:
+        """One request: (status, JSON of the answer, the connection behind its head)."""
+        loop = asyncio.get_running_loop()
+        text = json.dumps(body).encode()
+        head = (
+            f"{method} {path} HTTP/1.1\r\nHost: {server[0]}:{server[1]}\r\nAuthorization: Bearer {self._token}\r\n"
+            f"Connection: Upgrade\r\nUpgrade: agentrl-frames\r\nContent-Length: {len(text)}\r\n\r\n"
+        )
+        sock = socket.socket(socket.AF_INET6 if ":" in server[0] else socket.AF_INET)
+        try:
+            sock.setblocking(False)
+            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            async with asyncio.timeout(CONNECT_TIMEOUT_S):
+                await loop.sock_connect(sock, server)
+            async with asyncio.timeout(ANSWER_TIMEOUT_S):
+                await loop.sock_sendall(sock, head.encode() + text)
+                # Byte by byte: whatever follows the head belongs to the link.
+                answer = b""
+                while not answer.endswith(b"\r\n\r\n"):
+                    part = await loop.sock_recv(sock, 1)
+                    if not part or len(answer) > 8192:
+                        raise ConnectionError("the answer is no HTTP")
+                    answer += part
+                lines = answer.decode("latin-1").split("\r\n")
+                status = int(lines[0].split(" ")[1])
+                length = next((int(line[15:]) for line in lines if line.lower().startswith("content-length:")), 0)
+                data = b""
+                while len(data) < length:
+                    part = await loop.sock_recv(sock, length - len(data))
+                    if not part:
+                        raise ConnectionError("the answer is cut")
+                    data += part
+            return status, json.loads(data) if data else {}, sock
+        except BaseException:
+            sock.close()
+            raise
+
+    def promises(self) -> tuple[frozenset[str], frozenset[str]]:
+        """What every server has said that it keeps."""
+        return self._kept - {"cpu_share"}, self._kept
+
+    async def close(self) -> None:
+        """Nothing to end: the leases are their connections."""
+
+
+def _address(url: str) -> tuple[str, int]:
+    parts = urlsplit(url)
+    if parts.scheme != "http" or not parts.hostname or not parts.port:
+        raise ConfigError(f"sandbox url={url!r}: must look like http://host:port")
+    return parts.hostname, parts.port

@@ -1,0 +1,295 @@
+"""Each policy loss on two tokens, worked out by hand: value, gradient and figures."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from torch import Tensor
+
+from agentrl.algo import loss as losses
+from agentrl.algo.entropy import entropy_threshold, high_entropy_mask
+from agentrl.algo.loss import POLICY_LOSSES
+from agentrl.algo.loss_cov import shuffle_keys
+from agentrl.algo.metrics import metric_values
+from agentrl.algo.value import ValueLoss, value_loss
+
+
+def tensor(*values: float) -> Tensor:
+    return torch.tensor(values, dtype=torch.float64)
+
+
+def run(name, config, ratios, advantages, weights=None, sequence=None, old=None, **extra):
+    """(loss, gradient by the log-probabilities, figures) of tokens with these ratios to the old policy."""
+    old_T = tensor(*(old or [math.log(0.25)] * len(ratios)))
+    new_T = (old_T + tensor(*ratios).log()).requires_grad_()
+    size = len(ratios)
+    loss, metrics = POLICY_LOSSES[name].fn(
+        new_T,
+        old_T,
+        tensor(*advantages),
+        tensor(*(weights or [1.0] * size)),
+        torch.tensor(sequence or [0] * size),
+        torch.ones(size, dtype=torch.bool),
+        config,
+        **extra,
+    )
+    loss.backward()
+    return loss.item(), new_T.grad.tolist(), metric_values(metrics)
+
+
+def close(values, expected):
+    assert list(values) == pytest.approx(list(expected), abs=1e-12)
+
+
+def test_gspo_gives_each_token_the_ratio_of_its_sequence():
+    ratio = math.sqrt(1.2 * 1.3)
+    config = losses.GSPO(clip_low=0.2, clip_high=0.3)
+    loss, gradient, figures = run("gspo", config, [1.2, 1.3], [2.0, 2.0], weights=[0.5, 0.5])
+    assert loss == pytest.approx(-2 * ratio)
+    close(gradient, [-ratio, -ratio])
+    assert figures["clip_fraction"] == 0
+    tight = losses.GSPO(clip_low=0.2, clip_high=0.2)
+    loss, gradient, figures = run("gspo", tight, [1.2, 1.3], [2.0, 2.0], weights=[0.5, 0.5])
+    assert loss == pytest.approx(-2 * 1.2)
+    close(gradient, [0, 0])
+    assert figures["clip_fraction"] == 1
+
+
+def test_gspo_of_two_sequences_of_one_token_is_ppo():
+    ratios, advantages = [1.5, 0.6], [1.0, -1.0]
+    one = run("gspo", losses.GSPO(0.2, 0.2), ratios, advantages, sequence=[0, 1])
+    other = run("ppo_clip", losses.PPOClip(0.2, 0.2, None), ratios, advantages, sequence=[0, 1])
+    assert one[0] == pytest.approx(other[0])
+    close(one[1], other[1])
+
+
+def test_geo_mean_clips_the_log_ratio_on_the_side_that_the_advantage_pushes():
+    config = losses.GeoMean(clip_low=0.1, clip_high=0.1)
+    up, down = math.log(1.5), math.log(0.5)
+    ratio = math.exp((0.1 + down) / 2)  # advantage above 0: the high one is clipped, the low one is not
+    loss, gradient, figures = run("geo_mean", config, [1.5, 0.5], [1.0, 3.0], weights=[0.5, 0.5])
+    assert loss == pytest.approx(-2 * ratio)
+    close(gradient, [0, -2 * ratio / 2])
+    assert figures["clip_fraction"] == 0.5
+    ratio = math.exp((up - 0.1) / 2)
+    loss, gradient, _ = run("geo_mean", config, [1.5, 0.5], [-2.0, -2.0], weights=[0.5, 0.5])
+    assert loss == pytest.approx(2 * ratio)
+    close(gradient, [2 * ratio / 2, 0])
+
+
+def test_geo_mean_leaves_a_token_without_an_advantage_out_of_the_ratio():
+    config = losses.GeoMean(clip_low=0.4, clip_high=0.4)
+    loss, gradient, _ = run("geo_mean", config, [1.3, 1.2], [0.0, 2.0], weights=[0.5, 0.5])
+    ratio = math.sqrt(1.2)
+    assert loss == pytest.approx(-ratio)
+    close(gradient, [0, -ratio / 2])
+
+
+def test_cispo_clips_the_weight_and_keeps_the_gradient():
+    loss, gradient, figures = run("cispo", losses.CISPO(ratio_max=2.0), [3.0, 0.1], [1.0, -1.0])
+    close(gradient, [-2.0, 0.1])
+    assert loss == pytest.approx(-2 * math.log(0.75) + 0.1 * math.log(0.025))
+    assert figures["clip_fraction"] == 0.5
+
+
+def test_sapo_at_and_off_the_old_policy():
+    loss, gradient, _ = run("sapo", losses.SAPO(1.0, 2.0), [1.0, 1.0], [1.0, -1.0])
+    assert loss == pytest.approx(-2 + 1)
+    close(gradient, [-1.0, 1.0])  # 4 / tau * tau / 4: on policy it is the plain policy gradient
+    _, gradient, _ = run("sapo", losses.SAPO(1.0, 2.0), [2.0], [1.0])
+    gate = 1 / (1 + math.exp(-1.0))
+    close(gradient, [-4 * gate * (1 - gate) * 2])
+
+
+def test_sapo_of_sequences_gates_their_geometric_mean():
+    _, gradient, _ = run("sapo", losses.SAPO(level="sequence"), [2.0, 0.5], [1.0, 1.0])
+    close(gradient, [-1.0, -1.0])
+    with pytest.raises(ValueError, match="level must be token or sequence"):
+        losses.SAPO(level="turn")
+
+
+def test_gpg_is_the_plain_policy_gradient():
+    loss, gradient, _ = run("gpg", losses.GPG(), [2.0, 1.0], [1.0, -3.0])
+    close(gradient, [-1.0, 3.0])
+    assert loss == pytest.approx(-math.log(0.5) + 3 * math.log(0.25))
+
+
+@pytest.mark.parametrize(
+    ("config", "weights"),
+    [
+        (losses.Reinforce(), [1.0, 1.0, 1.0]),
+        (losses.Reinforce("token", 2.0), [2.0, 0.5, 1.5]),
+        (losses.Reinforce("token", 2.0, 0.6), [0.0, 0.0, 1.5]),
+        (losses.Reinforce("sequence", 2.0), [1.5, 1.5, 1.5]),
+        (losses.Reinforce("sequence", 1.4, 0.5), [0.0, 0.0, 0.0]),
+    ],
+    ids=["none", "token", "token band", "sequence", "sequence band"],
+)
+def test_reinforce_with_each_importance(config, weights):
+    _, gradient, _ = run("reinforce", config, [3.0, 0.5, 1.5], [1.0, 1.0, -1.0], sequence=[0, 0, 1])
+    close(gradient, [-weights[0], -weights[1], weights[2]])
+
+
+def test_dro_is_held_back_by_a_quadratic():
+    loss, gradient, _ = run("dro", losses.DRO(beta=0.5), [2.0], [1.0])
+    assert loss == pytest.approx(-(math.log(0.5) - 0.25 * math.log(2) ** 2))
+    close(gradient, [-1 + 0.5 * math.log(2)])
+
+
+def test_dppo_stops_at_a_change_of_probability_not_of_ratio():
+    config = losses.DPPO(divergence_low=0.1, divergence_high=0.1, ratio_max=2.0)
+    # 0.25 -> 0.5 has moved by 0.25: stopped; 0.01 -> 0.05 is a larger ratio and a smaller move: goes on.
+    old = [math.log(0.25), math.log(0.01), math.log(0.25), math.log(0.25)]
+    advantages = [1.0, 1.0, -1.0, -1.0]  # 0.25 -> 0.5 against the advantage goes on, 0.25 -> 0.05 with it stops
+    _, gradient, figures = run("dppo_tv", config, [2.0, 5.0, 2.0, 0.2], advantages, old=old)
+    close(gradient, [0, -2.0, 2.0, 0])
+    assert figures["clip_fraction"] == 0.5
+
+
+def test_dppo_kl_by_hand():
+    was, now = 0.25, 0.5
+    divergence = was * math.log(was / now) + (1 - was) * math.log((1 - was) / (1 - now))
+    near = losses.DPPO(divergence_high=divergence * 1.001)
+    far = losses.DPPO(divergence_high=divergence * 0.999)
+    close(run("dppo_kl", near, [2.0], [1.0])[1], [-2.0])
+    close(run("dppo_kl", far, [2.0], [1.0])[1], [0.0])
+
+
+def test_dppo_kl_of_a_certain_token():
+    _, gradient, _ = run("dppo_kl", losses.DPPO(), [1.0, 0.5], [1.0, -1.0], old=[0.0, 0.0])
+    assert all(math.isfinite(g) for g in gradient)
+
+
+def test_vespo_weighs_by_the_full_ratio_of_the_sequence():
+    config = losses.VESPO(k_positive=2.0, lambda_positive=3.0, k_negative=1.0, lambda_negative=0.5)
+    w = 1.5 * 0.8
+    up, down = w**2 * math.exp(3 * (1 - w)), w * math.exp(0.5 * (1 - w))
+    _, gradient, _ = run("vespo", config, [1.5, 0.8], [1.0, -1.0])
+    close(gradient, [-up, down])
+
+
+def test_clip_cov_takes_the_gradient_of_the_selected_tokens():
+    selected = torch.tensor([False, True])
+    loss, gradient, figures = run("clip_cov", losses.ClipCov(), [1.1, 1.1], [1.0, 1.0], selected_T=selected)
+    assert loss == pytest.approx(-1.1)
+    close(gradient, [-1.1, 0])
+    assert figures["selected_fraction"] == 0.5
+
+
+def test_kl_cov_penalises_the_selected_tokens():
+    selected = torch.tensor([False, True])
+    loss, gradient, _ = run("kl_cov", losses.KLCov(kl_coef=0.5), [0.9, 0.9], [1.0, 1.0], selected_T=selected)
+    assert loss == pytest.approx(-1.8 + 0.5 * -math.log(0.9))
+    close(gradient, [-0.9, -0.9 - 0.5])
+
+
+def draw(size: int) -> tuple[Tensor, Tensor, Tensor]:
+    g = torch.Generator().manual_seed(1)
+    return torch.randn(size, generator=g), -torch.rand(size, generator=g), torch.arange(size) * 7919
+
+
+def test_clip_cov_draws_inside_the_band_and_another_seed_draws_others():
+    advantages, logprobs, keys = draw(2000)
+    config = losses.ClipCov(fraction=0.05, cov_low=0.05, cov_high=0.5)
+    chosen = losses.clip_cov_selection(advantages, logprobs, keys, config)
+    covariance = (advantages - advantages.mean()) * (logprobs - logprobs.mean())
+    assert int(chosen.sum()) == 100
+    assert ((covariance > 0.05) & (covariance < 0.5))[chosen].all()
+    other = losses.clip_cov_selection(
+        advantages, logprobs, keys, losses.ClipCov(fraction=0.05, cov_low=0.05, cov_high=0.5, seed=1)
+    )
+    assert 0 < int((chosen & other).sum()) < 60
+    nowhere = losses.ClipCov(cov_low=50.0, cov_high=60.0)
+    assert not losses.clip_cov_selection(advantages, logprobs, keys, nowhere).any()
+
+
+def test_kl_cov_takes_the_largest():
+    advantages, logprobs, keys = draw(2000)
+    chosen = losses.kl_cov_selection(advantages, logprobs, keys, losses.KLCov(fraction=0.01))
+    covariance = (advantages - advantages.mean()) * (logprobs - logprobs.mean())
+    assert int(chosen.sum()) == 20
+    assert covariance[chosen].min() > covariance[~chosen].max()
+
+
+def test_of_equal_covariances_the_keys_decide():
+    keys = torch.arange(64)
+    flat = torch.ones(64)
+    chosen = losses.kl_cov_selection(flat, flat, keys, losses.KLCov(fraction=0.25))
+    order = torch.randperm(64, generator=torch.Generator().manual_seed(0))
+    again = losses.kl_cov_selection(flat, flat, keys[order], losses.KLCov(fraction=0.25))
+    assert torch.equal(again, chosen[order])
+    assert int(chosen.sum()) == 16
+
+
+def test_keys_are_mixed_well():
+    """Every bit of 20000 neighbouring keys is set about half the time, and none collide."""
+    mixed = shuffle_keys(torch.arange(20_000), 0)
+    assert mixed.unique().numel() == 20_000
+    assert (mixed >= 0).all()
+    for bit in range(63):
+        share = float(((mixed >> bit) & 1).double().mean())
+        assert abs(share - 0.5) < 0.02
+
+
+def test_splitmix64_of_zero_is_what_its_authors_give():
+    """The first output for the state 0 is 0xE220A8397B1DCDAF; ours drops the sign bit."""
+    assert int(shuffle_keys(torch.zeros(1, dtype=torch.long), 0)) == 0xE220A8397B1DCDAF & (2**63 - 1)
+
+
+def test_value_loss_by_hand():
+    values = tensor(1.0, 0.2).requires_grad_()
+    loss, metrics = value_loss(
+        values, tensor(0.0, 0.0), tensor(2.0, 1.0), tensor(0.5, 0.5), torch.tensor([True, True]), ValueLoss(0.5)
+    )
+    loss.backward()
+    # The first may count only up to 0.5 from its old value: the worse of (1 - 2)^2 and (0.5 - 2)^2, no gradient.
+    assert loss.item() == pytest.approx(0.5 * (0.5 * 2.25 + 0.5 * 0.64))
+    close(values.grad.tolist(), [0, -0.4])
+    assert metric_values(metrics)["value_clip_fraction"] == 0.5
+
+
+def test_the_tokens_of_highest_entropy():
+    entropy = torch.arange(10.0)
+    mask = torch.ones(10, dtype=torch.bool)
+    mask[9] = False
+    threshold = entropy_threshold(entropy[mask], 0.25)
+    assert threshold == pytest.approx(6.0)
+    assert high_entropy_mask(entropy, mask, threshold).tolist() == [False] * 6 + [True] * 3 + [False]
+    assert high_entropy_mask(entropy, mask, entropy_threshold(entropy[mask], 1.0)).equal(mask)
+
+
+def test_the_threshold_is_the_quantile():
+    values = torch.randn(1001, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    for fraction in (0.1, 0.2, 0.55):
+        expected = float(torch.quantile(values, 1 - fraction))
+        assert entropy_threshold(values, fraction) == pytest.approx(expected, abs=1e-12)
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: losses.PPOClip(clip_low=1.5), r"clip_low must be in \[0, 1\], got 1.5"),
+        (lambda: losses.PPOClip(clip_high=-0.1), "clip_high must be 0 or larger, got -0.1"),
+        (lambda: losses.PPOClip(dual_clip=0.9), "dual_clip must be above 1"),
+        (lambda: losses.PPOClip(clip_high=float("nan")), "clip_high must be 0 or larger, got nan"),
+        (lambda: losses.GSPO(clip_low=-1), "clip_low must be in"),
+        (lambda: losses.GeoMean(clip_low=-1), "must be 0 or larger"),
+        (lambda: losses.CISPO(ratio_max=0.0), "0 <= ratio_min < ratio_max"),
+        (lambda: losses.SAPO(tau_positive=0), "temperatures must be above 0"),
+        (lambda: losses.DRO(beta=-1), "beta must be above 0"),
+        (lambda: losses.DPPO(ratio_max=0.5), "ratio_max of 1 or larger"),
+        (lambda: losses.VESPO(k_positive=-1), "parameters of vespo"),
+        (lambda: losses.ClipCov(fraction=0), r"fraction must be in \(0, 1\]"),
+        (lambda: losses.ClipCov(cov_low=5), "cov_low must be below cov_high"),
+        (lambda: losses.KLCov(kl_coef=-1), "kl_coef must be 0 or larger"),
+        (lambda: losses.Reinforce("turn"), "unknown level of importance weights 'turn'"),
+        (lambda: losses.Reinforce("token", 2.0, 3.0), "0 < low < high"),
+        (lambda: ValueLoss(0), "clip must be above 0"),
+        (lambda: entropy_threshold(torch.ones(2), 0.0), "top_fraction must be in"),
+    ],
+)
+def test_impossible_parameters_are_refused(make, message):
+    with pytest.raises(ValueError, match=message):
+        make()

@@ -1,0 +1,114 @@
+"""Whatever a policy writes: no exception, no hang, linear time, and piece by piece the same as at once."""
+
+# ruff: noqa: E501 (completions as a model writes them)
+
+from __future__ import annotations
+
+import random
+import time
+
+import pytest
+
+from agentrl.chat.parsers import Parser, choose_parser, collect, parser_names
+from agentrl.chat.proof import TOOLS
+
+PIECES = [
+    "<tool_call>", "</tool_call>", "<think>", "</think>", "<function=f>", "</function>", "<parameter=a>", "</parameter>",
+    "<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>", '<invoke name="f">', "</invoke>", '<parameter name="a">',
+    "<minimax:tool_call>", "</minimax:tool_call>", "[TOOL_CALLS]", "[ARGS]", "[CALL_ID]", "[THINK]", "[/THINK]",
+    "<|python_tag|>", "<|python_start|>", "<|python_end|>", "<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>",
+    "<｜tool▁call▁begin｜>", "<｜tool▁call▁end｜>", "<｜tool▁sep｜>", "```json", "```", "function",
+    "<|tool_calls_section_begin|>", "<|tool_calls_section_end|>", "<|tool_call_begin|>", "<|tool_call_end|>",
+    "<|tool_call_argument_begin|>", "functions.f:0", "<|start|>", "<|channel|>", "<|message|>", "<|constrain|>", "<|end|>",
+    "<|call|>", "<|return|>", "commentary to=functions.f ", "analysis", "<|tool_call>", "<tool_call|>", '<|"|>', "<escape>",
+    "<start_function_call>", "<end_function_call>", "<|channel>thought\n", "<channel|>", "call:f", "f(", "a=", "a:",
+    '{"name": "f", "arguments": {"a": 1}}', '{"name": "f", "parameters": {}}', '{"name":', '"arguments":', '"', "'", "\\", "{",
+    "}", "[", "]", "(", ")", ",", ":", ";", "\n", " ", "1", "-1e9", "NaN", "null", "True", "\\u12", "\\ud800", "é", "👩‍🔬", "\x00", "<",
+]  # fmt: skip
+
+PARSERS = [choose_parser(name, "") for name in parser_names()]
+
+
+@pytest.mark.parametrize("parser", PARSERS, ids=lambda p: p.name)
+def test_no_text_raises_and_streams_agree(parser: Parser):
+    rng = random.Random(parser.name)
+    for _ in range(1500):
+        text = "".join(rng.choice(PIECES) for _ in range(rng.randint(1, 24)))
+        thinking = rng.random() < 0.2
+        whole = parser.parse(text, tools=TOOLS, thinking=thinking)
+        stream = parser.stream(tools=TOOLS, thinking=thinking)
+        events, at = [], 0
+        while at < len(text):
+            step = rng.randint(1, 12)
+            events += stream.feed(text[at : at + step])
+            at += step
+        assert collect([*events, *stream.close()]) == whole, text
+        for found in (*whole.calls, *whole.errors):
+            assert 0 <= found.span[0] <= found.span[1] <= len(text), text
+
+
+@pytest.mark.parametrize("parser", PARSERS, ids=lambda p: p.name)
+def test_a_sound_call_cut_or_damaged_anywhere_never_raises(parser: Parser):
+    seeds = {
+        "hermes": '<think>t</think><tool_call>{"name": "f", "arguments": {"a": "x"}}</tool_call>',
+        "qwen3_coder": "<tool_call><function=f><parameter=a>x</parameter></function></tool_call>",
+        "glm": "<tool_call>f\n<arg_key>a</arg_key>\n<arg_value>x</arg_value>\n</tool_call>",
+        "llama3_json": '{"name": "f", "parameters": {"a": "x"}}; {"name": "f", "parameters": {}}',
+        "pythonic": "[f(a='x', b=[1, {'c': None}]), g()]",
+        "mistral": '[TOOL_CALLS]f[CALL_ID]x[ARGS]{"a": "x"}[TOOL_CALLS]g{}',
+        "deepseek_v3": "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>f\n```json\n{}\n```"
+        "<｜tool▁call▁end｜><｜tool▁calls▁end｜>",
+        "deepseek_v31": "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>f<｜tool▁sep｜>{}<｜tool▁call▁end｜><｜tool▁calls▁end｜>",
+        "kimi_k2": "<|tool_calls_section_begin|><|tool_call_begin|>functions.f:0<|tool_call_argument_begin|>{}"
+        "<|tool_call_end|><|tool_calls_section_end|>",
+        "harmony": "<|channel|>analysis<|message|>t<|end|><|start|>assistant<|channel|>commentary to=functions.f "
+        "<|constrain|>json<|message|>{}",
+        "minimax_m2": '<minimax:tool_call><invoke name="f"><parameter name="a">x</parameter></invoke></minimax:tool_call>',
+        "gemma": '<|tool_call>call:f{a:<|"|>x<|"|>,b:[1,{c:null}]}<tool_call|>',
+    }
+    seed = seeds[parser.name]
+    assert parser.parse(seed, tools=TOOLS).calls
+    rng = random.Random(0)
+    for at in range(len(seed)):
+        parser.parse(seed[:at], tools=TOOLS)
+        parser.parse(seed[at:], tools=TOOLS)
+        parser.parse(seed[:at] + rng.choice(PIECES) + seed[at:], tools=TOOLS)
+        parser.parse(seed[:at] + seed[at + 1 :], tools=TOOLS, repair=at % 7 == 0)
+
+
+HOSTILE = [
+    *PIECES,
+    '<tool_call>{"', '<tool_call>{"a": "</tool_call>', "<tool_call>[", '<tool_call>{"name": "f", "arguments": {"a": [',
+    "<tool_call><function=f><parameter=a>", "</parameter> ", "</arg_value> ", "<tool_call>f<arg_key>a</arg_key><arg_value>",
+    "<tool_call> f ", "[TOOL_CALLS]f ", "[TOOL_CALLS]f[ARGS]{}", "[TOOL_CALLS][", '{"name": "f", "parameters": {}}; ',
+    '{"name": "f", "parameters": {"a": ', "[f(a=", "[f(a='", "[f(), ", "<|tool_call>call:f{a:[", "<|tool_call>call:f{a:{b:",
+    '<minimax:tool_call><invoke name="f">', "</invoke> <", "<|channel|>analysis<|message|>x<|end|><|start|>", "<|channel|><|",
+    "<think></think>", "<think>\n", "\n\n", "<｜tool▁call▁begin｜>f<｜tool▁sep｜>{}<｜tool▁call▁end｜>",
+]  # fmt: skip
+PREFIXES = {
+    "hermes": "<tool_call>", "qwen3_coder": "<tool_call><function=f><parameter=a>", "glm": "<tool_call>f<arg_key>a</arg_key><arg_value>",
+    "llama3_json": '{"name": "f", "parameters": {"a": ', "pythonic": "[f(a=", "mistral": "[TOOL_CALLS]",
+    "deepseek_v3": "<｜tool▁calls▁begin｜>", "deepseek_v31": "<｜tool▁calls▁begin｜>", "kimi_k2": "<|tool_calls_section_begin|>",
+    "harmony": "<|channel|>commentary to=functions.f<|message|>", "minimax_m2": "<minimax:tool_call>", "gemma": "<|tool_call>call:f{",
+}  # fmt: skip
+
+
+def cpu_seconds(parser: Parser, text: str, step: int) -> float:
+    started = time.process_time()
+    stream = parser.stream(tools=TOOLS)
+    for at in range(0, len(text), step):
+        stream.feed(text[at : at + step])
+    stream.close()
+    return time.process_time() - started
+
+
+@pytest.mark.parametrize("parser", PARSERS, ids=lambda p: p.name)
+def test_time_is_linear_in_the_text(parser: Parser):
+    for piece in HOSTILE:
+        for prefix in ("", PREFIXES[parser.name]):
+            for size, step in ((128_000, 128_000), (24_000, 16)):
+                small, large = (prefix + piece * (length // len(piece)) for length in (size // 8, size))
+                if cpu_seconds(parser, large, step) < 0.2:  # a quadratic pass takes many seconds at this size
+                    continue
+                times = [min(cpu_seconds(parser, text, step) for _ in range(3)) for text in (small, large)]
+                assert times[1] / times[0] < 24, (prefix, piece, step, times)  # linear: 8, quadratic: 64

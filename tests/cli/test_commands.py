@@ -1,0 +1,299 @@
+"""The commands as a user runs them: what they print, and how they refuse."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from agentrl.cli import main
+from agentrl.config import dump_config, load_config
+from agentrl.config.describe import json_schema
+from agentrl.records import EpisodeRecord
+from agentrl.train.store import RunStore
+from agentrl.types import CallRecord, Episode, Message, Segment, StopReason, Task, ToolCall, Turn
+
+GOOD = "env: agentrl.envs.calculator:Calculator\nmodel: {tiny: {vocab: 400}}\nwarmup: {num: 20}\n"
+
+
+@pytest.fixture
+def run(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch):
+    """Runs a command in this process; gives its exit code, standard output and standard error."""
+    monkeypatch.setenv("COLUMNS", "160")
+
+    def call(*words: str | Path) -> tuple[int, str, str]:
+        with pytest.raises(SystemExit) as left:
+            main([str(word) for word in words])
+        out, err = capsys.readouterr()
+        return int(left.value.code or 0), out, err
+
+    return call
+
+
+def write(path: Path, text: str) -> Path:
+    path.write_text(text, encoding="utf-8")
+    return path
+
+
+def episode(name: str, reward: float | None, outcome: str = "ok") -> Episode:
+    call = ToolCall("c1", "calculator", {"expression": "1+2"})
+    asked, answer = Message("assistant", "", (call,)), Message("tool", "3", tool_call_id="c1", name="calculator")
+    last = Message("assistant", f"the answer of {name}")
+    return Episode(
+        id=name,
+        task=Task("t1", {"question": "1+2?"}),
+        messages=(Message("user", "1+2?"), asked, answer, last),
+        turns=(
+            Turn(asked, (answer,), 0.0, "stop", 5, 0.2, 0.01, (CallRecord(call, "3", outcome, 0.01),)),
+            Turn(last, (), 0.0, "stop", 2, 0.1, 0.0),
+        ),
+        segments=(Segment((1,), "prompt", -1, 0), Segment((2, 3), "sampled", 0, 1, (-1.0, -1.0), (0, 0))),
+        stop_reason=StopReason.ANSWERED if reward is not None else StopReason.INFRA,
+        reward=reward,
+        rewards={"solved": reward or 0.0},
+        error=None if reward is not None else "SandboxError: the box is gone",
+    )
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """A run folder with two steps of episodes."""
+    config = load_config(write(tmp_path / "tools.yaml", GOOD))
+    with RunStore.open(config, tmp_path / "runs/r") as store:
+        for step in (1, 2):
+            records = [
+                EpisodeRecord.of(step, 0, episode(f"s{step}/good", 1.0), 0.7),
+                EpisodeRecord.of(step, 0, episode(f"s{step}/bad", 0.0, outcome="invalid_args"), -0.7),
+                EpisodeRecord.of(step, 0, episode(f"s{step}/lost", None), None),
+            ]
+            store.write_episodes(step, records)
+    return tmp_path / "runs/r"
+
+
+class TestTheTree:
+    def test_help_and_the_entry_point(self):
+        result = subprocess.run([sys.executable, "-m", "agentrl", "--help"], capture_output=True, text=True)
+        assert result.returncode == 0
+        for command in ("train", "eval", "check", "show", "new", "config", "doctor"):
+            assert f"│ {command} " in result.stdout
+
+    def test_a_wrong_option_is_told_apart_from_a_failure(self, run):
+        code, _, err = run("train", "x.yaml", "--frsh")
+        assert code == 2
+        assert "--fresh" in err
+        assert "Traceback" not in err
+
+    def test_a_closed_pipe_is_no_error(self, folder: Path):
+        command = f"{sys.executable} -m agentrl show {folder} -n 200 | head -1"
+        result = subprocess.run(["bash", "-c", command], capture_output=True, text=True)
+        assert "Traceback" not in result.stderr
+        assert "step 2" in result.stdout
+
+
+class TestBadInput:
+    def test_mistakes_in_the_yaml_are_printed_without_a_traceback(self, run, tmp_path: Path):
+        path = write(tmp_path / "tools.yaml", GOOD + "rollout:\n  grop_size: 3\nstepz: 1\n")
+        for command in ("train", "check"):
+            code, out, err = run(command, path)
+            assert code == 2
+            assert out == ""
+            assert err.startswith(f"{path}:5:3: rollout.grop_size: unknown key; did you mean 'group_size'?\n")
+            assert f"{path}:6:1: stepz: unknown key; did you mean 'steps'?" in err
+            assert "Traceback" not in err
+
+    def test_a_flag_is_named_as_it_was_written(self, run, tmp_path: Path):
+        path = write(tmp_path / "tools.yaml", GOOD)
+        code, _, err = run("train", path, "--set", "rollout.group_size=1.5")
+        assert code == 2
+        assert err == "--set rollout.group_size=1.5: rollout.group_size must be a whole number, got 1.5\n"
+
+    def test_a_missing_model_directory(self, run, tmp_path: Path):
+        path = write(tmp_path / "tools.yaml", GOOD.replace("{tiny: {vocab: 400}}", "{path: qwen}"))
+        code, _, err = run("train", path)
+        assert code == 2
+        assert f"{path}:2:15: model.path: there is no folder {tmp_path}/qwen" in err
+        assert not (tmp_path / "runs").exists()
+
+    def test_a_folder_that_is_no_model(self, run, tmp_path: Path):
+        (tmp_path / "qwen").mkdir()
+        path = write(tmp_path / "tools.yaml", GOOD.replace("{tiny: {vocab: 400}}", "{path: qwen}"))
+        code, _, err = run("check", path)
+        assert code == 2
+        assert "qwen: has no config.json, so it is not a Hugging Face model" in err
+
+    @pytest.mark.parametrize(
+        ("body", "said"),
+        [
+            ("    @reward\n    def r(self): return float('nan')", "reward 'r' of E returned nan"),
+            ("    @reward\n    def r(self): return 'good'", "reward 'r' of E returned 'good', not a number"),
+            ("    @tool\n    def t(self, x): 'doc'", "argument 'x' has no type hint"),
+            ("    def setup(self, a: int, b: str): return 'hi'", "argument 'b' of E.setup is missing; it has: a"),
+            ("    def setup(self, a: int): raise KeyError('x')", "E.setup on task"),
+            ("    nope = nope", "NameError"),
+        ],
+    )
+    def test_an_env_that_cannot_be_used(self, run, tmp_path: Path, body: str, said: str):
+        base = (
+            "from agentrl import ToolEnv, reward, tool\n"
+            "from agentrl.env.tasks import generated\n"
+            "class Base(ToolEnv):\n"
+            "    'A test.'\n"
+            "    def setup(self, a: int): return 'hi'\n"
+            "    @classmethod\n"
+            "    def tasks(cls, split='train', seed=0):\n"
+            "        return generated('b', split, seed, 10, lambda rng: {'a': 1})\n"
+            f"class E(Base):\n{body}\n"
+        )
+        write(tmp_path / "bad.py", base)
+        path = write(tmp_path / "tools.yaml", "env: bad.py:E\nmodel: {tiny: {}}\n")
+        code, _, err = run("check", path)
+        assert code == 2
+        assert said in err
+        assert "Traceback" not in err
+
+    def test_a_prompt_that_does_not_fit_is_a_problem(self, run, tmp_path: Path):
+        path = write(tmp_path / "tools.yaml", GOOD.replace("400", "400, max_context: 100"))
+        code, out, _ = run("check", path, "--set", "rollout.token_budget=90")
+        assert code == 2
+        assert "the model takes 100: nothing can be sampled" in out
+        assert "rollout.token_budget is 90: nothing can be sampled" in out
+        assert "demonstration has" in out
+
+    def test_limits_that_no_good_episode_keeps_are_a_problem(self, run, tmp_path: Path):
+        path = write(tmp_path / "tools.yaml", GOOD)
+        code, out, _ = run("check", path, "--set", "rollout.max_turns=1")
+        assert code == 2
+        assert "the scripted episode was cut: max_turns after 1 turns" in out
+        code, out, _ = run("check", path, "--set", "rollout.max_tokens=9", "--set", "rollout.token_budget=150")
+        assert code == 2
+        assert "tokens, rollout.max_tokens is 9" in out
+        assert "tokens, rollout.token_budget is 150" in out
+
+    def test_a_module_that_is_not_there(self, run, tmp_path: Path):
+        path = write(tmp_path / "tools.yaml", GOOD.replace("agentrl.envs.calculator", "shops.big"))
+        code, _, err = run("check", path)
+        assert code == 2
+        assert "shops" in err
+
+
+class TestCheck:
+    def test_it_shows_the_tokens_with_their_advantage(self, run, tmp_path: Path):
+        code, out, _ = run("check", write(tmp_path / "tools.yaml", GOOD))
+        assert code == 0
+        assert "calculator(expression: string)" in out
+        assert "rewards         solved" in out
+        assert "the template only appends" in out
+        assert "played by the env's oracle" in out
+        assert "sampled: 3" in out
+        assert "advantage +0.94" in out
+        assert "prompt: " in out
+        assert "observation: " in out
+        assert out.rstrip().endswith(f"agentrl train {tmp_path / 'tools.yaml'}")
+        assert os.listdir(tmp_path) == ["tools.yaml"]  # nothing is left behind
+
+    def test_dr_grpo_shows_its_own_advantage(self, run, tmp_path: Path):
+        path = write(tmp_path / "tools.yaml", GOOD)
+        code, out, _ = run("check", path, "--set", "algorithm.advantage=dr_grpo")
+        assert code == 0
+        assert "advantage +0.50" in out
+
+
+class TestShow:
+    def test_the_last_step_by_default(self, run, folder: Path):
+        code, out, _ = run("show", folder)
+        assert code == 0
+        assert "step 2 of 1 to 2: 3 episodes" in out
+        assert 'calculator(expression="1+2")' in out
+        assert "the answer of s2/good" in out
+        assert "advantage: +0.70" in out
+
+    def test_the_worst_come_first(self, run, folder: Path):
+        code, out, _ = run("show", folder, "--worst", "--step", 1, "-n", 2)
+        assert code == 0
+        assert out.index("s1/lost") < out.index("s1/bad") < out.index("s1/good")
+        assert "failed: SandboxError: the box is gone" in out
+        assert "not trained" in out
+        assert "invalid_args" in out
+        assert "the answer of s1/good" not in out
+
+    def test_one_by_its_id(self, run, folder: Path):
+        code, out, _ = run("show", folder, "--episode", "s2/bad")
+        assert code == 0
+        assert "the answer of s2/bad" in out
+        assert "s2/good" not in out
+        code, _, err = run("show", folder, "--episode", "s2/baad")
+        assert code == 2
+        assert "has no such episode; did you mean 's2/bad'?" in err
+
+    def test_what_is_not_there(self, run, folder: Path, tmp_path: Path):
+        code, _, err = run("show", folder, "--step", 9)
+        assert code == 1
+        assert "no episodes of step 9; it has steps 1 to 2" in err
+        code, _, err = run("show", tmp_path)
+        assert code == 1
+        assert "no run folder" in err
+
+    def test_text_of_the_policy_is_never_markup(self, run, tmp_path: Path):
+        config = load_config(write(tmp_path / "tools.yaml", GOOD))
+        nasty = replace(episode("a[b]/c", 1.0), messages=(Message("user", "[red]x[/red] [/nope] \x1b[31m"),))
+        with RunStore.open(config, tmp_path / "r") as store:
+            store.write_episodes(1, [EpisodeRecord.of(1, 0, nasty, 0.0)])
+        code, out, _ = run("show", tmp_path / "r")
+        assert code == 0
+        assert "[red]x[/red] [/nope]" in out
+        assert "\x1b" not in out
+        assert "␛[31m" in out
+
+
+class TestConfig:
+    def test_schema(self, run, tmp_path: Path):
+        code, out, _ = run("config", "schema")
+        assert code == 0
+        assert json.loads(out) == json_schema()
+        assert run("config", "schema", "-o", tmp_path / "s.json")[0] == 0
+        assert json.loads((tmp_path / "s.json").read_text()) == json_schema()
+
+    def test_show_and_diff(self, run, tmp_path: Path):
+        path = write(tmp_path / "tools.yaml", GOOD)
+        code, out, _ = run("config", "show", path, "--set", "seed=4")
+        assert code == 0
+        assert out == dump_config(load_config(path, ["seed=4"]))
+        other = write(tmp_path / "other.yaml", out)
+        assert run("config", "diff", path, other) == (0, "seed: 0 -> 4\n", "")
+        assert run("config", "diff", path, path) == (0, "no difference\n", "")
+
+
+class TestNew:
+    def test_it_makes_an_env_that_checks_and_passes_its_tests(self, run, tmp_path: Path):
+        code, out, _ = run("new", tmp_path / "shop")
+        assert code == 0
+        assert f"agentrl train {tmp_path}/shop/tools.yaml" in out
+        assert run("check", tmp_path / "shop/tools.yaml")[0] == 0
+        command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--rootdir=.", "test_env.py"]
+        result = subprocess.run(command, cwd=tmp_path / "shop", capture_output=True, text=True)
+        assert result.returncode == 0, result.stdout
+        assert "2 passed" in result.stdout
+
+    def test_it_overwrites_nothing(self, run, tmp_path: Path):
+        write(tmp_path / "tools.yaml", "mine")
+        code, _, err = run("new", tmp_path)
+        assert code == 2
+        assert "already holds tools.yaml; nothing was changed" in err
+        assert os.listdir(tmp_path) == ["tools.yaml"]
+        write(tmp_path / "file", "x")
+        assert run("new", tmp_path / "file")[0] == 2
+
+
+class TestDoctor:
+    def test_it_says_what_works_here(self, run):
+        code, out, _ = run("doctor")
+        assert code == 0
+        assert f"python          {sys.version_info.major}.{sys.version_info.minor}" in out
+        assert "GiB free" in out
+        assert "| files " in out
+        assert "namespace" in out

@@ -1,0 +1,151 @@
+"""`agentrl train` and `agentrl eval` with a real, tiny, untrained model."""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from agentrl.cli.eval import find
+from agentrl.errors import CheckpointError, ConfigError
+from agentrl.records import read_episodes, read_metrics
+from agentrl.train.evaluate import wilson
+from agentrl.train.store import find_checkpoint
+
+YAML = """\
+env: agentrl.envs.calculator:Calculator
+model: {tiny: {hidden: 32, layers: 1, heads: 2, intermediate: 64, vocab: 400}}
+steps: 2
+rollout: {groups_per_step: 2, group_size: 2, max_turns: 2, max_tokens: 8, token_budget: 400}
+eval: {tasks: 3}
+"""
+
+
+def agentrl(*words: str | Path, cwd: Path) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-W", "error", "-m", "agentrl", *map(str, words)]
+    return subprocess.run(command, cwd=cwd, capture_output=True, text=True)
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a tools.yaml and its finished run of two steps."""
+    folder = tmp_path_factory.mktemp("calc")
+    (folder / "tools.yaml").write_text(YAML)
+    result = agentrl("train", "tools.yaml", cwd=folder)
+    assert result.returncode == 0, result.stderr
+    (folder / "out.txt").write_text(result.stdout + "\n---\n" + result.stderr)
+    return folder
+
+
+def test_training_says_its_steps_and_leaves_its_folder(trained: Path):
+    out, err = (trained / "out.txt").read_text().split("\n---\n")
+    assert err == ""
+    assert sum(line.startswith("train ") for line in out.splitlines()) == 2
+    run = next((trained / "runs").iterdir())
+    assert run.name == trained.name
+    summary = json.loads((run / "summary.json").read_text())
+    assert summary["steps"] == 2
+    assert summary["episodes"] == 8
+    assert summary["limits"] + summary["malformed"] > 0
+    for name in (
+        "config.yaml",
+        "metrics.jsonl",
+        "events.log",
+        "reward_curve.png",
+        "checkpoints/step-2/manifest.json",
+    ):
+        assert (run / name).is_file()
+    assert len(read_episodes(run, 2)) == 4
+    assert f"agentrl eval runs/{run.name}" in out
+
+
+def test_the_same_command_goes_on_and_another_configuration_is_refused(trained: Path):
+    again = agentrl("train", "tools.yaml", cwd=trained)
+    assert again.returncode == 0, again.stderr
+    assert "note: goes on with the run in" in again.stdout
+    assert not any(line.startswith("train 1/") for line in again.stdout.splitlines())
+    other = agentrl("train", "tools.yaml", "--set", "seed=5", cwd=trained)
+    assert other.returncode == 2
+    assert other.stdout == ""
+    assert "seed: 0 -> 5" in other.stderr
+    assert "--fresh" in other.stderr
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
+def test_a_stopped_run_goes_on_where_it_stopped(tmp_path: Path, number: signal.Signals):
+    """Ctrl-C and SIGTERM save and leave; after kill -9 the last checkpoint counts. No step is written twice."""
+    (tmp_path / "tools.yaml").write_text(YAML.replace("steps: 2", "steps: 400") + "checkpoint: {every: 2}\n")
+    command = [sys.executable, "-m", "agentrl", "train", "tools.yaml"]
+    with subprocess.Popen(command, cwd=tmp_path, stdout=subprocess.PIPE, text=True) as training:
+        assert training.stdout is not None
+        seen = next(line for line in training.stdout if line.startswith("train 3/"))
+        assert "left" in seen
+        training.send_signal(number)
+        rest = training.stdout.read()
+    run = tmp_path / "runs" / tmp_path.name
+    if number == signal.SIGKILL:
+        assert training.returncode == -signal.SIGKILL
+    else:
+        assert training.returncode == 130
+        assert f"note: {number.name}: saving after this step, then leaving" in rest
+        assert "stopped by request after" in rest
+        assert "agentrl train tools.yaml" in rest
+        assert json.loads((run / "summary.json").read_text())["finished"] is False
+
+    saved = find_checkpoint(run).step
+    assert 2 <= saved < 400
+    with subprocess.Popen(command, cwd=tmp_path, stdout=subprocess.PIPE, text=True) as training:
+        assert training.stdout is not None
+        first = next(line for line in training.stdout if line.startswith("train "))
+        assert first.startswith((f"train: goes on after {saved}/400", f"train {saved + 1}/400"))
+        next(line for line in training.stdout if line.startswith(f"train {saved + 2}/"))
+        training.terminate()
+        training.stdout.read()
+    steps = [line["step"] for line in read_metrics(run)]
+    assert steps == list(range(len(steps)))  # 0 is the evaluation before training
+    assert len(steps) > saved + 2
+
+
+def test_eval_plays_a_run_a_checkpoint_and_a_bare_model(trained: Path):
+    run = next((trained / "runs").iterdir())
+    result = agentrl("eval", run, "--split", "train", cwd=trained)
+    assert result.returncode == 0, result.stderr
+    assert "% of 3 train tasks" in result.stdout
+    assert "with 95 % confidence" in result.stdout
+    bare = ("eval", run / "start", "--tasks", "2", "--env", "agentrl.envs.calculator:Calculator")
+    result = agentrl(*bare, cwd=trained)
+    assert result.returncode == 0, result.stderr
+    assert "of 2 held-out tasks" in result.stdout
+
+
+def test_what_eval_plays(trained: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    run = next((trained / "runs").iterdir())
+    checkpoint, config = find(run, None, [])
+    assert checkpoint == run / "checkpoints/step-2"
+    assert config.env.use == "agentrl.envs.calculator:Calculator"
+    monkeypatch.chdir(run / "checkpoints")
+    (tmp_path / "mine.py").write_text("")
+    checkpoint, config = find(Path("step-2"), f"{tmp_path}/mine.py:Mine", ["rollout.max_turns=3"])
+    assert checkpoint == Path("step-2")
+    assert config.env.use == f"{tmp_path}/mine.py:Mine"
+    assert config.rollout.max_turns == 3
+    with pytest.raises(ConfigError, match="is a model outside of a run; name what it plays: --env"):
+        find(run / "start", None, [])
+    with pytest.raises(ConfigError, match="it has no configuration"):
+        find(run / "start", "a:B", ["seed=1"])
+    with pytest.raises(CheckpointError, match="no such folder"):
+        find(tmp_path / "nowhere", None, [])
+    with pytest.raises(CheckpointError, match="holds no finished checkpoint"):
+        find(tmp_path, None, [])
+
+
+def test_wilsons_interval():
+    assert wilson(0, 0) == (0.0, 1.0)
+    low, high = wilson(95, 100)
+    assert (round(low, 4), round(high, 4)) == (0.8882, 0.9785)
+    assert wilson(10, 10)[1] == 1.0

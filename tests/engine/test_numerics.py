@@ -1,0 +1,72 @@
+"""The engine computes what transformers computes: same greedy tokens, same logprobs, on the same ids."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from pathlib import Path
+
+import pytest
+import torch
+from engine_models import VOCABULARY, logprobs_of, reference
+from transformers import AutoModelForCausalLM, Qwen3NextConfig
+
+from agentrl.engine.local import LocalEngine
+from agentrl.errors import ConfigError
+from agentrl.types import Sampling
+
+
+@pytest.mark.parametrize("kind", ["qwen3", "qwen2", "llama", "mistral"])
+async def test_greedy_turns_of_a_mixed_batch_equal_transformers(models: dict[str, Path], kind: str):
+    model = reference(models[kind])
+    engine = LocalEngine.from_directory(models[kind], max_slots=12, prefill_chunk=40)
+    assert (engine._model._fused is None) == (kind == "mistral")  # both ways through the model are held to this
+    draw = random.Random(kind)
+    prompts = [[draw.randrange(VOCABULARY) for _ in range(draw.choice([1, 2, 17, 60, 130]))] for _ in range(20)]
+
+    async def episode(number: int) -> list[tuple[list[int], tuple[int, ...], tuple[float, ...]]]:
+        ids, turns = list(prompts[number]), []
+        for turn in range(3):
+            sampling = Sampling(temperature=0.0, max_tokens=6 + 5 * (number % 4))
+            completion = await engine.generate(ids, sampling, session=f"episode-{number}")
+            turns.append((list(ids), completion.ids, completion.logprobs))
+            ids += [*completion.ids, *((number * 7 + turn + i) % VOCABULARY for i in range(1 + number % 9))]
+        return turns
+
+    episodes = await asyncio.gather(*(episode(number) for number in range(len(prompts))))
+    await engine.close()
+    for turns in episodes:
+        for prompt, ids, logprobs in turns:
+            given = torch.tensor([prompt])
+            greedy = {"do_sample": False, "pad_token_id": 0, "max_new_tokens": len(ids)}
+            expected = model.generate(given, attention_mask=torch.ones_like(given), **greedy)[0, len(prompt) :]
+            assert list(ids) == expected.tolist()
+            assert logprobs == pytest.approx(logprobs_of(model, prompt, ids), abs=1e-4)
+
+
+async def test_bfloat16_stays_near_float32(models: dict[str, Path]):
+    engine = LocalEngine.from_directory(models["qwen3"], dtype="bfloat16")
+    prompt = [random.Random(3).randrange(VOCABULARY) for _ in range(60)]
+    completion = await engine.generate(prompt, Sampling(max_tokens=40, seed=1))
+    await engine.close()
+    exact = logprobs_of(reference(models["qwen3"]), prompt, completion.ids)
+    assert completion.logprobs == pytest.approx(exact, abs=0.4)
+    assert sum(abs(a - b) for a, b in zip(completion.logprobs, exact, strict=True)) / len(exact) < 0.1
+
+
+def test_a_model_whose_state_is_not_keys_and_values_is_refused(tmp_path: Path):
+    config = Qwen3NextConfig(
+        vocab_size=64,
+        hidden_size=32,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        head_dim=16,
+        num_experts=2,
+        num_experts_per_tok=1,
+        moe_intermediate_size=16,
+        shared_expert_intermediate_size=16,
+        layer_types=["linear_attention", "full_attention"],
+    )
+    with pytest.raises(ConfigError, match="has layers of kind linear_attention"):
+        LocalEngine(AutoModelForCausalLM.from_config(config))

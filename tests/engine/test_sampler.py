@@ -1,0 +1,139 @@
+"""Draws follow the distribution that the parameters describe, and depend on seed and position only."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import numpy as np
+import pytest
+import torch
+from engine_models import assert_follows
+
+from agentrl.engine.sampler import Draw, check_sampling, sample, uniforms
+from agentrl.types import Sampling
+
+LOGITS = torch.randn(24, generator=torch.Generator().manual_seed(5)) * 1.5
+
+
+def draw_of(count: int, temperature: float = 1.0, top_k: int = 0, top_p: float = 1.0, seed: int = 11) -> Draw:
+    positions = np.arange(count, dtype=np.int64)
+    return Draw(
+        temperature=np.full(count, temperature),
+        top_p=np.full(count, top_p),
+        top_k=np.full(count, top_k, dtype=np.int64),
+        uniform=uniforms(np.full(count, seed, dtype=np.uint64), positions),
+    )
+
+
+def expected(temperature: float, top_k: int, top_p: float) -> np.ndarray:
+    """The filtered distribution by its definition, one token at a time."""
+    scaled = LOGITS.double().numpy() / temperature
+    probs = np.exp(scaled - scaled.max())
+    probs /= probs.sum()
+    order = sorted(range(len(probs)), key=lambda token: -probs[token])[: top_k or len(probs)]
+    mass = sum(probs[token] for token in order)
+    kept, reached = [], 0.0
+    for token in order:
+        kept.append(token)
+        reached += probs[token] / mass
+        if reached >= top_p:
+            break
+    filtered = np.zeros_like(probs)
+    filtered[kept] = probs[kept]
+    return filtered / filtered.sum()
+
+
+@pytest.mark.parametrize(
+    ("temperature", "top_k", "top_p"),
+    [(1.0, 0, 1.0), (0.6, 0, 1.0), (1.7, 0, 1.0), (1.0, 5, 1.0), (1.0, 0, 0.7), (0.8, 9, 0.8), (1.0, 100, 0.999)],
+)
+def test_draws_follow_the_distribution(temperature: float, top_k: int, top_p: float):
+    count = 40_000
+    ids, _ = sample(LOGITS.expand(count, -1), draw_of(count, temperature, top_k, top_p))
+    assert_follows(ids.numpy(), expected(temperature, top_k, top_p))
+
+
+def test_the_check_would_notice_a_wrong_distribution():
+    ids, _ = sample(LOGITS.expand(40_000, -1), draw_of(40_000, temperature=1.05))
+    with pytest.raises(AssertionError):
+        assert_follows(ids.numpy(), expected(1.0, 0, 1.0))
+
+
+def test_logprobs_are_scaled_by_temperature_and_not_renormalised_by_filters():
+    ids, logprobs = sample(LOGITS.expand(200, -1), draw_of(200, temperature=0.5, top_k=3, top_p=0.9))
+    assert torch.allclose(logprobs, torch.log_softmax(LOGITS / 0.5, -1)[ids])
+
+
+def test_greedy_takes_the_largest_with_its_logprob_at_temperature_one():
+    ids, logprobs = sample(LOGITS.expand(3, -1), draw_of(3, temperature=0.0, top_k=2))
+    assert ids.tolist() == [int(LOGITS.argmax())] * 3
+    assert torch.allclose(logprobs, torch.log_softmax(LOGITS, -1).max().expand(3))
+
+
+def test_rows_of_a_mixed_batch_are_drawn_as_if_alone():
+    logits = torch.randn(6, 50, generator=torch.Generator().manual_seed(3))
+    draw = Draw(
+        temperature=np.array([0.0, 1.0, 0.7, 1.3, 1.0, 0.0]),
+        top_p=np.array([1.0, 1.0, 0.5, 1.0, 0.9, 0.3]),
+        top_k=np.array([0, 0, 0, 4, 7, 1], dtype=np.int64),
+        uniform=uniforms(np.arange(6, dtype=np.uint64), np.full(6, 2, dtype=np.int64)),
+    )
+    ids, logprobs = sample(logits, draw)
+    for row in range(6):
+        alone = Draw(*(getattr(draw, field.name)[row : row + 1] for field in dataclasses.fields(Draw)))
+        one_id, one_logprob = sample(logits[row : row + 1], alone)
+        assert (int(ids[row]), float(logprobs[row])) == (int(one_id), float(one_logprob))
+
+
+def test_a_large_vocabulary_is_worked_on_in_parts():
+    logits = torch.randn(40, 150_000, generator=torch.Generator().manual_seed(3))
+    ids, logprobs = sample(logits, draw_of(40))
+    assert torch.allclose(logprobs, torch.log_softmax(logits, -1).gather(1, ids[:, None])[:, 0])
+    assert torch.equal(ids[33:34], sample(logits[33:34], Draw(*(c[33:34] for c in _columns(draw_of(40)))))[0])
+
+
+def _columns(draw: Draw) -> list[np.ndarray]:
+    return [getattr(draw, field.name) for field in dataclasses.fields(Draw)]
+
+
+@pytest.mark.parametrize("top_k", [0, 2])
+def test_the_ends_of_the_unit_interval_never_draw_an_impossible_token(top_k: int):
+    logits = torch.tensor([[-torch.inf, 0.0, 1.0, -torch.inf]]).expand(2, -1)
+    uniform = np.array([0.0, 1.0 - 2.0**-53])
+    ids, _ = sample(logits, dataclasses.replace(draw_of(2, top_k=top_k), uniform=uniform))
+    assert set(ids.tolist()) == {1, 2}
+
+
+def test_uniform_numbers_are_uniform_over_seeds_and_over_positions():
+    many = 20_000
+    by_seed = uniforms(np.arange(many, dtype=np.uint64), np.zeros(many, dtype=np.int64))
+    by_position = uniforms(np.full(many, 7, dtype=np.uint64), np.arange(many, dtype=np.int64))
+    next_seed = uniforms(np.arange(1, many + 1, dtype=np.uint64), np.zeros(many, dtype=np.int64))
+    for numbers in (by_seed, by_position):
+        assert numbers.min() >= 0.0
+        assert numbers.max() < 1.0
+        assert_follows((numbers * 50).astype(np.int64), np.full(50, 1 / 50))
+    assert abs(np.corrcoef(by_seed, next_seed)[0, 1]) < 0.04
+    assert abs(np.corrcoef(by_position[:-1], by_position[1:])[0, 1]) < 0.04
+
+
+def test_logits_that_are_not_finite_show_in_the_logprob():
+    logits = torch.stack([LOGITS, torch.full_like(LOGITS, torch.nan)])
+    _, logprobs = sample(logits, draw_of(2))
+    assert torch.isfinite(logprobs).tolist() == [True, False]
+
+
+@pytest.mark.parametrize(
+    ("sampling", "message"),
+    [
+        (Sampling(temperature=-1.0), "temperature must be 0"),
+        (Sampling(temperature=float("nan")), "temperature must be 0"),
+        (Sampling(top_p=0.0), "top_p must be in"),
+        (Sampling(top_p=1.5), "top_p must be in"),
+        (Sampling(top_k=-1), "top_k must be 0"),
+        (Sampling(max_tokens=0), "max_tokens must be at least 1, got 0"),
+    ],
+)
+def test_parameters_out_of_range_are_refused(sampling: Sampling, message: str):
+    with pytest.raises(ValueError, match=message):
+        check_sampling(sampling)

@@ -1,0 +1,80 @@
+"""`self.model`: the policy in conversations of its own, trained or not by choice."""
+
+import json
+
+import pytest
+
+from agentrl.chat.template import Renderer
+from agentrl.chat.transcript import rows_of
+from agentrl.env import ToolEnv, reward, tool
+from agentrl.rollout.episode import Limits, Player, run_episode
+from agentrl.testing.engine import ScriptedEngine
+from agentrl.testing.policy import call, say
+from agentrl.testing.tiny_model import make_tokenizer
+from agentrl.types import Message, Sampling, StopReason, Task
+
+
+class Delegate(ToolEnv):
+    """Ask the helper."""
+
+    train = False
+
+    async def setup(self) -> str:
+        hint = await self.model.chat([Message("user", "Give a hint.")], train=self.train)
+        return f"Hint: {hint.content}"
+
+    @tool
+    async def ask(self, question: str) -> str:
+        """Ask the helper."""
+        answer = await self.model.chat([Message("user", question)], train=self.train)
+        return str(answer.content)
+
+    @reward
+    def solved(self) -> bool:
+        return True
+
+
+class TrainedDelegate(Delegate):
+    train = True
+
+
+@pytest.fixture(scope="module")
+def renderer(tmp_path_factory):
+    directory = tmp_path_factory.mktemp("tokenizer")
+    make_tokenizer(directory, [json.dumps(list(Delegate().tools))] * 4, vocab=400, max_context=4096)
+    return Renderer.from_directory(directory)
+
+
+class Engine(ScriptedEngine):
+    """The main session has its script; every branch gets one answer."""
+
+    async def generate(self, ids, sampling, *, session=None):
+        if "/branch" in (session or ""):
+            self._turns[session] = 10
+        return await super().generate(ids, sampling, session=session)
+
+
+def script(turn: int) -> Message:
+    return [call("ask", question="How?"), say("Done.")][turn] if turn < 2 else say("like this")
+
+
+@pytest.mark.parametrize("env", [Delegate, TrainedDelegate])
+async def test_branches_answer_and_train_by_choice(renderer, env):
+    engine = Engine(renderer, script, tools=env().tools)
+    player = Player(engine, renderer, env, Limits(), Sampling())
+    episode = await run_episode(player, Task("t"), episode_id="e", seed=0)
+    assert episode.error is None
+    assert (episode.reward, episode.stop_reason) == (1.0, StopReason.ANSWERED)
+    assert episode.turns[0].observation[0].content == "like this"
+    assert sorted(engine.released) == ["e", "e/branch0", "e/branch1"]
+    rows = [row for row in rows_of(episode.segments) if any(row.loss_mask)]
+    texts = [renderer.decode([i for i, m in zip(row.ids, row.loss_mask, strict=True) if m]) for row in rows]
+    main = [text for text in texts if "Done." in text]
+    assert len(main) == 1
+    assert "Hint: like this" in renderer.decode(
+        next(r for r, t in zip(rows, texts, strict=True) if t == main[0]).ids
+    )
+    assert len(rows) == (3 if env.train else 1)
+    assert [text for text in texts if text.startswith("like this")] == (
+        ["like this<|im_end|>"] * 2 if env.train else []
+    )

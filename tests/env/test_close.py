@@ -1,0 +1,136 @@
+"""Whatever ends an episode in the rollout: the env is closed exactly once, and nothing goes on running."""
+
+import asyncio
+import json
+import time
+
+import pytest
+
+from agentrl.chat.template import Renderer
+from agentrl.env import ToolEnv, reward, tool
+from agentrl.env.threads import pool
+from agentrl.errors import EngineError, SandboxError
+from agentrl.rollout.episode import Limits, Player, run_episode
+from agentrl.testing.engine import ScriptedEngine
+from agentrl.testing.policy import call, say
+from agentrl.testing.tiny_model import make_tokenizer
+from agentrl.types import Sampling, StopReason, Task
+
+
+class Counter(ToolEnv):
+    """Count."""
+
+    closed: list[str] = []  # noqa: RUF012  # all instances of a test together
+
+    def setup(self) -> str:
+        self.count = 0
+        return "Count to three."
+
+    def teardown(self) -> None:
+        Counter.closed.append(self.task.id)
+
+    @tool
+    def count_on(self) -> int:
+        """Count."""
+        self.count += 1
+        return self.count
+
+    @tool
+    def fail(self) -> str:
+        """Raise."""
+        raise ValueError("no")
+
+    @tool
+    def lose(self) -> str:
+        """Lose the sandbox."""
+        raise SandboxError("gone")
+
+    @tool
+    async def sleep(self) -> str:
+        """Sleep for ever."""
+        await asyncio.sleep(1e9)
+        return ""
+
+    @tool
+    def spin(self) -> str:
+        """Spin for ever."""
+        while True:
+            time.sleep(0.001)
+
+    @reward
+    def three(self) -> bool:
+        return self.count == 3
+
+
+@pytest.fixture(scope="module")
+def renderer(tmp_path_factory):
+    directory = tmp_path_factory.mktemp("tokenizer")
+    make_tokenizer(directory, [json.dumps(list(Counter().tools))] * 4, vocab=400, max_context=4096)
+    return Renderer.from_directory(directory)
+
+
+@pytest.fixture(autouse=True)
+def nothing_closed():
+    Counter.closed.clear()
+
+
+def player(renderer, script, timeout_s=5.0, **options) -> Player:
+    engine = ScriptedEngine(renderer, script, tools=Counter().tools, **options)
+    return Player(engine, renderer, Counter, Limits(timeout_s=timeout_s), Sampling())
+
+
+async def test_three_calls_count_to_three(renderer):
+    play = player(renderer, [call("count_on"), call("count_on"), call("count_on"), say("Three.")])
+    episode = await run_episode(play, Task("t"), episode_id="e", seed=0)
+    assert [r.result for t in episode.turns for r in t.calls] == ["1", "2", "3"]
+    assert (episode.reward, episode.stop_reason, Counter.closed) == (1.0, StopReason.ANSWERED, ["t"])
+    assert play.engine.released == ["e"]
+
+
+@pytest.mark.parametrize(
+    ("script", "stop", "error"),
+    [
+        ([call("fail"), say("x")], StopReason.ANSWERED, None),
+        ([call("sleep")], StopReason.TIMEOUT, None),
+        ([call("spin")], StopReason.TIMEOUT, None),
+        ([call("lose")], StopReason.INFRA, "SandboxError: gone"),
+        ([EngineError("lost")], StopReason.INFRA, "EngineError: lost"),
+        ([RuntimeError("a bug")], StopReason.INFRA, "RuntimeError: a bug"),
+    ],
+)
+async def test_the_env_is_closed_once_however_it_ends(renderer, script, stop, error):
+    episode = await run_episode(player(renderer, script, timeout_s=0.3), Task("t"), episode_id="e", seed=0)
+    assert (episode.stop_reason, Counter.closed) == (stop, ["t"])
+    assert (episode.error is None) if error is None else (error in episode.error)
+    assert (episode.reward is None) == (error is not None)
+
+
+async def test_a_cancelled_episode_closes_its_env(renderer):
+    episode = asyncio.ensure_future(
+        run_episode(player(renderer, [call("sleep")]), Task("t"), episode_id="e", seed=0)
+    )
+    await asyncio.sleep(0.1)
+    episode.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await episode
+    assert Counter.closed == ["t"]
+
+
+async def test_one_of_64_sleeps_for_ever_and_the_step_ends_in_time(renderer):
+    def run(number: int):
+        script = [call("spin" if number == 5 else "count_on"), say("done")]
+        return run_episode(
+            player(renderer, script, timeout_s=1.0), Task(f"t{number}"), episode_id=f"e{number}", seed=0
+        )
+
+    began = time.monotonic()
+    episodes = await asyncio.gather(*[run(number) for number in range(64)])
+    assert time.monotonic() - began < 4
+    assert [e.stop_reason for e in episodes].count(StopReason.TIMEOUT) == 1
+    assert len(Counter.closed) == 64
+    for _ in range(100):
+        if not pool().leftover:
+            break
+        await asyncio.sleep(0.01)
+    assert not pool().leftover
+    assert len(asyncio.all_tasks()) == 1

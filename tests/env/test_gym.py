@@ -1,0 +1,141 @@
+import json
+
+import gymnasium
+import numpy as np
+import pytest
+from gymnasium import spaces
+from gymnasium.utils.env_checker import check_env
+
+import agentrl.envs  # noqa: F401  # makes the names known
+from agentrl.env.gym import AnyText, GymnasiumEnv, TextGym, action_text, read_action, reader_of
+from agentrl.env.schema import InvalidArguments
+from agentrl.envs.calculator import Calculator
+from agentrl.errors import ConfigError
+from agentrl.testing.policy import ScriptedPolicy, call, play
+from agentrl.types import Message, StopReason, Task
+
+
+@pytest.mark.parametrize("name", ["Calculator", "FrozenLake"])
+def test_a_shipped_env_passes_gymnasiums_own_checker(name):
+    env = gymnasium.make(f"agentrl/{name}-v0").unwrapped
+    check_env(env)
+    env.close()
+
+
+def test_an_episode_is_played_through_gymnasium():
+    env = gymnasium.make("agentrl/Calculator-v0", render_mode="ansi", split="held_out")
+    task = Calculator.tasks("held_out")[3]
+    text, info = env.reset(options={"task": 3})
+    assert text.endswith(Calculator().setup(**task.row))
+    assert info == {"task_id": task.id}
+    policy = Calculator.oracle(task)
+    first = env.step(action_text(policy([])))
+    assert first[1:4] == (0.0, False, False)
+    _, reward, terminated, truncated, info = env.step(action_text(policy([])))
+    assert (reward, terminated, truncated) == (1.0, True, False)
+    assert (info["stop_reason"], info["rewards"]) == ("answered", {"solved": 1.0})
+    assert "[assistant] calculator(" in env.render()
+    env.close()
+
+
+def test_the_seed_draws_the_task_and_envs_vectorise():
+    envs = gymnasium.make_vec("agentrl/Calculator-v0", num_envs=3, vectorization_mode="sync")
+    first, _ = envs.reset(seed=5)
+    again, _ = envs.reset(seed=5)
+    assert list(first) == list(again)
+    assert len(set(first)) == 3
+    _, rewards, terminated, _, _ = envs.step(
+        ["1", "2", '{"name": "calculator", "arguments": {"expression": "1"}}']
+    )
+    assert list(terminated) == [True, True, False]
+    assert rewards.shape == (3,)
+    envs.close()
+
+
+def test_actions_are_calls_or_text():
+    assert read_action("[1]").content == "[1]"
+    assert read_action('{"name": 3}').tool_calls == ()
+    message = read_action('{"name": "f", "arguments": {"x": 1}}', 2)
+    assert (message.tool_calls[0].name, message.tool_calls[0].arguments, message.tool_calls[0].id) == (
+        "f",
+        {"x": 1},
+        "call_2_0",
+    )
+    assert read_action(action_text(message), 2) == message
+    assert action_text(Message("assistant", "hello")) == "hello"
+    assert AnyText(5).contains("äöü🙂!")
+    assert not AnyText(5).contains("too long")
+
+
+async def test_a_game_becomes_tools():
+    env = GymnasiumEnv("FrozenLake-v1", actions=("left", "down", "right", "up"), is_slippery=False)
+    assert env.tools[0]["function"]["parameters"] == {
+        "type": "object",
+        "properties": {"action": {"type": "string", "enum": ["left", "down", "right", "up"]}},
+        "required": ["action"],
+    }
+    way = [call("act", action=a) for a in ("down", "down", "right", "right", "down", "right")]
+    episode = await play(env, Task("t", seed=3), ScriptedPolicy(way))
+    assert (episode.reward, episode.stop_reason) == (1.0, StopReason.TERMINATED)
+    episode = await play(env, Task("t"), ScriptedPolicy([call("act", action="fly"), *way]))
+    assert episode.turns[0].observation[0].content == (
+        "Error: invalid arguments: args.action: expected 'left' or 'down' or 'right' or 'up', got 'fly'"
+    )
+    assert episode.reward == 1.0
+
+
+async def test_a_time_limit_truncates():
+    env = GymnasiumEnv("CartPole-v1", max_episode_steps=3)
+    steps = 0
+
+    def policy(messages):
+        nonlocal steps
+        steps += 1
+        return call("act", action=steps % 2)
+
+    episode = await play(env, Task("t", seed=1), policy)
+    assert len(episode.turns) == 3
+    assert (episode.reward, episode.stop_reason) == (3.0, StopReason.MAX_TURNS)
+    assert len(json.loads(episode.messages[1].content)) == 4
+
+
+def test_small_spaces_of_every_kind_can_be_named():
+    assert reader_of(spaces.Discrete(3, start=2), (), "g").schema == {
+        "type": "integer",
+        "minimum": 2,
+        "maximum": 4,
+    }
+    box = reader_of(spaces.Box(-1.0, 1.0, (2,), np.float32), (), "g")
+    assert box.schema["items"] == {"type": "number", "minimum": -1.0, "maximum": 1.0}
+    assert box.read([0.5, -1]).dtype == np.float32
+    multi = reader_of(spaces.MultiDiscrete([2, 3]), (), "g")
+    assert multi.read([1, 2]).tolist() == [1, 2]
+    assert reader_of(spaces.MultiBinary(2), (), "g").read([0, 1]).tolist() == [0, 1]
+    for bad in ([0.5], [0.5, 2], "no", [True, 0], None):
+        with pytest.raises(InvalidArguments):
+            box.read(bad)
+    with pytest.raises(InvalidArguments, match=r"args\.action\[1\]: must be from 0 to 2, got 3"):
+        multi.read([1, 3])
+
+
+@pytest.mark.parametrize(
+    ("make", "text"),
+    [
+        (lambda: GymnasiumEnv(), "say which game"),
+        (lambda: GymnasiumEnv("NoSuchGame-v0"), "gymnasium.make"),
+        (lambda: GymnasiumEnv("FrozenLake-v1", actions=("left",)), "4 different action names are needed"),
+        (lambda: GymnasiumEnv("FrozenLake-v1", no_such_option=1), "gymnasium.make"),
+        (lambda: reader_of(spaces.Box(0, 255, (84, 84), np.uint8), (), "g"), "cannot be played through a tool"),
+    ],
+)
+def test_what_cannot_be_played_is_said(make, text):
+    with pytest.raises(ConfigError, match=text):
+        make()
+
+
+def test_a_step_without_reset_is_refused():
+    env = TextGym(Calculator, Calculator.tasks())
+    with pytest.raises(gymnasium.error.ResetNeeded):
+        env.step("1")
+    with pytest.raises(ValueError, match="render_mode"):
+        TextGym(Calculator, Calculator.tasks(), "human")

@@ -1,0 +1,158 @@
+import itertools
+import random
+
+import pytest
+
+from agentrl.env import ToolEnv, reward, tool
+from agentrl.envs.calculator import Calculator
+from agentrl.testing.env import EnvCheckError, check_env, replay
+from agentrl.testing.policy import RandomPolicy, ScriptedPolicy, call, play, random_arguments, say
+from agentrl.types import Message, StopReason, Task
+
+TASKS = [Task(f"t{i}", {"n": i}, seed=i) for i in range(4)]
+
+
+class Sound(ToolEnv):
+    """Find the number."""
+
+    def setup(self, n: int) -> str:
+        self.n = n
+        return f"Look {n} times."
+
+    @tool
+    def look(self) -> int:
+        """Look."""
+        return self.rng.randint(0, 9)
+
+    @reward
+    def short(self) -> bool:
+        return self.n < 2
+
+
+async def test_a_sound_env_passes():
+    await check_env(Sound, TASKS)
+    await check_env(Calculator, Calculator.tasks()[:8], oracle=Calculator.oracle)
+
+
+class Global(Sound):
+    counter = itertools.count()
+
+    @tool
+    def look(self) -> int:
+        """Look."""
+        return next(self.counter)
+
+
+class Unseeded(Sound):
+    @tool
+    def look(self) -> float:
+        """Look."""
+        return random.SystemRandom().random()
+
+
+class Remembers(Sound):
+    memory: list[int] = []  # noqa: RUF012
+
+    @tool
+    def look(self) -> str:
+        """Look."""
+        self.memory.append(self.n)
+        return str(self.memory)
+
+
+class Generous(Sound):
+    @reward
+    def short(self) -> int:
+        return 3
+
+
+class Ajar(Sound):
+    def teardown(self) -> None:
+        if not hasattr(self, "n"):
+            raise RuntimeError("never set up")
+        raise OSError("cannot close")
+
+
+class Mute(Sound):
+    def setup(self, n: int) -> str:
+        self.n = n
+        return ""
+
+
+class Fragile(Sound):
+    async def step(self, message: Message):
+        assert not message.parse_errors, "cannot happen"
+        return await super().step(message)
+
+
+@pytest.mark.parametrize(
+    ("env", "text"),
+    [
+        (Global, "played a second time it differs"),
+        (Unseeded, "replayed: Difference"),
+        (Remembers, "played on one instance it differs"),
+        (Generous, r"reward 3.0 is outside \[0.0, 1.0\]"),
+        (Ajar, "close once after reset raised InfraError: Ajar.teardown: OSError: cannot close"),
+        (Mute, "the last message is 'system', not the user's"),
+        (Fragile, "raised AssertionError: cannot happen"),
+    ],
+)
+async def test_each_broken_promise_is_found(env, text):
+    with pytest.raises(EnvCheckError, match=text):
+        await check_env(env, TASKS)
+
+
+async def test_an_oracle_that_fails_is_found():
+    with pytest.raises(EnvCheckError, match=r"the oracle earned 0\.0, not 1\.0"):
+        await check_env(Calculator, Calculator.tasks()[:2], oracle=lambda task: ScriptedPolicy(["no idea"]))
+
+
+async def test_play_records_turns_calls_and_rewards():
+    task = Calculator.tasks("held_out")[0]
+    episode = await play(Calculator(), task, Calculator.oracle(task))
+    assert (episode.reward, episode.rewards, episode.stop_reason) == (1.0, {"solved": 1.0}, StopReason.ANSWERED)
+    assert [m.role for m in episode.messages] == ["system", "user", "assistant", "tool", "assistant"]
+    assert episode.turns[0].calls[0].outcome == "ok"
+    assert await replay(episode, Calculator()) == []
+    endless = await play(Sound(), TASKS[0], lambda messages: call("look"), max_turns=3)
+    assert (endless.stop_reason, len(endless.turns)) == (StopReason.MAX_TURNS, 3)
+
+
+async def test_replay_shows_what_changed():
+    class Loud(Sound):
+        @tool
+        def look(self) -> str:
+            """Look."""
+            return "LOUD"
+
+    episode = await play(Sound(), TASKS[1], ScriptedPolicy([call("look"), "done"]))
+    (difference,) = await replay(episode, Loud())
+    assert (difference.turn, difference.what) == (0, "observation")
+    assert "LOUD" in difference.replayed
+
+
+def test_random_arguments_fit_their_schema():
+    rng = random.Random(0)
+    schema = {
+        "type": "object",
+        "properties": {
+            "a": {"type": "integer", "minimum": 3, "maximum": 4},
+            "b": {"anyOf": [{"type": "null"}, {"enum": ["x"]}]},
+            "c": {"type": "array", "items": {"type": "string"}, "minItems": 1},
+        },
+        "required": ["a", "c"],
+    }
+    for _ in range(100):
+        value = random_arguments(schema, rng, ["w"])
+        assert value["a"] in (3, 4)
+        assert value.get("b") in (None, "x")
+        assert set(value["c"]) == {"w"}
+
+
+def test_the_random_policy_depends_on_its_seed_only():
+    def played(seed: int) -> list[Message]:
+        policy = RandomPolicy(Sound().tools, seed)
+        return [policy([say("some words here")]) for _ in range(20)]
+
+    assert played(1) == played(1)
+    assert played(1) != played(2)

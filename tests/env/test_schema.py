@@ -1,0 +1,305 @@
+import enum
+import json
+import random
+from collections import Counter
+from dataclasses import dataclass
+from typing import Annotated, Any, Literal, Optional
+
+import pytest
+from pydantic import BaseModel, Field
+from typing_extensions import TypedDict
+
+from agentrl.env import ToolEnv, tool
+from agentrl.env.dispatch import MISTAKES
+from agentrl.env.schema import InvalidArguments, describe_callable
+from agentrl.errors import ConfigError
+from agentrl.types import Message, Task, ToolCall
+
+
+@dataclass
+class Item:
+    sku: str
+    qty: Annotated[int, Field(ge=1, description="how many")]
+
+
+class Address(BaseModel):
+    """Where it goes."""
+
+    street: str
+    zip: str = Field("00000", pattern=r"\d{5}")
+
+
+class Options(TypedDict, total=False):
+    gift: bool
+    title: str
+
+
+class Colour(enum.Enum):
+    RED = "red"
+    BLUE = "blue"
+
+
+class Tree(BaseModel):
+    value: int
+    children: list["Tree"] = []
+
+
+def order(
+    items: list[Item],
+    address: Address,
+    options: Options,
+    colour: Colour,
+    speed: Literal["slow", "fast"] | None = None,
+    note: int | str = "",
+    limits: dict[str, float] = {},  # noqa: B006
+    pair: tuple[int, int] = (1, 2),
+    budget: Annotated[Optional[float], Field(gt=0)] = None,  # noqa: UP045
+) -> str:
+    """Place an order.
+
+    Several lines are kept.
+
+    Args:
+        items: what to buy,
+            all of it
+        colour (Colour): of the box
+
+    Returns:
+        A number.
+    """
+    return str(items)
+
+
+def test_every_kind_of_hint_reaches_the_model_with_its_structure():
+    signature = describe_callable(order, where="order", method=False)
+    assert signature.description == "Place an order.\n\nSeveral lines are kept."
+    assert signature.schema == {
+        "type": "object",
+        "properties": {
+            "items": {
+                "type": "array",
+                "items": {
+                    "type": "object",
+                    "properties": {
+                        "sku": {"type": "string"},
+                        "qty": {"type": "integer", "minimum": 1, "description": "how many"},
+                    },
+                    "required": ["sku", "qty"],
+                    "additionalProperties": False,
+                },
+                "description": "what to buy, all of it",
+            },
+            "address": {
+                "type": "object",
+                "description": "Where it goes.",
+                "properties": {
+                    "street": {"type": "string"},
+                    "zip": {"type": "string", "default": "00000", "pattern": r"\d{5}"},
+                },
+                "required": ["street"],
+            },
+            "options": {
+                "type": "object",
+                "properties": {"gift": {"type": "boolean"}, "title": {"type": "string"}},
+                "additionalProperties": False,
+            },
+            "colour": {"type": "string", "enum": ["red", "blue"], "description": "of the box"},
+            "speed": {"anyOf": [{"type": "string", "enum": ["slow", "fast"]}, {"type": "null"}], "default": None},
+            "note": {"anyOf": [{"type": "integer"}, {"type": "string"}], "default": ""},
+            "limits": {"type": "object", "additionalProperties": {"type": "number"}, "default": {}},
+            "pair": {
+                "type": "array",
+                "prefixItems": [{"type": "integer"}, {"type": "integer"}],
+                "minItems": 2,
+                "maxItems": 2,
+                "default": [1, 2],
+            },
+            "budget": {
+                "anyOf": [{"type": "number", "exclusiveMinimum": 0}, {"type": "null"}],
+                "default": None,
+            },
+        },
+        "required": ["items", "address", "options", "colour"],
+    }
+    json.dumps(signature.schema)
+
+
+GOOD: dict[str, Any] = {
+    "items": [{"sku": "a", "qty": 2}],
+    "address": {"street": "x"},
+    "options": {"gift": True},
+    "colour": "red",
+}
+
+
+def test_good_arguments_arrive_as_the_annotated_types():
+    signature = describe_callable(order, where="order", method=False)
+    values = signature.validate(GOOD | {"pair": [3, 4], "budget": 1})
+    assert values == {
+        "items": [Item("a", 2)],
+        "address": Address(street="x"),
+        "options": {"gift": True},
+        "colour": Colour.RED,
+        "pair": (3, 4),
+        "budget": 1.0,
+    }
+
+
+@pytest.mark.parametrize(
+    ("change", "text"),
+    [
+        (
+            {"items": [GOOD["items"][0]] * 2 + [{"sku": "a", "qty": "two"}]},
+            "args.items[2].qty: expected integer, got 'two'",
+        ),
+        ({"items": [{"qty": 1}]}, "args.items[0].sku: required"),
+        (
+            {"items": [{"sku": "a", "qty": 0}]},
+            "args.items[0].qty: input should be greater than or equal to 1, got 0",
+        ),
+        ({"items": "all"}, "args.items: expected array, got 'all'"),
+        ({"address": 3}, "args.address: expected object, got 3"),
+        ({"address": {"street": "x", "zip": "1"}}, "args.address.zip: string should match pattern"),
+        ({"options": {"gift": "yes"}}, "args.options.gift: expected boolean, got 'yes'"),
+        ({"colour": "green"}, "args.colour: expected 'red' or 'blue', got 'green'"),
+        ({"speed": 3}, "args.speed: expected 'slow' or 'fast', got 3"),
+        ({"note": []}, "args.note: expected integer or string, got []"),
+        ({"limits": {"a": "b"}}, "args.limits.a: expected number, got 'b'"),
+        ({"pair": [1, None]}, "args.pair[1]: expected integer, got None"),
+        ({"budget": True}, "args.budget: expected number, got True"),
+        ({"colour": "red", "qty": 1}, "args.qty: unknown argument (known: items, address, "),
+    ],
+)
+def test_a_wrong_argument_is_named_by_its_path(change, text):
+    signature = describe_callable(order, where="order", method=False)
+    with pytest.raises(InvalidArguments) as caught:
+        signature.validate(GOOD | change)
+    assert str(caught.value).startswith(text)
+
+
+def test_a_recursive_type_keeps_its_definition():
+    def grow(tree: Tree) -> str:
+        return ""
+
+    signature = describe_callable(grow, where="grow", method=False)
+    assert signature.schema["$defs"]["Tree"]["properties"]["children"]["items"] == {"$ref": "#/$defs/Tree"}
+    with pytest.raises(InvalidArguments, match=r"args\.tree\.children\[0\]\.value: required"):
+        signature.validate({"tree": {"value": 1, "children": [{}]}})
+
+
+def bare(x): ...
+def many(*values: int): ...
+def anything(**values: int): ...
+def callback(x: type(lambda: 0)): ...  # type: ignore[valid-type]
+def field_default(x: int = Field(1, ge=1)): ...
+
+
+@pytest.mark.parametrize(
+    ("function", "text"),
+    [
+        (bare, "demo.bare: argument 'x' has no type hint; write `x: str`"),
+        (many, "cannot be a tool argument"),
+        (anything, "cannot be a tool argument"),
+        (callback, "type hint without a JSON schema"),
+        (field_default, "write `Annotated"),
+    ],
+)
+def test_a_tool_that_cannot_be_described_is_refused_once_and_clearly(function, text):
+    with pytest.raises(ConfigError) as caught:
+        describe_callable(function, where=f"demo.{function.__name__}", method=False)
+    assert text in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+class Picky(ToolEnv):
+    def setup(self) -> str:
+        self.seen: list[object] = []
+        return ""
+
+    @tool
+    def order(self, items: list[Item], colour: Colour, note: int | str = "", deep: Tree | None = None) -> str:
+        self.seen.append(items)
+        assert all(isinstance(i, Item) and isinstance(i.qty, int) for i in items)
+        return "ok"
+
+    @tool
+    def ping(self, n: int) -> int:
+        assert type(n) is int
+        return 1 // n
+
+
+LEAVES = [
+    None,
+    True,
+    0,
+    -1,
+    10**5000,
+    1.5,
+    float("nan"),
+    float("inf"),
+    "",
+    "red",
+    "3",
+    "\ud800",
+    "ä\x00",
+    object(),
+]
+
+
+def junk(rng: random.Random, depth: int = 0) -> Any:
+    """Any value, JSON or not, sometimes nested beyond every recursion limit."""
+    kind = rng.random()
+    if kind < 0.6 or depth > 3:
+        return rng.choice(LEAVES)
+    if kind < 0.605:
+        deep: Any = []
+        for _ in range(5_000):
+            deep = [deep]
+        return deep
+    if kind < 0.8:
+        return [junk(rng, depth + 1) for _ in range(rng.randint(0, 3))]
+    return {
+        rng.choice(["sku", "qty", "value", "children", "ü", ""]): junk(rng, depth + 1)
+        for _ in range(rng.randint(0, 3))
+    }
+
+
+def near_miss(rng: random.Random) -> Any:
+    """Arguments that are almost right, so that every branch of the validation is walked."""
+    if rng.random() < 0.1:
+        return junk(rng)
+    items = [
+        {"sku": rng.choice(["a", junk(rng)]), "qty": rng.choice([1, junk(rng)])} for _ in range(rng.randint(0, 2))
+    ]
+    arguments = {"items": items, "colour": rng.choice(["red", "blue", "green"]), "n": rng.choice([0, 1, "1"])}
+    for name in ("note", "deep", "colour", "items", "self"):
+        if rng.random() < 0.2:
+            arguments[name] = junk(rng)
+    for name in list(arguments):
+        if rng.random() < 0.3:
+            del arguments[name]
+    return arguments
+
+
+async def test_ten_thousand_malformed_calls_are_each_answered_and_counted():
+    rng, env = random.Random(0), Picky()
+    outcomes: Counter[str] = Counter()
+    await env.reset(Task("t"))
+    while outcomes.total() < 10_000:
+        names = ["order", "ping", "order", "ping", "Order", "", "setup", "__init__", "close", "\ud800" * 100]
+        calls = tuple(
+            ToolCall(f"c{i}", rng.choice(names), near_miss(rng)) for i in range(rng.choice([1, 2, 3, 10]))
+        )
+        message = Message("assistant", tool_calls=calls, parse_errors=("not JSON",) * rng.randint(0, 2))
+        observation, reward, _, _, info = await env.step(message)
+        assert [m.tool_call_id for m in observation] == [c.id for c in calls] + [None] * len(message.parse_errors)
+        assert all(isinstance(m.content, str) for m in observation)
+        wrong = [record.outcome for record in info.calls if record.outcome != "ok"]
+        assert sum(info.metrics.get(name, 0) for name in MISTAKES if name != "output_truncated") == len(
+            wrong
+        ) + len(message.parse_errors)
+        assert reward == 0
+        outcomes.update(record.outcome for record in info.calls)
+    await env.close()
+    assert {"ok", "invalid_args", "unknown_tool", "tool_exception", "too_many_calls"} <= set(outcomes)
+    assert outcomes["invalid_args"] > 3000

@@ -1,0 +1,96 @@
+import json
+
+import pytest
+
+from agentrl.env import ToolEnv
+from agentrl.env.curriculum import TaskSampler, has_signal
+from agentrl.env.load import drop_overlong, load_rows
+from agentrl.env.tasks import generated
+from agentrl.errors import ConfigError
+from agentrl.types import Task
+
+TASKS = [Task(f"t{i}") for i in range(10)]
+
+
+class Echo(ToolEnv):
+    def setup(self, text: str, times: int = 1) -> str:
+        return text * times
+
+
+def test_parquet_rows_are_checked_like_jsonl_rows(tmp_path):
+    pyarrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
+    path = tmp_path / "rows.parquet"
+    parquet.write_table(pyarrow.table({"text": ["a", "b"], "times": [1, 2]}), path)
+    assert [dict(t.row) for t in load_rows(path, Echo)] == [{"text": "a", "times": 1}, {"text": "b", "times": 2}]
+    parquet.write_table(pyarrow.table({"times": [1, 2]}), path)
+    with pytest.raises(ConfigError, match=r"rows\.parquet:1: argument 'text' of Echo\.setup is missing"):
+        load_rows(path, Echo)
+    path.write_text("nothing")
+    with pytest.raises(ConfigError, match="not a parquet file"):
+        load_rows(path, Echo)
+    with pytest.raises(ConfigError, match=r"not a \.jsonl or \.parquet file"):
+        load_rows(tmp_path / "rows.csv", Echo)
+
+
+def test_a_saved_dataset_is_read(tmp_path):
+    datasets = pytest.importorskip("datasets")
+    datasets.Dataset.from_list([{"text": "a"}]).save_to_disk(tmp_path / "set")
+    assert [dict(t.row) for t in load_rows(tmp_path / "set", Echo)] == [{"text": "a"}]
+
+
+def test_generated_tasks_cost_the_same_everywhere():
+    tasks = generated("name", "train", 1, 10**9, lambda rng: {"n": rng.randint(0, 10**9)})
+    assert tasks[10**9 - 1] == tasks[-1]
+    assert tasks[5:7] == [tasks[5], tasks[6]]
+    with pytest.raises(IndexError):
+        tasks[10**9]
+    assert len({t.row["n"] for t in tasks[:100]}) == 100
+
+
+@pytest.mark.parametrize("order", ["sequential", "shuffled", "weighted"])
+def test_a_sampler_goes_on_where_it_was(order):
+    def results(sampler):
+        for position, _ in sampler.take(4):
+            sampler.report(position, position / 10)
+
+    one, other = TaskSampler(TASKS, 3, order), TaskSampler(TASKS, 3, order)
+    for _ in range(5):
+        results(one)
+        results(other)
+    resumed = TaskSampler(TASKS, 3, order)
+    resumed.restore(json.loads(json.dumps(other.state())))
+    assert one.take(20) == resumed.take(20)
+
+
+def test_each_round_of_a_shuffle_has_every_task_once():
+    sampler = TaskSampler(TASKS, 1, "shuffled")
+    first, second = ([p for p, _ in sampler.take(10)] for _ in range(2))
+    assert sorted(first) == sorted(second) == list(range(10))
+    assert first != second
+
+
+def test_tasks_of_middling_difficulty_come_more_often():
+    sampler = TaskSampler(TASKS, 0, "weighted", floor=0.1)
+    for position in range(10):
+        for _ in range(8):
+            sampler.report(position, 0.5 if position == 4 else 1.0 if position < 4 else 0.0)
+    assert [round(sampler.weight(p), 2) for p in (0, 4, 9)] == [0.1, 1.0, 0.1]
+    drawn = [p for p, _ in sampler.take(2000)]
+    share = drawn.count(4) / 2000
+    assert abs(share - 1 / 1.9) < 0.05
+
+
+def test_a_group_teaches_only_where_its_rewards_differ():
+    assert has_signal([0, 1])
+    assert not has_signal([1, 1, 1])
+    assert not has_signal([1])
+
+
+def test_long_prompts_are_dropped_or_refused_and_never_cut():
+    kept, dropped = drop_overlong(TASKS, lambda t: int(t.id[1:]), 7)
+    assert [t.id for t in kept] == [f"t{i}" for i in range(8)]
+    assert dropped == [("t8", 8), ("t9", 9)]
+    with pytest.raises(ConfigError, match="task 't8': its prompt has 8 tokens, more than 7"):
+        drop_overlong(TASKS, lambda t: int(t.id[1:]), 7, "refuse")
+    with pytest.raises(ConfigError, match="no task has a prompt of at most 3 tokens"):
+        drop_overlong(TASKS, lambda t: 9, 3)

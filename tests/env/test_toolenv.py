@@ -1,0 +1,540 @@
+import asyncio
+import threading
+import time
+from typing import Literal
+
+import pytest
+
+from agentrl.env import Stop, ToolEnv, ToolResult, ToolSettings, TurnView, reward, tool
+from agentrl.env.read import all_calls, assistant_text, final_answer
+from agentrl.env.threads import pool
+from agentrl.errors import ConfigError, InfraError, JudgeError, SandboxError
+from agentrl.types import Episode, Image, Message, StopReason, Task, ToolCall, Turn
+
+
+class Ledger(ToolEnv):
+    """Bring the ledger to the target balance with the tools, then call submit."""
+
+    def setup(self, start: int, target: int) -> str:
+        self.balance, self.target, self.ops = start, target, 0
+        return f"The balance is {start}. Make it {target}."
+
+    @tool
+    def apply(self, op: Literal["add", "double"], n: int = 1) -> str:
+        """Change the balance: "add" adds n, "double" doubles it n times."""
+        self.ops += 1
+        self.balance = self.balance + n if op == "add" else self.balance * 2**n
+        return f"balance={self.balance}"
+
+    @tool
+    def submit(self) -> Stop:
+        """End the episode."""
+        return Stop()
+
+    @reward
+    def solved(self) -> bool:
+        return self.balance == self.target
+
+    @reward(weight=-0.01)
+    def cost(self) -> int:
+        return self.ops
+
+
+def calling(*calls: tuple[str, dict]) -> Message:
+    return Message(
+        "assistant", tool_calls=tuple(ToolCall(f"c{i}", name, args) for i, (name, args) in enumerate(calls))
+    )
+
+
+def episode_of(*turns: Message) -> Episode:
+    played = tuple(Turn(m, (), 0.0, "stop", 1, 0.0, 0.0) for m in turns)
+    return Episode("e", Task("t"), turns, played, (), StopReason.ANSWERED, None)
+
+
+async def started(env: ToolEnv, **row: object) -> ToolEnv:
+    await env.reset(Task("t", row))
+    return env
+
+
+async def test_ledger_schema_is_exactly_this():
+    assert list(Ledger().tools) == [
+        {
+            "type": "function",
+            "function": {
+                "name": "apply",
+                "description": 'Change the balance: "add" adds n, "double" doubles it n times.',
+                "parameters": {
+                    "type": "object",
+                    "properties": {
+                        "op": {"type": "string", "enum": ["add", "double"]},
+                        "n": {"type": "integer", "default": 1},
+                    },
+                    "required": ["op"],
+                },
+            },
+        },
+        {
+            "type": "function",
+            "function": {
+                "name": "submit",
+                "description": "End the episode.",
+                "parameters": {"type": "object", "properties": {}},
+            },
+        },
+    ]
+
+
+async def test_ledger_plays_from_opening_to_reward():
+    env = Ledger()
+    opening, _ = await env.reset(Task("t", {"start": 1, "target": 6}))
+    assert [m.role for m in opening] == ["system", "user"]
+    assert opening[0].content == "Bring the ledger to the target balance with the tools, then call submit."
+    assert opening[1].content == "The balance is 1. Make it 6."
+    observation, _, terminated, _, info = await env.step(calling(("apply", {"op": "add", "n": 2})))
+    assert (observation[0].content, observation[0].tool_call_id, observation[0].name) == (
+        "balance=3",
+        "c0",
+        "apply",
+    )
+    assert not terminated
+    _, _, terminated, truncated, info = await env.step(calling(("apply", {"op": "double"}), ("submit", {})))
+    assert (terminated, truncated, info.stop_reason) == (True, False, StopReason.STOPPED_BY_TOOL)
+    assert await env.score(episode_of()) == {"solved": 1.0, "cost": -0.02}
+
+
+async def test_bad_arguments_never_reach_the_tool():
+    env = await started(Ledger(), start=1, target=2)
+    observation, _, terminated, _, info = await env.step(
+        calling(("apply", {"op": "mul"}), ("apply", {"op": "add", "n": "two"}), ("apply", {"op": "add", "m": 1}))
+    )
+    assert [m.content for m in observation] == [
+        "Error: invalid arguments: args.op: expected 'add' or 'double', got 'mul'",
+        "Error: invalid arguments: args.n: expected integer, got 'two'",
+        "Error: invalid arguments: args.m: unknown argument (known: op, n)",
+    ]
+    assert (env.ops, terminated, info.metrics) == (0, False, {"invalid_args": 3.0})
+
+
+async def test_state_lives_on_the_instance_and_not_in_the_next_episode():
+    class Counter(ToolEnv):
+        def setup(self) -> str:
+            self.count = getattr(self, "count", 0)
+            return "count"
+
+        @tool
+        def more(self) -> int:
+            self.count += 1
+            return self.count
+
+    env = Counter()
+    for _ in range(2):
+        await env.reset(Task("t"))
+        answers = [(await env.step(calling(("more", {}))))[0][0].content for _ in range(3)]
+        assert answers == ["1", "2", "3"]
+        await env.close()
+
+
+async def test_results_keep_the_order_of_calls_and_only_parallel_tools_overlap():
+    class Slow(ToolEnv):
+        def setup(self) -> str:
+            self.running = self.most = 0
+            return ""
+
+        async def busy(self, seconds: float) -> None:
+            self.running += 1
+            self.most = max(self.most, self.running)
+            await asyncio.sleep(seconds)
+            self.running -= 1
+
+        @tool(parallel=True)
+        async def together(self, seconds: float) -> str:
+            await self.busy(seconds)
+            return f"slept {seconds}"
+
+        @tool
+        async def alone(self, seconds: float) -> str:
+            await self.busy(seconds)
+            return f"slept {seconds}"
+
+    env = await started(Slow())
+    observation, *_ = await env.step(calling(*[("together", {"seconds": s}) for s in (0.05, 0.0, 0.02)]))
+    assert [m.content for m in observation] == ["slept 0.05", "slept 0.0", "slept 0.02"]
+    assert env.most == 3
+    env.most = 0
+    observation, *_ = await env.step(calling(*[("alone", {"seconds": s}) for s in (0.01, 0.0)]))
+    assert [m.tool_call_id for m in observation] == ["c0", "c1"]
+    assert env.most == 1
+
+
+async def test_calls_after_a_stop_are_answered_but_not_run():
+    env = await started(Ledger(), start=1, target=1)
+    observation, _, terminated, *_ = await env.step(calling(("submit", {}), ("apply", {"op": "add"})))
+    assert [m.content for m in observation] == ["", "Not run: the episode has ended."]
+    assert terminated
+    assert env.ops == 0
+
+
+class Clumsy(ToolEnv):
+    def setup(self, how: str = "") -> str:
+        self.closed = 0
+        return "go"
+
+    def teardown(self) -> None:
+        self.closed += 1
+
+    @tool
+    def fail(self, how: str) -> str:
+        if how == "divide":
+            return str(1 / 0)
+        if how == "exit":
+            raise SystemExit(3)
+        if how == "stop":
+            raise StopIteration
+        raise SandboxError("gone")
+
+    @tool(timeout_s=0.05)
+    async def sleep(self) -> str:
+        await asyncio.sleep(1e6)
+        return "never"
+
+    @tool(timeout_s=0.05)
+    def spin(self) -> str:
+        while True:
+            time.sleep(0.001)
+
+    @tool(timeout_s=0.05)
+    async def stubborn(self) -> str:
+        while True:
+            try:
+                await asyncio.sleep(0.02)
+            except asyncio.CancelledError:
+                return "too late"
+
+    @tool
+    async def leaves(self) -> str:
+        raise SystemExit(4)
+
+    @tool(inline=True)
+    def leaves_at_once(self) -> str:
+        raise SystemExit(5)
+
+    @tool
+    async def cancels_itself(self) -> str:
+        raise asyncio.CancelledError
+
+    @tool
+    def strange(self) -> object:
+        return object()
+
+    @tool
+    def long(self, size: int) -> str:
+        return "".join(f"line {i} äöü\n" for i in range(size))
+
+
+@pytest.mark.parametrize(
+    ("call", "text", "metric"),
+    [
+        (("fail", {"how": "divide"}), "Error: ZeroDivisionError: division by zero", "tool_exception"),
+        (("fail", {"how": "exit"}), "Error: SystemExit: 3", "tool_exception"),
+        (("fail", {"how": "stop"}), "Error: StopIteration", "tool_exception"),
+        (("leaves", {}), "Error: SystemExit: 4", "tool_exception"),
+        (("leaves_at_once", {}), "Error: SystemExit: 5", "tool_exception"),
+        (("cancels_itself", {}), "Error: CancelledError", "tool_exception"),
+        (("sleep", {}), "Error: sleep timed out: no result after 0.05 s", "tool_timeout"),
+        (("spin", {}), "Error: spin timed out: no result after 0.05 s", "tool_timeout"),
+        (("stubborn", {}), "Error: stubborn timed out: no result after 0.05 s", "tool_timeout"),
+        (("gone", {}), "Error: unknown tool 'gone'; the tools are: fail, sleep, spin, ", "unknown_tool"),
+        (("strange", {}), "Error: TypeError: a tool returned object, which has no JSON form", "tool_exception"),
+    ],
+)
+async def test_what_the_policy_causes_is_an_observation_and_a_count(call, text, metric):
+    env = await started(Clumsy())
+    observation, _, terminated, truncated, info = await env.step(calling(call))
+    assert observation[0].content.startswith(text)
+    assert info.metrics == {metric: 1.0}
+    assert not terminated
+    assert not truncated
+    await env.close()
+    await env.close()
+    assert env.closed == 1
+
+
+async def test_an_infrastructure_error_is_no_observation():
+    env = await started(Clumsy())
+    with pytest.raises(SandboxError, match="gone"):
+        await env.step(calling(("fail", {"how": "sandbox"})))
+
+
+async def test_one_hung_tool_among_64_episodes_holds_nobody_up():
+    async def play(number: int) -> str:
+        env = await started(Clumsy())
+        observation, *_ = await env.step(
+            calling(("spin" if number == 7 else "long", {} if number == 7 else {"size": 1}))
+        )
+        await env.close()
+        return observation[0].content
+
+    start = time.monotonic()
+    texts = await asyncio.gather(*[play(n) for n in range(64)])
+    assert time.monotonic() - start < 2
+    assert sum("timed out" in t for t in texts) == 1
+    for _ in range(100):
+        if not pool().leftover:
+            break
+        await asyncio.sleep(0.01)
+    assert not pool().leftover
+
+
+async def test_slow_plain_tools_run_beside_one_another():
+    class Sleepy(ToolEnv):
+        @tool
+        def nap(self) -> int:
+            time.sleep(0.2)
+            return threading.active_count()
+
+    envs = [await started(Sleepy()) for _ in range(16)]
+    start = time.monotonic()
+    await asyncio.gather(*[env.step(calling(("nap", {}))) for env in envs])
+    assert time.monotonic() - start < 1.5  # one after another: 3.2 s
+
+
+async def test_cancelling_a_step_ends_the_tool_and_close_still_runs_once():
+    env = await started(Clumsy())
+    task = asyncio.ensure_future(env.step(calling(("sleep", {}))))
+    await asyncio.sleep(0.01)
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    await env.close()
+    assert env.closed == 1
+
+
+async def test_parse_errors_get_a_repair_turn_next_to_the_calls_that_parsed():
+    env = await started(Ledger(), start=1, target=2)
+    message = Message(
+        "assistant",
+        tool_calls=(ToolCall("c0", "apply", {"op": "add"}),),
+        parse_errors=("tool call 2 is not JSON: trailing comma",),
+    )
+    observation, _, terminated, _, info = await env.step(message)
+    assert [m.content for m in observation] == ["balance=2", "Error: tool call 2 is not JSON: trailing comma"]
+    assert not terminated
+    assert info.metrics == {"parse_error": 1.0}
+    _, _, terminated, _, _ = await env.step(Message("assistant", "<tool_call>{", parse_errors=("no end",)))
+    assert not terminated
+
+
+async def test_limits_on_calls_answer_every_call():
+    env = Ledger()
+    env.settings = ToolSettings(max_calls_per_turn=2, max_tool_calls=3)
+    await env.reset(Task("t", {"start": 0, "target": 0}))
+    add = ("apply", {"op": "add"})
+    observation, _, _, truncated, info = await env.step(calling(add, add, add))
+    assert observation[2].content == "Error: not run: more than 2 calls in one message"
+    assert (env.ops, truncated, info.metrics) == (2, False, {"too_many_calls": 1.0})
+    observation, _, terminated, truncated, info = await env.step(calling(add))
+    assert observation[0].content == "Error: not run: more than 3 calls in this episode"
+    assert (terminated, truncated, info.stop_reason) == (False, True, StopReason.TOOL_CALL_LIMIT)
+
+
+async def test_mistakes_can_cost_or_end_the_episode():
+    env = Clumsy()
+    env.settings = ToolSettings(
+        mistakes={"invalid_args": "penalise", "unknown_tool": "terminate"}, mistake_penalty=0.25
+    )
+    await env.reset(Task("t"))
+    _, reward_, terminated, _, _ = await env.step(calling(("fail", {}), ("fail", {"how": 3})))
+    assert (reward_, terminated) == (-0.5, False)
+    _, reward_, terminated, _, info = await env.step(calling(("nope", {})))
+    assert (reward_, terminated, info.stop_reason) == (0.0, True, StopReason.TERMINATED)
+
+
+async def test_long_results_keep_head_and_tail_within_the_budget():
+    env = Clumsy()
+    env.settings = ToolSettings(observation_tokens=100)
+    env.count_tokens = lambda text: len(text.encode())  # one token a byte
+    await env.reset(Task("t"))
+    observation, *_, info = await env.step(calling(("long", {"size": 100_000})))
+    text = observation[0].content
+    assert len(text.encode()) <= 100
+    assert text.startswith("line 0 äöü\n")
+    assert text.endswith("line 99999 äöü\n")
+    assert "characters left out" in text
+    assert info.metrics == {"output_truncated": 1.0}
+    observation, *_ = await env.step(calling(("x" * 10_000, {})))
+    assert len(observation[0].content.encode()) <= 100
+
+
+async def test_tool_results_carry_rewards_and_metrics_and_json():
+    class Rich(ToolEnv):
+        @tool
+        def look(self) -> ToolResult:
+            return ToolResult({"found": [1, 2]}, reward=0.5, metrics={"looked": 1})
+
+        @reward(per="turn", weight=2)
+        def calls_made(self, turn: TurnView) -> int:
+            return len(turn.calls)
+
+    env = await started(Rich())
+    observation, reward_, _, _, info = await env.step(calling(("look", {})))
+    assert observation[0].content == '{"found": [1, 2]}'
+    assert reward_ == 2.5
+    assert info.metrics == {"looked": 1, "reward/tools": 0.5, "reward/calls_made": 2.0}
+
+
+@pytest.mark.parametrize("value", [float("nan"), "much", None])
+async def test_a_tool_cannot_give_a_reward_that_is_no_number(value):
+    class Generous(ToolEnv):
+        @tool
+        def give(self) -> ToolResult:
+            return ToolResult("here", reward=value)
+
+    env = await started(Generous())
+    if value is None:
+        assert (await env.step(calling(("give", {}))))[1] == 0
+        return
+    with pytest.raises(JudgeError, match="reward 'give' of Generous returned"):
+        await env.step(calling(("give", {})))
+
+
+async def test_images_pass_and_their_text_is_cut():
+    class Camera(ToolEnv):
+        @tool
+        def look(self) -> tuple[object, ...]:
+            return ("a picture: " + "x" * 1000, Image(b"png"), "seen")
+
+        @tool
+        def end(self) -> Stop:
+            return Stop({"done": True}, reward=0.5)
+
+    env = Camera()
+    env.settings = ToolSettings(observation_tokens=100)
+    env.count_tokens = len
+    await env.reset(Task("t"))
+    observation, *_, info = await env.step(calling(("look", {})))
+    text, image, _ = observation[0].content
+    assert text.startswith("a picture: ")
+    assert "characters left out" in text
+    assert len(text) <= 100
+    assert image == Image(b"png")
+    assert info.metrics == {"output_truncated": 1.0}
+    observation, reward_, terminated, *_ = await env.step(calling(("end", {})))
+    assert (observation[0].content, reward_, terminated) == ('{"done": true}', 0.5, True)
+
+
+async def test_a_setup_that_failed_is_what_is_reported_not_its_teardown():
+    class Half(ToolEnv):
+        def setup(self) -> str:
+            raise OSError("no disk")
+
+        def teardown(self) -> None:
+            self.connection.close()
+
+    env = Half()
+    with pytest.raises(InfraError, match="no disk"):
+        await env.reset(Task("t"))
+    await env.close()
+
+
+async def test_a_user_answers_until_it_has_nothing_to_say():
+    class Chat(ToolEnv):
+        def setup(self) -> str:
+            self.lines = ["and then?"]
+            return "Tell me."
+
+        async def respond(self, message: Message) -> str | None:
+            return self.lines.pop() if self.lines else None
+
+    env = await started(Chat())
+    observation, _, terminated, *_ = await env.step(Message("assistant", "First this."))
+    assert [(m.role, m.content) for m in observation] == [("user", "and then?")]
+    assert not terminated
+    _, _, terminated, _, info = await env.step(Message("assistant", "Then that."))
+    assert terminated
+    assert info.stop_reason is StopReason.ANSWERED
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [
+        (float("nan"), "returned nan; rewards must be finite"),
+        (float("inf"), "returned inf"),
+        ("1.0", "returned '1.0', not a number"),
+        (None, "returned None, not a number"),
+        (ValueError("no judge"), "raised ValueError: no judge"),
+        (0.0, "no result after 0.05 s"),
+    ],
+)
+async def test_a_broken_reward_fails_the_episode_and_is_never_zero(value, text):
+    class Judged(ToolEnv):
+        @reward(timeout_s=0.05)
+        async def score_(self) -> object:
+            if isinstance(value, Exception):
+                raise value
+            if value == 0.0:
+                await asyncio.sleep(1e6)
+            return value
+
+    env = await started(Judged())
+    with pytest.raises(JudgeError, match="reward 'score_' of Judged") as caught:
+        await env.score(episode_of())
+    assert text in str(caught.value)
+
+
+async def test_weights_come_from_the_run_where_it_names_them():
+    env = Ledger()
+    env.settings = ToolSettings(reward_weights={"cost": -1.0})
+    await env.reset(Task("t", {"start": 0, "target": 0}))
+    await env.step(calling(("apply", {"op": "double"})))
+    assert await env.score(episode_of()) == {"solved": 1.0, "cost": -1.0}
+    env.settings = ToolSettings(reward_weights={"price": 1.0})
+    with pytest.raises(ConfigError, match="no reward named 'price'; the rewards are: solved, cost"):
+        await env.reset(Task("t", {"start": 0, "target": 0}))
+
+
+async def test_group_rewards_see_the_siblings():
+    class Contest(ToolEnv):
+        @reward(per="group", weight=0.5)
+        def best(self, episodes: list[Episode]) -> list[float]:
+            longest = max(len(final_answer(e)) for e in episodes)
+            return [float(len(final_answer(e)) == longest) for e in episodes]
+
+    group = [episode_of(Message("assistant", text)) for text in ("a", "bbb", "cc")]
+    assert await Contest.score_group(group) == [{"best": 0.0}, {"best": 0.5}, {"best": 0.0}]
+
+
+async def test_what_a_tool_printed_is_not_what_the_policy_said():
+    call = Message("assistant", "I look.", tool_calls=(ToolCall("c", "look", {}),))
+    episode = episode_of(call, Message("assistant", "It is 7."))
+    assert (assistant_text(episode), final_answer(episode)) == ("I look.\nIt is 7.", "It is 7.")
+    assert all_calls(episode) == ()
+    assert final_answer(episode_of(call)) == ""
+
+
+async def test_a_failing_setup_is_infrastructure_and_a_wrong_row_is_the_users():
+    class Broken(ToolEnv):
+        def setup(self, n: int) -> str:
+            raise OSError("no disk")
+
+    with pytest.raises(InfraError, match=r"Broken\.setup on task 't': OSError: no disk"):
+        await Broken().reset(Task("t", {"n": 1}))
+    with pytest.raises(ConfigError, match=r"task 't': argument 'n' of .*Broken\.setup is missing"):
+        await Broken().reset(Task("t", {}))
+    with pytest.raises(ConfigError, match="'m' is no argument of"):
+        await Broken().reset(Task("t", {"n": 1, "m": 2}))
+    with pytest.raises(ConfigError, match=r"argument 'n': .*integer"):
+        await Broken().reset(Task("t", {"n": "many"}))
+
+
+@pytest.mark.parametrize(
+    ("settings", "text"),
+    [
+        ({"mistakes": {"typo": "observe"}}, "'typo' is none"),
+        ({"mistakes": {"parse_error": "ignore"}}, "must be observe, penalise or terminate"),
+        ({"max_calls_per_turn": 0}, "at least 1"),
+        ({"tool_timeout_s": 0}, "positive"),
+    ],
+)
+def test_settings_that_cannot_be_are_refused(settings, text):
+    with pytest.raises(ConfigError, match=text):
+        ToolSettings(**settings)

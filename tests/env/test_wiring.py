@@ -1,0 +1,174 @@
+"""What a run sets on an env arrives there: settings, weights, the tokenizer's counts, rewards per group."""
+
+import json
+
+import pytest
+
+from agentrl.chat.template import Renderer
+from agentrl.config import load_config
+from agentrl.env import ToolEnv, reward, tool
+from agentrl.env.compose import ComposedEnv
+from agentrl.env.read import final_answer
+from agentrl.errors import ConfigError, InfraError
+from agentrl.rollout.collect import collect
+from agentrl.rollout.episode import Limits, Player, run_episode
+from agentrl.testing.engine import ScriptedEngine
+from agentrl.testing.policy import call, say
+from agentrl.testing.tiny_model import make_tokenizer
+from agentrl.train.setup import env_factory
+from agentrl.types import Episode, Sampling, Task
+
+ENV = '''
+from agentrl import ToolEnv, reward, tool
+from agentrl.env import ToolSettings
+
+class Mine(ToolEnv):
+    """Do."""
+    settings = ToolSettings(max_tool_calls=3)
+    def setup(self) -> str:
+        return "Go."
+    @tool
+    def act(self) -> str:
+        """Act."""
+        return "done"
+    @reward
+    def solved(self) -> bool:
+        return True
+
+def act(text: str) -> str:
+    """Act."""
+    return text
+
+def solved(episode) -> bool:
+    return True
+'''
+
+
+@pytest.fixture
+def configure(tmp_path):
+    (tmp_path / "mine.py").write_text(ENV)
+    (tmp_path / "rows.jsonl").write_text('{"prompt": "Go."}\n')
+
+    def configure(env: str):
+        path = tmp_path / "tools.yaml"
+        path.write_text(f"env: {env}\nmodel: {{tiny: {{}}}}\ndata: {{train: rows.jsonl}}\n")
+        return load_config(path)
+
+    return configure
+
+
+def make(config):
+    from agentrl.env.load import load_env
+
+    return env_factory(load_env(config.env.use), config)()
+
+
+def test_settings_change_what_they_name_and_keep_the_rest(configure):
+    settings = "{mistakes: {unknown_tool: terminate}, observation_tokens: 99}"
+    env = make(configure(f"{{use: mine.py:Mine, settings: {settings}, reward_weights: {{solved: 2}}}}"))
+    assert (env.settings.max_tool_calls, env.settings.observation_tokens) == (3, 99)
+    assert env.settings.mistakes == {"unknown_tool": "terminate"}
+    assert env.settings.reward_weights == {"solved": 2}
+
+
+@pytest.mark.parametrize(
+    ("env", "text"),
+    [
+        ("{use: mine.py:Mine, settings: {tool_timeouts: 3}}", "settings.tool_timeouts: unknown; did you mean"),
+        ("{use: mine.py:Mine, settings: {tool_timeout_s: soon}}", "settings"),
+        ("{use: mine.py:Mine, reward_weights: {solvd: 2}}", "no reward named 'solvd'"),
+    ],
+)
+def test_a_setting_that_cannot_be_stops_before_the_run(configure, env, text):
+    with pytest.raises(ConfigError) as caught:
+        make(configure(env))
+    assert text in str(caught.value)
+
+
+def test_paths_of_a_composition_count_from_its_file(configure, monkeypatch, tmp_path_factory):
+    monkeypatch.chdir(tmp_path_factory.mktemp("elsewhere"))
+    options = "{tools: [mine.py:act], reward: mine.py:solved}"
+    env = make(configure(f"{{use: 'agentrl.env.compose:ComposedEnv', options: {options}}}"))
+    assert isinstance(env, ComposedEnv)
+    assert [t["function"]["name"] for t in env.tools] == ["act"]
+
+
+class Contest(ToolEnv):
+    """Write."""
+
+    def setup(self) -> str:
+        return "Write."
+
+    @tool
+    def long(self) -> str:
+        """Long."""
+        return "word " * 5000
+
+    @reward
+    def written(self) -> float:
+        return 0.25
+
+    @reward(per="group", weight=0.5)
+    def longest(self, episodes: list[Episode]) -> list[float]:
+        most = max(len(final_answer(e)) for e in episodes)
+        return [float(len(final_answer(e)) == most) for e in episodes]
+
+
+class Broken(Contest):
+    @reward(per="group")
+    def longest(self, episodes: list[Episode]) -> list[float]:
+        return [1.0]
+
+
+@pytest.fixture(scope="module")
+def renderer(tmp_path_factory):
+    directory = tmp_path_factory.mktemp("tokenizer")
+    make_tokenizer(directory, [json.dumps(list(Contest().tools))] * 4, vocab=400, max_context=4096)
+    return Renderer.from_directory(directory)
+
+
+class Answers:
+    """Says another answer in each session."""
+
+    def __init__(self) -> None:
+        self.number = 0
+
+    def __call__(self, turn: int):
+        self.number += 1
+        return say("x" * self.number)
+
+
+def player(renderer, make_env, script) -> Player:
+    engine = ScriptedEngine(renderer, script, tools=make_env().tools)
+    return Player(engine, renderer, make_env, Limits(token_budget=30_000), Sampling())
+
+
+async def test_rewards_per_group_join_those_of_the_episode(renderer):
+    (group,) = await collect(player(renderer, Contest, Answers()), [Task("t")], group_size=3, label="s", seed=0)
+    rewards = sorted((e.reward, e.rewards["longest"]) for e in group.episodes)
+    assert rewards == [(0.25, 0.0), (0.25, 0.0), (0.75, 0.5)]
+
+
+async def test_a_broken_group_reward_stops_the_collection_clearly(renderer):
+    with pytest.raises(InfraError, match="reward 'longest' of Broken returned"):
+        await collect(player(renderer, Broken, Answers()), [Task("t")], group_size=3, label="s", seed=0)
+
+
+async def test_results_are_cut_by_the_policys_own_tokens(renderer):
+    episode = await run_episode(
+        player(renderer, Contest, [call("long"), say("end")]), Task("t"), episode_id="e", seed=0
+    )
+    text = episode.turns[0].observation[0].content
+    assert len(renderer.encode_text(text)) <= 1024
+    assert len(renderer.encode_text(text)) > 900
+    assert episode.metrics["output_truncated"] == 1
+
+
+async def test_a_close_that_fails_does_not_lose_the_episode(renderer):
+    class Ajar(Contest):
+        def teardown(self) -> None:
+            raise OSError("cannot close")
+
+    with pytest.warns(UserWarning, match=r"Ajar\.close: InfraError: Ajar\.teardown: OSError: cannot close"):
+        episode = await run_episode(player(renderer, Ajar, [say("end")]), Task("t"), episode_id="e", seed=0)
+    assert episode.reward == 0.25

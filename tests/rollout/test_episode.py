@@ -1,0 +1,373 @@
+"""One episode: what it records, why it stops, and what becomes of trouble. See also tests/env/test_close.py."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from itertools import pairwise
+from typing import Any
+
+import pytest
+
+from agentrl.chat.template import Renderer
+from agentrl.chat.transcript import rows_of
+from agentrl.env import ToolEnv, reward, tool
+from agentrl.env.env import Env, StepInfo
+from agentrl.envs.calculator import Calculator
+from agentrl.errors import EngineError, SandboxError
+from agentrl.rollout.episode import Limits, Player, run_episode
+from agentrl.testing.engine import ScriptedEngine
+from agentrl.testing.policy import call, calls, say
+from agentrl.types import Completion, Episode, Message, Sampling, StopReason, Task
+
+CHAIN = Task("chain", {"start": 2, "operations": [["+", 3], ["*", 4]]})
+PLAIN = Task("plain")
+
+
+class Recording(ScriptedEngine):
+    """Remembers what it was asked."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.asked: list[tuple[tuple[int, ...], Sampling, str | None]] = []
+
+    async def generate(self, ids: Sequence[int], sampling: Sampling, *, session: str | None = None) -> Completion:
+        self.asked.append((tuple(ids), sampling, session))
+        return await super().generate(ids, sampling, session=session)
+
+
+def make_player(
+    renderer: Renderer, make_env: Callable[[], Env], script: Any, *, max_context: int = 4096, **limits: Any
+) -> Player:
+    engine = Recording(renderer, script, max_context=max_context)
+    return Player(engine, renderer, make_env, Limits(**limits), Sampling(temperature=0.8, top_p=0.9))
+
+
+class Scene(Env):
+    """An env without ToolEnv around it, whose parts can be replaced; counts how often it was closed."""
+
+    def __init__(self, **parts: Any) -> None:
+        self.parts = {"reward": 0.0, "score": {"solved": 1.0}, "truncated": False, "info": StepInfo()} | parts
+        self.closed = 0
+
+    async def _part(self, name: str) -> Any:
+        part = self.parts.get(name)
+        if isinstance(part, BaseException):
+            raise part
+        if part == "for ever":
+            await asyncio.sleep(1e9)
+        return part
+
+    async def reset(self, task: Task) -> tuple[Sequence[Message], dict[str, Any]]:
+        await self._part("reset")
+        return [Message("user", "Hello.")], {}
+
+    async def step(self, message: Message) -> tuple[Sequence[Message], float, bool, bool, StepInfo]:
+        await self._part("step")
+        earned, truncated = await self._part("reward"), await self._part("truncated")
+        return [Message("user", "Go on.")], earned, message.content == "bye", truncated, self.parts["info"]
+
+    async def score(self, episode: Episode) -> Any:
+        return await self._part("score")
+
+    async def close(self) -> None:
+        self.closed += 1
+        await self._part("close")
+
+
+class TestAWholeEpisode:
+    @pytest.fixture
+    async def played(self, renderer: Renderer) -> tuple[Episode, Player]:
+        script = [
+            calls(("calculator", {"expression": "2+3"}), ("calculator", {"expression": "1/"})),
+            call("calculator", expression="5*4"),
+            say("20"),
+        ]
+        player = make_player(renderer, Calculator, script, max_turns=4, max_tokens=200, token_budget=2000)
+        return await run_episode(player, CHAIN, episode_id="s1/g0/e0", seed=7), player
+
+    async def test_it_records_what_happened(self, played: tuple[Episode, Player]):
+        episode, _ = played
+        assert (episode.error, episode.stop_reason) == (None, StopReason.ANSWERED)
+        assert (episode.reward, episode.rewards) == (1.0, {"solved": 1.0})
+        assert [[r.outcome for r in t.calls] for t in episode.turns] == [["ok", "tool_exception"], ["ok"], []]
+        assert [m.content for m in episode.turns[1].observation] == ["20"]
+        assert episode.metrics["tool_exception"] == 1
+        assert [m.role for m in episode.messages] == [
+            *("system", "user"),
+            *("assistant", "tool", "tool"),
+            *("assistant", "tool"),
+            "assistant",
+        ]
+        assert [t["function"]["name"] for t in episode.tools] == ["calculator"]
+        assert episode.seconds >= sum(t.engine_seconds + t.env_seconds for t in episode.turns) >= 0
+
+    async def test_its_tokens_are_those_that_the_engine_saw_and_gave(self, played, renderer: Renderer):
+        episode, player = played
+        (row,) = rows_of(episode.segments)
+        contexts = [ids for ids, _, _ in player.engine.asked]
+        assert all(later[: len(earlier)] == earlier for earlier, later in pairwise(contexts))
+        assert row.ids[: len(contexts[-1])] == contexts[-1]
+        sampled = [s for s in episode.segments if s.origin == "sampled"]
+        assert sum(row.loss_mask) == sum(len(s.ids) for s in sampled) == sum(t.tokens for t in episode.turns)
+        assert renderer.decode(sampled[2].ids) == "20<|im_end|>"
+        assert renderer.decode(sampled[0].ids).count("<tool_call>") == 2
+
+    async def test_every_turn_draws_with_its_own_seed(self, played, renderer: Renderer):
+        _, player = played
+        samplings = [s for _, s, _ in player.engine.asked]
+        assert {session for *_, session in player.engine.asked} == {"s1/g0/e0"} == set(player.engine.released)
+        assert len({s.seed for s in samplings}) == 3
+        assert all((s.temperature, s.top_p) == (0.8, 0.9) for s in samplings)
+        again = make_player(renderer, Calculator, [call("calculator", expression="1"), say("x")])
+        await run_episode(again, CHAIN, episode_id="other", seed=7)
+        assert [s.seed for _, s, _ in again.engine.asked] == [s.seed for s in samplings[:2]]
+        await run_episode(again, CHAIN, episode_id="third", seed=8)
+        assert again.engine.asked[2][1].seed != samplings[0].seed
+
+    async def test_rewards_of_turns_join_those_of_the_episode(self, renderer: Renderer):
+        player = make_player(
+            renderer, lambda: Scene(reward=0.25, score={"a": 1.0, "b": -0.5}), [say("x"), say("bye")]
+        )
+        episode = await run_episode(player, PLAIN, episode_id="e", seed=0)
+        assert (episode.reward, episode.rewards) == (1.0, {"a": 1.0, "b": -0.5})
+        assert [t.reward for t in episode.turns] == [0.25, 0.25]
+
+
+class TestWhyItStops:
+    async def lengths(self, renderer: Renderer) -> tuple[int, int]:
+        """Tokens before the first completion of a scene, and before its second."""
+        player = make_player(renderer, Scene, [say("hi"), say("bye")])
+        await run_episode(player, PLAIN, episode_id="e", seed=0)
+        first, second = (len(ids) for ids, _, _ in player.engine.asked)
+        return first, second
+
+    async def stopped(self, renderer: Renderer, **limits: Any) -> tuple[StopReason, int, str]:
+        player = make_player(renderer, Scene, [say("hi")] * 20, **limits)
+        episode = await run_episode(player, PLAIN, episode_id="e", seed=0)
+        assert (episode.error, episode.reward) == (None, 1.0), "what was cut is scored all the same"
+        return episode.stop_reason, len(episode.turns), episode.turns[-1].finish if episode.turns else ""
+
+    async def test_by_what_runs_out(self, renderer: Renderer):
+        first, second = await self.lengths(renderer)
+        full, budget = StopReason.CONTEXT_FULL, StopReason.TOKEN_BUDGET
+        found = {
+            "the opening fills the context": await self.stopped(renderer, max_context=first),
+            "it is longer than the context": await self.stopped(renderer, max_context=first - 3),
+            "it fills the budget": await self.stopped(renderer, token_budget=first),
+            "it fills both": await self.stopped(renderer, max_context=first - 1, token_budget=first - 2),
+            "the second turn has no room in the context": await self.stopped(renderer, max_context=second),
+            "nor in the budget": await self.stopped(renderer, token_budget=second),
+            "the context cuts a completion": await self.stopped(renderer, max_context=second + 1),
+            "the budget cuts a completion": await self.stopped(renderer, token_budget=second + 1),
+            "both cut it": await self.stopped(renderer, max_context=second + 1, token_budget=second + 1),
+            "a completion is too long": await self.stopped(renderer, max_tokens=1),
+            "too long, and the context ends there": await self.stopped(
+                renderer, max_tokens=1, max_context=first + 1
+            ),
+            "the turns are used up": await self.stopped(renderer, max_turns=3),
+            "turns and context end together": await self.stopped(renderer, max_turns=1, max_context=second),
+        }
+        assert found == {
+            "the opening fills the context": (full, 0, ""),
+            "it is longer than the context": (full, 0, ""),
+            "it fills the budget": (budget, 0, ""),
+            "it fills both": (full, 0, ""),
+            "the second turn has no room in the context": (full, 1, "stop"),
+            "nor in the budget": (budget, 1, "stop"),
+            "the context cuts a completion": (full, 2, "length"),
+            "the budget cuts a completion": (budget, 2, "length"),
+            "both cut it": (full, 2, "length"),
+            "a completion is too long": (budget, 1, "length"),
+            "too long, and the context ends there": (full, 1, "length"),
+            "the turns are used up": (StopReason.MAX_TURNS, 3, "stop"),
+            "turns and context end together": (StopReason.MAX_TURNS, 1, "stop"),
+        }
+
+    async def test_a_completion_that_was_cut_is_not_played(self, renderer: Renderer):
+        player = make_player(renderer, Calculator, [call("calculator", expression="2+3")], max_tokens=4)
+        episode = await run_episode(player, CHAIN, episode_id="e", seed=0)
+        assert (episode.stop_reason, episode.reward) == (StopReason.TOKEN_BUDGET, 0.0)
+        (turn,) = episode.turns
+        assert (turn.calls, turn.observation, turn.tokens, turn.finish) == ((), (), 4, "length")
+        assert sum(rows_of(episode.segments)[0].loss_mask) == 4
+
+    @pytest.mark.parametrize(
+        ("parts", "script", "wanted"),
+        [
+            ({}, [say("bye")], StopReason.TERMINATED),
+            ({"truncated": True}, [say("x")], StopReason.MAX_TURNS),
+            ({"truncated": True}, [say("bye")], StopReason.TERMINATED),
+            (
+                {"truncated": True, "info": StepInfo(stop_reason=StopReason.TOOL_CALL_LIMIT)},
+                [say("x")],
+                StopReason.TOOL_CALL_LIMIT,
+            ),
+            ({"info": StepInfo(stop_reason=StopReason.STOPPED_BY_TOOL)}, [say("bye")], StopReason.STOPPED_BY_TOOL),
+        ],
+    )
+    async def test_by_the_env(self, renderer: Renderer, parts, script, wanted: StopReason):
+        player = make_player(renderer, lambda: Scene(**parts), script, max_turns=1)
+        assert (await run_episode(player, PLAIN, episode_id="e", seed=0)).stop_reason is wanted
+
+    async def test_a_timeout_keeps_the_turns_before_it_and_is_scored(self, renderer: Renderer):
+        class Slow(ScriptedEngine):
+            async def generate(self, ids, sampling, *, session=None):
+                if self._turns.get(session, 0):
+                    await asyncio.sleep(1e9)
+                return await super().generate(ids, sampling, session=session)
+
+        scene = Scene(reward=0.5)
+        player = make_player(renderer, lambda: scene, [], timeout_s=0.2)
+        player = replace(player, engine=Slow(renderer, [say("hi")] * 3))
+        began = time.monotonic()
+        episode = await run_episode(player, PLAIN, episode_id="e", seed=0)
+        assert time.monotonic() - began < 2
+        assert (episode.stop_reason, episode.error, len(episode.turns)) == (StopReason.TIMEOUT, None, 1)
+        assert (episode.reward, scene.closed) == (1.5, 1)
+
+
+BROKEN: dict[str, tuple[dict[str, Any], str]] = {
+    "reset raises": ({"reset": KeyError("x")}, "Scene: KeyError: 'x'"),
+    "reset loses its sandbox": ({"reset": SandboxError("gone")}, "SandboxError: gone"),
+    "reset hangs": ({"reset": "for ever"}, "InfraError: Scene.reset took longer than 0.3 s"),
+    "reset meets a timeout of its own": ({"reset": TimeoutError("no server")}, "Scene: TimeoutError: no server"),
+    "step raises": ({"step": RuntimeError("a bug")}, "Scene: RuntimeError: a bug"),
+    "step meets a timeout of its own": ({"step": TimeoutError("no server")}, "Scene: TimeoutError: no server"),
+    "a turn's reward is nan": ({"reward": math.nan}, "InfraError: Scene.step returned the reward nan"),
+    "a turn's reward is text": ({"reward": "1"}, "InfraError: Scene.step returned the reward '1'"),
+    "score raises": ({"score": ValueError("no")}, "Scene: ValueError: no"),
+    "score hangs": ({"score": "for ever"}, "InfraError: Scene.score took longer than 0.3 s"),
+    "score meets a timeout of its own": ({"score": TimeoutError("no judge")}, "Scene: TimeoutError: no judge"),
+    "a reward is nan": ({"score": {"ok": 1.0, "a": math.nan}}, "InfraError: reward 'a' of Scene is nan"),
+    "a reward is infinite": ({"score": {"a": -math.inf}}, "InfraError: reward 'a' of Scene is -inf"),
+    "a reward is text": ({"score": {"a": "0.5"}}, "InfraError: reward 'a' of Scene is '0.5'"),
+    "a reward is nothing": ({"score": {"a": None}}, "InfraError: reward 'a' of Scene is None"),
+}
+
+
+class TestTrouble:
+    @pytest.mark.parametrize("what", BROKEN)
+    async def test_it_is_the_episodes_error_and_the_env_is_closed_once(self, renderer: Renderer, what: str):
+        parts, said = BROKEN[what]
+        scene = Scene(**parts)
+        player = make_player(renderer, lambda: scene, [say("bye")], timeout_s=0.3)
+        episode = await run_episode(player, PLAIN, episode_id="e", seed=0)
+        assert (episode.stop_reason, episode.reward, scene.closed) == (StopReason.INFRA, None, 1)
+        assert episode.error is not None
+        assert episode.error.startswith(said)
+        assert player.engine.released == ["e"]
+
+    async def test_an_env_that_cannot_be_made(self, renderer: Renderer):
+        def make() -> Env:
+            raise OSError("no disk")
+
+        player = make_player(renderer, make, [])
+        episode = await run_episode(player, PLAIN, episode_id="e", seed=0)
+        assert (episode.error, episode.reward) == ("making the env: OSError: no disk", None)
+
+    @pytest.mark.parametrize("number", [math.nan, "1", None])
+    async def test_a_tool_envs_reward_that_is_no_number(self, renderer: Renderer, number: Any):
+        class Odd(ToolEnv):
+            """Odd."""
+
+            def setup(self) -> str:
+                return "Go."
+
+            @reward
+            def good(self) -> float:
+                return 1.0
+
+            @reward
+            def odd(self) -> float:
+                return number
+
+        player = make_player(renderer, Odd, [say("x")])
+        episode = await run_episode(player, PLAIN, episode_id="e", seed=0)
+        assert (episode.stop_reason, episode.reward) == (StopReason.INFRA, None)
+        assert "odd" in (episode.error or "")
+        assert repr(number) in (episode.error or "")
+
+    async def test_a_completion_that_was_aborted(self, renderer: Renderer):
+        class Aborts(ScriptedEngine):
+            async def generate(self, ids, sampling, *, session=None):
+                return replace(await super().generate(ids, sampling, session=session), finish="abort")
+
+        scene = Scene()
+        player = replace(make_player(renderer, lambda: scene, []), engine=Aborts(renderer, [say("hi")]))
+        episode = await run_episode(player, PLAIN, episode_id="e", seed=0)
+        assert (episode.error, scene.closed) == ("EngineError: the engine aborted the completion of turn 0", 1)
+
+    async def test_an_engine_that_cannot_even_release_leaves_no_env_open(self, renderer: Renderer):
+        class Lost(ScriptedEngine):
+            error: Exception = EngineError("lost")
+
+            async def release(self, session):
+                raise self.error
+
+        scene, engine = Scene(), Lost(renderer, [say("bye")] * 2)
+        player = replace(make_player(renderer, lambda: scene, []), engine=engine)
+        episode = await run_episode(player, PLAIN, episode_id="e", seed=0)
+        assert (episode.reward, scene.closed) == (1.0, 1)
+        engine.error = RuntimeError("a bug of ours")
+        with pytest.raises(RuntimeError, match="a bug of ours"):
+            await run_episode(player, PLAIN, episode_id="e", seed=0)
+        assert scene.closed == 2
+
+    @pytest.mark.parametrize(
+        ("close", "said"),
+        [
+            ("for ever", r"Scene\.close: took longer than 0\.2 s"),
+            (OSError("busy"), r"Scene\.close: OSError: busy"),
+        ],
+    )
+    async def test_a_close_that_fails_or_hangs_is_told_and_loses_nothing(self, renderer: Renderer, close, said):
+        player = make_player(renderer, lambda: Scene(close=close), [say("bye")], timeout_s=0.2)
+        with pytest.warns(UserWarning, match=said):
+            episode = await run_episode(player, PLAIN, episode_id="e", seed=0)
+        assert (episode.error, episode.reward) == (None, 1.0)
+
+    async def test_closing_outlasts_any_number_of_cancellations(self, renderer: Renderer):
+        closing, closed = asyncio.Event(), []
+
+        class Careful(Scene):
+            async def close(self) -> None:
+                closing.set()
+                await asyncio.sleep(0.1)
+                closed.append(True)
+
+        player = make_player(renderer, lambda: Careful(step="for ever"), [say("x")])
+        task = asyncio.ensure_future(run_episode(player, PLAIN, episode_id="e", seed=0))
+        await asyncio.sleep(0.05)
+        task.cancel()
+        await closing.wait()
+        for _ in range(3):
+            task.cancel()
+            await asyncio.sleep(0.01)
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        assert closed == [True]
+
+
+async def test_tools_with_state_do_not_leak_between_episodes(renderer: Renderer):
+    class Notes(ToolEnv):
+        """Take notes."""
+
+        def setup(self) -> str:
+            self.notes: list[str] = []
+            return "Write."
+
+        @tool
+        def write(self, text: str) -> int:
+            """Write it down."""
+            self.notes.append(text)
+            return len(self.notes)
+
+    script = [call("write", text="a"), call("write", text="b"), say("done")]
+    player = make_player(renderer, Notes, script)
+    episodes = await asyncio.gather(*[run_episode(player, PLAIN, episode_id=f"e{n}", seed=n) for n in range(8)])
+    for episode in episodes:
+        assert [r.result for t in episode.turns for r in t.calls] == ["1", "2"]

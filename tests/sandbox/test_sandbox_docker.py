@@ -1,0 +1,115 @@
+"""What the docker back-end promises beyond the common suite: hardened for real, nothing left, honest errors."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from sandbox_specs import docker_answers
+
+from agentrl.errors import ConfigError, SandboxError
+from agentrl.sandbox import Sandbox, SandboxPool, SandboxUnavailable
+
+pytestmark = pytest.mark.docker
+
+
+@pytest.fixture(autouse=True)
+def engine() -> Iterator[None]:
+    if not docker_answers():
+        pytest.skip("no Docker engine answers (scripts/ci-docker starts one)")
+    yield
+    assert containers() == []
+
+
+def connect() -> Any:
+    import docker
+
+    return docker.APIClient(version="auto", **docker.utils.kwargs_from_env())
+
+
+def containers() -> list[str]:
+    client = connect()
+    try:
+        return [found["Id"] for found in client.containers(all=True, filters={"label": "agentrl.run"})]
+    finally:
+        client.close()
+
+
+async def test_a_container_is_hardened() -> None:
+    async with SandboxPool(Sandbox(backend="docker", cpus=0.5), min_idle=0) as pool, pool.lease() as box:
+        client = connect()
+        found = client.inspect_container(containers()[0])
+        client.close()
+        host = found["HostConfig"]
+        assert host["ReadonlyRootfs"]
+        assert host["NetworkMode"] == "none"
+        assert host["CapDrop"] == ["ALL"]
+        assert host["LogConfig"]["Type"] == "none"
+        assert host["Memory"] == host["MemorySwap"] > 0
+        assert host["PidsLimit"] == pool.spec.pids + 2
+        text = (await box.run(["cat", "/proc/self/status"])).text()
+        status = dict(line.split(":\t") for line in text.splitlines() if ":\t" in line)
+        assert int(status["CapBnd"], 16) == int(status["CapEff"], 16) == 0
+        assert status["Seccomp_filters"] == "2"  # the engine's and ours
+        burn = "import time\nend = time.monotonic() + 1.5\nwhile time.monotonic() < end: pass\n"
+        burn += "print(time.process_time())"
+        assert float((await box.python(burn)).text()) < 1.5 * 0.5 * 1.25
+
+
+async def test_a_killed_container_is_a_typed_failure() -> None:
+    async with SandboxPool(Sandbox(backend="docker"), min_idle=0) as pool:
+        box = await pool.acquire()
+        call = asyncio.create_task(box.run("sleep 60"))
+        await asyncio.sleep(0.2)
+        client = connect()
+        client.kill(containers()[0])
+        client.close()
+        with pytest.raises(SandboxError):
+            await call
+        await pool.release(box)
+
+
+HARNESS = """
+import asyncio
+from agentrl.sandbox import Sandbox, SandboxPool
+async def main():
+    pool = SandboxPool(Sandbox(backend="docker"), min_idle=0)
+    box = await pool.acquire()
+    print("ready", flush=True)
+    await box.run("sleep 100", wall_s=90)
+asyncio.run(main())
+"""
+
+
+def test_a_killed_harness_leaves_no_container() -> None:
+    harness = subprocess.Popen([sys.executable, "-c", HARNESS], stdout=subprocess.PIPE, text=True)
+    assert harness.stdout is not None
+    assert harness.stdout.readline() == "ready\n"
+    assert len(containers()) == 1
+    harness.send_signal(signal.SIGKILL)
+    harness.wait()
+    harness.stdout.close()
+    deadline = time.monotonic() + 10
+    while containers():
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
+
+
+async def test_no_engine_and_no_image_are_told_apart(monkeypatch: pytest.MonkeyPatch) -> None:
+    pool = SandboxPool(Sandbox(backend="docker", image="agentrl/no-such-image:1"), min_idle=0)
+    with pytest.raises(ConfigError, match=r"'agentrl/no-such-image:1' is not on this Docker engine"):
+        await pool.open()
+    await pool.close()
+    monkeypatch.setenv("DOCKER_HOST", f"unix:///nowhere-{os.getpid()}.sock")
+    pool = SandboxPool(Sandbox(backend="docker"), min_idle=0)
+    with pytest.raises(SandboxUnavailable, match="no Docker engine answers"):
+        await pool.open()
+    await pool.close()
+    monkeypatch.undo()

@@ -1,0 +1,142 @@
+"""The far side's parts that can be looked at from here: system call tables, the filter, frames, output."""
+
+from __future__ import annotations
+
+import random
+import re
+import struct
+from pathlib import Path
+
+import pytest
+
+from agentrl.sandbox import bundle
+from agentrl.sandbox.inside import frames, kernel
+from agentrl.sandbox.inside.program import Tail
+
+HEADERS = {
+    "x86_64": (Path("/usr/include/x86_64-linux-gnu/asm/unistd_64.h"), r"#define __NR_(\w+)\s+(\d+)"),
+    "aarch64": (Path("/usr/include/asm-generic/unistd.h"), r"#define __NR(?:3264)?_(\w+)\s+(\d+)"),
+}
+
+
+@pytest.mark.parametrize("machine", list(HEADERS))
+def test_system_call_numbers_are_those_of_the_kernel_headers(machine: str) -> None:
+    path, pattern = HEADERS[machine]
+    if not path.exists():
+        pytest.skip(f"{path} is not installed")
+    known = {name: int(number) for name, number in re.findall(pattern, path.read_text())}
+    _, calls, denied = kernel.MACHINES[machine]
+    for name, number in {**calls, **denied}.items():
+        if name in known:
+            assert number == known[name], name
+    assert len({**calls, **denied}.keys() & known.keys()) > 70
+
+
+def run_filter(program: bytes, number: int, args: tuple[int, ...] = (), arch: int | None = None) -> int:
+    """What the kernel would answer: interpret the classic BPF program over a seccomp_data."""
+    arch = kernel.machine()[0] if arch is None else arch
+    data = struct.pack("=iIQ6Q", number, arch, 0, *(args + (0,) * 6)[:6])
+    code = [struct.unpack_from("HBBI", program, i) for i in range(0, len(program), 8)]
+    accumulator = position = 0
+    while True:
+        op, yes, no, k = code[position]
+        position += 1
+        if op == 0x20:
+            (accumulator,) = struct.unpack_from("=I", data, k)
+        elif op == 0x54:
+            accumulator &= k
+        elif op == 0x06:
+            return k
+        else:
+            test = {0x15: accumulator == k, 0x25: accumulator > k, 0x35: accumulator >= k, 0x45: accumulator & k}
+            position += yes if test[op] else no
+
+
+ALLOW, EPERM, ENOSYS, KILL = 0x7FFF0000, 0x00050001, 0x00050026, 0x80000000
+
+
+def test_the_filter_refuses_what_it_should_and_nothing_else() -> None:
+    calls, denied = kernel.machine()[1:]
+    program = kernel.seccomp_filter(network=True, shared_memory=True)
+    for name, number in denied.items():
+        assert run_filter(program, number) == EPERM, name
+    assert run_filter(program, calls["clone3"]) == ENOSYS
+    assert run_filter(program, calls["clone"], (17,)) == ALLOW
+    assert run_filter(program, calls["clone"], (0x3D0F00,)) == ALLOW  # a thread
+    for flag in (0x20000, 0x2000000, 0x4000000, 0x8000000, 0x10000000, 0x20000000, 0x40000000):
+        assert run_filter(program, calls["clone"], (flag | 17,)) == EPERM, hex(flag)
+    socket = calls["socket"]
+    assert [run_filter(program, socket, (family, 1, 0)) == ALLOW for family in (1, 2, 10, 16, 17, 38, 40)] == [
+        True, True, True, True, False, False, False
+    ]  # fmt: skip
+    assert run_filter(program, socket, (16, 3, 9)) != ALLOW  # netlink, but not for routes
+    assert run_filter(program, calls["mknodat"], (0, 0, 0x1000 | 0o644)) == ALLOW  # a FIFO
+    assert run_filter(program, calls["mknodat"], (0, 0, 0x6000)) == EPERM
+    assert run_filter(program, calls["prlimit64"], (0, 7)) == ALLOW
+    assert run_filter(program, calls["prlimit64"], (1, 7)) == EPERM
+    assert run_filter(program, calls["setpriority"], (0, 0, 5)) == ALLOW
+    assert run_filter(program, calls["setpriority"], (0, 1, 5)) == EPERM
+    assert run_filter(program, calls["setpriority"], (2, 0, 5)) == EPERM
+    assert run_filter(program, calls["ioctl"], (0, 0x5412)) == EPERM
+    assert run_filter(program, calls["ioctl"], (0, 0x5401)) == ALLOW
+    special = set(calls.values()) | set(denied.values())
+    for number in range(kernel.NEWEST_SYSCALL + 1):
+        if number not in special:
+            assert run_filter(program, number) == ALLOW, number
+    assert run_filter(program, kernel.NEWEST_SYSCALL + 1) == ENOSYS
+    assert run_filter(program, 0x40000000 + 39) == ENOSYS
+    assert run_filter(program, 39, arch=0x40000003) == KILL  # the 32-bit table
+
+
+def test_the_strict_filter_has_no_sockets_and_no_uncounted_memory() -> None:
+    calls = kernel.machine()[1]
+    program = kernel.seccomp_filter(network=False, shared_memory=False)
+    for name in ("socket", "memfd_create", "shmget", "msgget", "semget", "mq_open"):
+        assert run_filter(program, calls[name], (1, 1, 0)) == EPERM, name
+
+
+def test_frames_survive_any_cutting() -> None:
+    chance = random.Random(1)
+    sent = [({"n": i, "text": "ü" * i}, chance.randbytes(chance.randrange(3000))) for i in range(50)]
+    stream = b"".join(frames.pack(header, payload) for header, payload in sent)
+    reader, got = frames.Reader(), []
+    while stream:
+        size = chance.choice((1, 7, 100, 5000))
+        got += reader.feed(stream[:size])
+        stream = stream[size:]
+    assert got == sent
+
+
+def test_what_is_no_frame_is_refused() -> None:
+    with pytest.raises(ValueError):
+        frames.Reader().feed(b"\xff" * 8)
+    with pytest.raises(ValueError):
+        frames.Reader().feed(struct.pack(">II", 3, 0) + b"no!")
+
+
+@pytest.mark.parametrize("limit", [0, 1, 2, 7, 1000])
+def test_the_ends_of_output_are_kept(limit: int) -> None:
+    chance = random.Random(limit)
+    for _ in range(30):
+        data = chance.randbytes(chance.choice((0, 1, limit - 1 if limit else 0, limit, limit + 1, 5000, 300_000)))
+        tail, rest = Tail(limit), data
+        while rest:
+            size = chance.randrange(1, 70_000)
+            tail.add(rest[:size])
+            rest = rest[size:]
+        head, end = tail.parts()
+        assert tail.total == len(data)
+        if len(data) <= limit:
+            assert head + end == data
+        else:
+            assert len(head) + len(end) == limit
+            assert data.startswith(head)
+            assert data.endswith(end)
+
+
+def test_the_far_side_travels_as_text() -> None:
+    text = bundle.program("supervisor")
+    assert "agentrl.sandbox" not in text.partition("SOURCES")[0]
+    scope: dict[str, object] = {}
+    exec(compile(text[: text.rindex("supervisor.main(")], "bundle", "exec"), scope)
+    assert scope["supervisor"].__name__ == f"{bundle.PACKAGE}.supervisor"  # type: ignore[attr-defined]

@@ -1,0 +1,144 @@
+"""A pool served over HTTP: the same suite, tokens, deaths of either side."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
+
+import pytest
+
+from agentrl.errors import ConfigError
+from agentrl.sandbox import Sandbox, SandboxError, SandboxPool, SandboxUnavailable
+from agentrl.sandbox.serve import SandboxServer, from_wire, read_token, to_wire
+from agentrl.testing.sandbox import Check, Stage, not_promised, sandbox_checks
+
+TOKEN = "a-token-of-some-length"
+
+
+@pytest.fixture
+def token_file(tmp_path: Path) -> str:
+    path = tmp_path / "token"
+    path.write_text(TOKEN + "\n")
+    return str(path)
+
+
+@pytest.fixture
+async def server() -> AsyncIterator[tuple[SandboxServer, str]]:
+    server = SandboxServer(Sandbox(), TOKEN, min_idle=1, max_total=8)
+    url = await server.start()
+    yield server, url
+    await server.close()
+
+
+async def test_a_remote_box_is_a_box(server: tuple[SandboxServer, str], token_file: str) -> None:
+    spec = Sandbox(backend="remote", url=server[1], token_file=token_file, memory_mb=128, wall_s=3)
+    async with SandboxPool(spec, min_idle=0) as pool:
+        async with pool.lease() as box:
+            assert (await box.python("print(6 * 7)")).text() == "42\n"
+            await box.write_file("f", b"x" * 5_000_000)
+            assert len(await box.read_file("f", max_bytes=10**8)) == 5_000_000
+            async with await box.session("bash") as session:
+                await session.run("cd /tmp")
+                assert (await session.run("pwd")).text() == "/tmp\n"
+            assert server[0].health()["leased"] == 1
+            asked = [own for own in server[0]._pools if own.memory_mb == 128]
+            assert [own.wall_s for own in asked] == [3]
+        for _ in range(100):
+            if server[0].health()["leased"] == 0:
+                break
+            await asyncio.sleep(0.02)
+        assert server[0].health()["leased"] == 0
+
+
+async def test_a_wrong_token_is_refused(server: tuple[SandboxServer, str], tmp_path: Path) -> None:
+    (tmp_path / "wrong").write_text("another-token-of-length")
+    pool = SandboxPool(Sandbox(backend="remote", url=server[1], token_file=str(tmp_path / "wrong")))
+    with pytest.raises(ConfigError, match="the token is missing or wrong"):
+        await pool.open()
+    (tmp_path / "short").write_text("x")
+    with pytest.raises(ConfigError, match="at least 16 characters"):
+        read_token(str(tmp_path / "short"))
+    with pytest.raises(ConfigError, match="cannot be read"):
+        read_token(str(tmp_path / "none"))
+
+
+async def test_the_death_of_the_server_is_typed(token_file: str) -> None:
+    server = SandboxServer(Sandbox(), TOKEN, min_idle=0)
+    url = await server.start()
+    async with SandboxPool(Sandbox(backend="remote", url=url, token_file=token_file), min_idle=0) as pool:
+        box = await pool.acquire()
+        call = asyncio.create_task(box.run("sleep 30"))
+        await asyncio.sleep(0.1)
+        await server.close()
+        with pytest.raises(SandboxError):
+            await call
+        with pytest.raises(SandboxUnavailable, match="no server could lease one"):
+            await pool.acquire()
+        await pool.release(box)
+
+
+async def test_another_server_takes_over(server: tuple[SandboxServer, str], token_file: str) -> None:
+    other = SandboxServer(Sandbox(), TOKEN, min_idle=0)
+    urls = f"{await other.start()}, {server[1]}"
+    async with SandboxPool(Sandbox(backend="remote", url=urls, token_file=token_file), min_idle=0) as pool:
+        await other.close()
+        for _ in range(3):
+            async with pool.lease() as box:
+                assert (await box.run(["true"])).ok
+
+
+def test_a_client_cannot_choose_what_is_the_servers() -> None:
+    own = Sandbox(readonly=("/usr/share",))
+    assert from_wire(to_wire(Sandbox(memory_mb=100, env=(("A", "b"),))), own) == Sandbox(
+        memory_mb=100, env=(("A", "b"),), readonly=("/usr/share",)
+    )
+    for name, value in (("backend", "process"), ("readonly", ["/etc"]), ("nonsense", 1)):
+        with pytest.raises(ConfigError, match=f"{name!r} cannot be asked for"):
+            from_wire({name: value}, own)
+
+
+def test_remote_needs_its_address() -> None:
+    with pytest.raises(ConfigError, match="'remote' needs both"):
+        Sandbox(backend="remote")
+    with pytest.raises(ConfigError, match="no other back-end takes one"):
+        Sandbox(url="http://127.0.0.1:1", token_file="x")
+
+
+class Theatre:
+    """A server, a pool of its clients, and the loop they live on."""
+
+    def __init__(self, token_file: str) -> None:
+        self.runner = asyncio.Runner()
+        self.runner.run(self._open(token_file))
+
+    async def _open(self, token_file: str) -> None:
+        self.server = SandboxServer(Sandbox(), TOKEN, min_idle=2)
+        url = await self.server.start()
+        pool = SandboxPool(Sandbox(backend="remote", url=url, token_file=token_file), min_idle=1)
+        await pool.open()
+        self.stage = Stage(pool)
+
+    def close(self) -> None:
+        self.stage.close()
+        self.runner.run(self.stage.pool.close())
+        self.runner.run(self.server.close())
+        self.runner.close()
+
+
+@pytest.fixture(scope="module")
+def theatre(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Theatre]:
+    path = tmp_path_factory.mktemp("remote") / "token"
+    path.write_text(TOKEN)
+    theatre = Theatre(str(path))
+    yield theatre
+    theatre.close()
+
+
+@pytest.mark.parametrize(
+    "check", [c for c in sandbox_checks() if c.kind != "hostile"], ids=lambda check: check.name
+)
+def test_check(theatre: Theatre, check: Check) -> None:
+    """The hostile programs meet the same supervisor as on the serving machine; all else crosses the wire."""
+    assert not_promised(check, theatre.stage) is None
+    theatre.runner.run(check.run(theatre.stage))

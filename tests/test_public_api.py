@@ -1,0 +1,103 @@
+"""What `import agentrl` offers, and what it costs."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import subprocess
+import sys
+import typing
+
+import pytest
+
+import agentrl
+
+NAMES = {
+    *("AgentRLError", "Completion", "ConfigError", "Env", "Episode", "Group", "Image", "InfraError", "Message"),
+    *("RunConfig", "Sampling", "StepInfo", "Stop", "StopReason", "Task", "ToolCall", "ToolEnv", "ToolResult"),
+    *("Turn", "load_config", "read_episodes", "reward", "start_run", "tool"),
+}
+HEAVY = {
+    "torch",
+    "transformers",
+    "ray",
+    "sglang",
+    "tokenizers",
+    "numpy",
+    "matplotlib",
+    "gymnasium",
+    "openai",
+    "mcp",
+}
+
+
+def test_the_public_names_are_these():
+    assert set(agentrl.__all__) == NAMES
+    assert set(dir(agentrl)) >= NAMES
+    for name in NAMES:
+        value = getattr(agentrl, name)
+        assert getattr(importlib.import_module(value.__module__), name) is value
+
+
+def test_type_checkers_see_the_same_names():
+    with open(agentrl.__file__, encoding="utf-8") as file:
+        text = file.read()
+    declared = {line.split(" as ")[1] for line in text.splitlines() if line.startswith("    from agentrl.")}
+    assert declared == NAMES
+
+
+def test_a_name_that_is_not_there_is_an_attribute_error():
+    with pytest.raises(AttributeError, match="module 'agentrl' has no attribute 'Envv'"):
+        typing.cast(typing.Any, agentrl).Envv  # noqa: B018
+    with pytest.raises(ImportError):
+        exec("from agentrl import nothing_like_it")
+
+
+def test_the_version_is_that_of_the_distribution():
+    major, *_ = agentrl.__version__.split(".")
+    assert major.isdigit()
+
+
+def probe(code: str) -> tuple[float, set[str]]:
+    """Seconds that `code` takes in a fresh interpreter, and the top-level modules it leaves loaded."""
+    wrapped = (
+        "import json, sys, time; t = time.perf_counter()\n"
+        f"{code}\n"
+        "s = time.perf_counter() - t; print(json.dumps([s, sorted({m.split('.')[0] for m in sys.modules})]))"
+    )
+    result = subprocess.run([sys.executable, "-c", wrapped], capture_output=True, text=True, check=True)
+    seconds, modules = json.loads(result.stdout.splitlines()[-1])
+    return seconds, set(modules)
+
+
+@pytest.mark.parametrize(
+    "code",
+    [
+        "import agentrl",
+        "from agentrl import load_config, Episode, ConfigError",
+        "import agentrl.cli",
+        "from agentrl.train.store import RunStore; from agentrl.train.display import make_display",
+    ],
+)
+def test_imports_are_quick_and_light(code: str):
+    runs = [probe(code) for _ in range(3)]  # the best of three: other work on the machine is not ours
+    assert min(seconds for seconds, _ in runs) < 0.5
+    assert not runs[0][1] & HEAVY
+
+
+def test_an_env_can_be_written_without_torch():
+    _, modules = probe("from agentrl import ToolEnv, tool, reward, Stop, Env, Task")
+    assert not modules & {"torch", "transformers", "ray", "sglang"}
+
+
+def test_help_is_quick():
+    code = (
+        "from agentrl.cli import main\n"
+        "import contextlib, io\n"
+        "with contextlib.redirect_stdout(io.StringIO()) as out, contextlib.suppress(SystemExit):\n"
+        "    main(['--help'])\n"
+        "assert 'Train language models' in out.getvalue()"
+    )
+    runs = [probe(code) for _ in range(3)]
+    assert min(seconds for seconds, _ in runs) < 0.5
+    assert not runs[0][1] & HEAVY

@@ -1,0 +1,259 @@
+"""Whole runs with a tiny model on the CPU: what they leave behind, that they repeat, resume, and teach."""
+
+from __future__ import annotations
+
+import json
+import signal
+from collections.abc import Mapping
+from pathlib import Path
+
+import pytest
+
+from agentrl.config.run import RunConfig
+from agentrl.records import read_episodes
+from agentrl.train.report import Silent, Summary
+from agentrl.train.run import train_run
+from agentrl.train.store import RunStore
+
+TIMES = ("seconds", "tokens_per_s")
+"""Metrics that a clock decides, by the end of their names."""
+
+ENVS = '''
+import random
+from typing import Literal
+
+from agentrl import ToolEnv, reward, tool
+from agentrl.env.read import final_answer
+from agentrl.env.tasks import generated
+from agentrl.types import Message, ToolCall
+
+COLOURS = ("red", "blue")
+
+
+class Words(ToolEnv):
+    """Say a colour."""
+
+    def setup(self, number: int) -> str:
+        return f"Number {number}."
+
+    @reward
+    def solved(self, episode) -> bool:
+        return final_answer(episode) == "red"
+
+    @classmethod
+    def tasks(cls, split, seed):
+        return generated("words", split, seed, 8, lambda rng: {"number": rng.randrange(10)})
+
+    @classmethod
+    def demonstrations(cls, seed, num):
+        """Three in ten say the right one."""
+        rng = random.Random(seed)
+        return [
+            [
+                Message("system", cls.__doc__),
+                Message("user", f"Number {rng.randrange(10)}."),
+                Message("assistant", COLOURS[rng.random() > 0.3]),
+            ]
+            for _ in range(num)
+        ]
+
+
+class Buttons(Words):
+    """Press a button, then say done."""
+
+    def setup(self, number: int) -> str:
+        self.pressed = None
+        return f"Number {number}."
+
+    @tool
+    async def press(self, colour: Literal["red", "blue"]) -> str:
+        """Press a button."""
+        self.pressed = colour
+        return f"It is {colour}."
+
+    @reward
+    def solved(self) -> bool:
+        return self.pressed == "red"
+
+    @classmethod
+    def demonstrations(cls, seed, num):
+        rng = random.Random(seed)
+        episodes = []
+        for opening in super().demonstrations(seed, num):
+            colour = rng.choice(COLOURS)
+            episodes.append(
+                [
+                    *opening[:2],
+                    Message("assistant", "", (ToolCall("call00000", "press", {"colour": colour}),)),
+                    Message("tool", f"It is {colour}.", tool_call_id="call00000", name="press"),
+                    Message("assistant", "done"),
+                ]
+            )
+        return episodes
+'''
+
+
+class Notes(Silent):
+    """Keeps what was said; asks the run to stop after a step of training, as a user would."""
+
+    def __init__(self, stop_after: int | None = None) -> None:
+        self.stop_after, self.phase_name = stop_after, ""
+        self.phases: list[tuple[str, int | None, int]] = []
+        self.steps: list[Mapping[str, float]] = []
+
+    def phase(self, name: str, total: int | None = None, done: int = 0) -> None:
+        self.phases.append((name, total, done))
+
+    def step(self, metrics: Mapping[str, float]) -> None:
+        self.steps.append(metrics)
+        if self.stop_after is not None and metrics.get("step") == self.stop_after:
+            signal.raise_signal(signal.SIGTERM)
+
+
+def buttons(folder: Path) -> RunConfig:
+    """Four steps of calling a tool, after a cold start that taught how."""
+    (folder / "envs.py").write_text(ENVS)
+    return RunConfig(
+        name="buttons",
+        steps=4,
+        env=f"{folder}/envs.py:Buttons",
+        model={"tiny": {"hidden": 32, "layers": 1, "heads": 2, "intermediate": 64, "vocab": 400}},
+        warmup={"num": 96, "max_epochs": 10, "probe_every": 20, "probe_tasks": 8, "until_pass": 1.0, "lr": 1e-2},
+        rollout={"groups_per_step": 4, "group_size": 4, "max_turns": 3, "max_tokens": 32, "token_budget": 400},
+        optim={"lr": 1e-3, "warmup_steps": 2},
+        eval={"tasks": 4, "every": 2},
+        checkpoint={"every": 2},
+    )
+
+
+def run(config: RunConfig, folder: Path, reporter: Silent | None = None) -> tuple[Summary, list[dict[str, float]]]:
+    """Train in this process; the summary and the metrics lines."""
+    with RunStore.open(config, folder) as store:
+        summary = train_run(config, store, reporter or Silent())
+        return summary, [dict(line) for line in store.metrics()]
+
+
+def assert_same_curve(found: list[dict[str, float]], wanted: list[dict[str, float]]) -> None:
+    assert [line["step"] for line in found] == [line["step"] for line in wanted]
+    for one, other in zip(found, wanted, strict=True):
+        assert one.keys() == other.keys()
+        for name in one:
+            if not name.endswith(TIMES):
+                assert one[name] == pytest.approx(other[name], abs=1e-6, rel=1e-6), f"step {one['step']}: {name}"
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Summary, list[dict[str, float]], Notes]:
+    """A run of four steps, from cold start to the end."""
+    base, notes = tmp_path_factory.mktemp("run"), Notes()
+    return base / "whole", *run(buttons(base), base / "whole", notes), notes
+
+
+@pytest.mark.slow
+class TestWholeRun:
+    def test_the_summary_says_everything(self, finished):
+        folder, summary, lines, _ = finished
+        written = json.loads((folder / "summary.json").read_text())
+        assert set(written) == {
+            *("run", "steps", "finished", "held_out_before", "held_out_after"),
+            *("warmup_seconds", "train_seconds", "wall_seconds"),
+            *("episodes", "sampled_tokens", "malformed", "limits", "infra_failures"),
+        }
+        assert (summary.steps, summary.finished, summary.episodes) == (4, True, 64)
+        assert summary.infra_failures == 0
+        assert 0 < summary.train_seconds < summary.wall_seconds
+        for name in ("malformed", "limits", "sampled_tokens"):
+            assert written[name] == sum(line[name] for line in lines[1:])
+        assert summary.held_out_before == lines[0]["held_out"]
+        assert summary.held_out_after == lines[4]["held_out"]
+
+    def test_every_step_has_its_line_and_its_episodes(self, finished):
+        folder, _, lines, notes = finished
+        assert [line["step"] for line in lines] == [0, 1, 2, 3, 4]
+        assert ["held_out" in line for line in lines] == [True, False, True, False, True]
+        for line in lines[1:]:
+            assert line["drift/mean_abs"] < 1e-4
+            assert line["drift/max_abs"] < 1e-3
+            assert line["grad_norm"] >= 0
+            assert line["learner_tokens"] >= line["trained_tokens"] >= 0
+            episodes = read_episodes(folder, line["step"])
+            assert len(episodes) == line["episodes"] == 16
+            assert sum(t.tokens for e in episodes for t in e.turns) == line["sampled_tokens"]
+        assert [line["lr"] for line in lines[1:]] == pytest.approx([5e-4, 1e-3, 1e-3, 1e-3])
+        assert lines[1]["kl"] == pytest.approx(0, abs=1e-6)
+        assert all(line["groups_with_signal"] > 0 and line["turns"] > 1 for line in lines[1:])
+        assert [name for name, *_ in notes.phases] == ["warm-up", "train"]
+        assert [m["step"] for m in notes.steps if "step" in m] == [1, 2, 3, 4]
+
+    def test_each_sampled_token_says_by_which_weights(self, finished):
+        folder, *_ = finished
+        for step in (1, 3):
+            versions = {
+                v
+                for e in read_episodes(folder, step)
+                for s in e.segments
+                if s.origin == "sampled"
+                for v in s.versions
+            }
+            assert versions == {step - 1}
+
+    def test_checkpoints_are_models(self, finished):
+        from transformers import AutoModelForCausalLM, AutoTokenizer
+
+        folder, *_ = finished
+        assert sorted(p.name for p in (folder / "checkpoints").iterdir()) == ["step-2", "step-4"]
+        last = folder / "checkpoints" / "step-4"
+        AutoModelForCausalLM.from_pretrained(last)
+        tokenizer = AutoTokenizer.from_pretrained(last)
+        assert "<|im_start|>user" in tokenizer.apply_chat_template(
+            [{"role": "user", "content": "x"}], tokenize=False
+        )
+
+    def test_the_same_again_is_the_same(self, finished, tmp_path: Path):
+        folder, _, lines, _ = finished
+        _, again = run(buttons(folder.parent), tmp_path / "again")
+        assert_same_curve(again, lines)
+
+    @pytest.mark.parametrize("stop_after", [1, 2])
+    def test_a_run_that_was_stopped_goes_on_as_if_it_had_not(self, finished, tmp_path: Path, stop_after: int):
+        folder, whole, lines, _ = finished
+        stopped, part = run(buttons(folder.parent), tmp_path / "run", Notes(stop_after))
+        assert (stopped.finished, stopped.steps) == (False, stop_after)
+        assert_same_curve(part, lines[: stop_after + 1])
+        notes = Notes()
+        resumed, rest = run(buttons(folder.parent), tmp_path / "run", notes)
+        assert notes.phases == [("train", 4, stop_after)], "no second cold start"
+        assert_same_curve(rest, lines)
+        assert (resumed.finished, resumed.episodes) == (True, whole.episodes)
+        assert resumed.wall_seconds > stopped.wall_seconds
+        ours, theirs = (p / "checkpoints" / "step-4" / "model.safetensors" for p in (tmp_path / "run", folder))
+        assert ours.read_bytes() == theirs.read_bytes()
+
+    def test_a_finished_run_is_left_as_it_is(self, finished):
+        folder, summary, lines, _ = finished
+        again, still = run(buttons(folder.parent), folder)
+        assert still == lines
+        assert (again.steps, again.held_out_after) == (4, summary.held_out_after)
+
+
+@pytest.mark.parametrize("advantage", ["grpo", "rloo"])
+def test_what_is_rewarded_is_said_more_often(tmp_path: Path, advantage: str):
+    """Cold-started to say the right one of two words in three answers of ten, it ends saying it nearly always."""
+    (tmp_path / "envs.py").write_text(ENVS)
+    config = RunConfig(
+        name="words",
+        steps=12,
+        env=f"{tmp_path}/envs.py:Words",
+        model={"tiny": {"hidden": 32, "layers": 1, "heads": 2, "intermediate": 64, "vocab": 300}},
+        warmup={"num": 160, "until_pass": 0.9, "probe_every": 20, "probe_tasks": 8, "lr": 1e-2},
+        rollout={"groups_per_step": 8, "group_size": 8, "max_turns": 1, "max_tokens": 8, "token_budget": 200},
+        optim={"lr": 3e-3, "warmup_steps": 0},
+        algorithm={"advantage": advantage},
+        eval={"tasks": 8},
+    )
+    summary, lines = run(config, tmp_path / "run")
+    solved = [line["solved"] for line in lines[1:]]
+    assert 0.1 < solved[0] < 0.7
+    assert sum(solved[-3:]) / 3 > 0.9
+    assert summary.held_out_after == 1.0
+    assert max(line["drift/mean_abs"] for line in lines[1:] if line["trained_tokens"]) < 1e-4

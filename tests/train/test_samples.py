@@ -1,0 +1,220 @@
+"""From scored groups to rows: who trains, with which advantage, and who only votes or does not even vote."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import pytest
+
+from agentrl.config.run import AlgorithmConfig
+from agentrl.train.metrics import episode_metrics, is_solved, passed, solved
+from agentrl.train.samples import LIMITS, advantages, episode_samples, penalised, segment_advantages, to_samples
+from agentrl.types import Episode, Group, Message, Segment, StopReason, Task, Turn
+
+PROMPT = Segment((1, 2), "prompt", -1, 0)
+ANSWER = Segment((7, 8, 9), "sampled", 0, 1, (-0.1, -0.2, -0.3), (4, 4, 5))
+
+
+def episode(
+    name: str,
+    reward: float | None,
+    *,
+    stop: StopReason = StopReason.ANSWERED,
+    segments: tuple[Segment, ...] = (PROMPT, ANSWER),
+    **more: object,
+) -> Episode:
+    turn = Turn(Message("assistant", "x"), (), 0.0, "stop", 3, 0.1, 0.2)
+    error = None if reward is not None else "SandboxError: gone"
+    stop = stop if reward is not None else StopReason.INFRA
+    return Episode(name, Task("t"), (), (turn,), segments, stop, reward, error=error, **more)
+
+
+def group(*rewards: float, failed: int = 0) -> Group:
+    return Group(
+        Task("t"),
+        tuple(episode(f"e{i}", r) for i, r in enumerate(rewards)),
+        tuple(episode(f"f{i}", None) for i in range(failed)),
+    )
+
+
+def algorithm(advantage: str = "grpo") -> AlgorithmConfig:
+    return AlgorithmConfig(advantage=advantage)
+
+
+@pytest.mark.parametrize(
+    ("kind", "rewards", "wanted"),
+    [
+        ("grpo", [1, 0, 0, 0], [1.5, -0.5, -0.5, -0.5]),  # mean 1/4, std with G - 1 is 1/2
+        ("grpo", [3, 1], [math.sqrt(0.5), -math.sqrt(0.5)]),
+        ("dr_grpo", [1, 0, 0, 0], [0.75, -0.25, -0.25, -0.25]),
+        ("dr_grpo", [3, 1], [1, -1]),
+        ("rloo", [1, 0, 0, 0], [1, -1 / 3, -1 / 3, -1 / 3]),  # minus the mean of the three others
+        ("rloo", [3, 1], [2, -2]),
+        ("rloo", [6, 3, 0], [4.5, 0, -4.5]),
+    ],
+)
+def test_advantages_by_hand(kind: str, rewards: list[float], wanted: list[float]):
+    assert advantages(rewards, algorithm(kind)) == pytest.approx(wanted, abs=1e-5)
+
+
+@pytest.mark.parametrize("kind", ["grpo", "dr_grpo", "rloo"])
+@pytest.mark.parametrize("rewards", [[0.1, 0.1, 0.1], [0.0] * 4, [1.0]])
+def test_a_group_without_a_difference_gives_no_rows_but_is_recorded(kind: str, rewards: list[float]):
+    samples, records = to_samples([group(*rewards)], algorithm(kind), overlong="train", step=1)
+    assert samples == []
+    assert [r.advantages for r in records] == [()] * len(rewards)
+
+
+def test_rows_carry_their_advantage_their_group_and_what_was_sampled():
+    samples, records = to_samples([group(1, 1), group(1, 0)], algorithm("dr_grpo"), overlong="train", step=3)
+    assert [(s.episode_id, s.group, s.advantages[-1]) for s in samples] == [("e0", 1, 0.5), ("e1", 1, -0.5)]
+    assert samples[0].ids == (1, 2, 7, 8, 9)
+    assert samples[0].loss_mask == (False, False, True, True, True)
+    assert samples[0].logprobs == (0.0, 0.0, -0.1, -0.2, -0.3)
+    assert samples[0].versions == (-1, -1, 4, 4, 5)
+    assert [r.advantages for r in records] == [(), (), (0.5,), (-0.5,)]
+    assert {r.step for r in records} == {3}
+
+
+def test_failed_episodes_neither_train_nor_vote():
+    with_failures, records = to_samples([group(1, 0, failed=3)], algorithm(), overlong="train", step=1)
+    without, _ = to_samples([group(1, 0)], algorithm(), overlong="train", step=1)
+    assert with_failures == without
+    assert [(r.episode.id, r.advantages) for r in records[2:]] == [("f0", ()), ("f1", ()), ("f2", ())]
+
+
+def test_an_episode_whose_tokens_failed_their_check_votes_but_does_not_train():
+    broken = episode("broken", 1.0, metrics={"tokens/failed": 1.0})
+    pair = Group(Task("t"), (broken, episode("sound", 0.0)))
+    samples, _ = to_samples([pair], algorithm("dr_grpo"), overlong="train", step=1)
+    assert [(s.episode_id, s.advantages[-1]) for s in samples] == [("sound", -0.5)]
+
+
+@pytest.mark.parametrize("stop", list(StopReason))
+def test_masked_overlong_episodes_vote_but_do_not_train(stop: StopReason):
+    cut = Group(Task("t"), (episode("cut", 1.0, stop=stop), episode("whole", 0.0)))
+    trained, _ = to_samples([cut], algorithm("dr_grpo"), overlong="train", step=1)
+    masked, records = to_samples([cut], algorithm("dr_grpo"), overlong="mask", step=1)
+    assert [s.episode_id for s in trained] == ["cut", "whole"]
+    assert masked == (trained[1:] if stop in LIMITS else trained)
+    assert masked[-1].advantages[-1] == -0.5, "the reward of the masked one still counts for its sibling"
+    assert (records[0].advantages == ()) == (stop in LIMITS)
+
+
+@pytest.mark.parametrize("stop", list(StopReason))
+def test_penalised_overlong_episodes_lose_reward_before_the_comparison(stop: StopReason):
+    cut = Group(Task("t"), (episode("cut", 1.0, stop=stop, rewards={"solved": 1.0}), episode("whole", 1.0)))
+    less = penalised([cut], 0.25)
+    samples, _ = to_samples(less, algorithm("dr_grpo"), overlong="penalise", step=1)
+    metrics = episode_metrics(less)
+    if stop in LIMITS:
+        assert less[0].episodes[0].rewards == {"solved": 1.0, "overlong": -0.25}
+        assert [s.advantages[-1] for s in samples] == [-0.125, 0.125]
+        assert (metrics["reward/overlong"], metrics["reward"], metrics["solved"]) == (-0.125, 0.875, 1.0)
+    else:
+        assert less == [cut]
+        assert samples == []
+        assert "reward/overlong" not in metrics
+
+
+def test_limits_are_what_cuts_an_episode():
+    assert {s.value for s in LIMITS} == {
+        "timeout",
+        "context_full",
+        "token_budget",
+        "tool_call_limit",
+        "max_turns",
+    }
+
+
+def test_every_branch_gives_a_row_and_each_token_trains_once():
+    fork = Segment((5,), "prompt", 0, 2)
+    again = Segment((6, 9), "sampled", 2, 3, (-0.4, -0.5), (5, 5))
+    rows = episode_samples(episode("e", 1.0, segments=(PROMPT, ANSWER, fork, again)), 2.0, group=4)
+    assert [r.ids for r in rows] == [(1, 2, 7, 8, 9), (1, 2, 5, 6, 9)]
+    assert [sum(r.loss_mask) for r in rows] == [3, 2]
+    assert {(r.episode_id, r.group, r.advantages[-1]) for r in rows} == {("e", 4, 2.0)}
+
+
+def test_an_episode_without_a_sampled_token_gives_no_row():
+    assert episode_samples(episode("e", 1.0, segments=(PROMPT,)), 1.0) == []
+
+
+class TestTurnLevel:
+    """Two turns an episode: the first pays at once or not, the whole pays at the end."""
+
+    def two_turns(self, name: str, first: float, end: float) -> Episode:
+        said = [Message("assistant", "a"), Message("assistant", "b")]
+        again = Segment((3,), "observation", 1, 2)
+        last = Segment((8, 9), "sampled", 2, 3, (-0.4, -0.5), (5, 5))
+        turns = tuple(Turn(m, (), r, "stop", 2, 0.1, 0.2) for m, r in zip(said, (first, 0.0), strict=True))
+        messages = (Message("user", "u"), said[0], Message("tool", "t"), said[1])
+        return Episode(
+            name, Task("t"), messages, turns, (PROMPT, ANSWER, again, last), StopReason.ANSWERED, first + end
+        )
+
+    @pytest.mark.parametrize("discount", [1.0, 0.5])
+    def test_each_turn_is_compared_by_what_came_after_it(self, discount: float):
+        pair = Group(Task("t"), (self.two_turns("a", 1.0, 2.0), self.two_turns("b", 0.0, 0.0)))
+        config = AlgorithmConfig(advantage="turn_level", turn_discount=discount)
+        samples, records = to_samples([pair], config, overlong="train", step=1)
+        returns = [1 + 2 * discount, 2.0, 0.0, 0.0]
+        mean = sum(returns) / 4
+        std = math.sqrt(sum((r - mean) ** 2 for r in returns) / 3)
+        wanted = [(r - mean) / std for r in returns]
+        assert samples[0].loss_mask == (False, False, True, True, True, False, True, True)
+        assert samples[0].advantages == pytest.approx((0, 0, *[wanted[0]] * 3, 0, *[wanted[1]] * 2), abs=1e-5)
+        assert records[0].advantages == pytest.approx(wanted[:2], abs=1e-5)
+        assert records[1].advantages == pytest.approx(wanted[2:], abs=1e-5)
+
+    def test_equal_returns_give_no_rows(self):
+        pair = Group(Task("t"), (self.two_turns("a", 0.0, 1.0), self.two_turns("b", 0.0, 1.0)))
+        samples, records = to_samples([pair], AlgorithmConfig(advantage="turn_level"), overlong="train", step=1)
+        assert samples == []
+        assert [r.advantages for r in records] == [(), ()]
+
+    def test_a_branch_belongs_to_the_turn_before_it(self):
+        episode = self.two_turns("a", 1.0, 2.0)
+        branch = (Segment((4,), "prompt", -1, 4), Segment((5, 6), "sampled", 2, 5, (-0.1, -0.1), (4, 4)))
+        messages = (*episode.messages[:3], Message("user", "x"), Message("assistant", "y"), episode.messages[3])
+        segments = (PROMPT, ANSWER, branch[0], branch[1], Segment((3,), "observation", 1, 2))
+        moved = replace(branch[1], message=4)
+        last = Segment((8, 9), "sampled", 4, 5, (-0.4, -0.5), (5, 5))
+        whole = replace(episode, messages=messages, segments=(*segments[:3], moved, segments[4], last))
+        assert segment_advantages(whole, [3.0, 7.0]) == [3.0, 3.0, 7.0]
+
+
+class TestMetrics:
+    def test_failures_are_counted_and_enter_no_mean(self):
+        metrics = episode_metrics([group(1, 0, failed=2), group(1, 1)])
+        assert (metrics["episodes"], metrics["infra_failures"]) == (6, 2)
+        assert (metrics["solved"], metrics["reward"]) == (0.75, 0.75)
+        assert (metrics["groups_with_signal"], metrics["sampled_tokens"]) == (1, 12)
+        assert "stop/infra" not in metrics
+
+    def test_malformed_and_limits_count_episodes_not_mistakes(self):
+        episodes = (
+            episode("a", 0.0, metrics={"parse_error": 3.0, "unknown_tool": 1.0}),
+            episode("b", 0.0, metrics={"invalid_args": 1.0}, stop=StopReason.MAX_TURNS),
+            episode("c", 0.0, metrics={"tool_error": 2.0}, stop=StopReason.TOKEN_BUDGET),
+        )
+        metrics = episode_metrics([Group(Task("t"), episodes)])
+        assert (metrics["malformed"], metrics["limits"]) == (2, 2)
+        assert (metrics["stop/max_turns"], metrics["stop/answered"]) == (1, 1)
+        assert metrics["env/parse_error"] == 3
+
+    def test_solved_is_the_reward_of_that_name_where_there_is_one(self):
+        paid = episode("a", 0.3, rewards={"solved": 0.0, "form": 0.3})
+        assert [is_solved(e) for e in (paid, episode("b", 0.1), episode("c", 0.0), episode("d", None))] == [
+            False,
+            True,
+            False,
+            False,
+        ]
+        assert solved([group(1, 0), group(0, 0)]) == 0.25
+        assert passed([group(1, 0), group(0, 0)]) == 0.5
+        assert (solved([]), passed([])) == (0, 0)
+
+    def test_a_step_of_nothing_has_no_division_by_zero(self):
+        assert episode_metrics([])["reward"] == 0

@@ -1,0 +1,181 @@
+"""What a run is made of, checked before any model is loaded: one clear error for each mistake."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from agentrl.config.run import RunConfig
+from agentrl.env.toolenv import ToolEnv
+from agentrl.errors import ConfigError
+from agentrl.train.setup import load_content, message_of
+from agentrl.types import Message, ToolCall
+
+ENVS = '''
+from agentrl import ToolEnv, reward, tool
+from agentrl.env import Env
+from agentrl.env.tasks import generated
+from agentrl.types import Message
+
+
+class Plain(ToolEnv):
+    """Count."""
+
+    def setup(self, start: int) -> str:
+        return f"Begin with {start}."
+
+    @classmethod
+    def tasks(cls, split, seed, *, first=0):
+        return generated("plain", split, seed, 10, lambda rng: {"start": first + rng.randrange(5)})
+
+
+class Sized(Plain):
+    def __init__(self, size: int = 1) -> None:
+        if size < 1:
+            raise ValueError(f"size must be at least 1, got {size}")
+        self.size = size
+
+
+class Reads(Plain):
+    def __init__(self, path: str) -> None:
+        self.text = open(path).read()
+
+
+class Misfit(Plain):
+    @classmethod
+    def tasks(cls, split, seed):
+        return generated("misfit", split, seed, 10, lambda rng: {"begin": 1})
+
+
+class Empty(Plain):
+    @classmethod
+    def tasks(cls, split, seed):
+        return []
+
+
+class Untyped(ToolEnv):
+    @tool
+    def add(self, a, b: int) -> int:
+        """Add."""
+
+
+class NoTasks(ToolEnv):
+    """None."""
+'''
+
+
+@pytest.fixture
+def load(tmp_path: Path):
+    (tmp_path / "mine.py").write_text(ENVS)
+
+    def load(name: str, **sections: Any):
+        env = {"use": f"{tmp_path}/mine.py:{name}" if ":" not in name else name, **sections.pop("env", {})}
+        return load_content(RunConfig(**{"env": env, "model": {"tiny": {}}} | sections))
+
+    return load
+
+
+@pytest.mark.parametrize(
+    ("name", "sections", "said"),
+    [
+        ("Plain", {"env": {"options": {"size": 3}}}, "env.options {'size': 3} do not fit "),
+        ("Plain", {"env": {"options": {"size": 3}}}, "Plain takes no arguments (it has no __init__), got size"),
+        ("Sized", {"env": {"options": {"sise": 3}}}, "unexpected keyword argument 'sise'"),
+        ("Sized", {"env": {"options": {"size": 0}}}, "size must be at least 1, got 0"),
+        ("Reads", {}, "missing 1 required positional argument: 'path'"),
+        ("Reads", {"env": {"options": {"path": "nowhere.txt"}}}, "No such file or directory: 'nowhere.txt'"),
+        ("Plain", {"data": {"options": {"last": 3}}}, "with data.options {'last': 3}: "),
+        ("Misfit", {}, "argument 'start' of Misfit.setup is missing; it has: begin"),
+        ("Empty", {}, "Empty.tasks('train', ...) with data.options {}: it gives no task"),
+        ("NoTasks", {}, "has no `tasks` classmethod: name a JSON-lines file under data.train"),
+        ("Untyped", {}, "Untyped.add: argument 'a' has no type hint"),
+        ("Plain", {"warmup": {}}, "writes no demonstrations by itself"),
+        ("Missing", {}, "has no 'Missing'"),
+        ("no_such_package.envs:Env", {}, "no module 'no_such_package'"),
+        ("Plain", {"data": {"train": "nowhere.jsonl"}}, "no file nowhere.jsonl"),
+    ],
+)
+def test_a_mistake_is_one_clear_error(load, name: str, sections: dict[str, Any], said: str):
+    with pytest.raises(ConfigError) as caught:
+        load(name, **sections)
+    assert said in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_row_that_does_not_fit_is_named_by_its_line(load, tmp_path: Path):
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text('{"start": 1}\n\n{"begin": 2}\n')
+    with pytest.raises(
+        ConfigError, match=r"rows\.jsonl:3: argument 'start' of Plain\.setup is missing; it has: begin"
+    ):
+        load("Plain", data={"train": str(rows)})
+
+
+def test_options_reach_what_they_are_for(load):
+    content = load("Sized", env={"options": {"size": 7}}, data={"options": {"first": 100}})
+    assert content.make_env().size == 7
+    assert content.make_env() is not content.make_env()
+    assert all(100 <= content.train_tasks[i].row["start"] < 105 for i in range(10))
+    assert content.train_tasks[0].id == "plain-train-0-0"
+    assert content.held_out_tasks[0].id == "plain-held_out-0-0"
+
+
+def test_a_tool_env_without_init_takes_nothing_and_one_with_init_what_it_says():
+    class Bare(ToolEnv):
+        """Bare."""
+
+    class Derived(Bare):
+        def __init__(self, size: int) -> None:
+            self.size = size
+
+    Bare()
+    assert Derived(3).size == Derived(size=3).size == 3
+    for wrong in (lambda: Bare(3), lambda: Bare(size=3)):  # type: ignore[call-arg]
+        with pytest.raises(TypeError, match="Bare takes no arguments"):
+            wrong()
+
+
+class TestDemonstrations:
+    def test_openai_messages_become_ours(self):
+        found = message_of(
+            {
+                "role": "assistant",
+                "content": None,
+                "reasoning_content": "hm",
+                "tool_calls": [
+                    {"id": "c7", "type": "function", "function": {"name": "add", "arguments": '{"a": 1}'}},
+                    {"name": "stop"},
+                ],
+            },
+            "x:1",
+        )
+        calls = (ToolCall("c7", "add", {"a": 1}), ToolCall("call00001", "stop", {}))
+        assert found == Message("assistant", "", calls, reasoning="hm")
+        answer = {"role": "tool", "content": "3", "tool_call_id": "c7", "name": "add"}
+        assert message_of(answer, "x:1") == Message("tool", "3", tool_call_id="c7", name="add")
+
+    @pytest.mark.parametrize(
+        ("row", "said"),
+        [
+            ({}, 'a demonstration is an object with a list under "messages"'),
+            ({"messages": "hello"}, 'a list under "messages"'),
+            ({"messages": ["hello"]}, "a message is an object, got 'hello'"),
+            ({"messages": [{"role": "robot"}]}, "a message needs a role"),
+            ({"messages": [{"role": "user", "content": [{"type": "image"}]}]}, "text as content"),
+            ({"messages": [{"role": "assistant", "tool_calls": ["add"]}]}, "a tool call is "),
+            ({"messages": [{"role": "assistant", "tool_calls": [{"function": {}}]}]}, "a tool call is "),
+            ({"messages": [{"role": "assistant", "tool_calls": [{"name": "a", "arguments": "{"}]}]}, "not JSON"),
+            ({"messages": [{"role": "assistant", "tool_calls": [{"name": "a", "arguments": "3"}]}]}, "an object"),
+        ],
+    )
+    def test_a_bad_one_is_named_by_its_line(self, load, tmp_path: Path, row: Any, said: str):
+        file = tmp_path / "demos.jsonl"
+        good = {"messages": [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "ho"}]}
+        file.write_text(json.dumps(good) + "\n" + json.dumps(row) + "\n")
+        with pytest.raises(ConfigError) as caught:
+            load("Plain", warmup={"demonstrations": str(file)})
+        assert str(caught.value).startswith(f"{file}:2: ")
+        assert said in str(caught.value)

@@ -1,0 +1,67 @@
+"""The first signal asks, the second aborts."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+import threading
+
+import pytest
+
+from agentrl.train.signals import stop_requested
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_first_asks_second_aborts(number: signal.Signals):
+    before = signal.getsignal(number)
+    told: list[str] = []
+    with stop_requested(told.append) as stop:
+        assert not stop
+        os.kill(os.getpid(), number)
+        assert stop
+        assert stop.by == number.name
+        with pytest.raises(KeyboardInterrupt):
+            os.kill(os.getpid(), number)
+    assert len(told) == 1
+    assert "saving after this step" in told[0]
+    assert signal.getsignal(number) is before
+
+
+def test_an_asyncio_loop_sees_the_request_at_its_next_step():
+    """asyncio.run installs its own SIGINT handler only where the default one stands."""
+    code = (
+        "import asyncio, os, signal\n"
+        "from agentrl.train.signals import stop_requested\n"
+        "async def loop():\n"
+        "    with stop_requested() as stop:\n"
+        "        for step in range(1000):\n"
+        "            if stop: return print('left after', step, 'by', stop.by)\n"
+        "            if step == 3: os.kill(os.getpid(), signal.SIGINT)\n"
+        "            await asyncio.sleep(0)\n"
+        "asyncio.run(loop())"
+    )
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert result.stdout == "left after 4 by SIGINT\n"
+    assert result.returncode == 0
+
+
+def test_elsewhere_than_in_the_main_thread_signals_stay_as_they_are():
+    before, seen = signal.getsignal(signal.SIGINT), []
+
+    def work() -> None:
+        with stop_requested() as stop:
+            seen.append((bool(stop), signal.getsignal(signal.SIGINT)))
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    thread.join()
+    assert seen == [(False, before)]
+
+
+async def test_it_works_around_awaits():
+    with stop_requested() as stop:
+        await asyncio.sleep(0)
+        assert not stop
