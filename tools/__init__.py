@@ -1,4 +1,6 @@
-"""Tools that are ready to use, on top of a sandbox: name them in YAML, or take them over into an env of your own.
+"""Tools that are ready to use: name them in YAML, or take them over into an env of your own.
 
-agentrl.tools.python:Python, agentrl.tools.shell:Shell, agentrl.tools.files:Files, agentrl.tools.sql:Sql
+On top of a sandbox: agentrl.tools.python:Python, agentrl.tools.shell:Shell, agentrl.tools.files:Files,
+agentrl.tools.sql:Sql. Without one: agentrl.tools.search:Search (a local corpus) and agentrl.tools.http:Http (off
+until hosts are named).
 """

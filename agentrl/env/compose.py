@@ -192,6 +192,9 @@ def _load_named(
     if isinstance(found, type):
         if not any(hasattr(getattr(found, name, None), TOOL_MARK) for name in dir(found)):
             raise ConfigError(f"tools: class {found.__name__} has no @tool method")
+        parameters = inspect.signature(found).parameters
+        if base is not None and "base" in parameters and "base" not in options:
+            options = {**options, "base": base}  # its paths, too, count from the file that names it
         try:
             inspect.signature(found).bind(**options)
         except TypeError as e:

@@ -11,9 +11,9 @@ from pydantic import Field
 from agentrl.env import ToolEnv, reward, tool
 from agentrl.env.read import final_answer
 from agentrl.env.tasks import Split, generated
-from agentrl.envs.search.bm25 import words
 from agentrl.envs.search.world import world
 from agentrl.testing.policy import ScriptedPolicy, call
+from agentrl.tools.bm25 import words
 from agentrl.types import Episode, Task
 
 _NUM_TRAIN_WORLDS = 50
@@ -23,23 +23,19 @@ class Search(ToolEnv):
     """Answer the question with the articles at hand. Reply with the name or the number only."""
 
     def setup(self, corpus: int, fact: int) -> str:
-        self.corpus = world(corpus)
-        self.fact = self.corpus.facts[fact]
+        made = world(corpus)
+        self.corpus, self.fact = made.corpus, made.facts[fact]
         return self.fact.question
 
     @tool(parallel=True)
     def search(self, query: str, num: Annotated[int, Field(ge=1, le=10)] = 3) -> str:
         """Titles and first words of the articles that fit best."""
-        found = self.corpus.index.search(query, num)
-        titles = [self.corpus.titles[n] for n in found]
-        return "\n".join(f"{t}: {self.corpus.articles[t][:60]}" for t in titles) or "Nothing found."
+        return self.corpus.find(query, num)
 
     @tool(parallel=True)
     def read(self, title: str) -> str:
         """The whole article of that title."""
-        if title not in self.corpus.articles:
-            raise KeyError(f"no article {title[:80]!r}; search gives the titles")
-        return self.corpus.articles[title]
+        return self.corpus.article(title)
 
     @reward
     def solved(self, episode: Episode) -> bool:

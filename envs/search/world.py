@@ -7,7 +7,7 @@ import random
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from agentrl.envs.search.bm25 import Index
+from agentrl.tools.search import Corpus
 
 _STARTS = (
     "Ba",
@@ -44,11 +44,9 @@ class Fact:
 
 @dataclass(frozen=True, slots=True)
 class World:
-    """The articles by title, an index over them, and what there is to ask."""
+    """The articles, and what there is to ask."""
 
-    articles: dict[str, str]
-    titles: tuple[str, ...]
-    index: Index
+    corpus: Corpus
     facts: tuple[Fact, ...]
 
 
@@ -95,9 +93,7 @@ def world(seed: int) -> World:
                 (book, author, birthplace),
             )
         )
-    titles = tuple(articles)
-    index = Index([f"{title} {title} {text}" for title, text in articles.items()])
-    return World(articles, titles, index, tuple(facts))
+    return World(Corpus(articles), tuple(facts))
 
 
 def _names(rng: random.Random) -> Callable[[], str]:

@@ -1,25 +1,17 @@
 from agentrl.envs.search import Search
-from agentrl.envs.search.bm25 import Index
 from agentrl.envs.search.world import world
 from agentrl.testing.policy import ScriptedPolicy, call, play
 from agentrl.types import Task
 
 
-def test_the_rarest_shared_word_decides():
-    index = Index(["a red house", "a blue house by the sea", "a red red boat"])
-    assert index.search("red", 3) == [2, 0]
-    assert index.search("blue house", 3) == [1, 0]
-    assert index.search("nothing at all", 3) == []
-
-
 def test_every_answer_is_where_its_way_leads():
     made = world(3)
     for fact in made.facts:
-        assert fact.answer in made.articles[fact.way[-1]]
+        assert fact.answer in made.corpus.articles[fact.way[-1]]
         assert fact.way[0] in fact.question
         for here, there in zip(fact.way, fact.way[1:], strict=False):
-            assert there in made.articles[here]
-            assert made.titles[made.index.search(there, 1)[0]] == there
+            assert there in made.corpus.articles[here]
+            assert made.corpus.titles[made.corpus.index.search(there, 1)[0]] == there
 
 
 async def test_the_answer_must_be_the_name_alone():

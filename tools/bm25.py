@@ -1,4 +1,4 @@
-"""Okapi BM25 over a few hundred short documents, in plain Python."""
+"""Okapi BM25 over some thousands of short documents, in plain Python."""
 
 from __future__ import annotations
 
