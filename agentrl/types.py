@@ -129,6 +129,18 @@ class StopReason(StrEnum):
     """The policy used all its turns."""
 
 
+LIMITS = frozenset(
+    {
+        StopReason.TIMEOUT,
+        StopReason.CONTEXT_FULL,
+        StopReason.TOKEN_BUDGET,
+        StopReason.TOOL_CALL_LIMIT,
+        StopReason.MAX_TURNS,
+    }
+)
+"""Stop reasons that say that an episode was cut."""
+
+
 @dataclass(frozen=True, slots=True)
 class CallRecord:
     """What became of one tool call. `outcome` is "ok" or the name of the policy's mistake."""

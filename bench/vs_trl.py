@@ -42,7 +42,7 @@ from agentrl.env.observe import error_text
 from agentrl.env.read import final_answer
 from agentrl.envs.calculator import Calculator, CalculatorError, evaluate
 from agentrl.envs.calculator.expression import as_text
-from agentrl.train.report import Silent
+from agentrl.run.report import Silent
 from agentrl.types import Episode
 
 SLOW_TOOL_S = 0.05
@@ -177,7 +177,7 @@ def run_config(shape: Shape, model: Mapping[str, Any], **changes: Any) -> RunCon
                 "max_turns": shape.tool_turns + 1,
                 "max_tokens": shape.completion_tokens,
             },
-            "algorithm": {"kl_coef": 0.0},
+            "algorithm": {"kl": {"coef": 0.0}},
             "optim": {"lr": LR},
             "eval": {"tasks": 1},
             **changes,
@@ -187,7 +187,7 @@ def run_config(shape: Shape, model: Mapping[str, Any], **changes: Any) -> RunCon
 
 def make_model(shape: Shape, folder: str) -> None:
     """Make the tiny model and cold-start it; the folder then holds it under `start`."""
-    from agentrl.train.setup import load_content
+    from agentrl.rollout.setup import load_content
     from agentrl.train.start import make_start
 
     options = {"quality": 0.8, "min_operations": shape.operations, "max_operations": shape.operations}
@@ -246,8 +246,8 @@ class Turns(Silent):
 
 
 def run_ours(shape: Shape, model: str, prompt_tokens: int, folder: str, pipe: Connection) -> None:
+    from agentrl.run.store import RunStore
     from agentrl.train.run import train_run
-    from agentrl.train.store import RunStore
 
     config = run_config(shape, {"path": model})
     rollout = config.rollout.model_copy(update={"token_budget": prompt_tokens + shape.completion_tokens})

@@ -76,7 +76,7 @@ def probe(code: str) -> tuple[float, set[str]]:
         "import agentrl",
         "from agentrl import load_config, Episode, ConfigError",
         "import agentrl.cli",
-        "from agentrl.train.store import RunStore; from agentrl.train.display import make_display",
+        "from agentrl.run.store import RunStore; from agentrl.run.display import make_display",
     ],
 )
 def test_imports_are_quick_and_light(code: str):

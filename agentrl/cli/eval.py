@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from rich.text import Text
 
     from agentrl.config import RunConfig
-    from agentrl.train.evaluate import EvalResult
+    from agentrl.eval.run import EvalResult
 
 
 class Split(StrEnum):
@@ -49,11 +49,11 @@ def evaluate(
     """Play tasks with a trained policy and say how many it solves."""
     from rich.console import Console
 
-    from agentrl.train.display import make_display
+    from agentrl.run.display import make_display
 
     checkpoint, config = find(target, env, overrides)
-    from agentrl.train.evaluate import evaluate as play
-    from agentrl.train.session import quiet_transformers
+    from agentrl.eval.run import evaluate as play
+    from agentrl.rollout.setup import quiet_transformers
 
     quiet_transformers()
     with make_display(config.name, again="", console=Console(stderr=True)) as display:
@@ -77,7 +77,7 @@ def find(target: Path, env: str | None, overrides: list[str]) -> tuple[Path, Run
     """
     from agentrl.config import RunConfig, load_config
     from agentrl.errors import ConfigError
-    from agentrl.train.store import find_checkpoint
+    from agentrl.run.store import find_checkpoint
 
     for run in (target, target.absolute().parent.parent):
         if (run / "config.yaml").is_file():
@@ -105,7 +105,7 @@ def _no_config(target: Path) -> RunConfig:
 def _text(result: EvalResult, split: Split) -> Text:
     from rich.text import Text
 
-    from agentrl.train.display import duration, percent
+    from agentrl.run.display import duration, percent
 
     count = len(result.episodes)
     rewards = ", ".join(f"{name} {value:.3f}" for name, value in result.rewards.items())

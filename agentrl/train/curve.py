@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from agentrl.records import read_metrics
-from agentrl.train.files import write_atomic
+from agentrl.run.files import write_atomic
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -10,7 +10,7 @@ from pathlib import Path
 from agentrl.config.run import RunConfig
 from agentrl.env.curriculum import TaskSampler, has_signal
 from agentrl.errors import CheckpointError
-from agentrl.train.metrics import solved
+from agentrl.rollout.metrics import solved
 from agentrl.types import Group, Task
 
 SAMPLER_FILE = "sampler.json"

@@ -20,13 +20,13 @@ from agentrl.env import Env
 from agentrl.env.load import load_env
 from agentrl.errors import ConfigError, InfraError
 from agentrl.records import EpisodeRecord
+from agentrl.rollout.setup import Content, corpus, load_content, load_renderer
 from agentrl.sandbox import close_pools
 from agentrl.testing.env import EnvCheckError, check_env
 from agentrl.testing.policy import Policy, ScriptedPolicy, call, play, random_arguments
 from agentrl.testing.tiny_model import make_tokenizer
-from agentrl.train.samples import LIMITS, advantages
-from agentrl.train.setup import Content, corpus, load_content, load_renderer
-from agentrl.types import Episode, Message, Segment, Task
+from agentrl.train.samples import advantages
+from agentrl.types import LIMITS, Episode, Message, Segment, Task
 
 PROBED_TASKS = 32
 """Opening messages that are rendered to see how long they get."""

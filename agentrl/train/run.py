@@ -20,29 +20,28 @@ from agentrl.errors import AgentRLError
 from agentrl.records import EpisodeRecord
 from agentrl.rollout.collect import collect
 from agentrl.rollout.episode import Player
-from agentrl.sandbox import close_pools
-from agentrl.train.curve import write_curve
-from agentrl.train.feed import TaskFeed
-from agentrl.train.learner import Learner, Update
-from agentrl.train.memory import keep_freed_memory
-from agentrl.train.metrics import episode_metrics, solved
-from agentrl.train.prompts import fitting
-from agentrl.train.report import Reporter, Summary
-from agentrl.train.samples import penalised
-from agentrl.train.setup import (
+from agentrl.rollout.metrics import episode_metrics, solved
+from agentrl.rollout.prompts import fitting
+from agentrl.rollout.setup import (
     RENDERER_FILE,
     Content,
     check_renderer,
     load_content,
     load_renderer,
     make_engine,
-    make_learner,
     make_player,
     make_token_check,
 )
+from agentrl.run.report import Reporter, Summary
+from agentrl.run.store import RunStore
+from agentrl.sandbox import close_pools
+from agentrl.train.curve import write_curve
+from agentrl.train.feed import TaskFeed
+from agentrl.train.learner import Learner, Update
+from agentrl.train.memory import keep_freed_memory
+from agentrl.train.samples import penalised
 from agentrl.train.signals import StopRequest, stop_requested
-from agentrl.train.start import copy_tokenizer, make_start
-from agentrl.train.store import RunStore
+from agentrl.train.start import copy_tokenizer, make_learner, make_start
 from agentrl.types import Group, Sample, Task
 
 P = ParamSpec("P")
@@ -149,11 +148,11 @@ class Run:
         self._seconds[name] = time.monotonic() - started
 
     def _check_drift(self, step: int, metrics: Mapping[str, float]) -> None:
-        drift, bound = metrics.get("drift/mean_abs", 0.0), self.config.algorithm.max_drift
+        drift, bound = metrics.get("drift/mean_abs", 0.0), self.config.algorithm.drift_gate.mean_abs or float("inf")
         if drift > bound:
             raise AgentRLError(
                 f"step {step}: sampler and learner disagree by {drift:.3g} per token on average, above "
-                f"algorithm.max_drift = {bound:g}: what is trained is not what was sampled; look at engine.dtype, "
+                f"algorithm.drift_gate.mean_abs = {bound:g}: what is trained is not what was sampled; look at engine.dtype, "
                 "or raise the bound if you know why"
             )
 

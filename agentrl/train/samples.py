@@ -12,18 +12,7 @@ from agentrl.algo.estimators import StepData, TurnLevel, estimate
 from agentrl.chat.transcript import rows_of
 from agentrl.config.run import AlgorithmConfig
 from agentrl.records import EpisodeRecord
-from agentrl.types import Episode, Group, Sample, StopReason
-
-LIMITS = frozenset(
-    {
-        StopReason.TIMEOUT,
-        StopReason.CONTEXT_FULL,
-        StopReason.TOKEN_BUDGET,
-        StopReason.TOOL_CALL_LIMIT,
-        StopReason.MAX_TURNS,
-    }
-)
-"""Stop reasons that say that an episode was cut."""
+from agentrl.types import LIMITS, Episode, Group, Sample
 
 
 def penalised(groups: Sequence[Group], penalty: float) -> list[Group]:
@@ -115,7 +104,7 @@ def to_samples(
 def _by_segment(episodes: Sequence[Episode], config: AlgorithmConfig) -> list[list[float]]:
     """For each episode of a group the advantages of its sampled segments, in their order."""
     if config.advantage == "turn_level":
-        by_turn = turn_advantages(episodes, config.turn_discount)
+        by_turn = turn_advantages(episodes, config.turn_level.gamma if config.turn_level else 1.0)
         return [segment_advantages(e, values) for e, values in zip(episodes, by_turn, strict=True)]
     found = advantages([episode.reward or 0.0 for episode in episodes], config)
     return [

@@ -11,9 +11,10 @@ from typing import TextIO
 from rich.console import Console
 
 from agentrl.config import RunConfig
-from agentrl.train.display import make_display
-from agentrl.train.report import Reporter, Summary
-from agentrl.train.store import RunStore
+from agentrl.rollout.setup import quiet_transformers
+from agentrl.run.display import make_display
+from agentrl.run.report import Reporter, Summary
+from agentrl.run.store import RunStore
 
 
 def start_run(
@@ -46,13 +47,6 @@ def start_run(
             summary = train_run(config, store, display)
             display.done(summary)
     return summary
-
-
-def quiet_transformers() -> None:
-    """No progress bars of transformers across ours: they would tear the display."""
-    from transformers.utils import logging
-
-    logging.disable_progress_bar()  # type: ignore[no-untyped-call]
 
 
 @contextmanager

@@ -10,10 +10,11 @@ from pathlib import Path
 from agentrl.config.run import RunConfig, WarmupConfig
 from agentrl.errors import ConfigError
 from agentrl.rollout.collect import collect
+from agentrl.rollout.metrics import passed
+from agentrl.rollout.setup import Content, corpus, load_renderer, make_engine, make_player
+from agentrl.run.report import Reporter
 from agentrl.testing.tiny_model import make_tiny_model
-from agentrl.train.metrics import passed
-from agentrl.train.report import Reporter
-from agentrl.train.setup import Content, corpus, load_renderer, make_engine, make_learner, make_player
+from agentrl.train.learner import Learner
 from agentrl.train.warmup import cold_start, demonstration_samples
 
 
@@ -102,6 +103,19 @@ async def _cold_start(
     target.mkdir()
     learner.policy.save_pretrained(target)
     copy_tokenizer(source, target)
+
+
+def make_learner(config: RunConfig, policy: Path, reference: Path | None) -> Learner:
+    """The learner of the run; without a reference directory it has no reference policy."""
+    return Learner(
+        policy,
+        algorithm=config.algorithm,
+        optim=config.optim,
+        config=config.learner,
+        temperature=config.rollout.temperature,
+        total_steps=config.steps,
+        reference_dir=reference,
+    )
 
 
 def copy_tokenizer(source: Path, target: Path) -> None:

@@ -10,10 +10,7 @@ from rich.table import Table
 from rich.text import Text
 
 from agentrl.records import EpisodeRecord
-from agentrl.types import CallRecord, Episode, Image, Message, ToolCall, Turn
-
-LIMITS = frozenset({"timeout", "context_full", "token_budget", "tool_call_limit", "max_turns"})
-"""Stop reasons that cut an episode."""
+from agentrl.types import LIMITS, CallRecord, Episode, Image, Message, ToolCall, Turn
 
 
 def worst_first(records: Iterable[EpisodeRecord]) -> list[EpisodeRecord]:

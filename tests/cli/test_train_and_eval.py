@@ -12,9 +12,9 @@ import pytest
 
 from agentrl.cli.eval import find
 from agentrl.errors import CheckpointError, ConfigError
+from agentrl.eval.run import wilson
 from agentrl.records import read_episodes, read_metrics
-from agentrl.train.evaluate import wilson
-from agentrl.train.store import find_checkpoint
+from agentrl.run.store import find_checkpoint
 
 YAML = """\
 env: agentrl.envs.calculator:Calculator

@@ -12,10 +12,10 @@ from agentrl.env.read import final_answer
 from agentrl.errors import ConfigError, InfraError
 from agentrl.rollout.collect import collect
 from agentrl.rollout.episode import Limits, Player, run_episode
+from agentrl.rollout.setup import env_factory
 from agentrl.testing.engine import ScriptedEngine
 from agentrl.testing.policy import call, say
 from agentrl.testing.tiny_model import make_tokenizer
-from agentrl.train.setup import env_factory
 from agentrl.types import Episode, Sampling, Task
 
 ENV = '''

@@ -11,10 +11,10 @@ from agentrl.chat.template import Renderer
 from agentrl.config.run import RunConfig
 from agentrl.env.toolenv import ToolEnv
 from agentrl.errors import CheckpointError, ConfigError
+from agentrl.rollout.prompts import fitting, prompt_tokens
+from agentrl.rollout.setup import Content
 from agentrl.testing.tiny_model import make_tokenizer
 from agentrl.train.feed import SAMPLER_FILE, TaskFeed
-from agentrl.train.prompts import fitting, prompt_tokens
-from agentrl.train.setup import Content
 from agentrl.types import Episode, Group, Message, StopReason, Task, Turn
 
 TASKS = [Task(f"t{i}", {"number": i}) for i in range(10)]

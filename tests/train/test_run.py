@@ -11,9 +11,9 @@ import pytest
 
 from agentrl.config.run import RunConfig
 from agentrl.records import read_episodes
-from agentrl.train.report import Silent, Summary
+from agentrl.run.report import Silent, Summary
+from agentrl.run.store import RunStore
 from agentrl.train.run import train_run
-from agentrl.train.store import RunStore
 
 TIMES = ("seconds", "tokens_per_s")
 """Metrics that a clock decides, by the end of their names."""

@@ -8,9 +8,9 @@ from dataclasses import replace
 import pytest
 
 from agentrl.config.run import AlgorithmConfig
-from agentrl.train.metrics import episode_metrics, is_solved, passed, solved
-from agentrl.train.samples import LIMITS, advantages, episode_samples, penalised, segment_advantages, to_samples
-from agentrl.types import Episode, Group, Message, Segment, StopReason, Task, Turn
+from agentrl.rollout.metrics import episode_metrics, is_solved, passed, solved
+from agentrl.train.samples import advantages, episode_samples, penalised, segment_advantages, to_samples
+from agentrl.types import LIMITS, Episode, Group, Message, Segment, StopReason, Task, Turn
 
 PROMPT = Segment((1, 2), "prompt", -1, 0)
 ANSWER = Segment((7, 8, 9), "sampled", 0, 1, (-0.1, -0.2, -0.3), (4, 4, 5))

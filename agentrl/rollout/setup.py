@@ -17,7 +17,6 @@ from agentrl.env.load import load_env, load_rows, read_jsonl
 from agentrl.env.toolenv import ToolEnv
 from agentrl.errors import CheckpointError, ConfigError
 from agentrl.rollout.episode import Limits, Player, TokenCheck
-from agentrl.train.learner import Learner, pick_device
 from agentrl.types import Message, Sampling, Task, ToolCall
 
 RENDERER_FILE = "renderer.json"
@@ -198,6 +197,7 @@ def make_token_check(config: RunConfig) -> TokenCheck | None:
 
 def make_engine(config: RunConfig, directory: Path) -> Engine:
     """The engine of the run, loaded from a model directory."""
+    from agentrl.engine.device import pick_device
     from agentrl.engine.local import LocalEngine
 
     return LocalEngine.from_directory(
@@ -205,19 +205,6 @@ def make_engine(config: RunConfig, directory: Path) -> Engine:
         dtype=config.engine.dtype,
         device=str(pick_device(config.engine.device)),
         max_slots=config.engine.max_slots,
-    )
-
-
-def make_learner(config: RunConfig, policy: Path, reference: Path | None) -> Learner:
-    """The learner of the run; without a reference directory it has no reference policy."""
-    return Learner(
-        policy,
-        algorithm=config.algorithm,
-        optim=config.optim,
-        config=config.learner,
-        temperature=config.rollout.temperature,
-        total_steps=config.steps,
-        reference_dir=reference,
     )
 
 
@@ -257,3 +244,10 @@ def make_player(
         sampling=Sampling(temperature=temperature, max_tokens=rollout.max_tokens, stop_ids=renderer.stop_ids),
         token_check=token_check,
     )
+
+
+def quiet_transformers() -> None:
+    """No progress bars of transformers across ours: they would tear the display."""
+    from transformers.utils import logging
+
+    logging.disable_progress_bar()  # type: ignore[no-untyped-call]

@@ -15,9 +15,9 @@ import pytest
 from agentrl.config import RunConfig, load_config
 from agentrl.errors import CheckpointError, ConfigError
 from agentrl.records import EpisodeRecord, read_episodes, read_records, recorded_steps
-from agentrl.train import saved
-from agentrl.train.report import Summary
-from agentrl.train.store import RunStore, find_checkpoint
+from agentrl.run import saved
+from agentrl.run.report import Summary
+from agentrl.run.store import RunStore, find_checkpoint
 from agentrl.types import (
     CallRecord,
     Episode,
@@ -152,7 +152,7 @@ def test_a_folder_with_other_things_is_left_alone(tmp_path: Path):
 def test_two_processes_cannot_hold_one_folder(tmp_path: Path):
     code = (
         "import sys; from pathlib import Path; from agentrl.config import RunConfig\n"
-        "from agentrl.train.store import RunStore\n"
+        "from agentrl.run.store import RunStore\n"
         "store = RunStore.open(RunConfig.model_validate_json(sys.argv[1]), Path(sys.argv[2]))\n"
         "print('held', flush=True); sys.stdin.read()"
     )
@@ -232,7 +232,7 @@ CRASH = """
 import os, signal, sys
 from pathlib import Path
 from agentrl.config import RunConfig
-from agentrl.train.store import RunStore
+from agentrl.run.store import RunStore
 store = RunStore.open(RunConfig.model_validate_json(sys.argv[1]), Path(sys.argv[2]))
 moment, calls = int(sys.argv[3]), 0
 def killer(real):

@@ -3,7 +3,7 @@
     config.yaml               the resolved configuration
     metrics.jsonl             one line for each step, synced
     episodes/step-N.jsonl.zst every episode of a step (agentrl.records)
-    checkpoints/step-N/       sealed by a manifest (agentrl.train.saved)
+    checkpoints/step-N/       sealed by a manifest (agentrl.run.saved)
     events.log                what happened when, for people
     summary.json, reward_curve.png   written at the end
 
@@ -40,9 +40,9 @@ from agentrl.records import (
     read_records,
     recorded_steps,
 )
-from agentrl.train import saved
-from agentrl.train.files import fsync_dir, write_atomic
-from agentrl.train.report import Summary
+from agentrl.run import saved
+from agentrl.run.files import fsync_dir, write_atomic
+from agentrl.run.report import Summary
 
 __all__ = ["Checkpoint", "RunStore", "find_checkpoint", "read_episodes", "read_metrics", "read_records"]
 

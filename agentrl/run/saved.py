@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from agentrl.errors import CheckpointError
-from agentrl.train.files import fsync_dir, write_atomic
+from agentrl.run.files import fsync_dir, write_atomic
 
 MANIFEST = "manifest.json"
 _NAME = re.compile(r"step-(\d+)")

@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Sequence
 
-from agentrl.train.samples import LIMITS
-from agentrl.types import Episode, Group
+from agentrl.types import LIMITS, Episode, Group
 
 MALFORMED = ("parse_error", "unknown_tool", "invalid_args")
 """Mistakes that make an episode count as malformed."""

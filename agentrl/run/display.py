@@ -16,7 +16,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from agentrl.train.report import Reporter, Summary
+from agentrl.run.report import Reporter, Summary
 
 
 class Display(Reporter):

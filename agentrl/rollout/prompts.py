@@ -11,8 +11,8 @@ from agentrl.chat.transcript import Transcript
 from agentrl.config.run import RunConfig
 from agentrl.env.load import drop_overlong
 from agentrl.errors import AgentRLError, ConfigError
-from agentrl.train.report import Reporter
-from agentrl.train.setup import Content
+from agentrl.rollout.setup import Content
+from agentrl.run.report import Reporter
 from agentrl.types import Task
 
 MOST_TASKS = 100_000

@@ -13,10 +13,10 @@ from agentrl.config.run import RunConfig
 from agentrl.env.tasks import Split
 from agentrl.errors import ConfigError
 from agentrl.rollout.collect import collect
+from agentrl.rollout.metrics import episode_metrics, is_solved
+from agentrl.rollout.setup import check_renderer, load_content, load_renderer, make_engine, make_player
+from agentrl.run.report import Reporter
 from agentrl.sandbox import close_pools
-from agentrl.train.metrics import episode_metrics, is_solved
-from agentrl.train.report import Reporter
-from agentrl.train.setup import check_renderer, load_content, load_renderer, make_engine, make_player
 from agentrl.types import Episode, Group
 
 

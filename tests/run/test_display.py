@@ -9,8 +9,7 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from agentrl.train.curve import _reward_names, smooth, write_curve
-from agentrl.train.display import (
+from agentrl.run.display import (
     LiveDisplay,
     PlainDisplay,
     Progress,
@@ -19,8 +18,9 @@ from agentrl.train.display import (
     sparkline,
     summary_text,
 )
-from agentrl.train.files import write_atomic
-from agentrl.train.report import Summary
+from agentrl.run.files import write_atomic
+from agentrl.run.report import Summary
+from agentrl.train.curve import _reward_names, smooth, write_curve
 
 METRICS = {"solved": 0.625, "reward": 0.6, "reward/correct": 0.625, "reward/cost": -0.025, "tokens_per_s": 3210.7}
 

@@ -1,0 +1,16 @@
+"""Which device a model runs on."""
+
+from __future__ import annotations
+
+import torch
+
+from agentrl.errors import ConfigError
+
+
+def pick_device(name: str) -> torch.device:
+    """`auto` is CUDA where there is one."""
+    if name == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    if name.startswith("cuda") and not torch.cuda.is_available():
+        raise ConfigError(f"device {name!r}: PyTorch sees no CUDA device here; use `cpu` or `auto`")
+    return torch.device(name)

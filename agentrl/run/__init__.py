@@ -1,0 +1,1 @@
+"""The folder that a run leaves, and what it tells while it goes."""
