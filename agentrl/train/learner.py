@@ -95,9 +95,9 @@ class Learner:
         self.device = pick_device(config.device)
         self.policy = load_policy(policy_dir, self.device)
         self.reference: PreTrainedModel | None = None
-        if algorithm.kl.coef > 0 and reference_dir is not None:
+        if algorithm.kl_coef > 0 and reference_dir is not None:
             self.reference = load_policy(reference_dir, self.device).requires_grad_(False)
-        self.clip = PPOClip(**(algorithm.ppo_clip.model_dump() if algorithm.ppo_clip else {}))
+        self.clip = PPOClip(clip_low=algorithm.clip_low, clip_high=algorithm.clip_high)
         self.optimizer = torch.optim.AdamW(
             self.policy.parameters(), lr=optim.lr, betas=optim.betas, weight_decay=optim.weight_decay, fused=True
         )
@@ -147,8 +147,8 @@ class Learner:
         if self.reference is not None:
             with torch.no_grad():
                 ref_N = self.logprobs(self.reference, packed)
-            kl_N = kl_per_token(self.algorithm.kl.loss_kind, logprobs_N, ref_N, mask_N)
-            loss = loss + self.algorithm.kl.coef * aggregate(kl_N, weights_N, mask_N)
+            kl_N = kl_per_token(self.algorithm.kl, logprobs_N, ref_N, mask_N)
+            loss = loss + self.algorithm.kl_coef * aggregate(kl_N, weights_N, mask_N)
             metrics = metrics | {"kl": mean_of(kl_N)}
         return loss, metrics, drift(before_N, packed.sampler_logprobs_N, packed.sequence_N, mask_N)
 
