@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from agentrl.chat.ids import GrowingIds, Ids
 from agentrl.types import Completion, Message, Origin, Segment
 
 if TYPE_CHECKING:
@@ -52,19 +53,16 @@ class Transcript:
         self.history: History = history or renderer.history
         self._segments: list[Segment] = []  # shared by all branches, as are the messages
         self._messages: list[Message] = []
-        self._ids: list[int] = []
-        self._view: tuple[int, ...] | None = ()
+        self._ids = GrowingIds()
         self._node = -1
         self._context: list[int] = []  # messages of this branch, by their index in the episode
         self._before: tuple[int, int] | None = None  # (node, messages) before the extension not yet answered
         self._thinking = False
 
     @property
-    def ids(self) -> tuple[int, ...]:
-        """The whole context of this branch so far; what the engine continues."""
-        if self._view is None:
-            self._view = tuple(self._ids)
-        return self._view
+    def ids(self) -> Ids:
+        """The whole context of this branch so far; what the engine continues. Taking it copies nothing."""
+        return self._ids.view()
 
     @property
     def segments(self) -> tuple[Segment, ...]:
@@ -204,7 +202,7 @@ class Transcript:
         if fresh.startswith(renderer.render(past, self.tools)):
             return None
         ids = renderer.vocabulary.encode(fresh)
-        appended = [*self._ids, *(id for piece in addition.pieces for id in piece.ids)]
+        appended = [*self.ids, *(id for piece in addition.pieces for id in piece.ids)]
         return None if renderer.decode(ids) == renderer.decode(appended) else ids
 
     def _restart(self, ids: Sequence[int], message: int) -> None:
@@ -231,12 +229,12 @@ class Transcript:
         self._segments.append(segment)
         self._node = len(self._segments) - 1
         self._ids.extend(segment.ids)
-        self._view = None
 
     def _move(self, node: int, context: list[int]) -> None:
         self._node, self._context = node, context
-        self._ids = [id for i in _path(self._segments, node) for id in self._segments[i].ids]
-        self._view = None
+        self._ids = GrowingIds()
+        for i in _path(self._segments, node):
+            self._ids.extend(self._segments[i].ids)
         self._before = None
 
 

@@ -39,7 +39,7 @@ def trained(rows: list[Row]) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:
 
 
 def exactly(rows: list[Row], said: list[tuple[tuple[int, ...], Completion]]) -> None:
-    assert sorted(trained(rows)) == sorted((context, completion.ids) for context, completion in said)
+    assert sorted(trained(rows)) == sorted((tuple(context), completion.ids) for context, completion in said)
     assert sum(sum(row.loss_mask) for row in rows) == sum(len(c.ids) for _, c in said)
     for row in rows:
         assert [n for n, m in enumerate(row.loss_mask) if m] == [n for _, a, b in row.spans for n in range(a, b)]

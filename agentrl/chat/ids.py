@@ -1,0 +1,77 @@
+"""Token ids that only grow: handing them out costs nothing, however many there are."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any, overload
+
+import numpy as np
+from numpy.typing import NDArray
+
+IntArray = NDArray[np.int64]
+
+
+class Ids(Sequence[int]):
+    """The first ids of a `GrowingIds`: never changes, equals a tuple of the same ids, slices are tuples.
+
+    `numpy.asarray` of it copies nothing.
+    """
+
+    __slots__ = ("_array",)
+
+    def __init__(self, array: IntArray) -> None:
+        self._array = array
+
+    def __len__(self) -> int:
+        return len(self._array)
+
+    @overload
+    def __getitem__(self, at: int) -> int: ...
+    @overload
+    def __getitem__(self, at: slice) -> tuple[int, ...]: ...
+    def __getitem__(self, at: int | slice) -> int | tuple[int, ...]:
+        return tuple(self._array[at].tolist()) if isinstance(at, slice) else int(self._array[at])
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(self._array.tolist())
+
+    def __eq__(self, other: object) -> bool:
+        if isinstance(other, Ids):
+            return np.array_equal(self._array, other._array)
+        return isinstance(other, tuple) and tuple(self) == other
+
+    def __hash__(self) -> int:
+        return hash(tuple(self))
+
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> NDArray[Any]:
+        return np.array(self._array, dtype=dtype, copy=copy) if copy else np.asarray(self._array, dtype=dtype)
+
+    def __repr__(self) -> str:
+        return f"Ids{tuple(self)}"
+
+
+class GrowingIds:
+    """Token ids to which more are appended; a view taken earlier stays as it was."""
+
+    def __init__(self) -> None:
+        self._buffer: IntArray = np.empty(256, dtype=np.int64)
+        self._length = 0
+
+    def __len__(self) -> int:
+        return self._length
+
+    def extend(self, ids: Sequence[int]) -> None:
+        """Append `ids`; the cost is that of `ids` alone (doubling now and then, amortised)."""
+        end = self._length + len(ids)
+        if end > len(self._buffer):
+            grown = np.empty(max(end, 2 * len(self._buffer)), dtype=np.int64)
+            grown[: self._length] = self._buffer[: self._length]
+            self._buffer = grown
+        self._buffer[self._length : end] = ids
+        self._length = end
+
+    def view(self) -> Ids:
+        """What is here now."""
+        array = self._buffer[: self._length]
+        array.flags.writeable = False
+        return Ids(array)
