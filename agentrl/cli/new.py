@@ -1,4 +1,4 @@
-"""`agentrl new`: a folder with an environment, its YAML file and its tests, ready to train."""
+"""`agentrl new`: a folder with an environment, its YAML file, its tests and its README, ready to train."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ import typer
 def new(
     folder: Annotated[Path, typer.Argument(metavar="FOLDER", help="Made if it is not there.", show_default=False)],
 ) -> None:
-    """Start an environment of your own: env.py, tools.yaml and a test that already pass and train."""
+    """Start an environment of your own: env.py, tools.yaml, tests and a README that already pass and train."""
     from importlib.resources import files
 
     from agentrl.errors import ConfigError
 
     template = files("agentrl.cli") / "template"
-    names = ("env.py", "tools.yaml", "test_env.py")
+    names = ("env.py", "tools.yaml", "test_env.py", "README.md")
     taken = [name for name in names if (folder / name).exists()]
     if taken:
         raise ConfigError(

@@ -190,7 +190,7 @@ def _read_dataset(path: Path) -> Iterator[tuple[int, Mapping[str, Any]]]:
     try:
         import datasets
     except ImportError as e:
-        raise ConfigError(f"data: {path}: a saved dataset needs the package `datasets`") from e
+        raise ConfigError(f"data: {path}: a saved dataset needs datasets: pip install 'agentrl-train[hf]'") from e
     yield from enumerate(datasets.load_from_disk(str(path)), 1)
 
 

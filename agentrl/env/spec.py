@@ -149,6 +149,11 @@ def class_spec(cls: type) -> ClassSpec:
     rewards: dict[str, RewardSpec] = {}
     for attribute, function in _members(cls).items():
         where = f"{cls.__module__}.{cls.__qualname__}.{attribute}"
+        if attribute in _own_names() and (hasattr(function, TOOL_MARK) or hasattr(function, REWARD_MARK)):
+            raise ConfigError(
+                f"{where}: `{attribute}` is a part of ToolEnv itself, which a tool or reward would replace; name "
+                f"the method otherwise and say `name={attribute!r}` in the decorator"
+            )
         if (mark := getattr(function, TOOL_MARK, None)) is not None:
             spec = _tool_spec(attribute, function, mark, where)
             if spec.name in tools:
@@ -160,6 +165,16 @@ def class_spec(cls: type) -> ClassSpec:
                 raise ConfigError(f"{where}: a second reward named {reward_spec.name!r}; give one another `name=`")
             rewards[reward_spec.name] = reward_spec
     return ClassSpec(tuple(tools.values()), tuple(rewards.values()), _setup_spec(cls), _system(cls))
+
+
+@functools.cache
+def _own_names() -> frozenset[str]:
+    """What ToolEnv, and Env under it, are made of."""
+    from agentrl.env.toolenv import ToolEnv  # imports this module
+
+    return frozenset(
+        name for base in ToolEnv.__mro__ for name in (*vars(base), *vars(base).get("__annotations__", {}))
+    )
 
 
 def _members(cls: type) -> dict[str, Any]:

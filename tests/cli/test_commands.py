@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from dataclasses import replace
@@ -14,6 +15,7 @@ import pytest
 from agentrl.cli import main
 from agentrl.config import dump_config, load_config
 from agentrl.config.describe import json_schema
+from agentrl.env.load import load_env
 from agentrl.records import EpisodeRecord
 from agentrl.run.store import RunStore
 from agentrl.types import CallRecord, Episode, Message, Segment, StopReason, Task, ToolCall, Turn
@@ -278,6 +280,19 @@ class TestNew:
         result = subprocess.run(command, cwd=tmp_path / "shop", capture_output=True, text=True)
         assert result.returncode == 0, result.stdout
         assert "2 passed" in result.stdout
+
+    def test_its_readme_names_the_files_the_tools_the_rewards_and_commands_that_work(self, run, tmp_path: Path):
+        assert run("new", tmp_path / "shop")[0] == 0
+        page = (tmp_path / "shop" / "README.md").read_text()
+        assert {f"`{file.name}`" for file in (tmp_path / "shop").iterdir()} - set(re.findall("`[^`]*`", page)) == {
+            "`README.md`"
+        }
+        shop = load_env("env.py:Shop", base=tmp_path / "shop")
+        for tool in shop.spec().tools:
+            assert f"**Tool** `{tool.name}({', '.join(tool.signature.names)})`" in page
+        assert re.findall(r"\*\*Reward\*\* `(\w+)`", page) == [r.name for r in shop.spec().rewards]
+        for command in re.findall(r"^agentrl (\w+)", page, re.MULTILINE):
+            assert run(command, "--help")[0] == 0
 
     def test_it_overwrites_nothing(self, run, tmp_path: Path):
         write(tmp_path / "tools.yaml", "mine")

@@ -1,4 +1,5 @@
 import json
+import sys
 
 import pytest
 
@@ -36,6 +37,14 @@ def test_a_saved_dataset_is_read(tmp_path):
     datasets = pytest.importorskip("datasets")
     datasets.Dataset.from_list([{"text": "a"}]).save_to_disk(tmp_path / "set")
     assert [dict(t.row) for t in load_rows(tmp_path / "set", Echo)] == [{"text": "a"}]
+
+
+def test_a_saved_dataset_without_its_library_names_the_extra(tmp_path, monkeypatch):
+    (tmp_path / "set").mkdir()
+    (tmp_path / "set" / "dataset_info.json").write_text("{}")
+    monkeypatch.setitem(sys.modules, "datasets", None)
+    with pytest.raises(ConfigError, match=r"needs datasets: pip install 'agentrl-train\[hf\]'"):
+        load_rows(tmp_path / "set", Echo)
 
 
 def test_generated_tasks_cost_the_same_everywhere():

@@ -538,3 +538,24 @@ async def test_a_failing_setup_is_infrastructure_and_a_wrong_row_is_the_users():
 def test_settings_that_cannot_be_are_refused(settings, text):
     with pytest.raises(ConfigError, match=text):
         ToolSettings(**settings)
+
+
+@pytest.mark.parametrize("name", ["close", "reset", "step", "score", "tools", "setup", "respond", "box", "_tools"])
+@pytest.mark.parametrize("decorate", [tool, reward, tool(name="other")])
+def test_a_tool_or_reward_cannot_take_the_place_of_a_part_of_the_env(name, decorate):
+    def method(self) -> int:
+        return 1
+
+    env = type("Taken", (ToolEnv,), {name: decorate(method)})
+    with pytest.raises(ConfigError, match=rf"Taken\.{name}: `{name}` is a part of ToolEnv itself"):
+        env.spec()
+
+
+def test_a_tool_may_be_called_as_a_part_of_the_env_is():
+    class Door(ToolEnv):
+        @tool(name="close")
+        def close_door(self) -> str:
+            """Close the door."""
+            return "closed"
+
+    assert [t["function"]["name"] for t in Door().tools] == ["close"]
