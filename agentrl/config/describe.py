@@ -8,8 +8,9 @@ from typing import Any, get_origin
 from pydantic.fields import FieldInfo
 
 from agentrl.config.dump import yaml_value
-from agentrl.config.run import RunConfig, Section
+from agentrl.config.run import RunConfig
 from agentrl.config.schema import alternatives, bounds, kind_name, section_of
+from agentrl.config.section import Section
 
 
 def json_schema() -> dict[str, Any]:

@@ -208,7 +208,7 @@ def _problem(source: Source, error: ErrorDetails) -> Problem:
         return Problem(loc, f"is missing{hint}", source.spot(loc[:-1]), on_key=True)
     if kind == "value_error":
         text = error["msg"].removeprefix("Value error, ")
-        return Problem(loc, text, source.spot(loc or _mentioned(source, text)), on_key=True)
+        return Problem(loc, text, source.spot(_mentioned(source, text) or loc), on_key=True)
     return Problem(loc, _wrong_value(loc, error), source.spot(loc))
 
 

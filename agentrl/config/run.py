@@ -4,17 +4,10 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import Field, model_validator
 
-Fraction = Annotated[float, Field(ge=0.0, le=1.0)]
-Positive = Annotated[int, Field(gt=0)]
-Count = Annotated[int, Field(ge=0)]
-
-
-class Section(BaseModel):
-    """A part of the configuration: frozen, and every key is known."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True, allow_inf_nan=False)
+from agentrl.config.algorithm import ALONE, AlgorithmConfig, is_own
+from agentrl.config.section import Count, Fraction, Positive, Section
 
 
 class TinyModel(Section):
@@ -164,6 +157,14 @@ class RolloutConfig(Section):
     """Groups a step may play beyond `groups_per_step`, in place of such whose episodes all scored the same."""
     infra_retries: Count = 2
     """How often one place in a group is refilled after infrastructure failures before the run stops."""
+    max_staleness: Count = 0
+    """Steps that an episode's weights may be older than those it trains: 0 samples and trains in turn, 1 samples
+    one step ahead, more is asynchronous. Groups begin only where the bound can be kept; none is dropped for it."""
+    groups_ahead: Count | None = None
+    """Groups under way at most beyond those of the next step; by default `max_staleness` steps of them. Fewer are
+    fresher, and let quick groups go before slow ones (over-sampling; what is left over is trained later)."""
+    note_after_s: Annotated[float, Field(gt=0)] = 120.0
+    """How long a step waits for episodes before a note names the oldest one and where it waits."""
 
 
 class EngineConfig(Section):
@@ -177,30 +178,6 @@ class EngineConfig(Section):
     """Precision of the sampler's weights."""
     max_slots: Positive = 256
     """Sequences held in the KV cache at once."""
-
-
-class AlgorithmConfig(Section):
-    """How rewards become gradients."""
-
-    advantage: Literal["grpo", "dr_grpo", "rloo", "turn_level"] = "grpo"
-    """grpo: (r - mean) / std within the group; dr_grpo: without the std; rloo: leave-one-out mean; turn_level: the
-    return of each turn against the turns of the group."""
-    turn_discount: Annotated[float, Field(ge=0, le=1)] = 1.0
-    """`turn_level`: what a reward counts one turn earlier; those of the whole episode belong to its last turn."""
-    clip_low: Annotated[float, Field(gt=0, lt=1)] = 0.2
-    """PPO clip: the policy ratio is held above 1 - clip_low."""
-    clip_high: Annotated[float, Field(gt=0)] = 0.28
-    """PPO clip: the policy ratio is held below 1 + clip_high (DAPO's clip-higher)."""
-    aggregation: Literal["token-mean", "token-sum", "seq-mean-token-mean", "seq-mean-token-sum"] = "token-mean"
-    """How token losses become one number."""
-    kl_coef: Annotated[float, Field(ge=0)] = 0.01
-    """Weight of the KL penalty to the frozen reference policy; 0 skips the reference pass."""
-    kl: Literal["unbiased", "k1", "abs", "k2", "k3"] = "unbiased"
-    """KL estimate; `unbiased` reports k3's value with an unbiased gradient that does not vanish."""
-    updates_per_step: Positive = 1
-    """Optimizer updates on each batch of episodes."""
-    max_drift: Annotated[float, Field(gt=0)] = 0.1
-    """Mean |sampler logprob - learner logprob| above which the run stops."""
 
 
 class OptimConfig(Section):
@@ -277,14 +254,13 @@ class RunConfig(Section):
 
     @model_validator(mode="after")
     def _no_dead_keys(self) -> Self:
-        if self.algorithm.kl_coef == 0 and self.algorithm.kl != AlgorithmConfig.model_fields["kl"].default:
-            raise ValueError("algorithm.kl has no effect while algorithm.kl_coef is 0: remove one of them")
-        if self.algorithm.advantage != "turn_level" and self.algorithm.turn_discount != 1.0:
+        if self.rollout.group_size == 1 and not (
+            self.algorithm.advantage in ALONE or is_own(self.algorithm.advantage)
+        ):
             raise ValueError(
-                "algorithm.turn_discount has no effect unless algorithm.advantage is turn_level: remove one"
+                "rollout.group_size is 1: a group of one has no advantage; use at least 2, or choose an "
+                f"algorithm.advantage that needs no siblings ({', '.join(sorted(ALONE))})"
             )
-        if self.rollout.group_size == 1:
-            raise ValueError("rollout.group_size is 1: a group of one has no advantage; use at least 2")
         if self.rollout.tokenization_check == "disable" and self.rollout.tokenization_stop_above is not None:
             raise ValueError(
                 "rollout.tokenization_stop_above has no effect while rollout.tokenization_check is disable: "
@@ -296,6 +272,12 @@ class RunConfig(Section):
         ):
             raise ValueError(
                 "rollout.overlong_penalty has no effect unless rollout.overlong is penalise: remove one of them"
+            )
+        ahead = self.rollout.max_staleness * self.rollout.groups_per_step
+        if (self.rollout.groups_ahead or 0) > ahead:
+            raise ValueError(
+                f"rollout.groups_ahead is {self.rollout.groups_ahead}, but {self.rollout.max_staleness} (max_staleness) "
+                f"times {self.rollout.groups_per_step} (groups_per_step) allows {ahead}: lower it or raise one"
             )
         sampler, defaults = self.data.sampler, SamplerConfig()
         for key in ("window", "floor"):

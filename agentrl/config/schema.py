@@ -5,12 +5,13 @@ from __future__ import annotations
 import difflib
 from collections.abc import Iterator
 from types import UnionType
-from typing import Any, Literal, Union, get_args, get_origin
+from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 import annotated_types
 from pydantic.fields import FieldInfo
 
-from agentrl.config.run import RunConfig, Section
+from agentrl.config.run import RunConfig
+from agentrl.config.section import Section
 from agentrl.config.source import Loc
 
 
@@ -23,8 +24,9 @@ def section_of(field: FieldInfo) -> type[Section] | None:
 
 
 def alternatives(annotation: Any) -> tuple[Any, ...]:
-    """The members of a union, or the annotation alone."""
-    return get_args(annotation) if get_origin(annotation) in (Union, UnionType) else (annotation,)
+    """The members of a union, or the annotation alone; without what `Annotated` adds to them."""
+    members = get_args(annotation) if get_origin(annotation) in (Union, UnionType) else (annotation,)
+    return tuple(get_args(kind)[0] if get_origin(kind) is Annotated else kind for kind in members)
 
 
 def field_at(loc: Loc) -> FieldInfo | None:
@@ -94,7 +96,7 @@ def bounds(field: FieldInfo) -> str | None:
     """The allowed range of a number in words ("in (0, 1)", "at least 1"), None without bounds."""
     low: tuple[str, Any] | None = None
     high: tuple[str, Any] | None = None
-    for item in field.metadata:
+    for item in _metadata(field):
         if isinstance(item, annotated_types.Gt):
             low = ("(", item.gt)
         elif isinstance(item, annotated_types.Ge):
@@ -110,6 +112,14 @@ def bounds(field: FieldInfo) -> str | None:
     if high:
         return f"{'less than' if high[0] == ')' else 'at most'} {_number(high[1])}"
     return None
+
+
+def _metadata(field: FieldInfo) -> Iterator[Any]:
+    """What is known of the field's value, also where it is an alternative to null."""
+    yield from field.metadata
+    for kind in get_args(field.annotation):
+        for extra in get_args(kind)[1:] if get_origin(kind) is Annotated else ():
+            yield from extra.metadata if isinstance(extra, FieldInfo) else (extra,)
 
 
 def _number(value: Any) -> str:

@@ -15,11 +15,13 @@ from typing import Any, Literal
 from ruamel.yaml import YAML
 from ruamel.yaml.error import YAMLError
 
+from agentrl.config.algorithm import ADVANTAGES, LOSSES
 from agentrl.errors import ConfigError
 
 _SETTING = re.compile(r"\+{0,2}([a-z_]+(?:\.[A-Za-z_0-9]+)+)=(.*)", re.DOTALL)
 _ROLLOUT = "actor_rollout_ref.rollout."
 _ACTOR = "actor_rollout_ref.actor."
+_LOSS = _ACTOR + "policy_loss.loss_mode"
 _KL = {
     "kl": "k1",
     "k1": "k1",
@@ -28,6 +30,7 @@ _KL = {
     "k2": "k2",
     "low_var_kl": "k3",
     "k3": "k3",
+    "k1+": "k1+",
     "k3+": "unbiased",
 }
 
@@ -69,8 +72,7 @@ _RENAMED = {
     _ROLLOUT + "n": "rollout.group_size",
     _ROLLOUT + "temperature": "rollout.temperature",
     _ROLLOUT + "multi_turn.max_assistant_turns": "rollout.max_turns",
-    _ACTOR + "clip_ratio_low": "algorithm.clip_low",
-    _ACTOR + "clip_ratio_high": "algorithm.clip_high",
+    _ACTOR + "entropy_coeff": "algorithm.entropy_coef",
     _ACTOR + "grad_clip": "optim.max_grad_norm",
     _ACTOR + "ppo_max_token_len_per_gpu": "learner.tokens_per_micro_batch",
     _ACTOR + "optim.lr": "optim.lr",
@@ -227,41 +229,88 @@ def _quiet(text: str) -> Translate:
     return translate
 
 
+def _loss_name(keys: Mapping[str, Any]) -> str:
+    """Our name of the policy loss that the keys choose."""
+    mode = str(keys.get(_LOSS, "vanilla")).replace("-", "_")
+    return "ppo_clip" if mode == "vanilla" else mode
+
+
+def _loss(found: Imported, key: str, value: Any, keys: Mapping[str, Any], source: Path) -> None:
+    if _loss_name(keys) in LOSSES:
+        found.set("algorithm.loss", _loss_name(keys))
+        found.notes.append(Note(key, value, "taken", "algorithm.loss"))
+    else:
+        found.notes.append(Note(key, value, "by hand", "choose algorithm.loss"))
+
+
 def _clip(found: Imported, key: str, value: Any, keys: Mapping[str, Any], source: Path) -> None:
-    for ours, theirs in (("clip_low", "clip_ratio_low"), ("clip_high", "clip_ratio_high")):
-        if _ACTOR + theirs not in keys:
-            found.set(f"algorithm.{ours}", value)
-    found.notes.append(Note(key, value, "taken", "algorithm.clip_low and clip_high, where not given apart"))
+    """`clip_ratio` counts where low and high are not given apart."""
+    loss = _loss_name(keys)
+    if loss not in ("ppo_clip", "gspo", "clip_cov", "geo_mean"):
+        found.notes.append(
+            Note(key, value, "by hand", f"the limits of {loss} stand in algorithm.{LOSSES.get(loss)}")
+        )
+        return
+    ours = {"clip_ratio_low": ("clip_low",), "clip_ratio_high": ("clip_high",)}.get(
+        key.removeprefix(_ACTOR), ("clip_low", "clip_high")
+    )
+    for name in ours:
+        if len(ours) == 1 or _ACTOR + name.replace("clip_", "clip_ratio_") not in keys:
+            found.set(f"algorithm.{loss}.{name}", value)
+    note = f"algorithm.{loss}.{' and '.join(ours)}" + ("" if len(ours) == 1 else ", where not given apart")
+    found.notes.append(Note(key, value, "taken", note))
 
 
 def _kl(found: Imported, key: str, value: Any, keys: Mapping[str, Any], source: Path) -> None:
-    used = bool(keys.get(_ACTOR + "use_kl_loss", False))
-    coef = float(keys.get(_ACTOR + "kl_loss_coef", 0.001)) if used else 0.0
-    found.set("algorithm.kl_coef", coef)
-    kind = _KL.get(str(keys.get(_ACTOR + "kl_loss_type", "low_var_kl")))
-    if kind is None:
-        found.notes.append(
-            Note(key, value, "by hand", f"algorithm.kl is one of {', '.join(sorted(set(_KL.values())))}")
-        )
+    in_loss = bool(keys.get(_ACTOR + "use_kl_loss", False))
+    in_reward = bool(keys.get("algorithm.use_kl_in_reward", False))
+    if in_loss:
+        coef = float(keys.get(_ACTOR + "kl_loss_coef", 0.001))
+        kind = _KL.get(str(keys.get(_ACTOR + "kl_loss_type", "low_var_kl")))
+    else:
+        coef = float(keys.get("algorithm.kl_ctrl.kl_coef", 0.001)) if in_reward else 0.0
+        kind = _KL.get(str(keys.get("algorithm.kl_penalty", "kl")))
+    found.set("algorithm.kl.coef", coef)
+    if coef == 0:
+        found.notes.append(Note(key, value, "taken", "algorithm.kl.coef = 0 (no penalty is switched on)"))
         return
-    if coef > 0:
-        found.set("algorithm.kl", kind)
-    note = "algorithm.kl_coef and algorithm.kl" if used else "algorithm.kl_coef = 0 (use_kl_loss is off)"
-    found.notes.append(Note(key, value, "taken", note))
+    if kind is None:
+        found.notes.append(Note(key, value, "by hand", f"algorithm.kl.kind is one of {', '.join(_KL.values())}"))
+        return
+    found.set("algorithm.kl.kind", kind)
+    if in_reward:
+        found.set("algorithm.kl.where", "both" if in_loss else "reward")
+    found.notes.append(Note(key, value, "taken", "algorithm.kl"))
 
 
 def _estimator(found: Imported, key: str, value: Any, keys: Mapping[str, Any], source: Path) -> None:
     with_std = keys.get("algorithm.norm_adv_by_std_in_grpo", True)
-    ours = {"grpo": "grpo" if with_std else "dr_grpo", "rloo": "rloo"}.get(str(value))
-    if ours is None:
+    name = str(value).removesuffix("_vectorized").removeprefix("tir_")
+    ours = "dr_grpo" if name == "grpo" and not with_std else name
+    if ours not in ADVANTAGES:
         found.notes.append(Note(key, value, "by hand", "choose algorithm.advantage"))
         return
     found.set("algorithm.advantage", ours)
+    if ours in ("gae", "reinforce_plus_plus"):
+        for parameter in ("gamma", "lam") if ours == "gae" else ("gamma",):
+            if f"algorithm.{parameter}" in keys:
+                found.set(f"algorithm.{ours}.{parameter}", float(keys[f"algorithm.{parameter}"]))
     found.notes.append(Note(key, value, "taken", "algorithm.advantage"))
 
 
+def _critic(target: str) -> Translate:
+    def translate(found: Imported, key: str, value: Any, keys: Mapping[str, Any], source: Path) -> None:
+        if keys.get("algorithm.adv_estimator", "gae") != "gae":
+            found.notes.append(Note(key, value, "no effect", "there is no critic without adv_estimator gae"))
+            return
+        found.set(target, value)
+        found.notes.append(Note(key, value, "taken", target))
+
+    return translate
+
+
 def _aggregation(found: Imported, key: str, value: Any, keys: Mapping[str, Any], source: Path) -> None:
-    if value in ("token-mean", "seq-mean-token-mean", "seq-mean-token-sum"):
+    if value in ("token-mean", "token-sum", "seq-mean-token-mean", "seq-mean-token-sum"):
         found.set("algorithm.aggregation", value)
         found.notes.append(Note(key, value, "taken", "algorithm.aggregation"))
     else:
@@ -299,15 +348,23 @@ _SPECIAL: dict[str, Translate] = {
     "custom_reward_function.name": _quiet("env.options.reward"),
     "reward.custom_reward_function.path": _reward,
     "reward.custom_reward_function.name": _quiet("env.options.reward"),
+    _LOSS: _loss,
     _ACTOR + "clip_ratio": _clip,
+    _ACTOR + "clip_ratio_low": _clip,
+    _ACTOR + "clip_ratio_high": _clip,
     _ACTOR + "use_kl_loss": _kl,
     _ACTOR + "kl_loss_coef": _kl,
     _ACTOR + "kl_loss_type": _kl,
     _ACTOR + "loss_agg_mode": _aggregation,
     _ACTOR + "ppo_mini_batch_size": _updates,
     _ACTOR + "ppo_epochs": _updates,
+    "algorithm.use_kl_in_reward": _kl,
     "algorithm.adv_estimator": _estimator,
     "algorithm.norm_adv_by_std_in_grpo": _quiet("algorithm.advantage (grpo with, dr_grpo without)"),
+    "critic.optim.lr": _critic("critic.lr"),
+    "critic.model.path": _critic("critic.path"),
+    "critic.cliprange_value": _critic("critic.value_clip"),
+    "trainer.critic_warmup": _critic("critic.warmup_steps"),
     "trainer.test_freq": _frequency("eval.every"),
     "trainer.save_freq": _frequency("checkpoint.every"),
     "trainer.experiment_name": _name,

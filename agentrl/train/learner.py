@@ -4,76 +4,27 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import PreTrainedModel
 
-from agentrl.algo.aggregate import aggregate, aggregation_weights, totals_of_lengths
+from agentrl.algo.aggregate import Totals, aggregate, aggregation_weights
 from agentrl.algo.correction import Drift, drift, merge_drift
 from agentrl.algo.kl import kl_per_token
 from agentrl.algo.loss import PPOClip, ppo_clip
-from agentrl.algo.metrics import Metrics, mean_of, merge_metrics, metric_values
+from agentrl.algo.metrics import Metrics, mean_of, merge_metrics, to_host
 from agentrl.config.run import AlgorithmConfig, LearnerConfig, OptimConfig
 from agentrl.engine.device import pick_device
-from agentrl.errors import AgentRLError, CheckpointError, ConfigError
-from agentrl.train.pack import PACKED_ATTENTION, Packed, micro_batches, pack, register_attention
+from agentrl.errors import AgentRLError, CheckpointError
+from agentrl.train.model import load_policy
+from agentrl.train.pack import Packed, pack
+from agentrl.train.work import Outcome, Portion, Rows, Update, merge_outcomes, split_rows, split_step
 from agentrl.types import Sample
-
-
-@dataclass(frozen=True, slots=True)
-class Update:
-    """What one step did: `metrics` to log; `tokens` that went through the model, `trained` under the loss."""
-
-    metrics: Mapping[str, float]
-    tokens: int
-    trained: int
-
-
-def load_policy(directory: Path, device: torch.device) -> PreTrainedModel:
-    """Load a Hugging Face causal language model in float32 with packed attention.
-
-    Raises:
-        ConfigError: the directory is missing or holds no model.
-    """
-    if not (directory / "config.json").is_file():
-        raise ConfigError(
-            f"model directory {directory} has no config.json: give the folder of a Hugging Face model"
-        )
-    register_attention()
-    try:
-        loaded: Any = AutoModelForCausalLM.from_pretrained(
-            directory,
-            dtype=torch.float32,
-            attn_implementation=PACKED_ATTENTION,
-            local_files_only=True,
-            output_loading_info=True,
-            ignore_mismatched_sizes=True,  # reported below, in one line
-        )
-    except (OSError, ValueError, SafetensorError) as e:
-        raise ConfigError(f"model directory {directory} cannot be loaded: {str(e)[:300]}") from e
-    model: PreTrainedModel
-    model, report = loaded
-    if absent := sorted(report["missing_keys"]):
-        raise ConfigError(
-            f"model directory {directory} holds no weights for {absent[0]}"
-            + (f" and {len(absent) - 1} others" if absent[1:] else "")
-            + ": config.json and weights are not of the same model, or a file is missing"
-        )
-    if other := sorted(report["mismatched_keys"]):
-        name, found, wanted = other[0]
-        raise ConfigError(
-            f"model directory {directory} does not fit itself: {name} has shape {list(found)} where config.json "
-            f"asks for {list(wanted)}"
-        )
-    model.to(device)  # type: ignore[arg-type]
-    return model
 
 
 class Learner:
@@ -95,9 +46,9 @@ class Learner:
         self.device = pick_device(config.device)
         self.policy = load_policy(policy_dir, self.device)
         self.reference: PreTrainedModel | None = None
-        if algorithm.kl_coef > 0 and reference_dir is not None:
+        if algorithm.kl.coef > 0 and reference_dir is not None:
             self.reference = load_policy(reference_dir, self.device).requires_grad_(False)
-        self.clip = PPOClip(clip_low=algorithm.clip_low, clip_high=algorithm.clip_high)
+        self.clip = PPOClip(**(algorithm.ppo_clip.model_dump() if algorithm.ppo_clip else {}))
         self.optimizer = torch.optim.AdamW(
             self.policy.parameters(), lr=optim.lr, betas=optim.betas, weight_decay=optim.weight_decay, fused=True
         )
@@ -109,8 +60,21 @@ class Learner:
         Raises:
             AgentRLError: the gradient is not finite.
         """
-        parts = _split_by_episode(samples, self.algorithm.updates_per_step)
-        batches = [[pack(rows, self.device) for rows in self._micro_batches(part)] for part in parts]
+        (portions,) = split_step(
+            samples,
+            updates=self.algorithm.updates_per_step,
+            ranks=1,
+            max_tokens=self.config.tokens_per_micro_batch,
+        )
+        return merge_outcomes([self.work(portions)], samples)
+
+    def work(self, portions: Sequence[Portion]) -> Outcome:
+        """This rank's part of a step; every rank is at work at the same time.
+
+        Raises:
+            AgentRLError: the gradient is not finite.
+        """
+        batches = [[pack(rows, self.device) for rows in portion.micro_batches] for portion in portions]
         old: list[list[Tensor] | None] = [None] * len(batches)
         if len(batches) > 1:  # old logprobs are those before the first update
             with torch.no_grad():
@@ -119,36 +83,35 @@ class Learner:
         drifts: list[Drift] = []
         self._set_lr()
         norms = []
-        for number, (batch, part) in enumerate(zip(batches, parts, strict=True)):
-            totals = totals_of_lengths(_trained_by_episode(part).values())
+        for number, (batch, portion) in enumerate(zip(batches, portions, strict=True)):
             for index, packed in enumerate(batch):
                 before = old[number]
-                loss, parts_metrics, first = self._loss(packed, None if before is None else before[index], totals)
+                loss, found, first = self._loss(packed, None if before is None else before[index], portion.totals)
                 loss.backward()  # type: ignore[no-untyped-call]
-                metrics.append(parts_metrics)
+                metrics.append(found)
                 drifts.append(first)
             norms.append(self._update(f"step {self.steps_done + 1}", f"lower optim.lr ({self.optim_config.lr:g})"))
         self.steps_done += 1
-        values = metric_values(merge_metrics(metrics))
-        values |= {f"drift/{k}": v for k, v in merge_drift(drifts).metrics().items()}
-        values |= {"grad_norm": max(norms, default=0.0), "lr": self.optimizer.param_groups[0]["lr"]}
-        return Update(values, sum(len(s.ids) for s in samples), sum(sum(s.loss_mask) for s in samples))
+        return Outcome(
+            to_host(merge_metrics(metrics)),
+            merge_drift(drifts),
+            max(norms, default=0.0),
+            self.optimizer.param_groups[0]["lr"],
+        )
 
-    def _loss(
-        self, packed: Packed, old_N: Tensor | None, totals: tuple[int, int]
-    ) -> tuple[Tensor, Metrics, Drift]:
+    def _loss(self, packed: Packed, old_N: Tensor | None, totals: Totals) -> tuple[Tensor, Metrics, Drift]:
         logprobs_N = self.logprobs(self.policy, packed)
         before_N = logprobs_N.detach() if old_N is None else old_N
         mask_N = torch.ones_like(packed.ids_N, dtype=torch.bool)
-        weights_N = aggregation_weights(self.algorithm.aggregation, mask_N, packed.sequence_N, totals)  # type: ignore[arg-type]
+        weights_N = aggregation_weights(self.algorithm.aggregation, mask_N, packed.sequence_N, totals)
         loss, metrics = ppo_clip(
             logprobs_N, before_N, packed.advantages_N, weights_N, packed.sequence_N, mask_N, self.clip
         )
         if self.reference is not None:
             with torch.no_grad():
                 ref_N = self.logprobs(self.reference, packed)
-            kl_N = kl_per_token(self.algorithm.kl, logprobs_N, ref_N, mask_N)
-            loss = loss + self.algorithm.kl_coef * aggregate(kl_N, weights_N, mask_N)
+            kl_N = kl_per_token(self.algorithm.kl.loss_kind, logprobs_N, ref_N, mask_N)
+            loss = loss + self.algorithm.kl.coef * aggregate(kl_N, weights_N, mask_N)
             metrics = metrics | {"kl": mean_of(kl_N)}
         return loss, metrics, drift(before_N, packed.sampler_logprobs_N, packed.sequence_N, mask_N)
 
@@ -165,9 +128,17 @@ class Learner:
         Raises:
             AgentRLError: the gradient is not finite.
         """
-        total = sum(sum(s.loss_mask) for s in samples)
+        (rows,) = split_rows(samples, ranks=1, max_tokens=self.config.tokens_per_micro_batch)
+        return self.imitate_part(rows, sum(sum(s.loss_mask) for s in samples), lr)
+
+    def imitate_part(self, batches: Sequence[Rows], total: int, lr: float) -> float:
+        """This rank's part of a supervised step on `total` trained tokens; returns its part of the loss.
+
+        Raises:
+            AgentRLError: the gradient is not finite.
+        """
         value = 0.0
-        for rows in self._micro_batches(samples):
+        for rows in batches:
             packed = pack(rows, self.device)
             logits_NV = forward_logits(self.policy, packed)
             loss = torch.nn.functional.cross_entropy(logits_NV.float(), packed.ids_N, reduction="sum") / total
@@ -230,9 +201,6 @@ class Learner:
                 raise CheckpointError(f"checkpoint {directory}: {key} does not fit this model's {name}")
             self.optimizer.state[params[name]][entry] = value
 
-    def _micro_batches(self, samples: Sequence[Sample]) -> list[list[Sample]]:
-        return micro_batches(samples, self.config.tokens_per_micro_batch)
-
     def _set_lr(self) -> None:
         c, step = self.optim_config, self.steps_done
         factor = min(1.0, (step + 1) / max(1, c.warmup_steps))
@@ -255,21 +223,3 @@ def forward_logits(model: PreTrainedModel, packed: Packed) -> Tensor:
     )
     logits: Tensor = out.logits[0]
     return logits
-
-
-def _trained_by_episode(samples: Sequence[Sample]) -> dict[str, int]:
-    counts: dict[str, int] = {}
-    for sample in samples:
-        counts[sample.episode_id] = counts.get(sample.episode_id, 0) + sum(sample.loss_mask)
-    return counts
-
-
-def _split_by_episode(samples: Sequence[Sample], parts: int) -> list[list[Sample]]:
-    """Deal the episodes out into `parts` mini-batches, the rows of one episode together."""
-    if parts == 1:
-        return [list(samples)]
-    place: dict[str, int] = {}
-    out: list[list[Sample]] = [[] for _ in range(parts)]
-    for sample in samples:
-        out[place.setdefault(sample.episode_id, len(place) % parts)].append(sample)
-    return [part for part in out if part]

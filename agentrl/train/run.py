@@ -148,11 +148,11 @@ class Run:
         self._seconds[name] = time.monotonic() - started
 
     def _check_drift(self, step: int, metrics: Mapping[str, float]) -> None:
-        drift, bound = metrics.get("drift/mean_abs", 0.0), self.config.algorithm.max_drift
+        drift, bound = metrics.get("drift/mean_abs", 0.0), self.config.algorithm.drift_gate.mean_abs or float("inf")
         if drift > bound:
             raise AgentRLError(
                 f"step {step}: sampler and learner disagree by {drift:.3g} per token on average, above "
-                f"algorithm.max_drift = {bound:g}: what is trained is not what was sampled; look at engine.dtype, "
+                f"algorithm.drift_gate.mean_abs = {bound:g}: what is trained is not what was sampled; look at engine.dtype, "
                 "or raise the bound if you know why"
             )
 

@@ -104,7 +104,7 @@ def to_samples(
 def _by_segment(episodes: Sequence[Episode], config: AlgorithmConfig) -> list[list[float]]:
     """For each episode of a group the advantages of its sampled segments, in their order."""
     if config.advantage == "turn_level":
-        by_turn = turn_advantages(episodes, config.turn_discount)
+        by_turn = turn_advantages(episodes, config.turn_level.gamma if config.turn_level else 1.0)
         return [segment_advantages(e, values) for e, values in zip(episodes, by_turn, strict=True)]
     found = advantages([episode.reward or 0.0 for episode in episodes], config)
     return [

@@ -54,10 +54,10 @@ def test_the_words_of_yaml_1_2(tmp_path: Path):
 
 
 def test_an_unknown_key_shows_its_line_and_the_nearest_one(tmp_path: Path):
-    assert complaint(tmp_path, GOOD + "algorithm:\n  clip_lwo: 0.2\n") == (
-        "tools.yaml:5:3: algorithm.clip_lwo: unknown key; did you mean 'clip_low'?\n"
-        "    5 |   clip_lwo: 0.2\n"
-        "      |   ^"
+    assert complaint(tmp_path, GOOD + "algorithm:\n  ppo_clip:\n    clip_lwo: 0.2\n") == (
+        "tools.yaml:6:5: algorithm.ppo_clip.clip_lwo: unknown key; did you mean 'clip_low'?\n"
+        "    6 |     clip_lwo: 0.2\n"
+        "      |     ^"
     )
 
 
@@ -79,7 +79,7 @@ def test_a_key_in_the_wrong_place_is_told_where_it_belongs(tmp_path: Path, text:
 @pytest.mark.parametrize(
     ("text", "said"),
     [
-        ("algorithm: {clip_low: 2.0}", "4:23: algorithm.clip_low must be in (0, 1), got 2.0"),
+        ("algorithm: {ppo_clip: {clip_low: 2.0}}", "4:34: algorithm.ppo_clip.clip_low must be in (0, 1), got 2.0"),
         ("optim: {lr: -1}", "4:13: optim.lr must be greater than 0, got -1"),
         ("eval: {every: -1}", "4:15: eval.every must be at least 0, got -1"),
         ("steps: many", "4:8: steps must be a whole number, got 'many'"),
@@ -97,10 +97,22 @@ def test_a_key_in_the_wrong_place_is_told_where_it_belongs(tmp_path: Path, text:
         ("name: 7", "4:7: name must be text, got 7"),
         (
             "algorithm: {advantage: grp}",
-            "must be 'grpo', 'dr_grpo', 'rloo' or 'turn_level', got 'grp'; did you mean 'grpo'?",
+            "algorithm.advantage must be one of grpo, dr_grpo, rloo, turn_level, gae, ",
+        ),
+        ("algorithm: {loss: gsop}", "or `module:function`, got 'gsop'; did you mean 'gspo'?"),
+        (
+            "algorithm: {gspo: {clip_low: 0.1}}",
+            "4:13: algorithm.gspo has no effect unless algorithm.loss is gspo (it is ppo_clip): remove",
+        ),
+        (
+            "algorithm: {correction: {reject: {seq_k1: 2}}}",
+            "reject has no statistic 'seq_k1'; did you mean",
         ),
         ("rollout: {group_size: 1}", "4:11: rollout.group_size is 1: a group of one has no advantage"),
-        ("algorithm: {kl_coef: 0, kl: k3}", "4:25: algorithm.kl has no effect while algorithm.kl_coef is 0"),
+        (
+            "algorithm: {kl: {coef: 0, kind: k3}}",
+            "4:27: algorithm.kl.kind has no effect without a kl.coef above 0",
+        ),
         (
             "rollout: {overlong_penalty: 0.1}",
             "4:11: rollout.overlong_penalty has no effect unless rollout.overlong",

@@ -36,7 +36,7 @@ def test_a_dump_reads_back_equal(tmp_path: Path, **drawn: Any):
         "env": {"use": "m:E", "options": drawn["options"], "reward_weights": drawn["weights"]},
         "optim": {"lr": drawn["lr"]},
         "seed": drawn["seed"],
-        "algorithm": {"kl_coef": drawn["kl_coef"]},
+        "algorithm": {"kl": {"coef": drawn["kl_coef"]}},
         "warmup": drawn["warmup"],
     }
     path = tmp_path / "config.yaml"

@@ -88,10 +88,8 @@ def test_a_multi_turn_grpo_config_becomes_ours(source):
         },
         "algorithm": {
             "advantage": "grpo",
-            "kl_coef": 0.001,
-            "kl": "k3",
-            "clip_low": 0.2,
-            "clip_high": 0.28,
+            "kl": {"coef": 0.001, "kind": "k3"},
+            "ppo_clip": {"clip_low": 0.2, "clip_high": 0.28},
             "aggregation": "token-mean",
             "updates_per_step": 2,
         },
@@ -144,7 +142,7 @@ def test_a_launch_script_is_read_as_well(tmp_path):
         "    +trainer.total_training_steps=7 $@\n"
     )
     config = import_verl(script).config
-    assert config["algorithm"] == {"advantage": "rloo", "kl_coef": 0.0}
+    assert config["algorithm"] == {"advantage": "rloo", "kl": {"coef": 0.0}}
     assert (config["steps"], config["optim"]) == (7, {"lr": 1e-6})
 
 

@@ -24,7 +24,8 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from agentrl.config.run import AlgorithmConfig, LearnerConfig, OptimConfig
 from agentrl.errors import AgentRLError, CheckpointError, ConfigError
-from agentrl.train.learner import Learner, load_policy
+from agentrl.train.learner import Learner
+from agentrl.train.model import load_policy
 from agentrl.types import Sample
 
 TEMPERATURE = 0.7
@@ -43,7 +44,7 @@ def make_learner(
 ) -> Learner:
     return Learner(
         policy,
-        algorithm=algorithm or AlgorithmConfig(kl_coef=0.0 if reference is None else KL),
+        algorithm=algorithm or AlgorithmConfig(kl={"coef": 0.0 if reference is None else KL}),
         optim=OptimConfig(**{"lr": 1e-3, "warmup_steps": 0, "max_grad_norm": NO_CLIP} | optim),
         config=LearnerConfig(device="cpu", tokens_per_micro_batch=tokens),
         temperature=TEMPERATURE,
@@ -109,7 +110,7 @@ class TestGradient:
     def test_it_is_that_of_the_padded_loss(self, policy_dir: Path, reference_dir: Path, kind: str):
         samples = make_batch(2)
         learner = make_learner(
-            policy_dir, reference_dir, algorithm=AlgorithmConfig(aggregation=kind, kl_coef=KL), tokens=120
+            policy_dir, reference_dir, algorithm=AlgorithmConfig(aggregation=kind, kl={"coef": KL}), tokens=120
         )
         seen = record(learner)
         update = learner.step(samples)
@@ -121,7 +122,7 @@ class TestGradient:
     @pytest.mark.parametrize("kind", ["token-mean", "seq-mean-token-mean"])
     @pytest.mark.parametrize("tokens", [60, 100, 250, 16384])
     def test_no_split_and_no_order_changes_it(self, policy_dir: Path, reference_dir: Path, kind: str, tokens: int):
-        algorithm = AlgorithmConfig(aggregation=kind, kl_coef=KL)
+        algorithm = AlgorithmConfig(aggregation=kind, kl={"coef": KL})
         found = []
         for order, budget in ((None, 16384), (tokens, tokens)):
             samples = make_batch(3)
@@ -189,7 +190,7 @@ class TestUpdates:
         samples = make_batch(8)
         episodes = list(dict.fromkeys(s.episode_id for s in samples))
         second = [s for s in samples if episodes.index(s.episode_id) % 2 == 1]
-        algorithm = AlgorithmConfig(kl_coef=0.0, updates_per_step=2)
+        algorithm = AlgorithmConfig(kl={"coef": 0.0}, updates_per_step=2)
         learner = make_learner(policy_dir, algorithm=algorithm, lr=2e-3, tokens=100)
         seen = record(learner)
         update = learner.step(samples)
@@ -206,7 +207,7 @@ class TestUpdates:
 
     def test_episodes_are_dealt_out_whole(self, policy_dir: Path):
         samples = [make_sample([1, 2, 3, 4], {2, 3}, episode=e) for e in ("a", "b", "c", "a")]
-        learner = make_learner(policy_dir, algorithm=AlgorithmConfig(kl_coef=0.0, updates_per_step=8))
+        learner = make_learner(policy_dir, algorithm=AlgorithmConfig(kl={"coef": 0.0}, updates_per_step=8))
         seen = record(learner)
         assert learner.step(samples).trained == 8
         assert len(seen) == 3, "no more updates than episodes"

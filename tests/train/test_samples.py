@@ -157,7 +157,7 @@ class TestTurnLevel:
     @pytest.mark.parametrize("discount", [1.0, 0.5])
     def test_each_turn_is_compared_by_what_came_after_it(self, discount: float):
         pair = Group(Task("t"), (self.two_turns("a", 1.0, 2.0), self.two_turns("b", 0.0, 0.0)))
-        config = AlgorithmConfig(advantage="turn_level", turn_discount=discount)
+        config = AlgorithmConfig(advantage="turn_level", turn_level={"gamma": discount})
         samples, records = to_samples([pair], config, overlong="train", step=1)
         returns = [1 + 2 * discount, 2.0, 0.0, 0.0]
         mean = sum(returns) / 4

@@ -1,0 +1,537 @@
+"""How rewards become gradients: the estimator, the loss, the penalties, the corrections, each by its name.
+
+The parameters of a name stand in a section of their own (`loss: gspo` and `gspo: {clip_high: 1e-3}`); a section
+whose name was not chosen would have no effect and is an error.
+"""
+
+from __future__ import annotations
+
+import difflib
+import re
+from collections.abc import Callable, Mapping
+from typing import Annotated, Any, Literal, Self
+
+from pydantic import AfterValidator, Field, model_validator
+
+from agentrl.config.section import Positive, Section
+
+NonNegative = Annotated[float, Field(ge=0)]
+Above0 = Annotated[float, Field(gt=0)]
+Discount = Annotated[float, Field(ge=0, le=1)]
+Share = Annotated[float, Field(gt=0, le=1)]
+
+ADVANTAGES: Mapping[str, str | None] = {
+    "grpo": "grpo",
+    "dr_grpo": None,
+    "rloo": None,
+    "turn_level": "turn_level",
+    "gae": "gae",
+    "reinforce_plus_plus": "reinforce_plus_plus",
+    "reinforce_plus_plus_baseline": None,
+    "remax": None,
+    "opo": None,
+    "gpg": None,
+    "gdpo": "gdpo",
+    "grpo_passk": "grpo_passk",
+    "optimal_token_baseline": "optimal_token_baseline",
+}
+"""The estimators by name, with the section of their parameters."""
+
+LOSSES: Mapping[str, str | None] = {
+    "ppo_clip": "ppo_clip",
+    "gspo": "gspo",
+    "geo_mean": "geo_mean",
+    "cispo": "cispo",
+    "sapo": "sapo",
+    "reinforce": "reinforce",
+    "gpg": None,
+    "dro": "dro",
+    "dppo_tv": "dppo",
+    "dppo_kl": "dppo",
+    "clip_cov": "clip_cov",
+    "kl_cov": "kl_cov",
+    "vespo": "vespo",
+}
+"""The policy losses by name, with the section of their parameters."""
+
+ALONE = frozenset({"gae", "reinforce_plus_plus", "remax"})
+"""Estimators that need no siblings to compare with."""
+
+_OWN = re.compile(r"[^\s:]+:[A-Za-z_][\w.]*")
+
+
+def is_own(name: str) -> bool:
+    """Whether a name is the user's own function, `module:function` or `path/to/file.py:function`."""
+    return ":" in name
+
+
+def _choice(known: Mapping[str, str | None]) -> Callable[[str], str]:
+    def check(name: str) -> str:
+        if name in known or _OWN.fullmatch(name):
+            return name
+        near = difflib.get_close_matches(name, known, 1, cutoff=0.5)
+        hint = f"; did you mean {near[0]!r}?" if near else ""
+        raise ValueError(f"must be one of {', '.join(known)}, or `module:function`, got {name!r}{hint}")
+
+    return check
+
+
+def _check_band(low: float | None, high: float) -> None:
+    if low is not None and low >= high:
+        raise ValueError(f"low = {low} must be below high = {high}")
+
+
+STATISTICS = (
+    *("token_k1", "token_k2", "token_k3", "seq_sum_k1", "seq_sum_k2", "seq_sum_k3"),
+    *("seq_mean_k1", "seq_mean_k2", "seq_mean_k3", "seq_max_k2", "seq_max_k3"),
+)
+
+
+def _check_rule(statistic: str, limit: float | tuple[float, float]) -> None:
+    if statistic not in STATISTICS:
+        near = difflib.get_close_matches(statistic, STATISTICS, 1, cutoff=0.5)
+        hint = f"; did you mean {near[0]!r}?" if near else ""
+        raise ValueError(f"reject has no statistic {statistic!r}{hint}; there are {', '.join(STATISTICS)}")
+    low, high = limit if isinstance(limit, tuple) else (None, limit)
+    if low is not None and not statistic.endswith("k1"):
+        raise ValueError(f"reject: {statistic} is never negative: give its highest value only, not {limit}")
+    if not high > 0 or (low is not None and not 0 < low <= high):
+        raise ValueError(f"reject: {statistic} needs a limit above 0 (or 0 < lowest <= highest), got {limit}")
+
+
+class GRPOOptions(Section):
+    """Parameters of `advantage: grpo`."""
+
+    std: Literal["group", "batch", "none"] = "group"
+    """What the difference to the mean is divided by: the std of the group, of the whole step, or nothing."""
+    eps: Above0 = 1e-6
+    """Added to the std."""
+
+
+class TurnLevelOptions(Section):
+    """Parameters of `advantage: turn_level`."""
+
+    gamma: Discount = 1.0
+    """What a reward counts one turn earlier; those of the whole episode belong to its last turn."""
+    baseline: Literal["group", "turn"] = "group"
+    """Compare with all turns of the group, or with those of the same number."""
+    normalize_std: bool = True
+    """Divide by the std of what is compared with."""
+    eps: Above0 = 1e-6
+    """Added to the std."""
+
+
+class GAEOptions(Section):
+    """Parameters of `advantage: gae`; its critic has the section `critic`."""
+
+    gamma: Discount = 1.0
+    """Discount of later rewards."""
+    lam: Discount = 1.0
+    """Weight of later value errors: 1 uses whole returns, 0 the next value only."""
+    per: Literal["token", "turn"] = "token"
+    """What `gamma` and `lam` count; observations between tokens never count."""
+    whiten: bool = True
+    """Scale the advantages of a step to mean 0 and variance 1."""
+
+
+class ReinforcePlusPlusOptions(Section):
+    """Parameters of `advantage: reinforce_plus_plus`."""
+
+    gamma: Discount = 1.0
+    """Discount of later rewards."""
+    per: Literal["token", "turn"] = "token"
+    """What `gamma` counts."""
+
+
+class GDPOOptions(Section):
+    """Parameters of `advantage: gdpo`."""
+
+    weights: dict[str, float] = Field(default_factory=dict)
+    """Weights by reward name; 1 where a reward is not named."""
+    normalize_std: bool = True
+    """Divide each reward by its std within the group."""
+    eps: Above0 = 1e-6
+    """Added to the std."""
+
+
+class PassKOptions(Section):
+    """Parameters of `advantage: grpo_passk`."""
+
+    normalize_std: bool = True
+    """Divide by the std of the group."""
+    eps: Above0 = 1e-6
+    """Added to the std."""
+
+
+class OptimalTokenBaselineOptions(Section):
+    """Parameters of `advantage: optimal_token_baseline`."""
+
+    zero_tail: bool = True
+    """No baseline where the longest episode of a group has no sibling left."""
+
+
+class PPOClipOptions(Section):
+    """Parameters of `loss: ppo_clip`."""
+
+    clip_low: Annotated[float, Field(gt=0, lt=1)] = 0.2
+    """The policy ratio is held above 1 - clip_low."""
+    clip_high: Above0 = 0.28
+    """The policy ratio is held below 1 + clip_high (DAPO's clip-higher)."""
+    dual_clip: Annotated[float, Field(gt=1)] | None = 3.0
+    """Where the advantage is negative the loss is at most dual_clip times its size; null switches it off."""
+
+
+class GSPOOptions(Section):
+    """Parameters of `loss: gspo`."""
+
+    clip_low: Annotated[float, Field(gt=0, lt=1)] = 3e-4
+    """The ratio of a sequence is held above 1 - clip_low."""
+    clip_high: Above0 = 4e-4
+    """The ratio of a sequence is held below 1 + clip_high."""
+    dual_clip: Annotated[float, Field(gt=1)] | None = None
+    """Where the advantage is negative the loss is at most dual_clip times its size; null switches it off."""
+
+
+class GeoMeanOptions(Section):
+    """Parameters of `loss: geo_mean`."""
+
+    clip_low: Above0 = 0.4
+    """The log-ratio of a token counts from -clip_low upwards where the advantage is negative."""
+    clip_high: Above0 = 0.4
+    """The log-ratio of a token counts up to clip_high where the advantage is positive."""
+
+
+class CISPOOptions(Section):
+    """Parameters of `loss: cispo`."""
+
+    ratio_max: Above0 = 5.0
+    """Ratios count up to this."""
+    ratio_min: NonNegative = 0.0
+    """Ratios count at least as this; 0 leaves the lower side open."""
+
+    @model_validator(mode="after")
+    def _band(self) -> Self:
+        if self.ratio_min >= self.ratio_max:
+            raise ValueError(f"ratio_min = {self.ratio_min} must be below ratio_max = {self.ratio_max}")
+        return self
+
+
+class SAPOOptions(Section):
+    """Parameters of `loss: sapo`: how sharply the gate closes around a ratio of 1."""
+
+    tau_positive: Above0 = 1.0
+    """Where the advantage is positive."""
+    tau_negative: Above0 = 1.05
+    """Elsewhere."""
+    level: Literal["token", "sequence"] = "token"
+    """Gate the ratio of each token, or the geometric mean of those of its sequence."""
+
+
+class ReinforceOptions(Section):
+    """Parameters of `loss: reinforce`."""
+
+    importance: Literal["none", "token", "sequence"] = "none"
+    """Weigh by the ratio to the old policy, of each token or of its sequence, or not at all."""
+    high: Above0 = 2.0
+    """Ratios count up to this."""
+    low: Above0 | None = None
+    """Where given, ratios outside [low, high] count as 0 instead of being cut at high."""
+
+    @model_validator(mode="after")
+    def _band(self) -> Self:
+        _check_band(self.low, self.high)
+        return self
+
+
+class DROOptions(Section):
+    """Parameters of `loss: dro`."""
+
+    beta: Above0 = 0.1
+    """Weight of the squared log-ratio."""
+
+
+class DPPOOptions(Section):
+    """Parameters of `loss: dppo_tv` and `loss: dppo_kl`."""
+
+    divergence_low: NonNegative = 0.2
+    """Tokens with negative advantage stop once their probability has fallen by this divergence."""
+    divergence_high: NonNegative = 0.2
+    """Tokens with positive advantage stop once their probability has risen by this divergence."""
+    ratio_max: Annotated[float, Field(ge=1)] = 20.0
+    """Ratios count up to this."""
+
+
+class ClipCovOptions(Section):
+    """Parameters of `loss: clip_cov`."""
+
+    clip_low: Annotated[float, Field(gt=0, lt=1)] = 0.2
+    """As in `ppo_clip`."""
+    clip_high: Above0 = 0.2
+    """As in `ppo_clip`."""
+    fraction: Share = 2e-4
+    """Share of the step's tokens that get no gradient (at least one token)."""
+    cov_low: float = 1.0
+    """They are drawn among those with a covariance above this."""
+    cov_high: float = 5.0
+    """They are drawn among those with a covariance below this."""
+
+    @model_validator(mode="after")
+    def _band(self) -> Self:
+        if self.cov_low >= self.cov_high:
+            raise ValueError(f"cov_low = {self.cov_low} must be below cov_high = {self.cov_high}")
+        return self
+
+
+class KLCovOptions(Section):
+    """Parameters of `loss: kl_cov`."""
+
+    fraction: Share = 2e-4
+    """Share of the step's tokens, those of largest covariance, that are penalised (at least one)."""
+    kl_coef: NonNegative = 1.0
+    """Weight of |log-ratio| on them."""
+
+
+class VESPOOptions(Section):
+    """Parameters of `loss: vespo`: the weight W^k exp(lambda (1 - W)) of a sequence with ratio W."""
+
+    k_positive: NonNegative = 2.0
+    """k where the advantage is positive."""
+    lambda_positive: NonNegative = 3.0
+    """lambda where the advantage is positive."""
+    k_negative: NonNegative = 3.0
+    """k where the advantage is negative."""
+    lambda_negative: NonNegative = 2.0
+    """lambda where the advantage is negative."""
+
+
+class KLConfig(Section):
+    """The penalty on the distance to the frozen reference policy (the policy that reinforcement began with)."""
+
+    where: Literal["loss", "reward", "both"] = "loss"
+    """Part of the loss, or taken off the reward of each token before advantages are estimated, or both at once."""
+    coef: NonNegative = 0.01
+    """Weight of the penalty; 0 switches it off and skips the reference pass."""
+    kind: Literal["auto", "unbiased", "k1", "abs", "k2", "k3", "k1+", "abs+", "k2+", "k3+"] = "auto"
+    """The estimate. `auto`: `unbiased` in the loss (k3's value, an unbiased gradient that never vanishes) and
+    `k1` in the reward. A `+` has the value of the one and the gradient of k2."""
+    control: Literal["fixed", "adaptive"] = "fixed"
+    """Keep the weight, or let it follow the measured KL; what it has become is saved in checkpoints."""
+    target: Above0 = 0.1
+    """`control: adaptive`: the KL per token that is aimed at."""
+    horizon: Above0 = 10_000.0
+    """`control: adaptive`: episodes over which the weight follows."""
+
+    @property
+    def in_loss(self) -> bool:
+        """Whether the loss has a penalty."""
+        return self.coef > 0 and self.where != "reward"
+
+    @property
+    def in_reward(self) -> bool:
+        """Whether rewards are penalised."""
+        return self.coef > 0 and self.where != "loss"
+
+    @property
+    def loss_kind(self) -> str:
+        """The estimate in the loss."""
+        return "unbiased" if self.kind == "auto" else self.kind
+
+    @property
+    def reward_kind(self) -> str:
+        """The estimate in the reward."""
+        return "k1" if self.kind == "auto" else self.kind
+
+
+class CorrectionConfig(Section):
+    """What is done about the difference between the sampler's and the learner's logprobs (always measured)."""
+
+    importance: Literal["none", "token", "sequence"] = "none"
+    """Multiply the loss of each token by the ratio learner / sampler of the token or of its sequence."""
+    high: Above0 = 2.0
+    """Ratios count up to this."""
+    low: Above0 | None = None
+    """Where given, ratios outside [low, high] count as 0 (IcePop) instead of being cut at high."""
+    normalize: bool = False
+    """Scale the ratios of a step to a mean of 1."""
+    reject: dict[str, float | tuple[float, float]] = Field(default_factory=dict)
+    """Leave tokens or sequences out of the loss: a statistic (`token_k1`, `seq_mean_k3`, ...) and its highest
+    value; for k1 the highest ratio sampler / learner, or [lowest, highest]."""
+    veto: Annotated[float, Field(gt=0, lt=1)] | None = None
+    """Leave out every sequence with a token whose ratio learner / sampler is below this (1e-4, say)."""
+    off_policy: Above0 | None = None
+    """Leave out sequences of negative advantage whose tokens have drifted by more than this on average."""
+
+    @model_validator(mode="after")
+    def _fits(self) -> Self:
+        for statistic, limit in self.reject.items():
+            _check_rule(statistic, limit)
+        _check_band(self.low, self.high)
+        return self
+
+
+class DriftGateConfig(Section):
+    """Limits of the difference between sampler and learner; the run stops where one is passed; null: no limit."""
+
+    mean_abs: Above0 | None = 0.1
+    """Mean |sampler logprob - learner logprob| of a step at most."""
+    max_abs: Above0 | None = None
+    """Largest |sampler logprob - learner logprob| at most."""
+    k3: Above0 | None = None
+    """Estimate of KL(sampler, learner) at most."""
+    ess: Share | None = None
+    """Effective sample size, as a share of the tokens, at least."""
+
+
+class AlgorithmConfig(Section):
+    """How rewards become gradients. docs/algorithms.md says what each name is."""
+
+    advantage: Annotated[str, AfterValidator(_choice(ADVANTAGES))] = "grpo"
+    """What an episode did better than expected: grpo, dr_grpo, rloo, turn_level, gae, reinforce_plus_plus,
+    reinforce_plus_plus_baseline, remax, opo, gpg, gdpo, grpo_passk, optimal_token_baseline; or your own,
+    `module:function`."""
+    advantage_options: dict[str, Any] = Field(default_factory=dict)
+    """Keyword arguments of your own estimator."""
+    loss: Annotated[str, AfterValidator(_choice(LOSSES))] = "ppo_clip"
+    """The policy loss: ppo_clip, gspo, geo_mean, cispo, sapo, reinforce, gpg, dro, dppo_tv, dppo_kl, clip_cov,
+    kl_cov, vespo; or your own, `module:function`."""
+    loss_options: dict[str, Any] = Field(default_factory=dict)
+    """Keyword arguments of your own loss."""
+    aggregation: Literal[
+        "token-mean", "token-sum", "seq-mean-token-mean", "seq-mean-token-sum", "seq-mean-token-sum-norm"
+    ] = "token-mean"
+    """How token losses become one number."""
+    aggregation_scale: Above0 | None = None
+    """`seq-mean-token-sum-norm`: what sums are divided by (the most tokens an episode may sample, say)."""
+    kl: KLConfig = KLConfig()
+    """The penalty on the distance to the reference policy."""
+    entropy_coef: NonNegative = 0.0
+    """Weight of the entropy bonus in the loss."""
+    entropy_top: Share = 1.0
+    """Train only this share of a step's tokens, those of highest entropy."""
+    updates_per_step: Positive = 1
+    """Optimizer updates on each batch of episodes."""
+    old_logprobs: Literal["learner", "sampler"] = "learner"
+    """What the policy ratio is relative to: the learner before the step, or what the sampler said (bypass)."""
+    correction: CorrectionConfig = CorrectionConfig()
+    """What is done about the difference between sampler and learner."""
+    drift_gate: DriftGateConfig = DriftGateConfig()
+    """Limits of the difference between sampler and learner."""
+    grpo: GRPOOptions | None = None
+    """Parameters of `advantage: grpo`."""
+    turn_level: TurnLevelOptions | None = None
+    """Parameters of `advantage: turn_level`."""
+    gae: GAEOptions | None = None
+    """Parameters of `advantage: gae`."""
+    reinforce_plus_plus: ReinforcePlusPlusOptions | None = None
+    """Parameters of `advantage: reinforce_plus_plus`."""
+    gdpo: GDPOOptions | None = None
+    """Parameters of `advantage: gdpo`."""
+    grpo_passk: PassKOptions | None = None
+    """Parameters of `advantage: grpo_passk`."""
+    optimal_token_baseline: OptimalTokenBaselineOptions | None = None
+    """Parameters of `advantage: optimal_token_baseline`."""
+    ppo_clip: PPOClipOptions | None = None
+    """Parameters of `loss: ppo_clip`."""
+    gspo: GSPOOptions | None = None
+    """Parameters of `loss: gspo`."""
+    geo_mean: GeoMeanOptions | None = None
+    """Parameters of `loss: geo_mean`."""
+    cispo: CISPOOptions | None = None
+    """Parameters of `loss: cispo`."""
+    sapo: SAPOOptions | None = None
+    """Parameters of `loss: sapo`."""
+    reinforce: ReinforceOptions | None = None
+    """Parameters of `loss: reinforce`."""
+    dro: DROOptions | None = None
+    """Parameters of `loss: dro`."""
+    dppo: DPPOOptions | None = None
+    """Parameters of `loss: dppo_tv` and `loss: dppo_kl`."""
+    clip_cov: ClipCovOptions | None = None
+    """Parameters of `loss: clip_cov`."""
+    kl_cov: KLCovOptions | None = None
+    """Parameters of `loss: kl_cov`."""
+    vespo: VESPOOptions | None = None
+    """Parameters of `loss: vespo`."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _chosen_sections(cls, data: Any) -> Any:
+        """The sections of the chosen names are there, with their defaults where the user wrote none."""
+        if not isinstance(data, dict):
+            return data
+        chosen = (
+            ADVANTAGES.get(str(data.get("advantage", "grpo"))),
+            LOSSES.get(str(data.get("loss", "ppo_clip"))),
+        )
+        return data | {name: {} for name in chosen if name and data.get(name) is None}
+
+    @model_validator(mode="after")
+    def _no_dead_keys(self) -> Self:
+        for problem in (*_wrong_sections(self), *_dead_keys(self)):
+            raise ValueError(problem)
+        return self
+
+    @property
+    def advantage_section(self) -> Section | None:
+        """The parameters of the chosen estimator."""
+        return _section(self, ADVANTAGES.get(self.advantage))
+
+    @property
+    def loss_section(self) -> Section | None:
+        """The parameters of the chosen loss."""
+        return _section(self, LOSSES.get(self.loss))
+
+
+def _section(config: AlgorithmConfig, name: str | None) -> Section | None:
+    found = getattr(config, name) if name else None
+    assert found is None or isinstance(found, Section)
+    return found
+
+
+def _wrong_sections(config: AlgorithmConfig) -> list[str]:
+    """What to say of sections whose name was not chosen."""
+    found = []
+    for key, known, chosen in (("advantage", ADVANTAGES, config.advantage), ("loss", LOSSES, config.loss)):
+        for section in dict.fromkeys(known.values()):
+            if section and section != known.get(chosen) and getattr(config, section) is not None:
+                names = " or ".join(name for name, own in known.items() if own == section)
+                found.append(
+                    f"algorithm.{section} has no effect unless algorithm.{key} is {names} (it is {chosen}): "
+                    "remove one of them"
+                )
+    return found
+
+
+def _dead_keys(config: AlgorithmConfig) -> list[str]:
+    """What to say of single keys without effect, or that are missing."""
+    kl, correction = config.kl, config.correction
+    norm, bypass = config.aggregation == "seq-mean-token-sum-norm", config.old_logprobs == "sampler"
+    weighs = correction.importance != "none"
+    checks = (
+        (config.advantage_options and not is_own(config.advantage), "advantage_options", "your own advantage"),
+        (config.loss_options and not is_own(config.loss), "loss_options", "your own loss"),
+        (config.aggregation_scale and not norm, "aggregation_scale", "aggregation: seq-mean-token-sum-norm"),
+        (kl.coef == 0 and kl.where != "loss", "kl.where", "a kl.coef above 0"),
+        (kl.coef == 0 and kl.kind != "auto", "kl.kind", "a kl.coef above 0"),
+        (kl.coef == 0 and kl.control != "fixed", "kl.control", "a kl.coef above 0"),
+        (kl.control == "fixed" and kl.target != _default(kl, "target"), "kl.target", "kl.control: adaptive"),
+        (kl.control == "fixed" and kl.horizon != _default(kl, "horizon"), "kl.horizon", "kl.control: adaptive"),
+        (kl.in_reward and config.advantage == "gdpo", "kl.where", "another advantage than gdpo"),
+        (weighs and bypass, "correction.importance", "old_logprobs: learner"),
+        (not weighs and correction.high != 2.0, "correction.high", "correction.importance"),
+        (not weighs and correction.low is not None, "correction.low", "correction.importance"),
+        (not weighs and correction.normalize, "correction.normalize", "correction.importance"),
+    )
+    found = [f"algorithm.{key} has no effect without {other}: remove it" for dead, key, other in checks if dead]
+    if norm and config.aggregation_scale is None:
+        found.append(
+            "algorithm.aggregation_scale is missing: seq-mean-token-sum-norm divides by a constant; give the most "
+            "tokens an episode may sample"
+        )
+    if kl.where == "reward" and kl.kind not in ("auto", "k1", "abs", "k2", "k3") and kl.coef > 0:
+        found.append(f"algorithm.kl.kind {kl.kind} differs in its gradient, and a reward has none: write k1 or k3")
+    return found
+
+
+def _default(section: Section, key: str) -> Any:
+    return type(section).model_fields[key].default

@@ -1,0 +1,53 @@
+"""The policy as the learner has it: a Hugging Face model in float32 with packed attention."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+from agentrl.errors import ConfigError
+from agentrl.train.pack import PACKED_ATTENTION, register_attention
+
+
+def load_policy(directory: Path, device: torch.device) -> PreTrainedModel:
+    """Load a Hugging Face causal language model in float32 with packed attention.
+
+    Raises:
+        ConfigError: the directory is missing or holds no model.
+    """
+    if not (directory / "config.json").is_file():
+        raise ConfigError(
+            f"model directory {directory} has no config.json: give the folder of a Hugging Face model"
+        )
+    register_attention()
+    try:
+        loaded: Any = AutoModelForCausalLM.from_pretrained(
+            directory,
+            dtype=torch.float32,
+            attn_implementation=PACKED_ATTENTION,
+            local_files_only=True,
+            output_loading_info=True,
+            ignore_mismatched_sizes=True,  # reported below, in one line
+        )
+    except (OSError, ValueError, SafetensorError) as e:
+        raise ConfigError(f"model directory {directory} cannot be loaded: {str(e)[:300]}") from e
+    model: PreTrainedModel
+    model, report = loaded
+    if absent := sorted(report["missing_keys"]):
+        raise ConfigError(
+            f"model directory {directory} holds no weights for {absent[0]}"
+            + (f" and {len(absent) - 1} others" if absent[1:] else "")
+            + ": config.json and weights are not of the same model, or a file is missing"
+        )
+    if other := sorted(report["mismatched_keys"]):
+        name, found, wanted = other[0]
+        raise ConfigError(
+            f"model directory {directory} does not fit itself: {name} has shape {list(found)} where config.json "
+            f"asks for {list(wanted)}"
+        )
+    model.to(device)  # type: ignore[arg-type]
+    return model

@@ -1,0 +1,128 @@
+"""The work of one step, split over updates, ranks and micro-batches before any of it is done.
+
+Whoever drives the ranks splits; they only compute. Counts that normalise the loss are those of the whole update,
+so that neither the number of ranks nor the split changes the gradient.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+from agentrl.algo.aggregate import Totals, totals_of_lengths
+from agentrl.algo.correction import Drift, merge_drift
+from agentrl.algo.metrics import Metrics, merge_metrics, metric_values
+from agentrl.train.pack import micro_batches
+from agentrl.types import Sample
+
+Rows = tuple[Sample, ...]
+UNEVEN = 1.1
+"""Groups stay on one rank, where they share their prefix, unless a rank would get this much more than the mean."""
+
+
+@dataclass(frozen=True, slots=True)
+class Update:
+    """What one step did: `metrics` to log; `tokens` that went through the model, `trained` under the loss."""
+
+    metrics: Mapping[str, float]
+    tokens: int
+    trained: int
+
+
+@dataclass(frozen=True, slots=True)
+class Portion:
+    """One rank's part of one optimizer update.
+
+    Attributes:
+        micro_batches: as many on every rank, so that all take part in the same exchanges; some may be empty.
+        totals: counts of the whole update, over all ranks.
+    """
+
+    micro_batches: tuple[Rows, ...]
+    totals: Totals
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """What one rank's part of a step came to; `grad_norm` and `lr` are the same on all ranks."""
+
+    metrics: Metrics
+    drift: Drift
+    grad_norm: float
+    lr: float
+
+
+def split_step(samples: Sequence[Sample], *, updates: int, ranks: int, max_tokens: int) -> list[list[Portion]]:
+    """For each rank its part of each optimizer update: episodes whole, tokens balanced.
+
+    Raises:
+        ValueError: one episode alone has more than `max_tokens` tokens.
+    """
+    by_rank: list[list[Portion]] = [[] for _ in range(ranks)]
+    for part in _split_by_episode(samples, updates):
+        totals = totals_of_lengths(trained_by_episode(part).values())
+        for rank, rows in enumerate(split_rows(part, ranks=ranks, max_tokens=max_tokens)):
+            by_rank[rank].append(Portion(rows, totals))
+    return by_rank
+
+
+def split_rows(samples: Sequence[Sample], *, ranks: int, max_tokens: int) -> list[tuple[Rows, ...]]:
+    """For each rank its micro-batches, as many on every rank.
+
+    Raises:
+        ValueError: one episode alone has more than `max_tokens` tokens.
+    """
+    shares = [samples] if ranks == 1 else balanced(samples, ranks)
+    found = [[tuple(rows) for rows in micro_batches(share, max_tokens)] for share in shares]
+    most = max(len(rows) for rows in found)
+    return [(*rows, *[()] * (most - len(rows))) for rows in found]
+
+
+def balanced(samples: Sequence[Sample], ranks: int) -> list[list[Sample]]:
+    """The rows of each rank: about the same number of tokens, episodes whole and, where it is even, groups too."""
+    groups = _shares(samples, ranks, lambda s: str(s.group))
+    sizes = [sum(len(s.ids) for s in share) for share in groups]
+    if max(sizes) <= UNEVEN * sum(sizes) / ranks:
+        return groups
+    return _shares(samples, ranks, lambda s: s.episode_id)
+
+
+def merge_outcomes(outcomes: Sequence[Outcome], samples: Sequence[Sample]) -> Update:
+    """The step as a whole, from what every rank did."""
+    values = metric_values(merge_metrics(o.metrics for o in outcomes))
+    values |= {f"drift/{k}": v for k, v in merge_drift(o.drift for o in outcomes).metrics().items()}
+    values |= {"grad_norm": outcomes[0].grad_norm, "lr": outcomes[0].lr}
+    return Update(values, sum(len(s.ids) for s in samples), sum(sum(s.loss_mask) for s in samples))
+
+
+def trained_by_episode(samples: Sequence[Sample]) -> dict[str, int]:
+    """Tokens under the loss, by episode."""
+    counts: dict[str, int] = {}
+    for sample in samples:
+        counts[sample.episode_id] = counts.get(sample.episode_id, 0) + sum(sample.loss_mask)
+    return counts
+
+
+def _split_by_episode(samples: Sequence[Sample], parts: int) -> list[list[Sample]]:
+    """Deal the episodes out into `parts` mini-batches, the rows of one episode together."""
+    if parts == 1:
+        return [list(samples)]
+    place: dict[str, int] = {}
+    out: list[list[Sample]] = [[] for _ in range(parts)]
+    for sample in samples:
+        out[place.setdefault(sample.episode_id, len(place) % parts)].append(sample)
+    return [part for part in out if part]
+
+
+def _shares(samples: Sequence[Sample], ranks: int, unit: Callable[[Sample], str]) -> list[list[Sample]]:
+    """Give each unit, largest first, to the rank with the fewest tokens so far."""
+    units: dict[str, list[Sample]] = {}
+    for sample in samples:
+        units.setdefault(unit(sample), []).append(sample)
+    shares: list[list[Sample]] = [[] for _ in range(ranks)]
+    used = [0] * ranks
+    for rows in sorted(units.values(), key=lambda rows: sum(len(s.ids) for s in rows), reverse=True):
+        rank = used.index(min(used))
+        shares[rank] += rows
+        used[rank] += sum(len(s.ids) for s in rows)
+    return shares
