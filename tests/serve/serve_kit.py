@@ -1,0 +1,58 @@
+"""What the tests of the endpoint share: a tiny renderer, tools, messages as clients write them."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from agentrl.chat.demonstrate import completion_of
+from agentrl.chat.template import Renderer
+from agentrl.serve.session import Incoming
+from agentrl.testing.tiny_model import make_tokenizer
+from agentrl.types import Completion, Message, ToolCall
+
+TOOLS: list[dict[str, Any]] = [
+    {
+        "type": "function",
+        "function": {
+            "name": "add",
+            "description": "Add two numbers.",
+            "parameters": {
+                "type": "object",
+                "properties": {"a": {"type": "integer"}, "b": {"type": "integer"}},
+                "required": ["a", "b"],
+                "additionalProperties": False,
+            },
+        },
+    }
+]
+CORPUS = [
+    "What is 2 plus 3? The answer is 5.",
+    'I will call the tool. {"name": "add", "arguments": {"a": 2, "b": 3}}',
+    json.dumps(TOOLS),
+    "You are a helpful assistant.",
+] * 20
+
+
+def make_renderer(directory: Path) -> Renderer:
+    """ChatML with Hermes tool calls over a small byte-level tokenizer."""
+    make_tokenizer(directory, CORPUS, vocab=420, max_context=4096)
+    return Renderer.from_directory(directory)
+
+
+def incoming(role: str, content: str = "", *calls: tuple[str, str, str], id: str | None = None) -> Incoming:
+    """A message as sent; calls are (id, name, arguments as text)."""
+    parsed = tuple(ToolCall(call_id, name, json.loads(text)) for call_id, name, text in calls)
+    message = Message(role, content, parsed, tool_call_id=id)  # type: ignore[arg-type]
+    return Incoming(message, tuple(text for _, _, text in calls))
+
+
+def said(renderer: Renderer, message: Message) -> Completion:
+    """The completion with which a policy says `message`."""
+    return completion_of(renderer, message, TOOLS)
+
+
+def call(a: int, b: int) -> Message:
+    """An assistant turn that calls `add`."""
+    return Message("assistant", "I will call.", (ToolCall("x", "add", {"a": a, "b": b}),))

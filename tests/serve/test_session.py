@@ -1,0 +1,133 @@
+"""Turns sampled here are recognised however a client writes them back; all else is a branch of its own."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+
+import pytest
+from serve_kit import TOOLS, call, incoming, said
+
+from agentrl.chat.template import Renderer
+from agentrl.chat.transcript import Transcript
+from agentrl.serve.session import DriftKind, Incoming, Matched, Session, UnrenderableError
+from agentrl.types import Message
+
+OPENING = [incoming("system", "Be brief."), incoming("user", "What is 2 plus 3?")]
+
+
+def echo(session: Session, **changes: object) -> tuple[list[Incoming], tuple[int, ...]]:
+    """One call answered by its result: the second request, and the ids that training would continue."""
+    prompt = session.prompt(OPENING, TOOLS)
+    turn = session.add(prompt, said(session.renderer, call(2, 3)))
+    (sent,) = turn.sent.tool_calls
+    back = incoming(
+        "assistant",
+        str(changes.get("content", turn.sent.content)),
+        (
+            str(changes.get("id", sent.id)),
+            "add",
+            str(changes.get("arguments", json.dumps(dict(sent.arguments)))),
+        ),
+    )
+    result = incoming("tool", "5", id=back.message.tool_calls[0].id)
+    trained = Transcript(session.renderer, TOOLS)
+    trained.extend([one.message for one in OPENING])
+    trained.complete(said(session.renderer, call(2, 3)))
+    trained.extend([Message("tool", "5", tool_call_id=turn.message.tool_calls[0].id)])
+    return [*OPENING, back, result], tuple(trained.ids)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"content": "\n" + "I will call.  "},
+        {"arguments": '{"b":3,  "a" : 2}'},
+        {"id": "renamed-by-the-client"},
+    ],
+)
+def test_an_echoed_turn_keeps_its_ids_however_it_is_written(renderer: Renderer, changes: dict[str, object]):
+    session = Session(renderer)
+    request, trained = echo(session, **changes)
+    prompt = session.prompt(request, TOOLS)
+    assert tuple(prompt.ids) == trained
+    assert prompt.matched is (Matched.FORM if "id" in changes else Matched.CALL_ID)
+    assert [event.kind for event in prompt.drift] == ([DriftKind.ECHO] if changes else [])
+
+
+@pytest.mark.parametrize(
+    ("spoil", "kind"),
+    [
+        (lambda r: [r[0], r[1], *r[3:]], None),  # the turn is gone
+        (lambda r: [incoming("system", "Be long."), *r[1:]], DriftKind.HISTORY),
+        (lambda r: [*r[:2], replace(r[2], raw_arguments=('{"a": 2, "b": 4}',)), r[3]], DriftKind.REWORDED),
+        (lambda r: [*r[:2], incoming("assistant", "5 it is."), incoming("user", "Sure?")], DriftKind.FOREIGN),
+    ],
+)
+def test_what_was_not_sampled_here_is_a_branch_from_an_empty_context(renderer: Renderer, spoil, kind):
+    session = Session(renderer)
+    request, _ = echo(session)
+    changed = spoil(request)
+    prompt = session.prompt(changed, TOOLS)
+    assert prompt.parent is None
+    assert prompt.matched is (Matched.OPENING if kind is None else Matched.FORK)
+    assert [event.kind for event in prompt.drift] == ([] if kind is None else [kind])
+    fresh = renderer.encode(
+        [session._with_own_ids(one.message, {}) for one in changed], TOOLS, generation_prompt=True
+    )
+    assert list(prompt.ids) == fresh
+
+
+def test_other_tools_are_another_branch(renderer: Renderer):
+    session = Session(renderer)
+    request, _ = echo(session)
+    prompt = session.prompt(request, [])
+    assert prompt.parent is None
+    assert [event.kind for event in prompt.drift] == [DriftKind.TOOLS]
+    assert session.drift == {DriftKind.TOOLS: 1}
+
+
+def test_the_same_words_sampled_twice_are_told_apart_by_their_call_ids(renderer: Renderer):
+    session = Session(renderer)
+    prompt = session.prompt(OPENING, TOOLS)
+    first = session.add(prompt, said(renderer, call(2, 3)))
+    second = session.add(prompt, said(renderer, call(2, 3)))
+    for turn in (first, second):
+        (sent,) = turn.sent.tool_calls
+        back = incoming("assistant", "I will call.", (sent.id, "add", '{"a": 2, "b": 3}'))
+        again = session.prompt([*OPENING, back, incoming("tool", "5", id=sent.id)], TOOLS)
+        assert again.parent == turn.number
+
+
+def test_a_ledger_holds_every_branch_and_trains_each_sampled_token_once(renderer: Renderer):
+    session = Session(renderer, ledger=Transcript(renderer))
+    request, _ = echo(session)
+    one = session.add(session.prompt(request, TOOLS), said(renderer, Message("assistant", "It is 5.")))
+    two = session.add(session.prompt(request, TOOLS), said(renderer, Message("assistant", "The answer is 5.")))
+    assert one.parent == two.parent == 0
+    rows = session.ledger.rows()
+    sampled = sum(len(turn.completion.ids) for turn in session.turns)
+    assert sum(sum(row.loss_mask) for row in rows) == sampled
+    assert len(session.turns) == 3
+
+
+def test_old_turns_are_forgotten_and_their_conversations_told(renderer: Renderer):
+    gone: list[str] = []
+    session = Session(renderer, max_tokens=400, on_forgotten=gone.append)
+    for number in range(50):
+        prompt = session.prompt([incoming("user", f"What is {number} plus 3?")])
+        session.add(prompt, said(renderer, Message("assistant", "The answer is 5.")))
+    assert sum(len(turn.branch.ids) for turn in session.turns) <= 400
+    assert len(gone) == 50 - len(session.turns)
+    session.forget_all()
+    assert len(gone) == 50
+
+
+def test_arguments_that_are_no_object_are_refused_only_where_they_must_be_rendered(renderer: Renderer):
+    session = Session(renderer)
+    request, _ = echo(session)
+    broken = replace(request[2], raw_arguments=("{",), problem="arguments are no JSON object")
+    with pytest.raises(UnrenderableError) as caught:
+        session.prompt([*request[:2], broken, request[3]], TOOLS)
+    assert caught.value.message == 2
