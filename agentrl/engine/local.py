@@ -7,13 +7,15 @@ like this, with figures: docs/design/local-engine.md.
 from __future__ import annotations
 
 import asyncio
+import atexit
 import contextlib
 import os
 import queue
 import secrets
 import threading
+import weakref
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import TypeVar
@@ -27,6 +29,8 @@ from agentrl.engine.model import FlatModel, load_model
 from agentrl.engine.sampler import check_sampling
 from agentrl.engine.scheduler import Limits, Scheduler
 from agentrl.engine.slots import IntArray, Request
+from agentrl.engine.watch import Drawn, Watch
+from agentrl.engine.watched import scored
 from agentrl.errors import ConfigError, EngineError
 from agentrl.types import Completion, Sampling
 
@@ -85,6 +89,7 @@ class LocalEngine:
         self._over: EngineError | None = None
         self._thread = threading.Thread(target=self._main, name="agentrl-local-engine", daemon=True)
         self._thread.start()
+        _running.add(self)
 
     @classmethod
     def from_directory(
@@ -120,12 +125,31 @@ class LocalEngine:
 
     async def generate(self, ids: Sequence[int], sampling: Sampling, *, session: str | None = None) -> Completion:
         """Continue `ids`; see `Engine.generate`. Without a seed every call draws differently."""
+        return await self._generate(ids, sampling, session, None)
+
+    async def generate_watched(
+        self, ids: Sequence[int], sampling: Sampling, watch: Watch, *, session: str | None = None
+    ) -> Completion:
+        """Continue `ids` and tell each token as it is drawn; see `WatchedEngine`."""
+        loop, on_token = asyncio.get_running_loop(), watch.on_token
+        if on_token is not None:
+            tell = on_token  # from the engine's thread to the caller's loop, in order and before the completion
+
+            def note(drawn: Drawn) -> None:
+                self._answers.setdefault(loop, []).append(partial(tell, drawn))
+
+            watch = replace(watch, on_token=note)
+        return await self._generate(ids, sampling, session, watch)
+
+    async def _generate(
+        self, ids: Sequence[int], sampling: Sampling, session: str | None, watch: Watch | None
+    ) -> Completion:
         check_sampling(sampling)
         prompt = self._prompt(ids)
         loop = asyncio.get_running_loop()
         future: asyncio.Future[Completion] = loop.create_future()
         seed = secrets.randbits(64) if sampling.seed is None else sampling.seed % 2**64
-        request = Request(prompt, sampling, seed, session, partial(self._answer, loop, future))
+        request = Request(prompt, sampling, seed, session, partial(self._answer, loop, future), watch)
         self._post(partial(self._scheduler.submit, request), request.deliver)
         try:
             return await future
@@ -171,11 +195,22 @@ class LocalEngine:
 
         return await self._call(score)
 
+    async def prompt_logprobs(self, ids: Sequence[int], *, top: int = 0) -> list[Drawn]:
+        """Score tokens that were not drawn; see `ScoringEngine`."""
+        row = self._ids(ids).tolist()
+
+        def score() -> list[Drawn]:
+            logprobs_TV = torch.log_softmax(self._model.packed([row]).float(), -1)[:-1]
+            return scored(logprobs_TV, row[1:], top, self.policy_version)
+
+        return await self._call(score)
+
     async def close(self) -> None:
         """Stop; requests that are still running end with finish "abort" and what they have."""
         self._closing = True
         self._post_if_alive(lambda: None)  # wakes the thread
         await asyncio.to_thread(self._thread.join)
+        _running.discard(self)
 
     # -- from the event loop to the thread ---------------------------------------------------------------------
 
@@ -274,6 +309,20 @@ class LocalEngine:
         for loop, resolves in answers.items():
             with contextlib.suppress(RuntimeError):  # that loop is closed: nobody waits any more
                 loop.call_soon_threadsafe(_run_all, resolves)
+
+
+_running: weakref.WeakSet[LocalEngine] = weakref.WeakSet()
+
+
+def _stop_running() -> None:
+    """End the threads of engines that nobody closed: a daemon thread inside torch while Python ends aborts it."""
+    for engine in list(_running):
+        engine._closing = True
+        engine._post_if_alive(lambda: None)
+        engine._thread.join(5.0)
+
+
+atexit.register(_stop_running)
 
 
 @dataclass(frozen=True, slots=True)

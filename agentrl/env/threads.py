@@ -9,6 +9,7 @@ C call), no longer counts, and ends with the call.
 from __future__ import annotations
 
 import asyncio
+import atexit
 import contextvars
 import ctypes
 import itertools
@@ -38,7 +39,8 @@ class _Job:
     """One call. `ident`, `started`, `finished` and `abandoned` change under the pool's lock."""
 
     def __init__(self, function: Callable[[], Any], loop: asyncio.AbstractEventLoop) -> None:
-        self.function = function
+        self.function: Callable[[], Any] | None = function
+        """None once it has returned: what it holds is freed where the call was made, not in the thread."""
         self.context = contextvars.copy_context()
         self.loop = loop
         self.future: asyncio.Future[Any] = loop.create_future()
@@ -87,9 +89,10 @@ class ToolThreads:
     def __init__(self, max_threads: int = 64) -> None:
         self.max_threads = max_threads
         self.leftover: set[_Job] = set()
-        self._queue: queue.SimpleQueue[_Job] = queue.SimpleQueue()
+        self._queue: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
         self._lock = threading.Lock()
         self._threads = 0
+        self._alive: set[threading.Thread] = set()
         self._numbers = itertools.count(1)
         self._mailboxes: dict[asyncio.AbstractEventLoop, _Mailbox] = {}
         self._waiting: deque[_Job] = deque()
@@ -141,10 +144,22 @@ class ToolThreads:
                 self._start_thread()
         loop.call_later(_PATIENCE_S, self._watch, loop)
 
+    def close(self, patience_s: float = 1.0) -> None:
+        """End the idle threads and wait for them; those in the middle of a call are left behind."""
+        with self._lock:
+            alive = list(self._alive)
+        for _ in alive:
+            self._queue.put(None)
+        until = time.monotonic() + patience_s
+        for thread in alive:
+            thread.join(max(0.0, until - time.monotonic()))
+
     def _start_thread(self) -> None:
+        thread = threading.Thread(target=self._work, name=f"agentrl-tool-{next(self._numbers)}", daemon=True)
         with self._lock:
             self._threads += 1
-        threading.Thread(target=self._work, name=f"agentrl-tool-{next(self._numbers)}", daemon=True).start()
+            self._alive.add(thread)
+        thread.start()
 
     def _work(self) -> None:
         job: _Job | None = None
@@ -161,15 +176,23 @@ class ToolThreads:
                         return
                     job.finished = True
                 self._mailboxes[job.loop].post(job)
+                job = None  # an idle thread keeps nobody's env alive
         except Abandoned:
             with self._lock:
                 if job is not None:
                     self.leftover.discard(job)
+        finally:
+            with self._lock:
+                self._alive.discard(threading.current_thread())
 
     def _next(self) -> _Job | None:
         while True:
             try:
-                return self._queue.get(timeout=_IDLE_S)
+                job = self._queue.get(timeout=_IDLE_S)
+                if job is None:  # `close`
+                    with self._lock:
+                        self._threads -= 1
+                return job
             except queue.Empty:
                 with self._lock:
                     if self._threads > 1 or self._queue.empty():
@@ -177,6 +200,7 @@ class ToolThreads:
                         return None
 
     def _perform(self, job: _Job) -> None:
+        assert job.function is not None
         try:
             job.result, job.ok = job.context.run(job.function), True
         except Abandoned:
@@ -185,6 +209,7 @@ class ToolThreads:
             # A StopIteration cannot be set on a future, and SystemExit must not leave through the loop.
             plain = isinstance(e, Exception) and not isinstance(e, StopIteration)
             job.result = e if plain else ToolRaised(e)
+        job.function = None
 
     def _expire(self, job: _Job, timeout_s: float) -> None:
         if job.future.done():
@@ -229,4 +254,9 @@ def _fresh_pool() -> None:
     _pool = ToolThreads()
 
 
+def _close_pool() -> None:
+    _pool.close()
+
+
+atexit.register(_close_pool)  # a daemon thread that frees foreign objects while Python ends can abort it
 os.register_at_fork(after_in_child=_fresh_pool)  # threads do not survive a fork

@@ -2,46 +2,51 @@
 
 from __future__ import annotations
 
-import asyncio
-import warnings
+import json
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
-from agentrl.sandbox import Sandbox, SandboxPool
+pytest.importorskip("ray", reason="Ray is not installed (extra: ray)")
 
-ray = pytest.importorskip("ray", reason="Ray is not installed (extra: ray)")
+# A process of its own: Ray installs handlers for crashes and signals that other tests should not live with.
+DRIVER = """
+import asyncio, json, os
+import ray
+from agentrl.sandbox import Sandbox, SandboxPool, ray_nodes
 
-pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore")]
+def work(nodes):
+    async def lease():
+        spec = nodes.local_spec()
+        assert (spec.backend, spec.memory_mb) == ("remote", 128)
+        async with SandboxPool(spec, min_idle=0) as pool, pool.lease() as box:
+            return (await box.python("print(6 * 7)")).text()
+    return asyncio.run(lease())
+
+async def driver():
+    nodes = await ray_nodes.start(Sandbox(memory_mb=128), max_total=4)
+    answer = await ray.remote(num_cpus=0)(work).remote(nodes)
+    mode = os.stat(nodes.token_file).st_mode & 0o077
+    await nodes.stop()
+    return {"answer": answer, "mode": mode, "token_file": nodes.token_file}
+
+ray.init(num_cpus=2, include_dashboard=False, configure_logging=False, log_to_driver=False)
+try:
+    found = asyncio.run(driver())
+finally:
+    ray.shutdown()
+print(json.dumps(found))
+"""
 
 
-@pytest.mark.timeout(180)
+@pytest.mark.slow
+@pytest.mark.timeout(240)
 def test_a_worker_leases_from_its_node() -> None:
-    from agentrl.sandbox import ray_nodes
-
-    async def driver() -> tuple[str, str]:
-        nodes = await ray_nodes.start(Sandbox(memory_mb=128), max_total=4)
-
-        def work(nodes: ray_nodes.Nodes) -> str:
-            async def lease() -> str:
-                spec = nodes.local_spec()
-                assert (spec.backend, spec.memory_mb) == ("remote", 128)
-                async with SandboxPool(spec, min_idle=0) as pool, pool.lease() as box:
-                    return (await box.python("print(6 * 7)")).text()
-
-            return asyncio.run(lease())
-
-        answer = await ray.remote(num_cpus=0)(work).remote(nodes)
-        assert Path(nodes.token_file).stat().st_mode & 0o077 == 0
-        await nodes.stop()
-        return answer, nodes.token_file
-
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        ray.init(num_cpus=2, include_dashboard=False, configure_logging=False, log_to_driver=False)
-        try:
-            answer, token_file = asyncio.run(driver())
-        finally:
-            ray.shutdown()
-    assert answer == "42\n"
-    assert not Path(token_file).exists()
+    done = subprocess.run([sys.executable, "-c", DRIVER], capture_output=True, text=True, timeout=200)
+    assert done.returncode == 0, done.stderr[-3000:]
+    found = json.loads(done.stdout.splitlines()[-1])
+    assert found["answer"] == "42\n"
+    assert found["mode"] == 0
+    assert not Path(found["token_file"]).exists()
