@@ -1,4 +1,4 @@
-"""An engine without a model: each completion is a message written beforehand, as the tokens it would have been."""
+"""An engine without a model: each completion is written beforehand, as a message or as raw text."""
 
 from __future__ import annotations
 
@@ -11,8 +11,17 @@ from agentrl.chat.template import Renderer
 from agentrl.errors import EngineError
 from agentrl.types import Completion, Message, Sampling
 
-Script = Callable[[int], Message | BaseException]
-"""Turn number to what the policy says, or what the engine raises instead."""
+Line = Message | str | BaseException
+"""A message as the template writes it, the raw text of a completion (with control tokens, as a policy may sample
+them), or what the engine raises instead."""
+Script = Callable[[int], Line]
+"""Turn number to what the policy says."""
+
+
+def raw_completion(renderer: Renderer, text: str) -> Completion:
+    """The ids of `text` with its control tokens, and a stop token behind them; log-probabilities are 0."""
+    ids = (*renderer.vocabulary.encode(text), min(renderer.stop_ids))
+    return Completion(ids, (0.0,) * len(ids), (0,) * len(ids), "stop")
 
 
 class ScriptedEngine:
@@ -20,7 +29,7 @@ class ScriptedEngine:
 
     Args:
         renderer: turns messages into tokens.
-        script: messages (or errors) by turn, as a list or a function of the turn's number.
+        script: lines by turn, as a list or a function of the turn's number.
         tools: the tools of the env, where the template writes calls by them.
         delay_s: how long each completion takes.
     """
@@ -28,7 +37,7 @@ class ScriptedEngine:
     def __init__(
         self,
         renderer: Renderer,
-        script: Sequence[Message | BaseException] | Script,
+        script: Sequence[Line] | Script,
         *,
         tools: Sequence[Mapping[str, Any]] = (),
         delay_s: float = 0.0,
@@ -52,7 +61,10 @@ class ScriptedEngine:
             raise EngineError(f"the script ends before turn {turn}") from None
         if isinstance(said, BaseException):
             raise said
-        completion = completion_of(self._renderer, said, self._tools)
+        if isinstance(said, str):
+            completion = raw_completion(self._renderer, said)
+        else:
+            completion = completion_of(self._renderer, said, self._tools)
         if len(completion.ids) <= sampling.max_tokens:
             return completion
         kept = completion.ids[: sampling.max_tokens]
