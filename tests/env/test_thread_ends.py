@@ -22,8 +22,8 @@ from agentrl.env.threads import pool
 from agentrl.types import Sampling
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
-SMALL = Qwen3Config(vocab_size=300, hidden_size=32, num_hidden_layers=1, num_attention_heads=2, num_key_value_heads=1,
-                    head_dim=16, intermediate_size=64, max_position_embeddings=64)
+SMALL = Qwen3Config(vocab_size=300, hidden_size=32, num_hidden_layers=1, num_attention_heads=2,
+                    num_key_value_heads=1, head_dim=16, intermediate_size=64, max_position_embeddings=64)
 
 async def main():
     engine = LocalEngine(Qwen3ForCausalLM(SMALL).eval())
