@@ -16,8 +16,9 @@ import torch
 from torch import Tensor
 
 from agentrl.engine.cache import CachedAttention, CacheShape, KVCache, Span
-from agentrl.engine.sampler import sample
 from agentrl.engine.slots import IntArray, Request, SlotTable
+from agentrl.engine.watch import Watch
+from agentrl.engine.watched import sample_watched, tell
 from agentrl.errors import EngineError
 from agentrl.types import Completion
 
@@ -152,9 +153,12 @@ class Scheduler:
 
     def _draw(self, slots: IntArray, logits: Tensor) -> None:
         table = self.table
-        ids, logprobs = sample(logits, table.draw(slots))
+        watched = np.flatnonzero(table.watched[slots])
+        watches = {int(row): self._watch(int(slots[row])) for row in watched}
+        ids, logprobs = sample_watched(logits, table.draw(slots), watches)
         finite = torch.isfinite(logprobs).cpu().numpy()
         finished = table.append(slots, ids.cpu().numpy(), logprobs.cpu().numpy(), self.version)
+        tell(watches, logits, table.temperature[slots], ids, logprobs, self.version)
         for slot in slots[~finite].tolist():
             request = self._leave(slot)
             request.deliver(EngineError(f"the model's logits are not finite (policy version {self.version})"))
@@ -166,6 +170,12 @@ class Scheduler:
             request = self._leave(slot)
             stopped = int(request.ids[-1]) in request.sampling.stop_ids
             request.deliver(self._completion(request, "stop" if stopped else "length"))
+
+    def _watch(self, slot: int) -> Watch:
+        request = self.table.request[slot]
+        assert request is not None
+        assert request.watch is not None
+        return request.watch
 
     def _clean(self) -> None:
         """Numbers that are not finite must not stay in the cache, where masked places meet a zero weight."""

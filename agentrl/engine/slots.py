@@ -10,6 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from agentrl.engine.sampler import Draw, uniforms
+from agentrl.engine.watch import Watch
 from agentrl.types import Completion, Sampling
 
 IntArray = NDArray[np.int64]
@@ -25,6 +26,8 @@ class Request:
     session: str | None
     deliver: Callable[[Completion | Exception], None]
     """Called once, on the engine's thread."""
+    watch: Watch | None = None
+    """What the caller wants besides; its `on_token` is called on the engine's thread here."""
     prompt: int = field(init=False)
     """Number of prompt tokens; what follows in `ids` was sampled."""
     logprobs: NDArray[np.float32] = field(init=False)
@@ -61,6 +64,7 @@ class SlotTable:
         self.limit = np.zeros(slots, dtype=np.int64)
         self.stamp = np.zeros(slots, dtype=np.int64)
         self.active = np.zeros(slots, dtype=np.bool_)
+        self.watched = np.zeros(slots, dtype=np.bool_)
         self.temperature = np.ones(slots, dtype=np.float64)
         self.top_p = np.ones(slots, dtype=np.float64)
         self.top_k = np.zeros(slots, dtype=np.int64)
@@ -69,7 +73,18 @@ class SlotTable:
         self.request: list[Request | None] = [None] * slots
         self.session: list[str | None] = [None] * slots
 
-    _COLUMNS = ("tokens", "logprobs", "versions", "known", "computed", "prompt", "limit", "stamp", "active")
+    _COLUMNS = (
+        "tokens",
+        "logprobs",
+        "versions",
+        "known",
+        "computed",
+        "prompt",
+        "limit",
+        "stamp",
+        "active",
+        "watched",
+    )
     _SAMPLING = ("temperature", "top_p", "top_k", "seed", "stops")
 
     def occupy(self, slot: int, request: Request, *, computed: int, limit: int, stamp: int) -> None:
@@ -81,6 +96,7 @@ class SlotTable:
         self.known[slot], self.computed[slot] = known, computed
         self.prompt[slot], self.limit[slot], self.stamp[slot] = prompt, limit, stamp
         self.active[slot] = True
+        self.watched[slot] = request.watch is not None
         sampling = request.sampling
         self.temperature[slot], self.top_p[slot] = sampling.temperature, sampling.top_p
         self.top_k[slot], self.seed[slot] = sampling.top_k, np.uint64(request.seed)
