@@ -21,12 +21,12 @@ AT_ONCE = 64
 
 
 async def fitting(
-    content: Content, config: RunConfig, renderer: Renderer, max_context: int, reporter: Reporter
+    content: Content, config: RunConfig, renderer: Renderer, max_context: int, reporter: Reporter | None
 ) -> Content:
     """The content without the tasks whose opening messages leave no room for a completion.
 
     Every task of both splits is set up and rendered once, tools included. Without `data.overlong_prompts` nothing
-    is looked at: such an episode then ends before its first turn.
+    is looked at: such an episode then ends before its first turn. A reporter is told what is left out.
 
     Raises:
         ConfigError: `refuse` found one, none fits, there are too many tasks to look at, or one cannot be set up.
@@ -47,7 +47,7 @@ async def _fitting(
     renderer: Renderer,
     most: int,
     policy: str,
-    reporter: Reporter,
+    reporter: Reporter | None,
 ) -> Sequence[Task]:
     if not tasks:
         return tasks
@@ -67,7 +67,7 @@ async def _fitting(
         counts += await asyncio.gather(*map(measured, listed[first : first + 1000]))
     by_task = {id(task): count for task, count in zip(listed, counts, strict=True)}
     kept, dropped = drop_overlong(listed, lambda task: by_task[id(task)], most, policy)
-    if dropped:
+    if dropped and reporter is not None:
         longest, tokens = max(dropped, key=lambda pair: pair[1])
         reporter.note(
             f"{len(dropped)} of {len(listed)} {name} tasks are left out: their prompts have more than {most} "

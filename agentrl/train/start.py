@@ -11,6 +11,7 @@ from agentrl.config.run import RunConfig, WarmupConfig
 from agentrl.errors import ConfigError
 from agentrl.rollout.collect import collect
 from agentrl.rollout.metrics import passed
+from agentrl.rollout.prompts import fitting
 from agentrl.rollout.setup import Content, corpus, load_renderer, make_engine, make_player
 from agentrl.run.report import Reporter
 from agentrl.testing.tiny_model import make_tiny_model
@@ -79,7 +80,6 @@ async def _cold_start(
     engine = make_engine(config, source)
     player = make_player(config, engine, renderer, content.make_env, temperature=config.rollout.temperature)
     samples = demonstration_samples(renderer, content.demonstrations, content.make_env().tools)
-    tasks = content.train_tasks[: warmup.probe_tasks]
 
     async def probe() -> float:
         await engine.update_weights(learner.weights(), version=0)
@@ -88,6 +88,9 @@ async def _cold_start(
         return passed(groups)
 
     try:
+        # Before the first step, so that a prompt that is refused costs no time. The run says what is left out.
+        fitted = await fitting(content, config, renderer, engine.max_context, None)
+        tasks = fitted.train_tasks[: warmup.probe_tasks]
         await cold_start(
             learner,
             samples,
