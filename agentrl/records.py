@@ -24,13 +24,15 @@ class EpisodeRecord:
     """One episode of one step, and what the learner made of it.
 
     `group` numbers the tasks of the step from 0. `advantages` has one number for each sampled segment of the
-    episode, in their order; it is empty when the episode did not train.
+    episode, in their order; it is empty when the episode did not train. `set_aside` marks the groups without
+    signal that gave their places to others (`rollout.refill_zero_signal`).
     """
 
     step: int
     group: int
     episode: Episode
     advantages: tuple[float, ...] = ()
+    set_aside: bool = False
 
     @classmethod
     def of(cls, step: int, group: int, episode: Episode, advantage: float | None) -> EpisodeRecord:

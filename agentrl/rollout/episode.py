@@ -45,6 +45,32 @@ class Player:
     token_check: TokenCheck | None = None
     """Compares every ledger with a fresh rendering; None where nothing is compared."""
 
+    async def play(self, task: Task, *, episode_id: str, seed: int, where: Whereabouts | None = None) -> Episode:
+        """Play one episode in this process; see `run_episode`."""
+        return await run_episode(self, task, episode_id=episode_id, seed=seed, where=where)
+
+
+@dataclass(slots=True)
+class Whereabouts:
+    """Where an episode that is being played stands: what it waits for, and since when (`time.monotonic`)."""
+
+    episode_id: str
+    task_id: str
+    doing: str = "starting"
+    started: float = field(default_factory=time.monotonic)
+    since: float = field(default_factory=time.monotonic)
+
+    def now(self, doing: str) -> None:
+        """Note what the episode waits for from now on."""
+        self.doing, self.since = doing, time.monotonic()
+
+    def __str__(self) -> str:
+        now = time.monotonic()
+        return (
+            f"episode {self.episode_id} (task {self.task_id}), begun {now - self.started:.0f} s ago, waits for "
+            f"{self.doing} since {now - self.since:.0f} s"
+        )
+
 
 @dataclass(frozen=True, slots=True)
 class TokenCheck:
@@ -75,7 +101,9 @@ class _Progress:
     stop: StopReason | None = None
 
 
-async def run_episode(player: Player, task: Task, *, episode_id: str, seed: int) -> Episode:
+async def run_episode(
+    player: Player, task: Task, *, episode_id: str, seed: int, where: Whereabouts | None = None
+) -> Episode:
     """Play one episode; trouble that the policy cannot cause becomes `Episode.error`, never an exception.
 
     Args:
@@ -83,8 +111,10 @@ async def run_episode(player: Player, task: Task, *, episode_id: str, seed: int)
         task: what the env is reset to.
         episode_id: unique in the run; also the engine's session.
         seed: with the turn number it determines every draw of the sampler.
+        where: kept up to date with what the episode waits for.
     """
     started = time.monotonic()
+    where = where or Whereabouts(episode_id, task.id)
     progress = _Progress()
     error: str | None = None
     env: Env | None = None
@@ -93,7 +123,7 @@ async def run_episode(player: Player, task: Task, *, episode_id: str, seed: int)
         env = player.make_env()
         try:
             async with asyncio.timeout(player.limits.timeout_s) as clock:
-                await _play(player, env, task, progress, episode_id, seed)
+                await _play(player, env, task, progress, where, seed)
         except TimeoutError:
             if not clock.expired():  # the env's own
                 raise
@@ -101,11 +131,13 @@ async def run_episode(player: Player, task: Task, *, episode_id: str, seed: int)
         if progress.transcript is None:
             raise InfraError(f"{type(env).__name__}.reset took longer than {player.limits.timeout_s:g} s")
         scored = _episode(progress, task, episode_id, started, env)
+        where.now("its rewards")
         rewards = await _score(env, scored, player.limits.timeout_s)
     except Exception as e:  # the episode is lost, its siblings are not
         error = _describe(e, env)
         progress.stop = StopReason.INFRA
     finally:
+        where.now("the env to close")
         await _close(env, player.engine, episode_id, player.limits.timeout_s)
     if player.token_check is not None and progress.transcript is not None and error is None:
         progress.metrics |= player.token_check.metrics(progress.transcript, episode_id)
@@ -118,8 +150,10 @@ async def run_episode(player: Player, task: Task, *, episode_id: str, seed: int)
     )
 
 
-async def _play(player: Player, env: Env, task: Task, progress: _Progress, session: str, seed: int) -> None:
+async def _play(player: Player, env: Env, task: Task, progress: _Progress, where: Whereabouts, seed: int) -> None:
     """Alternate policy and env until `progress.stop` is set."""
+    session = where.episode_id
+    where.now("env.reset")
     ledger = Transcript(player.renderer)
     if isinstance(env, ToolEnv):
         env.count_tokens = lambda text: len(player.renderer.encode_text(text))
@@ -135,9 +169,11 @@ async def _play(player: Player, env: Env, task: Task, progress: _Progress, sessi
             progress.stop = tight
             return
         sampling = replace(player.sampling, max_tokens=room, seed=draw_seed(seed, len(progress.turns)))
-        t0 = time.monotonic()
+        where.now(f"the engine (turn {len(progress.turns)})")
+        t0 = where.since
         completion = await player.engine.generate(transcript.ids, sampling, session=session)
-        t1 = time.monotonic()
+        where.now(f"env.step (turn {len(progress.turns)})")
+        t1 = where.since
         if completion.finish == "abort":
             raise EngineError(f"the engine aborted the completion of turn {len(progress.turns)}")
         message = transcript.complete(completion)

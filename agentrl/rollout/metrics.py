@@ -28,20 +28,26 @@ def passed(groups: Sequence[Group]) -> float:
     return sum(any(map(is_solved, g.episodes)) for g in groups) / max(1, len(groups))
 
 
-def episode_metrics(groups: Sequence[Group]) -> dict[str, float]:
-    """Means and counts over the episodes of a step; failed ones are counted and enter no mean."""
+def episode_metrics(groups: Sequence[Group], aside: Sequence[Group] = ()) -> dict[str, float]:
+    """Means and counts over the episodes of a step; failed ones are counted and enter no mean.
+
+    Args:
+        groups: what is trained.
+        aside: groups that gave their places to others; only their episodes, failures and tokens are counted.
+    """
     episodes = [e for g in groups for e in g.episodes]
-    failed = sum(len(g.failed) for g in groups)
+    extra = [e for g in aside for e in g.episodes]
+    failed = sum(len(g.failed) for g in (*groups, *aside))
     turns = [t for e in episodes for t in e.turns]
     metrics: dict[str, float] = {
         "solved": solved(groups),
         "reward": _mean(e.reward or 0.0 for e in episodes),
-        "episodes": float(len(episodes) + failed),
+        "episodes": float(len(episodes) + len(extra) + failed),
         "infra_failures": float(failed),
         "malformed": float(sum(any(e.metrics.get(m, 0.0) for m in MALFORMED) for e in episodes)),
         "limits": float(sum(e.stop_reason in LIMITS for e in episodes)),
         "groups_with_signal": float(sum(len({e.reward for e in g.episodes}) > 1 for g in groups)),
-        "sampled_tokens": float(sum(t.tokens for t in turns)),
+        "sampled_tokens": float(sum(t.tokens for e in (*episodes, *extra) for t in e.turns)),
         "turns": _mean(len(e.turns) for e in episodes),
         "engine_seconds": _mean(t.engine_seconds for t in turns),
         "env_seconds": _mean(t.env_seconds for t in turns),
@@ -54,6 +60,30 @@ def episode_metrics(groups: Sequence[Group]) -> dict[str, float]:
         key = name if name.startswith("tokens/") else f"env/{name}"
         metrics[key] = sum(e.metrics.get(name, 0.0) for e in episodes)
     return metrics
+
+
+def staleness(groups: Sequence[Group], version: int) -> dict[str, float]:
+    """By how many updates the weights that drew the tokens are behind those that are trained, `version`.
+
+    `mean` is over sampled tokens, `max` the oldest of them; `episodes_mixed` were drawn with several versions.
+    """
+    episodes = [
+        [v for s in e.segments if s.origin == "sampled" for v in s.versions] for g in groups for e in g.episodes
+    ]
+    tokens = sum(map(len, episodes))
+    if not tokens:
+        return {}
+    return {
+        "staleness/mean": version - sum(map(sum, episodes)) / tokens,
+        "staleness/max": float(version - min(min(e) for e in episodes if e)),
+        "staleness/episodes_mixed": float(sum(min(e) != max(e) for e in episodes if e)),
+    }
+
+
+def set_aside(aside: Sequence[Group]) -> dict[str, float]:
+    """What was played and gave its place to others: all episodes of these groups scored the same."""
+    episodes = sum(len(group.episodes) + len(group.failed) for group in aside)
+    return {"refilled_groups": float(len(aside)), "refilled_episodes": float(episodes)}
 
 
 def _mean(values: Iterable[float]) -> float:

@@ -9,12 +9,14 @@ from agentrl.train.samples import to_samples
 async def train(run: Run) -> None:
     """GRPO until the last step, or until somebody asks the run to stop."""
     config = run.config
-    for step in range(run.first_step, config.steps + 1):
-        groups = await run.play(step)
-        samples, records = to_samples(groups, config.algorithm, overlong=config.rollout.overlong, step=step)
-        update = await run.update(samples)
-        await run.engine.update_weights(run.learner.weights(), version=step)
+    async with run.scheduler:
+        async for batch in run.scheduler.batches():  # admission keeps staleness <= rollout.max_staleness
+            samples, records = to_samples(
+                batch.groups, config.algorithm, overlong=config.rollout.overlong, step=batch.step
+            )
+            update = await run.update(samples)
+            await run.publish(version=batch.step)
 
-        await run.finish(step, groups, records, update)
-        if run.stop:
-            return
+            await run.finish(batch, records, update)
+            if run.stop:
+                return

@@ -18,10 +18,13 @@ from agentrl.config.run import RunConfig
 from agentrl.engine.base import Engine
 from agentrl.errors import AgentRLError
 from agentrl.records import EpisodeRecord
+from agentrl.rollout.admission import Admission, Batch
 from agentrl.rollout.collect import collect
 from agentrl.rollout.episode import Player
-from agentrl.rollout.metrics import episode_metrics, solved
+from agentrl.rollout.group import GroupPlayer
+from agentrl.rollout.metrics import episode_metrics, set_aside, solved, staleness
 from agentrl.rollout.prompts import fitting
+from agentrl.rollout.scheduler import Scheduler, Stall
 from agentrl.rollout.setup import (
     RENDERER_FILE,
     Content,
@@ -36,12 +39,13 @@ from agentrl.run.report import Reporter, Summary
 from agentrl.run.store import RunStore
 from agentrl.sandbox import close_pools
 from agentrl.train.curve import write_curve
-from agentrl.train.feed import TaskFeed
-from agentrl.train.learner import Learner, Update
+from agentrl.train.feed import load_feed, make_admission, save_feed
+from agentrl.train.learner import Learner
 from agentrl.train.memory import keep_freed_memory
 from agentrl.train.samples import penalised
 from agentrl.train.signals import StopRequest, stop_requested
 from agentrl.train.start import copy_tokenizer, make_learner, make_start
+from agentrl.train.work import Update
 from agentrl.types import Group, Sample, Task
 
 P = ParamSpec("P")
@@ -57,35 +61,32 @@ class Run:
     reporter: Reporter
     stop: StopRequest
     content: Content
-    feed: TaskFeed
+    scheduler: Scheduler
     engine: Engine
     learner: Learner
     learner_thread: Executor
     player: Player
     greedy: Player
     start: Path
-    first_step: int
     _mark: float = field(default_factory=time.monotonic)
     _seconds: dict[str, float] = field(default_factory=dict)
-
-    async def play(self, step: int) -> list[Group]:
-        """The groups of a step, of the tasks that the feed draws."""
-        rollout = self.config.rollout
-
-        async def play(tasks: Sequence[Task], label: str) -> list[Group]:
-            return await self._collect(self.player, tasks, rollout.group_size, f"s{step}{label}")
-
-        with self._timed("rollout_seconds"):
-            groups = await self.feed.groups(play)
-        return penalised(groups, rollout.overlong_penalty) if rollout.overlong == "penalise" else groups
 
     async def update(self, samples: Sequence[Sample]) -> Update:
         """One step of the learner, on its own thread, so that the event loop goes on."""
         with self._timed("update_seconds"):
             return await self._in_learner(self.learner.step, samples)
 
+    async def publish(self, version: int) -> None:
+        """Hand the learner's weights to the engine; completions that it is sampling go on with them."""
+        with self._timed("publish_seconds"):
+            await self.engine.update_weights(self.learner.weights(), version=version)
+
     async def held_out(self, step: int) -> float | None:
-        """The fraction of held-out tasks that the policy solves greedily; None where there are no such tasks."""
+        """The fraction of held-out tasks that the policy solves greedily; None where there are no such tasks.
+
+        The loop waits meanwhile, so all tokens are drawn with the weights of this step, and no training episode
+        begins (those in flight go on).
+        """
         tasks = self.content.held_out_tasks[: self.config.eval.tasks]
         if not tasks:
             return None
@@ -93,24 +94,23 @@ class Run:
 
     def begin(self) -> None:
         """The clock of the first step starts."""
-        self.reporter.phase("train", self.config.steps, self.first_step - 1)
+        self.reporter.phase("train", self.config.steps, self.scheduler.admission.next_step - 1)
         self._mark = time.monotonic()
 
-    async def finish(
-        self, step: int, groups: Sequence[Group], records: Sequence[EpisodeRecord], update: Update
-    ) -> None:
+    async def finish(self, batch: Batch, records: Sequence[EpisodeRecord], update: Update) -> None:
         """All that follows an update: write its episodes, evaluate and save where due, write its line."""
-        seconds = time.monotonic() - self._mark
-        metrics = episode_metrics(groups) | dict(update.metrics)
+        step, seconds = batch.step, time.monotonic() - self._mark
+        metrics = episode_metrics(batch.groups, batch.aside) | staleness(batch.groups, step - 1)
+        metrics |= {**update.metrics, **batch.metrics, **self._seconds}
         metrics |= {
-            **self._seconds,
-            **self.feed.metrics,
             "seconds": seconds,
             "trained_tokens": float(update.trained),
             "learner_tokens": float(update.tokens),
             "tokens_per_s": metrics["sampled_tokens"] / seconds,
         }
-        self.store.write_episodes(step, records)
+        if self.config.rollout.refill_zero_signal:
+            metrics |= set_aside(batch.aside)
+        self.store.write_episodes(step, [*records, *_records_aside(batch)])
         if metrics["groups_with_signal"] == 0:
             self.reporter.note(f"step {step}: all episodes of every group scored the same; nothing to learn from")
         config, last = self.config, step == self.config.steps
@@ -129,7 +129,7 @@ class Run:
         with self.store.checkpoint(step, self.config.checkpoint.keep) as folder:
             await self._in_learner(self.learner.save, folder)
             copy_tokenizer(self.start, folder)
-            self.feed.save(folder)
+            save_feed(self.scheduler.admission, folder)
             (folder / RENDERER_FILE).write_text(json.dumps({"hash": self.player.renderer.hash}))
 
     async def _collect(self, player: Player, tasks: Sequence[Task], group_size: int, label: str) -> list[Group]:
@@ -148,7 +148,10 @@ class Run:
         self._seconds[name] = time.monotonic() - started
 
     def _check_drift(self, step: int, metrics: Mapping[str, float]) -> None:
-        drift, bound = metrics.get("drift/mean_abs", 0.0), self.config.algorithm.drift_gate.mean_abs or float("inf")
+        drift, bound = (
+            metrics.get("drift/mean_abs", 0.0),
+            self.config.algorithm.drift_gate.mean_abs or float("inf"),
+        )
         if drift > bound:
             raise AgentRLError(
                 f"step {step}: sampler and learner disagree by {drift:.3g} per token on average, above "
@@ -194,30 +197,31 @@ async def _train_run(
         engine = make_engine(config, policy)
         try:
             content = await fitting(content, config, renderer, engine.max_context, reporter)
-            feed = TaskFeed.of(config, content.train_tasks)
+            admission = make_admission(config, content.train_tasks, done=done)
             if checkpoint:
-                feed.load(checkpoint.path, done)
+                load_feed(admission, checkpoint.path)
+                await engine.update_weights(learner.weights(), version=done)
+            player = make_player(
+                config,
+                engine,
+                renderer,
+                content.make_env,
+                temperature=config.rollout.temperature,
+                token_check=make_token_check(config),
+            )
             run = Run(
                 config=config,
                 store=store,
                 reporter=reporter,
                 stop=stop,
                 content=content,
-                feed=feed,
+                scheduler=_scheduler(config, player, admission, engine, reporter, store),
                 engine=engine,
                 learner=learner,
                 learner_thread=thread,
-                player=make_player(
-                    config,
-                    engine,
-                    renderer,
-                    content.make_env,
-                    temperature=config.rollout.temperature,
-                    token_check=make_token_check(config),
-                ),
+                player=player,
                 greedy=make_player(config, engine, renderer, content.make_env, temperature=0.0),
                 start=start,
-                first_step=done + 1,
             )
             if not any(line["step"] == 0 for line in store.metrics()) and not stop:
                 before = await run.held_out(0)
@@ -234,6 +238,36 @@ async def _train_run(
     store.write_summary(summary)
     write_curve(store.path)
     return summary
+
+
+def _scheduler(
+    config: RunConfig, player: Player, admission: Admission, engine: Engine, reporter: Reporter, store: RunStore
+) -> Scheduler:
+    rollout = config.rollout
+
+    def tell(text: str) -> None:
+        reporter.note(text)
+        store.event(text)
+
+    def less_overlong(group: Group) -> Group:
+        return penalised([group], rollout.overlong_penalty)[0]
+
+    return Scheduler(
+        GroupPlayer(player, rollout.group_size, config.seed, rollout.infra_retries),
+        admission,
+        version=lambda: engine.policy_version,
+        amend=less_overlong if rollout.overlong == "penalise" else None,
+        stall=Stall(rollout.note_after_s, tell),
+    )
+
+
+def _records_aside(batch: Batch) -> list[EpisodeRecord]:
+    """The episodes of groups that were put aside, and the failed ones among them, numbered after the batch's."""
+    return [
+        EpisodeRecord(batch.step, number, episode, set_aside=True)
+        for number, group in enumerate(batch.aside, len(batch.groups))
+        for episode in (*group.episodes, *group.failed)
+    ]
 
 
 def summarise(store: RunStore, config: RunConfig, wall_seconds: float) -> Summary:

@@ -1,8 +1,7 @@
-"""Which tasks a step plays: the old order by default, and the same again after a resume."""
+"""Which tasks a run plays: the old order by default, the same again after a resume, and only what fits."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -11,10 +10,11 @@ from agentrl.chat.template import Renderer
 from agentrl.config.run import RunConfig
 from agentrl.env.toolenv import ToolEnv
 from agentrl.errors import CheckpointError, ConfigError
+from agentrl.rollout.admission import Admission, Batch
 from agentrl.rollout.prompts import fitting, prompt_tokens
 from agentrl.rollout.setup import Content
 from agentrl.testing.tiny_model import make_tokenizer
-from agentrl.train.feed import SAMPLER_FILE, TaskFeed
+from agentrl.train.feed import SAMPLER_FILE, load_feed, make_admission, save_feed
 from agentrl.types import Episode, Group, Message, StopReason, Task, Turn
 
 TASKS = [Task(f"t{i}", {"number": i}) for i in range(10)]
@@ -24,12 +24,12 @@ def config(**more: object) -> RunConfig:
     return RunConfig.model_validate({"env": "a:B", "model": {"tiny": {}}, **more})
 
 
-def feed(order: str = "sequential", refill: int = 0, per_step: int = 4) -> TaskFeed:
-    rollout = {"groups_per_step": per_step, "refill_zero_signal": refill}
-    return TaskFeed.of(config(rollout=rollout, data={"sampler": {"order": order}}, seed=3), TASKS)
+def feed(order: str = "sequential", done: int = 0, **rollout: object) -> Admission:
+    wanted = {"groups_per_step": 4, **rollout}
+    return make_admission(config(rollout=wanted, data={"sampler": {"order": order}}, seed=3), TASKS, done=done)
 
 
-def group(task: Task, rewards: Sequence[float]) -> Group:
+def group(task: Task, rewards: tuple[float, ...]) -> Group:
     turn = Turn(Message("assistant", "x"), (), 0.0, "stop", 1, 0.0, 0.0)
     return Group(
         task,
@@ -39,79 +39,51 @@ def group(task: Task, rewards: Sequence[float]) -> Group:
     )
 
 
-class Played:
-    """Plays groups whose rewards are given by task id (all equal by default), and remembers what it was asked."""
-
-    def __init__(self, **rewards: Sequence[float]) -> None:
-        self.rewards, self.asked = rewards, []
-
-    async def __call__(self, tasks: Sequence[Task], label: str) -> list[Group]:
-        self.asked.append((label, [task.id for task in tasks]))
-        return [group(task, self.rewards.get(task.id, (0.0, 0.0))) for task in tasks]
-
-
-async def test_by_default_tasks_come_one_after_another_and_nothing_is_refilled():
-    source, play = feed(), Played()
-    for step in range(1, 6):
-        groups = await source.groups(play)
-        assert [g.task.id for g in groups] == [f"t{i % 10}" for i in range((step - 1) * 4, step * 4)]
-    assert [label for label, _ in play.asked] == [""] * 5
-    assert source.metrics == {}
-
-
-async def test_a_group_without_signal_gives_its_place_to_the_next_task():
-    play = Played(t1=(1.0, 0.0), t4=(0.0, 1.0))
-    source = feed(refill=3, per_step=3)
-    groups = await source.groups(play)
-    # t0 and t2 are dull: t3 and t4 take their places; t3 is dull too, and one refill is left for t5.
-    assert play.asked == [("", ["t0", "t1", "t2"]), ("/refill0", ["t3", "t4"]), ("/refill2", ["t5"])]
-    assert [g.task.id for g in groups] == ["t5", "t1", "t4"]
-    assert source.metrics == {"refilled_groups": 3.0, "refilled_episodes": 6.0}
-    assert [g.task.id for g in await source.groups(Played(**{f"t{i}": (1, 0) for i in range(10)}))] == [
-        "t6",
-        "t7",
-        "t8",
-    ]
-    assert source.metrics["refilled_groups"] == 0
+def play(admission: Admission, version: int, only: int | None = None) -> Batch:
+    """Admit, complete all groups (or the first few) and form the next batch; tasks below t3 are solved often."""
+    tickets = admission.admit(version)
+    for ticket in [*admission.under_way] if only is None else tickets[:only]:
+        number = int(ticket.task.id[1:])
+        ticket.group = ticket.group or group(ticket.task, (float(number < 7), float(number < 3)))
+    batch = admission.form()
+    assert batch is not None
+    return batch
 
 
 @pytest.mark.parametrize("order", ["sequential", "shuffled", "weighted"])
-async def test_a_resumed_feed_draws_what_the_first_would_have_drawn(tmp_path: Path, order: str):
-    rewards = {f"t{i}": (float(i < 7), float(i < 3)) for i in range(10)}
-    through = feed(order)
-    await through.groups(Played(**rewards))
-    await through.groups(Played(**rewards))
-    through.save(tmp_path)
-    again = feed(order)
-    again.load(tmp_path, 2)
-    for _ in range(6):
-        first, second = Played(**rewards), Played(**rewards)
-        await through.groups(first)
-        await again.groups(second)
-        assert first.asked == second.asked
+@pytest.mark.parametrize("max_staleness", [0, 2])
+def test_a_resumed_feed_draws_what_the_first_would_have_drawn(tmp_path: Path, order: str, max_staleness: int):
+    through = feed(order, max_staleness=max_staleness)
+    for step in range(2):
+        play(through, step)
+    save_feed(through, tmp_path)
+    again = feed(order, done=2, max_staleness=max_staleness)
+    load_feed(again, tmp_path)
+    for step in range(2, 8):
+        ours, theirs = play(again, step), play(through, step)
+        assert [g.task.id for g in ours.groups] == [g.task.id for g in theirs.groups]
 
 
-async def test_the_weighted_order_prefers_what_is_solved_now_and_then():
-    rewards = {f"t{i}": (1.0, 0.0) if i < 2 else (0.0, 0.0) for i in range(10)}
-    source, play = feed("weighted", per_step=10), Played(**rewards)
-    for _ in range(60):
-        await source.groups(play)
-    late = [name for _, names in play.asked[20:] for name in names]
-    assert sum(name in ("t0", "t1") for name in late) > len(late) / 2  # two of ten tasks
+def test_the_weighted_order_prefers_what_is_solved_now_and_then():
+    source = feed("weighted", groups_per_step=10)
+    late = [g.task.id for step in range(60) for g in play(source, step).groups][200:]
+    assert sum(name in ("t3", "t4", "t5", "t6") for name in late) > 0.6 * len(late)  # four of ten tasks
 
 
 def test_a_damaged_or_missing_state_is_named(tmp_path: Path):
     with pytest.raises(CheckpointError, match=r"sampler\.json: cannot read"):
-        feed("weighted").load(tmp_path, 2)
-    (tmp_path / SAMPLER_FILE).write_text('{"drawn": 3}')
-    with pytest.raises(CheckpointError, match=r"sampler\.json: damaged"):
-        feed().load(tmp_path, 2)
+        load_feed(feed("weighted", done=2), tmp_path)
+    for text in ('{"drawn": 3}', '{"drawn": 3, "results": {}, "again": [[1, 2]]}', "[]"):
+        (tmp_path / SAMPLER_FILE).write_text(text)
+        with pytest.raises(CheckpointError, match=r"sampler\.json: damaged"):
+            load_feed(feed(), tmp_path)
 
 
 def test_a_checkpoint_without_a_state_goes_on_in_order(tmp_path: Path):
-    source = feed()
-    source.load(tmp_path, 2)
-    assert [task.id for _, task in source.sampler.take(3)] == ["t8", "t9", "t0"]
+    source = feed(done=2)
+    load_feed(source, tmp_path)
+    assert [t.task.id for t in source.admit(2)] == ["t8", "t9", "t0", "t1"]
+    assert [t.name for t in source.under_way] == [f"s3/g{n}" for n in range(4)]
 
 
 class Long(ToolEnv):

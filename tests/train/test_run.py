@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from agentrl.config.run import RunConfig
-from agentrl.records import read_episodes
+from agentrl.records import read_episodes, read_records
 from agentrl.run.report import Silent, Summary
 from agentrl.run.store import RunStore
 from agentrl.train.run import train_run
@@ -234,6 +234,47 @@ class TestWholeRun:
         again, still = run(buttons(folder.parent), folder)
         assert still == lines
         assert (again.steps, again.held_out_after) == (4, summary.held_out_after)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("stop_after", [None, 2])
+def test_ahead_of_the_learner_no_token_is_older_than_allowed_and_no_group_is_lost(
+    tmp_path: Path, stop_after: int | None
+):
+    config = buttons(tmp_path)
+    config = config.model_copy(update={"rollout": config.rollout.model_copy(update={"max_staleness": 2})})
+    folder = tmp_path / "run"
+    if stop_after is not None:
+        stopped, _ = run(config, folder, Notes(stop_after))
+        assert stopped.steps == stop_after
+    summary, lines = run(config, folder)
+    assert summary.finished
+    for line in lines[1:]:
+        assert 0 <= line["staleness/mean"] <= line["staleness/max"] <= 2
+        sampled = [s for e in read_episodes(folder, line["step"]) for s in e.segments if s.origin == "sampled"]
+        assert line["staleness/max"] == line["step"] - 1 - min(v for s in sampled for v in s.versions)
+    assert max(line["staleness/max"] for line in lines[1:]) > 0
+    assert lines[1]["in_flight/episodes"] > 0
+    assert lines[4]["in_flight/episodes"] == 0
+    names = [e.id for line in lines[1:] for e in read_episodes(folder, line["step"])]
+    assert sorted(names) == sorted(f"s{s}/g{g}/e{e}" for s in range(1, 5) for g in range(4) for e in range(4))
+
+
+@pytest.mark.slow
+def test_groups_that_were_put_aside_are_on_disk_and_counted(tmp_path: Path):
+    config = buttons(tmp_path)
+    config = config.model_copy(update={"rollout": config.rollout.model_copy(update={"refill_zero_signal": 3})})
+    _, lines = run(config.model_copy(update={"steps": 2}), tmp_path / "run")
+    assert sum(line["refilled_groups"] for line in lines[1:]) > 0
+    for line in lines[1:]:
+        records = read_records(tmp_path / "run", int(line["step"]))
+        aside = [r for r in records if r.set_aside]
+        assert len(aside) == line["refilled_episodes"] == 4 * line["refilled_groups"]
+        assert len(records) == line["episodes"] == 16 + len(aside)
+        assert not any(r.advantages for r in aside)
+        assert {r.group for r in aside} == set(range(4, 4 + int(line["refilled_groups"])))
+        for group in range(4, 4 + int(line["refilled_groups"])):
+            assert len({r.episode.reward for r in aside if r.group == group}) == 1
 
 
 @pytest.mark.parametrize("advantage", ["grpo", "rloo"])

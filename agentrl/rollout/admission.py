@@ -1,0 +1,201 @@
+"""Which groups may be played when: no group is older than `max_staleness` when it is trained, and none is dropped.
+
+Plain bookkeeping without a clock; `rollout/scheduler.py` plays what is admitted here. Why the rule is this one:
+docs/design/staleness-bound.md.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from agentrl.env.curriculum import TaskSampler, has_signal
+from agentrl.rollout.metrics import solved
+from agentrl.types import Group, Task
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """One group that is to be trained: which task, and under which name.
+
+    `order` says where it stands among the others; `label` and `number` name its episodes and seed their draws;
+    `position` is the task's in the sampler.
+    """
+
+    order: int
+    label: str
+    number: int
+    position: int
+
+
+@dataclass(slots=True)
+class Ticket:
+    """A group in flight, or complete and not yet trained. `version` is that of the weights it began with."""
+
+    place: Place
+    task: Task
+    version: int
+    group: Group | None = None
+    reported: bool = False
+
+    @property
+    def name(self) -> str:
+        """What its episodes' names begin with."""
+        return f"{self.place.label}/g{self.place.number}"
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """The groups of one step, in the order of their tasks.
+
+    `aside` were complete as well, but all their episodes scored the same; other groups took their places.
+    `metrics` say how the step waited and what was under way when it was complete.
+    """
+
+    step: int
+    groups: tuple[Group, ...]
+    aside: tuple[Group, ...] = ()
+    metrics: Mapping[str, float] = field(default_factory=dict)
+
+
+class Admission:
+    """Admits groups, and says when a step's batch is complete.
+
+    Step N (counted from 1) trains weights of version N - 1, so a group that began with version v is stale by
+    N - 1 - v. A group's deadline is the last step at which that is at most `max_staleness`. At any moment, for
+    every step N to come, at most (N - next_step + 1) * groups_per_step groups under way have a deadline up to N:
+    that is enough for every group to be trained in time, and `admit` and `form` both keep it.
+    """
+
+    def __init__(
+        self,
+        sampler: TaskSampler,
+        *,
+        groups_per_step: int,
+        last_step: int,
+        first_step: int = 1,
+        max_staleness: int = 0,
+        groups_ahead: int | None = None,
+        refill: int = 0,
+        label: str = "s{step}",
+    ) -> None:
+        """Begin before step `first_step`.
+
+        Args:
+            sampler: draws the tasks; told how each group went.
+            groups_per_step: groups that a step trains.
+            last_step: no group is admitted that would be trained after it.
+            first_step: the first step to come.
+            max_staleness: steps that a group's first weights may be older than those it trains; 0 is synchronous.
+            groups_ahead: groups under way at most beyond those of the next step; as many as the bound allows by
+                default.
+            refill: groups that a step may put aside because all their episodes scored the same.
+            label: names the groups of a step.
+        """
+        self.sampler, self.next_step, self.last_step = sampler, first_step, last_step
+        self.groups_per_step, self.max_staleness, self.refill = groups_per_step, max_staleness, refill
+        self.groups_ahead = max_staleness * groups_per_step if groups_ahead is None else groups_ahead
+        self._label = label
+        self._planned = (first_step - 1) * groups_per_step
+        self._pending: deque[Place] = deque()  # to be admitted before new ones
+        self._under_way: list[Ticket] = []
+        self._aside: list[Group] = []
+
+    @property
+    def over(self) -> bool:
+        """Whether the last step's batch has been formed."""
+        return self.next_step > self.last_step
+
+    @property
+    def under_way(self) -> Sequence[Ticket]:
+        """Groups admitted and not yet trained, by order of admission."""
+        return self._under_way
+
+    def admit(self, version: int) -> list[Ticket]:
+        """As many groups as may begin now, with weights of this version."""
+        # The deadline of a new group is step version + 1 + max_staleness, the latest of all.
+        in_time = (version + self.max_staleness - self.next_step + 2) * self.groups_per_step
+        wanted = (self.last_step - self.next_step + 1) * self.groups_per_step
+        room = min(in_time, self.groups_per_step + self.groups_ahead, wanted) - len(self._under_way)
+        tickets = [self._ticket(version) for _ in range(room)]
+        self._under_way += tickets
+        return tickets
+
+    def form(self) -> Batch | None:
+        """The next step's batch where it is complete: the oldest complete groups, all that are due among them.
+
+        Groups without signal are put aside while `refill` lasts; others are to be admitted then, and None is
+        returned unless enough are complete already.
+        """
+        while (chosen := self._choose()) is not None:
+            self._report(chosen)
+            dull = [t for t in chosen if t.group and not has_signal([e.reward or 0.0 for e in t.group.episodes])]
+            if dull := dull[: self.refill - len(self._aside)]:
+                self._put_aside(dull)
+                continue
+            for ticket in chosen:
+                self._under_way.remove(ticket)
+            batch = Batch(self.next_step, tuple(t.group for t in chosen if t.group), tuple(self._aside))
+            self.next_step += 1
+            self._aside = []
+            return batch
+        return None
+
+    def state(self) -> dict[str, Any]:
+        """Everything needed to go on, as JSON data; groups under way are played again then."""
+        places = sorted([*self._pending, *(t.place for t in self._under_way)], key=lambda p: p.order)
+        again = [[p.order, p.label, p.number, p.position] for p in places]
+        return self.sampler.state() | {"planned": self._planned, "again": again}
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """Go on where `state` was taken. Raises KeyError, TypeError or ValueError where it is none."""
+        self.sampler.restore(state)
+        self._planned = int(state.get("planned", self._planned))
+        again = [(int(o), str(label), int(n), int(p)) for o, label, n, p in state.get("again", ())]
+        self._pending = deque(Place(*place) for place in again)
+
+    def _ticket(self, version: int) -> Ticket:
+        if self._pending:
+            place = self._pending.popleft()
+            return Ticket(place, self.sampler.tasks[place.position], version)
+        step, number = divmod(self._planned, self.groups_per_step)
+        ((position, task),) = self.sampler.take(1)
+        place = Place(self._planned, self._named(step + 1), number, position)
+        self._planned += 1
+        return Ticket(place, task, version)
+
+    def _named(self, step: int) -> str:
+        return self._label.replace("{step}", str(step))
+
+    def _choose(self) -> list[Ticket] | None:
+        """The tickets of the next batch by order, or None while it has to wait."""
+        complete = [t for t in self._under_way if t.group is not None]
+        chosen = sorted(complete, key=lambda t: (t.version, t.place.order))[: self.groups_per_step]
+        if len(chosen) < self.groups_per_step:
+            return None
+        taken = {id(ticket) for ticket in chosen}
+        deadlines = sorted(t.version + 1 + self.max_staleness for t in self._under_way if id(t) not in taken)
+        for count, deadline in enumerate(deadlines, 1):
+            if count > (deadline - self.next_step) * self.groups_per_step:
+                return None
+        return sorted(chosen, key=lambda t: t.place.order)
+
+    def _report(self, chosen: Sequence[Ticket]) -> None:
+        for ticket in chosen:
+            if not ticket.reported and ticket.group is not None:
+                ticket.reported = True
+                if self.sampler.order == "weighted":
+                    self.sampler.report(ticket.place.position, solved([ticket.group]))
+
+    def _put_aside(self, dull: Sequence[Ticket]) -> None:
+        """Free the places of these groups; groups of the next tasks take them."""
+        label = f"{self._named(self.next_step)}/refill{len(self._aside)}"
+        drawn = self.sampler.take(len(dull))
+        new = []
+        for number, (ticket, (position, _)) in enumerate(zip(dull, drawn, strict=True)):
+            new.append(replace(ticket.place, label=label, number=number, position=position))
+            self._under_way.remove(ticket)
+            self._aside += [ticket.group] if ticket.group is not None else []
+        self._pending.extendleft(reversed(new))

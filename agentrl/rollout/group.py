@@ -1,0 +1,121 @@
+"""One group: the episodes of one task, side by side; infrastructure failures are refilled one by one."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Protocol
+
+from agentrl.env.env import Env
+from agentrl.env.toolenv import ToolEnv
+from agentrl.errors import InfraError
+from agentrl.rollout.episode import Whereabouts, draw_seed
+from agentrl.types import Episode, Group, Task
+
+
+class Plays(Protocol):
+    """What plays episodes: a `Player` in this process, or workers elsewhere."""
+
+    @property
+    def make_env(self) -> Callable[[], Env]:
+        """Makes the env; one that is never set up gives the rewards per group."""
+        ...
+
+    async def play(self, task: Task, *, episode_id: str, seed: int, where: Whereabouts | None = None) -> Episode:
+        """Play one episode; infrastructure failures become its `error`."""
+        ...
+
+
+@dataclass
+class GroupPlayer:
+    """Plays groups, and knows where each of their episodes stands.
+
+    Args:
+        player: plays the episodes.
+        group_size: episodes of one task.
+        seed: with label, number and place in the group it determines every draw.
+        infra_retries: how often one place is refilled.
+        on_episode: told of every episode that ends.
+    """
+
+    player: Plays
+    group_size: int
+    seed: int
+    infra_retries: int = 2
+    on_episode: Callable[[Episode], None] | None = None
+    playing: dict[str, Whereabouts] = field(default_factory=dict)
+    """The episodes in flight by their names, those that began first first."""
+
+    async def play(self, task: Task, label: str, number: int) -> Group:
+        """A complete group of this task.
+
+        Args:
+            task: what all its episodes play.
+            label: with number it names the episodes, for instance "s12" and 3 for s12/g3/e0, s12/g3/e1, ...
+            number: of the group under this label.
+
+        Raises:
+            InfraError: one place failed `infra_retries + 1` times; the last error is in the text.
+        """
+        failed: list[Episode] = []
+        try:
+            async with asyncio.TaskGroup() as running:
+                places = [
+                    running.create_task(self._place(task, label, number, index, failed))
+                    for index in range(self.group_size)
+                ]
+        except BaseExceptionGroup as several:
+            raise first_error(several) from several
+        episodes = await self._group_rewards([place.result() for place in places])
+        return Group(task, tuple(episodes), tuple(failed))
+
+    async def _place(self, task: Task, label: str, number: int, index: int, failed: list[Episode]) -> Episode:
+        error: str | None = None
+        for attempt in range(self.infra_retries + 1):
+            suffix = f"r{attempt}" if attempt else ""
+            where = Whereabouts(f"{label}/g{number}/e{index}{suffix}", task.id)
+            self.playing[where.episode_id] = where
+            try:
+                seed = draw_seed(self.seed, label, number, index, attempt)
+                episode = await self.player.play(task, episode_id=where.episode_id, seed=seed, where=where)
+            finally:
+                del self.playing[where.episode_id]
+            if self.on_episode:
+                self.on_episode(episode)
+            if episode.error is None:
+                return episode
+            failed.append(episode)
+            error = episode.error
+        raise InfraError(
+            f"task {task.id}: {self.infra_retries + 1} episodes in a row could not be played; "
+            f"the last one: {error}"
+        )
+
+    async def _group_rewards(self, episodes: Sequence[Episode]) -> Sequence[Episode]:
+        """Add the rewards per group, where the env has any. Raises InfraError when they cannot be had."""
+        env = self._judge
+        if not isinstance(env, ToolEnv) or all(reward.mark.per != "group" for reward in env.spec().rewards):
+            return episodes
+        for attempt in range(self.infra_retries + 1):
+            try:
+                found = await env.score_group(episodes, env.settings)
+                break
+            except InfraError:
+                if attempt == self.infra_retries:
+                    raise
+        return [
+            replace(e, rewards={**e.rewards, **parts}, reward=(e.reward or 0.0) + sum(parts.values()))
+            for e, parts in zip(episodes, found, strict=True)
+        ]
+
+    def __post_init__(self) -> None:
+        self._judge = self.player.make_env()
+
+
+def first_error(several: BaseExceptionGroup[BaseException]) -> BaseException:
+    """The first single error inside (one cause is enough to read)."""
+    error: BaseException = several
+    while isinstance(error, BaseExceptionGroup):
+        error = error.exceptions[0]
+    return error

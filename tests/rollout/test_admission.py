@@ -1,0 +1,179 @@
+"""Admission: whatever ends when, no group is older than allowed when it is trained, and none is lost."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from agentrl.env.curriculum import TaskSampler
+from agentrl.rollout.admission import Admission, Batch, Ticket
+from agentrl.types import Episode, Group, StopReason, Task
+
+TASKS = [Task(f"t{i}") for i in range(1000)]
+
+
+def make(num: int = 3, last: int = 6, **more: int) -> Admission:
+    return Admission(TaskSampler(TASKS), groups_per_step=num, last_step=last, **more)
+
+
+def complete(ticket: Ticket, *rewards: float) -> None:
+    episodes = tuple(
+        Episode(f"{ticket.name}/e{i}", ticket.task, (), (), (), StopReason.ANSWERED, reward)
+        for i, reward in enumerate(rewards or (0.0, 1.0))
+    )
+    ticket.group = Group(ticket.task, episodes)
+
+
+def names(tickets: Sequence[Ticket]) -> list[str]:
+    return [t.name for t in tickets]
+
+
+def played(batch: Batch | None) -> list[str]:
+    assert batch is not None
+    return [g.task.id for g in batch.groups]
+
+
+class TestSynchronous:
+    def test_a_step_plays_its_groups_and_waits_for_all_of_them(self):
+        admission = make()
+        first = admission.admit(0)
+        assert names(first) == ["s1/g0", "s1/g1", "s1/g2"]
+        assert not admission.admit(0)
+        for ticket in reversed(first[1:]):
+            complete(ticket)
+            assert admission.form() is None
+        complete(first[0])
+        assert played(admission.form()) == ["t0", "t1", "t2"]
+        assert not admission.admit(0), "nothing begins with the weights before the update"
+        assert names(admission.admit(1)) == ["s2/g0", "s2/g1", "s2/g2"]
+
+    def test_a_group_without_signal_gives_its_place_to_the_next_task(self):
+        admission = make(refill=3)
+        a, b, c = admission.admit(0)
+        complete(a, 1.0, 1.0)
+        complete(b)
+        complete(c, 0.0, 0.0)
+        assert admission.form() is None
+        d, e = admission.admit(0)
+        assert names([d, e]) == ["s1/refill0/g0", "s1/refill0/g1"]
+        complete(d, 0.0, 0.0)
+        assert admission.form() is None, "the group that took the place of the third is not complete"
+        complete(e)
+        assert admission.form() is None
+        (f,) = admission.admit(0)
+        assert f.name == "s1/refill2/g0"
+        complete(f, 0.0, 0.0)
+        batch = admission.form()
+        assert played(batch) == ["t5", "t1", "t4"], "the cap is reached: the last one is trained as it is"
+        assert [g.task.id for g in batch.aside] == ["t0", "t2", "t3"]
+        assert names(admission.admit(1)) == ["s2/g0", "s2/g1", "s2/g2"]
+        assert [t.task.id for t in admission.under_way] == ["t6", "t7", "t8"]
+
+    def test_nothing_is_played_that_would_not_be_trained(self):
+        admission = make(last=2, max_staleness=4)
+        assert len(admission.admit(0)) == 6
+        for ticket in admission.under_way:
+            complete(ticket)
+        assert admission.form().step == 1
+        assert not admission.admit(1)
+        assert admission.form().step == 2
+        assert admission.over
+
+
+class TestAhead:
+    def test_one_step_ahead_the_next_groups_begin_before_the_update(self):
+        admission = make(max_staleness=1)
+        first = admission.admit(0)
+        assert len(first) == 6
+        for ticket in first[3:]:
+            complete(ticket)
+        assert played(admission.form()) == ["t3", "t4", "t5"], "the quick ones go first while none is due"
+        assert not admission.admit(0), "during the update three are under way, as many as step 2 can take"
+        second = admission.admit(1)
+        assert len(second) == 3
+        for ticket in second:
+            complete(ticket)
+        assert admission.form() is None, "the three that are due in step 2 must be trained now"
+        for ticket in first[:3]:
+            complete(ticket)
+        assert played(admission.form()) == ["t0", "t1", "t2"]
+
+    def test_with_fewer_ahead_a_slow_group_is_carried_over(self):
+        admission = make(max_staleness=2, groups_ahead=1)
+        slow, *others = admission.admit(0)
+        assert len(others) == 3
+        for ticket in others:
+            complete(ticket)
+        assert played(admission.form()) == ["t1", "t2", "t3"]
+        assert len(admission.admit(0)) == 3
+        for ticket in admission.under_way[1:]:
+            complete(ticket)
+        assert played(admission.form()) == ["t4", "t5", "t6"], "two updates may pass"
+        assert len(admission.admit(2)) == 3
+        for ticket in admission.under_way[1:]:
+            complete(ticket)
+        assert admission.form() is None, "now it is due"
+        complete(slow)
+        assert played(admission.form())[0] == "t0"
+
+
+@given(
+    num=st.integers(1, 5),
+    steps=st.integers(1, 8),
+    max_staleness=st.integers(0, 4),
+    ahead=st.none() | st.integers(0, 20),
+    refill=st.integers(0, 3),
+    seed=st.integers(0, 10_000),
+)
+@settings(max_examples=300, deadline=None)
+def test_whatever_ends_when_the_bound_holds_and_every_task_is_trained_once(
+    num: int, steps: int, max_staleness: int, ahead: int | None, refill: int, seed: int
+):
+    rng = random.Random(seed)
+    more = {"max_staleness": max_staleness, "refill": refill}
+    if ahead is not None:
+        more["groups_ahead"] = min(ahead, max_staleness * num)
+    admission, version, began = make(num, steps, **more), 0, {}
+    trained: list[str] = []
+    while not admission.over:
+        if rng.random() < 0.2:  # the run is killed and goes on from what a checkpoint would hold
+            state = admission.state()
+            admission = make(num, steps, first_step=admission.next_step, **more)
+            admission.restore(state)
+            version = admission.next_step - 1
+        began |= {t.name: version for t in admission.admit(version)}
+        assert len(admission.under_way) <= num + admission.groups_ahead
+        while (batch := admission.form()) is None:
+            began |= {t.name: version for t in admission.admit(version)}
+            open_ones = [t for t in admission.under_way if t.group is None]
+            assert open_ones, "all are complete and still there is no batch"
+            complete(rng.choice(open_ones), rng.choice((0.0, 1.0)), rng.choice((0.0, 1.0)))
+        assert len(batch.groups) == num
+        assert len(batch.aside) <= refill
+        for group in batch.groups:
+            name = group.episodes[0].id.rpartition("/")[0]
+            assert batch.step - 1 - began[name] <= max_staleness
+        trained += [g.task.id for g in (*batch.groups, *batch.aside)]
+        began |= {t.name: version for t in admission.admit(version)}  # during the update
+        version = batch.step
+    assert len(trained) == len(set(trained)), "no task is played twice"
+    assert sorted(trained, key=lambda t: int(t[1:])) == [f"t{i}" for i in range(len(trained))], "none is left out"
+
+
+@pytest.mark.parametrize("max_staleness", [1, 3])
+def test_a_resumed_run_trains_the_groups_that_were_under_way_under_their_names(max_staleness: int):
+    admission = make(max_staleness=max_staleness, last=9)
+    first = admission.admit(0)
+    for ticket in first[2:5]:
+        complete(ticket)
+    assert played(admission.form()) == ["t2", "t3", "t4"]
+    again = make(max_staleness=max_staleness, last=9, first_step=2)
+    again.restore(admission.state())
+    replayed = again.admit(1)
+    assert names(replayed)[:3] == ["s1/g0", "s1/g1", "s2/g2"]
+    assert [t.task.id for t in replayed][:3] == ["t0", "t1", "t5"]
+    assert len(replayed) == 3 * (max_staleness + 1)
