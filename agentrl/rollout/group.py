@@ -10,7 +10,7 @@ from typing import Protocol
 from agentrl.env.env import Env
 from agentrl.env.toolenv import ToolEnv
 from agentrl.errors import InfraError
-from agentrl.rollout.episode import Whereabouts, draw_seed
+from agentrl.rollout.frame import Whereabouts, draw_seed
 from agentrl.types import Episode, Group, Task
 
 

@@ -16,7 +16,8 @@ from agentrl.env.env import Env
 from agentrl.env.load import load_env, load_rows, read_jsonl
 from agentrl.env.toolenv import ToolEnv
 from agentrl.errors import CheckpointError, ConfigError
-from agentrl.rollout.episode import Limits, Player, TokenCheck
+from agentrl.rollout.episode import Player, TokenCheck
+from agentrl.rollout.frame import Limits
 from agentrl.types import Message, Sampling, Task, ToolCall
 
 RENDERER_FILE = "renderer.json"

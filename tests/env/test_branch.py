@@ -7,7 +7,8 @@ import pytest
 from agentrl.chat.template import Renderer
 from agentrl.chat.transcript import rows_of
 from agentrl.env import ToolEnv, reward, tool
-from agentrl.rollout.episode import Limits, Player, run_episode
+from agentrl.rollout.episode import Player, run_episode
+from agentrl.rollout.frame import Limits
 from agentrl.testing.engine import ScriptedEngine
 from agentrl.testing.policy import call, say
 from agentrl.testing.tiny_model import make_tokenizer

@@ -10,7 +10,8 @@ from agentrl.chat.template import Renderer
 from agentrl.env import ToolEnv, reward, tool
 from agentrl.env.threads import pool
 from agentrl.errors import EngineError, SandboxError
-from agentrl.rollout.episode import Limits, Player, run_episode
+from agentrl.rollout.episode import Player, run_episode
+from agentrl.rollout.frame import Limits
 from agentrl.testing.engine import ScriptedEngine
 from agentrl.testing.policy import call, say
 from agentrl.testing.tiny_model import make_tokenizer

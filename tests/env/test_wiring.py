@@ -11,7 +11,8 @@ from agentrl.env.compose import ComposedEnv
 from agentrl.env.read import final_answer
 from agentrl.errors import ConfigError, InfraError
 from agentrl.rollout.collect import collect
-from agentrl.rollout.episode import Limits, Player, run_episode
+from agentrl.rollout.episode import Player, run_episode
+from agentrl.rollout.frame import Limits
 from agentrl.rollout.setup import env_factory
 from agentrl.testing.engine import ScriptedEngine
 from agentrl.testing.policy import call, say

@@ -15,7 +15,8 @@ from agentrl.chat.template import Renderer
 from agentrl.env.env import Env, StepInfo
 from agentrl.errors import InfraError, SandboxError
 from agentrl.rollout.collect import collect
-from agentrl.rollout.episode import Limits, Player, draw_seed
+from agentrl.rollout.episode import Player
+from agentrl.rollout.frame import Limits, draw_seed
 from agentrl.testing.engine import ScriptedEngine
 from agentrl.testing.policy import say
 from agentrl.types import Episode, Message, Sampling, StopReason, Task

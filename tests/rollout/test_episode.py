@@ -18,7 +18,8 @@ from agentrl.env import ToolEnv, reward, tool
 from agentrl.env.env import Env, StepInfo
 from agentrl.envs.calculator import Calculator
 from agentrl.errors import EngineError, SandboxError
-from agentrl.rollout.episode import Limits, Player, run_episode
+from agentrl.rollout.episode import Player, run_episode
+from agentrl.rollout.frame import Limits
 from agentrl.testing.engine import ScriptedEngine
 from agentrl.testing.policy import call, calls, say
 from agentrl.types import Completion, Episode, Message, Sampling, StopReason, Task

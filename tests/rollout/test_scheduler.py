@@ -13,7 +13,8 @@ from agentrl.env.curriculum import TaskSampler
 from agentrl.env.env import Env, StepInfo
 from agentrl.errors import InfraError, SandboxError
 from agentrl.rollout.admission import Admission
-from agentrl.rollout.episode import Limits, Player
+from agentrl.rollout.episode import Player
+from agentrl.rollout.frame import Limits
 from agentrl.rollout.group import GroupPlayer
 from agentrl.rollout.scheduler import Scheduler, Stall
 from agentrl.testing.engine import ScriptedEngine

@@ -8,11 +8,11 @@ import pytest
 
 from agentrl.chat.check import Watch
 from agentrl.chat.template import CHATML_TEMPLATE, Renderer
-from agentrl.config.run import AlgorithmConfig
 from agentrl.env import ToolEnv, reward
 from agentrl.errors import TemplateError
 from agentrl.rollout.collect import collect
-from agentrl.rollout.episode import Limits, Player, TokenCheck, run_episode
+from agentrl.rollout.episode import Player, TokenCheck, run_episode
+from agentrl.rollout.frame import Limits
 from agentrl.testing.engine import ScriptedEngine
 from agentrl.testing.policy import say
 from agentrl.train.samples import to_samples
@@ -62,7 +62,7 @@ async def test_an_episode_that_fails_votes_but_does_not_train(renderer: Renderer
     good = await run_episode(player(renderer), Task("t"), episode_id="good", seed=0)
     assert bad.metrics["tokens/failed"] == 1
     group = Group(Task("t"), (bad, replace(good, reward=0.0)))
-    samples, _ = to_samples([group], AlgorithmConfig(), overlong="train", step=1)
+    samples, _ = to_samples([group], overlong="train")
     assert {sample.episode_id for sample in samples} == {"good"}
 
 

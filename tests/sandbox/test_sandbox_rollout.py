@@ -10,7 +10,8 @@ import pytest
 from agentrl.chat.template import Renderer
 from agentrl.env import ToolEnv, reward, tool
 from agentrl.rollout.collect import collect
-from agentrl.rollout.episode import Limits, Player
+from agentrl.rollout.episode import Player
+from agentrl.rollout.frame import Limits
 from agentrl.sandbox import Sandbox, close_pools, pool_for
 from agentrl.testing import call, say
 from agentrl.testing.engine import ScriptedEngine
