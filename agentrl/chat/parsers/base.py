@@ -57,7 +57,21 @@ class Malformed:
     span: Span
 
 
-Event = Text | Reasoning | Call | Malformed
+@dataclass(frozen=True, slots=True)
+class Begun:
+    """A call of this tool is being written; its `Call` or `Malformed` follows. Only in partial streams."""
+
+    name: str
+
+
+@dataclass(frozen=True, slots=True)
+class Fragment:
+    """The next piece of the argument text of the call begun last, exactly as written. Only in partial streams."""
+
+    text: str
+
+
+Event = Text | Reasoning | Call | Malformed | Begun | Fragment
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,8 +96,15 @@ class Parser(ABC):
     think: ClassVar[tuple[str, str]] = ("<think>", "</think>")
 
     @abstractmethod
-    def stream(self, *, tools: Tools = (), thinking: bool = False, repair: bool = False) -> Stream:
-        """A reader that takes a completion piece by piece; the arguments are those of `parse`."""
+    def stream(
+        self, *, tools: Tools = (), thinking: bool = False, repair: bool = False, partial: bool = False
+    ) -> Stream:
+        """A reader that takes a completion piece by piece; the arguments are those of `parse`.
+
+        Args:
+            partial: also tell calls while they are being written, where the format writes arguments as JSON. A
+                malformed call that was told so does not come as text again.
+        """
 
     def parse(self, text: str, *, tools: Tools = (), thinking: bool = False, repair: bool = False) -> Parsed:
         """Read a whole completion (stop token already removed).

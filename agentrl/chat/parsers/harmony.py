@@ -6,7 +6,9 @@ import re
 from dataclasses import replace
 
 from agentrl.chat.parsers.base import (
+    Begun,
     Event,
+    Fragment,
     Malformed,
     Parser,
     Reasoning,
@@ -27,15 +29,17 @@ class Harmony(Parser):
     name = "harmony"
     think = ("", "")
 
-    def stream(self, *, tools: Tools = (), thinking: bool = False, repair: bool = False) -> Stream:
-        return _HarmonyStream(repair)
+    def stream(
+        self, *, tools: Tools = (), thinking: bool = False, repair: bool = False, partial: bool = False
+    ) -> Stream:
+        return _HarmonyStream(repair, partial)
 
 
 class _HarmonyStream(Stream):
     """Alternates between a message's header and its text."""
 
-    def __init__(self, repair: bool) -> None:
-        self._repair = repair
+    def __init__(self, repair: bool, partial: bool) -> None:
+        self._repair, self._partial = repair, partial
         self._buffer = ""
         self._offset = 0
         self._scan = 0
@@ -79,6 +83,8 @@ class _HarmonyStream(Stream):
             self._header.append(text)
         elif self._recipient is not None:
             self._body.append(text)
+            if self._partial:
+                self._events.append(Fragment(text))
         elif self._channel == "analysis":
             self._say(Reasoning(text), self._thoughts)
             self._thoughts += 1
@@ -103,6 +109,8 @@ class _HarmonyStream(Stream):
             channel = header.rpartition("<|channel|>")[2].split()
             self._channel = channel[0] if channel else "final"
             self._in_header, self._open = False, False
+            if self._recipient is not None and self._partial:
+                self._events.append(Begun(self._recipient.removeprefix("functions.")))
             if self._channel == "analysis" and self._recipient is None and not self._thoughts:
                 self._events.append(Reasoning(""))
         elif mark in ("<|end|>", "<|call|>", "<|return|>", "<|start|>"):

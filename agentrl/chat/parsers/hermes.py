@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from dataclasses import replace
 
@@ -13,6 +14,7 @@ class Hermes(BlockParser):
     name = "hermes"
     blocks = (("<tool_call>", "</tool_call>"),)
     json_body = True
+    call_head = re.compile(r'\A\s*+\{\s*+"name"\s*+:\s*+"(?P<name>[^"\\]++)"\s*+,\s*+"arguments"\s*+:\s*+(?=\{)')
 
     def calls(self, body: str, tools: Tools, repair: bool) -> Iterator[Call | Malformed]:
         span = (0, len(body))

@@ -51,6 +51,7 @@ class DeepSeekV31(_Listed):
     blocks = (("<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>"),)
     item = ("<｜tool▁call▁begin｜>", "<｜tool▁call▁end｜>")
     separator = "<｜tool▁sep｜>"
+    call_head = re.compile(r"<｜tool▁call▁begin｜>\s*+(?P<name>[^<]++)<｜tool▁sep｜>\s*+(?=\{)")
 
     def one(self, text: str, span: Span, repair: bool) -> Call | Malformed:
         name, found, arguments = text.partition(self.separator)
@@ -63,6 +64,7 @@ class DeepSeekV3(DeepSeekV31):
     """type <sep> name, then {json} in a fenced block."""
 
     name = "deepseek_v3"
+    call_head = re.compile(r"function\s*+<｜tool▁sep｜>\s*+(?P<name>[^`\s]++)\s*+```json\s*+(?=\{)")
 
     def one(self, text: str, span: Span, repair: bool) -> Call | Malformed:
         kind, found, rest = text.partition(self.separator)
@@ -82,6 +84,9 @@ class KimiK2(_Listed):
     blocks = (("<|tool_calls_section_begin|>", "<|tool_calls_section_end|>"),)
     item = ("<|tool_call_begin|>", "<|tool_call_end|>")
     separator = "<|tool_call_argument_begin|>"
+    call_head = re.compile(
+        r"<\|tool_call_begin\|>\s*+(?:functions\.)?(?P<name>[^<]+):\d++\s*+<\|tool_call_argument_begin\|>\s*+(?=\{)"
+    )
 
     def one(self, text: str, span: Span, repair: bool) -> Call | Malformed:
         id, found, arguments = text.partition(self.separator)
@@ -101,6 +106,10 @@ class Mistral(BlockParser):
     name = "mistral"
     think = ("[THINK]", "[/THINK]")
     blocks = (("[TOOL_CALLS]", ""),)
+    call_head = re.compile(
+        r'(?:(?:\A\s*+\[|,)\s*+\{\s*+"name"\s*+:\s*+"|(?:\A|\[TOOL_CALLS\])\s*+)(?P<name>[^\[\]{}\s",]++)'
+        r'(?:"\s*+,\s*+"arguments"\s*+:|\s*+(?:\[CALL_ID\][^\[\]\s]*+)?\s*+\[ARGS\])\s*+(?=\{)'
+    )
 
     _head = re.compile(r"\s*+([^\[\]{}\s]++)\s*+(?:\[CALL_ID\]([^\[\]\s]*+))?\s*+(?:\[ARGS\])?\s*+(?=\{)")
     _between = re.compile(r"\s*+(?:\[TOOL_CALLS\])?\s*+")
@@ -143,6 +152,9 @@ class Llama3Json(BlockParser):
     name = "llama3_json"
     blocks = (("<|python_tag|>", ""),)
     at_start = "{"
+    call_head = re.compile(
+        r'(?:\A|[;,])\s*+\{\s*+"name"\s*+:\s*+"(?P<name>[^"\\]++)"\s*+,\s*+"(?:parameters|arguments)"\s*+:\s*+(?=\{)'
+    )
 
     _more = re.compile(r"[^\s;,]")
     _looks = re.compile(r'\s*+\{\s*+"(?:name|type|parameters|arguments|function)"')

@@ -9,6 +9,7 @@ from dataclasses import replace
 from typing import ClassVar
 
 from agentrl.chat.parsers.base import Call, Event, Malformed, Parser, Reasoning, Stream, Text, Tools
+from agentrl.chat.parsers.partial import PartialCalls
 
 _WINDOW = 4096  # white space looked through before a completion counts as beginning with text
 
@@ -18,11 +19,13 @@ class BlockParser(Parser):
 
     Class attributes:
         blocks: (opening, closing) markers of what `calls` reads; an empty closing runs to the end of the turn.
+        call_head: what stands before a call's JSON arguments (see `PartialCalls`); None where they are not JSON.
         json_body: a closing marker inside a JSON string of the block is text.
         at_start: a block may also begin without its marker, where the content begins with one of these letters.
     """
 
     blocks: ClassVar[tuple[tuple[str, str], ...]]
+    call_head: ClassVar[re.Pattern[str] | None] = None
     json_body: ClassVar[bool] = False
     at_start: ClassVar[str] = ""
 
@@ -30,14 +33,18 @@ class BlockParser(Parser):
     def calls(self, body: str, tools: Tools, repair: bool) -> Iterator[Call | Malformed]:
         """Read the inside of one block; spans are relative to it."""
 
-    def stream(self, *, tools: Tools = (), thinking: bool = False, repair: bool = False) -> Stream:
-        return BlockStream(self, tools=tools, thinking=thinking, repair=repair)
+    def stream(
+        self, *, tools: Tools = (), thinking: bool = False, repair: bool = False, partial: bool = False
+    ) -> Stream:
+        return BlockStream(self, tools=tools, thinking=thinking, repair=repair, partial=partial)
 
 
 class BlockStream(Stream):
     """Splits a completion at the markers of `parser`; every character is looked at a bounded number of times."""
 
-    def __init__(self, parser: BlockParser, *, tools: Tools, thinking: bool, repair: bool) -> None:
+    def __init__(
+        self, parser: BlockParser, *, tools: Tools, thinking: bool, repair: bool, partial: bool = False
+    ) -> None:
         self._parser, self._tools, self._repair = parser, tools, repair
         self._close_of = dict(parser.blocks)
         self._openers = [opener for opener in (parser.think[0], *self._close_of) if opener]
@@ -60,6 +67,8 @@ class BlockStream(Stream):
         self._scan = _BlockScan("", False, 0)
         self._lookahead = parser.json_body
         self._calls = 0
+        self._call_head = parser.call_head if partial else None
+        self._partial: PartialCalls | None = None
         if thinking:
             self._begin_thinking()
 
@@ -128,12 +137,15 @@ class BlockStream(Stream):
 
     def _open(self, opening: str, at: int) -> int:
         self._state, self._opening = "block", opening
+        self._partial = PartialCalls(self._call_head) if self._call_head is not None else None
         self._scan = _BlockScan(self._close_of.get(opening, ""), self._lookahead, at)
         return at
 
     def _block(self, buffer: str, at: int, final: bool) -> int | None:
         found = self._scan.find(buffer, final)
         if found is None:
+            if self._partial is not None:
+                self._events += self._partial.read(buffer[at:])
             return None
         end, after, closed = found
         if self._scan.gave_up:
@@ -145,6 +157,8 @@ class BlockStream(Stream):
     def _read(self, body: str, at: int, closing: str, closed: bool) -> None:
         """Turn the inside of a block, which begins at `at` in the completion, into events."""
         whole = (at - len(self._opening), at + len(body) + len(closing))
+        if self._partial is not None:
+            self._events += self._partial.read(body)
         found: list[Call | Malformed]
         if closed:
             found = list(self._parser.calls(body, self._tools, self._repair))
@@ -163,7 +177,8 @@ class BlockStream(Stream):
                 self._events.append(Malformed(f"tool call {self._calls}: {event.message}", span))
             else:
                 self._events.append(replace(event, span=span))
-        if any(isinstance(event, Malformed) for event in found):  # it stays where it was, as text
+        told = self._partial is not None and self._partial.any
+        if not told and any(isinstance(event, Malformed) for event in found):  # it stays where it was, as text
             self._say("".join(space) + self._opening + body + closing)
         else:
             self._after = "block"
