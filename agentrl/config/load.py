@@ -22,16 +22,17 @@ from agentrl.config.schema import alternatives, bounds, field_at, fields, kind_n
 from agentrl.config.source import Loc, Problem, Source, Spot, dotted, excerpt, read_source, read_value
 from agentrl.errors import ConfigError
 
-PATHS: Mapping[tuple[str, str], Literal["file", "folder"]] = {
+PATHS: Mapping[tuple[str, ...], Literal["file", "folder"]] = {
     ("model", "path"): "folder",
     ("model", "chat_template"): "file",
     ("data", "train"): "file",
     ("data", "held_out"): "file",
     ("warmup", "demonstrations"): "file",
+    ("engine", "server", "python"): "file",
 }
 """Fields that hold a path."""
 
-NAMES: Mapping[tuple[str, str], frozenset[str]] = {("model", "chat_template"): frozenset({"chatml"})}
+NAMES: Mapping[tuple[str, ...], frozenset[str]] = {("model", "chat_template"): frozenset({"chatml"})}
 """Words that may stand for a path and are kept as they are: templates that the house ships."""
 
 
@@ -136,7 +137,7 @@ def _paths(source: Source, folder: Path, *, check: bool) -> None:
         if not isinstance(text, str) or text in NAMES.get(loc, ()):
             continue
         path = _absolute(text, source.spot(loc), folder)
-        source.data[loc[0]][loc[1]] = str(path)
+        _get(source.data, loc[:-1])[loc[-1]] = str(path)
         exists = path.is_dir() if kind == "folder" else path.is_file()
         if check and not exists:
             problem = f"there is no {kind} {path}{_neighbours(path)}"

@@ -7,6 +7,7 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import Field, model_validator
 
 from agentrl.config.algorithm import ALONE, AlgorithmConfig, is_own
+from agentrl.config.engine import EngineConfig
 from agentrl.config.section import Count, Fraction, Positive, Section
 
 

@@ -73,7 +73,7 @@ def evaluate(
         raise ConfigError(f"there are no {split} tasks: name a file under data.{split}, or give --split train")
     renderer = load_renderer(config, checkpoint)
     check_renderer(renderer, checkpoint)
-    engine = make_engine(config, checkpoint)
+    engine = await make_engine(config, checkpoint)
     player = make_player(config, engine, renderer, content.make_env, temperature=temperature)
 
     async def play() -> list[Group]:

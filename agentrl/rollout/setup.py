@@ -196,17 +196,11 @@ def make_token_check(config: RunConfig) -> TokenCheck | None:
     return None if mode == "disable" else TokenCheck(mode, Watch(config.rollout.tokenization_stop_above))
 
 
-def make_engine(config: RunConfig, directory: Path) -> Engine:
-    """The engine of the run, loaded from a model directory."""
-    from agentrl.engine.device import pick_device
-    from agentrl.engine.local import LocalEngine
+async def make_engine(config: RunConfig, directory: Path) -> Engine:
+    """The engine of the run, over a model directory; it is closed by the caller."""
+    from agentrl.engine.make import open_engine
 
-    return LocalEngine.from_directory(
-        directory,
-        dtype=config.engine.dtype,
-        device=str(pick_device(config.engine.device)),
-        max_slots=config.engine.max_slots,
-    )
+    return await open_engine(config.engine, directory)
 
 
 def check_renderer(renderer: Renderer, checkpoint: Path) -> None:

@@ -194,7 +194,7 @@ async def _train_run(
         learner = make_learner(config, policy, start)
         if checkpoint:
             learner.load_optimizer(checkpoint.path)
-        engine = make_engine(config, policy)
+        engine = await make_engine(config, policy)
         try:
             content = await fitting(content, config, renderer, engine.max_context, reporter)
             admission = make_admission(config, content.train_tasks, done=done)

@@ -77,7 +77,7 @@ async def _cold_start(
     """Train the policy in `source` on the demonstrations and write it to `target`."""
     renderer = load_renderer(config, source)
     learner = make_learner(config, source, None)
-    engine = make_engine(config, source)
+    engine = await make_engine(config, source)
     player = make_player(config, engine, renderer, content.make_env, temperature=config.rollout.temperature)
     samples = demonstration_samples(renderer, content.demonstrations, content.make_env().tools)
 

@@ -1,0 +1,172 @@
+"""From the configuration to an engine that samples."""
+
+from __future__ import annotations
+
+import importlib.util
+import shutil
+import sys
+import tempfile
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from agentrl.config.engine import EngineConfig
+from agentrl.engine.base import Engine
+from agentrl.errors import ConfigError
+
+if TYPE_CHECKING:
+    from agentrl.engine.hosts import Connect, Recipe
+    from agentrl.engine.replicas import Host
+    from agentrl.engine.sync import WeightSync
+
+_CPU_ENVIRONMENT = {
+    "SGLANG_USE_CPU_ENGINE": "1",
+    # Ten times faster than two threads, which wait for one another at every small operation.
+    "OMP_NUM_THREADS": "1",
+    "MKL_NUM_THREADS": "1",
+}
+_CPU_TOKENS = 262_144
+"""Bound of SGLang's cache in host memory, which would take most of it otherwise."""
+
+
+async def open_engine(config: EngineConfig, model: Path) -> Engine:
+    """An engine over the model directory; with servers it returns when all of them answer.
+
+    Raises:
+        ConfigError: the model, the device or the server's installation cannot be used.
+        EngineError: a server did not start.
+    """
+    from agentrl.engine.device import pick_device
+
+    if config.kind == "local":
+        from agentrl.engine.local import LocalEngine
+
+        return LocalEngine.from_directory(
+            model, dtype=config.dtype, device=str(pick_device(config.device)), max_slots=config.max_slots
+        )
+    return await _open_served(config, model.absolute())
+
+
+async def _open_served(config: EngineConfig, model: Path) -> Engine:
+    from agentrl.engine.model import DTYPES
+    from agentrl.engine.served import ServedEngine, ServedLimits
+
+    if not (model / "config.json").is_file():
+        raise ConfigError(f"{model} has no config.json, so it is not a Hugging Face model directory")
+    folder = Path(tempfile.mkdtemp(prefix="agentrl-engine-"))
+    server = config.server
+    try:
+        engine = ServedEngine(
+            _hosts(config, model, folder),
+            _sync(config, model, folder),
+            model=model,
+            dtype=DTYPES[config.dtype],
+            given=bool(server.urls),
+            limits=ServedLimits(
+                capacity=config.max_slots, restarts=server.restarts, health_every_s=server.health_every_s
+            ),
+            on_close=partial(shutil.rmtree, folder, ignore_errors=True),
+        )
+    except BaseException:
+        shutil.rmtree(folder, ignore_errors=True)
+        raise
+    await engine.start()
+    return engine
+
+
+def _hosts(config: EngineConfig, model: Path, folder: Path) -> list[Host]:
+    from agentrl.engine.hosts import GivenHost, LaunchedHost
+
+    server, connect = config.server, _connect(config)
+    if server.urls:
+        return [GivenHost(url, connect, start_timeout_s=server.start_timeout_s) for url in server.urls]
+    python = _python(config)
+    return [
+        LaunchedHost(
+            f"{config.kind} server {number}",
+            _recipe(config, model, python, number),
+            connect,
+            log=folder / f"server-{number}.log",
+            start_timeout_s=server.start_timeout_s,
+        )
+        for number in range(server.replicas)
+    ]
+
+
+def _connect(config: EngineConfig) -> Connect:
+    from agentrl.engine.sglang import SGLangServer
+
+    server = config.server
+
+    def connect(url: str) -> SGLangServer:
+        return SGLangServer(
+            url,
+            timeout_s=server.request_timeout_s,
+            update_timeout_s=server.request_timeout_s,
+            tensor_parallel=server.tensor_parallel,
+        )
+
+    return connect
+
+
+def _sync(config: EngineConfig, model: Path, folder: Path) -> WeightSync:
+    from agentrl.engine.device import pick_device
+    from agentrl.engine.sync import BroadcastSync, DiskSync, TensorSync
+
+    server = config.server
+    if config.resolved_sync == "disk":
+        return DiskSync(model, Path(server.sync_folder) if server.sync_folder else folder)
+    if config.resolved_sync == "tensor":
+        return TensorSync(bucket_bytes=server.bucket_mb << 20)
+    return BroadcastSync(
+        backend="nccl" if pick_device(config.device).type == "cuda" else "gloo",
+        bucket_bytes=server.bucket_mb << 20,
+        ranks_per_server=server.tensor_parallel,
+        timeout_s=server.request_timeout_s,
+    )
+
+
+def _python(config: EngineConfig) -> str:
+    """The Python that has the server. Raises ConfigError where this one is meant and has none."""
+    if config.server.python is not None:
+        return config.server.python
+    if importlib.util.find_spec(config.kind) is None:
+        raise ConfigError(
+            f"engine.kind is {config.kind}, which is not installed here: name the Python of an environment that "
+            f"has it (engine.server.python), or servers that run already (engine.server.urls), or "
+            f"`pip install {config.kind}`; see docs/engines.md"
+        )
+    return sys.executable
+
+
+def _recipe(config: EngineConfig, model: Path, python: str, number: int) -> Recipe:
+    """The command line of server `number`."""
+    from agentrl.engine.device import pick_device
+    from agentrl.engine.hosts import Recipe
+
+    server = config.server
+    # fmt: off
+    command = [
+        python, "-m", "sglang.launch_server", "--model-path", str(model), "--host", "127.0.0.1",
+        "--dtype", config.dtype, "--tp-size", str(server.tensor_parallel),
+        "--max-running-requests", str(config.max_slots), "--weight-version", "0",
+        "--skip-tokenizer-init", "--skip-server-warmup", "--log-level", "warning", "--sleep-on-idle",
+    ]
+    # fmt: on
+    environment = {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
+    device = str(pick_device(config.device))
+    if device == "cpu":
+        command += ["--device", "cpu", "--attention-backend", "torch_native", "--disable-cuda-graph"]
+        command += ["--disable-overlap-schedule", "--max-total-tokens", str(_CPU_TOKENS)]
+        environment |= _CPU_ENVIRONMENT
+        if server.gpu_memory_utilization is None:
+            command += ["--mem-fraction-static", "0.1"]
+    else:
+        first = int(device.partition(":")[2] or 0)
+        command += ["--device", "cuda", "--base-gpu-id", str(first + number * server.tensor_parallel)]
+    if server.gpu_memory_utilization is not None:
+        command += ["--mem-fraction-static", str(server.gpu_memory_utilization)]
+    if server.sleep:
+        command += ["--enable-memory-saver"]
+    command += server.args
+    return Recipe(lambda port: [*command, "--port", str(port)], environment | server.environment)
