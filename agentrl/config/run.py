@@ -168,19 +168,6 @@ class RolloutConfig(Section):
     """How long a step waits for episodes before a note names the oldest one and where it waits."""
 
 
-class EngineConfig(Section):
-    """What samples the tokens."""
-
-    kind: Literal["local"] = "local"
-    """`local` is the embedded PyTorch engine."""
-    device: str = "auto"
-    """`cpu`, `cuda`, `cuda:N`, or `auto`: CUDA where there is one."""
-    dtype: Literal["float32", "bfloat16"] = "float32"
-    """Precision of the sampler's weights."""
-    max_slots: Positive = 256
-    """Sequences held in the KV cache at once."""
-
-
 class OptimConfig(Section):
     """AdamW."""
 
