@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import threading
 from collections.abc import Coroutine
 from typing import Any, TypeVar
@@ -36,3 +37,4 @@ class BackgroundLoop:
 
 
 background = BackgroundLoop()
+os.register_at_fork(after_in_child=background.__init__)  # type: ignore[misc]  # its thread stayed with the parent

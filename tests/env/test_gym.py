@@ -1,4 +1,6 @@
 import json
+import subprocess
+import sys
 
 import gymnasium
 import numpy as np
@@ -6,7 +8,7 @@ import pytest
 from gymnasium import spaces
 from gymnasium.utils.env_checker import check_env
 
-import agentrl.envs  # noqa: F401  # makes the names known
+import agentrl.envs
 from agentrl.env.gym import AnyText, GymnasiumEnv, TextGym, action_text, read_action, reader_of
 from agentrl.env.schema import InvalidArguments
 from agentrl.envs.calculator import Calculator
@@ -15,7 +17,7 @@ from agentrl.testing.policy import ScriptedPolicy, call, play
 from agentrl.types import Message, StopReason, Task
 
 
-@pytest.mark.parametrize("name", ["Calculator", "FrozenLake"])
+@pytest.mark.parametrize("name", sorted(agentrl.envs.SHIPPED))
 def test_a_shipped_env_passes_gymnasiums_own_checker(name):
     env = gymnasium.make(f"agentrl/{name}-v0").unwrapped
     check_env(env)
@@ -50,6 +52,26 @@ def test_the_seed_draws_the_task_and_envs_vectorise():
     assert list(terminated) == [True, True, False]
     assert rewards.shape == (3,)
     envs.close()
+
+
+VECTOR = """
+import gymnasium, agentrl.envs
+gymnasium.make("agentrl/Calculator-v0").reset(seed=0)  # the parent's own loop does not disturb the children
+envs = gymnasium.make_vec(
+    "agentrl/Calculator-v0", 3, vectorization_mode="async", vector_kwargs={"shared_memory": False}
+)
+first, _ = envs.reset(seed=5)
+call = '{"name": "calculator", "arguments": {"expression": "1+2"}}'
+texts, _, ended, *_ = envs.step([call, "2", "3"])
+print(len(set(first)), texts[0], list(map(bool, ended)))
+envs.close()
+"""
+
+
+def test_envs_vectorise_over_processes():
+    # A process of its own: Gymnasium forks, which a test process with threads should not.
+    done = subprocess.run([sys.executable, "-c", VECTOR], capture_output=True, text=True, timeout=50)
+    assert done.stdout == "3 3 [False, True, True]\n", done.stderr
 
 
 def test_actions_are_calls_or_text():
