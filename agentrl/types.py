@@ -185,11 +185,15 @@ class Episode:
 
 @dataclass(frozen=True, slots=True)
 class Group:
-    """The episodes of one task. `failed` are infrastructure failures: kept for the record, never scored."""
+    """The episodes of one task. `failed` are infrastructure failures: kept for the record, never scored.
+
+    `greedy_reward` is the reward of one more episode of the task, played greedily, where the run asks for it.
+    """
 
     task: Task
     episodes: tuple[Episode, ...]
     failed: tuple[Episode, ...] = ()
+    greedy_reward: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -197,6 +201,8 @@ class Sample:
     """One token row ready for the loss; all per-token tuples have the length of `ids`.
 
     `loss_mask` is True on sampled tokens. `logprobs`, `advantages` and `versions` are meaningful there only.
+    `columns` holds more about them by name (what the learner said before the step, for instance): one number for
+    each token under the mask, in order.
     """
 
     ids: tuple[int, ...]
@@ -206,3 +212,4 @@ class Sample:
     versions: tuple[int, ...]
     episode_id: str
     group: int = 0
+    columns: Mapping[str, tuple[float, ...]] = field(default_factory=dict)

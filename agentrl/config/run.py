@@ -191,7 +191,30 @@ class LearnerConfig(Section):
     device: str = "auto"
     """`cpu`, `cuda`, `cuda:N`, or `auto`: CUDA where there is one."""
     tokens_per_micro_batch: Positive = 16384
-    """Token budget of one forward and backward pass; gradients accumulate over as many as needed."""
+    """Token budget of one forward and backward pass of one rank; gradients accumulate over as many as needed."""
+    logits_at_once: Count = 1024
+    """Tokens whose logits exist at the same time, so that memory does not grow with vocabulary times batch; 0: all."""
+    ranks: Positive = 1
+    """1 computes in this process; more are Ray workers, one per GPU (or CPU), each with a shard of the model."""
+    ray: str | None = None
+    """Address of the Ray cluster that the ranks live in, or `auto`; without it one is started on this machine."""
+    precision: Literal["float32", "bfloat16"] = "float32"
+    """What is computed in; parameters, gradient sums and optimiser are float32 either way."""
+    checkpoint_activations: bool = False
+    """Keep only what enters each block and compute the rest again in the backward pass: less memory, more time."""
+    offload_activations: bool = False
+    """Keep what the backward pass needs in host memory meanwhile; for GPUs."""
+    cpu_offload: bool = False
+    """Keep parameters, gradients and optimiser state in host memory, and update there; for GPUs."""
+
+    @model_validator(mode="after")
+    def _effective(self) -> Self:
+        if self.ray is not None and self.ranks == 1:
+            raise ValueError("learner.ray has no effect while learner.ranks is 1: remove it, or use more ranks")
+        for key in ("cpu_offload", "offload_activations"):
+            if getattr(self, key) and self.device == "cpu":
+                raise ValueError(f"learner.{key} has no effect on the CPU: remove it, or change learner.device")
+        return self
 
 
 class EvalConfig(Section):

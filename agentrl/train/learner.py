@@ -2,33 +2,39 @@
 
 from __future__ import annotations
 
-import json
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from agentrl.algo.aggregate import Totals, aggregate, aggregation_weights
-from agentrl.algo.correction import Drift, drift, merge_drift
-from agentrl.algo.kl import kl_per_token
-from agentrl.algo.loss import PPOClip, ppo_clip
-from agentrl.algo.metrics import Metrics, mean_of, merge_metrics, to_host
-from agentrl.config.run import AlgorithmConfig, LearnerConfig, OptimConfig
+from agentrl.algo.correction import Drift, merge_drift
+from agentrl.algo.metrics import Metrics, merge_metrics, to_host
+from agentrl.config.algorithm import AlgorithmConfig
+from agentrl.config.run import LearnerConfig, OptimConfig
 from agentrl.engine.device import pick_device
-from agentrl.errors import AgentRLError, CheckpointError
-from agentrl.train.model import load_policy
-from agentrl.train.pack import Packed, pack
-from agentrl.train.work import Outcome, Portion, Rows, Update, merge_outcomes, split_rows, split_step
+from agentrl.errors import AgentRLError, CheckpointError, ConfigError
+from agentrl.train.driver import Driver
+from agentrl.train.logprobs import TokenStats, Wanted, token_stats
+from agentrl.train.model import checkpoint_activations, empty_policy, load_policy
+from agentrl.train.objective import policy_loss
+from agentrl.train.pack import Packed, in_pack_order, pack
+from agentrl.train.shard import World, whole
+from agentrl.train.state import Snapshot, restore_optimizer, snapshot, whole_weights
+from agentrl.train.work import NOTHING, Outcome, Portion, Rows
 from agentrl.types import Sample
 
 
-class Learner:
-    """Holds the policy that is trained and, for the KL term, its frozen reference."""
+class Learner(Driver):
+    """One rank: holds the policy that is trained and, for the KL term, its frozen reference; drives itself.
+
+    Methods that end in `_part`, `evaluate` and `work` do one rank's part; all ranks must be called alike.
+    """
 
     def __init__(
         self,
@@ -40,33 +46,41 @@ class Learner:
         temperature: float,
         total_steps: int,
         reference_dir: Path | None = None,
+        world: World | None = None,
     ) -> None:
-        self.algorithm, self.optim_config, self.config = algorithm, optim, config
-        self.temperature, self.total_steps = temperature, total_steps
+        super().__init__(algorithm, config, ranks=1)
+        self.optim_config, self.temperature, self.total_steps = optim, temperature, total_steps
         self.device = pick_device(config.device)
-        self.policy = load_policy(policy_dir, self.device)
+        self.world = world or _own_world(config, self.device)
+        self.policy = self._load(policy_dir)
+        if config.checkpoint_activations:
+            checkpoint_activations(self.policy)
         self.reference: PreTrainedModel | None = None
         if algorithm.kl.coef > 0 and reference_dir is not None:
-            self.reference = load_policy(reference_dir, self.device).requires_grad_(False)
-        self.clip = PPOClip(**(algorithm.ppo_clip.model_dump() if algorithm.ppo_clip else {}))
+            self.reference = self._load(reference_dir).requires_grad_(False)
         self.optimizer = torch.optim.AdamW(
             self.policy.parameters(), lr=optim.lr, betas=optim.betas, weight_decay=optim.weight_decay, fused=True
         )
         self.steps_done = 0
+        self._snapshot: Snapshot | None = None
 
-    def step(self, samples: Sequence[Sample]) -> Update:
-        """One batch of samples: `updates_per_step` optimizer updates with global normalisation.
-
-        Raises:
-            AgentRLError: the gradient is not finite.
-        """
-        (portions,) = split_step(
-            samples,
-            updates=self.algorithm.updates_per_step,
-            ranks=1,
-            max_tokens=self.config.tokens_per_micro_batch,
-        )
-        return merge_outcomes([self.work(portions)], samples)
+    def evaluate(self, batches: Sequence[Rows]) -> list[Sample]:
+        """The rows of this rank with what the models say of them before the first update, as columns."""
+        wanted = self.preparation.algorithm.evaluates
+        rows: list[Sample] = []
+        with torch.no_grad():
+            for batch in batches:
+                packed = self._pack(batch)
+                found: dict[str, Tensor] = {}
+                if wanted & {"learner_logprobs", "entropy", "sum_pi_squared"}:
+                    stats = self._stats(self.policy, packed, wanted & {"entropy", "sum_pi_squared"})
+                    found = {"learner_logprobs": stats.logprobs_N}
+                    found |= {} if stats.entropy_N is None else {"entropy": stats.entropy_N}
+                    found |= {} if stats.sum_pi_squared_N is None else {"sum_pi_squared": stats.sum_pi_squared_N}
+                if "ref_logprobs" in wanted and self.reference is not None:
+                    found["ref_logprobs"] = self._stats(self.reference, packed).logprobs_N
+                rows += _with_columns(batch, found)
+        return rows
 
     def work(self, portions: Sequence[Portion]) -> Outcome:
         """This rank's part of a step; every rank is at work at the same time.
@@ -74,22 +88,26 @@ class Learner:
         Raises:
             AgentRLError: the gradient is not finite.
         """
-        batches = [[pack(rows, self.device) for rows in portion.micro_batches] for portion in portions]
-        old: list[list[Tensor] | None] = [None] * len(batches)
-        if len(batches) > 1:  # old logprobs are those before the first update
-            with torch.no_grad():
-                old = [[self.logprobs(self.policy, m) for m in batch] for batch in batches]
         metrics: list[Metrics] = []
         drifts: list[Drift] = []
         self._set_lr()
         norms = []
-        for number, (batch, portion) in enumerate(zip(batches, portions, strict=True)):
-            for index, packed in enumerate(batch):
-                before = old[number]
-                loss, found, first = self._loss(packed, None if before is None else before[index], portion.totals)
-                loss.backward()  # type: ignore[no-untyped-call]
-                metrics.append(found)
-                drifts.append(first)
+        for number, portion in enumerate(portions):
+            for rows in portion.micro_batches:
+                packed = self._pack(rows, portion.columns)
+                with self._saving():
+                    loss = policy_loss(
+                        self.preparation.algorithm,
+                        packed,
+                        self._stats(self.policy, packed, frozenset({"entropy"})),
+                        portion.totals,
+                        ref_logprobs_N=self._reference_logprobs(packed),
+                        kl_coef=portion.kl_coef,
+                        first_update=number == 0,
+                    )
+                loss.value.backward()  # type: ignore[no-untyped-call]
+                metrics.append(loss.metrics)
+                drifts.append(loss.drift)
             norms.append(self._update(f"step {self.steps_done + 1}", f"lower optim.lr ({self.optim_config.lr:g})"))
         self.steps_done += 1
         return Outcome(
@@ -99,37 +117,37 @@ class Learner:
             self.optimizer.param_groups[0]["lr"],
         )
 
-    def _loss(self, packed: Packed, old_N: Tensor | None, totals: Totals) -> tuple[Tensor, Metrics, Drift]:
-        logprobs_N = self.logprobs(self.policy, packed)
-        before_N = logprobs_N.detach() if old_N is None else old_N
-        mask_N = torch.ones_like(packed.ids_N, dtype=torch.bool)
-        weights_N = aggregation_weights(self.algorithm.aggregation, mask_N, packed.sequence_N, totals)
-        loss, metrics = ppo_clip(
-            logprobs_N, before_N, packed.advantages_N, weights_N, packed.sequence_N, mask_N, self.clip
+    def _pack(self, rows: Rows, columns: Sequence[str] = ()) -> Packed:
+        """The rows of a micro-batch, or what is computed where there are none, with the columns of the others."""
+        dtype = torch.promote_types(torch.float32, next(self.policy.parameters()).dtype)
+        packed = pack(rows or NOTHING, self.device, dtype)
+        if rows:
+            return packed
+        empty_N = torch.zeros(0, dtype=dtype, device=self.device)
+        return replace(packed, columns=dict.fromkeys(columns, empty_N))
+
+    def _stats(self, model: PreTrainedModel, packed: Packed, wanted: Wanted = frozenset()) -> TokenStats:
+        return token_stats(
+            model,
+            packed,
+            temperature=self.temperature,
+            chunk=self.config.logits_at_once,
+            wanted=wanted,
+            entropy_gradient=self.algorithm.entropy_coef > 0,
         )
-        if self.reference is not None:
-            with torch.no_grad():
-                ref_N = self.logprobs(self.reference, packed)
-            kl_N = kl_per_token(self.algorithm.kl.loss_kind, logprobs_N, ref_N, mask_N)
-            loss = loss + self.algorithm.kl.coef * aggregate(kl_N, weights_N, mask_N)
-            metrics = metrics | {"kl": mean_of(kl_N)}
-        return loss, metrics, drift(before_N, packed.sampler_logprobs_N, packed.sequence_N, mask_N)
+
+    def _reference_logprobs(self, packed: Packed) -> Tensor | None:
+        """[N] under the reference, where the loss has a KL penalty."""
+        if self.reference is None or not self.algorithm.kl.in_loss:
+            return None
+        if "ref_logprobs" in packed.columns:
+            return packed.columns["ref_logprobs"]
+        with torch.no_grad():
+            return self._stats(self.reference, packed).logprobs_N
 
     def logprobs(self, model: PreTrainedModel, packed: Packed) -> Tensor:
         """[N] log-probabilities of the trained tokens, at the sampling temperature."""
-        logits_NV = forward_logits(model, packed)
-        return -torch.nn.functional.cross_entropy(
-            logits_NV.float() / self.temperature, packed.ids_N, reduction="none"
-        )
-
-    def imitate(self, samples: Sequence[Sample], lr: float) -> float:
-        """One supervised step: mean negative log-likelihood of the tokens under the mask, which is returned.
-
-        Raises:
-            AgentRLError: the gradient is not finite.
-        """
-        (rows,) = split_rows(samples, ranks=1, max_tokens=self.config.tokens_per_micro_batch)
-        return self.imitate_part(rows, sum(sum(s.loss_mask) for s in samples), lr)
+        return self._stats(model, packed).logprobs_N
 
     def imitate_part(self, batches: Sequence[Rows], total: int, lr: float) -> float:
         """This rank's part of a supervised step on `total` trained tokens; returns its part of the loss.
@@ -139,9 +157,8 @@ class Learner:
         """
         value = 0.0
         for rows in batches:
-            packed = pack(rows, self.device)
-            logits_NV = forward_logits(self.policy, packed)
-            loss = torch.nn.functional.cross_entropy(logits_NV.float(), packed.ids_N, reduction="sum") / total
+            stats = token_stats(self.policy, self._pack(rows), chunk=self.config.logits_at_once)
+            loss = -stats.logprobs_N.sum() / total
             loss.backward()  # type: ignore[no-untyped-call]
             value += float(loss.detach())
         for group in self.optimizer.param_groups:
@@ -155,7 +172,9 @@ class Learner:
         Raises:
             AgentRLError: the gradient is not finite; the policy is left as it was.
         """
-        norm = float(torch.nn.utils.clip_grad_norm_(self.policy.parameters(), self.optim_config.max_grad_norm))
+        norm = float(
+            whole(torch.nn.utils.clip_grad_norm_(self.policy.parameters(), self.optim_config.max_grad_norm))
+        )
         if math.isfinite(norm):
             self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
@@ -163,43 +182,65 @@ class Learner:
             raise AgentRLError(f"{when}: the gradient is {norm}; {advice}")
         return norm
 
-    def weights(self) -> dict[str, Tensor]:
-        """The policy's parameters by their Hugging Face names (views, not copies)."""
-        return {name: value.detach() for name, value in self.policy.state_dict().items()}
+    def weights_part(self) -> dict[str, Tensor]:
+        """Parameters by their Hugging Face names, views where nothing is sharded; {} but on rank 0."""
+        if self.world.mesh is None:
+            return {name: value.detach() for name, value in self.policy.state_dict().items()}
+        return whole_weights(self.policy, self.world)
 
-    def save(self, directory: Path) -> None:
-        """Write the policy as a Hugging Face model, and the optimiser's state beside it."""
-        self.policy.save_pretrained(directory)
-        names = {id(p): n for n, p in self.policy.named_parameters()}
-        state = {
-            f"{names[id(p)]}/{key}": value.contiguous()
-            for p, entries in self.optimizer.state.items()
-            for key, value in entries.items()
-        }
-        if state:
-            save_file(state, directory / "optimizer.safetensors")
-        (directory / "learner.json").write_text(json.dumps({"steps_done": self.steps_done}))
+    def probe_part(self, batches: Sequence[Rows]) -> list[list[float]]:
+        """This rank's part of a probe: log-probabilities of the trained tokens of each micro-batch."""
+        with torch.no_grad():
+            return [self.logprobs(self.policy, self._pack(rows)).tolist() for rows in batches]
 
-    def load_optimizer(self, directory: Path) -> None:
-        """Take up the optimiser's state and the step counter of a checkpoint.
+    def snapshot_part(self, note: Mapping[str, Any]) -> None:
+        """Copy this rank's part of a checkpoint, for `write_part`."""
+        weights = whole_weights(self.policy, self.world)
+        note = {**note, "steps_done": self.steps_done}
+        self._snapshot = snapshot(self.policy, weights, self.optimizer, self.world, note)
+
+    def write_part(self, directory: Path) -> None:
+        """Write what `snapshot_part` copied, and forget it."""
+        assert self._snapshot is not None
+        self._snapshot.write(directory)
+        self._snapshot = None
+
+    def load_part(self, directory: Path) -> dict[str, Any]:
+        """Take up this rank's part of a checkpoint; returns its note.
 
         Raises:
             CheckpointError: the files are missing or belong to another model.
         """
+        note = restore_optimizer(self.policy, self.optimizer, directory, self.world)
         try:
-            self.steps_done = int(json.loads((directory / "learner.json").read_text())["steps_done"])
-            file = directory / "optimizer.safetensors"
-            state = load_file(file, device=str(self.device)) if file.is_file() else {}
-        except (OSError, ValueError, KeyError, SafetensorError) as e:
+            self.steps_done = int(note["steps_done"])
+        except (KeyError, TypeError, ValueError) as e:
             raise CheckpointError(f"checkpoint {directory} cannot be resumed: {e}") from e
-        params = dict(self.policy.named_parameters())
-        for key, value in state.items():
-            name, _, entry = key.rpartition("/")
-            if name not in params:
-                raise CheckpointError(f"checkpoint {directory}: {name} is not a parameter of this model")
-            if entry != "step" and value.shape != params[name].shape:
-                raise CheckpointError(f"checkpoint {directory}: {key} does not fit this model's {name}")
-            self.optimizer.state[params[name]][entry] = value
+        return note
+
+    def export_part(self, directory: Path) -> None:
+        """Write the policy as a Hugging Face model; rank 0 writes."""
+        weights = whole_weights(self.policy, self.world)
+        if self.world.rank == 0:
+            self.policy.save_pretrained(directory, state_dict=weights)
+
+    def close(self) -> None:
+        """Leave the other ranks; idempotent."""
+        self.world.leave()
+
+    def _each(self, method: str, parts: Sequence[tuple[Any, ...]]) -> list[Any]:
+        return [getattr(self, method)(*part) for part in parts]
+
+    def _saving(self) -> AbstractContextManager[object]:
+        """Where the backward pass finds what it needs: on the device, or in host memory."""
+        offload = self.config.offload_activations
+        return torch.autograd.graph.save_on_cpu(pin_memory=True) if offload else nullcontext()
+
+    def _load(self, directory: Path) -> PreTrainedModel:
+        def make(values: bool) -> PreTrainedModel:
+            return load_policy(directory, torch.device("cpu")) if values else empty_policy(directory)
+
+        return self.world.place(make, self.config, self.device)
 
     def _set_lr(self) -> None:
         c, step = self.optim_config, self.steps_done
@@ -212,14 +253,19 @@ class Learner:
             group["lr"] = c.lr * factor
 
 
-def forward_logits(model: PreTrainedModel, packed: Packed) -> Tensor:
-    """[N, V] logits at the positions that predict the trained tokens; no others are computed."""
-    out = model(
-        input_ids=packed.ids_T[None],
-        position_ids=packed.positions_T[None],
-        logits_to_keep=packed.source_N,
-        use_cache=False,
-        buckets=packed.buckets,
-    )
-    logits: Tensor = out.logits[0]
-    return logits
+def _own_world(config: LearnerConfig, device: torch.device) -> World:
+    """One rank; sharded by itself where it computes in another precision than it keeps, or offloads."""
+    for key in ("cpu_offload", "offload_activations"):
+        if getattr(config, key) and device.type == "cpu":
+            raise ConfigError(f"learner.{key} has no effect on the CPU, and there is no GPU here: remove it")
+    return World.alone(device) if config.precision != "float32" or config.cpu_offload else World()
+
+
+def _with_columns(rows: Rows, found: Mapping[str, Tensor]) -> Iterator[Sample]:
+    """The rows with more columns, from tensors over their trained tokens in the order of `pack`."""
+    ordered = in_pack_order(rows)
+    counts = [sum(row.loss_mask) for row in ordered]
+    parts = {name: torch.split(values_N, counts) for name, values_N in found.items()}
+    for number, row in enumerate(ordered):
+        more = {name: tuple(part[number].tolist()) for name, part in parts.items()}
+        yield replace(row, columns={**row.columns, **more})

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from agentrl.errors import ConfigError
 from agentrl.train.pack import PACKED_ATTENTION, register_attention
@@ -51,3 +51,22 @@ def load_policy(directory: Path, device: torch.device) -> PreTrainedModel:
         )
     model.to(device)  # type: ignore[arg-type]
     return model
+
+
+def empty_policy(directory: Path) -> PreTrainedModel:
+    """The same model without its values; call it where tensors have no storage (`torch.device("meta")`)."""
+    register_attention()
+    config = AutoConfig.from_pretrained(directory, local_files_only=True)
+    model: PreTrainedModel = AutoModelForCausalLM.from_config(
+        config, dtype=torch.float32, attn_implementation=PACKED_ATTENTION
+    )
+    return model.eval()
+
+
+def checkpoint_activations(model: PreTrainedModel) -> None:
+    """Keep only what goes into each block, and compute the rest again in the backward pass. Dropout stays off."""
+    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    model.train()  # transformers checkpoints in training mode only
+    for module in model.modules():
+        if isinstance(module, torch.nn.Dropout):
+            module.p = 0.0

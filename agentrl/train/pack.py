@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -37,8 +37,8 @@ class Bucket:
 class Packed:
     """One micro-batch, rows end to end, T tokens, each shared prefix once. No padding.
 
-    Tensors with suffix _N run over the N trained tokens; `source_N` is the flat position that predicts each, and
-    `sequence_N` numbers the episodes from 0.
+    Tensors with suffix _N run over the N trained tokens; `source_N` is the flat position that predicts each,
+    `sequence_N` numbers the episodes from 0, and `columns` are those of the samples.
     """
 
     ids_T: Tensor
@@ -49,6 +49,7 @@ class Packed:
     sampler_logprobs_N: Tensor
     advantages_N: Tensor
     sequence_N: Tensor
+    columns: Mapping[str, Tensor] = field(default_factory=dict)
 
 
 @dataclass(slots=True)
@@ -67,7 +68,9 @@ class _Layout:
         return start
 
 
-def pack(samples: Sequence[Sample], device: torch.device | str = "cpu") -> Packed:
+def pack(
+    samples: Sequence[Sample], device: torch.device | str = "cpu", dtype: torch.dtype = torch.float32
+) -> Packed:
     """Lay the rows of one micro-batch end to end; rows of one group share what they begin with.
 
     The tokens that all rows of a group have in common before the first trained one (system prompt, tools, user
@@ -76,12 +79,11 @@ def pack(samples: Sequence[Sample], device: torch.device | str = "cpu") -> Packe
     Raises:
         ValueError: the first token of a row is under the loss mask, where nothing predicts it.
     """
-    groups: dict[int, list[Sample]] = {}
-    for sample in samples:
-        groups.setdefault(sample.group, []).append(sample)
+    groups = _by_group(samples)
     layout = _Layout()
     source, ids, logprobs, advantages, sequence = [], [], [], [], []
     numbers: dict[str, int] = {}
+    columns: dict[str, list[float]] = {name: [] for name in (samples[0].columns if samples else ())}
     for rows in groups.values():
         shared = _shared_prefix(rows)
         prefix_at = layout.add(rows[0].ids[:shared], 0)
@@ -99,16 +101,31 @@ def pack(samples: Sequence[Sample], device: torch.device | str = "cpu") -> Packe
             logprobs += [row.logprobs[t] for t in trained]
             advantages += [row.advantages[t] for t in trained]
             sequence += [number] * len(trained)
+            for name, column in columns.items():
+                column += row.columns[name]
     return Packed(
         ids_T=torch.tensor(layout.ids, device=device),
         positions_T=torch.tensor(layout.positions, device=device),
         buckets=tuple(_buckets(layout.rows, device)),
         source_N=torch.tensor(source, dtype=torch.long, device=device),
         ids_N=torch.tensor(ids, dtype=torch.long, device=device),
-        sampler_logprobs_N=torch.tensor(logprobs, dtype=torch.float32, device=device),
-        advantages_N=torch.tensor(advantages, dtype=torch.float32, device=device),
+        sampler_logprobs_N=torch.tensor(logprobs, dtype=dtype, device=device),
+        advantages_N=torch.tensor(advantages, dtype=dtype, device=device),
         sequence_N=torch.tensor(sequence, dtype=torch.long, device=device),
+        columns={name: torch.tensor(values, dtype=dtype, device=device) for name, values in columns.items()},
     )
+
+
+def in_pack_order(samples: Sequence[Sample]) -> list[Sample]:
+    """The rows in the order in which `pack` lays them, so that of their trained tokens."""
+    return [row for rows in _by_group(samples).values() for row in rows]
+
+
+def _by_group(samples: Sequence[Sample]) -> dict[int, list[Sample]]:
+    groups: dict[int, list[Sample]] = {}
+    for sample in samples:
+        groups.setdefault(sample.group, []).append(sample)
+    return groups
 
 
 def _shared_prefix(rows: Sequence[Sample]) -> int:

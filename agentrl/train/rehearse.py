@@ -15,6 +15,7 @@ from agentrl.chat.demonstrate import imitate
 from agentrl.chat.proof import Proof, prove
 from agentrl.chat.template import Renderer, same_meaning
 from agentrl.chat.transcript import Transcript
+from agentrl.config.algorithm import AlgorithmConfig
 from agentrl.config.run import RunConfig
 from agentrl.env import Env
 from agentrl.env.load import load_env
@@ -25,8 +26,10 @@ from agentrl.sandbox import close_pools
 from agentrl.testing.env import EnvCheckError, check_env
 from agentrl.testing.policy import Policy, ScriptedPolicy, call, play, random_arguments
 from agentrl.testing.tiny_model import make_tokenizer
-from agentrl.train.samples import advantages
-from agentrl.types import LIMITS, Episode, Message, Segment, Task
+from agentrl.train.algorithm import make_algorithm
+from agentrl.train.estimate import estimate_advantages
+from agentrl.train.samples import to_records, to_samples
+from agentrl.types import LIMITS, Episode, Group, Message, Segment, Task
 
 PROBED_TASKS = 32
 """Opening messages that are rendered to see how long they get."""
@@ -96,10 +99,6 @@ async def _rehearse(
     policy, played_by = _policy(config, content, task)
     scripted, transcript = await _episode(config, content, renderer, task, policy, "scripted")
     silent, _ = await _episode(config, content, renderer, task, ScriptedPolicy([]), "silent")
-    half = max(config.rollout.group_size // 2, 1)
-    pair = [scripted.reward or 0.0, silent.reward or 0.0]
-    values = advantages([pair[0]] * half + [pair[1]] * half, config.algorithm)
-
     findings = await _env_findings(content)
     findings += _ledger_findings(renderer, transcript)
     prompt_tokens = await _longest_opening(content, renderer)
@@ -115,7 +114,7 @@ async def _rehearse(
         num_held_out=len(content.held_out_tasks),
         num_demonstrations=len(content.demonstrations),
         played_by=played_by,
-        episodes=(EpisodeRecord.of(0, 0, scripted, values[0]), EpisodeRecord.of(0, 0, silent, values[-1])),
+        episodes=_compared(config, scripted, silent),
         prompt_tokens=prompt_tokens,
         max_context=max_context,
         demonstration_tokens=longest,
@@ -224,6 +223,24 @@ def _length_findings(config: RunConfig, prompt: int, max_context: int | None) ->
             f"a prompt has {prompt} tokens, rollout.token_budget is {rollout.token_budget}: nothing can be sampled"
         )
     return findings
+
+
+def _compared(config: RunConfig, scripted: Episode, silent: Episode) -> tuple[EpisodeRecord, EpisodeRecord]:
+    """Both with the advantages that they would have in a group in which half of the episodes go like each.
+
+    Where advantages wait for the learner, the rewards are compared with their mean instead.
+    """
+    half = max(config.rollout.group_size // 2, 1)
+    episodes = [replace(e, id=f"{e.id}/{i}") for e in (scripted, silent) for i in range(half)]
+    groups = [Group(scripted.task, tuple(episodes))]
+    algorithm = make_algorithm(config.algorithm)
+    if algorithm.late or "greedy_E" in algorithm.needs:
+        algorithm = make_algorithm(AlgorithmConfig(advantage="dr_grpo"))
+    samples, scores = to_samples(groups, overlong="train")
+    found = estimate_advantages(samples, scores, algorithm, kl_coef=0.0).by_segment
+    records = to_records(groups, found, step=0)
+    first, last = records[0], records[-1]
+    return replace(first, episode=scripted), replace(last, episode=silent)
 
 
 def _limit_findings(config: RunConfig, episode: Episode) -> list[str]:

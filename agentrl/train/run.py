@@ -39,6 +39,7 @@ from agentrl.run.report import Reporter, Summary
 from agentrl.run.store import RunStore
 from agentrl.sandbox import close_pools
 from agentrl.train.curve import write_curve
+from agentrl.train.estimate import Scores
 from agentrl.train.feed import load_feed, make_admission, save_feed
 from agentrl.train.learner import Learner
 from agentrl.train.memory import keep_freed_memory
@@ -71,10 +72,10 @@ class Run:
     _mark: float = field(default_factory=time.monotonic)
     _seconds: dict[str, float] = field(default_factory=dict)
 
-    async def update(self, samples: Sequence[Sample]) -> Update:
+    async def update(self, samples: Sequence[Sample], scores: Scores) -> Update:
         """One step of the learner, on its own thread, so that the event loop goes on."""
         with self._timed("update_seconds"):
-            return await self._in_learner(self.learner.step, samples)
+            return await self._in_learner(self.learner.step, samples, scores)
 
     async def publish(self, version: int) -> None:
         """Hand the learner's weights to the engine; completions that it is sampling go on with them."""

@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
-import torch
-
-from agentrl.algo.advantage import group_advantages
-from agentrl.algo.estimators import StepData, TurnLevel, estimate
 from agentrl.chat.transcript import rows_of
-from agentrl.config.run import AlgorithmConfig
 from agentrl.records import EpisodeRecord
+from agentrl.train.estimate import Scores
 from agentrl.types import LIMITS, Episode, Group, Sample
 
 
@@ -28,115 +24,112 @@ def penalised(groups: Sequence[Group], penalty: float) -> list[Group]:
     return [replace(group, episodes=tuple(map(judged, group.episodes))) for group in groups]
 
 
-def advantages(rewards: Sequence[float], config: AlgorithmConfig) -> list[float]:
-    """One advantage for each episode of a group, from the rewards of those that ended without an error."""
-    rewards_G = torch.tensor(rewards, dtype=torch.float64)
-    values_G = group_advantages(rewards_G, normalize_std=config.advantage == "grpo")
-    if config.advantage == "rloo" and len(rewards) > 1:  # r_i - mean of the others
-        values_G = values_G * len(rewards) / (len(rewards) - 1)
-    return [float(v) for v in values_G]
+def to_samples(groups: Sequence[Group], *, overlong: str) -> tuple[list[Sample], Scores]:
+    """Rows for the loss, still without advantages, and the scores that advantages are made from.
 
-
-def turn_advantages(episodes: Sequence[Episode], discount: float) -> list[list[float]]:
-    """One advantage for each turn of each episode of a group; the episode's own rewards belong to its last turn.
-
-    An episode without a turn has an empty list: it has nothing to train or to compare with.
+    Every scored episode votes. No rows have those whose tokens failed the tokenization check and, where `overlong`
+    is "mask", those that a limit cut.
     """
-    rewards: list[float] = []
-    for episode in episodes:
-        given = [turn.reward for turn in episode.turns]
-        if given:  # what is not given by a turn is scored at the end
-            given[-1] += (episode.reward or 0.0) - sum(given)
-        rewards += given
-    numbers = [(e, t) for e, episode in enumerate(episodes) for t in range(len(episode.turns))]
-    if not numbers:
-        return [[] for _ in episodes]
-    episode_K, turn_K = torch.tensor(numbers).T
-    step = StepData(
-        rewards_E=torch.tensor([e.reward or 0.0 for e in episodes], dtype=torch.float64),
-        group_E=torch.zeros(len(episodes), dtype=torch.long),
-        sequence_N=episode_K,
-        rewards_N=torch.tensor(rewards, dtype=torch.float64),
-        turn_N=turn_K,
+    samples: list[Sample] = []
+    numbered = [(number, episode) for number, group in enumerate(groups) for episode in group.episodes]
+    for number, episode in numbered:
+        broken = bool(episode.metrics.get("tokens/failed"))
+        if not broken and not (overlong == "mask" and episode.stop_reason in LIMITS):
+            samples += episode_samples(episode, group=number)
+    greedy = [group.greedy_reward for group in groups]
+    known = [value for value in greedy if value is not None]
+    scores = Scores(
+        episodes=[episode.id for _, episode in numbered],
+        rewards=[episode.reward or 0.0 for _, episode in numbered],
+        groups=[number for number, _ in numbered],
+        greedy=[known[number] for number, _ in numbered] if groups and len(known) == len(greedy) else None,
+        parts=[_parts(episode) for _, episode in numbered],
     )
-    values = iter(estimate("turn_level", step, TurnLevel(gamma=discount)).advantages_N.tolist())
-    return [[next(values) for _ in episode.turns] for episode in episodes]
+    return samples, scores
 
 
-def segment_advantages(episode: Episode, by_turn: Sequence[float]) -> list[float]:
-    """One advantage for each sampled segment, in their order, from those of the turns.
+def to_records(
+    groups: Sequence[Group], advantages: Mapping[str, Mapping[int, float]], *, step: int
+) -> list[EpisodeRecord]:
+    """What the run folder keeps of every episode.
+
+    Args:
+        advantages: by episode and sampled segment; all 0 or nothing where an episode did not train.
+    """
+    records: list[EpisodeRecord] = []
+    for number, group in enumerate(groups):
+        for episode in group.episodes:
+            own = advantages.get(episode.id, {})
+            by_segment = tuple(own.get(i, 0.0) for i, s in enumerate(episode.segments) if s.origin == "sampled")
+            records.append(EpisodeRecord(step, number, episode, by_segment if any(by_segment) else ()))
+        records += [EpisodeRecord(step, number, episode) for episode in group.failed]
+    return records
+
+
+def episode_samples(episode: Episode, *, group: int = 0) -> list[Sample]:
+    """The rows of one episode; rows without a sampled token are left out.
+
+    Columns: `segment` and `turn` of each trained token, and `reward`: what a turn earned lies on its last token,
+    what the whole episode earned on the last token of all.
+    """
+    turn_of = segment_turns(episode)
+    reward_of = _segment_rewards(episode, turn_of)
+    rows = []
+    for row in rows_of(episode.segments):
+        if not any(row.loss_mask):
+            continue
+        columns: dict[str, list[float]] = {"segment": [], "turn": [], "reward": []}
+        for segment, start, stop in row.spans:
+            columns["segment"] += [float(segment)] * (stop - start)
+            columns["turn"] += [float(turn_of[segment])] * (stop - start)
+            columns["reward"] += [0.0] * (stop - start - 1) + [reward_of.get(segment, 0.0)]
+        rows.append(
+            Sample(
+                ids=row.ids,
+                loss_mask=row.loss_mask,
+                logprobs=row.logprobs,
+                advantages=(0.0,) * len(row.ids),
+                versions=row.versions,
+                episode_id=episode.id,
+                group=group,
+                columns={name: tuple(values) for name, values in columns.items()},
+            )
+        )
+    return rows
+
+
+def segment_turns(episode: Episode) -> dict[int, int]:
+    """The turn of each sampled segment.
 
     A turn's segment is found by its message. A branch (`self.model`) belongs to the turn that was sampled before
     it was called, the first turn where it was called in `setup`.
     """
-    sampled = [s for s in episode.segments if s.origin == "sampled"]
-    turn_of = {id(turn.message): number for number, turn in enumerate(episode.turns)}
-    values, current = [], 0
-    for segment in sampled:
-        message = None if segment.message is None else episode.messages[segment.message]
-        current = turn_of.get(id(message), current)
-        values.append(by_turn[current] if by_turn else 0.0)
-    return values
+    number_of = {id(turn.message): number for number, turn in enumerate(episode.turns)}
+    found, current = {}, 0
+    for i, segment in enumerate(episode.segments):
+        if segment.origin == "sampled":
+            message = None if segment.message is None else episode.messages[segment.message]
+            current = number_of.get(id(message), current)
+            found[i] = current
+    return found
 
 
-def to_samples(
-    groups: Sequence[Group], config: AlgorithmConfig, *, overlong: str, step: int
-) -> tuple[list[Sample], list[EpisodeRecord]]:
-    """Rows for the loss, and what the run folder keeps of every episode.
-
-    Episodes with an advantage of exactly 0 everywhere (all siblings scored the same) give no rows: they have no
-    gradient. Neither do episodes whose tokens failed the tokenization check.
-    Where `overlong` is "mask", neither do episodes that a limit cut; their rewards still count for the siblings.
-    """
-    samples: list[Sample] = []
-    records: list[EpisodeRecord] = []
-    for number, group in enumerate(groups):
-        for episode, values in zip(group.episodes, _by_segment(group.episodes, config), strict=True):
-            broken = bool(episode.metrics.get("tokens/failed"))
-            trains = any(values) and not broken and not (overlong == "mask" and episode.stop_reason in LIMITS)
-            if trains:
-                samples += episode_samples(episode, values, group=number)
-            records.append(EpisodeRecord(step, number, episode, tuple(values) if trains else ()))
-        records += [EpisodeRecord(step, number, episode) for episode in group.failed]
-    return samples, records
+def _segment_rewards(episode: Episode, turn_of: Mapping[int, int]) -> dict[int, float]:
+    """Where the reward lies: each turn's on its last segment, the episode's own on the last of all."""
+    last_of = {turn: i for i, turn in turn_of.items() if episode.segments[i].ids}
+    rewards: dict[int, float] = {}
+    given = 0.0
+    for number, turn in enumerate(episode.turns):
+        if turn.reward and number in last_of:
+            rewards[last_of[number]] = turn.reward
+            given += turn.reward
+    if last_of:
+        last = max(last_of.values())
+        rewards[last] = rewards.get(last, 0.0) + (episode.reward or 0.0) - given
+    return rewards
 
 
-def _by_segment(episodes: Sequence[Episode], config: AlgorithmConfig) -> list[list[float]]:
-    """For each episode of a group the advantages of its sampled segments, in their order."""
-    if config.advantage == "turn_level":
-        by_turn = turn_advantages(episodes, config.turn_level.gamma if config.turn_level else 1.0)
-        return [segment_advantages(e, values) for e, values in zip(episodes, by_turn, strict=True)]
-    found = advantages([episode.reward or 0.0 for episode in episodes], config)
-    return [
-        [value] * sum(segment.origin == "sampled" for segment in episode.segments)
-        for episode, value in zip(episodes, found, strict=True)
-    ]
-
-
-def episode_samples(episode: Episode, advantage: float | Sequence[float], *, group: int = 0) -> list[Sample]:
-    """The rows of one episode; rows without a sampled token are left out.
-
-    Args:
-        advantage: of all tokens, or of each sampled segment in their order.
-    """
-    sampled = [i for i, segment in enumerate(episode.segments) if segment.origin == "sampled"]
-    values = [advantage] * len(sampled) if isinstance(advantage, float | int) else advantage
-    value_of = dict(zip(sampled, values, strict=True))
-    rows = []
-    for row in rows_of(episode.segments):
-        if any(row.loss_mask):
-            by_token = [0.0] * len(row.ids)
-            for segment, start, stop in row.spans:
-                by_token[start:stop] = [value_of[segment]] * (stop - start)
-            rows.append(
-                Sample(
-                    ids=row.ids,
-                    loss_mask=row.loss_mask,
-                    logprobs=row.logprobs,
-                    advantages=tuple(by_token),
-                    versions=row.versions,
-                    episode_id=episode.id,
-                    group=group,
-                )
-            )
-    return rows
+def _parts(episode: Episode) -> dict[str, float]:
+    """The rewards by name; what turns earned is one of them."""
+    turns = sum(turn.reward for turn in episode.turns)
+    return {**episode.rewards, **({"turns": turns} if turns else {})}

@@ -7,26 +7,37 @@ so that neither the number of ranks nor the split changes the gradient.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from agentrl.algo.aggregate import Totals, totals_of_lengths
 from agentrl.algo.correction import Drift, merge_drift
 from agentrl.algo.metrics import Metrics, merge_metrics, metric_values
-from agentrl.train.pack import micro_batches
+from agentrl.train.pack import in_pack_order, micro_batches
+from agentrl.train.prepare import Prepared
 from agentrl.types import Sample
 
 Rows = tuple[Sample, ...]
+NOTHING: Rows = (Sample((0, 0), (False, False), (0.0, 0.0), (0.0, 0.0), (0, 0), episode_id=""),)
+"""What a rank computes that has no rows for a micro-batch, so that it takes part: nothing of it is trained."""
 UNEVEN = 1.1
 """Groups stay on one rank, where they share their prefix, unless a rank would get this much more than the mean."""
 
 
 @dataclass(frozen=True, slots=True)
 class Update:
-    """What one step did: `metrics` to log; `tokens` that went through the model, `trained` under the loss."""
+    """What one step did.
+
+    Attributes:
+        metrics: to log.
+        tokens: that went through the model.
+        trained: tokens under the loss.
+        advantages: of each episode's sampled segments, by their number, where the step estimated them.
+    """
 
     metrics: Mapping[str, float]
     tokens: int
     trained: int
+    advantages: Mapping[str, Mapping[int, float]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,10 +47,14 @@ class Portion:
     Attributes:
         micro_batches: as many on every rank, so that all take part in the same exchanges; some may be empty.
         totals: counts of the whole update, over all ranks.
+        kl_coef: weight of the KL penalty in this step.
+        columns: names of the columns that the rows of this step have.
     """
 
     micro_batches: tuple[Rows, ...]
     totals: Totals
+    kl_coef: float = 0.0
+    columns: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +67,9 @@ class Outcome:
     lr: float
 
 
-def split_step(samples: Sequence[Sample], *, updates: int, ranks: int, max_tokens: int) -> list[list[Portion]]:
+def split_step(
+    samples: Sequence[Sample], *, updates: int, ranks: int, max_tokens: int, kl_coef: float = 0.0
+) -> list[list[Portion]]:
     """For each rank its part of each optimizer update: episodes whole, tokens balanced.
 
     Raises:
@@ -62,7 +79,7 @@ def split_step(samples: Sequence[Sample], *, updates: int, ranks: int, max_token
     for part in _split_by_episode(samples, updates):
         totals = totals_of_lengths(trained_by_episode(part).values())
         for rank, rows in enumerate(split_rows(part, ranks=ranks, max_tokens=max_tokens)):
-            by_rank[rank].append(Portion(rows, totals))
+            by_rank[rank].append(Portion(rows, totals, kl_coef, tuple(part[0].columns) if part else ()))
     return by_rank
 
 
@@ -87,12 +104,28 @@ def balanced(samples: Sequence[Sample], ranks: int) -> list[list[Sample]]:
     return _shares(samples, ranks, lambda s: s.episode_id)
 
 
-def merge_outcomes(outcomes: Sequence[Outcome], samples: Sequence[Sample]) -> Update:
-    """The step as a whole, from what every rank did."""
-    values = metric_values(merge_metrics(o.metrics for o in outcomes))
-    values |= {f"drift/{k}": v for k, v in merge_drift(o.drift for o in outcomes).metrics().items()}
+def merge_outcomes(outcomes: Sequence[Outcome], prepared: Prepared) -> Update:
+    """The step as a whole, from what was prepared and what every rank did."""
+    values = metric_values(merge_metrics([prepared.metrics, *(o.metrics for o in outcomes)]))
+    measured = merge_drift([prepared.drift, *(o.drift for o in outcomes)])
+    values |= {f"drift/{k}": v for k, v in measured.metrics().items()}
     values |= {"grad_norm": outcomes[0].grad_norm, "lr": outcomes[0].lr}
-    return Update(values, sum(len(s.ids) for s in samples), sum(sum(s.loss_mask) for s in samples))
+    samples = prepared.samples
+    tokens, trained = sum(len(s.ids) for s in samples), sum(sum(s.loss_mask) for s in samples)
+    return Update(values, tokens, trained, prepared.advantages)
+
+
+def in_order(
+    samples: Sequence[Sample], batches: Sequence[Rows], found: Sequence[Sequence[float]]
+) -> list[list[float]]:
+    """Numbers of trained tokens, as they lie in micro-batches, by row in the order of `samples`."""
+    place = {id(sample): index for index, sample in enumerate(samples)}
+    out: list[list[float]] = [[] for _ in samples]
+    for rows, numbers in zip(batches, found, strict=True):
+        left = iter(numbers)
+        for row in in_pack_order(rows):
+            out[place[id(row)]] = [next(left) for on in row.loss_mask if on]
+    return out
 
 
 def trained_by_episode(samples: Sequence[Sample]) -> dict[str, int]:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from train_models import VOCABULARY, gradients, make_batch, make_sample, plain_model, relative
 
-from agentrl.train.learner import forward_logits
+from agentrl.train.logprobs import forward as forward_logits
 from agentrl.train.model import load_policy
 from agentrl.train.pack import micro_batches, pack
 from agentrl.types import Sample

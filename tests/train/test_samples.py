@@ -8,9 +8,13 @@ from dataclasses import replace
 import pytest
 
 from agentrl.config.run import AlgorithmConfig
+from agentrl.records import EpisodeRecord
 from agentrl.rollout.metrics import episode_metrics, is_solved, passed, solved
-from agentrl.train.samples import advantages, episode_samples, penalised, segment_advantages, to_samples
-from agentrl.types import LIMITS, Episode, Group, Message, Segment, StopReason, Task, Turn
+from agentrl.train.algorithm import make_algorithm
+from agentrl.train.estimate import estimate_advantages
+from agentrl.train.samples import episode_samples, penalised, segment_turns, to_records
+from agentrl.train.samples import to_samples as rows_and_scores
+from agentrl.types import LIMITS, Episode, Group, Message, Sample, Segment, StopReason, Task, Turn
 
 PROMPT = Segment((1, 2), "prompt", -1, 0)
 ANSWER = Segment((7, 8, 9), "sampled", 0, 1, (-0.1, -0.2, -0.3), (4, 4, 5))
@@ -27,15 +31,30 @@ def episode(
     turn = Turn(Message("assistant", "x"), (), 0.0, "stop", 3, 0.1, 0.2)
     error = None if reward is not None else "SandboxError: gone"
     stop = stop if reward is not None else StopReason.INFRA
-    return Episode(name, Task("t"), (), (turn,), segments, stop, reward, error=error, **more)
+    messages = (Message("user", "u"), turn.message, Message("user", "v"), Message("assistant", "y"))
+    return Episode(name, Task("t"), messages, (turn,), segments, stop, reward, error=error, **more)
 
 
-def group(*rewards: float, failed: int = 0) -> Group:
+def group(*rewards: float, failed: int = 0, name: str = "e") -> Group:
     return Group(
         Task("t"),
-        tuple(episode(f"e{i}", r) for i, r in enumerate(rewards)),
+        tuple(episode(f"{name}{i}", r) for i, r in enumerate(rewards)),
         tuple(episode(f"f{i}", None) for i in range(failed)),
     )
+
+
+def to_samples(
+    groups: list[Group], config: AlgorithmConfig, *, overlong: str, step: int
+) -> tuple[list[Sample], list[EpisodeRecord]]:
+    """Rows with advantages, and records, as a step of the learner makes them."""
+    rows, scores = rows_and_scores(groups, overlong=overlong)
+    found = estimate_advantages(rows, scores, make_algorithm(config), kl_coef=0.0)
+    return found.samples, to_records(groups, found.by_segment, step=step)
+
+
+def advantages(rewards: list[float], config: AlgorithmConfig) -> list[float]:
+    _, records = to_samples([group(*rewards)], config, overlong="train", step=1)
+    return [record.advantages[0] if record.advantages else 0.0 for record in records]
 
 
 def algorithm(advantage: str = "grpo") -> AlgorithmConfig:
@@ -67,8 +86,10 @@ def test_a_group_without_a_difference_gives_no_rows_but_is_recorded(kind: str, r
 
 
 def test_rows_carry_their_advantage_their_group_and_what_was_sampled():
-    samples, records = to_samples([group(1, 1), group(1, 0)], algorithm("dr_grpo"), overlong="train", step=3)
-    assert [(s.episode_id, s.group, s.advantages[-1]) for s in samples] == [("e0", 1, 0.5), ("e1", 1, -0.5)]
+    samples, records = to_samples(
+        [group(1, 1, name="a"), group(1, 0, name="b")], algorithm("dr_grpo"), overlong="train", step=3
+    )
+    assert [(s.episode_id, s.group, s.advantages[-1]) for s in samples] == [("b0", 1, 0.5), ("b1", 1, -0.5)]
     assert samples[0].ids == (1, 2, 7, 8, 9)
     assert samples[0].loss_mask == (False, False, True, True, True)
     assert samples[0].logprobs == (0.0, 0.0, -0.1, -0.2, -0.3)
@@ -131,14 +152,16 @@ def test_limits_are_what_cuts_an_episode():
 def test_every_branch_gives_a_row_and_each_token_trains_once():
     fork = Segment((5,), "prompt", 0, 2)
     again = Segment((6, 9), "sampled", 2, 3, (-0.4, -0.5), (5, 5))
-    rows = episode_samples(episode("e", 1.0, segments=(PROMPT, ANSWER, fork, again)), 2.0, group=4)
+    rows = episode_samples(episode("e", 1.0, segments=(PROMPT, ANSWER, fork, again)), group=4)
     assert [r.ids for r in rows] == [(1, 2, 7, 8, 9), (1, 2, 5, 6, 9)]
     assert [sum(r.loss_mask) for r in rows] == [3, 2]
-    assert {(r.episode_id, r.group, r.advantages[-1]) for r in rows} == {("e", 4, 2.0)}
+    assert {(r.episode_id, r.group) for r in rows} == {("e", 4)}
+    assert [r.columns["segment"] for r in rows] == [(1.0, 1.0, 1.0), (3.0, 3.0)]
+    assert [r.columns["reward"] for r in rows] == [(0.0, 0.0, 0.0), (0.0, 1.0)], "once, on the last token of all"
 
 
 def test_an_episode_without_a_sampled_token_gives_no_row():
-    assert episode_samples(episode("e", 1.0, segments=(PROMPT,)), 1.0) == []
+    assert episode_samples(episode("e", 1.0, segments=(PROMPT,))) == []
 
 
 class TestTurnLevel:
@@ -182,7 +205,7 @@ class TestTurnLevel:
         moved = replace(branch[1], message=4)
         last = Segment((8, 9), "sampled", 4, 5, (-0.4, -0.5), (5, 5))
         whole = replace(episode, messages=messages, segments=(*segments[:3], moved, segments[4], last))
-        assert segment_advantages(whole, [3.0, 7.0]) == [3.0, 3.0, 7.0]
+        assert segment_turns(whole) == {1: 0, 3: 0, 5: 1}
 
 
 class TestMetrics:

@@ -1,0 +1,127 @@
+"""What the tests of Ray ranks run in a process of their own: `python ranks_program.py SCENARIO FOLDER RANKS`."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+from train_models import make_batch, write_model
+
+from agentrl.config.algorithm import AlgorithmConfig
+from agentrl.config.run import LearnerConfig, OptimConfig
+from agentrl.errors import WorkerLost
+from agentrl.train.driver import Driver
+from agentrl.train.learner import Learner
+from agentrl.train.ranks import RankedLearner
+
+STEPS = 4
+ALGORITHM = AlgorithmConfig(kl={"coef": 0.05}, updates_per_step=2)
+
+
+def learner(folder: Path, ranks: int, *, policy: str = "policy", algorithm: AlgorithmConfig = ALGORITHM, **config):
+    """A learner of the models in the folder; rank by rank so little room that micro-batches are many and uneven."""
+    make: Callable[..., Driver] = Learner if ranks == 1 else RankedLearner
+    return make(
+        folder / policy,
+        algorithm=algorithm,
+        optim=OptimConfig(lr=1e-3, warmup_steps=2, schedule="linear"),
+        config=LearnerConfig(device="cpu", ranks=ranks, tokens_per_micro_batch=150, **config),
+        temperature=0.7,
+        total_steps=2 * STEPS,
+        reference_dir=folder / "reference",
+    )
+
+
+def steps(driver: Driver, first: int, last: int) -> list[dict[str, float]]:
+    return [dict(driver.step(make_batch(seed, groups=2)).metrics) for seed in range(first, last)]
+
+
+def gap(one: Driver, other: Driver) -> float:
+    """The largest difference between two parameters."""
+    ours, theirs = one.weights(), other.weights()
+    return max(float((ours[name] - theirs[name]).abs().max()) for name in theirs.keys() & ours.keys())
+
+
+def same_curve(folder: Path, ranks: int) -> dict[str, object]:
+    """One process and many ranks, side by side; then each goes on from the other's checkpoint."""
+    one, many = learner(folder, 1), learner(folder, ranks, checkpoint_activations=True)
+    losses = [one.imitate(make_batch(99), 1e-3), many.imitate(make_batch(99), 1e-3)]
+    curves = [steps(one, 0, STEPS), steps(many, 0, STEPS)]
+    probes = [driver.probe(make_batch(50)) for driver in (one, many)]
+    apart = gap(one, many)
+    for name, driver in (("by-one", one), ("by-many", many)):
+        (folder / name).mkdir()
+        driver.save(folder / name)
+    many.close()
+    wanted = steps(one, STEPS, 2 * STEPS)
+    resumed = learner(folder, 1, policy="by-many")
+    resumed.load_optimizer(folder / "by-many")
+    after = [wanted, steps(resumed, STEPS, 2 * STEPS)]
+    spread = learner(folder, ranks, policy="by-one")
+    spread.load_optimizer(folder / "by-one")
+    after.append(steps(spread, STEPS, 2 * STEPS))
+    found = {
+        "losses": losses,
+        "curves": curves,
+        "probes": probes,
+        "gap": apart,
+        "after": after,
+        "gaps_after": [gap(one, resumed), gap(one, spread)],
+    }
+    spread.close()
+    return found
+
+
+def a_rank_dies(folder: Path, ranks: int) -> dict[str, object]:
+    """Killed between two steps, as the kernel would."""
+    many = learner(folder, ranks)
+    steps(many, 0, 1)
+    victim = int(many._workers[-1].place.split()[1])
+    os.kill(victim, signal.SIGKILL)
+    said = []
+    for _ in range(2):
+        try:
+            steps(many, 1, 2)
+        except WorkerLost as e:
+            said.append(str(e))
+    many.close()
+    return {"said": said, "victim": victim}
+
+
+def bad_input(folder: Path, ranks: int) -> dict[str, object]:
+    """What the user can get wrong, and a gradient that is not finite."""
+    said = []
+    for config, policy in (({"device": "cuda"}, "policy"), ({}, "nowhere"), ({"ray": "127.0.0.1:1"}, "policy")):
+        try:
+            learner(folder, ranks, policy=policy, **config)
+        except Exception as e:
+            said.append(f"{type(e).__name__}: {e}")
+    many = learner(folder, ranks)
+    before = {name: value.clone() for name, value in many.weights().items()}
+    batch = make_batch(0)
+    from dataclasses import replace
+
+    try:
+        many.step([replace(s, advantages=(float("nan"),) * len(s.ids)) for s in batch])
+    except Exception as e:
+        said.append(f"{type(e).__name__}: {e}")
+    kept = all(torch.equal(value, before[name]) for name, value in many.weights().items())
+    steps(many, 0, 1)
+    many.close()
+    return {"said": said, "kept": kept}
+
+
+if __name__ == "__main__":
+    scenario, folder, ranks = sys.argv[1], Path(sys.argv[2]), int(sys.argv[3])
+    write_model(folder / "policy", seed=0)
+    write_model(folder / "reference", seed=1)
+    print(
+        json.dumps(
+            {"same_curve": same_curve, "a_rank_dies": a_rank_dies, "bad_input": bad_input}[scenario](folder, ranks)
+        )
+    )
