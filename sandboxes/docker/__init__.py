@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import atexit
 import contextlib
+import functools
 import itertools
 import json
 import os
@@ -17,6 +18,7 @@ import socket
 import struct
 import time
 import weakref
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from agentrl.errors import ConfigError
@@ -34,6 +36,8 @@ HOME = "/workspace"
 PODMAN_HOME = "/tmp/workspace"
 """podman knows neither owner nor number of files of a tmpfs, but opens /tmp to all: `disk` is not promised."""
 LABEL = "agentrl.run"
+PROFILE = Path(__file__).with_name("seccomp.json")
+"""System calls of a container, the supervisor's included; made by `agentrl.sandboxes.docker.seccomp`."""
 API_TIMEOUT_S = 60
 
 _open_backends: weakref.WeakSet[Backend] = weakref.WeakSet()
@@ -260,7 +264,8 @@ class Backend:
             nano_cpus=int(spec.cpus * 1e9) if spec.cpus is not None else None,
             read_only=True,
             cap_drop=["ALL"],
-            security_opt=["no-new-privileges:true"],
+            # podman reads a profile from a file on its own side and has one by default.
+            security_opt=["no-new-privileges:true", *([] if self._podman else [seccomp_option()])],
             ipc_mode="private",
             shm_size=f"{side_mb}m",
             tmpfs=disks,
@@ -289,6 +294,12 @@ class Backend:
         self._client.close()
         self._client = None
         _open_backends.discard(self)
+
+
+@functools.cache
+def seccomp_option() -> str:
+    """The profile as an engine wants to be given it: its text, not its place."""
+    return f"seccomp={json.dumps(json.loads(PROFILE.read_text(encoding='utf-8')), separators=(',', ':'))}"
 
 
 def boot_id() -> str:

@@ -71,6 +71,9 @@ DENIED_AARCH64 = {
 NEWEST_SYSCALL = 451
 """Numbers above are answered ENOSYS, as a kernel that does not know them would."""
 
+NEW_NAMESPACES = 0x7E020000
+"""The flags of `clone` that ask for new namespaces, all of them."""
+
 MACHINES = {
     "x86_64": (0xC000003E, X86_64, DENIED_X86_64),
     "aarch64": (0xC00000B7, AARCH64, DENIED_AARCH64),
@@ -203,8 +206,7 @@ def seccomp_filter(*, network: bool, shared_memory: bool) -> bytes:
             code.append((jeq, 0, len(body), calls[name]))
             code.extend(body)
 
-    new_namespace = 0x7E020000
-    rule("clone", (ld, 0, 0, arg(0)), (jset, 0, 1, new_namespace), (ret, 0, 0, eperm), (ret, 0, 0, allow))
+    rule("clone", (ld, 0, 0, arg(0)), (jset, 0, 1, NEW_NAMESPACES), (ret, 0, 0, eperm), (ret, 0, 0, allow))
     rule("clone3", (ret, 0, 0, enosys))  # its flags lie in memory; C libraries fall back to clone
     if network:
         # AF_UNIX 1, AF_INET 2, AF_INET6 10, and AF_NETLINK 16 with NETLINK_ROUTE 0.
