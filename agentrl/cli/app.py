@@ -12,6 +12,7 @@ from agentrl.cli import config, sandbox
 from agentrl.cli.check import check
 from agentrl.cli.doctor import doctor
 from agentrl.cli.eval import evaluate
+from agentrl.cli.export import export
 from agentrl.cli.import_verl import import_verl
 from agentrl.cli.new import new
 from agentrl.cli.show import show
@@ -34,6 +35,7 @@ app.command("train")(train)
 app.command("check")(check)
 app.command("show")(show)
 app.command("eval")(evaluate)
+app.command("export")(export)
 app.command("new")(new)
 app.command("doctor")(doctor)
 app.command("import-verl")(import_verl)

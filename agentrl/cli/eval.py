@@ -1,21 +1,21 @@
-"""`agentrl eval`: play held-out tasks with a checkpoint."""
+"""`agentrl eval`: play tasks with a checkpoint or a model behind an endpoint, and compare such evaluations."""
 
 from __future__ import annotations
 
 import os
 from enum import StrEnum
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from agentrl.cli.options import Overrides
 
 if TYPE_CHECKING:
-    from rich.text import Text
-
     from agentrl.config import RunConfig
-    from agentrl.eval.run import EvalResult
+    from agentrl.engine.openai import Endpoint
+    from agentrl.eval.result import EvalResult, Prices
+    from agentrl.eval.run import Subject
 
 
 class Split(StrEnum):
@@ -25,100 +25,261 @@ class Split(StrEnum):
     TRAIN = "train"
 
 
+Target = Annotated[
+    Path | None,
+    typer.Argument(
+        metavar="[RUN|CHECKPOINT|TOOLS.YAML]",
+        help="A run folder, a checkpoint, a model, or (for its env and limits) the YAML file of a run.",
+        show_default=False,
+    ),
+]
+EnvName = Annotated[
+    str | None,
+    typer.Option(help="Another env: `module:Class` or `file.py:Class`. [default: the run's]", show_default=False),
+]
+Tasks = Annotated[
+    int | None,
+    typer.Option(min=1, help="How many tasks. [default: eval.tasks of the run]", show_default=False),
+]
+Attempts = Annotated[int, typer.Option("--attempts", "-k", min=1, help="Episodes of each task: pass@k, pass^k.")]
+Temperature = Annotated[
+    float | None,
+    typer.Option(
+        min=0.0,
+        help="0 is greedy. [default: 0; with several attempts that of training]",
+        show_default=False,
+    ),
+]
+Concurrency = Annotated[
+    int | None,
+    typer.Option(min=1, help="Episodes at once. [default: 16 for an endpoint, else engine.max_slots]"),
+]
+BaseUrl = Annotated[
+    str | None,
+    typer.Option(
+        help="An OpenAI-compatible endpoint that plays instead, e.g. http://127.0.0.1:8000/v1.", show_default=False
+    ),
+]
+ApiKeyEnv = Annotated[
+    str, typer.Option(metavar="NAME", help="Environment variable with the endpoint's API key.", show_default=False)
+]
+Request = Annotated[
+    list[str],
+    typer.Option(
+        metavar="KEY=VALUE", help="Another field of each request, e.g. reasoning_effort=low.", show_default=False
+    ),
+]
+Price = Annotated[float | None, typer.Option(min=0.0, help="Dollars for a million tokens.", show_default=False)]
+Minimum = Annotated[
+    list[str],
+    typer.Option(
+        "--min",
+        metavar="NAME=VALUE",
+        help="Exit with 1 where `solved`, `reward`, `reward/NAME`, `pass@K` or `pass^K` stays below.",
+        show_default=False,
+    ),
+]
+Compare = Annotated[
+    tuple[Path, Path] | None,
+    typer.Option(metavar="A B", help="Play nothing: compare two evaluations task by task.", show_default=False),
+]
+
+
 def evaluate(
-    target: Annotated[
-        Path,
-        typer.Argument(
-            metavar="RUN|CHECKPOINT", help="A run folder, a checkpoint or a model.", show_default=False
-        ),
-    ],
-    env: Annotated[
-        str | None,
-        typer.Option(
-            help="Another env: `module:Class` or `file.py:Class`. [default: the run's]", show_default=False
-        ),
-    ] = None,
-    tasks: Annotated[
-        int | None,
-        typer.Option(min=1, help="How many tasks. [default: eval.tasks of the run]", show_default=False),
-    ] = None,
+    target: Target = None,
+    env: EnvName = None,
+    tasks: Tasks = None,
     split: Annotated[Split, typer.Option(help="Which tasks.")] = Split.HELD_OUT,
-    temperature: Annotated[float, typer.Option(min=0.0, help="0 is greedy.")] = 0.0,
+    attempts: Attempts = 1,
+    temperature: Temperature = None,
+    concurrency: Concurrency = None,
+    base_url: BaseUrl = None,
+    model: Annotated[
+        str | None, typer.Option(help="The model's name at the endpoint.", show_default=False)
+    ] = None,
+    api_key_env: ApiKeyEnv = "",
+    request: Request = [],  # noqa: B006
+    price_prompt: Price = None,
+    price_completion: Price = None,
+    price_cached: Price = None,
+    minimum: Minimum = [],  # noqa: B006
+    compare: Compare = None,
+    out: Annotated[
+        Path | None,
+        typer.Option(
+            help="Folder of the evaluation. [default: RUN/eval/..., or runs/eval/...]", show_default=False
+        ),
+    ] = None,
+    fresh: Annotated[bool, typer.Option("--fresh", help="Play everything anew, also what is done.")] = False,
     overrides: Overrides = [],  # noqa: B006
 ) -> None:
-    """Play tasks with a trained policy and say how many it solves."""
+    """Play tasks with a trained policy, or any model behind an endpoint, and say how many it solves.
+
+    The same command again goes on where it was stopped.
+    """
     from rich.console import Console
 
+    from agentrl.errors import ConfigError
+
+    if compare is not None:
+        if target is not None or base_url is not None:
+            raise ConfigError("--compare takes the folders of two evaluations and plays nothing: drop the rest")
+        from agentrl.eval.compare import compare as compare_folders
+        from agentrl.eval.report import comparison_text
+
+        Console().print(comparison_text(compare_folders(*compare)), soft_wrap=True)
+        return
+    bounds = _bounds(minimum, attempts)
+    endpoint = _endpoint(base_url, model, api_key_env, request)
+    prices = _prices(price_prompt, price_completion, price_cached, endpoint)
+    subject, config, base = find(target, env, overrides, endpoint)
+
+    from agentrl.eval.run import EvalOptions, check_minimum, default_folder, make_spec
+    from agentrl.eval.run import evaluate as play
     from agentrl.run.display import make_display
 
-    checkpoint, config = find(target, env, overrides)
-    from agentrl.eval.run import evaluate as play
-    from agentrl.rollout.setup import quiet_transformers
-
-    quiet_transformers()
+    options = EvalOptions(
+        split="held_out" if split is Split.HELD_OUT else "train",
+        tasks=tasks,
+        attempts=attempts,
+        temperature=temperature,
+        concurrency=concurrency or (16 if endpoint else config.engine.max_slots),
+        prices=prices,
+    )
+    folder = out or default_folder(base, subject, make_spec(subject, config, options))
     with make_display(config.name, again="", console=Console(stderr=True)) as display:
-        result = play(
-            checkpoint,
-            config,
-            tasks=tasks,
-            split="held_out" if split is Split.HELD_OUT else "train",
-            temperature=temperature,
-            reporter=display,
-        )
-    Console().print(_text(result, split), soft_wrap=True)
+        result = play(subject, config, options, folder=folder, fresh=fresh, reporter=display)
+    _say(result, check_minimum(result, bounds))
 
 
-def find(target: Path, env: str | None, overrides: list[str]) -> tuple[Path, RunConfig]:
-    """The weights, and the configuration of the run that they belong to (or one made for a bare model).
+def _say(result: EvalResult, short: list[str]) -> None:
+    """Print the result; leave with 1 where tasks were lost or a bound was missed."""
+    from rich.console import Console
+
+    from agentrl.eval.report import result_text
+
+    Console().print(result_text(result), soft_wrap=True)
+    for text in short:
+        Console(stderr=True).print(f"--min: {text}", style="red", soft_wrap=True, highlight=False)
+    if short or result.lost:
+        raise typer.Exit(1)
+
+
+def find(
+    target: Path | None, env: str | None, overrides: list[str], endpoint: Endpoint | None = None
+) -> tuple[Subject, RunConfig, Path]:
+    """What is evaluated, the configuration it is played with, and where evaluations of it go by default.
 
     Raises:
         CheckpointError: there are no good weights.
         ConfigError: a bare model needs an env, or the env or an override is wrong.
     """
-    from agentrl.config import RunConfig, load_config
+    from agentrl.config import load_config
     from agentrl.errors import ConfigError
+    from agentrl.eval.run import Subject
     from agentrl.run.store import find_checkpoint
 
+    changes = [f"env.use={env}", *overrides] if env else overrides
+    if target is None:
+        if endpoint is None:
+            raise ConfigError("name what plays: a run folder, a checkpoint, or --base-url and --model")
+        if env is None:
+            raise ConfigError("name what is played: --env module:Class, or a run folder or YAML file with its env")
+        return Subject(endpoint=endpoint), _bare(env, endpoint.model, overrides), Path("runs/eval")
     for run in (target, target.absolute().parent.parent):
         if (run / "config.yaml").is_file():
-            changes = [f"env.use={env}", *overrides] if env else overrides
-            return find_checkpoint(target).path, load_config(run / "config.yaml", changes, check_paths=False)
+            config = load_config(run / "config.yaml", changes, check_paths=False)
+            if endpoint is not None:
+                return Subject(endpoint=endpoint), config, run / "eval"
+            found = find_checkpoint(target)
+            return Subject(checkpoint=found.path, step=found.step), config, run / "eval"
+    if target.is_file():
+        config = load_config(target, changes)
+        if endpoint is not None:
+            return Subject(endpoint=endpoint), config, Path("runs/eval")
+        if config.model.path is None:
+            raise ConfigError(f"{target}: makes its model in training; train it first, then give its run folder")
+        return Subject(checkpoint=Path(config.model.path)), config, Path("runs/eval")
     if not (target / "config.json").is_file():
-        return find_checkpoint(target).path, _no_config(target)
+        find_checkpoint(target)
+        raise ConfigError(
+            f"{target}: has no config.yaml; give a run folder, a checkpoint in one, or a model directory"
+        )
+    if endpoint is not None:
+        raise ConfigError(f"{target} and --base-url {endpoint.base_url}: give one of them")
     if env is None:
         raise ConfigError(f"{target}: is a model outside of a run; name what it plays: --env module:Class")
-    if overrides:
-        raise ConfigError(f"--set {overrides[0]}: {target} is a model outside of a run; it has no configuration")
-    module, _, name = env.rpartition(":")
-    use = f"{os.path.abspath(module)}:{name}" if module.endswith(".py") else env
-    return target, RunConfig.model_validate({"name": "eval", "env": use, "model": {"path": str(target)}})
+    return Subject(checkpoint=target), _bare(env, str(target), overrides), Path("runs/eval")
 
 
-def _no_config(target: Path) -> RunConfig:
+def _bare(env: str, model: str, overrides: list[str]) -> RunConfig:
+    """The configuration of a policy outside of a run: all defaults."""
+    from agentrl.config import RunConfig
     from agentrl.errors import ConfigError
 
-    raise ConfigError(
-        f"{target}: has no config.yaml; give a run folder, a checkpoint in one, or a model directory"
-    )
+    if overrides:
+        raise ConfigError(
+            f"--set {overrides[0]}: {model} is a model outside of a run; it has no configuration: give a YAML file"
+        )
+    module, _, name = env.rpartition(":")
+    use = f"{os.path.abspath(module)}:{name}" if module.endswith(".py") else env
+    return RunConfig.model_validate({"name": "eval", "env": use, "model": {"path": os.path.abspath(model)}})
 
 
-def _text(result: EvalResult, split: Split) -> Text:
-    from rich.text import Text
+def _endpoint(base_url: str | None, model: str | None, api_key_env: str, request: list[str]) -> Endpoint | None:
+    from agentrl.engine.openai import Endpoint
+    from agentrl.errors import ConfigError
 
-    from agentrl.run.display import duration, percent
+    if base_url is None:
+        for name, given in (("model", model), ("api-key-env", api_key_env), ("request", request)):
+            if given:
+                raise ConfigError(f"--{name} has no effect without --base-url")
+        return None
+    if model is None:
+        raise ConfigError(f"--base-url {base_url}: name the model there: --model NAME")
+    endpoint = Endpoint(base_url, model, api_key_env, request=dict(_pair(text, "--request") for text in request))
+    endpoint.key()
+    return endpoint
 
-    count = len(result.episodes)
-    rewards = ", ".join(f"{name} {value:.3f}" for name, value in result.rewards.items())
-    rows = [
-        ("solved", f"{percent(result.solved)} of {count} {split.value.replace('_', '-')} tasks"),
-        ("", f"between {percent(result.low)} and {percent(result.high)} with 95 % confidence"),
-        ("reward", f"{result.reward:.3f}" + (f" ({rewards})" if rewards else "")),
-        ("malformed", str(result.malformed)),
-        ("limits", str(result.limits)),
-        ("infra failures", str(result.infra_failures)),
-        ("time", f"{duration(result.seconds)}, {result.sampled_tokens:,} sampled tokens"),
-        ("checkpoint", result.checkpoint),
-    ]
-    return Text("\n").join(
-        Text(f"{name:<16}", style="bold").append(value, style="not bold") for name, value in rows
-    )
+
+def _pair(text: str, option: str) -> tuple[str, Any]:
+    from agentrl.config.source import read_value
+    from agentrl.errors import ConfigError
+
+    key, equals, value = text.partition("=")
+    if not equals or not key:
+        raise ConfigError(f"{option} {text}: write {option} KEY=VALUE")
+    return key, read_value(value, f"{option} {text}")
+
+
+def _prices(
+    prompt: float | None, completion: float | None, cached: float | None, endpoint: Endpoint | None
+) -> Prices | None:
+    from agentrl.errors import ConfigError
+    from agentrl.eval.result import Prices
+
+    if prompt is None and completion is None and cached is None:
+        return None
+    if endpoint is None:
+        raise ConfigError("prices have no effect without --base-url")
+    if prompt is None or completion is None:
+        raise ConfigError("give both --price-prompt and --price-completion")
+    return Prices(prompt, completion, cached)
+
+
+def _bounds(minimum: list[str], attempts: int) -> dict[str, float]:
+    """Lower bounds by name. Raises ConfigError on what cannot be a bound here, before anything is played."""
+    from agentrl.errors import ConfigError
+
+    bounds: dict[str, float] = {}
+    for text in minimum:
+        name, value = _pair(text, "--min")
+        if isinstance(value, bool) or not isinstance(value, int | float):
+            raise ConfigError(f"--min {text}: the bound must be a number")
+        kind, _, k = name.replace("^", "@").partition("@")
+        if kind == "pass" and (not k.isdigit() or not 1 < int(k) <= attempts):
+            raise ConfigError(f"--min {text}: with --attempts {attempts} there is no {name}")
+        if kind != "pass" and name not in ("solved", "reward") and not name.startswith("reward/"):
+            raise ConfigError(f"--min {text}: the names are solved, reward, reward/NAME, pass@K and pass^K")
+        bounds[name] = float(value)
+    return bounds

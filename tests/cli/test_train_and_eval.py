@@ -10,9 +10,10 @@ from pathlib import Path
 
 import pytest
 
+from agentrl.cli import main
 from agentrl.cli.eval import find
+from agentrl.engine.openai import Endpoint
 from agentrl.errors import CheckpointError, ConfigError
-from agentrl.eval.run import wilson
 from agentrl.records import read_episodes, read_metrics
 from agentrl.run.store import find_checkpoint
 
@@ -113,39 +114,84 @@ def test_a_stopped_run_goes_on_where_it_stopped(tmp_path: Path, number: signal.S
 
 def test_eval_plays_a_run_a_checkpoint_and_a_bare_model(trained: Path):
     run = next((trained / "runs").iterdir())
-    result = agentrl("eval", run, "--split", "train", cwd=trained)
+    result = agentrl("eval", run, "--split", "train", "--out", "e", cwd=trained)
     assert result.returncode == 0, result.stderr
     assert "% of 3 train tasks" in result.stdout
     assert "with 95 % confidence" in result.stdout
-    bare = ("eval", run / "start", "--tasks", "2", "--env", "agentrl.envs.calculator:Calculator")
-    result = agentrl(*bare, cwd=trained)
+    again = agentrl("eval", run, "--split", "train", "--out", "e", "--min", "solved=1.0", cwd=trained)
+    assert again.returncode == 1
+    assert "complete in e; --fresh plays it anew" in again.stderr
+    assert "--min: solved is 0, below 1" in again.stderr
+    bare = ("eval", run / "start", "--tasks", "2", "--env", "agentrl.envs.calculator:Calculator", "-k", "2")
+    result = agentrl(*bare, "--out", "f", cwd=trained)
     assert result.returncode == 0, result.stderr
-    assert "of 2 held-out tasks" in result.stdout
+    assert "of 2 held-out tasks, 2 attempts each" in result.stdout
+    assert "pass^2" in result.stdout
+    compared = agentrl("eval", "--compare", "e", "f", cwd=trained)
+    assert compared.returncode == 2
+    assert "have no task in common" in compared.stderr
+    shown = agentrl("show", "f", cwd=trained)
+    assert "eval/g0/e0" in shown.stdout
+
+
+def test_prompts_that_leave_no_room_are_left_out_as_in_training(trained: Path):
+    run = next((trained / "runs").iterdir())
+    tight = ("--set", "data.overlong_prompts=drop", "--set", "rollout.token_budget=185")
+    result = agentrl("eval", run, "--tasks", "12", "--out", "g", *tight, cwd=trained)
+    assert result.returncode == 0, result.stderr
+    assert "held-out tasks are left out: their prompts have more than" in result.stderr
+    kept = int(result.stdout.split(" held-out tasks")[0].split()[-1])
+    assert 0 < kept < 12
 
 
 def test_what_eval_plays(trained: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     run = next((trained / "runs").iterdir())
-    checkpoint, config = find(run, None, [])
-    assert checkpoint == run / "checkpoints/step-2"
+    subject, config, base = find(run, None, [])
+    assert (subject.checkpoint, subject.step) == (run / "checkpoints/step-2", 2)
+    assert base == run / "eval"
     assert config.env.use == "agentrl.envs.calculator:Calculator"
     monkeypatch.chdir(run / "checkpoints")
     (tmp_path / "mine.py").write_text("")
-    checkpoint, config = find(Path("step-2"), f"{tmp_path}/mine.py:Mine", ["rollout.max_turns=3"])
-    assert checkpoint == Path("step-2")
+    subject, config, base = find(Path("step-2"), f"{tmp_path}/mine.py:Mine", ["rollout.max_turns=3"])
+    assert subject.checkpoint == Path("step-2")
     assert config.env.use == f"{tmp_path}/mine.py:Mine"
     assert config.rollout.max_turns == 3
     with pytest.raises(ConfigError, match="is a model outside of a run; name what it plays: --env"):
         find(run / "start", None, [])
     with pytest.raises(ConfigError, match="it has no configuration"):
         find(run / "start", "a:B", ["seed=1"])
+    endpoint = Endpoint("http://127.0.0.1:1/v1", "m")
+    subject, config, base = find(run, None, [], endpoint)
+    assert (subject.endpoint, base) == (endpoint, run / "eval")
+    subject, config, base = find(None, "a:B", [], endpoint)
+    assert (config.env.use, base) == ("a:B", Path("runs/eval"))
+    with pytest.raises(ConfigError, match="name what is played: --env module:Class"):
+        find(None, None, [], endpoint)
+    with pytest.raises(ConfigError, match="makes its model in training; train it first"):
+        find(trained / "tools.yaml", None, [])
     with pytest.raises(CheckpointError, match="no such folder"):
         find(tmp_path / "nowhere", None, [])
     with pytest.raises(CheckpointError, match="holds no finished checkpoint"):
         find(tmp_path, None, [])
 
 
-def test_wilsons_interval():
-    assert wilson(0, 0) == (0.0, 1.0)
-    low, high = wilson(95, 100)
-    assert (round(low, 4), round(high, 4)) == (0.8882, 0.9785)
-    assert wilson(10, 10)[1] == 1.0
+@pytest.mark.parametrize(
+    ("words", "text"),
+    [
+        (["r", "--model", "m"], "--model has no effect without --base-url"),
+        (["r", "--price-prompt", "1"], "prices have no effect without --base-url"),
+        (["--base-url", "http://x/v1"], "name the model there: --model NAME"),
+        (["--base-url", "http://x/v1", "--model", "m", "--api-key-env", "NOT_SET"], "NOT_SET: this environment"),
+        (["r", "--min", "pass@4=0.5"], "with --attempts 1 there is no pass@4"),
+        (["r", "--min", "loss=0.5"], "the names are solved, reward, reward/NAME, pass@K and pass^K"),
+        (["r", "--compare", "a", "b"], "plays nothing: drop the rest"),
+        ([], "name what plays: a run folder, a checkpoint, or --base-url and --model"),
+    ],
+)
+def test_options_that_do_not_fit_are_refused_before_anything_is_played(
+    words: list[str], text: str, capsys: pytest.CaptureFixture[str]
+):
+    with pytest.raises(SystemExit) as left:
+        main(["eval", *words])
+    assert left.value.code == 2
+    assert text in capsys.readouterr().err

@@ -1,0 +1,72 @@
+"""`agentrl export`: the episodes of a run as rows for supervised fine-tuning."""
+
+from __future__ import annotations
+
+import sys
+from enum import StrEnum
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+
+class Format(StrEnum):
+    """How the rows are written."""
+
+    OPENAI = "openai"
+    HF = "hf"
+    JSONL = "jsonl"
+
+
+def export(
+    run: Annotated[
+        Path, typer.Argument(metavar="RUN", help="The folder of a run or of an evaluation.", show_default=False)
+    ],
+    format: Annotated[
+        Format,
+        typer.Option(help="openai: chat rows as JSON lines; hf: the same as parquet; jsonl: the whole records."),
+    ] = Format.OPENAI,
+    out: Annotated[
+        Path | None, typer.Option("--out", help="The file; standard output otherwise.", show_default=False)
+    ] = None,
+    steps: Annotated[
+        str, typer.Option(metavar="FROM:TO", help="Only these steps, e.g. 80: or 10:20 or 90.", show_default=False)
+    ] = "",
+    min_reward: Annotated[
+        float | None, typer.Option(help="Only episodes with at least this reward.", show_default=False)
+    ] = None,
+    solved: Annotated[bool, typer.Option("--solved", help="Only solved episodes.")] = False,
+    malformed: Annotated[
+        bool, typer.Option("--malformed", help="Also episodes with a call that cannot be read.")
+    ] = False,
+) -> None:
+    """Write episodes as conversations for supervised fine-tuning; tools included."""
+    from agentrl.errors import ConfigError
+    from agentrl.eval.export import Selection
+    from agentrl.eval.export import export as export_records
+    from agentrl.run.files import write_atomic
+
+    if format is Format.HF and out is None:
+        raise ConfigError("--format hf writes parquet: name the file with --out FILE.parquet")
+    if out is not None and out.exists():
+        raise ConfigError(f"{out}: is there already; nothing was changed, choose another name")
+    chosen = Selection(_steps(steps), min_reward, solved, malformed)
+    records = list(chosen.records(run))
+    data = export_records(records, format.value)
+    if out is None:
+        sys.stdout.buffer.write(data)
+    else:
+        write_atomic(out, data)
+    left_out = "".join(f"; {count} {reason}" for reason, count in chosen.left_out.items())
+    print(f"{len(records)} episodes" + (f" to {out}" if out else "") + left_out, file=sys.stderr)
+
+
+def _steps(text: str) -> tuple[int | None, int | None]:
+    from agentrl.errors import ConfigError
+
+    first, colon, last = text.partition(":")
+    try:
+        low = int(first) if first else None
+        return low, ((int(last) if last else None) if colon else low)
+    except ValueError:
+        raise ConfigError(f"--steps {text}: write FROM:TO, FROM:, :TO or one step") from None

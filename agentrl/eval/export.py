@@ -1,0 +1,157 @@
+"""Episodes as rows for supervised fine-tuning: what a run or an evaluation said, for other programs and for ours.
+
+`openai` is the chat format of OpenAI's fine-tuning files (also what `warmup.demonstrations` reads): one JSON object
+a line with `messages` and `tools`. `hf` is a parquet file of the same rows for `datasets` and TRL; arguments and
+tools are JSON text there, because Arrow would give every call the arguments of all. `jsonl` is the whole record:
+ids, log-probabilities, rewards, timings (`agentrl.records`).
+"""
+
+from __future__ import annotations
+
+import io
+import json
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+from agentrl.engine.openai import to_wire
+from agentrl.errors import ConfigError
+from agentrl.records import EpisodeRecord, encode, iter_records, recorded_steps
+from agentrl.rollout.metrics import is_solved
+from agentrl.types import Episode, Message
+
+Format = Literal["openai", "hf", "jsonl"]
+
+
+@dataclass
+class Selection:
+    """Which episodes are exported; `left_out` counts the others by reason while they pass.
+
+    Args:
+        steps: (first, last) step; None where that end is open.
+        min_reward: reward at least.
+        solved: only solved ones.
+        malformed: also those in which the policy wrote a call that cannot be read.
+    """
+
+    steps: tuple[int | None, int | None] = (None, None)
+    min_reward: float | None = None
+    solved: bool = False
+    malformed: bool = False
+    left_out: Counter[str] = field(default_factory=Counter)
+
+    def records(self, run: Path) -> Iterator[EpisodeRecord]:
+        """The chosen records of a run folder, in its order; infrastructure failures never.
+
+        Raises:
+            ConfigError: there are no such steps.
+            CheckpointError: a file is damaged.
+        """
+        first, last = self.steps
+        recorded = recorded_steps(run)
+        steps = [s for s in recorded if (first is None or s >= first) and (last is None or s <= last)]
+        if not steps:
+            have = f"it has steps {recorded[0]} to {recorded[-1]}" if recorded else "it holds no episodes"
+            raise ConfigError(f"{run}: {have}, none of them is chosen")
+        for step in steps:
+            for record in iter_records(run, step):
+                reason = self._reason(record.episode)
+                if reason:
+                    self.left_out[reason] += 1
+                else:
+                    yield record
+
+    def _reason(self, episode: Episode) -> str:
+        """Why an episode is left out; empty where it is not."""
+        if episode.error is not None:
+            return "failed in the infrastructure"
+        if self.solved and not is_solved(episode):
+            return "not solved"
+        if self.min_reward is not None and (episode.reward or 0.0) < self.min_reward:
+            return f"reward below {self.min_reward:g}"
+        if not self.malformed and any(turn.message.parse_errors for turn in episode.turns):
+            return "with a malformed call"
+        return ""
+
+
+def conversations(episode: Episode) -> list[tuple[Message, ...]]:
+    """The conversations of an episode: one, and one more for each branch in which the policy spoke as well."""
+    spoken = [message for message in episode.messages if message.role == "assistant"]
+    if not episode.segments or len(spoken) == len(episode.turns):
+        return [episode.messages] if episode.turns else []
+    inner = {segment.parent for segment in episode.segments}
+    found = []
+    for leaf in range(len(episode.segments)):
+        path, node = [], leaf
+        while node >= 0 and leaf not in inner:
+            path.append(episode.segments[node])
+            node = path[-1].parent
+        if any(segment.origin == "sampled" for segment in path):
+            order = dict.fromkeys(s.message for s in reversed(path) if s.message is not None)
+            found.append(tuple(episode.messages[i] for i in order))
+    return found
+
+
+def openai_rows(records: Iterable[EpisodeRecord]) -> Iterator[dict[str, Any]]:
+    """One row for each conversation that ends with the policy: `messages`, and `tools` where there are any."""
+    for record in records:
+        for messages in conversations(record.episode):
+            said = max((n for n, m in enumerate(messages) if m.role == "assistant"), default=-1)
+            if said >= 0:
+                row: dict[str, Any] = {"messages": [_wire(m) for m in messages[: said + 1]]}
+                yield row | ({"tools": list(record.episode.tools)} if record.episode.tools else {})
+
+
+def _wire(message: Message) -> dict[str, Any]:
+    extra = {"reasoning_content": message.reasoning} if message.reasoning is not None else {}
+    return to_wire(message) | ({"name": message.name} if message.name is not None else {}) | extra
+
+
+def export(records: Iterable[EpisodeRecord], format: Format) -> bytes:
+    """The content of the file.
+
+    Raises:
+        ConfigError: `hf` needs pyarrow, or a message holds an image, which only the others can say.
+    """
+    if format == "jsonl":
+        return b"".join(encode(record) + b"\n" for record in records)
+    rows = openai_rows(records)
+    if format == "openai":
+        return b"".join(json.dumps(row, ensure_ascii=False, default=str).encode() + b"\n" for row in rows)
+    return _parquet([_hf_row(row) for row in rows])
+
+
+def _hf_row(row: Mapping[str, Any]) -> dict[str, Any]:
+    names = ("role", "content", "tool_calls", "tool_call_id", "name", "reasoning_content")
+    messages = [{name: message.get(name) for name in names} for message in row["messages"]]
+    if any(isinstance(message["content"], list) for message in messages):
+        raise ConfigError("--format hf: an episode holds parts (images); export it with --format openai or jsonl")
+    return {"messages": messages, "tools": json.dumps(row.get("tools", []), ensure_ascii=False)}
+
+
+def _parquet(rows: Sequence[Mapping[str, Any]]) -> bytes:
+    try:
+        import pyarrow as pa
+        import pyarrow.parquet as pq
+    except ImportError as e:
+        raise ConfigError("--format hf needs pyarrow: pip install 'agentrl-train[parquet]'") from e
+    text = pa.string()
+    call = pa.struct(
+        [("id", text), ("type", text), ("function", pa.struct([("name", text), ("arguments", text)]))]
+    )
+    message = pa.struct(
+        [
+            ("role", text),
+            ("content", text),
+            ("tool_calls", pa.list_(call)),
+            ("tool_call_id", text),
+            ("name", text),
+            ("reasoning_content", text),
+        ]
+    )
+    schema = pa.schema([("messages", pa.list_(message)), ("tools", text)])
+    buffer = io.BytesIO()
+    pq.write_table(pa.Table.from_pylist(list(rows), schema=schema), buffer)
+    return buffer.getvalue()

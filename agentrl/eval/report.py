@@ -1,0 +1,99 @@
+"""Evaluations and comparisons as text for a terminal."""
+
+from __future__ import annotations
+
+from rich.text import Text
+
+from agentrl.eval.compare import Comparison
+from agentrl.eval.result import EvalResult
+from agentrl.eval.stats import Estimate
+from agentrl.run.display import duration, percent
+
+
+def result_text(result: EvalResult) -> Text:
+    """What came out, how sure that is, what went wrong how often, what it cost, where it is."""
+    spec, estimates = result.spec, result.estimates
+    tasks = result.episodes // spec.attempts
+    what = f"{tasks} {spec.split.replace('_', '-')} tasks"
+    what += f", {spec.attempts} attempts each" if spec.attempts > 1 else ""
+    solved = estimates["solved"]
+    rows = [
+        ("solved", f"{percent(solved.mean)} of {what}"),
+        ("", f"between {percent(solved.low)} and {percent(solved.high)} with 95 % confidence"),
+    ]
+    rows += [(name, _share(value)) for name, value in estimates.items() if name.startswith("pass")]
+    rewards = {name: value for name, value in estimates.items() if name.startswith("reward/")}
+    rows.append(("reward", _number(estimates["reward"])))
+    if len(rewards) > 1 or any(value != estimates["reward"] for value in rewards.values()):
+        rows += [("  " + name.removeprefix("reward/"), _number(value)) for name, value in rewards.items()]
+    stops = ", ".join(f"{reason} {count}" for reason, count in result.stop_reasons.items())
+    tokens = f"{result.sampled_tokens:,} sampled, {result.prompt_tokens:,} read"
+    tokens += f" ({result.cached_tokens:,} of them cached)" if result.cached_tokens else ""
+    rows += [
+        ("stopped", stops),
+        ("malformed", str(result.malformed)),
+        ("limits", str(result.limits)),
+        ("infra failures", str(result.infra_failures)),
+        ("turns", f"{result.turns:.1f} an episode"),
+        ("tokens", tokens),
+        ("latency", f"{_spread(result.turn_seconds)} a turn, {_spread(result.episode_seconds)} an episode"),
+        ("time", duration(result.seconds)),
+    ]
+    if result.lost:
+        rows.insert(2, ("lost", f"{result.lost} tasks that could not be played; they enter no number"))
+    if result.cost is not None:
+        rows.append(("cost", f"${result.cost:,.4f}"))
+    rows += [("policy", spec.policy), ("folder", result.folder)]
+    return _rows(rows)
+
+
+def comparison_text(found: Comparison) -> Text:
+    """B against A, value by value, and the tasks that B lost."""
+    rows = [
+        ("A", f"{found.a.spec.policy}  ({found.a.folder})"),
+        ("B", f"{found.b.spec.policy}  ({found.b.folder})"),
+    ]
+    only = [f"{count} only in {side}" for side, count in (("A", found.only_a), ("B", found.only_b)) if count]
+    rows.append(("tasks", f"{found.tasks} in both" + (f", {', '.join(only)} left out" if only else "")))
+    for name, value in found.values.items():
+        share = name == "solved"
+        if name.startswith("reward/") and value == found.values["reward"]:
+            continue
+        a, b = (percent(x) if share else f"{x:.3f}" for x in (value.a, value.b))
+        scale, unit = (100, " points") if share else (1, "")
+        difference = value.difference
+        low, high = difference.low * scale, difference.high * scale
+        rows += [
+            (name, f"{a} -> {b}"),
+            ("", f"{difference.mean * scale:+.3g}{unit}, between {low:+.3g} and {high:+.3g} with 95 % confidence"),
+            ("", f"better on {value.better} tasks, equal on {value.equal}, worse on {value.worse}"),
+            (
+                "",
+                f"p = {value.p:.4g} (paired sign-flip permutation test, {'exact' if value.exact else 'sampled'})",
+            ),
+        ]
+    if found.worst:
+        more = f" and {len(found.worst) - 5} more" if len(found.worst) > 5 else ""
+        rows.append(("B loses", ", ".join(found.worst[:5]) + more))
+    rows += [("note", f"they differ in {note}") for note in found.notes]
+    return _rows(rows)
+
+
+def _rows(rows: list[tuple[str, str]]) -> Text:
+    return Text("\n").join(
+        Text(f"{name:<16}", style="bold").append(value, style="not bold") for name, value in rows
+    )
+
+
+def _share(value: Estimate) -> str:
+    return f"{percent(value.mean)}  ({percent(value.low)} to {percent(value.high)})"
+
+
+def _number(value: Estimate) -> str:
+    return f"{value.mean:.3f}  ({value.low:.3f} to {value.high:.3f})"
+
+
+def _spread(values: tuple[float, float, float]) -> str:
+    """`0.12 s (p90 0.30, p99 0.71)`."""
+    p50, p90, p99 = values
+    return f"{p50:.3g} s (p90 {p90:.3g}, p99 {p99:.3g})"

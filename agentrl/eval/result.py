@@ -1,0 +1,230 @@
+"""What an evaluation found: estimates over tasks, and counts over episodes. No torch: read by commands."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from agentrl.errors import CheckpointError
+from agentrl.eval.stats import Estimate, estimate, pass_all, pass_at
+from agentrl.records import EpisodeRecord
+from agentrl.rollout.metrics import MALFORMED, is_solved
+from agentrl.types import LIMITS, Episode
+
+RESULTS_FILE = "results.json"
+"""In the folder of an evaluation: what it found."""
+
+
+@dataclass(frozen=True, slots=True)
+class Prices:
+    """Dollars for a million tokens; `cached` is for prompt tokens that the endpoint had in its cache."""
+
+    prompt: float = 0.0
+    completion: float = 0.0
+    cached: float | None = None
+
+    def cost(self, prompt: int, cached: int, completion: int) -> float:
+        """Dollars for so many tokens; `cached` are among `prompt`."""
+        of_cached = self.prompt if self.cached is None else self.cached
+        return (self.prompt * (prompt - cached) + of_cached * cached + self.completion * completion) / 1e6
+
+
+@dataclass(frozen=True, slots=True)
+class EvalSpec:
+    """What was played, so that two evaluations can be told apart.
+
+    `policy` names the checkpoint or the endpoint, `digest` its content (the configuration and weights, as far as
+    they are known).
+    """
+
+    policy: str
+    env: str
+    split: str
+    tasks: int
+    attempts: int
+    temperature: float
+    seed: int
+    digest: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EvalResult:
+    """What an evaluation found.
+
+    Attributes:
+        estimates: means over tasks by name: `solved`, `reward`, `reward/NAME`, and with several attempts `pass@K`
+            (at least one of K solves it) and `pass^K` (all K do), with 95 % confidence intervals.
+        stop_reasons: how often each.
+        lost: tasks that could not be played; they enter no number.
+        infra_failures: episodes that failed in the infrastructure and were played again.
+        prompt_tokens: tokens read, all turns together, `cached_tokens` of them from a cache.
+        turn_seconds: 50th, 90th and 99th percentile of the time that the policy took for a turn.
+        episode_seconds: the same of whole episodes.
+        seconds: wall time of playing, resumed parts not counted.
+        cost: dollars, where prices were given.
+    """
+
+    folder: str
+    spec: EvalSpec
+    estimates: Mapping[str, Estimate]
+    episodes: int
+    lost: int = 0
+    infra_failures: int = 0
+    malformed: int = 0
+    limits: int = 0
+    turns: float = 0.0
+    stop_reasons: Mapping[str, int] = field(default_factory=dict)
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+    sampled_tokens: int = 0
+    turn_seconds: tuple[float, float, float] = (0.0, 0.0, 0.0)
+    episode_seconds: tuple[float, float, float] = (0.0, 0.0, 0.0)
+    seconds: float = 0.0
+    cost: float | None = None
+
+    def to_json(self) -> str:
+        """The content of results.json."""
+        return json.dumps(dataclasses.asdict(self), indent=2) + "\n"
+
+    @classmethod
+    def read(cls, folder: Path) -> EvalResult:
+        """Read results.json.
+
+        Raises:
+            CheckpointError: there is none, or it is damaged.
+        """
+        path = folder / RESULTS_FILE
+        try:
+            data: dict[str, Any] = json.loads(path.read_bytes())
+            data["spec"] = EvalSpec(**data["spec"])
+            data["estimates"] = {name: Estimate(**value) for name, value in data["estimates"].items()}
+            for name in ("turn_seconds", "episode_seconds"):
+                data[name] = tuple(data[name])
+            return cls(**data)
+        except FileNotFoundError:
+            raise CheckpointError(f"{folder}: holds no {RESULTS_FILE}; give the folder of an evaluation") from None
+        except (ValueError, TypeError, KeyError) as e:
+            raise CheckpointError(f"{path}: damaged: {e}") from None
+
+    def metrics(self) -> dict[str, float]:
+        """The evaluation as a line of metrics.jsonl."""
+        return {name: value.mean for name, value in self.estimates.items()} | {
+            "episodes": float(self.episodes),
+            "lost": float(self.lost),
+            "infra_failures": float(self.infra_failures),
+            "malformed": float(self.malformed),
+            "limits": float(self.limits),
+            "turns": self.turns,
+            "sampled_tokens": float(self.sampled_tokens),
+            "prompt_tokens": float(self.prompt_tokens),
+            "seconds": self.seconds,
+            **{f"stop/{reason}": float(count) for reason, count in self.stop_reasons.items()},
+        }
+
+
+def task_values(records: Iterable[EpisodeRecord]) -> dict[str, dict[str, list[float]]]:
+    """By name (`solved`, `reward`, `reward/NAME`) and task, one value for each scored attempt.
+
+    A task is named by its id; a second one of the same id by `id (2)`, and so on.
+    """
+    names: dict[int, str] = {}
+    taken: Counter[str] = Counter()
+    found: dict[str, dict[str, list[float]]] = {}
+    scored = sorted((r for r in records if r.episode.error is None), key=lambda r: (r.group, r.episode.id))
+    parts = sorted({part for record in scored for part in record.episode.rewards})
+    for record in scored:
+        episode = record.episode
+        if record.group not in names:
+            id = episode.task.id
+            taken[id] += 1
+            names[record.group] = id if taken[id] == 1 else f"{id} ({taken[id]})"
+        values = {"solved": float(is_solved(episode)), "reward": episode.reward or 0.0}
+        values |= {f"reward/{part}": episode.rewards.get(part, 0.0) for part in parts}
+        for name, value in values.items():
+            found.setdefault(name, {}).setdefault(names[record.group], []).append(value)
+    return found
+
+
+def mean_of(values: Sequence[float]) -> float:
+    """The mean; 0 of nothing."""
+    return sum(values) / len(values) if values else 0.0
+
+
+def estimates_of(records: Iterable[EpisodeRecord]) -> dict[str, Estimate]:
+    """The estimates of an evaluation by name."""
+    by_name = task_values(records)
+    found = {name: estimate([mean_of(v) for v in tasks.values()]) for name, tasks in by_name.items()}
+    attempts = [[int(v) for v in values] for values in by_name.get("solved", {}).values()]
+    most = min(map(len, attempts), default=1)
+    for k in sorted({most, *(2**n for n in range(1, 10) if 2**n < most)}):
+        if k > 1:
+            found[f"pass@{k}"] = estimate([pass_at(k, len(a), sum(a)) for a in attempts])
+            found[f"pass^{k}"] = estimate([pass_all(k, len(a), sum(a)) for a in attempts])
+    return found
+
+
+def result_of(
+    folder: Path,
+    spec: EvalSpec,
+    records: Sequence[EpisodeRecord],
+    *,
+    lost: int,
+    seconds: float,
+    prices: Prices | None,
+) -> EvalResult:
+    """Everything that is said about the episodes of an evaluation; failed ones are counted and enter no mean."""
+    episodes = [record.episode for record in records if record.episode.error is None]
+    turns = [turn for episode in episodes for turn in episode.turns]
+    prompt, cached = sum(map(prompt_tokens, episodes)), int(sum(map(_cached, episodes)))
+    sampled = sum(turn.tokens for turn in turns)
+    return EvalResult(
+        folder=str(folder),
+        spec=spec,
+        estimates=estimates_of(records),
+        episodes=len(episodes),
+        lost=lost,
+        infra_failures=len(records) - len(episodes),
+        malformed=sum(any(e.metrics.get(m, 0.0) for m in MALFORMED) for e in episodes),
+        limits=sum(e.stop_reason in LIMITS for e in episodes),
+        turns=mean_of([len(e.turns) for e in episodes]),
+        stop_reasons=dict(sorted(Counter(e.stop_reason.value for e in episodes).items())),
+        prompt_tokens=prompt,
+        cached_tokens=cached,
+        sampled_tokens=sampled,
+        turn_seconds=_percentiles([turn.engine_seconds for turn in turns]),
+        episode_seconds=_percentiles([e.seconds for e in episodes]),
+        seconds=seconds,
+        cost=None if prices is None else prices.cost(prompt, cached, sampled),
+    )
+
+
+def prompt_tokens(episode: Episode) -> int:
+    """Tokens that the policy read, turn by turn: as the endpoint counts them, else the contexts of the ledger."""
+    if not episode.segments:
+        return int(episode.metrics.get("usage/prompt_tokens", 0.0))
+    ends: list[int] = []  # length of the context that each segment ends
+    for segment in episode.segments:
+        ends.append((ends[segment.parent] if segment.parent >= 0 else 0) + len(segment.ids))
+    return sum(
+        end - len(segment.ids)
+        for end, segment in zip(ends, episode.segments, strict=True)
+        if segment.origin == "sampled"
+    )
+
+
+def _cached(episode: Episode) -> float:
+    return episode.metrics.get("usage/cached_tokens", 0.0)
+
+
+def _percentiles(values: Sequence[float]) -> tuple[float, float, float]:
+    if not values:
+        return 0.0, 0.0, 0.0
+    p50, p90, p99 = np.percentile(values, [50, 90, 99])
+    return float(p50), float(p90), float(p99)

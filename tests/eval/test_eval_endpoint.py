@@ -1,0 +1,267 @@
+"""Evaluations of a model behind an endpoint: a real HTTP server, the env code of training."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from eval_server import Server, guess, refusal, serving, solve
+
+from agentrl.config import RunConfig
+from agentrl.engine.openai import Endpoint
+from agentrl.errors import ConfigError, EngineError
+from agentrl.eval.compare import compare
+from agentrl.eval.report import comparison_text, result_text
+from agentrl.eval.result import EvalResult, Prices
+from agentrl.eval.run import EvalOptions, Subject, check_minimum, evaluate
+from agentrl.records import read_episodes, read_metrics, recorded_steps
+from agentrl.run.report import Silent
+from agentrl.types import StopReason
+
+
+def config(**rollout: object) -> RunConfig:
+    return RunConfig.model_validate(
+        {
+            "name": "calc",
+            "env": "agentrl.envs.calculator:Calculator",
+            "model": {"path": "/m"},
+            "rollout": {"max_turns": 4, "infra_retries": 1} | rollout,
+        }
+    )
+
+
+def play(
+    server: Server, folder: Path, *, run: RunConfig | None = None, fresh: bool = False, **options
+) -> EvalResult:
+    endpoint = Endpoint(server.url, "m", retries=2, timeout_s=10)
+    settings = EvalOptions(**{"tasks": 6} | options)
+    return evaluate(
+        Subject(endpoint=endpoint), run or config(), settings, folder=folder, fresh=fresh, reporter=Silent()
+    )
+
+
+def test_a_model_behind_an_endpoint_plays_the_env_of_training(tmp_path: Path):
+    with serving(Server(solve)) as server:
+        result = play(server, tmp_path / "e", prices=Prices(1.0, 10.0, 0.5))
+    assert result.estimates["solved"].mean == 1.0
+    assert result.estimates["reward/solved"].mean == 1.0
+    assert result.stop_reasons == {"answered": 6}
+    assert (result.episodes, result.turns, result.infra_failures, result.lost) == (6, 2.0, 0, 0)
+    assert (result.prompt_tokens, result.cached_tokens, result.sampled_tokens) == (1200, 480, 120)
+    assert result.cost == pytest.approx((720 * 1.0 + 480 * 0.5 + 120 * 10.0) / 1e6)
+    first, second = server.requests[0], next(r for r in server.requests if len(r["messages"]) == 4)
+    assert first["tools"][0]["function"]["name"] == "calculator"
+    assert (first["temperature"], first["max_tokens"]) == (0.0, 256)
+    assert [m["role"] for m in second["messages"]] == ["system", "user", "assistant", "tool"]
+    assert second["messages"][3]["tool_call_id"] == second["messages"][2]["tool_calls"][0]["id"]
+
+
+def test_the_folder_is_a_run_folder(tmp_path: Path):
+    with serving(Server(solve)) as server:
+        result = play(server, tmp_path / "e")
+    assert recorded_steps(tmp_path / "e") == [0]
+    episodes = read_episodes(tmp_path / "e", 0)
+    assert [e.reward for e in episodes] == [1.0] * 6
+    assert episodes[0].turns[0].calls[0].outcome == "ok"
+    assert read_metrics(tmp_path / "e")[0]["solved"] == 1.0
+    assert EvalResult.read(tmp_path / "e") == result
+    assert "100.0 % of 6 held-out tasks" in result_text(result).plain
+
+
+def test_several_attempts_give_pass_at_k(tmp_path: Path):
+    with serving(Server(solve)) as server:
+        server.model = lambda messages: (solve if len(server.requests) % 3 else guess)(messages)
+        result = play(server, tmp_path / "e", attempts=4, tasks=5, concurrency=1)
+    names = ["pass@2", "pass^2", "pass@4", "pass^4"]
+    assert [name for name in result.estimates if name.startswith("pass")] == names
+    found = {name: value.mean for name, value in result.estimates.items()}
+    assert found["pass^4"] <= found["pass^2"] <= found["solved"] <= found["pass@2"] <= found["pass@4"]
+    assert 0 < found["solved"] < 1
+    assert server.requests[0]["temperature"] == 1.0, "that of training"
+    with pytest.raises(ConfigError, match="greedy attempts at each task are all the same"):
+        play(server, tmp_path / "f", attempts=4, temperature=0.0)
+
+
+def test_no_more_episodes_at_once_than_allowed(tmp_path: Path):
+    with serving(Server(solve)) as server:
+        play(server, tmp_path / "e", tasks=12, attempts=2, concurrency=3)
+    assert 1 <= server.most_at_once <= 3
+
+
+class TestTrouble:
+    def test_what_passes_is_asked_again_as_the_endpoint_says(self, tmp_path: Path):
+        def busy(number: int):
+            status = {1: 429, 2: 500, 5: 503}.get(number)
+            if status is None:
+                return None
+            return status, {"error": {"message": "busy"}}, {"Retry-After": "0.01"}
+
+        with serving(Server(solve, busy)) as server:
+            result = play(server, tmp_path / "e")
+        assert result.estimates["solved"].mean == 1.0
+        assert result.infra_failures == 0
+        assert len(server.requests) == 12 + 3
+
+    def test_an_endpoint_that_fails_loses_the_task_and_scores_nothing(self, tmp_path: Path):
+        def trouble(number: int):
+            said = server.requests[number - 1]["messages"][1]["content"]
+            return refusal(400, message="cannot") if said == _question(0) else None
+
+        with serving(Server(solve, trouble)) as server:
+            result = play(server, tmp_path / "e")
+            assert (result.lost, result.episodes) == (1, 5)
+            assert result.estimates["solved"].mean == 1.0, "a lost task is no failed one"
+            asked = len(server.requests)
+            server.trouble = lambda number: None
+            again = play(server, tmp_path / "e")
+        assert (again.lost, again.episodes) == (0, 6)
+        assert len(server.requests) - asked == 2, "only the lost task is played"
+
+    def test_a_dead_endpoint_ends_the_evaluation(self, tmp_path: Path):
+        with serving(Server(solve, lambda number: refusal(400))) as server:
+            with pytest.raises(EngineError, match="none of the first 5 tasks could be played"):
+                play(server, tmp_path / "e", concurrency=1)
+            assert len(server.requests) == 10
+        assert not (tmp_path / "e" / "results.json").exists()
+
+    @pytest.mark.parametrize(
+        ("answer", "text"),
+        [
+            (refusal(401, message="bad key"), "bad key; name the variable that holds the API key: --api-key-env"),
+            (refusal(404, message="no model m"), "no model m; give the base URL with its /v1"),
+            (refusal(400, message="only 1", param="temperature"), "refuses temperature 0: only 1"),
+        ],
+    )
+    def test_what_the_user_must_mend_stops_at_once(self, tmp_path: Path, answer, text):
+        with serving(Server(solve, lambda number: answer)) as server, pytest.raises(ConfigError) as found:
+            play(server, tmp_path / "e", concurrency=1)
+        assert text in str(found.value)
+        assert len(server.requests) == 1
+
+    def test_time_that_the_endpoint_takes_is_not_the_policys(self, tmp_path: Path):
+        import threading
+
+        gate = threading.Event()
+
+        def slow(messages):
+            gate.wait(5)
+            return solve(messages)
+
+        with serving(Server(slow)) as server:
+            with pytest.raises(EngineError, match=r"could be played; the last one: .* took longer than 0.2 s"):
+                play(server, tmp_path / "e", run=config(timeout_s=0.2, infra_retries=0), tasks=5)
+            gate.set()
+
+    def test_a_full_context_ends_the_episode_and_scores(self, tmp_path: Path):
+        full = refusal(400, message="too long", code="context_length_exceeded")
+        with serving(Server(solve, lambda number: None if number <= 6 else full)) as server:
+            result = play(server, tmp_path / "e", concurrency=6)
+        assert result.stop_reasons.get("context_full", 0) >= 1
+        assert result.lost == 0
+
+
+class TestWhatModelsSay:
+    def test_arguments_that_cannot_be_read_are_answered_under_their_call(self, tmp_path: Path):
+        def model(messages):
+            if len(messages) == 2:
+                bad = {"id": "b", "type": "function", "function": {"name": "calculator", "arguments": "{oops"}}
+                return {"tool_calls": [bad]}
+            return solve(messages[:2]) if len(messages) == 4 else {"content": messages[-1]["content"]}
+
+        with serving(Server(model)) as server:
+            result = play(server, tmp_path / "e", tasks=2)
+        assert (result.malformed, result.estimates["solved"].mean) == (2, 1.0)
+        third = next(r for r in server.requests if len(r["messages"]) == 4)["messages"]
+        assert third[2]["tool_calls"][0]["function"]["arguments"] == "{oops", "the turn goes back as it came"
+        assert (third[3]["role"], third[3]["tool_call_id"]) == ("tool", "b")
+        assert "not JSON" in third[3]["content"]
+
+    def test_a_cut_answer_ends_the_episode(self, tmp_path: Path):
+        with serving(Server(lambda messages: {"content": "and so", "finish": "length"})) as server:
+            play(server, tmp_path / "e", tasks=2)
+        assert {e.stop_reason for e in read_episodes(tmp_path / "e", 0)} == {StopReason.TOKEN_BUDGET}
+
+    def test_a_model_that_wants_the_newer_limit_gets_it(self, tmp_path: Path):
+        text = "Unsupported parameter: 'max_tokens'. Use 'max_completion_tokens' instead."
+        with serving(Server(solve)) as server:
+            server.trouble = lambda n: (
+                refusal(400, message=text) if "max_tokens" in server.requests[n - 1] else None
+            )
+            result = play(server, tmp_path / "e", tasks=2)
+        assert result.estimates["solved"].mean == 1.0
+
+
+class TestResume:
+    def test_a_stopped_evaluation_goes_on_and_a_finished_one_is_read(self, tmp_path: Path):
+        with serving(Server(solve)) as server:
+            server.trouble = lambda number: refusal(401) if number == 7 else None
+            with pytest.raises(ConfigError):
+                play(server, tmp_path / "e", concurrency=1)
+            partial = tmp_path / "e/episodes/partial.jsonl"
+            assert len(partial.read_bytes().splitlines()) == 3
+            with partial.open("ab") as file:
+                file.write(b'{"step": 0, "gro')  # torn by a crash
+            server.trouble = lambda number: None
+            asked = len(server.requests)
+            result = play(server, tmp_path / "e", concurrency=1)
+            assert len(server.requests) - asked == 6
+            assert (result.episodes, result.estimates["solved"].mean) == (6, 1.0)
+            assert not partial.exists()
+            assert play(server, tmp_path / "e").episodes == 6
+            assert len(server.requests) - asked == 6
+            play(server, tmp_path / "e", fresh=True)
+            assert len(server.requests) - asked == 18
+
+    def test_another_evaluation_is_refused(self, tmp_path: Path):
+        with serving(Server(solve)) as server:
+            play(server, tmp_path / "e", tasks=1)
+            with pytest.raises(ConfigError, match=r"another evaluation \(tasks: 1 -> 2\); give another --out"):
+                play(server, tmp_path / "e", tasks=2)
+
+
+def test_two_evaluations_are_compared_task_by_task(tmp_path: Path):
+    with serving(Server(guess)) as server:
+        play(server, tmp_path / "a", tasks=8)
+        server.model = solve
+        play(server, tmp_path / "b", tasks=6)
+        play(server, tmp_path / "c", tasks=6, split="train")
+    found = compare(tmp_path / "a", tmp_path / "b")
+    assert (found.tasks, found.only_a, found.only_b) == (6, 2, 0)
+    solved = found.values["solved"]
+    assert (solved.a, solved.b, solved.better, solved.worse) == (0.0, 1.0, 6, 0)
+    assert solved.p == pytest.approx(2 / 2**6)
+    text = comparison_text(found).plain
+    assert "0.0 % -> 100.0 %" in text
+    assert "2 only in A left out" in text
+    assert comparison_text(compare(tmp_path / "b", tmp_path / "a")).plain.count("B loses") == 1
+    with pytest.raises(ConfigError, match="have no task in common"):
+        compare(tmp_path / "a", tmp_path / "c")
+
+
+def test_bounds(tmp_path: Path):
+    with serving(Server(solve)) as server:
+        result = play(server, tmp_path / "e", tasks=2)
+    assert check_minimum(result, {"solved": 0.9, "reward/solved": 1.0}) == []
+    assert check_minimum(result, {"reward": 1.5}) == ["reward is 1, below 1.5"]
+    with pytest.raises(ConfigError, match="--min reward/cost: not measured here; there is: solved, reward"):
+        check_minimum(result, {"reward/cost": 0.0})
+
+
+def _question(number: int) -> str:
+    from agentrl.envs.calculator.env import Calculator, Problem
+
+    row = Calculator.tasks("held_out", 0)[number].row
+    return Problem(row["start"], tuple((op, n) for op, n in row["operations"])).text
+
+
+def test_the_key_and_further_fields_are_sent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("MY_KEY", "secret")
+    with serving(Server(solve)) as server:
+        endpoint = Endpoint(server.url, "m", "MY_KEY", request={"reasoning_effort": "low"})
+        options = EvalOptions(tasks=1)
+        evaluate(Subject(endpoint=endpoint), config(), options, folder=tmp_path / "e", reporter=Silent())
+    assert set(server.keys) == {"Bearer secret"}
+    assert server.requests[0]["reasoning_effort"] == "low"
+    assert "secret" not in "".join(p.read_text() for p in (tmp_path / "e").glob("*.*") if p.is_file())
+    assert json.loads((tmp_path / "e/eval.json").read_text())["policy"] == f"m at {server.url}"

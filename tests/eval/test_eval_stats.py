@@ -1,0 +1,69 @@
+"""The statistics of evaluations against hand-computed numbers."""
+
+from __future__ import annotations
+
+import itertools
+import math
+
+import numpy as np
+import pytest
+
+from agentrl.eval.stats import estimate, paired, pass_all, pass_at, wilson
+
+
+def test_wilsons_interval():
+    assert wilson(0, 0) == (0.0, 1.0)
+    low, high = wilson(95, 100)
+    assert (round(low, 4), round(high, 4)) == (0.8882, 0.9785)
+    assert wilson(10, 10)[1] == 1.0
+
+
+def test_pass_at_k_and_pass_all_count_subsets():
+    for solved, k in itertools.product(range(6), range(1, 6)):
+        subsets = list(itertools.combinations([True] * solved + [False] * (5 - solved), k))
+        assert pass_at(k, 5, solved) == pytest.approx(sum(map(any, subsets)) / len(subsets))
+        assert pass_all(k, 5, solved) == pytest.approx(sum(map(all, subsets)) / len(subsets))
+
+
+def test_zeros_and_ones_have_wilsons_interval_and_other_values_the_bootstraps():
+    assert (estimate([1, 0, 1, 1]).low, estimate([1, 0, 1, 1]).high) == wilson(3, 4)
+    values = list(np.random.default_rng(1).normal(2.0, 1.0, size=400))
+    found = estimate(values)
+    spread = 1.96 * float(np.std(values)) / math.sqrt(400)
+    assert found.mean == pytest.approx(float(np.mean(values)))
+    assert found.low == pytest.approx(found.mean - spread, abs=0.01)
+    assert found.high == pytest.approx(found.mean + spread, abs=0.01)
+    assert estimate(values) == found, "the same every time"
+
+
+class TestPaired:
+    def test_with_zeros_and_ones_it_is_mcnemars_exact_test(self):
+        a, b = [0] * 9 + [1] * 2 + [1] * 20, [1] * 9 + [0] * 2 + [1] * 20
+        found = paired(a, b)
+        assert (found.better, found.equal, found.worse, found.exact) == (9, 20, 2, True)
+        assert found.p == pytest.approx(2 * sum(math.comb(11, i) for i in range(3)) / 2**11)
+        assert found.difference.mean == pytest.approx(7 / 31)
+        assert found.difference.low < 7 / 31 < found.difference.high
+
+    @pytest.mark.parametrize("unit", [0.25, 0.1, 1 / 3])
+    def test_shares_of_several_attempts_are_counted_exactly(self, unit):
+        differences = [unit * n for n in (1, 2, -1, 3, 1, 0, 2)]
+        sums = [
+            abs(sum(s * d for s, d in zip(signs, differences, strict=True)))
+            for signs in itertools.product((1, -1), repeat=7)
+        ]
+        p = sum(total >= sum(differences) - 1e-9 for total in sums) / len(sums)
+        found = paired([0.0] * 7, differences)
+        assert found.exact
+        assert found.p == pytest.approx(p)
+
+    def test_other_values_are_sampled(self):
+        rng = np.random.default_rng(0)
+        a = rng.normal(size=60)
+        same = paired(list(a), list(a + rng.normal(size=60)))
+        better = paired(list(a), list(a + 0.6 + rng.normal(size=60)))
+        assert not same.exact
+        assert same.p > 0.05 > 0.001 > better.p > 0
+
+    def test_nothing_differs(self):
+        assert paired([1, 0], [1, 0]).p == 1.0
