@@ -7,16 +7,14 @@ that dies ends the run with `WorkerLost`: the others cannot go on without its sh
 from __future__ import annotations
 
 import os
-import signal
 import socket
-import threading
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
 from typing import Any
 
+from agentrl.cluster import connect, import_ray
 from agentrl.config.algorithm import AlgorithmConfig
 from agentrl.config.run import LearnerConfig, OptimConfig
 from agentrl.errors import AgentRLError, ConfigError, WorkerLost
@@ -24,13 +22,6 @@ from agentrl.train.driver import Driver
 
 START_S, GRACE_S, EXCHANGE_S = 300.0, 15.0, 1800.0
 """Wait for the cluster to have room; for the other ranks once one has failed; for the slowest rank to meet."""
-
-RAY_ENVIRONMENT = {
-    "RAY_USAGE_STATS_ENABLED": "0",
-    "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
-    "RAY_raylet_start_wait_time_s": "180",
-}
-"""Set before Ray is imported, unless the user has: no reports home, GPUs left visible, patience at the start."""
 
 
 class RankedLearner(Driver):
@@ -46,10 +37,10 @@ class RankedLearner(Driver):
         temperature: float, total_steps: int, reference_dir: Path | None = None,
     ) -> None:  # fmt: skip
         super().__init__(algorithm, config, config.ranks)
-        self._ray = _import_ray()
+        self._ray = import_ray("learner.ranks above 1")
         self._workers: list[_Worker] = []
         self._group: Any = None
-        self._started = connect(self._ray, config)
+        self._started = connect(self._ray, config.ray, cpus=config.ranks, key="learner.ray")
         arguments = {
             "policy_dir": policy_dir.absolute(),
             "algorithm": algorithm,
@@ -206,55 +197,6 @@ class RankWorker:
     def call(self, method: str, *arguments: Any) -> Any:
         """Call a method of the learner."""
         return None if self._learner is None else getattr(self._learner, method)(*arguments)
-
-
-def connect(ray: Any, config: LearnerConfig) -> bool:
-    """Connect to Ray unless this process is already; True where a cluster was started for it.
-
-    Raises:
-        ConfigError: there is no cluster at the address.
-    """
-    if ray.is_initialized():
-        return False
-    options: dict[str, Any] = {"log_to_driver": False, "configure_logging": False}
-    with _signals_kept():
-        if config.ray is not None:
-            try:
-                ray.init(address=config.ray, **options)
-            except (ConnectionError, ValueError, RuntimeError) as e:
-                raise ConfigError(f"learner.ray {config.ray!r}: no Ray cluster answers there: {e}") from e
-            return True
-        cpus = max(os.cpu_count() or 1, config.ranks)
-        try:
-            ray.init(address="local", num_cpus=cpus, include_dashboard=False, **options)
-        except Exception as e:  # Ray raises a bare Exception where its processes do not come up
-            raise WorkerLost(f"Ray did not start on this machine: {' '.join(str(e).split())[:400]}") from e
-    return True
-
-
-def _import_ray() -> Any:
-    for name, value in RAY_ENVIRONMENT.items():
-        os.environ.setdefault(name, value)
-    try:
-        return import_module("ray")
-    except ImportError:
-        raise ConfigError(
-            "learner.ranks above 1 needs Ray: pip install 'agentrl-train[ray]', or set learner.ranks to 1"
-        ) from None
-
-
-@contextmanager
-def _signals_kept() -> Iterator[None]:
-    """Ray takes SIGTERM for itself; the run has its own way of leaving."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
 
 
 def _gpus(ray: Any, config: LearnerConfig) -> bool:

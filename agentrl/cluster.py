@@ -1,0 +1,75 @@
+"""Ray, where a run wants it: an existing cluster, or one started on this machine for the run."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from importlib import import_module
+from typing import Any
+
+from agentrl.errors import ConfigError, WorkerLost
+
+RAY_ENVIRONMENT = {
+    "RAY_USAGE_STATS_ENABLED": "0",
+    "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
+    "RAY_raylet_start_wait_time_s": "180",
+}
+"""Set before Ray is imported, unless the user has: no reports home, GPUs left visible, patience at the start."""
+
+
+def import_ray(key: str) -> Any:
+    """The module `ray`. Raises ConfigError, naming the setting `key` that asks for it, where there is none."""
+    for name, value in RAY_ENVIRONMENT.items():
+        os.environ.setdefault(name, value)
+    try:
+        return import_module("ray")
+    except ImportError:
+        raise ConfigError(f"{key} needs Ray: pip install 'agentrl-train[ray]', or leave it out") from None
+
+
+def connect(ray: Any, address: str | None, *, cpus: int, key: str) -> bool:
+    """Connect to Ray unless this process is already; True where the caller has to shut it down.
+
+    Args:
+        ray: the module.
+        address: of the cluster, or `auto`; None starts one on this machine.
+        cpus: that a cluster started here offers at least, whatever the machine has.
+        key: the setting that names the address.
+
+    Raises:
+        ConfigError: there is no cluster at the address.
+        WorkerLost: Ray did not start here.
+    """
+    if ray.is_initialized():
+        return False
+    options: dict[str, Any] = {"log_to_driver": False, "configure_logging": False}
+    with _signals_kept():
+        if address is not None:
+            try:
+                ray.init(address=address, **options)
+            except (ConnectionError, ValueError, RuntimeError) as e:
+                raise ConfigError(f"{key} {address!r}: no Ray cluster answers there: {e}") from e
+            return True
+        cpus = max(os.cpu_count() or 1, cpus)
+        try:
+            ray.init(address="local", num_cpus=cpus, include_dashboard=False, **options)
+        except Exception as e:  # Ray raises a bare Exception where its processes do not come up
+            raise WorkerLost(f"Ray did not start on this machine: {' '.join(str(e).split())[:400]}") from e
+    return True
+
+
+@contextmanager
+def _signals_kept() -> Iterator[None]:
+    """Ray takes SIGTERM for itself; the run has its own way of leaving."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
