@@ -1,0 +1,49 @@
+"""Programs that try to get out, get at others, or take more than their share.
+
+Each says STARTED first (so that a program which never ran is not taken for one that was stopped), then tries, and
+says ESCAPED where it succeeds. The box must work afterwards.
+"""
+
+from __future__ import annotations
+
+import secrets as random_bytes
+
+from agentrl.sandbox import ExecResult
+from agentrl.testing.sandbox_suite.hostile.files import FILES
+from agentrl.testing.sandbox_suite.hostile.others import OTHERS
+from agentrl.testing.sandbox_suite.hostile.privilege import PRIVILEGE
+from agentrl.testing.sandbox_suite.hostile.program import PRELUDE, Hostile
+from agentrl.testing.sandbox_suite.hostile.resources import RESOURCES
+from agentrl.testing.sandbox_suite.hostile.secrets import NETWORK, SECRETS
+from agentrl.testing.sandbox_suite.hostile.time import TIME
+from agentrl.testing.sandbox_suite.stage import Check, Stage, expect
+
+PROGRAMS = [*FILES, *SECRETS, *RESOURCES, *TIME, *OTHERS, *NETWORK, *PRIVILEGE]
+
+
+async def play(stage: Stage, program: Hostile) -> ExecResult:
+    """Run one program in a fresh box, look at what it did, and see that the box still works."""
+    token = "agentrl-" + random_bytes.token_hex(8)
+    async with stage.box() as box, stage.box() as peer:
+        await peer.write_file("peer.txt", stage.secret)
+        order = stage.order(token=token, peer_home=peer.home)
+        result = await box.python(PRELUDE + program.code, stdin=order, wall_s=program.wall_s)
+        expect(b"STARTED" in result.stdout, f"did not start: {result}")
+        expect(b"ESCAPED" not in result.stdout, f"{program.name}: {result.text()[-800:]}")
+        if program.after is not None:
+            await program.after(stage, box, result, token)
+        again = await box.python("print(6 * 7)")
+        expect((again.outcome, again.stdout) == ("exit", b"42\n"), f"the box is not usable afterwards: {again}")
+    return result
+
+
+def checks() -> list[Check]:
+    """One check a program."""
+
+    def make(program: Hostile) -> Check:
+        async def run(stage: Stage) -> None:
+            await play(stage, program)
+
+        return Check(f"hostile_{program.name}", "hostile", run, program.promise, isolating=program not in TIME)
+
+    return [make(program) for program in PROGRAMS]

@@ -1,0 +1,79 @@
+"""Programs that do not want to end."""
+
+from __future__ import annotations
+
+from agentrl.sandbox import Box, ExecResult
+from agentrl.testing.sandbox_suite.hostile.program import program
+from agentrl.testing.sandbox_suite.stage import Stage, expect
+
+
+async def _timed_out(stage: Stage, box: Box, result: ExecResult, token: str) -> None:
+    expect(result.outcome == "timeout", f"outcome {result.outcome}, not timeout")
+    # Half a second is the promise; the other half is for a machine whose cores are all taken by others.
+    expect(result.wall_s <= 1.5 + 1.0, f"ended after {result.wall_s:.2f} s of 1.5")
+    await stage.nothing_left(token)
+
+
+async def _quick(stage: Stage, box: Box, result: ExecResult, token: str) -> None:
+    expect(result.outcome == "exit", f"outcome {result.outcome}")
+    expect(result.wall_s < 1.5, f"the call took {result.wall_s:.2f} s")
+    await stage.nothing_left(token)
+
+
+TIME = [
+    program("cpu_loop", None, "while True: pass", _timed_out, wall_s=1.5),
+    program("cpu_all_cores", None, """
+        for _ in range(8):
+            if os.fork() == 0:
+                break
+        while True: pass
+    """, _timed_out, wall_s=1.5),
+    program("sigterm_ignored", None, """
+        for number in range(1, 32):
+            try:
+                signal.signal(number, signal.SIG_IGN)
+            except (OSError, ValueError):
+                pass
+        while True: time.sleep(1)
+    """, _timed_out, wall_s=1.5),
+    program("stopped_process", None, "os.kill(os.getpid(), signal.SIGSTOP)", _timed_out, wall_s=1.5),
+    program("timeout_grandchild", None, """
+        if os.fork() == 0:
+            os.setsid()
+            if os.fork() == 0:
+                os.execvp("sleep", [order["token"], "100"])
+            os._exit(0)
+        time.sleep(100)
+    """, _timed_out, wall_s=1.5),
+    program("fork_tree", None, """
+        def grow(depth):
+            if depth:
+                for _ in range(2):
+                    if os.fork() == 0:
+                        os.setsid()
+                        grow(depth - 1)
+            time.sleep(100)
+        grow(4)
+    """, _timed_out, wall_s=1.5),
+    program("background_daemon", None, """
+        if os.fork() == 0:
+            os.setsid()
+            if os.fork() == 0:
+                for fd in range(3):
+                    os.close(fd)
+                os.execvp("sleep", [order["token"], "100"])
+            os._exit(0)
+        os.wait()
+    """, _quick),
+    program("daemon_holds_stdout", None, """
+        if os.fork() == 0:
+            os.setsid()
+            os.execvp("sleep", [order["token"], "100"])
+    """, _quick),
+    program("nohup_loop", None, """
+        subprocess.Popen(["nohup", "sh", "-c", "while :; do sleep 0.1; : %s; done" % order["token"]],
+                         stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True)
+    """, _quick),
+    program("stdin_read", None, "sys.stdin.read(); os.read(0, 10); print('read')", _quick),
+    program("closed_stdout", None, "os.close(1); os.close(2); time.sleep(0.05)", _quick),
+]  # fmt: skip
