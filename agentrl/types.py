@@ -187,13 +187,13 @@ class Episode:
 class Group:
     """The episodes of one task. `failed` are infrastructure failures: kept for the record, never scored.
 
-    `greedy_reward` is the reward of one more episode of the task, played greedily, where the run asks for it.
+    `greedy` is one more episode of the task, played greedily, where the run compares with one; it does not train.
     """
 
     task: Task
     episodes: tuple[Episode, ...]
     failed: tuple[Episode, ...] = ()
-    greedy_reward: float | None = None
+    greedy: Episode | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,7 +12,7 @@ kernels, another precision, weights that arrived late. With d = learner - sample
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, fields
 from typing import Literal, NamedTuple, get_args
 
@@ -151,7 +151,10 @@ class DriftGate:
 
     def exceeded(self, measured: Drift) -> str | None:
         """Which limits are passed, in words; None where all hold. A drift that is nan passes every limit."""
-        values = measured.metrics()
+        return self.exceeded_in(measured.metrics())
+
+    def exceeded_in(self, values: Mapping[str, float]) -> str | None:
+        """The same for a drift that is given as its metrics."""
         found: list[str] = []
         for name in ("mean_abs", "max_abs", "k3", "ess"):
             limit = getattr(self, name)

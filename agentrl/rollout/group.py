@@ -37,6 +37,7 @@ class GroupPlayer:
         seed: with label, number and place in the group it determines every draw.
         infra_retries: how often one place is refilled.
         on_episode: told of every episode that ends.
+        greedy: plays one more episode of each task, whose reward the others are compared with.
     """
 
     player: Plays
@@ -44,6 +45,7 @@ class GroupPlayer:
     seed: int
     infra_retries: int = 2
     on_episode: Callable[[Episode], None] | None = None
+    greedy: Plays | None = None
     playing: dict[str, Whereabouts] = field(default_factory=dict)
     """The episodes in flight by their names, those that began first first."""
 
@@ -65,20 +67,33 @@ class GroupPlayer:
                     running.create_task(self._place(task, label, number, index, failed))
                     for index in range(self.group_size)
                 ]
+                baseline = None
+                if self.greedy is not None:
+                    one = self._place(task, label, number, "greedy", failed, self.greedy)
+                    baseline = running.create_task(one)
         except BaseExceptionGroup as several:
             raise first_error(several) from several
         episodes = await self._group_rewards([place.result() for place in places])
-        return Group(task, tuple(episodes), tuple(failed))
+        return Group(task, tuple(episodes), tuple(failed), None if baseline is None else baseline.result())
 
-    async def _place(self, task: Task, label: str, number: int, index: int, failed: list[Episode]) -> Episode:
-        error: str | None = None
+    async def _place(
+        self,
+        task: Task,
+        label: str,
+        number: int,
+        index: int | str,
+        failed: list[Episode],
+        player: Plays | None = None,
+    ) -> Episode:
+        error, player = None, player or self.player
         for attempt in range(self.infra_retries + 1):
             suffix = f"r{attempt}" if attempt else ""
-            where = Whereabouts(f"{label}/g{number}/e{index}{suffix}", task.id)
+            name = index if isinstance(index, str) else f"e{index}"
+            where = Whereabouts(f"{label}/g{number}/{name}{suffix}", task.id)
             self.playing[where.episode_id] = where
             try:
                 seed = draw_seed(self.seed, label, number, index, attempt)
-                episode = await self.player.play(task, episode_id=where.episode_id, seed=seed, where=where)
+                episode = await player.play(task, episode_id=where.episode_id, seed=seed, where=where)
             finally:
                 del self.playing[where.episode_id]
             if self.on_episode:

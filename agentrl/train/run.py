@@ -7,21 +7,22 @@ import json
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Executor, ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import ParamSpec, TypeVar
 
+from agentrl.algo.correction import DriftGate
 from agentrl.chat.proof import prove
+from agentrl.chat.template import Renderer
 from agentrl.config.run import RunConfig
 from agentrl.engine.base import Engine
 from agentrl.errors import AgentRLError
 from agentrl.records import EpisodeRecord
 from agentrl.rollout.admission import Admission, Batch
 from agentrl.rollout.collect import collect
-from agentrl.rollout.episode import Player
-from agentrl.rollout.group import GroupPlayer
+from agentrl.rollout.group import GroupPlayer, Plays
 from agentrl.rollout.metrics import episode_metrics, set_aside, solved, staleness
 from agentrl.rollout.prompts import fitting
 from agentrl.rollout.scheduler import Scheduler, Stall
@@ -35,13 +36,14 @@ from agentrl.rollout.setup import (
     make_player,
     make_token_check,
 )
+from agentrl.rollout.workers import placed
 from agentrl.run.report import Reporter, Summary
 from agentrl.run.store import RunStore
 from agentrl.sandbox import close_pools
 from agentrl.train.curve import write_curve
+from agentrl.train.driver import Driver
 from agentrl.train.estimate import Scores
 from agentrl.train.feed import load_feed, make_admission, save_feed
-from agentrl.train.learner import Learner
 from agentrl.train.memory import keep_freed_memory
 from agentrl.train.samples import penalised
 from agentrl.train.signals import StopRequest, stop_requested
@@ -64,13 +66,15 @@ class Run:
     content: Content
     scheduler: Scheduler
     engine: Engine
-    learner: Learner
+    learner: Driver
     learner_thread: Executor
-    player: Player
-    greedy: Player
+    disk_thread: Executor
+    renderer: Renderer
+    greedy: Plays
     start: Path
     _mark: float = field(default_factory=time.monotonic)
     _seconds: dict[str, float] = field(default_factory=dict)
+    _saving: asyncio.Future[None] | None = None
 
     async def update(self, samples: Sequence[Sample], scores: Scores) -> Update:
         """One step of the learner, on its own thread, so that the event loop goes on."""
@@ -126,14 +130,39 @@ class Run:
         self._mark = time.monotonic()
 
     async def save(self, step: int) -> None:
-        """Write checkpoint `step`: a Hugging Face directory with its tokenizer, and the optimiser beside it."""
-        with self.store.checkpoint(step, self.config.checkpoint.keep) as folder:
-            await self._in_learner(self.learner.save, folder)
+        """Write checkpoint `step`: a Hugging Face directory with its tokenizer, and the optimiser beside it.
+
+        What it holds is what is now; with `checkpoint.background` writing it goes on beside the next steps.
+        """
+        await self.saved()
+        config = self.config.checkpoint
+        with ExitStack() as stack:
+            folder = stack.enter_context(self.store.checkpoint(step, config.keep, best=config.best))
             copy_tokenizer(self.start, folder)
             save_feed(self.scheduler.admission, folder)
-            (folder / RENDERER_FILE).write_text(json.dumps({"hash": self.player.renderer.hash}))
+            (folder / RENDERER_FILE).write_text(json.dumps({"hash": self.renderer.hash}))
+            write = await self._in_learner(self.learner.snapshot)
+            rest = stack.pop_all()
 
-    async def _collect(self, player: Player, tasks: Sequence[Task], group_size: int, label: str) -> list[Group]:
+        def finish() -> None:
+            with rest:
+                write(folder)
+
+        self._saving = asyncio.get_running_loop().run_in_executor(self.disk_thread, finish)
+        if not config.background:
+            await self.saved()
+
+    async def saved(self) -> None:
+        """Wait for the checkpoint that is being written, if there is one.
+
+        Raises:
+            OSError: it could not be written; there is nothing of it.
+        """
+        saving, self._saving = self._saving, None
+        if saving is not None:
+            await saving
+
+    async def _collect(self, player: Plays, tasks: Sequence[Task], group_size: int, label: str) -> list[Group]:
         retries, seed = self.config.rollout.infra_retries, self.config.seed
         return await collect(player, tasks, group_size=group_size, label=label, seed=seed, infra_retries=retries)
 
@@ -149,15 +178,12 @@ class Run:
         self._seconds[name] = time.monotonic() - started
 
     def _check_drift(self, step: int, metrics: Mapping[str, float]) -> None:
-        drift, bound = (
-            metrics.get("drift/mean_abs", 0.0),
-            self.config.algorithm.drift_gate.mean_abs or float("inf"),
-        )
-        if drift > bound:
+        measured = {k.removeprefix("drift/"): v for k, v in metrics.items() if k.startswith("drift/")}
+        passed = DriftGate(**self.config.algorithm.drift_gate.model_dump()).exceeded_in(measured)
+        if passed:
             raise AgentRLError(
-                f"step {step}: sampler and learner disagree by {drift:.3g} per token on average, above "
-                f"algorithm.drift_gate.mean_abs = {bound:g}: what is trained is not what was sampled; look at engine.dtype, "
-                "or raise the bound if you know why"
+                f"step {step}: sampler and learner disagree too much: {passed} (algorithm.drift_gate). What is "
+                "trained is not what was sampled; look at engine.dtype, or raise the limit if you know why"
             )
 
 
@@ -168,12 +194,16 @@ def train_run(config: RunConfig, store: RunStore, reporter: Reporter) -> Summary
         AgentRLError: with what, where and what to do. The run folder can be resumed afterwards.
     """
     keep_freed_memory()
-    with stop_requested(tell=reporter.note) as stop, ThreadPoolExecutor(1, "agentrl-learner") as thread:
-        return asyncio.run(_train_run(config, store, reporter, stop, thread))
+    with (
+        stop_requested(tell=reporter.note) as stop,
+        ThreadPoolExecutor(1, "agentrl-learner") as thread,
+        ThreadPoolExecutor(1, "agentrl-disk") as disk,
+    ):
+        return asyncio.run(_train_run(config, store, reporter, stop, thread, disk))
 
 
 async def _train_run(
-    config: RunConfig, store: RunStore, reporter: Reporter, stop: StopRequest, thread: Executor
+    config: RunConfig, store: RunStore, reporter: Reporter, stop: StopRequest, thread: Executor, disk: Executor
 ) -> Summary:
     from agentrl.train.loop import train
 
@@ -210,31 +240,36 @@ async def _train_run(
                 temperature=config.rollout.temperature,
                 token_check=make_token_check(config),
             )
-            run = Run(
-                config=config,
-                store=store,
-                reporter=reporter,
-                stop=stop,
-                content=content,
-                scheduler=_scheduler(config, player, admission, engine, reporter, store),
-                engine=engine,
-                learner=learner,
-                learner_thread=thread,
-                player=player,
-                greedy=make_player(config, engine, renderer, content.make_env, temperature=0.0),
-                start=start,
-            )
-            if not any(line["step"] == 0 for line in store.metrics()) and not stop:
-                before = await run.held_out(0)
-                store.log_metrics(
-                    0, {"warmup_seconds": warmup_seconds} | ({} if before is None else {"held_out": before})
+            greedy = make_player(config, engine, renderer, content.make_env, temperature=0.0)
+            async with placed(config, start, engine) as place:
+                run = Run(
+                    config=config,
+                    store=store,
+                    reporter=reporter,
+                    stop=stop,
+                    content=content,
+                    scheduler=_scheduler(config, place(player), place(greedy), admission, engine, reporter, store),
+                    engine=engine,
+                    learner=learner,
+                    learner_thread=thread,
+                    disk_thread=disk,
+                    renderer=renderer,
+                    greedy=place(greedy),
+                    start=start,
                 )
-            if not stop:
-                run.begin()
-                await train(run)
+                if not any(line["step"] == 0 for line in store.metrics()) and not stop:
+                    before = await run.held_out(0)
+                    store.log_metrics(
+                        0, {"warmup_seconds": warmup_seconds} | ({} if before is None else {"held_out": before})
+                    )
+                if not stop:
+                    run.begin()
+                    await train(run)
+                await run.saved()
         finally:
             await engine.close()
             await close_pools()
+            learner.close()
     summary = summarise(store, config, time.monotonic() - started + (earlier.wall_seconds if earlier else 0.0))
     store.write_summary(summary)
     write_curve(store.path)
@@ -242,7 +277,13 @@ async def _train_run(
 
 
 def _scheduler(
-    config: RunConfig, player: Player, admission: Admission, engine: Engine, reporter: Reporter, store: RunStore
+    config: RunConfig,
+    player: Plays,
+    greedy: Plays,
+    admission: Admission,
+    engine: Engine,
+    reporter: Reporter,
+    store: RunStore,
 ) -> Scheduler:
     rollout = config.rollout
 
@@ -254,7 +295,13 @@ def _scheduler(
         return penalised([group], rollout.overlong_penalty)[0]
 
     return Scheduler(
-        GroupPlayer(player, rollout.group_size, config.seed, rollout.infra_retries),
+        GroupPlayer(
+            player,
+            rollout.group_size,
+            config.seed,
+            rollout.infra_retries,
+            greedy=greedy if config.algorithm.advantage == "remax" else None,
+        ),
         admission,
         version=lambda: engine.policy_version,
         amend=less_overlong if rollout.overlong == "penalise" else None,

@@ -21,7 +21,14 @@ def penalised(groups: Sequence[Group], penalty: float) -> list[Group]:
         parts["overlong"] = parts.get("overlong", 0.0) - penalty
         return replace(episode, reward=episode.reward - penalty, rewards=parts)
 
-    return [replace(group, episodes=tuple(map(judged, group.episodes))) for group in groups]
+    return [
+        replace(
+            group,
+            episodes=tuple(map(judged, group.episodes)),
+            greedy=None if group.greedy is None else judged(group.greedy),
+        )
+        for group in groups
+    ]
 
 
 def to_samples(groups: Sequence[Group], *, overlong: str) -> tuple[list[Sample], Scores]:
@@ -36,13 +43,12 @@ def to_samples(groups: Sequence[Group], *, overlong: str) -> tuple[list[Sample],
         broken = bool(episode.metrics.get("tokens/failed"))
         if not broken and not (overlong == "mask" and episode.stop_reason in LIMITS):
             samples += episode_samples(episode, group=number)
-    greedy = [group.greedy_reward for group in groups]
-    known = [value for value in greedy if value is not None]
+    greedy = [group.greedy.reward or 0.0 for group in groups if group.greedy is not None]
     scores = Scores(
         episodes=[episode.id for _, episode in numbered],
         rewards=[episode.reward or 0.0 for _, episode in numbered],
         groups=[number for number, _ in numbered],
-        greedy=[known[number] for number, _ in numbered] if groups and len(known) == len(greedy) else None,
+        greedy=[greedy[number] for number, _ in numbered] if groups and len(greedy) == len(groups) else None,
         parts=[_parts(episode) for _, episode in numbered],
     )
     return samples, scores
