@@ -1,0 +1,255 @@
+"""An env worker: plays whole episodes in a process of its own and asks the engine, which lives with the learner.
+
+Nothing here imports Ray: `rollout/workers.py` makes actors of `EnvWorker` and passes on what it asks for.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+import tempfile
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+from numpy.typing import NDArray
+
+from agentrl.chat.check import Mode, Report, Watch
+from agentrl.config.run import RunConfig
+from agentrl.env.load import load_env
+from agentrl.errors import EngineError
+from agentrl.rollout.episode import Player, TokenCheck, run_episode
+from agentrl.rollout.frame import Limits
+from agentrl.rollout.setup import env_factory, load_renderer
+from agentrl.sandbox import close_pools
+from agentrl.types import Completion, Episode, Sampling, Task
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class Kit:
+    """What a worker makes its players from; it pickles.
+
+    Attributes:
+        config: of the run.
+        tokenizer: files of the model directory that say how text becomes tokens, by name.
+        code: Python files beside the env's own, where the env is named by a path; written out where that path does
+            not exist or holds other code.
+        max_context: of the engine.
+    """
+
+    config: RunConfig
+    tokenizer: Mapping[str, bytes]
+    code: Mapping[str, bytes]
+    max_context: int
+
+
+@dataclass(frozen=True, slots=True)
+class Order:
+    """How one episode is to be played."""
+
+    task: Task
+    episode_id: str
+    seed: int
+    limits: Limits
+    sampling: Sampling
+    token_check: Mode | None
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """What a worker asks of the engine: a completion, or (without ids) to forget a session or a request."""
+
+    number: int
+    session: str | None
+    ids: NDArray[np.int32] | None = None
+    sampling: Sampling | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """What came of a request: a completion, or the name and text of the engine's error."""
+
+    number: int
+    completion: Completion | None
+    error: tuple[str, str] = ("", "")
+
+
+@dataclass
+class RemoteEngine:
+    """The engine as a worker sees it."""
+
+    max_context: int
+    policy_version: int = 0
+    _numbers: itertools.count[int] = field(default_factory=itertools.count)
+    _open: dict[int, asyncio.Future[Completion]] = field(default_factory=dict)
+    _asked: list[Request] = field(default_factory=list)
+    _some: asyncio.Event = field(default_factory=asyncio.Event)
+
+    async def generate(self, ids: Sequence[int], sampling: Sampling, *, session: str | None = None) -> Completion:
+        """Ask, and wait for the answer; see `Engine.generate`."""
+        number = next(self._numbers)
+        future: asyncio.Future[Completion] = asyncio.get_running_loop().create_future()
+        self._open[number] = future
+        self._ask(Request(number, session, np.asarray(ids, dtype=np.int32), sampling))
+        try:
+            return await future
+        except asyncio.CancelledError:
+            self._ask(Request(number, None))
+            raise
+        finally:
+            del self._open[number]
+
+    async def release(self, session: str) -> None:
+        """Tell the engine to forget the session; does not wait for it."""
+        self._ask(Request(-1, session))
+
+    async def update_weights(self, weights: Mapping[str, Tensor], version: int) -> None:
+        """Never called: weights reach the engine from the learner."""
+        raise NotImplementedError
+
+    async def close(self) -> None:
+        """Nothing to free here."""
+
+    async def asked(self) -> list[Request]:
+        """What was asked since the last call; waits until there is something."""
+        await self._some.wait()
+        self._some.clear()
+        found, self._asked = self._asked, []
+        return found
+
+    def answer(self, answers: Sequence[Answer]) -> None:
+        """Hand answers to who waits for them."""
+        for answer in answers:
+            future = self._open.get(answer.number)
+            if future is None or future.done():
+                continue
+            if answer.completion is not None:
+                future.set_result(answer.completion)
+            else:
+                name, text = answer.error
+                future.set_exception(ValueError(text) if name == "ValueError" else EngineError(text))
+
+    def _ask(self, request: Request) -> None:
+        self._asked.append(request)
+        self._some.set()
+
+
+class _Reports(Watch):
+    """Keeps the report of an episode for the driver, which counts and decides."""
+
+    last: Report | None = None
+
+    def add(self, report: Report, name: str) -> bool:
+        self.last = report
+        return not report.failed
+
+
+class EnvWorker:
+    """The actor: plays many episodes at once in one event loop."""
+
+    def __init__(self, kit: Kit) -> None:
+        """Import the env and load the tokenizer.
+
+        Raises:
+            ConfigError: the env or the tokenizer cannot be used here.
+        """
+        self._folder = tempfile.TemporaryDirectory(prefix="agentrl-worker-")
+        folder = Path(self._folder.name)
+        config = _with_code(kit, folder)
+        for name, content in kit.tokenizer.items():
+            (folder / name).parent.mkdir(parents=True, exist_ok=True)
+            (folder / name).write_bytes(content)
+        self._renderer = load_renderer(config, folder)
+        self._make_env = env_factory(load_env(config.env.use), config)
+        self._engine: RemoteEngine | None = None
+        self._max_context = kit.max_context
+        self._playing: dict[str, asyncio.Task[Episode]] = {}
+
+    async def ready(self) -> None:
+        """Returns once the worker can play."""
+        self._proxy()
+
+    async def play(self, order: Order) -> tuple[Episode, Report | None]:
+        """One episode, and what its token check found."""
+        reports = _Reports()
+        player = Player(
+            self._proxy(),
+            self._renderer,
+            self._make_env,
+            order.limits,
+            replace(order.sampling, stop_ids=self._renderer.stop_ids),
+            None if order.token_check is None else TokenCheck(order.token_check, reports),
+        )
+        playing = asyncio.ensure_future(
+            run_episode(player, order.task, episode_id=order.episode_id, seed=order.seed)
+        )
+        self._playing[order.episode_id] = playing
+        try:
+            return await playing, reports.last
+        finally:
+            del self._playing[order.episode_id]
+
+    async def asked(self) -> list[Request]:
+        """What the episodes ask of the engine; waits until there is something."""
+        return await self._proxy().asked()
+
+    async def answer(self, answers: Sequence[Answer]) -> None:
+        """What the engine answered."""
+        self._proxy().answer(answers)
+
+    async def cancel(self, episode_id: str) -> None:
+        """Stop an episode that nobody waits for any more; its env is closed."""
+        if (playing := self._playing.get(episode_id)) is not None:
+            playing.cancel()
+
+    async def stop(self) -> None:
+        """Close the envs of all episodes, and the sandboxes."""
+        playing = list(self._playing.values())
+        for task in playing:
+            task.cancel()
+        if playing:
+            await asyncio.wait(playing)
+        await close_pools()
+        self._folder.cleanup()
+
+    def _proxy(self) -> RemoteEngine:
+        if self._engine is None:  # made inside the actor's event loop
+            self._engine = RemoteEngine(self._max_context)
+        return self._engine
+
+
+def pack_kit(config: RunConfig, model: Path, max_context: int) -> Kit:
+    """The kit of a run whose tokenizer lies in the directory `model`."""
+    text = ("*.json", "*.jinja", "*.txt", "*.model", "additional_chat_templates/*")
+    files = {file for pattern in text for file in model.glob(pattern) if file.is_file()}
+    tokenizer = {str(f.relative_to(model)): f.read_bytes() for f in files if not f.name.endswith(".index.json")}
+    code: dict[str, bytes] = {}
+    if (env := _env_file(config)) is not None:
+        with contextlib.suppress(OSError):
+            code = {file.name: file.read_bytes() for file in env.parent.glob("*.py")}
+    return Kit(config, tokenizer, code, max_context)
+
+
+def _env_file(config: RunConfig) -> Path | None:
+    """The Python file that the run names as its env, None where it names a module."""
+    name = config.env.use.rpartition(":")[0]
+    return Path(name).expanduser().absolute() if name.endswith(".py") or "/" in name else None
+
+
+def _with_code(kit: Kit, folder: Path) -> RunConfig:
+    """The configuration with an env that can be imported here: in place, or from the files that were sent."""
+    env = _env_file(kit.config)
+    if env is None or (env.is_file() and env.read_bytes() == kit.code.get(env.name)):
+        return kit.config
+    code = folder / "code"
+    code.mkdir()
+    for name, content in kit.code.items():
+        (code / name).write_bytes(content)
+    use = f"{code / env.name}:{kit.config.env.use.rpartition(':')[2]}"
+    return kit.config.model_copy(update={"env": kit.config.env.model_copy(update={"use": use})})

@@ -1,0 +1,261 @@
+"""Does the scheduler keep an engine full, and what does a turn cost? And what does asynchronous training buy?
+
+    python bench/rollout.py [--quick]        (a) a simulated engine: throughput and CPU cost per turn
+    python bench/rollout.py --learning       (c) synchronous, one step ahead and asynchronous, end to end (long)
+
+(a) The engine is simulated: it decodes up to SLOTS sequences at once, STEP_S per token and sequence, and prefills
+PREFILL tokens a second, one prompt after another; requests queue for a slot. Everything else is real: groups,
+admission, transcripts, templates, parsing, tool dispatch. 4,096 episodes of four turns, tools that take lognormal
+time. No schedule can be faster than the decoding, the prefilling and the longest episode alone; throughput is given
+as a share of that bound. CPU time per turn is that of the process without what the simulation takes.
+
+(b), the real local engine against padded `generate` and continuous batching, is bench/engine.py.
+
+(c) The calculator example with tools of 200 ms (median, lognormal), three times from the same start policy.
+
+The last line is JSON; full runs write bench/results/rollout.json, which rollout.md explains.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import heapq
+import json
+import os
+import random
+import sys
+import tempfile
+import time
+from collections import deque
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from agentrl import ToolEnv, reward, tool
+from agentrl.chat.demonstrate import completion_of
+from agentrl.chat.template import Renderer
+from agentrl.env.curriculum import TaskSampler
+from agentrl.rollout.admission import Admission
+from agentrl.rollout.episode import Limits, Player
+from agentrl.rollout.group import GroupPlayer
+from agentrl.rollout.scheduler import Scheduler
+from agentrl.testing.policy import call, say
+from agentrl.testing.tiny_model import make_tokenizer
+from agentrl.types import Completion, Message, Sampling, Task
+
+SLOTS, STEP_S, PREFILL = 256, 0.03, 60_000.0
+TURNS, GROUP = 4, 8
+TOOL_MEDIAN_S, TOOL_SIGMA = 0.2, 1.0
+GOAL_SHARE, GOAL_CPU_MS = 0.95, 2.0
+RESULTS = Path(__file__).parent / "results"
+
+
+@dataclass
+class Load:
+    """What the engine is asked for, from which the bound follows."""
+
+    sampled: int = 0
+    prefilled: int = 0
+    longest_s: float = 0.0
+    turns: int = 0
+    cpu_s: float = 0.0
+
+    def bound_s(self, slots: int, step_s: float) -> float:
+        """Seconds below which no schedule can be: decoding, prefilling, and the longest episode by itself."""
+        return max(self.sampled * step_s / slots, self.prefilled / PREFILL, self.longest_s)
+
+
+class SimulatedEngine:
+    """Answers with written completions after the time that a real engine of these rates would take."""
+
+    max_context = 32_768
+
+    def __init__(self, completions: Sequence[Completion], slots: int, step_s: float) -> None:
+        self.policy_version = 0
+        self.load = Load()
+        self._completions, self._slots, self._step_s = completions, slots, step_s
+        self._waiting: deque[tuple[int, Completion, asyncio.Future[Completion]]] = deque()
+        self._ending: list[tuple[float, int, Completion, asyncio.Future[Completion]]] = []
+        self._known: dict[str | None, tuple[int, int, float]] = {}  # tokens, turn, seconds alone
+        self._prefill_free = 0.0
+        self._count = 0
+        self._timer: asyncio.TimerHandle | None = None
+
+    async def generate(self, ids: Sequence[int], sampling: Sampling, *, session: str | None = None) -> Completion:
+        """A call of the tool, the last time the answer."""
+        began = time.thread_time()
+        known, turn, alone = self._known.get(session, (0, 0, 0.0))
+        rng = random.Random(f"{session}/{turn}")
+        last = turn == TURNS - 1
+        completion = self._completions[-1] if last else self._completions[rng.randrange(len(self._completions) - 1)]
+        new = len(ids) - known
+        alone += new / PREFILL + len(completion.ids) * self._step_s
+        self._known[session] = (len(ids) + len(completion.ids), turn + 1, alone)
+        self.load.sampled += len(completion.ids)
+        self.load.prefilled += new
+        self.load.turns += 1
+        future: asyncio.Future[Completion] = asyncio.get_running_loop().create_future()
+        self._waiting.append((new, completion, future))
+        self._fill()
+        self.load.cpu_s += time.thread_time() - began
+        return await future
+
+    def _fill(self) -> None:
+        """Give free slots to who waits longest; wake up when the first of the running ones ends."""
+        now = time.monotonic()
+        while self._waiting and len(self._ending) < self._slots:
+            new, completion, future = self._waiting.popleft()
+            self._prefill_free = max(now, self._prefill_free) + new / PREFILL
+            ends = self._prefill_free + len(completion.ids) * self._step_s
+            self._count += 1
+            heapq.heappush(self._ending, (ends, self._count, completion, future))
+        if self._timer is not None:
+            self._timer.cancel()
+        if self._ending:
+            loop = asyncio.get_running_loop()
+            self._timer = loop.call_at(loop.time() + max(0.0, self._ending[0][0] - now), self._end)
+
+    def _end(self) -> None:
+        began, now = time.thread_time(), time.monotonic()
+        while self._ending and self._ending[0][0] <= now:
+            _, _, completion, future = heapq.heappop(self._ending)
+            if not future.done():
+                future.set_result(completion)
+        self._fill()
+        self.load.cpu_s += time.thread_time() - began
+
+    def worked(self, session: str, seconds: float) -> None:
+        """Count the time of a tool to its episode's."""
+        tokens, turn, alone = self._known[session]
+        self._known[session] = (tokens, turn, alone + seconds)
+
+    async def release(self, session: str) -> None:
+        self.load.longest_s = max(self.load.longest_s, self._known.pop(session)[2])
+
+    async def update_weights(self, weights: Mapping[str, Any], version: int) -> None:
+        self.policy_version = version
+
+    async def close(self) -> None: ...
+
+
+class Slow(ToolEnv):
+    """Look things up with the tool, then answer."""
+
+    median_s = TOOL_MEDIAN_S
+
+    def setup(self, number: int) -> str:
+        self.rng = random.Random(f"{number}/{id(self)}")
+        return f"Question {number}: " + "what is known about the matter at hand, and how sure can we be? " * 4
+
+    @tool
+    async def look_up(self, query: str) -> str:
+        """Look something up."""
+        await asyncio.sleep(self.median_s * self.rng.lognormvariate(0, TOOL_SIGMA))
+        return "Found: " + query[:40]
+
+    @reward
+    def solved(self) -> float:
+        return self.rng.random()
+
+
+class Quick(Slow):
+    """Look things up with the tool, then answer."""
+
+    median_s = 0.0
+
+
+def make_renderer() -> Renderer:
+    with tempfile.TemporaryDirectory() as directory:
+        words = "Look things up with the tool, then answer. Question what is known about the matter Found: call one "
+        make_tokenizer(Path(directory), [words + '{"name": "look_up", "arguments": {"query": "a"}}'] * 4, vocab=600, max_context=4096)
+        return Renderer.from_directory(Path(directory))
+
+
+def make_completions(renderer: Renderer, tools: Sequence[Mapping[str, Any]]) -> list[Completion]:
+    """64 calls of lognormal length, and the answer."""
+    rng = random.Random(0)
+
+    def completion(message: Message) -> Completion:
+        return completion_of(renderer, message, tools)
+
+    words = ["matter", "known", "things", "tool", "answer", "question"]
+    lengths = [max(1, min(60, int(rng.lognormvariate(2.0, 0.8)))) for _ in range(64)]
+    calls = [call("look_up", query=" ".join(rng.choice(words) for _ in range(n))) for n in lengths]
+    return [*map(completion, calls), completion(say("It is known."))]
+
+
+async def play(
+    renderer: Renderer, episodes: int, env: type[Slow], *, slots: int, step_s: float, concurrent: int
+) -> tuple[float, float, Load]:
+    """Wall and CPU seconds of playing this many episodes, `concurrent` of them at once, in four or more steps."""
+    engine = SimulatedEngine(make_completions(renderer, env().tools), slots, step_s)
+    sampling = Sampling(max_tokens=512, stop_ids=renderer.stop_ids)
+    player = Player(engine, renderer, env, Limits(max_turns=TURNS, timeout_s=3600, token_budget=16_384), sampling)
+    tasks = [Task(f"t{n}", {"number": n}) for n in range(episodes // GROUP)]
+    per_step = max(1, concurrent // GROUP // 4)
+    admission = Admission(
+        TaskSampler(tasks), groups_per_step=per_step, last_step=len(tasks) // per_step, max_staleness=3
+    )
+    groups = GroupPlayer(player, GROUP, seed=0)
+    wall, cpu = time.perf_counter(), time.process_time()
+    async with Scheduler(groups, admission, version=lambda: engine.policy_version) as scheduler:
+        async for batch in scheduler.batches():
+            engine.policy_version = batch.step
+    wall, cpu = time.perf_counter() - wall, time.process_time() - cpu
+    assert engine.load.turns == TURNS * per_step * GROUP * admission.last_step
+    return wall, cpu - engine.load.cpu_s, engine.load
+
+
+def simulate(quick: bool) -> dict[str, Any]:
+    """Part (a)."""
+    renderer = make_renderer()
+    episodes, slots = (1024, 128) if quick else (4096, SLOTS)
+    step_s = 0.02 if quick else STEP_S
+    costs = {}
+    for concurrent in (64, 1024) if quick else (64, 256, 1024, 4096):
+        num = max(concurrent, 1024)
+        _, cpu, load = asyncio.run(play(renderer, num, Quick, slots=10**6, step_s=0.0, concurrent=concurrent))
+        costs[concurrent] = 1000 * cpu / load.turns
+        print(f"{concurrent:5} concurrent episodes: {costs[concurrent]:.3f} ms of CPU per turn", flush=True)
+    wall, cpu, load = asyncio.run(play(renderer, episodes, Slow, slots=slots, step_s=step_s, concurrent=episodes))
+    bound = load.bound_s(slots, step_s)
+    print(
+        f"{episodes} episodes, {load.turns} turns, {load.sampled} tokens: {wall:.1f} s, the bound is {bound:.1f} s "
+        f"(decoding {load.sampled * step_s / slots:.1f}, prefilling {load.prefilled / PREFILL:.1f}, longest episode "
+        f"{load.longest_s:.1f}); {1000 * cpu / load.turns:.3f} ms of CPU per turn",
+        flush=True,
+    )
+    share = bound / wall
+    dearest = max(costs.values())
+    return {
+        "bench": "rollout",
+        "ours": round(share, 3),
+        "unit": "throughput as a share of what no schedule can exceed",
+        "goal": GOAL_SHARE,
+        "met": share >= GOAL_SHARE and dearest < GOAL_CPU_MS,
+        "wall_s": round(wall, 1),
+        "bound_s": round(bound, 1),
+        "episodes": episodes,
+        "turns": load.turns,
+        "sampled_tokens": load.sampled,
+        "cpu_ms_per_turn": {str(n): round(ms, 3) for n, ms in costs.items()},
+        "load_average": round(os.getloadavg()[0], 1),
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--quick", action="store_true", help="fewer episodes and slots; writes no results")
+    arguments = parser.parse_args()
+    result = simulate(arguments.quick)
+    if not arguments.quick:
+        file = RESULTS / "rollout.json"
+        before = json.loads(file.read_text()) if file.exists() else {}
+        file.write_text(json.dumps(before | {"simulated": result}, indent=1) + "\n")
+    print(json.dumps(result))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,183 @@
+"""What test_workers.py runs in a process of its own: episodes on Ray actors. Prints one line of JSON."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import shutil
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from agentrl.config.run import RunConfig
+from agentrl.env.load import load_env
+from agentrl.errors import EngineError
+from agentrl.records import read_episodes
+from agentrl.rollout.collect import collect
+from agentrl.rollout.episode import Player
+from agentrl.rollout.frame import Limits
+from agentrl.rollout.setup import env_factory, load_renderer, make_token_check
+from agentrl.rollout.worker import pack_kit
+from agentrl.rollout.workers import Workers
+from agentrl.run.report import Silent
+from agentrl.run.store import RunStore
+from agentrl.testing.engine import ScriptedEngine
+from agentrl.testing.policy import call, say
+from agentrl.testing.tiny_model import make_tokenizer
+from agentrl.train.run import train_run
+from agentrl.types import Completion, Group, Sampling, Task
+
+NEIGHBOUR = "WORD = 'found'\n"
+ENVS = """
+import asyncio, os, signal
+from pathlib import Path
+
+from neighbour import WORD
+
+from agentrl import ToolEnv, reward, tool
+
+
+class Finder(ToolEnv):
+    'Find it.'
+
+    def __init__(self, folder):
+        super().__init__()
+        self.folder = Path(folder)
+
+    def setup(self, number: int, what: str = "") -> str:
+        self.number, self.what = number, what
+        (self.folder / f"pid-{os.getpid()}").touch()
+        return f"Number {number}."
+
+    @tool
+    async def find(self, key: str) -> str:
+        'Find.'
+        if self.what == "hang":
+            (self.folder / f"hangs-{id(self)}").touch()
+            await asyncio.sleep(1e6)
+        if self.what == "die":
+            try:
+                (self.folder / "died").touch(exist_ok=False)
+            except FileExistsError:
+                pass
+            else:
+                os.kill(os.getpid(), signal.SIGKILL)
+        return WORD + key
+
+    async def close(self):
+        await super().close()
+        if getattr(self, "what", "") == "hang":
+            (self.folder / f"closed-{os.getpid()}-{id(self)}").touch()
+
+    @reward
+    def solved(self) -> float:
+        return float(self.number % 2)
+"""
+
+
+class Counting(ScriptedEngine):
+    """Takes a moment; fails in the sessions of one label."""
+
+    async def generate(self, ids: Sequence[int], sampling: Sampling, *, session: str | None = None) -> Completion:
+        if session is not None and session.startswith("broken/"):
+            raise EngineError("no engine here")
+        return await super().generate(ids, sampling, session=session)
+
+
+def played(groups: Sequence[Group]) -> list[Any]:
+    """What does not depend on where it was played."""
+    return [
+        [
+            e.id,
+            e.reward,
+            e.stop_reason,
+            [m.content for m in e.messages],
+            [list(s.ids) for s in e.segments],
+            e.metrics,
+        ]
+        for g in groups
+        for e in g.episodes
+    ]
+
+
+async def main(folder: Path) -> dict[str, Any]:
+    """Everything at once: a Ray cluster takes long to start."""
+    model, code, notes = folder / "model", folder / "code", folder / "notes"
+    for path in (model, code, notes):
+        path.mkdir()
+    (code / "neighbour.py").write_text(NEIGHBOUR)
+    (code / "envs.py").write_text(ENVS)
+    make_tokenizer(model, ["Find it. found Number"] * 4, vocab=320, max_context=4096)
+    use = f"{code}/envs.py:Finder"
+    config = RunConfig(env={"use": use, "options": {"folder": str(notes)}}, model={"path": str(model)})
+    renderer = load_renderer(config, model)
+    make_env = env_factory(load_env(use), config)
+    engine = Counting(renderer, [call("find", key="it"), say("done")], tools=make_env().tools, delay_s=0.02)
+    sampling = Sampling(stop_ids=renderer.stop_ids)
+    player = Player(engine, renderer, make_env, Limits(timeout_s=60), sampling, make_token_check(config))
+    kit = pack_kit(config, model, engine.max_context)
+    tasks = [Task(f"t{n}", {"number": n}) for n in range(4)]
+    how: dict[str, Any] = {"group_size": 4, "seed": 0}
+    here = await collect(player, tasks, label="a", **how)
+    shutil.rmtree(code)  # as on another machine
+    for file in notes.iterdir():
+        file.unlink()
+    workers = Workers(2, kit, engine)
+    await workers.start()
+    found: dict[str, Any] = {}
+    try:
+        remote = workers.player(player)
+        there = await collect(remote, tasks, label="a", **how)
+        found["same"] = played(there) == played(here)
+        found["processes"] = len(list(notes.glob("pid-*")))
+        found["checked"] = player.token_check.watch.checked
+
+        deadly = [*tasks, Task("deadly", {"number": 5, "what": "die"})]
+        groups = await collect(remote, deadly, label="b", infra_retries=3, **how)
+        found["complete"] = [len(g.episodes) for g in groups]
+        failed = [e for g in groups for e in g.failed]
+        found["lost"] = len(failed)
+        found["errors"] = sorted({e.error.split(":")[0] for e in failed})
+        await collect(remote, tasks, label="c", **how)
+        found["processes_after"] = len(list(notes.glob("pid-*")))
+
+        broken = await asyncio.gather(
+            collect(remote, tasks[:1], label="broken", infra_retries=0, **how), return_exceptions=True
+        )
+        found["broken"] = str(broken[0])
+
+        hanging = asyncio.ensure_future(
+            collect(remote, [Task("slow", {"number": 1, "what": "hang"})], label="d", **how)
+        )
+        while len(list(notes.glob("hangs-*"))) < 4:  # noqa: ASYNC110  # other processes write them
+            await asyncio.sleep(0.05)
+        hanging.cancel()
+        await asyncio.wait([hanging])
+    finally:
+        await workers.close()
+    found["released"] = len(engine.released)
+    found["closed"] = len(list(notes.glob("closed-*")))
+    found["tasks_left"] = len(asyncio.all_tasks()) - 1
+    return found
+
+
+def run(folder: Path, workers: int) -> list[Any]:
+    """A step of training with a random model: the episodes, and whether their tokens say by which weights."""
+    config = RunConfig(
+        steps=1,
+        env="agentrl.envs.calculator:Calculator",
+        model={"tiny": {"hidden": 32, "layers": 1, "heads": 2, "intermediate": 64, "vocab": 400}},
+        rollout={"groups_per_step": 2, "group_size": 2, "max_tokens": 8, "workers": workers, "temperature": 1.0},
+        eval={"tasks": 2},
+        checkpoint={"every": 0},
+    )
+    with RunStore.open(config, folder / f"run{workers}") as store:
+        summary = train_run(config, store, Silent())
+        assert summary.finished
+        return [[e.id, e.reward, [list(s.ids) for s in e.segments]] for e in read_episodes(store.path, 1)]
+
+
+if __name__ == "__main__":
+    where = Path(sys.argv[1])
+    sys.stdout.write(json.dumps(asyncio.run(main(where)) | {"runs": [run(where, 0), run(where, 2)]}) + "\n")
