@@ -164,6 +164,12 @@ class RolloutConfig(Section):
     groups_ahead: Count | None = None
     """Groups under way at most beyond those of the next step; by default `max_staleness` steps of them. Fewer are
     fresher, and let quick groups go before slow ones (over-sampling; what is left over is trained later)."""
+    workers: Count = 0
+    """Ray actors that play the episodes, so that tokenising, tools and rewards use more cores than one; 0 plays
+    them in the process that trains. One that dies is replaced, its episodes are played again."""
+    ray: str | None = None
+    """Address of the Ray cluster that the workers live in, or `auto`; without it that of `learner.ray`, or one
+    started on this machine."""
     note_after_s: Annotated[float, Field(gt=0)] = 120.0
     """How long a step waits for episodes before a note names the oldest one and where it waits."""
 
@@ -287,9 +293,13 @@ class RunConfig(Section):
         ahead = self.rollout.max_staleness * self.rollout.groups_per_step
         if (self.rollout.groups_ahead or 0) > ahead:
             raise ValueError(
-                f"rollout.groups_ahead is {self.rollout.groups_ahead}, but {self.rollout.max_staleness} (max_staleness) "
-                f"times {self.rollout.groups_per_step} (groups_per_step) allows {ahead}: lower it or raise one"
+                f"rollout.groups_ahead is {self.rollout.groups_ahead}; max_staleness "
+                f"{self.rollout.max_staleness} by groups_per_step {self.rollout.groups_per_step} allows {ahead}; "
+                "lower it or raise one"
             )
+        if self.rollout.ray is not None and (self.rollout.workers == 0 or self.learner.ray is not None):
+            other = "rollout.workers is 0" if self.rollout.workers == 0 else "learner.ray names the cluster"
+            raise ValueError(f"rollout.ray has no effect while {other}: remove one of them")
         sampler, defaults = self.data.sampler, SamplerConfig()
         for key in ("window", "floor"):
             if sampler.order != "weighted" and getattr(sampler, key) != getattr(defaults, key):
