@@ -94,6 +94,11 @@ class Transcript:
         """Whether the branch ends with a generation prompt that waits for its completion."""
         return self._before is not None
 
+    @property
+    def thinking(self) -> bool:
+        """Whether the generation prompt has opened a think block already."""
+        return self._thinking
+
     def extend(self, messages: Sequence[Message]) -> None:
         """Append new messages and the generation prompt of the next completion.
 

@@ -27,6 +27,7 @@ _ESCAPE = "\U000ffffe"
 _FIRST = 0xF0000  # plane 15 (private use): one character a control token, counted upwards
 _LITERAL = 0x100000  # plane 16: what follows _ESCAPE where the text itself held a character of plane 15
 _LONE_SURROGATE = re.compile("[\ud800-\udfff]")
+_BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 _MARKER_SHAPE = re.compile(r"<[|｜].+[|｜]>", re.DOTALL)
 
 
@@ -54,6 +55,8 @@ class Vocabulary:
         self._token_of_id = {id: token for token, id in self.control.items()}
         self._full = _tokenizer(spec, where)
         self.size: int = self._full.get_vocab_size()
+        self._added: dict[int, str] = {token["id"]: token["content"] for token in added}
+        self._byte_of = _byte_alphabet() if '"ByteLevel"' in json.dumps(spec.get("decoder")) else {}
         self._bare, self._remap = _without(self.control, spec, self._full, where)
 
         by_length = sorted(self.control, key=len, reverse=True)
@@ -166,6 +169,22 @@ class Vocabulary:
         text: str = self._full.decode(list(ids), skip_special_tokens=False)
         return text
 
+    def encode_raw(self, text: str) -> list[int]:
+        """Ids of text in which control tokens are control, with those that the tokenizer puts around any text."""
+        ids: list[int] = self._full.encode(text, add_special_tokens=True).ids
+        return ids
+
+    def token_bytes(self, id: int) -> bytes:
+        """The bytes that a token stands for; those of several tokens together are their text in UTF-8."""
+        if id in self._added:
+            return self._added[id].encode()
+        token: str = self._full.id_to_token(id) or ""
+        if self._byte_of:
+            return bytes(self._byte_of[c] for c in token if c in self._byte_of)
+        if byte := _BYTE_TOKEN.fullmatch(token):
+            return bytes([int(byte.group(1), 16)])
+        return token.replace("\u2581", " ").encode()
+
     def token(self, id: int) -> str | None:
         """Text of a control token; None for every other id."""
         return self._token_of_id.get(id)
@@ -180,6 +199,13 @@ class Vocabulary:
                     match.end(),
                     self.control[token if token in self.control else token.strip()],
                 )
+
+
+def _byte_alphabet() -> dict[str, int]:
+    """The byte that each character of a byte-level vocabulary stands for (GPT-2's alphabet)."""
+    plain = [*range(ord("!"), ord("~") + 1), *range(0xA1, 0xAC + 1), *range(0xAE, 0xFF + 1)]
+    others = [byte for byte in range(256) if byte not in plain]
+    return {chr(byte): byte for byte in plain} | {chr(256 + n): byte for n, byte in enumerate(others)}
 
 
 def _structures(token: str, template: str) -> bool:

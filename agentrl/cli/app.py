@@ -15,6 +15,7 @@ from agentrl.cli.eval import evaluate
 from agentrl.cli.export import export
 from agentrl.cli.import_verl import import_verl
 from agentrl.cli.new import new
+from agentrl.cli.serve import serve
 from agentrl.cli.show import show
 from agentrl.cli.train import train
 from agentrl.errors import AgentRLError, ConfigError, TemplateError
@@ -35,6 +36,7 @@ app.command("train")(train)
 app.command("check")(check)
 app.command("show")(show)
 app.command("eval")(evaluate)
+app.command("serve")(serve)
 app.command("export")(export)
 app.command("new")(new)
 app.command("doctor")(doctor)

@@ -16,6 +16,7 @@ rendered afresh, never merged, and `Prompt.drift` says what differed.
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 import itertools
 import json
@@ -177,7 +178,7 @@ class _Known:
 class Session:
     """The conversations that one or many clients have with the policy.
 
-    Not safe across threads: one `prompt` or `add` at a time.
+    Not safe across threads: one `prompt` or `add` at a time. Who runs one of them in a thread holds `lock`.
 
     Args:
         renderer: turns messages into tokens, the same as in training.
@@ -201,6 +202,7 @@ class Session:
         self.renderer = renderer
         self.ledger = ledger
         self.tag = secrets.token_hex(5)
+        self.lock = asyncio.Lock()
         self.drift: Counter[DriftKind] = Counter()
         self._max_tokens, self._on_forgotten = max_tokens, on_forgotten
         self._known = _Known()
@@ -234,7 +236,7 @@ class Session:
         new = incoming[at + 1 :]
         if problem := next(((at + 1 + n, one.problem) for n, one in enumerate(new) if one.problem), None):
             raise UnrenderableError(*problem)
-        ours = {} if found is None else _renamed(incoming[at].message, found.message)
+        ours = {} if found is None else _renamed(incoming[at].message, found)
         messages = [self._with_own_ids(one.message, ours) for one in new]
         if found is not None:
             branch, conversation = found.branch.fork(), found.conversation
@@ -368,7 +370,7 @@ class Session:
             if id in ours:
                 return ours[id]
             turn = self._known.by_call.get(id)
-            return id if turn is None else _renamed(turn.sent, turn.message).get(id, id)
+            return id if turn is None else _renamed(turn.sent, turn).get(id, id)
 
         if message.tool_call_id is not None:
             return replace(message, tool_call_id=own(message.tool_call_id))
@@ -384,9 +386,14 @@ def arguments_text(call: ToolCall) -> str:
     return json.dumps(dict(call.arguments), ensure_ascii=False)
 
 
-def _renamed(sent: Message, own: Message) -> dict[str, str]:
-    """The transcript's id of each call, by the id in `sent`; calls correspond by their order."""
-    return {theirs.id: ours.id for theirs, ours in zip(sent.tool_calls, own.tool_calls, strict=False)}
+def _renamed(theirs: Message, turn: Turn) -> dict[str, str]:
+    """The transcript's id of each call of a turn, by the id in `theirs`; calls correspond by their order.
+
+    A call that was told and turned out malformed is none of the transcript's.
+    """
+    sound = [isinstance(_canonical(raw), dict) for raw in turn.raw_arguments]
+    told = [call.id for call, keep in zip(theirs.tool_calls, sound, strict=False) if keep]
+    return {id: call.id for id, call in zip(told, turn.message.tool_calls, strict=False)}
 
 
 def _text(message: Message) -> str:

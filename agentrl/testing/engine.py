@@ -8,6 +8,7 @@ from typing import Any
 
 from agentrl.chat.demonstrate import completion_of
 from agentrl.chat.template import Renderer
+from agentrl.engine.watch import Drawn, Watch
 from agentrl.errors import EngineError
 from agentrl.types import Completion, Message, Sampling
 
@@ -69,6 +70,17 @@ class ScriptedEngine:
             return completion
         kept = completion.ids[: sampling.max_tokens]
         return Completion(kept, (0.0,) * len(kept), (0,) * len(kept), "length")
+
+    async def generate_watched(
+        self, ids: Sequence[int], sampling: Sampling, watch: Watch, *, session: str | None = None
+    ) -> Completion:
+        """As `generate`, told token by token; the script is held to no grammar, and is its own only alternative."""
+        completion = await self.generate(ids, sampling, session=session)
+        for id, logprob, version in zip(completion.ids, completion.logprobs, completion.versions, strict=True):
+            if watch.on_token is not None:
+                watch.on_token(Drawn(id, logprob, version, ((id, logprob),) if watch.top else ()))
+            await asyncio.sleep(0)
+        return completion
 
     async def release(self, session: str) -> None:
         """Forget where the session was."""

@@ -2,13 +2,21 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+from collections.abc import AsyncIterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from agentrl.chat.demonstrate import completion_of
 from agentrl.chat.template import Renderer
-from agentrl.serve.session import Incoming
+from agentrl.engine.base import Engine
+from agentrl.serve.app import Settings, create_app
+from agentrl.serve.metrics import Metrics
+from agentrl.serve.run import running
+from agentrl.serve.session import Incoming, Session
+from agentrl.serve.talk import Gate, Talk
 from agentrl.testing.tiny_model import make_tokenizer
 from agentrl.types import Completion, Message, ToolCall
 
@@ -56,3 +64,28 @@ def said(renderer: Renderer, message: Message) -> Completion:
 def call(a: int, b: int) -> Message:
     """An assistant turn that calls `add`."""
     return Message("assistant", "I will call.", (ToolCall("x", "add", {"a": a, "b": b}),))
+
+
+@contextlib.asynccontextmanager
+async def serving(engine: Engine, renderer: Renderer, **settings: Any) -> AsyncIterator[Served]:
+    """The endpoint over an engine, on a port of its own."""
+    limit = settings.pop("max_requests", 64)
+    talk = Talk(engine, renderer, gate=Gate(limit), metrics=Metrics())
+    session = talk.open_session(200_000)
+    app = create_app(talk, Settings(**{"names": ("tiny",), "fingerprint": "fp_test", **settings}), session=session)
+    async with running(app) as url:
+        yield Served(url, talk, session)
+
+
+@dataclass(frozen=True)
+class Served:
+    """Where it is, and what is behind it."""
+
+    url: str
+    talk: Talk
+    session: Session
+
+    @property
+    def base_url(self) -> str:
+        """What clients are given."""
+        return f"{self.url}/v1"

@@ -1,0 +1,179 @@
+"""`agentrl serve`: the policy of a run or a checkpoint behind an OpenAI-compatible endpoint."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from agentrl.cli.options import Overrides
+
+if TYPE_CHECKING:
+    from agentrl.chat.template import Renderer
+    from agentrl.config.engine import EngineConfig
+    from agentrl.serve.app import Settings
+
+
+def serve(
+    target: Annotated[
+        Path,
+        typer.Argument(
+            metavar="RUN|CHECKPOINT", help="A run folder, a checkpoint or a model.", show_default=False
+        ),
+    ],
+    host: Annotated[
+        str, typer.Option(help="Address to listen on. Beyond this machine it needs --api-key-env.")
+    ] = "127.0.0.1",
+    port: Annotated[int, typer.Option(min=0, max=65535, help="Port; 0 takes a free one.")] = 8000,
+    api_key_env: Annotated[
+        str | None,
+        typer.Option(
+            metavar="NAME", help="Environment variable with the key that clients must send.", show_default=False
+        ),
+    ] = None,
+    model_name: Annotated[
+        list[str],
+        typer.Option(
+            "--model-name",
+            help="What clients call the model; the further ones are aliases. [default: the run's name]",
+            show_default=False,
+        ),
+    ] = [],  # noqa: B006
+    accept_any_model: Annotated[
+        bool, typer.Option("--accept-any-model", help="Answer whatever model a client names.")
+    ] = False,
+    max_requests: Annotated[
+        int, typer.Option(min=1, help="Completions at once; more are told to come back (429).")
+    ] = 256,
+    memory_tokens: Annotated[
+        int, typer.Option(min=1, help="Tokens of past turns that are remembered to be continued exactly.")
+    ] = 4_000_000,
+    overrides: Overrides = [],  # noqa: B006
+) -> None:
+    """Serve a policy to anything that speaks the OpenAI API, with the tokens of its training, until Ctrl-C."""
+    from agentrl.errors import ConfigError
+    from agentrl.rollout.setup import quiet_transformers
+
+    try:
+        from agentrl.serve.app import Settings
+    except ImportError as e:
+        raise ConfigError(f"serve: {e.name} is not installed; `pip install 'agentrl-train[serve]'`") from e
+    key = _key(host, api_key_env)
+    policy = _find(target, overrides)
+    settings = Settings(
+        names=tuple(model_name) or (policy.name,),
+        accept_any_model=accept_any_model,
+        api_key=key,
+        fingerprint=f"fp_{policy.digest}",
+    )
+    quiet_transformers()
+    asyncio.run(_serve(policy, settings, host, port, max_requests, memory_tokens))
+
+
+@dataclass(frozen=True, slots=True)
+class _Policy:
+    """What is served: `digest` is of weights and renderer."""
+
+    name: str
+    directory: Path
+    renderer: Renderer
+    engine: EngineConfig
+    digest: str
+
+
+def _find(target: Path, overrides: list[str]) -> _Policy:
+    """The newest good checkpoint of a run with the run's renderer and engine, or a bare model with its own.
+
+    Raises:
+        CheckpointError: there are no good weights, or they were trained with another renderer.
+        ConfigError: the folder is neither, or an override is wrong.
+    """
+    from agentrl.chat.template import Renderer
+    from agentrl.config import load_config
+    from agentrl.config.engine import EngineConfig
+    from agentrl.errors import ConfigError
+    from agentrl.rollout.setup import check_renderer, load_renderer
+    from agentrl.run.store import find_checkpoint
+
+    for run in (target, target.absolute().parent.parent):
+        if (run / "config.yaml").is_file():
+            config = load_config(run / "config.yaml", overrides, check_paths=False)
+            found = find_checkpoint(target)
+            renderer = load_renderer(config, found.path)
+            check_renderer(renderer, found.path)
+            return _Policy(config.name, found.path, renderer, config.engine, _digest(found.path, renderer))
+    if not (target / "config.json").is_file():
+        raise ConfigError(
+            f"{target}: has no config.yaml and no config.json; give a run folder, a checkpoint in one, or a model "
+            "directory"
+        )
+    if overrides:
+        raise ConfigError(f"--set {overrides[0]}: {target} is a model outside of a run; it has no configuration")
+    renderer = Renderer.from_directory(target)
+    return _Policy(target.absolute().name, target, renderer, EngineConfig(), _digest(target, renderer))
+
+
+def _digest(directory: Path, renderer: Renderer) -> str:
+    """Names the weights and the renderer; other weights or another template give another."""
+    import hashlib
+
+    manifest = directory / "manifest.json"  # of a checkpoint: holds the digest of every file
+    if manifest.is_file():
+        weights = manifest.read_bytes()
+    else:
+        files = sorted(path for path in directory.iterdir() if path.suffix in (".safetensors", ".bin", ".json"))
+        weights = repr([(file.name, file.stat().st_size, file.stat().st_mtime_ns) for file in files]).encode()
+    return hashlib.sha256(renderer.hash.encode() + weights).hexdigest()[:16]
+
+
+def _key(host: str, name: str | None) -> str | None:
+    """The key that clients must send.
+
+    Raises:
+        ConfigError: the variable is not set, or others could reach the endpoint without a key.
+    """
+    from agentrl.errors import ConfigError
+    from agentrl.serve.run import is_loopback
+
+    if name is None:
+        if not is_loopback(host):
+            raise ConfigError(
+                f"--host {host}: others could use the endpoint; put a key into an environment variable, name it "
+                "with --api-key-env, or listen on 127.0.0.1"
+            )
+        return None
+    key = os.environ.get(name, "")
+    if not key:
+        raise ConfigError(f"--api-key-env {name}: this environment variable is not set")
+    return key
+
+
+async def _serve(
+    policy: _Policy, settings: Settings, host: str, port: int, max_requests: int, memory_tokens: int
+) -> None:
+    """Load the engine, answer until a signal comes, close."""
+    from agentrl.engine.make import open_engine
+    from agentrl.serve.app import create_app
+    from agentrl.serve.metrics import Metrics
+    from agentrl.serve.run import running
+    from agentrl.serve.talk import Gate, Talk
+
+    ended = asyncio.Event()
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        loop.add_signal_handler(number, ended.set)
+    engine = await open_engine(policy.engine, policy.directory)
+    try:
+        talk = Talk(engine, policy.renderer, gate=Gate(max_requests), metrics=Metrics())
+        app = create_app(talk, settings, session=talk.open_session(memory_tokens))
+        async with running(app, host=host, port=port) as url:
+            key = "" if settings.api_key is None else " (with the key)"
+            print(f"{settings.names[0]} at {url}/v1{key}; {policy.directory}; Ctrl-C ends", flush=True)
+            await ended.wait()
+    finally:
+        await engine.close()

@@ -1,0 +1,419 @@
+"""The endpoint as an ASGI application: routes, keys, limits, and errors in one form.
+
+    app = create_app(Talk(engine, renderer, ...), Settings(names=("my-model",)))
+
+`api_routes` gives the same routes over other sessions: a recorder mounts them under the address of each episode.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import hmac
+import logging
+import secrets
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol, TypeVar
+
+from pydantic import BaseModel, ValidationError
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import JSONResponse, Response
+from starlette.routing import Route
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from agentrl.engine.watch import Drawn
+from agentrl.errors import EngineError
+from agentrl.serve import chat, responses
+from agentrl.serve.completions import TextJob, TextWriter
+from agentrl.serve.errors import ApiError, from_validation
+from agentrl.serve.openapi import describe
+from agentrl.serve.reader import Delta
+from agentrl.serve.session import Session
+from agentrl.serve.stream import EventStream, GoneError, event, gone, while_there
+from agentrl.serve.talk import Seat, Talk, now
+from agentrl.serve.wire import ChatRequest, CompletionRequest
+from agentrl.serve.wire_responses import ResponsesRequest
+
+log = logging.getLogger(__name__)
+
+Body = TypeVar("Body", bound=BaseModel)
+FindSeat = Callable[[Request], Seat]
+"""Whose request it is. Raises ApiError where it is nobody's."""
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """How the endpoint behaves towards its clients.
+
+    Attributes:
+        names: what the model is called; the first is its name, the others are aliases.
+        accept_any_model: every name is an alias.
+        api_key: what clients must send; None lets everybody in.
+        fingerprint: of the weights and the renderer; sent as `system_fingerprint`.
+        max_body_bytes: larger requests are refused.
+        body_timeout_s: how long a client may take to send its request.
+        write_timeout_s: how long a client may take nothing of a streamed answer.
+    """
+
+    names: tuple[str, ...]
+    accept_any_model: bool = False
+    api_key: str | None = None
+    fingerprint: str = ""
+    max_body_bytes: int = 32 << 20
+    body_timeout_s: float = 60.0
+    write_timeout_s: float = 120.0
+
+
+class StreamJob(Protocol):
+    """What is sampled for one request."""
+
+    async def run(self, emit: Callable[[int, list[Delta], Sequence[Drawn]], None] | None = None) -> Any:
+        """Sample it."""
+        ...
+
+
+class Writer(Protocol):
+    """What an answer looks like in one dialect."""
+
+    def whole(self, done: Any) -> dict[str, Any]:
+        """The answer as one object."""
+        ...
+
+    def opening(self) -> list[Any]:
+        """Events before the first piece."""
+        ...
+
+    def chunks(self, index: int, deltas: Sequence[Delta], drawn: Sequence[Drawn]) -> list[Any]:
+        """Events of some pieces."""
+        ...
+
+    def closing(self, done: Any) -> list[Any]:
+        """Events at the end."""
+        ...
+
+
+def create_app(talk: Talk, settings: Settings, *, session: Session, extra_routes: Sequence[Route] = ()) -> ASGIApp:
+    """The application; `session` remembers the conversations of all its clients together."""
+    seat = Seat(session)
+    endpoint = Endpoint(talk, settings)
+    app = Starlette(
+        routes=[
+            Route("/health", endpoint.health, methods=["GET"]),
+            Route("/metrics", endpoint.metrics, methods=["GET"]),
+            Route("/openapi.json", endpoint.openapi, methods=["GET"]),
+            *endpoint.api_routes("/v1", lambda request: seat),
+            *extra_routes,
+        ],
+        exception_handlers={HTTPException: _http_error},
+    )
+    return Guard(app, settings)
+
+
+class Guard:
+    """Stands before the application: the key is checked and every answer gets its request id."""
+
+    def __init__(self, app: ASGIApp, settings: Settings) -> None:
+        self._app, self._key = app, settings.api_key
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Let a request through, or refuse it."""
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        id = f"req_{secrets.token_hex(12)}"
+
+        async def named(message: Any) -> None:
+            if message["type"] == "http.response.start":
+                message = {**message, "headers": [*message.get("headers", []), (b"x-request-id", id.encode())]}
+            await send(message)
+
+        if self._key is not None and scope["path"] != "/health" and not self._knows(scope):
+            error = ApiError(
+                401,
+                "The API key is missing or wrong; send it as `Authorization: Bearer KEY`.",
+                code="invalid_api_key",
+                headers={"WWW-Authenticate": "Bearer"},
+            )
+            await error_response(error)(scope, receive, named)
+            return
+        await self._app(scope, receive, named)
+
+    def _knows(self, scope: Scope) -> bool:
+        given = next((value for name, value in scope["headers"] if name == b"authorization"), b"")
+        key = given[7:] if given[:7].lower() == b"bearer " else b""
+        return hmac.compare_digest(key, (self._key or "").encode())
+
+
+class Endpoint:
+    """Answers requests of every dialect."""
+
+    def __init__(self, talk: Talk, settings: Settings) -> None:
+        self.talk, self.settings = talk, settings
+        self._created = now()
+
+    def api_routes(self, prefix: str, find_seat: FindSeat) -> list[Route]:
+        """The OpenAI routes under `prefix`, for the sessions that `find_seat` names.
+
+        Args:
+            prefix: may hold path parameters, which `find_seat` reads from the request.
+        """
+
+        def route(path: str, handle: Callable[[Request, Seat], Awaitable[Any]], method: str) -> Route:
+            async def answer(request: Request) -> Any:
+                return await self._answered(request, path, handle, find_seat)
+
+            return Route(f"{prefix}{path}", answer, methods=[method])
+
+        return [
+            route("/chat/completions", self._chat, "POST"),
+            route("/completions", self._completions, "POST"),
+            route("/responses", self._responses, "POST"),
+            route("/models", self._models, "GET"),
+            route("/models/{model:path}", self._model, "GET"),
+        ]
+
+    async def health(self, request: Request) -> Response:
+        """200 where requests are answered, 503 while weights are replaced."""
+        closed = self.talk.gate.closed
+        status = "ok" if closed is None else "busy"
+        body = {"status": status, "policy_version": self.talk.engine.policy_version}
+        return JSONResponse(body, 200 if closed is None else 503)
+
+    async def metrics(self, request: Request) -> Response:
+        """Counters in Prometheus' form."""
+        self.talk.metrics.running.set(self.talk.gate.running)
+        return Response(self.talk.metrics.text(), media_type="text/plain; version=0.0.4; charset=utf-8")
+
+    async def openapi(self, request: Request) -> Response:
+        """The description of all this."""
+        return JSONResponse(describe())
+
+    # -- one request -------------------------------------------------------------------------------------------
+
+    async def _answered(
+        self, request: Request, route: str, handle: Callable[[Request, Seat], Awaitable[Any]], find_seat: FindSeat
+    ) -> Any:
+        """The answer of `handle`, or what went wrong with it; nothing escapes."""
+        started = time.monotonic()
+        answer: Any
+        try:
+            answer = await handle(request, find_seat(request))
+        except (GoneError, ClientDisconnect):
+            answer = Response(status_code=499)  # nobody reads it
+        except BaseExceptionGroup as group:
+            if group.subgroup(asyncio.CancelledError) is not None:
+                raise
+            answer = error_response(_explained(group.exceptions[0]))
+        except Exception as e:
+            answer = error_response(_explained(e))
+        status = getattr(answer, "status_code", 200)
+        self.talk.metrics.requests.labels(route, str(status)).inc()
+        self.talk.metrics.seconds.labels(route).observe(time.monotonic() - started)
+        return answer
+
+    async def _body(self, request: Request, kind: type[Body]) -> Body:
+        limit = self.settings.max_body_bytes
+        too_large = ApiError(413, f"The request body is larger than {limit} bytes.", code="request_too_large")
+        length = request.headers.get("content-length", "0")
+        if length.isdecimal() and int(length) > limit:
+            raise too_large
+        parts, size = [], 0
+        try:
+            async with asyncio.timeout(self.settings.body_timeout_s):
+                async for part in request.stream():
+                    size += len(part)
+                    if size > limit:
+                        raise too_large
+                    parts.append(part)
+        except TimeoutError:
+            text = f"The request body took longer than {self.settings.body_timeout_s:g} s."
+            raise ApiError(408, text, code="request_timeout", headers={"Connection": "close"}) from None
+        try:
+            return kind.model_validate_json(b"".join(parts))
+        except ValidationError as e:
+            raise from_validation(e) from None
+
+    def _known_model(self, name: str, param: str | None = "model") -> None:
+        if name not in self.settings.names and not self.settings.accept_any_model:
+            known = ", ".join(self.settings.names)
+            raise ApiError(
+                404,
+                f"The model {name[:200]!r} does not exist; here is {known}.",
+                param=param,
+                code="model_not_found",
+            )
+
+    async def _models(self, request: Request, seat: Seat) -> Response:
+        return JSONResponse({"object": "list", "data": [self._described(name) for name in self.settings.names]})
+
+    async def _model(self, request: Request, seat: Seat) -> Response:
+        name = request.path_params["model"]
+        self._known_model(name, None)
+        return JSONResponse(self._described(name))
+
+    def _described(self, name: str) -> dict[str, Any]:
+        return {
+            "id": name,
+            "object": "model",
+            "created": self._created,
+            "owned_by": "agentrl",
+            "max_model_len": self.talk.engine.max_context,
+        }
+
+    async def _chat(self, request: Request, seat: Seat) -> Any:
+        body = await self._body(request, ChatRequest)
+        self._known_model(body.model)
+        job = await self.talk.prepare(chat.ask_of(body), seat)
+        writer = chat.ChatWriter(body, job, fingerprint=self.settings.fingerprint, renderer=self.talk.renderer)
+        return await self._play(request, job, writer, job.ask.n, bool(body.stream), _data_only, "[DONE]")
+
+    async def _completions(self, request: Request, seat: Seat) -> Any:
+        body = await self._body(request, CompletionRequest)
+        self._known_model(body.model)
+        job = TextJob(self.talk.engine, self.talk.renderer, body)
+        writer = TextWriter(job, self.talk.renderer, self.settings.fingerprint)
+        return await self._play(request, job, writer, job.count, bool(body.stream), _data_only, "[DONE]")
+
+    async def _responses(self, request: Request, seat: Seat) -> Any:
+        body = await self._body(request, ResponsesRequest)
+        self._known_model(body.model)
+        job = await self.talk.prepare(responses.ask_of(body), seat)
+        writer = responses.ResponseWriter(body, job)
+        return await self._play(request, job, writer, 1, bool(body.stream), _named, None)
+
+    async def _play(
+        self,
+        request: Request,
+        job: StreamJob,
+        writer: Writer,
+        count: int,
+        stream: bool,
+        framed: Callable[[Any], bytes],
+        last: str | None,
+    ) -> Any:
+        """Sample the job and write its answer, whole or as it comes."""
+        gate = self.talk.gate
+        gate.enter(count)
+        if not stream:
+            try:
+                return JSONResponse(writer.whole(await while_there(request, job.run())))
+            finally:
+                gate.leave(count)
+        streaming = _Streaming(job, writer, framed, last, self.talk)
+        try:
+            await streaming.first(request)
+        except BaseException:
+            await streaming.stop()
+            gate.leave(count)
+            raise
+        return EventStream(
+            streaming.events(),
+            headers={},
+            on_end=lambda: gate.leave(count),
+            write_timeout_s=self.settings.write_timeout_s,
+        )
+
+
+class _Streaming:
+    """A job that is sampled while its answer is being sent."""
+
+    def __init__(
+        self, job: StreamJob, writer: Writer, framed: Callable[[Any], bytes], last: str | None, talk: Talk
+    ) -> None:
+        self._writer, self._framed, self._last = writer, framed, last
+        self._ready = asyncio.Event()
+        self._chunks: list[Any] = list(writer.opening())
+        self._started, self._talk = time.monotonic(), talk
+        self._task = asyncio.ensure_future(job.run(self._take))
+        self._task.add_done_callback(lambda task: self._ready.set())
+
+    def _take(self, index: int, deltas: list[Delta], drawn: Sequence[Drawn]) -> None:
+        if not self._ready.is_set() and self._started:
+            self._talk.metrics.first_token_seconds.observe(time.monotonic() - self._started)
+            self._started = 0.0
+        self._chunks += self._writer.chunks(index, deltas, drawn)
+        self._ready.set()
+
+    async def first(self, request: Request) -> None:
+        """Wait for the first piece, so that what fails at once is answered with its status.
+
+        Raises:
+            GoneError: the client went away.
+        """
+        ready, leaving = asyncio.ensure_future(self._ready.wait()), asyncio.ensure_future(gone(request.receive))
+        try:
+            await asyncio.wait((ready, leaving), return_when=asyncio.FIRST_COMPLETED)
+            if not ready.done():
+                raise GoneError
+            if self._task.done():
+                self._task.result()
+        finally:
+            for waiting in (ready, leaving):
+                waiting.cancel()
+            await asyncio.gather(ready, leaving, return_exceptions=True)
+
+    async def events(self) -> AsyncIterator[bytes]:
+        """The answer, event by event; a failure on the way is its last event."""
+        try:
+            while True:
+                await self._ready.wait()
+                self._ready.clear()
+                chunks, self._chunks = self._chunks, []
+                for chunk in chunks:
+                    yield self._framed(chunk)
+                if self._task.done() and not self._chunks:
+                    break
+            for chunk in self._writer.closing(self._task.result()):
+                yield self._framed(chunk)
+            if self._last is not None:
+                yield event(self._last)
+        except Exception as e:
+            trouble = e.exceptions[0] if isinstance(e, ExceptionGroup) else e
+            yield event(_explained(trouble).body(), None if self._last is not None else "error")
+        finally:
+            await self.stop()
+
+    async def stop(self) -> None:
+        """End the job, wherever it is."""
+        self._task.cancel()
+        with contextlib.suppress(asyncio.CancelledError, Exception):
+            await self._task
+
+
+def _data_only(chunk: Any) -> bytes:
+    return event(chunk)
+
+
+def _named(chunk: Any) -> bytes:
+    return event(chunk, chunk["type"])
+
+
+def error_response(error: ApiError) -> Response:
+    """An error in OpenAI's envelope."""
+    return JSONResponse(error.body(), error.status, headers=error.headers)
+
+
+def _explained(e: BaseException) -> ApiError:
+    """What the client is told of an exception; what is our mistake is logged in full and told in short."""
+    if isinstance(e, ApiError):
+        return e
+    if isinstance(e, EngineError):
+        log.error("the engine failed: %s", e)
+        return ApiError(503, f"The engine failed: {e}", code="engine_error", headers={"Retry-After": "5"})
+    log.error("a request failed", exc_info=e)
+    return ApiError(500, f"Internal error: {type(e).__name__}", code="internal_error")
+
+
+async def _http_error(request: Request, error: Exception) -> Response:
+    """Unknown paths and methods, in the same form as all other errors."""
+    assert isinstance(error, HTTPException)
+    what = f"{request.method} {request.url.path}"
+    texts = {404: f"There is nothing at {what}.", 405: f"{what}: this method is not allowed here."}
+    headers: Mapping[str, str] = error.headers or {}
+    return error_response(
+        ApiError(error.status_code, texts.get(error.status_code, error.detail), code="not_found", headers=headers)
+    )

@@ -1,0 +1,152 @@
+"""One completion: from ids through the engine to pieces for the client."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Protocol
+
+from agentrl.engine.base import Engine
+from agentrl.engine.watch import Drawn, Mask, Watch, WatchedEngine
+from agentrl.errors import EngineError
+from agentrl.serve.reader import Delta
+from agentrl.types import Completion, Sampling
+
+
+class Reading(Protocol):
+    """What reads a completion: a `Reader` or a `TextReader`."""
+
+    @property
+    def may_cut(self) -> bool:
+        """Whether it can end the completion."""
+        ...
+
+    @property
+    def cut(self) -> bool:
+        """Whether it has."""
+        ...
+
+    def feed(self, id: int) -> list[Delta]:
+        """What the next id says."""
+        ...
+
+    def close(self) -> list[Delta]:
+        """What the end says."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Order:
+    """How one completion is drawn: `top` alternatives with each token, held to a grammar by `mask`."""
+
+    sampling: Sampling
+    top: int = 0
+    mask: Mask | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Sampled:
+    """A completion, and its tokens with their alternatives where those were asked for."""
+
+    completion: Completion
+    drawn: tuple[Drawn, ...]
+
+
+async def generate(
+    engine: Engine,
+    ids: Sequence[int],
+    order: Order,
+    reader: Reading,
+    *,
+    session: str | None,
+    on_deltas: Callable[[list[Delta], Sequence[Drawn]], None] | None = None,
+) -> Sampled:
+    """Draw a completion and read it; it ends early where the reader cuts it. Cancelling frees the engine's slot.
+
+    Args:
+        on_deltas: told the pieces as they come, with the tokens since the last time. An engine that cannot be
+            watched tells all at the end.
+
+    Raises:
+        EngineError: the engine is lost.
+    """
+    follow = _Following(reader, on_deltas)
+    watched = order.top > 0 or order.mask is not None or on_deltas is not None or reader.may_cut
+    if watched and isinstance(engine, WatchedEngine):
+        watch = Watch(follow.take, order.top, order.mask)
+        sampling = engine.generate_watched(ids, order.sampling, watch, session=session)
+        completion = await follow.until_cut(asyncio.ensure_future(sampling))
+    else:
+        completion = await engine.generate(ids, order.sampling, session=session)
+        drawn = zip(completion.ids, completion.logprobs, completion.versions, strict=True)
+        for id, logprob, version in drawn:
+            if not reader.cut:
+                follow.take(Drawn(id, logprob, version))
+    if completion.finish == "abort":
+        raise EngineError("the engine aborted the completion")
+    follow.end()
+    return Sampled(follow.kept(completion), tuple(follow.drawn))
+
+
+class _Following:
+    """What was drawn so far, and what the reader made of it."""
+
+    def __init__(self, reader: Reading, on_deltas: Callable[[list[Delta], Sequence[Drawn]], None] | None) -> None:
+        self.reader, self._on_deltas = reader, on_deltas
+        self.drawn: list[Drawn] = []
+        self._untold: list[Drawn] = []
+        self._cut = asyncio.Event()
+        self._trouble: BaseException | None = None
+
+    def take(self, drawn: Drawn) -> None:
+        """Read a token. Runs as a callback of the loop, so trouble is kept for `until_cut`."""
+        if self.reader.cut or self._trouble is not None:
+            return
+        try:
+            self.drawn.append(drawn)
+            self._untold.append(drawn)
+            self._tell(self.reader.feed(drawn.id))
+        except Exception as e:
+            self._trouble = e
+        if self.reader.cut or self._trouble is not None:
+            self._cut.set()
+
+    def end(self) -> None:
+        """The completion is over."""
+        if self._trouble is not None:
+            raise self._trouble
+        self._tell(self.reader.close(), last=True)
+
+    def _tell(self, deltas: list[Delta], last: bool = False) -> None:
+        if self._on_deltas is not None and (deltas or (last and self._untold)):
+            self._on_deltas(deltas, self._untold)
+            self._untold = []
+
+    async def until_cut(self, sampling: asyncio.Future[Completion]) -> Completion:
+        """Wait for the completion, or end it where the reader cuts it."""
+        cutting = asyncio.ensure_future(self._cut.wait())
+        try:
+            await asyncio.wait((sampling, cutting), return_when=asyncio.FIRST_COMPLETED)
+            if sampling.done():
+                return sampling.result()
+            return Completion((), (), (), "stop")
+        finally:
+            cutting.cancel()
+            if not sampling.done():
+                sampling.cancel()
+                with contextlib.suppress(asyncio.CancelledError, EngineError):
+                    await sampling
+
+    def kept(self, completion: Completion) -> Completion:
+        """The completion up to where it was cut."""
+        if not self.reader.cut:
+            return completion
+        return replace(
+            completion,
+            ids=tuple(drawn.id for drawn in self.drawn),
+            logprobs=tuple(drawn.logprob for drawn in self.drawn),
+            versions=tuple(drawn.version for drawn in self.drawn),
+            finish="stop",
+        )

@@ -1,0 +1,228 @@
+"""Completions held to a grammar: answers in JSON, and calls that must be made.
+
+How a call is written is read off the chat template: a call with known arguments is rendered, and what stands
+around them is the grammar of that format. Formats that do not write arguments as JSON cannot be held so.
+Source of the grammar language and its engine: llguidance.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections import OrderedDict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, Protocol, cast
+
+import numpy as np
+from numpy.typing import NDArray
+
+from agentrl.chat.template import Renderer
+from agentrl.engine.watch import Mask
+from agentrl.errors import TemplateError
+from agentrl.types import Message, ToolCall
+
+KEPT = 32
+"""Compiled grammars that are kept."""
+_MARK = {"agentrl_argument": "agentrl_value"}
+_STYLE = {"x-guidance": {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}}
+"""JSON as `json.dumps` writes it: one way to write each value, so that white space cannot go on for ever."""
+
+
+@dataclass(frozen=True, slots=True)
+class AnswerFormat:
+    """The schema that an answer follows; {} is any JSON object."""
+
+    schema: Mapping[str, Any]
+
+
+class GrammarError(ValueError):
+    """What was asked for cannot be made a grammar; `param` names what asked for it."""
+
+    def __init__(self, param: str, why: str) -> None:
+        super().__init__(why)
+        self.param = param
+
+
+class _Matcher(Protocol):
+    def compute_bitmask(self) -> bytes: ...
+    def consume_token(self, token: int) -> bool: ...
+    def deep_copy(self) -> _Matcher: ...
+    def get_error(self) -> str: ...
+
+
+class GrammarMask:
+    """The state of one completion in a grammar: a `Mask`."""
+
+    def __init__(self, matcher: _Matcher) -> None:
+        self._matcher = matcher
+
+    def allowed(self) -> NDArray[np.bool_]:
+        """(V,) True where a token may be drawn now."""
+        bits = np.frombuffer(self._matcher.compute_bitmask(), dtype=np.uint8)
+        return np.unpackbits(bits, bitorder="little").astype(np.bool_)
+
+    def take(self, id: int) -> None:
+        """This token was drawn."""
+        self._matcher.consume_token(id)
+
+
+class _Tokens:
+    """A vocabulary in the shape that llguidance asks for: every control token is a token of its own."""
+
+    def __init__(self, renderer: Renderer) -> None:
+        vocabulary = renderer.vocabulary
+        self._encode = vocabulary.encode_text
+        self.eos_token_id = min(renderer.stop_ids)
+        self.bos_token_id = None
+        self.special_token_ids = sorted(set(vocabulary.control.values()) | set(renderer.stop_ids))
+        self.tokens = [vocabulary.token_bytes(id) for id in range(vocabulary.size)]
+
+    def __call__(self, text: str | bytes) -> list[int]:
+        return self._encode(text if isinstance(text, str) else text.decode("utf-8", "replace"))
+
+
+class Grammars:
+    """Makes grammars for one renderer, and keeps those made last."""
+
+    def __init__(self, renderer: Renderer) -> None:
+        self._renderer = renderer
+        self._kept: OrderedDict[str, _Matcher] = OrderedDict()
+
+    async def mask(
+        self,
+        format: AnswerFormat | None,
+        *,
+        tools: Sequence[Mapping[str, Any]] = (),
+        named: str | None = None,
+        one_call: bool = False,
+        thinking: bool = False,
+    ) -> Mask | None:
+        """What holds a completion to `format`, or to calls of `tools`; None where neither is given.
+
+        Args:
+            named: the one tool that must be called.
+            one_call: exactly one call.
+            thinking: the prompt has opened a think block, which ends first.
+
+        Raises:
+            GrammarError: the schema or the format of calls cannot be made a grammar.
+        """
+        if format is None and not tools:
+            return None
+        schema = None if format is None else dict(format.schema)
+        key = json.dumps([schema, list(tools), named, one_call, thinking], sort_keys=True)
+        if key not in self._kept:
+            offered = [tool for tool in tools if named in (None, tool["function"]["name"])]
+            matcher = await asyncio.to_thread(self._compile, schema, offered, one_call or bool(named), thinking)
+            self._kept[key] = matcher
+            if len(self._kept) > KEPT:
+                self._kept.popitem(last=False)
+        self._kept.move_to_end(key)
+        return GrammarMask(self._kept[key].deep_copy())
+
+    @cached_property
+    def _tokenizer(self) -> Any:
+        from llguidance import LLTokenizer, TokenizerWrapper
+
+        return LLTokenizer(TokenizerWrapper(_Tokens(self._renderer)), eos_token=sorted(self._renderer.stop_ids))
+
+    def _compile(
+        self, schema: dict[str, Any] | None, tools: Sequence[Mapping[str, Any]], one_call: bool, thinking: bool
+    ) -> _Matcher:
+        from llguidance import LLMatcher
+
+        param = "response_format" if schema is not None else "tool_choice"
+        try:
+            if schema is not None:
+                body = f"answer: {_json(schema or {'type': 'object'})}\n"
+            else:
+                body = self._calls(tools, one_call)
+            text = f"start: {self._thoughts(thinking)}answer\n{body}THOUGHT: /(.|\\n)*/\n"
+            if problem := LLMatcher.validate_grammar(text, self._tokenizer):
+                raise GrammarError(param, f"cannot be made a grammar: {str(problem).splitlines()[0][:300]}")
+            matcher = LLMatcher(self._tokenizer, text, log_level=0)
+        except TemplateError as e:
+            raise GrammarError(param, f"the chat template does not show how a call is written: {e}") from e
+        return cast(_Matcher, matcher)
+
+    def _thoughts(self, thinking: bool) -> str:
+        """A think block before the answer, where the format marks it with control tokens."""
+        opening, closing = (self._renderer.vocabulary.control.get(mark) for mark in self._renderer.parser.think)
+        if opening is None or closing is None:
+            return ""
+        if thinking:
+            return f"THOUGHT <[{closing}]> /\\n*/ "
+        return f"(<[{opening}]> THOUGHT <[{closing}]> /\\n*/)? "
+
+    def _calls(self, tools: Sequence[Mapping[str, Any]], one_call: bool) -> str:
+        """One call, or several, of these tools."""
+        first = tools[0]["function"]["name"]
+        rules, options, more = [], [], []
+        closing = ""
+        for n, tool in enumerate(tools):
+            function = tool["function"]
+            before, between, after = self._around(tools, first, function["name"])
+            rules.append(f"arguments{n}: {_json(function.get('parameters') or {'type': 'object'})}\n")
+            options.append(f"{self._pattern(before)} arguments{n}")
+            more.append(f"{self._pattern(between)} arguments{n}")
+            closing = self._pattern(after)
+        again = "" if one_call else f" ({' | '.join(more)})*"
+        return f"answer: ({' | '.join(options)}){again} {closing}\n" + "".join(rules)
+
+    def _around(
+        self, tools: Sequence[Mapping[str, Any]], first: str, name: str
+    ) -> tuple[list[int], list[int], list[int]]:
+        """Ids before the arguments of a first call, between them and those of a second one, after the last."""
+        one = self._written([name], tools)
+        two = self._written([first, name], tools)
+        if len(one) != 2 or len(two) != 3:
+            raise GrammarError(
+                "tool_choice",
+                f"the tool-call format {self._renderer.parser.name!r} does not write arguments as JSON, "
+                "so a call cannot be forced; use 'auto'",
+            )
+        return one[0], two[1], one[1]
+
+    def _written(self, names: Sequence[str], tools: Sequence[Mapping[str, Any]]) -> list[list[int]]:
+        """The ids around the arguments of these calls, as the template writes them, without the stop token."""
+        renderer = self._renderer
+        calls = tuple(ToolCall(f"c{0:05d}{n:03d}", name, _MARK) for n, name in enumerate(names))
+        ids = renderer.unstopped(renderer.completion_ids(Message("assistant", "", calls), tools))
+        parts: list[list[int]] = [[]]
+        for piece in _split(ids, frozenset(renderer.vocabulary.control.values())):
+            if isinstance(piece, int):
+                parts[-1].append(piece)
+                continue
+            first, *rest = renderer.decode(piece).split(json.dumps(_MARK))
+            parts[-1] += renderer.vocabulary.encode_text(first)
+            for text in rest:
+                parts.append(list(renderer.vocabulary.encode_text(text)))
+        return parts
+
+    def _pattern(self, ids: Sequence[int]) -> str:
+        """These ids in the grammar language."""
+        control = frozenset(self._renderer.vocabulary.control.values())
+        pieces = [
+            f"<[{piece}]>" if isinstance(piece, int) else json.dumps(self._renderer.decode(piece))
+            for piece in _split(ids, control)
+        ]
+        return " ".join(pieces) or '""'
+
+
+def _json(schema: Mapping[str, Any]) -> str:
+    return "%json " + json.dumps({**schema, **_STYLE})
+
+
+def _split(ids: Sequence[int], control: frozenset[int]) -> list[int | list[int]]:
+    """Control tokens one by one, all else in runs."""
+    pieces: list[int | list[int]] = []
+    for id in ids:
+        if id in control:
+            pieces.append(id)
+        elif pieces and isinstance(pieces[-1], list):
+            pieces[-1].append(id)
+        else:
+            pieces.append([id])
+    return pieces

@@ -1,0 +1,314 @@
+"""From sampled ids to what a client is told: text, reasoning and calls, piece by piece.
+
+Streamed and plain answers are the same pieces, so they always say the same.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from agentrl.chat.parsers.base import Begun, Call, Event, Fragment, Malformed, Reasoning, Text, collect
+from agentrl.chat.template import Renderer, to_message
+from agentrl.serve.session import Incoming, arguments_text
+from agentrl.types import Message, ToolCall
+
+_LONGEST_CHARACTER = 4
+"""Ids that one character may be spread over; what is no character after that many never becomes one."""
+
+
+@dataclass(frozen=True, slots=True)
+class ContentDelta:
+    """A piece of content."""
+
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class ReasoningDelta:
+    """A piece of a think block."""
+
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class CallBegun:
+    """A call begins; `index` counts the calls of the completion."""
+
+    index: int
+    id: str
+    name: str
+
+
+@dataclass(frozen=True, slots=True)
+class ArgumentsDelta:
+    """A piece of the JSON text of a call's arguments."""
+
+    index: int
+    text: str
+
+
+Delta = ContentDelta | ReasoningDelta | CallBegun | ArgumentsDelta
+
+
+class Detokenizer:
+    """Text of ids that come one by one; half a character is held back until it is whole."""
+
+    def __init__(self, decode: Callable[[Iterable[int]], str]) -> None:
+        self._decode = decode
+        self._ids: list[int] = []
+        self._shown = 0  # ids whose text was given out
+        self._text = ""  # of those; together they are the context that the next text is decoded in
+
+    def feed(self, id: int) -> str:
+        """The text that this id completes."""
+        self._ids.append(id)
+        text = self._decode(self._ids)
+        if text.endswith("\ufffd") and len(self._ids) - self._shown < _LONGEST_CHARACTER:
+            return ""
+        return self._advance(text)
+
+    def close(self) -> str:
+        """What was held back."""
+        return self._advance(self._decode(self._ids)) if len(self._ids) > self._shown else ""
+
+    def _advance(self, text: str) -> str:
+        new = text[len(self._text) :]
+        self._ids = self._ids[self._shown :]  # the newest ids stay: decoders look one token back
+        self._shown, self._text = len(self._ids), self._decode(self._ids)
+        return new
+
+
+class StopTexts:
+    """Ends a text where one of the stop texts begins; text that may be the beginning of one is held back."""
+
+    def __init__(self, stops: Sequence[str]) -> None:
+        self._stops, self._held = tuple(stops), ""
+        self.any = bool(stops)
+        self.found: str | None = None
+
+    def feed(self, text: str) -> str:
+        """The text that is certain by now."""
+        if not self._stops or self.found is not None:
+            return "" if self.found is not None else text
+        text = self._held + text
+        hits = [(at, stop) for stop in self._stops if (at := text.find(stop)) >= 0]
+        if hits:
+            at, self.found = min(hits, key=lambda hit: (hit[0], -len(hit[1])))
+            self._held = ""
+            return text[:at]
+        hold = max(self._beginning(text, stop) for stop in self._stops)
+        self._held = text[len(text) - hold :]
+        return text[: len(text) - hold]
+
+    def close(self) -> str:
+        """What was held back."""
+        held, self._held = self._held, ""
+        return held
+
+    @staticmethod
+    def _beginning(text: str, stop: str) -> int:
+        return next((n for n in range(min(len(stop) - 1, len(text)), 0, -1) if text.endswith(stop[:n])), 0)
+
+
+@dataclass(slots=True)
+class _Said:
+    """What a client was told so far."""
+
+    content: list[str] = field(default_factory=list)
+    reasoning: list[str] = field(default_factory=list)
+    calls: list[tuple[str, str, list[str]]] = field(default_factory=list)  # id, name, arguments
+
+
+class TextReader:
+    """Reads a completion that is nothing but text."""
+
+    def __init__(self, renderer: Renderer, stops: Sequence[str] = ()) -> None:
+        self._stop_ids = renderer.stop_ids
+        self._detokenizer = Detokenizer(renderer.decode)
+        self._stops = StopTexts(stops)
+        self._text: list[str] = []
+
+    @property
+    def may_cut(self) -> bool:
+        """Whether the completion can end before the policy ends it."""
+        return self._stops.any
+
+    @property
+    def cut(self) -> bool:
+        """Whether a stop text ended it."""
+        return self._stops.found is not None
+
+    @property
+    def text(self) -> str:
+        """All of it so far."""
+        return "".join(self._text)
+
+    def feed(self, id: int) -> list[Delta]:
+        """What the next id says."""
+        return [] if id in self._stop_ids else self._tell(self._stops.feed(self._detokenizer.feed(id)))
+
+    def close(self) -> list[Delta]:
+        """What the end of the completion says. Called once, last."""
+        return self._tell(self._stops.feed(self._detokenizer.close()) + self._stops.close())
+
+    def _tell(self, text: str) -> list[Delta]:
+        self._text.append(text)
+        return [ContentDelta(text)] if text else []
+
+
+class Reader:
+    """Reads one completion as an assistant message.
+
+    Args:
+        renderer: knows the tokens and the format.
+        tools: the schemas on offer.
+        thinking: whether the prompt ends inside an opened think block.
+        stops: texts that end the completion; they are not told.
+        read_calls: False takes calls for text: there are no tools, or they must not be called.
+        one_call: the completion ends with its first call.
+        call_id: the id of call `index`.
+    """
+
+    def __init__(
+        self,
+        renderer: Renderer,
+        *,
+        tools: Sequence[Mapping[str, Any]] = (),
+        thinking: bool = False,
+        stops: Sequence[str] = (),
+        read_calls: bool = True,
+        one_call: bool = False,
+        call_id: Callable[[int], str],
+    ) -> None:
+        self._renderer, self._call_id = renderer, call_id
+        self._read_calls, self._one_call = read_calls, one_call
+        self._detokenizer = Detokenizer(renderer.decode)
+        self._stops = StopTexts(stops)
+        self._parser = renderer.parser.stream(
+            tools=tools, thinking=thinking, repair=renderer.repair, partial=read_calls
+        )
+        self._text: list[str] = []
+        self._events: list[Event] = []
+        self._said = _Said()
+        self._unsettled = 0  # calls that have begun and are not complete
+        self._complete_calls = 0
+        self._cut = False
+
+    @property
+    def cut(self) -> bool:
+        """The completion is over before the policy ended it: at a stop text, or after its only call."""
+        return self._cut
+
+    @property
+    def may_cut(self) -> bool:
+        """Whether the completion can end before the policy ends it."""
+        return self._one_call or self._stops.any
+
+    def feed(self, id: int) -> list[Delta]:
+        """What the next id says; nothing more once the completion is cut."""
+        if self.cut or id in self._renderer.stop_ids:
+            return []
+        return self._read(self._detokenizer.feed(id))
+
+    def close(self) -> list[Delta]:
+        """What the end of the completion says. Called once, last."""
+        deltas: list[Delta] = []
+        if not self.cut:
+            deltas += self._read(self._detokenizer.close())
+        if not self.cut:
+            deltas += self._tell(self._parse(self._stops.close()))
+        events = self._parser.close()
+        if not (self.cut and self._one_call):
+            self._events += events
+            deltas += self._tell(events)
+        return deltas
+
+    def _read(self, text: str) -> list[Delta]:
+        if not text:
+            return []
+        text = self._stops.feed(text)
+        deltas = self._tell(self._parse(text))
+        self._cut = self._cut or self._stops.found is not None
+        return deltas
+
+    def _parse(self, text: str) -> list[Event]:
+        if not text:
+            return []
+        self._text.append(text)
+        events = self._parser.feed(text)
+        self._events += events
+        return events
+
+    def _tell(self, events: Sequence[Event]) -> list[Delta]:
+        deltas: list[Delta] = []
+        for event in events:
+            if self.cut:
+                break
+            for delta in self._deltas(event):
+                self._note(delta)
+                deltas.append(delta)
+        return deltas
+
+    def _deltas(self, event: Event) -> list[Delta]:
+        if isinstance(event, Text):
+            return [ContentDelta(event.text)]
+        if isinstance(event, Reasoning):
+            return [ReasoningDelta(event.text)] if event.text else []
+        if isinstance(event, Begun):
+            self._unsettled += 1
+            index = len(self._said.calls)
+            return [CallBegun(index, self._call_id(index), event.name)]
+        if isinstance(event, Fragment):
+            return [ArgumentsDelta(len(self._said.calls) - 1, event.text)]
+        if isinstance(event, Malformed):
+            self._unsettled -= bool(self._unsettled)
+            return []
+        return self._whole(event)
+
+    def _whole(self, call: Call) -> list[Delta]:
+        """A call that is complete: what was not told of it yet."""
+        if not self._read_calls:
+            return [ContentDelta("".join(self._text)[slice(*call.span)])]
+        self._complete_calls += 1
+        self._cut = self._one_call
+        if self._unsettled:
+            self._unsettled -= 1
+            return []
+        index = len(self._said.calls)
+        arguments = arguments_text(ToolCall("", call.name, call.arguments))
+        return [CallBegun(index, self._call_id(index), call.name), ArgumentsDelta(index, arguments)]
+
+    def _note(self, delta: Delta) -> None:
+        if isinstance(delta, ContentDelta):
+            self._said.content.append(delta.text)
+        elif isinstance(delta, ReasoningDelta):
+            self._said.reasoning.append(delta.text)
+        elif isinstance(delta, CallBegun):
+            self._said.calls.append((delta.id, delta.name, []))
+        else:
+            self._said.calls[delta.index][2].append(delta.text)
+
+    def sent(self) -> Incoming:
+        """What the client was told, as it will send it back."""
+        raw = tuple("".join(pieces) for _, _, pieces in self._said.calls)
+        calls = tuple(ToolCall(id, name, {}) for id, name, _ in self._said.calls)
+        reasoning = "".join(self._said.reasoning) if self._said.reasoning else None
+        return Incoming(Message("assistant", "".join(self._said.content), calls, reasoning=reasoning), raw)
+
+    def message(self, number: int) -> Message | None:
+        """What the completion says, where its tokens alone read otherwise; else None.
+
+        Args:
+            number: of the message in its transcript.
+        """
+        if self._read_calls and not self.cut:
+            return None
+        parsed = collect(self._events)
+        if not self._read_calls:
+            return Message("assistant", "".join(self._said.content), reasoning=parsed.reasoning)
+        said = to_message(parsed, number)
+        if not self._one_call:
+            return said
+        return Message("assistant", said.content, said.tool_calls[:1], reasoning=said.reasoning)

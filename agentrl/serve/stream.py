@@ -1,0 +1,112 @@
+"""Answers that come in pieces, and what happens when nobody is there to take them.
+
+Source of the wire form: server-sent events, HTML Living Standard, section 9.2.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import logging
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping
+from typing import Any, TypeVar
+
+from starlette.requests import Request
+from starlette.types import Receive, Scope, Send
+
+log = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+
+class GoneError(Exception):
+    """The client went away before its answer was ready."""
+
+
+def event(data: Any, name: str | None = None) -> bytes:
+    """One server-sent event."""
+    text = data if isinstance(data, str) else json.dumps(data, ensure_ascii=False, separators=(",", ":"))
+    head = "" if name is None else f"event: {name}\n"
+    return f"{head}data: {text}\n\n".encode("utf-8", "replace")
+
+
+async def gone(receive: Receive) -> None:
+    """Return when the client has gone away. The request's body must have been read."""
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+async def while_there(request: Request, work: Coroutine[Any, Any, T]) -> T:
+    """The result of `work`, which is cancelled when the client goes away.
+
+    Raises:
+        GoneError: it did.
+    """
+    task, leaving = asyncio.ensure_future(work), asyncio.ensure_future(gone(request.receive))
+    try:
+        await asyncio.wait((task, leaving), return_when=asyncio.FIRST_COMPLETED)
+        if task.done():
+            return task.result()
+        raise GoneError
+    finally:
+        await _end(leaving)
+        await _end(task)
+
+
+async def _end(task: asyncio.Future[Any]) -> None:
+    if not task.done():
+        task.cancel()
+        with contextlib.suppress(asyncio.CancelledError, Exception):
+            await task
+
+
+class EventStream:
+    """An ASGI answer made of server-sent events.
+
+    Args:
+        events: what to send; closed when the client goes away, so that the work behind it ends.
+        on_end: called in any case, when the answer is over.
+        write_timeout_s: how long a client may take nothing before it counts as gone.
+    """
+
+    def __init__(
+        self,
+        events: AsyncIterator[bytes],
+        *,
+        headers: Mapping[str, str],
+        on_end: Callable[[], None],
+        write_timeout_s: float,
+    ) -> None:
+        self._events, self._on_end, self._write_timeout_s = events, on_end, write_timeout_s
+        fixed = {"content-type": "text/event-stream; charset=utf-8", "cache-control": "no-cache"}
+        self._headers = [(k.encode(), v.encode()) for k, v in {**fixed, **headers}.items()]
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Send it all, or stop where the client goes away."""
+        sending, leaving = asyncio.ensure_future(self._send(send)), asyncio.ensure_future(gone(receive))
+        try:
+            await asyncio.wait((sending, leaving), return_when=asyncio.FIRST_COMPLETED)
+            if sending.done() and (trouble := sending.exception()) is not None:
+                if not isinstance(trouble, TimeoutError | OSError):
+                    raise trouble
+                log.info("a client took nothing for too long, or is gone: %r", trouble)
+        finally:
+            await _end(leaving)
+            await _end(sending)
+            self._on_end()
+
+    async def _send(self, send: Send) -> None:
+        try:
+            await self._put(send, {"type": "http.response.start", "status": 200, "headers": self._headers})
+            async for data in self._events:
+                await self._put(send, {"type": "http.response.body", "body": data, "more_body": True})
+            await self._put(send, {"type": "http.response.body", "body": b"", "more_body": False})
+        finally:
+            close: Callable[[], Awaitable[None]] | None = getattr(self._events, "aclose", None)
+            if close is not None:
+                await close()
+
+    async def _put(self, send: Send, message: dict[str, Any]) -> None:
+        async with asyncio.timeout(self._write_timeout_s):
+            await send(message)

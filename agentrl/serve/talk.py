@@ -1,0 +1,302 @@
+"""A request for the next assistant turn, whatever dialect it came in: from messages to recorded turns."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import secrets
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from agentrl.chat.template import Renderer
+from agentrl.engine.base import Engine
+from agentrl.engine.watch import Drawn, WatchedEngine
+from agentrl.errors import TemplateError
+from agentrl.serve.errors import ApiError, context_exceeded, invalid, overloaded, unsupported
+from agentrl.serve.generate import Order, Sampled, generate
+from agentrl.serve.grammar import AnswerFormat, GrammarError, Grammars
+from agentrl.serve.metrics import Metrics
+from agentrl.serve.reader import Delta, Reader
+from agentrl.serve.session import Incoming, Prompt, Session, Turn, UnrenderableError
+from agentrl.types import Sampling
+
+LONG_TEXT = 50_000
+"""Characters of a request from which it is rendered in a thread, so that others go on meanwhile."""
+
+Emit = Callable[[int, list[Delta], Sequence[Drawn]], None]
+"""Told the pieces of choice `index` as they come, with their tokens."""
+
+
+@dataclass(frozen=True, slots=True)
+class Ask:
+    """What a client wants, in no dialect.
+
+    Attributes:
+        messages: the conversation.
+        tools: schemas on offer, in the shape of `Env.tools`.
+        choice: whether a tool is called: "auto", "none", "required", or "named" (then `named` says which).
+        one_call: the turn ends with its first call.
+        n: how many turns.
+        temperature: 0 is greedy.
+        top_k: 0 is off.
+        limit: tokens of each completion at most; None for what the context allows.
+        stops: texts that end it.
+        seed: makes the draws the same every time; None draws differently.
+        top: alternatives told with each token.
+        format: what the answer has to look like.
+        param: name of the parameter that holds the messages, for errors.
+    """
+
+    messages: Sequence[Incoming]
+    tools: Sequence[Mapping[str, Any]] = ()
+    choice: Literal["auto", "none", "required", "named"] = "auto"
+    named: str = ""
+    one_call: bool = False
+    n: int = 1
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    limit: int | None = None
+    stops: tuple[str, ...] = ()
+    seed: int | None = None
+    top: int = 0
+    format: AnswerFormat | None = None
+    param: str = "messages"
+
+
+@dataclass(frozen=True, slots=True)
+class Seat:
+    """Whose request it is: the session that remembers its turns, and what is changed about what it asks."""
+
+    session: Session
+    adjust: Callable[[Ask], Ask] = field(default=lambda ask: ask)
+
+
+@dataclass(frozen=True, slots=True)
+class Spoken:
+    """One finished choice: `sent` is what the client was told, `finish` as OpenAI names it."""
+
+    turn: Turn
+    sent: Incoming
+    finish: Literal["stop", "length", "tool_calls"]
+    drawn: tuple[Drawn, ...]
+
+
+@dataclass(slots=True)
+class Gate:
+    """How much may run at once.
+
+    Attributes:
+        limit: completions at once; more are told to come back.
+        closed: why nobody gets in just now (weights are being replaced); None lets them in.
+    """
+
+    limit: int
+    running: int = 0
+    closed: str | None = None
+
+    def enter(self, count: int) -> None:
+        """Take `count` places; give them back with `leave`.
+
+        Raises:
+            ApiError: there is no room.
+        """
+        if self.closed is not None:
+            raise overloaded(self.closed, 1)
+        if self.running and self.running + count > self.limit:
+            raise overloaded(f"{self.running} completions are running already; at most {self.limit} may", 1)
+        self.running += count
+
+    def leave(self, count: int) -> None:
+        """Give `count` places back."""
+        self.running -= count
+
+
+class Talk:
+    """Everything that answers requests: engine, renderer, grammars, counters."""
+
+    def __init__(self, engine: Engine, renderer: Renderer, *, gate: Gate, metrics: Metrics) -> None:
+        self.engine, self.renderer, self.gate, self.metrics = engine, renderer, gate, metrics
+        self.grammars = Grammars(renderer)
+        self._releasing: set[asyncio.Task[None]] = set()
+
+    def open_session(self, max_tokens: int) -> Session:
+        """A session for many conversations; what it forgets, the engine forgets as well."""
+
+        def forgotten(conversation: str) -> None:
+            task = asyncio.ensure_future(self.engine.release(conversation))
+            self._releasing.add(task)
+            task.add_done_callback(self._releasing.discard)
+
+        return Session(self.renderer, max_tokens=max_tokens, on_forgotten=forgotten)
+
+    async def prepare(self, ask: Ask, seat: Seat) -> Job:
+        """Check and render a request; everything that is the client's mistake is found here.
+
+        Raises:
+            ApiError: it cannot be answered.
+        """
+        ask = seat.adjust(ask)
+        self._check(ask)
+        prompt = await self._prompt(ask, seat.session)
+        room = self.engine.max_context - len(prompt.ids)
+        if room < 1:
+            raise context_exceeded(ask.param, len(prompt.ids), self.engine.max_context)
+        self.metrics.matched.labels(prompt.matched.value).inc()
+        for event in prompt.drift:
+            self.metrics.drift.labels(event.kind.value).inc()
+        return Job(self, ask, seat.session, prompt, min(room, ask.limit or room))
+
+    def _check(self, ask: Ask) -> None:
+        names = [tool["function"]["name"] for tool in ask.tools]
+        if ask.choice == "named" and ask.named not in names:
+            raise invalid("tool_choice", f"{ask.named!r} is not among the tools")
+        if ask.choice == "required" and not names:
+            raise invalid("tool_choice", "'required' needs tools")
+        watched = isinstance(self.engine, WatchedEngine)
+        if ask.top and not watched:
+            raise unsupported("top_logprobs", "this engine does not tell alternatives")
+        if (ask.choice in ("required", "named") or ask.format) and not watched:
+            param = "response_format" if ask.format else "tool_choice"
+            raise unsupported(param, "this engine cannot be held to a grammar")
+
+    async def _prompt(self, ask: Ask, session: Session) -> Prompt:
+        size = sum(len(str(one.message.content)) + sum(map(len, one.raw_arguments)) for one in ask.messages)
+        try:
+            async with session.lock:
+                if size < LONG_TEXT:
+                    return session.prompt(ask.messages, ask.tools)
+                return await asyncio.to_thread(session.prompt, ask.messages, ask.tools)
+        except UnrenderableError as e:
+            raise invalid(f"{ask.param}[{e.message}]", str(e)) from None
+        except TemplateError as e:
+            raise ApiError(400, f"{ask.param}: {e}", param=ask.param, code="invalid_value") from None
+
+
+@dataclass(slots=True)
+class Job:
+    """A request that is ready to be sampled: `prompt` is its tokens, `limit` those of each completion at most."""
+
+    talk: Talk
+    ask: Ask
+    session: Session
+    prompt: Prompt
+    limit: int
+    spoken: list[Spoken] = field(default_factory=list)
+
+    async def run(self, emit: Emit | None = None) -> list[Spoken]:
+        """Sample every choice and remember the turns.
+
+        Raises:
+            EngineError: the engine is lost.
+            ApiError: a grammar cannot be made.
+        """
+        metrics = self.talk.metrics
+        prompt_tokens = len(self.prompt.ids)
+        async with asyncio.TaskGroup() as group:
+            choices = [group.create_task(self._choice(index, emit)) for index in range(self.ask.n)]
+        self.spoken = [choice.result() for choice in choices]
+        metrics.tokens.labels("prompt").inc(prompt_tokens)
+        metrics.tokens.labels("cached").inc(self.cached_tokens)
+        metrics.tokens.labels("sampled").inc(self.completion_tokens)
+        metrics.version.set(self.talk.engine.policy_version)
+        return self.spoken
+
+    @property
+    def prompt_tokens(self) -> int:
+        """Tokens of the prompt."""
+        return len(self.prompt.ids)
+
+    @property
+    def completion_tokens(self) -> int:
+        """Tokens of all choices together."""
+        return sum(len(spoken.turn.completion.ids) for spoken in self.spoken)
+
+    @property
+    def cached_tokens(self) -> int:
+        """Tokens of the prompt that were not computed again."""
+        return max((spoken.turn.completion.cached_tokens for spoken in self.spoken), default=0)
+
+    async def _choice(self, index: int, emit: Emit | None) -> Spoken:
+        ask, session, talk = self.ask, self.session, self.talk
+        number = session.number()
+        reader = Reader(
+            talk.renderer,
+            tools=ask.tools,
+            thinking=self.prompt.branch.thinking,
+            stops=ask.stops,
+            read_calls=bool(ask.tools) and ask.choice != "none",
+            one_call=ask.one_call or ask.choice == "named",
+            call_id=lambda call: session.call_id(number, call),
+        )
+        # The first choice goes on with the conversation's state, others run beside it.
+        name = self.prompt.conversation if index == 0 else f"{self.prompt.conversation}#{index}"
+        on_deltas = None if emit is None else lambda deltas, drawn: emit(index, deltas, drawn)
+        order = await self._order(index)
+        try:
+            sampled = await generate(
+                talk.engine, self.prompt.ids, order, reader, session=name, on_deltas=on_deltas
+            )
+        finally:
+            if index:
+                await talk.engine.release(name)
+        return self._remember(number, reader, sampled)
+
+    async def _order(self, index: int) -> Order:
+        ask = self.ask
+        seed = None if ask.seed is None else _seed(ask.seed, index)
+        sampling = Sampling(
+            temperature=ask.temperature,
+            top_p=ask.top_p,
+            top_k=ask.top_k,
+            max_tokens=self.limit,
+            stop_ids=self.talk.renderer.stop_ids,
+            seed=seed,
+        )
+        try:
+            mask = await self.talk.grammars.mask(
+                ask.format,
+                tools=ask.tools if ask.choice in ("required", "named") else (),
+                named=ask.named or None,
+                one_call=ask.one_call,
+                thinking=self.prompt.branch.thinking,
+            )
+        except GrammarError as e:
+            raise unsupported(e.param, str(e)) from None
+        return Order(sampling, ask.top, mask)
+
+    def _remember(self, number: int, reader: Reader, sampled: Sampled) -> Spoken:
+        sent = reader.sent()
+        turn = self.session.add(
+            self.prompt,
+            sampled.completion,
+            number=number,
+            message=reader.message(len(self.prompt.branch.messages)),
+            sent=sent,
+        )
+        finish: Literal["stop", "length", "tool_calls"] = "stop"
+        if sampled.completion.finish == "length":
+            finish = "length"
+        elif sent.message.tool_calls:
+            finish = "tool_calls"
+        return Spoken(turn, sent, finish, sampled.drawn)
+
+
+def _seed(seed: int, index: int) -> int:
+    """Another stream for each choice, the same every time; the first is the client's own."""
+    if index == 0:
+        return seed % 2**63
+    digest = hashlib.blake2b(f"{seed}/{index}".encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "big") >> 1
+
+
+def fresh_id(prefix: str) -> str:
+    """An id for an answer."""
+    return f"{prefix}{secrets.token_hex(12)}"
+
+
+def now() -> int:
+    """Seconds since 1970."""
+    return int(time.time())

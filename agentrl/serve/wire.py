@@ -1,0 +1,205 @@
+"""What clients send: chat and text completions. Types are strict; unknown fields pass, harmful ones are refused.
+
+Source: the OpenAI API reference; fields beyond it are those of vLLM and SGLang by the same names.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal, Self
+
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+from agentrl.serve.errors import unsupported
+
+HARMLESS: dict[str, tuple[Any, ...]] = {
+    "add_generation_prompt": (True,),
+    "audio": (),
+    "bad_words": ([],),
+    "chat_template": (),
+    "chat_template_kwargs": ({},),
+    "continue_final_message": (False,),
+    "frequency_penalty": (0,),
+    "function_call": ("none", "auto"),
+    "functions": ([],),
+    "guided_choice": (),
+    "guided_grammar": (),
+    "guided_json": (),
+    "guided_regex": (),
+    "ignore_eos": (False,),
+    "input_ids": (),
+    "length_penalty": (1,),
+    "logit_bias": ({},),
+    "lora_path": (),
+    "min_p": (0,),
+    "min_tokens": (0,),
+    "modalities": (["text"],),
+    "presence_penalty": (0,),
+    "prompt_logprobs": (),
+    "regex": (),
+    "repetition_penalty": (1,),
+    "stop_token_ids": ([],),
+    "structured_outputs": (),
+    "suffix": ("",),
+    "use_beam_search": (False,),
+    "web_search_options": (),
+}
+"""Parameters of other servers that would change the answer, with the values (besides null) that change nothing."""
+
+Tokens = Annotated[int, Field(ge=1, le=1 << 31)]
+
+
+class Wire(BaseModel):
+    """A part of a request."""
+
+    model_config = ConfigDict(extra="ignore", strict=True, allow_inf_nan=False, use_attribute_docstrings=True)
+
+
+class Part(Wire):
+    """One part of a message's content."""
+
+    type: str
+    text: str | None = None
+    refusal: str | None = None
+
+
+class CalledFunction(Wire):
+    """Which function, with which arguments."""
+
+    name: str
+    arguments: str = "{}"
+    """JSON text."""
+
+
+class WireCall(Wire):
+    """A tool call in an assistant message."""
+
+    id: str = ""
+    type: str | None = "function"
+    function: CalledFunction
+
+
+class WireMessage(Wire):
+    """One message of the conversation."""
+
+    role: Literal["system", "developer", "user", "assistant", "tool"]
+    content: str | list[Part] | None = None
+    name: str | None = None
+    tool_calls: list[WireCall] | None = None
+    tool_call_id: str | None = None
+    reasoning_content: str | None = None
+    """The think block of an assistant turn, as this server sends it."""
+    reasoning: str | None = None
+
+
+class Function(Wire):
+    """A tool on offer."""
+
+    name: Annotated[str, Field(min_length=1, max_length=256)]
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None
+    """Accepted; the schema is part of the prompt either way."""
+
+
+class WireTool(Wire):
+    """A tool on offer; only functions are known."""
+
+    type: str
+    function: Function | None = None
+
+
+class JsonSchema(Wire):
+    """The schema that an answer has to follow."""
+
+    name: str | None = None
+    schema_: dict[str, Any] | None = Field(default=None, alias="schema")
+    strict: bool | None = None
+
+
+class ResponseFormat(Wire):
+    """What an answer looks like."""
+
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: JsonSchema | None = None
+
+
+class StreamOptions(Wire):
+    """How an answer is streamed."""
+
+    include_usage: bool | None = None
+
+
+class Request(Wire):
+    """What all requests have in common."""
+
+    model_config = ConfigDict(extra="allow")
+
+    model: str
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    temperature: Annotated[float, Field(ge=0, le=2)] | None = None
+    top_p: Annotated[float, Field(gt=0, le=1)] | None = None
+    top_k: Annotated[int, Field(ge=-1, le=1 << 31)] | None = None
+    seed: int | None = None
+    n: Annotated[int, Field(ge=1, le=128)] | None = None
+    stop: str | list[str] | None = None
+    max_tokens: Tokens | None = None
+    return_token_ids: bool | None = None
+    """Extension of vLLM: the answer has `prompt_token_ids`, and each choice `token_ids`."""
+
+    @model_validator(mode="after")
+    def _stop_texts(self) -> Self:
+        if len(self.stops) > 16 or not all(self.stops):
+            raise ValueError("stop must be a text or up to 16 texts, none of them empty")
+        return self
+
+    @property
+    def stops(self) -> tuple[str, ...]:
+        """The stop texts."""
+        return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
+
+    def refuse_unsupported(self) -> None:
+        """Raise for parameters that would change the answer and are not there."""
+        for name, value in (self.model_extra or {}).items():
+            if name in HARMLESS and value is not None and value not in HARMLESS[name]:
+                raise unsupported(name, "is not supported here; leave it out")
+
+
+class ChatRequest(Request):
+    """POST /v1/chat/completions."""
+
+    messages: Annotated[list[WireMessage], Field(min_length=1)]
+    tools: list[WireTool] | None = None
+    tool_choice: Literal["none", "auto", "required"] | dict[str, Any] | None = None
+    """`none`, `auto`, `required`, or {"type": "function", "function": {"name": ...}}."""
+    parallel_tool_calls: bool | None = None
+    """False: the completion ends with its first call."""
+    logprobs: bool | None = None
+    top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
+    max_completion_tokens: Tokens | None = None
+    response_format: ResponseFormat | None = None
+
+    @property
+    def limit(self) -> int | None:
+        """Tokens in each completion at most."""
+        return self.max_completion_tokens or self.max_tokens
+
+    @model_validator(mode="after")
+    def _one_limit(self) -> Self:
+        if self.max_tokens and self.max_completion_tokens and self.max_tokens != self.max_completion_tokens:
+            raise ValueError("max_tokens and max_completion_tokens differ: give one of them")
+        if self.top_logprobs and not self.logprobs:
+            raise ValueError("top_logprobs has no effect without logprobs: true")
+        return self
+
+
+class CompletionRequest(Request):
+    """POST /v1/completions."""
+
+    prompt: str | list[str] | list[int] | list[list[int]]
+    """Text, token ids, or a list of either."""
+    echo: bool | None = None
+    logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
+    """How many alternatives each token comes with."""
+    max_tokens: Annotated[int, Field(ge=0, le=1 << 31)] | None = 16
+    best_of: Annotated[int, Field(ge=1, le=128)] | None = None

@@ -1,0 +1,89 @@
+"""What clients send to /v1/responses. Source: the OpenAI API reference."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import ConfigDict, Field
+
+from agentrl.serve.errors import unsupported
+from agentrl.serve.wire import Part, Tokens, Wire
+
+
+class Item(Wire):
+    """One item of the conversation: a message, a call, the result of a call, or a think block."""
+
+    type: str = "message"
+    role: Literal["system", "developer", "user", "assistant"] | None = None
+    content: str | list[Part] | None = None
+    call_id: str | None = None
+    name: str | None = None
+    arguments: str | None = None
+    """JSON text."""
+    output: str | list[Part] | None = None
+
+
+class FlatTool(Wire):
+    """A tool on offer; only functions are known."""
+
+    type: str
+    name: str | None = None
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None
+    """Accepted; the schema is part of the prompt either way."""
+
+
+class TextFormat(Wire):
+    """What an answer looks like."""
+
+    type: Literal["text", "json_object", "json_schema"]
+    name: str | None = None
+    schema_: dict[str, Any] | None = Field(default=None, alias="schema")
+    strict: bool | None = None
+
+
+class TextOptions(Wire):
+    """How the answer's text is written."""
+
+    format: TextFormat | None = None
+
+
+class ResponsesRequest(Wire):
+    """POST /v1/responses. Nothing is stored: every request brings its whole conversation."""
+
+    model_config = ConfigDict(extra="allow")
+
+    model: str
+    input: str | list[Item]
+    instructions: str | None = None
+    """Becomes the first system message."""
+    tools: list[FlatTool] | None = None
+    tool_choice: Literal["none", "auto", "required"] | dict[str, Any] | None = None
+    """`none`, `auto`, `required`, or {"type": "function", "name": ...}."""
+    parallel_tool_calls: bool | None = None
+    stream: bool | None = None
+    temperature: Annotated[float, Field(ge=0, le=2)] | None = None
+    top_p: Annotated[float, Field(gt=0, le=1)] | None = None
+    max_output_tokens: Tokens | None = None
+    text: TextOptions | None = None
+
+    def refuse_unsupported(self) -> None:
+        """Raise for parameters that would change the answer and are not there."""
+        for name, value in (self.model_extra or {}).items():
+            if name in HARMLESS and value is not None and value not in HARMLESS[name]:
+                raise unsupported(name, HARMLESS_WHY.get(name, "is not supported here; leave it out"))
+
+
+HARMLESS: dict[str, tuple[Any, ...]] = {
+    "background": (False,),
+    "conversation": (),
+    "max_tool_calls": (),
+    "previous_response_id": (),
+    "prompt": (),
+    "top_logprobs": (0,),
+    "truncation": ("disabled",),
+}
+"""Parameters that would change the answer, with the values (besides null) that change nothing."""
+_STORED = "this server stores no responses; send the whole conversation as `input`"
+HARMLESS_WHY = {"previous_response_id": _STORED, "conversation": _STORED}
