@@ -1,0 +1,252 @@
+"""A real HTTP server on the loopback that speaks SGLang's wire format, without a model behind it.
+
+For tests of whatever talks to inference servers: it draws tokens by a rule, at a pace of its own, pauses, takes
+weights by version, and can be made to die, to hang or to answer nonsense.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Self
+
+
+@dataclass
+class _Running:
+    """A request under way."""
+
+    prompt: list[int]
+    most: int
+    stops: frozenset[int]
+    ids: list[int] = field(default_factory=list)
+    versions: list[str] = field(default_factory=list)
+    retractions: int = 0
+    aborted: bool = False
+
+
+class LoopbackServer:
+    """An asyncio server; a context manager. Its state is public, for tests to look at and to change.
+
+    The next token of a sequence is `(sum(ids) + len(ids)) % vocabulary`, its log-probability -1 - token / 100.
+    """
+
+    def __init__(self, *, vocabulary: int = 97, max_context: int = 256, token_s: float = 0.0) -> None:
+        self.vocabulary, self.max_context, self.token_s = vocabulary, max_context, token_s
+        self.version = "default"
+        self.weights: list[tuple[str, Mapping[str, Any]]] = []
+        """Path and body of each request that brought weights, in order."""
+        self.log: list[str] = []
+        """Path of each request, in order."""
+        self.prompts: list[list[int]] = []
+        """What each `/generate` was asked to continue."""
+        self.answer: Callable[[dict[str, Any]], Any] | None = None
+        """Changes the answer of `/generate`, for instance into nonsense."""
+        self.refuse: dict[str, tuple[int, Any]] = {}
+        """Status and body to answer instead, by path."""
+        self.sick = False
+        """Whether health checks fail."""
+        self.retract = 0
+        """How many of the next answers say that their sequence was taken out of the cache once."""
+        self.asleep: set[str] = set()
+        self.running: dict[str, _Running] = {}
+        self.most_running = 0
+        self._go = asyncio.Event()
+        self._go.set()
+        self._server: asyncio.Server | None = None
+        self._open: set[asyncio.Task[None]] = set()
+        self.port = 0
+
+    @property
+    def url(self) -> str:
+        """Where it is."""
+        return f"http://127.0.0.1:{self.port}"
+
+    async def start(self) -> None:
+        """Listen: on a free port at first, on the same one again after `die`."""
+        self._server = await asyncio.start_server(self._accept, "127.0.0.1", self.port)
+        self.port = self._server.sockets[0].getsockname()[1]
+
+    async def die(self) -> None:
+        """Break every connection at once and listen no more; what was under way is forgotten."""
+        server, self._server = self._server, None
+        if server is not None:
+            server.close()
+        for task in list(self._open):
+            task.cancel()
+        await asyncio.gather(*self._open, return_exceptions=True)
+        self.running.clear()
+        self.version = "default"
+        self._go.set()
+
+    async def __aenter__(self) -> Self:
+        await self.start()
+        return self
+
+    async def __aexit__(self, *error: object) -> None:
+        await self.die()
+
+    # -- HTTP --------------------------------------------------------------------------------------------------
+
+    async def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        task = asyncio.current_task()
+        assert task is not None
+        self._open.add(task)
+        try:
+            while True:
+                head = (await reader.readuntil(b"\r\n\r\n")).decode()
+                method, path, _ = head.split(" ", 2)
+                length = next((int(v) for k, v in _headers(head) if k == "content-length"), 0)
+                body = json.loads(await reader.readexactly(length)) if length else {}
+                status, answer = await self._handle(method, path, body)
+                content = answer.encode() if isinstance(answer, str) else json.dumps(answer).encode()
+                kind = "text/plain" if isinstance(answer, str) else "application/json"
+                writer.write(
+                    f"HTTP/1.1 {status} X\r\ncontent-type: {kind}\r\ncontent-length: {len(content)}\r\n\r\n".encode()
+                    + content
+                )
+                await writer.drain()
+        except (asyncio.IncompleteReadError, ConnectionError, asyncio.CancelledError):
+            pass
+        finally:
+            self._open.discard(task)
+            writer.transport.abort()
+
+    async def _handle(self, method: str, path: str, body: dict[str, Any]) -> tuple[int, Any]:
+        self.log.append(path)
+        if path in self.refuse:
+            return self.refuse[path]
+        name = path.strip("/").replace("/", "_")
+        handler = getattr(self, f"_{method.lower()}_{name}", None)
+        if handler is None:
+            return 404, {"detail": "Not Found"}
+        result: tuple[int, Any] = await handler(body)
+        return result
+
+    # -- SGLang ------------------------------------------------------------------------------------------------
+
+    async def _get_health(self, body: dict[str, Any]) -> tuple[int, Any]:
+        return (503, "") if self.sick else (200, "")
+
+    async def _get_server_info(self, body: dict[str, Any]) -> tuple[int, Any]:
+        return 200, {"max_req_input_len": self.max_context - 1, "enable_deterministic_inference": True}
+
+    async def _post_generate(self, body: dict[str, Any]) -> tuple[int, Any]:
+        ids, params = body["input_ids"], body["sampling_params"]
+        if len(ids) >= self.max_context:
+            return 400, {
+                "error": {"message": f"Input length ({len(ids)} tokens) exceeds the maximum allowed length"}
+            }
+        if "logprob_start_len" in body:
+            scores = [[None if n == 0 else _logprob(token), token, None] for n, token in enumerate(ids)]
+            return 200, {"output_ids": [], "meta_info": {"input_token_logprobs": scores}}
+        self.prompts.append(list(ids))
+        most = min(params["max_new_tokens"], self.max_context - len(ids))
+        request = _Running(list(ids), most, frozenset(params.get("stop_token_ids") or ()))
+        rid = str(body.get("rid") or id(request))
+        self.running[rid] = request
+        self.most_running = max(self.most_running, len(self.running))
+        try:
+            kind = await self._draw(request)
+        finally:
+            self.running.pop(rid, None)
+        if self.retract:
+            self.retract -= 1
+            request.retractions += 1
+        answer = {"output_ids": request.ids, "meta_info": self._meta(request, kind, rid)}
+        return 200, answer if self.answer is None else self.answer(answer)
+
+    async def _draw(self, request: _Running) -> str:
+        while len(request.ids) < request.most:
+            await self._go.wait()
+            await asyncio.sleep(self.token_s)
+            await self._go.wait()
+            if request.aborted:
+                return "abort"
+            ids = request.prompt + request.ids
+            token = (sum(ids) + len(ids)) % self.vocabulary
+            request.ids.append(token)
+            request.versions.append(self.version)
+            if token in request.stops:
+                return "stop"
+        return "length"
+
+    def _meta(self, request: _Running, kind: str, rid: str) -> dict[str, Any]:
+        spans: list[dict[str, Any]] = []
+        for place, version in enumerate(request.versions):
+            if spans and spans[-1]["version"] == version:
+                spans[-1]["end"] = place + 1
+            else:
+                spans.append({"version": version, "start": place, "end": place + 1})
+        return {
+            "id": rid,
+            "finish_reason": {"type": kind},
+            "prompt_tokens": len(request.prompt),
+            "completion_tokens": len(request.ids),
+            "cached_tokens": 0,
+            "num_retractions": request.retractions,
+            "weight_version": self.version,
+            "weight_versions": spans,
+            "output_token_logprobs": [[_logprob(token), token, None] for token in request.ids],
+        }
+
+    async def _post_abort_request(self, body: dict[str, Any]) -> tuple[int, Any]:
+        for rid, request in self.running.items():
+            if body.get("abort_all") or rid == body.get("rid"):
+                request.aborted = True
+        return 200, ""
+
+    async def _post_pause_generation(self, body: dict[str, Any]) -> tuple[int, Any]:
+        self._go.clear()
+        if body.get("mode") == "retract":
+            for request in self.running.values():
+                request.retractions += 1
+        return 200, {"status": "ok"}
+
+    async def _post_continue_generation(self, body: dict[str, Any]) -> tuple[int, Any]:
+        self._go.set()
+        return 200, {"status": "ok"}
+
+    async def _post_flush_cache(self, body: dict[str, Any]) -> tuple[int, Any]:
+        return 200, "Cache flushed."
+
+    async def _post_begin_weight_update(self, body: dict[str, Any]) -> tuple[int, Any]:
+        return 200, {"success": True, "message": "Success"}
+
+    _post_end_weight_update = _post_begin_weight_update
+
+    async def _take_weights(self, path: str, body: dict[str, Any]) -> tuple[int, Any]:
+        if self._go.is_set():
+            return 400, {"success": False, "message": "this test server takes weights while it is paused only"}
+        self.weights.append((path, body))
+        self.version = body["weight_version"]
+        return 200, {"success": True, "message": "Success"}
+
+    async def _post_update_weights_from_disk(self, body: dict[str, Any]) -> tuple[int, Any]:
+        return await self._take_weights("/update_weights_from_disk", body)
+
+    async def _post_update_weights_from_tensor(self, body: dict[str, Any]) -> tuple[int, Any]:
+        return await self._take_weights("/update_weights_from_tensor", body)
+
+    async def _post_release_memory_occupation(self, body: dict[str, Any]) -> tuple[int, Any]:
+        self.asleep |= set(body.get("tags") or ("weights", "kv_cache"))
+        return 200, None
+
+    async def _post_resume_memory_occupation(self, body: dict[str, Any]) -> tuple[int, Any]:
+        self.asleep -= set(body.get("tags") or ("weights", "kv_cache"))
+        return 200, None
+
+
+def _headers(head: str) -> list[tuple[str, str]]:
+    found = []
+    for line in head.split("\r\n")[1:]:
+        with contextlib.suppress(ValueError):
+            name, value = line.split(":", 1)
+            found.append((name.strip().lower(), value.strip()))
+    return found
+
+
+def _logprob(token: int) -> float:
+    return -1.0 - token / 100

@@ -1,0 +1,59 @@
+"""Settings of engines that would have no effect are errors."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from pydantic import ValidationError
+
+from agentrl.config.engine import EngineConfig
+
+URLS = ["http://127.0.0.1:1"]
+
+
+@pytest.mark.parametrize(
+    ("data", "match"),
+    [
+        ({"sync": "disk"}, "sync has no effect while kind is local"),
+        ({"sync_tolerance": 0.1}, "sync_tolerance has no effect"),
+        ({"server": {"replicas": 2}}, "server.replicas has no effect while kind is local"),
+        (
+            {"kind": "sglang", "server": {"urls": URLS, "replicas": 2}},
+            "server.replicas has no effect on servers given",
+        ),
+        (
+            {"kind": "sglang", "server": {"urls": URLS, "args": ["--x"]}},
+            "server.args has no effect on servers given",
+        ),
+        (
+            {"kind": "sglang", "server": {"urls": URLS, "tensor_parallel": 2}},
+            "server.tensor_parallel has no effect",
+        ),
+        ({"kind": "sglang", "server": {"sync_folder": "/x"}}, "sync_folder has no effect while sync is tensor"),
+        ({"kind": "sglang", "sync": "disk", "server": {"bucket_mb": 1}}, "bucket_mb has no effect"),
+        ({"kind": "sglang", "sync": "tensor", "device": "cuda", "server": {"urls": URLS}}, "this machine only"),
+        ({"kind": "vllm", "sync": "broadcast"}, "does not exist for vllm"),
+    ],
+)
+def test_dead_settings_are_errors(data: dict[str, Any], match: str) -> None:
+    with pytest.raises(ValidationError, match=match):
+        EngineConfig.model_validate(data)
+
+
+@pytest.mark.parametrize(
+    ("data", "sync"),
+    [
+        ({"kind": "sglang"}, "tensor"),
+        ({"kind": "sglang", "server": {"urls": URLS}}, "disk"),
+        ({"kind": "sglang", "sync": "broadcast", "server": {"urls": URLS, "tensor_parallel": 2}}, "broadcast"),
+        ({"kind": "vllm"}, "disk"),
+    ],
+)
+def test_auto_chooses_a_way_for_weights(data: dict[str, Any], sync: str) -> None:
+    assert EngineConfig.model_validate(data).resolved_sync == sync
+
+
+def test_the_tolerance_follows_the_precision() -> None:
+    assert EngineConfig(kind="sglang").resolved_tolerance < EngineConfig(dtype="bfloat16").resolved_tolerance
+    assert EngineConfig(kind="sglang", sync_tolerance=0.5).resolved_tolerance == 0.5

@@ -1,0 +1,204 @@
+"""Servers as child processes: they start, say why they do not, and never outlive their owner."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from agentrl.config.engine import EngineConfig, ServerConfig
+from agentrl.engine.hosts import LaunchedHost, Recipe
+from agentrl.engine.launcher import ServerProcess, free_port
+from agentrl.engine.make import _recipe, open_engine
+from agentrl.engine.served import ServedEngine, ServedLimits
+from agentrl.engine.sglang import SGLangServer
+from agentrl.engine.sync import TensorSync
+from agentrl.errors import ConfigError, EngineError
+from agentrl.types import Sampling
+
+SERVER = """
+import asyncio, sys
+from agentrl.testing.server import LoopbackServer
+
+async def main():
+    server = LoopbackServer(token_s=0.02)
+    server.port, server.version = int(sys.argv[1]), "0"
+    await server.start()
+    await asyncio.Event().wait()
+
+asyncio.run(main())
+"""
+FAMILY = """
+import subprocess, sys, time
+inner = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"], start_new_session=True)
+print(inner.pid, flush=True)
+time.sleep(600)
+"""
+
+
+def runs(pid: int) -> bool:
+    """Whether a process exists and is not a zombie."""
+    with contextlib.suppress(OSError):
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    return False
+
+
+def printed_pid(log: Path) -> int:
+    end = time.monotonic() + 30
+    while time.monotonic() < end:
+        with contextlib.suppress(OSError, ValueError):
+            return int(log.read_text())
+        time.sleep(0.02)
+    raise AssertionError("nothing was printed")
+
+
+def gone(pid: int) -> bool:
+    end = time.monotonic() + 30
+    while runs(pid) and time.monotonic() < end:
+        time.sleep(0.02)
+    return not runs(pid)
+
+
+async def test_stopping_ends_descendants_that_hid_in_another_session(tmp_path: Path) -> None:
+    process = await ServerProcess.start([sys.executable, "-c", FAMILY], log=tmp_path / "log")
+    inner = await asyncio.to_thread(printed_pid, tmp_path / "log")
+    assert runs(inner)
+    await process.stop()
+    assert await asyncio.to_thread(gone, inner)
+    assert not process.alive
+    await process.stop()
+
+
+def test_nothing_outlives_an_owner_that_is_killed(tmp_path: Path) -> None:
+    owner = f"""
+import asyncio, sys
+from pathlib import Path
+from agentrl.engine.launcher import ServerProcess
+
+async def main():
+    await ServerProcess.start([sys.executable, "-c", {FAMILY!r}], log=Path({str(tmp_path / "log")!r}))
+    await asyncio.sleep(600)
+
+asyncio.run(main())
+"""
+    with subprocess.Popen([sys.executable, "-c", owner]) as process:
+        inner = printed_pid(tmp_path / "log")
+        process.send_signal(signal.SIGKILL)
+    assert gone(inner)
+
+
+async def test_the_exit_code_and_the_last_words_are_known(tmp_path: Path) -> None:
+    code = "print('no memory left'); raise SystemExit(3)"
+    process = await ServerProcess.start([sys.executable, "-c", code], log=tmp_path / "log")
+    assert await process.wait() == 3
+    assert process.last_words() == "no memory left"
+
+
+async def test_a_program_that_is_not_there_is_an_error(tmp_path: Path) -> None:
+    with pytest.raises(EngineError, match="not a program"):
+        await ServerProcess.start([str(tmp_path / "missing")], log=tmp_path / "log")
+
+
+def launched(tmp_path: Path, code: str, *, start_timeout_s: float = 50.0) -> LaunchedHost:
+    return LaunchedHost(
+        "test server",
+        Recipe(lambda port: [sys.executable, "-c", code, str(port)], {"PYTHONPATH": os.getcwd()}),
+        lambda url: SGLangServer(url, timeout_s=20.0),
+        log=tmp_path / "server.log",
+        start_timeout_s=start_timeout_s,
+    )
+
+
+def model_in(tmp_path: Path) -> Path:
+    folder = tmp_path / "model"
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps({"vocab_size": 97}))
+    save_file({"a": torch.zeros(2)}, folder / "model.safetensors")
+    return folder
+
+
+async def test_a_server_that_cannot_start_says_why(tmp_path: Path) -> None:
+    with pytest.raises(EngineError, match=r"exit code 1 while it started[\s\S]*no such model"):
+        await launched(tmp_path, "raise SystemExit('no such model')").start()
+
+
+async def test_a_server_that_never_answers_is_ended(tmp_path: Path) -> None:
+    host = launched(tmp_path, "import time; time.sleep(600)", start_timeout_s=0.5)
+    with pytest.raises(EngineError, match="start_timeout_s"):
+        await host.start()
+    assert host.process is not None
+    assert not host.process.alive
+
+
+async def test_a_killed_server_is_started_again_and_its_requests_go_on(tmp_path: Path) -> None:
+    said: list[str] = []
+    host = launched(tmp_path, SERVER)
+    engine = ServedEngine(
+        [host],
+        TensorSync(bucket_bytes=1 << 20),
+        model=model_in(tmp_path),
+        limits=ServedLimits(health_every_s=0.2),
+        tell=said.append,
+    )
+    await engine.start()
+    try:
+        await engine.update_weights({"a": torch.ones(2)}, version=1)
+        tasks = [asyncio.create_task(engine.generate([n], Sampling(max_tokens=30))) for n in range(4)]
+        await asyncio.sleep(0.2)
+        assert host.process is not None
+        os.kill(host.process.pid, signal.SIGTERM)  # the guard takes the server with it
+        done = await asyncio.gather(*tasks)
+        assert [len(c.ids) for c in done] == [30] * 4
+        assert all(c.versions == (1,) * 30 for c in done)
+        assert "is lost" in said[0]
+    finally:
+        await engine.close()
+    assert not host.process.alive
+
+
+def test_free_ports_are_free() -> None:
+    assert 1024 < free_port() < 65536
+
+
+def test_the_command_line_holds_what_the_configuration_says() -> None:
+    config = EngineConfig(
+        kind="sglang",
+        device="cpu",
+        max_slots=32,
+        server=ServerConfig(
+            python="/venv/bin/python",
+            gpu_memory_utilization=0.3,
+            args=["--foo", "1"],
+            environment={"A": "b", "OMP_NUM_THREADS": "4"},
+            sleep=True,
+        ),
+    )
+    recipe = _recipe(config, Path("/models/m"), "/venv/bin/python", 0)
+    line = " ".join(recipe.command(1234))
+    assert line.startswith("/venv/bin/python -m sglang.launch_server --model-path /models/m --host 127.0.0.1")
+    for part in (
+        "--max-running-requests 32",
+        "--mem-fraction-static 0.3",
+        "--device cpu",
+        "--foo 1",
+        "--port 1234",
+    ):
+        assert part in line
+    assert "--enable-memory-saver" in line
+    assert recipe.environment["A"] == "b"
+    assert recipe.environment["OMP_NUM_THREADS"] == "4"
+
+
+async def test_an_installation_that_is_not_there_is_named(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"engine\.server\.python"):
+        await open_engine(EngineConfig(kind="sglang", device="cpu"), model_in(tmp_path))

@@ -1,0 +1,371 @@
+"""The engine over servers, against real HTTP servers on the loopback that misbehave on demand."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import io
+import json
+import math
+import pickle
+from collections.abc import AsyncIterator, Callable
+from contextlib import AsyncExitStack, asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from agentrl.engine.hosts import GivenHost
+from agentrl.engine.served import ServedEngine, ServedLimits
+from agentrl.engine.sglang import SGLangServer
+from agentrl.engine.sync import DiskSync, TensorSync, WeightSync, buckets, distinct
+from agentrl.errors import EngineError
+from agentrl.testing.server import LoopbackServer
+from agentrl.types import Sampling
+
+PROMPT = [5, 6, 7]
+VOCABULARY = 97
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """What a model directory must hold for an engine over servers."""
+    folder = tmp_path_factory.mktemp("model")
+    (folder / "config.json").write_text(json.dumps({"vocab_size": VOCABULARY}))
+    (folder / "tokenizer.json").write_text("{}")
+    save_file(weights(0), folder / "model.safetensors")
+    return folder
+
+
+def weights(seed: int) -> dict[str, torch.Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    return {name: torch.randn(4, 8, generator=generator) for name in ("a.weight", "b.weight", "c.weight")}
+
+
+def expected(prompt: list[int], count: int) -> list[int]:
+    ids = list(prompt)
+    for _ in range(count):
+        ids.append((sum(ids) + len(ids)) % VOCABULARY)
+    return ids[len(prompt) :]
+
+
+@asynccontextmanager
+async def engine_over(
+    model: Path,
+    *servers: LoopbackServer,
+    sync: WeightSync | None = None,
+    said: list[str] | None = None,
+    **limits: Any,
+) -> AsyncIterator[ServedEngine]:
+    """An engine over started servers; warnings of losses go to `said`."""
+    said = [] if said is None else said
+    engine = ServedEngine(
+        [GivenHost(s.url, lambda url: SGLangServer(url, timeout_s=20.0), start_timeout_s=20.0) for s in servers],
+        sync or TensorSync(bucket_bytes=1 << 20),
+        model=model,
+        given=True,
+        limits=ServedLimits(**{"health_every_s": 0.1, "health_timeout_s": 2.0, **limits}),
+        tell=said.append,
+    )
+    await engine.start()
+    try:
+        yield engine
+    finally:
+        await engine.close()
+
+
+@asynccontextmanager
+async def servers(count: int, **options: Any) -> AsyncIterator[list[LoopbackServer]]:
+    async with AsyncExitStack() as stack:
+        yield [await stack.enter_async_context(LoopbackServer(**options)) for _ in range(count)]
+
+
+async def until(condition: Callable[[], object]) -> None:
+    """Wait for something that happens on the other side."""
+    async with asyncio.timeout(20):
+        while not condition():  # noqa: ASYNC110
+            await asyncio.sleep(0.005)
+
+
+async def test_tokens_logprobs_and_versions_come_as_drawn(model: Path) -> None:
+    async with servers(1) as (server,), engine_over(model, server) as engine:
+        completion = await engine.generate(PROMPT, Sampling(max_tokens=6))
+        assert list(completion.ids) == expected(PROMPT, 6)
+        assert completion.logprobs == tuple(-1.0 - token / 100 for token in completion.ids)
+        assert completion.versions == (0,) * 6
+        assert completion.finish == "length"
+        stop = expected(PROMPT, 3)[-1]
+        completion = await engine.generate(PROMPT, Sampling(max_tokens=6, stop_ids=frozenset([stop])))
+        assert completion.ids[-1] == stop
+        assert completion.finish == "stop"
+
+
+async def test_a_completion_ends_with_the_context(model: Path) -> None:
+    async with servers(1, max_context=10) as (server,), engine_over(model, server) as engine:
+        completion = await engine.generate(PROMPT, Sampling(max_tokens=50))
+        assert len(PROMPT) + len(completion.ids) == engine.max_context
+        assert completion.finish == "length"
+
+
+@pytest.mark.parametrize("ids", [[], [1] * 256, [VOCABULARY], [-1]])
+async def test_ids_that_would_hurt_the_server_never_reach_it(model: Path, ids: list[int]) -> None:
+    async with servers(1) as (server,), engine_over(model, server) as engine:
+        with pytest.raises(ValueError, match=r"ids is empty|no room|outside the model's vocabulary"):
+            await engine.generate(ids, Sampling())
+        assert server.prompts == []
+
+
+async def test_the_rest_of_a_completion_that_the_server_gave_up_is_asked_for(model: Path) -> None:
+    """An end that we did not ask for (another stop token, an abort of the server's) is gone on from."""
+    async with servers(1, token_s=0.01) as (server,), engine_over(model, server) as engine:
+        task = asyncio.create_task(engine.generate(PROMPT, Sampling(max_tokens=12)))
+        await until(lambda: server.running and len(next(iter(server.running.values())).ids) >= 3)
+        next(iter(server.running.values())).aborted = True
+        completion = await task
+        assert list(completion.ids) == expected(PROMPT, 12)
+        assert server.prompts[1] == PROMPT + expected(PROMPT, len(server.prompts[1]) - len(PROMPT))
+
+
+async def test_sessions_stick_and_load_is_spread(model: Path) -> None:
+    async with servers(2, token_s=0.002) as (a, b), engine_over(model, a, b) as engine:
+        for turn in range(3):
+            await asyncio.gather(
+                *(
+                    engine.generate([session, turn], Sampling(max_tokens=4), session=f"s{session}")
+                    for session in range(8)
+                )
+            )
+        homes = [{ids[0] for ids in server.prompts} for server in (a, b)]
+        assert homes[0] | homes[1] == set(range(8))
+        assert not homes[0] & homes[1], "a session moved although its server was free"
+        assert len(homes[0]) == len(homes[1]) == 4
+
+
+async def test_no_server_gets_more_than_its_capacity(model: Path) -> None:
+    async with servers(2, token_s=0.002) as (a, b), engine_over(model, a, b, capacity=3) as engine:
+        done = await asyncio.gather(*(engine.generate([n], Sampling(max_tokens=3)) for n in range(20)))
+        assert [list(c.ids) for c in done] == [expected([n], 3) for n in range(20)]
+        assert (a.most_running, b.most_running) == (3, 3)
+
+
+async def test_less_is_asked_of_a_server_that_runs_out_of_cache(model: Path) -> None:
+    async with servers(1, token_s=0.002) as (server,), engine_over(model, server, capacity=8) as engine:
+        replica = engine._pool.replicas[0]
+        server.retract = 8
+        await asyncio.gather(*(engine.generate([n], Sampling(max_tokens=3)) for n in range(8)))
+        shrunk = replica.limit
+        assert shrunk < 8
+        for _ in range(12):
+            await asyncio.gather(*(engine.generate([n], Sampling(max_tokens=2)) for n in range(8)))
+        assert replica.limit == 8, "memory is there again"
+
+
+async def test_a_dead_server_costs_a_delay_and_nothing_else(model: Path) -> None:
+    said: list[str] = []
+    async with servers(2, token_s=0.01) as (a, b), engine_over(model, a, b, said=said) as engine:
+        tasks = [
+            asyncio.create_task(engine.generate([n], Sampling(max_tokens=10), session=str(n))) for n in range(6)
+        ]
+        await until(lambda: len(a.running) == 3)
+        await a.die()
+        done = await asyncio.gather(*tasks)
+        assert [list(c.ids) for c in done] == [expected([n], 10) for n in range(6)]
+        assert any("is lost" in text for text in said)
+        assert engine.outage_s < 20
+
+
+async def test_the_only_server_comes_back_with_the_current_weights(model: Path) -> None:
+    said: list[str] = []
+    async with servers(1, token_s=0.01) as (server,), engine_over(model, server, said=said, restarts=50) as engine:
+        await engine.update_weights(weights(1), version=7)
+        task = asyncio.create_task(engine.generate(PROMPT, Sampling(max_tokens=10)))
+        await until(lambda: server.running)
+        await server.die()
+        await until(lambda: said)
+        outage = engine.outage_s
+        await server.start()
+        completion = await task
+        assert list(completion.ids) == expected(PROMPT, 10)
+        assert completion.versions == (7,) * 10, "it was given the weights of version 7 again"
+        assert engine.outage_s > outage
+        assert "answers again" in said[-1]
+
+
+async def test_a_server_that_hangs_is_given_up(model: Path) -> None:
+    async with servers(2, token_s=0.005) as (a, b), engine_over(model, a, b) as engine:
+        a.token_s, a.sick = 3600, True
+        done = await asyncio.gather(*(engine.generate([n], Sampling(max_tokens=4)) for n in range(4)))
+        assert [list(c.ids) for c in done] == [expected([n], 4) for n in range(4)]
+        assert len(b.prompts) == 4
+
+
+async def test_when_no_server_is_left_callers_are_told(model: Path) -> None:
+    async with servers(1, token_s=0.01) as (server,), engine_over(model, server, restarts=0) as engine:
+        task = asyncio.create_task(engine.generate(PROMPT, Sampling(max_tokens=50)))
+        await until(lambda: server.running)
+        await server.die()
+        with pytest.raises(EngineError, match="no server is left"):
+            await task
+        with pytest.raises(EngineError, match="no server is left"):
+            await engine.generate(PROMPT, Sampling())
+
+
+async def test_a_cancelled_call_is_aborted_on_the_server(model: Path) -> None:
+    async with servers(1, token_s=0.01) as (server,), engine_over(model, server, capacity=1) as engine:
+        task = asyncio.create_task(engine.generate(PROMPT, Sampling(max_tokens=200)))
+        await until(lambda: server.running)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        await until(lambda: not server.running)
+        assert "/abort_request" in server.log
+        completion = await engine.generate(PROMPT, Sampling(max_tokens=3))
+        assert list(completion.ids) == expected(PROMPT, 3), "its place is free again"
+
+
+def _with(change: Callable[[dict[str, Any]], Any]) -> Callable[[dict[str, Any]], Any]:
+    def answer(whole: dict[str, Any]) -> Any:
+        copy = json.loads(json.dumps(whole))
+        return change(copy) or copy
+
+    return answer
+
+
+@pytest.mark.parametrize(
+    ("change", "match"),
+    [
+        (lambda a: ["no", "object"], "no completion"),
+        (lambda a: a.pop("output_ids") and a, "no completion"),
+        (lambda a: a["meta_info"]["output_token_logprobs"].pop() and a, "not the same"),
+        (lambda a: a["meta_info"]["output_token_logprobs"][0].__setitem__(0, None), "no completion"),
+        (lambda a: a["meta_info"]["output_token_logprobs"][0].__setitem__(0, math.nan), "not finite"),
+        (lambda a: a["meta_info"]["weight_versions"][0].update(end=1), "versions of 1 tokens for 3"),
+        (lambda a: a["meta_info"]["weight_versions"][0].update(version="default"), "cannot be read"),
+        (lambda a: a["meta_info"]["finish_reason"].update(type="confused"), "finish reason"),
+        (lambda a: "hello", "no completion"),
+    ],
+)
+async def test_an_answer_that_makes_no_sense_is_an_error(model: Path, change: Any, match: str) -> None:
+    async with servers(1) as (server,), engine_over(model, server) as engine:
+        server.answer = _with(change)
+        with pytest.raises(EngineError, match=match):
+            await engine.generate(PROMPT, Sampling(max_tokens=3))
+        server.answer = None
+        await engine.generate(PROMPT, Sampling(max_tokens=3))
+
+
+async def test_a_refused_request_is_not_repeated(model: Path) -> None:
+    async with servers(1) as (server,), engine_over(model, server) as engine:
+        server.refuse["/generate"] = (400, {"error": "unknown field"})
+        with pytest.raises(EngineError, match="unknown field"):
+            await engine.generate(PROMPT, Sampling(max_tokens=3))
+        assert server.log.count("/generate") == 1
+
+
+async def test_a_request_that_breaks_every_server_ends(model: Path) -> None:
+    async with servers(1) as (server,), engine_over(model, server) as engine:
+        server.refuse["/generate"] = (500, {"error": "out of luck"})
+        with pytest.raises(EngineError, match="lost 6 times"):
+            await engine.generate(PROMPT, Sampling(max_tokens=3))
+
+
+async def test_new_weights_reach_requests_in_flight_in_the_safe_order(model: Path) -> None:
+    async with servers(1, token_s=0.01) as (server,), engine_over(model, server) as engine:
+        task = asyncio.create_task(engine.generate(PROMPT, Sampling(max_tokens=20)))
+        await until(lambda: server.running and len(next(iter(server.running.values())).ids) > 4)
+        server.log.clear()
+        await engine.update_weights(weights(1), version=3)
+        assert [path for path in server.log if path != "/health"] == [
+            "/pause_generation",
+            "/begin_weight_update",
+            "/update_weights_from_tensor",
+            "/end_weight_update",
+            "/flush_cache",
+            "/continue_generation",
+        ]
+        completion = await task
+        assert list(completion.ids) == expected(PROMPT, 20)
+        assert set(completion.versions) == {0, 3}
+        assert list(completion.versions) == sorted(completion.versions)
+        assert engine.policy_version == 3
+        assert engine._pool.replicas[0].limit == 256, "being retracted for new weights is no lack of memory"
+
+
+async def test_tensors_travel_in_buckets_and_arrive_as_they_are(model: Path) -> None:
+    sync = TensorSync(bucket_bytes=2 * 4 * 8 * 4)
+    async with servers(1) as (server,), engine_over(model, server, sync=sync) as engine:
+        server.weights.clear()
+        sent = weights(1)
+        await engine.update_weights(sent | {"tied.weight": sent["a.weight"]}, version=1)
+        assert len(server.weights) == 2
+        found: dict[str, torch.Tensor] = {}
+        for _, body in server.weights:
+            found |= dict(pickle.load(io.BytesIO(base64.b64decode(body["serialized_named_tensors"][0]))))
+        assert found.keys() == sent.keys(), "a tied parameter travels once"
+        assert all(torch.equal(found[name], sent[name]) for name in sent)
+
+
+async def test_weights_travel_through_a_folder(model: Path, tmp_path: Path) -> None:
+    async with servers(2) as (a, b), engine_over(model, a, b, sync=DiskSync(model, tmp_path)) as engine:
+        await engine.update_weights(weights(1), version=1)
+        await engine.update_weights(weights(2), version=2)
+        folder = Path(a.weights[-1][1]["model_path"])
+        assert folder == Path(b.weights[-1][1]["model_path"])
+        assert sorted(path.name for path in folder.iterdir()) == [
+            "config.json",
+            "model.safetensors",
+            "tokenizer.json",
+        ]
+        assert torch.equal(load_file(folder / "model.safetensors")["b.weight"], weights(2)["b.weight"])
+        assert len(list(tmp_path.iterdir())) == 1, "older ones are removed"
+    assert list(tmp_path.iterdir()) == []
+
+
+async def test_refused_weights_stop_the_run_with_the_reason(model: Path) -> None:
+    async with servers(1) as (server,), engine_over(model, server) as engine:
+        server.refuse["/update_weights_from_tensor"] = (400, {"success": False, "message": "wrong shape"})
+        with pytest.raises(EngineError, match="wrong shape"):
+            await engine.update_weights(weights(1), version=1)
+        assert engine.policy_version == 0
+
+
+async def test_a_server_lost_during_an_update_gets_the_weights_later(model: Path) -> None:
+    async with servers(2) as (a, b), engine_over(model, a, b, restarts=50) as engine:
+        await a.die()
+        await engine.update_weights(weights(1), version=4)
+        assert b.version == "4"
+        await a.start()
+        await until(lambda: len(engine._pool.ready) == 2)
+        assert a.version == "4"
+
+
+async def test_a_sleeping_engine_wakes_with_the_next_weights(model: Path) -> None:
+    async with servers(1) as (server,), engine_over(model, server) as engine:
+        await engine.sleep()
+        assert server.asleep == {"weights", "kv_cache"}
+        task = asyncio.create_task(engine.generate(PROMPT, Sampling(max_tokens=3)))
+        await asyncio.sleep(0.05)
+        assert server.prompts == []
+        await engine.update_weights(weights(1), version=1)
+        assert server.asleep == set()
+        assert (await task).versions == (1, 1, 1)
+
+
+async def test_logprobs_of_given_tokens_by_server(model: Path) -> None:
+    async with servers(2) as (a, b), engine_over(model, a, b) as engine:
+        found = await engine.token_logprobs([[1, 2, 3], [9, 9]])
+        assert found == [[[-1.02, -1.03], [-1.09]]] * 2
+
+
+def test_buckets_hold_everything_once() -> None:
+    tensors = {str(n): torch.zeros(n) for n in (10, 1, 1, 50, 2, 3)} | {"big": torch.zeros(1000)}
+    parts = list(buckets(tensors, 200))
+    assert [name for part in parts for name in part] == list(tensors)
+    assert all(sum(t.nbytes for t in part.values()) <= 200 or len(part) == 1 for part in parts)
+
+
+def test_tied_parameters_are_found_by_their_memory() -> None:
+    a = torch.zeros(3)
+    assert list(distinct({"x": a, "y": a, "z": torch.zeros(3)})) == ["x", "z"]
