@@ -1,19 +1,23 @@
 """Does the scheduler keep an engine full, and what does a turn cost? And what does asynchronous training buy?
 
-    python bench/rollout.py [--quick]        (a) a simulated engine: throughput and CPU cost per turn
-    python bench/rollout.py --learning       (c) synchronous, one step ahead and asynchronous, end to end (long)
+    python bench/rollout.py [--quick]           (a) a simulated engine: throughput and CPU cost per turn
+    python bench/rollout.py --learning FOLDER   (c) synchronous, one step ahead, asynchronous, end to end (long)
+    python bench/rollout.py --staleness FOLDER  (d) staleness 4 over seeds, corrected and not (very long)
 
 (a) The engine is simulated: it decodes up to SLOTS sequences at once, STEP_S per token and sequence, and prefills
 PREFILL tokens a second, one prompt after another; requests queue for a slot. Everything else is real: groups,
 admission, transcripts, templates, parsing, tool dispatch. 4,096 episodes of four turns, tools that take lognormal
-time. No schedule can be faster than the decoding, the prefilling and the longest episode alone; throughput is given
-as a share of that bound. CPU time per turn is that of the process without what the simulation takes.
+time. No schedule can be faster than the decoding, the prefilling and the longest episode alone; throughput is
+given as a share of that bound. CPU time per turn is that of the process without what the simulation takes.
 
 (b), the real local engine against padded `generate` and continuous batching, is bench/engine.py.
 
 (c) The calculator example with tools of 200 ms (median, lognormal), three times from the same start policy.
 
-The last line is JSON; full runs write bench/results/rollout.json, which rollout.md explains.
+(d) The calculator example as it is, synchronous and at staleness 4 with and without correction, several seeds.
+
+Runs of (c) and (d) are kept under FOLDER and not run again. The last line is JSON; all but `--quick` write their
+part of bench/results/rollout.json, which rollout.md explains.
 """
 
 from __future__ import annotations
@@ -24,7 +28,7 @@ import heapq
 import json
 import os
 import random
-import sys
+import statistics
 import tempfile
 import time
 from collections import deque
@@ -89,7 +93,9 @@ class SimulatedEngine:
         known, turn, alone = self._known.get(session, (0, 0, 0.0))
         rng = random.Random(f"{session}/{turn}")
         last = turn == TURNS - 1
-        completion = self._completions[-1] if last else self._completions[rng.randrange(len(self._completions) - 1)]
+        completion = (
+            self._completions[-1] if last else self._completions[rng.randrange(len(self._completions) - 1)]
+        )
         new = len(ids) - known
         alone += new / PREFILL + len(completion.ids) * self._step_s
         self._known[session] = (len(ids) + len(completion.ids), turn + 1, alone)
@@ -168,8 +174,15 @@ class Quick(Slow):
 
 def make_renderer() -> Renderer:
     with tempfile.TemporaryDirectory() as directory:
-        words = "Look things up with the tool, then answer. Question what is known about the matter Found: call one "
-        make_tokenizer(Path(directory), [words + '{"name": "look_up", "arguments": {"query": "a"}}'] * 4, vocab=600, max_context=4096)
+        words = (
+            "Look things up with the tool, then answer. Question what is known about the matter Found: call one "
+        )
+        make_tokenizer(
+            Path(directory),
+            [words + '{"name": "look_up", "arguments": {"query": "a"}}'] * 4,
+            vocab=600,
+            max_context=4096,
+        )
         return Renderer.from_directory(Path(directory))
 
 
@@ -222,9 +235,9 @@ def simulate(quick: bool) -> dict[str, Any]:
     wall, cpu, load = asyncio.run(play(renderer, episodes, Slow, slots=slots, step_s=step_s, concurrent=episodes))
     bound = load.bound_s(slots, step_s)
     print(
-        f"{episodes} episodes, {load.turns} turns, {load.sampled} tokens: {wall:.1f} s, the bound is {bound:.1f} s "
-        f"(decoding {load.sampled * step_s / slots:.1f}, prefilling {load.prefilled / PREFILL:.1f}, longest episode "
-        f"{load.longest_s:.1f}); {1000 * cpu / load.turns:.3f} ms of CPU per turn",
+        f"{episodes} episodes, {load.turns} turns, {load.sampled} tokens: {wall:.1f} s, bound {bound:.1f} s "
+        f"(decoding {load.sampled * step_s / slots:.1f}, prefilling {load.prefilled / PREFILL:.1f}, the longest "
+        f"episode {load.longest_s:.1f}); {1000 * cpu / load.turns:.3f} ms of CPU per turn",
         flush=True,
     )
     share = bound / wall
@@ -245,17 +258,59 @@ def simulate(quick: bool) -> dict[str, Any]:
     }
 
 
+def learning(folder: Path, steps: int) -> dict[str, Any]:
+    """Part (c)."""
+    from asynchronous import compare
+
+    modes = ["synchronous", "one step ahead", "asynchronous"]
+    runs = {mode: found[0] for mode, found in compare(folder, modes, 1, steps, slow=True).items()}
+    speedup = runs["synchronous"]["train_s"] / runs["asynchronous"]["train_s"]
+    return {"bench": "rollout", "ours": round(speedup, 2), "unit": "times as fast as synchronous", "runs": runs}
+
+
+def staleness(folder: Path, seeds: int, steps: int) -> dict[str, Any]:
+    """Part (d)."""
+    from asynchronous import compare
+
+    modes = ["synchronous", "asynchronous", "asynchronous, not corrected"]
+    runs = compare(folder, modes, seeds, steps, slow=False)
+    after = {mode: [run["held_out_after"] for run in found] for mode, found in runs.items()}
+    means = {mode: round(statistics.fmean(values), 3) for mode, values in after.items()}
+    spread = {mode: round(statistics.stdev(values), 3) if seeds > 1 else None for mode, values in after.items()}
+    return {
+        "bench": "rollout",
+        "ours": means["asynchronous"],
+        "baseline": means["synchronous"],
+        "unit": "held-out tasks solved",
+        "means": means,
+        "standard_deviations": spread,
+        "steps": steps,
+        "runs": runs,
+    }
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--quick", action="store_true", help="fewer episodes and slots; writes no results")
+    parser.add_argument(
+        "--quick", action="store_true", help="(a) with fewer episodes and slots; writes no results"
+    )
+    parser.add_argument("--learning", metavar="FOLDER", type=Path, help="(c) instead of (a); runs are kept here")
+    parser.add_argument("--staleness", metavar="FOLDER", type=Path, help="(d) instead of (a); runs are kept here")
+    parser.add_argument("--seeds", type=int, default=5, help="of (d)")
+    parser.add_argument("--steps", type=int, default=40, help="optimizer steps of each run of (c) and (d)")
     arguments = parser.parse_args()
-    result = simulate(arguments.quick)
+    if arguments.learning:
+        part, result = "learning", learning(arguments.learning, arguments.steps)
+    elif arguments.staleness:
+        part, result = "staleness", staleness(arguments.staleness, arguments.seeds, arguments.steps)
+    else:
+        part, result = "simulated", simulate(arguments.quick)
     if not arguments.quick:
         file = RESULTS / "rollout.json"
         before = json.loads(file.read_text()) if file.exists() else {}
-        file.write_text(json.dumps(before | {"simulated": result}, indent=1) + "\n")
+        file.write_text(json.dumps(before | {part: result}, indent=1) + "\n")
     print(json.dumps(result))
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

@@ -178,6 +178,9 @@ class Run:
         self._seconds[name] = time.monotonic() - started
 
     def _check_drift(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Stop where sampler and learner disagree. A step with stale tokens does not tell: they differ by training."""
+        if metrics.get("staleness/max", 0.0) > 0:
+            return
         measured = {k.removeprefix("drift/"): v for k, v in metrics.items() if k.startswith("drift/")}
         passed = DriftGate(**self.config.algorithm.drift_gate.model_dump()).exceeded_in(measured)
         if passed:
