@@ -300,6 +300,11 @@ class RunConfig(Section):
         if self.rollout.ray is not None and (self.rollout.workers == 0 or self.learner.ray is not None):
             other = "rollout.workers is 0" if self.rollout.workers == 0 else "learner.ray names the cluster"
             raise ValueError(f"rollout.ray has no effect while {other}: remove one of them")
+        if self.engine.server.sleep and self.rollout.max_staleness:
+            raise ValueError(
+                f"engine.server.sleep needs servers without work during an update, and rollout.max_staleness is "
+                f"{self.rollout.max_staleness}: set it to 0, or leave sleep out"
+            )
         sampler, defaults = self.data.sampler, SamplerConfig()
         for key in ("window", "floor"):
             if sampler.order != "weighted" and getattr(sampler, key) != getattr(defaults, key):

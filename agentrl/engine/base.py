@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 from agentrl.types import Completion, Sampling
 
@@ -47,4 +47,17 @@ class Engine(Protocol):
 
     async def close(self) -> None:
         """Stop and free everything; idempotent."""
+        ...
+
+
+@runtime_checkable
+class Sleeper(Protocol):
+    """An engine that can free its GPU memory while a learner on the same GPU works."""
+
+    async def sleep(self) -> None:
+        """Free it until the next `update_weights`; what is asked meanwhile waits.
+
+        Raises:
+            EngineError: requests are in flight.
+        """
         ...

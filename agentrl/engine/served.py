@@ -147,7 +147,7 @@ class ServedEngine:
             self._version = version
         await self._pool.any_ready()
 
-    async def token_logprobs(self, rows: Sequence[Sequence[int]]) -> list[list[list[float]]]:
+    async def logprobs_by_server(self, rows: Sequence[Sequence[int]]) -> list[list[list[float]]]:
         """By server, the logprob (temperature 1) of each token of each row but the first.
 
         For finding out whether the weights of servers and learner are the same.

@@ -69,7 +69,13 @@ async def run_episode(
     where = where or Whereabouts(episode_id, task.id)
 
     async def play(env: Env, progress: Progress) -> None:
-        await _play(player, env, task, progress, where, seed)
+        outage_s = _outage_s(player)
+        try:
+            await _play(player, env, task, progress, where, seed)
+        except asyncio.CancelledError:
+            if _outage_s(player) > outage_s:
+                progress.outside = "an episode during which no server could answer"
+            raise
 
     async def release() -> None:
         with contextlib.suppress(EngineError):
@@ -79,6 +85,11 @@ async def run_episode(
         play, task, make_env=player.make_env, timeout_s=player.limits.timeout_s, where=where, release=release
     )
     return checked(player.token_check, episode, progress.transcript)
+
+
+def _outage_s(player: Player) -> float:
+    """Seconds that the engine could not answer at all, where it is one that counts them."""
+    return float(getattr(player.engine, "outage_s", 0.0))
 
 
 def checked(check: TokenCheck | None, episode: Episode, transcript: Transcript | None) -> Episode:

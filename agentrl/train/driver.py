@@ -76,7 +76,7 @@ class Driver(ABC):
         return float(sum(self._each("imitate_part", [(rows, total, lr) for rows in self._split(samples)])))
 
     def probe(self, samples: Sequence[Sample]) -> list[list[float]]:
-        """The log-probabilities of the trained tokens of each row, under the policy as it is."""
+        """The log-probabilities (temperature 1) of the trained tokens of each row, under the policy as it is."""
         shares = self._split(samples)
         found = self._each("probe_part", [(rows,) for rows in shares])
         batches = [

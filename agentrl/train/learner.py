@@ -189,9 +189,11 @@ class Learner(Driver):
         return whole_weights(self.policy, self.world)
 
     def probe_part(self, batches: Sequence[Rows]) -> list[list[float]]:
-        """This rank's part of a probe: log-probabilities of the trained tokens of each micro-batch."""
+        """This rank's part of a probe: log-probabilities (temperature 1) of the trained tokens of each micro-batch."""
         with torch.no_grad():
-            return [self.logprobs(self.policy, self._pack(rows)).tolist() for rows in batches]
+            chunk = self.config.logits_at_once
+            found = [token_stats(self.policy, self._pack(rows), chunk=chunk) for rows in batches]
+            return [stats.logprobs_N.tolist() for stats in found]
 
     def snapshot_part(self, note: Mapping[str, Any]) -> None:
         """Copy this rank's part of a checkpoint, for `write_part`."""

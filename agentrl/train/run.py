@@ -17,7 +17,7 @@ from agentrl.algo.correction import DriftGate
 from agentrl.chat.proof import prove
 from agentrl.chat.template import Renderer
 from agentrl.config.run import RunConfig
-from agentrl.engine.base import Engine
+from agentrl.engine.base import Engine, Sleeper
 from agentrl.errors import AgentRLError
 from agentrl.records import EpisodeRecord
 from agentrl.rollout.admission import Admission, Batch
@@ -48,6 +48,7 @@ from agentrl.train.memory import keep_freed_memory
 from agentrl.train.samples import penalised
 from agentrl.train.signals import StopRequest, stop_requested
 from agentrl.train.start import copy_tokenizer, make_learner, make_start
+from agentrl.train.verify import Synced, WeightCheck, check_rows
 from agentrl.train.work import Update
 from agentrl.types import Group, Sample, Task
 
@@ -72,12 +73,15 @@ class Run:
     renderer: Renderer
     greedy: Plays
     start: Path
+    check: WeightCheck | None = None
     _mark: float = field(default_factory=time.monotonic)
     _seconds: dict[str, float] = field(default_factory=dict)
     _saving: asyncio.Future[None] | None = None
 
     async def update(self, samples: Sequence[Sample], scores: Scores) -> Update:
         """One step of the learner, on its own thread, so that the event loop goes on."""
+        if isinstance(self.engine, Sleeper) and self.config.engine.server.sleep:
+            await self.engine.sleep()
         with self._timed("update_seconds"):
             return await self._in_learner(self.learner.step, samples, scores)
 
@@ -85,6 +89,8 @@ class Run:
         """Hand the learner's weights to the engine; completions that it is sampling go on with them."""
         with self._timed("publish_seconds"):
             await self.engine.update_weights(self.learner.weights(), version=version)
+        if self.check is not None:
+            self._seconds["sync_gap"] = await self.check.gap(version)
 
     async def held_out(self, step: int) -> float | None:
         """The fraction of held-out tasks that the policy solves greedily; None where there are no such tasks.
@@ -259,6 +265,7 @@ async def _train_run(
                     renderer=renderer,
                     greedy=place(greedy),
                     start=start,
+                    check=_weight_check(config, engine, renderer, content, learner, thread),
                 )
                 if not any(line["step"] == 0 for line in store.metrics()) and not stop:
                     before = await run.held_out(0)
@@ -277,6 +284,20 @@ async def _train_run(
     store.write_summary(summary)
     write_curve(store.path)
     return summary
+
+
+def _weight_check(
+    config: RunConfig, engine: Engine, renderer: Renderer, content: Content, learner: Driver, thread: Executor
+) -> WeightCheck | None:
+    """Needed where weights travel to other processes."""
+    if not isinstance(engine, Synced):
+        return None
+
+    async def ask(samples: Sequence[Sample]) -> list[list[float]]:
+        return await asyncio.get_running_loop().run_in_executor(thread, learner.probe, samples)
+
+    rows = check_rows(renderer, content.make_env(), engine.max_context - 1)
+    return WeightCheck(engine, ask, rows, config.engine.resolved_tolerance)
 
 
 def _scheduler(

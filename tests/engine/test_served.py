@@ -355,7 +355,7 @@ async def test_a_sleeping_engine_wakes_with_the_next_weights(model: Path) -> Non
 
 async def test_logprobs_of_given_tokens_by_server(model: Path) -> None:
     async with servers(2) as (a, b), engine_over(model, a, b) as engine:
-        found = await engine.token_logprobs([[1, 2, 3], [9, 9]])
+        found = await engine.logprobs_by_server([[1, 2, 3], [9, 9]])
         assert found == [[[-1.02, -1.03], [-1.09]]] * 2
 
 
