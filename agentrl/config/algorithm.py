@@ -13,7 +13,7 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import AfterValidator, Field, model_validator
 
-from agentrl.config.section import Positive, Section
+from agentrl.config.section import Count, Positive, Section
 
 NonNegative = Annotated[float, Field(ge=0)]
 Above0 = Annotated[float, Field(gt=0)]
@@ -302,6 +302,21 @@ class VESPOOptions(Section):
     """k where the advantage is negative."""
     lambda_negative: NonNegative = 2.0
     """lambda where the advantage is negative."""
+
+
+class CriticConfig(Section):
+    """The critic of `advantage: gae`: a value model that learns beside the policy."""
+
+    path: str | None = None
+    """Model directory that it begins with; by default the one that the policy begins with."""
+    lr: Above0 = 1e-5
+    """Peak learning rate; it rises and falls as that of the policy."""
+    value_clip: Above0 | None = 0.5
+    """Values count only as far as this from those before the step; null switches it off."""
+    warmup_steps: Count = 0
+    """Steps at the beginning in which only the critic learns."""
+    max_grad_norm: Above0 = 1.0
+    """Gradients are scaled down to this norm."""
 
 
 class KLConfig(Section):

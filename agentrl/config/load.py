@@ -28,6 +28,7 @@ PATHS: Mapping[tuple[str, ...], Literal["file", "folder"]] = {
     ("data", "train"): "file",
     ("data", "held_out"): "file",
     ("warmup", "demonstrations"): "file",
+    ("agent", "cwd"): "folder",
     ("engine", "server", "python"): "file",
 }
 """Fields that hold a path."""
@@ -143,6 +144,7 @@ def _paths(source: Source, folder: Path, *, check: bool) -> None:
             problem = f"there is no {kind} {path}{_neighbours(path)}"
             source.problems.append(Problem(loc, problem, source.spot(loc)))
     _env_path(source, folder, check=check)
+    _agent_path(source, folder, check=check)
 
 
 def _env_path(source: Source, folder: Path, *, check: bool) -> None:
@@ -169,6 +171,24 @@ def _env_path(source: Source, folder: Path, *, check: bool) -> None:
         source.data["env"]["use"] = f"{path}:{name}"
     if check and not path.is_file():
         source.problems.append(Problem(loc, f"there is no file {path}{_neighbours(path)}", source.spot(loc)))
+
+
+def _agent_path(source: Source, folder: Path, *, check: bool) -> None:
+    """`agent.use: file.py:function`."""
+    loc: Loc = ("agent", "use")
+    use = _get(source.data, loc)
+    if not isinstance(use, str):
+        return
+    module, colon, name = use.rpartition(":")
+    if not colon or not name.isidentifier() or not module:
+        text = f"must be `module:function` or `path/to/file.py:function`, got {use!r}"
+        source.problems.append(Problem(loc, text, source.spot(loc)))
+        return
+    if module.endswith(".py"):
+        path = _absolute(module, source.spot(loc), folder)
+        source.data["agent"]["use"] = f"{path}:{name}"
+        if check and not path.is_file():
+            source.problems.append(Problem(loc, f"there is no file {path}{_neighbours(path)}", source.spot(loc)))
 
 
 def _absolute(text: str, spot: Spot | None, folder: Path) -> Path:

@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, model_validator
 
-from agentrl.config.algorithm import ALONE, AlgorithmConfig, is_own
+from agentrl.config.algorithm import ALONE, AlgorithmConfig, CriticConfig, is_own
 from agentrl.config.engine import EngineConfig
 from agentrl.config.section import Count, Fraction, Positive, Section
 
@@ -60,6 +60,29 @@ class EnvConfig(Section):
     """Limits on calls and results, and what follows mistakes: the fields of `agentrl.env.ToolSettings`."""
     reward_weights: dict[str, float] = Field(default_factory=dict)
     """Weights by reward name, in place of those in the code."""
+
+
+class AgentConfig(Section):
+    """A program of your own that plays the episodes: it talks to the policy as to any OpenAI endpoint."""
+
+    use: str | None = None
+    """`module:function` or `path/to/file.py:function`, relative to the YAML file: `async def f(task, access)`."""
+    command: list[str] = Field(default_factory=list)
+    """Or a command and its arguments, started for each episode with OPENAI_BASE_URL and OPENAI_API_KEY set."""
+    cwd: str | None = None
+    """Folder in which the command runs; the current one by default."""
+    max_running: Positive = 64
+    """Episodes that are played at the same time."""
+    crash: Literal["infra", "score"] = "infra"
+    """A program that raises or exits with a code other than 0: the episode is lost, or scored as it stands."""
+
+    @model_validator(mode="after")
+    def _one_program(self) -> Self:
+        if (self.use is None) == (not self.command):
+            raise ValueError("give exactly one of `use` (a Python function) and `command` (a program)")
+        if self.cwd is not None and not self.command:
+            raise ValueError("agent.cwd has no effect without agent.command: remove it")
+        return self
 
 
 class SamplerConfig(Section):
@@ -199,7 +222,7 @@ class LearnerConfig(Section):
     tokens_per_micro_batch: Positive = 16384
     """Token budget of one forward and backward pass of one rank; gradients accumulate over as many as needed."""
     logits_at_once: Count = 1024
-    """Tokens whose logits exist at the same time, so that memory does not grow with vocabulary times batch; 0: all."""
+    """Tokens whose logits exist at once, so that memory does not grow with vocabulary times batch; 0: all."""
     ranks: Positive = 1
     """1 computes in this process; more are Ray workers, one per GPU (or CPU), each with a shard of the model."""
     ray: str | None = None
@@ -239,6 +262,10 @@ class CheckpointConfig(Section):
     """Steps between checkpoints; the last step is always saved. 0 saves the last only."""
     keep: Positive = 2
     """Newest checkpoints kept."""
+    best: bool = True
+    """Keep the checkpoint with the best held-out score as well; `checkpoints/best` points at it."""
+    background: bool = True
+    """Write beside the next steps, from a copy in host memory; else the run waits until it is written."""
 
 
 class RunConfig(Section):
@@ -251,12 +278,14 @@ class RunConfig(Section):
     steps: Positive = 100
     """Optimizer steps."""
     env: EnvConfig
+    agent: AgentConfig | None = None
     model: ModelConfig
     data: DataConfig = DataConfig()
     warmup: WarmupConfig | None = None
     rollout: RolloutConfig = RolloutConfig()
     engine: EngineConfig = EngineConfig()
     algorithm: AlgorithmConfig = AlgorithmConfig()
+    critic: CriticConfig | None = None
     optim: OptimConfig = OptimConfig()
     learner: LearnerConfig = LearnerConfig()
     eval: EvalConfig = EvalConfig()
@@ -269,8 +298,22 @@ class RunConfig(Section):
             return data | {"env": {"use": data["env"]}}
         return data
 
+    @model_validator(mode="before")
+    @classmethod
+    def _critic_of_gae(cls, data: Any) -> Any:
+        """`advantage: gae` has a critic, with its defaults where the user wrote none."""
+        algorithm = data.get("algorithm") if isinstance(data, dict) else None
+        advantage = (
+            algorithm.get("advantage") if isinstance(algorithm, dict) else getattr(algorithm, "advantage", None)
+        )
+        return data | {"critic": {}} if advantage == "gae" and data.get("critic") is None else data
+
     @model_validator(mode="after")
     def _no_dead_keys(self) -> Self:
+        if self.critic is not None and self.algorithm.advantage != "gae":
+            raise ValueError(
+                "critic.lr and its siblings have no effect unless algorithm.advantage is gae: remove one"
+            )
         if self.rollout.group_size == 1 and not (
             self.algorithm.advantage in ALONE or is_own(self.algorithm.advantage)
         ):

@@ -67,7 +67,7 @@ def estimate_advantages(
     keep_critic = found.returns_N is not None
     if found.returns_N is not None:
         flat.add("returns", _back(found.returns_N, order_N))
-        metrics["advantage"] = mean_of(advantages_N)
+        metrics["critic/explained_variance"] = mean_of(_explained(found.returns_N, step.values_N)[None])
     samples = []
     for row, values_N in zip(flat.rows, torch.split(advantages_N, flat.counts), strict=True):
         if keep_critic or any(by_segment[row.episode_id].values()):
@@ -127,6 +127,13 @@ def _back(values_N: Tensor, order_N: Tensor) -> Tensor:
     out_N = torch.empty_like(values_N)
     out_N[order_N] = values_N
     return out_N
+
+
+def _explained(returns_N: Tensor, values_N: Tensor | None) -> Tensor:
+    """The share of the variance of the returns that the values explain: 1 is all, 0 is that of a constant."""
+    if values_N is None or returns_N.numel() < 2:
+        return torch.zeros((), dtype=torch.float64)
+    return 1 - (returns_N - values_N).var() / returns_N.var().clamp(min=1e-12)
 
 
 def _by_segment(flat: Flat, segment_N: Tensor, advantages_N: Tensor) -> dict[str, dict[int, float]]:

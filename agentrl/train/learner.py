@@ -15,14 +15,15 @@ from transformers import PreTrainedModel
 
 from agentrl.algo.correction import Drift, merge_drift
 from agentrl.algo.metrics import Metrics, merge_metrics, to_host
-from agentrl.config.algorithm import AlgorithmConfig
+from agentrl.config.algorithm import AlgorithmConfig, CriticConfig
 from agentrl.config.run import LearnerConfig, OptimConfig
 from agentrl.engine.device import pick_device
 from agentrl.errors import AgentRLError, CheckpointError, ConfigError
+from agentrl.train.critic import CRITIC_FOLDER, Critic
 from agentrl.train.driver import Driver
-from agentrl.train.logprobs import TokenStats, Wanted, token_stats
+from agentrl.train.logprobs import TokenStats, Wanted, know_head, token_stats
 from agentrl.train.model import checkpoint_activations, empty_policy, load_policy
-from agentrl.train.objective import policy_loss
+from agentrl.train.objective import Loss, policy_loss
 from agentrl.train.pack import Packed, in_pack_order, pack
 from agentrl.train.shard import World, whole
 from agentrl.train.state import Snapshot, restore_optimizer, snapshot, whole_weights
@@ -46,6 +47,8 @@ class Learner(Driver):
         temperature: float,
         total_steps: int,
         reference_dir: Path | None = None,
+        critic: CriticConfig | None = None,
+        critic_dir: Path | None = None,
         world: World | None = None,
     ) -> None:
         super().__init__(algorithm, config, ranks=1)
@@ -61,8 +64,20 @@ class Learner(Driver):
         self.optimizer = torch.optim.AdamW(
             self.policy.parameters(), lr=optim.lr, betas=optim.betas, weight_decay=optim.weight_decay, fused=True
         )
+        self.critic: Critic | None = None
+        if critic is not None and critic_dir is not None:
+            self.critic = Critic(
+                critic_dir,
+                config=critic,
+                algorithm=algorithm,
+                optim=optim,
+                learner=config,
+                world=self.world,
+                device=self.device,
+            )
         self.steps_done = 0
-        self._snapshot: Snapshot | None = None
+        self._snapshots: dict[str, Snapshot] = {}
+        self._know_heads()
 
     def evaluate(self, batches: Sequence[Rows]) -> list[Sample]:
         """The rows of this rank with what the models say of them before the first update, as columns."""
@@ -79,6 +94,8 @@ class Learner(Driver):
                     found |= {} if stats.sum_pi_squared_N is None else {"sum_pi_squared": stats.sum_pi_squared_N}
                 if "ref_logprobs" in wanted and self.reference is not None:
                     found["ref_logprobs"] = self._stats(self.reference, packed).logprobs_N
+                if "values" in wanted and self.critic is not None:
+                    found["values"] = self.critic.values(packed)
                 rows += _with_columns(batch, found)
         return rows
 
@@ -90,25 +107,26 @@ class Learner(Driver):
         """
         metrics: list[Metrics] = []
         drifts: list[Drift] = []
-        self._set_lr()
+        factor = self._set_lr()
         norms = []
+        when = f"step {self.steps_done + 1}"
+        learns = self.critic is None or self.steps_done >= self.critic.config.warmup_steps
         for number, portion in enumerate(portions):
             for rows in portion.micro_batches:
                 packed = self._pack(rows, portion.columns)
-                with self._saving():
-                    loss = policy_loss(
-                        self.preparation.algorithm,
-                        packed,
-                        self._stats(self.policy, packed, frozenset({"entropy"})),
-                        portion.totals,
-                        ref_logprobs_N=self._reference_logprobs(packed),
-                        kl_coef=portion.kl_coef,
-                        first_update=number == 0,
-                    )
-                loss.value.backward()  # type: ignore[no-untyped-call]
-                metrics.append(loss.metrics)
-                drifts.append(loss.drift)
-            norms.append(self._update(f"step {self.steps_done + 1}", f"lower optim.lr ({self.optim_config.lr:g})"))
+                if learns:
+                    loss = self._policy_part(packed, portion, first_update=number == 0)
+                    metrics.append(loss.metrics)
+                    drifts.append(loss.drift)
+                if self.critic is not None:
+                    with self._saving():
+                        value, found = self.critic.loss(packed, portion.totals)
+                    value.backward()  # type: ignore[no-untyped-call]
+                    metrics.append(found)
+            if self.critic is not None:
+                metrics.append(self.critic.update(when, factor))
+            if learns:
+                norms.append(self._update(when, f"lower optim.lr ({self.optim_config.lr:g})"))
         self.steps_done += 1
         return Outcome(
             to_host(merge_metrics(metrics)),
@@ -117,14 +135,40 @@ class Learner(Driver):
             self.optimizer.param_groups[0]["lr"],
         )
 
+    def _policy_part(self, packed: Packed, portion: Portion, *, first_update: bool) -> Loss:
+        """The policy loss of a micro-batch; its gradient is added to what is there."""
+        with self._saving():
+            loss = policy_loss(
+                self.preparation.algorithm,
+                packed,
+                self._stats(self.policy, packed, frozenset({"entropy"})),
+                portion.totals,
+                ref_logprobs_N=self._reference_logprobs(packed),
+                kl_coef=portion.kl_coef,
+                first_update=first_update,
+            )
+        loss.value.backward()  # type: ignore[no-untyped-call]
+        return loss
+
+    def _know_heads(self) -> None:
+        """See at once, on all ranks alike, whether the models' logits are what their output layers give."""
+        if self.config.logits_at_once:
+            for model in (self.policy, self.reference):
+                if model is not None:
+                    know_head(model, self.device, self._dtype)
+
     def _pack(self, rows: Rows, columns: Sequence[str] = ()) -> Packed:
         """The rows of a micro-batch, or what is computed where there are none, with the columns of the others."""
-        dtype = torch.promote_types(torch.float32, next(self.policy.parameters()).dtype)
-        packed = pack(rows or NOTHING, self.device, dtype)
+        packed = pack(rows or NOTHING, self.device, self._dtype)
         if rows:
             return packed
-        empty_N = torch.zeros(0, dtype=dtype, device=self.device)
+        empty_N = torch.zeros(0, dtype=self._dtype, device=self.device)
         return replace(packed, columns=dict.fromkeys(columns, empty_N))
+
+    @property
+    def _dtype(self) -> torch.dtype:
+        """What is computed with behind the models."""
+        return torch.promote_types(torch.float32, next(self.policy.parameters()).dtype)
 
     def _stats(self, model: PreTrainedModel, packed: Packed, wanted: Wanted = frozenset()) -> TokenStats:
         return token_stats(
@@ -199,13 +243,16 @@ class Learner(Driver):
         """Copy this rank's part of a checkpoint, for `write_part`."""
         weights = whole_weights(self.policy, self.world)
         note = {**note, "steps_done": self.steps_done}
-        self._snapshot = snapshot(self.policy, weights, self.optimizer, self.world, note)
+        self._snapshots = {"": snapshot(self.policy, weights, self.optimizer, self.world, note)}
+        if self.critic is not None:
+            self._snapshots[CRITIC_FOLDER] = self.critic.snapshot(note)
 
     def write_part(self, directory: Path) -> None:
         """Write what `snapshot_part` copied, and forget it."""
-        assert self._snapshot is not None
-        self._snapshot.write(directory)
-        self._snapshot = None
+        for name, taken in self._snapshots.items():
+            (directory / name).mkdir(exist_ok=True)
+            taken.write(directory / name)
+        self._snapshots = {}
 
     def load_part(self, directory: Path) -> dict[str, Any]:
         """Take up this rank's part of a checkpoint; returns its note.
@@ -218,6 +265,8 @@ class Learner(Driver):
             self.steps_done = int(note["steps_done"])
         except (KeyError, TypeError, ValueError) as e:
             raise CheckpointError(f"checkpoint {directory} cannot be resumed: {e}") from e
+        if self.critic is not None:
+            self.critic.restore(directory / CRITIC_FOLDER)
         return note
 
     def export_part(self, directory: Path) -> None:
@@ -244,7 +293,8 @@ class Learner(Driver):
 
         return self.world.place(make, self.config, self.device)
 
-    def _set_lr(self) -> None:
+    def _set_lr(self) -> float:
+        """Set the learning rate of this step; returns its share of the peak."""
         c, step = self.optim_config, self.steps_done
         factor = min(1.0, (step + 1) / max(1, c.warmup_steps))
         if c.schedule != "constant" and step >= c.warmup_steps:
@@ -253,6 +303,7 @@ class Learner(Driver):
             factor = 1 - 0.9 * fall
         for group in self.optimizer.param_groups:
             group["lr"] = c.lr * factor
+        return factor
 
 
 def _own_world(config: LearnerConfig, device: torch.device) -> World:

@@ -16,7 +16,8 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 
-from agentrl.train.pack import Packed
+from agentrl.train.pack import Packed, pack
+from agentrl.types import Sample
 
 Wanted = frozenset[str]
 """Of "entropy" and "sum_pi_squared": what is computed beside the log-probabilities."""
@@ -56,6 +57,18 @@ def token_stats(
         if found_NC is not None:
             return _stats(found_NC, wanted)
     return _stats(read(forward(model, packed), packed.ids_N), wanted)
+
+
+def know_head(model: PreTrainedModel, device: torch.device, dtype: torch.dtype) -> None:
+    """Find out on two tokens whether the model's logits are what its output layer gives.
+
+    `token_stats` would find out by itself, at the price of a second forward pass; ranks must agree on when.
+    """
+    two = Sample((0, 0), (False, True), (0.0, 0.0), (0.0, 0.0), (0, 0), episode_id="")
+    with torch.no_grad():
+        _chunked(
+            model, pack([two], device, dtype), 1, lambda l_CV, i_C: _columns(l_CV, i_C, 1.0, frozenset(), False)
+        )
 
 
 def forward(model: PreTrainedModel, packed: Packed) -> Tensor:
@@ -124,7 +137,7 @@ def _chunked(
 
     with _forward_of(head, instead):
         found_NC = forward(model, packed)
-    if fits is None:
+    if fits is None:  # the first time that this model is asked
         fits = found_NC.shape == given[0].shape and torch.allclose(found_NC, given[0], 0.0, 0.0, equal_nan=True)
         setattr(model, _FITS, fits)
     return found_NC if fits else None

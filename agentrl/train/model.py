@@ -57,15 +57,16 @@ def empty_policy(directory: Path) -> PreTrainedModel:
     """The same model without its values; call it where tensors have no storage (`torch.device("meta")`)."""
     register_attention()
     config = AutoConfig.from_pretrained(directory, local_files_only=True)
-    model: PreTrainedModel = AutoModelForCausalLM.from_config(
+    auto: Any = AutoModelForCausalLM
+    model: PreTrainedModel = auto.from_config(
         config, dtype=torch.float32, attn_implementation=PACKED_ATTENTION
-    )
-    return model.eval()
+    ).eval()
+    return model
 
 
 def checkpoint_activations(model: PreTrainedModel) -> None:
     """Keep only what goes into each block, and compute the rest again in the backward pass. Dropout stays off."""
-    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})  # type: ignore[no-untyped-call]
     model.train()  # transformers checkpoints in training mode only
     for module in model.modules():
         if isinstance(module, torch.nn.Dropout):

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from agentrl.cluster import connect, import_ray
-from agentrl.config.algorithm import AlgorithmConfig
+from agentrl.config.algorithm import AlgorithmConfig, CriticConfig
 from agentrl.config.run import LearnerConfig, OptimConfig
 from agentrl.errors import AgentRLError, ConfigError, WorkerLost
 from agentrl.train.driver import Driver
@@ -35,6 +35,7 @@ class RankedLearner(Driver):
     def __init__(
         self, policy_dir: Path, *, algorithm: AlgorithmConfig, optim: OptimConfig, config: LearnerConfig,
         temperature: float, total_steps: int, reference_dir: Path | None = None,
+        critic: CriticConfig | None = None, critic_dir: Path | None = None,
     ) -> None:  # fmt: skip
         super().__init__(algorithm, config, config.ranks)
         self._ray = import_ray("learner.ranks above 1")
@@ -48,6 +49,8 @@ class RankedLearner(Driver):
             "temperature": temperature,
             "total_steps": total_steps,
             "reference_dir": None if reference_dir is None else reference_dir.absolute(),
+            "critic": critic,
+            "critic_dir": None if critic_dir is None else critic_dir.absolute(),
         }
         try:
             self._start(config, arguments)
@@ -183,7 +186,7 @@ class RankWorker:
         from agentrl.train.shard import World
 
         keep_freed_memory()
-        for name in ("policy_dir", "reference_dir"):
+        for name in ("policy_dir", "reference_dir", "critic_dir"):
             folder = arguments[name]
             if folder is not None and not (folder / "config.json").is_file():
                 raise ConfigError(

@@ -49,7 +49,12 @@ class World:
     @classmethod
     def alone(cls, device: torch.device) -> World:
         """One rank by itself, sharded all the same: mixed precision and offloading work as with many."""
-        dist.init_process_group(_backend(device), store=dist.HashStore(), rank=0, world_size=1)
+        dist.init_process_group(
+            _backend(device),
+            store=dist.HashStore(),  # type: ignore[attr-defined]
+            rank=0,
+            world_size=1,
+        )
         return cls(0, 1, init_device_mesh(device.type, (1,)))
 
     def leave(self) -> None:
@@ -92,7 +97,7 @@ class World:
             dist.broadcast(whole, 0)
             if isinstance(tensor, DTensor):
                 mine = distribute_tensor(whole, tensor.device_mesh, tensor.placements, src_data_rank=None)
-                tensor.detach().to_local().copy_(mine.to_local())
+                cast(DTensor, tensor.detach()).to_local().copy_(mine.to_local())
             elif isinstance(tensor, nn.Parameter):
                 tensor.detach().copy_(whole)
             else:
@@ -147,7 +152,10 @@ def _aliases(module: nn.Module) -> dict[str, list[str]]:
 def _set(module: nn.Module, name: str, tensor: Tensor) -> None:
     owner, _, leaf = name.rpartition(".")
     place = module.get_submodule(owner)
-    (place._parameters if isinstance(tensor, nn.Parameter) else place._buffers)[leaf] = tensor
+    if isinstance(tensor, nn.Parameter):
+        place._parameters[leaf] = tensor
+    else:
+        place._buffers[leaf] = tensor
 
 
 def _backend(device: torch.device) -> str:

@@ -18,7 +18,7 @@ from agentrl.chat.template import Renderer
 from agentrl.config.run import WarmupConfig
 from agentrl.errors import ConfigError
 from agentrl.run.report import Reporter
-from agentrl.train.learner import Learner
+from agentrl.train.driver import Driver
 from agentrl.types import Message, Sample
 
 
@@ -50,7 +50,7 @@ def lr_factor(step: int, end: int, anneal: int) -> float:
 
 
 async def cold_start(
-    learner: Learner,
+    learner: Driver,
     samples: Sequence[Sample],
     config: WarmupConfig,
     probe: Callable[[], Awaitable[float]],

@@ -66,7 +66,7 @@ def test_an_unknown_key_shows_its_line_and_the_nearest_one(tmp_path: Path):
     [
         ("group_size: 4", "group_size: unknown key; `group_size` belongs under `rollout:`"),
         ("algorithm: {steps: 3}", "algorithm.steps: unknown key; `steps` belongs at the top level"),
-        ("lr: 1", "lr: unknown key; `lr` belongs under `warmup:` or `optim:`"),
+        ("lr: 1", "lr: unknown key; `lr` belongs under `warmup:` or `critic:` or `optim:`"),
         ("groupsize: 4", "groupsize: unknown key; did you mean `group_size`, which belongs under `rollout:`?"),
         ("rollout.group_size: 4", "unknown key; write `rollout:` and, indented below it, `group_size:`"),
         ("eval: {qqq: 4}", "eval.qqq: unknown key; the keys here are every, tasks"),
