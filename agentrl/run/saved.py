@@ -116,3 +116,12 @@ def remove(folder: Path, step: int) -> None:
     doomed = folder / f".writing-step-{step}"
     (folder / f"step-{step}").rename(doomed)
     shutil.rmtree(doomed)
+
+
+def point(link: Path, name: str) -> None:
+    """Make `link` point at its sibling `name`; a reader finds the old one or the new one."""
+    temp = link.with_name(f".{link.name}.tmp")
+    temp.unlink(missing_ok=True)
+    temp.symlink_to(name)
+    temp.replace(link)
+    fsync_dir(link.parent)

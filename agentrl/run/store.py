@@ -164,16 +164,26 @@ class RunStore:
     # --- checkpoints ---
 
     @contextmanager
-    def checkpoint(self, step: int, keep: int) -> Iterator[Path]:
+    def checkpoint(self, step: int, keep: int, *, best: bool = False) -> Iterator[Path]:
         """Fill the folder that this yields; when the block ends well it is `checkpoints/step-N`.
 
-        Afterwards only the newest `keep` checkpoints remain. Nothing is left when the block raises.
+        Afterwards only the newest `keep` checkpoints remain, and with `best` the one whose line in metrics.jsonl
+        has the highest `held_out` (the newest of equals). Nothing is left when the block raises. The block may end
+        on another thread, but one checkpoint is written at a time.
         """
         folder = self.path / "checkpoints"
+        scores = {line["step"]: line["held_out"] for line in self.metrics() if line.get("held_out") is not None}
         with saved.writing(folder, step) as temp:
+            write_atomic(temp / "config.yaml", (self.path / "config.yaml").read_bytes())
             yield temp
-        for old in saved.steps_saved(folder)[:-keep]:
-            saved.remove(folder, old)
+        there = saved.steps_saved(folder)
+        scored = [s for s in there if s in scores] if best else []
+        first = max(scored, key=lambda s: (scores[s], s), default=None)
+        if first is not None:
+            saved.point(folder / "best", f"step-{first}")
+        for old in there[:-keep]:
+            if old != first:
+                saved.remove(folder, old)
         self.event(f"checkpoint step-{step}")
 
     def latest_checkpoint(self) -> Checkpoint | None:

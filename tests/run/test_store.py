@@ -184,12 +184,27 @@ def test_checkpoints_are_sealed_and_only_the_newest_stay(tmp_path: Path):
             path = save(store, step)
         assert saved.steps_saved(store.path / "checkpoints") == [10, 100]
         manifest = json.loads((path / "manifest.json").read_text())
-        assert set(manifest["files"]) == {"model.safetensors", "optimizer/state.pt"}
+        assert set(manifest["files"]) == {"config.yaml", "model.safetensors", "optimizer/state.pt"}
         latest = store.latest_checkpoint()
         assert latest is not None
         assert (latest.step, latest.path) == (100, path)
     assert find_checkpoint(tmp_path / "r").step == 100
     assert find_checkpoint(path).path == path
+
+
+def test_the_best_stays_too_and_has_a_name(tmp_path: Path):
+    with RunStore.open(config(), tmp_path / "r") as store:
+        folder = store.path / "checkpoints"
+        for step, score in enumerate((0.5, 0.9, 0.9, None, 0.2, 0.3), start=1):
+            store.log_metrics(step, {} if score is None else {"held_out": score})
+            with store.checkpoint(step, keep=1, best=True) as temp:
+                (temp / "weights").write_text(str(step))
+        assert saved.steps_saved(folder) == [3, 6]
+        assert (folder / "best" / "weights").read_text() == "3"
+        assert find_checkpoint(folder / "best").step == 3
+        latest = store.latest_checkpoint()
+        assert latest is not None
+        assert latest.step == 6
 
 
 def test_a_checkpoint_that_fails_half_way_leaves_nothing(tmp_path: Path):
