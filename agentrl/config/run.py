@@ -6,8 +6,9 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, model_validator
 
-from agentrl.config.algorithm import ALONE, AlgorithmConfig, is_own
+from agentrl.config.algorithm import ALONE, AlgorithmConfig, CriticConfig, is_own
 from agentrl.config.engine import EngineConfig
+from agentrl.config.reward_model import RewardModelConfig
 from agentrl.config.section import Count, Fraction, Positive, Section
 
 
@@ -60,6 +61,29 @@ class EnvConfig(Section):
     """Limits on calls and results, and what follows mistakes: the fields of `agentrl.env.ToolSettings`."""
     reward_weights: dict[str, float] = Field(default_factory=dict)
     """Weights by reward name, in place of those in the code."""
+
+
+class AgentConfig(Section):
+    """A program of your own that plays the episodes: it talks to the policy as to any OpenAI endpoint."""
+
+    use: str | None = None
+    """`module:function` or `path/to/file.py:function`, relative to the YAML file: `async def f(task, access)`."""
+    command: list[str] = Field(default_factory=list)
+    """Or a command and its arguments, started for each episode with OPENAI_BASE_URL and OPENAI_API_KEY set."""
+    cwd: str | None = None
+    """Folder in which the command runs; the current one by default."""
+    max_running: Positive = 64
+    """Episodes that are played at the same time."""
+    crash: Literal["infra", "score"] = "infra"
+    """A program that raises or exits with a code other than 0: the episode is lost, or scored as it stands."""
+
+    @model_validator(mode="after")
+    def _one_program(self) -> Self:
+        if (self.use is None) == (not self.command):
+            raise ValueError("give exactly one of `use` (a Python function) and `command` (a program)")
+        if self.cwd is not None and not self.command:
+            raise ValueError("agent.cwd has no effect without agent.command: remove it")
+        return self
 
 
 class SamplerConfig(Section):
@@ -164,6 +188,12 @@ class RolloutConfig(Section):
     groups_ahead: Count | None = None
     """Groups under way at most beyond those of the next step; by default `max_staleness` steps of them. Fewer are
     fresher, and let quick groups go before slow ones (over-sampling; what is left over is trained later)."""
+    workers: Count = 0
+    """Ray actors that play the episodes, so that tokenising, tools and rewards use more cores than one; 0 plays
+    them in the process that trains. One that dies is replaced, its episodes are played again."""
+    ray: str | None = None
+    """Address of the Ray cluster that the workers live in, or `auto`; without it that of `learner.ray`, or one
+    started on this machine."""
     note_after_s: Annotated[float, Field(gt=0)] = 120.0
     """How long a step waits for episodes before a note names the oldest one and where it waits."""
 
@@ -249,12 +279,15 @@ class RunConfig(Section):
     steps: Positive = 100
     """Optimizer steps."""
     env: EnvConfig
+    agent: AgentConfig | None = None
     model: ModelConfig
     data: DataConfig = DataConfig()
     warmup: WarmupConfig | None = None
     rollout: RolloutConfig = RolloutConfig()
     engine: EngineConfig = EngineConfig()
     algorithm: AlgorithmConfig = AlgorithmConfig()
+    critic: CriticConfig | None = None
+    reward_model: RewardModelConfig | None = None
     optim: OptimConfig = OptimConfig()
     learner: LearnerConfig = LearnerConfig()
     eval: EvalConfig = EvalConfig()
@@ -267,8 +300,22 @@ class RunConfig(Section):
             return data | {"env": {"use": data["env"]}}
         return data
 
+    @model_validator(mode="before")
+    @classmethod
+    def _critic_of_gae(cls, data: Any) -> Any:
+        """`advantage: gae` has a critic, with its defaults where the user wrote none."""
+        algorithm = data.get("algorithm") if isinstance(data, dict) else None
+        advantage = (
+            algorithm.get("advantage") if isinstance(algorithm, dict) else getattr(algorithm, "advantage", None)
+        )
+        return data | {"critic": {}} if advantage == "gae" and data.get("critic") is None else data
+
     @model_validator(mode="after")
     def _no_dead_keys(self) -> Self:
+        if self.critic is not None and self.algorithm.advantage != "gae":
+            raise ValueError(
+                "critic.lr and its siblings have no effect unless algorithm.advantage is gae: remove one"
+            )
         if self.rollout.group_size == 1 and not (
             self.algorithm.advantage in ALONE or is_own(self.algorithm.advantage)
         ):
@@ -291,9 +338,17 @@ class RunConfig(Section):
         ahead = self.rollout.max_staleness * self.rollout.groups_per_step
         if (self.rollout.groups_ahead or 0) > ahead:
             raise ValueError(
-                f"rollout.groups_ahead is {self.rollout.groups_ahead}, but {self.rollout.max_staleness} "
-                f"(max_staleness) times {self.rollout.groups_per_step} (groups_per_step) allows {ahead}: lower it or "
-                "raise one"
+                f"rollout.groups_ahead is {self.rollout.groups_ahead}; max_staleness "
+                f"{self.rollout.max_staleness} by groups_per_step {self.rollout.groups_per_step} allows {ahead}; "
+                "lower it or raise one"
+            )
+        if self.rollout.ray is not None and (self.rollout.workers == 0 or self.learner.ray is not None):
+            other = "rollout.workers is 0" if self.rollout.workers == 0 else "learner.ray names the cluster"
+            raise ValueError(f"rollout.ray has no effect while {other}: remove one of them")
+        if self.engine.server.sleep and self.rollout.max_staleness:
+            raise ValueError(
+                f"engine.server.sleep needs servers without work during an update, and rollout.max_staleness is "
+                f"{self.rollout.max_staleness}: set it to 0, or leave sleep out"
             )
         sampler, defaults = self.data.sampler, SamplerConfig()
         for key in ("window", "floor"):

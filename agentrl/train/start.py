@@ -15,6 +15,7 @@ from agentrl.rollout.prompts import fitting
 from agentrl.rollout.setup import Content, corpus, load_renderer, make_engine, make_player
 from agentrl.run.report import Reporter
 from agentrl.testing.tiny_model import make_tiny_model
+from agentrl.train.critic import CRITIC_FOLDER
 from agentrl.train.driver import Driver
 from agentrl.train.learner import Learner
 from agentrl.train.ranks import RankedLearner
@@ -114,6 +115,9 @@ async def _cold_start(
 def make_learner(config: RunConfig, policy: Path, reference: Path | None) -> Driver:
     """The learner of the run, here or on Ray; without a reference directory it has no reference policy."""
     make: Callable[..., Driver] = Learner if config.learner.ranks == 1 else RankedLearner
+    critic = None if reference is None else config.critic  # the cold start needs none
+    saved = policy / CRITIC_FOLDER
+    critic_dir = saved if saved.is_dir() else Path((critic and critic.path) or policy)
     return make(
         policy,
         algorithm=config.algorithm,
@@ -122,6 +126,8 @@ def make_learner(config: RunConfig, policy: Path, reference: Path | None) -> Dri
         temperature=config.rollout.temperature,
         total_steps=config.steps,
         reference_dir=reference,
+        critic=critic,
+        critic_dir=None if critic is None else critic_dir,
     )
 
 
