@@ -25,6 +25,7 @@ from agentrl.rollout.collect import collect
 from agentrl.rollout.group import GroupPlayer, Plays
 from agentrl.rollout.metrics import episode_metrics, set_aside, solved, staleness
 from agentrl.rollout.prompts import fitting
+from agentrl.rollout.reward_model import RewardModel, make_reward_model
 from agentrl.rollout.scheduler import Scheduler, Stall
 from agentrl.rollout.setup import (
     RENDERER_FILE,
@@ -33,13 +34,12 @@ from agentrl.rollout.setup import (
     load_content,
     load_renderer,
     make_engine,
-    make_player,
     make_token_check,
 )
-from agentrl.rollout.workers import placed
 from agentrl.run.report import Reporter, Summary
 from agentrl.run.store import RunStore
 from agentrl.sandbox import close_pools
+from agentrl.serve.record_players import players
 from agentrl.train.curve import write_curve
 from agentrl.train.driver import Driver
 from agentrl.train.estimate import Scores
@@ -184,7 +184,7 @@ class Run:
         self._seconds[name] = time.monotonic() - started
 
     def _check_drift(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Stop where sampler and learner disagree. A step with stale tokens does not tell: they differ by training."""
+        """Stop where sampler and learner disagree; a step with stale tokens cannot tell, its policy has moved."""
         if metrics.get("staleness/max", 0.0) > 0:
             return
         measured = {k.removeprefix("drift/"): v for k, v in metrics.items() if k.startswith("drift/")}
@@ -231,6 +231,7 @@ async def _train_run(
         renderer = load_renderer(config, start)
         prove(renderer).require(tools=bool(content.make_env().tools))
         check_renderer(renderer, policy)
+        reward_model = make_reward_model(config.reward_model, start)
         learner = make_learner(config, policy, start)
         if checkpoint:
             learner.load_optimizer(checkpoint.path)
@@ -241,29 +242,22 @@ async def _train_run(
             if checkpoint:
                 load_feed(admission, checkpoint.path)
                 await engine.update_weights(learner.weights(), version=done)
-            player = make_player(
-                config,
-                engine,
-                renderer,
-                content.make_env,
-                temperature=config.rollout.temperature,
-                token_check=make_token_check(config),
-            )
-            greedy = make_player(config, engine, renderer, content.make_env, temperature=0.0)
-            async with placed(config, start, engine) as place:
+            async with players(config, start, engine, renderer, content.make_env) as make:
+                player = make(temperature=config.rollout.temperature, token_check=make_token_check(config))
+                greedy = make(temperature=0.0)
                 run = Run(
                     config=config,
                     store=store,
                     reporter=reporter,
                     stop=stop,
                     content=content,
-                    scheduler=_scheduler(config, place(player), place(greedy), admission, engine, reporter, store),
+                    scheduler=_scheduler(config, player, greedy, reward_model, admission, engine, reporter, store),
                     engine=engine,
                     learner=learner,
                     learner_thread=thread,
                     disk_thread=disk,
                     renderer=renderer,
-                    greedy=place(greedy),
+                    greedy=greedy,
                     start=start,
                     check=_weight_check(config, engine, renderer, content, learner, thread),
                 )
@@ -304,6 +298,7 @@ def _scheduler(
     config: RunConfig,
     player: Plays,
     greedy: Plays,
+    reward_model: RewardModel | None,
     admission: Admission,
     engine: Engine,
     reporter: Reporter,
@@ -325,6 +320,7 @@ def _scheduler(
             config.seed,
             rollout.infra_retries,
             greedy=greedy if config.algorithm.advantage == "remax" else None,
+            reward_model=reward_model,
         ),
         admission,
         version=lambda: engine.policy_version,

@@ -277,24 +277,49 @@ def test_groups_that_were_put_aside_are_on_disk_and_counted(tmp_path: Path):
             assert len({r.episode.reward for r in aside if r.group == group}) == 1
 
 
-@pytest.mark.parametrize("advantage", ["grpo", "rloo"])
-def test_what_is_rewarded_is_said_more_often(tmp_path: Path, advantage: str):
-    """Cold-started to say the right one of two words in three answers of ten, it ends saying it nearly always."""
-    (tmp_path / "envs.py").write_text(ENVS)
-    config = RunConfig(
+def words(folder: Path, steps: int = 12, max_staleness: int = 0, **algorithm: object) -> RunConfig:
+    """Cold-started to say the right one of two words in three answers of ten, there is much to learn."""
+    (folder / "envs.py").write_text(ENVS)
+    return RunConfig(
         name="words",
-        steps=12,
-        env=f"{tmp_path}/envs.py:Words",
+        steps=steps,
+        env=f"{folder}/envs.py:Words",
         model={"tiny": {"hidden": 32, "layers": 1, "heads": 2, "intermediate": 64, "vocab": 300}},
         warmup={"num": 160, "until_pass": 0.9, "probe_every": 20, "probe_tasks": 8, "lr": 1e-2},
-        rollout={"groups_per_step": 8, "group_size": 8, "max_turns": 1, "max_tokens": 8, "token_budget": 200},
+        rollout={
+            "groups_per_step": 8,
+            "group_size": 8,
+            "max_turns": 1,
+            "max_tokens": 8,
+            "token_budget": 200,
+            "max_staleness": max_staleness,
+        },
         optim={"lr": 3e-3, "warmup_steps": 0},
-        algorithm={"advantage": advantage},
+        algorithm=algorithm,
         eval={"tasks": 8},
     )
-    summary, lines = run(config, tmp_path / "run")
+
+
+@pytest.mark.parametrize("advantage", ["grpo", "rloo"])
+def test_what_is_rewarded_is_said_more_often(tmp_path: Path, advantage: str):
+    summary, lines = run(words(tmp_path, advantage=advantage), tmp_path / "run")
     solved = [line["solved"] for line in lines[1:]]
     assert 0.1 < solved[0] < 0.7
     assert sum(solved[-3:]) / 3 > 0.9
     assert summary.held_out_after == 1.0
     assert max(line["drift/mean_abs"] for line in lines[1:] if line["trained_tokens"]) < 1e-4
+
+
+@pytest.mark.slow
+def test_four_steps_stale_and_corrected_it_learns_as_much(tmp_path: Path):
+    """The success that the synchronous run above reaches, by episodes whose weights are up to four updates old."""
+    corrected = {"correction": {"importance": "token"}}
+    summary, lines = run(words(tmp_path, steps=20, max_staleness=4, **corrected), tmp_path / "run")
+    solved = [line["solved"] for line in lines[1:]]
+    assert 0.1 < solved[0] < 0.7
+    assert sum(solved[-3:]) / 3 > 0.9
+    assert summary.held_out_after == 1.0
+    assert max(line["staleness/max"] for line in lines[1:]) == 4
+    assert max(line.get("drift/mean_abs", 0.0) for line in lines[1:]) > 1e-3, (
+        "the tokens were drawn by another policy"
+    )
