@@ -23,6 +23,33 @@ from agentrl.types import CallRecord, Episode, Message, Segment, StopReason, Tas
 GOOD = "env: agentrl.envs.calculator:Calculator\nmodel: {tiny: {vocab: 400}}\nwarmup: {num: 20}\n"
 
 
+STEPS = '''
+from agentrl import Task, ToolEnv, reward, tool
+from agentrl.env import ToolResult
+from agentrl.testing.policy import ScriptedPolicy, call
+
+
+class Steps(ToolEnv):
+    """Go on."""
+
+    def setup(self) -> str:
+        return "Go."
+
+    @tool
+    def go(self, worth: float) -> ToolResult:
+        """Go one step."""
+        return ToolResult("went", reward=worth)
+
+    @classmethod
+    def tasks(cls, split, seed):
+        return [Task("t")]
+
+    @classmethod
+    def oracle(cls, task):
+        return ScriptedPolicy([call("go", worth=1.0), call("go", worth=0.5), "done"])
+'''
+
+
 @pytest.fixture
 def run(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch):
     """Runs a command in this process; gives its exit code, standard output and standard error."""
@@ -203,6 +230,16 @@ class TestCheck:
         code, out, _ = run("check", path, "--set", "algorithm.advantage=dr_grpo")
         assert code == 0
         assert "advantage +0.50" in out
+
+    def test_turn_level_shows_an_advantage_for_each_turn(self, run, tmp_path: Path):
+        write(tmp_path / "steps.py", STEPS)
+        path = write(tmp_path / "tools.yaml", "env: steps.py:Steps\nmodel: {tiny: {vocab: 400}}\n")
+        code, out, _ = run("check", path, "--set", "algorithm.advantage=turn_level")
+        assert code == 0, out
+        shown = [float(value) for value in re.findall(r"advantage ([+-][0-9.]+)", out)]
+        assert len(shown) == 3
+        # The first turn earns 1 and the third nothing; what is still to come counts for each.
+        assert shown[0] > shown[1] > shown[2]
 
 
 class TestShow:
