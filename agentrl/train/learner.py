@@ -233,7 +233,7 @@ class Learner(Driver):
         return whole_weights(self.policy, self.world)
 
     def probe_part(self, batches: Sequence[Rows]) -> list[list[float]]:
-        """This rank's part of a probe: log-probabilities (temperature 1) of the trained tokens of each micro-batch."""
+        """This rank's part of a probe: logprobs (temperature 1) of the trained tokens of each micro-batch."""
         with torch.no_grad():
             chunk = self.config.logits_at_once
             found = [token_stats(self.policy, self._pack(rows), chunk=chunk) for rows in batches]

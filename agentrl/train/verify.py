@@ -63,9 +63,9 @@ class WeightCheck:
             gap = sum(abs(a - b) for a, b in zip(found, wanted, strict=True)) / len(wanted)
             if not gap <= self._tolerance:
                 raise AgentRLError(
-                    f"weights of version {version}: server {number} and the learner differ by {gap:.3g} per token on "
-                    f"fixed tokens, above engine.sync_tolerance ({self._tolerance:g}): the weights did not arrive, or "
-                    "the server computes something else (engine.dtype, quantisation, attention back-end)"
+                    f"weights of version {version}: server {number} and the learner differ by {gap:.3g} per token "
+                    f"on fixed tokens, above engine.sync_tolerance ({self._tolerance:g}): the weights did not "
+                    "arrive, or the server computes something else (engine.dtype, quantisation, attention back-end)"
                 )
             worst = max(worst, gap)
         return worst
