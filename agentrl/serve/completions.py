@@ -144,11 +144,10 @@ class TextWriter:
 
     def _choice(self, index: int, one: Continued) -> dict[str, Any]:
         echoed = self._renderer.decode(one.prompt) if self._request.echo else ""
-        drawn = [token for token in one.sampled.drawn if token.id not in self._renderer.stop_ids]
         logprobs = None
         if self._request.logprobs is not None:
             first = one.prompt[0] if self._request.echo else None
-            logprobs = self._logprobs(first, [*one.scored, *drawn], 0)
+            logprobs = self._logprobs(first, [*one.scored, *one.sampled.drawn], 0)
         choice = {
             "index": index,
             "text": echoed + one.text,
@@ -166,11 +165,12 @@ class TextWriter:
     def chunks(self, index: int, deltas: Sequence[Delta], drawn: Sequence[Drawn]) -> list[dict[str, Any]]:
         """Pieces of choice `index`; the tokens go with the first of them."""
         chunks = [self._chunk(index, delta.text) for delta in deltas if isinstance(delta, ContentDelta)]
-        tokens = [token for token in drawn if token.id not in self._renderer.stop_ids]
-        if chunks and tokens and self._request.logprobs is not None:
+        if not chunks and self._request.logprobs is not None:
+            chunks = [self._chunk(index, "")]
+        if chunks and drawn and self._request.logprobs is not None:
             at = self._offsets.get(index, 0)
-            chunks[0]["choices"][0]["logprobs"] = self._logprobs(None, tokens, at)
-            self._offsets[index] = at + sum(len(self._name(token.id)) for token in tokens)
+            chunks[0]["choices"][0]["logprobs"] = self._logprobs(None, drawn, at)
+            self._offsets[index] = at + sum(len(self._name(token.id)) for token in drawn)
         return chunks
 
     def closing(self, done: Sequence[Continued]) -> list[dict[str, Any]]:
@@ -205,6 +205,8 @@ class TextWriter:
             return raw.decode()
         except UnicodeDecodeError:
             return "bytes:" + "".join(f"\\x{byte:02x}" for byte in raw)
+
+    # The stop token is among the tokens though not in the text: harnesses count on one entry for every token drawn.
 
     def _logprobs(self, first: int | None, drawn: Sequence[Drawn], offset: int) -> dict[str, Any]:
         """Lists by token; `first` is a prompt's first token, which nothing stands before."""

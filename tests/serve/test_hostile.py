@@ -1,0 +1,216 @@
+"""Bad input gets the right answer, clients that vanish leave nothing behind, and the server goes on."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from typing import Any
+
+import httpx
+import pytest
+from serve_kit import Served, serving
+
+from agentrl.chat.template import Renderer
+from agentrl.errors import EngineError
+from agentrl.testing.engine import ScriptedEngine
+from agentrl.types import Message
+
+GOOD = {"model": "tiny", "messages": [{"role": "user", "content": "What is 2 plus 3?"}]}
+
+
+def talker(renderer: Renderer, **options: Any) -> ScriptedEngine:
+    return ScriptedEngine(renderer, lambda turn: Message("assistant", "The answer is 5."), **options)
+
+
+async def post(served: Served, body: Any, path: str = "/chat/completions", **options: Any) -> httpx.Response:
+    content = body if isinstance(body, bytes) else json.dumps(body).encode()
+    async with httpx.AsyncClient() as client:
+        return await client.post(served.base_url + path, content=content, **options)
+
+
+BAD: list[tuple[Any, str | None, str]] = [
+    (b"{", None, "invalid_json"),
+    (b"", None, "invalid_json"),
+    (b"\xff\xfe", None, "invalid_json"),
+    (b"[1, 2]", None, "invalid_value"),
+    (b'{"model": "tiny", "messages": ' + b"[" * 5000, None, "invalid_json"),
+    ({"messages": GOOD["messages"]}, "model", "missing_required_parameter"),
+    ({**GOOD, "messages": []}, "messages", "invalid_value"),
+    ({**GOOD, "messages": "hello"}, "messages", "invalid_value"),
+    ({**GOOD, "messages": [{"role": "robot", "content": "x"}]}, "messages[0].role", "invalid_value"),
+    ({**GOOD, "messages": [{"role": "user", "content": 3}]}, "messages[0].content", "invalid_value"),
+    ({**GOOD, "messages": [{"role": "tool", "content": "5"}]}, "messages[0].tool_call_id", "invalid_value"),
+    (
+        {**GOOD, "messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]},
+        "messages[0].content[0].type",
+        "unsupported_parameter",
+    ),
+    ({**GOOD, "temperature": "hot"}, "temperature", "invalid_value"),
+    ({**GOOD, "temperature": -1}, "temperature", "invalid_value"),
+    ({**GOOD, "n": 1.5}, "n", "invalid_value"),
+    ({**GOOD, "n": "2"}, "n", "invalid_value"),
+    ({**GOOD, "max_tokens": 0}, "max_tokens", "invalid_value"),
+    ({**GOOD, "logit_bias": {"5": 1}}, "logit_bias", "unsupported_parameter"),
+    ({**GOOD, "tool_choice": "required"}, "tool_choice", "invalid_value"),
+    ({**GOOD, "tool_choice": {"type": "function"}}, "tool_choice", "invalid_value"),
+    ({**GOOD, "tools": [{"type": "web_search"}]}, "tools[0].type", "unsupported_parameter"),
+    ({**GOOD, "stream_options": 5}, "stream_options", "invalid_value"),
+    ({**GOOD, "response_format": {"type": "json_schema"}}, "response_format.json_schema.schema", "invalid_value"),
+    (
+        {
+            **GOOD,
+            "messages": [
+                {"role": "assistant", "tool_calls": [{"id": "a", "function": {"name": "add", "arguments": "{"}}]}
+            ],
+        },
+        "messages[0]",
+        "invalid_value",
+    ),
+]
+
+
+async def test_every_mistake_is_a_400_that_names_its_parameter(renderer: Renderer):
+    async with serving(talker(renderer), renderer) as served:
+        for body, param, code in BAD:
+            answer = await post(served, body)
+            error = answer.json()["error"]
+            assert (answer.status_code, error["param"], error["code"]) == (400, param, code), (body, answer.text)
+            assert set(error) == {"message", "type", "param", "code"}
+            assert error["message"]
+        assert (await post(served, GOOD)).status_code == 200
+
+
+async def test_other_paths_methods_and_keys_get_the_same_envelope(renderer: Renderer):
+    async with serving(talker(renderer), renderer, api_key="secret-key") as served, httpx.AsyncClient() as client:
+        for given in (None, "Bearer wrong", "secret-key", "Bearer secret-keyx", "Bearer"):
+            headers = {} if given is None else {"Authorization": given}
+            answer = await client.post(served.base_url + "/chat/completions", json=GOOD, headers=headers)
+            assert (answer.status_code, answer.json()["error"]["code"]) == (401, "invalid_api_key")
+        client.headers["Authorization"] = "Bearer secret-key"
+        assert (await client.post(served.base_url + "/chat/completions", json=GOOD)).status_code == 200
+        missing = await client.get(served.base_url + "/nothing")
+        assert (missing.status_code, missing.json()["error"]["param"]) == (404, None)
+        wrong = await client.get(served.base_url + "/chat/completions")
+        assert (wrong.status_code, wrong.headers["allow"]) == (405, "POST")
+        assert (await client.get(served.url + "/health", headers={"Authorization": ""})).json()["status"] == "ok"
+        assert (await client.get(served.url + "/metrics", headers={"Authorization": ""})).status_code == 401
+        text = (await client.get(served.url + "/metrics")).text
+        assert 'agentrl_requests_total{route="/chat/completions",status="200"} 1.0' in text
+
+
+async def test_huge_bodies_are_refused_whether_or_not_they_say_their_size(renderer: Renderer):
+    async def parts() -> Any:
+        for _ in range(40):
+            yield b"x" * 1000
+
+    async with serving(talker(renderer), renderer, max_body_bytes=20_000) as served, httpx.AsyncClient() as client:
+        told = await client.post(served.base_url + "/chat/completions", content=b"x" * 30_000)
+        untold = await client.post(served.base_url + "/chat/completions", content=parts())
+        assert [told.status_code, untold.status_code] == [413, 413]
+        assert told.json()["error"]["code"] == "request_too_large"
+        assert (await post(served, GOOD)).status_code == 200
+
+
+async def test_a_client_that_sends_too_slowly_is_told_so(renderer: Renderer):
+    async def slow() -> Any:
+        yield b'{"model": '
+        await asyncio.sleep(30)
+        yield b'"tiny"}'
+
+    async with serving(talker(renderer), renderer, body_timeout_s=0.2) as served:
+        head = "POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 100\r\n\r\n{"
+        host, port = served.url.removeprefix("http://").split(":")
+        reader, writer = await asyncio.open_connection(host, int(port))
+        writer.write(head.encode())
+        status = await asyncio.wait_for(reader.readline(), 10)
+        assert b"408" in status
+        writer.close()
+        await writer.wait_closed()
+        assert (await post(served, GOOD)).status_code == 200
+
+
+class Endless(ScriptedEngine):
+    """Never answers; says who was cancelled."""
+
+    def __init__(self, renderer: Renderer) -> None:
+        super().__init__(renderer, [])
+        self.running = self.cancelled = 0
+
+    async def generate(self, *args: Any, **options: Any) -> Any:
+        self.running += 1
+        try:
+            await asyncio.Event().wait()
+        except asyncio.CancelledError:
+            self.cancelled += 1
+            raise
+
+    async def generate_watched(self, *args: Any, **options: Any) -> Any:
+        return await self.generate()
+
+
+@pytest.mark.parametrize("stream", [False, True], ids=["plain", "stream"])
+async def test_a_client_that_vanishes_frees_its_slot(renderer: Renderer, stream: bool):
+    engine = Endless(renderer)
+    async with serving(engine, renderer, max_requests=2) as served:
+        clients = [asyncio.ensure_future(post(served, {**GOOD, "stream": stream, "n": 2}))]
+        async with asyncio.timeout(20):
+            while engine.running < 2:  # noqa: ASYNC110 - the engine counts, it tells nobody
+                await asyncio.sleep(0.01)
+        busy = await post(served, GOOD)
+        assert (busy.status_code, busy.headers["retry-after"]) == (429, "1")
+        assert busy.json()["error"]["code"] == "rate_limit_exceeded"
+        for client in clients:
+            client.cancel()
+        async with asyncio.timeout(20):
+            while engine.cancelled < 2 or served.talk.gate.running:  # noqa: ASYNC110 - as above
+                await asyncio.sleep(0.01)
+
+
+async def test_a_client_that_stops_reading_does_not_hold_the_engine(renderer: Renderer):
+    engine = ScriptedEngine(renderer, lambda turn: Message("assistant", "word " * 4000))
+    async with serving(engine, renderer, write_timeout_s=0.5) as served:
+        host, port = served.url.removeprefix("http://").split(":")
+        body = json.dumps({**GOOD, "stream": True, "n": 8}).encode()
+        reader, writer = await asyncio.open_connection(host, int(port), limit=1024)
+        head = f"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nContent-Length: {len(body)}\r\n\r\n"
+        writer.write(head.encode() + body)
+        assert b"200" in await reader.readline()
+        async with asyncio.timeout(50):
+            while served.talk.gate.running:  # noqa: ASYNC110 - the gate counts, it tells nobody
+                await asyncio.sleep(0.05)
+        writer.close()
+        assert (await post(served, GOOD)).status_code == 200
+
+
+@pytest.mark.parametrize("stream", [False, True], ids=["plain", "stream"])
+async def test_a_lost_engine_is_a_503_and_the_next_request_is_answered(renderer: Renderer, stream: bool):
+    lines: list[Any] = [EngineError("it is gone"), Message("assistant", "Back.")]
+    engine = ScriptedEngine(renderer, lambda turn: lines.pop(0))
+    async with serving(engine, renderer) as served:
+        lost = await post(served, {**GOOD, "stream": stream})
+        assert (lost.status_code, lost.json()["error"]["code"]) == (503, "engine_error")
+        back = await post(served, {**GOOD, "stream": stream})
+        assert (back.status_code, '"finish_reason":"stop"' in back.text) == (200, True)
+        assert served.talk.gate.running == 0
+
+
+async def test_while_weights_are_replaced_clients_are_told_to_come_back(renderer: Renderer):
+    async with serving(talker(renderer), renderer) as served:
+        served.talk.gate.closed = "weights are being replaced"
+        answer = await post(served, GOOD)
+        assert (answer.status_code, answer.headers["retry-after"]) == (429, "1")
+        async with httpx.AsyncClient() as client:
+            assert (await client.get(served.url + "/health")).status_code == 503
+        served.talk.gate.closed = None
+        assert (await post(served, GOOD)).status_code == 200
+
+
+async def test_memory_of_past_turns_is_bounded_and_the_engine_is_told(renderer: Renderer):
+    engine = talker(renderer)
+    async with serving(engine, renderer) as served, httpx.AsyncClient() as client:
+        served.session._max_tokens = 300
+        for number in range(30):
+            body = {"model": "tiny", "messages": [{"role": "user", "content": f"What is {number} plus 3?"}]}
+            await client.post(served.base_url + "/chat/completions", json=body)
+        assert sum(len(turn.branch.ids) for turn in served.session.turns) <= 300
+        assert len(engine.released) == 30 - len(served.session.turns)
