@@ -11,6 +11,7 @@ from agentrl.env.env import Env
 from agentrl.env.toolenv import ToolEnv
 from agentrl.errors import InfraError
 from agentrl.rollout.frame import Whereabouts, draw_seed
+from agentrl.rollout.reward_model import RewardModel
 from agentrl.types import Episode, Group, Task
 
 
@@ -38,6 +39,7 @@ class GroupPlayer:
         infra_retries: how often one place is refilled.
         on_episode: told of every episode that ends.
         greedy: plays one more episode of each task, whose reward the others are compared with.
+        reward_model: scores every episode.
     """
 
     player: Plays
@@ -46,6 +48,7 @@ class GroupPlayer:
     infra_retries: int = 2
     on_episode: Callable[[Episode], None] | None = None
     greedy: Plays | None = None
+    reward_model: RewardModel | None = None
     playing: dict[str, Whereabouts] = field(default_factory=dict)
     """The episodes in flight by their names, those that began first first."""
 
@@ -94,6 +97,8 @@ class GroupPlayer:
             try:
                 seed = draw_seed(self.seed, label, number, index, attempt)
                 episode = await player.play(task, episode_id=where.episode_id, seed=seed, where=where)
+                if self.reward_model is not None:
+                    episode = await self.reward_model.judged(episode)
             finally:
                 del self.playing[where.episode_id]
             if self.on_episode:

@@ -1,0 +1,175 @@
+"""Models that score whole episodes, each against the real thing on this machine; a failure is never a score."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import shutil
+import threading
+from dataclasses import replace
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from agentrl.config.reward_model import RewardModelConfig
+from agentrl.config.run import TinyModel
+from agentrl.errors import ConfigError
+from agentrl.rollout.reward_model import Classifier, conversation_text, make_reward_model, plain_roles
+from agentrl.testing.tiny_model import make_tiny_model
+from agentrl.types import Episode, Message, Segment, StopReason, Task, ToolCall
+
+MESSAGES = (
+    Message("system", "Use the tools."),
+    Message("user", "What is 2 + 3?"),
+    Message("assistant", "", tool_calls=(ToolCall("c1", "add", {"a": 2, "b": 3}),)),
+    Message("tool", "5", tool_call_id="c1", name="add"),
+    Message("assistant", "It is 5."),
+)
+
+
+def episode(name: str = "e", answer: str = "It is 5.") -> Episode:
+    messages = (*MESSAGES[:-1], Message("assistant", answer))
+    segments = (Segment((1, 2, 3), "prompt", -1, 0), Segment((40, 41), "sampled", 0, 1, (-0.1, -0.1), (0, 0)))
+    return Episode(name, Task("t"), messages, (), segments, StopReason.ANSWERED, 1.0, {"solved": 1.0})
+
+
+class Handler(BaseHTTPRequestHandler):
+    def do_POST(self) -> None:
+        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        self.server.seen.append(body)
+        status, answer = self.server.plan.pop(0) if len(self.server.plan) > 1 else self.server.plan[0]
+        if self.path.endswith("/chat/completions"):
+            choice = {"index": 0, "finish_reason": "stop", "message": {"role": "assistant", "content": answer}}
+            answer = {"id": "1", "object": "chat.completion", "created": 0, "model": "m", "choices": [choice]}
+        data = json.dumps(answer).encode()
+        self.send_response(status)
+        self.send_header("Content-Type", "application/json")
+        self.send_header("Content-Length", str(len(data)))
+        self.end_headers()
+        self.wfile.write(data)
+
+    def log_message(self, *args: object) -> None:
+        pass
+
+
+@pytest.fixture
+def server():
+    server: Any = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    server.seen, server.plan = [], [(200, "0.75")]
+    server.url = f"http://127.0.0.1:{server.server_port}"
+    thread = threading.Thread(target=server.serve_forever)
+    thread.start()
+    yield server
+    server.shutdown()
+    server.server_close()
+    thread.join()
+
+
+async def test_a_judge_is_asked_about_the_whole_conversation(server: Any, tmp_path: Path):
+    config = RewardModelConfig(kind="judge", url=f"{server.url}/v1", model="m", weight=2.0, name="quality")
+    judged = await make_reward_model(config, tmp_path).judged(episode())
+    assert judged.rewards == {"solved": 1.0, "quality": 1.5}
+    assert judged.reward == 2.5
+    (question,) = server.seen[0]["messages"]
+    assert "one number from 0 to 1" in question["content"]
+    assert 'call: {"name": "add", "arguments": {"a": 2, "b": 3}}' in question["content"]
+    assert "tool add:\n5" in question["content"]
+
+
+async def test_a_reward_server_is_given_the_text(server: Any, tmp_path: Path):
+    server.plan = [(200, {"scores": [-0.5]})]
+    config = RewardModelConfig(kind="http", url=f"{server.url}/score")
+    judged = await make_reward_model(config, tmp_path).judged(episode())
+    assert judged.rewards["reward_model"] == -0.5
+    assert server.seen == [{"model": "model", "messages": [conversation_text(MESSAGES)]}]
+
+
+async def test_a_failure_is_an_infrastructure_failure(server: Any, tmp_path: Path):
+    server.plan = [(200, {"scores": []})]
+    config = RewardModelConfig(kind="http", url=f"{server.url}/score", retries=0)
+    judged = await make_reward_model(config, tmp_path).judged(episode())
+    assert (judged.reward, judged.stop_reason) == (None, StopReason.INFRA)
+    assert judged.error is not None
+    assert "JudgeError: reward server" in judged.error
+    lost = replace(episode(), error="SandboxError: gone", reward=None)
+    assert await make_reward_model(config, tmp_path).judged(lost) is lost
+
+
+async def test_a_name_that_the_env_uses_is_refused(server: Any, tmp_path: Path):
+    config = RewardModelConfig(kind="http", url=f"{server.url}/score", name="solved")
+    with pytest.raises(ConfigError, match="the env has a reward of this name"):
+        await make_reward_model(config, tmp_path).judged(episode())
+
+
+@pytest.fixture(scope="module")
+def classifier_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    from transformers import AutoModelForSequenceClassification
+
+    base = tmp_path_factory.mktemp("reward") / "base"
+    make_tiny_model(base, [conversation_text(MESSAGES)] * 4, TinyModel(hidden=32, layers=1, heads=2, vocab=300))
+    folder = base.parent / "classifier"
+    torch.manual_seed(0)
+    AutoModelForSequenceClassification.from_pretrained(base, num_labels=1).save_pretrained(folder)
+    for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
+        shutil.copy(base / name, folder / name)
+    return folder
+
+
+def classify(directory: Path, ids: list[int]) -> float:
+    from transformers import AutoModelForSequenceClassification
+
+    model = AutoModelForSequenceClassification.from_pretrained(directory)
+    with torch.inference_mode():
+        return float(model(input_ids=torch.tensor([ids])).logits[0, 0])
+
+
+async def test_a_classifier_reads_text_through_its_own_tokenizer(classifier_dir: Path, tmp_path: Path):
+    from transformers import AutoTokenizer
+
+    config = RewardModelConfig(kind="classifier", path=str(classifier_dir), device="cpu")
+    judged = await make_reward_model(config, tmp_path).judged(episode())
+    tokenizer = AutoTokenizer.from_pretrained(classifier_dir)
+    text = tokenizer.apply_chat_template(plain_roles(MESSAGES), tokenize=False)
+    assert "Tool result: 5" in text
+    wanted = classify(classifier_dir, tokenizer(text, add_special_tokens=False)["input_ids"])
+    assert judged.rewards["reward_model"] == pytest.approx(wanted, abs=1e-5)
+
+
+async def test_a_classifier_with_the_policys_tokenizer_reads_its_tokens(classifier_dir: Path):
+    config = RewardModelConfig(kind="classifier", path=str(classifier_dir), device="cpu")
+    judged = await make_reward_model(config, classifier_dir).judged(episode())
+    assert judged.rewards["reward_model"] == pytest.approx(classify(classifier_dir, [1, 2, 3, 40, 41]), abs=1e-5)
+
+
+async def test_those_that_wait_are_scored_together(classifier_dir: Path, tmp_path: Path):
+    config = RewardModelConfig(kind="classifier", path=str(classifier_dir), device="cpu", batch_size=4)
+    model = make_reward_model(config, tmp_path)
+    assert isinstance(model.scorer, Classifier)
+    batches: list[int] = []
+    forward = model.scorer._forward
+    model.scorer._forward = lambda batch: batches.append(len(batch)) or forward(batch)
+    episodes = [episode(f"e{i}", "It is 5. " * (i + 1)) for i in range(9)]
+    together = await asyncio.gather(*(model.judged(e) for e in episodes))
+    assert sum(batches) == 9
+    assert len(batches) < 9
+    alone = [await model.judged(e) for e in episodes]
+    assert [e.rewards["reward_model"] for e in together] == pytest.approx(
+        [e.rewards["reward_model"] for e in alone], abs=1e-5
+    )
+
+
+def test_what_is_no_reward_model_is_said(classifier_dir: Path, tmp_path: Path):
+    base = classifier_dir.parent / "base"
+    for path, said in ((tmp_path, "cannot be loaded"), (base, "labels|no trained head")):
+        with pytest.raises(ConfigError, match=said):
+            make_reward_model(RewardModelConfig(kind="classifier", path=str(path)), tmp_path)
+    for wrong, said in (
+        ({"kind": "classifier"}, r"reward_model\.path is missing"),
+        ({"kind": "http", "url": "x", "low": -1.0}, r"reward_model\.low has no effect unless .* is judge"),
+        ({"kind": "judge", "url": "x", "model": "m", "low": 2.0}, "must be below"),
+    ):
+        with pytest.raises(ValueError, match=said):
+            RewardModelConfig(**wrong)
