@@ -48,6 +48,9 @@ class ToolEnv(Env):
     count_tokens: CountTokens = staticmethod(estimate_tokens)
     """Counts the tokens of a text; the rollout sets it to the policy's tokenizer."""
 
+    outcome: str | None = None
+    """What the program under `agent:` said at its end, for rewards to read; None where no program plays."""
+
     task: Task
     rng: random.Random
     """Seeded with the task's seed before `setup`: the only source of randomness an episode needs."""

@@ -1,9 +1,9 @@
 """Episodes as rows for supervised fine-tuning: what a run or an evaluation said, for other programs and for ours.
 
-`openai` is the chat format of OpenAI's fine-tuning files (also what `warmup.demonstrations` reads): one JSON object
-a line with `messages` and `tools`. `hf` is a parquet file of the same rows for `datasets` and TRL; arguments and
-tools are JSON text there, because Arrow would give every call the arguments of all. `jsonl` is the whole record:
-ids, log-probabilities, rewards, timings (`agentrl.records`).
+`openai` is the chat format of OpenAI's fine-tuning files (also what `warmup.demonstrations` reads): one JSON
+object a line with `messages` and `tools`. `hf` is a parquet file of the same rows for `datasets` and TRL; there
+arguments and tools are JSON text, because Arrow would give every call the arguments of all. `jsonl` is the whole
+record: ids, log-probabilities, rewards, timings (`agentrl.records`).
 """
 
 from __future__ import annotations

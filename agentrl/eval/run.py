@@ -37,13 +37,13 @@ from agentrl.rollout.setup import (
     load_content,
     load_renderer,
     make_engine,
-    make_player,
     quiet_transformers,
 )
 from agentrl.run.report import Reporter
 from agentrl.run.saved import MANIFEST
 from agentrl.run.store import RunStore
 from agentrl.sandbox import close_pools
+from agentrl.serve.record_players import players
 from agentrl.types import Episode, Task
 
 SPEC_FILE = "eval.json"
@@ -153,6 +153,10 @@ def evaluate(
             holds another evaluation.
         InfraError: nothing could be played.
     """
+    if subject.endpoint is not None and config.agent is not None:
+        raise ConfigError(
+            "agent: a program is given our own policy; to see it with another model, start it there yourself"
+        )
     spec = make_spec(subject, config, options)
     with RunStore.open(config, folder, fresh=fresh) as store:
         _claim(store, spec)
@@ -238,8 +242,9 @@ async def _play(
         engine = await make_engine(config, directory)
         try:
             content = await fitting(content, config, renderer, engine.max_context, progress.reporter)
-            player = make_player(config, engine, renderer, content.make_env, temperature=spec.temperature)
-            await _play_tasks(player, content.held_out_tasks, config, options, progress)
+            async with players(config, None, engine, renderer, content.make_env) as make:
+                player = make(temperature=spec.temperature)
+                await _play_tasks(player, content.held_out_tasks, config, options, progress)
         finally:
             await engine.close()
     finally:

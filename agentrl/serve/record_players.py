@@ -1,10 +1,12 @@
-"""Who plays the episodes of a run: the built-in loop, or the program under `agent:`."""
+"""Who plays the episodes of a run: the built-in loop, here or on workers, or the program under `agent:`."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
-from typing import TYPE_CHECKING
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Protocol
 
 from agentrl.chat.template import Renderer
 from agentrl.config.run import AgentConfig, RunConfig
@@ -13,70 +15,83 @@ from agentrl.env.env import Env
 from agentrl.env.load import load_object
 from agentrl.env.toolenv import ToolEnv
 from agentrl.errors import ConfigError
-from agentrl.rollout.episode import Player, TokenCheck
+from agentrl.rollout.episode import TokenCheck
 from agentrl.rollout.frame import Limits
+from agentrl.rollout.group import Plays
 from agentrl.rollout.setup import make_player
+from agentrl.rollout.workers import placed
 
 if TYPE_CHECKING:
-    from agentrl.serve.record_agent import AgentPlayer, RecorderServer
     from agentrl.serve.record_program import Agent
 
 
-class Players:
-    """Makes the players of a run and closes what they share.
+class MakePlayer(Protocol):
+    """Makes a player that samples at a temperature."""
+
+    def __call__(self, *, temperature: float, token_check: TokenCheck | None = None) -> Plays:
+        """Make it."""
+        ...
+
+
+@asynccontextmanager
+async def players(
+    config: RunConfig, model: Path | None, engine: Engine, renderer: Renderer, make_env: Callable[[], Env]
+) -> AsyncIterator[MakePlayer]:
+    """What makes the players of a run; what they share is there while the block runs.
+
+    Args:
+        config: of the run; `agent` and `rollout.workers` say who plays and where.
+        model: directory with the tokenizer, for workers; None plays in this process.
+        engine: samples for all of them.
+        renderer: of the run.
+        make_env: makes the env of an episode.
 
     Raises:
         ConfigError: the program under `agent:` cannot be found, or does not fit the env.
+        WorkerLost: no worker could be started.
     """
+    if config.agent is not None:
+        async with _agent_players(config, config.agent, engine, renderer, make_env) as make:
+            yield make
+        return
 
-    def __init__(self, config: RunConfig, engine: Engine, renderer: Renderer, make_env: Callable[[], Env]) -> None:
-        self._config, self._engine, self._renderer, self._make_env = config, engine, renderer, make_env
-        self._server: RecorderServer | None = None
-        if config.agent is not None:
-            _check_env(make_env())
-            self._agent = make_agent(config.agent)
-            self._server = self._make_server()
-            self._places = asyncio.Semaphore(config.agent.max_running)
+    def here(*, temperature: float, token_check: TokenCheck | None = None) -> Plays:
+        return make_player(config, engine, renderer, make_env, temperature=temperature, token_check=token_check)
 
-    def make(self, *, temperature: float, token_check: TokenCheck | None = None) -> Player | AgentPlayer:
-        """A player at this temperature."""
-        config = self._config
-        if config.agent is None or self._server is None:
-            return make_player(
-                config,
-                self._engine,
-                self._renderer,
-                self._make_env,
-                temperature=temperature,
-                token_check=token_check,
+    if model is None:
+        yield here
+        return
+    async with placed(config, model, engine) as place:
+
+        def there(*, temperature: float, token_check: TokenCheck | None = None) -> Plays:
+            player = make_player(
+                config, engine, renderer, make_env, temperature=temperature, token_check=token_check
             )
+            return place(player)
+
+        yield there
+
+
+@asynccontextmanager
+async def _agent_players(
+    config: RunConfig, agent: AgentConfig, engine: Engine, renderer: Renderer, make_env: Callable[[], Env]
+) -> AsyncIterator[MakePlayer]:
+    try:
+        from agentrl.serve.record import Recorder
         from agentrl.serve.record_agent import AgentPlayer
+        from agentrl.serve.run import running
+    except ImportError as e:
+        raise ConfigError(f"agent: the recorder needs {e.name}: pip install 'agentrl-train[serve]'") from e
+    _check_env(make_env())
+    program, rollout = make_agent(agent), config.rollout
+    limits = Limits(rollout.max_turns, rollout.max_tokens, rollout.token_budget, rollout.timeout_s)
+    recorder, places = Recorder(engine, renderer, limits), asyncio.Semaphore(agent.max_running)
+    async with running(recorder.app()) as address:
 
-        return AgentPlayer(
-            self._server,
-            self._agent,
-            self._make_env,
-            self._server.recorder.limits,
-            temperature,
-            self._places,
-            config.agent.crash,
-            token_check,
-        )
+        def make(*, temperature: float, token_check: TokenCheck | None = None) -> Plays:
+            return AgentPlayer(recorder, address, program, make_env, temperature, places, agent.crash, token_check)
 
-    async def close(self) -> None:
-        """Stop the recorder, if there is one; idempotent."""
-        if self._server is not None:
-            await self._server.close()
-
-    def _make_server(self) -> RecorderServer:
-        try:
-            from agentrl.serve.record import Recorder
-            from agentrl.serve.record_agent import RecorderServer
-        except ImportError as e:
-            raise ConfigError(f"agent: the recorder needs {e.name}: pip install 'agentrl-train[serve]'") from e
-        rollout = self._config.rollout
-        limits = Limits(rollout.max_turns, rollout.max_tokens, rollout.token_budget, rollout.timeout_s)
-        return RecorderServer(Recorder(self._engine, self._renderer, limits))
+        yield make
 
 
 def make_agent(config: AgentConfig) -> Agent:

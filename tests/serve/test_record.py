@@ -1,4 +1,4 @@
-"""The recorder, driven by the official client over HTTP: what is recorded is what was sampled, and nothing else."""
+"""The recorder, driven by the official client over HTTP: recorded is what was sampled, and nothing else."""
 
 from __future__ import annotations
 
@@ -232,7 +232,7 @@ class TestRetries:
             assert one.recording.num_turns == 1
 
     async def test_a_client_that_goes_away_leaves_nothing(self, renderer: Renderer):
-        async with recorded(renderer, by_turn(say("lost"), say("kept")), delay_s=0.3) as one:
+        async with recorded(renderer, by_turn(say("kept")), delay_s=0.3) as one:
             client = one.new_client(timeout=0.1)
             with pytest.raises(openai.APITimeoutError):
                 await client.chat.completions.create(model="m", messages=[USER])
