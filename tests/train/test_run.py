@@ -6,14 +6,17 @@ import json
 import signal
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from agentrl.config.run import RunConfig
 from agentrl.records import read_episodes, read_records
+from agentrl.rollout.collect import collect
 from agentrl.run.report import Silent, Summary
 from agentrl.run.store import RunStore
 from agentrl.train.run import train_run
+from agentrl.types import Group
 
 TIMES = ("seconds", "tokens_per_s")
 """Metrics that a clock decides, by the end of their names."""
@@ -239,8 +242,16 @@ class TestWholeRun:
 @pytest.mark.slow
 @pytest.mark.parametrize("stop_after", [None, 2])
 def test_ahead_of_the_learner_no_token_is_older_than_allowed_and_no_group_is_lost(
-    tmp_path: Path, stop_after: int | None
+    tmp_path: Path, stop_after: int | None, monkeypatch: pytest.MonkeyPatch
 ):
+    held_out: dict[str, set[int]] = {}
+
+    async def watched(*args: Any, label: str, **kwargs: Any) -> list[Group]:
+        groups = await collect(*args, label=label, **kwargs)
+        held_out[label] = {v for g in groups for e in g.episodes for s in e.segments for v in s.versions}
+        return groups
+
+    monkeypatch.setattr("agentrl.train.run.collect", watched)
     config = buttons(tmp_path)
     config = config.model_copy(update={"rollout": config.rollout.model_copy(update={"max_staleness": 2})})
     folder = tmp_path / "run"
@@ -254,6 +265,7 @@ def test_ahead_of_the_learner_no_token_is_older_than_allowed_and_no_group_is_los
         sampled = [s for e in read_episodes(folder, line["step"]) for s in e.segments if s.origin == "sampled"]
         assert line["staleness/max"] == line["step"] - 1 - min(v for s in sampled for v in s.versions)
     assert max(line["staleness/max"] for line in lines[1:]) > 0
+    assert held_out == {f"held-out-{step}": {step} for step in (0, 2, 4)}, "evaluated on one set of weights"
     assert lines[1]["in_flight/episodes"] > 0
     assert lines[4]["in_flight/episodes"] == 0
     names = [e.id for line in lines[1:] for e in read_episodes(folder, line["step"])]

@@ -1,0 +1,45 @@
+"""What a step's line says of staleness, and of groups that were put aside."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import pytest
+
+from agentrl.rollout.metrics import episode_metrics, set_aside, staleness
+from agentrl.types import Episode, Group, Message, Segment, StopReason, Task, Turn
+
+TASK = Task("t")
+
+
+def episode(versions: Sequence[int] = (0,), error: str | None = None) -> Episode:
+    turn = Turn(Message("assistant", "x"), (), 0.0, "stop", len(versions), 0.0, 0.0)
+    count = len(versions)
+    segments = (
+        Segment((1, 2), "prompt", -1, 0),
+        Segment((3,) * count, "sampled", 0, 1, (0.0,) * count, tuple(versions)),
+    )
+    reward = None if error else 1.0
+    return Episode("e", TASK, (), (turn,), segments, StopReason.ANSWERED, reward, error=error)
+
+
+def test_staleness_counts_updates_by_token():
+    groups = [Group(TASK, (episode((3, 3, 4)), episode((5,)))), Group(TASK, (episode(()),))]
+    found = staleness(groups, 5)
+    assert found["staleness/mean"] == pytest.approx((2 + 2 + 1 + 0) / 4)
+    assert (found["staleness/max"], found["staleness/episodes_mixed"]) == (2, 1)
+    assert staleness([Group(TASK, (episode(()),))], 5) == {}
+
+
+def test_what_was_put_aside_is_counted_and_enters_no_mean():
+    trained = Group(TASK, (episode((0, 0)), episode((0,))))
+    aside = Group(TASK, (episode((0,) * 5), episode((0,) * 5)), (episode(error="SandboxError: gone"),))
+    alone, both = episode_metrics([trained]), episode_metrics([trained], [aside])
+    assert (alone["episodes"], both["episodes"]) == (2, 5)
+    assert (alone["infra_failures"], both["infra_failures"]) == (0, 1)
+    assert (alone["sampled_tokens"], both["sampled_tokens"]) == (3, 13)
+    changed = {"episodes", "infra_failures", "sampled_tokens"}
+    assert {k: v for k, v in both.items() if k not in changed} == {
+        k: v for k, v in alone.items() if k not in changed
+    }
+    assert set_aside([aside]) == {"refilled_groups": 1, "refilled_episodes": 3}
