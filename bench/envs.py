@@ -1,9 +1,10 @@
 """How many episodes a second each shipped env plays by itself, without a model.
 
-    python bench/envs.py [--num 200] [--concurrency 32] [--env Calculator ...] [--json FILE]
+    python bench/envs.py [--quick] [--num 200] [--concurrency 32] [--env Calculator ...] [--json FILE]
 
 The oracle plays held-out tasks. "per core" divides by the CPU seconds of this process and of what it waited for;
 the programs that run inside of sandboxes are not in it. The random policy's score stands beside the oracle's.
+`--quick` plays 16 tasks each: under a minute for all, to see that it works; its rates are rough.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
+import os
 import resource
 import time
 from collections.abc import Sequence
@@ -63,6 +65,7 @@ async def measure(name: str, num: int, concurrency: int) -> dict[str, Any]:
         "episodes_per_cpu_s": num / cpu,
         "calls_per_episode": calls / num,
         "calls_per_s": calls / wall,
+        "load": os.getloadavg()[0],
         "oracle": sum(e.rewards["solved"] for e in episodes) / num,
         "random": sum(e.rewards["solved"] for e in rng) / num,
     }
@@ -71,17 +74,19 @@ async def measure(name: str, num: int, concurrency: int) -> dict[str, Any]:
 def main() -> None:
     """Measure and print a table."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n", 1)[0])
-    parser.add_argument("--num", type=int, default=200)
+    parser.add_argument("--quick", action="store_true")
+    parser.add_argument("--num", type=int)
     parser.add_argument("--concurrency", type=int, default=32)
     parser.add_argument(
         "--env", nargs="*", choices=sorted(agentrl.envs.SHIPPED), default=sorted(agentrl.envs.SHIPPED)
     )
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
+    num = options.num or (16 if options.quick else 200)
     print(f"{'env':14} {'episodes/s':>11} {'per core':>9} {'calls/s':>9} {'oracle':>7} {'random':>7}")
     rows = []
     for name in options.env:
-        row = asyncio.run(measure(name, options.num, options.concurrency))
+        row = asyncio.run(measure(name, num, options.concurrency))
         rows.append(row)
         print(
             f"{name:14} {row['episodes_per_s']:11.0f} {row['episodes_per_cpu_s']:9.0f} {row['calls_per_s']:9.0f} "
