@@ -467,5 +467,8 @@ def _content(message: Message) -> str:
         return message.content
     texts = [part for part in message.content if isinstance(part, str)]
     if len(texts) < len(message.content):
-        raise TemplateError(f"a {message.role} message holds an image; this renderer is for text only")
+        raise TemplateError(
+            f"a {message.role} message holds an image, and the chat template of this model takes text only: "
+            "return text from the tool (or from setup), or leave the image out of what the policy sees"
+        )
     return "".join(texts)
