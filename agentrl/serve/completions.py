@@ -206,7 +206,7 @@ class TextWriter:
         except UnicodeDecodeError:
             return "bytes:" + "".join(f"\\x{byte:02x}" for byte in raw)
 
-    # The stop token is among the tokens though not in the text: harnesses count on one entry for every token drawn.
+    # The stop token is among the tokens though not in the text: harnesses count on one entry for each token drawn.
 
     def _logprobs(self, first: int | None, drawn: Sequence[Drawn], offset: int) -> dict[str, Any]:
         """Lists by token; `first` is a prompt's first token, which nothing stands before."""
