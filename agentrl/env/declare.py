@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal, TypeVar, overload
+from typing import Any, Literal, Protocol, TypeVar, overload
 
 from agentrl.types import Image, Part
 
@@ -45,12 +45,20 @@ class ToolMark:
     inline: bool
 
 
+class Scorer(Protocol):
+    """What `@reward(judge=...)` takes: `agentrl.env.judge.Judge`, or anything of its kind."""
+
+    async def score(self, question: str, /) -> float:
+        """A number for a question. Raises InfraError where there is none to be had."""
+
+
 @dataclass(frozen=True, slots=True)
 class RewardMark:
     name: str | None
     weight: float
     per: Per
     timeout_s: float | None
+    judge: Scorer | None = None
 
 
 @overload
@@ -91,7 +99,12 @@ def tool(
 def reward(function: F) -> F: ...
 @overload
 def reward(
-    *, weight: float = 1.0, per: Per = "episode", name: str | None = None, timeout_s: float | None = None
+    *,
+    weight: float = 1.0,
+    per: Per = "episode",
+    name: str | None = None,
+    timeout_s: float | None = None,
+    judge: Scorer | None = None,
 ) -> Callable[[F], F]: ...
 def reward(
     function: F | None = None,
@@ -100,6 +113,7 @@ def reward(
     per: Per = "episode",
     name: str | None = None,
     timeout_s: float | None = None,
+    judge: Scorer | None = None,
 ) -> F | Callable[[F], F]:
     """Make a method a reward, logged under its name and multiplied with `weight`.
 
@@ -113,10 +127,11 @@ def reward(
         per: when it is asked.
         name: the name in logs, where it is not the method's.
         timeout_s: limit in seconds; None takes `ToolSettings.reward_timeout_s`.
+        judge: the method returns a question, and the judge's number is the reward (per episode or turn).
 
     A reward that raises, times out or returns NaN fails the episode as infrastructure; it is never a silent 0.
     """
-    mark = RewardMark(name, weight, per, timeout_s)
+    mark = RewardMark(name, weight, per, timeout_s, judge)
 
     def decorate(function: F) -> F:
         setattr(function, REWARD_MARK, mark)

@@ -53,6 +53,8 @@ class Judge:
         max_tokens: longest answer.
         max_concurrent: questions asked at the same time.
         cache: JSON-lines file that keeps answers between runs; in memory only where it is None.
+        low: lowest number that `score` takes.
+        high: highest one.
     """
 
     url: str
@@ -64,6 +66,8 @@ class Judge:
     max_tokens: int = 512
     max_concurrent: int = 32
     cache: Path | None = None
+    low: float = 0.0
+    high: float = 1.0
     asked: int = 0
     """Questions that went to the server, repeats after failures included."""
     _answers: dict[str, str] = field(default_factory=dict, repr=False)
@@ -103,12 +107,15 @@ class Judge:
         messages = [Message("system", system)] if system else []
         return plain_text((await self.chat([*messages, Message("user", question)])).content)
 
-    async def score(self, question: str, *, system: str = "", low: float = 0.0, high: float = 1.0) -> float:
-        """The last number of the answer to `question`, which must lie in [low, high].
+    async def score(
+        self, question: str, *, system: str = "", low: float | None = None, high: float | None = None
+    ) -> float:
+        """The last number of the answer to `question`, which must lie in [low, high] (by default the judge's own).
 
         Raises:
             JudgeError: the answer has no such number.
         """
+        low, high = self.low if low is None else low, self.high if high is None else high
         text = await self.ask(question, system=system)
         numbers = re.findall(r"-?\d+(?:\.\d+)?", text)
         if not numbers or not low <= float(numbers[-1]) <= high:

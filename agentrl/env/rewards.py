@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from agentrl.env.dispatch import call_function
+from agentrl.env.dispatch import call_function, within
 from agentrl.env.observe import error_text
 from agentrl.env.spec import RewardSpec
 from agentrl.env.threads import CallTimeout, ToolRaised
@@ -30,7 +30,7 @@ class TurnView:
 async def ask_reward(
     spec: RewardSpec, function: Callable[..., Any], argument: Any, timeout_s: float, where: str
 ) -> Any:
-    """Call one reward method.
+    """Call one reward method, and its judge where it has one.
 
     Raises:
         JudgeError: it raised or ran out of time. Another InfraError passes as it is.
@@ -38,7 +38,12 @@ async def ask_reward(
     arguments = {} if spec.takes is None else {spec.takes: argument}
     limit = spec.mark.timeout_s if spec.mark.timeout_s is not None else timeout_s
     try:
-        return await call_function(function, arguments, limit)
+        value = await call_function(function, arguments, limit)
+        if spec.mark.judge is None:
+            return value
+        if not isinstance(value, str):
+            raise TypeError(f"a reward with a judge returns the question as text, got {value!r:.80}")
+        return await within(spec.mark.judge.score(value), limit)
     except CallTimeout:
         raise JudgeError(f"reward {spec.name!r} of {where}: no result after {limit:g} s") from None
     except (InfraError, asyncio.CancelledError):

@@ -202,6 +202,8 @@ def _reward_spec(attribute: str, function: Callable[..., Any], mark: RewardMark,
     allowed = _REWARD_ARGUMENTS.get(mark.per)
     if allowed is None:
         raise ConfigError(f"{where}: per={mark.per!r} must be 'episode', 'turn' or 'group'")
+    if mark.judge is not None and mark.per == "group":
+        raise ConfigError(f"{where}: judge= has no effect on a reward per group; ask the judge in the method")
     if len(names) > 1 or not set(names) <= allowed or (mark.per == "group" and not names):
         raise ConfigError(
             f"{where}: a reward per {mark.per} takes {'exactly' if mark.per == 'group' else 'nothing or'} "

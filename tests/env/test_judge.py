@@ -64,6 +64,55 @@ async def test_a_judge_scores_an_episode_and_remembers(server, tmp_path):
     assert again.asked == 0
 
 
+async def test_a_reward_may_name_its_judge_and_return_the_question(server):
+    judge = Judge(f"{server.url}/v1", "m", high=10)
+
+    class Essay(ToolEnv):
+        def setup(self) -> str:
+            return "Write."
+
+        @reward(judge=judge, weight=0.1)
+        def quality(self, episode: Episode) -> str:
+            return f"Rate from 0 to 10: {final_answer(episode)}"
+
+        @reward(judge=judge, per="turn", weight=0.01)
+        def politeness(self) -> str:
+            return "Rate the politeness."
+
+    episode = await play(Essay(), Task("t"), ScriptedPolicy(["My essay."]))
+    assert episode.rewards == {"quality": pytest.approx(0.8)}
+    assert episode.turns[0].reward == pytest.approx(0.08)
+    assert {body["messages"][0]["content"] for body in server.seen} == {
+        "Rate from 0 to 10: My essay.",
+        "Rate the politeness.",
+    }
+
+
+async def test_what_a_judge_cannot_answer_fails_the_episode(server):
+    class Essay(ToolEnv):
+        def setup(self, question: object) -> str:
+            return "Write."
+
+        @reward(judge=Judge(f"{server.url}/v1", "m"))
+        def quality(self) -> object:
+            return self.task.row["question"]
+
+    for question, text in [
+        (3, "returns the question as text, got 3"),
+        ("Rate.", "no number from 0 to 1 in its answer '8'"),
+    ]:
+        with pytest.raises(JudgeError, match=text):
+            await play(Essay(), Task("t", {"question": question}), ScriptedPolicy(["x"]))
+
+    class Group(ToolEnv):
+        @reward(judge=Judge("http://x", "m"), per="group")
+        def best(self, episodes: list[Episode]) -> str:
+            return ""
+
+    with pytest.raises(ConfigError, match="judge= has no effect on a reward per group"):
+        Group.spec()
+
+
 async def test_a_judge_is_asked_again_after_a_failure_and_then_gives_up(server):
     judge = Judge(f"{server.url}/v1", "m", retries=1)
     server.plan = [(503, {"error": "busy"}), (200, "fine")]
