@@ -48,7 +48,8 @@ async def open_engine(config: EngineConfig, model: Path) -> Engine:
 
 
 async def _open_served(config: EngineConfig, model: Path) -> Engine:
-    from agentrl.engine.model import DTYPES
+    import torch
+
     from agentrl.engine.served import ServedEngine, ServedLimits
 
     if not (model / "config.json").is_file():
@@ -60,7 +61,7 @@ async def _open_served(config: EngineConfig, model: Path) -> Engine:
             _hosts(config, model, folder),
             _sync(config, model, folder),
             model=model,
-            dtype=DTYPES[config.dtype],
+            dtype={"float32": torch.float32, "bfloat16": torch.bfloat16}[config.dtype],
             given=bool(server.urls),
             limits=ServedLimits(
                 capacity=config.max_slots, restarts=server.restarts, health_every_s=server.health_every_s
@@ -95,18 +96,12 @@ def _hosts(config: EngineConfig, model: Path, folder: Path) -> list[Host]:
 
 def _connect(config: EngineConfig) -> Connect:
     from agentrl.engine.sglang import SGLangServer
+    from agentrl.engine.vllm import VLLMServer
 
-    server = config.server
-
-    def connect(url: str) -> SGLangServer:
-        return SGLangServer(
-            url,
-            timeout_s=server.request_timeout_s,
-            update_timeout_s=server.request_timeout_s,
-            tensor_parallel=server.tensor_parallel,
-        )
-
-    return connect
+    timeout_s, ranks = config.server.request_timeout_s, config.server.tensor_parallel
+    if config.kind == "vllm":
+        return lambda url: VLLMServer(url, timeout_s=timeout_s, update_timeout_s=timeout_s)
+    return lambda url: SGLangServer(url, timeout_s=timeout_s, update_timeout_s=timeout_s, tensor_parallel=ranks)
 
 
 def _sync(config: EngineConfig, model: Path, folder: Path) -> WeightSync:
@@ -140,33 +135,55 @@ def _python(config: EngineConfig) -> str:
 
 
 def _recipe(config: EngineConfig, model: Path, python: str, number: int) -> Recipe:
-    """The command line of server `number`."""
+    """The command line and environment of server `number`."""
     from agentrl.engine.device import pick_device
     from agentrl.engine.hosts import Recipe
 
     server = config.server
+    device = pick_device(config.device)
+    first = (device.index or 0) + number * server.tensor_parallel
+    make = _vllm_line if config.kind == "vllm" else _sglang_line
+    command, environment = make(config, model, None if device.type == "cpu" else first)
+    command = [python, "-m", *command, *server.args]
+    environment = {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"} | environment | server.environment
+    return Recipe(lambda port: [*command, "--port", str(port)], environment)
+
+
+def _sglang_line(config: EngineConfig, model: Path, gpu: int | None) -> tuple[list[str], dict[str, str]]:
+    server, share = config.server, config.server.gpu_memory_utilization
     # fmt: off
-    command = [
-        python, "-m", "sglang.launch_server", "--model-path", str(model), "--host", "127.0.0.1",
+    line = [
+        "sglang.launch_server", "--model-path", str(model), "--host", "127.0.0.1",
         "--dtype", config.dtype, "--tp-size", str(server.tensor_parallel),
         "--max-running-requests", str(config.max_slots), "--weight-version", "0",
         "--skip-tokenizer-init", "--skip-server-warmup", "--log-level", "warning", "--sleep-on-idle",
     ]
     # fmt: on
-    environment = {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
-    device = str(pick_device(config.device))
-    if device == "cpu":
-        command += ["--device", "cpu", "--attention-backend", "torch_native", "--disable-cuda-graph"]
-        command += ["--disable-overlap-schedule", "--max-total-tokens", str(_CPU_TOKENS)]
-        environment |= _CPU_ENVIRONMENT
-        if server.gpu_memory_utilization is None:
-            command += ["--mem-fraction-static", "0.1"]
+    environment = {}
+    if gpu is None:
+        line += ["--device", "cpu", "--attention-backend", "torch_native", "--disable-cuda-graph"]
+        line += ["--disable-overlap-schedule", "--max-total-tokens", str(_CPU_TOKENS)]
+        environment, share = _CPU_ENVIRONMENT, share or 0.1
     else:
-        first = int(device.partition(":")[2] or 0)
-        command += ["--device", "cuda", "--base-gpu-id", str(first + number * server.tensor_parallel)]
-    if server.gpu_memory_utilization is not None:
-        command += ["--mem-fraction-static", str(server.gpu_memory_utilization)]
-    if server.sleep:
-        command += ["--enable-memory-saver"]
-    command += server.args
-    return Recipe(lambda port: [*command, "--port", str(port)], environment | server.environment)
+        line += ["--device", "cuda", "--base-gpu-id", str(gpu)]
+    line += ["--mem-fraction-static", str(share)] if share is not None else []
+    line += ["--enable-memory-saver"] if server.sleep else []
+    return line, environment
+
+
+def _vllm_line(config: EngineConfig, model: Path, gpu: int | None) -> tuple[list[str], dict[str, str]]:
+    server, share = config.server, config.server.gpu_memory_utilization
+    # fmt: off
+    line = [
+        "vllm.entrypoints.openai.api_server", "--model", str(model), "--served-model-name", "policy",
+        "--host", "127.0.0.1", "--dtype", config.dtype, "--tensor-parallel-size", str(server.tensor_parallel),
+        "--max-num-seqs", str(config.max_slots),
+        "--logprobs-mode", "processed_logprobs", "--generation-config", "vllm",
+    ]
+    # fmt: on
+    line += ["--gpu-memory-utilization", str(share)] if share is not None else []
+    line += ["--enable-sleep-mode"] if server.sleep else []
+    environment = {"VLLM_SERVER_DEV_MODE": "1"}
+    if gpu is not None:
+        environment["CUDA_VISIBLE_DEVICES"] = ",".join(str(gpu + n) for n in range(server.tensor_parallel))
+    return line, environment

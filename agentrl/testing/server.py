@@ -12,6 +12,7 @@ import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Self
+from urllib.parse import parse_qsl
 
 
 @dataclass
@@ -103,8 +104,9 @@ class LoopbackServer:
                 status, answer = await self._handle(method, path, body)
                 content = answer.encode() if isinstance(answer, str) else json.dumps(answer).encode()
                 kind = "text/plain" if isinstance(answer, str) else "application/json"
+                size = len(content)
                 writer.write(
-                    f"HTTP/1.1 {status} X\r\ncontent-type: {kind}\r\ncontent-length: {len(content)}\r\n\r\n".encode()
+                    f"HTTP/1.1 {status} X\r\ncontent-type: {kind}\r\ncontent-length: {size}\r\n\r\n".encode()
                     + content
                 )
                 await writer.drain()
@@ -116,9 +118,11 @@ class LoopbackServer:
 
     async def _handle(self, method: str, path: str, body: dict[str, Any]) -> tuple[int, Any]:
         self.log.append(path)
+        path, _, query = path.partition("?")
+        body = dict(parse_qsl(query)) | body
         if path in self.refuse:
             return self.refuse[path]
-        name = path.strip("/").replace("/", "_")
+        name = path.strip("/").replace("/", "_").removeprefix("v1_")
         handler = getattr(self, f"_{method.lower()}_{name}", None)
         if handler is None:
             return 404, {"detail": "Not Found"}
@@ -236,6 +240,58 @@ class LoopbackServer:
 
     async def _post_resume_memory_occupation(self, body: dict[str, Any]) -> tuple[int, Any]:
         self.asleep -= set(body.get("tags") or ("weights", "kv_cache"))
+        return 200, None
+
+
+class LoopbackVLLM(LoopbackServer):
+    """The same, speaking the part of vLLM's wire format that the engine uses."""
+
+    async def _get_models(self, body: dict[str, Any]) -> tuple[int, Any]:
+        return 200, {"data": [{"id": "policy", "max_model_len": self.max_context}]}
+
+    async def _post_completions(self, body: dict[str, Any]) -> tuple[int, Any]:
+        ids = body["prompt"]
+        if body["model"] != "policy" or len(ids) + body["max_tokens"] > self.max_context:
+            return 400, {"error": {"message": "no such model, or the maximum context length is exceeded"}}
+        if "prompt_logprobs" in body:
+            table = [None if n == 0 else {str(t): {"logprob": _logprob(t)}} for n, t in enumerate(ids)]
+            return 200, {"choices": [{"prompt_logprobs": table}]}
+        self.prompts.append(list(ids))
+        request = _Running(list(ids), body["max_tokens"], frozenset(body["stop_token_ids"]))
+        self.running[body["request_id"]] = request
+        try:
+            kind = await self._draw(request)
+        finally:
+            self.running.pop(body["request_id"], None)
+        choice = {
+            "token_ids": request.ids,
+            "finish_reason": kind,
+            "logprobs": {"token_logprobs": [_logprob(token) for token in request.ids]},
+        }
+        answer = {"choices": [choice], "usage": {"prompt_tokens": len(ids)}}
+        return 200, answer if self.answer is None else self.answer(answer)
+
+    async def _post_pause(self, body: dict[str, Any]) -> tuple[int, Any]:
+        for request in self.running.values():
+            request.aborted = body.get("mode") == "abort"
+        while self.running:  # noqa: ASYNC110
+            await asyncio.sleep(0.001)
+        self._go.clear()
+        return 200, {"status": "paused"}
+
+    async def _post_resume(self, body: dict[str, Any]) -> tuple[int, Any]:
+        self._go.set()
+        return 200, {"status": "resumed"}
+
+    async def _post_collective_rpc(self, body: dict[str, Any]) -> tuple[int, Any]:
+        return await self._take_weights("/collective_rpc", body | {"weight_version": "?"})
+
+    async def _post_sleep(self, body: dict[str, Any]) -> tuple[int, Any]:
+        self.asleep = {"weights", "kv_cache"}
+        return 200, None
+
+    async def _post_wake_up(self, body: dict[str, Any]) -> tuple[int, Any]:
+        self.asleep -= {body["tags"]}
         return 200, None
 
 

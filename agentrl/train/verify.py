@@ -65,7 +65,7 @@ class WeightCheck:
                 raise AgentRLError(
                     f"weights of version {version}: server {number} and the learner differ by {gap:.3g} per token "
                     f"on fixed tokens, above engine.sync_tolerance ({self._tolerance:g}): the weights did not "
-                    "arrive, or the server computes something else (engine.dtype, quantisation, attention back-end)"
+                    "arrive, or the server computes something else (engine.dtype, quantisation, attention)"
                 )
             worst = max(worst, gap)
         return worst

@@ -1,0 +1,174 @@
+"""vLLM's server as an `InferenceServer`, after the documentation of vLLM 0.16 and later.
+
+It needs VLLM_SERVER_DEV_MODE=1 (pausing and loading weights), `--logprobs-mode processed_logprobs` (the
+log-probabilities of the tokens as drawn, at the temperature) and `--generation-config vllm` (no defaults of the
+model's own); a server that the run starts has them.
+
+Source: docs.vllm.ai, "OpenAI-compatible server", "Async reinforcement learning", "Sleep mode".
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+from agentrl.engine.connection import HttpServer, ServerRefused
+from agentrl.engine.server import Answer, Description, GroupPlace
+from agentrl.errors import EngineError
+from agentrl.types import Sampling
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+_TAGS = {"weights": "weights", "cache": "kv_cache"}
+
+
+class VLLMServer:
+    """One vLLM server. Weights reach it through a folder.
+
+    vLLM does not say which weights drew a token. So no request spans two versions here: an update ends what runs,
+    with what it has, and the engine asks for the rest with the new weights.
+    """
+
+    def __init__(self, url: str, *, timeout_s: float = 600.0, update_timeout_s: float = 600.0) -> None:
+        """Connect lazily; see `SGLangServer`."""
+        self._http = HttpServer(url, timeout_s=timeout_s)
+        self._update_timeout_s = update_timeout_s
+        self._model = ""
+        self._version = 0
+        self._go = asyncio.Event()
+        self._go.set()
+
+    @property
+    def url(self) -> str:
+        """Where the server is."""
+        return self._http.url
+
+    async def describe(self) -> Description:
+        """Context of the first model that the server has."""
+        answer = await self._http.get("/v1/models", timeout_s=30.0)
+        try:
+            model = answer["data"][0]
+            self._model = str(model["id"])
+            return Description(int(model["max_model_len"]), seeds=True)
+        except (TypeError, KeyError, IndexError, ValueError) as e:
+            raise EngineError(f"{self.url}/v1/models does not name a model with max_model_len: {e!r}") from e
+
+    async def check(self, *, timeout_s: float) -> None:
+        """Return if the server is up."""
+        await self._http.get("/health", timeout_s=timeout_s)
+
+    async def generate(self, ids: Sequence[int], sampling: Sampling, *, request: str) -> Answer:
+        """One completion; all its tokens are drawn with the same weights."""
+        await self._go.wait()
+        version = self._version
+        body = {
+            "prompt": list(ids),
+            "request_id": request,
+            "max_tokens": sampling.max_tokens,
+            "temperature": sampling.temperature,
+            "top_p": sampling.top_p,
+            "top_k": sampling.top_k or -1,
+            "stop_token_ids": sorted(sampling.stop_ids),
+            "skip_special_tokens": False,
+            "logprobs": 1,
+            "return_token_ids": True,
+        }
+        if sampling.seed is not None:
+            body["seed"] = sampling.seed % 2**63
+        choice, usage = await self._complete(body)
+        try:
+            tokens = tuple(int(token) for token in choice["token_ids"])
+            found = (choice.get("logprobs") or {}).get("token_logprobs") or ()
+            logprobs = tuple(float(value) for value in found)
+            kind = choice["finish_reason"]
+            cached = int((usage.get("prompt_tokens_details") or {}).get("cached_tokens") or 0)
+        except (TypeError, KeyError, AttributeError, ValueError) as e:
+            raise EngineError(f"{self.url}: an answer that is no completion ({e!r}): {choice!r:.300}") from e
+        if kind not in ("stop", "length", "abort"):
+            raise EngineError(f"{self.url}: unknown finish reason {kind!r}")
+        if len(logprobs) != len(tokens):
+            raise EngineError(f"{self.url}: {len(tokens)} tokens and {len(logprobs)} log-probabilities")
+        if not all(map(math.isfinite, logprobs)):
+            raise EngineError(f"{self.url}: a log-probability is not finite: weights or cache are damaged")
+        return Answer(tokens, logprobs, (version,) * len(tokens), kind, cached)
+
+    async def abort(self, request: str) -> None:
+        """Nothing to do: vLLM ends a request whose connection is closed."""
+
+    async def token_logprobs(self, ids: Sequence[int]) -> list[float]:
+        """Log-probabilities of given tokens."""
+        await self._go.wait()
+        body = {"prompt": list(ids), "max_tokens": 1, "temperature": 1.0, "prompt_logprobs": 0}
+        choice, _ = await self._complete(body)
+        try:
+            entries = choice["prompt_logprobs"]
+            found = [
+                float(entry[str(token)]["logprob"]) for token, entry in zip(ids[1:], entries[1:], strict=True)
+            ]
+        except (TypeError, KeyError, IndexError, ValueError) as e:
+            raise EngineError(f"{self.url}: no log-probabilities of the given tokens: {e!r}") from e
+        if not all(map(math.isfinite, found)):
+            raise EngineError(f"{self.url}: log-probabilities of given tokens are not finite")
+        return found
+
+    @asynccontextmanager
+    async def updating(self, *, by_tensor: bool) -> AsyncIterator[None]:
+        """End what runs, hold back what comes, drop the cache, let weights be loaded, go on."""
+        assert not by_tensor, "the configuration allows sync: disk only"
+        self._go.clear()
+        await self._control("/pause?mode=abort&clear_cache=true")
+        yield
+        await self._control("/resume")
+        self._go.set()
+
+    async def load_folder(self, folder: Path, version: int) -> None:
+        """The weights in a folder that the server can read."""
+        await self._control(
+            "/collective_rpc", {"method": "reload_weights", "kwargs": {"weights_path": str(folder)}}
+        )
+        self._version = version
+
+    async def load_tensors(self, tensors: Mapping[str, Tensor], version: int) -> None:
+        """Not offered."""
+        raise ServerRefused("vLLM takes weights through a folder only: use engine.sync disk")
+
+    async def join(self, place: GroupPlace) -> None:
+        """Not offered."""
+        raise ServerRefused("vLLM takes weights through a folder only: use engine.sync disk")
+
+    async def receive(self, tensors: Mapping[str, Tensor], group: str, version: int) -> None:
+        """Not offered."""
+        raise ServerRefused("vLLM takes weights through a folder only: use engine.sync disk")
+
+    async def leave(self, group: str) -> None:
+        """There is no group."""
+
+    async def sleep(self) -> None:
+        """Free the GPU memory of weights and cache; the server needs `--enable-sleep-mode` for it."""
+        await self._control("/sleep?level=2")
+
+    async def wake(self, what: Literal["weights", "cache"]) -> None:
+        """Take the memory again."""
+        await self._control(f"/wake_up?tags={_TAGS[what]}")
+
+    async def close(self) -> None:
+        """Drop the connections."""
+        await self._http.close()
+
+    async def _complete(self, body: dict[str, Any]) -> tuple[Any, Any]:
+        """The only choice of a completion, and the usage."""
+        if not self._model:
+            await self.describe()
+        answer = await self._http.post("/v1/completions", {"model": self._model, **body})
+        try:
+            return answer["choices"][0], answer.get("usage") or {}
+        except (TypeError, KeyError, IndexError, AttributeError) as e:
+            raise EngineError(f"{self.url}/v1/completions: an answer without a choice: {answer!r:.300}") from e
+
+    async def _control(self, path: str, body: Mapping[str, Any] | None = None) -> None:
+        await self._http.post(path, body, timeout_s=self._update_timeout_s)

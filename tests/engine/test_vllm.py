@@ -1,0 +1,111 @@
+"""vLLM's dialect, against a loopback server that speaks the documented endpoints (vLLM itself needs a GPU)."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from agentrl.config.engine import EngineConfig, ServerConfig
+from agentrl.engine.make import _recipe, open_engine
+from agentrl.engine.served import ServedEngine
+from agentrl.errors import EngineError
+from agentrl.testing.server import LoopbackVLLM
+from agentrl.types import Sampling
+
+PROMPT = [5, 6, 7]
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("model")
+    (folder / "config.json").write_text(json.dumps({"vocab_size": 97}))
+    save_file({"a": torch.zeros(2)}, folder / "model.safetensors")
+    return folder
+
+
+def expected(prompt: list[int], count: int) -> list[int]:
+    ids = list(prompt)
+    for _ in range(count):
+        ids.append((sum(ids) + len(ids)) % 97)
+    return ids[len(prompt) :]
+
+
+@asynccontextmanager
+async def opened(model: Path, server: LoopbackVLLM) -> AsyncIterator[ServedEngine]:
+    engine = await open_engine(
+        EngineConfig(kind="vllm", device="cpu", server=ServerConfig(urls=[server.url])), model
+    )
+    assert isinstance(engine, ServedEngine)
+    try:
+        yield engine
+    finally:
+        await engine.close()
+
+
+async def test_tokens_stop_ids_and_context(model: Path) -> None:
+    async with LoopbackVLLM(max_context=12) as server, opened(model, server) as engine:
+        completion = await engine.generate(PROMPT, Sampling(max_tokens=4))
+        assert list(completion.ids) == expected(PROMPT, 4)
+        assert completion.logprobs == tuple(-1.0 - token / 100 for token in completion.ids)
+        stop = expected(PROMPT, 2)[-1]
+        assert (await engine.generate(PROMPT, Sampling(stop_ids=frozenset([stop])))).finish == "stop"
+        assert len((await engine.generate(PROMPT, Sampling(max_tokens=99))).ids) == 9
+        assert await engine.logprobs_by_server([[1, 2, 3]]) == [[[-1.02, -1.03]]]
+
+
+async def test_a_completion_crosses_an_update_in_two_parts_with_their_own_versions(model: Path) -> None:
+    async with LoopbackVLLM(token_s=0.01) as server, opened(model, server) as engine:
+        task = asyncio.create_task(engine.generate(PROMPT, Sampling(max_tokens=20)))
+        while not server.running or len(next(iter(server.running.values())).ids) < 4:  # noqa: ASYNC110
+            await asyncio.sleep(0.005)
+        await engine.update_weights({"a": torch.ones(2)}, version=5)
+        completion = await task
+        assert list(completion.ids) == expected(PROMPT, 20)
+        assert set(completion.versions) == {0, 5}
+        assert list(completion.versions) == sorted(completion.versions)
+        path, body = server.weights[-1]
+        assert path == "/collective_rpc"
+        assert body["method"] == "reload_weights"
+
+
+async def test_it_sleeps_and_wakes_with_new_weights(model: Path) -> None:
+    async with LoopbackVLLM() as server, opened(model, server) as engine:
+        await engine.sleep()
+        assert server.asleep == {"weights", "kv_cache"}
+        await engine.update_weights({"a": torch.ones(2)}, version=1)
+        assert server.asleep == set()
+        assert (await engine.generate(PROMPT, Sampling(max_tokens=2))).versions == (1, 1)
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
+        {"choices": []},
+        {"choices": [{"finish_reason": "stop"}]},
+        {"choices": [{"token_ids": [1, 2], "finish_reason": "stop", "logprobs": {"token_logprobs": [-1.0]}}]},
+        {"choices": [{"token_ids": [1], "finish_reason": "stop", "logprobs": {"token_logprobs": [None]}}]},
+        {"choices": [{"token_ids": [1], "finish_reason": "odd", "logprobs": {"token_logprobs": [-1.0]}}]},
+        [],
+    ],
+)
+async def test_an_answer_that_makes_no_sense_is_an_error(model: Path, answer: object) -> None:
+    async with LoopbackVLLM() as server, opened(model, server) as engine:
+        server.answer = lambda whole: answer
+        with pytest.raises(EngineError):
+            await engine.generate(PROMPT, Sampling(max_tokens=3))
+
+
+def test_the_command_line_asks_for_what_training_needs() -> None:
+    config = EngineConfig(kind="vllm", device="cpu", server=ServerConfig(sleep=True, gpu_memory_utilization=0.5))
+    recipe = _recipe(config, Path("/m"), "/venv/bin/python", 0)
+    line = " ".join(recipe.command(8000))
+    for part in ("--logprobs-mode processed_logprobs", "--enable-sleep-mode", "--gpu-memory-utilization 0.5"):
+        assert part in line
+    assert recipe.environment["VLLM_SERVER_DEV_MODE"] == "1"

@@ -1,0 +1,288 @@
+"""A real SGLang server on the CPU, driven and trained through.
+
+`scripts/ci-sglang` installs one; AGENTRL_SGLANG_PYTHON names its Python. Measured here: log-probabilities of
+SGLang 0.5.23 and of the learner, both in float32, agree to 2e-6 per token; the tests allow 1e-4.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from agentrl.config.engine import EngineConfig, ServerConfig
+from agentrl.config.run import RunConfig
+from agentrl.engine import guard
+from agentrl.engine.hosts import GivenHost
+from agentrl.engine.launcher import free_port
+from agentrl.engine.make import _recipe
+from agentrl.engine.served import ServedEngine, load_folder
+from agentrl.engine.sglang import SGLangServer
+from agentrl.engine.sync import BroadcastSync, DiskSync, TensorSync, WeightSync
+from agentrl.run.report import Silent, Summary
+from agentrl.run.store import RunStore
+from agentrl.testing.tiny_model import make_tiny_model
+from agentrl.train.run import train_run
+from agentrl.types import Completion, Sampling
+
+PYTHON = os.environ.get("AGENTRL_SGLANG_PYTHON", "")
+pytestmark = [
+    pytest.mark.sglang,
+    pytest.mark.slow,
+    pytest.mark.timeout(600),
+    pytest.mark.skipif(
+        not PYTHON,
+        reason=os.environ.get("AGENTRL_SGLANG_MISSING")
+        or "AGENTRL_SGLANG_PYTHON is not set: see scripts/ci-sglang",
+    ),
+]
+PROMPT = [5, 6, 7, 8, 9, 100, 40, 41]
+AGREE = 1e-4
+
+
+# -- one server for the tests of the engine -----------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
+    """Two policies of one shape with different weights."""
+    from agentrl.config.run import TinyModel
+
+    root = tmp_path_factory.mktemp("policies")
+    shape = TinyModel(hidden=64, layers=2, vocab=320, max_context=256)
+    for seed in (0, 1):
+        make_tiny_model(root / str(seed), ["one two three 1 2 3"] * 20, shape, seed=seed)
+    return [root / "0", root / "1"]
+
+
+@pytest.fixture(scope="module")
+def url(folders: list[Path], tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """A server over the first policy; its guard ends it with the tests."""
+    config = EngineConfig(kind="sglang", device="cpu", max_slots=32, server=ServerConfig(python=PYTHON))
+    recipe, port = _recipe(config, folders[0], PYTHON, 0), free_port()
+    log = tmp_path_factory.mktemp("server") / "log"
+    command = [sys.executable, guard.__file__, *recipe.command(port)]
+    with (
+        log.open("wb") as output,
+        subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=output, stderr=output, env={**os.environ, **recipe.environment}
+        ) as process,
+    ):
+        url = f"http://127.0.0.1:{port}"
+        try:
+            while not _healthy(url):
+                assert process.poll() is None, log.read_text()[-3000:]
+                time.sleep(0.5)
+            yield url
+        finally:
+            assert process.stdin is not None
+            process.stdin.close()
+            process.wait(60)
+
+
+def _healthy(url: str) -> bool:
+    try:
+        with urllib.request.urlopen(f"{url}/health", timeout=60) as answer:
+            return bool(answer.status == 200)
+    except (urllib.error.URLError, OSError):
+        return False
+
+
+def _engine(url: str, model: Path, sync: WeightSync) -> ServedEngine:
+    return ServedEngine(
+        [GivenHost(url, SGLangServer, start_timeout_s=120.0)],
+        sync,
+        model=model,
+        given=True,
+        tell=lambda text: None,
+    )
+
+
+def _gap(completion: Completion, by_version: Mapping[int, Path]) -> float:
+    """The largest difference to the log-probabilities of transformers, each token under its own weights."""
+    worst = 0.0
+    for version, folder in by_version.items():
+        model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+        with torch.no_grad():
+            logits = model(torch.tensor([[*PROMPT, *completion.ids]])).logits[0, len(PROMPT) - 1 : -1]
+        wanted = torch.log_softmax(logits, -1).gather(1, torch.tensor(completion.ids)[:, None])[:, 0].tolist()
+        rows = zip(completion.logprobs, wanted, completion.versions, strict=True)
+        worst = max([worst, *(abs(a - b) for a, b, v in rows if v == version)])
+    return worst
+
+
+@pytest.mark.parametrize("kind", ["disk", "tensor", "broadcast"])
+async def test_weights_arrive_and_requests_in_flight_go_on_with_them(
+    url: str,
+    folders: list[Path],
+    tmp_path: Path,
+    kind: str,
+    record_property: Callable[[str, object], None],
+) -> None:
+    syncs: dict[str, WeightSync] = {
+        "disk": DiskSync(folders[0], tmp_path),
+        "tensor": TensorSync(bucket_bytes=100_000),
+        "broadcast": BroadcastSync(backend="gloo", bucket_bytes=100_000, timeout_s=120.0),
+    }
+    engine = _engine(url, folders[0], syncs[kind])
+    await engine.start()
+    try:
+        tasks = [
+            asyncio.create_task(engine.generate(PROMPT, Sampling(max_tokens=200), session=str(n)))
+            for n in range(6)
+        ]
+        await engine.generate(PROMPT, Sampling(max_tokens=12))
+        await engine.update_weights(load_folder(folders[1], torch.float32), version=1)
+        done = [await task for task in tasks]
+        assert all(list(c.versions) == sorted(c.versions) for c in done)
+        assert any(set(c.versions) == {0, 1} for c in done), "no completion crossed the update"
+        gaps = [_gap(c, {0: folders[0], 1: folders[1]}) for c in done]
+        record_property(f"largest difference per token, {kind}", max(gaps))
+        assert max(gaps) < AGREE
+        (scored,) = await engine.logprobs_by_server([[*PROMPT, *done[0].ids]])
+        wanted = AutoModelForCausalLM.from_pretrained(folders[1], dtype=torch.float32).eval()
+        row = torch.tensor([[*PROMPT, *done[0].ids]])
+        with torch.no_grad():
+            table = torch.log_softmax(wanted(row).logits[0, :-1], -1).gather(1, row[0, 1:, None])[:, 0]
+        assert (torch.tensor(scored[0]) - table).abs().max() < AGREE
+    finally:
+        await engine.close()
+
+
+async def test_stop_ids_limits_and_cancellation(url: str, folders: list[Path], tmp_path: Path) -> None:
+    engine = _engine(url, folders[0], TensorSync(bucket_bytes=1 << 20))
+    await engine.start()
+    try:
+        greedy = await engine.generate(PROMPT, Sampling(temperature=0.0, max_tokens=20))
+        assert (len(greedy.ids), greedy.finish) == (20, "length")
+        stop = greedy.ids[6]
+        again = await engine.generate(PROMPT, Sampling(temperature=0.0, max_tokens=20, stop_ids=frozenset([stop])))
+        assert again.ids == greedy.ids[: greedy.ids.index(stop) + 1]
+        assert again.finish == "stop"
+        long = await engine.generate([7] * (engine.max_context - 3), Sampling(max_tokens=50))
+        assert (len(long.ids), long.finish) == (3, "length")
+        lost = asyncio.create_task(engine.generate(PROMPT, Sampling(max_tokens=200)))
+        await asyncio.sleep(0.3)
+        lost.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await lost
+        await engine.generate(PROMPT, Sampling(max_tokens=2))
+    finally:
+        await engine.close()
+
+
+# -- training -----------------------------------------------------------------------------------------------------
+
+
+def _config(**changes: Any) -> RunConfig:
+    return RunConfig.model_validate(
+        {
+            "name": "calculator",
+            "env": "agentrl.envs.calculator:Calculator",
+            "data": {"options": {"max_operations": 1}},
+            "rollout": {
+                "groups_per_step": 8,
+                "group_size": 8,
+                "max_turns": 4,
+                "max_tokens": 40,
+                "token_budget": 300,
+            },
+            "algorithm": {"kl": {"coef": 0.003}},
+            "optim": {"lr": 4e-4, "warmup_steps": 0},
+            "eval": {"tasks": 48},
+            "learner": {"device": "cpu"},
+        }
+        | changes
+    )
+
+
+def _train(
+    config: RunConfig, folder: Path, reporter: Silent | None = None
+) -> tuple[Summary, list[dict[str, Any]]]:
+    with RunStore.open(config, folder) as store:
+        summary = train_run(config, store, reporter or Silent())
+        return summary, [dict(line) for line in store.metrics()]
+
+
+class Killer(Silent):
+    """Kills the server that the run has started, in the middle of the step after the second one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.killed: list[int] = []
+
+    def step(self, metrics: Mapping[str, Any]) -> None:
+        super().step(metrics)
+        if metrics["step"] == 2:
+            self.timer = threading.Timer(0.3, self._kill)
+            self.timer.start()
+
+    def _kill(self) -> None:
+        for child in _children(os.getpid()):
+            if guard.__file__ in Path(f"/proc/{child}/cmdline").read_text():
+                for server in _children(child):
+                    os.kill(server, signal.SIGKILL)
+                    self.killed.append(server)
+
+
+def _children(parent: int) -> list[int]:
+    tasks = Path(f"/proc/{parent}/task").glob("*/children")
+    return [int(pid) for task in tasks for pid in task.read_text().split()]
+
+
+@pytest.mark.timeout(900)
+@pytest.mark.filterwarnings("ignore:.*is lost")
+@pytest.mark.filterwarnings("ignore:.*answers again")
+@pytest.mark.filterwarnings("ignore:.*ignore seeds")
+def test_training_through_sglang_survives_the_death_of_its_server(
+    tmp_path: Path, record_property: Callable[[str, object], None]
+) -> None:
+    cold = {
+        "model": {"tiny": {"hidden": 96, "layers": 2, "vocab": 400, "max_context": 512}},
+        "warmup": {
+            "num": 300,
+            "max_epochs": 14,
+            "until_pass": 0.6,
+            "anneal_epochs": 2,
+            "at_least": 0.0,
+            "probe_every": 60,
+            "probe_tasks": 16,
+            "probe_samples": 4,
+            "lr": 2e-3,
+            "options": {"quality": 0.9, "max_operations": 1},
+        },
+    }
+    _train(_config(steps=1, **cold), tmp_path / "cold")
+    served = _config(
+        steps=6,
+        model={"path": str(tmp_path / "cold" / "start")},
+        engine={"kind": "sglang", "device": "cpu", "max_slots": 64, "server": {"python": PYTHON}},
+    )
+    killer = Killer()
+    summary, lines = _train(served, tmp_path / "served", killer)
+    killer.timer.join()
+    steps = [line for line in lines if line["step"] > 0]
+    wanted = ("step", "reward", "sync_gap", "drift/mean_abs", "seconds")
+    record_property("steps", json.dumps([{key: line.get(key) for key in wanted} for line in steps]))
+    assert killer.killed, "no server was found"
+    assert summary.steps == 6
+    assert summary.infra_failures == 0
+    assert all(line["sync_gap"] < AGREE for line in steps)
+    assert all(line["drift/mean_abs"] < AGREE for line in steps)
+    assert summary.held_out_before is not None
+    assert summary.held_out_after is not None
+    assert summary.held_out_after >= summary.held_out_before - 0.1
