@@ -14,7 +14,7 @@ given as a share of that bound. CPU time per turn is that of the process without
 
 (c) The calculator example with tools of 200 ms (median, lognormal), three times from the same start policy.
 
-(d) The calculator example as it is, synchronous and at staleness 4 with and without correction, several seeds.
+(d) A task that is learnt in seconds (or the calculator), synchronous and at staleness 4, corrected and not.
 
 Runs of (c) and (d) are kept under FOLDER and not run again. The last line is JSON; all but `--quick` write their
 part of bench/results/rollout.json, which rollout.md explains.
@@ -263,18 +263,19 @@ def learning(folder: Path, steps: int) -> dict[str, Any]:
     from asynchronous import compare
 
     modes = ["synchronous", "one step ahead", "asynchronous"]
-    runs = {mode: found[0] for mode, found in compare(folder, modes, 1, steps, slow=True).items()}
+    runs = {mode: found[0] for mode, found in compare(folder, modes, 1, steps, "slow calculator").items()}
     speedup = runs["synchronous"]["train_s"] / runs["asynchronous"]["train_s"]
     return {"bench": "rollout", "ours": round(speedup, 2), "unit": "times as fast as synchronous", "runs": runs}
 
 
-def staleness(folder: Path, seeds: int, steps: int) -> dict[str, Any]:
+def staleness(folder: Path, seeds: int, steps: int, task: Any) -> dict[str, Any]:
     """Part (d)."""
     from asynchronous import compare
 
     modes = ["synchronous", "asynchronous", "asynchronous, not corrected"]
-    runs = compare(folder, modes, seeds, steps, slow=False)
+    runs = compare(folder, modes, seeds, steps, task)
     after = {mode: [run["held_out_after"] for run in found] for mode, found in runs.items()}
+    during = {mode: round(statistics.fmean(run["solved_all"] for run in found), 3) for mode, found in runs.items()}
     means = {mode: round(statistics.fmean(values), 3) for mode, values in after.items()}
     spread = {mode: round(statistics.stdev(values), 3) if seeds > 1 else None for mode, values in after.items()}
     return {
@@ -283,7 +284,9 @@ def staleness(folder: Path, seeds: int, steps: int) -> dict[str, Any]:
         "baseline": means["synchronous"],
         "unit": "held-out tasks solved",
         "means": means,
+        "means_while_training": during,
         "standard_deviations": spread,
+        "task": task,
         "steps": steps,
         "runs": runs,
     }
@@ -297,12 +300,16 @@ def main() -> None:
     parser.add_argument("--learning", metavar="FOLDER", type=Path, help="(c) instead of (a); runs are kept here")
     parser.add_argument("--staleness", metavar="FOLDER", type=Path, help="(d) instead of (a); runs are kept here")
     parser.add_argument("--seeds", type=int, default=5, help="of (d)")
+    parser.add_argument("--task", choices=("colours", "calculator"), default="colours", help="of (d)")
     parser.add_argument("--steps", type=int, default=40, help="optimizer steps of each run of (c) and (d)")
     arguments = parser.parse_args()
     if arguments.learning:
         part, result = "learning", learning(arguments.learning, arguments.steps)
     elif arguments.staleness:
-        part, result = "staleness", staleness(arguments.staleness, arguments.seeds, arguments.steps)
+        part, result = (
+            "staleness",
+            staleness(arguments.staleness, arguments.seeds, arguments.steps, arguments.task),
+        )
     else:
         part, result = "simulated", simulate(arguments.quick)
     if not arguments.quick:
