@@ -30,7 +30,7 @@ class Place:
     position: int
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class Ticket:
     """A group in flight, or complete and not yet trained. `version` is that of the weights it began with."""
 
