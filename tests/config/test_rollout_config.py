@@ -1,0 +1,38 @@
+"""What the settings of `rollout` rule out together."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from pydantic import ValidationError
+
+from agentrl.config.run import RunConfig
+
+
+def config(rollout: dict[str, Any], **more: Any) -> RunConfig:
+    return RunConfig.model_validate({"env": "a:B", "model": {"tiny": {}}, "rollout": rollout, **more})
+
+
+@pytest.mark.parametrize(
+    ("rollout", "more", "message"),
+    [
+        ({"groups_ahead": 1}, {}, "groups_ahead is 1"),
+        ({"groups_ahead": 65, "max_staleness": 2}, {}, "groups_ahead is 65"),
+        ({"ray": "auto"}, {}, "rollout.workers is 0"),
+        ({"ray": "auto", "workers": 2}, {"learner": {"ray": "auto", "ranks": 2}}, "learner.ray names the cluster"),
+        ({"workers": 2}, {"agent": {"use": "a:f"}}, "rollout.workers has no effect"),
+        ({"max_staleness": -1}, {}, "greater than or equal to 0"),
+    ],
+)
+def test_what_has_no_effect_or_cannot_be_kept_is_refused(
+    rollout: dict[str, Any], more: dict[str, Any], message: str
+):
+    with pytest.raises(ValidationError, match=message):
+        config(rollout, **more)
+
+
+def test_what_fits_is_taken():
+    assert config({"groups_ahead": 64, "max_staleness": 2}).rollout.groups_ahead == 64
+    assert config({"groups_ahead": 0, "max_staleness": 2}).rollout.groups_ahead == 0
+    assert config({"ray": "auto", "workers": 2}).rollout.workers == 2
