@@ -350,6 +350,8 @@ class RunConfig(Section):
                 f"engine.server.sleep needs servers without work during an update, and rollout.max_staleness is "
                 f"{self.rollout.max_staleness}: set it to 0, or leave sleep out"
             )
+        if self.agent is not None and self.rollout.workers:
+            raise ValueError("rollout.workers has no effect while `agent` plays the episodes: remove one of them")
         sampler, defaults = self.data.sampler, SamplerConfig()
         for key in ("window", "floor"):
             if sampler.order != "weighted" and getattr(sampler, key) != getattr(defaults, key):
