@@ -24,7 +24,8 @@ def test_a_view_reads_like_a_tuple():
     ids.extend((5, 6, 7))
     view = ids.view()
     assert view == (5, 6, 7)
-    assert (5, 6, 7) == view
+    plain = (5, 6, 7)
+    assert plain == view
     assert view == ids.view()
     assert view != (5, 6)
     assert view != [5, 6, 7]
