@@ -1,7 +1,7 @@
 """An agent written only with the `openai` client, trained through the recorder, beside the built-in loop.
 
-Both start from one cold-started policy and see the same tasks. The built-in loop runs the env's own tool; the agent
-of examples/agent/ has a while-loop and a tool of its own, and its episodes come over HTTP.
+Both start from one cold-started policy and see the same tasks. The built-in loop runs the env's own tool; the
+agent of examples/agent/ has a while-loop and a tool of its own, and its episodes come over HTTP.
 
     python bench/agent.py --steps 25 --groups 16        # writes bench/results/agent.json
     python bench/agent.py --start runs/calculator/start # from a cold-started policy that is there

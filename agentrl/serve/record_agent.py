@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from agentrl.env.env import Env
@@ -13,7 +13,7 @@ from agentrl.errors import EngineError, InfraError
 from agentrl.rollout.episode import TokenCheck
 from agentrl.rollout.frame import Progress, Whereabouts, run_framed
 from agentrl.serve.record import Recorder, Recording
-from agentrl.serve.record_program import Access, Agent, AgentCrashedError, AgentTask
+from agentrl.serve.record_program import Access, Agent, AgentCrashedError, AgentTask, Clients
 from agentrl.types import Episode, StopReason, Task
 
 
@@ -33,6 +33,7 @@ class AgentPlayer:
         crash: what a program that does not end well means: "infra" (the episode neither trains nor votes) or
             "score" (it is scored as it stands).
         token_check: compares every branch with a fresh rendering.
+        clients: what functions share; closed by who made it.
     """
 
     recorder: Recorder
@@ -43,6 +44,7 @@ class AgentPlayer:
     places: asyncio.Semaphore
     crash: Literal["infra", "score"] = "infra"
     token_check: TokenCheck | None = None
+    clients: Clients = field(default_factory=Clients)
 
     async def play(self, task: Task, *, episode_id: str, seed: int, where: Whereabouts | None = None) -> Episode:
         """Play one episode; infrastructure failures become its `error`."""
@@ -75,7 +77,7 @@ class AgentPlayer:
             env.count_tokens = lambda text: len(self.recorder.renderer.encode_text(text))
         opening, _ = await env.reset(task)
         progress.transcript = recording.ledger
-        access = Access(self.address + recording.path, recording.key)
+        access = Access(self.address + recording.path, recording.key, clients=self.clients)
         where.now("the agent")
         outcome, crashed = "", ""
         try:

@@ -79,6 +79,7 @@ async def _agent_players(
     try:
         from agentrl.serve.record import Recorder
         from agentrl.serve.record_agent import AgentPlayer
+        from agentrl.serve.record_program import Clients
         from agentrl.serve.run import running
     except ImportError as e:
         raise ConfigError(f"agent: the recorder needs {e.name}: pip install 'agentrl-train[serve]'") from e
@@ -86,12 +87,18 @@ async def _agent_players(
     program, rollout = make_agent(agent), config.rollout
     limits = Limits(rollout.max_turns, rollout.max_tokens, rollout.token_budget, rollout.timeout_s)
     recorder, places = Recorder(engine, renderer, limits), asyncio.Semaphore(agent.max_running)
+    clients = Clients()
     async with running(recorder.app()) as address:
 
         def make(*, temperature: float, token_check: TokenCheck | None = None) -> Plays:
-            return AgentPlayer(recorder, address, program, make_env, temperature, places, agent.crash, token_check)
+            return AgentPlayer(
+                recorder, address, program, make_env, temperature, places, agent.crash, token_check, clients
+            )
 
-        yield make
+        try:
+            yield make
+        finally:
+            await clients.close()
 
 
 def make_agent(config: AgentConfig) -> Agent:

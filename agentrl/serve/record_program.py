@@ -10,11 +10,14 @@ import os
 import signal
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, Protocol
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Protocol
 
 from agentrl.engine.openai import to_wire
 from agentrl.types import Message, Task
+
+if TYPE_CHECKING:
+    from openai import AsyncOpenAI
 
 TAIL_BYTES = 64 << 10
 """What is kept of each of a command's outputs: its end."""
@@ -26,6 +29,29 @@ class AgentCrashedError(Exception):
     """The program ended in a way that says that it did not do its work."""
 
 
+class Clients:
+    """One HTTP client for all functions of a process: to make one for each episode costs more than to ask."""
+
+    def __init__(self) -> None:
+        self._shared: AsyncOpenAI | None = None
+
+    def client(self, base_url: str, api_key: str) -> AsyncOpenAI:
+        """The official client of one episode; it is not closed by who gets it."""
+        from openai import AsyncOpenAI, DefaultAsyncHttpxClient
+
+        if self._shared is None:
+            # Only this machine is asked, without TLS: reading the certificates would take most of the time.
+            http = DefaultAsyncHttpxClient(verify=False, trust_env=False)
+            self._shared = AsyncOpenAI(base_url=base_url, api_key=api_key, http_client=http)
+        return self._shared.copy(base_url=base_url, api_key=api_key)
+
+    async def close(self) -> None:
+        """Close the connections; idempotent."""
+        if self._shared is not None:
+            await self._shared.close()
+            self._shared = None
+
+
 @dataclass(frozen=True, slots=True)
 class Access:
     """How a program reaches the policy: `base_url` and `api_key` are of its episode, `model` any name."""
@@ -33,6 +59,11 @@ class Access:
     base_url: str
     api_key: str
     model: str = "policy"
+    clients: Clients = field(default_factory=Clients, repr=False)
+
+    def client(self) -> AsyncOpenAI:
+        """The official client, ready for this episode and cheap; do not close it."""
+        return self.clients.client(self.base_url, self.api_key)
 
 
 @dataclass(frozen=True, slots=True)

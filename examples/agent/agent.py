@@ -59,9 +59,8 @@ async def solve_task(client: AsyncOpenAI, model: str, prompt: str) -> str:
 
 
 async def solve(task: dict[str, Any], access: Any) -> str:
-    """One episode: `task` is its data, `access` says where the policy is."""
-    async with AsyncOpenAI(base_url=access.base_url, api_key=access.api_key) as client:
-        return await solve_task(client, access.model, task["prompt"])
+    """One episode: `task` is its data, `access` has the client (and `base_url` and `api_key` for any other)."""
+    return await solve_task(access.client(), access.model, task["prompt"])
 
 
 async def main() -> None:
