@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal, cast
+from typing import Any
 
 from agentrl.sandbox.contract import CUT, ExecResult
 
@@ -16,7 +16,7 @@ def result_of(answer: dict[str, Any], output: bytes) -> ExecResult:
     out_total, err_total = answer["stdout_total"], answer["stderr_total"]
     out_cut, err_cut = len(parts[0]) + len(parts[1]) < out_total, len(parts[2]) + len(parts[3]) < err_total
     return ExecResult(
-        outcome=cast(Literal["exit"], answer["outcome"]),
+        outcome=answer["outcome"],
         exit_code=answer["exit_code"],
         signal=answer["signal"],
         stdout=parts[0] + (CUT if out_cut else b"") + parts[1],

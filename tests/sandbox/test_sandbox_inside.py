@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import random
 import re
 import struct
@@ -140,3 +141,15 @@ def test_the_far_side_travels_as_text() -> None:
     scope: dict[str, object] = {}
     exec(compile(text[: text.rindex("supervisor.main(")], "bundle", "exec"), scope)
     assert scope["supervisor"].__name__ == f"{bundle.PACKAGE}.supervisor"  # type: ignore[attr-defined]
+
+
+def test_frames_that_arrive_together_are_read_one_by_one() -> None:
+    reader, writer = os.pipe()
+    sent = [({"a": 1}, b"xyz"), ({"b": [2]}, b""), ({}, b"\0" * 5000)]
+    os.write(writer, b"".join(frames.pack(header, payload) for header, payload in sent))
+    assert [frames.read_frame(reader) for _ in sent] == sent
+    os.write(writer, frames.pack({"a": 1}, b"xyz")[:-1])
+    os.close(writer)
+    with pytest.raises(EOFError):
+        frames.read_frame(reader)
+    os.close(reader)

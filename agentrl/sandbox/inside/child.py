@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import _signal  # type: ignore[import-not-found]  # without the enums of `signal`: they cost a fresh child many pages
 import _sitebuiltins
 import builtins
 import errno
@@ -81,6 +82,16 @@ def limit_resources(limits: dict[str, int]) -> None:
         resource.setrlimit(which, (value, most))
 
 
+def prepare(confinement: Confinement) -> None:
+    """In the supervisor, once: whatever all its children would do alike. A page that a fresh child need not write
+    to is a page that need not be copied."""
+    os.environ.clear()
+    os.environ.update(confinement.env)
+    for name in ("exit", "quit"):  # the part of `site` that programs notice
+        setattr(builtins, name, _sitebuiltins.Quitter(name, "Ctrl-D (i.e. EOF)"))
+    fresh_main()
+
+
 def spare(confinement: Confinement, control: int, stdin: int, stdout: int, stderr: int) -> NoReturn:
     """The life of a pre-forked child. Never returns to the supervisor's code."""
     status = 1
@@ -88,7 +99,7 @@ def spare(confinement: Confinement, control: int, stdin: int, stdout: int, stder
         _settle(confinement, control, stdin, stdout, stderr)
         # Touch the pages that running a program touches, before anybody waits for it.
         exec(compile(WARM, "program.py", "exec", dont_inherit=True), {"__name__": "__main__"})
-        status = _serve(confinement, fresh_main())
+        status = _serve(confinement, sys.modules["__main__"].__dict__)
     except EOFError:
         status = 0
     except BaseException as error:
@@ -98,7 +109,7 @@ def spare(confinement: Confinement, control: int, stdin: int, stdout: int, stder
 
 
 def _settle(confinement: Confinement, control: int, stdin: int, stdout: int, stderr: int) -> None:
-    """Own session, the four descriptors and no others, a clean environment."""
+    """Own session, the four descriptors and no others."""
     # The supervisor keeps 0 to 3 busy, so none of the four is overwritten before its turn.
     for target, fd in enumerate((stdin, stdout, stderr, control)):
         os.dup2(fd, target, inheritable=target != CONTROL)
@@ -106,13 +117,10 @@ def _settle(confinement: Confinement, control: int, stdin: int, stdout: int, std
     confinement.apply()
     os.closerange(CONTROL + 1, 1 << 20)
     os.chdir(confinement.home)
-    os.environ.clear()
-    os.environ.update(confinement.env)
-    signal.signal(signal.SIGINT, signal.default_int_handler)
+    _signal.signal(_signal.SIGINT, _signal.default_int_handler)
+    # Here and not in `prepare`: what PID 1 itself may still import must not come from the programs' folder.
     sys.path[:] = ["", *confinement.site]
     gc.enable()
-    for name in ("exit", "quit"):  # the part of `site` that programs notice
-        setattr(builtins, name, _sitebuiltins.Quitter(name, "Ctrl-D (i.e. EOF)"))
 
 
 def _serve(confinement: Confinement, scope: dict[str, Any]) -> int:
@@ -155,15 +163,14 @@ def execute(argv: list[str]) -> int:
         return 126
 
 
-def fresh_main() -> dict[str, Any]:
-    """A new, empty `__main__` without a trace of the supervisor's modules."""
+def fresh_main() -> None:
+    """A new, empty `__main__`, and no trace of the supervisor's modules."""
     package = PACKAGE
     for name in [name for name in sys.modules if name == package or name.startswith(package + ".")]:
         del sys.modules[name]
     main = types.ModuleType("__main__")
     main.__dict__["__builtins__"] = builtins
     sys.modules["__main__"] = main
-    return main.__dict__
 
 
 def show_exception(error: BaseException, sources: dict[str, bytes]) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import json
 import os
 import signal
@@ -34,9 +33,6 @@ def main(text: str) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     try:
         confinement, meter = _confine(order)
-        gc.collect()
-        gc.freeze()
-        gc.disable()
         server = supervisor.Supervisor(
             link_in, link_out, confinement, owns_all=os.getpid() == 1, meter=meter, ttl_s=order["ttl_s"]
         )

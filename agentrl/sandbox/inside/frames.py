@@ -8,6 +8,8 @@ import struct
 from typing import Any
 
 LENGTHS = struct.Struct(">II")
+_encode = json.JSONEncoder(separators=(",", ":")).encode  # made once: json.dumps makes one for every frame
+_decode = json.JSONDecoder().decode
 MAX_HEADER, MAX_PAYLOAD = 1 << 22, 1 << 28
 
 Header = dict[str, Any]
@@ -15,7 +17,7 @@ Header = dict[str, Any]
 
 def pack(header: Header, payload: bytes = b"") -> bytes:
     """One frame."""
-    head = json.dumps(header, separators=(",", ":")).encode()
+    head = _encode(header).encode()
     return LENGTHS.pack(len(head), len(payload)) + head + payload
 
 
@@ -41,28 +43,30 @@ class Reader:
             end = 8 + head + payload
             if len(buffer) < end:
                 break
-            header = json.loads(buffer[8 : 8 + head])
+            header = _decode(buffer[8 : 8 + head].decode())
             frames.append((header, bytes(buffer[8 + head : end])))
             del buffer[:end]
         return frames
 
 
 def read_exactly(fd: int, count: int) -> bytes:
-    """`count` bytes of a blocking descriptor; EOFError when it ends before."""
-    parts = []
-    while count:
-        part = os.read(fd, min(count, 1 << 20))
-        if not part:
+    """`count` bytes of a blocking descriptor, none beyond them; EOFError when it ends before."""
+    data = os.read(fd, min(count, 1 << 20)) if count else b""
+    parts, left = [data], count - len(data)
+    while left:
+        if not data:
             raise EOFError("stream ended inside a frame")
-        parts.append(part)
-        count -= len(part)
-    return b"".join(parts)
+        data = os.read(fd, min(left, 1 << 20))
+        parts.append(data)
+        left -= len(data)
+    return data if len(parts) == 1 else b"".join(parts)
 
 
 def read_frame(fd: int) -> tuple[Header, bytes]:
     """The next frame of a blocking descriptor; EOFError when it ends."""
     head, payload = LENGTHS.unpack(read_exactly(fd, 8))
-    return json.loads(read_exactly(fd, head)), read_exactly(fd, payload)
+    body = read_exactly(fd, head + payload)
+    return _decode(body[:head].decode()), body[head:]
 
 
 def write_all(fd: int, data: bytes) -> None:

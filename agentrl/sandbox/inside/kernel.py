@@ -13,6 +13,9 @@ import struct
 libc = ctypes.PyDLL(None, use_errno=True)
 """PyDLL keeps the interpreter lock: these calls are short, and `clone` must not drop it half-way."""
 
+_prctl = libc["prctl"]
+_prctl.argtypes = (ctypes.c_int, *[ctypes.c_ulong] * 4)
+
 PR_SET_PDEATHSIG, PR_SET_DUMPABLE, PR_SET_SECCOMP = 1, 4, 22
 PR_CAPBSET_DROP, PR_SET_CHILD_SUBREAPER, PR_SET_NO_NEW_PRIVS, PR_CAP_AMBIENT = 24, 36, 38, 47
 
@@ -106,8 +109,8 @@ def syscall(name: str, *args: int | bytes | ctypes.Array[ctypes.c_char] | None) 
 
 def prctl(option: int, value: int) -> None:
     """prctl(option, value, 0, 0, 0)."""
-    zero = ctypes.c_ulong(0)
-    check(libc.prctl(option, ctypes.c_ulong(value), zero, zero, zero), f"prctl {option}")
+    if _prctl(option, value, 0, 0, 0) < 0:  # every spare passes here: nothing is made that is not needed
+        check(-1, f"prctl {option}")
 
 
 def clone(flags: int) -> int:

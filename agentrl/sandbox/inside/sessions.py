@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import _signal  # type: ignore[import-not-found]
 import ast
 import fcntl
 import json
 import os
-import signal
 import sys
+import types
 from typing import Any
 
 from . import child, frames, kernel
@@ -37,17 +38,17 @@ def serve(kind: str, control: int, scope: dict[str, Any]) -> int:
     os.register_at_fork(after_in_child=lambda: os.close(link))
     answer = _sqlite() if kind == "sqlite" else _python(scope)
     while True:
-        signal.signal(signal.SIGINT, signal.SIG_IGN)  # an interrupt that comes late must not cut a frame
+        _signal.signal(_signal.SIGINT, _signal.SIG_IGN)  # an interrupt that comes late must not cut a frame
         try:
             order, payload = frames.read_frame(link)
         except EOFError:
             return 0
         try:
-            signal.signal(signal.SIGINT, signal.default_int_handler)
+            _signal.signal(_signal.SIGINT, _signal.default_int_handler)
             status = answer(payload)
         except KeyboardInterrupt:
             status = 130
-        signal.signal(signal.SIGINT, signal.SIG_IGN)
+        _signal.signal(_signal.SIGINT, _signal.SIG_IGN)
         frames.write_all(link, f"{order['id']} {status}\n".encode())
 
 
@@ -60,11 +61,11 @@ def _python(scope: dict[str, Any]) -> Any:
         name, status = f"<cell {len(cells) + 1}>", 0
         cells[name] = payload
         try:
-            tree = ast.parse(payload, name)
-            last = tree.body.pop() if tree.body and isinstance(tree.body[-1], ast.Expr) else None
-            exec(compile(tree, name, "exec", dont_inherit=True), scope)
-            if isinstance(last, ast.Expr):
-                sys.displayhook(eval(compile(ast.Expression(last.value), name, "eval", dont_inherit=True), scope))
+            code, last = _compiled(payload, name)
+            if code is not None:
+                exec(code, scope)
+            if last is not None:
+                sys.displayhook(eval(last, scope))
         except SystemExit as error:
             status = child.exit_status(error)
         except BaseException as error:
@@ -78,6 +79,21 @@ def _python(scope: dict[str, Any]) -> Any:
         return status
 
     return run
+
+
+def _compiled(payload: bytes, name: str) -> tuple[types.CodeType | None, types.CodeType | None]:
+    """A cell as (what comes before a last expression, that expression). Raises SyntaxError and the like."""
+    if not payload[:1].isspace():  # which `eval` would forgive
+        try:
+            return None, compile(payload, name, "eval", dont_inherit=True)  # quick, for the short cells
+        except Exception:
+            pass
+    tree = ast.parse(payload, name)
+    last = tree.body.pop() if tree.body and isinstance(tree.body[-1], ast.Expr) else None
+    code = compile(tree, name, "exec", dont_inherit=True)
+    if not isinstance(last, ast.Expr):
+        return code, None
+    return code, compile(ast.Expression(last.value), name, "eval", dont_inherit=True)
 
 
 def _sqlite() -> Any:

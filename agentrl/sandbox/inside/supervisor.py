@@ -71,8 +71,11 @@ class Supervisor:
 
     def run(self) -> NoReturn:
         """Serve until the other side is gone or the time to live is over; then end everything."""
-        gc.disable()
         try:
+            child.prepare(self.confinement)
+            gc.collect()
+            gc.freeze()  # a collection in a child must not write to what it shares with all the others
+            gc.disable()
             self._watch(self.link_in, self._receive)
             self.send({"hello": 1, "home": self.confinement.home, "counted": not self.meter.must_watch})
             while True:
@@ -307,7 +310,7 @@ class Supervisor:
 
     def _session_answer(self, program: Program) -> None:
         try:
-            data = program.control.recv(4096)
+            data = os.read(program.control.fileno(), 4096)  # there is something, or the end: no need to wait
         except OSError:
             data = b""
         if not data:
