@@ -42,7 +42,7 @@ async def a_quick_death_is_no_timeout(stage: Stage) -> None:
 async def running_out_of_memory(stage: Stage) -> None:
     async with stage.box() as box:
         hog = f"held = bytearray(b'x' * (1 << 20) * {stage.spec.memory_mb * 2})"
-        result = await box.python(f"print('before', flush=True)\n{hog}")
+        result = await box.python(f"print('before', flush=True)\n{hog}", wall_s=45)  # slow on a busy machine
         expect(result.outcome in ("oom", "exit") and result.stdout == b"before\n", result)
         expect(result.outcome == "oom" or "MemoryError" in result.error_text(), result)
         _is(await box.run(["sh", "-c", "exit 137"]), "exit", 137, None)
