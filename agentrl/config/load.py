@@ -30,8 +30,14 @@ PATHS: Mapping[tuple[str, ...], Literal["file", "folder"]] = {
     ("warmup", "demonstrations"): "file",
     ("agent", "cwd"): "folder",
     ("engine", "server", "python"): "file",
+    ("critic", "path"): "folder",
+    ("reward_model", "path"): "folder",
+    ("learner", "lora", "adapter"): "folder",
 }
 """Fields that hold a path."""
+
+FUNCTIONS = (("algorithm", "advantage"), ("algorithm", "loss"))
+"""Fields that may name a function of the user's own."""
 
 NAMES: Mapping[tuple[str, ...], frozenset[str]] = {("model", "chat_template"): frozenset({"chatml"})}
 """Words that may stand for a path and are kept as they are: templates that the house ships."""
@@ -145,6 +151,20 @@ def _paths(source: Source, folder: Path, *, check: bool) -> None:
             source.problems.append(Problem(loc, problem, source.spot(loc)))
     _env_path(source, folder, check=check)
     _agent_path(source, folder, check=check)
+    for own in FUNCTIONS:
+        _function_path(source, own, folder, check=check)
+
+
+def _function_path(source: Source, loc: tuple[str, str], folder: Path, *, check: bool) -> None:
+    """`path/to/file.py:function` of the user's own."""
+    text = _get(source.data, loc)
+    module, colon, name = text.rpartition(":") if isinstance(text, str) else ("", "", "")
+    if not colon or not module.endswith(".py"):
+        return
+    path = _absolute(module, source.spot(loc), folder)
+    source.data[loc[0]][loc[1]] = f"{path}:{name}"
+    if check and not path.is_file():
+        source.problems.append(Problem(loc, f"there is no file {path}{_neighbours(path)}", source.spot(loc)))
 
 
 def _env_path(source: Source, folder: Path, *, check: bool) -> None:

@@ -15,6 +15,7 @@ import torch
 from safetensors import SafetensorError
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForTokenClassification, PreTrainedModel
+from transformers.utils import logging
 
 from agentrl.algo.aggregate import Totals, aggregation_weights
 from agentrl.algo.metrics import Metrics, max_of
@@ -38,6 +39,8 @@ def load_critic(directory: Path) -> PreTrainedModel:
         ConfigError: the directory is missing or holds no model, or its architecture has no token classifier.
     """
     register_attention()
+    said = logging.get_verbosity()
+    logging.set_verbosity_error()  # it would advise to train the head that is missing: that is what follows
     try:
         loaded: Any = AutoModelForTokenClassification.from_pretrained(
             directory,
@@ -49,6 +52,8 @@ def load_critic(directory: Path) -> PreTrainedModel:
         )
     except (OSError, ValueError, SafetensorError) as e:
         raise ConfigError(f"critic: {directory} cannot be loaded as a value model: {str(e)[:300]}") from e
+    finally:
+        logging.set_verbosity(said)
     model: PreTrainedModel
     model, report = loaded
     head = {name for name, _ in model.named_parameters() if not name.startswith(model.base_model_prefix)}

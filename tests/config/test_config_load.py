@@ -297,3 +297,11 @@ class TestPaths:
             field = field_at(loc)
             assert field is not None
             assert field.annotation == str | None
+
+
+def test_a_function_of_ones_own_is_found_beside_the_file(tmp_path: Path):
+    (tmp_path / "own.py").write_text("def plain(): ...\n")
+    config = load_config(write(tmp_path, GOOD + "algorithm: {loss: own.py:plain, advantage: pkg.mod:f}\n"))
+    assert config.algorithm.loss == f"{tmp_path}/own.py:plain"
+    assert config.algorithm.advantage == "pkg.mod:f"
+    assert "there is no file" in complaint(tmp_path, GOOD + "algorithm: {loss: owm.py:plain}\n")
