@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -15,9 +16,10 @@ from agentrl.errors import ConfigError, WorkerLost
 RAY_ENVIRONMENT = {
     "RAY_USAGE_STATS_ENABLED": "0",
     "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
-    "RAY_raylet_start_wait_time_s": "180",
 }
-"""Set before Ray is imported, unless the user has: no reports home, GPUs left visible, patience at the start."""
+"""Set before Ray is imported, unless the user has: no reports home, and GPUs left visible."""
+STARTS = 4
+"""Ray gives its own processes half a minute to come up, which a busy machine may not keep."""
 
 
 def import_ray(key: str) -> Any:
@@ -49,16 +51,28 @@ def connect(ray: Any, address: str | None, *, cpus: int, key: str) -> bool:
     with _signals_kept():
         if address is not None:
             try:
+                _knock(address)
                 ray.init(address=address, **options)
-            except (ConnectionError, ValueError, RuntimeError) as e:
+            except (OSError, ValueError, RuntimeError) as e:
                 raise ConfigError(f"{key} {address!r}: no Ray cluster answers there: {e}") from e
             return True
         cpus = max(os.cpu_count() or 1, cpus)
-        try:
-            ray.init(address="local", num_cpus=cpus, include_dashboard=False, **options)
-        except Exception as e:  # Ray raises a bare Exception where its processes do not come up
-            raise WorkerLost(f"Ray did not start on this machine: {' '.join(str(e).split())[:400]}") from e
+        for attempt in range(STARTS):
+            try:
+                ray.init(address="local", num_cpus=cpus, include_dashboard=False, **options)
+                break
+            except Exception as e:  # Ray raises a bare Exception where its processes do not come up
+                ray.shutdown()
+                if attempt == STARTS - 1:
+                    raise WorkerLost(f"Ray did not start on this machine: {' '.join(str(e).split())[:400]}") from e
     return True
+
+
+def _knock(address: str) -> None:
+    """See at once whether anything listens: Ray itself would try for a minute. Raises OSError if not."""
+    host, _, port = address.rpartition(":")
+    if host and port.isdigit() and "/" not in host:
+        socket.create_connection((host.strip("[]"), int(port)), timeout=10).close()
 
 
 @contextmanager

@@ -15,6 +15,7 @@ from agentrl.cli.eval import evaluate
 from agentrl.cli.export import export
 from agentrl.cli.import_verl import import_verl
 from agentrl.cli.new import new
+from agentrl.cli.plan import plan
 from agentrl.cli.serve import serve
 from agentrl.cli.show import show
 from agentrl.cli.train import train
@@ -34,6 +35,7 @@ app = typer.Typer(
 )
 app.command("train")(train)
 app.command("check")(check)
+app.command("plan")(plan)
 app.command("show")(show)
 app.command("eval")(evaluate)
 app.command("serve")(serve)

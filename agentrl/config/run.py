@@ -215,6 +215,19 @@ class OptimConfig(Section):
     """Gradients are scaled down to this norm."""
 
 
+class LoRAConfig(Section):
+    """Train small matrices beside the frozen ones; the reference is the policy without them."""
+
+    rank: Positive = 16
+    """Inner size of the matrices."""
+    alpha: Annotated[float, Field(gt=0)] = 32.0
+    """What they add is scaled by alpha / rank."""
+    targets: Literal["all-linear"] | list[str] = "all-linear"
+    """Layers by the ends of their names (`q_proj`), or all linear ones of the blocks."""
+    adapter: str | None = None
+    """Folder of an adapter, as peft writes it, to go on from; its base is `model.path`."""
+
+
 class LearnerConfig(Section):
     """How the update is computed."""
 
@@ -236,6 +249,8 @@ class LearnerConfig(Section):
     """Keep what the backward pass needs in host memory meanwhile; for GPUs."""
     cpu_offload: bool = False
     """Keep parameters, gradients and optimiser state in host memory, and update there; for GPUs."""
+    lora: LoRAConfig | None = None
+    """Train adapters instead of the whole model."""
 
     @model_validator(mode="after")
     def _effective(self) -> Self:
@@ -312,6 +327,10 @@ class RunConfig(Section):
 
     @model_validator(mode="after")
     def _no_dead_keys(self) -> Self:
+        if self.learner.lora is not None and self.learner.lora.adapter is not None and self.warmup is not None:
+            raise ValueError(
+                "learner.lora.adapter belongs to model.path, and warmup makes another policy of that: remove one"
+            )
         if self.critic is not None and self.algorithm.advantage != "gae":
             raise ValueError(
                 "critic.lr and its siblings have no effect unless algorithm.advantage is gae: remove one"

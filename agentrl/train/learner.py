@@ -16,12 +16,21 @@ from transformers import PreTrainedModel
 from agentrl.algo.correction import Drift, merge_drift
 from agentrl.algo.metrics import Metrics, merge_metrics, to_host
 from agentrl.config.algorithm import AlgorithmConfig, CriticConfig
-from agentrl.config.run import LearnerConfig, OptimConfig
+from agentrl.config.run import LearnerConfig, LoRAConfig, OptimConfig
 from agentrl.engine.device import pick_device
 from agentrl.errors import AgentRLError, CheckpointError, ConfigError
 from agentrl.train.critic import CRITIC_FOLDER, Critic
 from agentrl.train.driver import Driver
 from agentrl.train.logprobs import TokenStats, Wanted, know_head, token_stats
+from agentrl.train.lora import (
+    ADAPTER_FOLDER,
+    adapted_names,
+    adapter_state,
+    adapters_off,
+    add_adapter,
+    merged_weights,
+    write_adapter,
+)
 from agentrl.train.model import checkpoint_activations, empty_policy, load_policy
 from agentrl.train.objective import Loss, policy_loss
 from agentrl.train.pack import Packed, in_pack_order, pack
@@ -55,14 +64,15 @@ class Learner(Driver):
         self.optim_config, self.temperature, self.total_steps = optim, temperature, total_steps
         self.device = pick_device(config.device)
         self.world = world or _own_world(config, self.device)
-        self.policy = self._load(policy_dir)
+        self.policy = self._load_policy(policy_dir, reference_dir)
         if config.checkpoint_activations:
             checkpoint_activations(self.policy)
         self.reference: PreTrainedModel | None = None
         if algorithm.kl.coef > 0 and reference_dir is not None:
-            self.reference = self._load(reference_dir).requires_grad_(False)
+            self.reference = self.policy if config.lora else self._load(reference_dir).requires_grad_(False)
+        trained = [p for p in self.policy.parameters() if p.requires_grad]
         self.optimizer = torch.optim.AdamW(
-            self.policy.parameters(), lr=optim.lr, betas=optim.betas, weight_decay=optim.weight_decay, fused=True
+            trained, lr=optim.lr, betas=optim.betas, weight_decay=optim.weight_decay, fused=True
         )
         self.critic: Critic | None = None
         if critic is not None and critic_dir is not None:
@@ -77,6 +87,7 @@ class Learner(Driver):
             )
         self.steps_done = 0
         self._snapshots: dict[str, Snapshot] = {}
+        self._adapter: dict[str, Tensor] = {}
         self._know_heads()
 
     def evaluate(self, batches: Sequence[Rows]) -> list[Sample]:
@@ -93,7 +104,8 @@ class Learner(Driver):
                     found |= {} if stats.entropy_N is None else {"entropy": stats.entropy_N}
                     found |= {} if stats.sum_pi_squared_N is None else {"sum_pi_squared": stats.sum_pi_squared_N}
                 if "ref_logprobs" in wanted and self.reference is not None:
-                    found["ref_logprobs"] = self._stats(self.reference, packed).logprobs_N
+                    with self._as_reference():
+                        found["ref_logprobs"] = self._stats(self.reference, packed).logprobs_N
                 if "values" in wanted and self.critic is not None:
                     found["values"] = self.critic.values(packed)
                 rows += _with_columns(batch, found)
@@ -186,8 +198,12 @@ class Learner(Driver):
             return None
         if "ref_logprobs" in packed.columns:
             return packed.columns["ref_logprobs"]
-        with torch.no_grad():
+        with torch.no_grad(), self._as_reference():
             return self._stats(self.reference, packed).logprobs_N
+
+    def _as_reference(self) -> AbstractContextManager[None]:
+        """Where adapters are trained, the reference is the policy without them."""
+        return adapters_off(self.policy) if self.config.lora else nullcontext()
 
     def logprobs(self, model: PreTrainedModel, packed: Packed) -> Tensor:
         """[N] log-probabilities of the trained tokens, at the sampling temperature."""
@@ -228,9 +244,13 @@ class Learner(Driver):
 
     def weights_part(self) -> dict[str, Tensor]:
         """Parameters by their Hugging Face names, views where nothing is sharded; {} but on rank 0."""
-        if self.world.mesh is None:
+        if self.world.mesh is None and self.config.lora is None:
             return {name: value.detach() for name, value in self.policy.state_dict().items()}
-        return whole_weights(self.policy, self.world)
+        return self._whole()
+
+    def _whole(self) -> dict[str, Tensor]:
+        """The policy without shards and adapters; {} but on rank 0."""
+        return (merged_weights if self.config.lora else whole_weights)(self.policy, self.world)
 
     def probe_part(self, batches: Sequence[Rows]) -> list[list[float]]:
         """This rank's part of a probe: logprobs (temperature 1) of the trained tokens of each micro-batch."""
@@ -241,14 +261,20 @@ class Learner(Driver):
 
     def snapshot_part(self, note: Mapping[str, Any]) -> None:
         """Copy this rank's part of a checkpoint, for `write_part`."""
-        weights = whole_weights(self.policy, self.world)
+        weights = self._whole()
         note = {**note, "steps_done": self.steps_done}
+        self._adapter = adapter_state(self.policy) if self.config.lora else {}
         self._snapshots = {"": snapshot(self.policy, weights, self.optimizer, self.world, note)}
         if self.critic is not None:
             self._snapshots[CRITIC_FOLDER] = self.critic.snapshot(note)
 
+    def _write_adapter(self, directory: Path) -> None:
+        if self.config.lora is not None and self.world.rank == 0:
+            write_adapter(directory / ADAPTER_FOLDER, self._adapter, self.config.lora, adapted_names(self.policy))
+
     def write_part(self, directory: Path) -> None:
         """Write what `snapshot_part` copied, and forget it."""
+        self._write_adapter(directory)
         for name, taken in self._snapshots.items():
             (directory / name).mkdir(exist_ok=True)
             taken.write(directory / name)
@@ -271,7 +297,7 @@ class Learner(Driver):
 
     def export_part(self, directory: Path) -> None:
         """Write the policy as a Hugging Face model; rank 0 writes."""
-        weights = whole_weights(self.policy, self.world)
+        weights = self._whole()
         if self.world.rank == 0:
             self.policy.save_pretrained(directory, state_dict=weights)
 
@@ -287,9 +313,21 @@ class Learner(Driver):
         offload = self.config.offload_activations
         return torch.autograd.graph.save_on_cpu(pin_memory=True) if offload else nullcontext()
 
-    def _load(self, directory: Path) -> PreTrainedModel:
+    def _load_policy(self, directory: Path, start: Path | None) -> PreTrainedModel:
+        """The policy; with adapters it is the one that training began with, and those of a checkpoint."""
+        lora = self.config.lora
+        if lora is None:
+            return self._load(directory)
+        saved = directory / ADAPTER_FOLDER
+        given = None if lora.adapter is None else Path(lora.adapter)
+        return self._load(start or directory, lora, saved if saved.is_dir() else given)
+
+    def _load(
+        self, directory: Path, lora: LoRAConfig | None = None, adapter: Path | None = None
+    ) -> PreTrainedModel:
         def make(values: bool) -> PreTrainedModel:
-            return load_policy(directory, torch.device("cpu")) if values else empty_policy(directory)
+            model = load_policy(directory, torch.device("cpu")) if values else empty_policy(directory)
+            return model if lora is None else add_adapter(model, lora, adapter, values=values)
 
         return self.world.place(make, self.config, self.device)
 

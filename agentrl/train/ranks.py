@@ -213,7 +213,7 @@ def _gpus(ray: Any, config: LearnerConfig) -> bool:
         )
     if has < config.ranks:
         raise ConfigError(
-            f"learner.ranks is {config.ranks}, but the Ray cluster has {has} GPUs: use at most {has}"
+            f"learner.ranks is {config.ranks}, but the Ray cluster has {has} GPUs: use fewer ranks, or more nodes"
         )
     return True
 

@@ -7,6 +7,7 @@ import os
 import signal
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -24,7 +25,7 @@ ALGORITHM = AlgorithmConfig(kl={"coef": 0.05}, updates_per_step=2)
 
 
 def learner(folder: Path, ranks: int, *, policy: str = "policy", algorithm: AlgorithmConfig = ALGORITHM, **config):
-    """A learner of the models in the folder; rank by rank so little room that micro-batches are many and uneven."""
+    """A learner of the models in the folder, with so little room that micro-batches are many and uneven."""
     make: Callable[..., Driver] = Learner if ranks == 1 else RankedLearner
     return make(
         folder / policy,
@@ -104,8 +105,6 @@ def bad_input(folder: Path, ranks: int) -> dict[str, object]:
     many = learner(folder, ranks)
     before = {name: value.clone() for name, value in many.weights().items()}
     batch = make_batch(0)
-    from dataclasses import replace
-
     try:
         many.step([replace(s, advantages=(float("nan"),) * len(s.ids)) for s in batch])
     except Exception as e:
@@ -120,8 +119,5 @@ if __name__ == "__main__":
     scenario, folder, ranks = sys.argv[1], Path(sys.argv[2]), int(sys.argv[3])
     write_model(folder / "policy", seed=0)
     write_model(folder / "reference", seed=1)
-    print(
-        json.dumps(
-            {"same_curve": same_curve, "a_rank_dies": a_rank_dies, "bad_input": bad_input}[scenario](folder, ranks)
-        )
-    )
+    scenarios = {"same_curve": same_curve, "a_rank_dies": a_rank_dies, "bad_input": bad_input}
+    sys.stdout.write(json.dumps(scenarios[scenario](folder, ranks)) + "\n")

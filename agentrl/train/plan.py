@@ -1,0 +1,325 @@
+"""`agentrl plan`: what a run will cost and where it will run, before anything is loaded.
+
+Memory is what tensors need; allocators and the driver of a GPU take some more on top.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from agentrl.config.run import RunConfig
+from agentrl.train.plan_shape import BFLOAT16, FLOAT32, ModelShape
+
+GIB = 2**30
+
+
+@dataclass(frozen=True, slots=True)
+class Arithmetic:
+    """One step in numbers; tokens are the most that there can be."""
+
+    tasks: int
+    episodes: int
+    updates: int
+    episodes_per_update: float
+    sampled_tokens: int
+    tokens: int
+    micro_batches_per_rank: int
+    steps: int
+    episodes_in_all: int
+    rows: int | None
+    """Training rows in data.train, None where the env makes its own tasks."""
+
+
+@dataclass(frozen=True, slots=True)
+class Phase:
+    """Memory of one process in one phase, in bytes by what it is for."""
+
+    name: str
+    where: str
+    parts: dict[str, int]
+
+    @property
+    def total(self) -> int:
+        """All of it."""
+        return sum(self.parts.values())
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """A rule that speaks. `level`: error (it will fail), warning (it will hurt), note."""
+
+    code: str
+    level: str
+    text: str
+    fix: str
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """Everything that `agentrl plan` says."""
+
+    model: ModelShape
+    batch: Arithmetic
+    placement: list[str]
+    phases: list[Phase]
+    kv_bytes_per_token: int
+    kv_bytes: int
+    checkpoint_bytes: int
+    checkpoints_bytes: int
+    memory_bytes: int | None
+    findings: list[Finding]
+
+    def to_dict(self) -> dict[str, Any]:
+        """As JSON."""
+        data = asdict(self)
+        data["phases"] = [asdict(phase) | {"total": phase.total} for phase in self.phases]
+        data["model"].pop("linear")
+        return data
+
+
+def make_plan(config: RunConfig, *, memory_bytes: int | None = None, gpu: bool | None = None) -> Plan:
+    """Work out what a run will need.
+
+    Args:
+        config: the run.
+        memory_bytes: of one GPU (or of the machine, without GPUs); this machine's where nothing is given.
+        gpu: whether it will run on GPUs; as here where nothing is given.
+
+    Raises:
+        ConfigError: the model directory has no usable config.json.
+    """
+    from agentrl.train.plan_rules import findings
+
+    gpu = on_gpu(config) if gpu is None else gpu
+    memory = memory_bytes or machine_memory(gpu)
+    shape = (
+        ModelShape.of_tiny(config.model.tiny)
+        if config.model.tiny
+        else ModelShape.of_directory(Path(config.model.path or ""))
+    )
+    batch = arithmetic(config)
+    each = BFLOAT16 if config.engine.dtype == "bfloat16" else FLOAT32
+    per_token = shape.kv_bytes_per_token(each)
+    kv = per_token * kv_tokens(config, shape)
+    phases = [_rollout(config, shape, kv), _update(config, shape, gpu)]
+    if config.learner.ranks == 1 and config.engine.kind == "local":
+        phases.append(_together(*phases))
+    checkpoint = checkpoint_bytes(config, shape)
+    kept = config.checkpoint.keep + int(config.checkpoint.best) + 1  # the one that is being written
+    plan = Plan(
+        shape, batch, placement(config, gpu), phases, per_token, kv, checkpoint, kept * checkpoint, memory, []
+    )
+    plan.findings.extend(findings(config, plan, gpu))
+    return plan
+
+
+def arithmetic(config: RunConfig) -> Arithmetic:
+    """The numbers of a step."""
+    rollout, learner = config.rollout, config.learner
+    episodes = rollout.groups_per_step * rollout.group_size
+    tokens = episodes * rollout.token_budget
+    updates = min(config.algorithm.updates_per_step, episodes)
+    per_rank = tokens / updates / learner.ranks
+    sampled = min(rollout.max_turns * rollout.max_tokens, rollout.token_budget)
+    rows = None
+    if config.data.train is not None:
+        with Path(config.data.train).open(encoding="utf-8") as file:
+            rows = sum(1 for line in file if line.strip())
+    return Arithmetic(
+        tasks=rollout.groups_per_step,
+        episodes=episodes,
+        updates=updates,
+        episodes_per_update=episodes / updates,
+        sampled_tokens=episodes * sampled,
+        tokens=tokens,
+        micro_batches_per_rank=max(1, -int(-per_rank // learner.tokens_per_micro_batch)),
+        steps=config.steps,
+        episodes_in_all=config.steps * episodes,
+        rows=rows,
+    )
+
+
+def kv_tokens(config: RunConfig, shape: ModelShape) -> int:
+    """Tokens in the KV cache of all engines when every slot is full."""
+    rollout = config.rollout
+    slots = config.engine.max_slots * _replicas(config)
+    playing = rollout.groups_per_step * rollout.group_size * (1 + rollout.max_staleness)
+    return min(slots, playing) * min(rollout.token_budget, shape.max_context)
+
+
+def checkpoint_bytes(config: RunConfig, shape: ModelShape) -> int:
+    """One checkpoint on disk: weights and both moments of AdamW, in float32."""
+    size = FLOAT32 * shape.parameters
+    trained = _trained(config, shape)
+    adapter = 0 if config.learner.lora is None else FLOAT32 * trained
+    critic = 0 if config.critic is None else 3 * FLOAT32 * shape.parameters
+    return size + adapter + 2 * FLOAT32 * trained + critic
+
+
+def placement(config: RunConfig, gpu: bool) -> list[str]:
+    """What will run where, a line for each."""
+    learner, engine, server = config.learner, config.engine, config.engine.server
+    device = "GPU" if gpu else "CPU"
+    lines = []
+    if engine.kind == "local":
+        lines.append(f"engine: in the process of the run, on its {device}")
+    elif server.urls:
+        lines.append(f"engine: {len(server.urls)} {engine.kind} servers that run already")
+    else:
+        gpus = (
+            f", each on {server.tensor_parallel} GPUs" if server.tensor_parallel > 1 else f", each on one {device}"
+        )
+        lines.append(f"engine: {server.replicas} {engine.kind} servers started by the run{gpus}")
+    if learner.ranks == 1:
+        lines.append(f"learner: in the process of the run, on its {device}")
+    else:
+        cluster = f"the Ray cluster {learner.ray}" if learner.ray else "a Ray cluster on this machine"
+        lines.append(
+            f"learner: {learner.ranks} ranks on {cluster}, one {device} and 1/{learner.ranks} of the model each"
+        )
+    if config.algorithm.kl.coef > 0:
+        how = (
+            "the policy without its adapters"
+            if learner.lora
+            else "a frozen copy beside the policy, sharded as it is"
+        )
+        lines.append(f"reference: {how}")
+    if config.critic is not None:
+        lines.append("critic: beside the policy, sharded as it is")
+    workers = config.rollout.workers
+    lines.append(f"episodes: {workers} Ray workers" if workers else "episodes: in the process of the run")
+    if learner.ranks == 1 and engine.kind == "local":
+        lines.append(
+            "so engine and learner are colocated: they share the memory, and take turns"
+            if config.rollout.max_staleness == 0
+            else "so engine and learner are colocated and work at the same time"
+        )
+    elif server.sleep:
+        lines.append("so they are colocated: servers free their memory while the learner works")
+    else:
+        lines.append("so they are split: each has its own devices")
+    return lines
+
+
+def on_gpu(config: RunConfig) -> bool:
+    """Whether the learner will compute on a GPU of this machine."""
+    if config.learner.device != "auto":
+        return config.learner.device.startswith("cuda")
+    import torch
+
+    return torch.cuda.is_available()
+
+
+def machine_memory(gpu: bool) -> int | None:
+    """Memory of this machine's first GPU, or of the machine; None where GPUs are planned that are not here."""
+    if not gpu:
+        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    import torch
+
+    return int(torch.cuda.get_device_properties(0).total_memory) if torch.cuda.is_available() else None
+
+
+def disk_free(folder: Path) -> int:
+    """Bytes that can be written there."""
+    while not folder.exists():
+        folder = folder.parent
+    return shutil.disk_usage(folder).free
+
+
+def _replicas(config: RunConfig) -> int:
+    server = config.engine.server
+    return 1 if config.engine.kind == "local" else len(server.urls) or server.replicas
+
+
+def _trained(config: RunConfig, shape: ModelShape) -> int:
+    lora = config.learner.lora
+    return shape.parameters if lora is None else shape.lora_parameters(lora.rank, lora.targets)
+
+
+def _rollout(config: RunConfig, shape: ModelShape, kv: int) -> Phase:
+    """Memory of one engine."""
+    each = BFLOAT16 if config.engine.dtype == "bfloat16" else FLOAT32
+    split = config.engine.server.tensor_parallel
+    parts = {"weights": shape.parameters * each // split, "KV cache": kv // _replicas(config) // split}
+    where = "the process of the run" if config.engine.kind == "local" else "each GPU of a server"
+    return Phase("rollout", where, parts)
+
+
+def _update(config: RunConfig, shape: ModelShape, gpu: bool) -> Phase:
+    """Memory of one rank at the peak of the backward pass; what is offloaded is not counted."""
+    learner, ranks = config.learner, config.learner.ranks
+    trained = _trained(config, shape)
+    low = learner.precision == "bfloat16"
+    each = BFLOAT16 if low else FLOAT32
+    sharded = ranks > 1 or low or learner.cpu_offload
+    parts = {
+        "parameters": FLOAT32 * (shape.parameters + (trained if learner.lora else 0)) // ranks,
+        "gradients": FLOAT32 * trained // ranks,
+        "optimiser": 2 * FLOAT32 * trained // ranks,
+    }
+    if learner.cpu_offload:
+        parts = {}
+    if config.algorithm.kl.coef > 0 and learner.lora is None and not learner.cpu_offload:
+        parts["reference"] = FLOAT32 * shape.parameters // ranks
+    if config.critic is not None:
+        parts["critic"] = 4 * FLOAT32 * shape.parameters // ranks
+    if sharded:  # the outer part stays gathered, and two blocks: one computing, one on its way
+        parts["gathered"] = each * (shape.outer + 2 * shape.block) + FLOAT32 * shape.block
+    tokens = learner.tokens_per_micro_batch
+    block = shape.activation_bytes_per_token(each)
+    kept = shape.layers * shape.hidden * each + block if learner.checkpoint_activations else shape.layers * block
+    if not learner.offload_activations:
+        parts["activations"] = tokens * kept
+    at_once = min(learner.logits_at_once or tokens, tokens)
+    parts["logits"] = 3 * FLOAT32 * at_once * shape.vocab
+    return Phase("update", "each rank" if ranks > 1 else "the process of the run", parts)
+
+
+def _together(rollout: Phase, update: Phase) -> Phase:
+    parts = {f"rollout: {k}": v for k, v in rollout.parts.items()} | {
+        f"update: {k}": v for k, v in update.parts.items()
+    }
+    return Phase("both", "the process of the run", parts)
+
+
+def lines(plan: Plan) -> Sequence[str]:
+    """The plan as text."""
+    batch, shape = plan.batch, plan.model
+    rows = f", {batch.tasks * batch.steps / batch.rows:.1f} passes over {batch.rows:,} rows" if batch.rows else ""
+    out = [
+        f"model       {shape.kind}, {shape.parameters:,} parameters, {shape.layers} blocks, "
+        f"context {shape.max_context:,}",
+        f"step        {batch.tasks} tasks x {batch.episodes // batch.tasks} = {batch.episodes:,} episodes, "
+        f"in {batch.updates} update(s) of {batch.episodes_per_update:g}",
+        f"tokens      at most {batch.tokens:,} a step, {batch.sampled_tokens:,} of them sampled; "
+        f"{batch.micro_batches_per_rank:,} micro-batches per update and rank",
+        f"run         {batch.steps:,} steps, {batch.episodes_in_all:,} episodes{rows}",
+        *[f"{'placement' if n == 0 else '':<11} {line}" for n, line in enumerate(plan.placement)],
+    ]
+    for phase in plan.phases:
+        parts = ", ".join(f"{name} {size(number)}" for name, number in phase.parts.items())
+        out.append(f"{phase.name:<11} {size(phase.total)} in {phase.where}: {parts}")
+    if plan.memory_bytes is not None:
+        out.append(f"memory      {size(plan.memory_bytes)} in each device")
+    out.append(
+        f"KV cache    {plan.kv_bytes_per_token:,} bytes a token, {size(plan.kv_bytes)} with every slot full"
+    )
+    out.append(
+        f"checkpoint  {size(plan.checkpoint_bytes)} each, {size(plan.checkpoints_bytes)} with all that are kept"
+    )
+    return out
+
+
+def size(number: int) -> str:
+    """Bytes for people."""
+    value = float(number)
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if value < 1024:
+            return f"{value:.3g} {unit}" if unit != "B" else f"{number} B"
+        value /= 1024
+    return f"{value:.3g} TiB" if value >= 1 else f"{number} B"

@@ -1,0 +1,111 @@
+"""Adapters: what they change, what they leave, and that a checkpoint holds both forms."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from train_models import make_batch, padded_logprobs, plain_model
+from transformers import AutoModelForCausalLM
+
+from agentrl.config.algorithm import AlgorithmConfig
+from agentrl.config.run import LearnerConfig, OptimConfig
+from agentrl.errors import ConfigError
+from agentrl.train.learner import Learner
+
+pytest.importorskip("peft", reason="peft is not installed (extra: lora)")
+
+
+def make_learner(policy: Path, start: Path | None, **lora: Any) -> Learner:
+    return Learner(
+        policy,
+        algorithm=AlgorithmConfig(kl={"coef": 0.05}),
+        optim=OptimConfig(lr=1e-2, warmup_steps=0),
+        config=LearnerConfig(device="cpu", tokens_per_micro_batch=150, lora={"rank": 4, "alpha": 8} | lora),
+        temperature=1.0,
+        total_steps=100,
+        reference_dir=start,
+    )
+
+
+@pytest.fixture
+def trained(policy_dir: Path, tmp_path: Path) -> tuple[Learner, Path]:
+    learner = make_learner(policy_dir, policy_dir)
+    for seed in range(2):
+        learner.step(make_batch(seed))
+    folder = tmp_path / "step-2"
+    folder.mkdir()
+    learner.save(folder)
+    return learner, folder
+
+
+def test_it_begins_as_the_base_and_trains_the_adapters_only(policy_dir: Path):
+    learner = make_learner(policy_dir, policy_dir)
+    before = plain_model(policy_dir).state_dict()
+    assert all(torch.equal(value, before[name]) for name, value in learner.weights().items())
+    first, second = (learner.step(make_batch(0)).metrics["kl"] for _ in range(2))
+    assert first == pytest.approx(0, abs=1e-9), "with the adapters off it is the reference"
+    assert second > 1e-6
+    after = learner.weights()
+    changed = {name for name, value in after.items() if not torch.equal(value, before[name])}
+    assert {name.split(".")[-2] for name in changed} == {
+        *("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+    }
+    assert sum(p.requires_grad for p in learner.policy.parameters()) == 2 * 7 * 2
+
+
+def test_merged_weights_and_the_saved_model_say_the_same_as_the_policy(trained: tuple[Learner, Path]):
+    learner, folder = trained
+    samples = make_batch(5)
+    own = learner.probe(samples)
+    with torch.no_grad():
+        merged = padded_logprobs(AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32), samples)
+    for ours, theirs in zip(own, merged, strict=True):
+        assert torch.allclose(torch.tensor(ours), theirs, atol=1e-4)
+
+
+def test_the_adapter_is_one_of_peft(trained: tuple[Learner, Path], policy_dir: Path):
+    import warnings
+
+    from peft import PeftModel
+
+    learner, folder = trained
+    samples = make_batch(5)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        model = PeftModel.from_pretrained(plain_model(policy_dir), folder / "adapter")
+    with torch.no_grad():
+        theirs = padded_logprobs(model, samples)
+    for ours, row in zip(learner.probe(samples), theirs, strict=True):
+        assert torch.allclose(torch.tensor(ours), row, atol=1e-4)
+
+
+def test_going_on_is_the_same_to_the_bit(trained: tuple[Learner, Path], policy_dir: Path):
+    learner, folder = trained
+    other = make_learner(folder, policy_dir)
+    other.load_optimizer(folder)
+    for seed in (2, 3):
+        assert learner.step(make_batch(seed)).metrics == other.step(make_batch(seed)).metrics
+    ours, theirs = learner.weights(), other.weights()
+    assert all(torch.equal(ours[name], theirs[name]) for name in ours)
+
+
+def test_an_adapter_of_another_run_can_be_continued(trained: tuple[Learner, Path], policy_dir: Path):
+    learner, folder = trained
+    other = make_learner(policy_dir, policy_dir, adapter=str(folder / "adapter"))
+    assert other.probe(make_batch(5)) == learner.probe(make_batch(5))
+    for lora, said in (
+        ({"rank": 8}, "has rank 4, learner.lora.rank is 8"),
+        ({"targets": ["q_proj"]}, "adapts other layers than learner.lora.targets"),
+    ):
+        with pytest.raises(ConfigError, match=said):
+            make_learner(policy_dir, policy_dir, adapter=str(folder / "adapter"), **lora)
+
+
+def test_bad_targets_and_folders_are_one_error(policy_dir: Path, tmp_path: Path):
+    with pytest.raises(ConfigError, match=r"learner\.lora\.targets \['nothing'\] do not fit the model"):
+        make_learner(policy_dir, None, targets=["nothing"])
+    with pytest.raises(ConfigError, match="cannot be read"):
+        make_learner(policy_dir, None, adapter=str(tmp_path))

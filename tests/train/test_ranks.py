@@ -1,0 +1,78 @@
+"""Ray ranks against one process: the same curve, checkpoints that fit any number of them, and ranks that die.
+
+Ray runs in a process of the test's own (`ranks_program.py`).
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("ray", reason="Ray is not installed (extra: ray)")
+
+pytestmark = pytest.mark.slow
+
+
+def program(scenario: str, folder: Path, ranks: int, timeout_s: float) -> dict[str, Any]:
+    script = Path(__file__).parent / "ranks_program.py"
+    done = subprocess.run(
+        [sys.executable, str(script), scenario, str(folder), str(ranks)],
+        capture_output=True,
+        text=True,
+        timeout=timeout_s,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    found: dict[str, Any] = json.loads(done.stdout.strip().splitlines()[-1])
+    return found
+
+
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_ranks_are_one_process(tmp_path: Path, ranks: int):
+    """Uneven micro-batches, two updates a step, KL penalty, checkpointed activations, tied weights."""
+    found = program("same_curve", tmp_path, ranks, 850)
+    assert found["gap"] < 1e-5
+    assert found["losses"][1] == pytest.approx(found["losses"][0], rel=1e-5)
+    one, many = found["probes"]
+    assert [len(row) for row in one] == [len(row) for row in many]
+    assert [v for row in many for v in row] == pytest.approx([v for row in one for v in row], abs=1e-4)
+    assert_same(*found["curves"])
+    for curve in found["after"][1:]:  # saved on many and loaded on one, and the other way round
+        assert_same(found["after"][0], curve)
+    assert max(found["gaps_after"]) < 1e-5
+
+
+def assert_same(wanted: list[dict[str, float]], found: list[dict[str, float]]) -> None:
+    assert len(wanted) == len(found)
+    for one, other in zip(wanted, found, strict=True):
+        assert other == pytest.approx(one, rel=1e-3, abs=1e-4)
+
+
+@pytest.mark.timeout(600)
+def test_a_rank_that_dies_is_named_and_ends_the_learner(tmp_path: Path):
+    found = program("a_rank_dies", tmp_path, 2, 550)
+    first, second = found["said"]
+    assert first.startswith(f"learner rank 1 of 2 (process {found['victim']} on ")
+    assert "run the same command again to resume" in first
+    assert second == "the ranks of the learner have ended; run the same command again to resume"
+
+
+@pytest.mark.timeout(600)
+def test_bad_input_is_one_error_and_ranks_survive_a_bad_gradient(tmp_path: Path):
+    found = program("bad_input", tmp_path, 2, 550)
+    gpus, nowhere, cluster, gradient = found["said"]
+    assert (
+        gpus == "ConfigError: learner.ranks is 2, but the Ray cluster has 0 GPUs: use fewer ranks, or more nodes"
+    )
+    assert nowhere.startswith("ConfigError: learner rank 0 on ")
+    assert "sees no model in" in nowhere
+    assert cluster.startswith("ConfigError: learner.ray '127.0.0.1:1': no Ray cluster answers there")
+    assert gradient.startswith("AgentRLError: step 1: the gradient is nan; lower optim.lr (0.001)")
+    assert found["kept"]
