@@ -131,6 +131,26 @@ class Transcript:
                 self._restart(rewritten, (self._context + new)[-1])
         self._context += new
 
+    def resume(self, ids: Sequence[int], messages: Sequence[Message]) -> None:
+        """Go on with a whole context that the caller rendered: it begins with this branch, the rest is prompt.
+
+        Args:
+            ids: the context, generation prompt included.
+            messages: what the rest of it says; at least one.
+
+        Raises:
+            ValueError: `ids` does not begin with the ids of this branch.
+        """
+        count = len(self._ids.view())
+        if tuple(ids[:count]) != tuple(self.ids):
+            raise ValueError(f"a context to go on with must begin with the {count} ids of its branch")
+        self._before = (self._node, len(self._context))
+        new = list(range(len(self._messages), len(self._messages) + len(messages)))
+        self._messages.extend(messages)
+        self._context += new
+        self._add(Segment(tuple(ids[count:]), "prompt", self._node, new[-1]))
+        self._thinking = self.renderer.habits.thinks
+
     def complete(self, completion: Completion, *, message: Message | None = None) -> Message:
         """Append a completion exactly as sampled; returns the message that it reads as.
 

@@ -246,6 +246,11 @@ class Session:
                 Transcript(self.renderer, tools) if self.ledger is None else self.ledger.fork(keep=0, tools=tools)
             )
         branch.extend(messages)
+        if matched is Matched.FORK and (same := self._by_tokens(branch.ids, offered)) is not None:
+            found, matched, drift, conversation = same, Matched.TOKENS, (), same.conversation
+            last = max(n for n, one in enumerate(incoming) if one.message.role == "assistant")
+            ids, branch = branch.ids, same.branch.fork()
+            branch.resume(ids, messages[last + 1 :] or messages[-1:])
         self.drift.update(event.kind for event in drift)
         parent = None if found is None else found.number
         return Prompt(branch, parent, conversation, matched, drift, chains[-1] if chains else offered, offered)
@@ -340,6 +345,16 @@ class Session:
             self._known.turns.move_to_end(found.number)
             return found, at, Matched.CALL_ID if named is found else Matched.FORM
         return None, -1, Matched.FORK if assistants else Matched.OPENING
+
+    def _by_tokens(self, ids: Sequence[int], offered: bytes) -> Turn | None:
+        """The newest turn with whose tokens `ids` begin."""
+        for turn in reversed(self._known.turns.values()):
+            known = turn.branch.ids
+            count = len(known)
+            same = turn.tools == offered and count < len(ids) and known[-1] == ids[count - 1]
+            if same and tuple(known) == tuple(ids[:count]):
+                return turn
+        return None
 
     def _drift(
         self, incoming: Sequence[Incoming], offered: bytes, found: Turn | None, at: int

@@ -38,6 +38,11 @@ def echo(session: Session, **changes: object) -> tuple[list[Incoming], tuple[int
     return [*OPENING, back, result], tuple(trained.ids)
 
 
+def reworded(turn: Incoming) -> Incoming:
+    """The same call with another argument."""
+    return incoming("assistant", "I will call.", (turn.message.tool_calls[0].id, "add", '{"a": 2, "b": 4}'))
+
+
 @pytest.mark.parametrize(
     "changes",
     [
@@ -61,7 +66,7 @@ def test_an_echoed_turn_keeps_its_ids_however_it_is_written(renderer: Renderer, 
     [
         (lambda r: [r[0], r[1], *r[3:]], None),  # the turn is gone
         (lambda r: [incoming("system", "Be long."), *r[1:]], DriftKind.HISTORY),
-        (lambda r: [*r[:2], replace(r[2], raw_arguments=('{"a": 2, "b": 4}',)), r[3]], DriftKind.REWORDED),
+        (lambda r: [*r[:2], reworded(r[2]), r[3]], DriftKind.REWORDED),
         (lambda r: [*r[:2], incoming("assistant", "5 it is."), incoming("user", "Sure?")], DriftKind.FOREIGN),
     ],
 )
@@ -131,3 +136,17 @@ def test_arguments_that_are_no_object_are_refused_only_where_they_must_be_render
     with pytest.raises(UnrenderableError) as caught:
         session.prompt([*request[:2], broken, request[3]], TOOLS)
     assert caught.value.message == 2
+
+
+def test_what_only_the_template_leaves_out_is_recognised_by_its_tokens(renderer: Renderer):
+    session = Session(renderer)
+    opening = [incoming("user", "What is 2 plus 3?")]
+    turn = session.add(session.prompt(opening), said(renderer, Message("assistant", "The answer is 5.")))
+    named = replace(opening[0], message=replace(opening[0].message, name="bob"))
+    request = [named, incoming("assistant", "The answer is 5."), incoming("user", "Sure?")]
+    prompt = session.prompt(request)
+    assert (prompt.matched, prompt.parent, prompt.drift) == (Matched.TOKENS, turn.number, ())
+    assert tuple(prompt.ids) == tuple(renderer.encode([one.message for one in request], generation_prompt=True))
+    assert tuple(prompt.branch.branch[-2].ids) == turn.completion.ids
+    again = session.add(prompt, said(renderer, Message("assistant", "Yes.")))
+    assert again.parent == turn.number

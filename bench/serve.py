@@ -1,0 +1,197 @@
+"""What the endpoint adds to an engine: latency of a request, requests a second, memory over many requests.
+
+    python bench/serve.py [--quick] [--json FILE]
+
+The engine answers at once with a prepared completion, so that all time is the endpoint's: HTTP, checking,
+rendering, recognition, reading the completion. Requests are chats of four messages with one tool; the client is a
+process of its own that writes prepared bytes. `cpu_ms` is the server's CPU time for one request, which a busy
+machine changes little. `--quick` makes a tenth of the requests. The last line is the result as JSON.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import os
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from agentrl.chat.demonstrate import completion_of
+from agentrl.chat.template import Renderer
+from agentrl.serve.app import Settings, create_app
+from agentrl.serve.metrics import Metrics
+from agentrl.serve.run import running
+from agentrl.serve.talk import Gate, Talk
+from agentrl.testing.tiny_model import make_tokenizer
+from agentrl.types import Completion, Message, Sampling, ToolCall
+
+TOOL = {
+    "type": "function",
+    "function": {
+        "name": "calculator",
+        "description": "Evaluate an expression.",
+        "parameters": {
+            "type": "object",
+            "properties": {"expression": {"type": "string"}},
+            "required": ["expression"],
+        },
+    },
+}
+CALL = {
+    "id": "call_1",
+    "type": "function",
+    "function": {"name": "calculator", "arguments": '{"expression": "2+3"}'},
+}
+CHAT = [
+    {"role": "system", "content": "Use the calculator, then say the answer."},
+    {"role": "user", "content": "What is 2+3?"},
+    {"role": "assistant", "content": "", "tool_calls": [CALL]},
+    {"role": "tool", "tool_call_id": "call_1", "content": "5"},
+]
+
+
+class NoOpEngine:
+    """Says the same at once."""
+
+    policy_version = 0
+    max_context = 32_768
+
+    def __init__(self, completion: Completion) -> None:
+        self._completion = completion
+
+    async def generate(self, ids: Sequence[int], sampling: Sampling, *, session: str | None = None) -> Completion:
+        """The prepared completion."""
+        return self._completion
+
+    async def release(self, session: str) -> None:
+        """Nothing is kept."""
+
+    async def update_weights(self, weights: Any, version: int) -> None:
+        """There are none."""
+
+    async def close(self) -> None:
+        """Nothing to free."""
+
+
+def make_renderer(folder: Path) -> Renderer:
+    """ChatML over a small byte-level vocabulary."""
+    text = json.dumps(TOOL) + " ".join(str(message["content"]) for message in CHAT)
+    make_tokenizer(folder, [text] * 20, vocab=512, max_context=32_768)
+    return Renderer.from_directory(folder)
+
+
+# -- the client, in a process of its own -----------------------------------------------------------------------
+
+
+async def client(host: str, port: int, num: int, connections: int) -> dict[str, float]:
+    """Send `num` requests over `connections` and say how long each took."""
+    body = json.dumps({"model": "noop", "messages": CHAT, "tools": [TOOL], "temperature": 0}).encode()
+    head = f"POST /v1/chat/completions HTTP/1.1\r\nHost: {host}\r\nContent-Length: {len(body)}\r\n\r\n".encode()
+    seconds: list[float] = []
+
+    async def one(count: int) -> None:
+        reader, writer = await asyncio.open_connection(host, port)
+        for _ in range(count):
+            began = time.perf_counter()
+            writer.write(head + body)
+            answered = await reader.readuntil(b"\r\n\r\n")
+            assert answered.startswith(b"HTTP/1.1 200"), answered
+            length = next(line for line in answered.lower().split(b"\r\n") if line.startswith(b"content-length:"))
+            await reader.readexactly(int(length.split(b":")[1]))
+            seconds.append(time.perf_counter() - began)
+        writer.close()
+        await writer.wait_closed()
+
+    began = time.perf_counter()
+    await asyncio.gather(*[one(num // connections) for _ in range(connections)])
+    wall = time.perf_counter() - began
+    found = statistics.quantiles(seconds, n=100)
+    return {
+        "connections": connections,
+        "requests": len(seconds),
+        "p50_ms": 1e3 * found[49],
+        "p99_ms": 1e3 * found[98],
+        "requests_per_s": len(seconds) / wall,
+    }
+
+
+async def measured(url: str, num: int, connections: int) -> dict[str, float]:
+    """Run the client against the server of this process."""
+    began = time.process_time()
+    process = await asyncio.create_subprocess_exec(
+        sys.executable, __file__, "--client", url, str(num), str(connections), stdout=asyncio.subprocess.PIPE
+    )
+    out, _ = await process.communicate()
+    if process.returncode:
+        raise SystemExit("the client failed")
+    result: dict[str, float] = json.loads(out)
+    return result | {"cpu_ms": 1e3 * (time.process_time() - began) / result["requests"]}
+
+
+def memory_mb() -> float:
+    """Resident memory of this process."""
+    pages = int(Path("/proc/self/statm").read_text().split()[1])
+    return pages * os.sysconf("SC_PAGE_SIZE") / 2**20
+
+
+async def bench(quick: bool) -> dict[str, Any]:
+    """All measurements."""
+    scale = 10 if quick else 1
+    with tempfile.TemporaryDirectory() as folder:
+        renderer = make_renderer(Path(folder))
+    said = Message("assistant", "The answer is 5.", (ToolCall("c", "calculator", {"expression": "5"}),))
+    engine = NoOpEngine(completion_of(renderer, said, [TOOL]))
+    talk = Talk(engine, renderer, gate=Gate(1024), metrics=Metrics())
+    app = create_app(talk, Settings(names=("noop",)), session=talk.open_session(100_000))
+    rows = []
+    async with running(app) as url:
+        await measured(url, 200, 4)  # warm
+        for connections in (1, 16, 64):
+            rows.append(await measured(url, 3200 // scale, connections))
+            print("{connections:4.0f} connections {requests_per_s:7.0f} requests/s, p50 {p50_ms:6.2f} ms, "
+                  "p99 {p99_ms:6.2f} ms, CPU {cpu_ms:5.2f} ms".format(**rows[-1]), flush=True)  # fmt: skip
+        before = memory_mb()
+        first = await measured(url, 5000 // scale, 16)
+        middle = memory_mb()
+        second = await measured(url, 20_000 // scale - int(first["requests"]), 16)
+        after = memory_mb()
+    requests = int(first["requests"] + second["requests"])
+    print(
+        f"memory {before:.1f} MiB, {middle:.1f} after {int(first['requests'])} more, {after:.1f} after {requests}"
+    )
+    return {
+        "rows": rows,
+        "added_p50_ms": rows[0]["p50_ms"],
+        "added_p99_ms": rows[0]["p99_ms"],
+        "memory": {"requests": requests, "before_mb": before, "middle_mb": middle, "after_mb": after},
+        "load": os.getloadavg()[0],
+        "quick": quick,
+    }
+
+
+def main() -> None:
+    """Measure, print, write."""
+    parser = argparse.ArgumentParser(description=__doc__.split("\n", 1)[0])
+    parser.add_argument("--quick", action="store_true")
+    parser.add_argument("--json", type=Path)
+    parser.add_argument("--client", nargs=3, metavar=("URL", "NUM", "CONNECTIONS"), help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.client:
+        url, num, connections = options.client
+        host, port = url.removeprefix("http://").split(":")
+        print(json.dumps(asyncio.run(client(host, int(port), int(num), int(connections)))))
+        return
+    result = asyncio.run(bench(options.quick))
+    if options.json:
+        options.json.write_text(json.dumps(result, indent=1) + "\n")
+    print(json.dumps(result))
+
+
+if __name__ == "__main__":
+    main()
