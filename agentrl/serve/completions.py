@@ -20,7 +20,8 @@ from agentrl.serve.talk import fresh_id, now
 from agentrl.serve.wire import CompletionRequest
 from agentrl.types import Completion, Sampling
 
-MAX_PROMPTS = 2048
+MAX_CHOICES = 2048
+"""Completions in one request, of all its prompts together."""
 
 Emit = Callable[[int, list[Delta], Sequence[Drawn]], None]
 
@@ -63,8 +64,8 @@ class TextJob:
             raise invalid("prompt", "is an empty list")
         if isinstance(prompt[0], int):
             return [prompt]
-        if len(prompt) > MAX_PROMPTS:
-            raise invalid("prompt", f"{len(prompt)} prompts; at most {MAX_PROMPTS} in one request")
+        if len(prompt) * (self.request.n or 1) > MAX_CHOICES:
+            raise invalid("prompt", f"{len(prompt)} prompts; at most {MAX_CHOICES} completions in one request")
         return list(prompt)
 
     def _ids(self, prompt: str | list[int]) -> tuple[int, ...]:
