@@ -9,6 +9,7 @@ import errno
 import gc
 import os
 import resource
+import select
 import signal
 import sys
 import types
@@ -97,8 +98,9 @@ def spare(confinement: Confinement, control: int, stdin: int, stdout: int, stder
     status = 1
     try:
         _settle(confinement, control, stdin, stdout, stderr)
-        # Touch the pages that running a program touches, before anybody waits for it.
-        exec(compile(WARM, "program.py", "exec", dont_inherit=True), {"__name__": "__main__"})
+        # Touch the pages that running a program touches, unless somebody waits for it already.
+        if not select.select([CONTROL], [], [], 0)[0]:
+            exec(compile(WARM, "program.py", "exec", dont_inherit=True), {"__name__": "__main__"})
         status = _serve(confinement, sys.modules["__main__"].__dict__)
     except EOFError:
         status = 0
