@@ -53,6 +53,13 @@ def serve(
     memory_tokens: Annotated[
         int, typer.Option(min=1, help="Tokens of past turns that are remembered to be continued exactly.")
     ] = 4_000_000,
+    record: Annotated[
+        Path | None,
+        typer.Option(
+            help="Record episodes into this folder: POST /episodes opens one with an address and key of its own.",
+            show_default=False,
+        ),
+    ] = None,
     overrides: Overrides = [],  # noqa: B006
 ) -> None:
     """Serve a policy to anything that speaks the OpenAI API, with the tokens of its training, until Ctrl-C."""
@@ -72,6 +79,9 @@ def serve(
         fingerprint=f"fp_{policy.digest}",
     )
     quiet_transformers()
+    if record is not None:
+        asyncio.run(_record(policy, key, host, port, record))
+        return
     asyncio.run(_serve(policy, settings, host, port, max_requests, memory_tokens))
 
 
@@ -175,5 +185,32 @@ async def _serve(
             key = "" if settings.api_key is None else " (with the key)"
             print(f"{settings.names[0]} at {url}/v1{key}; {policy.directory}; Ctrl-C ends", flush=True)
             await ended.wait()
+    finally:
+        await engine.close()
+
+
+async def _record(policy: _Policy, key: str | None, host: str, port: int, folder: Path) -> None:
+    """Load the engine, record episodes until a signal comes, write them, close."""
+    from agentrl.engine.make import open_engine
+    from agentrl.rollout.frame import Limits
+    from agentrl.serve.record import Recorder
+    from agentrl.serve.record_folder import RecordFolder
+    from agentrl.serve.run import running
+
+    ended = asyncio.Event()
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        loop.add_signal_handler(number, ended.set)
+    engine = await open_engine(policy.engine, policy.directory)
+    try:
+        room = engine.max_context
+        recorder = Recorder(engine, policy.renderer, Limits(max_turns=1 << 30, max_tokens=room, token_budget=room))
+        episodes = RecordFolder(recorder, folder, api_key=key, temperature=1.0)
+        try:
+            async with running(episodes.app(), host=host, port=port) as url:
+                print(f"POST {url}/episodes opens an episode; {policy.directory}; Ctrl-C ends", flush=True)
+                await ended.wait()
+        finally:
+            await episodes.close()
     finally:
         await engine.close()
