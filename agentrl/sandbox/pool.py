@@ -279,11 +279,12 @@ class SandboxPool:
 
     async def _create(self) -> Box:
         """Make one (the total has been counted already), ready to be used."""
+        pause_s = self._retry_at - time.monotonic()
         try:
-            if time.monotonic() < self._retry_at:
+            if pause_s > 0:
                 raise SandboxUnavailable(
                     f"sandbox backend {self.spec.backend!r} failed {self._failures} times in a row; "
-                    f"next try in {self._retry_at - time.monotonic():.1f} s"
+                    f"next try in {pause_s:.1f} s"
                 )
             async with self._creating:
                 box = self._new_box()
@@ -295,7 +296,7 @@ class SandboxPool:
                     raise
         except BaseException as error:
             self._total -= 1
-            if isinstance(error, SandboxError):
+            if isinstance(error, SandboxError) and pause_s <= 0:  # what is not tried prolongs no pause
                 self._counters["create_failed"] += 1
                 self._failures += 1
                 if self._failures >= 3:

@@ -181,6 +181,34 @@ async def test_a_failing_backend_is_left_alone_for_a_while() -> None:
         assert time.monotonic() - began < 0.1
 
 
+async def test_asking_a_failing_backend_again_and_again_does_not_put_its_next_try_off() -> None:
+    async with SandboxPool(Sandbox(), min_idle=0) as pool:
+        backend = pool._backend
+        start, back = backend.start, False
+
+        async def gone(name: str) -> object:
+            if back:
+                return await start(name)
+            raise SandboxUnavailable("the engine is away")
+
+        backend.start = gone  # type: ignore[method-assign,assignment]
+        for _ in range(3):
+            with pytest.raises(SandboxUnavailable, match="the engine is away"):
+                await pool.acquire()
+        retry_at, refused = pool._retry_at, 0
+        for _ in range(50):
+            try:
+                await pool.acquire()
+            except SandboxUnavailable as error:
+                refused += "3 times in a row; next try in" in str(error)
+        assert (refused, pool._retry_at, pool.metrics()["create_failed"]) == (50, retry_at, 3)
+        back = True
+        await asyncio.sleep(max(0.0, retry_at - time.monotonic()))
+        box = await pool.acquire()
+        assert (await box.run("echo back")).stdout == b"back\n"
+        await pool.release(box)
+
+
 def test_errors_survive_pickling() -> None:
     for error in (PoolExhausted("a"), SandboxUnavailable("b"), PromiseNotEnforceable("c")):
         again = pickle.loads(pickle.dumps(error))

@@ -97,7 +97,8 @@ class Groups:
         elif second is not None:
             self.version = 2
             with open(f"{second}/cgroup.controllers") as f:
-                names = [name for name in CONTROLLERS if name in f.read().split()]
+                there = f.read().split()
+            names = [name for name in CONTROLLERS if name in there]
             if "memory" not in names:
                 self.why_not = f"{second}: the memory controller is not available"
                 return

@@ -1,0 +1,58 @@
+"""Control groups of version 2, on folders that stand for the file system: what is written where."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from agentrl.sandbox.inside import cgroups
+
+
+@pytest.fixture
+def tree(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setattr(cgroups, "_mounts", lambda: ({}, str(tmp_path)))
+    (tmp_path / "cgroup.controllers").write_text("cpuset cpu io memory hugetlb pids\n")
+    return tmp_path
+
+
+def test_all_three_controllers_are_found_and_handed_down(tree: Path) -> None:
+    groups = cgroups.Groups()
+    assert (groups.why_not, groups.version, groups.controllers) == ("", 2, ["cpu", "memory", "pids"])
+    run = tree / "agentrl" / cgroups.run_name()
+    for folder in (tree, tree / "agentrl", run):
+        assert (folder / "cgroup.subtree_control").read_text() == "+memory +pids +cpu"
+    assert set(groups.bases.values()) == {str(run)}
+
+
+def test_a_group_has_its_limits_and_its_members(tree: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    groups = cgroups.Groups()
+    place = tree / "agentrl" / cgroups.run_name() / "box"
+    made = cgroups.os.mkdir
+
+    def with_files(path: str) -> None:  # the kernel fills a new folder
+        made(path)
+        for name, text in {
+            "memory.swap.max": "max",
+            "memory.events": "oom 0\noom_kill 2\n",
+            "memory.current": "4096",
+        }.items():
+            Path(path, name).write_text(text)
+
+    monkeypatch.setattr(cgroups.os, "mkdir", with_files)
+    group = groups.create("box", memory_mb=64, pids=20, cpus=0.5)
+    written = {file.name: file.read_text() for file in place.iterdir()}
+    assert written["memory.max"] == str(64 << 20)
+    assert (written["memory.swap.max"], written["pids.max"], written["cpu.max"]) == ("0", "20", "50000 100000")
+    group.add(123)
+    assert (place / "cgroup.procs").read_text() == "123"
+    assert b"oom_kill 2" in cgroups.os.pread(group.oom_fd, 100, 0)
+    assert cgroups.os.pread(group.usage_fd, 100, 0) == b"4096"
+    group.close()
+
+
+def test_without_the_memory_controller_it_says_so(tree: Path) -> None:
+    (tree / "cgroup.controllers").write_text("cpu pids\n")
+    groups = cgroups.Groups()
+    assert groups.controllers == []
+    assert groups.why_not == f"{tree}: the memory controller is not available"
