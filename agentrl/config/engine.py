@@ -22,6 +22,9 @@ class ServerConfig(Section):
     """GPUs that the model of one server is split over."""
     gpu_memory_utilization: Annotated[float, Field(gt=0, lt=1)] | None = None
     """Share of a GPU's memory for weights and KV cache; the server's own default where nothing is given."""
+    ray: str | None = None
+    """Start the servers as actors on this Ray cluster: its address, `auto`, or `local` for one started on this
+    machine. Without it they are child processes of the run. Their nodes must see the model's directory."""
     python: str | None = None
     """Python of the environment that the server is installed in; this one's where nothing is given."""
     args: list[str] = Field(default_factory=list)
@@ -82,7 +85,15 @@ class EngineConfig(Section):
                     raise ValueError(f"{name} has no effect while kind is local: remove it, or set kind")
             return self
         if server.urls:
-            dead_keys = {"replicas", "tensor_parallel", "gpu_memory_utilization", "python", "args", "environment"}
+            dead_keys = {
+                "replicas",
+                "tensor_parallel",
+                "gpu_memory_utilization",
+                "python",
+                "args",
+                "environment",
+                "ray",
+            }
             if self.sync == "broadcast":
                 dead_keys -= {"tensor_parallel"}  # how many ranks each of them is
             for key in sorted(changed & dead_keys):

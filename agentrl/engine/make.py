@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
-import shutil
 import sys
-import tempfile
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -16,6 +13,7 @@ from agentrl.errors import ConfigError
 
 if TYPE_CHECKING:
     from agentrl.engine.hosts import Connect, Recipe
+    from agentrl.engine.ray_host import RayCluster
     from agentrl.engine.replicas import Host
     from agentrl.engine.sync import WeightSync
 
@@ -50,15 +48,25 @@ async def open_engine(config: EngineConfig, model: Path) -> Engine:
 async def _open_served(config: EngineConfig, model: Path) -> Engine:
     import torch
 
+    from agentrl.engine.ray_host import RayCluster
+    from agentrl.engine.scratch import ScratchFolder
     from agentrl.engine.served import ServedEngine, ServedLimits
 
     if not (model / "config.json").is_file():
         raise ConfigError(f"{model} has no config.json, so it is not a Hugging Face model directory")
-    folder = Path(tempfile.mkdtemp(prefix="agentrl-engine-"))
+    scratch = ScratchFolder()
+    folder = scratch.path
     server = config.server
+    cluster = RayCluster(server.ray) if server.ray is not None else None
+
+    def clean_up() -> None:
+        scratch.close()
+        if cluster is not None:
+            cluster.close()
+
     try:
         engine = ServedEngine(
-            _hosts(config, model, folder),
+            _hosts(config, model, folder, cluster),
             _sync(config, model, folder),
             model=model,
             dtype={"float32": torch.float32, "bfloat16": torch.bfloat16}[config.dtype],
@@ -66,22 +74,37 @@ async def _open_served(config: EngineConfig, model: Path) -> Engine:
             limits=ServedLimits(
                 capacity=config.max_slots, restarts=server.restarts, health_every_s=server.health_every_s
             ),
-            on_close=partial(shutil.rmtree, folder, ignore_errors=True),
+            on_close=clean_up,
         )
     except BaseException:
-        shutil.rmtree(folder, ignore_errors=True)
+        clean_up()
         raise
     await engine.start()
     return engine
 
 
-def _hosts(config: EngineConfig, model: Path, folder: Path) -> list[Host]:
+def _hosts(config: EngineConfig, model: Path, folder: Path, cluster: RayCluster | None) -> list[Host]:
+    from agentrl.engine.device import pick_device
     from agentrl.engine.hosts import GivenHost, LaunchedHost
+    from agentrl.engine.ray_host import RayHost
 
     server, connect = config.server, _connect(config)
     if server.urls:
         return [GivenHost(url, connect, start_timeout_s=server.start_timeout_s) for url in server.urls]
     python = _python(config)
+    if cluster is not None:
+        gpus = 0 if pick_device(config.device).type == "cpu" else server.tensor_parallel
+        return [
+            RayHost(
+                f"{config.kind} server {number}",
+                _recipe(config, model, python, number),
+                connect,
+                cluster=cluster,
+                gpus=gpus,
+                start_timeout_s=server.start_timeout_s,
+            )
+            for number in range(server.replicas)
+        ]
     return [
         LaunchedHost(
             f"{config.kind} server {number}",
@@ -141,7 +164,8 @@ def _recipe(config: EngineConfig, model: Path, python: str, number: int) -> Reci
 
     server = config.server
     device = pick_device(config.device)
-    first = (device.index or 0) + number * server.tensor_parallel
+    # An actor of Ray sees the GPUs that it was given, counted from 0.
+    first = 0 if server.ray is not None else (device.index or 0) + number * server.tensor_parallel
     make = _vllm_line if config.kind == "vllm" else _sglang_line
     command, environment = make(config, model, None if device.type == "cpu" else first)
     command = [python, "-m", *command, *server.args]
@@ -184,6 +208,6 @@ def _vllm_line(config: EngineConfig, model: Path, gpu: int | None) -> tuple[list
     line += ["--gpu-memory-utilization", str(share)] if share is not None else []
     line += ["--enable-sleep-mode"] if server.sleep else []
     environment = {"VLLM_SERVER_DEV_MODE": "1"}
-    if gpu is not None:
+    if gpu is not None and server.ray is None:
         environment["CUDA_VISIBLE_DEVICES"] = ",".join(str(gpu + n) for n in range(server.tensor_parallel))
     return line, environment

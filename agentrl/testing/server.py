@@ -58,16 +58,16 @@ class LoopbackServer:
         self._go.set()
         self._server: asyncio.Server | None = None
         self._open: set[asyncio.Task[None]] = set()
-        self.port = 0
+        self.host, self.port = "127.0.0.1", 0
 
     @property
     def url(self) -> str:
         """Where it is."""
-        return f"http://127.0.0.1:{self.port}"
+        return f"http://{self.host}:{self.port}"
 
     async def start(self) -> None:
         """Listen: on a free port at first, on the same one again after `die`."""
-        self._server = await asyncio.start_server(self._accept, "127.0.0.1", self.port)
+        self._server = await asyncio.start_server(self._accept, self.host, self.port)
         self.port = self._server.sockets[0].getsockname()[1]
 
     async def die(self) -> None:

@@ -9,6 +9,7 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from pathlib import Path
 
@@ -20,6 +21,7 @@ from agentrl.config.engine import EngineConfig, ServerConfig
 from agentrl.engine.hosts import LaunchedHost, Recipe
 from agentrl.engine.launcher import ServerProcess, free_port
 from agentrl.engine.make import _recipe, open_engine
+from agentrl.engine.scratch import ScratchFolder
 from agentrl.engine.served import ServedEngine, ServedLimits
 from agentrl.engine.sglang import SGLangServer
 from agentrl.engine.sync import TensorSync
@@ -202,3 +204,23 @@ def test_the_command_line_holds_what_the_configuration_says() -> None:
 async def test_an_installation_that_is_not_there_is_named(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"engine\.server\.python"):
         await open_engine(EngineConfig(kind="sglang", device="cpu"), model_in(tmp_path))
+
+
+def test_folders_of_killed_runs_are_swept_and_those_of_living_ones_kept(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    code = (
+        f"import os, tempfile; tempfile.tempdir = {str(tmp_path)!r}\n"
+        "from agentrl.engine.scratch import ScratchFolder\n"
+        "folder = ScratchFolder(); (folder.path / 'weights').write_text('x'); os.kill(os.getpid(), 9)"
+    )
+    subprocess.run([sys.executable, "-c", code], check=False)
+    (dead,) = tmp_path.iterdir()
+    living = ScratchFolder()
+    assert not dead.exists()
+    another = ScratchFolder()
+    assert living.path.is_dir()
+    another.close()
+    living.close()
+    assert list(tmp_path.iterdir()) == []
