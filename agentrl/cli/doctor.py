@@ -9,6 +9,9 @@ import shutil
 import sys
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
+from typing import Annotated, Literal
+
+import typer
 
 PACKAGES = {
     "torch": "trains and samples (extra: train)",
@@ -21,8 +24,23 @@ PACKAGES = {
 """What is not needed by everyone, and what for."""
 
 
-def doctor() -> None:
+def doctor(
+    what: Annotated[
+        Literal["all", "sandbox"], typer.Argument(help="`sandbox` prints only what sandboxes keep here.")
+    ] = "all",
+) -> None:
     """What this machine has: Python, packages, GPUs, room, and which sandboxes work here."""
+    if what == "all":
+        _machine()
+        print()
+    sys.stdout.flush()
+
+    from agentrl.sandbox.doctor import doctor as sandboxes
+
+    print(sandboxes(), end="")
+
+
+def _machine() -> None:
     print(f"python          {platform.python_version()} on {platform.system()} {platform.machine()}")
     cores = len(os.sched_getaffinity(0))
     print(f"processors      {cores} usable{'' if cores == os.cpu_count() else f' of {os.cpu_count()}'}")
@@ -31,11 +49,6 @@ def doctor() -> None:
     for name, purpose in PACKAGES.items():
         print(f"{name:<15} {_version(name)}  {purpose}")
     print(f"gpus            {_gpus()}")
-    sys.stdout.flush()
-
-    from agentrl.sandbox.doctor import doctor as sandboxes
-
-    print(f"\n{sandboxes()}", end="")
 
 
 def _version(name: str) -> str:

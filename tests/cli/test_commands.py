@@ -349,3 +349,9 @@ class TestDoctor:
         assert "GiB free" in out
         assert "| files " in out
         assert "namespace" in out
+
+    def test_it_can_look_at_sandboxes_alone(self, run):
+        code, out, _ = run("doctor", "sandbox")
+        assert code == 0
+        assert "| files " in out
+        assert "python  " not in out
