@@ -70,19 +70,22 @@ _SIGNS = {code: chr(0x2400 + code) for code in range(32) if chr(code) not in "\n
 
 
 def num_sampled(episode: Episode) -> int:
-    """Tokens that the policy sampled."""
+    """Tokens that the policy sampled; as its endpoint counts them where there are no segments."""
+    if not episode.segments:
+        return sum(turn.tokens for turn in episode.turns)
     return sum(len(segment.ids) for segment in episode.segments if segment.origin == "sampled")
 
 
 def episode_text(record: EpisodeRecord) -> RenderableType:
     """A whole episode, message by message."""
     episode = record.episode
-    turns = iter(episode.turns)
+    turns = list(episode.turns)
     parts: list[RenderableType] = [_head(record), ""]
     answers: dict[str, CallRecord] = {}
     for message in episode.messages:
         turn = None
-        if message.role == "assistant" and (turn := next(turns, None)) is not None:
+        if turns and message == turns[0].message:  # other assistant messages are of a branch, or the client's own
+            turn = turns.pop(0)
             answers.update({call.call.id: call for call in turn.calls})
         parts += [*_message(message, turn, answers), ""]
     return Group(*parts, _foot(record))

@@ -18,6 +18,7 @@ from agentrl.eval.run import EvalOptions, Subject, check_minimum, evaluate
 from agentrl.records import read_episodes, read_metrics, recorded_steps
 from agentrl.run.report import Silent
 from agentrl.types import StopReason
+from agentrl.view.text import num_sampled
 
 
 def config(**rollout: object) -> RunConfig:
@@ -64,6 +65,7 @@ def test_the_folder_is_a_run_folder(tmp_path: Path):
     episodes = read_episodes(tmp_path / "e", 0)
     assert [e.reward for e in episodes] == [1.0] * 6
     assert episodes[0].turns[0].calls[0].outcome == "ok"
+    assert num_sampled(episodes[0]) == 20, "as the endpoint counts them"
     assert read_metrics(tmp_path / "e")[0]["solved"] == 1.0
     assert EvalResult.read(tmp_path / "e") == result
     assert "100.0 % of 6 held-out tasks" in result_text(result).plain
