@@ -7,7 +7,6 @@ SGLang 0.5.23 and of the learner, both in float32, agree to 2e-6 per token; the 
 from __future__ import annotations
 
 import asyncio
-import json
 import os
 import signal
 import subprocess
@@ -16,7 +15,7 @@ import threading
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -104,7 +103,7 @@ def _healthy(url: str) -> bool:
 
 def _engine(url: str, model: Path, sync: WeightSync) -> ServedEngine:
     return ServedEngine(
-        [GivenHost(url, SGLangServer, start_timeout_s=120.0)],
+        [GivenHost(url, SGLangServer, start_timeout_s=300.0)],
         sync,
         model=model,
         given=True,
@@ -127,11 +126,7 @@ def _gap(completion: Completion, by_version: Mapping[int, Path]) -> float:
 
 @pytest.mark.parametrize("kind", ["disk", "tensor", "broadcast"])
 async def test_weights_arrive_and_requests_in_flight_go_on_with_them(
-    url: str,
-    folders: list[Path],
-    tmp_path: Path,
-    kind: str,
-    record_property: Callable[[str, object], None],
+    url: str, folders: list[Path], tmp_path: Path, kind: str
 ) -> None:
     syncs: dict[str, WeightSync] = {
         "disk": DiskSync(folders[0], tmp_path),
@@ -150,9 +145,7 @@ async def test_weights_arrive_and_requests_in_flight_go_on_with_them(
         done = [await task for task in tasks]
         assert all(list(c.versions) == sorted(c.versions) for c in done)
         assert any(set(c.versions) == {0, 1} for c in done), "no completion crossed the update"
-        gaps = [_gap(c, {0: folders[0], 1: folders[1]}) for c in done]
-        record_property(f"largest difference per token, {kind}", max(gaps))
-        assert max(gaps) < AGREE
+        assert max(_gap(c, {0: folders[0], 1: folders[1]}) for c in done) < AGREE
         (scored,) = await engine.logprobs_by_server([[*PROMPT, *done[0].ids]])
         wanted = AutoModelForCausalLM.from_pretrained(folders[1], dtype=torch.float32).eval()
         row = torch.tensor([[*PROMPT, *done[0].ids]])
@@ -200,6 +193,7 @@ def _config(**changes: Any) -> RunConfig:
                 "max_turns": 4,
                 "max_tokens": 40,
                 "token_budget": 300,
+                "timeout_s": 900.0,
             },
             "algorithm": {"kl": {"coef": 0.003}},
             "optim": {"lr": 4e-4, "warmup_steps": 0},
@@ -248,9 +242,7 @@ def _children(parent: int) -> list[int]:
 @pytest.mark.filterwarnings("ignore:.*is lost")
 @pytest.mark.filterwarnings("ignore:.*answers again")
 @pytest.mark.filterwarnings("ignore:.*ignore seeds")
-def test_training_through_sglang_survives_the_death_of_its_server(
-    tmp_path: Path, record_property: Callable[[str, object], None]
-) -> None:
+def test_training_through_sglang_survives_the_death_of_its_server(tmp_path: Path) -> None:
     cold = {
         "model": {"tiny": {"hidden": 96, "layers": 2, "vocab": 400, "max_context": 512}},
         "warmup": {
@@ -276,8 +268,6 @@ def test_training_through_sglang_survives_the_death_of_its_server(
     summary, lines = _train(served, tmp_path / "served", killer)
     killer.timer.join()
     steps = [line for line in lines if line["step"] > 0]
-    wanted = ("step", "reward", "sync_gap", "drift/mean_abs", "seconds")
-    record_property("steps", json.dumps([{key: line.get(key) for key in wanted} for line in steps]))
     assert killer.killed, "no server was found"
     assert summary.steps == 6
     assert summary.infra_failures == 0
