@@ -1,0 +1,83 @@
+"""What a group has beside its episodes: a greedy one to compare with, and the score of a reward model."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from agentrl.chat.template import Renderer
+from agentrl.env.env import Env, StepInfo
+from agentrl.errors import InfraError, JudgeError
+from agentrl.rollout.episode import Player
+from agentrl.rollout.frame import Limits
+from agentrl.rollout.group import GroupPlayer
+from agentrl.rollout.reward_model import RewardModel
+from agentrl.testing.engine import ScriptedEngine
+from agentrl.testing.policy import say
+from agentrl.train.samples import penalised, to_samples
+from agentrl.types import Episode, Message, Sampling, StopReason, Task
+
+
+class Said(Env):
+    """Pays one for "yes"."""
+
+    async def reset(self, task: Task) -> tuple[Sequence[Message], dict[str, Any]]:
+        return [Message("user", task.id)], {}
+
+    async def step(self, message: Message) -> tuple[Sequence[Message], float, bool, bool, StepInfo]:
+        self.said = message.content
+        return [], 0.0, True, False, StepInfo()
+
+    async def score(self, episode: Episode) -> dict[str, float]:
+        return {"solved": float(self.said == "yes")}
+
+    async def close(self) -> None:
+        pass
+
+
+def player(renderer: Renderer, answer: str) -> Player:
+    return Player(ScriptedEngine(renderer, [say(answer)]), renderer, Said, Limits(), Sampling())
+
+
+async def test_a_greedy_episode_is_compared_with_and_does_not_train(renderer: Renderer):
+    groups = GroupPlayer(player(renderer, "yes"), 3, 0, greedy=player(renderer, "no"))
+    group = await groups.play(Task("t"), "s1", 0)
+    assert [e.reward for e in group.episodes] == [1.0] * 3
+    assert (group.greedy.id, group.greedy.reward) == ("s1/g0/greedy", 0.0)
+    samples, scores = to_samples([group], overlong="train")
+    assert {s.episode_id for s in samples} == {f"s1/g0/e{i}" for i in range(3)}
+    assert scores.greedy == [0.0] * 3
+    cut = GroupPlayer(player(renderer, "yes"), 1, 0, greedy=player(renderer, "no"))
+    late = await cut.play(Task("t"), "s1", 0)
+    (less,) = penalised([replace(late, greedy=replace(late.greedy, stop_reason=StopReason.TIMEOUT))], 0.5)
+    assert less.greedy.reward == -0.5
+
+
+class Unsteady:
+    """Fails where it is told to."""
+
+    def __init__(self, fails: int) -> None:
+        self.fails = fails
+
+    async def score(self, episode: Episode) -> float:
+        self.fails -= 1
+        if self.fails >= 0:
+            raise JudgeError("no answer")
+        return 0.5
+
+
+async def test_an_episode_that_the_reward_model_cannot_score_is_played_again(renderer: Renderer):
+    groups = GroupPlayer(player(renderer, "yes"), 2, 0, 2, reward_model=RewardModel(Unsteady(1), "quality", 2.0))
+    group = await groups.play(Task("t"), "s1", 0)
+    assert [e.rewards for e in group.episodes] == [{"solved": 1.0, "quality": 1.0}] * 2
+    assert [e.reward for e in group.episodes] == [2.0] * 2
+    assert [(e.reward, e.error) for e in group.failed] == [(None, "JudgeError: no answer")]
+
+
+async def test_a_reward_model_that_never_answers_stops_the_run(renderer: Renderer):
+    groups = GroupPlayer(player(renderer, "yes"), 1, 0, 1, reward_model=RewardModel(Unsteady(99), "quality", 1.0))
+    with pytest.raises(InfraError, match=r"2 episodes in a row could not be played.*JudgeError: no answer"):
+        await groups.play(Task("t"), "s1", 0)
