@@ -16,7 +16,7 @@ from agentrl.engine.watch import Drawn, ScoringEngine, WatchedEngine
 from agentrl.serve.errors import context_exceeded, invalid, unsupported
 from agentrl.serve.generate import Order, Sampled, generate
 from agentrl.serve.reader import ContentDelta, Delta, TextReader
-from agentrl.serve.talk import fresh_id, now
+from agentrl.serve.talk import COLDEST, fresh_id, now
 from agentrl.serve.wire import CompletionRequest
 from agentrl.types import Completion, Sampling
 
@@ -107,8 +107,9 @@ class TextJob:
                 emit(index, [ContentDelta(self._renderer.decode(prompt))], ())
         if self.max_tokens == 0:
             return Continued(prompt, tuple(scored), Sampled(Completion((), (), (), "length"), ()), "")
+        temperature = 1.0 if request.temperature is None else request.temperature
         sampling = Sampling(
-            temperature=1.0 if request.temperature is None else request.temperature,
+            temperature=temperature if temperature >= COLDEST else 0.0,
             top_p=1.0 if request.top_p is None else request.top_p,
             top_k=max(0, request.top_k or 0),
             max_tokens=min(self.max_tokens, self._engine.max_context - len(prompt)),

@@ -8,7 +8,9 @@ Source of the grammar language and its engine: llguidance.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
+import logging
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -22,6 +24,8 @@ from agentrl.chat.template import Renderer
 from agentrl.engine.watch import Mask
 from agentrl.errors import TemplateError
 from agentrl.types import Message, ToolCall
+
+log = logging.getLogger(__name__)
 
 KEPT = 32
 """Compiled grammars that are kept."""
@@ -49,23 +53,34 @@ class _Matcher(Protocol):
     def compute_bitmask(self) -> bytes: ...
     def consume_token(self, token: int) -> bool: ...
     def deep_copy(self) -> _Matcher: ...
-    def get_error(self) -> str: ...
 
 
 class GrammarMask:
-    """The state of one completion in a grammar: a `Mask`."""
+    """The state of one completion in a grammar: a `Mask`.
 
-    def __init__(self, matcher: _Matcher) -> None:
-        self._matcher = matcher
+    A grammar that gives up on the way (its limits are bounded) ends the completion; raising here would end the
+    engine's thread, for one client.
+    """
+
+    def __init__(self, matcher: _Matcher, size: int, stop_ids: frozenset[int]) -> None:
+        self._matcher, self._size, self._stop_ids = matcher, size, sorted(stop_ids)
 
     def allowed(self) -> NDArray[np.bool_]:
         """(V,) True where a token may be drawn now."""
-        bits = np.frombuffer(self._matcher.compute_bitmask(), dtype=np.uint8)
-        return np.unpackbits(bits, bitorder="little").astype(np.bool_)
+        try:
+            bits = np.frombuffer(self._matcher.compute_bitmask(), dtype=np.uint8)
+            found = np.unpackbits(bits, bitorder="little")[: self._size].astype(np.bool_)
+        except Exception as e:
+            log.warning("a grammar gave up: %s", e)
+            found = np.zeros(self._size, dtype=np.bool_)
+        if not found.any():
+            found[self._stop_ids] = True
+        return found
 
     def take(self, id: int) -> None:
         """This token was drawn."""
-        self._matcher.consume_token(id)
+        with contextlib.suppress(Exception):  # `allowed` says so
+            self._matcher.consume_token(id)
 
 
 class _Tokens:
@@ -120,7 +135,7 @@ class Grammars:
             if len(self._kept) > KEPT:
                 self._kept.popitem(last=False)
         self._kept.move_to_end(key)
-        return GrammarMask(self._kept[key].deep_copy())
+        return GrammarMask(self._kept[key].deep_copy(), self._renderer.vocabulary.size, self._renderer.stop_ids)
 
     @cached_property
     def _tokenizer(self) -> Any:

@@ -25,6 +25,9 @@ from agentrl.types import Sampling
 LONG_TEXT = 50_000
 """Characters of a request from which it is rendered in a thread, so that others go on meanwhile."""
 
+COLDEST = 1e-3
+"""Temperatures below are greedy: logits divided by them would not be finite."""
+
 Emit = Callable[[int, list[Delta], Sequence[Drawn]], None]
 """Told the pieces of choice `index` as they come, with their tokens."""
 
@@ -242,13 +245,14 @@ class Job:
         finally:
             if index:
                 await talk.engine.release(name)
-        return self._remember(number, reader, sampled)
+        async with session.lock:
+            return self._remember(number, reader, sampled)
 
     async def _order(self, index: int) -> Order:
         ask = self.ask
         seed = None if ask.seed is None else _seed(ask.seed, index)
         sampling = Sampling(
-            temperature=ask.temperature,
+            temperature=ask.temperature if ask.temperature >= COLDEST else 0.0,
             top_p=ask.top_p,
             top_k=ask.top_k,
             max_tokens=self.limit,

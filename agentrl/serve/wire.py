@@ -55,9 +55,9 @@ class Wire(BaseModel):
 
 
 class Part(Wire):
-    """One part of a message's content."""
+    """One part of a message's content; only text is known."""
 
-    type: str
+    type: Annotated[str, Field(json_schema_extra={"enum": ["text", "input_text", "output_text", "refusal"]})]
     text: str | None = None
     refusal: str | None = None
 
@@ -104,7 +104,7 @@ class Function(Wire):
 class WireTool(Wire):
     """A tool on offer; only functions are known."""
 
-    type: str
+    type: Annotated[str, Field(json_schema_extra={"enum": ["function"]})]
     function: Function | None = None
 
 

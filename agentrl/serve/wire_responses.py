@@ -4,16 +4,18 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import ConfigDict, Field
+from pydantic import ConfigDict, Field, JsonValue
 
 from agentrl.serve.errors import unsupported
 from agentrl.serve.wire import Part, Tokens, Wire
+
+KINDS: list[JsonValue] = ["message", "function_call", "function_call_output", "reasoning"]
 
 
 class Item(Wire):
     """One item of the conversation: a message, a call, the result of a call, or a think block."""
 
-    type: str = "message"
+    type: Annotated[str, Field(json_schema_extra={"enum": KINDS})] = "message"
     role: Literal["system", "developer", "user", "assistant"] | None = None
     content: str | list[Part] | None = None
     call_id: str | None = None
@@ -26,7 +28,7 @@ class Item(Wire):
 class FlatTool(Wire):
     """A tool on offer; only functions are known."""
 
-    type: str
+    type: Annotated[str, Field(json_schema_extra={"enum": ["function"]})]
     name: str | None = None
     description: str | None = None
     parameters: dict[str, Any] | None = None

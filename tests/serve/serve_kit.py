@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import json
-from collections.abc import AsyncIterator
-from dataclasses import dataclass
+from collections.abc import AsyncIterator, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +17,9 @@ from agentrl.serve.metrics import Metrics
 from agentrl.serve.run import running
 from agentrl.serve.session import Incoming, Session
 from agentrl.serve.talk import Gate, Talk
+from agentrl.testing.engine import ScriptedEngine
 from agentrl.testing.tiny_model import make_tokenizer
-from agentrl.types import Completion, Message, ToolCall
+from agentrl.types import Completion, Message, Sampling, ToolCall
 
 TOOLS: list[dict[str, Any]] = [
     {
@@ -89,3 +90,23 @@ class Served:
     def base_url(self) -> str:
         """What clients are given."""
         return f"{self.url}/v1"
+
+
+class Fixed(ScriptedEngine):
+    """Says one sentence, as cheaply as can be."""
+
+    def __init__(self, renderer: Renderer) -> None:
+        super().__init__(renderer, [], max_context=4096)
+        self._completion = completion_of(renderer, Message("assistant", "The answer is 5."))
+
+    async def generate(self, ids: Sequence[int], sampling: Sampling, *, session: str | None = None) -> Completion:
+        """The same every time, up to the limit."""
+        kept = min(sampling.max_tokens, len(self._completion.ids))
+        finish: Any = "stop" if kept == len(self._completion.ids) else "length"
+        return replace(
+            self._completion,
+            ids=self._completion.ids[:kept],
+            logprobs=(0.0,) * kept,
+            versions=(0,) * kept,
+            finish=finish,
+        )
