@@ -1,7 +1,7 @@
 """What every episode has, whoever plays it: a clock, rewards at its end, an env that is closed, and no exception.
 
-`rollout/episode.py` plays with our engine, `rollout/chat.py` through a chat endpoint, `rollout/agent.py` lets a
-program of the user's play.
+`rollout/episode.py` plays with our engine, `rollout/chat.py` through a chat endpoint; in `serve/record_agent.py` a
+program of the user's plays.
 """
 
 from __future__ import annotations
