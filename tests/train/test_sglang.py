@@ -43,6 +43,7 @@ pytestmark = [
     pytest.mark.sglang,
     pytest.mark.slow,
     pytest.mark.timeout(600),
+    pytest.mark.filterwarnings("default::UserWarning", "default::FutureWarning"),  # of PyTorch's process groups
     pytest.mark.skipif(
         not PYTHON,
         reason=os.environ.get("AGENTRL_SGLANG_MISSING")
