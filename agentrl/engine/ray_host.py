@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import tempfile
+import threading
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -25,13 +26,15 @@ class RayCluster:
         self.local = address == "local"
         self._address, self._ours = address, False
         self.ray: Any = None
+        self._lock = threading.Lock()  # servers are started side by side
 
     def connect(self) -> Any:
         """The module `ray`, connected. Raises ConfigError where there is no Ray or no cluster."""
-        if self.ray is None:
-            ray = import_ray(KEY)
-            self._ours = connect(ray, None if self.local else self._address, cpus=2, key=KEY)
-            self.ray = ray
+        with self._lock:
+            if self.ray is None:
+                ray = import_ray(KEY)
+                self._ours = connect(ray, None if self.local else self._address, cpus=2, key=KEY)
+                self.ray = ray
         return self.ray
 
     def close(self) -> None:
