@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor
@@ -50,16 +50,42 @@ def load_model(path: str | Path, *, dtype: str, device: str) -> PreTrainedModel:
     bars = logging.is_progress_bar_enabled()
     logging.disable_progress_bar()  # type: ignore[no-untyped-call]
     try:
-        model = AutoModelForCausalLM.from_pretrained(
-            directory, dtype=DTYPES[dtype], attn_implementation=ATTENTION, local_files_only=True
+        loaded: Any = AutoModelForCausalLM.from_pretrained(
+            directory,
+            dtype=DTYPES[dtype],
+            attn_implementation=ATTENTION,
+            local_files_only=True,
+            output_loading_info=True,
         )
     except (OSError, ValueError, KeyError) as error:
         raise ConfigError(f"cannot load a causal language model from {str(path)!r}: {error}") from error
     finally:
         if bars:
             logging.enable_progress_bar()  # type: ignore[no-untyped-call]
+    model, report = loaded
+    if absent := sorted(report["missing_keys"]):
+        raise ConfigError(
+            f"model directory {str(path)!r} holds no weights for {_some(absent)}: config.json and weights are "
+            "not of the same model, or a file is missing"
+        )
+    check_rope(model, str(path))
     module = cast(torch.nn.Module, model)
     return cast(PreTrainedModel, module.to(device))
+
+
+def check_rope(model: PreTrainedModel, where: str) -> None:
+    """See that rotations depend on the position only: rows of many lengths are computed together.
+
+    Raises:
+        ConfigError: they depend on how long the longest sequence of the call is.
+    """
+    for name, module in model.named_modules():
+        kind = getattr(module, "rope_type", None)
+        if kind in ("dynamic", "longrope"):
+            raise ConfigError(
+                f"model directory {where!r}: {name} has rotary embeddings of type {kind!r}, which change with the "
+                "length of the longest sequence in a batch; use a model with fixed ones (default, yarn, llama3)"
+            )
 
 
 class FlatModel:

@@ -307,7 +307,9 @@ def _claim(path: Path, config: RunConfig) -> bool:
         write_atomic(file, dump_config(config).encode())
         return False
     old = load_config(file, check_paths=False)
-    if old != config:
+    if old != config and _elsewhere(old, config) == config:  # the same run, computed in another place
+        write_atomic(file, dump_config(config).encode())
+    elif old != config:
         changes = config_diff(old, config).replace("\n", "\n    ")
         raise ConfigError(
             f"{path}: holds a run with another configuration:\n    {changes}\n"
@@ -315,6 +317,20 @@ def _claim(path: Path, config: RunConfig) -> bool:
             "(the old folder is kept beside it)"
         )
     return True
+
+
+_PLACE = (
+    *("ranks", "ray", "device", "tokens_per_micro_batch", "logits_at_once"),
+    *("checkpoint_activations", "offload_activations", "cpu_offload"),
+)
+"""Settings of the learner that say where and in which pieces it computes, not what."""
+
+
+def _elsewhere(old: RunConfig, new: RunConfig) -> RunConfig:
+    """`old`, with the settings of `new` that do not change what is computed."""
+    place = {name: getattr(new.learner, name) for name in _PLACE}
+    learner = old.learner.model_copy(update=place)
+    return old.model_copy(update={"learner": learner, "checkpoint": new.checkpoint})
 
 
 def _free_name(path: Path) -> Path:

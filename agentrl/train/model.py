@@ -9,6 +9,7 @@ import torch
 from safetensors import SafetensorError
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
+from agentrl.engine.model import check_rope
 from agentrl.errors import ConfigError
 from agentrl.train.pack import PACKED_ATTENTION, register_attention
 
@@ -49,6 +50,7 @@ def load_policy(directory: Path, device: torch.device) -> PreTrainedModel:
             f"model directory {directory} does not fit itself: {name} has shape {list(found)} where config.json "
             f"asks for {list(wanted)}"
         )
+    check_rope(model, str(directory))
     model.to(device)  # type: ignore[arg-type]
     return model
 

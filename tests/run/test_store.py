@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from agentrl.config import RunConfig, load_config
+from agentrl.config.run import LearnerConfig
 from agentrl.errors import CheckpointError, ConfigError
 from agentrl.records import EpisodeRecord, read_episodes, read_records, recorded_steps
 from agentrl.run import saved
@@ -205,6 +206,19 @@ def test_the_best_stays_too_and_has_a_name(tmp_path: Path):
         latest = store.latest_checkpoint()
         assert latest is not None
         assert latest.step == 6
+
+
+def test_a_run_may_go_on_in_another_place(tmp_path: Path):
+    """How many ranks compute is not what is computed; what is computed stays."""
+    with RunStore.open(config(), tmp_path / "r") as store:
+        save(store, 1)
+    moved = config().model_copy(update={"learner": LearnerConfig(ranks=4, checkpoint_activations=True)})
+    with RunStore.open(moved, tmp_path / "r") as store:
+        assert store.resumed
+    assert "ranks: 4" in (tmp_path / "r" / "config.yaml").read_text()
+    other = moved.model_copy(update={"learner": LearnerConfig(ranks=4, precision="bfloat16")})
+    with pytest.raises(ConfigError, match="precision"):
+        RunStore.open(other, tmp_path / "r")
 
 
 def test_a_checkpoint_that_fails_half_way_leaves_nothing(tmp_path: Path):

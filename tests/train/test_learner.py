@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import random
 import shutil
@@ -23,6 +24,7 @@ from train_models import (
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from agentrl.config.run import AlgorithmConfig, LearnerConfig, OptimConfig
+from agentrl.engine.model import load_model
 from agentrl.errors import AgentRLError, CheckpointError, ConfigError
 from agentrl.train.learner import Learner
 from agentrl.train.model import load_policy
@@ -351,3 +353,23 @@ class TestLoading:
             load_policy(folder, torch.device("cpu"))
         assert str(caught.value).startswith(f"model directory {folder} ")
         assert len(str(caught.value)) < 600
+
+    @pytest.mark.parametrize("load", ["learner", "engine"])
+    def test_rotations_that_change_with_the_batch_are_refused(self, policy_dir: Path, tmp_path: Path, load: str):
+        folder = tmp_path / "model"
+        shutil.copytree(policy_dir, folder)
+        config = json.loads((folder / "config.json").read_text())
+        config["rope_parameters"] = {"rope_type": "dynamic", "rope_theta": 10_000.0, "factor": 2.0}
+        (folder / "config.json").write_text(json.dumps(config))
+        with pytest.raises(ConfigError, match="rotary embeddings of type 'dynamic'"):
+            load_policy(folder, torch.device("cpu")) if load == "learner" else load_model(
+                folder, dtype="float32", device="cpu"
+            )
+
+    def test_the_engine_refuses_missing_weights_too(self, policy_dir: Path, tmp_path: Path):
+        folder = tmp_path / "model"
+        shutil.copytree(policy_dir, folder)
+        small = write_model(tmp_path / "small", seed=0, layers=1) / "model.safetensors"
+        shutil.copyfile(small, folder / "model.safetensors")
+        with pytest.raises(ConfigError, match="holds no weights for 'model"):
+            load_model(folder, dtype="float32", device="cpu")

@@ -1,0 +1,220 @@
+#!/usr/bin/env python3
+"""Kill a run again and again, resume it, and compare what it leaves with an uninterrupted run.
+
+    python bench/kill9.py --kills 30 --steps 40 --out bench/results/kill9.json
+
+Every kill is a SIGKILL: of the run at a random moment, of the run while it writes a checkpoint, or (with --ranks)
+of one rank of the learner. After each, every finished checkpoint is verified; at the end the curves are compared.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+from agentrl.records import read_metrics
+from agentrl.run import saved
+
+ENV = '''
+from agentrl import ToolEnv, reward
+from agentrl.env.read import final_answer
+from agentrl.env.tasks import generated
+
+
+class Vowels(ToolEnv):
+    """Say vowels."""
+
+    def setup(self, number: int) -> str:
+        return f"Number {number}."
+
+    @reward
+    def vowels(self, episode) -> float:
+        text = final_answer(episode) or ""
+        return sum(letter in "aeiou" for letter in text) / max(1, len(text))
+
+    @classmethod
+    def tasks(cls, split, seed):
+        return generated("vowels", split, seed, 8, lambda rng: {"number": rng.randrange(10)})
+'''
+YAML = """
+name: kill9
+env: env.py:Vowels
+model: {{tiny: {{hidden: 32, layers: 1, heads: 2, intermediate: 64, vocab: 400}}}}
+steps: {steps}
+rollout: {{groups_per_step: 4, group_size: 4, max_turns: 1, max_tokens: 12, token_budget: 400, temperature: 1.0}}
+optim: {{lr: 1.0e-3}}
+engine: {{device: cpu}}
+learner: {{device: cpu, ranks: {ranks}}}
+checkpoint: {{every: 2, keep: 3}}
+"""
+TIMES = ("seconds", "tokens_per_s")
+"""Metrics that a clock decides, by the end of their names."""
+
+
+def start(folder: Path, name: str) -> subprocess.Popen[bytes]:
+    """The run as a user starts it."""
+    command = [
+        sys.executable,
+        "-m",
+        "agentrl",
+        "train",
+        str(folder / "tools.yaml"),
+        "--run-dir",
+        str(folder / name),
+    ]
+    log = (folder / f"{name}.log").open("ab")
+    return subprocess.Popen(command, stdout=log, stderr=log, env={**os.environ, "OMP_NUM_THREADS": "1"})
+
+
+def steps_done(run: Path) -> int:
+    file = run / "metrics.jsonl"
+    return file.read_bytes().count(b"\n") if file.is_file() else 0
+
+
+def descendants(pid: int) -> dict[int, str]:
+    """Processes that a process started, directly or not, with their command lines."""
+    parents: dict[int, int] = {}
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit():
+            try:
+                parents[int(entry.name)] = int((entry / "stat").read_text().rpartition(")")[2].split()[1])
+            except (OSError, ValueError):
+                continue
+    found, front = {}, {pid}
+    while front := {child for child, parent in parents.items() if parent in front and child not in found}:
+        for child in front:
+            try:
+                found[child] = Path(f"/proc/{child}/cmdline").read_bytes().replace(b"\0", b" ").decode()
+            except OSError:
+                found[child] = ""
+    return found
+
+
+def wait_for_moment(process: subprocess.Popen[bytes], run: Path, kind: str, rng: random.Random) -> bool:
+    """Wait until it is time to kill; False when the run ended before."""
+    begun = steps_done(run)
+    ahead = rng.randint(0, 4) if kind != "rank" else rng.randint(1, 4)
+    after, pause = begun + ahead, rng.uniform(0, 1.0)
+    while process.poll() is None:
+        writing = any((run / "checkpoints").glob(".writing-step-*")) if (run / "checkpoints").is_dir() else False
+        if kind == "checkpoint" and writing:
+            time.sleep(rng.uniform(0, 0.03))
+            return process.poll() is None
+        if kind != "checkpoint" and steps_done(run) >= after:
+            time.sleep(pause)
+            return process.poll() is None
+        time.sleep(0.001 if kind == "checkpoint" else 0.02)
+    return False
+
+
+def kill_once(folder: Path, kind: str, rng: random.Random) -> dict[str, Any] | None:
+    """Start or resume the run and kill it; None when it ended by itself."""
+    run, process = folder / "killed", start(folder, "killed")
+    if not wait_for_moment(process, run, kind, rng):
+        process.wait()
+        assert process.returncode == 0, (folder / "killed.log").read_text()[-2000:]
+        return None
+    family = descendants(process.pid)
+    victim = process.pid
+    if kind == "rank":
+        victim = rng.choice([pid for pid, command in family.items() if "RankWorker" in command] or [victim])
+    at = steps_done(run)
+    os.kill(victim, signal.SIGKILL)
+    code = process.wait()
+    left = wait_until_gone(family)
+    checkpoints = saved.steps_saved(run / "checkpoints") if (run / "checkpoints").is_dir() else []
+    for step in checkpoints:
+        saved.verify(run / "checkpoints" / f"step-{step}")
+    return {"kind": kind, "after_lines": at, "exit": code, "checkpoints": checkpoints, "left_behind": left}
+
+
+def wait_until_gone(family: dict[int, str], timeout_s: float = 90.0) -> list[str]:
+    """Processes of a killed run that do not end by themselves; they are ended here."""
+    deadline = time.monotonic() + timeout_s
+    while time.monotonic() < deadline:
+        alive = [pid for pid in family if Path(f"/proc/{pid}").exists() and _state(pid) != "Z"]
+        if not alive:
+            return []
+        time.sleep(0.2)
+    for pid in alive:
+        os.kill(pid, signal.SIGKILL)
+    return [family[pid][:80] for pid in alive]
+
+
+def _state(pid: int) -> str:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except OSError:
+        return "Z"
+
+
+def curve(run: Path) -> list[dict[str, Any]]:
+    return [{k: v for k, v in line.items() if not k.endswith(TIMES)} for line in read_metrics(run)]
+
+
+def differences(wanted: list[dict[str, Any]], found: list[dict[str, Any]], tolerance: float) -> list[str]:
+    """Where two curves are not the same."""
+    if [line["step"] for line in wanted] != [line["step"] for line in found]:
+        return [f"steps {[line['step'] for line in found]}"]
+    out = []
+    for one, other in zip(wanted, found, strict=True):
+        for name in one.keys() | other.keys():
+            a, b = one.get(name), other.get(name)
+            if a is None or b is None or abs(a - b) > tolerance * max(1.0, abs(a)):
+                out.append(f"step {one['step']} {name}: {a} became {b}")
+    return out
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--kills", type=int, default=30)
+    parser.add_argument("--steps", type=int, default=40)
+    parser.add_argument("--ranks", type=int, default=1)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--out", type=Path)
+    options = parser.parse_args()
+    rng, kills = random.Random(options.seed), []
+    kinds = ["moment", "checkpoint"] if options.ranks == 1 else ["moment", "checkpoint", "rank"]
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        (folder / "env.py").write_text(ENV)
+        (folder / "tools.yaml").write_text(YAML.format(steps=options.steps, ranks=options.ranks))
+        whole = start(folder, "whole")
+        assert whole.wait() == 0, (folder / "whole.log").read_text()[-3000:]
+        rounds = 1
+        while len(kills) < options.kills:
+            killed = kill_once(folder, kinds[len(kills) % len(kinds)], rng)
+            if killed is None:  # it got to its end: begin another
+                if apart := differences(curve(folder / "whole"), curve(folder / "killed"), 1e-6):
+                    break
+                (folder / "killed").rename(folder / f"ended-{rounds}")
+                rounds += 1
+            else:
+                kills.append(killed)
+                print(json.dumps(killed), file=sys.stderr, flush=True)
+        last = start(folder, "killed")
+        assert last.wait() == 0, (folder / "killed.log").read_text()[-3000:]
+        apart = differences(curve(folder / "whole"), curve(folder / "killed"), 1e-6)
+        lines = len(curve(folder / "killed"))
+    result = {
+        "steps": options.steps, "ranks": options.ranks, "kills": len(kills), "runs": rounds, "lines": lines,
+        "differences": apart, "left_behind": sum(len(k["left_behind"]) for k in kills), "each": kills,
+    }  # fmt: skip
+    text = json.dumps(result, indent=1)
+    if options.out:
+        options.out.write_text(text + "\n")
+    print(text)
+    return 1 if apart else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
