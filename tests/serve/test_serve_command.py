@@ -1,0 +1,77 @@
+"""`agentrl serve` as a user starts it."""
+
+from __future__ import annotations
+
+import json
+import re
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import httpx
+import pytest
+from serve_kit import CORPUS
+
+from agentrl.cli import main
+from agentrl.config.run import TinyModel
+from agentrl.testing.tiny_model import make_tiny_model
+
+SHAPE = TinyModel(hidden=32, layers=1, heads=2, intermediate=64, vocab=400, max_context=512)
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A small untrained model."""
+    folder = tmp_path_factory.mktemp("served") / "small"
+    make_tiny_model(folder, CORPUS, SHAPE)
+    return folder
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(240)
+def test_it_says_where_it_is_answers_and_ends_at_a_signal(model: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("SERVE_KEY", "a-long-secret")
+    command = [sys.executable, "-m", "agentrl", "serve", str(model), "--port", "0", "--api-key-env", "SERVE_KEY"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        try:
+            assert process.stdout is not None
+            line = process.stdout.readline()
+            found = re.match(r"small at (http://127\.0\.0\.1:\d+/v1) ", line)
+            assert found, line or process.communicate()[1]
+            body = {"model": "small", "messages": [{"role": "user", "content": "Hi"}], "max_tokens": 4}
+            url = f"{found[1]}/chat/completions"
+            assert httpx.post(url, json=body, timeout=30).status_code == 401
+            answer = httpx.post(url, json=body, headers={"Authorization": "Bearer a-long-secret"}, timeout=30)
+            assert answer.status_code == 200
+            assert answer.json()["usage"]["completion_tokens"] <= 4
+            assert json.loads(answer.text)["system_fingerprint"].startswith("fp_")
+        finally:
+            process.send_signal(signal.SIGTERM)
+            _, err = process.communicate(timeout=30)
+    assert (process.returncode, err) == (0, "")
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (["--host", "0.0.0.0"], "others could use the endpoint"),
+        (["--api-key-env", "NOT_SET_ANYWHERE"], "this environment variable is not set"),
+        (["--set", "engine.max_slots=2"], "has no configuration"),
+    ],
+)
+def test_what_cannot_be_is_told_in_one_line(
+    model: Path, capsys: pytest.CaptureFixture[str], words: list[str], told: str
+):
+    with pytest.raises(SystemExit) as left:
+        main(["serve", str(model), *words])
+    err = capsys.readouterr().err
+    assert left.value.code == 2
+    assert told in err
+    assert len(err.splitlines()) == 1
+
+
+def test_a_folder_that_is_neither_run_nor_model_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    with pytest.raises(SystemExit):
+        main(["serve", str(tmp_path)])
+    assert f"{tmp_path}: has no config.yaml and no config.json" in capsys.readouterr().err
