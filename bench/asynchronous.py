@@ -168,17 +168,22 @@ def train(config: RunConfig, folder: Path) -> dict[str, Any]:
     }
 
 
-def compare(folder: Path, modes: Sequence[str], seeds: int, steps: int, task: Task_) -> dict[str, list[Any]]:
+def compare(
+    folder: Path, modes: Sequence[str], seeds: int, steps: int, task: Task_, lr: float | None = None
+) -> dict[str, list[Any]]:
     """Every mode with every seed; runs that are there already are not run again."""
     found: dict[str, list[Any]] = {mode: [] for mode in modes}
     start = make_start(folder, task)
     for seed in range(seeds):
         for mode in modes:
             staleness, more = MODES[mode]
-            name = f"{mode} {task} {steps}".replace(",", "").replace(" ", "-")
+            name = f"{mode} {task} {steps} {lr or ''}".strip().replace(",", "").replace(" ", "-")
             done = folder / f"seed{seed}" / f"{name}.json"
             if not done.exists():
-                result = train(make_config(task, start, seed, steps, staleness, more), done.with_suffix(""))
+                config = make_config(task, start, seed, steps, staleness, more)
+                if lr is not None:
+                    config = config.model_copy(update={"optim": config.optim.model_copy(update={"lr": lr})})
+                result = train(config, done.with_suffix(""))
                 done.write_text(json.dumps(result))
             found[mode].append(json.loads(done.read_text()))
             print(f"seed {seed}, {mode}: {done.read_text()}", file=sys.stderr, flush=True)

@@ -8,7 +8,9 @@
 PREFILL tokens a second, one prompt after another; requests queue for a slot. Everything else is real: groups,
 admission, transcripts, templates, parsing, tool dispatch. 4,096 episodes of four turns, tools that take lognormal
 time. No schedule can be faster than the decoding, the prefilling and the longest episode alone; throughput is
-given as a share of that bound. CPU time per turn is that of the process without what the simulation takes.
+given as a share of that bound. The clock of the simulation is the CPU time that this process has used, plus the
+waits, which are skipped: what else the machine does has no influence. CPU time per turn is that of the process
+without what the simulation takes.
 
 (b), the real local engine against padded `generate` and continuous batching, is bench/engine.py.
 
@@ -28,11 +30,12 @@ import heapq
 import json
 import os
 import random
+import selectors
 import statistics
 import tempfile
 import time
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Coroutine, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -69,6 +72,31 @@ class Load:
     def bound_s(self, slots: int, step_s: float) -> float:
         """Seconds below which no schedule can be: decoding, prefilling, and the longest episode by itself."""
         return max(self.sampled * step_s / slots, self.prefilled / PREFILL, self.longest_s)
+
+
+class SkippingLoop(asyncio.SelectorEventLoop):
+    """An event loop whose clock counts the CPU time of its thread, and jumps where there is only waiting to do."""
+
+    def __init__(self) -> None:
+        self.skipped = 0.0
+        super().__init__(_SkippingSelector(self))
+
+    def time(self) -> float:
+        """Seconds of computing and of skipped waits."""
+        return time.thread_time() + self.skipped
+
+
+class _SkippingSelector(selectors.DefaultSelector):
+    def __init__(self, loop: SkippingLoop) -> None:
+        super().__init__()
+        self._loop = loop
+
+    def select(self, timeout: float | None = None) -> list[tuple[selectors.SelectorKey, int]]:
+        """What is ready now; the wait for the next timer is skipped."""
+        ready = super().select(0 if timeout is not None else None)
+        if not ready and timeout:
+            self._loop.skipped += timeout
+        return ready
 
 
 class SimulatedEngine:
@@ -110,7 +138,8 @@ class SimulatedEngine:
 
     def _fill(self) -> None:
         """Give free slots to who waits longest; wake up when the first of the running ones ends."""
-        now = time.monotonic()
+        loop = asyncio.get_running_loop()
+        now = loop.time()
         while self._waiting and len(self._ending) < self._slots:
             new, completion, future = self._waiting.popleft()
             self._prefill_free = max(now, self._prefill_free) + new / PREFILL
@@ -120,12 +149,11 @@ class SimulatedEngine:
         if self._timer is not None:
             self._timer.cancel()
         if self._ending:
-            loop = asyncio.get_running_loop()
-            self._timer = loop.call_at(loop.time() + max(0.0, self._ending[0][0] - now), self._end)
+            self._timer = loop.call_at(self._ending[0][0], self._end)
 
     def _end(self) -> None:
-        began, now = time.thread_time(), time.monotonic()
-        while self._ending and self._ending[0][0] <= now:
+        began, now = time.thread_time(), asyncio.get_running_loop().time()
+        while self._ending and self._ending[0][0] <= now + 1e-6:
             _, _, completion, future = heapq.heappop(self._ending)
             if not future.done():
                 future.set_result(completion)
@@ -212,31 +240,36 @@ async def play(
         TaskSampler(tasks), groups_per_step=per_step, last_step=len(tasks) // per_step, max_staleness=3
     )
     groups = GroupPlayer(player, GROUP, seed=0)
-    wall, cpu = time.perf_counter(), time.process_time()
+    loop = asyncio.get_running_loop()
+    wall, cpu = loop.time(), time.process_time()
     async with Scheduler(groups, admission, version=lambda: engine.policy_version) as scheduler:
         async for batch in scheduler.batches():
             engine.policy_version = batch.step
-    wall, cpu = time.perf_counter() - wall, time.process_time() - cpu
+    wall, cpu = loop.time() - wall, time.process_time() - cpu
     assert engine.load.turns == TURNS * per_step * GROUP * admission.last_step
     return wall, cpu - engine.load.cpu_s, engine.load
 
 
 def simulate(quick: bool) -> dict[str, Any]:
     """Part (a)."""
+
+    def run(work: Coroutine[None, None, tuple[float, float, Load]]) -> tuple[float, float, Load]:
+        with asyncio.Runner(loop_factory=SkippingLoop) as runner:
+            return runner.run(work)
+
     renderer = make_renderer()
     episodes, slots = (1024, 128) if quick else (4096, SLOTS)
-    step_s = 0.02 if quick else STEP_S
     costs = {}
     for concurrent in (64, 1024) if quick else (64, 256, 1024, 4096):
         num = max(concurrent, 1024)
-        _, cpu, load = asyncio.run(play(renderer, num, Quick, slots=10**6, step_s=0.0, concurrent=concurrent))
+        _, cpu, load = run(play(renderer, num, Quick, slots=10**6, step_s=0.0, concurrent=concurrent))
         costs[concurrent] = 1000 * cpu / load.turns
         print(f"{concurrent:5} concurrent episodes: {costs[concurrent]:.3f} ms of CPU per turn", flush=True)
-    wall, cpu, load = asyncio.run(play(renderer, episodes, Slow, slots=slots, step_s=step_s, concurrent=episodes))
-    bound = load.bound_s(slots, step_s)
+    wall, cpu, load = run(play(renderer, episodes, Slow, slots=slots, step_s=STEP_S, concurrent=episodes))
+    bound = load.bound_s(slots, STEP_S)
     print(
         f"{episodes} episodes, {load.turns} turns, {load.sampled} tokens: {wall:.1f} s, bound {bound:.1f} s "
-        f"(decoding {load.sampled * step_s / slots:.1f}, prefilling {load.prefilled / PREFILL:.1f}, the longest "
+        f"(decoding {load.sampled * STEP_S / slots:.1f}, prefilling {load.prefilled / PREFILL:.1f}, the longest "
         f"episode {load.longest_s:.1f}); {1000 * cpu / load.turns:.3f} ms of CPU per turn",
         flush=True,
     )
@@ -250,6 +283,8 @@ def simulate(quick: bool) -> dict[str, Any]:
         "met": share >= GOAL_SHARE and dearest < GOAL_CPU_MS,
         "wall_s": round(wall, 1),
         "bound_s": round(bound, 1),
+        "slots": slots,
+        "step_s": STEP_S,
         "episodes": episodes,
         "turns": load.turns,
         "sampled_tokens": load.sampled,
@@ -268,12 +303,12 @@ def learning(folder: Path, steps: int) -> dict[str, Any]:
     return {"bench": "rollout", "ours": round(speedup, 2), "unit": "times as fast as synchronous", "runs": runs}
 
 
-def staleness(folder: Path, seeds: int, steps: int, task: Any) -> dict[str, Any]:
+def staleness(folder: Path, seeds: int, steps: int, task: Any, lr: float | None) -> dict[str, Any]:
     """Part (d)."""
     from asynchronous import compare
 
     modes = ["synchronous", "asynchronous", "asynchronous, not corrected"]
-    runs = compare(folder, modes, seeds, steps, task)
+    runs = compare(folder, modes, seeds, steps, task, lr)
     after = {mode: [run["held_out_after"] for run in found] for mode, found in runs.items()}
     during = {mode: round(statistics.fmean(run["solved_all"] for run in found), 3) for mode, found in runs.items()}
     means = {mode: round(statistics.fmean(values), 3) for mode, values in after.items()}
@@ -287,6 +322,7 @@ def staleness(folder: Path, seeds: int, steps: int, task: Any) -> dict[str, Any]
         "means_while_training": during,
         "standard_deviations": spread,
         "task": task,
+        "lr": lr,
         "steps": steps,
         "runs": runs,
     }
@@ -301,6 +337,7 @@ def main() -> None:
     parser.add_argument("--staleness", metavar="FOLDER", type=Path, help="(d) instead of (a); runs are kept here")
     parser.add_argument("--seeds", type=int, default=5, help="of (d)")
     parser.add_argument("--task", choices=("colours", "calculator"), default="colours", help="of (d)")
+    parser.add_argument("--lr", type=float, help="of (d), in place of the task's")
     parser.add_argument("--steps", type=int, default=40, help="optimizer steps of each run of (c) and (d)")
     arguments = parser.parse_args()
     if arguments.learning:
@@ -308,7 +345,7 @@ def main() -> None:
     elif arguments.staleness:
         part, result = (
             "staleness",
-            staleness(arguments.staleness, arguments.seeds, arguments.steps, arguments.task),
+            staleness(arguments.staleness, arguments.seeds, arguments.steps, arguments.task, arguments.lr),
         )
     else:
         part, result = "simulated", simulate(arguments.quick)

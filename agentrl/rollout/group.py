@@ -14,6 +14,9 @@ from agentrl.rollout.frame import Whereabouts, draw_seed
 from agentrl.rollout.reward_model import RewardModel
 from agentrl.types import Episode, Group, Task
 
+BEGIN_AT_ONCE = 256
+"""Episodes that begin in one turn of the event loop."""
+
 
 class Plays(Protocol):
     """What plays episodes: a `Player` in this process, or workers elsewhere."""
@@ -95,6 +98,8 @@ class GroupPlayer:
             where = Whereabouts(f"{label}/g{number}/{name}{suffix}", task.id)
             self.playing[where.episode_id] = where
             try:
+                async with self._beginning:
+                    await asyncio.sleep(0)
                 seed = draw_seed(self.seed, label, number, index, attempt)
                 episode = await player.play(task, episode_id=where.episode_id, seed=seed, where=where)
                 if self.reward_model is not None:
@@ -130,6 +135,8 @@ class GroupPlayer:
         ]
 
     def __post_init__(self) -> None:
+        # Thousands that begin in one turn of the event loop would hold up those that are being played for seconds.
+        self._beginning = asyncio.Semaphore(BEGIN_AT_ONCE)
         self._judge = self.player.make_env()
 
 
