@@ -32,6 +32,10 @@ class Reading(Protocol):
         """What the next id says."""
         ...
 
+    def feed_all(self, ids: Sequence[int]) -> list[Delta]:
+        """What a whole completion says, where it cannot be cut."""
+        ...
+
     def close(self) -> list[Delta]:
         """What the end says."""
         ...
@@ -80,10 +84,7 @@ async def generate(
         completion = await follow.until_cut(asyncio.ensure_future(sampling))
     else:
         completion = await engine.generate(ids, order.sampling, session=session)
-        drawn = zip(completion.ids, completion.logprobs, completion.versions, strict=True)
-        for id, logprob, version in drawn:
-            if not reader.cut:
-                follow.take(Drawn(id, logprob, version))
+        follow.take_all(completion)
     if completion.finish == "abort":
         raise EngineError("the engine aborted the completion")
     follow.end()
@@ -112,6 +113,20 @@ class _Following:
             self._trouble = e
         if self.reader.cut or self._trouble is not None:
             self._cut.set()
+
+    def take_all(self, completion: Completion) -> None:
+        """Read a completion that is there as a whole."""
+        drawn = [
+            Drawn(id, logprob, version)
+            for id, logprob, version in zip(completion.ids, completion.logprobs, completion.versions, strict=True)
+        ]
+        if self.reader.may_cut:
+            for token in drawn:
+                self.take(token)
+        else:
+            self.drawn += drawn
+            self._untold += drawn
+            self._tell(self.reader.feed_all(completion.ids))
 
     def end(self) -> None:
         """The completion is over."""

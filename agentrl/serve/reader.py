@@ -125,7 +125,7 @@ class TextReader:
     """Reads a completion that is nothing but text."""
 
     def __init__(self, renderer: Renderer, stops: Sequence[str] = ()) -> None:
-        self._stop_ids = renderer.stop_ids
+        self._stop_ids, self._decode = renderer.stop_ids, renderer.decode
         self._detokenizer = Detokenizer(renderer.decode)
         self._stops = StopTexts(stops)
         self._text: list[str] = []
@@ -144,6 +144,10 @@ class TextReader:
     def text(self) -> str:
         """All of it so far."""
         return "".join(self._text)
+
+    def feed_all(self, ids: Sequence[int]) -> list[Delta]:
+        """What a whole completion says, where it cannot be cut."""
+        return self._tell(self._decode([id for id in ids if id not in self._stop_ids]))
 
     def feed(self, id: int) -> list[Delta]:
         """What the next id says."""
@@ -205,6 +209,10 @@ class Reader:
     def may_cut(self) -> bool:
         """Whether the completion can end before the policy ends it."""
         return self._one_call or self._stops.any
+
+    def feed_all(self, ids: Sequence[int]) -> list[Delta]:
+        """What a whole completion says, where it cannot be cut: the same as id by id, and much cheaper."""
+        return self._read(self._renderer.decode([id for id in ids if id not in self._renderer.stop_ids]))
 
     def feed(self, id: int) -> list[Delta]:
         """What the next id says; nothing more once the completion is cut."""
