@@ -1,7 +1,7 @@
 """Stands in for SGLang's compiled kernels on a CPU without AMX, where no wheel of `sgl_kernel` loads.
 
-With `--attention-backend torch_native` a dense text model runs in SGLang's own layers written in PyTorch. What is left
-of the kernels are names that are imported and the one function below that is called. Every other name is a
+With `--attention-backend torch_native` a dense text model runs in SGLang's own layers written in PyTorch. What is
+left of the kernels are names that are imported and the one function below that is called. Every other name is a
 placeholder that raises when it is called, so that nothing is computed wrongly in silence.
 """
 
@@ -12,12 +12,12 @@ import types
 __version__ = "0.0.0"
 
 
-def assign_req_to_token_pool_cpu(req_pool_indices, req_to_token, start_offset, end_offset, out_cache_loc, pool_len):
-    """Write where the new tokens of each request lie: row i gets its slice of `out_cache_loc` at [start_i, end_i)."""
+def assign_req_to_token_pool_cpu(
+    req_pool_indices, req_to_token, start_offset, end_offset, out_cache_loc, pool_len
+):
+    """Write where the new tokens of each request lie: row i gets its slice of `out_cache_loc` at [start, end)."""
     done = 0
-    for row, start, end in zip(
-        req_pool_indices.tolist(), start_offset.tolist(), end_offset.tolist(), strict=True
-    ):
+    for row, start, end in zip(req_pool_indices.tolist(), start_offset.tolist(), end_offset.tolist(), strict=True):
         places = out_cache_loc[done : done + end - start]
         req_to_token[row, start:end] = places.to(req_to_token.dtype)
         done += end - start
