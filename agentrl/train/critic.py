@@ -40,7 +40,7 @@ def load_critic(directory: Path) -> PreTrainedModel:
     """
     register_attention()
     said = logging.get_verbosity()
-    logging.set_verbosity_error()  # it would advise to train the head that is missing: that is what follows
+    logging.set_verbosity(logging.ERROR)  # it would advise to train the head that is missing: that follows
     try:
         loaded: Any = AutoModelForTokenClassification.from_pretrained(
             directory,

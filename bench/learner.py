@@ -1,0 +1,367 @@
+"""The learner's update: tokens/s against a plain padded loop (and TRL's loss), and what chunked logits save.
+
+    pip install -e '.[train]'            # '.[train,bench]' adds TRL
+    python bench/learner.py [--quick] [--json FILE]
+
+All get the same rows, such as tool use gives: groups of episodes that share a long prompt and differ in length,
+two turns each with an observation between them that does not train. One step is one optimizer step of PPO's
+clipped loss with token-mean aggregation and no reference. The padded loop does what most scripts do: rows sorted
+by length and right-padded, as many to a micro-batch as fit the same token budget, logits of all positions. TRL
+runs its own GRPO loss on the same micro-batches. Each runs in a process of its own, in turn; medians of the steps
+behind the first. `tokens` counts the rows' real tokens, prompts included, for all alike.
+
+Peak memory is measured on a larger vocabulary: the resident memory of the process above what it had after loading
+(on a GPU: what PyTorch allocated at most). The last line is JSON.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import statistics
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from importlib.util import find_spec
+from multiprocessing import get_context
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from agentrl.types import Sample
+
+GOAL = 1.3
+LR = 1e-6
+
+
+@dataclass(frozen=True)
+class Shape:
+    """What is trained, and on what."""
+
+    vocab: int = 2048
+    hidden: int = 128
+    layers: int = 3
+    groups: int = 4
+    group_size: int = 8
+    prompt: tuple[int, int] = (120, 260)
+    answer: tuple[int, int] = (15, 130)
+    observation: tuple[int, int] = (5, 40)
+    tokens_per_micro_batch: int = 4096
+    logits_at_once: int = 1024
+    steps: int = 5
+
+
+def make_rows(shape: Shape, seed: int = 0) -> list[Sample]:
+    """The rows of one step, with advantages."""
+    rng = random.Random(seed)
+
+    def tokens(bounds: tuple[int, int]) -> list[int]:
+        return [rng.randrange(shape.vocab) for _ in range(rng.randint(*bounds))]
+
+    rows = []
+    for group in range(shape.groups):
+        prompt = tokens(shape.prompt)
+        for index in range(shape.group_size):
+            first, seen, second = tokens(shape.answer), tokens(shape.observation), tokens(shape.answer)
+            ids = (*prompt, *first, *seen, *second)
+            mask = [False] * len(prompt) + [True] * len(first) + [False] * len(seen) + [True] * len(second)
+            rows.append(
+                Sample(
+                    ids=ids,
+                    loss_mask=tuple(mask),
+                    logprobs=tuple(-8.0 if on else 0.0 for on in mask),
+                    advantages=(rng.uniform(-1, 1),) * len(ids),
+                    versions=(0,) * len(ids),
+                    episode_id=f"g{group}/e{index}",
+                    group=group,
+                )
+            )
+    return rows
+
+
+def make_model(shape: Shape, directory: Path) -> None:
+    """Write a random model of the Qwen3 architecture."""
+    from transformers import Qwen3Config, Qwen3ForCausalLM
+
+    torch.manual_seed(0)
+    config = Qwen3Config(
+        vocab_size=shape.vocab,
+        hidden_size=shape.hidden,
+        intermediate_size=3 * shape.hidden,
+        num_hidden_layers=shape.layers,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=shape.hidden // 4,
+        max_position_embeddings=1024,
+        tie_word_embeddings=True,
+    )
+    Qwen3ForCausalLM(config).save_pretrained(directory)
+
+
+# --- the three ---------------------------------------------------------------------------------------------------
+
+
+def ours(shape: Shape, directory: Path) -> Callable[[Sequence[Sample]], None]:
+    """agentrl's learner."""
+    from agentrl.config.algorithm import AlgorithmConfig
+    from agentrl.config.run import LearnerConfig, OptimConfig
+    from agentrl.train.learner import Learner
+    from agentrl.train.memory import keep_freed_memory
+
+    keep_freed_memory()
+    learner = Learner(
+        directory,
+        algorithm=AlgorithmConfig(kl={"coef": 0.0}),
+        optim=OptimConfig(lr=LR, warmup_steps=0),
+        config=LearnerConfig(
+            tokens_per_micro_batch=shape.tokens_per_micro_batch, logits_at_once=shape.logits_at_once
+        ),
+        temperature=1.0,
+        total_steps=100,
+    )
+    return lambda rows: learner.step(rows) and None
+
+
+def padded_batches(shape: Shape, rows: Sequence[Sample]) -> list[list[Sample]]:
+    """Rows by length, as many to a micro-batch as fit the token budget with padding."""
+    batches: list[list[Sample]] = [[]]
+    for row in sorted(rows, key=lambda r: len(r.ids)):
+        if (len(batches[-1]) + 1) * len(row.ids) > shape.tokens_per_micro_batch:
+            batches.append([])
+        batches[-1].append(row)
+    return batches
+
+
+def padding_share(shape: Shape, rows: Sequence[Sample]) -> float:
+    """The share of padding among the positions that the padded loop computes."""
+    width = sum(max(len(r.ids) for r in batch) * len(batch) for batch in padded_batches(shape, rows))
+    return 1 - sum(len(r.ids) for r in rows) / width
+
+
+def _padded(batch: Sequence[Sample], device: torch.device) -> dict[str, torch.Tensor]:
+    width = max(len(r.ids) for r in batch)
+
+    def table(values: Callable[[Sample], Sequence[Any]], dtype: torch.dtype) -> torch.Tensor:
+        found = [[*values(r), *[0] * (width - len(r.ids))] for r in batch]
+        return torch.tensor(found, dtype=dtype, device=device)
+
+    return {
+        "ids": table(lambda r: r.ids, torch.long),
+        "real": table(lambda r: (1,) * len(r.ids), torch.long),
+        "mask": table(lambda r: r.loss_mask, torch.float32),
+        "advantages": table(lambda r: r.advantages, torch.float32),
+    }
+
+
+def padded(shape: Shape, directory: Path) -> Callable[[Sequence[Sample]], None]:
+    """The loop that most scripts have."""
+    from transformers import AutoModelForCausalLM
+
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32, attn_implementation="sdpa")
+    model.to(device)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=LR, fused=True)
+
+    def step(rows: Sequence[Sample]) -> None:
+        total = sum(sum(r.loss_mask) for r in rows)
+        for batch in padded_batches(shape, rows):
+            b = _padded(batch, device)
+            logits = model(input_ids=b["ids"], attention_mask=b["real"], use_cache=False).logits[:, :-1]
+            logprobs = -torch.nn.functional.cross_entropy(
+                logits.transpose(1, 2).float(), b["ids"][:, 1:], reduction="none"
+            )
+            ratio = (logprobs - logprobs.detach()).exp()
+            advantages = b["advantages"][:, 1:]
+            loss = -torch.minimum(ratio * advantages, ratio.clamp(0.8, 1.28) * advantages)
+            ((loss * b["mask"][:, 1:]).sum() / total).backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+
+    return step
+
+
+def trl(shape: Shape, directory: Path) -> Callable[[Sequence[Sample]], None]:
+    """TRL's GRPO loss on the same rows: prompt and completion side by side, each padded."""
+    from datasets import Dataset
+    from tokenizers import Tokenizer, models
+    from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
+    from trl import GRPOConfig, GRPOTrainer
+
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=Tokenizer(models.WordLevel({"<pad>": 0}, unk_token="<pad>")),
+        pad_token="<pad>",
+        eos_token="<pad>",
+    )
+    config = GRPOConfig(
+        output_dir=str(directory / "trl"),
+        per_device_train_batch_size=2,
+        num_generations=2,
+        learning_rate=LR,
+        beta=0.0,
+        loss_type="dapo",
+        epsilon_high=0.28,
+        bf16=False,
+        gradient_checkpointing=False,
+        report_to=[],
+        use_cpu=not torch.cuda.is_available(),
+    )
+    model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32, attn_implementation="sdpa")
+    trainer = GRPOTrainer(
+        model,
+        reward_funcs=lambda completions, **_: [0.0] * len(completions),
+        args=config,
+        train_dataset=Dataset.from_dict({"prompt": ["a", "b"]}),
+        processing_class=tokenizer,
+    )
+    device = trainer.accelerator.device
+    model.to(device)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=LR, fused=True)
+
+    def step(rows: Sequence[Sample]) -> None:
+        total = torch.tensor(float(sum(sum(r.loss_mask) for r in rows)), device=device)
+        trainer.current_gradient_accumulation_steps = 1
+        for batch in padded_batches(shape, rows):
+            starts = [r.loss_mask.index(True) for r in batch]
+            prompts, ends = max(starts), max(len(r.ids) - s for r, s in zip(batch, starts, strict=True))
+
+            def table(
+                left: bool, cells: Callable[[Sample, int], Sequence[Any]], width: int, batch=batch, starts=starts
+            ) -> torch.Tensor:
+                found = []
+                for row, start in zip(batch, starts, strict=True):
+                    values = list(cells(row, start))
+                    blank = [0] * (width - len(values))
+                    found.append(blank + values if left else values + blank)
+                return torch.tensor(found, device=device)
+
+            inputs = {
+                "prompt_ids": table(True, lambda r, s: r.ids[:s], prompts),
+                "prompt_mask": table(True, lambda r, s: (1,) * s, prompts),
+                "completion_ids": table(False, lambda r, s: r.ids[s:], ends),
+                "completion_mask": table(False, lambda r, s: (1,) * (len(r.ids) - s), ends),
+                "tool_mask": table(False, lambda r, s: [int(on) for on in r.loss_mask[s:]], ends),
+                "advantages": torch.tensor([r.advantages[0] for r in batch], device=device),
+                "num_items_in_batch": total,
+            }
+            trainer._compute_loss(model, inputs).backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+
+    return step
+
+
+LOOPS = {"ours": ours, "padded": padded, "trl": trl}
+
+
+# --- measuring ---------------------------------------------------------------------------------------------------
+
+
+def peak_bytes() -> float:
+    """The most memory that the process has had."""
+    if torch.cuda.is_available():
+        return float(torch.cuda.max_memory_allocated())
+    status = Path("/proc/self/status").read_text()
+    return 1024.0 * next(int(line.split()[1]) for line in status.splitlines() if line.startswith("VmHWM"))
+
+
+def run(pipe: Connection, name: str, shape: Shape, directory: Path, threads: int) -> None:
+    """In a process of its own: a step for each set of rows received; answers (seconds, peak bytes above start)."""
+    torch.set_num_threads(threads)
+    step = LOOPS[name](shape, directory)
+    before = peak_bytes()
+    pipe.send("ready")
+    while (rows := pipe.recv()) is not None:
+        started = time.perf_counter()
+        step(rows)
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
+        pipe.send((time.perf_counter() - started, peak_bytes() - before))
+
+
+def measure(
+    names: Sequence[str], shapes: Sequence[Shape], directory: Path, threads: int
+) -> list[tuple[list[float], float]]:
+    """For each name with its shape: seconds of the steps behind the first, in turn, and the peak in bytes."""
+    context = get_context("spawn")
+    workers = []
+    for name, shape in zip(names, shapes, strict=True):
+        here, there = context.Pipe()
+        process = context.Process(target=run, args=(there, name, shape, directory, threads))
+        process.start()
+        here.recv()
+        workers.append((here, process))
+    seconds: list[list[float]] = [[] for _ in workers]
+    peaks = [0.0] * len(workers)
+    for number in range(shapes[0].steps + 1):
+        rows = make_rows(shapes[0], seed=number)
+        for index, (here, _) in enumerate(workers):
+            here.send(rows)
+            took, peaks[index] = here.recv()
+            if number:
+                seconds[index].append(sum(len(r.ids) for r in rows) / took)
+    for here, process in workers:
+        here.send(None)
+        process.join()
+    return list(zip(seconds, peaks, strict=True))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--quick", action="store_true", help="fewer and smaller steps: under a minute")
+    parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--json", type=Path, help="write the result there as well")
+    arguments = parser.parse_args()
+    speed = Shape(groups=2, layers=2, steps=3) if arguments.quick else Shape()
+    names = ["ours", "padded", *(["trl"] if find_spec("trl") and find_spec("datasets") else [])]
+    with tempfile.TemporaryDirectory() as temp:
+        make_model(speed, Path(temp) / "speed")
+        found = measure(names, [speed] * len(names), Path(temp) / "speed", arguments.threads)
+        medians = {name: statistics.median(values) for name, (values, _) in zip(names, found, strict=True)}
+        for name, value in medians.items():
+            print(f"{name:8} {value:8.0f} tokens/s", flush=True)
+        vocab = 16_384 if arguments.quick else 32_768
+        large = {"vocab": vocab, "hidden": 64, "layers": 1, "groups": 1, "steps": 1}
+        chunked, whole = Shape(**large, logits_at_once=256), Shape(**large, logits_at_once=0)
+        make_model(chunked, Path(temp) / "large")
+        memory = measure(["ours"], [chunked], Path(temp) / "large", arguments.threads)
+        memory += measure(
+            [
+                "ours",
+            ],
+            [whole],
+            Path(temp) / "large",
+            arguments.threads,
+        )
+    rows = make_rows(speed)
+    peak_mb = [round(peak / 2**20) for _, peak in memory]
+    print(f"peak memory above loading: {peak_mb[0]} MB with 256 logits at once, {peak_mb[1]} MB with all")
+    ratio = medians["ours"] / medians["padded"]
+    result = {
+        "bench": "learner",
+        "ours": round(medians["ours"]),
+        "baseline": round(medians["padded"]),
+        "ratio": round(ratio, 2),
+        "unit": "tokens/s of the update, baseline: padded rows",
+        "goal": GOAL,
+        "met": ratio >= GOAL,
+        "trl": round(medians["trl"]) if "trl" in medians else None,
+        "ratio_to_trl": round(medians["ours"] / medians["trl"], 2) if "trl" in medians else None,
+        "padding": {"ours": 0.0, "padded": round(padding_share(speed, rows), 3)},
+        "peak_mb": {"chunked": peak_mb[0], "whole": peak_mb[1], "vocabulary": vocab},
+        "rows": len(rows),
+        "device": "cuda" if torch.cuda.is_available() else "cpu",
+        "threads": arguments.threads,
+    }
+    if arguments.json:
+        arguments.json.write_text(json.dumps(result, indent=1) + "\n")
+    print(json.dumps(result))
+
+
+if __name__ == "__main__":
+    main()
