@@ -268,7 +268,7 @@ def mcp_env(**options) -> ComposedEnv:
 
 async def test_an_mcp_server_lends_its_tools_for_one_episode():
     pytest.importorskip("mcp")
-    env = mcp_env(include=["add", "fail", "hang"], prefix="my_", call_timeout_s=2.0)
+    env = mcp_env(include=["add", "fail", "hang"], prefix="my_", call_timeout_s=30.0)
     assert [t["function"]["name"] for t in env.tools] == ["my_add", "my_fail", "my_hang"]
     assert env.tools[0]["function"]["parameters"]["properties"]["amount"]["default"] == 1
     for _ in range(2):
@@ -281,9 +281,10 @@ async def test_an_mcp_server_lends_its_tools_for_one_episode():
         assert [r.result for r in records[:2]] == ["1", "3"]
         assert [r.outcome for r in records] == ["ok", "ok", "invalid_args", "tool_exception"]
         assert "Error executing tool fail" in records[3].result
+    env = mcp_env(include=["hang"], prefix="my_", call_timeout_s=0.5)
     await env.reset(Task("t", {"prompt": "x"}))
     observation, *_ = await env.step(call("my_hang"))
-    assert observation[0].content == "Error: my_hang timed out: no result after 2 s"
+    assert observation[0].content == "Error: my_hang timed out: no result after 0.5 s"
     await env.close()
 
 
