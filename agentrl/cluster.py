@@ -16,8 +16,9 @@ from agentrl.errors import ConfigError, WorkerLost
 RAY_ENVIRONMENT = {
     "RAY_USAGE_STATS_ENABLED": "0",
     "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
+    "RAY_worker_niceness": "0",
 }
-"""Set before Ray is imported, unless the user has: no reports home, and GPUs left visible."""
+"""Set before Ray is imported, unless the user has: no reports home, GPUs left visible, workers not at nice 15."""
 STARTS = 4
 """Ray gives its own processes half a minute to come up, which a busy machine may not keep."""
 
