@@ -13,6 +13,7 @@ from pathlib import Path
 import torch
 from train_models import make_batch, write_model
 
+from agentrl.cluster import connect, import_ray
 from agentrl.config.algorithm import AlgorithmConfig
 from agentrl.config.run import LearnerConfig, OptimConfig
 from agentrl.errors import WorkerLost
@@ -31,7 +32,7 @@ def learner(folder: Path, ranks: int, *, policy: str = "policy", algorithm: Algo
         folder / policy,
         algorithm=algorithm,
         optim=OptimConfig(lr=1e-3, warmup_steps=2, schedule="linear"),
-        config=LearnerConfig(device="cpu", ranks=ranks, tokens_per_micro_batch=150, **config),
+        config=LearnerConfig(**{"device": "cpu", "ranks": ranks, "tokens_per_micro_batch": 150} | config),
         temperature=0.7,
         total_steps=2 * STEPS,
         reference_dir=folder / "reference",
@@ -97,7 +98,10 @@ def a_rank_dies(folder: Path, ranks: int) -> dict[str, object]:
 def bad_input(folder: Path, ranks: int) -> dict[str, object]:
     """What the user can get wrong, and a gradient that is not finite."""
     said = []
-    for config, policy in (({"device": "cuda"}, "policy"), ({}, "nowhere"), ({"ray": "127.0.0.1:1"}, "policy")):
+    cases = (({"ray": "127.0.0.1:1"}, "policy"), ({"device": "cuda"}, "policy"), ({}, "nowhere"))
+    for number, (config, policy) in enumerate(cases):
+        if number == 1:  # one cluster for the rest
+            connect(import_ray("the test"), None, cpus=ranks, key="")
         try:
             learner(folder, ranks, policy=policy, **config)
         except Exception as e:

@@ -67,7 +67,7 @@ def test_a_rank_that_dies_is_named_and_ends_the_learner(tmp_path: Path):
 @pytest.mark.timeout(600)
 def test_bad_input_is_one_error_and_ranks_survive_a_bad_gradient(tmp_path: Path):
     found = program("bad_input", tmp_path, 2, 550)
-    gpus, nowhere, cluster, gradient = found["said"]
+    cluster, gpus, nowhere, gradient = found["said"]
     assert (
         gpus == "ConfigError: learner.ranks is 2, but the Ray cluster has 0 GPUs: use fewer ranks, or more nodes"
     )
