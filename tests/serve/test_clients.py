@@ -1,0 +1,76 @@
+"""Agent frameworks, unmodified: each completes a tool loop, plain and streamed, on the tokens of one transcript.
+
+They pin other versions of the openai SDK than ours, so they live in an environment of their own, made here.
+AGENTRL_CLIENTS_PYTHON names the Python of one that is there already.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from serve_kit import TOOLS, call, serving
+
+from agentrl.chat.template import Renderer
+from agentrl.testing.engine import ScriptedEngine
+from agentrl.types import Message
+
+CLIENTS = Path(__file__).parent / "clients"
+INSTALLED = [
+    "openai==2.54.*",
+    "openai-agents==0.20.*",
+    "litellm==1.106.*",
+    "pydantic-ai-slim[openai]==2.31.*",
+    "langchain-openai==1.7.*",
+]
+LOOPS = {"with_openai": 1, "with_openai_agents": 2, "with_pydantic_ai": 1, "with_langchain": 1, "with_litellm": 1}
+"""How many loops each program plays."""
+
+
+@pytest.fixture(scope="module")
+def python(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """The Python of an environment with the clients."""
+    given = os.environ.get("AGENTRL_CLIENTS_PYTHON")
+    if given:
+        return given
+    folder = tmp_path_factory.mktemp("clients")
+    subprocess.run([sys.executable, "-m", "venv", folder], check=True)
+    found = str(folder / "bin" / "python")
+    command = [found, "-m", "pip", "install", "-q", "--no-compile", "--prefer-binary", *INSTALLED]
+    try:
+        installed = subprocess.run(command, capture_output=True, text=True, timeout=480)
+    except subprocess.TimeoutExpired:
+        pytest.skip("the clients could not be installed within 480 s")
+    if installed.returncode:
+        pytest.skip(f"the clients could not be installed: {installed.stderr.strip()[-300:]}")
+    return found
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+async def test_every_client_completes_its_loop_on_one_transcript(renderer: Renderer, python: str):
+    script = [call(2, 3), Message("assistant", "The answer is 5.")]
+    for program, loops in LOOPS.items():
+        for way in ("plain", "stream"):
+            async with serving(ScriptedEngine(renderer, script, tools=TOOLS), renderer) as served:
+                process = await asyncio.create_subprocess_exec(
+                    python,
+                    str(CLIENTS / f"{program}.py"),
+                    served.base_url,
+                    way,
+                    stdout=subprocess.PIPE,
+                    stderr=subprocess.PIPE,
+                )
+                out, err = await process.communicate()
+                assert process.returncode == 0, f"{program} {way}: {err.decode()[-3000:]}"
+                assert out.decode().strip().splitlines()[-1] == "The answer is 5.", f"{program} {way}"
+                turns = served.session.turns
+                assert len(turns) == 2 * loops, f"{program} {way}"
+                for first, second in zip(turns[::2], turns[1::2], strict=True):
+                    assert second.parent == first.number, f"{program} {way}: {second.matched} {second.drift}"
+                    known = tuple(first.branch.ids)
+                    assert tuple(second.branch.ids)[: len(known)] == known, f"{program} {way}"
