@@ -189,7 +189,7 @@ class ReplicaPool:
         self._set_ready(replica, False)
         self._tell(f"{replica.host.name} is lost ({reason}); what it was asked is asked again")
         for call in list(replica.calls):
-            call.cancel(_LOST)
+            call.cancel(LOST)
         self._spawn(self._recover(replica, reason))
 
     def awake(self, replica: Replica) -> None:
@@ -213,7 +213,7 @@ class ReplicaPool:
         for replica in self.replicas:
             replica.ready = False
             for call in list(replica.calls):
-                call.cancel(_LOST)
+                call.cancel(LOST)
         async with asyncio.TaskGroup() as stopping:
             for replica in self.replicas:
                 stopping.create_task(self._stop(replica))
@@ -361,7 +361,7 @@ class ReplicaPool:
         return task
 
 
-_LOST = "the server is lost"
+LOST = "the server is lost"
 
 
 async def _guarded(replica: Replica, work: Coroutine[Any, Any, Answer]) -> Answer:
@@ -372,7 +372,7 @@ async def _guarded(replica: Replica, work: Coroutine[Any, Any, Answer]) -> Answe
         return await call
     except asyncio.CancelledError as e:
         task = asyncio.current_task()
-        if e.args[:1] == (_LOST,) and not (task and task.cancelling()):
+        if e.args[:1] == (LOST,) and not (task and task.cancelling()):
             raise ServerLost(f"{replica.host.name}: lost while it worked on a request") from None
         raise
     finally:

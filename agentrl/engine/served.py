@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from agentrl.engine.connection import ServerRefused
-from agentrl.engine.replicas import Host, Replica, ReplicaPool
+from agentrl.engine.replicas import LOST, Host, Replica, ReplicaPool
 from agentrl.engine.sampler import check_sampling
 from agentrl.engine.server import Answer, InferenceServer
 from agentrl.engine.sync import WeightSync, distinct, vocabulary_of
@@ -208,8 +208,9 @@ class ServedEngine:
             request = uuid.uuid4().hex
             try:
                 answer = await server.generate(ids, sampling, request=request)
-            except asyncio.CancelledError:
-                self._abort(server, request)
+            except asyncio.CancelledError as e:
+                if e.args[:1] != (LOST,):  # a lost server has nothing to abort
+                    self._abort(server, request)
                 raise
             if len(answer.ids) > sampling.max_tokens:
                 raise EngineError(

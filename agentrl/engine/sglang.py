@@ -95,10 +95,12 @@ class SGLangServer:
             named = [int(entry[1]) for entry in entries]
         except (TypeError, KeyError, IndexError, ValueError) as e:
             raise EngineError(f"{self.url}/generate: no log-probabilities of the given tokens: {e!r}") from e
-        if named != list(ids) or not all(map(math.isfinite, found)):
+        if named != list(ids):
             raise EngineError(
-                f"{self.url}/generate: log-probabilities of other tokens than those given, or not finite"
+                f"{self.url}/generate: log-probabilities of {len(named)} tokens, {len(ids)} were given"
             )
+        if not all(map(math.isfinite, found)):
+            raise EngineError(f"{self.url}/generate: log-probabilities of given tokens are not finite")
         return found
 
     @asynccontextmanager

@@ -147,9 +147,10 @@ async def test_weights_arrive_and_requests_in_flight_go_on_with_them(
         assert all(list(c.versions) == sorted(c.versions) for c in done)
         assert any(set(c.versions) == {0, 1} for c in done), "no completion crossed the update"
         assert max(_gap(c, {0: folders[0], 1: folders[1]}) for c in done) < AGREE
-        (scored,) = await engine.logprobs_by_server([[*PROMPT, *done[0].ids]])
+        given = [*PROMPT, 1, 2, 3]
+        (scored,) = await engine.logprobs_by_server([given])
         wanted = AutoModelForCausalLM.from_pretrained(folders[1], dtype=torch.float32).eval()
-        row = torch.tensor([[*PROMPT, *done[0].ids]])
+        row = torch.tensor([given])
         with torch.no_grad():
             table = torch.log_softmax(wanted(row).logits[0, :-1], -1).gather(1, row[0, 1:, None])[:, 0]
         assert (torch.tensor(scored[0]) - table).abs().max() < AGREE
