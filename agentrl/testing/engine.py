@@ -74,7 +74,7 @@ class ScriptedEngine:
     async def generate_watched(
         self, ids: Sequence[int], sampling: Sampling, watch: Watch, *, session: str | None = None
     ) -> Completion:
-        """As `generate`, told token by token; the script is held to no grammar, and is its own only alternative."""
+        """As `generate`, told token by token; the script knows no grammar, and is its own only alternative."""
         completion = await self.generate(ids, sampling, session=session)
         for id, logprob, version in zip(completion.ids, completion.logprobs, completion.versions, strict=True):
             if watch.on_token is not None:

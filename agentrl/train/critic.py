@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from logging import ERROR
 from pathlib import Path
 from typing import Any
 
@@ -40,7 +41,7 @@ def load_critic(directory: Path) -> PreTrainedModel:
     """
     register_attention()
     said = logging.get_verbosity()
-    logging.set_verbosity(logging.ERROR)  # it would advise to train the head that is missing: that follows
+    logging.set_verbosity(ERROR)  # it would advise to train the head that is missing: that follows
     try:
         loaded: Any = AutoModelForTokenClassification.from_pretrained(
             directory,
