@@ -128,14 +128,14 @@ class Shape:
 
 SMALL = {"hidden": 128, "layers": 3, "vocab": 512}
 MIDDLE = {"hidden": 192, "layers": 4, "intermediate": 576, "vocab": 640}
-SHORT_WARMUP = {"num": 600, "max_epochs": 4, "probe_every": 50, "until_pass": 0.8, "at_least": 0.0}
-LONG_WARMUP = {"num": 400, "max_epochs": 3, "probe_every": 1000, "until_pass": 0.5, "at_least": 0.0}
+SHORT_WARMUP = {"num": 1600, "max_epochs": 8, "probe_every": 50, "until_pass": 0.95, "at_least": 0.0}
+LONG_WARMUP = {"num": 600, "max_epochs": 4, "probe_every": 1000, "until_pass": 0.5, "at_least": 0.0}
 SHAPES = {
     "short": Shape(Short, 1, 2, 128, SMALL, SHORT_WARMUP, goal=5.0, steps=6),
     "long": Shape(Long, 3, 4, 256, MIDDLE, LONG_WARMUP, goal=10.0, steps=3),
     "slow": Shape(Slow, 1, 2, 128, SMALL, SHORT_WARMUP, goal=5.0, steps=4),
 }
-QUICK_WARMUP = SHORT_WARMUP | {"max_epochs": 2}
+QUICK_WARMUP = SHORT_WARMUP | {"num": 600, "max_epochs": 2}
 QUICK = {"short": Shape(Short, 1, 2, 128, SMALL, QUICK_WARMUP, goal=5.0, groups=4, steps=2)}
 
 
