@@ -31,13 +31,14 @@ class Chaos:
     descriptors_after: int = 0
     complaints: list[str] = field(default_factory=list)
     left: int = 0
-    """Processes below this one, and cgroup directories of keepers that are gone."""
+    """New processes below this one, and cgroup directories of keepers that are gone."""
 
 
 async def chaos(spec: Sandbox, *, leases: int, cancellations: int, at_once: int = 16, seed: int = 0) -> Chaos:
     """Episodes of three calls; 5 % lose their sandbox at a random moment, some of their calls are cancelled."""
     chance = random.Random(seed)
     seen = Chaos()
+    others = children()
     waiting = iter(range(leases))
     async with SandboxPool(spec, min_idle=4, max_total=at_once + 4) as pool:
 
@@ -89,7 +90,7 @@ async def chaos(spec: Sandbox, *, leases: int, cancellations: int, at_once: int 
         seen.seconds = time.monotonic() - began
         await asyncio.sleep(0.5)
         seen.rss_kb_after, seen.descriptors_after = _resident_kb(), len(os.listdir("/proc/self/fd"))
-    seen.left = leftovers()
+    seen.left = leftovers(others)
     return seen
 
 
@@ -97,14 +98,18 @@ def _resident_kb() -> int:
     return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE") >> 10
 
 
-def leftovers() -> int:
-    """Living descendants of this process, and directories of its keepers among the control groups."""
-    children = [
-        pid for task in Path("/proc/self/task").iterdir() for pid in (task / "children").read_text().split()
-    ]
-    alive = [pid for pid in children if ") Z " not in Path(f"/proc/{pid}/stat").read_text()]
+def children() -> set[int]:
+    """Living children of this process."""
+    found = {
+        int(pid) for task in Path("/proc/self/task").iterdir() for pid in (task / "children").read_text().split()
+    }
+    return {pid for pid in found if ") Z " not in Path(f"/proc/{pid}/stat").read_text()}
+
+
+def leftovers(others: set[int]) -> int:
+    """Living children of this process but `others`, and directories of its keepers among the control groups."""
     groups = 0
     for path in Path("/sys/fs/cgroup").glob("*/agentrl/*"):
         owner = path.name.partition("-")[0]
         groups += owner.isdigit() and not Path(f"/proc/{owner}").exists()
-    return len(alive) + groups
+    return len(children() - others) + groups
