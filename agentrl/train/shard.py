@@ -105,6 +105,13 @@ class World:
         return module
 
 
+def settle(module: nn.Module) -> None:
+    """Give back what a forward pass has gathered: parameters are then the shards that the optimiser knows."""
+    for part in module.modules():
+        if isinstance(part, FSDPModule):
+            part.reshard()
+
+
 def whole(tensor: Tensor) -> Tensor:
     """The full tensor of a shard, without gradient; every rank must ask for it at the same time."""
     tensor = tensor.detach()

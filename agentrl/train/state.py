@@ -22,7 +22,7 @@ from torch.optim import Optimizer
 from transformers import PreTrainedModel
 
 from agentrl.errors import CheckpointError
-from agentrl.train.shard import World, local_rows, whole
+from agentrl.train.shard import World, local_rows, settle, whole
 
 NOTE = "learner.json"
 
@@ -109,6 +109,7 @@ def restore_optimizer(model: nn.Module, optimizer: Optimizer, directory: Path, w
 
 
 def _read_optimizer(model: nn.Module, optimizer: Optimizer, files: list[Any], where: str) -> None:
+    settle(model)
     params = dict(model.named_parameters())
     pieces: dict[str, list[tuple[int, Any]]] = {}
     for file in files:
