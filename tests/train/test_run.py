@@ -204,7 +204,7 @@ class TestWholeRun:
         from transformers import AutoModelForCausalLM, AutoTokenizer
 
         folder, *_ = finished
-        assert sorted(p.name for p in (folder / "checkpoints").iterdir()) == ["step-2", "step-4"]
+        assert sorted(p.name for p in (folder / "checkpoints").iterdir()) == ["best", "step-2", "step-4"]
         last = folder / "checkpoints" / "step-4"
         AutoModelForCausalLM.from_pretrained(last)
         tokenizer = AutoTokenizer.from_pretrained(last)
