@@ -154,8 +154,8 @@ async def timeouts_kill_the_tree(stage: Stage) -> None:
 async def cpu_limit(stage: Stage) -> None:
     async with stage.box() as box:
         result = await box.python("while True: pass", limits=Limits(cpu_s=1, wall_s=45))
-        # Its processor time says which limit it was: on a busy machine a second of it takes long. The kernel
-        # enforces the limit by clock ticks and reports measured time: there the two differ by a tenth and more.
+        # Its processor time says which limit it was: on a busy machine a second of it takes long. What is reported
+        # can be less than the limit: 0.88 was seen for 1.
         expect(result.outcome == "timeout" and 0.7 <= result.cpu_s < 2.5 and result.wall_s < 45, result)
 
 
