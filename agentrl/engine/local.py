@@ -81,14 +81,18 @@ class LocalEngine:
             self._model, self._model.shape, _limits(self._model, max_slots, max_context, prefill_chunk, cache_mb)
         )
         self.max_context = self._scheduler.limits.max_context
-        self._threads = threads or (1 if self._model.parameters < SMALL_MODEL else torch.get_num_threads())
+        others = torch.get_num_threads()
+        self._threads = threads or (1 if self._model.parameters < SMALL_MODEL else others)
         self._inbox: queue.SimpleQueue[_Command] = queue.SimpleQueue()
         self._answers: dict[asyncio.AbstractEventLoop, list[Callable[[], None]]] = {}
         self._lock = threading.Lock()
+        self._counted = threading.Event()
         self._closing = False
         self._over: EngineError | None = None
         self._thread = threading.Thread(target=self._main, name="agentrl-local-engine", daemon=True)
         self._thread.start()
+        self._counted.wait()
+        torch.set_num_threads(others)  # the engine's number became that of every thread that has not computed yet
         _running.add(self)
 
     @classmethod
@@ -264,6 +268,7 @@ class LocalEngine:
 
     def _main(self) -> None:
         torch.set_num_threads(self._threads)
+        self._counted.set()
         over = EngineError("the local engine is closed")
         try:
             with torch.inference_mode():

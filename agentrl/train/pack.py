@@ -210,30 +210,47 @@ def register_attention() -> None:
 
 
 def micro_batches(samples: Sequence[Sample], max_tokens: int) -> list[list[Sample]]:
-    """Split into micro-batches of at most `max_tokens`, the rows of one episode never apart.
+    """Split into micro-batches of at most `max_tokens` packed tokens, groups together where they fit.
 
-    Episodes go in by length, longest first, each into the first micro-batch with room.
+    What a group shares counts once, as it is computed once; the rows of one episode are never apart. Groups, or what
+    fits of them, go in by size, largest first, each into the first micro-batch with room.
 
     Raises:
         ValueError: one episode alone has more than `max_tokens` tokens.
     """
-    episodes: dict[str, list[Sample]] = {}
-    for sample in samples:
-        episodes.setdefault(sample.episode_id, []).append(sample)
-    sized = sorted(
-        ((sum(len(s.ids) for s in rows), rows) for rows in episodes.values()), key=lambda x: x[0], reverse=True
-    )
+    units = [unit for rows in _by_group(samples).values() for unit in _fitting(rows, max_tokens)]
     bins: list[tuple[int, list[Sample]]] = []
-    for size, rows in sized:
-        if size > max_tokens:
-            raise ValueError(
-                f"episode {rows[0].episode_id} has {size} tokens, more than learner.tokens_per_micro_batch"
-                f" = {max_tokens}: raise it, or lower rollout.token_budget"
-            )
+    for size, rows in sorted(units, key=lambda unit: unit[0], reverse=True):
         place = next((i for i, (used, _) in enumerate(bins) if used + size <= max_tokens), None)
         if place is None:
-            bins.append((size, list(rows)))
+            bins.append((size, rows))
         else:
             used, held = bins[place]
             bins[place] = (used + size, held + rows)
     return [rows for _, rows in bins]
+
+
+def _fitting(group: Sequence[Sample], max_tokens: int) -> Iterable[tuple[int, list[Sample]]]:
+    """The group in parts of whole episodes that fit, with the packed size of each."""
+    episodes: dict[str, list[Sample]] = {}
+    for sample in group:
+        episodes.setdefault(sample.episode_id, []).append(sample)
+    size, part = 0, list[Sample]()
+    for name, rows in episodes.items():
+        if (alone := _packed_size(rows)) > max_tokens:
+            raise ValueError(
+                f"episode {name} has {alone} tokens, more than learner.tokens_per_micro_batch = {max_tokens}: "
+                "raise it, or lower rollout.token_budget"
+            )
+        together = _packed_size([*part, *rows])
+        if together > max_tokens:
+            yield size, part
+            size, part = alone, rows
+        else:
+            size, part = together, [*part, *rows]
+    yield size, part
+
+
+def _packed_size(rows: Sequence[Sample]) -> int:
+    """How many tokens `pack` makes of rows of one group."""
+    return sum(len(row.ids) for row in rows) - _shared_prefix(rows) * (len(rows) - 1)

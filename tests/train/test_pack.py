@@ -139,13 +139,24 @@ def test_micro_batches_hold_every_row_once_and_episodes_together(seed: int):
     assert len(parts) > 2
     assert sorted(map(id, (s for part in parts for s in part))) == sorted(map(id, samples))
     for part in parts:
-        assert sum(len(s.ids) for s in part) <= 90
+        assert pack(part).ids_T.numel() <= 90
     homes = {(s.episode_id, number) for number, part in enumerate(parts) for s in part}
     assert len(homes) == len({s.episode_id for s in samples})
 
 
+def test_a_group_stays_together_and_counts_its_prompt_once():
+    rows = [make_sample([*PROMPT, 10 + n], {len(PROMPT)}, episode=f"e{n}", group=n % 2) for n in range(8)]
+    size = len(PROMPT) + 4
+    for room in (size, size + 3):
+        parts = micro_batches(rows, room)
+        assert [{row.group for row in part} for part in parts] == [{0}, {1}]
+        assert [pack(part).ids_T.numel() for part in parts] == [size, size]
+    assert len(micro_batches(rows, 2 * size)) == 1
+    assert len(micro_batches(rows, size - 1)) == 4
+
+
 def test_an_episode_that_fits_nowhere_is_named_with_what_to_do():
-    samples = [make_sample(range(60), {1}, episode="g3/e0"), make_sample(range(50), {1}, episode="g3/e0")]
+    samples = [make_sample(range(60), {1}, episode="g3/e0"), make_sample(range(9, 59), {1}, episode="g3/e0")]
     with pytest.raises(ValueError) as caught:
         micro_batches(samples, 100)
     assert str(caught.value) == (
