@@ -17,6 +17,13 @@ if TYPE_CHECKING:
 _BEYOND_ASCII = re.compile("[\u0080-\U000effff]")
 
 
+class Fixed(dict[str, Any]):
+    """A mapping that nobody changes any more; it keeps its JSON text, as schemas are written into every prompt."""
+
+    __slots__ = ("text",)
+    text: str
+
+
 def _tojson(
     value: Any,
     ensure_ascii: bool = False,
@@ -24,7 +31,12 @@ def _tojson(
     separators: tuple[str, str] | None = None,
     sort_keys: bool = False,
 ) -> str:
+    plain = type(value) is Fixed and indent is None and separators is None and not (sort_keys or ensure_ascii)
+    if plain and hasattr(value, "text"):
+        return str(value.text)
     text = json.dumps(value, ensure_ascii=False, indent=indent, separators=separators, sort_keys=sort_keys)
+    if plain:
+        value.text = text
     if ensure_ascii:  # shielded control tokens (planes 15 and 16) must come through as they are
         text = _BEYOND_ASCII.sub(lambda m: json.dumps(m.group())[1:-1], text)
     return text

@@ -18,8 +18,9 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Literal
 
-from agentrl.chat.jinja import compile_template
+from agentrl.chat.jinja import Fixed, compile_template
 from agentrl.chat.load import CHATML_TEMPLATE, eos_ids, template_source
+from agentrl.chat.memo import Memo
 from agentrl.chat.parsers import Parsed, Parser, choose_parser
 from agentrl.chat.vocabulary import SENTINEL, Vocabulary
 from agentrl.errors import ConfigError, TemplateError
@@ -110,6 +111,9 @@ class Renderer:
         self.repair = repair
         self._variables = {**vocabulary.special_tokens, **(variables or {})}
         self._render = compile_template(template)
+        self._tools: Memo[list[Fixed]] = Memo()
+        self._rendered: Memo[str] = Memo()
+        self._openings: Memo[Addition] = Memo()
         self.habits = Habits()
         self.habits = probe(self, frozenset(eos_ids))
         self.stop_ids = self.habits.stop_ids
@@ -204,20 +208,33 @@ class Renderer:
     def render_data(
         self, data: Sequence[Mapping[str, Any]], tools: Tools = (), *, generation_prompt: bool = False
     ) -> str:
-        """As `render`, for messages already in the template's shape."""
-        try:
+        """As `render`, for messages already in the template's shape.
+
+        Renderings are remembered: those of prompts come again with every episode of a group, those of stand-ins
+        with every turn.
+        """
+        said, offered = repr(data), repr(tools) if tools else ""
+
+        def render() -> str:
             return self._render(
                 messages=list(data),
-                tools=self.vocabulary.shield(list(tools)) or None,
+                tools=self._shielded(tools, offered) or None,
                 documents=None,
                 add_generation_prompt=generation_prompt,
                 **self._variables,
             )
+
+        try:
+            return self._rendered((said, offered, generation_prompt), 2 * len(said) + len(offered), render)
         except Exception as e:  # templates are code of others: whatever they raise is theirs
             roles = " ".join(message["role"] for message in data)
             raise TemplateError(
                 f"the chat template cannot render a conversation of [{roles}]: {type(e).__name__}: {e}"
             ) from e
+
+    def _shielded(self, tools: Tools, written: str) -> list[Fixed]:
+        """The schemas with control tokens in their text shielded; `written` is what they are known by."""
+        return self._tools(written, len(written), lambda: [Fixed(self.vocabulary.shield(tool)) for tool in tools])
 
     def data(self, message: Message) -> dict[str, Any]:
         """The message in the shape chat templates read, with control tokens in its text shielded."""
@@ -255,9 +272,14 @@ class Renderer:
     def opening(self, messages: Sequence[Message], tools: Tools = ()) -> Addition:
         """Tokens of the first prompt, the generation prompt included."""
         data = [self.data(message) for message in messages]
-        prompt = self.render_data(data, tools, generation_prompt=True)
-        ends = [self._prefix(data[: n + 1], tools, prompt) for n in range(len(data))]
-        return self._addition(self._pieces(prompt, 0, ends))
+
+        def make() -> Addition:
+            prompt = self.render_data(data, tools, generation_prompt=True)
+            ends = [self._prefix(data[: n + 1], tools, prompt) for n in range(len(data))]
+            return self._addition(self._pieces(prompt, 0, ends))
+
+        said, offered = repr(data), repr(tools)
+        return self._openings((said, offered), 2 * len(said) + len(offered), make)
 
     def following(
         self, last: Message, stopped: int | None, messages: Sequence[Message], tools: Tools = ()

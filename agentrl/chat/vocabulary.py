@@ -15,6 +15,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from agentrl.chat.memo import Memo
 from agentrl.errors import ConfigError, TemplateError
 
 if TYPE_CHECKING:
@@ -28,7 +29,7 @@ _FIRST = 0xF0000  # plane 15 (private use): one character a control token, count
 _LITERAL = 0x100000  # plane 16: what follows _ESCAPE where the text itself held a character of plane 15
 _LONE_SURROGATE = re.compile("[\ud800-\udfff]")
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
-_REMEMBERED_TEXTS, _REMEMBERED_LENGTH = 4096, 4096
+_REMEMBERED_LENGTH = 4096
 _MARKER_SHAPE = re.compile(r"<[|｜].+[|｜]>", re.DOTALL)
 
 
@@ -58,7 +59,7 @@ class Vocabulary:
         self.size: int = self._full.get_vocab_size()
         self._added: dict[int, str] = {token["id"]: token["content"] for token in added}
         self._byte_of = _byte_alphabet() if '"ByteLevel"' in json.dumps(spec.get("decoder")) else {}
-        self._encoded: dict[str, list[int]] = {}
+        self._encoded: Memo[list[int]] = Memo()
         self._bare, self._remap = _without(self.control, spec, self._full, where)
 
         by_length = sorted(self.control, key=len, reverse=True)
@@ -156,14 +157,9 @@ class Vocabulary:
 
         Short texts are remembered: the pieces of a prompt come again with every episode of its group.
         """
-        ids = self._encoded.get(text)
-        if ids is None:
-            ids = self._encode_text(text)
-            if len(text) <= _REMEMBERED_LENGTH:
-                if len(self._encoded) >= _REMEMBERED_TEXTS:
-                    self._encoded.clear()
-                self._encoded[text] = ids
-        return list(ids)
+        if len(text) > _REMEMBERED_LENGTH:
+            return self._encode_text(text)
+        return list(self._encoded(text, 2 * len(text), lambda: self._encode_text(text)))
 
     def _encode_text(self, text: str) -> list[int]:
         if not text:
