@@ -214,26 +214,26 @@ class Scheduler:
         Waiting is for a free slot, or (then `request.leader` is set) for a prefix that is being computed.
         """
         table, ids, session = self.table, request.ids, request.session
-        common = np.minimum(table.common(ids), len(ids) - 1)
-        usable = np.minimum(common, table.computed)
-        running = np.where(table.active, common, 0)
-        source, coming = int(usable.argmax()), int(running.argmax())
-        own = self.sessions.get(session) if session is not None else None
-        if own is not None and table.active[own]:
-            own = None
-        if running[coming] >= usable[source] + WORTH_WAITING:
-            request.leader, request.shared = table.request[coming], int(running[coming])
-            return False
+        slot = self._own_slot(request)
+        if slot is not None and table.extends(slot, ids):
+            reuse = min(int(table.computed[slot]), len(ids) - 1)
+        else:
+            common = np.minimum(table.common(ids), len(ids) - 1)
+            usable = np.minimum(common, table.computed)
+            running = np.where(table.active, common, 0)
+            source, coming = int(usable.argmax()), int(running.argmax())
+            if running[coming] >= usable[source] + WORTH_WAITING:
+                request.leader, request.shared = table.request[coming], int(running[coming])
+                return False
+            slot = self._free_slot() if slot is None else slot
+            if slot is None:
+                request.leader = None
+                return False
+            reuse, copied = int(usable[slot]) if slot < len(usable) else 0, int(usable[source])
+            if copied >= reuse + WORTH_COPYING:
+                self.cache.copy(source, slot, copied)
+                reuse = copied
         request.leader = None
-        slot = own if own is not None else self._free_slot()
-        if slot is None:
-            return False
-        if slot >= len(usable):
-            usable = np.append(usable, np.zeros(slot + 1 - len(usable), dtype=np.int64))
-        reuse, copied = int(usable[slot]), int(usable[source])
-        if copied >= reuse + WORTH_COPYING:
-            self.cache.copy(source, slot, copied)
-            reuse = copied
         self._forget(slot)
         limit = min(request.prompt + request.sampling.max_tokens, self.limits.max_context)
         table.occupy(slot, request, computed=reuse, limit=limit, stamp=next(self._stamps))
@@ -243,6 +243,11 @@ class Scheduler:
             self._keep(session, slot)
         del self.waiting[request]
         return True
+
+    def _own_slot(self, request: Request) -> int | None:
+        """The idle slot that is kept for the request's session."""
+        slot = None if request.session is None else self.sessions.get(request.session)
+        return None if slot is None or self.table.active[slot] else slot
 
     def _keep(self, session: str, slot: int) -> None:
         """The slot is where this session is found from now on."""
@@ -312,11 +317,16 @@ class Scheduler:
         self._index_sessions()
 
     def _close_gaps(self) -> None:
-        """Bring running sequences to the low slots when too many idle ones lie between them."""
+        """Bring running sequences to the low slots when too many idle ones lie between them.
+
+        An idle slot is often taken up again a moment later, when its session's tool has answered, and moving it
+        costs more than reading over it for some steps: with two idle slots allowed for each running one, moving
+        took 0.06 s of a rollout of 256 episodes on a CPU; with one for every four, 0.30 s of 3.3 s.
+        """
         table = self.table
         active = np.flatnonzero(table.active)
         count = len(active)
-        if not count or int(active[-1]) + 1 - count <= max(8, count // 4):
+        if not count or int(active[-1]) + 1 - count <= max(16, 2 * count):
             return
         high = active[active >= count]
         low = np.flatnonzero(~table.active[:count])

@@ -135,6 +135,11 @@ class SlotTable:
         first = np.where(differs.any(1), differs.argmax(1), width)
         return cast(IntArray, np.minimum(first, self.known))
 
+    def extends(self, slot: int, ids: IntArray) -> bool:
+        """Whether `ids` goes on from all that is computed in the slot."""
+        computed = int(self.computed[slot])
+        return 0 < computed <= len(ids) and bool((self.tokens[slot, :computed] == ids[:computed]).all())
+
     def draw(self, slots: IntArray) -> Draw:
         """Sampling parameters and random numbers for the next token of these slots."""
         return Draw(
