@@ -212,8 +212,8 @@ def register_attention() -> None:
 def micro_batches(samples: Sequence[Sample], max_tokens: int) -> list[list[Sample]]:
     """Split into micro-batches of at most `max_tokens` packed tokens, groups together where they fit.
 
-    What a group shares counts once, as it is computed once; the rows of one episode are never apart. Groups, or what
-    fits of them, go in by size, largest first, each into the first micro-batch with room.
+    What a group shares counts once, as it is computed once; the rows of one episode are never apart. Groups, or
+    what fits of them, go in by size, largest first, each into the first micro-batch with room.
 
     Raises:
         ValueError: one episode alone has more than `max_tokens` tokens.
