@@ -107,8 +107,9 @@ class SimulatedEngine:
     def __init__(self, completions: Sequence[Completion], slots: int, step_s: float) -> None:
         self.policy_version = 0
         self.load = Load()
-        self._completions, self._slots, self._step_s = completions, slots, step_s
-        self._waiting: deque[tuple[int, Completion, asyncio.Future[Completion]]] = deque()
+        self._completions, self._step_s = completions, step_s
+        self._free = [0.0] * slots  # since when each idle slot has been idle; a heap
+        self._waiting: deque[tuple[float, int, Completion, asyncio.Future[Completion]]] = deque()
         self._ending: list[tuple[float, int, Completion, asyncio.Future[Completion]]] = []
         self._known: dict[str | None, tuple[int, int, float]] = {}  # tokens, turn, seconds alone
         self._prefill_free = 0.0
@@ -131,33 +132,36 @@ class SimulatedEngine:
         self.load.prefilled += new
         self.load.turns += 1
         future: asyncio.Future[Completion] = asyncio.get_running_loop().create_future()
-        self._waiting.append((new, completion, future))
+        self._waiting.append((asyncio.get_running_loop().time(), new, completion, future))
         self._fill()
         self.load.cpu_s += time.thread_time() - began
         return await future
 
     def _fill(self) -> None:
-        """Give free slots to who waits longest; wake up when the first of the running ones ends."""
-        loop = asyncio.get_running_loop()
-        now = loop.time()
-        while self._waiting and len(self._ending) < self._slots:
-            new, completion, future = self._waiting.popleft()
-            self._prefill_free = max(now, self._prefill_free) + new / PREFILL
+        """Give free slots to who waits longest; wake up when the first of the running ones ends.
+
+        A real engine is another process: it takes the next request from its queue when a slot is free, whether or
+        not this loop is busy at that moment. So a request begins when both it and the slot were there.
+        """
+        while self._waiting and self._free:
+            asked, new, completion, future = self._waiting.popleft()
+            self._prefill_free = max(asked, heapq.heappop(self._free), self._prefill_free) + new / PREFILL
             ends = self._prefill_free + len(completion.ids) * self._step_s
             self._count += 1
             heapq.heappush(self._ending, (ends, self._count, completion, future))
         if self._timer is not None:
             self._timer.cancel()
         if self._ending:
-            self._timer = loop.call_at(self._ending[0][0], self._end)
+            self._timer = asyncio.get_running_loop().call_at(self._ending[0][0], self._end)
 
     def _end(self) -> None:
         began, now = time.thread_time(), asyncio.get_running_loop().time()
         while self._ending and self._ending[0][0] <= now + 1e-6:
-            _, _, completion, future = heapq.heappop(self._ending)
+            ended, _, completion, future = heapq.heappop(self._ending)
+            heapq.heappush(self._free, ended)
             if not future.done():
                 future.set_result(completion)
-        self._fill()
+            self._fill()
         self.load.cpu_s += time.thread_time() - began
 
     def worked(self, session: str, seconds: float) -> None:
@@ -262,7 +266,7 @@ def simulate(quick: bool) -> dict[str, Any]:
     costs = {}
     for concurrent in (64, 1024) if quick else (64, 256, 1024, 4096):
         num = max(concurrent, 1024)
-        _, cpu, load = run(play(renderer, num, Quick, slots=10**6, step_s=0.0, concurrent=concurrent))
+        _, cpu, load = run(play(renderer, num, Quick, slots=num, step_s=0.0, concurrent=concurrent))
         costs[concurrent] = 1000 * cpu / load.turns
         print(f"{concurrent:5} concurrent episodes: {costs[concurrent]:.3f} ms of CPU per turn", flush=True)
     wall, cpu, load = run(play(renderer, episodes, Slow, slots=slots, step_s=STEP_S, concurrent=episodes))
