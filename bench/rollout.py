@@ -5,12 +5,12 @@
     python bench/rollout.py --staleness FOLDER  (d) staleness 4 over seeds, corrected and not (very long)
 
 (a) The engine is simulated: it decodes up to SLOTS sequences at once, STEP_S per token and sequence, and prefills
-PREFILL tokens a second, one prompt after another; requests queue for a slot. Everything else is real: groups,
-admission, transcripts, templates, parsing, tool dispatch. 4,096 episodes of four turns, tools that take lognormal
-time. No schedule can be faster than the decoding, the prefilling and the longest episode alone; throughput is
-given as a share of that bound. The clock of the simulation is the CPU time that this process has used, plus the
-waits, which are skipped: what else the machine does has no influence. CPU time per turn is that of the process
-without what the simulation takes.
+PREFILL tokens a second, one prompt after another, the prompt of a group once; requests queue for a slot, in the
+order in which they came. Everything else is real: groups, admission, transcripts, templates, parsing, tool dispatch.
+4,096 episodes of four turns, tools that take lognormal time. No schedule can be faster than the decoding, the
+prefilling and the longest episode alone; throughput is given as a share of that bound. The clock of the simulation
+is the CPU time that this process has used, plus the waits, which are skipped: what else the machine does has no
+influence. CPU time per turn is that of the process without what the simulation takes.
 
 (b), the real local engine against padded `generate` and continuous batching, is bench/engine.py.
 
@@ -112,6 +112,7 @@ class SimulatedEngine:
         self._waiting: deque[tuple[float, int, Completion, asyncio.Future[Completion]]] = deque()
         self._ending: list[tuple[float, int, Completion, asyncio.Future[Completion]]] = []
         self._known: dict[str | None, tuple[int, int, float]] = {}  # tokens, turn, seconds alone
+        self._prompts: set[tuple[int, ...]] = set()
         self._prefill_free = 0.0
         self._count = 0
         self._timer: asyncio.TimerHandle | None = None
@@ -126,6 +127,9 @@ class SimulatedEngine:
             self._completions[-1] if last else self._completions[rng.randrange(len(self._completions) - 1)]
         )
         new = len(ids) - known
+        if not known:  # a prompt that another episode of the group brought is in the prefix cache
+            new = new if (prompt := tuple(ids)) not in self._prompts else 1
+            self._prompts.add(prompt)
         alone += new / PREFILL + len(completion.ids) * self._step_s
         self._known[session] = (len(ids) + len(completion.ids), turn + 1, alone)
         self.load.sampled += len(completion.ids)
