@@ -122,23 +122,32 @@ def sparkline(values: list[float], width: int) -> str:
 # --- plain lines -----------------------------------------------------------------------------------------------
 
 
+LINE_EVERY_S = 5.0
+"""Units that are no training steps, such as those of a warm-up, get a line at most this often."""
+
+
 class PlainDisplay(Display):
     """One line for each step that has something to say; no colour, no cursor movement."""
 
     def __init__(self, console: Console, *, again: str, clock: Callable[[], float] = time.monotonic) -> None:
         self.console, self.again = console, again
         self.progress = Progress(clock)
+        self._said = 0.0
 
     def phase(self, name: str, total: int | None = None, done: int = 0) -> None:
         """Announce the phase."""
         self.progress.begin(name, total, done)
+        self._said = self.progress.started
         size = f", {total} to do" if total is not None and not done else ""
         self._line(f"{name}: begins{size}" if not done else f"{name}: goes on after {self.progress.count()}")
 
     def step(self, metrics: Mapping[str, float]) -> None:
         """Write the line of a step; a unit without metrics is only counted."""
-        self.progress.advance(metrics)
-        if metrics:
+        progress = self.progress
+        progress.advance(metrics)
+        last, waited = progress.done == progress.total, progress.latest - self._said >= LINE_EVERY_S
+        if metrics and (last or waited or not metrics.keys().isdisjoint(("reward", "solved", "held_out"))):
+            self._said = progress.latest
             self._line(self.line(metrics))
 
     def line(self, metrics: Mapping[str, float]) -> str:

@@ -61,6 +61,17 @@ def test_plain_lines_have_everything_and_no_escapes():
     ]
 
 
+def test_units_of_a_warm_up_share_a_line():
+    out, clock = console(terminal=False, width=80), Clock()
+    display = PlainDisplay(out, again="", clock=clock)
+    display.phase("warm-up", total=20)
+    for _ in range(20):
+        clock.now += 1.0
+        display.step({"loss": 0.5})
+    said = [line.split()[1] for line in written(out).splitlines()[1:]]
+    assert said == ["5/20", "10/20", "15/20", "20/20"]
+
+
 def test_a_reward_that_is_the_only_one_is_said_once():
     out = console(terminal=False)
     display = PlainDisplay(out, again="", clock=Clock())
