@@ -1,10 +1,12 @@
 """How long a sandbox keeps a policy waiting, and what it costs.
 
-    python -m bench.sandbox [--seconds 2] [--concurrency 1,2,16,64] [--rows namespace,docker] [--out FOLDER]
+    python -m bench.sandbox [--quick] [--seconds 2] [--concurrency 1,2,16] [--rows namespace,docker] [--out FOLDER]
 
 Rows: `subprocess` (what most tool code does), `namespace` (the default back-end), `docker` (the same supervisor in
 a hardened container), `docker exec` and `docker run` (how it is usually done). Docker rows need an engine: see
-scripts/ci-docker. CPU is that of the client, the keeper, the sandboxes, and the engine with its shims.
+scripts/ci-docker. CPU is that of the client, the keeper, the sandboxes, and the engine with its shims. The last
+line is JSON: a fresh Python call of the default back-end against a subprocess, one at a time, and the other goals.
+`--quick` takes half a second a figure, one and sixteen at once, no containers, and writes no files.
 
     python -m bench.sandbox chaos [--leases 10000] [--cancellations 1000]
 
@@ -28,6 +30,7 @@ from pathlib import Path
 from agentrl.sandbox import Box, Sandbox, SandboxPool
 from agentrl.testing.sandbox_suite.endurance import chaos
 
+FRESH_GOAL_MS, SUSTAINED_GOAL = 2.0, 200
 Call = Callable[[], Awaitable[object]]
 WORKERS_LIMIT = {"docker exec": 16, "docker run": 2, "docker": 16}
 """A container costs half a second and the engine's CPU: more at once would only queue up on two cores."""
@@ -273,6 +276,37 @@ def table(figures: list[Figure]) -> str:
     return "\n".join(lines)
 
 
+def summary(figures: list[Figure]) -> dict[str, object]:
+    """The goals for the default back-end, and how it stands to them; only what was measured."""
+    found = {(f.row, f.what, f.concurrency): f for f in figures}
+    fresh, plain_call = found.get(("namespace", "python", 1)), found.get(("subprocess", "python", 1))
+    if fresh is None or plain_call is None:
+        return {"bench": "sandbox", "ours": None, "met": None}
+    session, lease = found["namespace", "session", 1], found["namespace", "lease", 1]
+    sustained = min(f.calls_per_s for f in figures if (f.row, f.what) == ("namespace", "python"))
+    worker = found.get(("docker", "python", 1))
+    others = {
+        "session_ms": (session.p50_ms, 0.2),
+        "lease_ms": (lease.p50_ms, 5.0),
+        **({} if worker is None else {"docker_to_namespace": (worker.p50_ms / fresh.p50_ms, 1.5)}),
+    }
+    met = fresh.p50_ms <= FRESH_GOAL_MS and sustained >= SUSTAINED_GOAL
+    return {
+        "bench": "sandbox",
+        "ours": round(fresh.p50_ms, 2),
+        "baseline": round(plain_call.p50_ms, 2),
+        "ratio": round(plain_call.p50_ms / fresh.p50_ms, 1),
+        "unit": "ms for a fresh Python call, p50, one at a time",
+        "goal": FRESH_GOAL_MS,
+        "met": met and all(value <= goal for value, goal in others.values()),
+        "calls_per_s": round(sustained),
+        "calls_per_s_goal": SUSTAINED_GOAL,
+        **{name: round(value, 2) for name, (value, _) in others.items()},
+        **{f"{name}_goal": goal for name, (_, goal) in others.items()},
+        "load_average": round(os.getloadavg()[0], 1),
+    }
+
+
 async def latency(arguments: argparse.Namespace) -> None:
     """The table."""
     meter = Meter()
@@ -297,7 +331,12 @@ async def latency(arguments: argparse.Namespace) -> None:
                     print(table([figure]).splitlines()[-1], flush=True)
     finally:
         meter.close()
-    folder = Path(arguments.out)
+    if not arguments.quick:
+        _write(figures, Path(arguments.out))
+    print(json.dumps(summary(figures)))
+
+
+def _write(figures: list[Figure], folder: Path) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     machine = f"{os.cpu_count()} cores, {platform.machine()}, Linux {platform.release().split('-')[0]}"
     body = f"# Sandbox latency\n\n{machine}, Python {platform.python_version()}, load {os.getloadavg()[0]:.1f}\n\n"
@@ -316,7 +355,10 @@ def main() -> None:
     parser.add_argument("--backend", default="namespace")
     parser.add_argument("--leases", type=int, default=10_000)
     parser.add_argument("--cancellations", type=int, default=1_000)
+    parser.add_argument("--quick", action="store_true", help="under a minute, without containers or files")
     arguments = parser.parse_args()
+    if arguments.quick:
+        arguments.seconds, arguments.concurrency, arguments.rows = 0.5, "1,16", "subprocess,namespace"
     if arguments.what == "latency":
         asyncio.run(latency(arguments))
     else:
