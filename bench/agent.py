@@ -1,7 +1,8 @@
 """An agent written only with the `openai` client, trained through the recorder, beside the built-in loop.
 
 Both start from one cold-started policy and see the same tasks. The built-in loop runs the env's own tool; the
-agent of examples/agent/ has a while-loop and a tool of its own, and its episodes come over HTTP.
+agent of examples/agent/ has a while-loop and a tool of its own, and its episodes come over HTTP. The file holds
+what came of it; how long it took is printed.
 
     python bench/agent.py --steps 25 --groups 16        # writes bench/results/agent.json
     python bench/agent.py --start runs/calculator/start # from a cold-started policy that is there
@@ -12,7 +13,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import platform
 import sys
 import time
 from pathlib import Path
@@ -40,8 +40,8 @@ def configured(start: Path | None, args: argparse.Namespace, *, agent: bool, ste
     return RunConfig.model_validate(data)
 
 
-def train(config: RunConfig, folder: Path) -> dict[str, Any]:
-    """One run: held-out success by step, and what its episodes cost."""
+def train(config: RunConfig, folder: Path) -> tuple[dict[str, Any], dict[str, float]]:
+    """One run: held-out success by step and what its episodes were like; and how long it took."""
     from agentrl.train.run import train_run
 
     began = time.perf_counter()
@@ -50,18 +50,21 @@ def train(config: RunConfig, folder: Path) -> dict[str, Any]:
         lines = store.metrics()
     steps = [line for line in lines if line["step"] > 0]
     agent = sorted({key for line in steps for key in line if key.startswith("env/agent/")})
+    took = {
+        "train_s": round(summary.train_seconds, 1),
+        "wall_s": round(time.perf_counter() - began, 1),
+        "rollout_s_per_step": round(sum(line["rollout_seconds"] for line in steps) / len(steps), 2),
+        "load_average": round(os.getloadavg()[0], 1),
+    }
     return {
         "held_out": {str(line["step"]): line["held_out"] for line in lines if "held_out" in line},
         "solved_first_5": round(sum(line["solved"] for line in steps[:5]) / len(steps[:5]), 4),
         "solved_last_5": round(sum(line["solved"] for line in steps[-5:]) / len(steps[-5:]), 4),
         "episodes": summary.episodes,
         "infra_failures": summary.infra_failures,
-        "train_s": round(summary.train_seconds, 1),
-        "wall_s": round(time.perf_counter() - began, 1),
-        "rollout_s_per_step": round(sum(line["rollout_seconds"] for line in steps) / len(steps), 2),
         "drift_mean_abs_max": max(line.get("drift/mean_abs", 0.0) for line in steps),
         **{key: sum(line.get(key) or 0.0 for line in steps) for key in agent},
-    }
+    }, took
 
 
 def main() -> None:
@@ -81,13 +84,11 @@ def main() -> None:
         start = args.folder / "made" / "start"
     found = {
         "settings": {"steps": args.steps, "groups_per_step": args.groups, "group_size": 8, "tasks": args.tasks},
-        "machine": f"{platform.machine()}, {len(os.sched_getaffinity(0))} cores",
     }
     for name, agent in (("agent through the recorder", True), ("built-in loop", False)):
         config = configured(start.absolute(), args, agent=agent, steps=args.steps)
-        found[name] = train(config, args.folder / name.replace(" ", "-"))
-        found[name]["load_average"] = round(os.getloadavg()[0], 1)
-        print(name, json.dumps(found[name]), file=sys.stderr, flush=True)
+        found[name], took = train(config, args.folder / name.replace(" ", "-"))
+        print(name, json.dumps(found[name] | took), file=sys.stderr, flush=True)
         RESULTS.parent.mkdir(exist_ok=True)
         RESULTS.write_text(json.dumps(found, indent=1) + "\n")
     print(json.dumps(found, indent=1))

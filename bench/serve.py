@@ -1,17 +1,19 @@
 """What the endpoint adds to an engine: latency of a request, requests a second, memory over many requests.
 
-    python bench/serve.py [--quick] [--json FILE]
+    python bench/serve.py [--only timing|memory] [--quick] [--json FILE]
 
 The engine answers at once with a prepared completion, so that all time is the endpoint's: HTTP, checking,
-rendering, recognition, reading the completion. Requests are chats of four messages with one tool; the client is a
-process of its own that writes prepared bytes. `cpu_ms` is the server's CPU time for one request, which a busy
-machine changes little. `--quick` makes a tenth of the requests. The last line is the result as JSON.
+rendering, recognition, reading the completion. Requests are chats of four messages with one tool, each with a
+question of its own; the client is a process of its own that writes prepared bytes. `cpu_ms` is the server's CPU
+time for one request, which a busy machine changes little. `--quick` makes a tenth of the requests. The last line
+is the result as JSON.
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
+import itertools
 import json
 import os
 import statistics
@@ -50,10 +52,13 @@ CALL = {
 }
 CHAT = [
     {"role": "system", "content": "Use the calculator, then say the answer."},
-    {"role": "user", "content": "What is 2+3?"},
+    {"role": "user", "content": "What is 0000002+3?"},  # the number changes with every request
     {"role": "assistant", "content": "", "tool_calls": [CALL]},
     {"role": "tool", "tool_call_id": "call_1", "content": "5"},
 ]
+
+FILLING = 8000
+"""Requests after which what the server remembers of past ones has met its bounds."""
 
 
 class NoOpEngine:
@@ -89,17 +94,19 @@ def make_renderer(folder: Path) -> Renderer:
 # -- the client, in a process of its own -----------------------------------------------------------------------
 
 
-async def client(host: str, port: int, num: int, connections: int) -> dict[str, float]:
-    """Send `num` requests over `connections` and say how long each took."""
+async def client(host: str, port: int, first: int, num: int, connections: int) -> dict[str, float]:
+    """Send `num` requests over `connections`, counted from `first`, and say how long each took."""
     body = json.dumps({"model": "noop", "messages": CHAT, "tools": [TOOL], "temperature": 0}).encode()
     head = f"POST /v1/chat/completions HTTP/1.1\r\nHost: {host}\r\nContent-Length: {len(body)}\r\n\r\n".encode()
     seconds: list[float] = []
+    numbers = itertools.count(first)
 
     async def one(count: int) -> None:
         reader, writer = await asyncio.open_connection(host, port)
         for _ in range(count):
+            request = head + body.replace(b"0000002", b"%07d" % next(numbers))
             began = time.perf_counter()
-            writer.write(head + body)
+            writer.write(request)
             answered = await reader.readuntil(b"\r\n\r\n")
             assert answered.startswith(b"HTTP/1.1 200"), answered
             length = next(line for line in answered.lower().split(b"\r\n") if line.startswith(b"content-length:"))
@@ -121,12 +128,14 @@ async def client(host: str, port: int, num: int, connections: int) -> dict[str, 
     }
 
 
+asked = itertools.count(1, 100_000)
+
+
 async def measured(url: str, num: int, connections: int) -> dict[str, float]:
     """Run the client against the server of this process."""
+    words = [sys.executable, __file__, "--client", url, *map(str, (next(asked), num, connections))]
     began = time.process_time()
-    process = await asyncio.create_subprocess_exec(
-        sys.executable, __file__, "--client", url, str(num), str(connections), stdout=asyncio.subprocess.PIPE
-    )
+    process = await asyncio.create_subprocess_exec(*words, stdout=asyncio.subprocess.PIPE)
     out, _ = await process.communicate()
     if process.returncode:
         raise SystemExit("the client failed")
@@ -140,7 +149,30 @@ def memory_mb() -> float:
     return pages * os.sysconf("SC_PAGE_SIZE") / 2**20
 
 
-async def bench(quick: bool) -> dict[str, Any]:
+async def timing(url: str, scale: int) -> dict[str, Any]:
+    """Latency and requests a second, by connections."""
+    rows = []
+    for connections in (1, 16, 64):
+        rows.append(await measured(url, 3200 // scale, connections))
+        print("{connections:4.0f} connections {requests_per_s:7.0f} requests/s, p50 {p50_ms:6.2f} ms, "
+              "p99 {p99_ms:6.2f} ms, CPU {cpu_ms:5.2f} ms".format(**rows[-1]), flush=True)  # fmt: skip
+    return {"rows": rows, "added_p50_ms": rows[0]["p50_ms"], "added_p99_ms": rows[0]["p99_ms"]}
+
+
+async def memory(url: str, scale: int) -> dict[str, Any]:
+    """Resident memory of the server over many requests, once its bounded memories are full."""
+    filled = await measured(url, FILLING // scale, 16)
+    sizes = [memory_mb()]
+    for _ in range(4):
+        await measured(url, 5000 // scale, 16)
+        sizes.append(memory_mb())
+    requests = 4 * (5000 // scale // 16 * 16)
+    shown = ", ".join(f"{size:.1f}" for size in sizes)
+    print(f"memory after {filled['requests']:.0f} requests and over {requests} more: {shown} MiB", flush=True)
+    return {"memory": {"requests": requests, "mb": sizes}}
+
+
+async def bench(only: str | None, quick: bool) -> dict[str, Any]:
     """All measurements."""
     scale = 10 if quick else 1
     with tempfile.TemporaryDirectory() as folder:
@@ -149,30 +181,14 @@ async def bench(quick: bool) -> dict[str, Any]:
     engine = NoOpEngine(completion_of(renderer, said, [TOOL]))
     talk = Talk(engine, renderer, gate=Gate(1024), metrics=Metrics())
     app = create_app(talk, Settings(names=("noop",)), session=talk.open_session(100_000))
-    rows = []
+    found: dict[str, Any] = {"load": os.getloadavg()[0], "quick": quick}
     async with running(app) as url:
         await measured(url, 200, 4)  # warm
-        for connections in (1, 16, 64):
-            rows.append(await measured(url, 3200 // scale, connections))
-            print("{connections:4.0f} connections {requests_per_s:7.0f} requests/s, p50 {p50_ms:6.2f} ms, "
-                  "p99 {p99_ms:6.2f} ms, CPU {cpu_ms:5.2f} ms".format(**rows[-1]), flush=True)  # fmt: skip
-        before = memory_mb()
-        first = await measured(url, 5000 // scale, 16)
-        middle = memory_mb()
-        second = await measured(url, 20_000 // scale - int(first["requests"]), 16)
-        after = memory_mb()
-    requests = int(first["requests"] + second["requests"])
-    print(
-        f"memory {before:.1f} MiB, {middle:.1f} after {int(first['requests'])} more, {after:.1f} after {requests}"
-    )
-    return {
-        "rows": rows,
-        "added_p50_ms": rows[0]["p50_ms"],
-        "added_p99_ms": rows[0]["p99_ms"],
-        "memory": {"requests": requests, "before_mb": before, "middle_mb": middle, "after_mb": after},
-        "load": os.getloadavg()[0],
-        "quick": quick,
-    }
+        if only != "memory":
+            found |= await timing(url, scale)
+        if only != "timing":
+            found |= await memory(url, scale)
+    return found
 
 
 def main() -> None:
@@ -180,14 +196,15 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n", 1)[0])
     parser.add_argument("--quick", action="store_true")
     parser.add_argument("--json", type=Path)
-    parser.add_argument("--client", nargs=3, metavar=("URL", "NUM", "CONNECTIONS"), help=argparse.SUPPRESS)
+    parser.add_argument("--only", choices=("timing", "memory"))
+    parser.add_argument("--client", nargs=4, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.client:
-        url, num, connections = options.client
+        url, *counts = options.client
         host, port = url.removeprefix("http://").split(":")
-        print(json.dumps(asyncio.run(client(host, int(port), int(num), int(connections)))))
+        print(json.dumps(asyncio.run(client(host, int(port), *map(int, counts)))))
         return
-    result = asyncio.run(bench(options.quick))
+    result = asyncio.run(bench(options.only, options.quick))
     if options.json:
         options.json.write_text(json.dumps(result, indent=1) + "\n")
     print(json.dumps(result))

@@ -131,12 +131,13 @@ class Transcript:
                 self._restart(rewritten, (self._context + new)[-1])
         self._context += new
 
-    def resume(self, ids: Sequence[int], messages: Sequence[Message]) -> None:
+    def resume(self, ids: Sequence[int], messages: Sequence[Message], *, thinking: bool | None = None) -> None:
         """Go on with a whole context that the caller rendered: it begins with this branch, the rest is prompt.
 
         Args:
             ids: the context, generation prompt included.
             messages: what the rest of it says; at least one.
+            thinking: whether it opens a think block; None means as the template does.
 
         Raises:
             ValueError: `ids` does not begin with the ids of this branch.
@@ -149,7 +150,7 @@ class Transcript:
         self._messages.extend(messages)
         self._context += new
         self._add(Segment(tuple(ids[count:]), "prompt", self._node, new[-1]))
-        self._thinking = self.renderer.habits.thinks
+        self._thinking = self.renderer.habits.thinks if thinking is None else thinking
 
     def complete(self, completion: Completion, *, message: Message | None = None) -> Message:
         """Append a completion exactly as sampled; returns the message that it reads as.

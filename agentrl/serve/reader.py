@@ -199,6 +199,7 @@ class Reader:
         self._unsettled = 0  # calls that have begun and are not complete
         self._complete_calls = 0
         self._cut = False
+        self._whole_at_once = False
 
     @property
     def cut(self) -> bool:
@@ -212,6 +213,7 @@ class Reader:
 
     def feed_all(self, ids: Sequence[int]) -> list[Delta]:
         """What a whole completion says, where it cannot be cut: the same as id by id, and much cheaper."""
+        self._whole_at_once = True
         return self._read(self._renderer.decode([id for id in ids if id not in self._renderer.stop_ids]))
 
     def feed(self, id: int) -> list[Delta]:
@@ -306,14 +308,15 @@ class Reader:
         return Incoming(Message("assistant", "".join(self._said.content), calls, reasoning=reasoning), raw)
 
     def message(self, number: int) -> Message | None:
-        """What the completion says, where its tokens alone read otherwise; else None.
+        """What the completion says; None where that is what its tokens read as, and they are not read yet.
 
         Args:
             number: of the message in its transcript.
         """
-        if self._read_calls and not self.cut:
-            return None
         parsed = collect(self._events)
+        if self._read_calls and not self.cut:
+            # Read here as `Renderer.parse` reads it, but for a malformed call's text, which is not told twice.
+            return to_message(parsed, number) if self._whole_at_once and not parsed.errors else None
         if not self._read_calls:
             return Message("assistant", "".join(self._said.content), reasoning=parsed.reasoning)
         said = to_message(parsed, number)

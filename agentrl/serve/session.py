@@ -27,6 +27,9 @@ from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from typing import Any
 
+import numpy as np
+from numpy.typing import NDArray
+
 from agentrl.chat.parsers.base import unsound
 from agentrl.chat.template import Renderer
 from agentrl.chat.transcript import Transcript
@@ -153,26 +156,58 @@ class _Known:
 
     turns: OrderedDict[int, Turn] = field(default_factory=OrderedDict)  # least recently used first
     by_chain: dict[bytes, list[Turn]] = field(default_factory=dict)
+    by_tokens: dict[bytes, list[Turn]] = field(default_factory=dict)
     by_call: dict[str, Turn] = field(default_factory=dict)
+    ends: Counter[tuple[int, int]] = field(default_factory=Counter)  # (tokens, last id) of the turns
     tokens: int = 0
 
     def add(self, turn: Turn) -> None:
+        ids = np.asarray(turn.branch.ids)
         self.turns[turn.number] = turn
         self.by_chain.setdefault(turn.chain, []).append(turn)
+        self.by_tokens.setdefault(_token_hash(turn.tools, ids).digest(), []).append(turn)
         for call in turn.sent.tool_calls:
             self.by_call[call.id] = turn
-        self.tokens += len(turn.branch.ids)
+        self.ends[len(ids), int(ids[-1])] += 1
+        self.tokens += len(ids)
 
     def drop_oldest(self) -> Turn:
         _, turn = self.turns.popitem(last=False)
-        same = self.by_chain[turn.chain]
-        same.remove(turn)
-        if not same:
-            del self.by_chain[turn.chain]
+        ids = np.asarray(turn.branch.ids)
+        _take_out(self.by_chain, turn.chain, turn)
+        _take_out(self.by_tokens, _token_hash(turn.tools, ids).digest(), turn)
         for call in turn.sent.tool_calls:
             self.by_call.pop(call.id, None)
-        self.tokens -= len(turn.branch.ids)
+        end = len(ids), int(ids[-1])
+        self.ends[end] -= 1
+        if not self.ends[end]:
+            del self.ends[end]
+        self.tokens -= len(ids)
         return turn
+
+    def begins(self, ids: Sequence[int], offered: bytes) -> Turn | None:
+        """The turn with most tokens that `ids` begin with and go beyond; the newest of several."""
+        array = np.asarray(ids)
+        ends = [count for count, id in enumerate(array[:-1].tolist(), 1) if (count, id) in self.ends]
+        found, hashed, at = None, _token_hash(offered, array[:0]), 0
+        for end in ends:
+            hashed.update(array[at:end].tobytes())
+            found, at = self.by_tokens.get(hashed.digest(), [found])[-1], end
+        return found
+
+
+def _take_out(turns: dict[bytes, list[Turn]], key: bytes, turn: Turn) -> None:
+    same = turns[key]
+    same.remove(turn)
+    if not same:
+        del turns[key]
+
+
+def _token_hash(tools: bytes, ids: NDArray[np.int64]) -> hashlib.blake2b:
+    """Of tokens and the tools that were on offer; more tokens may be added to it."""
+    hashed = hashlib.blake2b(tools, digest_size=16)
+    hashed.update(ids.tobytes())
+    return hashed
 
 
 class Session:
@@ -245,8 +280,10 @@ class Session:
             branch = (
                 Transcript(self.renderer, tools) if self.ledger is None else self.ledger.fork(keep=0, tools=tools)
             )
-        branch.extend(messages)
-        if matched is Matched.FORK and (same := self._by_tokens(branch.ids, offered)) is not None:
+        if found is not None or self.ledger is not None or not _rendered_whole(branch, messages):
+            branch.extend(messages)
+        if matched is Matched.FORK and (same := self._known.begins(branch.ids, offered)) is not None:
+            self._known.turns.move_to_end(same.number)
             found, matched, drift, conversation = same, Matched.TOKENS, (), same.conversation
             last = max(n for n, one in enumerate(incoming) if one.message.role == "assistant")
             ids, branch = branch.ids, same.branch.fork()
@@ -346,16 +383,6 @@ class Session:
             return found, at, Matched.CALL_ID if named is found else Matched.FORM
         return None, -1, Matched.FORK if assistants else Matched.OPENING
 
-    def _by_tokens(self, ids: Sequence[int], offered: bytes) -> Turn | None:
-        """The newest turn with whose tokens `ids` begin."""
-        for turn in reversed(self._known.turns.values()):
-            known = turn.branch.ids
-            count = len(known)
-            same = turn.tools == offered and count < len(ids) and known[-1] == ids[count - 1]
-            if same and tuple(known) == tuple(ids[:count]):
-                return turn
-        return None
-
     def _drift(
         self, incoming: Sequence[Incoming], offered: bytes, found: Turn | None, at: int
     ) -> tuple[Drift, ...]:
@@ -394,6 +421,31 @@ class Session:
                 message, tool_calls=tuple(replace(call, id=own(call.id)) for call in message.tool_calls)
             )
         return message
+
+
+def _rendered_whole(branch: Transcript, messages: Sequence[Message]) -> bool:
+    """Put the first prompt into an empty branch as one piece; False where only `Transcript.extend` can say it.
+
+    The tokens are the same. Which of them are whose message is known of the last one only, which is enough where
+    no ledger is kept; to tell them all apart the template must be rendered once for each message.
+
+    Raises:
+        TemplateError: the template refuses these messages.
+    """
+    renderer, vocabulary = branch.renderer, branch.renderer.vocabulary
+    data = [renderer.data(message) for message in messages]
+    prompt = renderer.render_data(data, branch.tools, generation_prompt=True)
+    opening, closing = renderer.parser.think
+    thinking = False
+    if opening and opening in vocabulary.unshield(prompt):  # in the generation prompt, or only in a message?
+        said = renderer.render_data(data, branch.tools)
+        tail = prompt[len(said) :]
+        if not prompt.startswith(said) or next((at for at, _, _ in vocabulary.split_control(tail)), -1) != 0:
+            return False
+        tail = vocabulary.unshield(tail)
+        thinking = tail.rfind(opening) > tail.rfind(closing)
+    branch.resume(vocabulary.encode(prompt), messages, thinking=thinking)
+    return True
 
 
 def arguments_text(call: ToolCall) -> str:

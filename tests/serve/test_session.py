@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
-from serve_kit import TOOLS, call, incoming, said
+from serve_kit import TOOLS, call, incoming, make_renderer, said
 
-from agentrl.chat.template import Renderer
+from agentrl.chat.template import CHATML_TEMPLATE, Renderer
 from agentrl.chat.transcript import Transcript
 from agentrl.serve.session import DriftKind, Incoming, Matched, Session, UnrenderableError
 from agentrl.types import Message
@@ -150,3 +151,37 @@ def test_what_only_the_template_leaves_out_is_recognised_by_its_tokens(renderer:
     assert tuple(prompt.branch.branch[-2].ids) == turn.completion.ids
     again = session.add(prompt, said(renderer, Message("assistant", "Yes.")))
     assert again.parent == turn.number
+
+
+def test_of_several_turns_that_a_request_begins_with_the_longest_is_gone_on_from(renderer: Renderer):
+    session = Session(renderer, max_tokens=10_000)
+    ask = [incoming("user", "What is 2 plus 3?")]
+    first = session.add(session.prompt(ask), said(renderer, Message("assistant", "The answer is 5.")))
+    more = [*ask, incoming("assistant", "The answer is 5."), incoming("user", "Sure?")]
+    second = session.add(session.prompt(more), said(renderer, Message("assistant", "Yes.")))
+    session.prompt(more)  # the shorter turn is the one used last
+    assert second.parent == first.number
+    named = replace(ask[0], message=replace(ask[0].message, name="bob"))
+    longer = [named, *more[1:], incoming("assistant", "Yes."), incoming("user", "Really?")]
+    assert (session.prompt(longer).matched, session.prompt(longer).parent) == (Matched.TOKENS, second.number)
+    session.forget_all()
+    assert session.prompt(longer).matched is Matched.FORK
+    known = session._known
+    left = [known.by_tokens, known.by_chain, known.by_call, known.ends, known.turns]
+    assert not any(left)
+    assert known.tokens == 0
+
+
+@pytest.mark.parametrize(
+    "opens", ["", "<think>\n", "<think>\n\n</think>\n\n"], ids=["plain", "thinking", "thought"]
+)
+def test_a_first_prompt_is_the_same_with_and_without_a_ledger(renderer: Renderer, tmp_path: Path, opens: str):
+    make_renderer(tmp_path)
+    before, head, after = CHATML_TEMPLATE.rpartition("<|im_start|>assistant\\n")
+    changed = Renderer.from_directory(tmp_path, template=before + head + opens.replace("\n", "\\n") + after)
+    request = [*OPENING, incoming("assistant", "5 it <think> is."), incoming("user", "Sure? <think>")]
+    kept, bare = (Session(changed, ledger=ledger) for ledger in (Transcript(changed), None))
+    prompts = [session.prompt(request, TOOLS) for session in (kept, bare)]
+    assert tuple(prompts[0].ids) == tuple(prompts[1].ids)
+    assert [prompt.branch.thinking for prompt in prompts] == [opens == "<think>\n"] * 2
+    assert changed.decode(prompts[1].ids).endswith(f"<|im_start|>assistant\n{opens}")
