@@ -1,4 +1,4 @@
-"""The local engine: continuous batching in PyTorch, in this process, on CPU or CUDA.
+"""The local engine: continuous batching in PyTorch, on CPU or CUDA; `apart.py` has it in a process of its own.
 
 One thread owns the model, the cache and the scheduler; the event loop talks to it through a queue. Why it is built
 like this, with figures: docs/design/local-engine.md.
@@ -42,6 +42,49 @@ SMALLEST_CONTEXT = 256
 """Without `max_context`, a cache that holds fewer tokens is an error."""
 
 
+class EngineCore:
+    """Model, cache and scheduler: what samples, without the thread or the process that it works in."""
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        *,
+        max_slots: int = 256,
+        max_context: int | None = None,
+        prefill_chunk: int | None = None,
+        cache_mb: int | None = None,
+        threads: int | None = None,
+    ) -> None:
+        """See `LocalEngine`."""
+        self.model = FlatModel(model)
+        self.scheduler = Scheduler(
+            self.model, self.model.shape, _limits(self.model, max_slots, max_context, prefill_chunk, cache_mb)
+        )
+        self.max_context = self.scheduler.limits.max_context
+        self.vocabulary = self.model.vocabulary
+        self.threads = threads or (1 if self.model.parameters < SMALL_MODEL else torch.get_num_threads())
+
+    @classmethod
+    def from_directory(
+        cls, path: str | Path, *, dtype: str = "float32", device: str = "cpu", **bounds: int | None
+    ) -> EngineCore:
+        """Load the model from a Hugging Face directory; see `__init__` for the bounds.
+
+        Raises:
+            ConfigError: the directory or the model cannot be used.
+        """
+        return cls(load_model(path, dtype=dtype, device=device), **bounds)  # type: ignore[arg-type]
+
+    def update(self, weights: Mapping[str, Tensor], version: int) -> None:
+        """Replace the weights between two steps.
+
+        Raises:
+            ValueError: names or shapes do not fit the model, or a parameter is missing; nothing is changed then.
+        """
+        self.model.update(weights)
+        self.scheduler.drop_states(version)
+
+
 class LocalEngine:
     """An `Engine` over a transformers model in this process.
 
@@ -76,13 +119,17 @@ class LocalEngine:
         Raises:
             ConfigError: a model whose attention cannot be replaced, or bounds that cannot be kept.
         """
-        self._model = FlatModel(model)
-        self._scheduler = Scheduler(
-            self._model, self._model.shape, _limits(self._model, max_slots, max_context, prefill_chunk, cache_mb)
+        self._core = EngineCore(
+            model,
+            max_slots=max_slots,
+            max_context=max_context,
+            prefill_chunk=prefill_chunk,
+            cache_mb=cache_mb,
+            threads=threads,
         )
-        self.max_context = self._scheduler.limits.max_context
+        self._model, self._scheduler = self._core.model, self._core.scheduler
+        self.max_context = self._core.max_context
         others = torch.get_num_threads()
-        self._threads = threads or (1 if self._model.parameters < SMALL_MODEL else others)
         self._inbox: queue.SimpleQueue[_Command] = queue.SimpleQueue()
         self._answers: dict[asyncio.AbstractEventLoop, list[Callable[[], None]]] = {}
         self._lock = threading.Lock()
@@ -149,7 +196,7 @@ class LocalEngine:
         self, ids: Sequence[int], sampling: Sampling, session: str | None, watch: Watch | None
     ) -> Completion:
         check_sampling(sampling)
-        prompt = self._prompt(ids)
+        prompt = check_prompt(check_ids(ids, self._core.vocabulary), self.max_context)
         loop = asyncio.get_running_loop()
         future: asyncio.Future[Completion] = loop.create_future()
         seed = secrets.randbits(64) if sampling.seed is None else sampling.seed % 2**64
@@ -175,11 +222,7 @@ class LocalEngine:
             ValueError: names or shapes do not fit the model, or a parameter is missing; nothing is changed then.
         """
 
-        def update() -> None:
-            self._model.update(weights)
-            self._scheduler.drop_states(version)
-
-        await self._call(update)
+        await self._call(partial(self._core.update, weights, version))
 
     async def token_logprobs(self, rows: Sequence[Sequence[int]]) -> list[list[float]]:
         """Per row the logprob (temperature 1) of each token but the first, given those before it; no cache used.
@@ -187,7 +230,7 @@ class LocalEngine:
         Raises:
             ValueError: a row is empty or holds an id outside the vocabulary.
         """
-        checked = [self._ids(row).tolist() for row in rows]
+        checked = [check_ids(row, self._core.vocabulary).tolist() for row in rows]
 
         def score() -> list[list[float]]:
             results = []
@@ -201,7 +244,7 @@ class LocalEngine:
 
     async def prompt_logprobs(self, ids: Sequence[int], *, top: int = 0) -> list[Drawn]:
         """Score tokens that were not drawn; see `ScoringEngine`."""
-        row = self._ids(ids).tolist()
+        row = check_ids(ids, self._core.vocabulary).tolist()
 
         def score() -> list[Drawn]:
             logprobs_TV = torch.log_softmax(self._model.packed([row]).float(), -1)[:-1]
@@ -217,25 +260,6 @@ class LocalEngine:
         _running.discard(self)
 
     # -- from the event loop to the thread ---------------------------------------------------------------------
-
-    def _ids(self, ids: Sequence[int]) -> IntArray:
-        array = np.asarray(ids, dtype=np.int64)
-        if array.size == 0:
-            raise ValueError("ids is empty: there is nothing to continue")
-        low, high = int(array.min()), int(array.max())
-        if low < 0 or high >= self._model.vocabulary:
-            wrong = low if low < 0 else high
-            raise ValueError(f"token id {wrong} is outside the model's vocabulary of {self._model.vocabulary}")
-        return array
-
-    def _prompt(self, ids: Sequence[int]) -> IntArray:
-        array = self._ids(ids)
-        if array.size >= self.max_context:
-            raise ValueError(
-                f"the prompt has {array.size} tokens and max_context is {self.max_context}: "
-                "no room for a single new token"
-            )
-        return array
 
     async def _call(self, function: Callable[[], T]) -> T:
         """Run a function on the engine's thread between two steps."""
@@ -267,7 +291,7 @@ class LocalEngine:
     # -- on the thread -----------------------------------------------------------------------------------------
 
     def _main(self) -> None:
-        torch.set_num_threads(self._threads)
+        torch.set_num_threads(self._core.threads)
         self._counted.set()
         over = EngineError("the local engine is closed")
         try:
@@ -314,6 +338,27 @@ class LocalEngine:
         for loop, resolves in answers.items():
             with contextlib.suppress(RuntimeError):  # that loop is closed: nobody waits any more
                 loop.call_soon_threadsafe(_run_all, resolves)
+
+
+def check_ids(ids: Sequence[int], vocabulary: int) -> IntArray:
+    """The ids as an array. Raises ValueError where there are none, or one is outside the vocabulary."""
+    array = np.asarray(ids, dtype=np.int64)
+    if array.size == 0:
+        raise ValueError("ids is empty: there is nothing to continue")
+    low, high = int(array.min()), int(array.max())
+    if low < 0 or high >= vocabulary:
+        wrong = low if low < 0 else high
+        raise ValueError(f"token id {wrong} is outside the model's vocabulary of {vocabulary}")
+    return array
+
+
+def check_prompt(ids: IntArray, max_context: int) -> IntArray:
+    """The same ids. Raises ValueError where they leave no room for a new one."""
+    if ids.size >= max_context:
+        raise ValueError(
+            f"the prompt has {ids.size} tokens and max_context is {max_context}: no room for a single new token"
+        )
+    return ids
 
 
 _running: weakref.WeakSet[LocalEngine] = weakref.WeakSet()
