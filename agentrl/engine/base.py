@@ -51,6 +51,16 @@ class Engine(Protocol):
 
 
 @runtime_checkable
+class Interrupted(Protocol):
+    """An engine that may have to wait for its servers; other engines answer at all times."""
+
+    @property
+    def ready(self) -> bool:
+        """Whether a request would be answered now."""
+        ...
+
+
+@runtime_checkable
 class Sleeper(Protocol):
     """An engine that can free its GPU memory while a learner on the same GPU works."""
 

@@ -102,6 +102,11 @@ class ServedEngine:
         return self._version
 
     @property
+    def ready(self) -> bool:
+        """Whether there is a server with the current weights; requests wait for one otherwise."""
+        return any(not replica.asleep for replica in self._pool.ready)
+
+    @property
     def outage_s(self) -> float:
         """Seconds, so far, in which no server could answer: time that no episode is to blame for."""
         return self._pool.outage_s

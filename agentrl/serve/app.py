@@ -25,6 +25,7 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from agentrl.engine.base import Interrupted
 from agentrl.engine.watch import Drawn
 from agentrl.errors import EngineError
 from agentrl.serve import chat, responses
@@ -177,11 +178,11 @@ class Endpoint:
         ]
 
     async def health(self, request: Request) -> Response:
-        """200 where requests are answered, 503 while weights are replaced."""
-        closed = self.talk.gate.closed
-        status = "ok" if closed is None else "busy"
-        body = {"status": status, "policy_version": self.talk.engine.policy_version}
-        return JSONResponse(body, 200 if closed is None else 503)
+        """200 where requests are answered, 503 while they would wait for the engine."""
+        engine = self.talk.engine
+        ready = engine.ready if isinstance(engine, Interrupted) else True
+        body = {"status": "ok" if ready else "waiting", "policy_version": engine.policy_version}
+        return JSONResponse(body, 200 if ready else 503)
 
     async def metrics(self, request: Request) -> Response:
         """Counters in Prometheus' form."""
@@ -281,7 +282,8 @@ class Endpoint:
     async def _responses(self, request: Request, seat: Seat) -> Any:
         body = await self._body(request, ResponsesRequest)
         self._known_model(body.model)
-        job = await self.talk.prepare(responses.ask_of(body), seat)
+        earlier = responses.earlier_of(body, seat.session)
+        job = await self.talk.prepare(responses.ask_of(body, earlier), seat)
         writer = responses.ResponseWriter(body, job)
         return await self._play(request, job, writer, 1, bool(body.stream), _named, None)
 

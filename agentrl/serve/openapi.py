@@ -23,7 +23,7 @@ _ERRORS = {
     "408": "The request came too slowly.",
     "413": "The request is too large.",
     "429": "Too much runs at once; see Retry-After.",
-    "503": "The engine is lost.",
+    "503": "The engine is lost, or its servers are starting.",
 }
 _ENVELOPE = {
     "type": "object",

@@ -10,18 +10,21 @@ from dataclasses import dataclass
 from typing import Any
 
 from agentrl.engine.watch import Drawn
-from agentrl.serve.errors import invalid, unsupported
+from agentrl.serve.errors import ApiError, invalid, unsupported
 from agentrl.serve.grammar import AnswerFormat
 from agentrl.serve.messages import incoming_of, tools_of
 from agentrl.serve.reader import ArgumentsDelta, CallBegun, ContentDelta, Delta, ReasoningDelta
-from agentrl.serve.session import Incoming
+from agentrl.serve.session import Incoming, Session
 from agentrl.serve.talk import Ask, Job, Spoken, fresh_id, now
 from agentrl.serve.wire import CalledFunction, Function, Part, WireCall, WireMessage, WireTool
 from agentrl.serve.wire_responses import Item, ResponsesRequest, TextOptions
 
 
-def ask_of(request: ResponsesRequest) -> Ask:
+def ask_of(request: ResponsesRequest, earlier: Sequence[Incoming] = ()) -> Ask:
     """What the request asks for.
+
+    Args:
+        earlier: the conversation that it goes on from, without instructions.
 
     Raises:
         ApiError: a parameter has a value that is not known, or that is not supported.
@@ -33,7 +36,7 @@ def ask_of(request: ResponsesRequest) -> Ask:
     if choice in ("required", "named") and answer is not None:
         raise unsupported("text.format", "a forced call and a response format exclude one another")
     return Ask(
-        messages=_conversation(request),
+        messages=_conversation(request, earlier),
         tools=tools,
         choice=choice,  # type: ignore[arg-type]
         named=named,
@@ -78,10 +81,34 @@ def _format(text: TextOptions | None) -> AnswerFormat | None:
     return AnswerFormat(format.schema_)
 
 
-def _conversation(request: ResponsesRequest) -> list[Incoming]:
+def earlier_of(request: ResponsesRequest, session: Session) -> tuple[Incoming, ...]:
+    """The conversation that the request goes on from; empty where it names none.
+
+    Raises:
+        ApiError: there is no such response here.
+    """
+    id = request.previous_response_id
+    if id is None:
+        return ()
+    found = session.kept(id)
+    if found is None:
+        raise ApiError(
+            400,
+            f"Previous response with id {id[:200]!r} not found: it is not of this server, was not stored, or is "
+            "forgotten; send the whole conversation as `input`.",
+            param="previous_response_id",
+            code="previous_response_not_found",
+        )
+    return found
+
+
+def _conversation(request: ResponsesRequest, earlier: Sequence[Incoming]) -> list[Incoming]:
+    first = [WireMessage(role="system", content=request.instructions)] if request.instructions else []
+    return [*incoming_of(first), *earlier, *_new(request)]
+
+
+def _new(request: ResponsesRequest) -> list[Incoming]:
     messages: list[WireMessage] = []
-    if request.instructions:
-        messages.append(WireMessage(role="system", content=request.instructions))
     items = [Item(role="user", content=request.input)] if isinstance(request.input, str) else request.input
     if not items:
         raise invalid("input", "is empty")
@@ -182,7 +209,18 @@ class ResponseWriter:
         """The answer as one object."""
         (one,) = spoken
         self._absorb(one)
+        self._keep(one)
         return self._response(self._status(one), one)
+
+    def _keep(self, one: Spoken) -> None:
+        """Let the next request go on from here; before the client is told, who may ask at once."""
+        if self._stored:
+            before = self._job.ask.messages[bool(self._request.instructions) :]
+            self._job.session.keep(self._id, one.turn, before)
+
+    @property
+    def _stored(self) -> bool:
+        return self._request.store is not False
 
     def _absorb(self, one: Spoken) -> None:
         """The items of a turn that was not streamed."""
@@ -223,9 +261,9 @@ class ResponseWriter:
             "model": request.model,
             "output": [item.item(status) for item in self._items] if done else [],
             "parallel_tool_calls": request.parallel_tool_calls is not False,
-            "previous_response_id": None,
+            "previous_response_id": request.previous_response_id,
             "reasoning": {"effort": None, "summary": None},
-            "store": False,
+            "store": self._stored,
             "temperature": job.ask.temperature,
             "text": {"format": {"type": "text"} if format is None else format.model_dump(by_alias=True)},
             "tool_choice": request.tool_choice or "auto",
@@ -288,6 +326,7 @@ class ResponseWriter:
     def closing(self, spoken: Sequence[Spoken]) -> list[dict[str, Any]]:
         """Every item is complete, and so is the response."""
         (one,) = spoken
+        self._keep(one)
         status = self._status(one)
         events = [] if self._items else self._begin(_Open("message", fresh_id("msg_")))
         for place, item in enumerate(self._items):

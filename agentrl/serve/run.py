@@ -4,14 +4,20 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import ipaddress
+import json
 import socket
 from collections.abc import AsyncIterator, Generator
+from typing import Any
 
+import h11
 import uvicorn
 from starlette.types import ASGIApp
+from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from agentrl.errors import ConfigError
+from agentrl.serve.errors import ApiError
 
 SHUTDOWN_S = 5
 """How long answers may take to end when the server stops."""
@@ -25,9 +31,80 @@ class _Server(uvicorn.Server):
         yield
 
 
+class _Protocol(H11Protocol):
+    """One connection: the head of a request must be there in time, and what is no request is told so in our form.
+
+    Connections that wait between two requests are uvicorn's (`timeout_keep_alive`), bodies are the application's;
+    the rest of a body that is answered already has the time of a head.
+    """
+
+    def __init__(self, *args: Any, head_timeout_s: float, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self._head_timeout_s = head_timeout_s
+        self._slow: asyncio.TimerHandle | None = None
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        self._slow = self.loop.call_later(self._head_timeout_s, self._too_slow)
+
+    def data_received(self, data: bytes) -> None:
+        super().data_received(data)
+        self._watch()
+
+    def on_response_complete(self) -> None:
+        super().on_response_complete()
+        self._watch()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        super().connection_lost(exc)
+        self._stop_watching()
+
+    def send_400_response(self, msg: str) -> None:
+        self._refuse(ApiError(400, msg, code="invalid_http"))
+
+    def _watch(self) -> None:
+        ours, theirs = self.conn.our_state, self.conn.their_state
+        half = theirs is h11.IDLE and bool(self.conn.trailing_data[0])
+        if not (half or (ours is h11.DONE and theirs is h11.SEND_BODY)):
+            self._stop_watching()
+        elif self._slow is None:
+            self._slow = self.loop.call_later(self._head_timeout_s, self._too_slow)
+
+    def _stop_watching(self) -> None:
+        if self._slow is not None:
+            self._slow.cancel()
+            self._slow = None
+
+    def _too_slow(self) -> None:
+        if self.transport.is_closing():
+            return
+        if self.conn.our_state is h11.IDLE and self.conn.trailing_data[0]:
+            text = f"The head of the request took longer than {self._head_timeout_s:g} s."
+            self._refuse(ApiError(408, text, code="request_timeout"))
+        else:
+            self.transport.close()
+
+    def _refuse(self, error: ApiError) -> None:
+        """Answer a request that never reached the application, and hang up."""
+        body = json.dumps(error.body()).encode()
+        headers = [
+            ("content-type", "application/json"),
+            ("content-length", str(len(body))),
+            ("connection", "close"),
+        ]
+        for event in (h11.Response(status_code=error.status, headers=headers), h11.Data(body), h11.EndOfMessage()):
+            self.transport.write(self.conn.send(event) or b"")
+        self.transport.close()
+
+
 @contextlib.asynccontextmanager
-async def running(app: ASGIApp, *, host: str = "127.0.0.1", port: int = 0) -> AsyncIterator[str]:
+async def running(
+    app: ASGIApp, *, host: str = "127.0.0.1", port: int = 0, head_timeout_s: float = 30.0
+) -> AsyncIterator[str]:
     """Serve `app` while the block runs; gives the address, http://HOST:PORT. Port 0 takes a free one.
+
+    Args:
+        head_timeout_s: how long a client may take from its connection to the end of a request's head.
 
     Raises:
         ConfigError: the port cannot be had.
@@ -35,6 +112,8 @@ async def running(app: ASGIApp, *, host: str = "127.0.0.1", port: int = 0) -> As
     listener = _listen(host, port)
     config = uvicorn.Config(
         app,
+        http=functools.partial(_Protocol, head_timeout_s=head_timeout_s),  # type: ignore[arg-type]
+        proxy_headers=False,
         lifespan="off",
         ws="none",
         log_config=None,

@@ -45,6 +45,8 @@ class Matched(StrEnum):
     """There is no assistant turn in the request."""
     CALL_ID = "call_id"
     """By the ids minted for its tool calls, and the conversation before it is the one it was sampled after."""
+    NAME = "name"
+    """By the id of its response (`previous_response_id`), and the conversation before it is the same."""
     FORM = "form"
     """By the canonical form of the conversation up to it."""
     TOKENS = "tokens"
@@ -85,11 +87,13 @@ class Incoming:
         message: what it says; tool calls carry the client's ids.
         raw_arguments: the text of each call's arguments as sent, where `message` is an assistant turn.
         problem: why it cannot be rendered afresh (arguments that are no JSON object); a recognised turn is not.
+        turn: number of the turn of the session that this is, where the client named it; None finds out.
     """
 
     message: Message
     raw_arguments: tuple[str, ...] = ()
     problem: str = ""
+    turn: int | None = None
 
 
 class UnrenderableError(ValueError):
@@ -158,6 +162,8 @@ class _Known:
     by_chain: dict[bytes, list[Turn]] = field(default_factory=dict)
     by_tokens: dict[bytes, list[Turn]] = field(default_factory=dict)
     by_call: dict[str, Turn] = field(default_factory=dict)
+    by_name: dict[str, tuple[Incoming, ...]] = field(default_factory=dict)  # conversations that end with a turn
+    names: dict[int, list[str]] = field(default_factory=dict)
     ends: Counter[tuple[int, int]] = field(default_factory=Counter)  # (tokens, last id) of the turns
     tokens: int = 0
 
@@ -178,12 +184,21 @@ class _Known:
         _take_out(self.by_tokens, _token_hash(turn.tools, ids).digest(), turn)
         for call in turn.sent.tool_calls:
             self.by_call.pop(call.id, None)
+        for name in self.names.pop(turn.number, ()):
+            del self.by_name[name]
         end = len(ids), int(ids[-1])
         self.ends[end] -= 1
         if not self.ends[end]:
             del self.ends[end]
         self.tokens -= len(ids)
         return turn
+
+    def of(self, one: Incoming) -> Turn | None:
+        """The turn that an assistant message says it is, by its number or by the ids of its calls."""
+        if one.turn is not None:
+            return self.turns.get(one.turn)
+        ids = [call.id for call in one.message.tool_calls]
+        return next((self.by_call[id] for id in ids if id in self.by_call), None)
 
     def begins(self, ids: Sequence[int], offered: bytes) -> Turn | None:
         """The turn with most tokens that `ids` begin with and go beyond; the newest of several."""
@@ -338,6 +353,23 @@ class Session:
         self._forget()
         return turn
 
+    def keep(self, name: str, turn: Turn, before: Sequence[Incoming]) -> None:
+        """Let a conversation be gone on from by name for as long as its last turn is remembered.
+
+        Args:
+            name: of no other conversation.
+            turn: what it ends with.
+            before: what it says before that.
+        """
+        if turn.number in self._known.turns:
+            said = Incoming(turn.sent, turn.raw_arguments, turn=turn.number)
+            self._known.by_name[name] = (*before, said)
+            self._known.names.setdefault(turn.number, []).append(name)
+
+    def kept(self, name: str) -> tuple[Incoming, ...] | None:
+        """The conversation that was kept under a name; None where none was, or its last turn is forgotten."""
+        return self._known.by_name.get(name)
+
     def forget_all(self) -> None:
         """Forget every turn; engine sessions are told of through `on_forgotten`."""
         while self._known.turns:
@@ -376,11 +408,12 @@ class Session:
             candidates = self._known.by_chain.get(chains[at])
             if not candidates:
                 continue
-            ids = [call.id for call in incoming[at].message.tool_calls]
-            named = next((self._known.by_call[id] for id in ids if id in self._known.by_call), None)
+            named = self._known.of(incoming[at])
             found = named if named in candidates else candidates[-1]
             self._known.turns.move_to_end(found.number)
-            return found, at, Matched.CALL_ID if named is found else Matched.FORM
+            if named is not found:
+                return found, at, Matched.FORM
+            return found, at, Matched.CALL_ID if incoming[at].turn is None else Matched.NAME
         return None, -1, Matched.FORK if assistants else Matched.OPENING
 
     def _drift(
@@ -393,8 +426,7 @@ class Session:
         for number, one in enumerate(incoming[at + 1 :], at + 1):
             if one.message.role != "assistant":
                 continue
-            ids = [call.id for call in one.message.tool_calls]
-            ours = next((self._known.by_call[id] for id in ids if id in self._known.by_call), None)
+            ours = self._known.of(one)
             if ours is None:
                 events.append(Drift(DriftKind.FOREIGN, number))
             elif _form(one, {}) != _form(Incoming(ours.sent, ours.raw_arguments), {}):

@@ -89,16 +89,10 @@ class Spoken:
 
 @dataclass(slots=True)
 class Gate:
-    """How much may run at once.
-
-    Attributes:
-        limit: completions at once; more are told to come back.
-        closed: why nobody gets in just now (weights are being replaced); None lets them in.
-    """
+    """How much may run at once: `limit` completions; more are told to come back."""
 
     limit: int
     running: int = 0
-    closed: str | None = None
 
     def enter(self, count: int) -> None:
         """Take `count` places; give them back with `leave`.
@@ -106,8 +100,6 @@ class Gate:
         Raises:
             ApiError: there is no room.
         """
-        if self.closed is not None:
-            raise overloaded(self.closed, 1)
         if self.running and self.running + count > self.limit:
             raise overloaded(f"{self.running} completions are running already; at most {self.limit} may", 1)
         self.running += count

@@ -52,14 +52,18 @@ class TextOptions(Wire):
 
 
 class ResponsesRequest(Wire):
-    """POST /v1/responses. Nothing is stored: every request brings its whole conversation."""
+    """POST /v1/responses."""
 
     model_config = ConfigDict(extra="allow")
 
     model: str
     input: str | list[Item]
     instructions: str | None = None
-    """Becomes the first system message."""
+    """Becomes the first system message, of this response only: the next one brings its own."""
+    previous_response_id: str | None = None
+    """The response that `input` goes on from; its conversation is not sent again."""
+    store: bool | None = None
+    """False: no other response can go on from this one."""
     tools: list[FlatTool] | None = None
     tool_choice: Literal["none", "auto", "required"] | dict[str, Any] | None = None
     """`none`, `auto`, `required`, or {"type": "function", "name": ...}."""
@@ -81,11 +85,9 @@ HARMLESS: dict[str, tuple[Any, ...]] = {
     "background": (False,),
     "conversation": (),
     "max_tool_calls": (),
-    "previous_response_id": (),
     "prompt": (),
     "top_logprobs": (0,),
     "truncation": ("disabled",),
 }
 """Parameters that would change the answer, with the values (besides null) that change nothing."""
-_STORED = "this server stores no responses; send the whole conversation as `input`"
-HARMLESS_WHY = {"previous_response_id": _STORED, "conversation": _STORED}
+HARMLESS_WHY = {"conversation": "there are no conversation objects here; go on by `previous_response_id`"}

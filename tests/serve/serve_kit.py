@@ -71,10 +71,11 @@ def call(a: int, b: int) -> Message:
 async def serving(engine: Engine, renderer: Renderer, **settings: Any) -> AsyncIterator[Served]:
     """The endpoint over an engine, on a port of its own."""
     limit = settings.pop("max_requests", 64)
+    head_timeout_s = settings.pop("head_timeout_s", 30.0)
     talk = Talk(engine, renderer, gate=Gate(limit), metrics=Metrics())
     session = talk.open_session(200_000)
     app = create_app(talk, Settings(**{"names": ("tiny",), "fingerprint": "fp_test", **settings}), session=session)
-    async with running(app) as url:
+    async with running(app, head_timeout_s=head_timeout_s) as url:
         yield Served(url, talk, session)
 
 

@@ -194,15 +194,70 @@ async def test_a_lost_engine_is_a_503_and_the_next_request_is_answered(renderer:
         assert served.talk.gate.running == 0
 
 
-async def test_while_weights_are_replaced_clients_are_told_to_come_back(renderer: Renderer):
-    async with serving(talker(renderer), renderer) as served:
-        served.talk.gate.closed = "weights are being replaced"
-        answer = await post(served, GOOD)
-        assert (answer.status_code, answer.headers["retry-after"]) == (429, "1")
-        async with httpx.AsyncClient() as client:
-            assert (await client.get(served.url + "/health")).status_code == 503
-        served.talk.gate.closed = None
+async def test_health_is_a_503_while_requests_would_wait_for_the_engine(renderer: Renderer):
+    class Restarting(ScriptedEngine):
+        ready = True
+
+    engine = Restarting(renderer, [])
+    async with serving(engine, renderer) as served, httpx.AsyncClient() as client:
+        for ready, status, said in ((False, 503, "waiting"), (True, 200, "ok")):
+            engine.ready = ready
+            answer = await client.get(served.url + "/health")
+            assert (answer.status_code, answer.json()) == (status, {"status": said, "policy_version": 0})
+
+
+HEAD = b"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nContent-Le"
+
+
+@pytest.mark.parametrize(
+    ("sent", "told"),
+    [
+        (b"", b""),
+        (HEAD, b"HTTP/1.1 408"),
+        (b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n" + HEAD, b"HTTP/1.1 200"),
+        (b"POST /nothing HTTP/1.1\r\nHost: x\r\nContent-Length: 100\r\n\r\n{", b"HTTP/1.1 404"),
+        (b"nonsense\r\n\r\n", b"HTTP/1.1 400"),
+    ],
+    ids=["silent", "half", "second", "body", "nonsense"],
+)
+async def test_a_client_that_never_ends_its_request_is_hung_up_on(renderer: Renderer, sent: bytes, told: bytes):
+    async with serving(talker(renderer), renderer, head_timeout_s=0.3) as served:
+        host, port = served.url.removeprefix("http://").split(":")
+        reader, writer = await asyncio.open_connection(host, int(port))
+        writer.write(sent)
+        if b"\r\n\r\n" not in sent and sent:
+            await asyncio.sleep(0.1)
+            writer.write(b"n")  # a byte now and then does not help
+        answer = await asyncio.wait_for(reader.read(), 20)
+        writer.close()
+        assert answer.startswith(told)
+        assert bool(answer) == bool(told)
+        if told.endswith((b"408", b"400")):
+            assert set(json.loads(answer.split(b"\r\n\r\n", 1)[1])["error"]) == {
+                "message",
+                "type",
+                "param",
+                "code",
+            }
+        if b"200" in told:
+            assert b"HTTP/1.1 408" in answer
         assert (await post(served, GOOD)).status_code == 200
+
+
+async def test_a_connection_is_kept_for_the_next_request_longer_than_a_head_may_take(renderer: Renderer):
+    async with serving(talker(renderer), renderer, head_timeout_s=0.2) as served:
+        host, port = served.url.removeprefix("http://").split(":")
+        reader, writer = await asyncio.open_connection(host, int(port))
+        for _ in range(2):
+            writer.write(b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n")
+            head = await asyncio.wait_for(reader.readuntil(b"\r\n\r\n"), 20)
+            assert b"HTTP/1.1 200" in head
+            length = next(
+                int(line[15:]) for line in head.lower().split(b"\r\n") if line.startswith(b"content-length:")
+            )
+            await reader.readexactly(length)
+            await asyncio.sleep(0.5)
+        writer.close()
 
 
 async def test_memory_of_past_turns_is_bounded_and_the_engine_is_told(renderer: Renderer):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from typing import Any
 
@@ -148,3 +149,68 @@ async def test_text_completions_stop_at_a_stop_text(renderer: Renderer):
             async for chunk in await sdk.completions.create(model="tiny", prompt="a", stop="Two", stream=True)
         ]
         assert "".join(pieces) == "One. "
+
+
+@pytest.mark.parametrize("stream", [False, True], ids=["plain", "stream"])
+async def test_a_response_is_gone_on_from_by_its_id_with_the_tokens_that_were_sampled(
+    renderer: Renderer, stream: bool
+):
+    tools: Any = [{"type": "function", "strict": True, **TOOLS[0]["function"]}]
+    script = [*SCRIPT, Message("assistant", "Yes.")]
+    async with (
+        serving(ScriptedEngine(renderer, script, tools=TOOLS), renderer) as served,
+        client(served.base_url) as sdk,
+    ):
+
+        async def ask(**options: Any) -> Any:
+            options = {"model": "tiny", "tools": tools, "instructions": "Be brief.", **options}
+            if not stream:
+                return await sdk.responses.create(**options)
+            async with sdk.responses.stream(**options) as events:
+                return await events.get_final_response()
+
+        first = await ask(input="What is 2 plus 3?")
+        assert (first.store, first.previous_response_id) == (True, None)
+        result = {"type": "function_call_output", "call_id": first.output[1].call_id, "output": "5"}
+        second = await ask(input=[result], previous_response_id=first.id)
+        assert (second.output_text, second.previous_response_id) == ("The answer is 5.", first.id)
+        third = await ask(input="Sure?", previous_response_id=second.id)
+        await ask(input="Sure?", previous_response_id=second.id, instructions="Be long.")
+        turns = served.session.turns
+        assert [turn.parent for turn in turns] == [None, 0, 1, None]
+        assert [turn.matched for turn in turns] == ["opening", "name", "name", "fork"]
+        assert [tuple(event.kind for event in turn.drift) for turn in turns[:3]] == [(), (), ()]
+        assert {event.kind for event in turns[3].drift} == {"history"}
+        for before, after in itertools.pairwise(turns[:3]):
+            assert tuple(after.branch.ids[: len(before.branch.ids)]) == tuple(before.branch.ids)
+        assert third.output_text == "Yes."
+
+
+async def test_what_is_said_twice_is_told_apart_by_the_id_of_the_response(renderer: Renderer):
+    engine = ScriptedEngine(renderer, lambda turn: Message("assistant", "Yes."))
+    async with serving(engine, renderer) as served, client(served.base_url) as sdk:
+        said = [await sdk.responses.create(model="tiny", input="Are you there?") for _ in range(2)]
+        for number, one in enumerate(said):
+            await sdk.responses.create(model="tiny", input="Sure?", previous_response_id=one.id)
+            assert served.session.turns[-1].parent == number
+
+
+async def test_a_response_that_is_not_here_is_a_400_that_says_so(renderer: Renderer):
+    engine = ScriptedEngine(renderer, lambda turn: Message("assistant", "Yes."))
+    async with serving(engine, renderer) as served, client(served.base_url) as sdk:
+        unstored = await sdk.responses.create(model="tiny", input="Are you there?", store=False)
+        stored = await sdk.responses.create(model="tiny", input="Are you there?")
+        assert (unstored.store, stored.store) == (False, True)
+        await sdk.responses.create(model="tiny", input="Sure?", previous_response_id=stored.id, store=False)
+        served.session.forget_all()
+        for id in ("resp_unknown", unstored.id, stored.id):
+            with pytest.raises(BadRequestError) as missing:
+                await sdk.responses.create(model="tiny", input="Sure?", previous_response_id=id)
+            assert (missing.value.code, missing.value.param) == (
+                "previous_response_not_found",
+                "previous_response_id",
+            )
+            assert id in missing.value.message
+        known = served.session._known
+        assert not known.by_name
+        assert not known.names
