@@ -1,10 +1,12 @@
 #!/usr/bin/env python3
 """Kill a run again and again, resume it, and compare what it leaves with an uninterrupted run.
 
-    python bench/kill9.py --kills 30 --steps 40 --out bench/results/kill9.json
+    python bench/kill9.py --kills 30 --out bench/results/kill9.json
+    python bench/kill9.py --kills 18 --ranks 2 --out bench/results/kill9.json
 
 Every kill is a SIGKILL: of the run at a random moment, of the run while it writes a checkpoint, or (with --ranks)
 of one rank of the learner. After each, every finished checkpoint is verified; at the end the curves are compared.
+The last line is JSON; the file keeps the results of each number of ranks.
 """
 
 from __future__ import annotations
@@ -53,14 +55,20 @@ steps: {steps}
 rollout: {{groups_per_step: 4, group_size: 4, max_turns: 1, max_tokens: 12, token_budget: 400, temperature: 1.0}}
 optim: {{lr: 1.0e-3}}
 engine: {{device: cpu}}
-learner: {{device: cpu, ranks: {ranks}}}
-checkpoint: {{every: 2, keep: 3}}
+learner: {{device: cpu}}
+checkpoint: {{every: {every}, keep: 3}}
 """
 TIMES = ("seconds", "tokens_per_s")
 """Metrics that a clock decides, by the end of their names."""
 
 
-def start(folder: Path, name: str) -> subprocess.Popen[bytes]:
+def write(folder: Path, steps: int, every: int = 2) -> None:
+    """The env and the configuration of the run."""
+    (folder / "env.py").write_text(ENV)
+    (folder / "tools.yaml").write_text(YAML.format(steps=steps, every=every))
+
+
+def start(folder: Path, name: str, ranks: int = 1) -> subprocess.Popen[bytes]:
     """The run as a user starts it."""
     command = [
         sys.executable,
@@ -70,6 +78,8 @@ def start(folder: Path, name: str) -> subprocess.Popen[bytes]:
         str(folder / "tools.yaml"),
         "--run-dir",
         str(folder / name),
+        "--set",
+        f"learner.ranks={ranks}",
     ]
     log = (folder / f"{name}.log").open("ab")
     return subprocess.Popen(command, stdout=log, stderr=log, env={**os.environ, "OMP_NUM_THREADS": "1"})
@@ -99,11 +109,14 @@ def descendants(pid: int) -> dict[int, str]:
     return found
 
 
-def wait_for_moment(process: subprocess.Popen[bytes], run: Path, kind: str, rng: random.Random) -> bool:
-    """Wait until it is time to kill; False when the run ended before."""
-    begun = steps_done(run)
-    ahead = rng.randint(0, 4) if kind != "rank" else rng.randint(1, 4)
-    after, pause = begun + ahead, rng.uniform(0, 1.0)
+def wait_for_moment(
+    process: subprocess.Popen[bytes], run: Path, kind: str, rng: random.Random, ahead: int | None
+) -> bool:
+    """Wait until it is time to kill: `ahead` lines from here, or any number; False when the run ended before."""
+    pause = rng.uniform(0, 1.0 if ahead is None else 0.1)
+    if ahead is None:
+        ahead = rng.randint(1 if kind == "rank" else 0, 4)
+    after = steps_done(run) + ahead
     while process.poll() is None:
         writing = any((run / "checkpoints").glob(".writing-step-*")) if (run / "checkpoints").is_dir() else False
         if kind == "checkpoint" and writing:
@@ -116,10 +129,12 @@ def wait_for_moment(process: subprocess.Popen[bytes], run: Path, kind: str, rng:
     return False
 
 
-def kill_once(folder: Path, kind: str, rng: random.Random) -> dict[str, Any] | None:
+def kill_once(
+    folder: Path, kind: str, rng: random.Random, ahead: int | None = None, ranks: int = 1
+) -> dict[str, Any] | None:
     """Start or resume the run and kill it; None when it ended by itself."""
-    run, process = folder / "killed", start(folder, "killed")
-    if not wait_for_moment(process, run, kind, rng):
+    run, process = folder / "killed", start(folder, "killed", ranks)
+    if not wait_for_moment(process, run, kind, rng, ahead):
         process.wait()
         assert process.returncode == 0, (folder / "killed.log").read_text()[-2000:]
         return None
@@ -186,13 +201,12 @@ def main() -> int:
     kinds = ["moment", "checkpoint"] if options.ranks == 1 else ["moment", "checkpoint", "rank"]
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        (folder / "env.py").write_text(ENV)
-        (folder / "tools.yaml").write_text(YAML.format(steps=options.steps, ranks=options.ranks))
-        whole = start(folder, "whole")
+        write(folder, options.steps)
+        whole = start(folder, "whole", options.ranks)
         assert whole.wait() == 0, (folder / "whole.log").read_text()[-3000:]
         rounds = 1
         while len(kills) < options.kills:
-            killed = kill_once(folder, kinds[len(kills) % len(kinds)], rng)
+            killed = kill_once(folder, kinds[len(kills) % len(kinds)], rng, ranks=options.ranks)
             if killed is None:  # it got to its end: begin another
                 if apart := differences(curve(folder / "whole"), curve(folder / "killed"), 1e-6):
                     break
@@ -201,7 +215,7 @@ def main() -> int:
             else:
                 kills.append(killed)
                 print(json.dumps(killed), file=sys.stderr, flush=True)
-        last = start(folder, "killed")
+        last = start(folder, "killed", options.ranks)
         assert last.wait() == 0, (folder / "killed.log").read_text()[-3000:]
         apart = differences(curve(folder / "whole"), curve(folder / "killed"), 1e-6)
         lines = len(curve(folder / "killed"))
@@ -209,10 +223,11 @@ def main() -> int:
         "steps": options.steps, "ranks": options.ranks, "kills": len(kills), "runs": rounds, "lines": lines,
         "differences": apart, "left_behind": sum(len(k["left_behind"]) for k in kills), "each": kills,
     }  # fmt: skip
-    text = json.dumps(result, indent=1)
     if options.out:
-        options.out.write_text(text + "\n")
-    print(text)
+        kept = json.loads(options.out.read_text()) if options.out.is_file() else {}
+        kept[f"ranks {options.ranks}"] = result
+        options.out.write_text(json.dumps(kept, indent=1) + "\n")
+    print(json.dumps({"bench": "kill9", "met": not apart, **{k: v for k, v in result.items() if k != "each"}}))
     return 1 if apart else 0
 
 

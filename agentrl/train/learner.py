@@ -18,7 +18,7 @@ from agentrl.algo.metrics import Metrics, merge_metrics, to_host
 from agentrl.config.algorithm import AlgorithmConfig, CriticConfig
 from agentrl.config.run import LearnerConfig, LoRAConfig, OptimConfig
 from agentrl.engine.device import pick_device
-from agentrl.errors import AgentRLError, CheckpointError, ConfigError
+from agentrl.errors import AgentRLError, CheckpointError
 from agentrl.train.critic import CRITIC_FOLDER, Critic
 from agentrl.train.driver import Driver
 from agentrl.train.logprobs import TokenStats, Wanted, know_head, token_stats
@@ -34,7 +34,7 @@ from agentrl.train.lora import (
 from agentrl.train.model import checkpoint_activations, empty_policy, load_policy
 from agentrl.train.objective import Loss, policy_loss
 from agentrl.train.pack import Packed, in_pack_order, pack
-from agentrl.train.shard import World, whole
+from agentrl.train.shard import World, check_offload, whole
 from agentrl.train.state import Snapshot, restore_optimizer, snapshot, whole_weights
 from agentrl.train.work import NOTHING, Outcome, Portion, Rows
 from agentrl.types import Sample
@@ -346,9 +346,7 @@ class Learner(Driver):
 
 def _own_world(config: LearnerConfig, device: torch.device) -> World:
     """One rank; sharded by itself where it computes in another precision than it keeps, or offloads."""
-    for key in ("cpu_offload", "offload_activations"):
-        if getattr(config, key) and device.type == "cpu":
-            raise ConfigError(f"learner.{key} has no effect on the CPU, and there is no GPU here: remove it")
+    check_offload(config, device.type)
     return World.alone(device) if config.precision != "float32" or config.cpu_offload else World()
 
 

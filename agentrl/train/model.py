@@ -68,7 +68,12 @@ def empty_policy(directory: Path) -> PreTrainedModel:
 
 def checkpoint_activations(model: PreTrainedModel) -> None:
     """Keep only what goes into each block, and compute the rest again in the backward pass. Dropout stays off."""
-    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})  # type: ignore[no-untyped-call]
+    options: Any = {"use_reentrant": False}
+    enable: Any = getattr(model, "activation_checkpointing_enable", None)
+    if enable is not None:
+        enable(activation_checkpointing_kwargs=options)
+    else:  # transformers before it had a new name
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=options)  # type: ignore[no-untyped-call]
     model.train()  # transformers checkpoints in training mode only
     for module in model.modules():
         if isinstance(module, torch.nn.Dropout):

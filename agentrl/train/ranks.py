@@ -19,6 +19,7 @@ from agentrl.config.algorithm import AlgorithmConfig, CriticConfig
 from agentrl.config.run import LearnerConfig, OptimConfig
 from agentrl.errors import AgentRLError, ConfigError, WorkerLost
 from agentrl.train.driver import Driver
+from agentrl.train.shard import check_offload
 
 START_S, GRACE_S, EXCHANGE_S = 300.0, 15.0, 1800.0
 """Wait for the cluster to have room; for the other ranks once one has failed; for the slowest rank to meet."""
@@ -75,6 +76,8 @@ class RankedLearner(Driver):
     def _start(self, config: LearnerConfig, arguments: Mapping[str, Any]) -> None:
         ray, size = self._ray, config.ranks
         gpus = _gpus(ray, config)
+        device = "cuda" if gpus else "cpu"
+        check_offload(config, device)
         self._group = _reserve(ray, size, {"GPU": 1, "CPU": 1} if gpus else {"CPU": 1})
         strategy = import_module("ray.util.scheduling_strategies").PlacementGroupSchedulingStrategy
         actor = ray.remote(concurrency_groups={"disk": 1})(RankWorker)
@@ -86,7 +89,6 @@ class RankedLearner(Driver):
         for worker, (host, pid) in zip(self._workers, places, strict=True):
             worker.place = f"process {pid} on {host}"
         address = ray.get(self._workers[0].actor.address.remote())
-        device = "cuda" if gpus else "cpu"
         shape = config.model_copy(update={"device": device})
         refs = [w.actor.join.remote(address, {**arguments, "config": shape}) for w in self._workers]
         self._gather(refs, "start")

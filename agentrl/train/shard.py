@@ -21,6 +21,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from agentrl.config.run import LearnerConfig
+from agentrl.errors import ConfigError
 
 M = TypeVar("M", bound=nn.Module, covariant=True)
 
@@ -103,6 +104,13 @@ class World:
             else:
                 _set(module, name, whole)
         return module
+
+
+def check_offload(config: LearnerConfig, device_type: str) -> None:
+    """Offloading moves things from a GPU to host memory. Raises ConfigError where there is no GPU."""
+    for key in ("cpu_offload", "offload_activations"):
+        if getattr(config, key) and device_type == "cpu":
+            raise ConfigError(f"learner.{key} has no effect on the CPU, and there is no GPU here: remove it")
 
 
 def settle(module: nn.Module) -> None:

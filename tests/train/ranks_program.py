@@ -8,13 +8,14 @@ import signal
 import sys
 from collections.abc import Callable
 from dataclasses import replace
+from importlib import import_module
 from pathlib import Path
 
 import torch
-from train_models import make_batch, write_model
+from train_models import make_batch, scored, write_model
 
 from agentrl.cluster import connect, import_ray
-from agentrl.config.algorithm import AlgorithmConfig
+from agentrl.config.algorithm import AlgorithmConfig, CriticConfig
 from agentrl.config.run import LearnerConfig, OptimConfig
 from agentrl.errors import WorkerLost
 from agentrl.train.driver import Driver
@@ -25,7 +26,11 @@ STEPS = 4
 ALGORITHM = AlgorithmConfig(kl={"coef": 0.05}, updates_per_step=2)
 
 
-def learner(folder: Path, ranks: int, *, policy: str = "policy", algorithm: AlgorithmConfig = ALGORITHM, **config):
+def learner(
+    folder: Path, ranks: int, *, policy: str | Path = "policy", start: str = "reference",
+    algorithm: AlgorithmConfig = ALGORITHM, critic: CriticConfig | None = None, critic_dir: Path | None = None,
+    **config,
+):  # fmt: skip
     """A learner of the models in the folder, with so little room that micro-batches are many and uneven."""
     make: Callable[..., Driver] = Learner if ranks == 1 else RankedLearner
     return make(
@@ -35,7 +40,9 @@ def learner(folder: Path, ranks: int, *, policy: str = "policy", algorithm: Algo
         config=LearnerConfig(**{"device": "cpu", "ranks": ranks, "tokens_per_micro_batch": 150} | config),
         temperature=0.7,
         total_steps=2 * STEPS,
-        reference_dir=folder / "reference",
+        reference_dir=folder / start,
+        critic=critic,
+        critic_dir=critic_dir,
     )
 
 
@@ -79,6 +86,70 @@ def same_curve(folder: Path, ranks: int) -> dict[str, object]:
     return found
 
 
+def two_nodes(folder: Path, ranks: int) -> dict[str, object]:
+    """On a cluster with room for one rank a node: adapters with a critic, and bfloat16."""
+    ray = import_ray("the test")
+    cluster = import_module("ray.cluster_utils").Cluster(initialize_head=True, head_node_args={"num_cpus": 1})
+    try:
+        for _ in range(1, ranks):
+            cluster.add_node(num_cpus=1)
+        cluster.wait_for_nodes()
+        connect(ray, cluster.address, cpus=ranks, key="learner.ray")
+        adapters = {"critic": CriticConfig(lr=1e-2, warmup_steps=1), "lora": {"rank": 4, "alpha": 8}}
+        return {
+            "adapters and critic": handed_over(folder / "a", folder, ranks, **adapters),
+            "bfloat16": handed_over(folder / "b", folder, ranks, precision="bfloat16"),
+        }
+    finally:
+        ray.shutdown()
+        cluster.shutdown()
+
+
+def handed_over(saved: Path, folder: Path, ranks: int, critic: CriticConfig | None = None, **config):
+    """Two steps in one process, two on ranks, one in one process again, beside one that is never handed over."""
+    algorithm = AlgorithmConfig(**{"kl": {"coef": 0.05}} | ({"advantage": "gae"} if critic else {}))
+
+    def make(ranks: int, policy: Path) -> Driver:
+        trained = policy / "critic"
+        where = trained if trained.is_dir() else policy
+        return learner(
+            folder,
+            ranks,
+            policy=policy,
+            algorithm=algorithm,
+            critic=critic,
+            critic_dir=where,
+            start="policy",
+            **config,
+        )
+
+    def take(driver: Driver, first: int, last: int) -> list[dict[str, float]]:
+        rows = [make_batch(seed, groups=2) for seed in range(first, last)]
+        given = [scored(batch) if critic else (batch, None) for batch in rows]
+        return [dict(driver.step(*step).metrics) for step in given]
+
+    one = make(1, folder / "policy")
+    whole = take(one, 0, 2)
+    for name in ("one", "many"):
+        (saved / name).mkdir(parents=True)
+    one.save(saved / "one")
+    whole += take(one, 2, 5)
+    weights = {name: value.clone() for name, value in one.weights().items()}
+    one.close()
+    many = make(ranks, saved / "one")
+    many.load_optimizer(saved / "one")
+    nodes = import_module("ray.util").placement_group_table(many._group)["bundles_to_node_id"].values()
+    handed = take(many, 2, 4)
+    many.save(saved / "many")
+    many.close()
+    again = make(1, saved / "many")
+    again.load_optimizer(saved / "many")
+    handed += take(again, 4, 5)
+    apart = max(float((again.weights()[name] - value).abs().max()) for name, value in weights.items())
+    again.close()
+    return {"wanted": whole[2:], "found": handed, "gap": apart, "nodes": len(set(nodes))}
+
+
 def a_rank_dies(folder: Path, ranks: int) -> dict[str, object]:
     """Killed between two steps, as the kernel would."""
     many = learner(folder, ranks)
@@ -98,7 +169,13 @@ def a_rank_dies(folder: Path, ranks: int) -> dict[str, object]:
 def bad_input(folder: Path, ranks: int) -> dict[str, object]:
     """What the user can get wrong, and a gradient that is not finite."""
     said = []
-    cases = (({"ray": "127.0.0.1:1"}, "policy"), ({"device": "cuda"}, "policy"), ({}, "nowhere"))
+    offload = {"device": "auto", "cpu_offload": True}
+    cases = (
+        ({"ray": "127.0.0.1:1"}, "policy"),
+        ({"device": "cuda"}, "policy"),
+        (offload, "policy"),
+        ({}, "nowhere"),
+    )
     for number, (config, policy) in enumerate(cases):
         if number == 1:  # one cluster for the rest
             connect(import_ray("the test"), None, cpus=ranks, key="")
@@ -123,5 +200,10 @@ if __name__ == "__main__":
     scenario, folder, ranks = sys.argv[1], Path(sys.argv[2]), int(sys.argv[3])
     write_model(folder / "policy", seed=0)
     write_model(folder / "reference", seed=1)
-    scenarios = {"same_curve": same_curve, "a_rank_dies": a_rank_dies, "bad_input": bad_input}
+    scenarios = {
+        "same_curve": same_curve,
+        "a_rank_dies": a_rank_dies,
+        "bad_input": bad_input,
+        "two_nodes": two_nodes,
+    }
     sys.stdout.write(json.dumps(scenarios[scenario](folder, ranks)) + "\n")

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from train_models import make_batch, make_sample, relative, write_model
+from train_models import make_batch, make_sample, relative, scored, write_model
 from transformers import AutoModelForTokenClassification
 
 from agentrl.algo.returns import gae, rewards_at_end, whiten
@@ -16,11 +15,9 @@ from agentrl.config.algorithm import AlgorithmConfig, CriticConfig
 from agentrl.config.run import LearnerConfig, OptimConfig
 from agentrl.errors import AgentRLError, ConfigError
 from agentrl.train.critic import load_critic
-from agentrl.train.estimate import Scores
 from agentrl.train.flat import Flat
 from agentrl.train.learner import Learner
 from agentrl.train.pack import pack
-from agentrl.types import Sample
 
 
 @pytest.fixture(scope="module")
@@ -46,23 +43,6 @@ def make(
         critic=CriticConfig(**{"lr": 1e-2} | critic),
         critic_dir=critic_dir or policy,
     )
-
-
-def scored(samples: list[Sample]) -> tuple[list[Sample], Scores]:
-    """Rows and scores as a step hands them over; an episode is paid for its odd tokens."""
-    episodes = list(dict.fromkeys(s.episode_id for s in samples))
-    rewards = dict.fromkeys(episodes, 0.0)
-    for s in samples:
-        rewards[s.episode_id] += sum(i % 2 for i in s.ids) / len(s.ids)
-    last = {s.episode_id: i for i, s in enumerate(samples)}
-    rows = []
-    for i, s in enumerate(samples):
-        n = sum(s.loss_mask)
-        end = rewards[s.episode_id] if last[s.episode_id] == i else 0.0
-        columns = {"segment": (float(i),) * n, "turn": (0.0,) * n, "reward": (0.0,) * (n - 1) + (end,)}
-        rows.append(replace(s, columns=columns))
-    groups = {s.episode_id: s.group for s in samples}
-    return rows, Scores(episodes, [rewards[e] for e in episodes], [groups[e] for e in episodes])
 
 
 def test_it_begins_at_zero_and_stands_where_a_token_is_predicted(small_dir: Path):

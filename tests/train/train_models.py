@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel, Qwen3Config, Qwen3ForCausalLM
 
+from agentrl.train.estimate import Scores
 from agentrl.types import Sample
 
 VOCABULARY = 97
@@ -77,6 +79,23 @@ def make_batch(seed: int, *, groups: int = 3, size: int = 4) -> list[Sample]:
         fork = ids[: len(prompt) + 1] + [rng.randrange(VOCABULARY) for _ in range(9)]
         samples.append(make_sample(fork, {len(fork) - 2, len(fork) - 1}, **make))
     return samples
+
+
+def scored(samples: list[Sample]) -> tuple[list[Sample], Scores]:
+    """Rows and scores as a step hands them over; an episode is paid for its odd tokens."""
+    episodes = list(dict.fromkeys(s.episode_id for s in samples))
+    rewards = dict.fromkeys(episodes, 0.0)
+    for s in samples:
+        rewards[s.episode_id] += sum(i % 2 for i in s.ids) / len(s.ids)
+    last = {s.episode_id: i for i, s in enumerate(samples)}
+    rows = []
+    for i, s in enumerate(samples):
+        n = sum(s.loss_mask)
+        end = rewards[s.episode_id] if last[s.episode_id] == i else 0.0
+        columns = {"segment": (float(i),) * n, "turn": (0.0,) * n, "reward": (0.0,) * (n - 1) + (end,)}
+        rows.append(replace(s, columns=columns))
+    groups = {s.episode_id: s.group for s in samples}
+    return rows, Scores(episodes, [rewards[e] for e in episodes], [groups[e] for e in episodes])
 
 
 def padded_logprobs(model: PreTrainedModel, samples: Sequence[Sample], temperature: float = 1.0) -> list[Tensor]:

@@ -1,0 +1,208 @@
+"""Ranks against one process on the calculator: the same curve, and checkpoints that fit any number of ranks.
+
+    python bench/ranks.py [--start DIRECTORY] [--steps 20] [--out bench/results/ranks.json]
+
+One process trains from the policy in DIRECTORY (a folder `start` of a run of `examples/calculator/tools.yaml`; by
+default one is made), and the rows of its steps are kept. 2 and 4 Ray ranks take the same steps on these rows; what
+4 save at half way is taken up by 2 ranks and by one. Then `agentrl train` itself: it begins on 4 ranks, is
+stopped, goes on with 2, is stopped, and ends with 1. The last line is JSON.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from agentrl.config import RunConfig
+from agentrl.records import read_metrics
+from agentrl.run.report import Silent
+from agentrl.run.store import RunStore
+from agentrl.train import run as runs
+from agentrl.train.driver import Driver
+from agentrl.train.start import make_learner
+
+HERE = Path(__file__).parent
+EXAMPLE = HERE.parent / "examples" / "calculator" / "tools.yaml"
+GOAL = 1e-5
+CONFIG: dict[str, Any] = {
+    "name": "ranks",
+    "env": "agentrl.envs.calculator:Calculator",
+    "data": {"options": {"max_operations": 2}},
+    "rollout": {"groups_per_step": 8, "group_size": 4, "max_turns": 4, "max_tokens": 48, "token_budget": 400},
+    "algorithm": {"kl": {"coef": 0.003}},
+    "optim": {"lr": 4e-4, "schedule": "linear"},
+    "learner": {"device": "cpu", "tokens_per_micro_batch": 1024},
+    "engine": {"device": "cpu"},
+    "eval": {"tasks": 1},
+}
+CURVE = ("kl", "entropy", "policy_kl", "clip_fraction", "grad_norm", "drift/mean_abs")
+"""What the learner says of a step; the loss itself is 0 on policy, these are not."""
+Step = tuple[Sequence[Any], Any]
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--start", type=Path, help="the policy to begin with")
+    parser.add_argument("--steps", type=int, default=20)
+    parser.add_argument("--out", type=Path, default=HERE / "results" / "ranks.json")
+    args = parser.parse_args()
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        start = (args.start or made_start(folder / "cold")).absolute()
+        settings = {
+            **CONFIG,
+            "model": {"path": str(start)},
+            "steps": args.steps,
+            "checkpoint": {"every": args.steps // 2},
+        }
+        config = RunConfig.model_validate(settings)
+        steps, curve, weights = recorded(config, folder / "one")
+        say("recorded")
+        found = replayed(config, start, steps, curve, weights, folder)
+        (folder / "tools.yaml").write_text(json.dumps(settings))  # JSON is YAML
+        found["agentrl train, 4 ranks then 2 then 1"] = commanded(folder, args.steps)
+    met = all(part["met"] for part in found.values())
+    result = {"steps": args.steps, "goal": GOAL, "met": met, "each": found, "curve": curve}
+    args.out.write_text(json.dumps(result, indent=1) + "\n")
+    worst = max(part["parameters_apart"] for part in found.values() if "parameters_apart" in part)
+    print(
+        json.dumps(
+            {
+                "bench": "ranks",
+                "ours": worst,
+                "unit": "largest difference of a parameter",
+                "goal": GOAL,
+                "met": met,
+            }
+        )
+    )
+    return 0 if met else 1
+
+
+def made_start(folder: Path) -> Path:
+    """The cold start of the example, and one step."""
+    command = [sys.executable, "-m", "agentrl", "train", str(EXAMPLE), "--run-dir", str(folder)]
+    subprocess.run([*command, "--set", "steps=1", "--set", "eval.tasks=1"], check=True, stdout=sys.stderr)
+    return folder / "start"
+
+
+def recorded(
+    config: RunConfig, folder: Path
+) -> tuple[list[Step], list[dict[str, float]], dict[str, torch.Tensor]]:
+    """Train in this process: what the learner was given, what it said, and the parameters at the end."""
+    steps: list[Step] = []
+    curve: list[dict[str, float]] = []
+    learners: list[Driver] = []
+
+    def recording(*given: Any) -> Driver:
+        learner = make_learner(*given)
+        step = learner.step
+
+        def keep(samples: Sequence[Any], scores: Any = None) -> Any:
+            update = step(samples, scores)
+            steps.append((samples, scores))
+            curve.append(shown(update.metrics))
+            return update
+
+        learner.step = keep  # type: ignore[method-assign]
+        learners.append(learner)
+        return learner
+
+    runs.make_learner, kept = recording, runs.make_learner
+    try:
+        with RunStore.open(config, folder) as store:
+            runs.train_run(config, store, Silent())
+    finally:
+        runs.make_learner = kept
+    return steps, curve, {name: value.clone() for name, value in learners[-1].weights().items()}
+
+
+def replayed(
+    config: RunConfig, start: Path, steps: Sequence[Step], curve: Sequence[Mapping[str, float]],
+    weights: Mapping[str, torch.Tensor], folder: Path,
+) -> dict[str, Any]:  # fmt: skip
+    """The same steps on 2 and on 4 ranks, and on 2 and on 1 from what the 4 saved at half way."""
+    found, half, saved = {}, len(steps) // 2, folder / "by-4"
+    for name, ranks, first in (
+        ("2 ranks", 2, 0),
+        ("4 ranks", 4, 0),
+        ("saved on 4, 2 ranks", 2, half),
+        ("saved on 4, 1 process", 1, half),
+    ):
+        shape = config.model_copy(update={"learner": config.learner.model_copy(update={"ranks": ranks})})
+        learner = make_learner(shape, saved if first else start, start)
+        try:
+            if first:
+                learner.load_optimizer(saved)
+            said = []
+            for number, (samples, scores) in enumerate(steps[first:], first):
+                if number == half and ranks == 4:
+                    saved.mkdir()
+                    learner.save(saved)
+                said.append(shown(learner.step(samples, scores).metrics))
+            ours = learner.weights()
+        finally:
+            learner.close()
+        apart = max(float((ours[key] - value).abs().max()) for key, value in weights.items() if key in ours)
+        off = {key: max(abs(a[key] - b[key]) for a, b in zip(said, curve[first:], strict=True)) for key in CURVE}
+        found[name] = {"steps": len(said), "parameters_apart": apart, "curve_apart": off, "met": apart < GOAL}
+        say(f"{name}: parameters {apart:.2g} apart, curve {max(off.values()):.2g}")
+    return found
+
+
+def commanded(folder: Path, steps: int) -> dict[str, Any]:
+    """`agentrl train` on 4 ranks, then 2, then 1, stopped between; its metrics against those of one process."""
+    run, stops = folder / "many", {4: steps // 3, 2: 2 * steps // 3}
+    for ranks in (4, 2, 1):
+        command = [sys.executable, "-m", "agentrl", "train", str(folder / "tools.yaml"), "--run-dir", str(run)]
+        process = subprocess.Popen([*command, "--set", f"learner.ranks={ranks}"], stdout=sys.stderr)
+        while ranks in stops and process.poll() is None and lines(run) <= stops[ranks]:
+            time.sleep(0.05)
+        if process.poll() is None and ranks in stops:
+            process.send_signal(signal.SIGTERM)
+        code = process.wait()
+        say(f"{ranks} ranks: exit {code} after {lines(run) - 1} steps")
+        if code and ranks not in stops:
+            raise SystemExit(f"agentrl train ended with {code}")
+    one, many = ([line for line in read_metrics(run) if line["step"]] for run in (folder / "one", run))
+    differing = [
+        a["step"]
+        for a, b in zip(one, many, strict=False)
+        if (a["solved"], a["sampled_tokens"]) != (b["solved"], b["sampled_tokens"])
+    ]
+    off = {key: max(abs(a[key] - b[key]) for a, b in zip(one, many, strict=False)) for key in CURVE}
+    return {
+        "steps": [line["step"] for line in many] == list(range(1, steps + 1)) and len(many),
+        "steps_that_sampled_differently": differing,
+        "curve_apart": off,
+        "met": len(many) == steps and not differing and max(off.values()) < 1e-3,
+    }
+
+
+def lines(run: Path) -> int:
+    file = run / "metrics.jsonl"
+    return file.read_bytes().count(b"\n") if file.is_file() else 0
+
+
+def shown(metrics: Mapping[str, float]) -> dict[str, float]:
+    return {key: metrics[key] for key in CURVE}
+
+
+def say(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)
+
+
+if __name__ == "__main__":
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    sys.exit(main())
