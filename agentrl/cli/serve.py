@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import signal
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -16,6 +18,7 @@ from agentrl.cli.options import Overrides
 if TYPE_CHECKING:
     from agentrl.chat.template import Renderer
     from agentrl.config.engine import EngineConfig
+    from agentrl.engine.base import Engine
     from agentrl.serve.app import Settings
 
 
@@ -105,7 +108,7 @@ def _find(target: Path, overrides: list[str]) -> _Policy:
     """
     from agentrl.chat.template import Renderer
     from agentrl.config import load_config
-    from agentrl.config.engine import EngineConfig
+    from agentrl.config.load import load_engine
     from agentrl.errors import ConfigError
     from agentrl.rollout.setup import check_renderer, load_renderer
     from agentrl.run.store import find_checkpoint
@@ -122,10 +125,9 @@ def _find(target: Path, overrides: list[str]) -> _Policy:
             f"{target}: has no config.yaml and no config.json; give a run folder, a checkpoint in one, or a model "
             "directory"
         )
-    if overrides:
-        raise ConfigError(f"--set {overrides[0]}: {target} is a model outside of a run; it has no configuration")
+    engine = load_engine(overrides, str(target))
     renderer = Renderer.from_directory(target)
-    return _Policy(target.absolute().name, target, renderer, EngineConfig(), _digest(target, renderer))
+    return _Policy(target.absolute().name, target, renderer, engine, _digest(target, renderer))
 
 
 def _digest(directory: Path, renderer: Renderer) -> str:
@@ -163,46 +165,60 @@ def _key(host: str, name: str | None) -> str | None:
     return key
 
 
-async def _serve(
-    policy: _Policy, settings: Settings, host: str, port: int, max_requests: int, memory_tokens: int
-) -> None:
-    """Load the engine, answer until a signal comes, close."""
+Using = Callable[["Engine", asyncio.Event], Awaitable[None]]
+"""What is done with an engine until the event is set."""
+
+
+async def _with_engine(policy: _Policy, use: Using) -> None:
+    """Load the engine, use it until a signal comes, close it; a signal while it starts ends it as well."""
     from agentrl.engine.make import open_engine
-    from agentrl.serve.app import create_app
-    from agentrl.serve.metrics import Metrics
-    from agentrl.serve.run import running
-    from agentrl.serve.talk import Gate, Talk
 
     ended = asyncio.Event()
     loop = asyncio.get_running_loop()
     for number in (signal.SIGINT, signal.SIGTERM):
         loop.add_signal_handler(number, ended.set)
-    engine = await open_engine(policy.engine, policy.directory)
-    try:
+    opening = asyncio.ensure_future(open_engine(policy.engine, policy.directory))
+    leaving = asyncio.ensure_future(ended.wait())
+    await asyncio.wait((opening, leaving), return_when=asyncio.FIRST_COMPLETED)
+    leaving.cancel()
+    if not opening.done():
+        opening.cancel()
+    with contextlib.suppress(asyncio.CancelledError):
+        engine = await opening
+        try:
+            await use(engine, ended)
+        finally:
+            await engine.close()
+
+
+async def _serve(
+    policy: _Policy, settings: Settings, host: str, port: int, max_requests: int, memory_tokens: int
+) -> None:
+    """Answer until a signal comes."""
+    from agentrl.serve.app import create_app
+    from agentrl.serve.metrics import Metrics
+    from agentrl.serve.run import running
+    from agentrl.serve.talk import Gate, Talk
+
+    async def use(engine: Engine, ended: asyncio.Event) -> None:
         talk = Talk(engine, policy.renderer, gate=Gate(max_requests), metrics=Metrics())
         app = create_app(talk, settings, session=talk.open_session(memory_tokens))
         async with running(app, host=host, port=port) as url:
             key = "" if settings.api_key is None else " (with the key)"
             print(f"{settings.names[0]} at {url}/v1{key}; {policy.directory}; Ctrl-C ends", flush=True)
             await ended.wait()
-    finally:
-        await engine.close()
+
+    await _with_engine(policy, use)
 
 
 async def _record(policy: _Policy, key: str | None, host: str, port: int, folder: Path) -> None:
-    """Load the engine, record episodes until a signal comes, write them, close."""
-    from agentrl.engine.make import open_engine
+    """Record episodes until a signal comes, and write them."""
     from agentrl.rollout.frame import Limits
     from agentrl.serve.record import Recorder
     from agentrl.serve.record_folder import RecordFolder
     from agentrl.serve.run import running
 
-    ended = asyncio.Event()
-    loop = asyncio.get_running_loop()
-    for number in (signal.SIGINT, signal.SIGTERM):
-        loop.add_signal_handler(number, ended.set)
-    engine = await open_engine(policy.engine, policy.directory)
-    try:
+    async def use(engine: Engine, ended: asyncio.Event) -> None:
         room = engine.max_context
         recorder = Recorder(engine, policy.renderer, Limits(max_turns=1 << 30, max_tokens=room, token_budget=room))
         episodes = RecordFolder(recorder, folder, api_key=key, temperature=1.0)
@@ -212,5 +228,5 @@ async def _record(policy: _Policy, key: str | None, host: str, port: int, folder
                 await ended.wait()
         finally:
             await episodes.close()
-    finally:
-        await engine.close()
+
+    await _with_engine(policy, use)

@@ -17,6 +17,7 @@ from typing import Any, Literal, get_args, get_origin
 from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
+from agentrl.config.engine import EngineConfig
 from agentrl.config.run import RunConfig
 from agentrl.config.schema import alternatives, bounds, field_at, fields, kind_name, section_of, unknown_key
 from agentrl.config.source import Loc, Problem, Source, Spot, dotted, excerpt, read_source, read_value
@@ -72,6 +73,38 @@ def load_config(
         for error in e.errors(include_url=False):
             if error["loc"] not in known:
                 source.problems.append(_problem(source, error))
+    if source.problems or config is None:
+        raise ConfigError(_report(source))
+    return config
+
+
+def load_engine(overrides: Sequence[str], outside: str) -> EngineConfig:
+    """The engine of a model that belongs to no run: the defaults with what the flags change.
+
+    Args:
+        overrides: `engine.a=b` each, as given to `--set`.
+        outside: the model, for errors.
+
+    Raises:
+        ConfigError: all mistakes, one to a paragraph; also a key of another section.
+    """
+    source = Source("--set")
+    for number, override in enumerate(overrides):
+        if not override.strip().startswith("engine."):
+            raise ConfigError(
+                f"--set {override}: {outside} is a model outside of a run; only keys of `engine` can be set for it"
+            )
+        _override(source, override, number)
+    _numbers(source)
+    _paths(source, Path.cwd(), check=True)
+    config: EngineConfig | None = None
+    try:
+        config = EngineConfig.model_validate(source.data.get("engine", {}))
+    except ValidationError as e:
+        for error in e.errors(include_url=False):
+            problem = _problem(source, {**error, "loc": ("engine", *error["loc"])})
+            if problem.loc not in {known.loc for known in source.problems}:
+                source.problems.append(problem)
     if source.problems or config is None:
         raise ConfigError(_report(source))
     return config

@@ -57,7 +57,10 @@ def test_it_says_where_it_is_answers_and_ends_at_a_signal(model: Path, monkeypat
     [
         (["--host", "0.0.0.0"], "others could use the endpoint"),
         (["--api-key-env", "NOT_SET_ANYWHERE"], "this environment variable is not set"),
-        (["--set", "engine.max_slots=2"], "has no configuration"),
+        (["--set", "steps=2"], "--set steps=2: "),
+        (["--set", "engine.kind=sglanng"], "did you mean 'sglang'?"),
+        (["--set", "engine.server.replicas=2"], "server.replicas has no effect while kind is local"),
+        (["--set", "engine.max_slotz=2"], "did you mean 'max_slots'?"),
     ],
 )
 def test_what_cannot_be_is_told_in_one_line(

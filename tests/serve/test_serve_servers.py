@@ -1,0 +1,97 @@
+"""The endpoint over inference servers: the tokens that they are asked to continue are those of training."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from serve_kit import TOOLS, serving
+
+from agentrl.chat.template import Renderer
+from agentrl.cli.serve import _find, _with_engine
+from agentrl.config.run import TinyModel
+from agentrl.engine.make import open_engine
+from agentrl.testing.server import LoopbackServer
+from agentrl.testing.tiny_model import make_tiny_model
+from agentrl.types import Message
+
+SHAPE = TinyModel(hidden=32, layers=1, heads=2, intermediate=64, vocab=400, max_context=512)
+ASKED = {"model": "small", "messages": [{"role": "user", "content": "What is 2 plus 3?"}], "max_tokens": 8}
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A small untrained model."""
+    folder = tmp_path_factory.mktemp("served") / "small"
+    make_tiny_model(folder, ["What is 2 plus 3? The answer is 5.", json.dumps(TOOLS)] * 20, SHAPE)
+    return folder
+
+
+async def test_sglang_behind_the_endpoint_gets_the_weights_and_the_tokens_of_training(model: Path):
+    vocabulary = json.loads((model / "config.json").read_text())["vocab_size"]
+    async with LoopbackServer(vocabulary=vocabulary, max_context=512) as server:
+        policy = _find(model, ["engine.kind=sglang", f"engine.server.urls=['{server.url}']"])
+        engine = await open_engine(policy.engine, policy.directory)
+        try:
+            async with (
+                serving(engine, policy.renderer, names=("small",)) as served,
+                httpx.AsyncClient(timeout=30) as client,
+            ):
+                assert [path for path, _ in server.weights] == ["/update_weights_from_disk"]
+                chat = served.base_url + "/chat/completions"
+                plain = (await client.post(chat, json={**ASKED, "return_token_ids": True})).json()
+                prompt = policy.renderer.encode([Message("user", "What is 2 plus 3?")], generation_prompt=True)
+                assert plain["prompt_token_ids"] == prompt == server.prompts[0]
+                sampled = plain["choices"][0]["token_ids"]
+                assert len(sampled) == plain["usage"]["completion_tokens"] <= 8
+                assert _text_of((await client.post(chat, json={**ASKED, "stream": True})).text) == (
+                    plain["choices"][0]["message"]["content"] or ""
+                )
+                await _continued(client, served.base_url, server, policy.renderer)
+                forced = await client.post(chat, json={**ASKED, "tools": TOOLS, "tool_choice": "required"})
+                error = forced.json()["error"]
+                assert (forced.status_code, error["param"]) == (400, "tool_choice")
+                assert "cannot be held to a grammar" in error["message"]
+                assert (await client.get(served.url + "/health")).json()["status"] == "ok"
+        finally:
+            await engine.close()
+
+
+async def _continued(client: httpx.AsyncClient, base_url: str, server: LoopbackServer, renderer: Renderer) -> None:
+    """A response that another goes on from is continued with the tokens that the server drew."""
+    body = {"model": "small", "input": "Are you there?", "max_output_tokens": 8}
+    first = (await client.post(base_url + "/responses", json=body)).json()
+    opening = server.prompts[-1]
+    body |= {"input": "Sure?", "previous_response_id": first["id"]}
+    second = await client.post(base_url + "/responses", json=body)
+    assert second.status_code == 200, second.text
+    count, drawn = len(opening), first["usage"]["output_tokens"]
+    assert server.prompts[-1][:count] == opening
+    ids = list(opening)
+    for _ in range(drawn):
+        ids.append((sum(ids) + len(ids)) % server.vocabulary)
+    assert server.prompts[-1][: len(ids)] == ids
+
+
+def _text_of(events: str) -> str:
+    chunks: list[Any] = [json.loads(line[6:]) for line in events.splitlines() if line.startswith("data: {")]
+    return "".join(choice["delta"].get("content") or "" for chunk in chunks for choice in chunk["choices"])
+
+
+def test_a_signal_while_the_engine_is_starting_ends_the_command(model: Path):
+    policy = _find(model, ["engine.kind=sglang", "engine.server.urls=['http://127.0.0.1:9']"])  # nobody answers
+
+    async def never(engine: Any, ended: asyncio.Event) -> None:
+        raise AssertionError("the engine cannot have started")
+
+    async def main() -> None:
+        asyncio.get_running_loop().call_later(0.5, os.kill, os.getpid(), signal.SIGTERM)
+        await asyncio.wait_for(_with_engine(policy, never), 60)
+
+    asyncio.run(main())
