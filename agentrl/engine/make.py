@@ -27,8 +27,11 @@ _CPU_TOKENS = 262_144
 """Bound of SGLang's cache in host memory, which would take most of it otherwise."""
 
 
-async def open_engine(config: EngineConfig, model: Path) -> Engine:
+async def open_engine(config: EngineConfig, model: Path, *, apart: bool = False) -> Engine:
     """An engine over the model directory; with servers it returns when all of them answer.
+
+    Args:
+        apart: on a CPU, have the local engine in a process of its own; it cannot be watched there.
 
     Raises:
         ConfigError: the model, the device or the server's installation cannot be used.
@@ -37,10 +40,14 @@ async def open_engine(config: EngineConfig, model: Path) -> Engine:
     from agentrl.engine.device import pick_device
 
     if config.kind == "local":
+        from agentrl.engine.apart import EngineApart
         from agentrl.engine.local import LocalEngine
 
+        device = pick_device(config.device)
+        if apart and device.type == "cpu":
+            return await EngineApart.start(model, dtype=config.dtype, max_slots=config.max_slots)
         return LocalEngine.from_directory(
-            model, dtype=config.dtype, device=str(pick_device(config.device)), max_slots=config.max_slots
+            model, dtype=config.dtype, device=str(device), max_slots=config.max_slots
         )
     return await _open_served(config, model.absolute())
 

@@ -200,7 +200,7 @@ async def make_engine(config: RunConfig, directory: Path) -> Engine:
     """The engine of the run, over a model directory; it is closed by the caller."""
     from agentrl.engine.make import open_engine
 
-    return await open_engine(config.engine, directory)
+    return await open_engine(config.engine, directory, apart=True)
 
 
 def check_renderer(renderer: Renderer, checkpoint: Path) -> None:
