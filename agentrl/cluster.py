@@ -9,6 +9,7 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from importlib import import_module
+from pathlib import Path
 from typing import Any
 
 from agentrl.errors import ConfigError, WorkerLost
@@ -59,14 +60,32 @@ def connect(ray: Any, address: str | None, *, cpus: int, key: str) -> bool:
             return True
         cpus = max(os.cpu_count() or 1, cpus)
         for attempt in range(STARTS):
+            before = _children()
             try:
                 ray.init(address="local", num_cpus=cpus, include_dashboard=False, **options)
                 break
             except Exception as e:  # Ray raises a bare Exception where its processes do not come up
                 ray.shutdown()
+                _end_parts(ray, _children() - before)
                 if attempt == STARTS - 1:
                     raise WorkerLost(f"Ray did not start on this machine: {' '.join(str(e).split())[:400]}") from e
     return True
+
+
+def _children() -> set[int]:
+    """The processes that this one has started; none where there is no /proc."""
+    return {int(pid) for file in Path("/proc/self/task").glob("*/children") for pid in file.read_text().split()}
+
+
+def _end_parts(ray: Any, started: set[int]) -> None:
+    """End what is left of a Ray that did not come up: it keeps running and slows the next try."""
+    home = str(Path(ray.__file__).parent).encode()
+    for pid in started:
+        try:
+            if home in Path(f"/proc/{pid}/cmdline").read_bytes():
+                os.kill(pid, signal.SIGKILL)
+        except OSError:  # it has ended by itself
+            continue
 
 
 def _knock(address: str) -> None:
