@@ -424,7 +424,7 @@ class Worker:
     def __init__(self, target: Any, *args: Any) -> None:
         context = get_context("spawn")
         self.pipe, theirs = context.Pipe()
-        self.process = context.Process(target=target, args=(*args, theirs), daemon=True)
+        self.process = context.Process(target=target, args=(*args, theirs))  # which has a child itself
         self.process.start()
         theirs.close()
 
