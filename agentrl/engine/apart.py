@@ -287,7 +287,8 @@ def _no_main() -> Iterator[None]:
 
 def _main(pipe: Connection, path: str, options: Mapping[str, Any]) -> None:
     """What the process does: orders in, one step, answers out, until None comes or the pipe breaks."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the run, which ends us when it has saved
+    for wish in (signal.SIGINT, signal.SIGTERM):  # meant for the run, which ends us when it has saved
+        signal.signal(wish, signal.SIG_IGN)
     try:
         core = EngineCore.from_directory(path, **options)
     except AgentRLError as error:

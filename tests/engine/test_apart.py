@@ -86,6 +86,13 @@ async def test_a_cancelled_call_frees_its_slot(engine: EngineApart):
     assert not engine._waiting
 
 
+async def test_signals_that_stop_a_run_leave_its_engine_alone(engine: EngineApart):
+    assert engine._process.pid is not None
+    for wish in (signal.SIGINT, signal.SIGTERM):
+        os.kill(engine._process.pid, wish)
+    assert len((await engine.generate(PROMPT, GREEDY)).ids) == 8
+
+
 async def test_bad_requests_are_refused_here(engine: EngineApart):
     with pytest.raises(ValueError, match="ids is empty"):
         await engine.generate([], GREEDY)
