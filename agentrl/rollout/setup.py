@@ -196,11 +196,16 @@ def make_token_check(config: RunConfig) -> TokenCheck | None:
     return None if mode == "disable" else TokenCheck(mode, Watch(config.rollout.tokenization_stop_above))
 
 
+APART_FROM = 32
+"""Episodes a step from which a process of its own pays for the local engine; fewer hardly wait for one another."""
+
+
 async def make_engine(config: RunConfig, directory: Path) -> Engine:
     """The engine of the run, over a model directory; it is closed by the caller."""
     from agentrl.engine.make import open_engine
 
-    return await open_engine(config.engine, directory, apart=True)
+    apart = config.rollout.groups_per_step * config.rollout.group_size >= APART_FROM
+    return await open_engine(config.engine, directory, apart=apart)
 
 
 def check_renderer(renderer: Renderer, checkpoint: Path) -> None:
