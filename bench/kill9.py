@@ -2,7 +2,7 @@
 """Kill a run again and again, resume it, and compare what it leaves with an uninterrupted run.
 
     python bench/kill9.py --kills 30 --out bench/results/kill9.json
-    python bench/kill9.py --kills 18 --ranks 2 --out bench/results/kill9.json
+    python bench/kill9.py --kills 8 --ranks 2 --kinds rank,rank,rank,checkpoint --out bench/results/kill9.json
 
 Every kill is a SIGKILL: of the run at a random moment, of the run while it writes a checkpoint, or (with --ranks)
 of one rank of the learner. After each, every finished checkpoint is verified; at the end the curves are compared.
@@ -194,11 +194,12 @@ def main() -> int:
     parser.add_argument("--kills", type=int, default=30)
     parser.add_argument("--steps", type=int, default=40)
     parser.add_argument("--ranks", type=int, default=1)
+    parser.add_argument("--kinds", help="moment, checkpoint, rank: in turn, with commas between")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
     rng, kills = random.Random(options.seed), []
-    kinds = ["moment", "checkpoint"] if options.ranks == 1 else ["moment", "checkpoint", "rank"]
+    kinds = (options.kinds or ("moment,checkpoint" if options.ranks == 1 else "moment,checkpoint,rank")).split(",")
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         write(folder, options.steps)

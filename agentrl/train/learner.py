@@ -64,6 +64,20 @@ class Learner(Driver):
         self.optim_config, self.temperature, self.total_steps = optim, temperature, total_steps
         self.device = pick_device(config.device)
         self.world = world or _own_world(config, self.device)
+        try:
+            self._make(policy_dir, reference_dir, critic, critic_dir)
+        except BaseException:
+            self.world.leave()
+            raise
+        self.steps_done = 0
+        self._snapshots: dict[str, Snapshot] = {}
+        self._adapter: dict[str, Tensor] = {}
+
+    def _make(
+        self, policy_dir: Path, reference_dir: Path | None, critic: CriticConfig | None, critic_dir: Path | None
+    ) -> None:
+        """The models and their optimisers."""
+        algorithm, optim, config = self.algorithm, self.optim_config, self.config
         self.policy = self._load_policy(policy_dir, reference_dir)
         if config.checkpoint_activations:
             checkpoint_activations(self.policy)
@@ -85,9 +99,6 @@ class Learner(Driver):
                 world=self.world,
                 device=self.device,
             )
-        self.steps_done = 0
-        self._snapshots: dict[str, Snapshot] = {}
-        self._adapter: dict[str, Tensor] = {}
         self._know_heads()
 
     def evaluate(self, batches: Sequence[Rows]) -> list[Sample]:

@@ -93,3 +93,10 @@ def test_bfloat16_is_near_and_keeps_float32(plain: Any, policy_dir: Path, tmp_pa
         assert low["entropy"] == pytest.approx(full["entropy"], rel=1e-2)
         assert low["grad_norm"] == pytest.approx(full["grad_norm"], rel=0.1)
     assert metrics[0] != plain[1][0], "it was computed in another precision"
+
+
+def test_a_model_that_cannot_be_loaded_leaves_the_process_free_for_another(policy_dir: Path, tmp_path: Path):
+    with pytest.raises(ConfigError, match="has no config"), learner(tmp_path, policy_dir, precision="bfloat16"):
+        pass
+    with learner(policy_dir, policy_dir, precision="bfloat16") as made:
+        assert made.step(make_batch(0)).trained > 0
