@@ -40,7 +40,7 @@ class ServerConfig(Section):
     restarts: Count = 3
     """How often a lost server is started again (or waited for) before it has answered anything."""
     sync_folder: str | None = None
-    """`sync: disk`: a folder that run and servers both see; a temporary one where nothing is given."""
+    """`sync: disk` and `lora`: a folder that run and servers both see; a temporary one where nothing is given."""
     bucket_mb: Positive = 512
     """`sync: tensor` and `broadcast`: weights on their way at once."""
     sleep: bool = False
@@ -63,9 +63,9 @@ class EngineConfig(Section):
     """Precision of the sampler's weights."""
     max_slots: Positive = 256
     """Sequences held in the KV cache at once; of servers, in each."""
-    sync: Literal["auto", "disk", "tensor", "broadcast"] = "auto"
-    """How weights reach servers: a folder, tensors in a request, or a process group. `auto`: `tensor` for servers
-    that the run starts (vLLM: `disk`), `disk` for given ones."""
+    sync: Literal["auto", "disk", "tensor", "broadcast", "lora"] = "auto"
+    """How weights reach servers: a folder, tensors in a request, a process group, or (`lora`) the adapter of
+    `learner.lora` alone. `auto`: `tensor` for servers that the run starts (vLLM: `disk`), `disk` for given."""
     sync_tolerance: Annotated[float, Field(gt=0)] | None = None
     """Mean difference of the log-probabilities of fixed tokens between servers and learner, after each sync, above
     which the run stops; 0.002 in float32 and 0.1 in bfloat16 where nothing is given."""
@@ -103,19 +103,24 @@ class EngineConfig(Section):
 
     def _check_sync(self, changed: set[str]) -> None:
         sync = self.resolved_sync
-        if "sync_folder" in changed and sync != "disk":
+        if "sync_folder" in changed and sync not in ("disk", "lora"):
             raise ValueError(f"server.sync_folder has no effect while sync is {sync}: remove one of them")
-        if "bucket_mb" in changed and sync == "disk":
-            raise ValueError("server.bucket_mb has no effect while sync is disk: remove one of them")
-        if self.kind == "vllm" and sync != "disk":
-            raise ValueError(f"sync {sync} does not exist for vllm: use disk")
+        if "bucket_mb" in changed and sync in ("disk", "lora"):
+            raise ValueError(f"server.bucket_mb has no effect while sync is {sync}: remove one of them")
+        if self.kind == "vllm" and sync not in ("disk", "lora"):
+            raise ValueError(f"sync {sync} does not exist for vllm: use disk or lora")
+        if sync == "lora" and self.server.sleep:
+            raise ValueError(
+                "sync lora sends no model, which a server that has slept needs anew: use another sync, or leave "
+                "server.sleep out"
+            )
         if sync == "tensor" and self.server.urls and self.device.startswith("cuda"):
             raise ValueError(
                 "sync tensor reaches a GPU of this machine only, not server.urls: use disk or broadcast"
             )
 
     @property
-    def resolved_sync(self) -> Literal["disk", "tensor", "broadcast"]:
+    def resolved_sync(self) -> Literal["disk", "tensor", "broadcast", "lora"]:
         """What `auto` means here."""
         if self.sync != "auto":
             return self.sync

@@ -331,6 +331,8 @@ class RunConfig(Section):
             raise ValueError(
                 "learner.lora.adapter belongs to model.path, and warmup makes another policy of that: remove one"
             )
+        if self.engine.sync == "lora" and self.learner.lora is None:
+            raise ValueError("engine.sync lora sends the adapter alone, and there is none: set learner.lora")
         if self.critic is not None and self.algorithm.advantage != "gae":
             raise ValueError(
                 "critic.lr and its siblings have no effect unless algorithm.advantage is gae: remove one"

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from agentrl.config.engine import EngineConfig
+from agentrl.config.run import LoRAConfig
 from agentrl.engine.base import Engine
 from agentrl.errors import ConfigError
 
@@ -27,10 +28,18 @@ _CPU_TOKENS = 262_144
 """Bound of SGLang's cache in host memory, which would take most of it otherwise."""
 
 
-async def open_engine(config: EngineConfig, model: Path, *, apart: bool = False) -> Engine:
+VLLM_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)
+"""Ranks that vLLM has kernels for; smaller adapters are padded."""
+
+
+async def open_engine(
+    config: EngineConfig, model: Path, lora: LoRAConfig | None = None, *, apart: bool = False
+) -> Engine:
     """An engine over the model directory; with servers it returns when all of them answer.
 
     Args:
+        lora: what `sync: lora` will send adapters of; without it the directory is all there is to serve, and
+            weights travel as with `sync: auto`.
         apart: on a CPU, have the local engine in a process of its own; it cannot be watched there.
 
     Raises:
@@ -49,10 +58,14 @@ async def open_engine(config: EngineConfig, model: Path, *, apart: bool = False)
         return LocalEngine.from_directory(
             model, dtype=config.dtype, device=str(device), max_slots=config.max_slots
         )
-    return await _open_served(config, model.absolute())
+    if config.sync != "lora":
+        lora = None
+    elif lora is None:
+        config = config.model_copy(update={"sync": "auto"})
+    return await _open_served(config, model.absolute(), lora)
 
 
-async def _open_served(config: EngineConfig, model: Path) -> Engine:
+async def _open_served(config: EngineConfig, model: Path, lora: LoRAConfig | None) -> Engine:
     import torch
 
     from agentrl.engine.ray_host import RayCluster
@@ -73,11 +86,11 @@ async def _open_served(config: EngineConfig, model: Path) -> Engine:
 
     try:
         engine = ServedEngine(
-            _hosts(config, model, folder, cluster),
-            _sync(config, model, folder),
+            _hosts(config, model, folder, cluster, lora),
+            _sync(config, model, folder, lora),
             model=model,
             dtype={"float32": torch.float32, "bfloat16": torch.bfloat16}[config.dtype],
-            given=bool(server.urls),
+            given=bool(server.urls) and lora is None,
             limits=ServedLimits(
                 capacity=config.max_slots, restarts=server.restarts, health_every_s=server.health_every_s
             ),
@@ -90,7 +103,9 @@ async def _open_served(config: EngineConfig, model: Path) -> Engine:
     return engine
 
 
-def _hosts(config: EngineConfig, model: Path, folder: Path, cluster: RayCluster | None) -> list[Host]:
+def _hosts(
+    config: EngineConfig, model: Path, folder: Path, cluster: RayCluster | None, lora: LoRAConfig | None
+) -> list[Host]:
     from agentrl.engine.device import pick_device
     from agentrl.engine.hosts import GivenHost, LaunchedHost
     from agentrl.engine.ray_host import RayHost
@@ -99,28 +114,29 @@ def _hosts(config: EngineConfig, model: Path, folder: Path, cluster: RayCluster 
     if server.urls:
         return [GivenHost(url, connect, start_timeout_s=server.start_timeout_s) for url in server.urls]
     python = _python(config)
+    recipes = [_recipe(config, model, python, number, lora) for number in range(server.replicas)]
     if cluster is not None:
         gpus = 0 if pick_device(config.device).type == "cpu" else server.tensor_parallel
         return [
             RayHost(
                 f"{config.kind} server {number}",
-                _recipe(config, model, python, number),
+                recipe,
                 connect,
                 cluster=cluster,
                 gpus=gpus,
                 start_timeout_s=server.start_timeout_s,
             )
-            for number in range(server.replicas)
+            for number, recipe in enumerate(recipes)
         ]
     return [
         LaunchedHost(
             f"{config.kind} server {number}",
-            _recipe(config, model, python, number),
+            recipe,
             connect,
             log=folder / f"server-{number}.log",
             start_timeout_s=server.start_timeout_s,
         )
-        for number in range(server.replicas)
+        for number, recipe in enumerate(recipes)
     ]
 
 
@@ -128,17 +144,25 @@ def _connect(config: EngineConfig) -> Connect:
     from agentrl.engine.sglang import SGLangServer
     from agentrl.engine.vllm import VLLMServer
 
-    timeout_s, ranks = config.server.request_timeout_s, config.server.tensor_parallel
+    timeout_s, ranks, adapters = (
+        config.server.request_timeout_s,
+        config.server.tensor_parallel,
+        config.sync == "lora",
+    )
     if config.kind == "vllm":
-        return lambda url: VLLMServer(url, timeout_s=timeout_s, update_timeout_s=timeout_s)
-    return lambda url: SGLangServer(url, timeout_s=timeout_s, update_timeout_s=timeout_s, tensor_parallel=ranks)
+        return lambda url: VLLMServer(url, timeout_s=timeout_s, update_timeout_s=timeout_s, adapters=adapters)
+    return lambda url: SGLangServer(
+        url, timeout_s=timeout_s, update_timeout_s=timeout_s, tensor_parallel=ranks, adapters=adapters
+    )
 
 
-def _sync(config: EngineConfig, model: Path, folder: Path) -> WeightSync:
+def _sync(config: EngineConfig, model: Path, folder: Path, lora: LoRAConfig | None) -> WeightSync:
     from agentrl.engine.device import pick_device
-    from agentrl.engine.sync import BroadcastSync, DiskSync, TensorSync
+    from agentrl.engine.sync import AdapterSync, BroadcastSync, DiskSync, TensorSync
 
     server = config.server
+    if lora is not None:
+        return AdapterSync(model, Path(server.sync_folder) if server.sync_folder else folder, alpha=lora.alpha)
     if config.resolved_sync == "disk":
         return DiskSync(model, Path(server.sync_folder) if server.sync_folder else folder)
     if config.resolved_sync == "tensor":
@@ -164,7 +188,7 @@ def _python(config: EngineConfig) -> str:
     return sys.executable
 
 
-def _recipe(config: EngineConfig, model: Path, python: str, number: int) -> Recipe:
+def _recipe(config: EngineConfig, model: Path, python: str, number: int, lora: LoRAConfig | None = None) -> Recipe:
     """The command line and environment of server `number`."""
     from agentrl.engine.device import pick_device
     from agentrl.engine.hosts import Recipe
@@ -175,6 +199,13 @@ def _recipe(config: EngineConfig, model: Path, python: str, number: int) -> Reci
     first = 0 if server.ray is not None else (device.index or 0) + number * server.tensor_parallel
     make = _vllm_line if config.kind == "vllm" else _sglang_line
     command, environment = make(config, model, None if device.type == "cpu" else first)
+    if lora is not None:
+        more, switches = (
+            (_vllm_adapters(lora), _VLLM_ADAPTERS)
+            if config.kind == "vllm"
+            else (_sglang_adapters(lora, model, cpu=device.type == "cpu"), {})
+        )
+        command, environment = [*command, *more], environment | switches
     command = [python, "-m", *command, *server.args]
     environment = {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"} | environment | server.environment
     return Recipe(lambda port: [*command, "--port", str(port)], environment)
@@ -218,3 +249,44 @@ def _vllm_line(config: EngineConfig, model: Path, gpu: int | None) -> tuple[list
     if gpu is not None and server.ray is None:
         environment["CUDA_VISIBLE_DEVICES"] = ",".join(str(gpu + n) for n in range(server.tensor_parallel))
     return line, environment
+
+
+_VLLM_ADAPTERS = {"VLLM_ALLOW_RUNTIME_LORA_UPDATING": "True"}
+
+
+def _vllm_adapters(lora: LoRAConfig) -> list[str]:
+    """Room for the adapter that is sampled with and the one after it."""
+    rank = next((rank for rank in VLLM_RANKS if rank >= lora.rank), None)
+    if rank is None:
+        raise ConfigError(
+            f"learner.lora.rank is {lora.rank}, and vLLM serves ranks up to {VLLM_RANKS[-1]}: lower it, or use "
+            "engine.sync disk, which sends merged weights"
+        )
+    return ["--enable-lora", "--max-lora-rank", str(rank), "--max-loras", "2"]
+
+
+def _sglang_adapters(lora: LoRAConfig, model: Path, *, cpu: bool) -> list[str]:
+    """As for vLLM; SGLang counts requests without an adapter (health checks) as a third one."""
+    targets = linear_names(model) if lora.targets == "all-linear" else sorted(set(lora.targets))
+    line = ["--enable-lora", "--max-lora-rank", str(lora.rank), "--lora-target-modules", *targets]
+    line += ["--max-loras-per-batch", "3"]
+    return line + (["--lora-backend", "torch_native"] if cpu else [])
+
+
+def linear_names(model: Path) -> list[str]:
+    """The linear layers in the blocks of a model directory, by the ends of their names."""
+    from safetensors import safe_open
+
+    names = set()
+    for file in sorted(model.glob("*.safetensors")):
+        with safe_open(file, "pt") as tensors:
+            for name in tensors.keys():  # noqa: SIM118  (it is no mapping)
+                if (
+                    name.endswith(".weight")
+                    and ".layers." in name
+                    and len(tensors.get_slice(name).get_shape()) == 2
+                ):
+                    names.add(name.split(".")[-2])
+    if not names:
+        raise ConfigError(f"{model} has no linear layers in blocks: name them in learner.lora.targets")
+    return sorted(names)

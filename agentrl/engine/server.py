@@ -96,6 +96,14 @@ class InferenceServer(Protocol):
         """Read the weights in a Hugging Face directory that the server can see. Inside of `updating`."""
         ...
 
+    async def load_adapter(self, folder: Path, version: int) -> None:
+        """Sample with this adapter (a folder as peft writes it) on top of the model from now on.
+
+        Not inside of `updating`: the server goes on. What is being drawn with an older one ends as it is
+        (`finish` is abort), and the older one is unloaded when nothing uses it.
+        """
+        ...
+
     async def load_tensors(self, tensors: Mapping[str, Tensor], version: int) -> None:
         """Take some of the weights. Inside of `updating`."""
         ...

@@ -5,15 +5,19 @@ Source: docs.sglang.io, "SGLang native APIs" and "SGLang for RL systems".
 
 from __future__ import annotations
 
+import asyncio
 import base64
+import contextlib
 import io
 import math
 import pickle
+import uuid
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
+from agentrl.engine.adapters import Adapter, AdapterStand
 from agentrl.engine.connection import HttpServer, ServerRefused
 from agentrl.engine.server import Answer, Description, GroupPlace
 from agentrl.errors import EngineError
@@ -31,7 +35,13 @@ class SGLangServer:
     """One SGLang server. Sessions need nothing of it: its radix cache finds common prefixes by itself."""
 
     def __init__(
-        self, url: str, *, timeout_s: float = 600.0, update_timeout_s: float = 600.0, tensor_parallel: int = 1
+        self,
+        url: str,
+        *,
+        timeout_s: float = 600.0,
+        update_timeout_s: float = 600.0,
+        tensor_parallel: int = 1,
+        adapters: bool = False,
     ) -> None:
         """Connect lazily.
 
@@ -40,9 +50,11 @@ class SGLangServer:
             timeout_s: how long one completion may take.
             update_timeout_s: how long taking new weights may take.
             tensor_parallel: GPUs that the server's model is split over.
+            adapters: the policy is the server's model, which never changes, with an adapter that does.
         """
         self._http = HttpServer(url, timeout_s=timeout_s)
         self._update_timeout_s, self._tensor_parallel = update_timeout_s, tensor_parallel
+        self._adapters = AdapterStand() if adapters else None
 
     @property
     def url(self) -> str:
@@ -65,16 +77,17 @@ class SGLangServer:
 
     async def generate(self, ids: Sequence[int], sampling: Sampling, *, request: str) -> Answer:
         """One completion with the log-probability and the weights' version of each token."""
-        answer = await self._http.post(
-            "/generate",
-            {
-                "input_ids": list(ids),
-                "sampling_params": _sampling_params(sampling),
-                "return_logprob": True,
-                "rid": request,
-            },
-        )
-        return _read_answer(answer, self.url)
+        body = {
+            "input_ids": list(ids),
+            "sampling_params": _sampling_params(sampling),
+            "return_logprob": True,
+            "rid": request,
+        }
+        if self._adapters is None:
+            return _read_answer(await self._http.post("/generate", body), self.url)
+        with self._adapters.use(request) as adapter:
+            answer = await self._http.post("/generate", body | _named(adapter))
+        return _read_answer(answer, self.url, adapter.version)
 
     async def abort(self, request: str) -> None:
         """Stop a request."""
@@ -88,7 +101,11 @@ class SGLangServer:
             "return_logprob": True,
             "logprob_start_len": 0,
         }
-        answer = await self._http.post("/generate", body)
+        if self._adapters is None:
+            answer = await self._http.post("/generate", body)
+        else:
+            with self._adapters.use(uuid.uuid4().hex) as adapter:
+                answer = await self._http.post("/generate", body | _named(adapter))
         try:
             entries = answer["meta_info"]["input_token_logprobs"]
             found = [float(entry[0]) for entry in entries[1:]]
@@ -136,6 +153,18 @@ class SGLangServer:
             "/update_weights_from_disk",
             {"model_path": str(folder), "weight_version": str(version), "flush_cache": False},
         )
+
+    async def load_adapter(self, folder: Path, version: int) -> None:
+        """Load it beside the others, name it in all requests from now on, end those that name an older one.
+
+        The cache needs no flush: SGLang keeps what each adapter has computed apart.
+        """
+        assert self._adapters is not None, "the server was not opened for adapters"
+        adapter = Adapter.of(version)
+        await self._control("/load_lora_adapter", {"lora_name": adapter.name, "lora_path": str(folder)})
+        await asyncio.gather(*map(self.abort, self._adapters.change(adapter)))
+        for name in await self._adapters.unused():
+            await self._control("/unload_lora_adapter", {"lora_name": name})
 
     async def load_tensors(self, tensors: Mapping[str, Tensor], version: int) -> None:
         """Some of the weights: those on a GPU by handle (same GPU, no copy through the host), others by value."""
@@ -190,7 +219,10 @@ class SGLangServer:
         await self._control("/resume_memory_occupation", {"tags": [_TAGS[what]]})
 
     async def close(self) -> None:
-        """Drop the connections."""
+        """Unload what was loaded beside the model, if the server is still there, and drop the connections."""
+        for name in [] if self._adapters is None else self._adapters.names():
+            with contextlib.suppress(EngineError):
+                await self._http.post("/unload_lora_adapter", {"lora_name": name}, timeout_s=5.0)
         await self._http.close()
 
     async def _control(self, path: str, body: Mapping[str, Any] | None) -> Any:
@@ -199,6 +231,10 @@ class SGLangServer:
         if isinstance(answer, Mapping) and answer.get("success") is False:
             raise ServerRefused(f"{self.url}{path}: {answer.get('message')}", status=200)
         return answer
+
+
+def _named(adapter: Adapter) -> dict[str, str]:
+    return {"lora_path": adapter.name} if adapter.name else {}
 
 
 def _sampling_params(sampling: Sampling) -> dict[str, Any]:
@@ -216,8 +252,12 @@ def _sampling_params(sampling: Sampling) -> dict[str, Any]:
     return params
 
 
-def _read_answer(answer: Any, url: str) -> Answer:
-    """Check everything that training relies on; what is wrong must not become a gradient."""
+def _read_answer(answer: Any, url: str, version: int | None = None) -> Answer:
+    """Check everything that training relies on; what is wrong must not become a gradient.
+
+    Args:
+        version: of the adapter that drew all tokens; without it the answer says which weights drew which.
+    """
     where = f"{url}/generate"
     try:
         ids = tuple(int(token) for token in answer["output_ids"])
@@ -227,6 +267,8 @@ def _read_answer(answer: Any, url: str) -> Answer:
         named = tuple(int(entry[1]) for entry in entries)
         kind = meta["finish_reason"]["type"]
         spans = meta.get("weight_versions") or [{"version": meta["weight_version"], "start": 0, "end": len(ids)}]
+        if version is not None:
+            spans = [{"version": version, "start": 0, "end": len(ids)}]
         cached, retractions = int(meta.get("cached_tokens") or 0), int(meta.get("num_retractions") or 0)
     except (TypeError, KeyError, IndexError, ValueError) as e:
         raise EngineError(f"{where}: an answer that is no completion ({e!r}): {str(answer)[:300]}") from e

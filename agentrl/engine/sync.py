@@ -1,4 +1,4 @@
-"""How weights reach inference servers: through a folder, as tensors in a request, or by broadcast.
+"""How weights reach inference servers: through a folder, as tensors in a request, by broadcast, or as an adapter.
 
 Each `push` brings one version to several servers and returns those that did not take it, with the reason; such a
 server is paused and must be started again, because its weights may be half old.
@@ -88,12 +88,7 @@ class DiskSync:
             await asyncio.to_thread(self._write, target, weights)
         except OSError as e:
             raise EngineError(f"the weights cannot be written to {target}: {e}") from e
-
-        async def load(server: InferenceServer) -> None:
-            async with server.updating(by_tensor=False):
-                await server.load_folder(target, version)
-
-        failures = await _each(servers, load)
+        failures = await _each(servers, lambda server: self._load(server, target, version))
         if self._current is not None:
             await asyncio.to_thread(shutil.rmtree, self._current, ignore_errors=True)
         self._current = target
@@ -109,13 +104,52 @@ class DiskSync:
         aside = target.with_name(f".{target.name}")
         shutil.rmtree(aside, ignore_errors=True)
         aside.mkdir(parents=True)
+        self._fill(aside, weights)
+        aside.rename(target)
+
+    async def _load(self, server: InferenceServer, folder: Path, version: int) -> None:
+        async with server.updating(by_tensor=False):
+            await server.load_folder(folder, version)
+
+    def _fill(self, aside: Path, weights: Mapping[str, Tensor]) -> None:
         for file in self._model.iterdir():
             if file.is_file() and file.suffix in (".json", ".jinja", ".txt", ".model"):
                 if file.name.endswith(".index.json"):
                     continue
                 shutil.copyfile(file, aside / file.name)
         save_file({name: tensor.contiguous() for name, tensor in weights.items()}, aside / "model.safetensors")
-        aside.rename(target)
+
+
+class AdapterSync(DiskSync):
+    """Writes an adapter that every server loads on top of its own model, which stays as it was started.
+
+    Its weights are those of the adapter alone, named as peft names them in a file.
+    """
+
+    def __init__(self, model: Path, folder: Path, *, alpha: float) -> None:
+        """Write below `folder`; what the adapter adds is scaled by alpha / rank."""
+        super().__init__(model, folder)
+        self._alpha = alpha
+
+    async def _load(self, server: InferenceServer, folder: Path, version: int) -> None:
+        await server.load_adapter(folder, version)
+
+    def _fill(self, aside: Path, weights: Mapping[str, Tensor]) -> None:
+        inner = {name: tensor for name, tensor in weights.items() if name.endswith(".lora_A.weight")}
+        config = {
+            "peft_type": "LORA",
+            "task_type": "CAUSAL_LM",
+            "base_model_name_or_path": str(self._model),
+            "r": next(iter(inner.values())).shape[0],
+            "lora_alpha": self._alpha,
+            "lora_dropout": 0.0,
+            "target_modules": sorted({name.split(".")[-3] for name in inner}),
+            "bias": "none",
+            "inference_mode": True,
+        }
+        (aside / "adapter_config.json").write_text(json.dumps(config))
+        tensors = {name: tensor.contiguous() for name, tensor in weights.items()}
+        save_file(tensors, aside / "adapter_model.safetensors")
 
 
 class TensorSync:

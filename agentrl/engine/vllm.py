@@ -10,12 +10,15 @@ Source: docs.vllm.ai, "OpenAI-compatible server", "Async reinforcement learning"
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import math
+import uuid
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
+from agentrl.engine.adapters import Adapter, AdapterStand
 from agentrl.engine.connection import HttpServer, ServerRefused
 from agentrl.engine.server import Answer, Description, GroupPlace
 from agentrl.errors import EngineError
@@ -28,18 +31,21 @@ _TAGS = {"weights": "weights", "cache": "kv_cache"}
 
 
 class VLLMServer:
-    """One vLLM server. Weights reach it through a folder.
+    """One vLLM server. Weights, or an adapter, reach it through a folder.
 
     vLLM does not say which weights drew a token. So no request spans two versions here: an update ends what runs,
     with what it has, and the engine asks for the rest with the new weights.
     """
 
-    def __init__(self, url: str, *, timeout_s: float = 600.0, update_timeout_s: float = 600.0) -> None:
+    def __init__(
+        self, url: str, *, timeout_s: float = 600.0, update_timeout_s: float = 600.0, adapters: bool = False
+    ) -> None:
         """Connect lazily; see `SGLangServer`."""
         self._http = HttpServer(url, timeout_s=timeout_s)
         self._update_timeout_s = update_timeout_s
         self._model = ""
         self._version = 0
+        self._adapters = AdapterStand() if adapters else None
         self._go = asyncio.Event()
         self._go.set()
 
@@ -65,7 +71,6 @@ class VLLMServer:
     async def generate(self, ids: Sequence[int], sampling: Sampling, *, request: str) -> Answer:
         """One completion; all its tokens are drawn with the same weights."""
         await self._go.wait()
-        version = self._version
         body = {
             "prompt": list(ids),
             "request_id": request,
@@ -80,7 +85,7 @@ class VLLMServer:
         }
         if sampling.seed is not None:
             body["seed"] = sampling.seed % 2**63
-        choice, usage = await self._complete(body)
+        choice, usage, version = await self._complete(body)
         try:
             tokens = tuple(int(token) for token in choice["token_ids"])
             found = (choice.get("logprobs") or {}).get("token_logprobs") or ()
@@ -104,7 +109,7 @@ class VLLMServer:
         """Log-probabilities of given tokens."""
         await self._go.wait()
         body = {"prompt": list(ids), "max_tokens": 1, "temperature": 1.0, "prompt_logprobs": 0}
-        choice, _ = await self._complete(body)
+        choice, _, _ = await self._complete(body)
         try:
             entries = choice["prompt_logprobs"]
             found = [
@@ -133,17 +138,33 @@ class VLLMServer:
         )
         self._version = version
 
+    async def load_adapter(self, folder: Path, version: int) -> None:
+        """Load it beside the others, end what runs, name it in all requests from now on.
+
+        The cache is kept: vLLM keeps what each adapter has computed apart.
+        """
+        assert self._adapters is not None, "the server was not opened for adapters"
+        adapter = Adapter.of(version)
+        await self._control("/v1/load_lora_adapter", {"lora_name": adapter.name, "lora_path": str(folder)})
+        self._go.clear()
+        await self._control("/pause?mode=abort&clear_cache=false")
+        self._adapters.change(adapter)
+        await self._control("/resume")
+        self._go.set()
+        for name in await self._adapters.unused():
+            await self._control("/v1/unload_lora_adapter", {"lora_name": name})
+
     async def load_tensors(self, tensors: Mapping[str, Tensor], version: int) -> None:
         """Not offered."""
-        raise ServerRefused("vLLM takes weights through a folder only: use engine.sync disk")
+        raise ServerRefused("vLLM takes weights through a folder only: use engine.sync disk or lora")
 
     async def join(self, place: GroupPlace) -> None:
         """Not offered."""
-        raise ServerRefused("vLLM takes weights through a folder only: use engine.sync disk")
+        raise ServerRefused("vLLM takes weights through a folder only: use engine.sync disk or lora")
 
     async def receive(self, tensors: Mapping[str, Tensor], group: str, version: int) -> None:
         """Not offered."""
-        raise ServerRefused("vLLM takes weights through a folder only: use engine.sync disk")
+        raise ServerRefused("vLLM takes weights through a folder only: use engine.sync disk or lora")
 
     async def leave(self, group: str) -> None:
         """There is no group."""
@@ -157,16 +178,25 @@ class VLLMServer:
         await self._control(f"/wake_up?tags={_TAGS[what]}")
 
     async def close(self) -> None:
-        """Drop the connections."""
+        """Unload what was loaded beside the model, if the server is still there, and drop the connections."""
+        for name in [] if self._adapters is None else self._adapters.names():
+            with contextlib.suppress(EngineError):
+                await self._http.post("/v1/unload_lora_adapter", {"lora_name": name}, timeout_s=5.0)
         await self._http.close()
 
-    async def _complete(self, body: dict[str, Any]) -> tuple[Any, Any]:
-        """The only choice of a completion, and the usage."""
+    async def _complete(self, body: dict[str, Any]) -> tuple[Any, Any, int]:
+        """The only choice of a completion, the usage, and the version of the weights that drew it."""
         if not self._model:
             await self.describe()
-        answer = await self._http.post("/v1/completions", {"model": self._model, **body})
+        version = self._version
+        if self._adapters is None:
+            answer = await self._http.post("/v1/completions", {"model": self._model, **body})
+        else:
+            with self._adapters.use(uuid.uuid4().hex) as adapter:
+                body = {"model": adapter.name or self._model, **body}
+                version, answer = adapter.version, await self._http.post("/v1/completions", body)
         try:
-            return answer["choices"][0], answer.get("usage") or {}
+            return answer["choices"][0], answer.get("usage") or {}, version
         except (TypeError, KeyError, IndexError, AttributeError) as e:
             raise EngineError(f"{self.url}/v1/completions: an answer without a choice: {answer!r:.300}") from e
 

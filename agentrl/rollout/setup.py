@@ -200,12 +200,16 @@ APART_FROM = 32
 """Episodes a step from which a process of its own pays for the local engine; fewer hardly wait for one another."""
 
 
-async def make_engine(config: RunConfig, directory: Path) -> Engine:
-    """The engine of the run, over a model directory; it is closed by the caller."""
+async def make_engine(config: RunConfig, directory: Path, *, adapters: bool = False) -> Engine:
+    """The engine of the run, over a model directory; it is closed by the caller.
+
+    Args:
+        adapters: its weights will change; with `engine.sync: lora` the directory is then what adapters are put on.
+    """
     from agentrl.engine.make import open_engine
 
     apart = config.rollout.groups_per_step * config.rollout.group_size >= APART_FROM
-    return await open_engine(config.engine, directory, apart=apart)
+    return await open_engine(config.engine, directory, config.learner.lora if adapters else None, apart=apart)
 
 
 def check_renderer(renderer: Renderer, checkpoint: Path) -> None:

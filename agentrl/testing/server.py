@@ -26,6 +26,7 @@ class _Running:
     versions: list[str] = field(default_factory=list)
     retractions: int = 0
     aborted: bool = False
+    adapter: str = ""
 
 
 class LoopbackServer:
@@ -49,6 +50,10 @@ class LoopbackServer:
         """Status and body to answer instead, by path."""
         self.sick = False
         """Whether health checks fail."""
+        self.adapters: dict[str, str] = {}
+        """Folder of each adapter that is loaded, by name."""
+        self.named: list[str] = []
+        """The adapter that each request for tokens or log-probabilities named, or nothing."""
         self.retract = 0
         """How many of the next answers say that their sequence was taken out of the cache once."""
         self.asleep: set[str] = set()
@@ -80,6 +85,7 @@ class LoopbackServer:
         await asyncio.gather(*self._open, return_exceptions=True)
         self.running.clear()
         self.version = "default"
+        self.adapters.clear()
         self._go.set()
 
     async def __aenter__(self) -> Self:
@@ -143,12 +149,16 @@ class LoopbackServer:
             return 400, {
                 "error": {"message": f"Input length ({len(ids)} tokens) exceeds the maximum allowed length"}
             }
+        adapter = str(body.get("lora_path") or "")
+        if adapter and adapter not in self.adapters:
+            return 400, {"error": {"message": f"Got LoRA adapter that has never been loaded: {adapter}"}}
+        self.named.append(adapter)
         if "logprob_start_len" in body:
             scores = [[None if n == 0 else _logprob(token), token, None] for n, token in enumerate(ids)]
             return 200, {"output_ids": [], "meta_info": {"input_token_logprobs": scores}}
         self.prompts.append(list(ids))
         most = min(params["max_new_tokens"], self.max_context - len(ids))
-        request = _Running(list(ids), most, frozenset(params.get("stop_token_ids") or ()))
+        request = _Running(list(ids), most, frozenset(params.get("stop_token_ids") or ()), adapter=adapter)
         rid = str(body.get("rid") or id(request))
         self.running[rid] = request
         self.most_running = max(self.most_running, len(self.running))
@@ -228,6 +238,22 @@ class LoopbackServer:
         self.version = body["weight_version"]
         return 200, {"success": True, "message": "Success"}
 
+    async def _post_load_lora_adapter(self, body: dict[str, Any]) -> tuple[int, Any]:
+        if body["lora_name"] in self.adapters:
+            return 400, {"success": False, "error_message": "it is already loaded"}
+        self.adapters[body["lora_name"]] = body["lora_path"]
+        self.weights.append(("/load_lora_adapter", body))
+        return 200, {"success": True, "error_message": ""}
+
+    async def _post_unload_lora_adapter(self, body: dict[str, Any]) -> tuple[int, Any]:
+        name = body["lora_name"]
+        if name not in self.adapters:
+            return 400, {"success": False, "error_message": f"LoRA with name {name} does not exist"}
+        while any(request.adapter == name for request in self.running.values()):  # noqa: ASYNC110
+            await asyncio.sleep(0.001)
+        del self.adapters[name]
+        return 200, {"success": True, "error_message": ""}
+
     async def _post_update_weights_from_disk(self, body: dict[str, Any]) -> tuple[int, Any]:
         return await self._take_weights("/update_weights_from_disk", body)
 
@@ -251,13 +277,17 @@ class LoopbackVLLM(LoopbackServer):
 
     async def _post_completions(self, body: dict[str, Any]) -> tuple[int, Any]:
         ids = body["prompt"]
-        if body["model"] != "policy" or len(ids) + body["max_tokens"] > self.max_context:
+        model = body["model"]
+        if (model != "policy" and model not in self.adapters) or len(ids) + body["max_tokens"] > self.max_context:
             return 400, {"error": {"message": "no such model, or the maximum context length is exceeded"}}
+        self.named.append("" if model == "policy" else model)
         if "prompt_logprobs" in body:
             table = [None if n == 0 else {str(t): {"logprob": _logprob(t)}} for n, t in enumerate(ids)]
             return 200, {"choices": [{"prompt_logprobs": table}]}
         self.prompts.append(list(ids))
-        request = _Running(list(ids), body["max_tokens"], frozenset(body["stop_token_ids"]))
+        request = _Running(
+            list(ids), body["max_tokens"], frozenset(body["stop_token_ids"]), adapter=self.named[-1]
+        )
         self.running[body["request_id"]] = request
         try:
             kind = await self._draw(request)

@@ -92,6 +92,11 @@ class Driver(ABC):
         found: dict[str, Tensor] = self._each("weights_part", [()] * self.ranks)[0]
         return found
 
+    def adapter(self) -> dict[str, Tensor]:
+        """The adapter's matrices alone, in host memory, named as peft names them in a file."""
+        found: dict[str, Tensor] = self._each("adapter_part", [()] * self.ranks)[0]
+        return found
+
     def snapshot(self) -> Callable[[Path], None]:
         """Copy all that a checkpoint holds; what is returned writes it, while training goes on if need be."""
         self._each("snapshot_part", [(self.preparation.state_dict(),)] * self.ranks)

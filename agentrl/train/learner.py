@@ -259,6 +259,11 @@ class Learner(Driver):
             return {name: value.detach() for name, value in self.policy.state_dict().items()}
         return self._whole()
 
+    def adapter_part(self) -> dict[str, Tensor]:
+        """The adapter alone; {} but on rank 0."""
+        state = adapter_state(self.policy)
+        return state if self.world.rank == 0 else {}
+
     def _whole(self) -> dict[str, Tensor]:
         """The policy without shards and adapters; {} but on rank 0."""
         return (merged_weights if self.config.lora else whole_weights)(self.policy, self.world)

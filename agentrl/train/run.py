@@ -47,7 +47,7 @@ from agentrl.train.feed import load_feed, make_admission, save_feed
 from agentrl.train.memory import keep_freed_memory
 from agentrl.train.samples import penalised
 from agentrl.train.signals import StopRequest, stop_requested
-from agentrl.train.start import copy_tokenizer, make_learner, make_start
+from agentrl.train.start import copy_tokenizer, make_learner, make_start, sent_weights
 from agentrl.train.verify import Synced, WeightCheck, check_rows
 from agentrl.train.work import Update
 from agentrl.types import Group, Sample, Task
@@ -88,7 +88,7 @@ class Run:
     async def publish(self, version: int) -> None:
         """Hand the learner's weights to the engine; completions that it is sampling go on with them."""
         with self._timed("publish_seconds"):
-            await self.engine.update_weights(self.learner.weights(), version=version)
+            await self.engine.update_weights(sent_weights(self.config, self.learner), version=version)
         if self.check is not None:
             self._seconds["sync_gap"] = await self.check.gap(version)
 
@@ -235,13 +235,15 @@ async def _train_run(
         learner = make_learner(config, policy, start)
         if checkpoint:
             learner.load_optimizer(checkpoint.path)
-        engine = await make_engine(config, policy)
+        lora = config.learner.lora
+        engine = await make_engine(config, start if config.engine.sync == "lora" else policy, adapters=True)
         try:
             content = await fitting(content, config, renderer, engine.max_context, reporter)
             admission = make_admission(config, content.train_tasks, done=done)
             if checkpoint:
                 load_feed(admission, checkpoint.path)
-                await engine.update_weights(learner.weights(), version=done)
+            if checkpoint or (lora is not None and lora.adapter is not None):  # it has what `start` has not
+                await engine.update_weights(sent_weights(config, learner), version=done)
             async with players(config, start, engine, renderer, content.make_env) as make:
                 player = make(temperature=config.rollout.temperature, token_check=make_token_check(config))
                 greedy = make(temperature=0.0)

@@ -7,6 +7,8 @@ from collections.abc import Callable
 from concurrent.futures import Executor
 from pathlib import Path
 
+from torch import Tensor
+
 from agentrl.config.run import RunConfig, WarmupConfig
 from agentrl.errors import ConfigError
 from agentrl.rollout.collect import collect
@@ -80,12 +82,12 @@ async def _cold_start(
     """Train the policy in `source` on the demonstrations and write it to `target`."""
     renderer = load_renderer(config, source)
     learner = make_learner(config, source, None)
-    engine = await make_engine(config, source)
+    engine = await make_engine(config, source, adapters=True)
     player = make_player(config, engine, renderer, content.make_env, temperature=config.rollout.temperature)
     samples = demonstration_samples(renderer, content.demonstrations, content.make_env().tools)
 
     async def probe() -> float:
-        await engine.update_weights(learner.weights(), version=0)
+        await engine.update_weights(sent_weights(config, learner), version=0)
         samples = warmup.probe_samples
         groups = await collect(player, tasks, group_size=samples, label="probe", seed=config.seed)
         return passed(groups)
@@ -129,6 +131,11 @@ def make_learner(config: RunConfig, policy: Path, reference: Path | None) -> Dri
         critic=critic,
         critic_dir=None if critic is None else critic_dir,
     )
+
+
+def sent_weights(config: RunConfig, learner: Driver) -> dict[str, Tensor]:
+    """What engines take up: the policy, or with `engine.sync: lora` its adapter alone."""
+    return learner.adapter() if config.engine.sync == "lora" else learner.weights()
 
 
 def copy_tokenizer(source: Path, target: Path) -> None:

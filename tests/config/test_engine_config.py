@@ -8,6 +8,7 @@ import pytest
 from pydantic import ValidationError
 
 from agentrl.config.engine import EngineConfig
+from agentrl.config.run import RunConfig
 
 URLS = ["http://127.0.0.1:1"]
 
@@ -34,6 +35,9 @@ URLS = ["http://127.0.0.1:1"]
         ({"kind": "sglang", "sync": "disk", "server": {"bucket_mb": 1}}, "bucket_mb has no effect"),
         ({"kind": "sglang", "sync": "tensor", "device": "cuda", "server": {"urls": URLS}}, "this machine only"),
         ({"kind": "vllm", "sync": "broadcast"}, "does not exist for vllm"),
+        ({"sync": "lora"}, "sync has no effect while kind is local"),
+        ({"kind": "sglang", "sync": "lora", "server": {"bucket_mb": 1}}, "bucket_mb has no effect"),
+        ({"kind": "sglang", "sync": "lora", "server": {"sleep": True}}, "sync lora sends no model"),
     ],
 )
 def test_dead_settings_are_errors(data: dict[str, Any], match: str) -> None:
@@ -48,10 +52,19 @@ def test_dead_settings_are_errors(data: dict[str, Any], match: str) -> None:
         ({"kind": "sglang", "server": {"urls": URLS}}, "disk"),
         ({"kind": "sglang", "sync": "broadcast", "server": {"urls": URLS, "tensor_parallel": 2}}, "broadcast"),
         ({"kind": "vllm"}, "disk"),
+        ({"kind": "vllm", "sync": "lora", "server": {"sync_folder": "/x"}}, "lora"),
     ],
 )
 def test_auto_chooses_a_way_for_weights(data: dict[str, Any], sync: str) -> None:
     assert EngineConfig.model_validate(data).resolved_sync == sync
+
+
+def test_an_adapter_can_only_be_sent_where_there_is_one() -> None:
+    run = {"env": "agentrl.envs.calculator:Calculator", "model": {"path": "x"}}
+    engine = {"kind": "sglang", "sync": "lora"}
+    with pytest.raises(ValidationError, match=r"set learner\.lora"):
+        RunConfig.model_validate(run | {"engine": engine})
+    RunConfig.model_validate(run | {"engine": engine, "learner": {"lora": {}}})
 
 
 def test_the_tolerance_follows_the_precision() -> None:

@@ -18,6 +18,7 @@ import torch
 from safetensors.torch import save_file
 
 from agentrl.config.engine import EngineConfig, ServerConfig
+from agentrl.config.run import LoRAConfig
 from agentrl.engine.hosts import LaunchedHost, Recipe
 from agentrl.engine.launcher import ServerProcess, free_port
 from agentrl.engine.make import _recipe, open_engine
@@ -199,6 +200,21 @@ def test_the_command_line_holds_what_the_configuration_says() -> None:
     assert "--enable-memory-saver" in line
     assert recipe.environment["A"] == "b"
     assert recipe.environment["OMP_NUM_THREADS"] == "4"
+
+
+def test_a_server_for_adapters_is_started_with_their_rank_and_layers(tmp_path: Path) -> None:
+    config = EngineConfig(kind="sglang", device="cpu", sync="lora")
+    blocks = {f"model.layers.0.{name}.weight": torch.zeros(2, 2) for name in ("mlp.up_proj", "self_attn.q_proj")}
+    other = {
+        "model.embed_tokens.weight": torch.zeros(2, 2),
+        "model.layers.0.input_layernorm.weight": torch.zeros(2),
+    }
+    save_file(blocks | other, tmp_path / "model.safetensors")
+    line = " ".join(_recipe(config, tmp_path, "python", 0, LoRAConfig(rank=4)).command(1))
+    assert "--enable-lora --max-lora-rank 4 --lora-target-modules q_proj up_proj --max-loras-per-batch 3" in line
+    line = " ".join(_recipe(config, tmp_path, "python", 0, LoRAConfig(targets=["k_proj"])).command(1))
+    assert "--lora-target-modules k_proj --max" in line
+    assert "lora" not in " ".join(_recipe(config, tmp_path, "python", 0).command(1))
 
 
 async def test_an_installation_that_is_not_there_is_named(tmp_path: Path) -> None:

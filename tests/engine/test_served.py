@@ -20,7 +20,7 @@ from safetensors.torch import load_file, save_file
 from agentrl.engine.hosts import GivenHost
 from agentrl.engine.served import ServedEngine, ServedLimits
 from agentrl.engine.sglang import SGLangServer
-from agentrl.engine.sync import DiskSync, TensorSync, WeightSync, buckets, distinct
+from agentrl.engine.sync import AdapterSync, DiskSync, TensorSync, WeightSync, buckets, distinct
 from agentrl.errors import EngineError
 from agentrl.testing.server import LoopbackServer
 from agentrl.types import Sampling
@@ -57,15 +57,20 @@ async def engine_over(
     *servers: LoopbackServer,
     sync: WeightSync | None = None,
     said: list[str] | None = None,
+    adapters: bool = False,
     **limits: Any,
 ) -> AsyncIterator[ServedEngine]:
     """An engine over started servers; warnings of losses go to `said`."""
     said = [] if said is None else said
+
+    def connect(url: str) -> SGLangServer:
+        return SGLangServer(url, timeout_s=20.0, adapters=adapters)
+
     engine = ServedEngine(
-        [GivenHost(s.url, lambda url: SGLangServer(url, timeout_s=20.0), start_timeout_s=20.0) for s in servers],
+        [GivenHost(s.url, connect, start_timeout_s=20.0) for s in servers],
         sync or TensorSync(bucket_bytes=1 << 20),
         model=model,
-        given=True,
+        given=not adapters,
         limits=ServedLimits(**{"health_every_s": 0.1, "health_timeout_s": 2.0, **limits}),
         tell=said.append,
     )
@@ -321,6 +326,78 @@ async def test_weights_travel_through_a_folder(model: Path, tmp_path: Path) -> N
         assert torch.equal(load_file(folder / "model.safetensors")["b.weight"], weights(2)["b.weight"])
         assert len(list(tmp_path.iterdir())) == 1, "older ones are removed"
     assert list(tmp_path.iterdir()) == []
+
+
+def adapter(seed: int) -> dict[str, torch.Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    shapes = {"self_attn.q_proj.lora_A": (4, 8), "self_attn.q_proj.lora_B": (8, 4), "mlp.up_proj.lora_A": (4, 8)}
+    return {
+        f"base_model.model.model.layers.0.{name}.weight": torch.randn(*shape, generator=generator)
+        for name, shape in shapes.items()
+    }
+
+
+async def test_an_adapter_travels_alone_and_requests_in_flight_go_on_with_it(model: Path, tmp_path: Path) -> None:
+    sync = AdapterSync(model, tmp_path, alpha=8.0)
+    async with (
+        servers(2, token_s=0.01) as (a, b),
+        engine_over(model, a, b, sync=sync, adapters=True) as engine,
+    ):
+        before = asyncio.create_task(engine.generate(PROMPT, Sampling(max_tokens=20)))
+        await until(lambda: a.running and len(next(iter(a.running.values())).ids) > 4)
+        await engine.update_weights(adapter(1), version=3)
+        crossing = asyncio.create_task(engine.generate(PROMPT, Sampling(max_tokens=20)))
+        completion = await before
+        assert list(completion.ids) == expected(PROMPT, 20)
+        assert set(completion.versions) == {0, 3}, "the model itself is version 0"
+        assert list(completion.versions) == sorted(completion.versions)
+        await until(lambda: sum(len(r.ids) for s in (a, b) for r in s.running.values()) > 4)
+        await engine.update_weights(adapter(2), version=4)
+        assert set((await crossing).versions) == {3, 4}
+        assert "/pause_generation" not in a.log, "nothing else has to wait"
+        for server in (a, b):
+            ((name, folder),) = server.adapters.items()  # the one before is unloaded
+            assert name.startswith("agentrl-4-")
+            assert [path for path, _ in server.weights] == ["/load_lora_adapter"] * 2
+        found = load_file(Path(folder) / "adapter_model.safetensors")
+        assert found.keys() == adapter(2).keys()
+        assert all(torch.equal(found[key], value) for key, value in adapter(2).items())
+        said = json.loads((Path(folder) / "adapter_config.json").read_text())
+        assert (said["r"], said["lora_alpha"], said["target_modules"]) == (4, 8.0, ["q_proj", "up_proj"])
+        assert len(list(tmp_path.iterdir())) == 1, "older ones are removed"
+        await engine.logprobs_by_server([[1, 2, 3]])
+        assert b.named[-1].startswith("agentrl-4-"), "the drift check asks for the adapter too"
+    assert not a.adapters, "a server that goes on keeps nothing of ours"
+    assert not b.adapters
+    assert list(tmp_path.iterdir()) == []
+
+
+async def test_a_server_that_comes_back_gets_the_current_adapter(model: Path, tmp_path: Path) -> None:
+    sync = AdapterSync(model, tmp_path, alpha=8.0)
+    said: list[str] = []
+    async with (
+        servers(1, token_s=0.01) as (server,),
+        engine_over(model, server, sync=sync, adapters=True, said=said, restarts=50) as engine,
+    ):
+        await engine.update_weights(adapter(1), version=7)
+        task = asyncio.create_task(engine.generate(PROMPT, Sampling(max_tokens=10)))
+        await until(lambda: server.running)
+        await server.die()
+        await until(lambda: said)
+        await server.start()
+        completion = await task
+        assert list(completion.ids) == expected(PROMPT, 10)
+        assert completion.versions == (7,) * 10
+        assert len(server.adapters) == 1
+
+
+async def test_an_adapter_that_is_refused_stops_the_run_with_the_reason(model: Path, tmp_path: Path) -> None:
+    sync = AdapterSync(model, tmp_path, alpha=8.0)
+    async with servers(1) as (server,), engine_over(model, server, sync=sync, adapters=True) as engine:
+        server.refuse["/load_lora_adapter"] = (400, {"success": False, "error_message": "LoRA is not enabled"})
+        with pytest.raises(EngineError, match="LoRA is not enabled"):
+            await engine.update_weights(adapter(1), version=1)
+        assert engine.policy_version == 0
 
 
 async def test_refused_weights_stop_the_run_with_the_reason(model: Path) -> None:

@@ -13,9 +13,10 @@ import torch
 from safetensors.torch import save_file
 
 from agentrl.config.engine import EngineConfig, ServerConfig
+from agentrl.config.run import LoRAConfig
 from agentrl.engine.make import _recipe, open_engine
 from agentrl.engine.served import ServedEngine
-from agentrl.errors import EngineError
+from agentrl.errors import ConfigError, EngineError
 from agentrl.testing.server import LoopbackVLLM
 from agentrl.types import Sampling
 
@@ -109,3 +110,39 @@ def test_the_command_line_asks_for_what_training_needs() -> None:
     for part in ("--logprobs-mode processed_logprobs", "--enable-sleep-mode", "--gpu-memory-utilization 0.5"):
         assert part in line
     assert recipe.environment["VLLM_SERVER_DEV_MODE"] == "1"
+
+
+async def test_an_adapter_travels_alone(model: Path) -> None:
+    config = EngineConfig(kind="vllm", device="cpu", sync="lora")
+    async with LoopbackVLLM(token_s=0.01) as server:
+        config = config.model_copy(update={"server": ServerConfig(urls=[server.url])})
+        engine = await open_engine(config, model, LoRAConfig(rank=2, alpha=4))
+        assert isinstance(engine, ServedEngine)
+        try:
+            task = asyncio.create_task(engine.generate(PROMPT, Sampling(max_tokens=20)))
+            while not server.running:  # noqa: ASYNC110
+                await asyncio.sleep(0.005)
+            await asyncio.sleep(0.05)
+            state = {"base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight": torch.ones(2, 8)}
+            for version in (1, 2):
+                await engine.update_weights(state, version=version)
+            completion = await task
+            assert list(completion.ids) == expected(PROMPT, 20)
+            assert completion.versions[0] == 0
+            assert completion.versions[-1] == 2
+            assert [name.rsplit("-", 1)[0] for name in server.adapters] == ["agentrl-2"]
+            await engine.logprobs_by_server([[1, 2, 3]])
+            assert server.named[-1] in server.adapters
+        finally:
+            await engine.close()
+        assert not server.adapters
+
+
+def test_vllm_starts_with_room_for_two_adapters(model: Path) -> None:
+    config = EngineConfig(kind="vllm", device="cpu", sync="lora")
+    recipe = _recipe(config, model, "python", 0, LoRAConfig(rank=12))
+    line = " ".join(recipe.command(1))
+    assert "--enable-lora --max-lora-rank 16 --max-loras 2" in line
+    assert recipe.environment["VLLM_ALLOW_RUNTIME_LORA_UPDATING"] == "True"
+    with pytest.raises(ConfigError, match=r"learner\.lora\.rank is 600"):
+        _recipe(config, model, "python", 0, LoRAConfig(rank=600))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ from transformers import AutoModelForCausalLM
 
 from agentrl.config.algorithm import AlgorithmConfig
 from agentrl.config.run import LearnerConfig, OptimConfig
+from agentrl.engine.sync import AdapterSync
 from agentrl.errors import ConfigError
 from agentrl.train.learner import Learner
 
@@ -66,16 +68,22 @@ def test_merged_weights_and_the_saved_model_say_the_same_as_the_policy(trained: 
         assert torch.allclose(torch.tensor(ours), theirs, atol=1e-4)
 
 
-def test_the_adapter_is_one_of_peft(trained: tuple[Learner, Path], policy_dir: Path):
+@pytest.mark.parametrize("sent", [False, True])
+def test_the_adapter_is_one_of_peft(trained: tuple[Learner, Path], policy_dir: Path, tmp_path: Path, sent: bool):
+    """The one in a checkpoint, and the one that servers are given."""
     import warnings
 
     from peft import PeftModel
 
     learner, folder = trained
+    adapter = folder / "adapter"
+    if sent:
+        adapter = tmp_path / "sync" / "weights-1"
+        assert asyncio.run(AdapterSync(policy_dir, adapter.parent, alpha=8).push([], learner.adapter(), 1)) == {}
     samples = make_batch(5)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        model = PeftModel.from_pretrained(plain_model(policy_dir), folder / "adapter")
+        model = PeftModel.from_pretrained(plain_model(policy_dir), adapter)
     with torch.no_grad():
         theirs = padded_logprobs(model, samples)
     for ours, row in zip(learner.probe(samples), theirs, strict=True):
