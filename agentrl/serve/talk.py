@@ -190,9 +190,12 @@ class Job:
         """
         metrics = self.talk.metrics
         prompt_tokens = len(self.prompt.ids)
-        async with asyncio.TaskGroup() as group:
-            choices = [group.create_task(self._choice(index, emit)) for index in range(self.ask.n)]
-        self.spoken = [choice.result() for choice in choices]
+        if self.ask.n == 1:
+            self.spoken = [await self._choice(0, emit)]
+        else:
+            async with asyncio.TaskGroup() as group:
+                choices = [group.create_task(self._choice(index, emit)) for index in range(self.ask.n)]
+            self.spoken = [choice.result() for choice in choices]
         metrics.tokens.labels("prompt").inc(prompt_tokens)
         metrics.tokens.labels("cached").inc(self.cached_tokens)
         metrics.tokens.labels("sampled").inc(self.completion_tokens)

@@ -295,3 +295,29 @@ class TestDoors:
         async with recorded(renderer, [say("hi")]) as one:
             with pytest.raises(openai.BadRequestError, match="goes on from one choice"):
                 await one.chat([USER], n=2)
+
+
+async def test_responses_that_go_on_from_one_another_are_one_branch_also_when_one_is_asked_for_again(
+    renderer: Renderer,
+):
+    flat: Any = [{"type": "function", "strict": False, **TOOLS[0]["function"]}]
+    async with recorded(renderer, [ASK, say("3"), say("Sure.")]) as one:
+
+        async def ask(given: Any, after: Any = None, **options: Any) -> Any:
+            id = None if after is None else after.id
+            return await one.client.responses.create(
+                model="any", input=given, tools=flat, previous_response_id=id, **options
+            )
+
+        first = await ask("1+2?")
+        output = [{"type": "function_call_output", "call_id": first.output[-1].call_id, "output": "3"}]
+        lost = await ask(output, first)
+        again = await ask(output, first, extra_headers={"x-stainless-retry-count": "1"})
+        assert (lost.output_text, again.output_text) == ("3", "3")
+        assert lost.id != again.id
+        last = await ask("Sure?", again)
+        assert last.output_text == "Sure."
+        assert one.recording.num_turns == 3
+        assert one.recording.metrics() == {"agent/retries": 1.0}
+        (leaf,) = one.recording.leaves()
+        assert [message.role[0] for message in leaf.context] == list("uataua")
