@@ -57,7 +57,7 @@ CHAT = [
     {"role": "tool", "tool_call_id": "call_1", "content": "5"},
 ]
 
-FILLING = 8000
+FILLING = 16_000
 """Requests after which what the server remembers of past ones has met its bounds."""
 
 

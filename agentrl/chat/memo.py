@@ -8,6 +8,8 @@ from typing import Generic, TypeVar
 T = TypeVar("T")
 
 MAX_CHARS = 1 << 24
+ENTRY_CHARS = 500
+"""What an entry costs besides its text: its place in the table, and the objects that hold key and result."""
 
 
 class Memo(Generic[T]):
@@ -26,8 +28,9 @@ class Memo(Generic[T]):
         found = self._found.get(key)
         if found is None:
             found = make()
-            if self._chars + chars > MAX_CHARS:
+            cost = chars + ENTRY_CHARS
+            if self._chars + cost > MAX_CHARS:
                 self._found, self._chars = {}, 0
             self._found[key] = found
-            self._chars += chars
+            self._chars += cost
         return found

@@ -21,7 +21,7 @@ def renderer(tmp_path: Path) -> Renderer:
 
 
 def test_a_result_is_made_once_and_again_after_the_memo_was_full(monkeypatch):
-    monkeypatch.setattr(memo, "MAX_CHARS", 10)
+    monkeypatch.setattr(memo, "MAX_CHARS", 10 + 2 * memo.ENTRY_CHARS)
     made: list[int] = []
     remembered: Memo[int] = Memo()
 
