@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import multiprocessing
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -53,7 +54,7 @@ async def open_engine(
         from agentrl.engine.local import LocalEngine
 
         device = pick_device(config.device)
-        if apart and device.type == "cpu":
+        if apart and device.type == "cpu" and not multiprocessing.current_process().daemon:  # which can have none
             return await EngineApart.start(model, dtype=config.dtype, max_slots=config.max_slots)
         return LocalEngine.from_directory(
             model, dtype=config.dtype, device=str(device), max_slots=config.max_slots
@@ -62,6 +63,8 @@ async def open_engine(
         lora = None
     elif lora is None:
         config = config.model_copy(update={"sync": "auto"})
+    if lora is not None and config.kind == "sglang":
+        _check_targets(lora)
     return await _open_served(config, model.absolute(), lora)
 
 
@@ -271,6 +274,18 @@ def _sglang_adapters(lora: LoRAConfig, model: Path, *, cpu: bool) -> list[str]:
     line = ["--enable-lora", "--max-lora-rank", str(lora.rank), "--lora-target-modules", *targets]
     line += ["--max-loras-per-batch", "3"]
     return line + (["--lora-backend", "torch_native"] if cpu else [])
+
+
+def _check_targets(lora: LoRAConfig) -> None:
+    """SGLang 0.5 joins layers that read the same input, and drops or refuses an adapter of only some of them."""
+    has = set(lora.targets) if isinstance(lora.targets, list) else set()
+    needed = {"q_proj", "v_proj"} if has & {"q_proj", "k_proj", "v_proj"} else set()
+    needed |= {"gate_proj"} if "up_proj" in has else set()
+    if missing := sorted(needed - has):
+        raise ConfigError(
+            f"learner.lora.targets {lora.targets} lack {', '.join(missing)}, without which SGLang cannot serve them: "
+            "add what is missing, or use another engine.sync, which sends merged weights"
+        )
 
 
 def linear_names(model: Path) -> list[str]:
