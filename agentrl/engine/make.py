@@ -283,8 +283,8 @@ def _check_targets(lora: LoRAConfig) -> None:
     needed |= {"gate_proj"} if "up_proj" in has else set()
     if missing := sorted(needed - has):
         raise ConfigError(
-            f"learner.lora.targets {lora.targets} lack {', '.join(missing)}, without which SGLang cannot serve them: "
-            "add what is missing, or use another engine.sync, which sends merged weights"
+            f"learner.lora.targets {lora.targets} lack {', '.join(missing)}, without which SGLang cannot serve "
+            "them: add what is missing, or use another engine.sync, which sends merged weights"
         )
 
 

@@ -212,9 +212,16 @@ def test_a_server_for_adapters_is_started_with_their_rank_and_layers(tmp_path: P
     save_file(blocks | other, tmp_path / "model.safetensors")
     line = " ".join(_recipe(config, tmp_path, "python", 0, LoRAConfig(rank=4)).command(1))
     assert "--enable-lora --max-lora-rank 4 --lora-target-modules q_proj up_proj --max-loras-per-batch 3" in line
-    line = " ".join(_recipe(config, tmp_path, "python", 0, LoRAConfig(targets=["k_proj"])).command(1))
-    assert "--lora-target-modules k_proj --max" in line
+    line = " ".join(_recipe(config, tmp_path, "python", 0, LoRAConfig(targets=["down_proj"])).command(1))
+    assert "--lora-target-modules down_proj --max" in line
     assert "lora" not in " ".join(_recipe(config, tmp_path, "python", 0).command(1))
+
+
+@pytest.mark.parametrize(("targets", "lack"), [(["q_proj"], "v_proj"), (["up_proj", "down_proj"], "gate_proj")])
+async def test_an_adapter_that_sglang_would_drop_is_refused(tmp_path: Path, targets: list[str], lack: str) -> None:
+    config = EngineConfig(kind="sglang", device="cpu", sync="lora")
+    with pytest.raises(ConfigError, match=f"lack {lack}"):
+        await open_engine(config, model_in(tmp_path), LoRAConfig(targets=targets))
 
 
 async def test_an_installation_that_is_not_there_is_named(tmp_path: Path) -> None:

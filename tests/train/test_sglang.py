@@ -24,11 +24,11 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from agentrl.config.engine import EngineConfig, ServerConfig
-from agentrl.config.run import RunConfig
+from agentrl.config.run import LoRAConfig, RunConfig
 from agentrl.engine import guard
 from agentrl.engine.hosts import GivenHost
 from agentrl.engine.launcher import free_port
-from agentrl.engine.make import _recipe
+from agentrl.engine.make import _recipe, open_engine
 from agentrl.engine.served import ServedEngine, load_folder
 from agentrl.engine.sglang import SGLangServer
 from agentrl.engine.sync import BroadcastSync, DiskSync, TensorSync, WeightSync
@@ -154,6 +154,42 @@ async def test_weights_arrive_and_requests_in_flight_go_on_with_them(
         with torch.no_grad():
             table = torch.log_softmax(wanted(row).logits[0, :-1], -1).gather(1, row[0, 1:, None])[:, 0]
         assert (torch.tensor(scored[0]) - table).abs().max() < AGREE
+    finally:
+        await engine.close()
+
+
+def _random_adapter(model: Path, lora: LoRAConfig, merged: Path) -> dict[str, torch.Tensor]:
+    """A LoRA for some layers of each block; `merged` gets the model with it."""
+    policy = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
+    generator = torch.Generator().manual_seed(3)
+    found = {}
+    for name, layer in policy.named_modules():
+        if name.endswith(tuple(lora.targets)):
+            a_RI = torch.randn(lora.rank, layer.in_features, generator=generator)
+            b_OR = torch.randn(layer.out_features, lora.rank, generator=generator) * 0.1
+            layer.weight.data += lora.alpha / lora.rank * (b_OR @ a_RI)
+            found |= {f"base_model.model.{name}.lora_{key}.weight": t for key, t in (("A", a_RI), ("B", b_OR))}
+    policy.save_pretrained(merged)
+    return found
+
+
+async def test_an_adapter_alone_says_the_same_as_merged_weights(folders: list[Path], tmp_path: Path) -> None:
+    lora = LoRAConfig(rank=4, alpha=4, targets=["q_proj", "v_proj", "down_proj"])
+    adapter = _random_adapter(folders[0], lora, tmp_path / "merged")
+    server = ServerConfig(python=PYTHON)
+    config = EngineConfig(kind="sglang", device="cpu", max_slots=32, sync="lora", server=server)
+    engine = await open_engine(config, folders[0], lora)
+    assert isinstance(engine, ServedEngine)
+    try:
+        tasks = [asyncio.create_task(engine.generate(PROMPT, Sampling(max_tokens=200))) for _ in range(6)]
+        await engine.generate(PROMPT, Sampling(max_tokens=12))
+        await engine.update_weights(adapter, version=1)
+        done = [*[await task for task in tasks], await engine.generate(PROMPT, Sampling(max_tokens=12))]
+        assert all(list(c.versions) == sorted(c.versions) for c in done)
+        assert any(set(c.versions) == {0, 1} for c in done), "no completion crossed the update"
+        assert set(done[-1].versions) == {1}
+        assert max(_gap(c, {0: folders[0], 1: tmp_path / "merged"}) for c in done) < AGREE
+        assert max(_gap(c, {1: folders[0]}) for c in done) > 100 * AGREE, "the adapter changes nothing"
     finally:
         await engine.close()
 
