@@ -208,7 +208,8 @@ async def make_engine(config: RunConfig, directory: Path, *, adapters: bool = Fa
     """
     from agentrl.engine.make import open_engine
 
-    apart = config.rollout.groups_per_step * config.rollout.group_size >= APART_FROM
+    # An agent may ask for grammars and alternatives, for which the engine is watched.
+    apart = config.agent is None and config.rollout.groups_per_step * config.rollout.group_size >= APART_FROM
     return await open_engine(config.engine, directory, config.learner.lora if adapters else None, apart=apart)
 
 
