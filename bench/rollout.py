@@ -6,7 +6,7 @@
 
 (a) The engine is simulated: it decodes up to SLOTS sequences at once, STEP_S per token and sequence, and prefills
 PREFILL tokens a second, one prompt after another, the prompt of a group once; requests queue for a slot, in the
-order in which they came. Everything else is real: groups, admission, transcripts, templates, parsing, tool dispatch.
+order in which they came. The rest is real: groups, admission, transcripts, templates, parsing, tool dispatch.
 4,096 episodes of four turns, tools that take lognormal time. No schedule can be faster than the decoding, the
 prefilling and the longest episode alone; throughput is given as a share of that bound. The clock of the simulation
 is the CPU time that this process has used, plus the waits, which are skipped: what else the machine does has no
