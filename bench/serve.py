@@ -5,8 +5,9 @@
 The engine answers at once with a prepared completion, so that all time is the endpoint's: HTTP, checking,
 rendering, recognition, reading the completion. Requests are chats of four messages with one tool, each with a
 question of its own; the client is a process of its own that writes prepared bytes. `cpu_ms` is the server's CPU
-time for one request, which a busy machine changes little. `--quick` makes a tenth of the requests. The last line
-is the result as JSON.
+time for one request, which a busy machine changes little. The baseline is a route of Starlette on the same server
+program that reads the same body as JSON and answers with a prepared one: what HTTP alone costs. `--quick` makes a
+tenth of the requests. The last line is the result as JSON.
 """
 
 from __future__ import annotations
@@ -23,6 +24,11 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
+
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import JSONResponse
+from starlette.routing import Route
 
 from agentrl.chat.demonstrate import completion_of
 from agentrl.chat.template import Renderer
@@ -56,6 +62,8 @@ CHAT = [
     {"role": "assistant", "content": "", "tool_calls": [CALL]},
     {"role": "tool", "tool_call_id": "call_1", "content": "5"},
 ]
+
+ANSWER = {"id": "chatcmpl-1", "object": "chat.completion", "choices": [{"index": 0, "message": CHAT[2]}]}
 
 FILLING = 16_000
 """Requests after which what the server remembers of past ones has met its bounds."""
@@ -149,14 +157,34 @@ def memory_mb() -> float:
     return pages * os.sysconf("SC_PAGE_SIZE") / 2**20
 
 
+async def prepared(request: Request) -> JSONResponse:
+    """A route that does nothing but HTTP and JSON."""
+    await request.json()
+    return JSONResponse(ANSWER)
+
+
 async def timing(url: str, scale: int) -> dict[str, Any]:
-    """Latency and requests a second, by connections."""
+    """Latency and requests a second, by connections, and those of a bare route with one."""
+    async with running(Starlette(routes=[Route("/v1/chat/completions", prepared, methods=["POST"])])) as plain:
+        await measured(plain, 200, 4)
+        bare = await measured(plain, 3200 // scale, 1)
     rows = []
     for connections in (1, 16, 64):
         rows.append(await measured(url, 3200 // scale, connections))
         print("{connections:4.0f} connections {requests_per_s:7.0f} requests/s, p50 {p50_ms:6.2f} ms, "
               "p99 {p99_ms:6.2f} ms, CPU {cpu_ms:5.2f} ms".format(**rows[-1]), flush=True)  # fmt: skip
-    return {"rows": rows, "added_p50_ms": rows[0]["p50_ms"], "added_p99_ms": rows[0]["p99_ms"]}
+    ours, baseline = rows[0]["p50_ms"], bare["p50_ms"]
+    return {
+        "ours": ours,
+        "baseline": baseline,
+        "ratio": baseline / ours,
+        "unit": "ms that a request takes beside the engine's own time, p50, one connection",
+        "goal": None,
+        "met": None,
+        "added_p99_ms": rows[0]["p99_ms"],
+        "bare": bare,
+        "rows": rows,
+    }
 
 
 async def memory(url: str, scale: int) -> dict[str, Any]:
@@ -181,7 +209,7 @@ async def bench(only: str | None, quick: bool) -> dict[str, Any]:
     engine = NoOpEngine(completion_of(renderer, said, [TOOL]))
     talk = Talk(engine, renderer, gate=Gate(1024), metrics=Metrics())
     app = create_app(talk, Settings(names=("noop",)), session=talk.open_session(100_000))
-    found: dict[str, Any] = {"load": os.getloadavg()[0], "quick": quick}
+    found: dict[str, Any] = {"bench": "serve", "load": os.getloadavg()[0], "quick": quick}
     async with running(app) as url:
         await measured(url, 200, 4)  # warm
         if only != "memory":
