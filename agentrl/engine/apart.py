@@ -22,13 +22,13 @@ from dataclasses import dataclass
 from functools import partial
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any
+from typing import Any, Unpack
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from agentrl.engine.local import EngineCore, check_ids, check_prompt
+from agentrl.engine.local import Bounds, EngineCore, check_ids, check_prompt, run_all
 from agentrl.engine.sampler import check_sampling
 from agentrl.engine.slots import IntArray, Request
 from agentrl.errors import AgentRLError, EngineError
@@ -108,14 +108,14 @@ class EngineApart:
         _running.add(self)
 
     @classmethod
-    async def start(cls, path: str | Path, **options: Any) -> EngineApart:
-        """Load the model in a new process; see `LocalEngine.from_directory`.
+    async def start(cls, path: str | Path, *, dtype: str = "float32", **bounds: Unpack[Bounds]) -> EngineApart:
+        """Load the model in a new process.
 
         Raises:
             ConfigError: the directory or the model cannot be used.
             EngineError: the process ended before it had the model.
         """
-        return cls(*await asyncio.to_thread(_launch, str(path), options))
+        return cls(*await asyncio.to_thread(_launch, str(path), {"dtype": dtype, **bounds}))
 
     @property
     def policy_version(self) -> int:
@@ -213,7 +213,7 @@ class EngineApart:
                 by_loop.setdefault(waiting[0], []).append(partial(_resolve, waiting[1], answer))
         for loop, resolves in by_loop.items():
             with contextlib.suppress(RuntimeError):  # that loop is closed: nobody waits any more
-                loop.call_soon_threadsafe(_run_all, resolves)
+                loop.call_soon_threadsafe(run_all, resolves)
 
 
 def _resolve(future: asyncio.Future[Any], answer: Completion | Exception | None) -> None:
@@ -223,11 +223,6 @@ def _resolve(future: asyncio.Future[Any], answer: Completion | Exception | None)
         future.set_exception(answer)
     else:
         future.set_result(answer)
-
-
-def _run_all(functions: Sequence[Callable[[], None]]) -> None:
-    for function in functions:
-        function()
 
 
 def _batches(orders: queue.SimpleQueue[Order]) -> Iterator[list[Order]]:

@@ -18,7 +18,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import TypeVar
+from typing import TypedDict, TypeVar, Unpack
 
 import numpy as np
 import torch
@@ -42,38 +42,49 @@ SMALLEST_CONTEXT = 256
 """Without `max_context`, a cache that holds fewer tokens is an error."""
 
 
+class Bounds(TypedDict, total=False):
+    """What a local engine may use. None, or nothing given, means the default.
+
+    Attributes:
+        max_slots: how many sequences have a place in the cache, running or kept for their session; default 256.
+        max_context: tokens of one sequence, prompt and completion; default: what model and cache allow.
+        prefill_chunk: prompt tokens computed in one step at most, so that long prompts do not hold up the others;
+            default 512 on CPU, 4096 on CUDA.
+        cache_mb: bound of the key-value cache in MiB; default a quarter of the machine's memory, on CUDA half of
+            what is free.
+        threads: torch threads of the engine; default as torch has it, 1 for a small model: its operations are so
+            short that waiting for a second core costs more than it gives, much more on a busy machine.
+    """
+
+    max_slots: int | None
+    max_context: int | None
+    prefill_chunk: int | None
+    cache_mb: int | None
+    threads: int | None
+
+
 class EngineCore:
     """Model, cache and scheduler: what samples, without the thread or the process that it works in."""
 
-    def __init__(
-        self,
-        model: PreTrainedModel,
-        *,
-        max_slots: int = 256,
-        max_context: int | None = None,
-        prefill_chunk: int | None = None,
-        cache_mb: int | None = None,
-        threads: int | None = None,
-    ) -> None:
+    def __init__(self, model: PreTrainedModel, **bounds: Unpack[Bounds]) -> None:
         """See `LocalEngine`."""
         self.model = FlatModel(model)
-        self.scheduler = Scheduler(
-            self.model, self.model.shape, _limits(self.model, max_slots, max_context, prefill_chunk, cache_mb)
-        )
+        self.scheduler = Scheduler(self.model, self.model.shape, _limits(self.model, bounds))
         self.max_context = self.scheduler.limits.max_context
         self.vocabulary = self.model.vocabulary
-        self.threads = threads or (1 if self.model.parameters < SMALL_MODEL else torch.get_num_threads())
+        few = self.model.parameters < SMALL_MODEL
+        self.threads = bounds.get("threads") or (1 if few else torch.get_num_threads())
 
     @classmethod
     def from_directory(
-        cls, path: str | Path, *, dtype: str = "float32", device: str = "cpu", **bounds: int | None
+        cls, path: str | Path, *, dtype: str = "float32", device: str = "cpu", **bounds: Unpack[Bounds]
     ) -> EngineCore:
-        """Load the model from a Hugging Face directory; see `__init__` for the bounds.
+        """Load the model from a Hugging Face directory.
 
         Raises:
             ConfigError: the directory or the model cannot be used.
         """
-        return cls(load_model(path, dtype=dtype, device=device), **bounds)  # type: ignore[arg-type]
+        return cls(load_model(path, dtype=dtype, device=device), **bounds)
 
     def update(self, weights: Mapping[str, Tensor], version: int) -> None:
         """Replace the weights between two steps.
@@ -94,39 +105,13 @@ class LocalEngine:
     the rounding of the matrix products.
     """
 
-    def __init__(
-        self,
-        model: PreTrainedModel,
-        *,
-        max_slots: int = 256,
-        max_context: int | None = None,
-        prefill_chunk: int | None = None,
-        cache_mb: int | None = None,
-        threads: int | None = None,
-    ) -> None:
+    def __init__(self, model: PreTrainedModel, **bounds: Unpack[Bounds]) -> None:
         """Take over `model`: its attention is replaced, and nobody else may use or change it.
-
-        Args:
-            max_slots: how many sequences have a place in the cache, running or kept for their session.
-            max_context: tokens of one sequence, prompt and completion; default: what model and cache allow.
-            prefill_chunk: prompt tokens computed in one step at most, so that long prompts do not hold up the
-                others; default 512 on CPU, 4096 on CUDA.
-            cache_mb: bound of the key-value cache in MiB; default a quarter of the machine's memory, on CUDA half
-                of what is free.
-            threads: torch threads of the engine; default as torch has it, 1 for a small model: its operations
-                are so short that waiting for a second core costs more than it gives, much more on a busy machine.
 
         Raises:
             ConfigError: a model whose attention cannot be replaced, or bounds that cannot be kept.
         """
-        self._core = EngineCore(
-            model,
-            max_slots=max_slots,
-            max_context=max_context,
-            prefill_chunk=prefill_chunk,
-            cache_mb=cache_mb,
-            threads=threads,
-        )
+        self._core = EngineCore(model, **bounds)
         self._model, self._scheduler = self._core.model, self._core.scheduler
         self.max_context = self._core.max_context
         others = torch.get_num_threads()
@@ -144,30 +129,14 @@ class LocalEngine:
 
     @classmethod
     def from_directory(
-        cls,
-        path: str | Path,
-        *,
-        dtype: str = "float32",
-        device: str = "cpu",
-        max_slots: int = 256,
-        max_context: int | None = None,
-        prefill_chunk: int | None = None,
-        cache_mb: int | None = None,
-        threads: int | None = None,
+        cls, path: str | Path, *, dtype: str = "float32", device: str = "cpu", **bounds: Unpack[Bounds]
     ) -> LocalEngine:
-        """Load the model from a Hugging Face directory; see `__init__` for the bounds.
+        """Load the model from a Hugging Face directory.
 
         Raises:
             ConfigError: the directory or the model cannot be used.
         """
-        return cls(
-            load_model(path, dtype=dtype, device=device),
-            max_slots=max_slots,
-            max_context=max_context,
-            prefill_chunk=prefill_chunk,
-            cache_mb=cache_mb,
-            threads=threads,
-        )
+        return cls(load_model(path, dtype=dtype, device=device), **bounds)
 
     @property
     def policy_version(self) -> int:
@@ -337,7 +306,7 @@ class LocalEngine:
         answers, self._answers = self._answers, {}
         for loop, resolves in answers.items():
             with contextlib.suppress(RuntimeError):  # that loop is closed: nobody waits any more
-                loop.call_soon_threadsafe(_run_all, resolves)
+                loop.call_soon_threadsafe(run_all, resolves)
 
 
 def check_ids(ids: Sequence[int], vocabulary: int) -> IntArray:
@@ -383,22 +352,17 @@ class _Command:
     fail: Callable[[Exception], None]
 
 
-def _run_all(functions: Sequence[Callable[[], None]]) -> None:
+def run_all(functions: Sequence[Callable[[], None]]) -> None:
+    """Call them one after another; what answers that come together are handed to an event loop by."""
     for function in functions:
         function()
 
 
-def _limits(
-    model: FlatModel, max_slots: int, max_context: int | None, prefill_chunk: int | None, cache_mb: int | None
-) -> Limits:
-    for name, value in (
-        ("max_slots", max_slots),
-        ("max_context", max_context),
-        ("prefill_chunk", prefill_chunk),
-        ("cache_mb", cache_mb),
-    ):
-        if value is not None and value < 1:
+def _limits(model: FlatModel, bounds: Bounds) -> Limits:
+    for name, value in bounds.items():
+        if isinstance(value, int) and value < 1:
             raise ConfigError(f"{name} must be at least 1, got {value}")
+    max_context, cache_mb = bounds.get("max_context"), bounds.get("cache_mb")
     if max_context is not None and max_context > model.max_positions:
         raise ConfigError(
             f"max_context is {max_context}, but the model's max_position_embeddings is {model.max_positions}"
@@ -419,8 +383,8 @@ def _limits(
             f"{min(wanted, max_context or SMALLEST_CONTEXT)} tokens; raise cache_mb or lower max_context"
         )
     return Limits(
-        max_slots=max_slots,
+        max_slots=bounds.get("max_slots") or 256,
         max_context=min(wanted, budget),
         budget_tokens=budget,
-        prefill_chunk=prefill_chunk or (4096 if on_cuda else 512),
+        prefill_chunk=bounds.get("prefill_chunk") or (4096 if on_cuda else 512),
     )
