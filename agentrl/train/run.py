@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -232,12 +233,15 @@ async def _train_run(
         prove(renderer).require(tools=bool(content.make_env().tools))
         check_renderer(renderer, policy)
         reward_model = make_reward_model(config.reward_model, start)
-        learner = make_learner(config, policy, start)
-        if checkpoint:
-            learner.load_optimizer(checkpoint.path)
-        lora = config.learner.lora
-        engine = await make_engine(config, start if config.engine.sync == "lora" else policy, adapters=True)
-        try:
+        async with contextlib.AsyncExitStack() as stack:
+            learner = make_learner(config, policy, start)
+            stack.callback(learner.close)
+            if checkpoint:
+                learner.load_optimizer(checkpoint.path)
+            lora = config.learner.lora
+            engine = await make_engine(config, start if config.engine.sync == "lora" else policy, adapters=True)
+            stack.push_async_callback(close_pools)
+            stack.push_async_callback(engine.close)
             content = await fitting(content, config, renderer, engine.max_context, reporter)
             admission = make_admission(config, content.train_tasks, done=done)
             if checkpoint:
@@ -272,10 +276,6 @@ async def _train_run(
                     run.begin()
                     await train(run)
                 await run.saved()
-        finally:
-            await engine.close()
-            await close_pools()
-            learner.close()
     summary = summarise(store, config, time.monotonic() - started + (earlier.wall_seconds if earlier else 0.0))
     store.write_summary(summary)
     write_curve(store.path)
