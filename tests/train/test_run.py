@@ -330,7 +330,7 @@ def test_four_steps_stale_and_corrected_it_learns_as_much(tmp_path: Path):
     summary, lines = run(words(tmp_path, steps=20, max_staleness=4, **corrected), tmp_path / "run")
     solved = [line["solved"] for line in lines[1:]]
     assert 0.1 < solved[0] < 0.7
-    assert sum(solved[-3:]) / 3 > 0.9
+    assert sum(solved[-6:]) / 6 > 0.9  # which step an episode of old weights falls into is up to the clock
     assert summary.held_out_after == 1.0
     assert max(line["staleness/max"] for line in lines[1:]) == 4
     assert max(line.get("drift/mean_abs", 0.0) for line in lines[1:]) > 1e-3, (
