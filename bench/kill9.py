@@ -81,8 +81,8 @@ def start(folder: Path, name: str, ranks: int = 1) -> subprocess.Popen[bytes]:
         "--set",
         f"learner.ranks={ranks}",
     ]
-    log = (folder / f"{name}.log").open("ab")
-    return subprocess.Popen(command, stdout=log, stderr=log, env={**os.environ, "OMP_NUM_THREADS": "1"})
+    with (folder / f"{name}.log").open("ab") as log:
+        return subprocess.Popen(command, stdout=log, stderr=log, env={**os.environ, "OMP_NUM_THREADS": "1"})
 
 
 def steps_done(run: Path) -> int:
