@@ -92,6 +92,14 @@ class Stage:
                 found.append(int(name))
         return found
 
+    async def runs(self, token: str, within_s: float = 5.0) -> None:
+        """Wait until a process with the token is there; AssertionError when none comes."""
+        for _ in range(int(within_s / 0.05)):
+            if self.processes_with(token):
+                return
+            await asyncio.sleep(0.05)
+        raise AssertionError("what was started never ran")
+
     async def nothing_left(self, token: str, within_s: float = 2.0) -> None:
         """Wait until no process with the token is alive; AssertionError when some stay."""
         for _ in range(int(within_s / 0.05)):

@@ -57,6 +57,7 @@ async def background_jobs_of_a_session(stage: Stage) -> None:
     async with stage.box() as box:
         async with await box.session("bash") as session:
             await session.run(f"(exec -a {token} sleep 60) >/dev/null 2>&1 &")
+            await stage.runs(token)
             await box.python("print(1)")
             await box.run("sleep 99 &")
             expect(bool(stage.processes_with(token)), "a call ended the job of a session")
