@@ -135,7 +135,7 @@ SHAPES = {
     "long": Shape(Long, 3, 4, 256, MIDDLE, LONG_WARMUP, goal=10.0, steps=3),
     "slow": Shape(Slow, 1, 2, 128, SMALL, SHORT_WARMUP, goal=5.0, steps=4),
 }
-QUICK_WARMUP = SHORT_WARMUP | {"num": 600, "max_epochs": 2}
+QUICK_WARMUP = SHORT_WARMUP | {"num": 480, "max_epochs": 2}
 QUICK = {"short": Shape(Short, 1, 2, 128, SMALL, QUICK_WARMUP, goal=5.0, groups=4, steps=2)}
 
 
@@ -524,7 +524,7 @@ def table(name: str, result: Mapping[str, Any]) -> Iterator[str]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n", 1)[0])
-    parser.add_argument("--quick", action="store_true", help="one shape, few steps, a small batch: under a minute")
+    parser.add_argument("--quick", action="store_true", help="one shape, few steps: under a minute")
     parser.add_argument("--shapes", default="short,slow,long", help="which, by comma (default: all)")
     parser.add_argument("--models", type=Path, help="keep the start models here and use those that are there")
     parser.add_argument("--json", type=Path, help="also write everything to this file")
@@ -532,7 +532,7 @@ def main() -> None:
     shapes = QUICK if options.quick else {name: SHAPES[name] for name in options.shapes.split(",")}
     results: dict[str, dict[str, Any]] = {}
     last: dict[str, Any] = {}
-    threads = 0
+    threads = len(os.sched_getaffinity(0)) if options.quick else 0
     with tempfile.TemporaryDirectory() as scratch:
         models = (options.models or Path(scratch) / "models").resolve()
         for name, shape in shapes.items():
