@@ -103,6 +103,14 @@ def test_imports_are_quick_and_light(code: str):
     assert not runs[0][1] & HEAVY
 
 
+def test_the_package_alone_takes_less_than_half_a_second():
+    code = "import time; t = time.perf_counter(); import agentrl; print(time.perf_counter() - t)"
+    runs = [
+        subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True) for _ in range(3)
+    ]
+    assert min(float(run.stdout) for run in runs) < 0.5
+
+
 def test_an_env_can_be_written_without_torch():
     _, modules = probe("from agentrl import ToolEnv, tool, reward, Stop, Env, Task")
     assert not modules & {"torch", "transformers", "ray", "sglang"}

@@ -34,12 +34,10 @@ def program(scenario: str, folder: Path, ranks: int, timeout_s: float) -> dict[s
 
 
 @pytest.mark.timeout(900)
-def test_ranks_are_one_process(tmp_path: Path):
-    """Uneven micro-batches, two updates a step, KL penalty, checkpointed activations, tied weights.
-
-    Two ranks are below, on two nodes; both in one run of the example are bench/ranks.py.
-    """
-    found = program("same_curve", tmp_path, 4, 850)
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_ranks_are_one_process(tmp_path: Path, ranks: int):
+    """Uneven micro-batches, two updates a step, KL penalty, checkpointed activations, tied weights."""
+    found = program("same_curve", tmp_path, ranks, 850)
     assert found["gap"] < 1e-5
     assert found["losses"][1] == pytest.approx(found["losses"][0], rel=1e-5)
     one, many = found["probes"]
