@@ -321,7 +321,7 @@ class Scheduler:
 
         An idle slot is often taken up again a moment later, when its session's tool has answered, and moving it
         costs more than reading over it for some steps: with two idle slots allowed for each running one, moving
-        took 0.06 s of a rollout of 256 episodes on a CPU; with one for every four, 0.30 s of 3.3 s.
+        took about 0.1 s of a rollout of 256 episodes on a CPU; with one for every four, 0.30 s of 3.3 s.
         """
         table = self.table
         active = np.flatnonzero(table.active)
