@@ -243,6 +243,9 @@ class LearnerConfig(Section):
     """Address of the Ray cluster that the ranks live in, or `auto`; without it one is started on this machine."""
     precision: Literal["float32", "bfloat16"] = "float32"
     """What is computed in; parameters, gradient sums and optimiser are float32 either way."""
+    attention: Literal["auto", "sdpa", "flex", "flash"] = "auto"
+    """PyTorch's `sdpa`; its `flex` attention, on GPUs; or `flash`, the package flash-attn, on GPUs in bfloat16.
+    `auto` is `sdpa` on a CPU, and on a GPU `flash` where that works, else `flex`, else `sdpa`."""
     checkpoint_activations: bool = False
     """Keep only what enters each block and compute the rest again in the backward pass: less memory, more time."""
     offload_activations: bool = False
@@ -259,6 +262,10 @@ class LearnerConfig(Section):
         for key in ("cpu_offload", "offload_activations"):
             if getattr(self, key) and self.device == "cpu":
                 raise ValueError(f"learner.{key} has no effect on the CPU: remove it, or change learner.device")
+        if self.attention in ("flex", "flash") and self.device == "cpu":
+            raise ValueError(f"learner.attention {self.attention} needs a GPU: use auto, or change learner.device")
+        if self.attention == "flash" and self.precision == "float32":
+            raise ValueError("learner.attention flash computes in bfloat16 only: set learner.precision to bfloat16")
         return self
 
 

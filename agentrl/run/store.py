@@ -321,7 +321,7 @@ def _claim(path: Path, config: RunConfig) -> bool:
 
 _PLACE = (
     *("ranks", "ray", "device", "tokens_per_micro_batch", "logits_at_once"),
-    *("checkpoint_activations", "offload_activations", "cpu_offload"),
+    *("attention", "checkpoint_activations", "offload_activations", "cpu_offload"),
 )
 """Settings of the learner that say where and in which pieces it computes, not what."""
 

@@ -24,8 +24,9 @@ from agentrl.algo.value import ValueLoss, value_loss
 from agentrl.config.algorithm import AlgorithmConfig, CriticConfig
 from agentrl.config.run import LearnerConfig, OptimConfig
 from agentrl.errors import AgentRLError, ConfigError
+from agentrl.train.attention import PACKED_ATTENTION, check_attention, register_attention
 from agentrl.train.model import checkpoint_activations
-from agentrl.train.pack import PACKED_ATTENTION, Packed, register_attention
+from agentrl.train.pack import Packed
 from agentrl.train.shard import World, whole
 from agentrl.train.state import Snapshot, restore_optimizer, snapshot, whole_weights
 
@@ -65,6 +66,7 @@ def load_critic(directory: Path) -> PreTrainedModel:
         )
     for name in missing:
         torch.nn.init.zeros_(model.get_parameter(name))
+    check_attention(model, f"critic: {directory}")
     return model
 
 
@@ -111,7 +113,7 @@ class Critic:
             input_ids=packed.ids_T[None],
             position_ids=packed.positions_T[None],
             use_cache=False,
-            buckets=packed.buckets,
+            spans=packed.spans,
         )
         values_T: Tensor = out.logits[0, :, 0]
         return values_T[packed.source_N].to(torch.promote_types(torch.float32, values_T.dtype))

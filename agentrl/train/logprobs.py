@@ -78,7 +78,7 @@ def forward(model: PreTrainedModel, packed: Packed) -> Tensor:
         position_ids=packed.positions_T[None],
         logits_to_keep=packed.source_N,
         use_cache=False,
-        buckets=packed.buckets,
+        spans=packed.spans,
     )
     logits: Tensor = out.logits[0]
     return logits

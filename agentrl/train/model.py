@@ -11,14 +11,14 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from agentrl.engine.model import check_rope
 from agentrl.errors import ConfigError
-from agentrl.train.pack import PACKED_ATTENTION, register_attention
+from agentrl.train.attention import PACKED_ATTENTION, check_attention, register_attention
 
 
 def load_policy(directory: Path, device: torch.device) -> PreTrainedModel:
     """Load a Hugging Face causal language model in float32 with packed attention.
 
     Raises:
-        ConfigError: the directory is missing or holds no model.
+        ConfigError: the directory is missing or holds no model, or one that cannot be computed on packed rows.
     """
     if not (directory / "config.json").is_file():
         raise ConfigError(
@@ -51,6 +51,7 @@ def load_policy(directory: Path, device: torch.device) -> PreTrainedModel:
             f"asks for {list(wanted)}"
         )
     check_rope(model, str(directory))
+    check_attention(model, f"model directory {directory}")
     model.to(device)  # type: ignore[arg-type]
     return model
 

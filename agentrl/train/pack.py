@@ -1,4 +1,4 @@
-"""Rows of tokens packed end to end, without padding, and the attention that keeps them apart."""
+"""Rows of tokens packed end to end, without padding."""
 
 from __future__ import annotations
 
@@ -6,31 +6,10 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
-import torch.nn.functional as F
-from torch import Tensor, nn
-from transformers import AttentionInterface
-from transformers.masking_utils import AttentionMaskInterface
+from torch import Tensor
 
+from agentrl.train.attention import Span, Spans
 from agentrl.types import Sample
-
-PACKED_ATTENTION = "agentrl_packed"
-"""Name under which `packed_attention` is known to transformers (`attn_implementation`)."""
-
-
-@dataclass(frozen=True, slots=True)
-class Bucket:
-    """B rows of similar length that continue a shared prefix of the same length P, in one attention call.
-
-    `query_BL` and `key_BK` (K = P + L) are flat positions; short rows repeat their last one, which nothing before
-    it attends to. `cell_N` says which of the B x L queries are real, `flat_N` where their results belong.
-    `mask_LK` is None where P is 0 (plain causal attention).
-    """
-
-    query_BL: Tensor
-    key_BK: Tensor
-    cell_N: Tensor
-    flat_N: Tensor
-    mask_LK: Tensor | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +22,7 @@ class Packed:
 
     ids_T: Tensor
     positions_T: Tensor
-    buckets: tuple[Bucket, ...]
+    spans: Spans
     source_N: Tensor
     ids_N: Tensor
     sampler_logprobs_N: Tensor
@@ -54,12 +33,11 @@ class Packed:
 
 @dataclass(slots=True)
 class _Layout:
-    """Where rows come to lie: row r is `prefix[r]` flat positions of its group's prefix, then its own tokens."""
+    """Where rows come to lie."""
 
     ids: list[int] = field(default_factory=list)
     positions: list[int] = field(default_factory=list)
-    rows: list[tuple[int, int, int, int]] = field(default_factory=list)
-    """(start of the prefix, its length, start of the row's own tokens, their number)."""
+    rows: list[Span] = field(default_factory=list)
 
     def add(self, ids: Sequence[int], first: int) -> int:
         start = len(self.ids)
@@ -88,10 +66,10 @@ def pack(
         shared = _shared_prefix(rows)
         prefix_at = layout.add(rows[0].ids[:shared], 0)
         if shared:
-            layout.rows.append((prefix_at, 0, prefix_at, shared))
+            layout.rows.append(Span(prefix_at, 0, prefix_at, shared))
         for row in rows:
             own_at = layout.add(row.ids[shared:], shared)
-            layout.rows.append((prefix_at, shared, own_at, len(row.ids) - shared))
+            layout.rows.append(Span(prefix_at, shared, own_at, len(row.ids) - shared))
             number = numbers.setdefault(row.episode_id, len(numbers))
             trained = [t for t, on in enumerate(row.loss_mask) if on]
             if trained and trained[0] == 0:
@@ -106,7 +84,7 @@ def pack(
     return Packed(
         ids_T=torch.tensor(layout.ids, device=device),
         positions_T=torch.tensor(layout.positions, device=device),
-        buckets=tuple(_buckets(layout.rows, device)),
+        spans=Spans(layout.rows, torch.device(device)),
         source_N=torch.tensor(source, dtype=torch.long, device=device),
         ids_N=torch.tensor(ids, dtype=torch.long, device=device),
         sampler_logprobs_N=torch.tensor(logprobs, dtype=dtype, device=device),
@@ -138,75 +116,6 @@ def _shared_prefix(rows: Sequence[Sample]) -> int:
     )
     untrained = min(r.loss_mask.index(True) if True in r.loss_mask else len(r.ids) for r in rows)
     return min(common, untrained, min(len(r.ids) for r in rows) - 1)
-
-
-def _buckets(rows: Sequence[tuple[int, int, int, int]], device: torch.device | str) -> Iterable[Bucket]:
-    """Rows with a prefix of the same length whose own lengths differ by at most a quarter."""
-    waiting = sorted(rows, key=lambda row: (row[1], row[3]))
-    while waiting:
-        _, shared, _, shortest = waiting[0]
-        taken = [r for r in waiting if r[1] == shared and r[3] <= max(shortest * 1.25, shortest + 8)]
-        waiting = waiting[len(taken) :]
-        prefix_B, _, own_B, length_B = torch.tensor(taken, device=device).T
-        width = taken[-1][3]
-        within_L = torch.arange(width, device=device)
-        query_BL = own_B[:, None] + torch.minimum(within_L[None, :], length_B[:, None] - 1)
-        real_BL = within_L[None, :] < length_B[:, None]
-        key_BK, mask_LK = query_BL, None
-        if shared:
-            key_BK = torch.cat([prefix_B[:, None] + torch.arange(shared, device=device)[None, :], query_BL], dim=1)
-            mask_LK = torch.arange(shared + width, device=device)[None, :] <= shared + within_L[:, None]
-        yield Bucket(query_BL, key_BK, real_BL.flatten().nonzero().squeeze(1), query_BL[real_BL], mask_LK)
-
-
-def packed_attention(
-    module: nn.Module,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attention_mask: Tensor | None,
-    *,
-    buckets: Sequence[Bucket] = (),
-    scaling: float | None = None,
-    **_: object,
-) -> tuple[Tensor, None]:
-    """Causal attention within each row of a packed batch; equal to attention over the rows one by one.
-
-    Args:
-        module: the attention layer that calls.
-        query, key, value: [1, H or H_kv, T, D] over all rows end to end.
-        attention_mask: always None; causality and row borders come from the buckets.
-        buckets: rows by length, covering every one of the T positions exactly once.
-        scaling: factor of the scores; 1/sqrt(D) when None.
-
-    Returns:
-        [1, T, H, D] and no weights.
-    """
-    assert buckets, "packed attention needs the buckets of the packed batch"
-    q_THD, k_THD, v_THD = (x[0].transpose(0, 1) for x in (query, key, value))
-    grouped = q_THD.shape[1] != k_THD.shape[1]
-    pieces = []
-    for bucket in buckets:
-        q_BHLD = q_THD[bucket.query_BL].transpose(1, 2)
-        k_BHKD, v_BHKD = (x[bucket.key_BK].transpose(1, 2) for x in (k_THD, v_THD))
-        out_BHLD = F.scaled_dot_product_attention(
-            q_BHLD,
-            k_BHKD,
-            v_BHKD,
-            attn_mask=bucket.mask_LK,
-            is_causal=bucket.mask_LK is None,
-            scale=scaling,
-            enable_gqa=grouped,
-        )
-        pieces.append(out_BHLD.transpose(1, 2).flatten(0, 1)[bucket.cell_N])
-    place_T = torch.argsort(torch.cat([bucket.flat_N for bucket in buckets]))
-    return torch.cat(pieces)[place_T][None], None
-
-
-def register_attention() -> None:
-    """Make `packed_attention` known to transformers; idempotent."""
-    AttentionInterface.register(PACKED_ATTENTION, packed_attention)
-    AttentionMaskInterface.register(PACKED_ATTENTION, lambda *_, **__: None)
 
 
 def micro_batches(samples: Sequence[Sample], max_tokens: int) -> list[list[Sample]]:

@@ -22,6 +22,7 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 
 from agentrl.config.run import LearnerConfig
 from agentrl.errors import ConfigError
+from agentrl.train.attention import use_attention
 
 M = TypeVar("M", bound=nn.Module, covariant=True)
 
@@ -72,7 +73,7 @@ class World:
         return total
 
     def place(self, make: Make[M], config: LearnerConfig, device: torch.device) -> M:
-        """A module on the device, sharded over the ranks; without a mesh simply what `make(True)` gives.
+        """A module on the device, sharded over the ranks; without a mesh what `make(True)` gives, whole.
 
         Rank 0 alone makes it with its values, in host memory; the others make its shapes and are sent the values,
         one tensor at a time.
@@ -81,10 +82,13 @@ class World:
             make: makes the module, with values or (False, called where tensors have no storage) without.
         """
         if self.mesh is None:
-            return make(True).to(device)
+            module = make(True).to(device)
+            use_attention(module, config, device)
+            return module
         values = dict(_tensors(make(True))) if self.rank == 0 else {}
         with torch.device("meta"):
             module = make(False)
+        use_attention(module, config, device)
         aliases = _aliases(module)
         _shard(module, self.mesh, config)
         module.to_empty(device="cpu" if config.cpu_offload else device)

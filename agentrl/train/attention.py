@@ -1,0 +1,239 @@
+"""The attention of the learner: rows of a packed batch are kept apart, and only what is computed exactly is run.
+
+One function stands in for transformers' own in every layer. What a token may look at comes from the `Spans` of the
+packed batch: its row, what its row shares with others, and the layer's sliding window. How it is computed, with
+PyTorch's SDPA, flex attention or flash-attn, is chosen for each model where it is placed (`use_attention`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from importlib import import_module
+from importlib.util import find_spec
+from typing import Any, Literal, NamedTuple, TypeVar, cast
+
+import torch
+from torch import Tensor, nn
+from transformers import AttentionInterface, PretrainedConfig, PreTrainedModel
+from transformers.masking_utils import AttentionMaskInterface
+
+from agentrl.config.run import LearnerConfig
+from agentrl.errors import ConfigError
+
+Kind = Literal["sdpa", "flex", "flash"]
+NAMES: dict[Kind, str] = {"sdpa": "agentrl_packed", "flex": "agentrl_blocks", "flash": "agentrl_sequences"}
+"""Known to transformers by these; a name with sdpa or flash in it would be taken for one of its own."""
+PACKED_ATTENTION = NAMES["sdpa"]
+"""What models are loaded with, in host memory."""
+P = TypeVar("P")
+
+
+class Span(NamedTuple):
+    """Where a row lies among the flat positions: what it shares with others, then its own tokens.
+
+    A prefix that others share is a row of its own with nothing before it.
+    """
+
+    prefix_at: int
+    prefix: int
+    at: int
+    length: int
+
+    def first_key(self, window: int | None) -> int:
+        """The first place of the prefix that any own token sees."""
+        return 0 if window is None else max(0, self.prefix + 1 - window)
+
+
+@dataclass(slots=True)
+class Spans:
+    """The rows of a packed batch, in the order in which they lie; together they cover every flat position once.
+
+    What an attention needs of them is worked out in the first layer that asks and kept for the others.
+    """
+
+    rows: Sequence[Span]
+    device: torch.device
+    _plans: dict[tuple[object, int | None], object] = field(default_factory=dict)
+
+    @property
+    def longest(self) -> int:
+        """Tokens of the longest row, its prefix included."""
+        return max(row.prefix + row.length for row in self.rows)
+
+    def plan(self, make: Callable[[Spans, int | None], P], window: int | None) -> P:
+        """What `make` gives for the window (None: there is none), once for all layers that have it."""
+        if window is not None and window >= self.longest:
+            window = None
+        if (make, window) not in self._plans:
+            self._plans[make, window] = make(self, window)
+        return cast(P, self._plans[make, window])
+
+
+def packed_attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    *,
+    kind: Kind,
+    spans: Spans | None = None,
+    scaling: float | None = None,
+    sliding_window: int | None = None,
+    **more: Any,
+) -> tuple[Tensor, None]:
+    """Causal attention within each row of a packed batch; equal to attention over the rows one by one.
+
+    Args:
+        module: the attention layer that calls.
+        query, key, value: [1, H or H_kv, T, D] over all rows end to end.
+        attention_mask: always None; causality and row borders come from the spans.
+        kind: how it is computed.
+        spans: the rows of the packed batch.
+        scaling: factor of the scores; 1/sqrt(D) when None.
+        sliding_window: keys that a query sees at most, itself included; None is all before it.
+        more: what else the layer hands over.
+
+    Returns:
+        [1, T, H, D] and no weights.
+
+    Raises:
+        ConfigError: the layer asks for something that is not computed here.
+    """
+    assert spans is not None, "packed attention needs the spans of the packed batch"
+    _refuse_unknown(module, attention_mask, more)
+    scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
+    attend = import_module(f"agentrl.train.attention_{kind}").attend
+    return attend(query, key, value, spans, scaling, sliding_window), None
+
+
+def register_attention() -> None:
+    """Make `packed_attention` known to transformers; idempotent."""
+    for kind, name in NAMES.items():
+        AttentionInterface.register(name, partial(packed_attention, kind=kind))
+        AttentionMaskInterface.register(name, lambda *_, **__: None)
+
+
+def use_attention(module: nn.Module, config: LearnerConfig, device: torch.device) -> None:
+    """Have a loaded model compute its attention as `learner.attention` says, once it is on the device.
+
+    Raises:
+        ConfigError: what is asked for cannot work here.
+    """
+    if isinstance(module, PreTrainedModel):
+        module.set_attn_implementation(NAMES[choose_attention(config, device.type, module.config)])
+
+
+def check_attention(model: PreTrainedModel, where: str) -> None:
+    """See that the model computes the same on a packed batch as with its own attention on the rows one by one.
+
+    Raises:
+        ConfigError: it does not: its layers carry a state of another kind along the row, or change the scores in a
+            way that is not computed here.
+    """
+    name, body = type(model).__name__, model.base_model
+    if not getattr(model, "_supports_attention_backend", False):
+        raise ConfigError(f"{where}: {name} does not take its attention from transformers, {_ADVICE}")
+    vocabulary = int(model.config.get_text_config().vocab_size)
+    shared, ends = [5, 3, 9, 4, 7], [[8, 2, 6], [1, 3], [6, 11, 2, 12]]
+    rows = [[*shared, *ends[0]], [*shared, *ends[1]], ends[2]]
+    spans = [Span(0, 0, 0, 5), Span(0, 5, 5, 3), Span(0, 5, 8, 2), Span(10, 0, 10, 4)]
+    ids = [*shared, *ends[0], *ends[1], *ends[2]]
+    positions = [*range(5), *range(5, 8), *range(5, 7), *range(4)]
+    device = next(model.parameters()).device
+
+    def hidden(tokens: Sequence[int], **given: Any) -> Tensor:
+        ids_1T = torch.tensor([[token % vocabulary for token in tokens]], device=device)
+        found: Tensor = body(input_ids=ids_1T, use_cache=False, **given)[0][0]
+        return found
+
+    with torch.no_grad():
+        try:
+            places = torch.tensor([positions], device=device)
+            ours = hidden(ids, position_ids=places, spans=Spans(spans, device))
+        except TypeError as e:
+            raise ConfigError(f"{where}: {name} does not hand keywords on to its attention, {_ADVICE}") from e
+        model.set_attn_implementation("eager")
+        one, two, three = (hidden(row) for row in rows)
+        model.set_attn_implementation(PACKED_ATTENTION)
+    wanted = torch.cat([one, two[5:], three])
+    gap = float((ours - wanted).abs().max() / wanted.abs().max().clamp(min=1e-6))
+    if not gap < 1e-3 and wanted.isfinite().all():  # else the first gradient tells
+        raise ConfigError(
+            f"{where}: {name} does not compute the same on rows that lie end to end as on each by itself "
+            f"(relative difference {gap:.1e}), {_ADVICE}"
+        )
+
+
+_ADVICE = (
+    "so the learner would train other numbers than the engine samples; use a decoder whose layers have full or "
+    "sliding-window attention (Qwen, Llama, Mistral and the like)"
+)
+
+
+def _refuse_unknown(module: nn.Module, attention_mask: Tensor | None, more: dict[str, Any]) -> None:
+    """Raise ConfigError for what would change the result and is not computed."""
+    found = [name for name in _NOT_COMPUTED if more.get(name) is not None]
+    found += ["is_causal=False"] if more.get("is_causal") is False else []
+    found += ["a mask of its own"] if attention_mask is not None else []
+    if found:
+        raise ConfigError(
+            f"the learner does not compute {found[0]}, which {type(module).__name__} asks for, {_ADVICE}"
+        )
+
+
+_NOT_COMPUTED = ("softcap", "s_aux", "sinks", "position_bias", "indices", "block_indices")
+"""What some models of transformers hand to their attention: bounded scores, sinks, biases, selected keys."""
+
+
+def choose_attention(config: LearnerConfig, device_type: str, model: PretrainedConfig) -> Kind:
+    """What `learner.attention` means here: `auto` takes the best that is there for this model and precision.
+
+    Raises:
+        ConfigError: what is asked for cannot work here.
+    """
+    gpu, low = device_type == "cuda", config.precision == "bfloat16"
+    if config.attention == "auto":
+        if not gpu:
+            return "sdpa"
+        if low and find_spec("flash_attn") and _fits_flash(model):
+            return "flash"
+        return "flex" if find_spec("triton") and min(_head_dims(model)) >= 16 else "sdpa"
+    asked = f"learner.attention {config.attention}"
+    if config.attention != "sdpa" and not gpu:
+        why = (
+            "PyTorch has no backward pass for it on CPUs"
+            if config.attention == "flex"
+            else "it has GPU kernels only"
+        )
+        raise ConfigError(
+            f"{asked} needs a GPU, and the learner computes on the {device_type.upper()}: {why}; {_LEAVE}"
+        )
+    if config.attention == "flash":
+        if not find_spec("flash_attn"):
+            raise ConfigError(f"{asked} needs the package flash-attn: pip install flash-attn, or {_LEAVE}")
+        if not low:
+            raise ConfigError(f"{asked} computes in bfloat16 only: set learner.precision to bfloat16, or {_LEAVE}")
+        if not _fits_flash(model):
+            raise ConfigError(f"{asked} cannot compute heads of size {max(_head_dims(model))} here; {_LEAVE}")
+    return config.attention
+
+
+_LEAVE = "leave learner.attention at auto"
+
+
+def _head_dims(model: PretrainedConfig) -> set[int]:
+    """Sizes of queries and keys, and of values."""
+    text = model.get_text_config()
+    own = getattr(text, "qk_head_dim", None) or getattr(text, "head_dim", None)
+    queries = int(own or text.hidden_size // text.num_attention_heads)
+    return {queries, int(getattr(text, "v_head_dim", None) or queries)}
+
+
+def _fits_flash(model: PretrainedConfig) -> bool:
+    """Its kernels have one head size, a multiple of 8 up to 256, on GPUs since Ampere."""
+    sizes = _head_dims(model)
+    old = torch.cuda.is_available() and torch.cuda.get_device_capability()[0] < 8
+    return len(sizes) == 1 and max(sizes) <= 256 and max(sizes) % 8 == 0 and not old
