@@ -75,6 +75,8 @@ def curve(start: Path, engine: Mapping[str, Any], steps: int, seed: int, held_ou
         with RunStore.open(run, Path(folder) / "run") as store:
             summary = train_run(run, store, Silent())
             lines = [line for line in store.metrics() if line["step"] > 0]
+    if not summary.finished:
+        raise SystemExit(f"stopped after {len(lines)} steps of {name(engine)}, seed {seed}")
     return described(name(engine), seed, held_out, lines, summary)
 
 

@@ -59,8 +59,10 @@ class EngineConfig(Section):
     """`local` is the embedded PyTorch engine; `sglang` and `vllm` are servers, see docs/engines.md."""
     device: str = "auto"
     """`cpu`, `cuda`, `cuda:N`, or `auto`: CUDA where there is one."""
-    dtype: Literal["float32", "bfloat16"] = "float32"
-    """Precision of the sampler's weights."""
+    dtype: Literal["auto", "float32", "bfloat16"] = "auto"
+    """Precision of the sampler's weights. `auto`: bfloat16 on CUDA, float32 on a CPU, where bfloat16 is slower."""
+    cuda_graphs: Literal["auto", "off"] = "auto"
+    """`local` on CUDA records its decode steps and replays them; `off` computes each anew: slower, less memory."""
     max_slots: Positive = 256
     """Sequences held in the KV cache at once; of servers, in each."""
     sync: Literal["auto", "disk", "tensor", "broadcast", "lora"] = "auto"
@@ -75,6 +77,11 @@ class EngineConfig(Section):
     @model_validator(mode="after")
     def _no_dead_keys(self) -> Self:
         server, changed = self.server, self.server.changed()
+        if self.cuda_graphs != "auto" and (self.kind != "local" or self.device == "cpu"):
+            why = (
+                "device is cpu" if self.kind == "local" else f"kind is {self.kind}: give the server's own in args"
+            )
+            raise ValueError(f"cuda_graphs has no effect while {why}; remove it")
         if self.kind == "local":
             for name, dead in (
                 ("sync", self.sync != "auto"),
@@ -127,8 +134,19 @@ class EngineConfig(Section):
         return "disk" if self.server.urls or self.kind == "vllm" else "tensor"
 
     @property
+    def resolved_dtype(self) -> Literal["float32", "bfloat16"]:
+        """What `auto` means here; `device: auto` is looked up on this machine."""
+        if self.dtype != "auto":
+            return self.dtype
+        if self.device == "auto":
+            import torch
+
+            return "bfloat16" if torch.cuda.is_available() else "float32"
+        return "bfloat16" if self.device.startswith("cuda") else "float32"
+
+    @property
     def resolved_tolerance(self) -> float:
         """The bound of `sync_tolerance`."""
         if self.sync_tolerance is not None:
             return self.sync_tolerance
-        return 0.002 if self.dtype == "float32" else 0.1
+        return 0.002 if self.resolved_dtype == "float32" else 0.1

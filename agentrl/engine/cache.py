@@ -36,10 +36,12 @@ class KVCache:
 
     Keys lie the way the product with the queries reads them: a third faster on CPU than (C, D), measured.
     Everything is finite at all times (unused places are zero), because a masked place still enters a product.
+    With `spare` there is one more slot, of number S, that takes what nobody will read.
     """
 
-    def __init__(self, shape: CacheShape, slots: int, capacity: int) -> None:
+    def __init__(self, shape: CacheShape, slots: int, capacity: int, *, spare: bool = False) -> None:
         self.shape = shape
+        self._spare = int(spare)
         self.slots = slots
         self.capacity = capacity
         self.keys = [self._empty(shape.key_dim, capacity) for _ in range(shape.layers)]
@@ -47,7 +49,7 @@ class KVCache:
 
     def _empty(self, *size: int) -> Tensor:
         shape = self.shape
-        return torch.zeros(self.slots, shape.heads, *size, dtype=shape.dtype, device=shape.device)
+        return torch.zeros(self.slots + self._spare, shape.heads, *size, dtype=shape.dtype, device=shape.device)
 
     def zero(self) -> None:
         """Forget everything, values that are not finite included."""
@@ -136,7 +138,7 @@ class CachedAttention:
         keys_SKDC, values_SKCD = self.cache.keys[layer], self.cache.values[layer]
         parts = []
         if self.high:
-            parts.append(self._decode(query_NHD[: len(self.decode)], keys_SKDC, values_SKCD, scaling, window))
+            parts.append(self._decode(layer, query_NHD[: len(self.decode)], scaling, window))
         for span in self.spans:
             for piece in _pieces(span, query_NHD.shape[1]):
                 query_LHD = query_NHD[piece.offset : piece.offset + piece.count]
@@ -145,22 +147,13 @@ class CachedAttention:
                 )
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 
-    def _decode(
-        self, query_NHD: Tensor, keys_SKDC: Tensor, values_SKCD: Tensor, scaling: float, window: int | None
-    ) -> Tensor:
+    def _decode(self, layer: int, query_NHD: Tensor, scaling: float, window: int | None) -> Tensor:
         count, heads, dim = query_NHD.shape
-        kv_heads, capacity, value_dim = values_SKCD.shape[1:]
         query, full = query_NHD, count == self.high
         if not full:
             query = query_NHD.new_zeros(self.high, heads, dim).index_copy_(0, self.decode, query_NHD)
-        batch = self.high * kv_heads
-        out = _attend(
-            query.reshape(batch, heads // kv_heads, dim),
-            keys_SKDC[: self.high].view(batch, dim, capacity)[:, :, : self.length],
-            values_SKCD[: self.high].view(batch, capacity, value_dim)[:, : self.length],
-            self._bias_of_decode(kv_heads, window, query.dtype),
-            scaling,
-        ).view(self.high, heads, value_dim)
+        bias = self._bias_of_decode(self.cache.shape.heads, window, query.dtype)
+        out = attend_rows(self.cache, layer, query, self.length, bias, scaling)
         return out if full else out[self.decode]
 
     def _bias_of_decode(self, kv_heads: int, window: int | None, dtype: torch.dtype) -> Tensor:
@@ -168,7 +161,7 @@ class CachedAttention:
         if window not in self._decode_bias:
             last = torch.zeros(self.high, dtype=torch.long, device=self.slots.device)
             last[self.decode] = self.positions[: len(self.decode)]
-            bias = _bias(last, self.length, window, dtype)
+            bias = bias_of(last, self.length, window, dtype)
             self._decode_bias[window] = bias.repeat_interleave(kv_heads, 0)[:, None]
         return self._decode_bias[window]
 
@@ -187,7 +180,7 @@ class CachedAttention:
         key = (span.start, count, window)
         if key not in self._span_bias:
             last = torch.arange(span.start, end, device=self.slots.device)
-            self._span_bias[key] = _bias(last, end, window, query_LHD.dtype).repeat_interleave(group, 0)
+            self._span_bias[key] = bias_of(last, end, window, query_LHD.dtype).repeat_interleave(group, 0)
         out = _attend(
             query_LHD.reshape(count, kv_heads, group, dim).transpose(0, 1).reshape(kv_heads, count * group, dim),
             keys_KDC[:, :, :end],
@@ -207,7 +200,23 @@ def _pieces(span: Span, heads: int) -> list[Span]:
     ]
 
 
-def _bias(last_L: Tensor, length: int, window: int | None, dtype: torch.dtype) -> Tensor:
+def attend_rows(
+    cache: KVCache, layer: int, query_RHD: Tensor, length: int, bias: Tensor, scaling: float
+) -> Tensor:
+    """One query each of the slots 0 to R over their first `length` places, read where they lie: (R, H, D)."""
+    rows, heads, dim = query_RHD.shape
+    kv_heads, capacity, value_dim = cache.values[layer].shape[1:]
+    batch = rows * kv_heads
+    return _attend(
+        query_RHD.reshape(batch, heads // kv_heads, dim),
+        cache.keys[layer][:rows].view(batch, dim, capacity)[:, :, :length],
+        cache.values[layer][:rows].view(batch, capacity, value_dim)[:, :length],
+        bias,
+        scaling,
+    ).view(rows, heads, value_dim)
+
+
+def bias_of(last_L: Tensor, length: int, window: int | None, dtype: torch.dtype) -> Tensor:
     """(L, length): 0 at the places up to last_L (of the last `window`), the most negative number elsewhere."""
     places = torch.arange(length, device=last_L.device)
     hidden = places > last_L[:, None]

@@ -25,9 +25,10 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from agentrl.engine.decode import cuda_capture
 from agentrl.engine.model import FlatModel, load_model
 from agentrl.engine.sampler import check_sampling
-from agentrl.engine.scheduler import Limits, Scheduler
+from agentrl.engine.scheduler import Limits, Recording, Scheduler
 from agentrl.engine.slots import IntArray, Request
 from agentrl.engine.watch import Drawn, Watch
 from agentrl.engine.watched import scored
@@ -66,10 +67,12 @@ class Bounds(TypedDict, total=False):
 class EngineCore:
     """Model, cache and scheduler: what samples, without the thread or the process that it works in."""
 
-    def __init__(self, model: PreTrainedModel, **bounds: Unpack[Bounds]) -> None:
+    def __init__(self, model: PreTrainedModel, *, cuda_graphs: bool = True, **bounds: Unpack[Bounds]) -> None:
         """See `LocalEngine`."""
         self.model = FlatModel(model)
-        self.scheduler = Scheduler(self.model, self.model.shape, _limits(self.model, bounds))
+        self.scheduler = Scheduler(
+            self.model, self.model.shape, _limits(self.model, bounds), _recording(self.model, cuda_graphs)
+        )
         self.max_context = self.scheduler.limits.max_context
         self.vocabulary = self.model.vocabulary
         few = self.model.parameters < SMALL_MODEL
@@ -105,13 +108,18 @@ class LocalEngine:
     the rounding of the matrix products.
     """
 
-    def __init__(self, model: PreTrainedModel, **bounds: Unpack[Bounds]) -> None:
+    def __init__(self, model: PreTrainedModel, *, cuda_graphs: bool = True, **bounds: Unpack[Bounds]) -> None:
         """Take over `model`: its attention is replaced, and nobody else may use or change it.
+
+        Args:
+            model: on the device where it stays.
+            cuda_graphs: record the decode steps and replay them; without effect where the model is not on CUDA.
+            **bounds: what the engine may use.
 
         Raises:
             ConfigError: a model whose attention cannot be replaced, or bounds that cannot be kept.
         """
-        self._core = EngineCore(model, **bounds)
+        self._core = EngineCore(model, cuda_graphs=cuda_graphs, **bounds)
         self._model, self._scheduler = self._core.model, self._core.scheduler
         self.max_context = self._core.max_context
         others = torch.get_num_threads()
@@ -129,14 +137,20 @@ class LocalEngine:
 
     @classmethod
     def from_directory(
-        cls, path: str | Path, *, dtype: str = "float32", device: str = "cpu", **bounds: Unpack[Bounds]
+        cls,
+        path: str | Path,
+        *,
+        dtype: str = "float32",
+        device: str = "cpu",
+        cuda_graphs: bool = True,
+        **bounds: Unpack[Bounds],
     ) -> LocalEngine:
         """Load the model from a Hugging Face directory.
 
         Raises:
             ConfigError: the directory or the model cannot be used.
         """
-        return cls(load_model(path, dtype=dtype, device=device), **bounds)
+        return cls(load_model(path, dtype=dtype, device=device), cuda_graphs=cuda_graphs, **bounds)
 
     @property
     def policy_version(self) -> int:
@@ -387,4 +401,12 @@ def _limits(model: FlatModel, bounds: Bounds) -> Limits:
         max_context=min(wanted, budget),
         budget_tokens=budget,
         prefill_chunk=bounds.get("prefill_chunk") or (4096 if on_cuda else 512),
+        gaps=2 if on_cuda else 16,
+        gaps_per_running=0.25 if on_cuda else 2.0,
     )
+
+
+def _recording(model: FlatModel, cuda_graphs: bool) -> Recording | None:
+    if model.device.type != "cuda":
+        return None
+    return Recording(model.vocabulary, cuda_capture(model.device)) if cuda_graphs else None

@@ -54,10 +54,16 @@ async def open_engine(
         from agentrl.engine.local import LocalEngine
 
         device = pick_device(config.device)
+        if config.cuda_graphs == "off" and device.type != "cuda":
+            raise ConfigError(f"engine.cuda_graphs has no effect on the device {device}; remove it")
         if apart and device.type == "cpu" and not multiprocessing.current_process().daemon:  # which can have none
-            return await EngineApart.start(model, dtype=config.dtype, max_slots=config.max_slots)
+            return await EngineApart.start(model, dtype=config.resolved_dtype, max_slots=config.max_slots)
         return LocalEngine.from_directory(
-            model, dtype=config.dtype, device=str(device), max_slots=config.max_slots
+            model,
+            dtype=config.resolved_dtype,
+            device=str(device),
+            cuda_graphs=config.cuda_graphs == "auto",
+            max_slots=config.max_slots,
         )
     if config.sync != "lora":
         lora = None
@@ -92,7 +98,7 @@ async def _open_served(config: EngineConfig, model: Path, lora: LoRAConfig | Non
             _hosts(config, model, folder, cluster, lora),
             _sync(config, model, folder, lora),
             model=model,
-            dtype={"float32": torch.float32, "bfloat16": torch.bfloat16}[config.dtype],
+            dtype={"float32": torch.float32, "bfloat16": torch.bfloat16}[config.resolved_dtype],
             given=bool(server.urls) and lora is None,
             limits=ServedLimits(
                 capacity=config.max_slots, restarts=server.restarts, health_every_s=server.health_every_s
@@ -219,7 +225,7 @@ def _sglang_line(config: EngineConfig, model: Path, gpu: int | None) -> tuple[li
     # fmt: off
     line = [
         "sglang.launch_server", "--model-path", str(model), "--host", "127.0.0.1",
-        "--dtype", config.dtype, "--tp-size", str(server.tensor_parallel),
+        "--dtype", config.resolved_dtype, "--tp-size", str(server.tensor_parallel),
         "--max-running-requests", str(config.max_slots), "--weight-version", "0",
         "--skip-tokenizer-init", "--skip-server-warmup", "--log-level", "warning", "--sleep-on-idle",
     ]
@@ -241,8 +247,8 @@ def _vllm_line(config: EngineConfig, model: Path, gpu: int | None) -> tuple[list
     # fmt: off
     line = [
         "vllm.entrypoints.openai.api_server", "--model", str(model), "--served-model-name", "policy",
-        "--host", "127.0.0.1", "--dtype", config.dtype, "--tensor-parallel-size", str(server.tensor_parallel),
-        "--max-num-seqs", str(config.max_slots),
+        "--host", "127.0.0.1", "--dtype", config.resolved_dtype,
+        "--tensor-parallel-size", str(server.tensor_parallel), "--max-num-seqs", str(config.max_slots),
         "--logprobs-mode", "processed_logprobs", "--generation-config", "vllm",
     ]
     # fmt: on

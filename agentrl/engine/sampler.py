@@ -15,8 +15,8 @@ from torch import Tensor
 
 from agentrl.types import Sampling
 
-_ROWS_TIMES_VOCABULARY = 1 << 22
-"""How many logits are worked on at a time; bounds the float64 scratch to 32 MiB."""
+_LOGITS_AT_ONCE = {"cpu": 1 << 22, "cuda": 1 << 25}
+"""How many logits are worked on at a time; bounds the float64 scratch to 32 MiB, on a GPU to 256 MiB."""
 
 
 def check_sampling(sampling: Sampling) -> None:
@@ -64,7 +64,7 @@ def sample(logits_BV: Tensor, draw: Draw) -> tuple[Tensor, Tensor]:
     finite gets a logprob that is not finite. Filters apply in the order temperature, top_k, top_p.
     """
     vocabulary = logits_BV.shape[1]
-    step = max(1, _ROWS_TIMES_VOCABULARY // vocabulary)
+    step = max(1, _LOGITS_AT_ONCE.get(logits_BV.device.type, 1 << 22) // vocabulary)
     parts = [
         _sample(logits_BV[i : i + step], draw, slice(i, i + step)) for i in range(0, logits_BV.shape[0], step)
     ]

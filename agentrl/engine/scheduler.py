@@ -9,13 +9,14 @@ import itertools
 from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal, Protocol
+from typing import Literal
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from agentrl.engine.cache import CachedAttention, CacheShape, KVCache, Span
+from agentrl.engine.decode import Capture, Forward, ReplayedDecode
 from agentrl.engine.slots import IntArray, Request, SlotTable
 from agentrl.engine.watch import Watch
 from agentrl.engine.watched import sample_watched, tell
@@ -31,32 +32,49 @@ CAPACITY_STEP = 128
 """Tokens by which slots grow."""
 
 
-class Forward(Protocol):
-    """Runs the model on a flat batch; returns the logits (k, V) of the k tokens named in `keep`."""
-
-    def __call__(self, ids_N: Tensor, positions_N: Tensor, plan: CachedAttention, keep_k: Tensor) -> Tensor: ...
-
-
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """Bounds of the scheduler; `budget_tokens` is what the cache may hold over all slots."""
+    """Bounds of the scheduler.
+
+    `budget_tokens` is what the cache may hold over all slots. Idle slots between those that decode are read over:
+    `gaps` of them always, and `gaps_per_running` for each that decodes.
+    """
 
     max_slots: int
     max_context: int
     budget_tokens: int
     prefill_chunk: int
+    gaps: int = 16
+    gaps_per_running: float = 2.0
+
+
+@dataclass(frozen=True, slots=True)
+class Recording:
+    """Decode in steps that can be recorded, and record them with `capture` (None: only compute them so)."""
+
+    vocabulary: int
+    capture: Capture | None
 
 
 class Scheduler:
     """Requests in, completions out, one step at a time."""
 
-    def __init__(self, forward: Forward, shape: CacheShape, limits: Limits) -> None:
+    def __init__(
+        self, forward: Forward, shape: CacheShape, limits: Limits, recording: Recording | None = None
+    ) -> None:
         self.forward = forward
         self.limits = limits
         self.version = 0
         capacity = min(CAPACITY_STEP, limits.max_context)
-        slots = max(1, min(FIRST_SLOTS, limits.max_slots, limits.budget_tokens // capacity))
-        self.cache = KVCache(shape, slots, capacity)
+        # What is recorded ends when the cache is moved: then it has all its slots at once, and doubles in length.
+        first = FIRST_SLOTS if recording is None else limits.max_slots
+        slots = max(1, min(first, limits.max_slots, limits.budget_tokens // capacity))
+        self.cache = KVCache(shape, slots, capacity, spare=recording is not None)
+        self.replayed = (
+            None
+            if recording is None
+            else ReplayedDecode(forward, self.cache, recording.vocabulary, recording.capture)
+        )
         self.table = SlotTable(slots, capacity)
         self.waiting: OrderedDict[Request, None] = OrderedDict()
         self.sessions: dict[str, int] = {}
@@ -136,6 +154,11 @@ class Scheduler:
 
     def _run(self, decode: IntArray, spans: Sequence[Span], ready: Sequence[Span]) -> Tensor:
         table, device = self.table, self.cache.shape.device
+        if self.replayed is not None and not spans:
+            positions = table.computed[decode]
+            logits = self.replayed(decode, table.tokens[decode, positions], positions)
+            table.computed[decode] += 1
+            return logits
         slots = np.concatenate([decode, *(np.full(span.count, span.slot) for span in spans)])
         positions = np.concatenate(
             [table.computed[decode], *(np.arange(span.start, span.start + span.count) for span in spans)]
@@ -300,6 +323,9 @@ class Scheduler:
         """Make slots of at least `length` tokens; drops idle ones within the budget, never running ones."""
         table, limits = self.table, self.limits
         capacity = min(-(-length // CAPACITY_STEP) * CAPACITY_STEP, limits.max_context)
+        if self.replayed is not None:
+            doubled = min(2 * table.capacity, limits.max_context)
+            capacity = max(capacity, doubled if doubled * table.slots <= limits.budget_tokens else 0)
         slots = min(table.slots, limits.budget_tokens // capacity)
         active = np.flatnonzero(table.active)
         if slots < max(len(active), 1):
@@ -314,6 +340,8 @@ class Scheduler:
         lengths = self.table.computed[list(rows)].tolist()
         self.cache.rebuild(rows, lengths, slots, capacity)
         self.table.rebuild(list(rows), slots, capacity)
+        if self.replayed is not None:
+            self.replayed.reset()
         self._index_sessions()
 
     def _close_gaps(self) -> None:
@@ -321,12 +349,14 @@ class Scheduler:
 
         An idle slot is often taken up again a moment later, when its session's tool has answered, and moving it
         costs more than reading over it for some steps: with two idle slots allowed for each running one, moving
-        took about 0.1 s of a rollout of 256 episodes on a CPU; with one for every four, 0.30 s of 3.3 s.
+        took about 0.1 s of a rollout of 256 episodes on a CPU; with one for every four, 0.30 s of 3.3 s. On a GPU,
+        where bytes are what counts, a move is worth four steps of reading, so fewer are allowed.
         """
         table = self.table
         active = np.flatnonzero(table.active)
         count = len(active)
-        if not count or int(active[-1]) + 1 - count <= max(16, 2 * count):
+        allowed = max(self.limits.gaps, int(self.limits.gaps_per_running * count))
+        if not count or int(active[-1]) + 1 - count <= allowed:
             return
         high = active[active >= count]
         low = np.flatnonzero(~table.active[:count])

@@ -103,7 +103,7 @@ def make_plan(config: RunConfig, *, memory_bytes: int | None = None, gpu: bool |
         else ModelShape.of_directory(Path(config.model.path or ""))
     )
     batch = arithmetic(config)
-    each = BFLOAT16 if config.engine.dtype == "bfloat16" else FLOAT32
+    each = BFLOAT16 if config.engine.resolved_dtype == "bfloat16" else FLOAT32
     per_token = shape.kv_bytes_per_token(each)
     kv = per_token * kv_tokens(config, shape)
     phases = [_rollout(config, shape, kv), _update(config, shape, gpu)]
@@ -243,7 +243,7 @@ def _trained(config: RunConfig, shape: ModelShape) -> int:
 
 def _rollout(config: RunConfig, shape: ModelShape, kv: int) -> Phase:
     """Memory of one engine."""
-    each = BFLOAT16 if config.engine.dtype == "bfloat16" else FLOAT32
+    each = BFLOAT16 if config.engine.resolved_dtype == "bfloat16" else FLOAT32
     split = config.engine.server.tensor_parallel
     parts = {"weights": shape.parameters * each // split, "KV cache": kv // _replicas(config) // split}
     where = "the process of the run" if config.engine.kind == "local" else "each GPU of a server"

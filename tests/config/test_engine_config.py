@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+import torch
 from pydantic import ValidationError
 
 from agentrl.config.engine import EngineConfig
@@ -38,6 +39,8 @@ URLS = ["http://127.0.0.1:1"]
         ({"sync": "lora"}, "sync has no effect while kind is local"),
         ({"kind": "sglang", "sync": "lora", "server": {"bucket_mb": 1}}, "bucket_mb has no effect"),
         ({"kind": "sglang", "sync": "lora", "server": {"sleep": True}}, "sync lora sends no model"),
+        ({"device": "cpu", "cuda_graphs": "off"}, "cuda_graphs has no effect while device is cpu"),
+        ({"kind": "vllm", "cuda_graphs": "off"}, "cuda_graphs has no effect while kind is vllm"),
     ],
 )
 def test_dead_settings_are_errors(data: dict[str, Any], match: str) -> None:
@@ -65,6 +68,14 @@ def test_an_adapter_can_only_be_sent_where_there_is_one() -> None:
     with pytest.raises(ValidationError, match=r"set learner\.lora"):
         RunConfig.model_validate(run | {"engine": engine})
     RunConfig.model_validate(run | {"engine": engine, "learner": {"lora": {}}})
+
+
+def test_auto_precision_follows_the_device() -> None:
+    assert EngineConfig(device="cpu").resolved_dtype == "float32"
+    assert EngineConfig(device="cuda:1").resolved_dtype == "bfloat16"
+    assert EngineConfig(device="cuda", dtype="float32").resolved_dtype == "float32"
+    here = "bfloat16" if torch.cuda.is_available() else "float32"
+    assert EngineConfig().resolved_dtype == here
 
 
 def test_the_tolerance_follows_the_precision() -> None:

@@ -11,7 +11,9 @@ import torch
 from engine_models import VOCABULARY, logprobs_of, reference
 from transformers import AutoModelForCausalLM, Qwen3NextConfig
 
+from agentrl.engine.fused import FusedDecoder
 from agentrl.engine.local import LocalEngine
+from agentrl.engine.model import FlatModel, load_model
 from agentrl.errors import ConfigError
 from agentrl.types import Sampling
 
@@ -52,6 +54,19 @@ async def test_bfloat16_stays_near_float32(models: dict[str, Path]):
     exact = logprobs_of(reference(models["qwen3"]), prompt, completion.ids)
     assert completion.logprobs == pytest.approx(exact, abs=0.4)
     assert sum(abs(a - b) for a, b in zip(completion.logprobs, exact, strict=True)) / len(exact) < 0.1
+
+
+@torch.no_grad()
+def test_the_fused_pass_in_bfloat16_is_as_near_to_float32_as_the_modules(models: dict[str, Path]):
+    rows = [[(7 * i * i + 3 * row) % VOCABULARY for i in range(80)] for row in range(4)]
+    half = FlatModel(load_model(models["qwen3"], dtype="bfloat16", device="cpu"))
+    exact = FlatModel(load_model(models["qwen3"], dtype="float32", device="cpu"))
+    exact.update({name: tensor.float() for name, tensor in half.module.state_dict().items()})
+    truth = torch.log_softmax(exact.packed(rows), -1)
+    modules = (torch.log_softmax(half.packed(rows).float(), -1) - truth).abs().mean()
+    half._fused = FusedDecoder(half.module)
+    fused = (torch.log_softmax(half.packed(rows).float(), -1) - truth).abs().mean()
+    assert 0 < fused < 1.3 * modules
 
 
 def test_a_model_whose_state_is_not_keys_and_values_is_refused(tmp_path: Path):
