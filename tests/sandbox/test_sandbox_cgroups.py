@@ -56,3 +56,41 @@ def test_without_the_memory_controller_it_says_so(tree: Path) -> None:
     groups = cgroups.Groups()
     assert groups.controllers == []
     assert groups.why_not == f"{tree}: the memory controller is not available"
+
+
+def test_below_the_top_members_step_aside_before_controllers_are_handed_down(
+    tree: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    members = ["11", "12"]
+    written = []
+
+    def write(path: str, text: str) -> None:
+        written.append((path.removeprefix(str(tree)), text))
+        if path.endswith("agentrl-others/cgroup.procs"):
+            members.remove(text)
+            (tree / "cgroup.procs").write_text("\n".join(members))
+        elif path == f"{tree}/cgroup.subtree_control" and members:
+            raise OSError(cgroups.errno.EBUSY, "busy", path)
+
+    (tree / "cgroup.procs").write_text("11\n12\n")
+    monkeypatch.setattr(cgroups, "_write", write)
+    groups = cgroups.Groups()
+    assert groups.why_not == ""
+    assert written[:4] == [
+        ("/cgroup.subtree_control", "+memory +pids +cpu"),
+        ("/agentrl-others/cgroup.procs", "11"),
+        ("/agentrl-others/cgroup.procs", "12"),
+        ("/cgroup.subtree_control", "+memory +pids +cpu"),
+    ]
+
+
+def test_an_ordinary_user_takes_the_group_it_was_given(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    own = next(
+        (line[3:].strip() for line in Path("/proc/self/cgroup").read_text().splitlines() if line[:3] == "0::"), "/"
+    )
+    given = tmp_path / own.strip("/")
+    given.mkdir(parents=True, exist_ok=True)
+    monkeypatch.setattr(cgroups.os, "access", lambda path, mode: path == f"{given}/cgroup.subtree_control")
+    assert cgroups._delegated(str(tmp_path)) == str(given)
+    monkeypatch.setattr(cgroups.os, "access", lambda path, mode: False)
+    assert cgroups._delegated(str(tmp_path)) == str(tmp_path)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import signal
 
@@ -43,6 +44,36 @@ def _mounts() -> tuple[dict[str, str], str | None]:
             elif kind == "cgroup2" and second is None:
                 second = place
     return first, second
+
+
+def _delegated(mount: str) -> str:
+    """Where groups of version 2 can be made: at the top, or below the caller's own group if that is delegated."""
+    if os.access(f"{mount}/cgroup.subtree_control", os.W_OK):
+        return mount
+    with open("/proc/self/cgroup") as f:
+        own = next((line.rstrip("\n")[3:] for line in f if line.startswith("0::")), "/")
+    place = f"{mount}{own}".rstrip("/")
+    return place if os.access(f"{place}/cgroup.subtree_control", os.W_OK) else mount
+
+
+def _hand_down(place: str, enable: str) -> None:
+    """Let the groups below have the controllers; members of the group itself step down into one of their own."""
+    try:
+        _write(f"{place}/cgroup.subtree_control", enable)
+        return
+    except OSError as error:
+        if error.errno != errno.EBUSY:  # only the very top may have both members and controllers below
+            raise
+    os.makedirs(f"{place}/agentrl-others", exist_ok=True)
+    for _ in range(100):  # members may fork meanwhile
+        with open(f"{place}/cgroup.procs") as f:
+            members = f.read().split()
+        if not members:
+            break
+        for pid in members:
+            with contextlib.suppress(ProcessLookupError):
+                _write(f"{place}/agentrl-others/cgroup.procs", pid)
+    _write(f"{place}/cgroup.subtree_control", enable)
 
 
 class Group:
@@ -96,15 +127,16 @@ class Groups:
             roots = {name: f"{place}/agentrl" for name, place in first.items()}
         elif second is not None:
             self.version = 2
-            with open(f"{second}/cgroup.controllers") as f:
+            top = _delegated(second)
+            with open(f"{top}/cgroup.controllers") as f:
                 there = f.read().split()
             names = [name for name in CONTROLLERS if name in there]
             if "memory" not in names:
-                self.why_not = f"{second}: the memory controller is not available"
+                self.why_not = f"{top}: the memory controller is not available"
                 return
             enable = " ".join(f"+{name}" for name in names)
-            _write(f"{second}/cgroup.subtree_control", enable)
-            roots = dict.fromkeys(names, f"{second}/agentrl")
+            _hand_down(top, enable)
+            roots = dict.fromkeys(names, f"{top}/agentrl")
         else:
             self.why_not = "no cgroup file system is mounted"
             return
