@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import errno
 import os
 import struct
 
@@ -165,13 +166,13 @@ def pivot_root(target: str) -> None:
 
 def drop_privileges(uid: int, gid: int) -> None:
     """Leave every capability (also of the bounding set) and become `uid`, `gid`, for good."""
-    with open("/proc/sys/kernel/cap_last_cap") as f:
-        last = int(f.read())
-    for cap in range(last + 1):
+    for cap in range(64):
         try:
             prctl(PR_CAPBSET_DROP, cap)
-        except PermissionError:
-            break  # no CAP_SETPCAP: not privileged, nothing to drop
+        except OSError as error:
+            if error.errno not in (errno.EPERM, errno.EINVAL):
+                raise
+            break  # no CAP_SETPCAP: not privileged, nothing to drop; or past the last that this kernel knows
     with contextlib.suppress(OSError):
         prctl(PR_CAP_AMBIENT, 4)  # PR_CAP_AMBIENT_CLEAR_ALL
     if os.getuid() == 0 and uid != 0:
