@@ -234,8 +234,10 @@ class AlgorithmConfig(Section):
     """Train only this share of a step's tokens, those of highest entropy."""
     updates_per_step: Positive = 1
     """Optimizer updates on each batch of episodes."""
-    old_logprobs: Literal["learner", "sampler"] = "learner"
-    """What the policy ratio is relative to: the learner before the step, or what the sampler said (bypass)."""
+    old_logprobs: Literal["auto", "learner", "sampler"] = "auto"
+    """What the policy ratio is relative to: the learner before the step, or what the sampler said (bypass). `auto` is
+    the sampler where episodes may be stale (`rollout.max_staleness` above 0) and no `correction.importance` weighs
+    them, so that clipping bounds how far they pull the policy; the learner otherwise."""
     correction: CorrectionConfig = CorrectionConfig()
     """What is done about the difference between sampler and learner."""
     drift_gate: DriftGateConfig = DriftGateConfig()
@@ -295,6 +297,13 @@ class AlgorithmConfig(Section):
             raise ValueError(problem)
         return self
 
+    def decided(self, max_staleness: int) -> AlgorithmConfig:
+        """The section as it acts in a run of that `rollout.max_staleness`: without `old_logprobs: auto`."""
+        if self.old_logprobs != "auto":
+            return self
+        stale = max_staleness > 0 and self.correction.importance == "none"
+        return self.model_copy(update={"old_logprobs": "sampler" if stale else "learner"})
+
     @property
     def advantage_section(self) -> Section | None:
         """The parameters of the chosen estimator."""
@@ -341,7 +350,7 @@ def _dead_keys(config: AlgorithmConfig) -> list[str]:
         (kl.control == "fixed" and kl.target != _default(kl, "target"), "kl.target", "kl.control: adaptive"),
         (kl.control == "fixed" and kl.horizon != _default(kl, "horizon"), "kl.horizon", "kl.control: adaptive"),
         (kl.in_reward and config.advantage == "gdpo", "kl.where", "another advantage than gdpo"),
-        (weighs and bypass, "correction.importance", "old_logprobs: learner"),
+        (weighs and bypass, "correction.importance", "old_logprobs: learner or auto"),
         (not weighs and correction.high != 2.0, "correction.high", "correction.importance"),
         (not weighs and correction.low is not None, "correction.low", "correction.importance"),
         (not weighs and correction.normalize, "correction.normalize", "correction.importance"),

@@ -64,7 +64,7 @@ class Algorithm:
             "old_logprobs_N" in self.needs
             or c.kl.in_reward
             or self.select is not None
-            or (c.updates_per_step > 1 and c.old_logprobs == "learner")
+            or (c.updates_per_step > 1 and c.old_logprobs != "sampler")
             or correction.normalize
             or correction.reject
             or correction.veto is not None

@@ -119,16 +119,20 @@ def waves(config: RunConfig, plan: Plan, gpu: bool) -> Iterator[Finding]:
 def bypass(config: RunConfig, plan: Plan, gpu: bool) -> Iterator[Finding]:
     """PL09: ratios against another program's numbers."""
     algorithm = config.algorithm
-    if algorithm.old_logprobs == "sampler":
+    if algorithm.decided(config.rollout.max_staleness).old_logprobs == "sampler":
         text = "the ratios are against the sampler's own log-probabilities, which differ from the learner's"
-        yield Finding("PL09", "note", text, "watch drift/mean_abs, or set algorithm.old_logprobs to learner")
+        fix = "set algorithm.old_logprobs to learner"
+        if algorithm.old_logprobs == "auto":
+            text += f", because episodes may be {config.rollout.max_staleness} steps old"
+            fix = "nothing, unless you want them corrected otherwise: then set algorithm.correction.importance"
+        yield Finding("PL09", "note", text, f"watch drift/mean_abs; {fix}")
     if (
         config.rollout.max_staleness > 0
         and algorithm.correction.importance == "none"
         and algorithm.old_logprobs == "learner"
     ):
         text = f"episodes may be {config.rollout.max_staleness} steps old and nothing corrects for it"
-        yield Finding("PL09", "warning", text, "set algorithm.correction.importance to token or sequence")
+        yield Finding("PL09", "warning", text, "leave algorithm.old_logprobs to auto")
 
 
 def learning_rate(config: RunConfig, plan: Plan, gpu: bool) -> Iterator[Finding]:

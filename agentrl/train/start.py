@@ -122,7 +122,7 @@ def make_learner(config: RunConfig, policy: Path, reference: Path | None) -> Dri
     critic_dir = saved if saved.is_dir() else Path((critic and critic.path) or policy)
     return make(
         policy,
-        algorithm=config.algorithm,
+        algorithm=config.algorithm.decided(config.rollout.max_staleness),
         optim=config.optim,
         config=config.learner,
         temperature=config.rollout.temperature,
