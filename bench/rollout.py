@@ -313,9 +313,9 @@ def learning(folder: Path, steps: int) -> dict[str, Any]:
 
 def staleness(folder: Path, seeds: int, steps: int, task: Any, lr: float | None) -> dict[str, Any]:
     """Part (d)."""
-    from asynchronous import compare
+    from asynchronous import MODES, compare
 
-    modes = ["synchronous", "asynchronous", "asynchronous, not corrected"]
+    modes = [mode for mode in MODES if mode != "one step ahead"]
     runs = compare(folder, modes, seeds, steps, task, lr)
     after = {mode: [run["held_out_after"] for run in found] for mode, found in runs.items()}
     during = {mode: round(statistics.fmean(run["solved_all"] for run in found), 3) for mode, found in runs.items()}
