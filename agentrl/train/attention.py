@@ -123,7 +123,7 @@ def use_attention(module: nn.Module, config: LearnerConfig, device: torch.device
         ConfigError: what is asked for cannot work here.
     """
     if isinstance(module, PreTrainedModel):
-        module.set_attn_implementation(NAMES[choose_attention(config, device.type, module.config)])
+        module.set_attn_implementation(NAMES[choose_attention(config, device.type, _head_dims(module.config))])
 
 
 def check_attention(model: PreTrainedModel, where: str) -> None:
@@ -188,8 +188,11 @@ _NOT_COMPUTED = ("softcap", "s_aux", "sinks", "position_bias", "indices", "block
 """What some models of transformers hand to their attention: bounded scores, sinks, biases, selected keys."""
 
 
-def choose_attention(config: LearnerConfig, device_type: str, model: PretrainedConfig) -> Kind:
+def choose_attention(config: LearnerConfig, device_type: str, head_dims: set[int]) -> Kind:
     """What `learner.attention` means here: `auto` takes the best that is there for this model and precision.
+
+    Args:
+        head_dims: sizes of the heads, of queries and keys and of values.
 
     Raises:
         ConfigError: what is asked for cannot work here.
@@ -198,9 +201,9 @@ def choose_attention(config: LearnerConfig, device_type: str, model: PretrainedC
     if config.attention == "auto":
         if not gpu:
             return "sdpa"
-        if low and find_spec("flash_attn") and _fits_flash(model):
+        if low and find_spec("flash_attn") and _fits_flash(head_dims):
             return "flash"
-        return "flex" if find_spec("triton") and min(_head_dims(model)) >= 16 else "sdpa"
+        return "flex" if find_spec("triton") and min(head_dims) >= 16 else "sdpa"
     asked = f"learner.attention {config.attention}"
     if config.attention != "sdpa" and not gpu:
         why = (
@@ -216,8 +219,8 @@ def choose_attention(config: LearnerConfig, device_type: str, model: PretrainedC
             raise ConfigError(f"{asked} needs the package flash-attn: pip install flash-attn, or {_LEAVE}")
         if not low:
             raise ConfigError(f"{asked} computes in bfloat16 only: set learner.precision to bfloat16, or {_LEAVE}")
-        if not _fits_flash(model):
-            raise ConfigError(f"{asked} cannot compute heads of size {max(_head_dims(model))} here; {_LEAVE}")
+        if not _fits_flash(head_dims):
+            raise ConfigError(f"{asked} cannot compute heads of size {max(head_dims)} here; {_LEAVE}")
     return config.attention
 
 
@@ -232,8 +235,7 @@ def _head_dims(model: PretrainedConfig) -> set[int]:
     return {queries, int(getattr(text, "v_head_dim", None) or queries)}
 
 
-def _fits_flash(model: PretrainedConfig) -> bool:
+def _fits_flash(sizes: set[int]) -> bool:
     """Its kernels have one head size, a multiple of 8 up to 256, on GPUs since Ampere."""
-    sizes = _head_dims(model)
     old = torch.cuda.is_available() and torch.cuda.get_device_capability()[0] < 8
     return len(sizes) == 1 and max(sizes) <= 256 and max(sizes) % 8 == 0 and not old

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from agentrl.config.run import RunConfig
+from agentrl.errors import ConfigError
 from agentrl.train.plan_shape import BFLOAT16, FLOAT32, ModelShape
 
 GIB = 2**30
@@ -66,6 +67,7 @@ class Plan:
     model: ModelShape
     batch: Arithmetic
     placement: list[str]
+    attention: str
     phases: list[Phase]
     kv_bytes_per_token: int
     kv_bytes: int
@@ -111,9 +113,8 @@ def make_plan(config: RunConfig, *, memory_bytes: int | None = None, gpu: bool |
         phases.append(_together(*phases))
     checkpoint = checkpoint_bytes(config, shape)
     kept = config.checkpoint.keep + int(config.checkpoint.best) + 1  # the one that is being written
-    plan = Plan(
-        shape, batch, placement(config, gpu), phases, per_token, kv, checkpoint, kept * checkpoint, memory, []
-    )
+    where, attention = placement(config, gpu), attention_there(config, shape, gpu)
+    plan = Plan(shape, batch, where, attention, phases, per_token, kv, checkpoint, kept * checkpoint, memory, [])
     plan.findings.extend(findings(config, plan, gpu))
     return plan
 
@@ -204,6 +205,21 @@ def placement(config: RunConfig, gpu: bool) -> list[str]:
     else:
         lines.append("so they are split: each has its own devices")
     return lines
+
+
+def attention_there(config: RunConfig, shape: ModelShape, gpu: bool) -> str:
+    """How the learner will compute its attention; what was asked for where that cannot be known from here."""
+    import torch
+
+    from agentrl.train.attention import choose_attention
+
+    asked = config.learner.attention
+    if gpu and not torch.cuda.is_available():
+        return asked
+    try:
+        return choose_attention(config.learner, "cuda" if gpu else "cpu", {shape.head_dim})
+    except ConfigError:  # a rule says it
+        return asked
 
 
 def on_gpu(config: RunConfig) -> bool:
@@ -301,6 +317,7 @@ def lines(plan: Plan) -> Sequence[str]:
         f"run         {batch.steps:,} steps, {batch.episodes_in_all:,} episodes{rows}",
         *[f"{'placement' if n == 0 else '':<11} {line}" for n, line in enumerate(plan.placement)],
     ]
+    out.append(f"attention   {plan.attention}")
     for phase in plan.phases:
         parts = ", ".join(f"{name} {size(number)}" for name, number in phase.parts.items())
         out.append(f"{phase.name:<11} {size(phase.total)} in {phase.where}: {parts}")

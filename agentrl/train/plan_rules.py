@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from agentrl.config.run import RunConfig
+from agentrl.errors import ConfigError
 from agentrl.train.plan import Finding, Plan, disk_free, size
 
 Rule = Callable[[RunConfig, Plan, bool], Iterator[Finding]]
@@ -184,7 +185,21 @@ def signal(config: RunConfig, plan: Plan, gpu: bool) -> Iterator[Finding]:
         yield Finding("PL14", "warning", text, "set rollout.group_size to 8, with fewer groups if need be")
 
 
+def attention(config: RunConfig, plan: Plan, gpu: bool) -> Iterator[Finding]:
+    """PL15: an attention that cannot work here."""
+    import torch
+
+    from agentrl.train.attention import choose_attention
+
+    if gpu and not torch.cuda.is_available():
+        return
+    try:
+        choose_attention(config.learner, "cuda" if gpu else "cpu", {plan.model.head_dim})
+    except ConfigError as e:
+        yield Finding("PL15", "error", str(e), "set learner.attention to auto")
+
+
 RULES: tuple[Rule, ...] = (
     memory, one_episode, context, turns, division, double_kl, reference, waves, bypass, learning_rate, precision,
-    disk, critic, signal,
+    disk, critic, signal, attention,
 )  # fmt: skip

@@ -255,7 +255,7 @@ def test_a_critic_is_checked_as_well(tmp_path: Path):
 
 def chosen(attention: str = "auto", device: str = "cuda", head: int = 128, **config: Any) -> str:
     config = LearnerConfig(attention=attention, **config)
-    return choose_attention(config, device, Qwen3Config(**SHAPE | {"head_dim": head}))
+    return choose_attention(config, device, {head})
 
 
 def test_auto_takes_the_best_that_is_there(monkeypatch: pytest.MonkeyPatch):

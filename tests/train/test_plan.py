@@ -152,6 +152,14 @@ def test_a_rule_speaks_where_it_should_and_not_elsewhere(tmp_path, code, name, s
     assert all(finding.fix and finding.text for finding in loud.findings)
 
 
+def test_an_attention_that_cannot_work_here_is_an_error(tmp_path: Path):
+    plan = make_plan(run(tmp_path, learner={"attention": "flex"}), memory_bytes=80 * GIB, gpu=False)
+    found = next(finding for finding in plan.findings if finding.code == "PL15")
+    assert (found.level, plan.attention) == ("error", "flex")
+    assert "flex needs a GPU, and the learner computes on the CPU" in found.text
+    assert make_plan(run(tmp_path), memory_bytes=80 * GIB, gpu=False).attention == "sdpa"
+
+
 def test_the_command_says_it_all_and_fails_where_the_run_would(tmp_path: Path):
     yaml = tmp_path / "tools.yaml"
     model(tmp_path / "model", "8B")
