@@ -6,8 +6,8 @@
 
 Random weights in the shapes of Qwen3, bfloat16. Each sequence has a prompt of its own that is computed before the
 clock starts; then all of them decode at once, with CUDA graphs and without. The bound: a step reads all weights
-once and the keys and values of every sequence, at the speed at which this device copies memory (measured). The last
-line is JSON; "ours" is the smallest share of the bound.
+once and the keys and values of every sequence, at the speed at which this device copies memory (measured). The
+last line is JSON; "ours" is the smallest share of the bound.
 """
 
 from __future__ import annotations

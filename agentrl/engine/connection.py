@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import AsyncGenerator, Mapping
 from typing import Any
 
 import httpx
@@ -65,6 +65,36 @@ class HttpServer:
         """As `post`."""
         return await self._ask("GET", path, None, timeout_s)
 
+    async def events(self, path: str, body: Mapping[str, Any]) -> AsyncGenerator[Any, None]:
+        """The JSON of each server-sent event that answers, up to `[DONE]`; close it to break off.
+
+        Raises:
+            ServerLost: no answer, one that ends without `[DONE]`, or 5xx.
+            ServerRefused: 4xx, with the server's words.
+            EngineError: an event that is no JSON.
+        """
+        try:
+            async with self._client.stream("POST", path, json=dict(body)) as answer:
+                if answer.status_code >= 400:
+                    await answer.aread()
+                    raise self._refused(path, answer)
+                async for line in answer.aiter_lines():
+                    if not line.startswith("data:"):
+                        continue
+                    data = line.removeprefix("data:").strip()
+                    if data == "[DONE]":
+                        return
+                    try:
+                        event = json.loads(data)
+                    except ValueError:
+                        raise EngineError(f"{self.url}{path}: an event that is no JSON: {data[:200]}") from None
+                    yield event
+        except httpx.TimeoutException as e:
+            raise ServerLost(f"{self.url}{path}: no event within {self._timeout_s:g} s") from e
+        except httpx.TransportError as e:
+            raise ServerLost(f"{self.url}{path}: {type(e).__name__}: {e}") from e
+        raise ServerLost(f"{self.url}{path}: the stream broke off")
+
     async def close(self) -> None:
         """Drop the connections; idempotent."""
         await self._client.aclose()
@@ -84,12 +114,8 @@ class HttpServer:
             raise ServerLost(f"{self.url}{path}: no answer within {limit_s:g} s ({type(e).__name__})") from e
         except httpx.TransportError as e:
             raise ServerLost(f"{self.url}{path}: {type(e).__name__}: {e}") from e
-        if answer.status_code >= 500:
-            raise ServerLost(f"{self.url}{path}: HTTP {answer.status_code}: {answer.text[:300]}")
         if answer.status_code >= 400:
-            raise ServerRefused(
-                f"{self.url}{path}: HTTP {answer.status_code}: {answer.text[:300]}", answer.status_code
-            )
+            raise self._refused(path, answer)
         if not answer.content:
             return None
         try:
@@ -98,3 +124,7 @@ class HttpServer:
             if "json" not in answer.headers.get("content-type", ""):
                 return answer.text
             raise EngineError(f"{self.url}{path}: an answer that is no JSON: {answer.text[:200]!r}") from None
+
+    def _refused(self, path: str, answer: httpx.Response) -> EngineError:
+        text = f"{self.url}{path}: HTTP {answer.status_code}: {answer.text[:300]}"
+        return ServerLost(text) if answer.status_code >= 500 else ServerRefused(text, answer.status_code)

@@ -157,6 +157,11 @@ class LocalEngine:
         """Version of the weights that the next token is drawn with."""
         return self._scheduler.version
 
+    @property
+    def masks(self) -> bool:
+        """It obeys grammars."""
+        return True
+
     async def generate(self, ids: Sequence[int], sampling: Sampling, *, session: str | None = None) -> Completion:
         """Continue `ids`; see `Engine.generate`. Without a seed every call draws differently."""
         return await self._generate(ids, sampling, session, None)

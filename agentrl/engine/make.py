@@ -228,6 +228,7 @@ def _sglang_line(config: EngineConfig, model: Path, gpu: int | None) -> tuple[li
         "--dtype", config.resolved_dtype, "--tp-size", str(server.tensor_parallel),
         "--max-running-requests", str(config.max_slots), "--weight-version", "0",
         "--skip-tokenizer-init", "--skip-server-warmup", "--log-level", "warning", "--sleep-on-idle",
+        "--incremental-streaming-output",  # else each event of a stream repeats all before it
     ]
     # fmt: on
     environment = {}
@@ -250,6 +251,7 @@ def _vllm_line(config: EngineConfig, model: Path, gpu: int | None) -> tuple[list
         "--host", "127.0.0.1", "--dtype", config.resolved_dtype,
         "--tensor-parallel-size", str(server.tensor_parallel), "--max-num-seqs", str(config.max_slots),
         "--logprobs-mode", "processed_logprobs", "--generation-config", "vllm",
+        "--enable-prompt-tokens-details",
     ]
     # fmt: on
     line += ["--gpu-memory-utilization", str(share)] if share is not None else []

@@ -17,8 +17,9 @@ from torch import Tensor
 from agentrl.engine.connection import ServerRefused
 from agentrl.engine.replicas import LOST, Host, Replica, ReplicaPool
 from agentrl.engine.sampler import check_sampling
-from agentrl.engine.server import Answer, InferenceServer
+from agentrl.engine.server import Answer, InferenceServer, Listener
 from agentrl.engine.sync import WeightSync, distinct, vocabulary_of
+from agentrl.engine.watch import Drawn, Watch
 from agentrl.errors import EngineError
 from agentrl.types import Completion, Sampling
 
@@ -111,8 +112,33 @@ class ServedEngine:
         """Seconds, so far, in which no server could answer: time that no episode is to blame for."""
         return self._pool.outage_s
 
+    @property
+    def masks(self) -> bool:
+        """A server's logits are its own."""
+        return False
+
     async def generate(self, ids: Sequence[int], sampling: Sampling, *, session: str | None = None) -> Completion:
         """Continue `ids`; see `Engine.generate`. A completion that a server gave up half-way is gone on with."""
+        return await self._generate(ids, sampling, session, None)
+
+    async def generate_watched(
+        self, ids: Sequence[int], sampling: Sampling, watch: Watch, *, session: str | None = None
+    ) -> Completion:
+        """Continue `ids` and tell the tokens as they arrive; see `WatchedEngine`.
+
+        What was told stays: a server that is lost meanwhile is followed by another that goes on from there.
+
+        Raises:
+            EngineError: no server is left.
+            ValueError: there is a mask, or as of `generate`.
+        """
+        if watch.mask is not None:
+            raise ValueError("an engine over servers cannot be held to a mask")
+        return await self._generate(ids, sampling, session, watch)
+
+    async def _generate(
+        self, ids: Sequence[int], sampling: Sampling, session: str | None, watch: Watch | None
+    ) -> Completion:
         check_sampling(sampling)
         self._check_ids(ids)
         prompt = list(ids)
@@ -122,7 +148,7 @@ class ServedEngine:
             done = sum(len(part.ids) for part in parts)
             rest = [token for part in parts for token in part.ids]
             asked = replace(sampling, max_tokens=room - done, seed=_moved(sampling.seed, done))
-            part = await self._ask(prompt + rest, asked, session)
+            part = await self._ask(prompt + rest, asked, session, watch)
             parts.append(part)
             if part.ids and part.ids[-1] in sampling.stop_ids:
                 return _completion(parts, "stop")
@@ -208,11 +234,25 @@ class ServedEngine:
             wrong = low if low < 0 else high
             raise ValueError(f"token id {wrong} is outside the model's vocabulary of {self._vocabulary}")
 
-    async def _ask(self, ids: list[int], sampling: Sampling, session: str | None) -> Answer:
+    async def _ask(
+        self, ids: list[int], sampling: Sampling, session: str | None, watch: Watch | None = None
+    ) -> Answer:
+        told: list[Drawn] = []
+
+        def tell(drawn: Sequence[Drawn]) -> None:
+            told.extend(drawn)
+            if watch is not None and watch.on_token is not None:
+                for one in drawn:
+                    watch.on_token(one)
+
+        listener = None if watch is None else Listener(tell, watch.top)
+
         async def ask(server: InferenceServer) -> Answer:
+            if told:  # by a server that was lost since then: what is known stays
+                return _told(told)
             request = uuid.uuid4().hex
             try:
-                answer = await server.generate(ids, sampling, request=request)
+                answer = await server.generate(ids, sampling, request=request, listener=listener)
             except asyncio.CancelledError as e:
                 if e.args[:1] != (LOST,):  # a lost server has nothing to abort
                     self._abort(server, request)
@@ -302,6 +342,16 @@ def load_folder(folder: Path, dtype: torch.dtype) -> dict[str, Tensor]:
 def _moved(seed: int | None, done: int) -> int | None:
     """Servers count positions from the start of each request: what follows must not repeat the same draws."""
     return seed if seed is None or not done else (seed + 0x9E3779B97F4A7C15 * done) % 2**63
+
+
+def _told(drawn: Sequence[Drawn]) -> Answer:
+    """What came of a request before its server was lost, as if that had given it up there."""
+    return Answer(
+        tuple(one.id for one in drawn),
+        tuple(one.logprob for one in drawn),
+        tuple(one.version for one in drawn),
+        "abort",
+    )
 
 
 def _completion(parts: Sequence[Answer], finish: str) -> Completion:

@@ -6,12 +6,13 @@ down, `ServerRefused` where it says no, and `EngineError` where its answer makes
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal, Protocol
 
+from agentrl.engine.watch import Drawn
 from agentrl.types import Sampling
 
 if TYPE_CHECKING:
@@ -44,6 +45,17 @@ class Answer:
 
 
 @dataclass(frozen=True, slots=True)
+class Listener:
+    """Who wants to hear of tokens while they are drawn: `tell` gets each once, with `top` alternatives.
+
+    The versions told are those known when a token arrives; the ones of the `Answer` count.
+    """
+
+    tell: Callable[[Sequence[Drawn]], None]
+    top: int = 0
+
+
+@dataclass(frozen=True, slots=True)
 class GroupPlace:
     """A server's place in a process group that weights are broadcast in; the trainer is rank 0."""
 
@@ -71,7 +83,9 @@ class InferenceServer(Protocol):
         """Return if the server is able to answer requests."""
         ...
 
-    async def generate(self, ids: Sequence[int], sampling: Sampling, *, request: str) -> Answer:
+    async def generate(
+        self, ids: Sequence[int], sampling: Sampling, *, request: str, listener: Listener | None = None
+    ) -> Answer:
         """Continue `ids`; `request` names the request for `abort`."""
         ...
 

@@ -19,7 +19,8 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from agentrl.engine.adapters import Adapter, AdapterStand
 from agentrl.engine.connection import HttpServer, ServerRefused
-from agentrl.engine.server import Answer, Description, GroupPlace
+from agentrl.engine.server import Answer, Description, GroupPlace, Listener
+from agentrl.engine.streams import SGLangStream
 from agentrl.errors import EngineError
 from agentrl.types import Sampling
 
@@ -75,7 +76,9 @@ class SGLangServer:
         """Return if the server draws a token, or is drawing them."""
         await self._http.get("/health", timeout_s=timeout_s)
 
-    async def generate(self, ids: Sequence[int], sampling: Sampling, *, request: str) -> Answer:
+    async def generate(
+        self, ids: Sequence[int], sampling: Sampling, *, request: str, listener: Listener | None = None
+    ) -> Answer:
         """One completion with the log-probability and the weights' version of each token."""
         body = {
             "input_ids": list(ids),
@@ -84,10 +87,21 @@ class SGLangServer:
             "rid": request,
         }
         if self._adapters is None:
-            return _read_answer(await self._http.post("/generate", body), self.url)
+            return _read_answer(await self._generate(body, listener, None), self.url)
         with self._adapters.use(request) as adapter:
-            answer = await self._http.post("/generate", body | _named(adapter))
+            answer = await self._generate(body | _named(adapter), listener, adapter.version)
         return _read_answer(answer, self.url, adapter.version)
+
+    async def _generate(self, body: dict[str, Any], listener: Listener | None, version: int | None) -> Any:
+        """The answer as a whole, told piece by piece on the way where somebody listens."""
+        if listener is None:
+            return await self._http.post("/generate", body)
+        stream = SGLangStream(f"{self.url}/generate", version, listener)
+        body |= {"stream": True} | ({"top_logprobs_num": listener.top} if listener.top else {})
+        async with contextlib.aclosing(self._http.events("/generate", body)) as events:
+            async for event in events:
+                stream.take(event)
+        return stream.whole()
 
     async def abort(self, request: str) -> None:
         """Stop a request."""

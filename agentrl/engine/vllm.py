@@ -1,4 +1,4 @@
-"""vLLM's server as an `InferenceServer`, after the documentation of vLLM 0.16 and later.
+"""vLLM's server as an `InferenceServer`, after the documentation of vLLM 0.16 and the sources of 0.33.0.
 
 It needs VLLM_SERVER_DEV_MODE=1 (pausing and loading weights), `--logprobs-mode processed_logprobs` (the
 log-probabilities of the tokens as drawn, at the temperature) and `--generation-config vllm` (no defaults of the
@@ -20,7 +20,8 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from agentrl.engine.adapters import Adapter, AdapterStand
 from agentrl.engine.connection import HttpServer, ServerRefused
-from agentrl.engine.server import Answer, Description, GroupPlace
+from agentrl.engine.server import Answer, Description, GroupPlace, Listener
+from agentrl.engine.streams import VLLMStream
 from agentrl.errors import EngineError
 from agentrl.types import Sampling
 
@@ -68,7 +69,9 @@ class VLLMServer:
         """Return if the server is up."""
         await self._http.get("/health", timeout_s=timeout_s)
 
-    async def generate(self, ids: Sequence[int], sampling: Sampling, *, request: str) -> Answer:
+    async def generate(
+        self, ids: Sequence[int], sampling: Sampling, *, request: str, listener: Listener | None = None
+    ) -> Answer:
         """One completion; all its tokens are drawn with the same weights."""
         await self._go.wait()
         body = {
@@ -85,7 +88,7 @@ class VLLMServer:
         }
         if sampling.seed is not None:
             body["seed"] = sampling.seed % 2**63
-        choice, usage, version = await self._complete(body)
+        choice, usage, version = await self._complete(body, listener)
         try:
             tokens = tuple(int(token) for token in choice["token_ids"])
             found = (choice.get("logprobs") or {}).get("token_logprobs") or ()
@@ -184,21 +187,33 @@ class VLLMServer:
                 await self._http.post("/v1/unload_lora_adapter", {"lora_name": name}, timeout_s=5.0)
         await self._http.close()
 
-    async def _complete(self, body: dict[str, Any]) -> tuple[Any, Any, int]:
+    async def _complete(self, body: dict[str, Any], listener: Listener | None = None) -> tuple[Any, Any, int]:
         """The only choice of a completion, the usage, and the version of the weights that drew it."""
         if not self._model:
             await self.describe()
         version = self._version
         if self._adapters is None:
-            answer = await self._http.post("/v1/completions", {"model": self._model, **body})
+            answer = await self._answer({"model": self._model, **body}, listener, version)
         else:
             with self._adapters.use(uuid.uuid4().hex) as adapter:
-                body = {"model": adapter.name or self._model, **body}
-                version, answer = adapter.version, await self._http.post("/v1/completions", body)
+                version = adapter.version
+                answer = await self._answer({"model": adapter.name or self._model, **body}, listener, version)
         try:
             return answer["choices"][0], answer.get("usage") or {}, version
         except (TypeError, KeyError, IndexError, AttributeError) as e:
             raise EngineError(f"{self.url}/v1/completions: an answer without a choice: {answer!r:.300}") from e
+
+    async def _answer(self, body: dict[str, Any], listener: Listener | None, version: int) -> Any:
+        """The answer as a whole, told piece by piece on the way where somebody listens."""
+        if listener is None:
+            return await self._http.post("/v1/completions", body)
+        stream = VLLMStream(f"{self.url}/v1/completions", version, listener)
+        body |= {"stream": True, "stream_options": {"include_usage": True}}
+        body |= {"logprobs": max(1, listener.top), "return_tokens_as_token_ids": True}
+        async with contextlib.aclosing(self._http.events("/v1/completions", body)) as events:
+            async for event in events:
+                stream.take(event)
+        return stream.whole()
 
     async def _control(self, path: str, body: Mapping[str, Any] | None = None) -> None:
         await self._http.post(path, body, timeout_s=self._update_timeout_s)

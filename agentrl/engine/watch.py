@@ -59,6 +59,11 @@ class Watch:
 class WatchedEngine(Protocol):
     """An engine that can be watched while it samples; engines without it give whole completions only."""
 
+    @property
+    def masks(self) -> bool:
+        """Whether it obeys `Watch.mask`; others raise ValueError where one is given."""
+        ...
+
     async def generate_watched(
         self, ids: Sequence[int], sampling: Sampling, watch: Watch, *, session: str | None = None
     ) -> Completion:

@@ -311,6 +311,11 @@ class _Capped:
 class _CappedWatched(_Capped):
     """The same of an engine that can be watched."""
 
+    @property
+    def masks(self) -> bool:
+        engine: Any = self._engine
+        return bool(engine.masks)
+
     async def generate_watched(
         self, ids: Sequence[int], sampling: Sampling, watch: Watch, *, session: str | None = None
     ) -> Completion:

@@ -153,7 +153,8 @@ class Talk:
         watched = isinstance(self.engine, WatchedEngine)
         if ask.top and not watched:
             raise unsupported("top_logprobs", "this engine does not tell alternatives")
-        if (ask.choice in ("required", "named") or ask.format) and not watched:
+        masked = isinstance(self.engine, WatchedEngine) and self.engine.masks
+        if (ask.choice in ("required", "named") or ask.format) and not masked:
             param = "response_format" if ask.format else "tool_choice"
             raise unsupported(param, "this engine cannot be held to a grammar")
 

@@ -71,6 +71,9 @@ class ScriptedEngine:
         kept = completion.ids[: sampling.max_tokens]
         return Completion(kept, (0.0,) * len(kept), (0,) * len(kept), "length")
 
+    masks = True
+    """It takes them, and says what the script says."""
+
     async def generate_watched(
         self, ids: Sequence[int], sampling: Sampling, watch: Watch, *, session: str | None = None
     ) -> Completion:

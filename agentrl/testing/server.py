@@ -9,10 +9,12 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import AsyncGenerator, Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Self
 from urllib.parse import parse_qsl
+
+_PER_TOKEN = {"output_token_logprobs", "output_top_logprobs"}
 
 
 @dataclass
@@ -54,6 +56,10 @@ class LoopbackServer:
         """Folder of each adapter that is loaded, by name."""
         self.named: list[str] = []
         """The adapter that each request for tokens or log-probabilities named, or nothing."""
+        self.incremental = False
+        """Whether streams hold what is new only, as with `--incremental-streaming-output`."""
+        self.break_after: int | None = None
+        """Tokens after which a stream breaks off, once."""
         self.retract = 0
         """How many of the next answers say that their sequence was taken out of the cache once."""
         self.asleep: set[str] = set()
@@ -108,6 +114,9 @@ class LoopbackServer:
                 length = next((int(v) for k, v in _headers(head) if k == "content-length"), 0)
                 body = json.loads(await reader.readexactly(length)) if length else {}
                 status, answer = await self._handle(method, path, body)
+                if isinstance(answer, AsyncGenerator):
+                    await self._stream(writer, answer)
+                    continue
                 content = answer.encode() if isinstance(answer, str) else json.dumps(answer).encode()
                 kind = "text/plain" if isinstance(answer, str) else "application/json"
                 size = len(content)
@@ -121,6 +130,17 @@ class LoopbackServer:
         finally:
             self._open.discard(task)
             writer.transport.abort()
+
+    async def _stream(self, writer: asyncio.StreamWriter, events: AsyncGenerator[Any, None]) -> None:
+        """Server-sent events in chunks; a client that hangs up ends what is drawn for it."""
+        writer.write(b"HTTP/1.1 200 X\r\ncontent-type: text/event-stream\r\ntransfer-encoding: chunked\r\n\r\n")
+        async with contextlib.aclosing(events) as open_events:
+            async for event in open_events:
+                data = f"data: {event if isinstance(event, str) else json.dumps(event)}\n\n".encode()
+                writer.write(f"{len(data):x}\r\n".encode() + data + b"\r\n")
+                await writer.drain()
+        writer.write(b"0\r\n\r\n")
+        await writer.drain()
 
     async def _handle(self, method: str, path: str, body: dict[str, Any]) -> tuple[int, Any]:
         self.log.append(path)
@@ -160,32 +180,63 @@ class LoopbackServer:
         most = min(params["max_new_tokens"], self.max_context - len(ids))
         request = _Running(list(ids), most, frozenset(params.get("stop_token_ids") or ()), adapter=adapter)
         rid = str(body.get("rid") or id(request))
-        self.running[rid] = request
-        self.most_running = max(self.most_running, len(self.running))
-        try:
+        if body.get("stream"):
+            return 200, self._events(request, rid, int(body.get("top_logprobs_num") or 0))
+        with self._under_way(rid, request):
             kind = await self._draw(request)
-        finally:
-            self.running.pop(rid, None)
         if self.retract:
             self.retract -= 1
             request.retractions += 1
         answer = {"output_ids": request.ids, "meta_info": self._meta(request, kind, rid)}
         return 200, answer if self.answer is None else self.answer(answer)
 
+    @contextlib.contextmanager
+    def _under_way(self, rid: str, request: _Running) -> Iterator[None]:
+        self.running[rid] = request
+        self.most_running = max(self.most_running, len(self.running))
+        try:
+            yield
+        finally:
+            self.running.pop(rid, None)
+
+    async def _events(self, request: _Running, rid: str, top: int) -> AsyncGenerator[Any, None]:
+        """What SGLang streams: everything so far, or what is new."""
+        with self._under_way(rid, request):
+            async for kind in self._drawing(request):
+                meta = self._meta(request, kind or "", rid)
+                if kind is None:
+                    meta |= {"finish_reason": None, "weight_versions": None}
+                if top:
+                    meta["output_top_logprobs"] = [_alternatives(token, top) for token in request.ids]
+                done = len(request.ids) - (kind is None) if self.incremental else 0
+                meta |= {key: meta[key][done:] for key in meta.keys() & _PER_TOKEN}
+                yield {"output_ids": request.ids[done:], "meta_info": meta}
+        yield "[DONE]"
+
     async def _draw(self, request: _Running) -> str:
+        return [kind async for kind in self._drawing(request)][-1] or ""
+
+    async def _drawing(self, request: _Running) -> AsyncGenerator[str | None, None]:
+        """None after each token, and at the end the reason."""
         while len(request.ids) < request.most:
             await self._go.wait()
             await asyncio.sleep(self.token_s)
             await self._go.wait()
             if request.aborted:
-                return "abort"
+                yield "abort"
+                return
             ids = request.prompt + request.ids
             token = (sum(ids) + len(ids)) % self.vocabulary
             request.ids.append(token)
             request.versions.append(self.version)
+            yield None
+            if len(request.ids) == self.break_after:
+                self.break_after = None
+                raise ConnectionError("broken off, as was asked for")
             if token in request.stops:
-                return "stop"
-        return "length"
+                yield "stop"
+                return
+        yield "length"
 
     def _meta(self, request: _Running, kind: str, rid: str) -> dict[str, Any]:
         spans: list[dict[str, Any]] = []
@@ -288,11 +339,11 @@ class LoopbackVLLM(LoopbackServer):
         request = _Running(
             list(ids), body["max_tokens"], frozenset(body["stop_token_ids"]), adapter=self.named[-1]
         )
-        self.running[body["request_id"]] = request
-        try:
+        if body.get("stream"):
+            assert body["return_tokens_as_token_ids"], "vLLM names tokens by their text otherwise"
+            return 200, self._pieces(request, body["request_id"], int(body["logprobs"]), len(ids))
+        with self._under_way(body["request_id"], request):
             kind = await self._draw(request)
-        finally:
-            self.running.pop(body["request_id"], None)
         choice = {
             "token_ids": request.ids,
             "finish_reason": kind,
@@ -300,6 +351,19 @@ class LoopbackVLLM(LoopbackServer):
         }
         answer = {"choices": [choice], "usage": {"prompt_tokens": len(ids)}}
         return 200, answer if self.answer is None else self.answer(answer)
+
+    async def _pieces(self, request: _Running, rid: str, top: int, prompt: int) -> AsyncGenerator[Any, None]:
+        """What vLLM streams: one token after another, the reason with an empty piece, and the usage."""
+        with self._under_way(rid, request):
+            async for kind in self._drawing(request):
+                ids = request.ids[-1:] if kind is None else []
+                tops = [{f"token_id:{id}": value for value, id, _ in _alternatives(token, top)} for token in ids]
+                for token, names in zip(ids, tops, strict=True):
+                    names[f"token_id:{token}"] = _logprob(token)
+                logprobs = {"token_logprobs": [_logprob(token) for token in ids], "top_logprobs": tops}
+                yield {"choices": [{"token_ids": ids, "logprobs": logprobs, "finish_reason": kind}], "usage": None}
+        yield {"choices": [], "usage": {"prompt_tokens": prompt, "prompt_tokens_details": {"cached_tokens": 2}}}
+        yield "[DONE]"
 
     async def _post_pause(self, body: dict[str, Any]) -> tuple[int, Any]:
         for request in self.running.values():
@@ -336,3 +400,8 @@ def _headers(head: str) -> list[tuple[str, str]]:
 
 def _logprob(token: int) -> float:
     return -1.0 - token / 100
+
+
+def _alternatives(token: int, count: int) -> list[list[Any]]:
+    """[logprob, id, text] of tokens that are likelier than the one that was drawn."""
+    return [[-0.1 * (n + 1), (token + n + 1) % 97, None] for n in range(count)]

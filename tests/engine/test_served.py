@@ -19,8 +19,11 @@ from safetensors.torch import load_file, save_file
 
 from agentrl.engine.hosts import GivenHost
 from agentrl.engine.served import ServedEngine, ServedLimits
+from agentrl.engine.server import Listener
 from agentrl.engine.sglang import SGLangServer
+from agentrl.engine.streams import SGLangStream
 from agentrl.engine.sync import AdapterSync, DiskSync, TensorSync, WeightSync, buckets, distinct
+from agentrl.engine.watch import Drawn, Watch, WatchedEngine
 from agentrl.errors import EngineError
 from agentrl.testing.server import LoopbackServer
 from agentrl.types import Sampling
@@ -446,3 +449,105 @@ def test_buckets_hold_everything_once() -> None:
 def test_tied_parameters_are_found_by_their_memory() -> None:
     a = torch.zeros(3)
     assert list(distinct({"x": a, "y": a, "z": torch.zeros(3)})) == ["x", "z"]
+
+
+def heard(told: list[Drawn]) -> tuple[tuple[int, ...], tuple[float, ...]]:
+    return tuple(one.id for one in told), tuple(one.logprob for one in told)
+
+
+@pytest.mark.parametrize("incremental", [False, True])
+async def test_tokens_are_told_while_they_are_drawn(model: Path, incremental: bool):
+    async with LoopbackServer(token_s=0.01) as server, engine_over(model, server) as engine:
+        assert isinstance(engine, WatchedEngine)
+        assert not engine.masks
+        server.incremental = incremental
+        told: list[Drawn] = []
+        half = asyncio.Event()
+
+        def hear(drawn: Drawn) -> None:
+            told.append(drawn)
+            if len(told) == 5:
+                assert len(next(iter(server.running.values())).ids) < 10  # it is still drawing
+                half.set()
+
+        sampling = Sampling(max_tokens=10)
+        completion = await engine.generate_watched(PROMPT, sampling, Watch(hear, top=2))
+        assert half.is_set()
+        assert list(completion.ids) == expected(PROMPT, 10)
+        assert heard(told) == (completion.ids, completion.logprobs)
+        assert completion == await engine.generate(PROMPT, sampling)
+        assert told[3].top == tuple((((told[3].id + n) % 97), pytest.approx(-0.1 * n)) for n in (1, 2))
+        stop = completion.ids[4]
+        stopped = await engine.generate_watched(PROMPT, Sampling(stop_ids=frozenset([stop])), Watch(told.append))
+        assert (stopped.ids, stopped.finish) == (completion.ids[:5], "stop")
+        with pytest.raises(ValueError, match="cannot be held to a mask"):
+            await engine.generate_watched(PROMPT, sampling, Watch(mask=object()))  # type: ignore[arg-type]
+
+
+async def test_a_stream_that_breaks_off_is_gone_on_with_and_nothing_is_told_twice(model: Path):
+    said: list[str] = []
+    async with LoopbackServer() as server, engine_over(model, server, said=said) as engine:
+        server.break_after = 6
+        told: list[Drawn] = []
+        completion = await engine.generate_watched(PROMPT, Sampling(max_tokens=10), Watch(told.append))
+        assert list(completion.ids) == expected(PROMPT, 10)
+        assert heard(told) == (completion.ids, completion.logprobs)
+        assert [len(prompt) for prompt in server.prompts] == [3, 9]  # what was told is not drawn again
+
+
+async def test_nobody_listens_any_more_so_the_server_is_told_to_stop(model: Path):
+    async with LoopbackServer(token_s=0.02) as server, engine_over(model, server) as engine:
+        first = asyncio.Event()
+        watch = Watch(lambda drawn: first.set())
+        task = asyncio.create_task(engine.generate_watched(PROMPT, Sampling(max_tokens=200), watch))
+        await first.wait()
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        async with asyncio.timeout(5):
+            while server.running or "/abort_request" not in server.log:  # noqa: ASYNC110
+                await asyncio.sleep(0.005)
+
+
+async def test_new_weights_in_the_middle_of_a_stream_are_told_of(model: Path):
+    async with LoopbackServer(token_s=0.02) as server, engine_over(model, server) as engine:
+        told: list[Drawn] = []
+        some = asyncio.Event()
+
+        def hear(drawn: Drawn) -> None:
+            told.append(drawn)
+            if len(told) == 4:
+                some.set()
+
+        task = asyncio.create_task(engine.generate_watched(PROMPT, Sampling(max_tokens=20), Watch(hear)))
+        await some.wait()
+        await engine.update_weights(weights(1), version=7)
+        completion = await task
+        assert list(completion.ids) == expected(PROMPT, 20)
+        assert set(completion.versions) == {0, 7}
+        assert [one.version for one in told[:4]] == [0] * 4
+        assert told[-1].version == 7
+
+
+async def test_events_that_are_no_completion_end_a_stream_with_an_error(model: Path):
+    async with LoopbackServer() as server, engine_over(model, server) as engine:
+        server.refuse["/generate"] = (400, {"error": {"message": "top_logprobs_num is too large"}})
+        with pytest.raises(EngineError, match="top_logprobs_num is too large"):
+            await engine.generate_watched(PROMPT, Sampling(max_tokens=4), Watch())
+    for event, error in (
+        ({"error": {"message": "grammar", "code": 400}}, "grammar"),
+        ({"output_ids": [1]}, "no completion"),
+        (
+            {
+                "output_ids": [1],
+                "meta_info": {
+                    "completion_tokens": 1,
+                    "weight_version": "0",
+                    "output_token_logprobs": [[math.nan, 1]],
+                },
+            },
+            "not finite",
+        ),
+    ):
+        with pytest.raises(EngineError, match=error):
+            SGLangStream("here", None, Listener(lambda drawn: None)).take(event)

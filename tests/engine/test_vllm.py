@@ -16,6 +16,7 @@ from agentrl.config.engine import EngineConfig, ServerConfig
 from agentrl.config.run import LoRAConfig
 from agentrl.engine.make import _recipe, open_engine
 from agentrl.engine.served import ServedEngine
+from agentrl.engine.watch import Drawn, Watch
 from agentrl.errors import ConfigError, EngineError
 from agentrl.testing.server import LoopbackVLLM
 from agentrl.types import Sampling
@@ -146,3 +147,43 @@ def test_vllm_starts_with_room_for_two_adapters(model: Path) -> None:
     assert recipe.environment["VLLM_ALLOW_RUNTIME_LORA_UPDATING"] == "True"
     with pytest.raises(ConfigError, match=r"learner\.lora\.rank is 600"):
         _recipe(config, model, "python", 0, LoRAConfig(rank=600))
+
+
+async def test_tokens_are_told_while_they_are_drawn_with_alternatives(model: Path) -> None:
+    async with LoopbackVLLM(token_s=0.01) as server, opened(model, server) as engine:
+        told: list[Drawn] = []
+        running: list[int] = []
+
+        def hear(drawn: Drawn) -> None:
+            told.append(drawn)
+            running.append(len(server.running))
+
+        completion = await engine.generate_watched(PROMPT, Sampling(max_tokens=6), Watch(hear, top=2))
+        assert list(completion.ids) == expected(PROMPT, 6)
+        assert (completion.finish, completion.cached_tokens) == ("length", 2)
+        assert [(one.id, one.logprob) for one in told] == list(
+            zip(completion.ids, completion.logprobs, strict=True)
+        )
+        assert told[0].top == ((told[0].id + 1, -0.1), (told[0].id + 2, -0.2))
+        assert running[0] == 1
+        plain = await engine.generate(PROMPT, Sampling(max_tokens=6))
+        assert plain.logprobs == completion.logprobs
+
+
+async def test_a_stream_that_an_update_ends_is_gone_on_with(model: Path) -> None:
+    async with LoopbackVLLM(token_s=0.02) as server, opened(model, server) as engine:
+        told: list[Drawn] = []
+        some = asyncio.Event()
+
+        def hear(drawn: Drawn) -> None:
+            told.append(drawn)
+            if len(told) == 3:
+                some.set()
+
+        task = asyncio.create_task(engine.generate_watched(PROMPT, Sampling(max_tokens=12), Watch(hear)))
+        await some.wait()
+        await engine.update_weights({"a": torch.ones(2)}, version=4)
+        completion = await task
+        assert list(completion.ids) == expected(PROMPT, 12) == [one.id for one in told]
+        assert set(completion.versions) == {0, 4}
+        assert [one.version for one in told] == list(completion.versions)

@@ -50,9 +50,7 @@ async def test_sglang_behind_the_endpoint_gets_the_weights_and_the_tokens_of_tra
                 assert plain["prompt_token_ids"] == prompt == server.prompts[0]
                 sampled = plain["choices"][0]["token_ids"]
                 assert len(sampled) == plain["usage"]["completion_tokens"] <= 8
-                assert _text_of((await client.post(chat, json={**ASKED, "stream": True})).text) == (
-                    plain["choices"][0]["message"]["content"] or ""
-                )
+                await _streamed(client, chat, server, plain["choices"][0]["message"]["content"] or "")
                 await _continued(client, served.base_url, server, policy.renderer)
                 forced = await client.post(chat, json={**ASKED, "tools": TOOLS, "tool_choice": "required"})
                 error = forced.json()["error"]
@@ -61,6 +59,21 @@ async def test_sglang_behind_the_endpoint_gets_the_weights_and_the_tokens_of_tra
                 assert (await client.get(served.url + "/health")).json()["status"] == "ok"
         finally:
             await engine.close()
+
+
+async def _streamed(client: httpx.AsyncClient, chat: str, server: LoopbackServer, content: str) -> None:
+    """A stream says the same, while the server is still drawing; a client that hangs up ends what is drawn."""
+    assert _text_of((await client.post(chat, json={**ASKED, "stream": True})).text) == content
+    server.token_s = 0.05
+    async with client.stream("POST", chat, json={**ASKED, "stream": True, "max_tokens": 400}) as answer:
+        said = (line async for line in answer.aiter_lines() if '"content":' in line and '"content":""' not in line)
+        await anext(said)
+        assert len(server.running) == 1
+    async with asyncio.timeout(10):
+        while server.running:  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
+    assert "/abort_request" in server.log
+    server.token_s = 0.0
 
 
 async def _continued(client: httpx.AsyncClient, base_url: str, server: LoopbackServer, renderer: Renderer) -> None:
