@@ -26,6 +26,7 @@ from agentrl.sandbox.contract import (
     narrowed,
 )
 from agentrl.sandbox.errors import SandboxCreateTimeout, SandboxDied
+from agentrl.sandbox.inside import frames
 from agentrl.sandbox.report import result_of
 from agentrl.sandbox.session import Session
 
@@ -101,7 +102,7 @@ class Box:
         argv = ["bash", "-c", command] if isinstance(command, str) else list(command)
         if not argv:
             raise ValueError("run: the command is empty")
-        order = {"kind": "exec", "argv": argv, "cwd": cwd or self.home, "env": dict(env or {})}
+        order: dict[str, Any] = {"kind": "exec", "argv": argv, "cwd": cwd or self.home, "env": dict(env or {})}
         return await self._execute(order, b"", stdin, narrowed(self.spec, wall_s, limits))
 
     async def python(
@@ -116,7 +117,9 @@ class Box:
         limits: Limits | None = None,
     ) -> ExecResult:
         """Run a whole Python program in a fresh interpreter state (a child forked and warmed beforehand)."""
-        order = {"kind": "python", "argv": list(argv), "cwd": cwd or self.home, "env": dict(env or {})}
+        order: dict[str, Any] = {
+            "kind": "python", "argv": list(argv), "cwd": cwd or self.home, "env": dict(env or {})
+        }  # fmt: skip
         source = code.encode("utf-8", "surrogatepass")
         return await self._execute(order, source, stdin, narrowed(self.spec, wall_s, limits))
 
@@ -127,13 +130,17 @@ class Box:
         return session
 
     async def _execute(self, order: dict[str, Any], code: bytes, stdin: bytes, limits: Limits) -> ExecResult:
+        order["rlimits"] = limits.rlimits()
+        framed = frames.pack(order, code)  # as the program reads it: the supervisor only passes it on
         header = {
-            "op": "call", **order, "code_bytes": len(code), "wall_s": limits.wall_s, "rlimits": limits.rlimits(),
+            "op": "call", "order_bytes": len(framed), "wall_s": limits.wall_s,
             "stdout_bytes": limits.stdout_bytes, "stderr_bytes": limits.stderr_bytes,
             "output_total": limits.output_total_mb << 20,
         }  # fmt: skip
         async with self._lock:
-            answer, output = await self._exchange(header, code + stdin if stdin else code, limits.wall_s + GRACE_S)
+            answer, output = await self._exchange(
+                header, framed + stdin if stdin else framed, limits.wall_s + GRACE_S
+            )
         return result_of(answer, output)
 
     async def _exchange(
@@ -287,12 +294,13 @@ class Box:
 
     async def _file(self, order: dict[str, Any], data: bytes = b"") -> tuple[dict[str, Any], bytes]:
         """One file operation: its answer and its data; the errors that it met as OSError."""
+        framed = frames.pack({"kind": "file", "file": order, "rlimits": {}})
         header = {
-            "op": "call", "kind": "file", "file": order, "code_bytes": 0, "wall_s": 60.0, "rlimits": {},
-            "stream": True, "stdout_bytes": 0, "stderr_bytes": 4 << 20, "output_total": 4 << 20,
+            "op": "call", "order_bytes": len(framed), "wall_s": 60.0, "stream": True,
+            "stdout_bytes": 0, "stderr_bytes": 4 << 20, "output_total": 4 << 20,
         }  # fmt: skip
         async with self._lock:
-            answer, output = await self._exchange(header, data, 60.0 + GRACE_S)
+            answer, output = await self._exchange(header, framed + data, 60.0 + GRACE_S)
         result = result_of(answer, output)
         try:
             said = cast(dict[str, Any], json.loads(result.stderr))

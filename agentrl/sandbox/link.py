@@ -40,6 +40,11 @@ class StreamLink(asyncio.Protocol):
         said = await asyncio.shield(self._hello)
         if not said.get("hello"):
             raise SandboxUnavailable(f"sandbox {self.name} could not be built: {said.get('error')}")
+        if said["hello"] != frames.VERSION:
+            raise SandboxUnavailable(
+                f"sandbox {self.name} speaks version {said['hello']} of the protocol, this program "
+                f"{frames.VERSION}: install the same release of agentrl on both sides"
+            )
         return said
 
     def send(self, header: dict[str, Any], payload: bytes = b"") -> asyncio.Future[Answer]:

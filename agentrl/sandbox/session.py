@@ -64,7 +64,7 @@ class Session:
 
     async def _call(self, code: bytes, limits: Limits) -> ExecResult:
         header = {
-            "op": "call", "session": self._name, "code_bytes": len(code), "wall_s": limits.wall_s,
+            "op": "call", "session": self._name, "wall_s": limits.wall_s,
             "stdout_bytes": limits.stdout_bytes, "stderr_bytes": limits.stderr_bytes,
             "output_total": limits.output_total_mb << 20,
         }  # fmt: skip

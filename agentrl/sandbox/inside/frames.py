@@ -7,6 +7,8 @@ import os
 import struct
 from typing import Any
 
+VERSION = 2
+"""Of what the frames of the two sides say; a sandbox server may be of another release."""
 LENGTHS = struct.Struct(">II")
 _encode = json.JSONEncoder(separators=(",", ":")).encode  # made once: json.dumps makes one for every frame
 _decode = json.JSONDecoder().decode
@@ -17,7 +19,11 @@ Header = dict[str, Any]
 
 def pack(header: Header, payload: bytes = b"") -> bytes:
     """One frame."""
-    head = _encode(header).encode()
+    return pack_raw(_encode(header).encode(), payload)
+
+
+def pack_raw(head: bytes, payload: bytes) -> bytes:
+    """One frame whose header is no JSON."""
     return LENGTHS.pack(len(head), len(payload)) + head + payload
 
 
@@ -43,10 +49,16 @@ class Reader:
             end = 8 + head + payload
             if len(buffer) < end:
                 break
-            header = _decode(buffer[8 : 8 + head].decode())
+            header = decode(buffer[8 : 8 + head])
             frames.append((header, bytes(buffer[8 + head : end])))
             del buffer[:end]
         return frames
+
+
+def decode(head: bytes | bytearray) -> Header:
+    """A header that is JSON."""
+    header: Header = _decode(head.decode())
+    return header
 
 
 def read_exactly(fd: int, count: int) -> bytes:
@@ -62,11 +74,11 @@ def read_exactly(fd: int, count: int) -> bytes:
     return data if len(parts) == 1 else b"".join(parts)
 
 
-def read_frame(fd: int) -> tuple[Header, bytes]:
-    """The next frame of a blocking descriptor; EOFError when it ends."""
-    head, payload = LENGTHS.unpack(read_exactly(fd, 8))
+def read_frame(fd: int) -> tuple[bytes, bytes]:
+    """Header, as bytes, and payload of the next frame of a blocking descriptor; EOFError when it ends."""
+    head, payload = LENGTHS.unpack(read_exactly(fd, LENGTHS.size))
     body = read_exactly(fd, head + payload)
-    return _decode(body[:head].decode()), body[head:]
+    return body[:head], body[head:]
 
 
 def write_all(fd: int, data: bytes) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import mmap
 import os
 import socket
 from typing import Any
@@ -44,6 +45,7 @@ class Program:
     """One child with its pipes: the spare before its order, the call during it, or a standing session."""
 
     def __init__(self, confinement: child.Confinement) -> None:
+        self.page = mmap.mmap(-1, mmap.PAGESIZE)
         control, theirs = socket.socketpair()
         stdin_r, self.stdin = os.pipe2(os.O_CLOEXEC)
         self.stdout, stdout_w = os.pipe2(os.O_CLOEXEC)
@@ -53,11 +55,11 @@ class Program:
         except OSError:
             for fd in (stdin_r, stdout_w, stderr_w, self.stdin, self.stdout, self.stderr):
                 os.close(fd)
-            for end in (control, theirs):
+            for end in (control, theirs, self.page):
                 end.close()
             raise
         if self.pid == 0:
-            child.spare(confinement, theirs.fileno(), stdin_r, stdout_w, stderr_w)
+            child.spare(confinement, self.page, theirs.fileno(), stdin_r, stdout_w, stderr_w)
         theirs.close()
         for fd in (stdin_r, stdout_w, stderr_w):
             os.close(fd)
@@ -66,8 +68,9 @@ class Program:
         for fd in (self.stdin, self.stdout, self.stderr):
             os.set_blocking(fd, False)
         self.control.settimeout(CONTROL_TIMEOUT_S)
-        self.accepted = False
         self.kind = ""
+        self.ended: set[int] = set()
+        """Those of its streams that have come to an end."""
         self.late = {"stdout": Tail(1 << 16), "stderr": Tail(1 << 16)}
         """What a session's background jobs wrote between its calls."""
         self.status: int | None = None
@@ -82,6 +85,10 @@ class Program:
             if self.status is None:
                 tree.kill(self.pid)
 
+    def word(self) -> tuple[bool, bool, int, int]:
+        """What it says of itself; see child.WORD."""
+        return child.WORD.unpack_from(self.page)
+
     def is_alive(self) -> bool:
         """Whether it runs; collects it when not."""
         if self.status is None:
@@ -93,6 +100,7 @@ class Program:
     def close(self) -> None:
         """Close what is still open."""
         self.control.close()
+        self.page.close()
         for name in ("stdin", "stdout", "stderr", "pidfd"):
             fd = getattr(self, name)
             if fd >= 0:

@@ -37,10 +37,10 @@ def serve(kind: str, control: int, scope: dict[str, Any]) -> int:
     os.close(control)
     os.register_at_fork(after_in_child=lambda: os.close(link))
     answer = _sqlite() if kind == "sqlite" else _python(scope)
+    _signal.signal(_signal.SIGINT, _signal.SIG_IGN)  # an interrupt that comes late must not cut a frame
     while True:
-        _signal.signal(_signal.SIGINT, _signal.SIG_IGN)  # an interrupt that comes late must not cut a frame
         try:
-            order, payload = frames.read_frame(link)
+            number, payload = frames.read_frame(link)
         except EOFError:
             return 0
         try:
@@ -49,7 +49,7 @@ def serve(kind: str, control: int, scope: dict[str, Any]) -> int:
         except KeyboardInterrupt:
             status = 130
         _signal.signal(_signal.SIGINT, _signal.SIG_IGN)
-        frames.write_all(link, f"{order['id']} {status}\n".encode())
+        frames.write_all(link, b"%s %d\n" % (number, status))
 
 
 def _python(scope: dict[str, Any]) -> Any:

@@ -7,6 +7,7 @@ foreign code itself: it forks a spare child beforehand and hands the order to it
 from __future__ import annotations
 
 import contextlib
+import functools
 import gc
 import os
 import select
@@ -20,6 +21,10 @@ from .program import READ_SIZE, Program, Tail
 
 INTERRUPT_GRACE_S = 0.3
 WATCH_EVERY_S = 0.02
+SPARE_AFTER_MS = 2
+"""A new spare waits so long: whoever got an answer goes first, and an order that comes at once needs none."""
+QUICK_S = 0.001
+"""The output of a call that ends within this time is looked at once, at its end; that of others as it comes."""
 
 
 class Call:
@@ -28,7 +33,7 @@ class Call:
     def __init__(self, header: frames.Header, program: Program, stdin: bytes) -> None:
         self.id: int = header["id"]
         self.retried = False
-        self.code = b""
+        self.order = b""
         self.program, self.stdin, self.header = program, memoryview(stdin), header
         self.out, self.err = Tail(header["stdout_bytes"]), Tail(header["stderr_bytes"])
         self.output_total: int = header["output_total"]
@@ -40,6 +45,8 @@ class Call:
         self.verdict: str | None = None
         """Set when the call was ended from here: timeout, oom, output_limit or cancelled."""
         self.interrupted_at: float | None = None
+        self.is_quick = True
+        """Its output is not read yet."""
 
 
 class Supervisor:
@@ -77,7 +84,9 @@ class Supervisor:
             gc.freeze()  # a collection in a child must not write to what it shares with all the others
             gc.disable()
             self._watch(self.link_in, self._receive)
-            self.send({"hello": 1, "home": self.confinement.home, "counted": not self.meter.must_watch})
+            self.send(
+                {"hello": frames.VERSION, "home": self.confinement.home, "counted": not self.meter.must_watch}
+            )
             while True:
                 for fd, _ in self.poll.poll(self._timeout_ms()):
                     handler = self.handlers.get(fd)
@@ -85,6 +94,8 @@ class Supervisor:
                         handler()
                 self._on_time()
                 if self.spare is None and self.call is None and self.spare_is_wanted:
+                    if self.poll.poll(SPARE_AFTER_MS):
+                        continue
                     with contextlib.suppress(OSError):  # the sandbox may be full of a session's jobs
                         self.spare = Program(self.confinement)
         except (EOFError, BrokenPipeError, ConnectionResetError):
@@ -105,6 +116,8 @@ class Supervisor:
         now = time.monotonic()
         if self.call is None:
             until = self.expires
+        elif self.call.is_quick:
+            return QUICK_S * 1000
         else:
             until = self.call.deadline
             if self.call.interrupted_at is not None:
@@ -120,6 +133,8 @@ class Supervisor:
         call = self.call
         if call is None:
             return
+        if call.is_quick and now >= call.started + QUICK_S:
+            self._read_as_it_comes(call)
         if call.interrupted_at is not None:
             if now >= call.interrupted_at + INTERRUPT_GRACE_S:
                 self._finish()
@@ -184,7 +199,6 @@ class Supervisor:
         if self.call is not None:
             self.send({"id": header["id"], "fault": "an order came while another was running"})
             return
-        code, stdin = payload[: header["code_bytes"]], payload[header["code_bytes"] :]
         self.meter.begin()
         session = header.get("session")
         if session is not None:
@@ -193,20 +207,23 @@ class Supervisor:
                 self.send({"id": header["id"], "gone": True})
                 return
             self.call = call = Call(header, program, b"")
+            self._unwatch(program.stdout)
+            self._unwatch(program.stderr)
             call.out.add(b"".join(program.late["stdout"].parts()))
             call.err.add(b"".join(program.late["stderr"].parts()))
             program.late = {name: Tail(1 << 16) for name in program.late}
             if program.kind == "bash":
-                program.order(b"%d\0%s\0" % (header["id"], code.replace(b"\0", b"")))
+                program.order(b"%d\0%s\0" % (header["id"], payload.replace(b"\0", b"")))
             else:
-                program.order(frames.pack({"id": header["id"]}, code))
+                program.order(frames.pack_raw(b"%d" % header["id"], payload))
             return
         try:
             program = self._take_spare()
         except OSError as error:
             self._refuse(header["id"], error)
             return
-        self._launch(Call(header, program, stdin), code)
+        size = header["order_bytes"]
+        self._launch(Call(header, program, payload[size:]), payload[:size])
 
     def _refuse(self, number: int, error: OSError) -> None:
         """There is no room for another process, by the doing of what runs here: the answer a shell would give."""
@@ -218,24 +235,28 @@ class Supervisor:
         }  # fmt: skip
         self.send(answer, text)
 
-    def _launch(self, call: Call, code: bytes) -> None:
+    def _launch(self, call: Call, order: bytes) -> None:
         """Hand a fresh call to its program."""
-        program, header = call.program, call.header
-        self.call, call.code = call, code
-        self._watch_program(program)
-        program.order(
-            frames.pack({k: header.get(k) for k in ("kind", "argv", "env", "cwd", "rlimits", "file")}, code)
-        )
+        program = call.program
+        self.call, call.order = call, order
+        program.order(order)
+        self._watch(program.stderr, lambda: self._drain(program, "stderr"))
+        self._watch(program.pidfd, lambda: self._ended(program))
         if call.stdin:
             self._watch(program.stdin, self._feed_stdin, select.POLLOUT)
         else:
             os.close(program.stdin)
             program.stdin = -1
 
-    def _watch_program(self, program: Program) -> None:
-        self._watch(program.stdout, lambda: self._drain(program, "stdout"))
-        self._watch(program.stderr, lambda: self._drain(program, "stderr"))
-        self._watch(program.pidfd, lambda: self._ended(program))
+    def _watch_output(self, program: Program) -> None:
+        for name in ("stdout", "stderr"):
+            fd = getattr(program, name)
+            if fd not in self.handlers and fd not in program.ended:
+                self._watch(fd, functools.partial(self._drain, program, name))
+
+    def _read_as_it_comes(self, call: Call) -> None:
+        call.is_quick = False
+        self._watch_output(call.program)
 
     def _unwatch_program(self, program: Program) -> None:
         for fd in (program.stdout, program.stderr, program.pidfd, program.stdin, program.control.fileno()):
@@ -263,21 +284,38 @@ class Supervisor:
                 data = os.read(fd, READ_SIZE)
             except BlockingIOError:
                 return
+            call = self.call
             if not data:
                 self._unwatch(fd)
+                program.ended.add(fd)
+                if call is not None and call.program is program and name == "stderr" and not everything:
+                    self._at_the_end(call)
                 return
-            call = self.call
             if call is None or call.program is not program:
                 program.late[name].add(data)
             elif name == "stdout" and call.header.get("stream"):
                 self.send({"id": call.id, "part": True}, data)
             else:
                 (call.out if name == "stdout" else call.err).add(data)
-                if call.out.total + call.err.total > call.output_total and call.verdict is None:
-                    self._stop("output_limit")
+                if call.out.total + call.err.total > call.output_total:
+                    if everything:  # it is being finished already
+                        call.verdict = call.verdict or "output_limit"
+                    else:
+                        self._stop("output_limit")
                     return
             if not everything:
                 return
+
+    def _at_the_end(self, call: Call) -> None:
+        """stderr, which is closed last, has ended. A program that says it has come to its end has nothing more to
+        do: with nobody else about, it is answered for before it is waited for."""
+        program = call.program
+        accepted, ended, status, max_rss_kb = program.word()
+        if not (accepted and ended) or call.verdict is not None or program.status is not None:
+            return
+        if call.session is None and self.owns_all and not self.sessions and tree.everybody() == {1, program.pid}:
+            program.status, program.rusage = status << 8, tree.Cost(program.pid, max_rss_kb)
+            self._finish(early=True)
 
     def _ended(self, program: Program) -> None:
         """The main process of a call or session is over."""
@@ -304,7 +342,8 @@ class Supervisor:
         program.order(frames.pack({"kind": header["kind"], "rlimits": header["rlimits"]}))
         name = header["session"]
         self.sessions[name] = program
-        self._watch_program(program)
+        self._watch_output(program)
+        self._watch(program.pidfd, lambda: self._ended(program))
         self._watch(program.control.fileno(), lambda: self._session_answer(program))
         self.send({"id": header["id"]})
 
@@ -316,8 +355,6 @@ class Supervisor:
         if not data:
             self._unwatch(program.control.fileno())
             return
-        if not program.accepted:
-            program.accepted, data = True, data[1:]
         call = self.call
         if call is None or call.program is not program:
             return
@@ -367,8 +404,12 @@ class Supervisor:
         known = [p.pid for p in self.sessions.values()] + ([self.spare.pid] if self.spare is not None else [])
         return tree.kill_except(keep, known)
 
-    def _finish(self) -> None:
-        """Close the running call: kill its tree, collect its output, report, make the next spare."""
+    def _finish(self, early: bool = False) -> None:
+        """Close the running call: kill its tree, collect its output, report.
+
+        Args:
+            early: the program is the only one, and at its end: it is answered for, then waited for.
+        """
         call = self.call
         assert call is not None
         program, session = call.program, call.session
@@ -379,37 +420,38 @@ class Supervisor:
             if program.status is None:
                 tree.kill(program.pid)
                 _, program.status, program.rusage = os.wait4(program.pid, 0)
-            reaped = self._kill_strays()
+            reaped = 0 if early else self._kill_strays()
         self._drain(program, "stdout", everything=True)
         self._drain(program, "stderr", everything=True)
         if session is None:
             status = program.status
-            program.control.setblocking(False)
-            try:
-                program.accepted = program.control.recv(1) == b"."
-            except OSError:
-                program.accepted = False
         wall_s = time.monotonic() - call.started
         answer = self._report(call, status, wall_s)
         answer["reaped"], answer["lost"] = reaped, lost
         out, err = call.out.parts(), call.err.parts()
         answer["sizes"] = [len(part) for part in (*out, *err)]
-        unstarted = session is None and not program.accepted and not answer["oom_kills"] and call.verdict is None
+        unstarted = session is None and not program.word()[0] and not answer["oom_kills"] and call.verdict is None
         if unstarted and os.WIFSIGNALED(program.status or 0) and not call.retried:
             # Somebody killed the spare before it took the order: nothing of the order has happened.
             program.close()
             again = Call(call.header, Program(self.confinement), bytes(call.stdin))
             again.retried = True
-            self._launch(again, call.code)
+            self._launch(again, call.order)
             return
         if unstarted:
             text = b"".join(err).decode("utf-8", "replace").strip()
             answer = {"id": call.id, "fault": f"the program could not be started: {text or 'no word from it'}"}
             out = err = (b"", b"")
         self.call = None
-        if lost and session is not None:
+        if session is not None and lost:
             self._close_session(session)
+        elif session is not None:
+            self._watch_output(program)
         self.send(answer, b"".join((*out, *err)))
+        if early:
+            tree.kill(program.pid)
+            os.waitpid(program.pid, 0)
+            self._kill_strays()  # of one that lied
         if session is None:
             program.close()
 

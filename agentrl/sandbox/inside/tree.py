@@ -31,6 +31,20 @@ def parents() -> dict[int, int]:
     return found
 
 
+def everybody() -> set[int]:
+    """The ids of all processes that /proc shows, the dead that wait to be collected included."""
+    return {int(name) for name in os.listdir("/proc") if name.isdigit()}
+
+
+class Cost:
+    """What a process has used so far; the names are those of `resource.getrusage`."""
+
+    def __init__(self, pid: int, max_rss_kb: int) -> None:
+        # The clock of another process has this number: see clock_getcpuclockid(3) and the kernel's CPUCLOCK_SCHED.
+        self.ru_utime, self.ru_stime = time.clock_gettime((~pid << 3) | 2), 0.0
+        self.ru_maxrss = max_rss_kb
+
+
 def below(root: int, among: dict[int, int] | None = None) -> list[int]:
     """All descendants of a process."""
     children: dict[int, list[int]] = {}

@@ -112,7 +112,11 @@ async def usage(stage: Stage) -> None:
         await box.write_file("f", b"x" * (3 << 20))
         used = await box.usage()
         expect(used.cpu_s > 0.01 and used.processes <= 2 and used.disk_bytes >= 3 << 20, used)
-        expect(0 < used.memory_bytes < 200 << 20, used)
+        expect(used.memory_bytes < 200 << 20, used)
+        async with await box.session("python") as session:
+            await session.run("held = bytearray(b'x' * (40 << 20))")
+            used = await box.usage()
+            expect(40 << 20 < used.memory_bytes < 240 << 20 and 1 <= used.processes <= 3, used)
 
 
 async def calls_queue_up(stage: Stage) -> None:
