@@ -8,7 +8,8 @@ two turns each with an observation between them that does not train. One step is
 clipped loss with token-mean aggregation and no reference. The padded loop does what most scripts do: rows sorted
 by length and right-padded, as many to a micro-batch as fit the same token budget, logits of all positions. TRL
 runs its own GRPO loss on the same micro-batches. Each runs in a process of its own, in turn; medians of the steps
-behind the first. `tokens` counts the rows' real tokens, prompts included, for all alike.
+behind the first. `tokens` counts the rows' real tokens, prompts included, for all alike. `padding` is the share of
+positions that are computed and hold no token.
 
 Peak memory is measured on a larger vocabulary: the resident memory of the process above what it had after loading
 (on a GPU: what PyTorch allocated at most). The last line is JSON.
@@ -18,6 +19,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import random
 import statistics
 import tempfile
@@ -32,6 +34,7 @@ from typing import Any
 
 import torch
 
+from agentrl.train.pack import pack
 from agentrl.types import Sample
 
 GOAL = 1.3
@@ -136,10 +139,16 @@ def padded_batches(shape: Shape, rows: Sequence[Sample]) -> list[list[Sample]]:
     return batches
 
 
-def padding_share(shape: Shape, rows: Sequence[Sample]) -> float:
-    """The share of padding among the positions that the padded loop computes."""
-    width = sum(max(len(r.ids) for r in batch) * len(batch) for batch in padded_batches(shape, rows))
-    return 1 - sum(len(r.ids) for r in rows) / width
+def padding_shares(shape: Shape, rows: Sequence[Sample]) -> dict[str, float]:
+    """The share of padding in the positions that each computes; TRL pads prompts and completions apart."""
+    tokens, padded, trl = sum(len(r.ids) for r in rows), 0, 0
+    for batch in padded_batches(shape, rows):
+        prompts = [r.loss_mask.index(True) for r in batch]
+        padded += len(batch) * max(len(r.ids) for r in batch)
+        trl += len(batch) * (max(prompts) + max(len(r.ids) - p for r, p in zip(batch, prompts, strict=True)))
+    ours = pack(rows).ids_T.numel()  # what a group begins with lies there once: none, or less than none
+    shares = {"ours": 1 - tokens / ours, "padded": 1 - tokens / padded, "trl": 1 - tokens / trl}
+    return {name: round(max(share, 0.0), 3) for name, share in shares.items()}
 
 
 def _padded(batch: Sequence[Sample], device: torch.device) -> dict[str, torch.Tensor]:
@@ -294,8 +303,9 @@ def measure(
         here, there = context.Pipe()
         process = context.Process(target=run, args=(there, name, shape, directory, threads))
         process.start()
-        here.recv()
         workers.append((here, process))
+    for here, _ in workers:
+        here.recv()
     seconds: list[list[float]] = [[] for _ in workers]
     peaks = [0.0] * len(workers)
     for number in range(shapes[0].steps + 1):
@@ -329,17 +339,10 @@ def main() -> None:
         large = {"vocab": vocab, "hidden": 64, "layers": 1, "groups": 1, "steps": 1}
         chunked, whole = Shape(**large, logits_at_once=256), Shape(**large, logits_at_once=0)
         make_model(chunked, Path(temp) / "large")
-        memory = measure(["ours"], [chunked], Path(temp) / "large", arguments.threads)
-        memory += measure(
-            [
-                "ours",
-            ],
-            [whole],
-            Path(temp) / "large",
-            arguments.threads,
-        )
+        memory = measure(["ours", "ours"], [chunked, whole], Path(temp) / "large", arguments.threads)
     rows = make_rows(speed)
     peak_mb = [round(peak / 2**20) for _, peak in memory]
+    print(f"padding: {padding_shares(speed, rows)}")
     print(f"peak memory above loading: {peak_mb[0]} MB with 256 logits at once, {peak_mb[1]} MB with all")
     ratio = medians["ours"] / medians["padded"]
     result = {
@@ -352,11 +355,16 @@ def main() -> None:
         "met": ratio >= GOAL,
         "trl": round(medians["trl"]) if "trl" in medians else None,
         "ratio_to_trl": round(medians["ours"] / medians["trl"], 2) if "trl" in medians else None,
-        "padding": {"ours": 0.0, "padded": round(padding_share(speed, rows), 3)},
+        "padding": {name: share for name, share in padding_shares(speed, rows).items() if name in medians},
         "peak_mb": {"chunked": peak_mb[0], "whole": peak_mb[1], "vocabulary": vocab},
         "rows": len(rows),
+        "tokens": sum(len(r.ids) for r in rows),
+        "steps": speed.steps,
+        "quick": arguments.quick,
         "device": "cuda" if torch.cuda.is_available() else "cpu",
         "threads": arguments.threads,
+        "cores": len(os.sched_getaffinity(0)),
+        "load": round(os.getloadavg()[1], 1),
     }
     if arguments.json:
         arguments.json.write_text(json.dumps(result, indent=1) + "\n")

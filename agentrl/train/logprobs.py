@@ -127,18 +127,19 @@ def _chunked(
 
     def instead(hidden_1ND: Tensor) -> Tensor:
         pieces = [
-            checkpoint(piece, hidden_CD, ids_C, use_reentrant=False, preserve_rng_state=False)
+            checkpoint(piece, hidden_CD, ids_C, use_reentrant=False, preserve_rng_state=False)[None]
             for hidden_CD, ids_C in zip(
                 torch.split(hidden_1ND[0], chunk), torch.split(packed.ids_N, chunk), strict=True
             )
         ]
-        given.append(torch.cat(pieces))
-        return given[0][None]
+        given.append(torch.cat(pieces, dim=1))  # no view of it: FSDP hooks into what it is given
+        return given[0]
 
     with _forward_of(head, instead):
         found_NC = forward(model, packed)
     if fits is None:  # the first time that this model is asked
-        fits = found_NC.shape == given[0].shape and torch.allclose(found_NC, given[0], 0.0, 0.0, equal_nan=True)
+        given_NC = given[0][0]
+        fits = found_NC.shape == given_NC.shape and torch.allclose(found_NC, given_NC, 0.0, 0.0, equal_nan=True)
         setattr(model, _FITS, fits)
     return found_NC if fits else None
 

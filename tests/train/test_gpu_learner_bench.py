@@ -1,0 +1,54 @@
+"""The bench for GPUs, on the CPU with a tiny shape: it runs through, counts right, and refuses to pretend."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+import torch
+
+BENCH = Path(__file__).parents[2] / "bench" / "gpu_learner.py"
+
+
+@pytest.fixture
+def bench(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    spec = importlib.util.spec_from_file_location("gpu_learner", BENCH)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def run(bench: ModuleType, monkeypatch: pytest.MonkeyPatch, *options: str) -> int:
+    monkeypatch.setattr(sys, "argv", ["gpu_learner.py", *options])
+    return bench.main()
+
+
+def test_the_smoke_run_trains_whole_models_and_adapters(bench, monkeypatch, capsys):
+    assert run(bench, monkeypatch, "--smoke", "--peak-tflops", "0.5") == 0
+    out, err = capsys.readouterr()
+    cells = [json.loads(line) for line in err.splitlines() if line.startswith("{")]
+    assert [cell["train"] for cell in cells] == ["full", "lora"]
+    # By hand: four rows of 64 tokens, 60 of them trained; the layers, the output layer, and half of all pairs.
+    linear = 2 * (64 * (64 + 32 + 32) + 64 * 64 + 3 * 64 * 128)
+    adapters = 2 * 16 * (2 * (64 + 64) + 2 * (64 + 32) + 3 * (64 + 128))
+    attention = 2 * 3 * 2 * 4 * 16 * 4 * 64**2
+    for cell, each, more in zip(cells, (6, 4), (0, 6 * adapters * 256), strict=True):
+        flops = each * (linear * 256 + 64 * 500 * 240) + attention + more
+        assert cell["tokens"] == 256
+        assert cell["attention"] == "sdpa"
+        assert cell["tflops"] * cell["step_s"] == pytest.approx(flops / 1e12, rel=0.01)
+        assert cell["mfu"] == pytest.approx(cell["tflops"] / 0.5, abs=1e-4)
+    line = json.loads(out.splitlines()[-1])
+    assert (line["bench"], line["ours"]) == ("gpu_learner", max(cell["mfu"] for cell in cells))
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_without_a_gpu_it_says_so_in_one_line(bench, monkeypatch, capsys):
+    assert run(bench, monkeypatch) == 2
+    out, err = capsys.readouterr()
+    assert err.splitlines() == ["gpu_learner: PyTorch sees no GPU here; --smoke runs the same code on the CPU"]
+    assert out == ""
