@@ -63,8 +63,9 @@ class RowAttention:
     ) -> Tensor:
         self._cache.write(layer, self._targets, self._positions, key_NKD, value_NKD)
         if window not in self._bias:
-            bias = bias_of(self._positions, self._length, window, query_NHD.dtype)
-            self._bias[window] = bias.repeat_interleave(key_NKD.shape[1], 0)[:, None]
+            bias_RC = bias_of(self._positions, self._length, window, query_NHD.dtype)
+            rows, heads = key_NKD.shape[:2]
+            self._bias[window] = bias_RC[:, None].expand(rows, heads, -1).reshape(rows * heads, 1, -1)
         return attend_rows(self._cache, layer, query_NHD, self._length, self._bias[window], scaling)
 
 

@@ -156,7 +156,11 @@ class Talk:
         masked = isinstance(self.engine, WatchedEngine) and self.engine.masks
         if (ask.choice in ("required", "named") or ask.format) and not masked:
             param = "response_format" if ask.format else "tool_choice"
-            raise unsupported(param, "this engine cannot be held to a grammar")
+            raise unsupported(
+                param,
+                "this engine cannot be held to a grammar: a server would give the log-probabilities under it, not "
+                "the policy's; use engine.kind local",
+            )
 
     async def _prompt(self, ask: Ask, session: Session) -> Prompt:
         size = sum(len(str(one.message.content)) + sum(map(len, one.raw_arguments)) for one in ask.messages)

@@ -32,6 +32,7 @@ from agentrl.engine.make import _recipe, open_engine
 from agentrl.engine.served import ServedEngine, load_folder
 from agentrl.engine.sglang import SGLangServer
 from agentrl.engine.sync import BroadcastSync, DiskSync, TensorSync, WeightSync
+from agentrl.engine.watch import Drawn, Watch
 from agentrl.run.report import Silent, Summary
 from agentrl.run.store import RunStore
 from agentrl.testing.tiny_model import make_tiny_model
@@ -123,6 +124,41 @@ def _gap(completion: Completion, by_version: Mapping[int, Path]) -> float:
         rows = zip(completion.logprobs, wanted, completion.versions, strict=True)
         worst = max([worst, *(abs(a - b) for a, b, v in rows if v == version)])
     return worst
+
+
+async def test_tokens_are_told_while_the_server_draws_them(url: str, folders: list[Path], tmp_path: Path) -> None:
+    engine = _engine(url, folders[0], DiskSync(folders[0], tmp_path))
+    await engine.start()
+    try:
+        told: list[Drawn] = []
+        task = asyncio.create_task(
+            engine.generate_watched(PROMPT, Sampling(temperature=0.7, max_tokens=100), Watch(told.append, top=3))
+        )
+        while not told:  # noqa: ASYNC110 - tokens are told between two turns of the loop
+            await asyncio.sleep(0.001)
+        assert not task.done()
+        assert len(told) < 100
+        completion = await task
+        assert [(one.id, one.logprob) for one in told] == list(
+            zip(completion.ids, completion.logprobs, strict=True)
+        )
+        model = AutoModelForCausalLM.from_pretrained(folders[0], dtype=torch.float32).eval()
+        with torch.no_grad():
+            logits = model(torch.tensor([[*PROMPT, *completion.ids]])).logits[0, len(PROMPT) - 1 : -1]
+        best = torch.log_softmax(logits / 0.7, -1).topk(3)
+        assert torch.tensor([[value for _, value in one.top] for one in told]) == pytest.approx(
+            best.values, abs=AGREE
+        )
+        cut = asyncio.create_task(engine.generate_watched(PROMPT, Sampling(max_tokens=200), Watch(told.append)))
+        while len(told) < 104:  # noqa: ASYNC110
+            await asyncio.sleep(0.001)
+        cut.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await cut
+        await engine.update_weights(load_folder(folders[0], torch.float32), version=1)  # nothing is left in flight
+        assert (await engine.generate(PROMPT, Sampling(max_tokens=3))).versions == (1, 1, 1)
+    finally:
+        await engine.close()
 
 
 @pytest.mark.parametrize("kind", ["disk", "tensor", "broadcast"])
