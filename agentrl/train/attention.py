@@ -216,7 +216,9 @@ def choose_attention(config: LearnerConfig, device_type: str, head_dims: set[int
         )
     if config.attention == "flash":
         if not find_spec("flash_attn"):
-            raise ConfigError(f"{asked} needs the package flash-attn: pip install flash-attn, or {_LEAVE}")
+            raise ConfigError(
+                f"{asked} needs flash-attn: pip install flash-attn --no-build-isolation, or {_LEAVE}"
+            )
         if not low:
             raise ConfigError(f"{asked} computes in bfloat16 only: set learner.precision to bfloat16, or {_LEAVE}")
         if not _fits_flash(head_dims):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pkgutil
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -23,12 +24,14 @@ from transformers import (
     Qwen3Config,
 )
 
-from agentrl.config.run import LearnerConfig
+from agentrl.config.algorithm import AlgorithmConfig
+from agentrl.config.run import LearnerConfig, OptimConfig
 from agentrl.errors import ConfigError
 from agentrl.train import attention_flex
 from agentrl.train.attention import NAMES, choose_attention
 from agentrl.train.attention_flex import BLOCK, block_mask
 from agentrl.train.critic import load_critic
+from agentrl.train.learner import Learner
 from agentrl.train.logprobs import token_stats
 from agentrl.train.model import checkpoint_activations, load_policy
 from agentrl.train.pack import pack
@@ -196,6 +199,42 @@ def test_all_memory_savers_together_change_nothing(models, kind: str):
     assert relative(found[1][1], found[0][1]) < 1e-5
 
 
+def a_step(directory: Path, **config: Any) -> Any:
+    learner = Learner(
+        directory,
+        algorithm=AlgorithmConfig(kl={"coef": 0.0}),
+        optim=OptimConfig(lr=1e-3, warmup_steps=0),
+        config=LearnerConfig(tokens_per_micro_batch=400, logits_at_once=16, **config),
+        temperature=1.0,
+        total_steps=10,
+    )
+    try:
+        return learner.policy.config._attn_implementation, learner.step(make_batch(3)).metrics
+    finally:
+        learner.close()
+
+
+def test_a_learner_computes_with_what_is_chosen_and_in_its_precision(models, kind: str, monkeypatch):
+    """With a shard, mixed precision, checkpointed blocks and chunks of logits, as on a GPU."""
+    directory = models["qwen3, every second layer"]
+    low = {"precision": "bfloat16", "checkpoint_activations": True}
+    _, wanted = a_step(directory, **low)
+    monkeypatch.setattr("agentrl.train.attention.choose_attention", lambda *_: kind)
+    seen: list[torch.dtype] = []
+    function = f"agentrl.train.attention_{kind}.attend"
+    attend = pkgutil.resolve_name(function)
+    monkeypatch.setattr(function, lambda q, *more: seen.append(q.dtype) or attend(q, *more))
+    name, found = a_step(directory, **low)
+    assert (name, seen[-1]) == (NAMES[kind], torch.bfloat16)
+    assert found["entropy"] == pytest.approx(wanted["entropy"], rel=1e-2)
+    assert found["grad_norm"] == pytest.approx(wanted["grad_norm"], rel=0.1)
+
+
+def test_a_learner_that_cannot_compute_as_asked_ends_at_once(models):
+    with pytest.raises(ConfigError, match=r"learner\.attention flex needs a GPU"):
+        a_step(models["qwen3, no window"], attention="flex", device="auto")
+
+
 @pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
 def test_flex_attention_itself(models):
     """PyTorch's own, on a CPU: its forward pass, over rows that fill several blocks."""
@@ -279,7 +318,7 @@ def test_auto_takes_the_best_that_is_there(monkeypatch: pytest.MonkeyPatch):
             "flex needs a GPU, and the learner computes on the CPU: PyTorch has",
         ),
         ({"attention": "flash", "device": "cpu", "precision": "bfloat16"}, "flash needs a GPU"),
-        ({"attention": "flash", "precision": "bfloat16"}, "needs the package flash-attn: pip install flash-attn"),
+        ({"attention": "flash", "precision": "bfloat16"}, "needs flash-attn: pip install flash-attn"),
     ],
 )
 def test_what_cannot_work_is_refused(given: dict[str, Any], text: str, monkeypatch: pytest.MonkeyPatch):
