@@ -55,6 +55,9 @@ class Box:
         """What the supervisor said of itself."""
         self._lock = asyncio.Lock()
         self._dead: SandboxError | None = None
+        self._awaited: tuple[str, float, float] | None = None
+        """The order that waits for its answer, for how long at most, and until when."""
+        self._timer: asyncio.TimerHandle | None = None
         self._generation = 0
         self._sessions = 0
 
@@ -158,7 +161,7 @@ class Box:
         if link is None:
             raise SandboxDied(f"sandbox {self.name} has not been started")
         future = link.send(header, payload)
-        overdue = asyncio.get_running_loop().call_later(timeout_s, self._overdue, header["op"], timeout_s)
+        self._wait(header["op"], timeout_s)
         try:
             answer, output = await future
         except asyncio.CancelledError:
@@ -168,7 +171,7 @@ class Box:
             self._dead = self._dead or error
             raise self._dead from None
         finally:
-            overdue.cancel()
+            self._awaited = None
         if "fault" in answer:
             raise SandboxError(f"sandbox {self.name}: {answer['fault']}")
         return answer, output
@@ -185,11 +188,33 @@ class Box:
             )
             await self._destroy()
 
-    def _overdue(self, what: str, after_s: float) -> None:
-        """The supervisor is not answering: give up on it."""
+    def _wait(self, what: str, timeout_s: float) -> None:
+        """Give the supervisor that long to answer. One timer serves many calls: most end long before it rings."""
+        loop = asyncio.get_running_loop()
+        until = loop.time() + timeout_s
+        self._awaited = what, timeout_s, until
+        if self._timer is None or self._timer.when() > until:
+            self._stop_timer()
+            self._timer = loop.call_at(until, self._ring)
+
+    def _ring(self) -> None:
+        """Where the supervisor is not answering, give up on it."""
+        self._timer = None
+        if self._awaited is None:
+            return
+        what, after_s, until = self._awaited
+        loop = asyncio.get_running_loop()
+        if loop.time() < until:
+            self._timer = loop.call_at(until, self._ring)
+            return
         self._dead = SandboxDied(f"sandbox {self.name} did not answer {what!r} within {after_s:g} s")
         if self._link is not None:
             self._link.close()
+
+    def _stop_timer(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
 
     # Files, handled by a child with the rights of the programs inside
 
@@ -365,6 +390,7 @@ class Box:
     async def _destroy(self) -> None:
         link, process = self._link, self._process
         self._link = self._process = None
+        self._stop_timer()
         if link is not None:
             link.close()
         if process is not None:
