@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from agentrl.sandbox import PROMISES, Sandbox
 from agentrl.sandbox.pool import SandboxPool
 from agentrl.testing.sandbox_suite import chaos, conformance, fidelity, hostile
-from agentrl.testing.sandbox_suite.stage import Check, Stage
+from agentrl.testing.sandbox_suite.stage import Check, Stage, Unseen
 
 __all__ = ["Check", "Report", "Stage", "check_sandbox", "sandbox_checks"]
 
@@ -83,6 +83,8 @@ async def check_sandbox(spec: Sandbox, *, only: Collection[str] | None = None) -
                 try:
                     await check.run(stage)
                     results[check.name] = None
+                except Unseen:
+                    skipped[check.name] = "not visible from outside"
                 except Exception as error:  # everything a check meets is a finding
                     results[check.name] = f"{type(error).__name__}: {error}"
         finally:

@@ -39,6 +39,10 @@ LABEL = "agentrl.run"
 PROFILE = Path(__file__).with_name("seccomp.json")
 """System calls of a container, the supervisor's included; made by `agentrl.sandboxes.docker.seccomp`."""
 API_TIMEOUT_S = 60
+GVISOR_MB = 256
+"""Memory of gVisor's own kernel: it counts in the container, and must not run out before the programs' does."""
+GVISOR_LACKS = frozenset({"pids", "disk", "processes"})
+"""It limits neither processes nor the number of files, and shows the supervisor's memory map to programs."""
 
 _open_backends: weakref.WeakSet[Backend] = weakref.WeakSet()
 _numbers = itertools.count(1)
@@ -104,7 +108,7 @@ class Backend:
         self._containers: set[str] = set()
         self._run = f"{run_name()}-{next(_numbers)}"
         self._ulimits: list[Any] = []
-        self._podman = False
+        self._podman = self._gvisor = False
         if spec.run_as is not None or spec.python is not None:
             raise ConfigError(
                 "sandbox run_as and python have an effect on this machine's own back-ends, not on docker"
@@ -150,6 +154,9 @@ class Backend:
                 f"sandbox image {self.spec.image!r} is not on this Docker engine: pull or build it "
                 "(`python -m agentrl.sandboxes.docker.image` makes the default one without a registry)"
             ) from None
+        if runtime := self.spec.runtime:
+            known = self.client.info().get("Runtimes", {}).get(runtime, {})
+            self._gvisor = "runsc" in f"{runtime} {known.get('path', '')} {known.get('runtimeType', '')}"
         self._sweep()
 
     def _sweep(self) -> None:
@@ -238,7 +245,8 @@ class Backend:
         spec = self.spec
         order = {
             "home": PODMAN_HOME if self._podman else HOME,
-            "env": dict(spec.env), "memory_mb": spec.memory_mb, "ttl_s": spec.ttl_s, "rlimits": {},
+            "env": dict(spec.env), "memory_mb": spec.memory_mb, "ttl_s": spec.ttl_s,
+            "rlimits": {"DATA": spec.memory_mb << 20} if self._gvisor else {}, "own_kernel": self._gvisor,
             "python_path": spec.python_path,
         }  # fmt: skip
         text = f"{bundle.program('contained')}{json.dumps(json.dumps(order))})\n"
@@ -248,6 +256,7 @@ class Backend:
         spec = self.spec
         owner = f"uid={USER},gid={USER}"
         side_mb = max(8, spec.workspace_mb // 4)
+        memory_mb = spec.memory_mb + spec.supervisor_mb + (GVISOR_MB if self._gvisor else 0)
         quiet = f"rw,nosuid,nodev,{owner}"
         disks = {
             HOME: f"{quiet},mode=755,exec,size={spec.workspace_mb}m,nr_inodes={spec.inodes}",
@@ -258,9 +267,9 @@ class Backend:
         return self.client.create_host_config(
             auto_remove=True,
             network_mode="bridge" if spec.network else "none",
-            mem_limit=f"{spec.memory_mb + spec.supervisor_mb}m",
-            memswap_limit=f"{spec.memory_mb + spec.supervisor_mb}m",
-            pids_limit=spec.pids + 2,
+            mem_limit=f"{memory_mb}m",
+            memswap_limit=f"{memory_mb}m",
+            pids_limit=None if self._gvisor else spec.pids + 2,
             nano_cpus=int(spec.cpus * 1e9) if spec.cpus is not None else None,
             read_only=True,
             cap_drop=["ALL"],
@@ -278,6 +287,9 @@ class Backend:
     def promises(self) -> tuple[frozenset[str], frozenset[str]]:
         """See contract.Backend."""
         always = frozenset(PROMISES) - {"cpu_share"} - ({"disk"} if self._podman else set())
+        if self._gvisor:
+            always -= GVISOR_LACKS
+            return always, frozenset(PROMISES) - GVISOR_LACKS
         return always, frozenset(PROMISES)
 
     def remove_all(self) -> None:

@@ -61,6 +61,8 @@ class Confinement:
     ) -> None:
         self.home, self.env, self.limits = home, env, limits
         self.oom_dir, self.landlock, self.seccomp, self.site = oom_dir, landlock, seccomp, site
+        self.signalled_ends = False
+        """Whether the supervisor learns of ended children by signal; a child must not inherit that."""
 
     def apply(self) -> None:
         """In the child: first victim when memory runs out, limits, and (outside namespaces) the filters."""
@@ -127,6 +129,9 @@ def _settle(confinement: Confinement, control: int, stdin: int, stdout: int, std
     os.closerange(CONTROL + 1, 1 << 20)
     os.chdir(confinement.home)
     _signal.signal(_signal.SIGINT, _signal.default_int_handler)
+    if confinement.signalled_ends:
+        _signal.set_wakeup_fd(-1)
+        _signal.signal(_signal.SIGCHLD, _signal.SIG_DFL)
     # Here and not in `prepare`: what PID 1 itself may still import must not come from the programs' folder.
     sys.path[:] = ["", *confinement.site]
     gc.enable()

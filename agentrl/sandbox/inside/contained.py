@@ -53,7 +53,8 @@ def _confine(order: dict[str, Any]) -> tuple[child.Confinement, tree.Meter]:
         env["PATH"] = os.environ["PATH"]
     kernel.drop_privileges(os.getuid(), os.getgid())
     kernel.prctl(kernel.PR_SET_DUMPABLE, 0)
-    kernel.install_seccomp(kernel.seccomp_filter(network=True, shared_memory=True))
+    alone = bool(order["own_kernel"])  # gVisor: it counts no shared memory, and lets PID 1 be killed
+    kernel.install_seccomp(kernel.seccomp_filter(network=True, shared_memory=not alone, mortal_init=alone))
     meter = tree.Meter(order["memory_mb"], _open_first(OOM_FILES), _open_first(USAGE_FILES), home)
     return child.Confinement(
         home=home,

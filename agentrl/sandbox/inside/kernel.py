@@ -32,14 +32,16 @@ X86_64 = {
     "landlock_add_rule": 445, "landlock_restrict_self": 446, "socket": 41, "mknod": 133, "mknodat": 259,
     "prlimit64": 302, "setpriority": 141, "sched_setaffinity": 203, "sched_setscheduler": 144,
     "sched_setparam": 142, "sched_setattr": 314, "ioprio_set": 251, "ioctl": 16, "clone3": 435,
-    "memfd_create": 319, "shmget": 29, "msgget": 68, "semget": 64, "mq_open": 240,
+    "memfd_create": 319, "shmget": 29, "msgget": 68, "semget": 64, "mq_open": 240, "kill": 62, "tkill": 200,
+    "tgkill": 234, "rt_sigqueueinfo": 129, "rt_tgsigqueueinfo": 297,
 }  # fmt: skip
 AARCH64 = {
     "clone": 220, "pivot_root": 41, "mount_setattr": 442, "capset": 91, "landlock_create_ruleset": 444,
     "landlock_add_rule": 445, "landlock_restrict_self": 446, "socket": 198, "mknodat": 33,
     "prlimit64": 261, "setpriority": 140, "sched_setaffinity": 122, "sched_setscheduler": 119,
     "sched_setparam": 118, "sched_setattr": 274, "ioprio_set": 30, "ioctl": 29, "clone3": 435,
-    "memfd_create": 279, "shmget": 194, "msgget": 186, "semget": 190, "mq_open": 180,
+    "memfd_create": 279, "shmget": 194, "msgget": 186, "semget": 190, "mq_open": 180, "kill": 129, "tkill": 130,
+    "tgkill": 131, "rt_sigqueueinfo": 138, "rt_tgsigqueueinfo": 240,
 }  # fmt: skip
 DENIED_X86_64 = {
     "mount": 165, "umount2": 166, "pivot_root": 155, "chroot": 161, "setns": 308, "unshare": 272,
@@ -185,12 +187,13 @@ def drop_privileges(uid: int, gid: int) -> None:
     prctl(PR_SET_NO_NEW_PRIVS, 1)
 
 
-def seccomp_filter(*, network: bool, shared_memory: bool) -> bytes:
+def seccomp_filter(*, network: bool, shared_memory: bool, mortal_init: bool = False) -> bytes:
     """Assemble the classic BPF program that every program of a sandbox runs under.
 
     Args:
         network: False refuses `socket` altogether (for back-ends without a network namespace).
         shared_memory: False refuses memfd and System V objects, where nothing would count their memory.
+        mortal_init: True refuses signals to PID 1, where the kernel does not protect it from its own namespace.
     """
     arch, calls, denied = machine()
     allow, eperm, enosys = 0x7FFF0000, 0x00050000 | 1, 0x00050000 | 38
@@ -234,6 +237,8 @@ def seccomp_filter(*, network: bool, shared_memory: bool) -> bytes:
             name, (ld, 0, 0, arg(0)), (jeq, 0, 2, process), (ld, 0, 0, arg(1)), (jeq, 0, 1, 1),
             (ret, 0, 0, eperm), (ret, 0, 0, allow),
         )  # fmt: skip
+    for name in ("kill", "tkill", "tgkill", "rt_sigqueueinfo", "rt_tgsigqueueinfo") if mortal_init else ():
+        rule(name, (ld, 0, 0, arg(0)), (jeq, 0, 1, 1), (ret, 0, 0, eperm), (ret, 0, 0, allow))
     # TIOCSTI and TIOCLINUX type into the terminal of somebody else.
     rule(
         "ioctl", (ld, 0, 0, arg(1)), (jeq, 1, 0, 0x5412), (jeq, 0, 1, 0x541C),

@@ -67,7 +67,7 @@ class Program:
         self.pidfd = os.pidfd_open(self.pid)
         for fd in (self.stdin, self.stdout, self.stderr):
             os.set_blocking(fd, False)
-        self.control.settimeout(CONTROL_TIMEOUT_S)
+        self.control.setblocking(False)
         self.kind = ""
         self.ended: set[int] = set()
         """Those of its streams that have come to an end."""
@@ -80,7 +80,14 @@ class Program:
     def order(self, data: bytes) -> None:
         """Hand an order over. A child that does not take it (stopped, say) is killed; its pidfd tells the rest."""
         try:
-            self.control.sendall(data)
+            try:
+                sent = self.control.send(data)
+            except BlockingIOError:
+                sent = 0
+            if sent < len(data):  # a large one
+                self.control.settimeout(CONTROL_TIMEOUT_S)
+                self.control.sendall(memoryview(data)[sent:])
+                self.control.setblocking(False)
         except OSError:
             if self.status is None:
                 tree.kill(self.pid)

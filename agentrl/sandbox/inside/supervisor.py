@@ -303,7 +303,7 @@ class Supervisor:
                     else:
                         self._stop("output_limit")
                     return
-            if not everything:
+            if not everything or len(data) < READ_SIZE:  # a pipe gives less than asked only when it is empty
                 return
 
     def _at_the_end(self, call: Call) -> None:

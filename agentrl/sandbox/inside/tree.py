@@ -3,11 +3,35 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import signal
 import time
 
 PAGE = os.sysconf("SC_PAGE_SIZE")
+
+
+def pidfd(pid: int) -> int:
+    """A descriptor that can be read when the process has ended; -1 where the kernel has no such thing (gVisor)."""
+    try:
+        return os.pidfd_open(pid)
+    except OSError as error:
+        if error.errno != errno.ENOSYS:
+            raise
+        return -1
+
+
+def signalled_ends() -> tuple[int, int]:
+    """(descriptor that can be read after any child has ended, its other end), for where there is no `pidfd`."""
+    ends, wakeup = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
+    signal.signal(signal.SIGCHLD, lambda number, frame: None)
+    signal.set_wakeup_fd(wakeup, warn_on_full_buffer=False)
+    return ends, wakeup
+
+
+def is_over(child: int) -> bool:
+    """Whether a child has ended; does not collect it."""
+    return os.waitid(os.P_PID, child, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None
 
 
 def kill(pid: int) -> None:

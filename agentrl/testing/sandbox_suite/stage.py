@@ -22,6 +22,10 @@ from agentrl.sandbox.pool import SandboxPool
 Kind = Literal["conformance", "hostile", "fidelity", "chaos"]
 
 
+class Unseen(Exception):
+    """What a check looks for cannot be seen from outside: the sandbox has a kernel of its own."""
+
+
 class Stage:
     """One pool of the back-end under test, and the bait: a file, a process, sockets, shared memory."""
 
@@ -98,7 +102,14 @@ class Stage:
             if self.processes_with(token):
                 return
             await asyncio.sleep(0.05)
+        if self.spec.runtime is not None and not await self._shares_our_kernel():
+            raise Unseen
         raise AssertionError("what was started never ran")
+
+    async def _shares_our_kernel(self) -> bool:
+        async with self.box() as box:
+            result = await box.python("import os; print(os.uname().release)")
+        return result.text().strip() == os.uname().release
 
     async def nothing_left(self, token: str, within_s: float = 2.0) -> None:
         """Wait until no process with the token is alive; AssertionError when some stay."""

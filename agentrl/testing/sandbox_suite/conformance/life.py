@@ -129,12 +129,10 @@ async def cancelling(stage: Stage) -> None:
     token = "agentrl-" + secrets.token_hex(8)
     async with stage.box() as box:
         task = asyncio.create_task(box.run(f"exec -a {token} sleep 60"))
-        for _ in range(100):
-            await asyncio.sleep(0.02)
-            if stage.processes_with(token):
-                break
-        expect(bool(stage.processes_with(token)), "did not start")
-        task.cancel()
+        try:
+            await stage.runs(token)
+        finally:
+            task.cancel()
         try:
             await task
         except asyncio.CancelledError:
