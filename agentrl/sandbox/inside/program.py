@@ -64,7 +64,7 @@ class Program:
         for fd in (stdin_r, stdout_w, stderr_w):
             os.close(fd)
         self.control = control
-        self.pidfd = os.pidfd_open(self.pid)
+        self.pidfd = tree.pidfd(self.pid)
         for fd in (self.stdin, self.stdout, self.stderr):
             os.set_blocking(fd, False)
         self.control.setblocking(False)

@@ -73,6 +73,8 @@ class Supervisor:
         self.sessions: dict[str, Program] = {}
         self.spare_is_wanted = False
         self.cpu_s = 0.0
+        self.wakeup = -1
+        """Where ends of children are told by signal: written to, it has them looked for."""
 
     # The loop
 
@@ -84,6 +86,7 @@ class Supervisor:
             gc.freeze()  # a collection in a child must not write to what it shares with all the others
             gc.disable()
             self._watch(self.link_in, self._receive)
+            self._watch_signalled_ends()
             self.send(
                 {"hello": frames.VERSION, "home": self.confinement.home, "counted": not self.meter.must_watch}
             )
@@ -107,6 +110,30 @@ class Supervisor:
     def _watch(self, fd: int, handler: Callable[[], None], events: int = select.POLLIN) -> None:
         self.poll.register(fd, events)
         self.handlers[fd] = handler
+
+    def _watch_signalled_ends(self) -> None:
+        """Without pidfds, learn of ended children by their signal."""
+        probe = tree.pidfd(os.getpid())
+        if probe >= 0:
+            os.close(probe)
+            return
+        ends, self.wakeup = tree.signalled_ends()
+        self.confinement.signalled_ends = True
+
+        def look() -> None:
+            os.read(ends, READ_SIZE)
+            running = [self.call.program] if self.call is not None else []
+            for program in {*running, *self.sessions.values()}:
+                if program.status is None and tree.is_over(program.pid):
+                    self._ended(program)
+
+        self._watch(ends, look)
+
+    def _watch_end(self, program: Program) -> None:
+        if program.pidfd >= 0:
+            self._watch(program.pidfd, lambda: self._ended(program))
+        else:
+            os.write(self.wakeup, b".")  # it may have ended before anybody looked
 
     def _unwatch(self, fd: int) -> None:
         if self.handlers.pop(fd, None) is not None:
@@ -241,7 +268,7 @@ class Supervisor:
         self.call, call.order = call, order
         program.order(order)
         self._watch(program.stderr, lambda: self._drain(program, "stderr"))
-        self._watch(program.pidfd, lambda: self._ended(program))
+        self._watch_end(program)
         if call.stdin:
             self._watch(program.stdin, self._feed_stdin, select.POLLOUT)
         else:
@@ -343,7 +370,7 @@ class Supervisor:
         name = header["session"]
         self.sessions[name] = program
         self._watch_output(program)
-        self._watch(program.pidfd, lambda: self._ended(program))
+        self._watch_end(program)
         self._watch(program.control.fileno(), lambda: self._session_answer(program))
         self.send({"id": header["id"]})
 
