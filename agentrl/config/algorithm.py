@@ -126,6 +126,9 @@ class CriticConfig(Section):
     """Steps at the beginning in which only the critic learns."""
     max_grad_norm: Above0 = 1.0
     """Gradients are scaled down to this norm."""
+    ranks: Count = 0
+    """Ray workers of the critic's own, each with a shard of it; 0 keeps it beside the policy, on its ranks. With
+    ranks of its own the policy is on Ray as well, whatever its number of ranks."""
 
 
 class KLConfig(Section):
@@ -235,9 +238,9 @@ class AlgorithmConfig(Section):
     updates_per_step: Positive = 1
     """Optimizer updates on each batch of episodes."""
     old_logprobs: Literal["auto", "learner", "sampler"] = "auto"
-    """What the policy ratio is relative to: the learner before the step, or what the sampler said (bypass). `auto` is
-    the sampler where episodes may be stale (`rollout.max_staleness` above 0) and no `correction.importance` weighs
-    them, so that clipping bounds how far they pull the policy; the learner otherwise."""
+    """What the policy ratio is relative to: the learner before the step, or what the sampler said (bypass). `auto`
+    is the sampler where episodes may be stale (`rollout.max_staleness` above 0) and no `correction.importance`
+    weighs them, so that clipping bounds how far they pull the policy; the learner otherwise."""
     correction: CorrectionConfig = CorrectionConfig()
     """What is done about the difference between sampler and learner."""
     drift_gate: DriftGateConfig = DriftGateConfig()

@@ -9,7 +9,7 @@ from pydantic import Field, model_validator
 from agentrl.config.section import Count, Positive, Section
 
 KEYS = {
-    "classifier": ("path", "device", "batch_size"),
+    "classifier": ("path", "device", "batch_size", "workers"),
     "judge": ("url", "model", "key_env", "prompt", "low", "high", "max_concurrent", "timeout_s", "retries"),
     "http": ("url", "model", "max_concurrent", "timeout_s", "retries"),
 }
@@ -24,8 +24,8 @@ class RewardModelConfig(Section):
     """
 
     kind: Literal["classifier", "judge", "http"]
-    """A sequence-classification model here, a chat model behind an OpenAI-compatible URL, or a reward server that
-    answers `{"model", "messages": [text]}` with `{"scores": [number]}`."""
+    """A sequence-classification model of the run, a chat model behind an OpenAI-compatible URL, or a reward server
+    that answers `{"model", "messages": [text]}` with `{"scores": [number]}`."""
     path: str | None = None
     """`classifier`: directory of a Hugging Face sequence-classification model with one label and a tokenizer."""
     url: str | None = None
@@ -47,7 +47,10 @@ class RewardModelConfig(Section):
     max_tokens: Positive | None = None
     """Longest conversation in tokens (`classifier`) or, roughly, words; longer ones lose their middle."""
     device: str = "auto"
-    """`classifier`: `cpu`, `cuda`, `cuda:N` (a GPU of its own), or `auto`."""
+    """`classifier`: `cpu`, `cuda`, `cuda:N` (a GPU of its own), or `auto`; for `workers` not `cuda:N`."""
+    workers: Count = 0
+    """`classifier`: Ray workers that hold the model, each with a whole one and a GPU of its own (or none, on
+    CPUs); 0 scores in the process that trains. One that dies is started again, and is asked again."""
     batch_size: Positive = 16
     """`classifier`: conversations in one forward pass at most."""
     max_concurrent: Positive = 32
@@ -69,6 +72,10 @@ class RewardModelConfig(Section):
                 raise ValueError(
                     f"reward_model.{key} has no effect unless reward_model.kind is {kinds}: remove it"
                 )
+        if self.workers and self.device.startswith("cuda:"):
+            raise ValueError(
+                f"reward_model.device {self.device!r}: Ray gives workers their GPUs; write cuda, or leave it out"
+            )
         if self.low >= self.high:
             raise ValueError(f"reward_model.low = {self.low} must be below reward_model.high = {self.high}")
         return self

@@ -192,8 +192,8 @@ class RolloutConfig(Section):
     """Ray actors that play the episodes, so that tokenising, tools and rewards use more cores than one; 0 plays
     them in the process that trains. One that dies is replaced, its episodes are played again."""
     ray: str | None = None
-    """Address of the Ray cluster that the workers live in, or `auto`; without it that of `learner.ray`, or one
-    started on this machine."""
+    """Address of the Ray cluster that these workers and those of `reward_model` live in, or `auto`; without it
+    that of `learner.ray`, or one started on this machine."""
     note_after_s: Annotated[float, Field(gt=0)] = 120.0
     """How long a step waits for episodes before a note names the oldest one and where it waits."""
 
@@ -239,6 +239,9 @@ class LearnerConfig(Section):
     """Tokens whose logits exist at once, so that memory does not grow with vocabulary times batch; 0: all."""
     ranks: Positive = 1
     """1 computes in this process; more are Ray workers, one per GPU (or CPU), each with a shard of the model."""
+    reference_ranks: Count = 0
+    """Ray workers of the reference's own, each with a shard of it; 0 keeps it beside the policy, on its ranks.
+    With ranks of its own the policy is on Ray as well, whatever its number of ranks."""
     ray: str | None = None
     """Address of the Ray cluster that the ranks live in, or `auto`; without it one is started on this machine."""
     precision: Literal["float32", "bfloat16"] = "float32"
@@ -257,15 +260,20 @@ class LearnerConfig(Section):
 
     @model_validator(mode="after")
     def _effective(self) -> Self:
-        if self.ray is not None and self.ranks == 1:
-            raise ValueError("learner.ray has no effect while learner.ranks is 1: remove it, or use more ranks")
+        if self.reference_ranks and self.lora is not None:
+            raise ValueError(
+                "learner.reference_ranks has no effect with learner.lora: the reference is the policy without its "
+                "adapters, no second model; remove one of them"
+            )
         for key in ("cpu_offload", "offload_activations"):
             if getattr(self, key) and self.device == "cpu":
                 raise ValueError(f"learner.{key} has no effect on the CPU: remove it, or change learner.device")
         if self.attention in ("flex", "flash") and self.device == "cpu":
             raise ValueError(f"learner.attention {self.attention} needs a GPU: use auto, or change learner.device")
         if self.attention == "flash" and self.precision == "float32":
-            raise ValueError("learner.attention flash computes in bfloat16 only: set learner.precision to bfloat16")
+            raise ValueError(
+                "learner.attention flash computes in bfloat16 only: set learner.precision to bfloat16"
+            )
         return self
 
 
@@ -338,6 +346,16 @@ class RunConfig(Section):
             raise ValueError(
                 "learner.lora.adapter belongs to model.path, and warmup makes another policy of that: remove one"
             )
+        if self.learner.ray is not None and not self.learner_on_ray:
+            raise ValueError(
+                "learner.ray has no effect while learner.ranks is 1 and nothing else has ranks: remove it, or "
+                "use more ranks"
+            )
+        if self.learner.reference_ranks and self.algorithm.kl.coef == 0:
+            raise ValueError(
+                "learner.reference_ranks has no effect while algorithm.kl.coef is 0: there is no reference; "
+                "remove one of them"
+            )
         if self.engine.sync == "lora" and self.learner.lora is None:
             raise ValueError("engine.sync lora sends the adapter alone, and there is none: set learner.lora")
         if self.critic is not None and self.algorithm.advantage != "gae":
@@ -370,8 +388,10 @@ class RunConfig(Section):
                 f"{self.rollout.max_staleness} by groups_per_step {self.rollout.groups_per_step} allows {ahead}; "
                 "lower it or raise one"
             )
-        if self.rollout.ray is not None and (self.rollout.workers == 0 or self.learner.ray is not None):
-            other = "rollout.workers is 0" if self.rollout.workers == 0 else "learner.ray names the cluster"
+        scorers = 0 if self.reward_model is None else self.reward_model.workers
+        idle = self.rollout.workers == 0 and scorers == 0
+        if self.rollout.ray is not None and (idle or self.learner.ray is not None):
+            other = "rollout.workers is 0" if idle else "learner.ray names the cluster"
             raise ValueError(f"rollout.ray has no effect while {other}: remove one of them")
         if self.engine.server.sleep and self.rollout.max_staleness:
             raise ValueError(
@@ -389,3 +409,14 @@ class RunConfig(Section):
         if self.data.train is not None and self.data.options:
             raise ValueError("data.options has no effect while data.train names a file: remove one of them")
         return self
+
+    @property
+    def learner_on_ray(self) -> bool:
+        """Whether the policy is trained on Ray: it has many ranks, or another model has ranks of its own."""
+        apart = self.learner.reference_ranks + (0 if self.critic is None else self.critic.ranks)
+        return self.learner.ranks > 1 or apart > 0
+
+    @property
+    def ray(self) -> str | None:
+        """Address of the Ray cluster of this run; None starts one on this machine where one is needed."""
+        return self.learner.ray or self.rollout.ray

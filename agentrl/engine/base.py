@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 
-class Engine(Protocol):
+class Completer(Protocol):
     """Samples completions from the current policy. Safe to call from many tasks of one event loop."""
 
     @property
@@ -37,6 +37,10 @@ class Engine(Protocol):
     async def release(self, session: str) -> None:
         """Forget what is kept for `session`; unknown sessions are fine."""
         ...
+
+
+class Engine(Completer, Protocol):
+    """Holds the policy that it samples from; the run hands it the weights, and closes it."""
 
     async def update_weights(self, weights: Mapping[str, Tensor], version: int) -> None:
         """Replace the weights in place (names as in the Hugging Face state dict) and set the version.

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from agentrl.chat.check import Mode, Watch
 from agentrl.chat.template import Renderer
 from agentrl.chat.transcript import Transcript
-from agentrl.engine.base import Engine
+from agentrl.engine.base import Completer
 from agentrl.env.env import Env
 from agentrl.env.toolenv import ToolEnv
 from agentrl.errors import EngineError
@@ -23,7 +23,7 @@ from agentrl.types import Episode, Sampling, StopReason, Task, Turn
 class Player:
     """Everything that plays episodes: where tokens come from and how text becomes tokens."""
 
-    engine: Engine
+    engine: Completer
     renderer: Renderer
     make_env: Callable[[], Env]
     limits: Limits

@@ -1,4 +1,4 @@
-"""Models that score whole episodes: a classifier in this process, a judge, or a reward server.
+"""Models that score whole episodes: a classifier in this process or on Ray workers, a judge, or a reward server.
 
 They have vocabularies of their own, so what they are given is text: every message with its role, its calls and
 what the tools answered. A classifier with the very tokenizer of the policy is given the tokens of the episode.
@@ -19,6 +19,7 @@ from agentrl.config.reward_model import RewardModelConfig
 from agentrl.env.judge import Judge, RewardApi
 from agentrl.env.observe import cut_text, plain_text
 from agentrl.errors import ConfigError, InfraError, JudgeError
+from agentrl.rollout.scorers import ScoringWorkers
 from agentrl.types import Episode, Message, StopReason
 
 
@@ -27,6 +28,10 @@ class Scorer(Protocol):
 
     async def score(self, episode: Episode) -> float:
         """The score. Raises InfraError where there is none to be had."""
+        ...
+
+    async def close(self) -> None:
+        """Free what it holds; idempotent."""
         ...
 
 
@@ -62,20 +67,30 @@ class RewardModel:
             episode, rewards={**episode.rewards, self.name: part}, reward=(episode.reward or 0.0) + part
         )
 
+    async def close(self) -> None:
+        """Free what its scorer holds; idempotent."""
+        await self.scorer.close()
 
-def make_reward_model(config: RewardModelConfig | None, policy: Path) -> RewardModel | None:
-    """The reward model of a run, None where it has none.
+
+async def make_reward_model(
+    config: RewardModelConfig | None, policy: Path, ray: str | None = None
+) -> RewardModel | None:
+    """The reward model of a run, None where it has none; it is closed by the caller.
 
     Args:
         policy: directory of the policy, whose tokenizer is compared with the classifier's.
+        ray: address of the cluster that its workers live in; None starts one on this machine.
 
     Raises:
-        ConfigError: the classifier cannot be loaded, or a key is not in the environment.
+        ConfigError: the classifier cannot be loaded, its workers have no room, or a key is not in the environment.
+        WorkerLost: a worker did not start.
     """
     if config is None:
         return None
     scorer: Scorer
-    if config.kind == "classifier":
+    if config.kind == "classifier" and config.workers:
+        scorer = await ScoringWorkers.start(config, policy, ray)
+    elif config.kind == "classifier":
         scorer = Classifier.load(config, policy)
     elif config.kind == "judge":
         scorer = _JudgeScorer(config)
@@ -102,6 +117,9 @@ class _JudgeScorer:
         question = f"{asked}\n\n{_cut(conversation_text(episode.messages), c.max_tokens)}"
         return await self.judge.score(question, low=c.low, high=c.high)
 
+    async def close(self) -> None:
+        """Nothing is held."""
+
 
 class _ServerScorer:
     def __init__(self, config: RewardModelConfig) -> None:
@@ -116,6 +134,9 @@ class _ServerScorer:
         async with self._slots:
             (score,) = await self.api.score([_cut(conversation_text(episode.messages), self.max_tokens)])
         return score
+
+    async def close(self) -> None:
+        """Nothing is held."""
 
 
 @dataclass
@@ -183,6 +204,9 @@ class Classifier:
             if mine in self._waiting:
                 self._waiting.remove(mine)
         return mine[1].result()
+
+    async def close(self) -> None:
+        """Nothing to end: it lives in this process."""
 
     async def _score_some(self) -> None:
         """One forward pass over those that have waited longest, the one that leads among them."""

@@ -12,7 +12,6 @@ import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
@@ -26,9 +25,6 @@ from agentrl.rollout.frame import Limits
 from agentrl.rollout.setup import env_factory, load_renderer
 from agentrl.sandbox import close_pools
 from agentrl.types import Completion, Episode, Sampling, Task
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,7 +78,7 @@ class Answer:
 
 @dataclass
 class RemoteEngine:
-    """The engine as a worker sees it."""
+    """The engine as a worker sees it: it samples; weights reach it from the learner."""
 
     max_context: int
     policy_version: int = 0
@@ -92,7 +88,7 @@ class RemoteEngine:
     _some: asyncio.Event = field(default_factory=asyncio.Event)
 
     async def generate(self, ids: Sequence[int], sampling: Sampling, *, session: str | None = None) -> Completion:
-        """Ask, and wait for the answer; see `Engine.generate`."""
+        """Ask, and wait for the answer; see `Completer.generate`."""
         number = next(self._numbers)
         future: asyncio.Future[Completion] = asyncio.get_running_loop().create_future()
         self._open[number] = future
@@ -108,13 +104,6 @@ class RemoteEngine:
     async def release(self, session: str) -> None:
         """Tell the engine to forget the session; does not wait for it."""
         self._ask(Request(-1, session))
-
-    async def update_weights(self, weights: Mapping[str, Tensor], version: int) -> None:
-        """Never called: weights reach the engine from the learner."""
-        raise NotImplementedError
-
-    async def close(self) -> None:
-        """Nothing to free here."""
 
     async def asked(self) -> list[Request]:
         """What was asked since the last call; waits until there is something."""

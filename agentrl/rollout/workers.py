@@ -54,7 +54,7 @@ async def placed(config: RunConfig, model: Path, engine: Engine) -> AsyncIterato
         yield lambda player: player
         return
     kit = pack_kit(config, model, engine.max_context)
-    workers = Workers(num, kit, engine, address=config.rollout.ray or config.learner.ray)
+    workers = Workers(num, kit, engine, address=config.ray)
     try:
         await workers.start()
         yield workers.player

@@ -320,7 +320,7 @@ def _claim(path: Path, config: RunConfig) -> bool:
 
 
 _PLACE = (
-    *("ranks", "ray", "device", "tokens_per_micro_batch", "logits_at_once"),
+    *("ranks", "reference_ranks", "ray", "device", "tokens_per_micro_batch", "logits_at_once"),
     *("attention", "checkpoint_activations", "offload_activations", "cpu_offload"),
 )
 """Settings of the learner that say where and in which pieces it computes, not what."""
@@ -329,8 +329,13 @@ _PLACE = (
 def _elsewhere(old: RunConfig, new: RunConfig) -> RunConfig:
     """`old`, with the settings of `new` that do not change what is computed."""
     place = {name: getattr(new.learner, name) for name in _PLACE}
-    learner = old.learner.model_copy(update=place)
-    return old.model_copy(update={"learner": learner, "checkpoint": new.checkpoint})
+    found: dict[str, object] = {"learner": old.learner.model_copy(update=place), "checkpoint": new.checkpoint}
+    if old.critic is not None and new.critic is not None:
+        found["critic"] = old.critic.model_copy(update={"ranks": new.critic.ranks})
+    if old.reward_model is not None and new.reward_model is not None:
+        where = {name: getattr(new.reward_model, name) for name in ("workers", "device", "batch_size")}
+        found["reward_model"] = old.reward_model.model_copy(update=where)
+    return old.model_copy(update=found)
 
 
 def _free_name(path: Path) -> Path:

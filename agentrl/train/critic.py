@@ -7,7 +7,7 @@ head that says 0 everywhere at first. It has its own optimiser, and its checkpoi
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from logging import ERROR
 from pathlib import Path
 from typing import Any
@@ -19,16 +19,19 @@ from transformers import AutoConfig, AutoModelForTokenClassification, PreTrained
 from transformers.utils import logging
 
 from agentrl.algo.aggregate import Totals, aggregation_weights
-from agentrl.algo.metrics import Metrics, max_of
+from agentrl.algo.metrics import Metrics, max_of, merge_metrics, to_host
 from agentrl.algo.value import ValueLoss, value_loss
 from agentrl.config.algorithm import AlgorithmConfig, CriticConfig
 from agentrl.config.run import LearnerConfig, OptimConfig
-from agentrl.errors import AgentRLError, ConfigError
+from agentrl.engine.device import pick_device
+from agentrl.errors import AgentRLError, CheckpointError, ConfigError
 from agentrl.train.attention import PACKED_ATTENTION, check_attention, register_attention
 from agentrl.train.model import checkpoint_activations
 from agentrl.train.pack import Packed
+from agentrl.train.rank import lr_factor, packed_rows, said_of, saving, working_dtype
 from agentrl.train.shard import World, whole
 from agentrl.train.state import Snapshot, restore_optimizer, snapshot, whole_weights
+from agentrl.train.work import Columns, Portion, Rows
 
 CRITIC_FOLDER = "critic"
 """In a checkpoint: the critic."""
@@ -82,30 +85,67 @@ def empty_critic(directory: Path) -> PreTrainedModel:
 
 
 class Critic:
-    """One rank's part of the critic; all ranks must be called alike."""
+    """One rank's part of the critic; all ranks must be called alike.
+
+    Beside the policy it is led by the learner of its rank; on ranks of its own it does its part by itself
+    (`evaluate`, `work` and what ends in `_part`).
+    """
 
     def __init__(
         self,
         directory: Path,
         *,
-        config: CriticConfig,
+        critic: CriticConfig,
         algorithm: AlgorithmConfig,
         optim: OptimConfig,
-        learner: LearnerConfig,
+        config: LearnerConfig,
+        total_steps: int,
         world: World,
-        device: torch.device,
     ) -> None:
         def make(values: bool) -> PreTrainedModel:
             return load_critic(directory) if values else empty_critic(directory)
 
-        self.config, self.algorithm, self.world = config, algorithm, world
-        self.model = world.place(make, learner, device)
-        if learner.checkpoint_activations:
+        self.critic, self.algorithm, self.optim, self.config = critic, algorithm, optim, config
+        self.world, self.total_steps = world, total_steps
+        self.device = pick_device(config.device)
+        self.model = world.place(make, config, self.device)
+        if config.checkpoint_activations:
             checkpoint_activations(self.model)
-        self.loss_config = ValueLoss(clip=config.value_clip)
+        self.loss_config = ValueLoss(clip=critic.value_clip)
         self.optimizer = torch.optim.AdamW(
-            self.model.parameters(), lr=config.lr, betas=optim.betas, weight_decay=optim.weight_decay, fused=True
+            self.model.parameters(), lr=critic.lr, betas=optim.betas, weight_decay=optim.weight_decay, fused=True
         )
+        self.steps_done = 0
+        self._taken: Snapshot | None = None
+
+    def evaluate(self, batches: Sequence[Rows], wanted: frozenset[str]) -> list[Columns]:
+        """`values` of the rows of this rank."""
+        return said_of(
+            batches, self.device, working_dtype(self.model), lambda packed: {"values": self.values(packed)}
+        )
+
+    def work(self, portions: Sequence[Portion]) -> Metrics:
+        """This rank's part of a step; every rank is at work at the same time.
+
+        Raises:
+            AgentRLError: the gradient is not finite.
+        """
+        factor, dtype = lr_factor(self.optim, self.steps_done, self.total_steps), working_dtype(self.model)
+        metrics: list[Metrics] = []
+        for portion in portions:
+            for rows in portion.micro_batches:
+                packed = packed_rows(rows, portion.columns, self.device, dtype)
+                metrics.append(self.learn(packed, portion.totals))
+            metrics.append(self.update(f"step {self.steps_done + 1}", factor))
+        self.steps_done += 1
+        return to_host(merge_metrics(metrics))
+
+    def learn(self, packed: Packed, totals: Totals) -> Metrics:
+        """The value loss of a micro-batch; its gradient is added to what is there."""
+        with saving(self.config):
+            value, found = self.loss(packed, totals)
+        value.backward()  # type: ignore[no-untyped-call]
+        return found
 
     def values(self, packed: Packed) -> Tensor:
         """[N] the value before each trained token: where it is predicted from."""
@@ -141,14 +181,14 @@ class Critic:
         Raises:
             AgentRLError: the gradient is not finite; the critic is left as it was.
         """
-        norm = whole(torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.config.max_grad_norm))
+        norm = whole(torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.critic.max_grad_norm))
         if not math.isfinite(float(norm)):
             self.optimizer.zero_grad(set_to_none=True)
             raise AgentRLError(
-                f"{when}: the critic's gradient is {float(norm)}; lower critic.lr ({self.config.lr:g})"
+                f"{when}: the critic's gradient is {float(norm)}; lower critic.lr ({self.critic.lr:g})"
             )
         for group in self.optimizer.param_groups:
-            group["lr"] = self.config.lr * factor
+            group["lr"] = self.critic.lr * factor
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
         return {"critic/grad_norm": max_of(norm[None])}
@@ -163,4 +203,27 @@ class Critic:
         Raises:
             CheckpointError: the files are missing or belong to another model.
         """
-        restore_optimizer(self.model, self.optimizer, directory, self.world)
+        note = restore_optimizer(self.model, self.optimizer, directory, self.world)
+        try:
+            self.steps_done = int(note["steps_done"])
+        except (KeyError, TypeError, ValueError) as e:
+            raise CheckpointError(f"checkpoint {directory} cannot be resumed: {e}") from e
+
+    def snapshot_part(self, note: Mapping[str, Any]) -> None:
+        """Copy this rank's part of a checkpoint, for `write_part`."""
+        self._taken = self.snapshot({**note, "steps_done": self.steps_done})
+
+    def write_part(self, directory: Path) -> None:
+        """Write what `snapshot_part` copied, and forget it."""
+        assert self._taken is not None
+        (directory / CRITIC_FOLDER).mkdir(exist_ok=True)
+        self._taken.write(directory / CRITIC_FOLDER)
+        self._taken = None
+
+    def load_part(self, directory: Path) -> None:
+        """Take up this rank's part of a checkpoint of the run; see `restore`."""
+        self.restore(directory / CRITIC_FOLDER)
+
+    def close(self) -> None:
+        """Leave the other ranks; idempotent."""
+        self.world.leave()

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -33,17 +32,18 @@ from agentrl.train.lora import (
 )
 from agentrl.train.model import checkpoint_activations, empty_policy, load_policy
 from agentrl.train.objective import Loss, policy_loss
-from agentrl.train.pack import Packed, in_pack_order, pack
+from agentrl.train.pack import Packed
+from agentrl.train.rank import lr_factor, packed_rows, said_of, saving, working_dtype
 from agentrl.train.shard import World, check_offload, whole
 from agentrl.train.state import Snapshot, restore_optimizer, snapshot, whole_weights
-from agentrl.train.work import NOTHING, Outcome, Portion, Rows
-from agentrl.types import Sample
+from agentrl.train.work import Columns, Outcome, Portion, Rows
 
 
 class Learner(Driver):
     """One rank: holds the policy that is trained and, for the KL term, its frozen reference; drives itself.
 
     Methods that end in `_part`, `evaluate` and `work` do one rank's part; all ranks must be called alike.
+    Reference and critic may have ranks of their own: then this one is given no directory of theirs.
     """
 
     def __init__(
@@ -70,6 +70,8 @@ class Learner(Driver):
             self.world.leave()
             raise
         self.steps_done = 0
+        self.first_step = 0 if critic is None else critic.warmup_steps
+        """The step at which the policy begins to learn."""
         self._snapshots: dict[str, Snapshot] = {}
         self._adapter: dict[str, Tensor] = {}
 
@@ -92,35 +94,33 @@ class Learner(Driver):
         if critic is not None and critic_dir is not None:
             self.critic = Critic(
                 critic_dir,
-                config=critic,
+                critic=critic,
                 algorithm=algorithm,
                 optim=optim,
-                learner=config,
+                config=config,
+                total_steps=self.total_steps,
                 world=self.world,
-                device=self.device,
             )
         self._know_heads()
 
-    def evaluate(self, batches: Sequence[Rows]) -> list[Sample]:
-        """The rows of this rank with what the models say of them before the first update, as columns."""
-        wanted = self.preparation.algorithm.evaluates
-        rows: list[Sample] = []
-        with torch.no_grad():
-            for batch in batches:
-                packed = self._pack(batch)
-                found: dict[str, Tensor] = {}
-                if wanted & {"learner_logprobs", "entropy", "sum_pi_squared"}:
-                    stats = self._stats(self.policy, packed, wanted & {"entropy", "sum_pi_squared"})
-                    found = {"learner_logprobs": stats.logprobs_N}
-                    found |= {} if stats.entropy_N is None else {"entropy": stats.entropy_N}
-                    found |= {} if stats.sum_pi_squared_N is None else {"sum_pi_squared": stats.sum_pi_squared_N}
-                if "ref_logprobs" in wanted and self.reference is not None:
-                    with self._as_reference():
-                        found["ref_logprobs"] = self._stats(self.reference, packed).logprobs_N
-                if "values" in wanted and self.critic is not None:
-                    found["values"] = self.critic.values(packed)
-                rows += _with_columns(batch, found)
-        return rows
+    def evaluate(self, batches: Sequence[Rows], wanted: frozenset[str]) -> list[Columns]:
+        """What the models say of the rows of this rank before the first update."""
+
+        def say(packed: Packed) -> dict[str, Tensor]:
+            found: dict[str, Tensor] = {}
+            if wanted & {"learner_logprobs", "entropy", "sum_pi_squared"}:
+                stats = self._stats(self.policy, packed, wanted & {"entropy", "sum_pi_squared"})
+                found = {"learner_logprobs": stats.logprobs_N}
+                found |= {} if stats.entropy_N is None else {"entropy": stats.entropy_N}
+                found |= {} if stats.sum_pi_squared_N is None else {"sum_pi_squared": stats.sum_pi_squared_N}
+            if "ref_logprobs" in wanted and self.reference is not None:
+                with self._as_reference():
+                    found["ref_logprobs"] = self._stats(self.reference, packed).logprobs_N
+            if "values" in wanted and self.critic is not None:
+                found["values"] = self.critic.values(packed)
+            return found
+
+        return said_of(batches, self.device, self._dtype, say)
 
     def work(self, portions: Sequence[Portion]) -> Outcome:
         """This rank's part of a step; every rank is at work at the same time.
@@ -133,19 +133,16 @@ class Learner(Driver):
         factor = self._set_lr()
         norms = []
         when = f"step {self.steps_done + 1}"
-        learns = self.critic is None or self.steps_done >= self.critic.config.warmup_steps
+        learns = self.steps_done >= self.first_step
         for number, portion in enumerate(portions):
             for rows in portion.micro_batches:
-                packed = self._pack(rows, portion.columns)
+                packed = packed_rows(rows, portion.columns, self.device, self._dtype)
                 if learns:
                     loss = self._policy_part(packed, portion, first_update=number == 0)
                     metrics.append(loss.metrics)
                     drifts.append(loss.drift)
                 if self.critic is not None:
-                    with self._saving():
-                        value, found = self.critic.loss(packed, portion.totals)
-                    value.backward()  # type: ignore[no-untyped-call]
-                    metrics.append(found)
+                    metrics.append(self.critic.learn(packed, portion.totals))
             if self.critic is not None:
                 metrics.append(self.critic.update(when, factor))
             if learns:
@@ -160,7 +157,7 @@ class Learner(Driver):
 
     def _policy_part(self, packed: Packed, portion: Portion, *, first_update: bool) -> Loss:
         """The policy loss of a micro-batch; its gradient is added to what is there."""
-        with self._saving():
+        with saving(self.config):
             loss = policy_loss(
                 self.preparation.algorithm,
                 packed,
@@ -180,18 +177,10 @@ class Learner(Driver):
                 if model is not None:
                     know_head(model, self.device, self._dtype)
 
-    def _pack(self, rows: Rows, columns: Sequence[str] = ()) -> Packed:
-        """The rows of a micro-batch, or what is computed where there are none, with the columns of the others."""
-        packed = pack(rows or NOTHING, self.device, self._dtype)
-        if rows:
-            return packed
-        empty_N = torch.zeros(0, dtype=self._dtype, device=self.device)
-        return replace(packed, columns=dict.fromkeys(columns, empty_N))
-
     @property
     def _dtype(self) -> torch.dtype:
         """What is computed with behind the models."""
-        return torch.promote_types(torch.float32, next(self.policy.parameters()).dtype)
+        return working_dtype(self.policy)
 
     def _stats(self, model: PreTrainedModel, packed: Packed, wanted: Wanted = frozenset()) -> TokenStats:
         return token_stats(
@@ -205,10 +194,12 @@ class Learner(Driver):
 
     def _reference_logprobs(self, packed: Packed) -> Tensor | None:
         """[N] under the reference, where the loss has a KL penalty."""
-        if self.reference is None or not self.algorithm.kl.in_loss:
+        if not self.algorithm.kl.in_loss:
             return None
         if "ref_logprobs" in packed.columns:
             return packed.columns["ref_logprobs"]
+        if self.reference is None:
+            return None
         with torch.no_grad(), self._as_reference():
             return self._stats(self.reference, packed).logprobs_N
 
@@ -228,7 +219,8 @@ class Learner(Driver):
         """
         value = 0.0
         for rows in batches:
-            stats = token_stats(self.policy, self._pack(rows), chunk=self.config.logits_at_once)
+            packed = packed_rows(rows, (), self.device, self._dtype)
+            stats = token_stats(self.policy, packed, chunk=self.config.logits_at_once)
             loss = -stats.logprobs_N.sum() / total
             loss.backward()  # type: ignore[no-untyped-call]
             value += float(loss.detach())
@@ -268,12 +260,13 @@ class Learner(Driver):
         """The policy without shards and adapters; {} but on rank 0."""
         return (merged_weights if self.config.lora else whole_weights)(self.policy, self.world)
 
-    def probe_part(self, batches: Sequence[Rows]) -> list[list[float]]:
-        """This rank's part of a probe: logprobs (temperature 1) of the trained tokens of each micro-batch."""
-        with torch.no_grad():
-            chunk = self.config.logits_at_once
-            found = [token_stats(self.policy, self._pack(rows), chunk=chunk) for rows in batches]
-            return [stats.logprobs_N.tolist() for stats in found]
+    def probe_part(self, batches: Sequence[Rows]) -> list[Columns]:
+        """This rank's part of a probe: `logprobs` (temperature 1) of its rows."""
+
+        def say(packed: Packed) -> dict[str, Tensor]:
+            return {"logprobs": token_stats(self.policy, packed, chunk=self.config.logits_at_once).logprobs_N}
+
+        return said_of(batches, self.device, self._dtype, say)
 
     def snapshot_part(self, note: Mapping[str, Any]) -> None:
         """Copy this rank's part of a checkpoint, for `write_part`."""
@@ -321,13 +314,9 @@ class Learner(Driver):
         """Leave the other ranks; idempotent."""
         self.world.leave()
 
-    def _each(self, method: str, parts: Sequence[tuple[Any, ...]]) -> list[Any]:
-        return [getattr(self, method)(*part) for part in parts]
-
-    def _saving(self) -> AbstractContextManager[object]:
-        """Where the backward pass finds what it needs: on the device, or in host memory."""
-        offload = self.config.offload_activations
-        return torch.autograd.graph.save_on_cpu(pin_memory=True) if offload else nullcontext()
+    def ask(self, method: str, parts: Sequence[tuple[Any, ...]]) -> Callable[[], list[Any]]:
+        """Nothing is done before the answer is waited for: others that were asked are at work meanwhile."""
+        return lambda: [getattr(self, method)(*part) for part in parts]
 
     def _load_policy(self, directory: Path, start: Path | None) -> PreTrainedModel:
         """The policy; with adapters it is the one that training began with, and those of a checkpoint."""
@@ -349,14 +338,9 @@ class Learner(Driver):
 
     def _set_lr(self) -> float:
         """Set the learning rate of this step; returns its share of the peak."""
-        c, step = self.optim_config, self.steps_done
-        factor = min(1.0, (step + 1) / max(1, c.warmup_steps))
-        if c.schedule != "constant" and step >= c.warmup_steps:
-            done = (step - c.warmup_steps) / max(1, self.total_steps - 1 - c.warmup_steps)
-            fall = done if c.schedule == "linear" else (1 - math.cos(math.pi * done)) / 2
-            factor = 1 - 0.9 * fall
+        factor = lr_factor(self.optim_config, self.steps_done, self.total_steps)
         for group in self.optimizer.param_groups:
-            group["lr"] = c.lr * factor
+            group["lr"] = self.optim_config.lr * factor
         return factor
 
 
@@ -364,13 +348,3 @@ def _own_world(config: LearnerConfig, device: torch.device) -> World:
     """One rank; sharded by itself where it computes in another precision than it keeps, or offloads."""
     check_offload(config, device.type)
     return World.alone(device) if config.precision != "float32" or config.cpu_offload else World()
-
-
-def _with_columns(rows: Rows, found: Mapping[str, Tensor]) -> Iterator[Sample]:
-    """The rows with more columns, from tensors over their trained tokens in the order of `pack`."""
-    ordered = in_pack_order(rows)
-    counts = [sum(row.loss_mask) for row in ordered]
-    parts = {name: torch.split(values_N, counts) for name, values_N in found.items()}
-    for number, row in enumerate(ordered):
-        more = {name: tuple(part[number].tolist()) for name, part in parts.items()}
-        yield replace(row, columns={**row.columns, **more})

@@ -14,7 +14,7 @@ from typing import Any
 
 from agentrl.config.run import RunConfig
 from agentrl.errors import ConfigError
-from agentrl.train.plan_shape import BFLOAT16, FLOAT32, ModelShape
+from agentrl.train.plan_shape import BFLOAT16, FLOAT32, ModelShape, classifier_parameters
 
 GIB = 2**30
 
@@ -108,9 +108,10 @@ def make_plan(config: RunConfig, *, memory_bytes: int | None = None, gpu: bool |
     each = BFLOAT16 if config.engine.resolved_dtype == "bfloat16" else FLOAT32
     per_token = shape.kv_bytes_per_token(each)
     kv = per_token * kv_tokens(config, shape)
-    phases = [_rollout(config, shape, kv), _update(config, shape, gpu)]
-    if config.learner.ranks == 1 and config.engine.kind == "local":
+    phases = [_rollout(config, shape, kv), _update(config, shape)]
+    if not config.learner_on_ray and config.engine.kind == "local":
         phases.append(_together(*phases))
+    phases += _apart(config, shape)
     checkpoint = checkpoint_bytes(config, shape)
     kept = config.checkpoint.keep + int(config.checkpoint.best) + 1  # the one that is being written
     where, attention = placement(config, gpu), attention_there(config, shape, gpu)
@@ -158,7 +159,7 @@ def checkpoint_bytes(config: RunConfig, shape: ModelShape) -> int:
     size = FLOAT32 * shape.parameters
     trained = _trained(config, shape)
     adapter = 0 if config.learner.lora is None else FLOAT32 * trained
-    critic = 0 if config.critic is None else 3 * FLOAT32 * shape.parameters
+    critic = 0 if config.critic is None else 3 * FLOAT32 * _critic_shape(config, shape).parameters
     return size + adapter + 2 * FLOAT32 * trained + critic
 
 
@@ -176,25 +177,27 @@ def placement(config: RunConfig, gpu: bool) -> list[str]:
             f", each on {server.tensor_parallel} GPUs" if server.tensor_parallel > 1 else f", each on one {device}"
         )
         lines.append(f"engine: {server.replicas} {engine.kind} servers started by the run{gpus}")
-    if learner.ranks == 1:
+    if not config.learner_on_ray:
         lines.append(f"learner: in the process of the run, on its {device}")
     else:
         cluster = f"the Ray cluster {learner.ray}" if learner.ray else "a Ray cluster on this machine"
-        lines.append(
-            f"learner: {learner.ranks} ranks on {cluster}, one {device} and 1/{learner.ranks} of the model each"
-        )
+        lines.append(f"learner: {_ranks(learner.ranks, device)}, on {cluster}")
     if config.algorithm.kl.coef > 0:
-        how = (
-            "the policy without its adapters"
-            if learner.lora
-            else "a frozen copy beside the policy, sharded as it is"
-        )
+        how = "a frozen copy beside the policy, sharded as it is"
+        if learner.lora:
+            how = "the policy without its adapters"
+        elif learner.reference_ranks:
+            how = f"{_ranks(learner.reference_ranks, device)}, its own"
         lines.append(f"reference: {how}")
     if config.critic is not None:
-        lines.append("critic: beside the policy, sharded as it is")
+        own = config.critic.ranks
+        lines.append(
+            f"critic: {_ranks(own, device)}, its own" if own else "critic: beside the policy, sharded as it is"
+        )
+    lines += _scorers(config, device)
     workers = config.rollout.workers
     lines.append(f"episodes: {workers} Ray workers" if workers else "episodes: in the process of the run")
-    if learner.ranks == 1 and engine.kind == "local":
+    if not config.learner_on_ray and engine.kind == "local":
         lines.append(
             "so engine and learner are colocated: they share the memory, and take turns"
             if config.rollout.max_staleness == 0
@@ -204,6 +207,10 @@ def placement(config: RunConfig, gpu: bool) -> list[str]:
         lines.append("so they are colocated: servers free their memory while the learner works")
     else:
         lines.append("so they are split: each has its own devices")
+    devices = _own_devices(config, gpu)
+    if devices:
+        asked = " + ".join(f"{number} for the {name}" for name, number in devices.items())
+        lines.append(f"so the Ray cluster needs {sum(devices.values())} {device}s: {asked}")
     return lines
 
 
@@ -220,6 +227,41 @@ def attention_there(config: RunConfig, shape: ModelShape, gpu: bool) -> str:
         return choose_attention(config.learner, "cuda" if gpu else "cpu", {shape.head_dim})
     except ConfigError:  # a rule says it
         return asked
+
+
+def _ranks(number: int, device: str) -> str:
+    return (
+        f"{number} ranks, one {device} and 1/{number} of the model each" if number > 1 else f"1 rank, one {device}"
+    )
+
+
+def _scorers(config: RunConfig, device: str) -> list[str]:
+    """Where the reward model is, if there is one."""
+    scorer = config.reward_model
+    if scorer is None:
+        return []
+    where = f"a {scorer.kind} at {scorer.url}"
+    if scorer.kind == "classifier":
+        device = "CPU" if scorer.device == "cpu" else device
+        where = f"in the process of the run, on its {device}"
+        if scorer.workers:
+            each = "each with one GPU" if device == "GPU" else "on CPUs that are free,"
+            where = f"{scorer.workers} Ray workers, {each} and the whole model"
+    return [f"reward model: {where}"]
+
+
+def _own_devices(config: RunConfig, gpu: bool) -> dict[str, int]:
+    """Devices of the Ray cluster that each model has to itself."""
+    scorer, found = config.reward_model, {"policy": config.learner.ranks}
+    if config.learner.reference_ranks:
+        found["reference"] = config.learner.reference_ranks
+    if config.critic is not None and config.critic.ranks:
+        found["critic"] = config.critic.ranks
+    if not config.learner_on_ray:
+        found = {}
+    if gpu and scorer is not None and scorer.workers and scorer.device != "cpu":
+        found["reward model"] = scorer.workers
+    return found
 
 
 def on_gpu(config: RunConfig) -> bool:
@@ -266,13 +308,10 @@ def _rollout(config: RunConfig, shape: ModelShape, kv: int) -> Phase:
     return Phase("rollout", where, parts)
 
 
-def _update(config: RunConfig, shape: ModelShape, gpu: bool) -> Phase:
+def _update(config: RunConfig, shape: ModelShape) -> Phase:
     """Memory of one rank at the peak of the backward pass; what is offloaded is not counted."""
-    learner, ranks = config.learner, config.learner.ranks
+    learner, ranks, on_ray = config.learner, config.learner.ranks, config.learner_on_ray
     trained = _trained(config, shape)
-    low = learner.precision == "bfloat16"
-    each = BFLOAT16 if low else FLOAT32
-    sharded = ranks > 1 or low or learner.cpu_offload
     parts = {
         "parameters": FLOAT32 * (shape.parameters + (trained if learner.lora else 0)) // ranks,
         "gradients": FLOAT32 * trained // ranks,
@@ -280,20 +319,65 @@ def _update(config: RunConfig, shape: ModelShape, gpu: bool) -> Phase:
     }
     if learner.cpu_offload:
         parts = {}
-    if config.algorithm.kl.coef > 0 and learner.lora is None and not learner.cpu_offload:
+    beside = config.algorithm.kl.coef > 0 and learner.lora is None and not learner.reference_ranks
+    if beside and not learner.cpu_offload:
         parts["reference"] = FLOAT32 * shape.parameters // ranks
-    if config.critic is not None:
-        parts["critic"] = 4 * FLOAT32 * shape.parameters // ranks
-    if sharded:  # the outer part stays gathered, and two blocks: one computing, one on its way
+    if config.critic is not None and not config.critic.ranks:
+        parts["critic"] = 4 * FLOAT32 * _critic_shape(config, shape).parameters // ranks
+    parts |= _computing(config, shape) | _logits(config, shape)
+    return Phase("update", "each rank" if on_ray else "the process of the run", parts)
+
+
+def _apart(config: RunConfig, shape: ModelShape) -> list[Phase]:
+    """Memory of one rank of each model that has ranks of its own, and of one worker of the reward model."""
+    learner, found = config.learner, []
+    if ranks := learner.reference_ranks:
+        held = {} if learner.cpu_offload else {"parameters": FLOAT32 * shape.parameters // ranks}
+        parts = held | _computing(config, shape, backward=False) | _logits(config, shape)
+        found.append(Phase("reference", "each of its ranks", parts))
+    if config.critic is not None and (ranks := config.critic.ranks):
+        critic = _critic_shape(config, shape)
+        shard = FLOAT32 * critic.parameters // ranks
+        held = {"parameters": shard, "gradients": shard, "optimiser": 2 * shard}
+        found.append(
+            Phase(
+                "critic", "each of its ranks", ({} if learner.cpu_offload else held) | _computing(config, critic)
+            )
+        )
+    scorer = config.reward_model
+    if scorer is not None and scorer.kind == "classifier":
+        weights = FLOAT32 * classifier_parameters(Path(scorer.path or ""))
+        where = "each of its workers" if scorer.workers else "the process of the run"
+        found.append(Phase("scoring", where, {"reward model": weights}))
+    return found
+
+
+def _computing(config: RunConfig, shape: ModelShape, *, backward: bool = True) -> dict[str, int]:
+    """What a pass over a micro-batch needs beside the shards that a rank holds."""
+    learner, parts = config.learner, {}
+    low = learner.precision == "bfloat16"
+    each = BFLOAT16 if low else FLOAT32
+    if config.learner_on_ray or low or learner.cpu_offload:
+        # The outer part stays gathered, and two blocks: one computing, one on its way.
         parts["gathered"] = each * (shape.outer + 2 * shape.block) + FLOAT32 * shape.block
-    tokens = learner.tokens_per_micro_batch
     block = shape.activation_bytes_per_token(each)
     kept = shape.layers * shape.hidden * each + block if learner.checkpoint_activations else shape.layers * block
-    if not learner.offload_activations:
-        parts["activations"] = tokens * kept
-    at_once = min(learner.logits_at_once or tokens, tokens)
-    parts["logits"] = 3 * FLOAT32 * at_once * shape.vocab
-    return Phase("update", "each rank" if ranks > 1 else "the process of the run", parts)
+    if not backward:
+        kept = block
+    if not (backward and learner.offload_activations):
+        parts["activations"] = learner.tokens_per_micro_batch * kept
+    return parts
+
+
+def _logits(config: RunConfig, shape: ModelShape) -> dict[str, int]:
+    tokens = config.learner.tokens_per_micro_batch
+    return {"logits": 3 * FLOAT32 * min(config.learner.logits_at_once or tokens, tokens) * shape.vocab}
+
+
+def _critic_shape(config: RunConfig, shape: ModelShape) -> ModelShape:
+    """The sizes of what the critic begins with."""
+    path = None if config.critic is None else config.critic.path
+    return shape if path is None else ModelShape.of_directory(Path(path))
 
 
 def _together(rollout: Phase, update: Phase) -> Phase:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from agentrl.config.run import RunConfig
 from agentrl.errors import ConfigError
-from agentrl.train.plan import Finding, Plan, disk_free, size
+from agentrl.train.plan import Finding, Phase, Plan, disk_free, size
 
 Rule = Callable[[RunConfig, Plan, bool], Iterator[Finding]]
 BILLION = 1_000_000_000
@@ -29,11 +29,18 @@ def memory(config: RunConfig, plan: Plan, gpu: bool) -> Iterator[Finding]:
         if phase.total > TOO_FULL * plan.memory_bytes:
             name, most = max(phase.parts.items(), key=lambda part: part[1])
             text = f"{phase.name} needs {size(phase.total)} in {phase.where}, which has {size(plan.memory_bytes)}"
-            yield Finding("PL01", "error", f"{text}; most of it is {name} ({size(most)})", _relief(name, config))
+            yield Finding(
+                "PL01", "error", f"{text}; most of it is {name} ({size(most)})", _relief(phase, name, config)
+            )
 
 
-def _relief(name: str, config: RunConfig) -> str:
+OWN_RANKS = {"reference": "raise learner.reference_ranks", "critic": "raise critic.ranks"}
+
+
+def _relief(phase: Phase, name: str, config: RunConfig) -> str:
     learner = config.learner
+    if "reward model" in name:
+        return "take a smaller reward model, or ask a server for the scores (reward_model.kind: http)"
     if "KV" in name:
         return "lower engine.max_slots, rollout.token_budget or rollout.group_size"
     if "activations" in name:
@@ -45,6 +52,8 @@ def _relief(name: str, config: RunConfig) -> str:
         return "set learner.precision to bfloat16"
     if "weights" in name:
         return "set engine.dtype to bfloat16, or split the model with engine.server.tensor_parallel"
+    if phase.name in OWN_RANKS:
+        return OWN_RANKS[phase.name]
     return "raise learner.ranks, or use learner.lora or learner.cpu_offload"
 
 
@@ -103,6 +112,10 @@ def reference(config: RunConfig, plan: Plan, gpu: bool) -> Iterator[Finding]:
         return
     if config.learner.lora is not None:
         text = "the reference is the policy without its adapters: no second copy, one more forward pass"
+    elif config.learner.reference_ranks:
+        text = (
+            "the reference is a frozen copy on ranks of its own: one more forward pass, which the policy waits for"
+        )
     else:
         text = "the reference is a frozen copy: one more forward pass, about a quarter of an update"
     yield Finding("PL07", "note", text, "set algorithm.kl.coef to 0 to do without")

@@ -133,3 +133,24 @@ class ModelShape:
             for name, inputs, outputs in self.linear
             if targets == "all-linear" or name in targets
         )
+
+
+def classifier_parameters(directory: Path) -> int:
+    """Parameters of a sequence-classification model, from the config.json of its directory.
+
+    Raises:
+        ConfigError: it is missing, no JSON, or of a model that has no such head.
+    """
+    import torch
+    from transformers import AutoConfig, AutoModelForSequenceClassification
+
+    auto: Any = AutoModelForSequenceClassification
+    try:
+        config = AutoConfig.from_pretrained(directory, local_files_only=True)
+        with torch.device("meta"):  # shapes without storage
+            model = auto.from_config(config)
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as e:
+        raise ConfigError(
+            f"reward_model.path {directory}: is no classifier that can be planned: {str(e)[:300]}"
+        ) from e
+    return sum(p.numel() for p in model.parameters())

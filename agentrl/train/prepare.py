@@ -23,7 +23,7 @@ from agentrl.train.flat import Flat
 from agentrl.types import Sample
 
 Evaluate = Callable[[Sequence[Sample]], Sequence[Sample]]
-"""The same rows, in any order, with the columns that `Algorithm.evaluates` names."""
+"""The same rows, in any order, with the columns that `Preparation.evaluates` names."""
 LOSS_COLUMNS = ("learner_logprobs", "ref_logprobs", "values", "returns", "correction", "selected")
 """What the losses read; other columns go no further."""
 
@@ -44,13 +44,18 @@ class Prepared:
 class Preparation:
     """The part of an algorithm that sees whole steps; whoever drives the ranks has one.
 
+    Args:
+        reference_apart: the reference is not where the loss is computed: what it says is asked for beforehand.
+
     Raises:
         ConfigError: a function of the user's own cannot be used.
     """
 
-    def __init__(self, config: AlgorithmConfig) -> None:
+    def __init__(self, config: AlgorithmConfig, *, reference_apart: bool = False) -> None:
         self.config = config
         self.algorithm = make_algorithm(config)
+        self.evaluates = self.algorithm.evaluates | ({"ref_logprobs"} if reference_apart else set())
+        """What the models must say of every token before the first update, by column name."""
         self.kl = make_kl_control(config.kl)
 
     def prepare(self, samples: Sequence[Sample], scores: Scores | None, evaluate: Evaluate) -> Prepared:
@@ -70,7 +75,7 @@ class Preparation:
         if scores is not None:
             estimated = estimate_advantages(rows, scores, self.algorithm, kl_coef=self.kl.coef)
             rows, metrics, advantages = estimated.samples, estimated.metrics, estimated.by_segment
-        if rows and not late and self.algorithm.evaluates:  # only what trains
+        if rows and not late and self.evaluates:  # only what trains
             rows = list(evaluate(rows))
         measured = Drift()
         if rows and "learner_logprobs" in rows[0].columns:

@@ -232,12 +232,14 @@ async def _train_run(
         renderer = load_renderer(config, start)
         prove(renderer).require(tools=bool(content.make_env().tools))
         check_renderer(renderer, policy)
-        reward_model = make_reward_model(config.reward_model, start)
         async with contextlib.AsyncExitStack() as stack:
             learner = make_learner(config, policy, start)
             stack.callback(learner.close)
             if checkpoint:
                 learner.load_optimizer(checkpoint.path)
+            reward_model = await make_reward_model(config.reward_model, start, config.ray)
+            if reward_model is not None:
+                stack.push_async_callback(reward_model.close)
             lora = config.learner.lora
             engine = await make_engine(config, start if config.engine.sync == "lora" else policy, adapters=True)
             stack.push_async_callback(close_pools)

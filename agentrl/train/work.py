@@ -12,11 +12,13 @@ from dataclasses import dataclass, field
 from agentrl.algo.aggregate import Totals, totals_of_lengths
 from agentrl.algo.correction import Drift, merge_drift
 from agentrl.algo.metrics import Metrics, merge_metrics, metric_values
-from agentrl.train.pack import in_pack_order, micro_batches
+from agentrl.train.pack import micro_batches
 from agentrl.train.prepare import Prepared
 from agentrl.types import Sample
 
 Rows = tuple[Sample, ...]
+Columns = Mapping[str, tuple[float, ...]]
+"""What a model says of a row: numbers of its trained tokens, by name."""
 NOTHING: Rows = (Sample((0, 0), (False, False), (0.0, 0.0), (0.0, 0.0), (0, 0), episode_id=""),)
 """What a rank computes that has no rows for a micro-batch, so that it takes part: nothing of it is trained."""
 UNEVEN = 1.1
@@ -104,28 +106,15 @@ def balanced(samples: Sequence[Sample], ranks: int) -> list[list[Sample]]:
     return _shares(samples, ranks, lambda s: s.episode_id)
 
 
-def merge_outcomes(outcomes: Sequence[Outcome], prepared: Prepared) -> Update:
-    """The step as a whole, from what was prepared and what every rank did."""
-    values = metric_values(merge_metrics([prepared.metrics, *(o.metrics for o in outcomes)]))
+def merge_outcomes(outcomes: Sequence[Outcome], prepared: Prepared, apart: Sequence[Metrics] = ()) -> Update:
+    """The step as a whole, from what was prepared, what every rank did, and the metrics of ranks apart."""
+    values = metric_values(merge_metrics([prepared.metrics, *(o.metrics for o in outcomes), *apart]))
     measured = merge_drift([prepared.drift, *(o.drift for o in outcomes)])
     values |= {f"drift/{k}": v for k, v in measured.metrics().items()}
     values |= {"grad_norm": outcomes[0].grad_norm, "lr": outcomes[0].lr}
     samples = prepared.samples
     tokens, trained = sum(len(s.ids) for s in samples), sum(sum(s.loss_mask) for s in samples)
     return Update(values, tokens, trained, prepared.advantages)
-
-
-def in_order(
-    samples: Sequence[Sample], batches: Sequence[Rows], found: Sequence[Sequence[float]]
-) -> list[list[float]]:
-    """Numbers of trained tokens, as they lie in micro-batches, by row in the order of `samples`."""
-    place = {id(sample): index for index, sample in enumerate(samples)}
-    out: list[list[float]] = [[] for _ in samples]
-    for rows, numbers in zip(batches, found, strict=True):
-        left = iter(numbers)
-        for row in in_pack_order(rows):
-            out[place[id(row)]] = [next(left) for on in row.loss_mask if on]
-    return out
 
 
 def trained_by_episode(samples: Sequence[Sample]) -> dict[str, int]:

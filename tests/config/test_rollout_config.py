@@ -36,3 +36,32 @@ def test_what_fits_is_taken():
     assert config({"groups_ahead": 64, "max_staleness": 2}).rollout.groups_ahead == 64
     assert config({"groups_ahead": 0, "max_staleness": 2}).rollout.groups_ahead == 0
     assert config({"ray": "auto", "workers": 2}).rollout.workers == 2
+
+
+GAE = {"advantage": "gae"}
+
+
+@pytest.mark.parametrize(
+    ("sections", "message"),
+    [
+        (
+            {"learner": {"ray": "auto"}},
+            "learner.ray has no effect while learner.ranks is 1 and nothing else has ranks",
+        ),
+        ({"learner": {"reference_ranks": 1}, "algorithm": {"kl": {"coef": 0.0}}}, "there is no reference"),
+        ({"learner": {"reference_ranks": 1, "lora": {}}}, "no second model"),
+        ({"critic": {"ranks": 1}}, "unless algorithm.advantage is gae"),
+    ],
+)
+def test_ranks_of_models_that_are_not_there_are_refused(sections: dict[str, Any], message: str):
+    with pytest.raises(ValidationError, match=message):
+        config({}, **sections)
+
+
+def test_models_with_ranks_of_their_own_put_the_learner_on_ray():
+    assert not config({}).learner_on_ray
+    assert config({}, learner={"reference_ranks": 1, "ray": "auto"}).ray == "auto"
+    assert config({}, algorithm=GAE, critic={"ranks": 2}, learner={"ray": "auto"}).learner_on_ray
+    scorer = {"kind": "classifier", "path": "x", "workers": 1}
+    assert config({"ray": "auto"}, reward_model=scorer).ray == "auto"
+    assert not config({"ray": "auto"}, reward_model=scorer).learner_on_ray

@@ -70,7 +70,7 @@ def server():
 
 async def test_a_judge_is_asked_about_the_whole_conversation(server: Any, tmp_path: Path):
     config = RewardModelConfig(kind="judge", url=f"{server.url}/v1", model="m", weight=2.0, name="quality")
-    judged = await make_reward_model(config, tmp_path).judged(episode())
+    judged = await (await make_reward_model(config, tmp_path)).judged(episode())
     assert judged.rewards == {"solved": 1.0, "quality": 1.5}
     assert judged.reward == 2.5
     (question,) = server.seen[0]["messages"]
@@ -82,7 +82,7 @@ async def test_a_judge_is_asked_about_the_whole_conversation(server: Any, tmp_pa
 async def test_a_reward_server_is_given_the_text(server: Any, tmp_path: Path):
     server.plan = [(200, {"scores": [-0.5]})]
     config = RewardModelConfig(kind="http", url=f"{server.url}/score")
-    judged = await make_reward_model(config, tmp_path).judged(episode())
+    judged = await (await make_reward_model(config, tmp_path)).judged(episode())
     assert judged.rewards["reward_model"] == -0.5
     assert server.seen == [{"model": "model", "messages": [conversation_text(MESSAGES)]}]
 
@@ -90,18 +90,18 @@ async def test_a_reward_server_is_given_the_text(server: Any, tmp_path: Path):
 async def test_a_failure_is_an_infrastructure_failure(server: Any, tmp_path: Path):
     server.plan = [(200, {"scores": []})]
     config = RewardModelConfig(kind="http", url=f"{server.url}/score", retries=0)
-    judged = await make_reward_model(config, tmp_path).judged(episode())
+    judged = await (await make_reward_model(config, tmp_path)).judged(episode())
     assert (judged.reward, judged.stop_reason) == (None, StopReason.INFRA)
     assert judged.error is not None
     assert "JudgeError: reward server" in judged.error
     lost = replace(episode(), error="SandboxError: gone", reward=None)
-    assert await make_reward_model(config, tmp_path).judged(lost) is lost
+    assert await (await make_reward_model(config, tmp_path)).judged(lost) is lost
 
 
 async def test_a_name_that_the_env_uses_is_refused(server: Any, tmp_path: Path):
     config = RewardModelConfig(kind="http", url=f"{server.url}/score", name="solved")
     with pytest.raises(ConfigError, match="the env has a reward of this name"):
-        await make_reward_model(config, tmp_path).judged(episode())
+        await (await make_reward_model(config, tmp_path)).judged(episode())
 
 
 @pytest.fixture(scope="module")
@@ -130,7 +130,7 @@ async def test_a_classifier_reads_text_through_its_own_tokenizer(classifier_dir:
     from transformers import AutoTokenizer
 
     config = RewardModelConfig(kind="classifier", path=str(classifier_dir), device="cpu")
-    judged = await make_reward_model(config, tmp_path).judged(episode())
+    judged = await (await make_reward_model(config, tmp_path)).judged(episode())
     tokenizer = AutoTokenizer.from_pretrained(classifier_dir)
     text = tokenizer.apply_chat_template(plain_roles(MESSAGES), tokenize=False)
     assert "Tool result: 5" in text
@@ -140,13 +140,13 @@ async def test_a_classifier_reads_text_through_its_own_tokenizer(classifier_dir:
 
 async def test_a_classifier_with_the_policys_tokenizer_reads_its_tokens(classifier_dir: Path):
     config = RewardModelConfig(kind="classifier", path=str(classifier_dir), device="cpu")
-    judged = await make_reward_model(config, classifier_dir).judged(episode())
+    judged = await (await make_reward_model(config, classifier_dir)).judged(episode())
     assert judged.rewards["reward_model"] == pytest.approx(classify(classifier_dir, [1, 2, 3, 40, 41]), abs=1e-5)
 
 
 async def test_those_that_wait_are_scored_together(classifier_dir: Path, tmp_path: Path):
     config = RewardModelConfig(kind="classifier", path=str(classifier_dir), device="cpu", batch_size=4)
-    model = make_reward_model(config, tmp_path)
+    model = await make_reward_model(config, tmp_path)
     assert isinstance(model.scorer, Classifier)
     batches: list[int] = []
     forward = model.scorer._forward
@@ -161,15 +161,20 @@ async def test_those_that_wait_are_scored_together(classifier_dir: Path, tmp_pat
     )
 
 
-def test_what_is_no_reward_model_is_said(classifier_dir: Path, tmp_path: Path):
+async def test_what_is_no_reward_model_is_said(classifier_dir: Path, tmp_path: Path):
     base = classifier_dir.parent / "base"
     for path, said in ((tmp_path, "cannot be loaded"), (base, "labels|no trained head")):
         with pytest.raises(ConfigError, match=said):
-            make_reward_model(RewardModelConfig(kind="classifier", path=str(path)), tmp_path)
+            await make_reward_model(RewardModelConfig(kind="classifier", path=str(path)), tmp_path)
     for wrong, said in (
         ({"kind": "classifier"}, r"reward_model\.path is missing"),
         ({"kind": "http", "url": "x", "low": -1.0}, r"reward_model\.low has no effect unless .* is judge"),
         ({"kind": "judge", "url": "x", "model": "m", "low": 2.0}, "must be below"),
+        (
+            {"kind": "http", "url": "x", "workers": 1},
+            r"reward_model\.workers has no effect unless .* is classifier",
+        ),
+        ({"kind": "classifier", "path": "x", "workers": 1, "device": "cuda:1"}, "Ray gives workers their GPUs"),
     ):
         with pytest.raises(ValueError, match=said):
             RewardModelConfig(**wrong)

@@ -57,6 +57,15 @@ def test_the_loss_of_a_worker_costs_its_episodes_which_are_refilled(found: dict[
     assert found["processes_after"] == 3, "another one was started in its place"
 
 
+def test_a_classifier_on_a_worker_scores_as_one_here_and_is_started_again(found: dict[str, Any]):
+    scoring = found["scoring"]
+    assert scoring["scores"] == pytest.approx(scoring["wanted"], abs=1e-6)
+    assert scoring["again"] == pytest.approx(scoring["wanted"][0], abs=1e-6)
+    assert scoring["started_again"]
+    assert scoring["lost"].startswith("WorkerLost: worker 0 of the reward model is lost (reward_model.workers): ")
+    assert scoring["missing"].startswith("reward_model.workers: a worker sees no ")
+
+
 def test_an_engine_error_reaches_the_episode(found: dict[str, Any]):
     assert "the last one: EngineError: no engine here" in found["broken"]
 

@@ -4,19 +4,23 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import shutil
+import signal
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from agentrl.config.reward_model import RewardModelConfig
 from agentrl.config.run import RunConfig
 from agentrl.env.load import load_env
-from agentrl.errors import EngineError
+from agentrl.errors import ConfigError, EngineError
 from agentrl.records import read_episodes
 from agentrl.rollout.collect import collect
 from agentrl.rollout.episode import Player
 from agentrl.rollout.frame import Limits
+from agentrl.rollout.reward_model import make_reward_model
 from agentrl.rollout.setup import env_factory, load_renderer, make_token_check
 from agentrl.rollout.worker import pack_kit
 from agentrl.rollout.workers import Workers
@@ -26,7 +30,7 @@ from agentrl.testing.engine import ScriptedEngine
 from agentrl.testing.policy import call, say
 from agentrl.testing.tiny_model import make_tokenizer
 from agentrl.train.run import train_run
-from agentrl.types import Completion, Group, Sampling, Task
+from agentrl.types import Completion, Episode, Group, Sampling, Task
 
 NEIGHBOUR = "WORD = 'found'\n"
 ENVS = """
@@ -154,12 +158,46 @@ async def main(folder: Path) -> dict[str, Any]:
             await asyncio.sleep(0.05)
         hanging.cancel()
         await asyncio.wait([hanging])
+        found["scoring"] = await scoring(folder, here[0].episodes[:2])
     finally:
         await workers.close()
     found["released"] = len(engine.released)
     found["closed"] = len(list(notes.glob("closed-*")))
     found["tasks_left"] = len(asyncio.all_tasks()) - 1
     return found
+
+
+async def scoring(folder: Path, episodes: Sequence[Episode]) -> dict[str, Any]:
+    """A classifier here and on a worker of its own, which is killed between two scores."""
+    from transformers import AutoModelForSequenceClassification, Qwen3Config
+
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2}
+    directory = folder / "scorer"
+    shutil.copytree(folder / "model", directory)
+    model = AutoModelForSequenceClassification.from_config(
+        Qwen3Config(vocab_size=400, num_key_value_heads=1, head_dim=16, num_labels=1, pad_token_id=0, **sizes)
+    )
+    model.save_pretrained(directory)
+    settings = {"kind": "classifier", "path": str(directory), "device": "cpu", "batch_size": 1}
+    here = await make_reward_model(RewardModelConfig(**settings), folder / "model")
+    there = await make_reward_model(RewardModelConfig(**settings, workers=1), folder / "model")
+    wanted = [(await here.judged(e)).rewards["reward_model"] for e in episodes]
+    scores = [(await there.judged(e)).rewards["reward_model"] for e in episodes]
+    (worker,) = there.scorer.workers
+    first = await worker.actor.__ray_call__.remote(lambda self: os.getpid())
+    os.kill(first, signal.SIGKILL)
+    again = await there.judged(episodes[0])
+    second = await worker.actor.__ray_call__.remote(lambda self: os.getpid())
+    there.scorer.ray.kill(worker.actor)
+    lost = await there.judged(episodes[0])
+    missing = str(folder / "nowhere")
+    try:
+        await make_reward_model(RewardModelConfig(**settings | {"path": missing}, workers=1), folder / "model")
+    except ConfigError as e:
+        said = str(e)
+    await there.close()
+    found = {"wanted": wanted, "scores": scores, "again": again.rewards["reward_model"], "lost": lost.error}
+    return found | {"started_again": first != second, "missing": said}
 
 
 def run(folder: Path, workers: int) -> list[Any]:

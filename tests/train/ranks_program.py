@@ -6,10 +6,12 @@ import json
 import os
 import signal
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from importlib import import_module
 from pathlib import Path
+from typing import Any
 
 import torch
 from train_models import make_batch, scored, write_model
@@ -18,8 +20,10 @@ from agentrl.cluster import connect, import_ray
 from agentrl.config.algorithm import AlgorithmConfig, CriticConfig
 from agentrl.config.run import LearnerConfig, OptimConfig
 from agentrl.errors import WorkerLost
+from agentrl.train import pool as pools
 from agentrl.train.driver import Driver
 from agentrl.train.learner import Learner
+from agentrl.train.pool import RankPool, RankWorker
 from agentrl.train.ranks import RankedLearner
 
 STEPS = 4
@@ -29,10 +33,10 @@ ALGORITHM = AlgorithmConfig(kl={"coef": 0.05}, updates_per_step=2)
 def learner(
     folder: Path, ranks: int, *, policy: str | Path = "policy", start: str = "reference",
     algorithm: AlgorithmConfig = ALGORITHM, critic: CriticConfig | None = None, critic_dir: Path | None = None,
-    **config,
+    on_ray: bool = False, **config,
 ):  # fmt: skip
     """A learner of the models in the folder, with so little room that micro-batches are many and uneven."""
-    make: Callable[..., Driver] = Learner if ranks == 1 else RankedLearner
+    make: Callable[..., Driver] = RankedLearner if ranks > 1 or on_ray else Learner
     return make(
         folder / policy,
         algorithm=algorithm,
@@ -48,6 +52,11 @@ def learner(
 
 def steps(driver: Driver, first: int, last: int) -> list[dict[str, float]]:
     return [dict(driver.step(make_batch(seed, groups=2)).metrics) for seed in range(first, last)]
+
+
+def process_of(pool: RankPool) -> int:
+    """The process of its last rank."""
+    return int(pool._workers[-1].place.split()[1])
 
 
 def gap(one: Driver, other: Driver) -> float:
@@ -138,7 +147,9 @@ def handed_over(saved: Path, folder: Path, ranks: int, critic: CriticConfig | No
     one.close()
     many = make(ranks, saved / "one")
     many.load_optimizer(saved / "one")
-    nodes = import_module("ray.util").placement_group_table(many._group)["bundles_to_node_id"].values()
+    nodes = (
+        import_module("ray.util").placement_group_table(many.pools["learner"].group)["bundles_to_node_id"].values()
+    )
     handed = take(many, 2, 4)
     many.save(saved / "many")
     many.close()
@@ -150,11 +161,105 @@ def handed_over(saved: Path, folder: Path, ranks: int, critic: CriticConfig | No
     return {"wanted": whole[2:], "found": handed, "gap": apart, "nodes": len(set(nodes))}
 
 
+def apart(folder: Path, ranks: int) -> dict[str, object]:
+    """PPO with reference and critic on ranks of their own, beside one process that has them all."""
+    connect(import_ray("the test"), None, cpus=ranks + 2, key="learner.ray")
+    one, many = ppo(folder, 1), ppo(folder, ranks, reference=1, critic=1)
+    curves, gaps = [take(one, 0, 3), take(many, 0, 3)], [gap(one, many)]
+    held = {name: pool.ranks for name, pool in many.pools.items()}
+    for name, driver in (("by-one", one), ("by-many", many)):
+        (folder / name).mkdir()
+        driver.save(folder / name)
+    wanted = take(one, 3, 5)
+    victim = process_of(many.pools["critic"])
+    os.kill(victim, signal.SIGKILL)
+    said = ""
+    try:
+        take(many, 3, 4)
+    except WorkerLost as e:
+        said = str(e)
+    many.close()
+    resumed = ppo(folder, 1, saved=folder / "by-many")
+    after = take(resumed, 3, 5)
+    gaps.append(gap(one, resumed))
+    with in_double():
+        plain = ppo(folder, 1, saved=folder / "by-one")
+        placed = ppo(folder, 1, critic=2, saved=folder / "by-one")
+    double = [take(plain, 3, 6), take(placed, 3, 6)]
+    found = {"curves": curves, "gaps": gaps, "held": held, "wanted": wanted, "after": after, "double": double}
+    found |= {"double_gap": gap(plain, placed), "said": said, "victim": victim}
+    placed.close()
+    return found
+
+
+def ppo(folder: Path, ranks: int, *, reference: int = 0, critic: int = 0, saved: Path | None = None) -> Driver:
+    """PPO with two updates a step, from the start or from a checkpoint."""
+    made = learner(
+        folder,
+        ranks,
+        on_ray=reference + critic > 0,
+        policy=saved or "policy",
+        algorithm=AlgorithmConfig(advantage="gae", kl={"coef": 0.05}, updates_per_step=2),
+        critic=CriticConfig(lr=1e-3, warmup_steps=1, ranks=critic),
+        critic_dir=saved / "critic" if saved else folder / "policy",
+        reference_ranks=reference,
+    )
+    if saved:
+        made.load_optimizer(saved)
+    return made
+
+
+def take(driver: Driver, first: int, last: int) -> list[dict[str, float]]:
+    """Steps on rows with scores."""
+    rows = [scored(make_batch(seed, groups=2)) for seed in range(first, last)]
+    return [dict(driver.step(*step).metrics) for step in rows]
+
+
+@contextmanager
+def in_double() -> Iterator[None]:
+    """Learners made within the block compute in float64, in this process and in ranks."""
+    kept = pools.RankWorker
+    pools.RankWorker = DoubleRank
+    with doubled():
+        yield
+    pools.RankWorker = kept
+
+
+class DoubleRank(RankWorker):
+    """A rank that computes in float64."""
+
+    def join(self, *arguments: Any) -> None:
+        with doubled():
+            super().join(*arguments)
+
+
+@contextmanager
+def doubled() -> Iterator[None]:
+    """Models are loaded in float64; their norms too, which transformers computes in float32."""
+    from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
+
+    from agentrl.train import critic, learner, reference
+
+    def norm(self, hidden: torch.Tensor) -> torch.Tensor:
+        return self.weight * hidden * torch.rsqrt(hidden.square().mean(-1, keepdim=True) + self.variance_epsilon)
+
+    kept = []
+    for module in (critic, learner, reference):
+        for name in ("load_policy", "empty_policy", "load_critic", "empty_critic"):
+            if (load := getattr(module, name, None)) is not None:
+                kept.append((module, name, load))
+                setattr(module, name, lambda *given, load=load: load(*given).double())
+    Qwen3RMSNorm.forward = norm
+    yield
+    for module, name, load in kept:
+        setattr(module, name, load)
+
+
 def a_rank_dies(folder: Path, ranks: int) -> dict[str, object]:
     """Killed between two steps, as the kernel would."""
     many = learner(folder, ranks)
     steps(many, 0, 1)
-    victim = int(many._workers[-1].place.split()[1])
+    victim = process_of(many.pools["learner"])
     os.kill(victim, signal.SIGKILL)
     said = []
     for _ in range(2):
@@ -205,5 +310,6 @@ if __name__ == "__main__":
         "a_rank_dies": a_rank_dies,
         "bad_input": bad_input,
         "two_nodes": two_nodes,
+        "apart": apart,
     }
     sys.stdout.write(json.dumps(scenarios[scenario](folder, ranks)) + "\n")

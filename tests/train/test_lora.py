@@ -12,10 +12,15 @@ from train_models import make_batch, padded_logprobs, plain_model
 from transformers import AutoModelForCausalLM
 
 from agentrl.config.algorithm import AlgorithmConfig
-from agentrl.config.run import LearnerConfig, OptimConfig
+from agentrl.config.run import LearnerConfig, OptimConfig, RunConfig, TinyModel
 from agentrl.engine.sync import AdapterSync
 from agentrl.errors import ConfigError
+from agentrl.rollout.setup import corpus, load_content
+from agentrl.run.report import Silent
+from agentrl.run.store import RunStore
+from agentrl.testing.tiny_model import make_tiny_model
 from agentrl.train.learner import Learner
+from agentrl.train.run import train_run
 
 pytest.importorskip("peft", reason="peft is not installed (extra: lora)")
 
@@ -117,3 +122,60 @@ def test_bad_targets_and_folders_are_one_error(policy_dir: Path, tmp_path: Path)
         make_learner(policy_dir, None, targets=["nothing"])
     with pytest.raises(ConfigError, match="cannot be read"):
         make_learner(policy_dir, None, adapter=str(tmp_path))
+
+
+LENGTHS = '''
+from agentrl import ToolEnv, reward
+from agentrl.env.read import final_answer
+from agentrl.env.tasks import generated
+
+
+class Lengths(ToolEnv):
+    """Say much."""
+
+    def setup(self, number: int) -> str:
+        return f"Number {number}."
+
+    @reward
+    def length(self, episode) -> float:
+        return float(len(final_answer(episode) or ""))
+
+    @classmethod
+    def tasks(cls, split, seed):
+        return generated("lengths", split, seed, 4, lambda rng: {"number": rng.randrange(10)})
+'''
+
+
+def test_a_given_adapter_samples_from_the_first_step_on(tmp_path: Path):
+    """The step compares what the engine said of its tokens with what the learner says of them."""
+    (tmp_path / "envs.py").write_text(LENGTHS)
+    settings: dict[str, Any] = {
+        "env": f"{tmp_path}/envs.py:Lengths",
+        "rollout": {"groups_per_step": 1, "group_size": 4, "max_tokens": 8, "max_turns": 1, "token_budget": 200},
+        "steps": 1,
+        "eval": {"tasks": 1},
+        "engine": {"device": "cpu"},
+    }
+    tiny = TinyModel(hidden=32, layers=1, heads=2, intermediate=64, vocab=400)
+    base, given = tmp_path / "base", tmp_path / "given"
+    make_tiny_model(base, corpus(load_content(RunConfig(model={"tiny": tiny}, **settings))), tiny)
+    other = make_learner(base, base)
+    with torch.no_grad():
+        for parameter in other.policy.parameters():
+            if parameter.requires_grad:
+                parameter.normal_(0.0, 0.5)
+    given.mkdir()
+    other.save(given)
+    lora = {"rank": 4, "alpha": 8, "adapter": str(given / "adapter")}
+    config = RunConfig(model={"path": str(base)}, learner={"device": "cpu", "lora": lora}, **settings)
+    with RunStore.open(config, tmp_path / "run") as store:
+        train_run(config, store, Silent())
+        (step,) = [line for line in store.metrics() if line["step"] == 1]
+    assert step["trained_tokens"] > 8
+    assert step["drift/max_abs"] < 1e-3
+    rows = make_batch(5)
+    plain, adapted = (
+        torch.tensor([v for row in learner.probe(rows) for v in row])
+        for learner in (make_learner(base, base), other)
+    )
+    assert float((plain - adapted).abs().max()) > 0.5, "without it the engine would say something else"

@@ -114,6 +114,40 @@ def test_adapters_cost_little(tmp_path: Path):
     assert plan.checkpoint_bytes == 4 * LARGE + 12 * 43_646_976
 
 
+def test_models_apart_have_devices_and_memory_of_their_own(tmp_path: Path):
+    """8B in bfloat16: what a rank of the policy no longer holds is held by those of the others."""
+    learner = {"ranks": 4, "precision": "bfloat16", "checkpoint_activations": True}
+    sections = {"algorithm": {"advantage": "gae"}, "rollout": {"token_budget": 4096}}
+    scorer = tmp_path / "scorer"
+    model(scorer, "0.6B")
+    more = {"reward_model": {"kind": "classifier", "path": str(scorer), "workers": 2}}
+    beside = make_plan(run(tmp_path, "8B", learner=learner, **sections, **more), gpu=True)
+    apart = make_plan(
+        run(tmp_path, "8B", learner=learner | {"reference_ranks": 2}, critic={"ranks": 3}, **sections, **more),
+        gpu=True,
+    )
+    held, left = ({phase.name: phase.parts for phase in plan.phases} for plan in (beside, apart))
+    assert held["update"].keys() - left["update"].keys() == {"reference", "critic"}
+    assert left["reference"]["parameters"] == LARGE * 4 // 2
+    assert "optimiser" not in left["reference"]
+    one_block = 2 * (6 * 4096 + (4 * 32 + 6 * 8) * 128 + 4 * 12288)
+    assert left["reference"]["activations"] == 16384 * one_block, "nothing is kept for a backward pass"
+    assert (left["critic"]["parameters"], left["critic"]["optimiser"]) == (LARGE * 4 // 3, 2 * (LARGE * 4 // 3))
+    weights = held["scoring"]["reward model"]
+    assert weights == 4 * (SMALL + 2 * 1024), "the body, and a head of two labels"
+    assert "reference: 2 ranks, one GPU and 1/2 of the model each, its own" in apart.placement
+    assert "critic: 3 ranks, one GPU and 1/3 of the model each, its own" in apart.placement
+    assert "reward model: 2 Ray workers, each with one GPU and the whole model" in apart.placement
+    needs = (
+        "so the Ray cluster needs 11 GPUs: 4 for the policy + 2 for the reference + 3 for the critic + 2 for the"
+    )
+    assert apart.placement[-1] == f"{needs} reward model"
+    assert beside.placement[-1] == "so the Ray cluster needs 6 GPUs: 4 for the policy + 2 for the reward model"
+    one = make_plan(run(tmp_path, "8B", learner={"reference_ranks": 1}), gpu=False)
+    assert "learner: 1 rank, one CPU, on a Ray cluster on this machine" in one.placement
+    assert "both" not in {phase.name for phase in one.phases}
+
+
 def codes(plan) -> set[str]:
     return {finding.code for finding in plan.findings}
 
