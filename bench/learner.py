@@ -9,7 +9,7 @@ clipped loss with token-mean aggregation and no reference. The padded loop does 
 by length and right-padded, as many to a micro-batch as fit the same token budget, logits of all positions. TRL
 runs its own GRPO loss on the same micro-batches. Each runs in a process of its own, in turn; medians of the steps
 behind the first. `tokens` counts the rows' real tokens, prompts included, for all alike. `padding` is the share of
-positions that are computed and hold no token.
+positions that are computed and hold no token. `tokens_per_cpu_s` depends less on what else runs on the machine.
 
 Peak memory is measured on a larger vocabulary: the resident memory of the process above what it had after loading
 (on a GPU: what PyTorch allocated at most). The last line is JSON.
@@ -30,7 +30,7 @@ from importlib.util import find_spec
 from multiprocessing import get_context
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -279,24 +279,32 @@ def peak_bytes() -> float:
     return 1024.0 * next(int(line.split()[1]) for line in status.splitlines() if line.startswith("VmHWM"))
 
 
+class Step(NamedTuple):
+    """What a step took; the peak counts from when everything was loaded."""
+
+    tokens_per_s: float
+    tokens_per_cpu_s: float
+    peak_bytes: float
+
+
 def run(pipe: Connection, name: str, shape: Shape, directory: Path, threads: int) -> None:
-    """In a process of its own: a step for each set of rows received; answers (seconds, peak bytes above start)."""
+    """In a process of its own: a step for each set of rows received; answers with what it took (`Step`)."""
     torch.set_num_threads(threads)
     step = LOOPS[name](shape, directory)
     before = peak_bytes()
     pipe.send("ready")
     while (rows := pipe.recv()) is not None:
-        started = time.perf_counter()
+        started, worked = time.perf_counter(), time.process_time()
         step(rows)
         if torch.cuda.is_available():
             torch.cuda.synchronize()
-        pipe.send((time.perf_counter() - started, peak_bytes() - before))
+        seconds, cpu_seconds = time.perf_counter() - started, time.process_time() - worked
+        tokens = sum(len(r.ids) for r in rows)
+        pipe.send(Step(tokens / seconds, tokens / cpu_seconds, peak_bytes() - before))
 
 
-def measure(
-    names: Sequence[str], shapes: Sequence[Shape], directory: Path, threads: int
-) -> list[tuple[list[float], float]]:
-    """For each name with its shape: seconds of the steps behind the first, in turn, and the peak in bytes."""
+def measure(names: Sequence[str], shapes: Sequence[Shape], directory: Path, threads: int) -> list[list[Step]]:
+    """The steps behind the first of each name with its shape; they take turns."""
     context = get_context("spawn")
     workers = []
     for name, shape in zip(names, shapes, strict=True):
@@ -306,19 +314,16 @@ def measure(
         workers.append((here, process))
     for here, _ in workers:
         here.recv()
-    seconds: list[list[float]] = [[] for _ in workers]
-    peaks = [0.0] * len(workers)
+    steps: list[list[Step]] = [[] for _ in workers]
     for number in range(shapes[0].steps + 1):
         rows = make_rows(shapes[0], seed=number)
         for index, (here, _) in enumerate(workers):
             here.send(rows)
-            took, peaks[index] = here.recv()
-            if number:
-                seconds[index].append(sum(len(r.ids) for r in rows) / took)
+            steps[index].append(here.recv())
     for here, process in workers:
         here.send(None)
         process.join()
-    return list(zip(seconds, peaks, strict=True))
+    return [taken[1:] for taken in steps]
 
 
 def main() -> None:
@@ -332,16 +337,20 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as temp:
         make_model(speed, Path(temp) / "speed")
         found = measure(names, [speed] * len(names), Path(temp) / "speed", arguments.threads)
-        medians = {name: statistics.median(values) for name, (values, _) in zip(names, found, strict=True)}
+        sides = dict(zip(names, found, strict=True))
+        medians = {name: statistics.median(s.tokens_per_s for s in steps) for name, steps in sides.items()}
+        per_cpu = {
+            name: round(statistics.median(s.tokens_per_cpu_s for s in steps)) for name, steps in sides.items()
+        }
         for name, value in medians.items():
-            print(f"{name:8} {value:8.0f} tokens/s", flush=True)
+            print(f"{name:8} {value:8.0f} tokens/s, {per_cpu[name]:8} tokens per CPU second", flush=True)
         vocab = 16_384 if arguments.quick else 32_768
         large = {"vocab": vocab, "hidden": 64, "layers": 1, "groups": 1, "steps": 1}
         chunked, whole = Shape(**large, logits_at_once=256), Shape(**large, logits_at_once=0)
         make_model(chunked, Path(temp) / "large")
         memory = measure(["ours", "ours"], [chunked, whole], Path(temp) / "large", arguments.threads)
     rows = make_rows(speed)
-    peak_mb = [round(peak / 2**20) for _, peak in memory]
+    peak_mb = [round(max(s.peak_bytes for s in steps) / 2**20) for steps in memory]
     print(f"padding: {padding_shares(speed, rows)}")
     print(f"peak memory above loading: {peak_mb[0]} MB with 256 logits at once, {peak_mb[1]} MB with all")
     ratio = medians["ours"] / medians["padded"]
@@ -355,6 +364,7 @@ def main() -> None:
         "met": ratio >= GOAL,
         "trl": round(medians["trl"]) if "trl" in medians else None,
         "ratio_to_trl": round(medians["ours"] / medians["trl"], 2) if "trl" in medians else None,
+        "tokens_per_cpu_s": per_cpu,
         "padding": {name: share for name, share in padding_shares(speed, rows).items() if name in medians},
         "peak_mb": {"chunked": peak_mb[0], "whole": peak_mb[1], "vocabulary": vocab},
         "rows": len(rows),
