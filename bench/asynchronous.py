@@ -1,11 +1,11 @@
 """What asynchronous training buys, and what staleness costs: parts (c) and (d) of bench/rollout.py.
 
 Runs with 8 groups of 8 in a step, from one cold-started policy: synchronous, one step ahead, asynchronous
-(staleness up to 4). Stale tokens are clipped against the log-probabilities of their sampler, as is the default; two
-more rows weigh them by truncated importance instead, or do nothing. The seeds differ in tasks and draws. (c) plays the
-calculator example with a tool that takes lognormal time, 200 ms in the median. (d) plays it as it is, or a task
-that is learnt in seconds: to say one of four colours, with a learning rate that moves the policy far in four
-updates.
+(staleness up to 4). Stale tokens are clipped against the log-probabilities of their sampler, as is the default;
+two more rows weigh them by truncated importance instead, or do nothing. The seeds differ in tasks and draws. (c)
+plays the calculator example with a tool that takes lognormal time, 200 ms in the median. (d) plays it as it is, or
+a task that is learnt in seconds: to say one of four colours, with a learning rate that moves the policy far in
+four updates.
 """
 
 from __future__ import annotations
