@@ -10,6 +10,7 @@ import socket
 import pytest
 
 from agentrl.sandbox import Sandbox
+from agentrl.sandbox.inside.kernel import landlock_abi
 
 ORDINARY_USER = 23456
 SYSTEM_PYTHON = "/usr/bin/python3"
@@ -46,6 +47,8 @@ def spec_for(name: str) -> Sandbox:
             pytest.skip("the tests run as an ordinary user already")
         if shutil.which(SYSTEM_PYTHON) is None:
             pytest.skip(f"no {SYSTEM_PYTHON} that an ordinary user could read")
+    if name == "landlock" and landlock_abi() < 6:
+        pytest.skip(f"Landlock ABI {landlock_abi()} of this kernel: at least 6 is needed (Linux 6.12)")
     if name == "docker" and not docker_answers():
         pytest.skip("no Docker engine answers (scripts/ci-docker starts one)")
     return SPECS[name]

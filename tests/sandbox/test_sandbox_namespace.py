@@ -118,6 +118,7 @@ asyncio.run(main())
 
 @pytest.mark.parametrize("backend", ["namespace", "landlock", "process"])
 def test_a_killed_harness_leaves_nothing(backend: str, tmp_path: Path) -> None:
+    spec_for(backend)
     token = f"agentrl-crash-{os.getpid()}-{backend}"
     environment = {**os.environ, "TMPDIR": str(tmp_path)}
     tmp_path.chmod(0o755)
@@ -158,6 +159,7 @@ def test_a_killed_harness_leaves_nothing(backend: str, tmp_path: Path) -> None:
 
 
 def test_the_next_keeper_sweeps_what_a_killed_one_left(tmp_path: Path) -> None:
+    spec_for("landlock")
     script = textwrap.dedent("""
         import asyncio, os, signal, sys
         from agentrl.sandbox import Sandbox, SandboxPool
@@ -303,6 +305,7 @@ async def test_where_namespaces_are_forbidden_it_says_so_and_landlock_serves(tmp
     with pytest.raises(SandboxUnavailable, match=r"clone .* Operation not permitted.*backend='landlock'"):
         await pool.open()
     await pool.close()
+    spec_for("landlock")
     async with SandboxPool(Sandbox(backend="landlock", python=str(python)), min_idle=0) as pool:
         assert pool.capabilities is not None
         assert "disk" not in pool.capabilities.kept
