@@ -445,6 +445,8 @@ class Supervisor:
         if session is None:
             self._unwatch_program(program)
             if program.status is None:
+                if self.owns_all and not self.sessions:
+                    tree.kill_at_once()  # those that run on would keep the processors from the one that is to die
                 tree.kill(program.pid)
                 _, program.status, program.rusage = os.wait4(program.pid, 0)
             reaped = 0 if early else self._kill_strays()

@@ -96,6 +96,17 @@ def reap(known: list[int]) -> int:
         killed += os.WIFSIGNALED(status) and os.WTERMSIG(status) == signal.SIGKILL
 
 
+def kill_at_once() -> bool:
+    """SIGKILL for every process but the caller, PID 1 of a namespace; waits for none. False: there is nobody."""
+    if os.getpid() != 1:
+        raise RuntimeError("kill_at_once outside a pid namespace")
+    try:
+        os.kill(-1, signal.SIGKILL)
+    except ProcessLookupError:
+        return False
+    return True
+
+
 def kill_all(owns_all: bool) -> int:
     """End every process but the caller; how many had to be killed.
 
@@ -104,20 +115,15 @@ def kill_all(owns_all: bool) -> int:
     """
     if not owns_all:
         return kill_except([], [])
-    if os.getpid() != 1:
-        raise RuntimeError("kill_all outside a pid namespace")
     killed = 0
-    while True:
-        try:
-            os.kill(-1, signal.SIGKILL)
-        except ProcessLookupError:
-            return killed + reap([])
+    while kill_at_once():
         try:
             while True:
                 _, status = os.waitpid(-1, 0)
                 killed += os.WIFSIGNALED(status) and os.WTERMSIG(status) == signal.SIGKILL
         except ChildProcessError:
             continue
+    return killed + reap([])
 
 
 def kill_except(keep: list[int], known: list[int]) -> int:
