@@ -27,9 +27,7 @@ done
 def serve(kind: str, control: int, scope: dict[str, Any]) -> int:
     """Become the session; answers are lines `id status` on the control descriptor."""
     # Whatever the session starts stays below it, so that ending the session ends it all.
-    with contextlib.suppress(
-        OSError
-    ):  # gVisor knows no such thing: orphans are the supervisor's, and end with the call
+    with contextlib.suppress(OSError):  # gVisor knows no such thing: orphans end with the call
         kernel.prctl(kernel.PR_SET_CHILD_SUBREAPER, 1)
     if kind == "bash":
         os.dup2(control, BASH_ORDERS)
