@@ -8,6 +8,7 @@ from typing import Any
 
 import httpx
 
+from agentrl.engine.transport import Transport
 from agentrl.errors import EngineError
 
 
@@ -45,7 +46,9 @@ class HttpServer:
             base_url=self.url,
             timeout=httpx.Timeout(timeout_s, connect=10.0),
             # Servers close idle connections after 5 s; one that is just being closed loses a request.
-            limits=httpx.Limits(max_connections=None, max_keepalive_connections=None, keepalive_expiry=2.0),
+            transport=Transport(
+                limits=httpx.Limits(max_connections=None, max_keepalive_connections=None, keepalive_expiry=2.0)
+            ),
             trust_env=False,  # a proxy of the machine is not for servers of the run
         )
 
@@ -73,6 +76,7 @@ class HttpServer:
             ServerRefused: 4xx, with the server's words.
             EngineError: an event that is no JSON.
         """
+        self._check_open(path)
         try:
             async with self._client.stream("POST", path, json=dict(body)) as answer:
                 if answer.status_code >= 400:
@@ -96,12 +100,13 @@ class HttpServer:
         raise ServerLost(f"{self.url}{path}: the stream broke off")
 
     async def close(self) -> None:
-        """Drop the connections; idempotent."""
+        """Drop the connections; what is being asked is lost. Idempotent."""
         await self._client.aclose()
 
     async def _ask(self, method: str, path: str, body: Mapping[str, Any] | None, timeout_s: float | None) -> Any:
         content = json.dumps(body, separators=(",", ":")).encode() if body is not None else None
         limit_s = timeout_s or self._timeout_s
+        self._check_open(path)
         try:
             answer = await self._client.request(
                 method,
@@ -124,6 +129,10 @@ class HttpServer:
             if "json" not in answer.headers.get("content-type", ""):
                 return answer.text
             raise EngineError(f"{self.url}{path}: an answer that is no JSON: {answer.text[:200]!r}") from None
+
+    def _check_open(self, path: str) -> None:
+        if self._client.is_closed:
+            raise ServerLost(f"{self.url}{path}: the client has been closed")
 
     def _refused(self, path: str, answer: httpx.Response) -> EngineError:
         text = f"{self.url}{path}: HTTP {answer.status_code}: {answer.text[:300]}"

@@ -73,15 +73,21 @@ class ChatClient:
     """Asks one endpoint; for one event loop, and closed at its end."""
 
     def __init__(self, endpoint: Endpoint) -> None:
+        import httpx
         from openai import AsyncOpenAI
+
+        from agentrl.engine.transport import SDK_LIMITS, Transport
 
         self.endpoint = endpoint
         self._limit_field = "max_tokens"  # newer models of some endpoints want max_completion_tokens
+        # The SDK names httpx2 and takes both.
+        http = httpx.AsyncClient(transport=Transport(limits=SDK_LIMITS), follow_redirects=True)
         self._client = AsyncOpenAI(
             base_url=endpoint.base_url,
             api_key=endpoint.key(),
             max_retries=endpoint.retries,
             timeout=endpoint.timeout_s,
+            http_client=http,  # type: ignore[arg-type]
         )
 
     async def close(self) -> None:

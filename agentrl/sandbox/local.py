@@ -138,13 +138,15 @@ class LocalBackend:
             "folders": tempfile.gettempdir(),
         }  # fmt: skip
         ours, theirs = socket.socketpair()
-        try:
+        with theirs:
             link = await StreamLink.over(ours, name)
             self._pending[name] = asyncio.get_running_loop().create_future()
             process = self._boxes[name] = LocalProcess(self, name)
             try:
                 socket.send_fds(self._control, [json.dumps(order).encode()], [theirs.fileno()])
+                theirs.close()  # a supervisor that dies before its first word has to be seen
                 process.pid = await self._pending[name]
+                home = str((await link.hello())["home"])
             except BaseException as error:
                 link.close()
                 self.tell({"op": "kill", "box": name})
@@ -153,12 +155,7 @@ class LocalBackend:
                 raise
             finally:
                 self._pending.pop(name, None)
-        finally:
-            theirs.close()
-        return process, link, await self._home(link)
-
-    async def _home(self, link: StreamLink) -> str:
-        return str((await link.hello())["home"])
+        return process, link, home
 
     def _receive(self) -> None:
         assert self._control is not None

@@ -37,12 +37,20 @@ class Clients:
 
     def client(self, base_url: str, api_key: str) -> AsyncOpenAI:
         """The official client of one episode; it is not closed by who gets it."""
-        from openai import AsyncOpenAI, DefaultAsyncHttpxClient
+        import httpx
+        from openai import AsyncOpenAI
+
+        from agentrl.engine.transport import SDK_LIMITS, Transport
 
         if self._shared is None:
             # Only this machine is asked, without TLS: reading the certificates would take most of the time.
-            http = DefaultAsyncHttpxClient(verify=False, trust_env=False)
-            self._shared = AsyncOpenAI(base_url=base_url, api_key=api_key, http_client=http)
+            transport = Transport(limits=SDK_LIMITS, verify=False)
+            http = httpx.AsyncClient(transport=transport, trust_env=False, follow_redirects=True)
+            self._shared = AsyncOpenAI(
+                base_url=base_url,
+                api_key=api_key,
+                http_client=http,  # type: ignore[arg-type] # the SDK names httpx2 and takes both
+            )
         return self._shared.copy(base_url=base_url, api_key=api_key)
 
     async def close(self) -> None:

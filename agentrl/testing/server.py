@@ -85,6 +85,10 @@ class LoopbackServer:
         """Break every connection at once and listen no more; what was under way is forgotten."""
         server, self._server = self._server, None
         if server is not None:
+            for listener in server.sockets:
+                asyncio.get_running_loop().remove_reader(listener.fileno())
+            for _ in range(3):  # a closed asyncio.Server leaks connections that it is about to hand over
+                await asyncio.sleep(0)
             server.close()
         for task in list(self._open):
             task.cancel()

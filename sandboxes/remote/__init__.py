@@ -75,7 +75,11 @@ class Backend:
                 continue
             if status == 101:
                 link = await StreamLink.over(sock, name)
-                said = await link.hello()
+                try:
+                    said = await link.hello()
+                except BaseException:  # nobody else would end the lease
+                    link.close()
+                    raise
                 return Lease(link), link, str(said["home"])
             sock.close()
             if status == 400:

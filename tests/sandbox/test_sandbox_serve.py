@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from agentrl.errors import ConfigError
 from agentrl.sandbox import Sandbox, SandboxError, SandboxPool, SandboxUnavailable
+from agentrl.sandbox.link import StreamLink
 from agentrl.sandbox.serve import SandboxServer, from_wire, read_token, to_wire
+from agentrl.sandboxes.remote import Backend
 from agentrl.testing.sandbox import Check, Stage, not_promised, sandbox_checks
 
 TOKEN = "a-token-of-some-length"
@@ -76,6 +79,31 @@ async def test_the_death_of_the_server_is_typed(token_file: str) -> None:
         with pytest.raises(SandboxUnavailable, match="no server could lease one"):
             await pool.acquire()
         await pool.release(box)
+
+
+async def test_a_client_that_gives_up_while_a_box_starts_returns_it(
+    server: tuple[SandboxServer, str], token_file: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hello = StreamLink.hello
+
+    async def silent(link: StreamLink) -> Mapping[str, Any]:
+        if link.name == "x":
+            await asyncio.Event().wait()
+        return await hello(link)
+
+    monkeypatch.setattr(StreamLink, "hello", silent)
+    starting = asyncio.create_task(
+        Backend(Sandbox(backend="remote", url=server[1], token_file=token_file)).start("x")
+    )
+    async with asyncio.timeout(20):
+        while server[0].health()["leased"] == 0:  # noqa: ASYNC110 - the server counts, it tells nobody
+            await asyncio.sleep(0.01)
+        await asyncio.sleep(0.2)
+        starting.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await starting
+        while server[0].health()["leased"]:  # noqa: ASYNC110 - as above
+            await asyncio.sleep(0.01)
 
 
 async def test_another_server_takes_over(server: tuple[SandboxServer, str], token_file: str) -> None:

@@ -1,0 +1,74 @@
+"""Requests of one server: what is lost when it is closed, and that nothing stays open."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from agentrl.engine.connection import HttpServer, ServerLost
+from agentrl.testing.server import LoopbackServer
+
+
+@pytest.mark.parametrize("turns", [1, 3, 6, 9, 14], ids="after {} turns of the loop".format)
+@pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
+async def test_closing_it_ends_requests_that_are_connecting_or_answered(turns: int, stream: bool) -> None:
+    body = {"input_ids": [1, 2], "sampling_params": {"max_new_tokens": 200}, "stream": stream}
+
+    async def ask(server: HttpServer) -> None:
+        if stream:
+            async for _ in server.events("/generate", body):
+                pass
+        else:
+            await server.post("/generate", body)
+
+    async with LoopbackServer(token_s=0.01) as there:
+        server = HttpServer(there.url, timeout_s=20)
+        asking = [asyncio.create_task(ask(server)) for _ in range(20)]
+        for _ in range(turns):
+            await asyncio.sleep(0)
+        await server.close()
+        found = await asyncio.gather(*asking, return_exceptions=True)
+        assert {type(error) for error in found} == {ServerLost}
+        async with asyncio.timeout(20):
+            while there._open:  # noqa: ASYNC110 - connections that were left open would stay for ever
+                await asyncio.sleep(0.01)
+        with pytest.raises(ServerLost, match="has been closed"):
+            await ask(server)
+
+
+@pytest.mark.parametrize("turns", [2, 5, 12, 18])
+async def test_a_request_that_is_cancelled_while_it_drops_idle_connections_forgets_none(
+    turns: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with LoopbackServer() as there:
+        server = HttpServer(there.url, timeout_s=20)
+        pool = server._client._transport._inner._pool  # type: ignore[attr-defined]
+        monkeypatch.setattr(pool, "_keepalive_expiry", 0.05)
+        await asyncio.gather(*(server.get("/server_info") for _ in range(20)))
+        await asyncio.sleep(0.1)
+        asking = asyncio.create_task(server.get("/server_info"))
+        for _ in range(turns):
+            await asyncio.sleep(0)
+        asking.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await asking
+        async with asyncio.timeout(20):
+            while len(there._open) > 1:  # noqa: ASYNC110 - as above
+                await asyncio.sleep(0.01)
+        await server.close()
+
+
+async def test_a_caller_that_is_cancelled_is_not_told_of_a_loss() -> None:
+    async with LoopbackServer(token_s=3600) as there:
+        server = HttpServer(there.url, timeout_s=20)
+        asking = asyncio.create_task(
+            server.post("/generate", {"input_ids": [1], "sampling_params": {"max_new_tokens": 2}})
+        )
+        while not there.running:  # noqa: ASYNC110 - the server tells nobody
+            await asyncio.sleep(0.001)
+        asking.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await asking
+        assert (await server.get("/server_info"))["max_req_input_len"] == there.max_context - 1
+        await server.close()
