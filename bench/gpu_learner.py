@@ -47,15 +47,13 @@ from agentrl.train.lora import add_adapter
 from agentrl.train.plan_shape import ModelShape
 from agentrl.types import Sample
 
+sys.path.append(
+    str(Path(__file__).parent)
+)  # there as a script, but not with `python -m` or when loaded by its path
+from qwen3_shapes import SHAPES, qwen3_config
+
 OUT = Path(__file__).parent / "results" / "gpu_learner.json"
 GOAL = 0.5
-# hidden, intermediate, layers, query heads, key-value heads, head size, vocabulary, tied (as published)
-SHAPES = {
-    "0.6B": (1024, 3072, 28, 16, 8, 128, 151936, True),
-    "1.7B": (2048, 6144, 28, 16, 8, 128, 151936, True),
-    "8B": (4096, 12288, 36, 32, 8, 128, 151936, False),
-    "smoke": (64, 128, 2, 4, 2, 16, 500, True),
-}
 # TFLOP/s in dense bfloat16; the first name that the device's holds
 PEAKS = {"H100 PCIe": 756.0, "H100": 989.4, "H200": 989.4, "B200": 2250.0, "A100": 312.0, "L40S": 362.0}
 LORA = LoRAConfig(rank=16, alpha=32)
@@ -83,20 +81,7 @@ class RandomLearner(Learner):
 
 def write_config(shape: str, context: int, directory: Path) -> ModelShape:
     """A directory with the config.json of this shape, and its sizes."""
-    hidden, intermediate, layers, heads, kv_heads, head, vocabulary, tied = SHAPES[shape]
-    Qwen3Config(
-        hidden_size=hidden,
-        intermediate_size=intermediate,
-        num_hidden_layers=layers,
-        num_attention_heads=heads,
-        num_key_value_heads=kv_heads,
-        head_dim=head,
-        vocab_size=vocabulary,
-        tie_word_embeddings=tied,
-        max_position_embeddings=context,
-        bos_token_id=None,
-        eos_token_id=None,
-    ).save_pretrained(directory)
+    qwen3_config(shape, context).save_pretrained(directory)
     return ModelShape.of_directory(directory)
 
 

@@ -25,41 +25,25 @@ from typing import Any
 
 import numpy as np
 import torch
-from transformers import AutoModelForCausalLM, PreTrainedModel, Qwen3Config
+from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from agentrl.engine.local import LocalEngine
 from agentrl.types import Sampling
 
+sys.path.append(
+    str(Path(__file__).parent)
+)  # there as a script, but not with `python -m` or when loaded by its path
+from qwen3_shapes import qwen3_config
+
 OUT = Path(__file__).parent / "results" / "gpu_rollout.json"
-# hidden, intermediate, layers, query heads, key-value heads, head size, vocabulary, tied (as published)
-SHAPES = {
-    "0.6B": (1024, 3072, 28, 16, 8, 128, 151936, True),
-    "1.7B": (2048, 6144, 28, 16, 8, 128, 151936, True),
-    "8B": (4096, 12288, 36, 32, 8, 128, 151936, False),
-    "smoke": (64, 128, 2, 4, 2, 16, 500, True),
-}
 ROUNDS = 3
 
 
 def make_model(shape: str, device: torch.device, context: int) -> PreTrainedModel:
     """Random weights, made where they stay."""
-    hidden, intermediate, layers, heads, kv_heads, head, vocabulary, tied = SHAPES[shape]
-    config = Qwen3Config(
-        hidden_size=hidden,
-        intermediate_size=intermediate,
-        num_hidden_layers=layers,
-        num_attention_heads=heads,
-        num_key_value_heads=kv_heads,
-        head_dim=head,
-        vocab_size=vocabulary,
-        tie_word_embeddings=tied,
-        max_position_embeddings=context,
-        bos_token_id=None,
-        eos_token_id=None,
-    )
     torch.manual_seed(0)
     with device:
-        model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+        model = AutoModelForCausalLM.from_config(qwen3_config(shape, context), dtype=torch.bfloat16)
     return model.eval()
 
 
