@@ -47,9 +47,7 @@ from agentrl.train.lora import add_adapter
 from agentrl.train.plan_shape import ModelShape
 from agentrl.types import Sample
 
-sys.path.append(
-    str(Path(__file__).parent)
-)  # there as a script, but not with `python -m` or when loaded by its path
+sys.path.append(str(Path(__file__).parent))  # it is missing with `python -m` or when loaded by a path
 from qwen3_shapes import SHAPES, qwen3_config
 
 OUT = Path(__file__).parent / "results" / "gpu_learner.json"

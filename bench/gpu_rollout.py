@@ -30,9 +30,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from agentrl.engine.local import LocalEngine
 from agentrl.types import Sampling
 
-sys.path.append(
-    str(Path(__file__).parent)
-)  # there as a script, but not with `python -m` or when loaded by its path
+sys.path.append(str(Path(__file__).parent))  # it is missing with `python -m` or when loaded by a path
 from qwen3_shapes import qwen3_config
 
 OUT = Path(__file__).parent / "results" / "gpu_rollout.json"
