@@ -96,6 +96,15 @@ class SamplerConfig(Section):
     floor: Annotated[float, Field(gt=0, le=1)] = 0.1
     """`weighted`: weight of a task that is always or never solved; one that is solved half of the time has 1."""
 
+    @model_validator(mode="after")
+    def _no_dead_keys(self) -> Self:
+        for key in ("window", "floor"):
+            if self.order != "weighted" and getattr(self, key) != type(self).model_fields[key].default:
+                raise ValueError(
+                    f"data.sampler.{key} has no effect unless data.sampler.order is weighted: remove one of them"
+                )
+        return self
+
 
 class DataConfig(Section):
     """Where tasks come from: JSON-lines files, or (by default) the env's own `tasks` generator."""
@@ -110,6 +119,12 @@ class DataConfig(Section):
     """Which task comes next."""
     overlong_prompts: Literal["refuse", "drop"] | None = None
     """Render all tasks at start and refuse to run, or leave out those whose prompt leaves no room to answer."""
+
+    @model_validator(mode="after")
+    def _no_dead_keys(self) -> Self:
+        if self.train is not None and self.options:
+            raise ValueError("data.options has no effect while data.train names a file: remove one of them")
+        return self
 
 
 class WarmupConfig(Section):
@@ -196,6 +211,26 @@ class RolloutConfig(Section):
     that of `learner.ray`, or one started on this machine."""
     note_after_s: Annotated[float, Field(gt=0)] = 120.0
     """How long a step waits for episodes before a note names the oldest one and where it waits."""
+
+    @model_validator(mode="after")
+    def _no_dead_keys(self) -> Self:
+        if self.tokenization_check == "disable" and self.tokenization_stop_above is not None:
+            raise ValueError(
+                "rollout.tokenization_stop_above has no effect while rollout.tokenization_check is disable: "
+                "remove one of them"
+            )
+        penalty = type(self).model_fields["overlong_penalty"].default
+        if self.overlong != "penalise" and self.overlong_penalty != penalty:
+            raise ValueError(
+                "rollout.overlong_penalty has no effect unless rollout.overlong is penalise: remove one of them"
+            )
+        ahead = self.max_staleness * self.groups_per_step
+        if (self.groups_ahead or 0) > ahead:
+            raise ValueError(
+                f"rollout.groups_ahead is {self.groups_ahead}; max_staleness {self.max_staleness} by "
+                f"groups_per_step {self.groups_per_step} allows {ahead}; lower it or raise one"
+            )
+        return self
 
 
 class OptimConfig(Section):
@@ -341,73 +376,11 @@ class RunConfig(Section):
         return data | {"critic": {}} if advantage == "gae" and data.get("critic") is None else data
 
     @model_validator(mode="after")
-    def _no_dead_keys(self) -> Self:
-        if self.learner.lora is not None and self.learner.lora.adapter is not None and self.warmup is not None:
-            raise ValueError(
-                "learner.lora.adapter belongs to model.path, and warmup makes another policy of that: remove one"
-            )
-        if self.learner.ray is not None and not self.learner_on_ray:
-            raise ValueError(
-                "learner.ray has no effect while learner.ranks is 1 and nothing else has ranks: remove it, or "
-                "use more ranks"
-            )
-        if self.learner.reference_ranks and self.algorithm.kl.coef == 0:
-            raise ValueError(
-                "learner.reference_ranks has no effect while algorithm.kl.coef is 0: there is no reference; "
-                "remove one of them"
-            )
-        if self.engine.sync == "lora" and self.learner.lora is None:
-            raise ValueError("engine.sync lora sends the adapter alone, and there is none: set learner.lora")
-        if self.critic is not None and self.algorithm.advantage != "gae":
-            raise ValueError(
-                "critic.lr and its siblings have no effect unless algorithm.advantage is gae: remove one"
-            )
-        if self.rollout.group_size == 1 and not (
-            self.algorithm.advantage in ALONE or is_own(self.algorithm.advantage)
-        ):
-            raise ValueError(
-                "rollout.group_size is 1: a group of one has no advantage; use at least 2, or choose an "
-                f"algorithm.advantage that needs no siblings ({', '.join(sorted(ALONE))})"
-            )
-        if self.rollout.tokenization_check == "disable" and self.rollout.tokenization_stop_above is not None:
-            raise ValueError(
-                "rollout.tokenization_stop_above has no effect while rollout.tokenization_check is disable: "
-                "remove one of them"
-            )
-        if (
-            self.rollout.overlong != "penalise"
-            and self.rollout.overlong_penalty != RolloutConfig.model_fields["overlong_penalty"].default
-        ):
-            raise ValueError(
-                "rollout.overlong_penalty has no effect unless rollout.overlong is penalise: remove one of them"
-            )
-        ahead = self.rollout.max_staleness * self.rollout.groups_per_step
-        if (self.rollout.groups_ahead or 0) > ahead:
-            raise ValueError(
-                f"rollout.groups_ahead is {self.rollout.groups_ahead}; max_staleness "
-                f"{self.rollout.max_staleness} by groups_per_step {self.rollout.groups_per_step} allows {ahead}; "
-                "lower it or raise one"
-            )
-        scorers = 0 if self.reward_model is None else self.reward_model.workers
-        idle = self.rollout.workers == 0 and scorers == 0
-        if self.rollout.ray is not None and (idle or self.learner.ray is not None):
-            other = "rollout.workers is 0" if idle else "learner.ray names the cluster"
-            raise ValueError(f"rollout.ray has no effect while {other}: remove one of them")
-        if self.engine.server.sleep and self.rollout.max_staleness:
-            raise ValueError(
-                f"engine.server.sleep needs servers without work during an update, and rollout.max_staleness is "
-                f"{self.rollout.max_staleness}: set it to 0, or leave sleep out"
-            )
-        if self.agent is not None and self.rollout.workers:
-            raise ValueError("rollout.workers has no effect while `agent` plays the episodes: remove one of them")
-        sampler, defaults = self.data.sampler, SamplerConfig()
-        for key in ("window", "floor"):
-            if sampler.order != "weighted" and getattr(sampler, key) != getattr(defaults, key):
-                raise ValueError(
-                    f"data.sampler.{key} has no effect unless data.sampler.order is weighted: remove one of them"
-                )
-        if self.data.train is not None and self.data.options:
-            raise ValueError("data.options has no effect while data.train names a file: remove one of them")
+    def _sections_agree(self) -> Self:
+        """What no section can see alone; a setting without effect is an error."""
+        _check_models(self)
+        _check_group_size(self)
+        _check_places(self)
         return self
 
     @property
@@ -420,3 +393,53 @@ class RunConfig(Section):
     def ray(self) -> str | None:
         """Address of the Ray cluster of this run; None starts one on this machine where one is needed."""
         return self.learner.ray or self.rollout.ray
+
+
+def _check_models(config: RunConfig) -> None:
+    """Settings of models that are not there."""
+    learner = config.learner
+    if learner.lora is not None and learner.lora.adapter is not None and config.warmup is not None:
+        raise ValueError(
+            "learner.lora.adapter belongs to model.path, and warmup makes another policy of that: remove one"
+        )
+    if learner.ray is not None and not config.learner_on_ray:
+        raise ValueError(
+            "learner.ray has no effect while learner.ranks is 1 and nothing else has ranks: remove it, or use "
+            "more ranks"
+        )
+    if learner.reference_ranks and config.algorithm.kl.coef == 0:
+        raise ValueError(
+            "learner.reference_ranks has no effect while algorithm.kl.coef is 0: there is no reference; remove "
+            "one of them"
+        )
+    if config.engine.sync == "lora" and learner.lora is None:
+        raise ValueError("engine.sync lora sends the adapter alone, and there is none: set learner.lora")
+    if config.critic is not None and config.algorithm.advantage != "gae":
+        raise ValueError("critic.lr and its siblings have no effect unless algorithm.advantage is gae: remove one")
+
+
+def _check_group_size(config: RunConfig) -> None:
+    """An episode without siblings needs an advantage that does without."""
+    advantage = config.algorithm.advantage
+    if config.rollout.group_size == 1 and not (advantage in ALONE or is_own(advantage)):
+        raise ValueError(
+            "rollout.group_size is 1: a group of one has no advantage; use at least 2, or choose an "
+            f"algorithm.advantage that needs no siblings ({', '.join(sorted(ALONE))})"
+        )
+
+
+def _check_places(config: RunConfig) -> None:
+    """Who plays, samples and scores where."""
+    rollout = config.rollout
+    scorers = 0 if config.reward_model is None else config.reward_model.workers
+    idle = rollout.workers == 0 and scorers == 0
+    if rollout.ray is not None and (idle or config.learner.ray is not None):
+        other = "rollout.workers is 0" if idle else "learner.ray names the cluster"
+        raise ValueError(f"rollout.ray has no effect while {other}: remove one of them")
+    if config.engine.server.sleep and rollout.max_staleness:
+        raise ValueError(
+            f"engine.server.sleep needs servers without work during an update, and rollout.max_staleness is "
+            f"{rollout.max_staleness}: set it to 0, or leave sleep out"
+        )
+    if config.agent is not None and rollout.workers:
+        raise ValueError("rollout.workers has no effect while `agent` plays the episodes: remove one of them")
