@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import itertools
+import platform
 import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -19,7 +20,7 @@ from numpy.typing import NDArray
 from agentrl.chat.check import Mode, Report, Watch
 from agentrl.config.run import RunConfig
 from agentrl.env.load import load_env
-from agentrl.errors import EngineError
+from agentrl.errors import AgentRLError, ConfigError, EngineError
 from agentrl.rollout.episode import Player, TokenCheck, run_episode
 from agentrl.rollout.frame import Limits
 from agentrl.rollout.setup import env_factory, load_renderer
@@ -145,23 +146,34 @@ class EnvWorker:
     def __init__(self, kit: Kit) -> None:
         """Import the env and load the tokenizer.
 
-        Raises:
-            ConfigError: the env or the tokenizer cannot be used here.
+        What is wrong with them is kept for `ready`: Ray reports an error of this method as the death of the actor.
         """
         self._folder = tempfile.TemporaryDirectory(prefix="agentrl-worker-")
-        folder = Path(self._folder.name)
+        self._engine: RemoteEngine | None = None
+        self._max_context = kit.max_context
+        self._playing: dict[str, asyncio.Task[Episode]] = {}
+        self._error: AgentRLError | None = None
+        try:
+            self._load(kit, Path(self._folder.name))
+        except AgentRLError as e:
+            self._error = e
+
+    def _load(self, kit: Kit, folder: Path) -> None:
         config = _with_code(kit, folder)
         for name, content in kit.tokenizer.items():
             (folder / name).parent.mkdir(parents=True, exist_ok=True)
             (folder / name).write_bytes(content)
         self._renderer = load_renderer(config, folder)
         self._make_env = env_factory(load_env(config.env.use), config)
-        self._engine: RemoteEngine | None = None
-        self._max_context = kit.max_context
-        self._playing: dict[str, asyncio.Task[Episode]] = {}
 
     async def ready(self) -> None:
-        """Returns once the worker can play."""
+        """Returns once the worker can play.
+
+        Raises:
+            ConfigError: the env or the tokenizer cannot be used here.
+        """
+        if self._error is not None:
+            raise ConfigError(f"rollout.workers: on {platform.node()}: {self._error}") from self._error
         self._proxy()
 
     async def play(self, order: Order) -> tuple[Episode, Report | None]:

@@ -23,7 +23,7 @@ from agentrl.cluster import connect, import_ray
 from agentrl.config.run import RunConfig
 from agentrl.engine.base import Engine
 from agentrl.env.env import Env
-from agentrl.errors import InfraError, WorkerLost
+from agentrl.errors import ConfigError, InfraError, WorkerLost
 from agentrl.rollout.episode import Player
 from agentrl.rollout.frame import Whereabouts
 from agentrl.rollout.group import Plays
@@ -120,7 +120,10 @@ class Workers:
         worker.episodes.add(order.episode_id)
         self.waiting[order.episode_id] = where
         try:
-            await worker.ready()
+            try:
+                await worker.ready()
+            except ConfigError as e:  # its predecessor could: this node is not as the others
+                raise WorkerLost(f"env worker {worker.number} did not start again: {e}") from e
             where.now(worker.name)
             return await worker.play(order)
         finally:
@@ -197,6 +200,7 @@ class _Worker:
                 ray.kill(actor)
                 raise WorkerLost(f"env worker {self.number} did not start within {START_S:g} s") from None
             except ray.exceptions.RayError as e:
+                ray.kill(actor)
                 raise _reason(e, f"env worker {self.number} did not start") from e
             self._actor, self._answers = actor, []
             create = self.workers._tasks.create_task

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import platform
 import subprocess
 import sys
 from pathlib import Path
@@ -55,6 +56,12 @@ def test_the_loss_of_a_worker_costs_its_episodes_which_are_refilled(found: dict[
     assert found["errors"] == ["WorkerLost"]
     assert 1 <= found["lost"] <= 20
     assert found["processes_after"] == 3, "another one was started in its place"
+
+
+def test_an_env_that_does_not_import_on_a_worker_is_one_error_that_says_where(found: dict[str, Any]):
+    assert found["unusable"].startswith(f"rollout.workers: on {platform.node()}: ")
+    assert "not_on_this_node" in found["unusable"]
+    assert "Traceback" not in found["unusable"]
 
 
 def test_a_classifier_on_a_worker_scores_as_one_here_and_is_started_again(found: dict[str, Any]):

@@ -9,6 +9,7 @@ import shutil
 import signal
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -159,6 +160,12 @@ async def main(folder: Path) -> dict[str, Any]:
         hanging.cancel()
         await asyncio.wait([hanging])
         found["scoring"] = await scoring(folder, here[0].episodes[:2])
+        unusable = Workers(2, replace(kit, code={"envs.py": b"import not_on_this_node"}), engine)
+        try:
+            await unusable.start()
+        except ConfigError as e:
+            found["unusable"] = str(e)
+        await unusable.close()
     finally:
         await workers.close()
     found["released"] = len(engine.released)
