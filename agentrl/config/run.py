@@ -207,8 +207,8 @@ class RolloutConfig(Section):
     """Ray actors that play the episodes, so that tokenising, tools and rewards use more cores than one; 0 plays
     them in the process that trains. One that dies is replaced, its episodes are played again."""
     ray: str | None = None
-    """Address of the Ray cluster that these workers and those of `reward_model` live in, or `auto`; without it
-    that of `learner.ray`, or one started on this machine."""
+    """Address of the Ray cluster that these workers and those of `reward_model` live in, or `auto`; without it one
+    is started on this machine. Where the learner is on Ray they live in its cluster, and this is left out."""
     note_after_s: Annotated[float, Field(gt=0)] = 120.0
     """How long a step waits for episodes before a note names the oldest one and where it waits."""
 
@@ -381,6 +381,7 @@ class RunConfig(Section):
         _check_models(self)
         _check_group_size(self)
         _check_places(self)
+        _check_clusters(self)
         return self
 
     @property
@@ -429,13 +430,8 @@ def _check_group_size(config: RunConfig) -> None:
 
 
 def _check_places(config: RunConfig) -> None:
-    """Who plays, samples and scores where."""
+    """Who plays and samples where."""
     rollout = config.rollout
-    scorers = 0 if config.reward_model is None else config.reward_model.workers
-    idle = rollout.workers == 0 and scorers == 0
-    if rollout.ray is not None and (idle or config.learner.ray is not None):
-        other = "rollout.workers is 0" if idle else "learner.ray names the cluster"
-        raise ValueError(f"rollout.ray has no effect while {other}: remove one of them")
     if config.engine.server.sleep and rollout.max_staleness:
         raise ValueError(
             f"engine.server.sleep needs servers without work during an update, and rollout.max_staleness is "
@@ -443,3 +439,30 @@ def _check_places(config: RunConfig) -> None:
         )
     if config.agent is not None and rollout.workers:
         raise ValueError("rollout.workers has no effect while `agent` plays the episodes: remove one of them")
+
+
+def _check_clusters(config: RunConfig) -> None:
+    """A run joins one Ray cluster, the first that it needs: who comes later cannot name another."""
+    learner, rollout, server = config.learner, config.rollout, config.engine.server
+    scorers = 0 if config.reward_model is None else config.reward_model.workers
+    idle = rollout.workers == 0 and scorers == 0
+    if rollout.ray is not None and (idle or learner.ray is not None):
+        other = "rollout.workers is 0" if idle else "learner.ray names the cluster"
+        raise ValueError(f"rollout.ray has no effect while {other}: remove one of them")
+    if rollout.ray is not None and config.learner_on_ray:
+        raise ValueError(
+            f"rollout.ray {rollout.ray!r} has no effect while the learner is on Ray: it comes first, without "
+            "learner.ray it starts a cluster on this machine, and a run joins one only; give the address as "
+            "learner.ray instead"
+        )
+    first = config.learner_on_ray or scorers > 0  # before the servers; env workers come after them
+    if server.ray is None or (config.ray is None and not first):
+        return
+    address = config.ray or "local"
+    if server.ray != address and ("auto" not in (server.ray, address) or "local" in (server.ray, address)):
+        key = "learner.ray" if config.learner_on_ray else "rollout.ray"
+        said = "without it a cluster is started on this machine" if config.ray is None else f"which is {address!r}"
+        raise ValueError(
+            f"engine.server.ray {server.ray!r} is another Ray cluster than that of {key}, {said}: a run joins one "
+            "only; give both the same address"
+        )
