@@ -28,7 +28,7 @@ INSTALLED = [
     "langchain-openai==1.7.*",
 ]
 LOOPS = {"with_openai": 1, "with_openai_agents": 2, "with_pydantic_ai": 1, "with_langchain": 1, "with_litellm": 1}
-"""How many loops each program plays."""
+"""How many loops each program plays each way."""
 
 
 @pytest.fixture(scope="module")
@@ -54,20 +54,24 @@ def python(tmp_path_factory: pytest.TempPathFactory) -> str:
 @pytest.mark.timeout(900)
 async def test_every_client_completes_its_loop_on_one_transcript(renderer: Renderer, python: str):
     script = [call(2, 3), Message("assistant", "The answer is 5.")]
+
+    def endpoint():
+        return serving(ScriptedEngine(renderer, script, tools=TOOLS), renderer)
+
     for program, loops in LOOPS.items():
-        for way in ("plain", "stream"):
-            async with serving(ScriptedEngine(renderer, script, tools=TOOLS), renderer) as served:
-                process = await asyncio.create_subprocess_exec(
-                    python,
-                    str(CLIENTS / f"{program}.py"),
-                    served.base_url,
-                    way,
-                    stdout=subprocess.PIPE,
-                    stderr=subprocess.PIPE,
-                )
-                out, err = await process.communicate()
-                assert process.returncode == 0, f"{program} {way}: {err.decode()[-3000:]}"
-                assert out.decode().strip().splitlines()[-1] == "The answer is 5.", f"{program} {way}"
+        async with endpoint() as plain, endpoint() as stream:
+            process = await asyncio.create_subprocess_exec(
+                python,
+                str(CLIENTS / f"{program}.py"),
+                plain.base_url,
+                stream.base_url,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+            )
+            out, err = await process.communicate()
+            assert process.returncode == 0, f"{program}: {err.decode()[-3000:]}"
+            assert out.decode().strip().splitlines()[-1] == str(["The answer is 5."] * 2), program
+            for way, served in (("plain", plain), ("stream", stream)):
                 turns = served.session.turns
                 assert len(turns) == 2 * loops, f"{program} {way}"
                 for first, second in zip(turns[::2], turns[1::2], strict=True):

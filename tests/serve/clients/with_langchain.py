@@ -1,4 +1,4 @@
-"""langchain-openai. Usage: with_langchain.py BASE_URL plain|stream"""
+"""langchain-openai. Usage: with_langchain.py PLAIN_URL STREAM_URL"""
 
 import sys
 
@@ -32,4 +32,4 @@ def main(base_url: str, stream: bool) -> str:
             messages.append(ToolMessage(add.invoke(call["args"]), tool_call_id=call["id"]))
 
 
-print(main(sys.argv[1], sys.argv[2] == "stream"))  # noqa: T201
+print([main(sys.argv[1], False), main(sys.argv[2], True)])  # noqa: T201

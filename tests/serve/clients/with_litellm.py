@@ -1,4 +1,4 @@
-"""litellm. Usage: with_litellm.py BASE_URL plain|stream"""
+"""litellm. Usage: with_litellm.py PLAIN_URL STREAM_URL"""
 
 import json
 import os
@@ -42,4 +42,4 @@ def main(base_url: str, stream: bool) -> str:
             )
 
 
-print(main(sys.argv[1], sys.argv[2] == "stream"))  # noqa: T201
+print([main(sys.argv[1], False), main(sys.argv[2], True)])  # noqa: T201

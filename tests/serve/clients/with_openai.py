@@ -1,4 +1,4 @@
-"""The openai SDK, as a while-loop with tools. Usage: with_openai.py BASE_URL plain|stream"""
+"""The openai SDK, as a while-loop with tools. Usage: with_openai.py PLAIN_URL STREAM_URL"""
 
 import json
 import sys
@@ -43,4 +43,4 @@ def main(base_url: str, stream: bool) -> str:
             )
 
 
-print(main(sys.argv[1], sys.argv[2] == "stream"))  # noqa: T201
+print([main(sys.argv[1], False), main(sys.argv[2], True)])  # noqa: T201

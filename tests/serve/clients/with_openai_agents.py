@@ -1,4 +1,4 @@
-"""openai-agents over chat completions and over responses. Usage: with_openai_agents.py BASE_URL plain|stream"""
+"""openai-agents over chat completions and over responses. Usage: with_openai_agents.py PLAIN_URL STREAM_URL"""
 
 import asyncio
 import sys
@@ -41,4 +41,9 @@ async def main(base_url: str, stream: bool) -> str:
     return answers[0]
 
 
-print(asyncio.run(main(sys.argv[1], sys.argv[2] == "stream")))  # noqa: T201
+async def both() -> list[str]:
+    """Plain and streamed, in one event loop: clients may keep connections."""
+    return [await main(sys.argv[1], False), await main(sys.argv[2], True)]
+
+
+print(asyncio.run(both()))  # noqa: T201

@@ -1,4 +1,4 @@
-"""pydantic-ai. Usage: with_pydantic_ai.py BASE_URL plain|stream"""
+"""pydantic-ai. Usage: with_pydantic_ai.py PLAIN_URL STREAM_URL"""
 
 import asyncio
 import sys
@@ -28,4 +28,9 @@ async def main(base_url: str, stream: bool) -> str:
         return run.result.output
 
 
-print(asyncio.run(main(sys.argv[1], sys.argv[2] == "stream")))  # noqa: T201
+async def both() -> list[str]:
+    """Plain and streamed, in one event loop: clients may keep connections."""
+    return [await main(sys.argv[1], False), await main(sys.argv[2], True)]
+
+
+print(asyncio.run(both()))  # noqa: T201
