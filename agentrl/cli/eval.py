@@ -179,13 +179,14 @@ def find(
     from agentrl.eval.run import Subject
     from agentrl.run.store import find_checkpoint
 
+    _check_overrides(overrides, endpoint)
     changes = [f"env.use={env}", *overrides] if env else overrides
     if target is None:
         if endpoint is None:
             raise ConfigError("name what plays: a run folder, a checkpoint, or --base-url and --model")
         if env is None:
             raise ConfigError("name what is played: --env module:Class, or a run folder or YAML file with its env")
-        return Subject(endpoint=endpoint), _bare(env, endpoint.model, overrides), Path("runs/eval")
+        return Subject(endpoint=endpoint), _bare(endpoint.model, changes, exists=False), Path("runs/eval")
     for run in (target, target.absolute().parent.parent):
         if (run / "config.yaml").is_file():
             config = load_config(run / "config.yaml", changes, check_paths=False)
@@ -209,21 +210,36 @@ def find(
         raise ConfigError(f"{target} and --base-url {endpoint.base_url}: give one of them")
     if env is None:
         raise ConfigError(f"{target}: is a model outside of a run; name what it plays: --env module:Class")
-    return Subject(checkpoint=target), _bare(env, str(target), overrides), Path("runs/eval")
+    return Subject(checkpoint=target), _bare(str(target), changes), Path("runs/eval")
 
 
-def _bare(env: str, model: str, overrides: list[str]) -> RunConfig:
-    """The configuration of a policy outside of a run: all defaults."""
+PLAYING = ("seed", "env", "agent", "model", "data", "rollout", "engine", "eval")
+"""Sections that say how episodes are played."""
+
+
+def _check_overrides(overrides: list[str], endpoint: Endpoint | None) -> None:
+    """See that every flag changes something here. Raises ConfigError."""
     from agentrl.config import RunConfig
     from agentrl.errors import ConfigError
 
-    if overrides:
-        raise ConfigError(
-            f"--set {overrides[0]}: {model} is a model outside of a run; it has no configuration: give a YAML file"
-        )
-    module, _, name = env.rpartition(":")
-    use = f"{os.path.abspath(module)}:{name}" if module.endswith(".py") else env
-    return RunConfig.model_validate({"name": "eval", "env": use, "model": {"path": os.path.abspath(model)}})
+    for text in overrides:
+        section = text.partition("=")[0].partition(".")[0].strip()
+        if section in RunConfig.model_fields and section not in PLAYING:
+            raise ConfigError(f"--set {text}: `{section}` has no effect on an evaluation; leave it out")
+        if endpoint is not None and section in ("engine", "model"):
+            raise ConfigError(
+                f"--set {text}: has no effect with --base-url {endpoint.base_url}, which has its own {section}; "
+                "leave it out"
+            )
+
+
+def _bare(model: str, changes: list[str], *, exists: bool = True) -> RunConfig:
+    """The configuration of a policy outside of a run: the defaults with what the flags change."""
+    from agentrl.config.load import make_config
+
+    return make_config(
+        {"name": "eval", "model": {"path": os.path.abspath(model)}}, changes, model, check_paths=exists
+    )
 
 
 def _endpoint(base_url: str | None, model: str | None, api_key_env: str, request: list[str]) -> Endpoint | None:

@@ -57,10 +57,29 @@ def load_config(
     Raises:
         ConfigError: all mistakes of the file and of the overrides, one to a paragraph.
     """
-    source = read_source(Path(path))
+    return _run_config(read_source(Path(path)), overrides, Path(path).absolute().parent, check_paths)
+
+
+def make_config(
+    data: Mapping[str, Any], overrides: Sequence[str], outside: str, *, check_paths: bool = True
+) -> RunConfig:
+    """The configuration of something that belongs to no run: `data` with what the flags change.
+
+    Args:
+        data: what a YAML file would hold; relative paths in it count from the current folder.
+        overrides: `a.b=c` each, as given to `--set`.
+        outside: what it is for, for errors.
+        check_paths: as of `load_config`.
+
+    Raises:
+        ConfigError: all mistakes, one to a paragraph.
+    """
+    return _run_config(Source(outside, data=dict(data)), overrides, Path.cwd(), check_paths)
+
+
+def _run_config(source: Source, overrides: Sequence[str], folder: Path, check_paths: bool) -> RunConfig:
     for number, override in enumerate(overrides):
         _override(source, override, number)
-    folder = Path(path).absolute().parent
     _blank_sections(source)
     _numbers(source)
     _paths(source, folder, check=check_paths)

@@ -123,8 +123,9 @@ def test_eval_plays_a_run_a_checkpoint_and_a_bare_model(trained: Path):
     assert "complete in e; --fresh plays it anew" in again.stderr
     assert "--min: solved is 0, below 1" in again.stderr
     bare = ("eval", run / "start", "--tasks", "2", "--env", "agentrl.envs.calculator:Calculator", "-k", "2")
-    result = agentrl(*bare, "--out", "f", cwd=trained)
+    result = agentrl(*bare, "--set", "engine.max_slots=2", "--out", "f", cwd=trained)
     assert result.returncode == 0, result.stderr
+    assert "max_slots: 2\n" in (trained / "f" / "config.yaml").read_text()
     assert "of 2 held-out tasks, 2 attempts each" in result.stdout
     assert "pass^2" in result.stdout
     compared = agentrl("eval", "--compare", "e", "f", cwd=trained)
@@ -158,13 +159,25 @@ def test_what_eval_plays(trained: Path, tmp_path: Path, monkeypatch: pytest.Monk
     assert config.rollout.max_turns == 3
     with pytest.raises(ConfigError, match="is a model outside of a run; name what it plays: --env"):
         find(run / "start", None, [])
-    with pytest.raises(ConfigError, match="it has no configuration"):
-        find(run / "start", "a:B", ["seed=1"])
+    changes = ["seed=1", "rollout.max_turns=3", "engine.max_slots=7", "engine.device=cpu"]
+    subject, config, base = find(run / "start", "a:B", changes)
+    assert (subject.checkpoint, config.env.use) == (run / "start", "a:B")
+    assert (config.seed, config.rollout.max_turns) == (1, 3)
+    assert (config.engine.max_slots, config.engine.device) == (7, "cpu")
+    assert find(run / "start", "a:B", ["engine.kind=sglang"])[1].engine.kind == "sglang"
+    with pytest.raises(ConfigError, match=r"engine\.max_slots must be greater than 0, got 0"):
+        find(run / "start", "a:B", ["engine.max_slots=0"])
+    for target in (run, run / "start"):
+        with pytest.raises(ConfigError, match=r"--set optim\.lr=1: `optim` has no effect on an evaluation"):
+            find(target, "a:B", ["optim.lr=1"])
     endpoint = Endpoint("http://127.0.0.1:1/v1", "m")
     subject, config, base = find(run, None, [], endpoint)
     assert (subject.endpoint, base) == (endpoint, run / "eval")
     subject, config, base = find(None, "a:B", [], endpoint)
     assert (config.env.use, base) == ("a:B", Path("runs/eval"))
+    assert find(None, "a:B", ["rollout.max_turns=3"], endpoint)[1].rollout.max_turns == 3
+    with pytest.raises(ConfigError, match=r"--set engine\.max_slots=7: has no effect with --base-url http://127"):
+        find(run, None, ["engine.max_slots=7"], endpoint)
     with pytest.raises(ConfigError, match="name what is played: --env module:Class"):
         find(None, None, [], endpoint)
     with pytest.raises(ConfigError, match="makes its model in training; train it first"):
