@@ -14,6 +14,7 @@ from agentrl.errors import SandboxError
 from agentrl.sandbox.contract import (
     GRACE_S,
     Backend,
+    CallLimits,
     ExecResult,
     FileInfo,
     Limits,
@@ -31,6 +32,7 @@ from agentrl.sandbox.report import result_of
 from agentrl.sandbox.session import Session
 
 CHUNK = 2 << 20
+FILE_LIMITS: CallLimits = (60.0, 0, 4 << 20, 4 << 20)
 """File contents travel in pieces of this size."""
 
 MAX_INPUT = 8 << 20
@@ -58,6 +60,8 @@ class Box:
         self._awaited: tuple[str, float, float] | None = None
         """The order that waits for its answer, for how long at most, and until when."""
         self._timer: asyncio.TimerHandle | None = None
+        self._told: CallLimits | None = None
+        """The limits that the supervisor holds calls to unless it is told others."""
         self._generation = 0
         self._sessions = 0
 
@@ -68,6 +72,7 @@ class Box:
             SandboxUnavailable: it could not be built.
         """
         self._generation += 1
+        self._told = None
         try:
             async with asyncio.timeout(timeout_s):
                 started = await self._backend.start(f"{self.name}.{self._generation}")
@@ -135,16 +140,20 @@ class Box:
     async def _execute(self, order: dict[str, Any], code: bytes, stdin: bytes, limits: Limits) -> ExecResult:
         order["rlimits"] = limits.rlimits()
         framed = frames.pack(order, code)  # as the program reads it: the supervisor only passes it on
-        header = {
-            "op": "call", "order_bytes": len(framed), "wall_s": limits.wall_s,
-            "stdout_bytes": limits.stdout_bytes, "stderr_bytes": limits.stderr_bytes,
-            "output_total": limits.output_total_mb << 20,
-        }  # fmt: skip
+        header = {"op": "call", "order_bytes": len(framed)}
         async with self._lock:
-            answer, output = await self._exchange(
-                header, framed + stdin if stdin else framed, limits.wall_s + GRACE_S
-            )
+            answer, output = await self._call(header, framed + stdin if stdin else framed, limits.call_limits())
         return result_of(answer, output)
+
+    async def _call(
+        self, header: dict[str, Any], payload: bytes, limits: CallLimits
+    ) -> tuple[dict[str, Any], bytes]:
+        """Run a program and await its answer, under the lock. Limits stand until others are told."""
+        if limits != self._told:
+            header["limits"], self._told = limits, None
+        answer = await self._exchange(header, payload, limits[0] + GRACE_S)
+        self._told = limits
+        return answer
 
     async def _exchange(
         self, header: dict[str, Any], payload: bytes, timeout_s: float
@@ -320,12 +329,9 @@ class Box:
     async def _file(self, order: dict[str, Any], data: bytes = b"") -> tuple[dict[str, Any], bytes]:
         """One file operation: its answer and its data; the errors that it met as OSError."""
         framed = frames.pack({"kind": "file", "file": order, "rlimits": {}})
-        header = {
-            "op": "call", "order_bytes": len(framed), "wall_s": 60.0, "stream": True,
-            "stdout_bytes": 0, "stderr_bytes": 4 << 20, "output_total": 4 << 20,
-        }  # fmt: skip
+        header = {"op": "call", "order_bytes": len(framed), "stream": True}
         async with self._lock:
-            answer, output = await self._exchange(header, framed + data, 60.0 + GRACE_S)
+            answer, output = await self._call(header, framed + data, FILE_LIMITS)
         result = result_of(answer, output)
         try:
             said = cast(dict[str, Any], json.loads(result.stderr))

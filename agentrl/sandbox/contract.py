@@ -39,6 +39,10 @@ PROMISES: Mapping[str, str] = {
 """What a back-end may promise, beyond the limits of time and output that all of them keep."""
 
 
+CallLimits = tuple[float, int, int, int]
+"""Seconds, bytes of stdout that are kept, the same of stderr, and the bytes of both that end the program."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Limits:
     """What a program may use. The first group can be narrowed call by call, the second belongs to the sandbox."""
@@ -99,6 +103,10 @@ class Limits:
         if self.cpu_s is not None:
             limits["CPU"] = max(1, math.ceil(self.cpu_s))
         return limits
+
+    def call_limits(self) -> CallLimits:
+        """What the supervisor holds a call to; see `CallLimits`."""
+        return self.wall_s, self.stdout_bytes, self.stderr_bytes, self.output_total_mb << 20
 
 
 PER_CALL = ("wall_s", "cpu_s", "stdout_bytes", "stderr_bytes", "output_total_mb", "file_mb", "open_files")

@@ -8,26 +8,38 @@ from agentrl.sandbox.contract import CUT, ExecResult
 
 
 def result_of(answer: dict[str, Any], output: bytes) -> ExecResult:
-    """The supervisor's report as an ExecResult."""
-    parts, begin = [], 0
-    for size in answer["sizes"]:
-        parts.append(output[begin : begin + size])
-        begin += size
-    out_total, err_total = answer["stdout_total"], answer["stderr_total"]
-    out_cut, err_cut = len(parts[0]) + len(parts[1]) < out_total, len(parts[2]) + len(parts[3]) < err_total
+    """The supervisor's report as an ExecResult. What it leaves out is nothing: zero, None, False.
+
+    `sizes` are the bytes of stdout and stderr, both whole; where something was left out, `totals` says how much
+    there was of each, and `sizes` are the beginnings and ends: stdout, stdout, stderr, stderr.
+    """
+    get = answer.get
+    sizes, totals = answer["sizes"], get("totals")
+    if totals is None:
+        out_total, err_total = sizes
+        stdout, stderr = output[:out_total], output[out_total:]
+    else:
+        out_total, err_total = totals
+        out_end = sizes[0] + sizes[1]
+        stdout = _joined(output[: sizes[0]], output[sizes[0] : out_end], out_total)
+        stderr = _joined(output[out_end : out_end + sizes[2]], output[out_end + sizes[2] :], err_total)
     return ExecResult(
-        outcome=answer["outcome"],
-        exit_code=answer["exit_code"],
-        signal=answer["signal"],
-        stdout=parts[0] + (CUT if out_cut else b"") + parts[1],
-        stderr=parts[2] + (CUT if err_cut else b"") + parts[3],
-        stdout_total=out_total,
-        stderr_total=err_total,
-        wall_s=answer["wall_s"],
-        cpu_s=answer["cpu_s"],
-        max_rss_kb=answer["max_rss_kb"],
-        oom_kills=answer["oom_kills"],
-        reaped=answer["reaped"],
-        truncated=out_cut or err_cut,
-        session_lost=bool(answer["lost"]),
+        get("outcome", "exit"),
+        get("exit_code"),
+        get("signal"),
+        stdout,
+        stderr,
+        out_total,
+        err_total,
+        answer["wall_s"],
+        get("cpu_s", 0.0),
+        get("max_rss_kb", 0),
+        get("oom_kills", 0),
+        get("reaped", 0),
+        totals is not None,
+        get("lost", False),
     )
+
+
+def _joined(begin: bytes, end: bytes, total: int) -> bytes:
+    return begin + (CUT if len(begin) + len(end) < total else b"") + end

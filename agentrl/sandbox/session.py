@@ -63,22 +63,15 @@ class Session:
         return QueryResult(result=result)
 
     async def _call(self, code: bytes, limits: Limits) -> ExecResult:
-        header = {
-            "op": "call", "session": self._name, "wall_s": limits.wall_s,
-            "stdout_bytes": limits.stdout_bytes, "stderr_bytes": limits.stderr_bytes,
-            "output_total": limits.output_total_mb << 20,
-        }  # fmt: skip
-        box = self.box
+        box, told = self.box, limits.call_limits()
         async with box._lock:
-            answer, output = await box._exchange(header, code, limits.wall_s + GRACE_S)
+            answer, output = await box._call({"op": "call", "session": self._name}, code, told)
         for _ in range(2):
             if not answer.get("gone"):
                 break
             await self.restart()
             async with box._lock:
-                answer, output = await box._exchange(
-                    header | {"session": self._name}, code, limits.wall_s + GRACE_S
-                )
+                answer, output = await box._call({"op": "call", "session": self._name}, code, told)
         if answer.get("gone"):
             # New sessions could not begin: what runs in the sandbox leaves no room for another process.
             text = b"sandbox: the session could not begin: no process can be started\n"

@@ -7,11 +7,11 @@ import os
 import struct
 from typing import Any
 
-VERSION = 2
+VERSION = 3
 """Of what the frames of the two sides say; a sandbox server may be of another release."""
 LENGTHS = struct.Struct(">II")
 _encode = json.JSONEncoder(separators=(",", ":")).encode  # made once: json.dumps makes one for every frame
-_decode = json.JSONDecoder().decode
+_decode = json.JSONDecoder().raw_decode
 MAX_HEADER, MAX_PAYLOAD = 1 << 22, 1 << 28
 
 Header = dict[str, Any]
@@ -40,6 +40,10 @@ class Reader:
             ValueError: the bytes are not frames.
         """
         buffer = self._buffer
+        if not buffer and len(data) >= 8:  # most often it is one whole frame
+            head, payload = LENGTHS.unpack_from(data)
+            if 8 + head + payload == len(data) and head <= MAX_HEADER and payload <= MAX_PAYLOAD:
+                return [(decode(data[8 : 8 + head]), data[8 + head :])]
         buffer += data
         frames = []
         while len(buffer) >= 8:
@@ -56,8 +60,11 @@ class Reader:
 
 
 def decode(head: bytes | bytearray) -> Header:
-    """A header that is JSON."""
-    header: Header = _decode(head.decode())
+    """A header that is JSON. Raises ValueError where it is none."""
+    text = head.decode()
+    header, end = _decode(text)
+    if end != len(text) or type(header) is not dict:
+        raise ValueError(f"a header that is no JSON object: {text[:80]!r}")
     return header
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import mmap
 import os
+import select
 import socket
 from typing import Any
 
@@ -33,6 +34,15 @@ class Tail:
             keep = self.limit // 2
             if len(self._tail) > 2 * keep + READ_SIZE:
                 del self._tail[: len(self._tail) - keep]
+
+    @property
+    def is_cut(self) -> bool:
+        """Whether something was dropped."""
+        return self.total > self.limit
+
+    def whole(self) -> bytes:
+        """Everything that is kept."""
+        return b"".join(self.parts()) if self._tail else bytes(self._head)
 
     def parts(self) -> tuple[bytes, bytes]:
         """(head, tail) as kept; together they are everything when nothing was dropped."""
@@ -69,6 +79,8 @@ class Program:
             os.set_blocking(fd, False)
         self.control.setblocking(False)
         self.kind = ""
+        self.outputs = select.poll()
+        """Tells which of stdout and stderr of a session have something to be read."""
         self.ended: set[int] = set()
         """Those of its streams that have come to an end."""
         self.late = {"stdout": Tail(1 << 16), "stderr": Tail(1 << 16)}

@@ -10,6 +10,7 @@ import json
 import os
 import sys
 import types
+from collections.abc import Iterator
 from typing import Any
 
 from . import child, frames, kernel
@@ -40,11 +41,7 @@ def serve(kind: str, control: int, scope: dict[str, Any]) -> int:
     os.register_at_fork(after_in_child=lambda: os.close(link))
     answer = _sqlite() if kind == "sqlite" else _python(scope)
     _signal.signal(_signal.SIGINT, _signal.SIG_IGN)  # an interrupt that comes late must not cut a frame
-    while True:
-        try:
-            number, payload = frames.read_frame(link)
-        except EOFError:
-            return 0
+    for number, payload in _orders(link):
         try:
             _signal.signal(_signal.SIGINT, _signal.default_int_handler)
             status = answer(payload)
@@ -52,6 +49,24 @@ def serve(kind: str, control: int, scope: dict[str, Any]) -> int:
             status = 130
         _signal.signal(_signal.SIGINT, _signal.SIG_IGN)
         frames.write_all(link, b"%s %d\n" % (number, status))
+    return 0
+
+
+def _orders(link: int) -> Iterator[tuple[bytes, bytes]]:
+    """Number and text of each order, until the supervisor is gone; mostly read in one go."""
+    left = b""
+    while data := os.read(link, 1 << 16):
+        left = left + data if left else data
+        while len(left) >= frames.LENGTHS.size:
+            head, payload = frames.LENGTHS.unpack_from(left)
+            begin, end = frames.LENGTHS.size + head, frames.LENGTHS.size + head + payload
+            if end > len(left):
+                try:
+                    left += frames.read_exactly(link, end - len(left))
+                except EOFError:
+                    return
+            number, text, left = left[frames.LENGTHS.size : begin], left[begin:end], left[end:]
+            yield number, text
 
 
 def _python(scope: dict[str, Any]) -> Any:

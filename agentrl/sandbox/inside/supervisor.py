@@ -27,18 +27,22 @@ QUICK_S = 0.001
 """The output of a call that ends within this time is looked at once, at its end; that of others as it comes."""
 
 
+Limits = tuple[float, int, int, int]
+"""Seconds, bytes of stdout and of stderr that are kept, bytes of both that end the program."""
+
+
 class Call:
     """The order that runs now."""
 
-    def __init__(self, header: frames.Header, program: Program, stdin: bytes) -> None:
+    def __init__(self, header: frames.Header, program: Program, stdin: bytes, limits: Limits) -> None:
         self.id: int = header["id"]
         self.retried = False
         self.order = b""
         self.program, self.stdin, self.header = program, memoryview(stdin), header
-        self.out, self.err = Tail(header["stdout_bytes"]), Tail(header["stderr_bytes"])
-        self.output_total: int = header["output_total"]
+        wall_s, stdout_bytes, stderr_bytes, self.output_total = limits
+        self.out, self.err = Tail(stdout_bytes), Tail(stderr_bytes)
         self.started = time.monotonic()
-        self.deadline = self.started + header["wall_s"]
+        self.deadline = self.started + wall_s
         self.session: str | None = header.get("session")
         self.answer = b""
         """What a session has written on its control descriptor."""
@@ -73,6 +77,8 @@ class Supervisor:
         self.sessions: dict[str, Program] = {}
         self.spare_is_wanted = False
         self.cpu_s = 0.0
+        self.limits: Limits = (0.0, 0, 0, 0)
+        """What calls are held to: told with the first one, and with each that differs from the one before."""
         self.wakeup = -1
         """Where ends of children are told by signal: written to, it has them looked for."""
 
@@ -223,6 +229,7 @@ class Supervisor:
             self.spare = None
 
     def _start(self, header: frames.Header, payload: bytes) -> None:
+        self.limits = header.get("limits", self.limits)
         if self.call is not None:
             self.send({"id": header["id"], "fault": "an order came while another was running"})
             return
@@ -233,16 +240,11 @@ class Supervisor:
             if program is None:
                 self.send({"id": header["id"], "gone": True})
                 return
-            self.call = call = Call(header, program, b"")
-            self._unwatch(program.stdout)
-            self._unwatch(program.stderr)
-            call.out.add(b"".join(program.late["stdout"].parts()))
-            call.err.add(b"".join(program.late["stderr"].parts()))
-            program.late = {name: Tail(1 << 16) for name in program.late}
             if program.kind == "bash":
                 program.order(b"%d\0%s\0" % (header["id"], payload.replace(b"\0", b"")))
             else:
                 program.order(frames.pack_raw(b"%d" % header["id"], payload))
+            self._prepare(program, Call(header, program, b"", self.limits))  # while it works already
             return
         try:
             program = self._take_spare()
@@ -250,17 +252,31 @@ class Supervisor:
             self._refuse(header["id"], error)
             return
         size = header["order_bytes"]
-        self._launch(Call(header, program, payload[size:]), payload[:size])
+        self._launch(Call(header, program, payload[size:], self.limits), payload[:size])
+
+    def _prepare(self, program: Program, call: Call) -> None:
+        """The books of a session's next call: what it wrote since the last one comes first."""
+        self.call = call
+        self._unwatch(program.stdout)
+        self._unwatch(program.stderr)
+        for name, output in (("stdout", call.out), ("stderr", call.err)):
+            if program.late[name].total:
+                output.add(program.late[name].whole())
+                program.late[name] = Tail(1 << 16)
 
     def _refuse(self, number: int, error: OSError) -> None:
         """There is no room for another process, by the doing of what runs here: the answer a shell would give."""
         text = f"sandbox: cannot start a process: {error.strerror}\n".encode()
-        answer = {
-            "id": number, "outcome": "exit", "exit_code": 126, "signal": None, "stdout_total": 0,
-            "stderr_total": len(text), "wall_s": 0.0, "cpu_s": 0.0, "max_rss_kb": 0, "oom_kills": self.meter.end(),
-            "reaped": 0, "lost": False, "sizes": [0, 0, len(text), 0],
-        }  # fmt: skip
-        self.send(answer, text)
+        self.send(
+            {
+                "id": number,
+                "exit_code": 126,
+                "wall_s": 0.0,
+                "oom_kills": self.meter.end(),
+                "sizes": (0, len(text)),
+            },
+            text,
+        )
 
     def _launch(self, call: Call, order: bytes) -> None:
         """Hand a fresh call to its program."""
@@ -373,6 +389,8 @@ class Supervisor:
         program.order(frames.pack({"kind": header["kind"], "rlimits": header["rlimits"]}))
         name = header["session"]
         self.sessions[name] = program
+        for fd in (program.stdout, program.stderr):
+            program.outputs.register(fd, select.POLLIN)
         self._watch_output(program)
         self._watch_end(program)
         self._watch(program.control.fileno(), lambda: self._session_answer(program))
@@ -454,33 +472,37 @@ class Supervisor:
                 tree.kill(program.pid)
                 _, program.status, program.rusage = os.wait4(program.pid, 0)
             reaped = 0 if early else self._kill_strays()
-        self._drain(program, "stdout", everything=True)
-        self._drain(program, "stderr", everything=True)
-        if session is None:
+            self._drain(program, "stdout", everything=True)
+            self._drain(program, "stderr", everything=True)
             status = program.status
-        wall_s = time.monotonic() - call.started
-        answer = self._report(call, status, wall_s)
-        answer["reaped"], answer["lost"] = reaped, lost
-        out, err = call.out.parts(), call.err.parts()
-        answer["sizes"] = [len(part) for part in (*out, *err)]
-        unstarted = session is None and not program.word()[0] and not answer["oom_kills"] and call.verdict is None
+        else:
+            for fd, _ in program.outputs.poll(0):
+                self._drain(program, "stdout" if fd == program.stdout else "stderr", everything=True)
+        answer, output = self._report(call, status, time.monotonic() - call.started)
+        if reaped:
+            answer["reaped"] = reaped
+        if lost:
+            answer["lost"] = True
+        unstarted = (
+            session is None and not program.word()[0] and "oom_kills" not in answer and call.verdict is None
+        )
         if unstarted and os.WIFSIGNALED(program.status or 0) and not call.retried:
             # Somebody killed the spare before it took the order: nothing of the order has happened.
             program.close()
-            again = Call(call.header, Program(self.confinement), bytes(call.stdin))
+            again = Call(call.header, Program(self.confinement), bytes(call.stdin), self.limits)
             again.retried = True
             self._launch(again, call.order)
             return
         if unstarted:
-            text = b"".join(err).decode("utf-8", "replace").strip()
+            text = call.err.whole().decode("utf-8", "replace").strip()
             answer = {"id": call.id, "fault": f"the program could not be started: {text or 'no word from it'}"}
-            out = err = (b"", b"")
+            output = b""
         self.call = None
         if session is not None and lost:
             self._close_session(session)
-        elif session is not None:
+        self.send(answer, output)
+        if session is not None and not lost:
             self._watch_output(program)
-        self.send(answer, b"".join((*out, *err)))
         if early:
             tree.kill(program.pid)
             os.waitpid(program.pid, 0)
@@ -501,24 +523,35 @@ class Supervisor:
             _, program.status, program.rusage = os.wait4(program.pid, 0)
         return program.status, True
 
-    def _report(self, call: Call, status: int | None, wall_s: float) -> frames.Header:
+    def _report(self, call: Call, status: int | None, wall_s: float) -> tuple[frames.Header, bytes]:
+        """What became of a call, and its output. What is nothing is left out; see sandbox.report."""
         assert status is not None
+        answer: frames.Header = {"id": call.id, "wall_s": wall_s}
         usage = call.program.rusage
-        cpu_s = usage.ru_utime + usage.ru_stime if usage is not None else 0.0
-        self.cpu_s += cpu_s
-        oom_kills = self.meter.end()
-        exit_code = os.WEXITSTATUS(status) if os.WIFEXITED(status) else None
+        if usage is not None:
+            answer["cpu_s"] = usage.ru_utime + usage.ru_stime
+            answer["max_rss_kb"] = usage.ru_maxrss
+            self.cpu_s += answer["cpu_s"]
         number = os.WTERMSIG(status) if os.WIFSIGNALED(status) else None
-        verdict = call.verdict
+        oom_kills, verdict = self.meter.end(), call.verdict
+        if oom_kills:
+            answer["oom_kills"] = oom_kills
         if verdict is None and number == signal.SIGXCPU:
             verdict = "timeout"
         if verdict in (None, "oom") and oom_kills:
             verdict = "oom"
-        outcome = verdict or ("signal" if number is not None else "exit")
-        if verdict in ("timeout", "cancelled", "output_limit") and (number in (9, 24) or call.session is not None):
-            exit_code = number = None  # our own doing, not the program's
-        return {
-            "id": call.id, "outcome": outcome, "exit_code": exit_code, "signal": number,
-            "stdout_total": call.out.total, "stderr_total": call.err.total, "wall_s": wall_s, "cpu_s": cpu_s,
-            "max_rss_kb": usage.ru_maxrss if usage is not None else 0, "oom_kills": oom_kills,
-        }  # fmt: skip
+        if verdict is not None or number is not None:
+            answer["outcome"] = verdict or "signal"
+        # A limit's end is our own doing, not the program's.
+        if verdict not in ("timeout", "cancelled", "output_limit") or (number not in (9, 24) and not call.session):
+            if number is not None:
+                answer["signal"] = number
+            else:
+                answer["exit_code"] = os.WEXITSTATUS(status)
+        out, err = call.out, call.err
+        if out.is_cut or err.is_cut:
+            parts = (*out.parts(), *err.parts())
+            answer["totals"], answer["sizes"] = (out.total, err.total), [len(part) for part in parts]
+            return answer, b"".join(parts)
+        answer["sizes"] = out.total, err.total
+        return answer, out.whole() + err.whole()

@@ -180,16 +180,19 @@ class Meter:
         self.limit = limit_mb << 20
         self.oom_fd, self.usage_fd, self.place = oom_fd, usage_fd, place
         self.must_watch = oom_fd < 0
-        self._oom_before = 0
+        self._before = b""
         self._seen_over = 0
 
     def begin(self) -> None:
         """Before a call."""
-        self._oom_before, self._seen_over = self._oom_kills(), 0
+        self._before, self._seen_over = self._events(), 0
 
     def end(self) -> int:
         """After a call: how many processes were killed for want of memory."""
-        return self._oom_kills() - self._oom_before + self._seen_over
+        now = self._events()
+        if now == self._before:  # nearly always: nothing to count
+            return self._seen_over
+        return _oom_kills(now) - _oom_kills(self._before) + self._seen_over
 
     def over(self) -> bool:
         """Whether the tree holds more than it may, right now."""
@@ -228,11 +231,13 @@ class Meter:
             "files": disk.f_files - disk.f_ffree,
         }
 
-    def _oom_kills(self) -> int:
-        if self.oom_fd < 0:
-            return 0
-        for line in os.pread(self.oom_fd, 4096, 0).split(b"\n"):
-            name, _, value = line.partition(b" ")
-            if name == b"oom_kill":
-                return int(value)
-        return 0
+    def _events(self) -> bytes:
+        return os.pread(self.oom_fd, 4096, 0) if self.oom_fd >= 0 else b""
+
+
+def _oom_kills(events: bytes) -> int:
+    for line in events.split(b"\n"):
+        name, _, value = line.partition(b" ")
+        if name == b"oom_kill":
+            return int(value)
+    return 0
