@@ -1,4 +1,4 @@
-"""One child of the supervisor with its pipes, and what is kept of its output."""
+"""One child of the supervisor with its pipes, what is kept of its output, and the order that it runs."""
 
 from __future__ import annotations
 
@@ -6,9 +6,10 @@ import mmap
 import os
 import select
 import socket
+import time
 from typing import Any
 
-from . import child, tree
+from . import child, frames, tree
 
 READ_SIZE = 1 << 16
 CONTROL_TIMEOUT_S = 2.0
@@ -125,3 +126,29 @@ class Program:
             if fd >= 0:
                 os.close(fd)
                 setattr(self, name, -1)
+
+
+Limits = tuple[float, int, int, int]
+"""Seconds, bytes of stdout and of stderr that are kept, bytes of both that end the program."""
+
+
+class Call:
+    """The order that runs now."""
+
+    def __init__(self, header: frames.Header, program: Program, stdin: bytes, limits: Limits) -> None:
+        self.id: int = header["id"]
+        self.retried = False
+        self.order = b""
+        self.program, self.stdin, self.header = program, memoryview(stdin), header
+        wall_s, stdout_bytes, stderr_bytes, self.output_total = limits
+        self.out, self.err = Tail(stdout_bytes), Tail(stderr_bytes)
+        self.started = time.monotonic()
+        self.deadline = self.started + wall_s
+        self.session: str | None = header.get("session")
+        self.answer = b""
+        """What a session has written on its control descriptor."""
+        self.verdict: str | None = None
+        """Set when the call was ended from here: timeout, oom, output_limit or cancelled."""
+        self.interrupted_at: float | None = None
+        self.is_quick = True
+        """Its output is not read yet."""

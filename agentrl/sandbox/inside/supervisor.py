@@ -17,7 +17,7 @@ from collections.abc import Callable
 from typing import NoReturn
 
 from . import child, frames, tree
-from .program import READ_SIZE, Program, Tail
+from .program import READ_SIZE, Call, Limits, Program, Tail
 
 INTERRUPT_GRACE_S = 0.3
 WATCH_EVERY_S = 0.02
@@ -25,32 +25,6 @@ SPARE_AFTER_MS = 2
 """A new spare waits so long: whoever got an answer goes first, and an order that comes at once needs none."""
 QUICK_S = 0.001
 """The output of a call that ends within this time is looked at once, at its end; that of others as it comes."""
-
-
-Limits = tuple[float, int, int, int]
-"""Seconds, bytes of stdout and of stderr that are kept, bytes of both that end the program."""
-
-
-class Call:
-    """The order that runs now."""
-
-    def __init__(self, header: frames.Header, program: Program, stdin: bytes, limits: Limits) -> None:
-        self.id: int = header["id"]
-        self.retried = False
-        self.order = b""
-        self.program, self.stdin, self.header = program, memoryview(stdin), header
-        wall_s, stdout_bytes, stderr_bytes, self.output_total = limits
-        self.out, self.err = Tail(stdout_bytes), Tail(stderr_bytes)
-        self.started = time.monotonic()
-        self.deadline = self.started + wall_s
-        self.session: str | None = header.get("session")
-        self.answer = b""
-        """What a session has written on its control descriptor."""
-        self.verdict: str | None = None
-        """Set when the call was ended from here: timeout, oom, output_limit or cancelled."""
-        self.interrupted_at: float | None = None
-        self.is_quick = True
-        """Its output is not read yet."""
 
 
 class Supervisor:
