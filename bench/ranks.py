@@ -1,11 +1,13 @@
 """Ranks against one process on the calculator: the same curve, and checkpoints that fit any number of ranks.
 
     python bench/ranks.py [--start DIRECTORY] [--steps 20] [--out bench/results/ranks.json]
+    python bench/ranks.py --quick          two steps from an untrained policy on 2 ranks; writes nothing
 
 One process trains from the policy in DIRECTORY (a folder `start` of a run of `examples/calculator/tools.yaml`; by
 default one is made), and the rows of its steps are kept. 2 and 4 Ray ranks take the same steps on these rows; what
 4 save at half way is taken up by 2 ranks and by one. Then `agentrl train` itself: it begins on 4 ranks, is
-stopped, goes on with 2, is stopped, and ends with 1. The last line is JSON.
+stopped, goes on with 2, is stopped, and ends with 1. The last line is JSON. The whole takes about a quarter of an
+hour on two cores.
 """
 
 from __future__ import annotations
@@ -32,6 +34,9 @@ from agentrl.train import run as runs
 from agentrl.train.driver import Driver
 from agentrl.train.start import make_learner
 
+sys.path.append(str(Path(__file__).parent))  # it is missing with `python -m` or when loaded by a path
+from kill9 import ENV
+
 HERE = Path(__file__).parent
 EXAMPLE = HERE.parent / "examples" / "calculator" / "tools.yaml"
 GOAL = 1e-5
@@ -48,6 +53,13 @@ CONFIG: dict[str, Any] = {
 }
 CURVE = ("kl", "entropy", "policy_kl", "clip_fraction", "grad_norm", "drift/mean_abs")
 """What the learner says of a step; the loss itself is 0 on policy, these are not."""
+WAYS = (
+    ("2 ranks", 2, False),
+    ("4 ranks", 4, False),
+    ("saved on 4, 2 ranks", 2, True),
+    ("saved on 4, 1 process", 1, True),
+)
+"""Ranks that take the recorded steps, and whether from what 4 ranks saved at half way."""
 Step = tuple[Sequence[Any], Any]
 
 
@@ -56,25 +68,14 @@ def main() -> int:
     parser.add_argument("--start", type=Path, help="the policy to begin with")
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--out", type=Path, default=HERE / "results" / "ranks.json")
+    parser.add_argument("--quick", action="store_true", help="two steps on 2 ranks, untrained: about a minute")
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as name:
-        folder = Path(name)
-        start = (args.start or made_start(folder / "cold")).absolute()
-        settings = {
-            **CONFIG,
-            "model": {"path": str(start)},
-            "steps": args.steps,
-            "checkpoint": {"every": args.steps // 2},
-        }
-        config = RunConfig.model_validate(settings)
-        steps, curve, weights = recorded(config, folder / "one")
-        say("recorded")
-        found = replayed(config, start, steps, curve, weights, folder)
-        (folder / "tools.yaml").write_text(json.dumps(settings))  # JSON is YAML
-        found["agentrl train, 4 ranks then 2 then 1"] = commanded(folder, args.steps)
+        curve, found = quick(Path(name)) if args.quick else whole(Path(name), args.start, args.steps)
     met = all(part["met"] for part in found.values())
-    result = {"steps": args.steps, "goal": GOAL, "met": met, "each": found, "curve": curve}
-    args.out.write_text(json.dumps(result, indent=1) + "\n")
+    if not args.quick:
+        result = {"steps": args.steps, "goal": GOAL, "met": met, "each": found, "curve": curve}
+        args.out.write_text(json.dumps(result, indent=1) + "\n")
     worst = max(part["parameters_apart"] for part in found.values() if "parameters_apart" in part)
     print(
         json.dumps(
@@ -84,10 +85,45 @@ def main() -> int:
                 "unit": "largest difference of a parameter",
                 "goal": GOAL,
                 "met": met,
+                "quick": args.quick,
             }
         )
     )
     return 0 if met else 1
+
+
+Found = tuple[list[dict[str, float]], dict[str, Any]]
+"""The curve of one process, and what came of each other way."""
+
+
+def whole(folder: Path, start: Path | None, steps: int) -> Found:
+    """All of it."""
+    start = (start or made_start(folder / "cold")).absolute()
+    settings = {**CONFIG, "model": {"path": str(start)}, "steps": steps, "checkpoint": {"every": steps // 2}}
+    config = RunConfig.model_validate(settings)
+    recording = recorded(config, folder / "one")
+    say("recorded")
+    found = replayed(config, start, *recording, folder)
+    (folder / "tools.yaml").write_text(json.dumps(settings))  # JSON is YAML
+    found["agentrl train, 4 ranks then 2 then 1"] = commanded(folder, steps)
+    return recording[1], found
+
+
+def quick(folder: Path) -> Found:
+    """Two steps on 2 ranks; the policy is untrained, so the env rewards part of an answer."""
+    (folder / "env.py").write_text(ENV)
+    settings = {
+        **CONFIG,
+        "env": f"{folder}/env.py:Vowels",
+        "data": {},
+        "rollout": {"groups_per_step": 4, "group_size": 4, "max_turns": 1, "max_tokens": 12, "token_budget": 400},
+        "model": {"tiny": {}},
+        "steps": 2,
+        "checkpoint": {"every": 0},
+    }
+    recording = recorded(RunConfig.model_validate(settings), folder / "one")
+    config = RunConfig.model_validate({**settings, "model": {"path": str(folder / "one" / "start")}})
+    return recording[1], replayed(config, folder / "one" / "start", *recording, folder, ways=WAYS[:1])
 
 
 def made_start(folder: Path) -> Path:
@@ -130,16 +166,12 @@ def recorded(
 
 def replayed(
     config: RunConfig, start: Path, steps: Sequence[Step], curve: Sequence[Mapping[str, float]],
-    weights: Mapping[str, torch.Tensor], folder: Path,
+    weights: Mapping[str, torch.Tensor], folder: Path, *, ways: Sequence[tuple[str, int, bool]] = WAYS,
 ) -> dict[str, Any]:  # fmt: skip
     """The same steps on 2 and on 4 ranks, and on 2 and on 1 from what the 4 saved at half way."""
     found, half, saved = {}, len(steps) // 2, folder / "by-4"
-    for name, ranks, first in (
-        ("2 ranks", 2, 0),
-        ("4 ranks", 4, 0),
-        ("saved on 4, 2 ranks", 2, half),
-        ("saved on 4, 1 process", 1, half),
-    ):
+    for name, ranks, halfway in ways:
+        first = half if halfway else 0
         shape = config.model_copy(update={"learner": config.learner.model_copy(update={"ranks": ranks})})
         learner = make_learner(shape, saved if first else start, start)
         try:

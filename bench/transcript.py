@@ -1,10 +1,11 @@
 """CPU cost of tokens: a 100-turn episode of about 59,000 tokens, ours and by rendering everything again each turn.
 
-    python bench/transcript.py [--tokenizer DIRECTORY] [--turns 100] [--tokens 59000]
+    python bench/transcript.py [--quick] [--tokenizer DIRECTORY] [--turns 100] [--tokens 59000]
 
-Ours appends what is new and keeps the rest. The baseline renders and encodes the whole conversation before every
-completion with the same template and tokenizer. Both see the same messages; only rendering, encoding, decoding and
-parsing are timed (process CPU time).
+Ours appends what is new and keeps the rest. The baseline is `apply_chat_template` of transformers on the whole
+conversation before every completion, with the same template and tokenizer, and our parser. Both see the same
+messages; only rendering, encoding, decoding and parsing are timed (process CPU time). `--quick` plays 30 turns of
+the same length. The last line is JSON.
 """
 
 from __future__ import annotations
@@ -34,13 +35,17 @@ def main() -> None:
     parser.add_argument("--template", default="chatml", help="'chatml', 'own' (the directory's), or a file")
     parser.add_argument("--turns", type=int, default=100)
     parser.add_argument("--tokens", type=int, default=59_000)
+    parser.add_argument("--quick", action="store_true", help="30 turns of the same length: a few seconds")
     args = parser.parse_args()
+    if args.quick:
+        args.turns, args.tokens = 30, args.tokens * 30 // args.turns
 
     directory = args.tokenizer or (QWEN3 if QWEN3.is_dir() else small_tokenizer())
     renderer = Renderer.from_directory(directory, template=None if args.template == "own" else args.template)
     per_turn = args.tokens // args.turns
     ours, length = run_ours(renderer, args.turns, per_turn)
-    baseline = run_baseline(renderer, args.turns, per_turn)
+    baseline, other = run_baseline(renderer, directory, args.turns, per_turn)
+    assert other == length, f"the two are not the same conversation: {length} tokens and {other}"
     print(f"{'turn':>5} {'ours ms':>9} {'all again ms':>13}")
     for turn in sorted({0, *range(9, args.turns, max(1, args.turns // 10)), args.turns - 1}):
         print(f"{turn + 1:>5} {ours[turn] * 1e3:>9.2f} {baseline[turn] * 1e3:>13.2f}")
@@ -100,19 +105,25 @@ def run_ours(renderer: Renderer, turns: int, per_turn: int) -> tuple[list[float]
     return seconds, len(transcript.ids)
 
 
-def run_baseline(renderer: Renderer, turns: int, per_turn: int) -> list[float]:
-    """Seconds of each turn when everything is rendered and encoded again, and the completion parsed."""
+def run_baseline(renderer: Renderer, directory: Path, turns: int, per_turn: int) -> tuple[list[float], int]:
+    """Seconds of each turn when all is rendered and encoded again, and the completion parsed; the length."""
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(directory)
     stop = next(iter(renderer.stop_ids))
     messages = [Message("system", "Answer with tools."), Message("user", "Check every row.")]
-    seconds = []
-    for text, answer in script(turns, per_turn):
+    given = [renderer.data(message) for message in messages]
+    options = {"tools": [dict(tool) for tool in TOOLS], "chat_template": renderer.template, "return_dict": False}
+    seconds, length = [], 0
+    for number, (text, answer) in enumerate(script(turns, per_turn)):
         ids = [*renderer.vocabulary.encode(text), stop]
         started = time.process_time()
-        renderer.encode(messages, TOOLS, generation_prompt=True)
-        message = renderer.parse(ids, tools=TOOLS, number=len(messages))
+        context = tokenizer.apply_chat_template(given, add_generation_prompt=True, **options)
+        message = renderer.parse(ids, tools=TOOLS, number=len(given))
         seconds.append(time.process_time() - started)
-        messages += [message, Message("tool", answer, tool_call_id=message.tool_calls[0].id)]
-    return seconds
+        given += [renderer.data(message), renderer.data(Message("tool", answer, tool_call_id=f"{number}"))]
+        length = len(context) + len(ids)
+    return seconds, length
 
 
 def median(values: list[float]) -> float:
