@@ -103,7 +103,8 @@ def run(name: str, start: Path | None, folder: Path, steps: int) -> dict[str, An
     if not summary.is_file() or not json.loads(summary.read_text())["finished"]:
         config = {**BASE, "name": name.replace("_", "-"), "model": {"path": str(start)}, "steps": steps}
         if start is None:
-            config |= {"model": {"tiny": {}}, "eval": {"tasks": 4}}
+            tiny = {"hidden": 32, "layers": 1, "heads": 2, "intermediate": 64, "vocab": 400}
+            config |= {"model": {"tiny": tiny}, "eval": {"tasks": 4}}
             config["rollout"] = {**BASE["rollout"], "groups_per_step": 2, "group_size": 4}
         for key, value in chosen.items():
             config[key] = {**config.get(key, {}), **value}
