@@ -2,44 +2,54 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, cast
 
-from agentrl.sandbox.contract import CUT, ExecResult
+from agentrl.sandbox.contract import CUT, ExecResult, Outcome
+from agentrl.sandbox.inside import frames
 
 
 def result_of(answer: dict[str, Any], output: bytes) -> ExecResult:
-    """The supervisor's report as an ExecResult. What it leaves out is nothing: zero, None, False.
-
-    `sizes` are the bytes of stdout and stderr, both whole; where something was left out, `totals` says how much
-    there was of each, and `sizes` are the beginnings and ends: stdout, stdout, stderr, stderr.
-    """
-    get = answer.get
-    sizes, totals = answer["sizes"], get("totals")
-    if totals is None:
-        out_total, err_total = sizes
-        stdout, stderr = output[:out_total], output[out_total:]
+    """The supervisor's report, see `frames.REPORT`, as an ExecResult."""
+    head = answer["report"]
+    _, outcome, flags, code, out, err, wall_s, cpu_s, max_rss_kb, oom_kills, reaped = frames.REPORT.unpack_from(
+        head
+    )
+    exit_code = signal = None
+    if flags & frames.SIGNAL:
+        signal = code
+    elif not flags & frames.NO_CODE:
+        exit_code = code
+    if flags & frames.CUT:
+        stdout, stderr = _with_cuts(frames.CUTS.unpack_from(head, frames.REPORT.size), output, out, err)
     else:
-        out_total, err_total = totals
-        out_end = sizes[0] + sizes[1]
-        stdout = _joined(output[: sizes[0]], output[sizes[0] : out_end], out_total)
-        stderr = _joined(output[out_end : out_end + sizes[2]], output[out_end + sizes[2] :], err_total)
+        stdout, stderr = output[:out], output[out:]
     return ExecResult(
-        get("outcome", "exit"),
-        get("exit_code"),
-        get("signal"),
+        cast(Outcome, frames.OUTCOMES[outcome]),
+        exit_code,
+        signal,
         stdout,
         stderr,
-        out_total,
-        err_total,
-        answer["wall_s"],
-        get("cpu_s", 0.0),
-        get("max_rss_kb", 0),
-        get("oom_kills", 0),
-        get("reaped", 0),
-        totals is not None,
-        get("lost", False),
+        out,
+        err,
+        wall_s,
+        cpu_s,
+        max_rss_kb,
+        oom_kills,
+        reaped,
+        bool(flags & frames.CUT),
+        bool(flags & frames.LOST),
     )
 
 
-def _joined(begin: bytes, end: bytes, total: int) -> bytes:
-    return begin + (CUT if len(begin) + len(end) < total else b"") + end
+def _with_cuts(sizes: tuple[int, ...], output: bytes, out_total: int, err_total: int) -> tuple[bytes, bytes]:
+    """stdout and stderr, each its beginning and its end, with a mark where something is missing between."""
+    parts, begin = [], 0
+    for size in sizes:
+        parts.append(output[begin : begin + size])
+        begin += size
+    out_cut = len(parts[0]) + len(parts[1]) < out_total
+    err_cut = len(parts[2]) + len(parts[3]) < err_total
+    return (
+        parts[0] + (CUT if out_cut else b"") + parts[1],
+        parts[2] + (CUT if err_cut else b"") + parts[3],
+    )

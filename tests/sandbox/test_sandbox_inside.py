@@ -113,6 +113,11 @@ def test_what_is_no_frame_is_refused() -> None:
         frames.Reader().feed(b"\xff" * 8)
     with pytest.raises(ValueError):
         frames.Reader().feed(struct.pack(">II", 3, 0) + b"no!")
+    for head in (b"[1]", b'{"a":1}}', b'{"a":1} ', b"\xff" * 10):
+        with pytest.raises(ValueError):
+            frames.Reader().feed(frames.pack_raw(head, b""))
+    with pytest.raises(ValueError, match="frame of"):
+        frames.Reader().feed(struct.pack(">II", frames.MAX_HEADER + 1, 0))
 
 
 @pytest.mark.parametrize("limit", [0, 1, 2, 7, 1000])

@@ -1,4 +1,4 @@
-"""The frames that cross a stream: two lengths, a JSON header, a payload."""
+"""The frames that cross a stream: two lengths, a header, a payload. Headers are JSON, those of reports are not."""
 
 from __future__ import annotations
 
@@ -12,6 +12,14 @@ VERSION = 3
 LENGTHS = struct.Struct(">II")
 _encode = json.JSONEncoder(separators=(",", ":")).encode  # made once: json.dumps makes one for every frame
 _decode = json.JSONDecoder().raw_decode
+OUTCOMES = ("exit", "signal", "timeout", "oom", "output_limit", "cancelled")
+REPORT = struct.Struct(">IBBhQQddQII")
+"""What became of a call, quick to write and to read: id, place in OUTCOMES, flags, exit code or signal, bytes of
+stdout and of stderr, seconds, seconds of CPU, KiB of memory at most, processes killed for want of memory, and left
+behind. With the flag CUT four numbers follow: the bytes there are of begin and end of each output."""
+CUTS = struct.Struct(">4I")
+SIGNAL, NO_CODE, LOST, CUT = 1, 2, 4, 8
+"""Flags: the code is a signal's number, is nothing; the session is over; some output was left out."""
 MAX_HEADER, MAX_PAYLOAD = 1 << 22, 1 << 28
 
 Header = dict[str, Any]
@@ -60,7 +68,9 @@ class Reader:
 
 
 def decode(head: bytes | bytearray) -> Header:
-    """A header that is JSON. Raises ValueError where it is none."""
+    """A header; that of a report as {"id", "report"}. Raises ValueError where it is none."""
+    if len(head) >= REPORT.size and head[0] != 0x7B:
+        return {"id": LENGTHS.unpack_from(head)[0], "report": head}
     text = head.decode()
     header, end = _decode(text)
     if end != len(text) or type(header) is not dict:

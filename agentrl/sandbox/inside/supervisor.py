@@ -231,8 +231,9 @@ class Supervisor:
     def _prepare(self, program: Program, call: Call) -> None:
         """The books of a session's next call: what it wrote since the last one comes first."""
         self.call = call
-        self._unwatch(program.stdout)
-        self._unwatch(program.stderr)
+        for fd in (program.stdout, program.stderr):
+            if fd in self.handlers:
+                self.poll.modify(fd, 0)
         for name, output in (("stdout", call.out), ("stderr", call.err)):
             if program.late[name].total:
                 output.add(program.late[name].whole())
@@ -241,16 +242,8 @@ class Supervisor:
     def _refuse(self, number: int, error: OSError) -> None:
         """There is no room for another process, by the doing of what runs here: the answer a shell would give."""
         text = f"sandbox: cannot start a process: {error.strerror}\n".encode()
-        self.send(
-            {
-                "id": number,
-                "exit_code": 126,
-                "wall_s": 0.0,
-                "oom_kills": self.meter.end(),
-                "sizes": (0, len(text)),
-            },
-            text,
-        )
+        report = frames.REPORT.pack(number, 0, 0, 126, 0, len(text), 0.0, 0.0, 0, self.meter.end(), 0)
+        frames.write_all(self.link_out, frames.pack_raw(report, text))
 
     def _launch(self, call: Call, order: bytes) -> None:
         """Hand a fresh call to its program."""
@@ -268,7 +261,9 @@ class Supervisor:
     def _watch_output(self, program: Program) -> None:
         for name in ("stdout", "stderr"):
             fd = getattr(program, name)
-            if fd not in self.handlers and fd not in program.ended:
+            if fd in self.handlers:
+                self.poll.modify(fd, select.POLLIN)
+            elif fd not in program.ended:
                 self._watch(fd, functools.partial(self._drain, program, name))
 
     def _read_as_it_comes(self, call: Call) -> None:
@@ -452,14 +447,8 @@ class Supervisor:
         else:
             for fd, _ in program.outputs.poll(0):
                 self._drain(program, "stdout" if fd == program.stdout else "stderr", everything=True)
-        answer, output = self._report(call, status, time.monotonic() - call.started)
-        if reaped:
-            answer["reaped"] = reaped
-        if lost:
-            answer["lost"] = True
-        unstarted = (
-            session is None and not program.word()[0] and "oom_kills" not in answer and call.verdict is None
-        )
+        oom_kills = self.meter.end()
+        unstarted = session is None and not program.word()[0] and not oom_kills and call.verdict is None
         if unstarted and os.WIFSIGNALED(program.status or 0) and not call.retried:
             # Somebody killed the spare before it took the order: nothing of the order has happened.
             program.close()
@@ -467,14 +456,14 @@ class Supervisor:
             again.retried = True
             self._launch(again, call.order)
             return
-        if unstarted:
-            text = call.err.whole().decode("utf-8", "replace").strip()
-            answer = {"id": call.id, "fault": f"the program could not be started: {text or 'no word from it'}"}
-            output = b""
         self.call = None
         if session is not None and lost:
             self._close_session(session)
-        self.send(answer, output)
+        if unstarted:
+            text = call.err.whole().decode("utf-8", "replace").strip()
+            self.send({"id": call.id, "fault": f"the program could not be started: {text or 'no word from it'}"})
+        else:
+            frames.write_all(self.link_out, self._report(call, status, lost, oom_kills, reaped))
         if session is not None and not lost:
             self._watch_output(program)
         if early:
@@ -497,35 +486,35 @@ class Supervisor:
             _, program.status, program.rusage = os.wait4(program.pid, 0)
         return program.status, True
 
-    def _report(self, call: Call, status: int | None, wall_s: float) -> tuple[frames.Header, bytes]:
-        """What became of a call, and its output. What is nothing is left out; see sandbox.report."""
+    def _report(self, call: Call, status: int | None, lost: bool, oom_kills: int, reaped: int) -> bytes:
+        """The frame that says what became of a call, with its output."""
         assert status is not None
-        answer: frames.Header = {"id": call.id, "wall_s": wall_s}
-        usage = call.program.rusage
+        wall_s, usage, verdict = time.monotonic() - call.started, call.program.rusage, call.verdict
+        cpu_s, max_rss_kb = 0.0, 0
         if usage is not None:
-            answer["cpu_s"] = usage.ru_utime + usage.ru_stime
-            answer["max_rss_kb"] = usage.ru_maxrss
-            self.cpu_s += answer["cpu_s"]
-        number = os.WTERMSIG(status) if os.WIFSIGNALED(status) else None
-        oom_kills, verdict = self.meter.end(), call.verdict
-        if oom_kills:
-            answer["oom_kills"] = oom_kills
-        if verdict is None and number == signal.SIGXCPU:
+            cpu_s, max_rss_kb = usage.ru_utime + usage.ru_stime, usage.ru_maxrss
+            self.cpu_s += cpu_s
+        signalled = os.WIFSIGNALED(status)
+        code, flags = (os.WTERMSIG(status), frames.SIGNAL) if signalled else (os.WEXITSTATUS(status), 0)
+        if verdict is None and signalled and code == signal.SIGXCPU:
             verdict = "timeout"
         if verdict in (None, "oom") and oom_kills:
             verdict = "oom"
-        if verdict is not None or number is not None:
-            answer["outcome"] = verdict or "signal"
-        # A limit's end is our own doing, not the program's.
-        if verdict not in ("timeout", "cancelled", "output_limit") or (number not in (9, 24) and not call.session):
-            if number is not None:
-                answer["signal"] = number
-            else:
-                answer["exit_code"] = os.WEXITSTATUS(status)
-        out, err = call.out, call.err
+        outcome = frames.OUTCOMES.index(verdict or ("signal" if signalled else "exit"))
+        if verdict in ("timeout", "cancelled", "output_limit") and (
+            call.session or (signalled and code in (9, 24))
+        ):
+            code, flags = 0, frames.NO_CODE  # our own doing, not the program's
+        out, err, cuts = call.out, call.err, b""
         if out.is_cut or err.is_cut:
             parts = (*out.parts(), *err.parts())
-            answer["totals"], answer["sizes"] = (out.total, err.total), [len(part) for part in parts]
-            return answer, b"".join(parts)
-        answer["sizes"] = out.total, err.total
-        return answer, out.whole() + err.whole()
+            flags |= frames.CUT
+            cuts, output = frames.CUTS.pack(*map(len, parts)), b"".join(parts)
+        else:
+            output = out.whole() + err.whole()
+        if lost:
+            flags |= frames.LOST
+        report = frames.REPORT.pack(
+            call.id, outcome, flags, code, out.total, err.total, wall_s, cpu_s, max_rss_kb, oom_kills, reaped
+        )
+        return frames.pack_raw(report + cuts, output)

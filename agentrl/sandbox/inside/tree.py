@@ -192,7 +192,7 @@ class Meter:
         now = self._events()
         if now == self._before:  # nearly always: nothing to count
             return self._seen_over
-        return _oom_kills(now) - _oom_kills(self._before) + self._seen_over
+        return max(0, _oom_kills(now) - _oom_kills(self._before)) + self._seen_over
 
     def over(self) -> bool:
         """Whether the tree holds more than it may, right now."""
