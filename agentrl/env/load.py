@@ -75,7 +75,8 @@ def load_file(path: Path) -> ModuleType:
     Raises:
         ConfigError: the file cannot be run.
     """
-    digest = hashlib.sha256(str(path).encode() + b"\0" + path.read_bytes()).hexdigest()[:12]
+    text = path.read_bytes()
+    digest = hashlib.sha256(str(path).encode() + b"\0" + text).hexdigest()[:12]
     name = f"agentrl_file_{re.sub(r'[^0-9a-zA-Z_]', '_', path.stem)}_{digest}"
     if name in sys.modules:
         return sys.modules[name]
@@ -87,7 +88,8 @@ def load_file(path: Path) -> ModuleType:
     # A file may import its neighbours by their bare names, as a script does.
     sys.path.insert(0, str(path.parent))
     try:
-        spec.loader.exec_module(module)
+        # Not the loader's way: a compiled copy is told from its source by size and whole second only.
+        exec(compile(text, str(path), "exec", dont_inherit=True), vars(module))
     except ConfigError:
         sys.modules.pop(name, None)
         raise
