@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from agentrl.cli.options import Overrides
+from agentrl.cli.options import Overrides, check_effect
 
 if TYPE_CHECKING:
     from agentrl.config import RunConfig
@@ -219,13 +219,11 @@ PLAYING = ("seed", "env", "agent", "model", "data", "rollout", "engine", "eval")
 
 def _check_overrides(overrides: list[str], endpoint: Endpoint | None) -> None:
     """See that every flag changes something here. Raises ConfigError."""
-    from agentrl.config import RunConfig
     from agentrl.errors import ConfigError
 
+    check_effect(overrides, PLAYING, "an evaluation")
     for text in overrides:
         section = text.partition("=")[0].partition(".")[0].strip()
-        if section in RunConfig.model_fields and section not in PLAYING:
-            raise ConfigError(f"--set {text}: `{section}` has no effect on an evaluation; leave it out")
         if endpoint is not None and section in ("engine", "model"):
             raise ConfigError(
                 f"--set {text}: has no effect with --base-url {endpoint.base_url}, which has its own {section}; "

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import Annotated
 
@@ -21,3 +22,27 @@ Overrides = Annotated[
         show_default=False,
     ),
 ]
+
+OF_UPDATES = ("engine.sync_tolerance", "engine.server.sleep")
+"""Settings of how weights are updated: nothing to those who only sample."""
+
+
+def check_effect(overrides: Sequence[str], sections: Collection[str], what: str) -> None:
+    """See that every `--set` changes something for who only samples from a policy.
+
+    Args:
+        sections: those of a run's configuration that `what` looks at.
+
+    Raises:
+        ConfigError: one of them has no effect.
+    """
+    from agentrl.config import RunConfig
+    from agentrl.errors import ConfigError
+
+    for text in overrides:
+        key = text.partition("=")[0].strip()
+        section = key.partition(".")[0]
+        if section in RunConfig.model_fields and section not in sections:
+            raise ConfigError(f"--set {text}: `{section}` has no effect on {what}; leave it out")
+        if key in OF_UPDATES:
+            raise ConfigError(f"--set {text}: has no effect on {what}, which updates no weights; leave it out")

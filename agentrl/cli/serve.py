@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from agentrl.cli.options import Overrides
+from agentrl.cli.options import Overrides, check_effect
 
 if TYPE_CHECKING:
     from agentrl.chat.template import Renderer
@@ -113,6 +113,7 @@ def _find(target: Path, overrides: list[str]) -> _Policy:
     from agentrl.rollout.setup import check_renderer, load_renderer
     from agentrl.run.store import find_checkpoint
 
+    check_effect(overrides, ("name", "model", "engine"), "serving")
     for run in (target, target.absolute().parent.parent):
         if (run / "config.yaml").is_file():
             config = load_config(run / "config.yaml", overrides, check_paths=False)

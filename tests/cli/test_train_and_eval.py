@@ -170,6 +170,8 @@ def test_what_eval_plays(trained: Path, tmp_path: Path, monkeypatch: pytest.Monk
     for target in (run, run / "start"):
         with pytest.raises(ConfigError, match=r"--set optim\.lr=1: `optim` has no effect on an evaluation"):
             find(target, "a:B", ["optim.lr=1"])
+        with pytest.raises(ConfigError, match="has no effect on an evaluation, which updates no weights"):
+            find(target, "a:B", ["engine.sync_tolerance=1"])
     endpoint = Endpoint("http://127.0.0.1:1/v1", "m")
     subject, config, base = find(run, None, [], endpoint)
     assert (subject.endpoint, base) == (endpoint, run / "eval")
