@@ -9,8 +9,8 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check install -q -c constraint
 quickstart: $(VENV)/.train  ## install, then train a tool-calling policy on this machine
 	$(BIN)/agentrl train examples/calculator/tools.yaml
 
-test: $(VENV)/.dev  ## the whole test suite, or what TESTS names
-	$(BIN)/python -m pytest $(TESTS)
+test: $(VENV)/.dev  ## the whole test suite
+	$(BIN)/python -m pytest
 
 lint: $(VENV)/.dev  ## format, lint, types, imports
 	PATH="$(CURDIR)/$(BIN):$$PATH" scripts/check
