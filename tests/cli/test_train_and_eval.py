@@ -15,6 +15,7 @@ from agentrl.cli.eval import find
 from agentrl.engine.openai import Endpoint
 from agentrl.errors import CheckpointError, ConfigError
 from agentrl.records import read_episodes, read_metrics
+from agentrl.run.saved import steps_saved
 from agentrl.run.store import find_checkpoint
 
 YAML = """\
@@ -82,13 +83,15 @@ def test_a_stopped_run_goes_on_where_it_stopped(tmp_path: Path, number: signal.S
     """Ctrl-C and SIGTERM save and leave; after kill -9 the last checkpoint counts. No step is written twice."""
     (tmp_path / "tools.yaml").write_text(YAML.replace("steps: 2", "steps: 400") + "checkpoint: {every: 2}\n")
     command = [sys.executable, "-m", "agentrl", "train", "tools.yaml"]
+    run = tmp_path / "runs" / tmp_path.name
     with subprocess.Popen(command, cwd=tmp_path, stdout=subprocess.PIPE, text=True) as training:
         assert training.stdout is not None
         seen = next(line for line in training.stdout if line.startswith("train 3/"))
         assert "left" in seen
+        while number == signal.SIGKILL and not steps_saved(run / "checkpoints"):
+            next(training.stdout)  # checkpoints are written beside the training: the first may take some steps
         training.send_signal(number)
         rest = training.stdout.read()
-    run = tmp_path / "runs" / tmp_path.name
     if number == signal.SIGKILL:
         assert training.returncode == -signal.SIGKILL
     else:
