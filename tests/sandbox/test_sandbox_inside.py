@@ -113,7 +113,7 @@ def test_what_is_no_frame_is_refused() -> None:
         frames.Reader().feed(b"\xff" * 8)
     with pytest.raises(ValueError):
         frames.Reader().feed(struct.pack(">II", 3, 0) + b"no!")
-    for head in (b"[1]", b'{"a":1}}', b'{"a":1} ', b"\xff" * 10):
+    for head in (b"[1]", b'{"a":1}}', b'{"a":1} ', b"\xff" * 10, b"\xff" * 60):
         with pytest.raises(ValueError):
             frames.Reader().feed(frames.pack_raw(head, b""))
     with pytest.raises(ValueError, match="frame of"):

@@ -70,7 +70,10 @@ class Reader:
 def decode(head: bytes | bytearray) -> Header:
     """A header; that of a report as {"id", "report"}. Raises ValueError where it is none."""
     if len(head) >= REPORT.size and head[0] != 0x7B:
-        return {"id": LENGTHS.unpack_from(head)[0], "report": head}
+        number, outcome = REPORT.unpack_from(head)[:2]
+        if outcome >= len(OUTCOMES):
+            raise ValueError(f"a report with outcome {outcome}")
+        return {"id": number, "report": head}
     text = head.decode()
     header, end = _decode(text)
     if end != len(text) or type(header) is not dict:
