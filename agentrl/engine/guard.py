@@ -5,7 +5,8 @@
 Run by path, as a program of its own, so it imports nothing of agentrl. Its standard input is a pipe whose other
 end the owner holds: the kernel closes that end however the owner dies, kill -9 included, so that no server keeps a
 GPU after a run. It ends the server too when it is asked to terminate, and exits with the server's exit code when
-that ends first.
+that ends first. Where it is killed itself, as Ray does with the children of an actor that dies, the kernel ends
+the server.
 """
 
 from __future__ import annotations
@@ -22,18 +23,23 @@ from pathlib import Path
 
 GRACE_S = 5.0
 """How long the server may take to end by itself."""
-PR_SET_CHILD_SUBREAPER = 36
+PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36
 
 
 def main(command: list[str]) -> int:
     """Run the command to its end, or to ours."""
-    with contextlib.suppress(OSError, AttributeError):
-        # What the server leaves behind becomes our child instead of init's, so that we find it.
-        ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+    prctl = getattr(ctypes.CDLL(None), "prctl", lambda *_: 0)  # Linux only
+    # What the server leaves behind becomes our child instead of init's, so that we find it.
+    prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
     stopping = threading.Event()
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
         signal.signal(number, lambda *_: stopping.set())
-    server = subprocess.Popen(command, stdin=subprocess.DEVNULL, start_new_session=True)
+    server = subprocess.Popen(
+        command,
+        stdin=subprocess.DEVNULL,
+        start_new_session=True,
+        preexec_fn=lambda: prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0),  # no thread is running yet
+    )
     threading.Thread(target=_watch_owner, args=(stopping,), daemon=True).start()
     threading.Thread(target=_watch_server, args=(server, stopping), daemon=True).start()
     stopping.wait()

@@ -100,6 +100,16 @@ asyncio.run(main())
     assert gone(inner)
 
 
+async def test_a_server_does_not_outlive_a_guard_that_is_killed(tmp_path: Path) -> None:
+    code = "import os, time; print(os.getpid(), flush=True); time.sleep(600)"
+    process = await ServerProcess.start([sys.executable, "-c", code], log=tmp_path / "log")
+    server = await asyncio.to_thread(printed_pid, tmp_path / "log")
+    assert runs(server)
+    os.kill(process.pid, signal.SIGKILL)
+    assert await asyncio.to_thread(gone, server)
+    await process.stop()
+
+
 async def test_the_exit_code_and_the_last_words_are_known(tmp_path: Path) -> None:
     code = "print('no memory left'); raise SystemExit(3)"
     process = await ServerProcess.start([sys.executable, "-c", code], log=tmp_path / "log")
