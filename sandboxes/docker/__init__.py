@@ -1,8 +1,8 @@
 """Containers of a Docker engine (or podman through DOCKER_HOST): hardened, one supervisor each, no `exec` ever.
 
 The supervisor is the same program as on the bare machine. It is the container's entry point and is spoken to
-over the one attached stream, so a call costs a fork, not a trip through the daemon, and how it ended is the
-supervisor's word.
+over a socket of our own (see `door`) or, where that leads nowhere, over the one attached stream. So a call costs a
+fork, not a trip through the daemon, and how it ended is the supervisor's word.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ import json
 import os
 import socket
 import struct
+import tempfile
 import time
 import weakref
 from pathlib import Path
@@ -25,8 +26,9 @@ from agentrl.errors import ConfigError
 from agentrl.sandbox import bundle
 from agentrl.sandbox.contract import PROMISES, Sandbox
 from agentrl.sandbox.errors import SandboxUnavailable
-from agentrl.sandbox.inside.cgroups import is_stale, run_name
+from agentrl.sandbox.inside.leftovers import is_stale, run_name, sweep_folders
 from agentrl.sandbox.link import StreamLink
+from agentrl.sandboxes.docker.door import PLACE, Door
 
 if TYPE_CHECKING:
     import docker as sdk
@@ -73,6 +75,28 @@ class AttachedLink(StreamLink):
                 self.words += part[: max(0, 4000 - len(self.words))]
 
 
+async def _through(door: Door | None, relayed: AttachedLink) -> StreamLink:
+    """The link by which the supervisor speaks first: the door, or the attached stream where it found none.
+
+    Raises:
+        SandboxUnavailable: it did not even start; with what was on stderr.
+    """
+    word = asyncio.ensure_future(relayed.hello())
+    opened = asyncio.ensure_future(door.opened()) if door is not None else None
+    try:
+        await asyncio.wait([word] if opened is None else [word, opened], return_when=asyncio.FIRST_COMPLETED)
+        if opened is not None and opened.done():
+            return await StreamLink.over(opened.result(), relayed.name)
+        await word
+        return relayed
+    except SandboxUnavailable as error:
+        raise SandboxUnavailable(f"{error}: {relayed.words.decode('utf-8', 'replace')[-800:]}") from None
+    finally:
+        for waiting in (word, opened):
+            if waiting is not None and not waiting.cancel() and not waiting.cancelled():
+                waiting.exception()  # looked at
+
+
 class Container:
     """One container, as the pool sees it."""
 
@@ -89,7 +113,10 @@ class Container:
 
     async def _remove(self) -> None:
         await asyncio.to_thread(self._backend.remove, self.identity)
-        # The SDK keeps the connection in three places, and warns of the ones that are left open.
+        self.detach()
+
+    def detach(self) -> None:
+        """Close the attached stream; idempotent. The SDK keeps it in three places, and warns of each left open."""
         for name in ("_response", "_sock"):
             with contextlib.suppress(OSError, ValueError, AttributeError):
                 getattr(self._attached, name).close()
@@ -109,6 +136,8 @@ class Backend:
         self._run = f"{run_name()}-{next(_numbers)}"
         self._ulimits: list[Any] = []
         self._podman = self._gvisor = False
+        self._doors = False
+        """Whether containers can be shown a socket of this machine."""
         if spec.run_as is not None or spec.python is not None:
             raise ConfigError(
                 "sandbox run_as and python have an effect on this machine's own back-ends, not on docker"
@@ -157,9 +186,11 @@ class Backend:
         if runtime := self.spec.runtime:
             known = self.client.info().get("Runtimes", {}).get(runtime, {})
             self._gvisor = "runsc" in f"{runtime} {known.get('path', '')} {known.get('runtimeType', '')}"
+        self._doors = host.startswith("unix://") and not self._gvisor
         self._sweep()
 
     def _sweep(self) -> None:
+        sweep_folders(tempfile.gettempdir())
         boot = boot_id()
         for found in self.client.containers(all=True, filters={"label": LABEL}):
             labels = found["Labels"]
@@ -186,15 +217,29 @@ class Backend:
 
     async def start(self, name: str) -> tuple[Container, StreamLink, str]:
         """Create, attach, start; the supervisor's first word tells whether it stands."""
+        door = Door.make() if self._doors else None
+        try:
+            return await self._start(name, door)
+        except SandboxUnavailable as error:
+            if door is None or door.path not in str(error):
+                raise
+            self._doors = False  # the engine does not see the files of this machine
+        finally:
+            if door is not None:
+                door.close()
+        return await self._start(name, None)
+
+    async def _start(self, name: str, door: Door | None) -> tuple[Container, StreamLink, str]:
         import docker as sdk
 
         try:
-            identity, attached = await asyncio.to_thread(self._create)
+            identity, attached = await asyncio.to_thread(self._create, door)
         except (sdk.errors.DockerException, OSError) as error:
             raise SandboxUnavailable(f"sandbox {name}: the Docker engine could not start it: {error}") from error
         container = Container(self, identity, attached)
         raw = attached._sock if hasattr(attached, "_sock") else attached
-        link = await AttachedLink.over(socket.socket(fileno=os.dup(raw.fileno())), name)
+        relayed = await AttachedLink.over(socket.socket(fileno=os.dup(raw.fileno())), name)
+        assert isinstance(relayed, AttachedLink)
         try:
             try:
                 await asyncio.to_thread(self.client.start, identity)
@@ -202,22 +247,22 @@ class Backend:
                 raise SandboxUnavailable(
                     f"sandbox {name}: the Docker engine could not start it: {error}"
                 ) from error
-            try:
-                said = await link.hello()
-            except SandboxUnavailable as error:
-                assert isinstance(link, AttachedLink)
-                raise SandboxUnavailable(f"{error}: {link.words.decode('utf-8', 'replace')[-800:]}") from None
+            link = await _through(door, relayed)
+            if link is not relayed:
+                relayed.close()
+                container.detach()
+            said = await link.hello()
         except BaseException:
-            link.close()
+            relayed.close()
             await container.kill()
             raise
         return container, link, str(said["home"])
 
-    def _create(self) -> tuple[str, Any]:
+    def _create(self, door: Door | None) -> tuple[str, Any]:
         """In a thread: a container that waits to be started, and its attached stream."""
         created = self.client.create_container(
             self.spec.image,
-            command=self._command(),
+            command=self._command(door),
             entrypoint=[],
             stdin_open=True,
             user=f"{USER}:{USER}",
@@ -230,7 +275,7 @@ class Backend:
                 "agentrl.expires": str(int(time.time() + self.spec.ttl_s + 600)),
             },
             network_disabled=not self.spec.network,
-            host_config=self._host_config(),
+            host_config=self._host_config(door),
         )
         identity = str(created["Id"])
         self._containers.add(identity)
@@ -241,18 +286,20 @@ class Backend:
             self.remove(identity)
             raise
 
-    def _command(self) -> list[str]:
+    def _command(self, door: Door | None) -> list[str]:
         spec = self.spec
         order = {
             "home": PODMAN_HOME if self._podman else HOME,
             "env": dict(spec.env), "memory_mb": spec.memory_mb, "ttl_s": spec.ttl_s,
             "rlimits": {"DATA": spec.memory_mb << 20} if self._gvisor else {}, "own_kernel": self._gvisor,
-            "python_path": spec.python_path,
+            "python_path": spec.python_path, "door": PLACE if door is not None else "",
         }  # fmt: skip
         text = f"{bundle.program('contained')}{json.dumps(json.dumps(order))})\n"
         return ["python3", "-S", "-s", "-B", "-X", "utf8", "-c", text]
 
-    def _host_config(self) -> Any:
+    def _host_config(self, door: Door | None) -> Any:
+        from docker.types import Mount
+
         spec = self.spec
         owner = f"uid={USER},gid={USER}"
         side_mb = max(8, spec.workspace_mb // 4)
@@ -279,6 +326,8 @@ class Backend:
             shm_size=f"{side_mb}m",
             tmpfs=disks,
             binds=[f"{path}:{path}:ro" for path in spec.readonly],
+            # A mount, for a bind of what an engine cannot see would be a new folder over there.
+            mounts=[Mount(PLACE, door.path, type="bind", read_only=True)] if door is not None else None,
             ulimits=[*self._ulimits, {"Name": "core", "Soft": 0, "Hard": 0}],
             log_config={"Type": "none", "Config": {}},
             runtime=spec.runtime,

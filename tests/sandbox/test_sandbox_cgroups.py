@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from agentrl.sandbox.inside import cgroups
+from agentrl.sandbox.inside import cgroups, leftovers
 
 
 @pytest.fixture
@@ -19,7 +19,7 @@ def tree(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def test_all_three_controllers_are_found_and_handed_down(tree: Path) -> None:
     groups = cgroups.Groups()
     assert (groups.why_not, groups.version, groups.controllers) == ("", 2, ["cpu", "memory", "pids"])
-    run = tree / "agentrl" / cgroups.run_name()
+    run = tree / "agentrl" / leftovers.run_name()
     for folder in (tree, tree / "agentrl", run):
         assert (folder / "cgroup.subtree_control").read_text() == "+memory +pids +cpu"
     assert set(groups.bases.values()) == {str(run)}
@@ -27,7 +27,7 @@ def test_all_three_controllers_are_found_and_handed_down(tree: Path) -> None:
 
 def test_a_group_has_its_limits_and_its_members(tree: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     groups = cgroups.Groups()
-    place = tree / "agentrl" / cgroups.run_name() / "box"
+    place = tree / "agentrl" / leftovers.run_name() / "box"
     made = cgroups.os.mkdir
 
     def with_files(path: str) -> None:  # the kernel fills a new folder

@@ -7,8 +7,10 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,6 +18,10 @@ from sandbox_specs import docker_answers
 
 from agentrl.errors import ConfigError, SandboxError
 from agentrl.sandbox import Sandbox, SandboxPool, SandboxUnavailable
+from agentrl.sandbox.inside import leftovers
+from agentrl.sandbox.link import StreamLink
+from agentrl.sandboxes.docker import AttachedLink, Backend
+from agentrl.sandboxes.docker.door import Door
 
 pytestmark = pytest.mark.docker
 
@@ -74,6 +80,75 @@ async def test_a_killed_container_is_a_typed_failure() -> None:
         with pytest.raises(SandboxError):
             await call
         await pool.release(box)
+
+
+KNOCK = """
+import glob, os, socket
+for path in ["/run/agentrl.sock", *glob.glob("/run/*.sock")]:
+    try:
+        with socket.socket(socket.AF_UNIX) as s:
+            s.connect(path)
+        print("open", path)
+    except ConnectionRefusedError:
+        print("refused")
+"""
+
+
+def doors() -> list[Path]:
+    return list(Path(leftovers.run_folder(tempfile.gettempdir())).glob("*"))
+
+
+async def test_the_supervisor_is_spoken_to_directly_and_its_door_leads_nowhere_afterwards() -> None:
+    async with SandboxPool(Sandbox(backend="docker"), min_idle=0) as pool, pool.lease() as box:
+        assert type(box._link) is StreamLink
+        assert doors() == []
+        assert set((await box.python(KNOCK)).text().split("\n")) - {""} == {"refused"}
+        assert "Permission denied" in (await box.run("chmod 777 /run/agentrl.sock")).error_text() or (
+            "Read-only" in (await box.run("chmod 777 /run/agentrl.sock")).error_text()
+        )
+
+
+async def test_where_no_door_opens_the_engines_stream_will_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("agentrl.sandboxes.docker.PLACE", "/run/another.sock")  # told, and not connected to
+    command = Backend._command
+    monkeypatch.setattr(
+        Backend,
+        "_command",
+        lambda self, door: [w.replace("/run/another", "/run/none") for w in command(self, door)],
+    )
+    async with SandboxPool(Sandbox(backend="docker"), min_idle=0) as pool, pool.lease() as box:
+        assert type(box._link) is AttachedLink
+        assert (await box.python("print(6 * 7)")).text() == "42\n"
+    assert doors() == []
+
+
+async def test_an_engine_that_cannot_see_our_files_is_asked_without(monkeypatch: pytest.MonkeyPatch) -> None:
+    make = Door.make
+
+    def hidden() -> Door | None:
+        door = make()
+        assert door is not None
+        os.unlink(door.path)
+        asked.append(door.path)
+        return door
+
+    asked: list[str] = []
+    monkeypatch.setattr(Door, "make", hidden)
+    async with SandboxPool(Sandbox(backend="docker"), min_idle=0) as pool:
+        for _ in range(2):
+            async with pool.lease() as box:
+                assert type(box._link) is AttachedLink
+                assert (await box.python("print(6 * 7)")).text() == "42\n"
+    assert len(asked) == 1
+
+
+def test_a_door_whose_name_would_be_too_long_is_not_made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    deep = tmp_path / ("d" * 100)
+    deep.mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(deep))
+    assert Door.make() is None
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "nowhere" / "\0"))
+    assert list(deep.iterdir()) == []
 
 
 HARNESS = """

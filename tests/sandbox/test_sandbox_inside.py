@@ -5,13 +5,14 @@ from __future__ import annotations
 import os
 import random
 import re
+import select
 import struct
 from pathlib import Path
 
 import pytest
 
 from agentrl.sandbox import bundle
-from agentrl.sandbox.inside import frames, kernel
+from agentrl.sandbox.inside import frames, kernel, tree
 from agentrl.sandbox.inside.program import Tail
 
 HEADERS = {
@@ -160,3 +161,18 @@ def test_frames_that_arrive_together_are_read_one_by_one() -> None:
     with pytest.raises(EOFError):
         frames.read_frame(reader)
     os.close(reader)
+
+
+def test_waiting_awake_ends_with_an_event_or_soon() -> None:
+    near, far = os.pipe()
+    poll = select.poll()
+    poll.register(near, select.POLLIN)
+    clock = iter(i * tree.LINGER_S / 8 for i in range(1000))
+    ways: list[None] = []
+    tree.linger(poll, now=lambda: next(clock), give_way=lambda: ways.append(None))
+    assert len(ways) == 7  # looked, gave way, until the time was over
+    os.write(far, b".")
+    tree.linger(poll, now=lambda: next(clock), give_way=lambda: ways.append(None))
+    assert len(ways) == 7
+    for fd in (near, far):
+        os.close(fd)

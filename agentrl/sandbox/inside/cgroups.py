@@ -7,28 +7,9 @@ import errno
 import os
 import signal
 
+from .leftovers import is_stale, run_name
+
 CONTROLLERS = ("memory", "pids", "cpu")
-
-
-def start_time(pid: int) -> int:
-    """When the process began, in clock ticks since boot; 0 when there is no such process."""
-    try:
-        with open(f"/proc/{pid}/stat", "rb") as f:
-            fields = f.read().rpartition(b")")[2].split()
-    except OSError:
-        return 0
-    return 0 if fields[0] in (b"Z", b"X") else int(fields[19])
-
-
-def run_name() -> str:
-    """A name that tells whose things these are, so that a later run can see whether the owner still lives."""
-    return f"{os.getpid()}-{start_time(os.getpid())}"
-
-
-def is_stale(name: str) -> bool:
-    """Whether the owner that `run_name` spoke of is gone."""
-    pid, _, began = name.partition("-")
-    return pid.isdigit() and began.isdigit() and start_time(int(pid)) != int(began)
 
 
 def _mounts() -> tuple[dict[str, str], str | None]:

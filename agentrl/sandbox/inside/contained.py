@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
+import socket
 import sys
 from typing import Any
 
@@ -24,9 +26,9 @@ def _open_first(paths: tuple[str, ...]) -> int:
 
 
 def main(text: str) -> None:
-    """Entry point: `text` is the order as JSON; the link is stdin and stdout."""
+    """Entry point: `text` is the order as JSON; the link is the door that it names, or stdin and stdout."""
     order: dict[str, Any] = json.loads(text)
-    link_in, link_out = _above(0), _above(1)
+    link_in, link_out = _link(order["door"])
     null = os.open("/dev/null", os.O_RDWR)
     for fd in range(4):
         os.dup2(null, fd)
@@ -63,6 +65,16 @@ def _confine(order: dict[str, Any]) -> tuple[child.Confinement, tree.Meter]:
         oom_dir=proc,
         site=keeper.site_paths() + order["python_path"],
     ), meter
+
+
+def _link(door: str) -> tuple[int, int]:
+    """Descriptors to read orders from and to answer on."""
+    if door:
+        with socket.socket(socket.AF_UNIX) as caller, contextlib.suppress(OSError):
+            caller.connect(door)  # an engine may show the socket and let nobody through
+            link = _above(caller.fileno())
+            return link, link
+    return _above(0), _above(1)
 
 
 def _above(fd: int) -> int:

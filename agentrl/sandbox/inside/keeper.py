@@ -7,19 +7,17 @@ is killed.
 
 from __future__ import annotations
 
-import contextlib
 import gc
 import json
 import os
 import select
 import signal
 import socket
-import stat
 import sys
 import time
 from typing import Any, NoReturn
 
-from . import cgroups, child, frames, jail, kernel, sessions, supervisor, tree
+from . import cgroups, child, frames, jail, kernel, leftovers, sessions, supervisor, tree
 
 SYSTEM = (
     "/usr", "/bin", "/sbin", "/lib", "/lib32", "/lib64", "/libx32", "/etc/alternatives", "/etc/ld.so.cache",
@@ -162,8 +160,8 @@ class Keeper:
     def make_folder(self, place: str, name: str, uid: int, gid: int) -> str:
         """The directory of a sandbox without a file system of its own."""
         if self.folder is None:
-            self.folder = os.path.join(place, f"agentrl-{os.getuid()}-{cgroups.run_name()}")
-            sweep_folders(os.path.dirname(self.folder))
+            self.folder = leftovers.run_folder(place)
+            leftovers.sweep_folders(place)
             os.mkdir(self.folder, 0o711)
         folder = os.path.join(self.folder, name)
         os.mkdir(folder, 0o700)
@@ -188,7 +186,7 @@ class Keeper:
             if not box.group.remove():
                 self.garbage.append(box.group)
         if box.folder is not None:
-            remove_tree(box.folder)
+            leftovers.remove_tree(box.folder)
         self.tell({"box": box.name, "exit": status})
 
     def close(self) -> None:
@@ -206,7 +204,7 @@ class Keeper:
             time.sleep(0.01 if self.garbage else 0)
         self.groups.close()
         if self.folder is not None:
-            remove_tree(self.folder)
+            leftovers.remove_tree(self.folder)
 
 
 def become(
@@ -319,33 +317,6 @@ def processes_of(uid: int) -> int:
             except OSError:
                 continue
     return count
-
-
-def remove_tree(path: str) -> None:
-    """Delete a directory whatever modes its owner gave to what is inside; links are not followed."""
-    with contextlib.suppress(OSError):
-        os.chmod(path, stat.S_IRWXU)
-        with os.scandir(path) as found:
-            inside = list(found)
-        for entry in inside:
-            if entry.is_dir(follow_symlinks=False):
-                remove_tree(entry.path)
-            else:
-                os.unlink(entry.path)
-        os.rmdir(path)
-
-
-def sweep_folders(parent: str) -> None:
-    """Remove the directories of this user's runs that are gone."""
-    prefix = f"agentrl-{os.getuid()}-"
-    for name in os.listdir(parent):
-        path = os.path.join(parent, name)
-        if (
-            name.startswith(prefix)
-            and cgroups.is_stale(name[len(prefix) :])
-            and os.lstat(path).st_uid == os.getuid()
-        ):
-            remove_tree(path)
 
 
 def main(control_fd: int, parent: int) -> None:

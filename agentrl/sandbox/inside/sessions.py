@@ -8,12 +8,13 @@ import contextlib
 import fcntl
 import json
 import os
+import select
 import sys
 import types
 from collections.abc import Iterator
 from typing import Any
 
-from . import child, frames, kernel
+from . import child, frames, kernel, tree
 
 BASH_ORDERS, BASH_ANSWERS = 8, 9
 
@@ -55,6 +56,8 @@ def serve(kind: str, control: int, scope: dict[str, Any]) -> int:
 def _orders(link: int) -> Iterator[tuple[bytes, bytes]]:
     """Number and text of each order, until the supervisor is gone; mostly read in one go."""
     left = b""
+    poll = select.poll()
+    poll.register(link, select.POLLIN)
     while data := os.read(link, 1 << 16):
         left = left + data if left else data
         while len(left) >= frames.LENGTHS.size:
@@ -67,6 +70,7 @@ def _orders(link: int) -> Iterator[tuple[bytes, bytes]]:
                     return
             number, text, left = left[frames.LENGTHS.size : begin], left[begin:end], left[end:]
             yield number, text
+        tree.linger(poll)  # calls come in bursts
 
 
 def _python(scope: dict[str, Any]) -> Any:

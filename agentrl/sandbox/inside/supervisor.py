@@ -71,6 +71,8 @@ class Supervisor:
                 {"hello": frames.VERSION, "home": self.confinement.home, "counted": not self.meter.must_watch}
             )
             while True:
+                if self.call is not None and self.call.session is not None and self.call.is_quick:
+                    tree.linger(self.poll)
                 for fd, _ in self.poll.poll(self._timeout_ms()):
                     handler = self.handlers.get(fd)
                     if handler is not None:
