@@ -7,8 +7,8 @@ a hardened container), `docker exec` and `docker run` (how it is usually done). 
 scripts/ci-docker. CPU is that of the client, the keeper, the sandboxes, and the engine with its shims. The last
 line is JSON: a fresh Python call of the default back-end against a subprocess, one at a time, and the other goals.
 That call comes 10 ms after the one before, so that its child has been forked by then: an agent's calls are further
-apart than that. Calls back to back are the row `python`, whose calls/s are the sustained rate. The docker worker
-is measured by the same calls 10 ms apart, in which the engine's relays fall asleep; back to back is told beside.
+apart than that. Calls back to back are the row `python`, whose calls/s are the sustained rate. A session is judged
+back to back, which finds both its sides awake, and told 10 ms apart as well. The docker worker is judged 10 ms apart.
 `--quick` takes half a second a figure, one and sixteen at once, no containers, and writes no files.
 
     python -m bench.sandbox chaos [--leases 10000] [--cancellations 1000]
@@ -34,7 +34,8 @@ from agentrl.sandbox import Box, Sandbox, SandboxPool
 from agentrl.testing.sandbox_suite.endurance import chaos
 
 FRESH_GOAL_MS, SUSTAINED_GOAL = 2.0, 200
-APART = "python, 10 ms apart"
+APART, SESSION_APART = "python, 10 ms apart", "session, 10 ms apart"
+PAUSE_S = 0.01
 Call = Callable[[], Awaitable[object]]
 WORKERS_LIMIT = {"docker exec": 16, "docker run": 2, "docker": 16}
 """A container costs half a second and the engine's CPU: more at once would only queue up on two cores."""
@@ -160,12 +161,14 @@ async def row_backend(backend: str, concurrency: int, seconds: float, meter: Met
             boxes = [await stack.enter_async_context(pool.lease()) for _ in range(concurrency)]
             pool.min_idle = 0
             sessions = [await box.session("python") for box in boxes]
-            yield await measure(backend, "session", [_session(s.run) for s in sessions], seconds, meter)
+            runs = [_session(session.run) for session in sessions]
+            yield await measure(backend, "session", runs, seconds, meter)
+            yield await measure(backend, SESSION_APART, runs, seconds, meter, pause_s=PAUSE_S)
             for session in sessions:
                 await session.close()
             yield await measure(backend, "python", [_python(box) for box in boxes], seconds, meter)
             paused = [_python(box) for box in boxes]
-            yield await measure(backend, APART, paused, seconds, meter, pause_s=0.01)
+            yield await measure(backend, APART, paused, seconds, meter, pause_s=PAUSE_S)
             yield await measure(backend, "true", [_true(box) for box in boxes], seconds, meter)
 
 
@@ -287,9 +290,10 @@ def summary(figures: list[Figure]) -> dict[str, object]:
     if fresh is None or plain_call is None:
         return {"bench": "sandbox", "ours": None, "met": None}
     session, lease = found["namespace", "session", 1], found["namespace", "lease", 1]
+    alone = found["namespace", SESSION_APART, 1]
     sustained = min(f.calls_per_s for f in figures if (f.row, f.what) == ("namespace", "python"))
     others = {"session_ms": (session.p50_ms, 0.2), "lease_ms": (lease.p50_ms, 5.0)}
-    beside = {}
+    beside = {"session_apart_ms": round(alone.p50_ms, 2)}
     if ("docker", APART, 1) in found:
         others["docker_to_namespace"] = (found["docker", APART, 1].p50_ms / fresh.p50_ms, 1.5)
         ratio = found["docker", "python", 1].p50_ms / found["namespace", "python", 1].p50_ms
