@@ -8,7 +8,8 @@ scripts/ci-docker. CPU is that of the client, the keeper, the sandboxes, and the
 line is JSON: a fresh Python call of the default back-end against a subprocess, one at a time, and the other goals.
 That call comes 10 ms after the one before, so that its child has been forked by then: an agent's calls are further
 apart than that. Calls back to back are the row `python`, whose calls/s are the sustained rate. A session is judged
-back to back, which finds both its sides awake, and told 10 ms apart as well. The docker worker is judged 10 ms apart.
+back to back, which finds both its sides awake, and told 10 ms apart as well. The docker worker is judged by calls
+10 ms apart.
 `--quick` takes half a second a figure, one and sixteen at once, no containers, and writes no files.
 
     python -m bench.sandbox chaos [--leases 10000] [--cancellations 1000]
