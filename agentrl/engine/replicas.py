@@ -8,7 +8,7 @@ import time
 from collections import deque
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 from agentrl.engine.connection import ServerLost
 from agentrl.engine.server import Answer, InferenceServer
@@ -20,7 +20,8 @@ SHRINK = 0.8
 """What is left of a server's limit when it ran out of cache memory."""
 
 
-Ask = Callable[[InferenceServer], Coroutine[Any, Any, Answer]]
+T = TypeVar("T")
+Ask = Callable[[InferenceServer], Coroutine[Any, Any, T]]
 
 
 class Host(Protocol):
@@ -66,7 +67,7 @@ class Replica:
     updates: int = 0
     pardoned: int = 0
     """Answers for which the limit does not shrink again."""
-    calls: set[asyncio.Task[Answer]] = field(default_factory=set)
+    calls: set[asyncio.Task[Any]] = field(default_factory=set)
     watch: asyncio.Task[None] | None = None
 
     def __post_init__(self) -> None:
@@ -77,11 +78,12 @@ class Replica:
         """Whether it takes one more request now."""
         return self.ready and not self.asleep and self.running < int(self.limit)
 
-    def note(self, answer: Answer, updates_before: int) -> None:
+    def note(self, answer: object, updates_before: int) -> None:
         """Learn from an answer: is there memory for as many sequences?"""
         self.answered, self.left = time.monotonic(), self.restarts
         self.pardoned = max(0, self.pardoned - 1)
-        if answer.retractions and updates_before == self.updates:  # new weights retract everything
+        retractions = answer.retractions if isinstance(answer, Answer) else 0
+        if retractions and updates_before == self.updates:  # new weights retract everything
             if not self.pardoned:
                 self.limit = max(1.0, min(self.limit, float(self.running)) * SHRINK)
                 self.pardoned = self.running
@@ -155,7 +157,7 @@ class ReplicaPool:
         """Those that can answer, or sleep."""
         return [replica for replica in self.replicas if replica.ready]
 
-    async def call(self, session: str | None, ask: Ask) -> Answer:
+    async def call(self, session: str | None, ask: Ask[T]) -> T:
         """Ask a server, and another one (or the same, started again) whenever that is lost meanwhile.
 
         Raises:
@@ -364,7 +366,7 @@ class ReplicaPool:
 LOST = "the server is lost"
 
 
-async def _guarded(replica: Replica, work: Coroutine[Any, Any, Answer]) -> Answer:
+async def _guarded(replica: Replica, work: Coroutine[Any, Any, T]) -> T:
     """Await `work`; when the replica is lost meanwhile, that is a ServerLost and no cancellation."""
     call = asyncio.ensure_future(work)
     replica.calls.add(call)

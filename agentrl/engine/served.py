@@ -157,6 +157,17 @@ class ServedEngine:
             if not part.ids and len(parts) > 8:
                 raise EngineError(f"a server ended a completion after {done} tokens, again and again")
 
+    async def prompt_logprobs(self, ids: Sequence[int], *, top: int = 0) -> list[Drawn]:
+        """Score tokens that were not drawn; see `ScoringEngine`.
+
+        Raises:
+            EngineError: no server is left.
+        """
+        self._check_ids(ids)
+        row = list(ids)
+        scored = await self._pool.call(None, lambda server: server.score(row, top=top))
+        return [Drawn(id, one.logprob, self._version, one.top) for id, one in zip(row[1:], scored, strict=True)]
+
     async def release(self, session: str) -> None:
         """Forget which server had the session; what it has cached goes when room is needed."""
         self._pool.forget(session)
@@ -187,7 +198,7 @@ class ServedEngine:
             self._check_ids(row)
 
         async def ask(server: InferenceServer) -> list[list[float]]:
-            return [await server.token_logprobs(row) for row in rows]
+            return [[one.logprob for one in await server.score(row)] for row in rows]
 
         servers = [r.server for r in self._pool.ready if r.server is not None]
         return list(await asyncio.gather(*map(ask, servers)))

@@ -56,6 +56,14 @@ class Listener:
 
 
 @dataclass(frozen=True, slots=True)
+class Scored:
+    """A token that was given: its log-probability (temperature 1), and (id, logprob) of the likeliest, best first."""
+
+    logprob: float
+    top: tuple[tuple[int, float], ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
 class GroupPlace:
     """A server's place in a process group that weights are broadcast in; the trainer is rank 0."""
 
@@ -93,8 +101,8 @@ class InferenceServer(Protocol):
         """Stop a request; unknown ones are fine."""
         ...
 
-    async def token_logprobs(self, ids: Sequence[int]) -> list[float]:
-        """Log-probability (temperature 1) of each token but the first, given those before it."""
+    async def score(self, ids: Sequence[int], *, top: int = 0) -> list[Scored]:
+        """Each token but the first, given those before it."""
         ...
 
     def updating(self, *, by_tensor: bool) -> AbstractAsyncContextManager[None]:

@@ -19,8 +19,8 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from agentrl.engine.adapters import Adapter, AdapterStand
 from agentrl.engine.connection import HttpServer, ServerRefused
-from agentrl.engine.server import Answer, Description, GroupPlace, Listener
-from agentrl.engine.streams import SGLangStream
+from agentrl.engine.server import Answer, Description, GroupPlace, Listener, Scored
+from agentrl.engine.streams import SGLangStream, best_of
 from agentrl.errors import EngineError
 from agentrl.types import Sampling
 
@@ -107,13 +107,14 @@ class SGLangServer:
         """Stop a request."""
         await self._http.post("/abort_request", {"rid": request}, timeout_s=10.0)
 
-    async def token_logprobs(self, ids: Sequence[int]) -> list[float]:
+    async def score(self, ids: Sequence[int], *, top: int = 0) -> list[Scored]:
         """Log-probabilities of given tokens."""
-        body = {
+        body: dict[str, Any] = {
             "input_ids": list(ids),
             "sampling_params": {"temperature": 1.0, "max_new_tokens": 0},
             "return_logprob": True,
             "logprob_start_len": 0,
+            "top_logprobs_num": top,
         }
         if self._adapters is None:
             answer = await self._http.post("/generate", body)
@@ -122,7 +123,8 @@ class SGLangServer:
                 answer = await self._http.post("/generate", body | _named(adapter))
         try:
             entries = answer["meta_info"]["input_token_logprobs"]
-            found = [float(entry[0]) for entry in entries[1:]]
+            tops = answer["meta_info"]["input_top_logprobs"] if top else ()
+            found = [Scored(float(entries[n][0]), best_of(tops, n, top)) for n in range(1, len(entries))]
             named = [int(entry[1]) for entry in entries]
         except (TypeError, KeyError, IndexError, ValueError) as e:
             raise EngineError(f"{self.url}/generate: no log-probabilities of the given tokens: {e!r}") from e
@@ -130,7 +132,7 @@ class SGLangServer:
             raise EngineError(
                 f"{self.url}/generate: log-probabilities of {len(named)} tokens, {len(ids)} were given"
             )
-        if not all(map(math.isfinite, found)):
+        if not all(math.isfinite(one.logprob) for one in found):
             raise EngineError(f"{self.url}/generate: log-probabilities of given tokens are not finite")
         return found
 

@@ -48,7 +48,7 @@ class SGLangStream:
                 ids, logprobs, tops = ids[done:], logprobs[done:], tops[done:]
             version = int(meta["weight_version"]) if self._version is None else self._version
             drawn = [
-                Drawn(token, _finite(entry[0], self._where), version, _best(tops, place, self._listener.top))
+                Drawn(token, _finite(entry[0], self._where), version, best_of(tops, place, self._listener.top))
                 for place, (token, entry) in enumerate(zip(ids, logprobs, strict=True))
             ]
         except (TypeError, KeyError, IndexError, ValueError) as e:
@@ -119,7 +119,7 @@ def _finite(value: Any, where: str) -> float:
     return number
 
 
-def _best(tops: Sequence[Any], place: int, count: int) -> tuple[tuple[int, float], ...]:
+def best_of(tops: Sequence[Any], place: int, count: int) -> tuple[tuple[int, float], ...]:
     """(id, logprob) of the alternatives at a place, from SGLang's [logprob, id, text]."""
     if not count:
         return ()

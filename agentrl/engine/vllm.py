@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from agentrl.engine.adapters import Adapter, AdapterStand
 from agentrl.engine.connection import HttpServer, ServerRefused
-from agentrl.engine.server import Answer, Description, GroupPlace, Listener
+from agentrl.engine.server import Answer, Description, GroupPlace, Listener, Scored
 from agentrl.engine.streams import VLLMStream
 from agentrl.errors import EngineError
 from agentrl.types import Sampling
@@ -108,19 +108,17 @@ class VLLMServer:
     async def abort(self, request: str) -> None:
         """Nothing to do: vLLM ends a request whose connection is closed."""
 
-    async def token_logprobs(self, ids: Sequence[int]) -> list[float]:
+    async def score(self, ids: Sequence[int], *, top: int = 0) -> list[Scored]:
         """Log-probabilities of given tokens."""
         await self._go.wait()
-        body = {"prompt": list(ids), "max_tokens": 1, "temperature": 1.0, "prompt_logprobs": 0}
+        body = {"prompt": list(ids), "max_tokens": 1, "temperature": 1.0, "prompt_logprobs": top}
         choice, _, _ = await self._complete(body)
         try:
             entries = choice["prompt_logprobs"]
-            found = [
-                float(entry[str(token)]["logprob"]) for token, entry in zip(ids[1:], entries[1:], strict=True)
-            ]
+            found = [_scored(token, entry, top) for token, entry in zip(ids[1:], entries[1:], strict=True)]
         except (TypeError, KeyError, IndexError, ValueError) as e:
             raise EngineError(f"{self.url}: no log-probabilities of the given tokens: {e!r}") from e
-        if not all(map(math.isfinite, found)):
+        if not all(math.isfinite(one.logprob) for one in found):
             raise EngineError(f"{self.url}: log-probabilities of given tokens are not finite")
         return found
 
@@ -217,3 +215,9 @@ class VLLMServer:
 
     async def _control(self, path: str, body: Mapping[str, Any] | None = None) -> None:
         await self._http.post(path, body, timeout_s=self._update_timeout_s)
+
+
+def _scored(token: int, entry: Mapping[str, Any], top: int) -> Scored:
+    """A token of the prompt: `entry` holds its log-probability and those of the likeliest, by id."""
+    pairs = sorted(((int(id), float(one["logprob"])) for id, one in entry.items()), key=lambda pair: -pair[1])
+    return Scored(float(entry[str(token)]["logprob"]), tuple(pairs[:top]))

@@ -179,7 +179,10 @@ class LoopbackServer:
         self.named.append(adapter)
         if "logprob_start_len" in body:
             scores = [[None if n == 0 else _logprob(token), token, None] for n, token in enumerate(ids)]
-            return 200, {"output_ids": [], "meta_info": {"input_token_logprobs": scores}}
+            meta: dict[str, Any] = {"input_token_logprobs": scores}
+            if top := int(body.get("top_logprobs_num") or 0):
+                meta["input_top_logprobs"] = [None, *(_alternatives(token, top) for token in ids[1:])]
+            return 200, {"output_ids": [], "meta_info": meta}
         self.prompts.append(list(ids))
         most = min(params["max_new_tokens"], self.max_context - len(ids))
         request = _Running(list(ids), most, frozenset(params.get("stop_token_ids") or ()), adapter=adapter)
@@ -337,7 +340,8 @@ class LoopbackVLLM(LoopbackServer):
             return 400, {"error": {"message": "no such model, or the maximum context length is exceeded"}}
         self.named.append("" if model == "policy" else model)
         if "prompt_logprobs" in body:
-            table = [None if n == 0 else {str(t): {"logprob": _logprob(t)}} for n, t in enumerate(ids)]
+            top = int(body["prompt_logprobs"])
+            table = [None if n == 0 else _prompt_entry(t, top) for n, t in enumerate(ids)]
             return 200, {"choices": [{"prompt_logprobs": table}]}
         self.prompts.append(list(ids))
         request = _Running(
@@ -404,6 +408,12 @@ def _headers(head: str) -> list[tuple[str, str]]:
 
 def _logprob(token: int) -> float:
     return -1.0 - token / 100
+
+
+def _prompt_entry(token: int, top: int) -> dict[str, Any]:
+    """The likeliest tokens at a place, and the one that is there."""
+    found = {str(id): {"logprob": value} for value, id, _ in _alternatives(token, top)}
+    return found | {str(token): {"logprob": _logprob(token)}}
 
 
 def _alternatives(token: int, count: int) -> list[list[Any]]:

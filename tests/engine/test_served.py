@@ -23,7 +23,7 @@ from agentrl.engine.server import Listener
 from agentrl.engine.sglang import SGLangServer
 from agentrl.engine.streams import SGLangStream
 from agentrl.engine.sync import AdapterSync, DiskSync, TensorSync, WeightSync, buckets, distinct
-from agentrl.engine.watch import Drawn, Watch, WatchedEngine
+from agentrl.engine.watch import Drawn, ScoringEngine, Watch, WatchedEngine
 from agentrl.errors import EngineError
 from agentrl.testing.server import LoopbackServer
 from agentrl.types import Sampling
@@ -437,6 +437,26 @@ async def test_logprobs_of_given_tokens_by_server(model: Path) -> None:
     async with servers(2) as (a, b), engine_over(model, a, b) as engine:
         found = await engine.logprobs_by_server([[1, 2, 3], [9, 9]])
         assert found == [[[-1.02, -1.03], [-1.09]]] * 2
+
+
+async def test_a_prompt_is_scored_with_alternatives_by_whichever_server_lives(model: Path) -> None:
+    async with servers(2) as (a, b), engine_over(model, a, b) as engine:
+        assert isinstance(engine, ScoringEngine)
+        await engine.update_weights(weights(1), version=3)
+        first, second = await engine.prompt_logprobs([7, 2, 3], top=2)
+        assert first == Drawn(2, -1.02, 3, ((3, -0.1), (4, -0.2)))
+        assert (second.id, second.logprob, len(second.top)) == (3, -1.03, 2)
+        assert [one.top for one in await engine.prompt_logprobs([7, 2, 3])] == [(), ()]
+        for server in (a, b):
+            server.refuse["/generate"] = (400, {"error": {"message": "too many alternatives"}})
+        with pytest.raises(EngineError, match="too many alternatives"):
+            await engine.prompt_logprobs([7, 2, 3], top=99)
+        for server in (a, b):
+            server.refuse.clear()
+        await a.die()
+        assert len(await engine.prompt_logprobs([7, 2, 3, 4], top=1)) == 3
+        with pytest.raises(ValueError, match="outside the model's vocabulary"):
+            await engine.prompt_logprobs([7, 10**6])
 
 
 def test_buckets_hold_everything_once() -> None:

@@ -56,6 +56,7 @@ async def test_sglang_behind_the_endpoint_gets_the_weights_and_the_tokens_of_tra
                 error = forced.json()["error"]
                 assert (forced.status_code, error["param"]) == (400, "tool_choice")
                 assert "cannot be held to a grammar" in error["message"]
+                await _scored(client, served.base_url, prompt)
                 assert (await client.get(served.url + "/health")).json()["status"] == "ok"
         finally:
             await engine.close()
@@ -90,6 +91,16 @@ async def _continued(client: httpx.AsyncClient, base_url: str, server: LoopbackS
     for _ in range(drawn):
         ids.append((sum(ids) + len(ids)) % server.vocabulary)
     assert server.prompts[-1][: len(ids)] == ids
+
+
+async def _scored(client: httpx.AsyncClient, base_url: str, prompt: list[int]) -> None:
+    """What evaluation harnesses ask for: the log-probabilities of a prompt, and what was likeliest there."""
+    body = {"model": "small", "prompt": [prompt], "echo": True, "logprobs": 1, "max_tokens": 1, "temperature": 0}
+    answer = (await client.post(base_url + "/completions", json=body)).json()
+    found = answer["choices"][0]["logprobs"]
+    assert found["token_logprobs"][0] is None
+    assert found["token_logprobs"][1 : len(prompt)] == [-1.0 - token / 100 for token in prompt[1:]]
+    assert [max(top.values()) for top in found["top_logprobs"][1 : len(prompt)]] == [-0.1] * (len(prompt) - 1)
 
 
 def _text_of(events: str) -> str:

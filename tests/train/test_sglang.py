@@ -190,6 +190,10 @@ async def test_weights_arrive_and_requests_in_flight_go_on_with_them(
         with torch.no_grad():
             table = torch.log_softmax(wanted(row).logits[0, :-1], -1).gather(1, row[0, 1:, None])[:, 0]
         assert (torch.tensor(scored[0]) - table).abs().max() < AGREE
+        with torch.no_grad():
+            likeliest = torch.log_softmax(wanted(row).logits[0, :-1], -1).topk(2)
+        for one, values in zip(await engine.prompt_logprobs(given, top=2), likeliest.values, strict=True):
+            assert (torch.tensor([value for _, value in one.top]) - values).abs().max() < AGREE
     finally:
         await engine.close()
 
