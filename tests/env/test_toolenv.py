@@ -285,16 +285,17 @@ async def test_one_hung_tool_among_64_episodes_holds_nobody_up():
 
 
 async def test_slow_plain_tools_run_beside_one_another():
-    class Sleepy(ToolEnv):
-        @tool
-        def nap(self) -> int:
-            time.sleep(0.2)
-            return threading.active_count()
+    everybody = threading.Barrier(16)
 
-    envs = [await started(Sleepy()) for _ in range(16)]
-    start = time.monotonic()
-    await asyncio.gather(*[env.step(calling(("nap", {}))) for env in envs])
-    assert time.monotonic() - start < 1.5  # one after another: 3.2 s
+    class Waiting(ToolEnv):
+        @tool
+        def meet(self) -> str:
+            everybody.wait(timeout=60)  # one after another they would never meet
+            return "met"
+
+    envs = [await started(Waiting()) for _ in range(16)]
+    steps = await asyncio.gather(*[env.step(calling(("meet", {}))) for env in envs])
+    assert [observation[0].content for observation, *_ in steps] == ["met"] * 16
 
 
 async def test_cancelling_a_step_ends_the_tool_and_close_still_runs_once():
@@ -499,7 +500,7 @@ async def test_group_rewards_see_the_siblings():
             return [float(len(final_answer(e)) == longest) for e in episodes]
 
     group = [episode_of(Message("assistant", text)) for text in ("a", "bbb", "cc")]
-    assert await Contest.score_group(group) == [{"best": 0.0}, {"best": 0.5}, {"best": 0.0}]
+    assert await Contest().score_group(group) == [{"best": 0.0}, {"best": 0.5}, {"best": 0.0}]
 
 
 async def test_what_a_tool_printed_is_not_what_the_policy_said():

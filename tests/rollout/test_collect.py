@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import itertools
 import random
-import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -115,10 +114,9 @@ async def test_one_that_can_never_be_played_stops_everything_with_its_last_error
         return SandboxError(f"gone {number}") if task == "b" else 1e9
 
     world = World(plan)
-    began = time.monotonic()
     with pytest.raises(InfraError) as caught:
         await collect(
-            make_player(renderer, world, timeout_s=60),
+            make_player(renderer, world, timeout_s=1e6),  # the others are not waited for
             TASKS,
             group_size=1,
             label="s",
@@ -128,16 +126,13 @@ async def test_one_that_can_never_be_played_stops_everything_with_its_last_error
     assert str(caught.value) == (
         f"task b: {retries + 1} episodes in a row could not be played; the last one: SandboxError: gone {retries}"
     )
-    assert time.monotonic() - began < 5, "the others are not waited for"
     assert (world.open, len(world.closed)) == (set(), 3 + retries)
 
 
 async def test_one_of_64_that_hangs_is_a_timeout_in_its_place(renderer: Renderer):
     world = World(lambda task, number: 1e9 if task == "t5" and number == 3 else 0.01)
     tasks = [Task(f"t{n}") for n in range(8)]
-    began = time.monotonic()
     groups = await collect(make_player(renderer, world, timeout_s=0.7), tasks, group_size=8, label="s", seed=0)
-    assert time.monotonic() - began < 3
     stops = [[e.stop_reason for e in g.episodes] for g in groups]
     assert stops[5].count(StopReason.TIMEOUT) == 1
     assert sum(row.count(StopReason.TERMINATED) for row in stops) == 63

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import math
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from itertools import pairwise
@@ -224,9 +223,7 @@ class TestWhyItStops:
         scene = Scene(reward=0.5)
         player = make_player(renderer, lambda: scene, [], timeout_s=0.2)
         player = replace(player, engine=Slow(renderer, [say("hi")] * 3))
-        began = time.monotonic()
         episode = await run_episode(player, PLAIN, episode_id="e", seed=0)
-        assert time.monotonic() - began < 2
         assert (episode.stop_reason, episode.error, len(episode.turns)) == (StopReason.TIMEOUT, None, 1)
         assert (episode.reward, scene.closed) == (1.5, 1)
 

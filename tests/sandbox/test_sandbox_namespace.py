@@ -322,9 +322,7 @@ async def test_a_stopped_supervisor_is_given_up_on(monkeypatch: pytest.MonkeyPat
         process = box._process
         assert isinstance(process, LocalProcess)
         os.kill(process.pid, signal.SIGSTOP)
-        began = time.monotonic()
         with pytest.raises(SandboxError, match="did not answer"):
             await box.run(["true"], wall_s=0.2)
-        assert time.monotonic() - began < 3
         await pool.release(box)
         assert not Path(f"/proc/{process.pid}").exists()
