@@ -225,24 +225,24 @@ class ToolEnv(Env):
         """
         return await self._ask_all("episode", episode)
 
-    @classmethod
-    async def score_group(
-        cls, episodes: Sequence[Episode], settings: ToolSettings | None = None
-    ) -> list[dict[str, float]]:
-        """Rewards per group: for each of the scored episodes of one task, weighted values by name."""
+    async def score_group(self, episodes: Sequence[Episode]) -> list[dict[str, float]]:
+        """Rewards per group: for each of the scored episodes of one task, weighted values by name.
+
+        The instance has what its `__init__` made, and was never set up.
+
+        Raises:
+            JudgeError: as `score`, or there is not one number for each episode.
+        """
         found: list[dict[str, float]] = [{} for _ in episodes]
-        specs = [s for s in cls.spec().rewards if s.mark.per == "group"]
-        if not specs:
-            return found
-        env = cls()
-        settings = settings or env.settings
-        for spec in specs:
-            function = getattr(env, spec.attribute)
-            values = await ask_reward(spec, function, episodes, settings.reward_timeout_s, cls.__name__)
+        where, settings = type(self).__name__, self.settings
+        for spec in self.spec().rewards:
+            if spec.mark.per != "group":
+                continue
+            values = await ask_reward(
+                spec, getattr(self, spec.attribute), episodes, settings.reward_timeout_s, where
+            )
             weight = weight_of(spec, settings.reward_weights)
-            for parts, value in zip(
-                found, check_group(values, len(episodes), spec.name, cls.__name__), strict=True
-            ):
+            for parts, value in zip(found, check_group(values, len(episodes), spec.name, where), strict=True):
                 parts[spec.name] = weight * value
         return found
 

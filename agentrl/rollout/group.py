@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import Protocol
 
@@ -119,25 +120,33 @@ class GroupPlayer:
 
     async def _group_rewards(self, episodes: Sequence[Episode]) -> Sequence[Episode]:
         """Add the rewards per group, where the env has any. Raises InfraError when they cannot be had."""
-        env = self._judge
-        if not isinstance(env, ToolEnv) or all(reward.mark.per != "group" for reward in env.spec().rewards):
+        if not self._judged:
             return episodes
-        for attempt in range(self.infra_retries + 1):
-            try:
-                found = await env.score_group(episodes, env.settings)
-                break
-            except InfraError:
-                if attempt == self.infra_retries:
-                    raise
-        return [
-            replace(e, rewards={**e.rewards, **parts}, reward=(e.reward or 0.0) + sum(parts.values()))
-            for e, parts in zip(episodes, found, strict=True)
-        ]
+        for _ in range(self.infra_retries):
+            with suppress(InfraError):
+                return await with_group_rewards(self.player.make_env(), episodes)
+        return await with_group_rewards(self.player.make_env(), episodes)
 
     def __post_init__(self) -> None:
         # Thousands that begin in one turn of the event loop would hold up those that are being played for seconds.
         self._beginning = asyncio.Semaphore(BEGIN_AT_ONCE)
-        self._judge = self.player.make_env()
+        env = self.player.make_env()
+        self._judged = isinstance(env, ToolEnv) and any(r.mark.per == "group" for r in env.spec().rewards)
+
+
+async def with_group_rewards(env: Env, episodes: Sequence[Episode]) -> Sequence[Episode]:
+    """The scored episodes of one task with the rewards per group that an env which was never set up gives them.
+
+    Raises:
+        InfraError: they cannot be had.
+    """
+    if not isinstance(env, ToolEnv):
+        return episodes
+    found = await env.score_group(episodes)
+    return [
+        replace(e, rewards={**e.rewards, **parts}, reward=(e.reward or 0.0) + sum(parts.values()))
+        for e, parts in zip(episodes, found, strict=True)
+    ]
 
 
 def first_error(several: BaseExceptionGroup[BaseException]) -> BaseException:

@@ -150,6 +150,20 @@ async def test_rewards_per_group_join_those_of_the_episode(renderer):
     assert rewards == [(0.25, 0.0), (0.25, 0.0), (0.75, 0.5)]
 
 
+async def test_rewards_per_group_know_the_options_of_the_run(renderer):
+    class Prized(Contest):
+        def __init__(self, prize: float) -> None:
+            self.prize = prize
+
+        @reward(per="group")
+        def longest(self, episodes: list[Episode]) -> list[float]:
+            return [self.prize] * len(episodes)
+
+    asked = player(renderer, lambda: Prized(prize=7.0), Answers())
+    (group,) = await collect(asked, [Task("t")], group_size=2, label="s", seed=0)
+    assert [e.rewards["longest"] for e in group.episodes] == [7.0, 7.0]
+
+
 async def test_a_broken_group_reward_stops_the_collection_clearly(renderer):
     with pytest.raises(InfraError, match="reward 'longest' of Broken returned"):
         await collect(player(renderer, Broken, Answers()), [Task("t")], group_size=3, label="s", seed=0)
