@@ -48,13 +48,12 @@ def _overview(rehearsal: Rehearsal) -> Text:
 
     config, rollout = rehearsal.config, rehearsal.config.rollout
     context = f", the model takes {rehearsal.max_context:,}" if rehearsal.max_context else ""
-    rewards = ", ".join(rehearsal.episodes[0].episode.rewards) or "none"
     per_step = rollout.groups_per_step * rollout.group_size
     rows = [
         ("run", f"{config.name}: {config.steps} steps of {per_step} episodes"),
         ("env", config.env.use),
         *[("tool" if number == 0 else "", line) for number, line in enumerate(rehearsal.tools)],
-        ("rewards", rewards),
+        ("rewards", ", ".join(rehearsal.rewards) or "none"),
         ("tasks", f"{rehearsal.num_train:,} to train on, {rehearsal.num_held_out:,} held out"),
         ("prompts", f"up to {rehearsal.prompt_tokens:,} tokens{context}"),
     ]

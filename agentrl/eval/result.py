@@ -15,7 +15,7 @@ import numpy as np
 from agentrl.errors import CheckpointError
 from agentrl.eval.stats import Estimate, estimate, pass_all, pass_at
 from agentrl.records import EpisodeRecord
-from agentrl.rollout.metrics import MALFORMED, is_solved
+from agentrl.rollout.metrics import MALFORMED, is_solved, reward_parts
 from agentrl.types import LIMITS, Episode
 
 RESULTS_FILE = "results.json"
@@ -138,7 +138,7 @@ def task_values(records: Iterable[EpisodeRecord]) -> dict[str, dict[str, list[fl
     taken: Counter[str] = Counter()
     found: dict[str, dict[str, list[float]]] = {}
     scored = sorted((r for r in records if r.episode.error is None), key=lambda r: (r.group, r.episode.id))
-    parts = sorted({part for record in scored for part in record.episode.rewards})
+    parts = sorted({part for record in scored for part in reward_parts(record.episode)})
     for record in scored:
         episode = record.episode
         if record.group not in names:
@@ -146,7 +146,8 @@ def task_values(records: Iterable[EpisodeRecord]) -> dict[str, dict[str, list[fl
             taken[id] += 1
             names[record.group] = id if taken[id] == 1 else f"{id} ({taken[id]})"
         values = {"solved": float(is_solved(episode)), "reward": episode.reward or 0.0}
-        values |= {f"reward/{part}": episode.rewards.get(part, 0.0) for part in parts}
+        own = reward_parts(episode)
+        values |= {f"reward/{part}": own.get(part, 0.0) for part in parts}
         for name, value in values.items():
             found.setdefault(name, {}).setdefault(names[record.group], []).append(value)
     return found

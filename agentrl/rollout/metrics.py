@@ -9,6 +9,8 @@ from agentrl.types import LIMITS, Episode, Group
 
 MALFORMED = ("parse_error", "unknown_tool", "invalid_args")
 """Mistakes that make an episode count as malformed."""
+_OF_TURNS = "reward/"
+"""What the names of parts of turns' rewards begin with among an episode's metrics."""
 
 
 def is_solved(episode: Episode) -> bool:
@@ -26,6 +28,16 @@ def solved(groups: Sequence[Group]) -> float:
 def passed(groups: Sequence[Group]) -> float:
     """The fraction of groups in which at least one episode is solved; 0 for none."""
     return sum(any(map(is_solved, g.episodes)) for g in groups) / max(1, len(groups))
+
+
+def reward_parts(episode: Episode) -> dict[str, float]:
+    """What the reward consists of, by name: rewards per episode and group, and the sums of those per turn."""
+    parts = dict(episode.rewards)
+    for name, value in episode.metrics.items():
+        if name.startswith(_OF_TURNS):
+            part = name.removeprefix(_OF_TURNS)
+            parts[part] = parts.get(part, 0.0) + value
+    return parts
 
 
 def episode_metrics(groups: Sequence[Group], aside: Sequence[Group] = ()) -> dict[str, float]:
@@ -52,11 +64,12 @@ def episode_metrics(groups: Sequence[Group], aside: Sequence[Group] = ()) -> dic
         "engine_seconds": _mean(t.engine_seconds for t in turns),
         "env_seconds": _mean(t.env_seconds for t in turns),
     }
-    for name in sorted({name for e in episodes for name in e.rewards}):
-        metrics[f"reward/{name}"] = _mean(e.rewards.get(name, 0.0) for e in episodes)
+    parts = [reward_parts(e) for e in episodes]
+    for name in sorted({name for named in parts for name in named}):
+        metrics[f"reward/{name}"] = _mean(named.get(name, 0.0) for named in parts)
     for reason, count in sorted(Counter(e.stop_reason.value for e in episodes).items()):
         metrics[f"stop/{reason}"] = float(count)
-    for name in sorted({name for e in episodes for name in e.metrics}):
+    for name in sorted({name for e in episodes for name in e.metrics if not name.startswith(_OF_TURNS)}):
         key = name if name.startswith("tokens/") else f"env/{name}"
         metrics[key] = sum(e.metrics.get(name, 0.0) for e in episodes)
     return metrics

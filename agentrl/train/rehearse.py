@@ -6,9 +6,10 @@ import asyncio
 import json
 import random
 import tempfile
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from agentrl.chat.check import check as check_ledger
 from agentrl.chat.demonstrate import imitate
@@ -19,8 +20,11 @@ from agentrl.config.algorithm import AlgorithmConfig
 from agentrl.config.run import RunConfig
 from agentrl.env import Env
 from agentrl.env.load import load_env
+from agentrl.env.rewards import weight_of
+from agentrl.env.toolenv import ToolEnv
 from agentrl.errors import ConfigError, InfraError
 from agentrl.records import EpisodeRecord
+from agentrl.rollout.group import with_group_rewards
 from agentrl.rollout.setup import Content, corpus, load_content, load_renderer
 from agentrl.sandbox import close_pools
 from agentrl.testing.env import EnvCheckError, check_env
@@ -52,6 +56,7 @@ class Rehearsal:
 
     config: RunConfig
     tools: tuple[str, ...]
+    rewards: tuple[str, ...]
     num_train: int
     num_held_out: int
     num_demonstrations: int
@@ -110,11 +115,12 @@ async def _rehearse(
     return Rehearsal(
         config=config,
         tools=tuple(_tool_line(schema["function"]) for schema in scripted.tools),
+        rewards=_reward_names(content.make_env(), scripted),
         num_train=len(content.train_tasks),
         num_held_out=len(content.held_out_tasks),
         num_demonstrations=len(content.demonstrations),
         played_by=played_by,
-        episodes=_compared(config, scripted, silent),
+        episodes=await _compared(config, content, scripted, silent),
         prompt_tokens=prompt_tokens,
         max_context=max_context,
         demonstration_tokens=longest,
@@ -225,13 +231,16 @@ def _length_findings(config: RunConfig, prompt: int, max_context: int | None) ->
     return findings
 
 
-def _compared(config: RunConfig, scripted: Episode, silent: Episode) -> tuple[EpisodeRecord, EpisodeRecord]:
+async def _compared(
+    config: RunConfig, content: Content, scripted: Episode, silent: Episode
+) -> tuple[EpisodeRecord, EpisodeRecord]:
     """Both with the advantages that they would have in a group in which half of the episodes go like each.
 
     Where advantages wait for the learner, the rewards are compared with their mean instead.
     """
     half = max(config.rollout.group_size // 2, 1)
     episodes = [replace(e, id=f"{e.id}/{i}") for e in (scripted, silent) for i in range(half)]
+    episodes = list(await with_group_rewards(content.make_env(), episodes))
     groups = [Group(scripted.task, tuple(episodes))]
     algorithm = make_algorithm(config.algorithm)
     if algorithm.late or "greedy_E" in algorithm.needs:
@@ -240,7 +249,10 @@ def _compared(config: RunConfig, scripted: Episode, silent: Episode) -> tuple[Ep
     found = estimate_advantages(samples, scores, algorithm, kl_coef=0.0).by_segment
     records = to_records(groups, found, step=0)
     first, last = records[0], records[-1]
-    return replace(first, episode=scripted), replace(last, episode=silent)
+    return (
+        replace(first, episode=replace(first.episode, id=scripted.id)),
+        replace(last, episode=replace(last.episode, id=silent.id)),
+    )
 
 
 def _limit_findings(config: RunConfig, episode: Episode) -> list[str]:
@@ -271,7 +283,28 @@ def _tool_line(function: dict[str, object]) -> str:
     schema = parameters if isinstance(parameters, dict) else {}
     required = schema.get("required", ())
     arguments = ", ".join(
-        f"{name}{'' if name in required else '?'}: {part.get('type', 'any')}"
+        f"{name}{'' if name in required else '?'}: {_kind(part)}"
         for name, part in schema.get("properties", {}).items()
     )
     return f"{function['name']}({arguments})"
+
+
+def _kind(schema: Mapping[str, Any]) -> str:
+    """The type that a JSON schema stands for, in short."""
+    if "enum" in schema:
+        return " | ".join(json.dumps(value, ensure_ascii=False) for value in schema["enum"])
+    if "anyOf" in schema:
+        return " | ".join(dict.fromkeys(map(_kind, schema["anyOf"])))
+    return str(schema.get("type", "any"))
+
+
+def _reward_names(env: Env, scripted: Episode) -> tuple[str, ...]:
+    """The rewards in the order in which they are declared, each with what is not usual about it."""
+    names = dict.fromkeys(scripted.rewards, "")
+    if isinstance(env, ToolEnv):
+        for spec in env.spec().rewards:
+            weight = weight_of(spec, env.settings.reward_weights)
+            names[spec.name] = ("" if spec.mark.per == "episode" else f" per {spec.mark.per}") + (
+                "" if weight == 1 else f" (weight {weight:g})"
+            )
+    return tuple(name + more for name, more in names.items())

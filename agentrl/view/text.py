@@ -10,6 +10,7 @@ from rich.table import Table
 from rich.text import Text
 
 from agentrl.records import EpisodeRecord
+from agentrl.rollout.metrics import reward_parts
 from agentrl.types import LIMITS, CallRecord, Episode, Image, Message, ToolCall, Turn
 
 
@@ -132,7 +133,7 @@ def _foot(record: EpisodeRecord) -> Text:
     episode = record.episode
     foot = Text("stopped: ").append(episode.stop_reason, style="bold")
     foot.append("  reward: ").append_text(_reward(episode))
-    parts = ", ".join(f"{name} {value:g}" for name, value in episode.rewards.items())
+    parts = ", ".join(f"{name} {value:g}" for name, value in reward_parts(episode).items())
     foot.append(f" ({parts})" if parts else "", style="dim")
     foot.append("  advantage: ").append_text(_advantage(record))
     found = ", ".join(f"{name} {count:g}" for name, count in mistakes(episode).items())

@@ -49,6 +49,50 @@ class Steps(ToolEnv):
         return ScriptedPolicy([call("go", worth=1.0), call("go", worth=0.5), "done"])
 '''
 
+CONTEST = '''
+from typing import Literal
+
+from agentrl import Task, ToolEnv, reward, tool
+from agentrl.env.read import final_answer
+from agentrl.testing.policy import ScriptedPolicy
+
+
+class Contest(ToolEnv):
+    """Write at length."""
+
+    def __init__(self, prize: float):
+        self.prize = prize
+
+    def setup(self) -> str:
+        return "Write."
+
+    @tool
+    def write(self, style: Literal["short", "long"] = "short", note: str | None = None) -> str:
+        """Write."""
+        return "written"
+
+    @reward
+    def solved(self, episode) -> bool:
+        return len(final_answer(episode)) > 4
+
+    @reward(per="turn", weight=0.5)
+    def tidy(self, turn) -> bool:
+        return not turn.calls
+
+    @reward(per="group")
+    def longest(self, episodes) -> list[float]:
+        lengths = [len(final_answer(e)) for e in episodes]
+        return [self.prize if n == max(lengths) else 1.0 for n in lengths]
+
+    @classmethod
+    def tasks(cls, split, seed):
+        return [Task("t")]
+
+    @classmethod
+    def oracle(cls, task):
+        return ScriptedPolicy(["a long text"])
+'''
+
 
 @pytest.fixture
 def run(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch):
@@ -240,6 +284,23 @@ class TestCheck:
         assert len(shown) == 3
         # The first turn earns 1 and the third nothing; what is still to come counts for each.
         assert shown[0] > shown[1] > shown[2]
+
+    def test_every_reward_is_named_and_played(self, run, tmp_path: Path):
+        write(tmp_path / "contest.py", CONTEST)
+        text = "env: {use: contest.py:Contest, options: {prize: 3}}\nmodel: {tiny: {vocab: 400}}\n"
+        path = write(tmp_path / "tools.yaml", text)
+        code, out, _ = run("check", path)
+        assert code == 0, out
+        assert "rewards         solved, tidy per turn (weight 0.5), longest per group\n" in out
+        assert 'write(style?: "short" | "long", note?: string | null)' in out
+        assert "reward: 4.5 (solved 1, longest 3, tidy 0.5)" in out
+        assert "half score 4.5 like this one and half 1.5" in out
+        write(tmp_path / "contest.py", CONTEST.replace("[self.prize if", "[self.price if"))
+        code, _, err = run("check", path)
+        assert code == 2
+        assert (
+            "reward 'longest' of Contest raised AttributeError: 'Contest' object has no attribute 'price'" in err
+        )
 
 
 class TestShow:

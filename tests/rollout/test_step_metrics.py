@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import pytest
 
@@ -29,6 +30,13 @@ def test_staleness_counts_updates_by_token():
     assert found["staleness/mean"] == pytest.approx((2 + 2 + 1 + 0) / 4)
     assert (found["staleness/max"], found["staleness/episodes_mixed"]) == (2, 1)
     assert staleness([Group(TASK, (episode(()),))], 5) == {}
+
+
+def test_rewards_of_turns_are_means_under_their_names():
+    one = replace(episode(), rewards={"solved": 1.0}, metrics={"reward/tidy": 3.0, "looked": 2.0})
+    found = episode_metrics([Group(TASK, (one, episode()))])
+    assert (found["reward/solved"], found["reward/tidy"], found["env/looked"]) == (0.5, 1.5, 2.0)
+    assert "env/reward/tidy" not in found
 
 
 def test_what_was_put_aside_is_counted_and_enters_no_mean():
