@@ -101,17 +101,19 @@ def create_app(talk: Talk, settings: Settings, *, session: Session, extra_routes
     """The application; `session` remembers the conversations of all its clients together."""
     seat = Seat(session)
     endpoint = Endpoint(talk, settings)
-    app = Starlette(
-        routes=[
-            Route("/health", endpoint.health, methods=["GET"]),
-            Route("/metrics", endpoint.metrics, methods=["GET"]),
-            Route("/openapi.json", endpoint.openapi, methods=["GET"]),
-            *endpoint.api_routes("/v1", lambda request: seat),
-            *extra_routes,
-        ],
-        exception_handlers={HTTPException: _http_error},
-    )
-    return Guard(app, settings)
+    routes = [
+        Route("/health", endpoint.health, methods=["GET"]),
+        Route("/metrics", endpoint.metrics, methods=["GET"]),
+        Route("/openapi.json", endpoint.openapi, methods=["GET"]),
+        *endpoint.api_routes("/v1", lambda request: seat),
+        *extra_routes,
+    ]
+    return Guard(with_errors(routes), settings)
+
+
+def with_errors(routes: Sequence[Route]) -> Starlette:
+    """These routes; for all other paths and methods, errors in the same form."""
+    return Starlette(routes=routes, exception_handlers={HTTPException: _http_error})
 
 
 class Guard:
@@ -416,6 +418,7 @@ async def _http_error(request: Request, error: Exception) -> Response:
     what = f"{request.method} {request.url.path}"
     texts = {404: f"There is nothing at {what}.", 405: f"{what}: this method is not allowed here."}
     headers: Mapping[str, str] = error.headers or {}
+    code = "method_not_supported" if error.status_code == 405 else "not_found"
     return error_response(
-        ApiError(error.status_code, texts.get(error.status_code, error.detail), code="not_found", headers=headers)
+        ApiError(error.status_code, texts.get(error.status_code, error.detail), code=code, headers=headers)
     )

@@ -26,7 +26,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.routing import Route
 from starlette.types import ASGIApp
@@ -38,7 +37,7 @@ from agentrl.engine.watch import Watch, WatchedEngine
 from agentrl.env.observe import plain_text
 from agentrl.errors import EngineError
 from agentrl.rollout.frame import Limits, draw_seed
-from agentrl.serve.app import Endpoint, Guard, Settings
+from agentrl.serve.app import Endpoint, Guard, Settings, with_errors
 from agentrl.serve.errors import ApiError, unsupported
 from agentrl.serve.metrics import Metrics
 from agentrl.serve.reader import ArgumentsDelta, CallBegun, ContentDelta, Delta, ReasoningDelta
@@ -274,7 +273,7 @@ class RecordingTalk(Talk):
         """
         assert isinstance(seat, RecordedSeat)
         recording = seat.recording
-        key = seat.key or hashlib.sha256(repr(ask).encode()).hexdigest()
+        key = f"{seat.key} {hashlib.sha256(repr(ask).encode()).hexdigest()}"
         async with recording.lock:
             if seat.again and (earlier := recording.jobs.get(key)) is not None:
                 recording.count("agent/retries")
@@ -360,7 +359,7 @@ class Recorder:
 
     def app(self, extra_routes: Sequence[Route] = ()) -> ASGIApp:
         """The application: OpenAI's chat and responses dialects under the address of each episode."""
-        return Guard(Starlette(routes=[*self.routes(), *extra_routes]), self._settings)
+        return Guard(with_errors([*self.routes(), *extra_routes]), self._settings)
 
     def routes(self) -> list[Route]:
         """OpenAI's routes; text completions are not among them, because they have no conversation."""
@@ -375,9 +374,15 @@ class Recorder:
         kind, _, given = request.headers.get("authorization", "").partition(" ")
         known = recording.key if recording is not None else secrets.token_hex(16)
         if kind.lower() != "bearer" or not hmac.compare_digest(given.encode(), known.encode()) or not recording:
-            raise ApiError(401, "There is no episode with this address and key.", code="invalid_api_key")
+            raise no_episode()
         return recording
 
     def find_seat(self, request: Request) -> Seat:
         """The seat of a request. Raises ApiError where it is nobody's, or the episode is over."""
         return self.find(request).seat(request)
+
+
+def no_episode() -> ApiError:
+    """No episode is open with this address and key."""
+    text = "There is no episode with this address and key, or it has ended."
+    return ApiError(401, text, code="invalid_api_key")

@@ -10,6 +10,7 @@ An episode that is not ended, or ended with an error, is kept without a reward: 
 
 from __future__ import annotations
 
+import contextlib
 import hmac
 import os
 import time
@@ -19,7 +20,6 @@ from pathlib import Path
 from typing import Any
 
 from pydantic import BaseModel, ConfigDict, ValidationError
-from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
@@ -29,9 +29,9 @@ from agentrl.engine.openai import to_wire
 from agentrl.errors import ConfigError
 from agentrl.records import EpisodeRecord, compress, decode, encode, episodes_file
 from agentrl.run.files import write_atomic
-from agentrl.serve.app import Guard, Settings, error_response
+from agentrl.serve.app import Guard, Settings, error_response, with_errors
 from agentrl.serve.errors import ApiError, from_validation
-from agentrl.serve.record import Recorder, Recording
+from agentrl.serve.record import Recorder, Recording, no_episode
 from agentrl.types import Episode, StopReason, Task
 
 PARTIAL_FILE = "episodes/partial.jsonl"
@@ -91,6 +91,7 @@ class RecordFolder:
         except OSError as e:
             raise ConfigError(f"--record {folder}: cannot make the folder: {e.strerror}") from None
         self._partial = folder / PARTIAL_FILE
+        self._end_torn_line()
         for record in self._records():
             self._group_of(record.episode.task.id)
             self._count += 1
@@ -103,7 +104,7 @@ class RecordFolder:
             Route("/episodes/{episode}", self._answering(self._show), methods=["GET"]),
             Route("/episodes/{episode}/end", self._answering(self._end), methods=["POST"]),
         ]
-        return Guard(Starlette(routes=[*routes, *self.recorder.routes()]), Settings(names=("policy",)))
+        return Guard(with_errors([*routes, *self.recorder.routes()]), Settings(names=("policy",)))
 
     async def close(self) -> None:
         """End what is open without a reward, and write the episodes file."""
@@ -154,7 +155,10 @@ class RecordFolder:
         end = EndRequest.model_validate_json(await _read(request))
         if (end.reward is None) == (end.error is None):
             raise ApiError(400, "reward: give exactly one of `reward` and `error`", param="reward")
-        episode = await self._keep(self._open[recording.id], end)
+        one = self._open.get(recording.id)
+        if one is None:  # somebody else ended it while this request was read
+            raise no_episode()
+        episode = await self._keep(one, end)
         sampled = sum(len(s.ids) for s in episode.segments if s.origin == "sampled")
         return JSONResponse({"id": episode.id, "turns": len(episode.turns), "sampled_tokens": sampled})
 
@@ -192,14 +196,18 @@ class RecordFolder:
         return self._groups.setdefault(task, len(self._groups))
 
     def _records(self) -> Iterator[EpisodeRecord]:
-        """Everything that is kept; a torn last line is left out."""
+        """Everything that is kept; a line that a killed server left torn is left out."""
         if not self._partial.is_file():
             return
         for line in self._partial.read_bytes().splitlines():
-            try:
+            with contextlib.suppress(ValidationError):
                 yield decode(line)
-            except ValidationError:
-                return
+
+    def _end_torn_line(self) -> None:
+        """Let what is written now begin a line, so that a torn one before it takes nothing along."""
+        if self._partial.is_file() and not self._partial.read_bytes().endswith(b"\n"):
+            with self._partial.open("ab") as file:
+                file.write(b"\n")
 
 
 def _parts(end: EndRequest) -> Mapping[str, float]:

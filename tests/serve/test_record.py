@@ -222,6 +222,16 @@ class TestRetries:
                 answer = await one.chat([USER], extra_headers={"Idempotency-Key": key})
                 assert answer.choices[0].message.content == text
 
+    async def test_one_idempotency_key_for_two_requests_gives_two_answers(self, renderer: Renderer):
+        async with recorded(renderer, by_turn(say("first"), say("second"))) as one:
+            headers = {"Idempotency-Key": "of the whole client"}
+            first = await one.chat([USER], extra_headers=headers)
+            second = await one.chat(
+                [USER, first.choices[0].message, {"role": "user", "content": "On."}], extra_headers=headers
+            )
+            assert [a.choices[0].message.content for a in (first, second)] == ["first", "second"]
+            assert one.recording.num_turns == 2
+
     async def test_two_that_wait_for_one_completion_both_get_it(self, renderer: Renderer):
         async with recorded(renderer, by_turn(say("first"), say("second")), delay_s=0.2) as one:
             headers = [{"x-stainless-retry-count": n} for n in ("0", "1")]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -14,7 +15,7 @@ from agentrl.chat.template import Renderer
 from agentrl.records import read_episodes, read_records
 from agentrl.rollout.frame import Limits
 from agentrl.serve.record import Recorder
-from agentrl.serve.record_folder import RecordFolder
+from agentrl.serve.record_folder import PARTIAL_FILE, RecordFolder
 from agentrl.serve.run import running
 from agentrl.testing.engine import ScriptedEngine
 from agentrl.testing.policy import say
@@ -88,6 +89,50 @@ async def test_a_later_server_adds_to_the_folder(tmp_path: Path):
             await ask(one)
             await http.post(f"/episodes/{one['id']}/end", headers=key(one), json={"reward": 0.0})
     assert [e.task.id for e in read_episodes(tmp_path / "r", 0)] == ["a", "b"]
+
+
+async def test_a_line_that_a_killed_server_left_torn_takes_no_other_along(tmp_path: Path):
+    for task in ("a", "b"):
+        async with server(tmp_path / "r") as http:
+            one = await begin(http, task={"id": task})
+            await ask(one)
+            await http.post(f"/episodes/{one['id']}/end", headers=key(one), json={"reward": 0.0})
+        if task == "a":
+            with (tmp_path / "r" / PARTIAL_FILE).open("ab") as file:
+                file.write(b'{"step":0,"gro')
+    assert [e.task.id for e in read_episodes(tmp_path / "r", 0)] == ["a", "b"]
+
+
+async def test_an_episode_that_ends_while_its_end_is_being_read_ends_once(tmp_path: Path):
+    async with server(tmp_path / "r") as http:
+        one = await begin(http)
+        await ask(one)
+        begun, done = asyncio.Event(), asyncio.Event()
+
+        async def slow() -> AsyncIterator[bytes]:
+            yield b'{"reward": '
+            begun.set()
+            await done.wait()
+            yield b"2.0}"
+
+        path, headers = f"/episodes/{one['id']}/end", key(one)
+        late = asyncio.ensure_future(http.post(path, headers=headers, content=slow()))
+        await begun.wait()
+        await http.get("/health")  # a round trip, in which the head of the slow request has come
+        assert (await http.post(path, headers=headers, json={"reward": 1.0})).status_code == 200
+        done.set()
+        refused = await late
+        assert (refused.status_code, refused.json()["error"]["code"]) == (401, "invalid_api_key")
+    assert [e.reward for e in read_episodes(tmp_path / "r", 0)] == [1.0]
+
+
+async def test_paths_that_are_not_there_get_the_form_of_all_errors(tmp_path: Path):
+    async with server(tmp_path / "r") as http:
+        one = await begin(http)
+        text = await http.post(f"/episodes/{one['id']}/v1/completions", headers=key(one), json={})
+        assert (text.status_code, text.json()["error"]["code"]) == (404, "not_found")
+        listed = await http.get("/episodes")
+        assert (listed.status_code, listed.json()["error"]["code"]) == (405, "method_not_supported")
 
 
 async def test_who_may_open_and_what_is_refused(tmp_path: Path):
