@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-from agentrl.serve.errors import unsupported
+from agentrl.serve.errors import invalid, unsupported
 
 HARMLESS: dict[str, tuple[Any, ...]] = {
     "add_generation_prompt": (True,),
@@ -150,7 +150,7 @@ class Request(Wire):
     @model_validator(mode="after")
     def _stop_texts(self) -> Self:
         if len(self.stops) > 16 or not all(self.stops):
-            raise ValueError("stop must be a text or up to 16 texts, none of them empty")
+            raise invalid("stop", "must be a text or up to 16 texts, none of them empty")
         return self
 
     @property
@@ -187,9 +187,9 @@ class ChatRequest(Request):
     @model_validator(mode="after")
     def _one_limit(self) -> Self:
         if self.max_tokens and self.max_completion_tokens and self.max_tokens != self.max_completion_tokens:
-            raise ValueError("max_tokens and max_completion_tokens differ: give one of them")
+            raise invalid("max_tokens", "max_completion_tokens says something else: give one of them")
         if self.top_logprobs and not self.logprobs:
-            raise ValueError("top_logprobs has no effect without logprobs: true")
+            raise invalid("top_logprobs", "has no effect without logprobs: true")
         return self
 
 

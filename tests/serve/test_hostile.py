@@ -50,6 +50,9 @@ BAD: list[tuple[Any, str | None, str]] = [
     ({**GOOD, "n": 1.5}, "n", "invalid_value"),
     ({**GOOD, "n": "2"}, "n", "invalid_value"),
     ({**GOOD, "max_tokens": 0}, "max_tokens", "invalid_value"),
+    ({**GOOD, "max_tokens": 4, "max_completion_tokens": 5}, "max_tokens", "invalid_value"),
+    ({**GOOD, "stop": ["a", ""]}, "stop", "invalid_value"),
+    ({**GOOD, "top_logprobs": 2}, "top_logprobs", "invalid_value"),
     ({**GOOD, "logit_bias": {"5": 1}}, "logit_bias", "unsupported_parameter"),
     ({**GOOD, "tool_choice": "required"}, "tool_choice", "invalid_value"),
     ({**GOOD, "tool_choice": {"type": "function"}}, "tool_choice", "invalid_value"),
@@ -92,6 +95,7 @@ async def test_other_paths_methods_and_keys_get_the_same_envelope(renderer: Rend
         assert (missing.status_code, missing.json()["error"]["param"]) == (404, None)
         wrong = await client.get(served.base_url + "/chat/completions")
         assert (wrong.status_code, wrong.headers["allow"]) == (405, "POST")
+        assert wrong.json()["error"]["code"] == "method_not_supported"
         assert (await client.get(served.url + "/health", headers={"Authorization": ""})).json()["status"] == "ok"
         assert (await client.get(served.url + "/metrics", headers={"Authorization": ""})).status_code == 401
         text = (await client.get(served.url + "/metrics")).text
