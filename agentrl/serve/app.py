@@ -207,6 +207,8 @@ class Endpoint:
             answer = await handle(request, find_seat(request))
         except (GoneError, ClientDisconnect):
             answer = Response(status_code=499)  # nobody reads it
+        except asyncio.CancelledError:  # only the end of the server cancels a request
+            answer = error_response(_ending())
         except BaseExceptionGroup as group:
             if group.subgroup(asyncio.CancelledError) is not None:
                 raise
@@ -319,6 +321,7 @@ class Endpoint:
             headers={},
             on_end=lambda: gate.leave(count),
             write_timeout_s=self.settings.write_timeout_s,
+            farewell=event(_ending().body(), _error_name(last)),
         )
 
 
@@ -377,7 +380,7 @@ class _Streaming:
                 yield event(self._last)
         except Exception as e:
             trouble = e.exceptions[0] if isinstance(e, ExceptionGroup) else e
-            yield event(_explained(trouble).body(), None if self._last is not None else "error")
+            yield event(_explained(trouble).body(), _error_name(self._last))
         finally:
             await self.stop()
 
@@ -394,6 +397,15 @@ def _data_only(chunk: Any) -> bytes:
 
 def _named(chunk: Any) -> bytes:
     return event(chunk, chunk["type"])
+
+
+def _error_name(last: str | None) -> str | None:
+    """Name of the event that says an error: where a last event ends the stream, events have no names."""
+    return None if last is not None else "error"
+
+
+def _ending() -> ApiError:
+    return ApiError(503, "The server is ending; ask again.", code="server_ending", headers={"Retry-After": "5"})
 
 
 def error_response(error: ApiError) -> Response:

@@ -19,6 +19,9 @@ log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
+FAREWELL_S = 1.0
+"""How long a client may take to be told that the server ends."""
+
 
 class GoneError(Exception):
     """The client went away before its answer was ready."""
@@ -68,6 +71,7 @@ class EventStream:
         events: what to send; closed when the client goes away, so that the work behind it ends.
         on_end: called in any case, when the answer is over.
         write_timeout_s: how long a client may take nothing before it counts as gone.
+        farewell: the last event where the server ends first.
     """
 
     def __init__(
@@ -77,8 +81,10 @@ class EventStream:
         headers: Mapping[str, str],
         on_end: Callable[[], None],
         write_timeout_s: float,
+        farewell: bytes,
     ) -> None:
         self._events, self._on_end, self._write_timeout_s = events, on_end, write_timeout_s
+        self._farewell, self._begun = farewell, False
         fixed = {"content-type": "text/event-stream; charset=utf-8", "cache-control": "no-cache"}
         self._headers = [(k.encode(), v.encode()) for k, v in {**fixed, **headers}.items()]
 
@@ -91,6 +97,13 @@ class EventStream:
                 if not isinstance(trouble, TimeoutError | OSError):
                     raise trouble
                 log.info("a client took nothing for too long, or is gone: %r", trouble)
+        except asyncio.CancelledError:  # only the end of the server cancels an answer
+            await _end(sending)
+            if not self._begun:
+                raise
+            with contextlib.suppress(TimeoutError, OSError):
+                async with asyncio.timeout(FAREWELL_S):
+                    await send({"type": "http.response.body", "body": self._farewell, "more_body": False})
         finally:
             await _end(leaving)
             await _end(sending)
@@ -99,6 +112,7 @@ class EventStream:
     async def _send(self, send: Send) -> None:
         try:
             await self._put(send, {"type": "http.response.start", "status": 200, "headers": self._headers})
+            self._begun = True
             async for data in self._events:
                 await self._put(send, {"type": "http.response.body", "body": data, "more_body": True})
             await self._put(send, {"type": "http.response.body", "body": b"", "more_body": False})

@@ -11,7 +11,9 @@ import pytest
 from serve_kit import Served, serving
 
 from agentrl.chat.template import Renderer
+from agentrl.engine.watch import Drawn, Watch
 from agentrl.errors import EngineError
+from agentrl.serve import run
 from agentrl.testing.engine import ScriptedEngine
 from agentrl.types import Message
 
@@ -168,6 +170,54 @@ async def test_a_client_that_vanishes_frees_its_slot(renderer: Renderer, stream:
         async with asyncio.timeout(20):
             while engine.cancelled < 2 or served.talk.gate.running:  # noqa: ASYNC110 - as above
                 await asyncio.sleep(0.01)
+
+
+class Unhurried(ScriptedEngine):
+    """Says a word now and then, for ever."""
+
+    async def generate(self, ids: Any, sampling: Any, *, session: str | None = None) -> Any:
+        return await self.generate_watched(ids, sampling, Watch())
+
+    async def generate_watched(self, ids: Any, sampling: Any, watch: Any, *, session: str | None = None) -> Any:
+        while True:
+            for id in self._renderer.vocabulary.encode_text("word "):
+                if watch.on_token is not None:
+                    watch.on_token(Drawn(id, 0.0, 0))
+            await asyncio.sleep(0.01)
+
+
+@pytest.mark.parametrize("path", ["/chat/completions", "/responses"])
+async def test_who_is_being_answered_when_the_server_ends_is_told_so(
+    renderer: Renderer, path: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+):
+    monkeypatch.setattr(run, "SHUTDOWN_S", 0.1)
+    body = {**GOOD, "input": "What is 2 plus 3?"}
+    async with httpx.AsyncClient() as client:
+        async with serving(Unhurried(renderer, []), renderer) as served:
+            begun = asyncio.Event()
+
+            async def stream() -> str:
+                request = {**body, "stream": True}
+                async with client.stream("POST", served.base_url + path, json=request) as answer:
+                    text = ""
+                    async for piece in answer.aiter_text():
+                        text += piece
+                        begun.set()
+                    return text
+
+            streamed = asyncio.ensure_future(stream())
+            plain = asyncio.ensure_future(client.post(served.base_url + path, json=body))
+            await begun.wait()
+            async with asyncio.timeout(20):
+                while served.talk.gate.running < 2:  # noqa: ASYNC110 - the gate counts, it tells nobody
+                    await asyncio.sleep(0.01)
+        last = (await streamed).strip().splitlines()
+    assert json.loads(last[-1].removeprefix("data: "))["error"]["code"] == "server_ending"
+    assert (last[-2] == "event: error") == (path == "/responses")
+    answer = await plain
+    assert (answer.status_code, answer.json()["error"]["code"]) == (503, "server_ending")
+    assert [record.message for record in caplog.records if record.exc_info] == []
+    assert served.talk.gate.running == 0
 
 
 async def test_a_client_that_stops_reading_does_not_hold_the_engine(renderer: Renderer):
