@@ -6,7 +6,7 @@ from typing import Annotated, Literal, Self
 
 from pydantic import Field, model_validator
 
-from agentrl.config.section import Count, Positive, Section
+from agentrl.config.section import Count, Device, Positive, Section
 
 Seconds = Annotated[float, Field(gt=0)]
 
@@ -57,7 +57,7 @@ class EngineConfig(Section):
 
     kind: Literal["local", "sglang", "vllm"] = "local"
     """`local` is the embedded PyTorch engine; `sglang` and `vllm` are servers, see docs/engines.md."""
-    device: str = "auto"
+    device: Device = "auto"
     """`cpu`, `cuda`, `cuda:N`, or `auto`: CUDA where there is one."""
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     """Precision of the sampler's weights. `auto`: bfloat16 on CUDA, float32 on a CPU, where bfloat16 is slower."""

@@ -316,6 +316,8 @@ def _wrong_value(loc: Loc, error: ErrorDetails) -> str:
             return text + _nearest_choice(field.annotation, value)
     if error["type"] == "string_pattern_mismatch" and loc == ("name",):
         return f"must be made of letters, digits, '.', '_' and '-' (it names a folder), got {_show(value)}"
+    if error["type"] == "string_pattern_mismatch" and loc[-1:] == ("device",):
+        return f"must be `auto`, `cpu`, `cuda` or `cuda:N`, got {_show(value)}"
     message = re.sub(r"^(Input|Value|String) should ", "must ", error["msg"])
     return f"{message[:1].lower()}{message[1:]}, got {_show(value)}"
 

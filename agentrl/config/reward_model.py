@@ -6,7 +6,7 @@ from typing import Annotated, Literal, Self
 
 from pydantic import Field, model_validator
 
-from agentrl.config.section import Count, Positive, Section
+from agentrl.config.section import Count, Device, Positive, Section
 
 KEYS = {
     "classifier": ("path", "device", "batch_size", "workers"),
@@ -46,7 +46,7 @@ class RewardModelConfig(Section):
     """`judge`: the highest score."""
     max_tokens: Positive | None = None
     """Longest conversation in tokens (`classifier`) or, roughly, words; longer ones lose their middle."""
-    device: str = "auto"
+    device: Device = "auto"
     """`classifier`: `cpu`, `cuda`, `cuda:N` (a GPU of its own), or `auto`; for `workers` not `cuda:N`."""
     workers: Count = 0
     """`classifier`: Ray workers that hold the model, each with a whole one and a GPU of its own (or none, on

@@ -9,7 +9,7 @@ from pydantic import Field, model_validator
 from agentrl.config.algorithm import ALONE, AlgorithmConfig, CriticConfig, is_own
 from agentrl.config.engine import EngineConfig
 from agentrl.config.reward_model import RewardModelConfig
-from agentrl.config.section import Count, Fraction, Positive, Section
+from agentrl.config.section import Count, Device, Fraction, Positive, Section
 
 
 class TinyModel(Section):
@@ -233,12 +233,15 @@ class RolloutConfig(Section):
         return self
 
 
+_Decay = Annotated[float, Field(ge=0, lt=1)]
+
+
 class OptimConfig(Section):
     """AdamW."""
 
     lr: Annotated[float, Field(gt=0)] = 1e-6
     """Peak learning rate."""
-    betas: tuple[float, float] = (0.9, 0.99)
+    betas: tuple[_Decay, _Decay] = (0.9, 0.99)
     """Decay rates of the two moments."""
     weight_decay: Annotated[float, Field(ge=0)] = 0.0
     """Decoupled weight decay."""
@@ -266,7 +269,7 @@ class LoRAConfig(Section):
 class LearnerConfig(Section):
     """How the update is computed."""
 
-    device: str = "auto"
+    device: Device = "auto"
     """`cpu`, `cuda`, `cuda:N`, or `auto`: CUDA where there is one."""
     tokens_per_micro_batch: Positive = 16384
     """Token budget of one forward and backward pass of one rank; gradients accumulate over as many as needed."""

@@ -16,6 +16,7 @@ from types import ModuleType
 from typing import Any
 
 from agentrl.env.env import Env
+from agentrl.env.observe import error_text
 from agentrl.env.toolenv import ToolEnv
 from agentrl.errors import ConfigError
 from agentrl.types import Task
@@ -101,6 +102,17 @@ def load_file(path: Path) -> ModuleType:
     return module
 
 
+def said_by(error: BaseException) -> str:
+    """What code of the user's raised, and the line of theirs on which it did."""
+    house, place, trace = str(Path(__file__).parents[1]), "", error.__traceback__
+    while trace is not None:
+        file = trace.tb_frame.f_code.co_filename
+        if not file.startswith((house, "<")):
+            place = f" ({file}:{trace.tb_lineno})"
+        trace = trace.tb_next
+    return f"{error_text(error)}{place}"
+
+
 def _line_of(error: BaseException, path: Path) -> str:
     if isinstance(error, SyntaxError) and error.lineno:
         return f":{error.lineno}"
@@ -142,12 +154,15 @@ def read_jsonl(path: Path) -> Iterator[tuple[int, Mapping[str, Any]]]:
     """
     if not path.is_file():
         raise ConfigError(f"data: no file {path}")
-    with path.open(encoding="utf-8") as lines:
+    with path.open("rb") as lines:
         for number, line in enumerate(lines, 1):
-            if not line.strip():
+            text = line.removeprefix(b"\xef\xbb\xbf") if number == 1 else line
+            if not text.strip():
                 continue
             try:
-                row = json.loads(line)
+                row = json.loads(text.decode())
+            except UnicodeDecodeError as e:
+                raise ConfigError(f"{path}:{number}: not UTF-8 text (byte {e.start}: {e.reason})") from None
             except json.JSONDecodeError as e:
                 raise ConfigError(f"{path}:{number}: not JSON: {e.msg} (column {e.colno})") from None
             if not isinstance(row, dict):

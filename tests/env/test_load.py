@@ -94,6 +94,11 @@ def test_rows_become_tasks_and_a_bad_row_is_named(file, tmp_path):
         with pytest.raises(ConfigError) as caught:
             load_rows(data, echo)
         assert text in str(caught.value)
+    data.write_bytes(b'\xef\xbb\xbf{"text": "a"}\r\n{"text": "b"}\r\n')  # as Windows' programs write it
+    assert [t.row["text"] for t in load_rows(data, echo)] == ["a", "b"]
+    data.write_bytes('{"text": "a"}\n{"text": "\u00e9"}\n'.encode("latin-1"))
+    with pytest.raises(ConfigError, match=r"rows\.jsonl:2: not UTF-8 text \(byte 10: "):
+        load_rows(data, echo)
     data.write_text("")
     with pytest.raises(ConfigError, match="no rows"):
         load_rows(data, echo)
