@@ -34,7 +34,7 @@ def to_content(value: Any) -> Content:
     try:
         return json.dumps(to_jsonable_python(value), ensure_ascii=False)
     except (PydanticSerializationError, ValueError, RecursionError) as e:
-        raise TypeError(f"a tool returned {type(value).__name__}, which has no JSON form: {e}") from None
+        raise TypeError(f"the result is {type(value).__name__}, which has no JSON form: {e}") from None
 
 
 def error_text(error: BaseException) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, get_type_hints
@@ -147,8 +148,10 @@ def class_spec(cls: type) -> ClassSpec:
     """
     tools: dict[str, ToolSpec] = {}
     rewards: dict[str, RewardSpec] = {}
+    check_methods(cls)
+    _check_attributes(cls)
     for attribute, function in _members(cls).items():
-        where = f"{cls.__module__}.{cls.__qualname__}.{attribute}"
+        where = place_of(function, cls, attribute)
         if attribute in _own_names() and (hasattr(function, TOOL_MARK) or hasattr(function, REWARD_MARK)):
             raise ConfigError(
                 f"{where}: `{attribute}` is a part of ToolEnv itself, which a tool or reward would replace; name "
@@ -165,6 +168,56 @@ def class_spec(cls: type) -> ClassSpec:
                 raise ConfigError(f"{where}: a second reward named {reward_spec.name!r}; give one another `name=`")
             rewards[reward_spec.name] = reward_spec
     return ClassSpec(tuple(tools.values()), tuple(rewards.values()), _setup_spec(cls), _system(cls))
+
+
+def place_of(function: Any, cls: type, attribute: str) -> str:
+    """`file:line: Class.method`, for errors."""
+    code = getattr(inspect.unwrap(function), "__code__", None)
+    name = f"{cls.__qualname__}.{attribute}"
+    return f"{code.co_filename}:{code.co_firstlineno}: {name}" if code else f"{cls.__module__}.{name}"
+
+
+def check_methods(cls: type) -> None:
+    """Raises ConfigError where a tool or reward of the class is no plain method, and so could not be called."""
+    for base in cls.__mro__:
+        for name, value in vars(base).items():
+            if not isinstance(value, staticmethod | classmethod | property):
+                continue
+            inner = value.fget if isinstance(value, property) else value.__func__
+            for kind, mark in (("tool", TOOL_MARK), ("reward", REWARD_MARK)):
+                if hasattr(value, mark) or hasattr(inner, mark):
+                    raise ConfigError(
+                        f"{place_of(inner, base, name)}: a {type(value).__name__} cannot be a {kind}; "
+                        "write a plain method that takes self"
+                    )
+
+
+def check_timeout(seconds: Any, where: str) -> None:
+    """Raises ConfigError for a limit that no call could keep."""
+    if seconds is not None and (isinstance(seconds, bool | str) or not seconds > 0):
+        raise ConfigError(f"{where}: timeout_s must be a number of seconds above 0, got {shorten(seconds)}")
+
+
+def _check_attributes(cls: type) -> None:
+    """Raises ConfigError where `settings`, `sandbox` or `toolboxes` on the class are something else."""
+    from agentrl.env.settings import ToolSettings
+    from agentrl.sandbox import Sandbox
+
+    def refuse(name: str, wanted: str, value: Any) -> None:
+        raise ConfigError(f"{cls.__qualname__}.{name} must be {wanted}, got {shorten(value)}")
+
+    plain = {
+        name: value
+        for name in ("settings", "sandbox", "toolboxes")
+        if not hasattr(type(value := getattr(cls, name)), "__get__")
+    }
+    if not isinstance(settings := plain.get("settings", ToolSettings()), ToolSettings):
+        refuse("settings", "ToolSettings(...)", settings)
+    if not isinstance(sandbox := plain.get("sandbox"), Sandbox | None):
+        refuse("sandbox", "Sandbox(...)", sandbox)
+    toolboxes = plain.get("toolboxes", ())
+    if not isinstance(toolboxes, list | tuple) or not all(map(callable, toolboxes)):
+        refuse("toolboxes", "a tuple of classes (imported, not named as text)", toolboxes)
 
 
 @functools.cache
@@ -191,6 +244,7 @@ def _members(cls: type) -> dict[str, Any]:
 
 def _tool_spec(attribute: str, function: Callable[..., Any], mark: ToolMark, where: str) -> ToolSpec:
     name = check_name(mark.name or attribute, where)
+    check_timeout(mark.timeout_s, where)
     if mark.inline and inspect.iscoroutinefunction(function):
         raise ConfigError(f"{where}: inline=True is for plain functions; an async one never leaves the loop")
     signature = describe_callable(function, where=where, method=True)
@@ -202,6 +256,9 @@ def _reward_spec(attribute: str, function: Callable[..., Any], mark: RewardMark,
     allowed = _REWARD_ARGUMENTS.get(mark.per)
     if allowed is None:
         raise ConfigError(f"{where}: per={mark.per!r} must be 'episode', 'turn' or 'group'")
+    check_timeout(mark.timeout_s, where)
+    if isinstance(mark.weight, bool | str) or not math.isfinite(mark.weight):
+        raise ConfigError(f"{where}: weight must be a finite number, got {shorten(mark.weight)}")
     if mark.judge is not None and mark.per == "group":
         raise ConfigError(f"{where}: judge= has no effect on a reward per group; ask the judge in the method")
     if len(names) > 1 or not set(names) <= allowed or (mark.per == "group" and not names):

@@ -13,7 +13,7 @@ from agentrl.env.declare import TOOL_MARK
 from agentrl.env.dispatch import BoundTool, call_function
 from agentrl.env.observe import error_text
 from agentrl.env.schema import check_name, describe_callable, function_schema
-from agentrl.env.spec import MethodTool
+from agentrl.env.spec import MethodTool, check_methods, check_timeout, place_of
 from agentrl.errors import ConfigError
 
 
@@ -24,14 +24,16 @@ def toolbox_tools(toolbox: Any) -> list[BoundTool]:
         ConfigError: there is none, or one cannot be described.
     """
     cls = type(toolbox)
+    check_methods(cls)
     tools: list[BoundTool] = []
     for attribute in dict.fromkeys(name for base in reversed(cls.__mro__) for name in vars(base)):
         function = getattr(cls, attribute, None)
         mark = getattr(function, TOOL_MARK, None)
         if function is None or mark is None:
             continue
-        where = f"{cls.__module__}.{cls.__qualname__}.{attribute}"
+        where = place_of(function, cls, attribute)
         name = check_name(mark.name or attribute, where)
+        check_timeout(mark.timeout_s, where)
         signature = describe_callable(function, where=where, method=True)
         schema = function_schema(name, signature)
         bound = getattr(toolbox, attribute)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -13,9 +14,9 @@ from agentrl.chat.template import Renderer
 from agentrl.config.run import RunConfig
 from agentrl.engine.base import Engine
 from agentrl.env.env import Env
-from agentrl.env.load import load_env, load_rows, read_jsonl
+from agentrl.env.load import load_env, load_rows, read_jsonl, said_by
 from agentrl.env.toolenv import ToolEnv
-from agentrl.errors import CheckpointError, ConfigError
+from agentrl.errors import AgentRLError, CheckpointError, ConfigError
 from agentrl.rollout.episode import Player, TokenCheck
 from agentrl.rollout.frame import Limits
 from agentrl.types import Message, Sampling, Task, ToolCall
@@ -67,7 +68,18 @@ def env_factory(env_class: type[Env], config: RunConfig) -> Callable[[], Env]:
         make()
     except (TypeError, ValueError, OSError) as e:
         raise ConfigError(f"env.options {dict(options)} do not fit {config.env.use}: {e}") from e
+    except AgentRLError:
+        raise
+    except Exception as e:
+        raise ConfigError(f"{config.env.use} cannot be made: {said_by(e)}") from e
     return make
+
+
+def author_method(env_class: type[Env], name: str) -> Callable[..., Any] | None:
+    """A class method that an author may write, None where there is none. Raises ConfigError for a plain method."""
+    if inspect.isfunction(inspect.getattr_static(env_class, name, None)):
+        raise ConfigError(f"{env_class.__name__}.{name} must be a class method: write @classmethod above it")
+    return getattr(env_class, name, None)
 
 
 def _tasks(env_class: type[Env], config: RunConfig, split: str, file: str | None) -> Sequence[Task]:
@@ -75,23 +87,30 @@ def _tasks(env_class: type[Env], config: RunConfig, split: str, file: str | None
         return load_rows(Path(file), env_class, seed=config.seed)
     if config.data.train is not None and split == "held_out":
         return ()
-    generator = getattr(env_class, "tasks", None)
+    generator = author_method(env_class, "tasks")
     if generator is None:
         raise ConfigError(
             f"{config.env.use} has no `tasks` classmethod: name a JSON-lines file under data.{split}, or add "
             "`@classmethod def tasks(cls, split, seed, **options)` that returns a sequence of Task"
         )
+    where = f"{config.env.use}.tasks({split!r}, ...)"
     try:
-        tasks: Sequence[Task] = generator(split, config.seed if split == "train" else 0, **config.data.options)
-        first = tasks[0]
-    except (TypeError, ValueError, LookupError) as e:
+        tasks: Any = generator(split, config.seed if split == "train" else 0, **config.data.options)
+        first = tasks[0] if hasattr(tasks, "__getitem__") else None
+    except AgentRLError:
+        raise
+    except Exception as e:
+        said = "it gives no task" if isinstance(e, IndexError) else said_by(e)
+        raise ConfigError(f"{where} with data.options {dict(config.data.options)}: {said}") from e
+    if not isinstance(first, Task):
+        got = f"a {type(tasks).__name__}" + ("" if first is None else f" of {type(first).__name__}")
         raise ConfigError(
-            f"{config.env.use}.tasks({split!r}, ...) with data.options {dict(config.data.options)}: "
-            f"{'it gives no task' if isinstance(e, IndexError) else e}"
-        ) from e
+            f"{where}: a sequence of Task is wanted (a list, or agentrl.env.tasks.generated), got {got}"
+        )
     if issubclass(env_class, ToolEnv) and (problem := env_class.spec().setup.problem(first.row)):
-        raise ConfigError(f"{config.env.use}.tasks({split!r}, ...): task {first.id!r}: {problem}")
-    return tasks
+        raise ConfigError(f"{where}: task {first.id!r}: {problem}")
+    found: Sequence[Task] = tasks
+    return found
 
 
 def _demonstrations(env_class: type[Env], config: RunConfig) -> Sequence[Sequence[Message]]:
@@ -106,7 +125,7 @@ def _demonstrations(env_class: type[Env], config: RunConfig) -> Sequence[Sequenc
             ]
             for line, row in read_jsonl(Path(warmup.demonstrations))
         ]
-    generator = getattr(env_class, "demonstrations", None)
+    generator = author_method(env_class, "demonstrations")
     if generator is None:
         raise ConfigError(
             f"{config.env.use} writes no demonstrations by itself: name a file under "
@@ -114,9 +133,11 @@ def _demonstrations(env_class: type[Env], config: RunConfig) -> Sequence[Sequenc
         )
     try:
         found: Sequence[Sequence[Message]] = generator(config.seed, warmup.num, **warmup.options)
-    except (TypeError, ValueError) as e:
+    except AgentRLError:
+        raise
+    except Exception as e:
         raise ConfigError(
-            f"{config.env.use}.demonstrations with warmup.options {dict(warmup.options)}: {e}"
+            f"{config.env.use}.demonstrations with warmup.options {dict(warmup.options)}: {said_by(e)}"
         ) from e
     return found
 

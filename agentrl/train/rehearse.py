@@ -19,13 +19,13 @@ from agentrl.chat.transcript import Transcript
 from agentrl.config.algorithm import AlgorithmConfig
 from agentrl.config.run import RunConfig
 from agentrl.env import Env
-from agentrl.env.load import load_env
+from agentrl.env.load import load_env, said_by
 from agentrl.env.rewards import weight_of
 from agentrl.env.toolenv import ToolEnv
 from agentrl.errors import ConfigError, InfraError
 from agentrl.records import EpisodeRecord
 from agentrl.rollout.group import with_group_rewards
-from agentrl.rollout.setup import Content, corpus, load_content, load_renderer
+from agentrl.rollout.setup import Content, author_method, corpus, load_content, load_renderer
 from agentrl.sandbox import close_pools
 from agentrl.testing.env import EnvCheckError, check_env
 from agentrl.testing.policy import Policy, ScriptedPolicy, call, play, random_arguments
@@ -150,9 +150,17 @@ def _tokenizer(config: RunConfig, content: Content, temp: Path) -> tuple[Path, i
 
 def _policy(config: RunConfig, content: Content, task: Task) -> tuple[Policy, str]:
     env_class = load_env(config.env.use)
-    oracle: Callable[[Task], Policy] | None = getattr(env_class, "oracle", None)
+    oracle = author_method(env_class, "oracle")
     if oracle is not None:
-        return oracle(task), "the env's oracle"
+        try:
+            policy: Policy = oracle(task)
+        except Exception as e:
+            raise ConfigError(f"{config.env.use}.oracle on task {task.id!r}: {said_by(e)}") from e
+        if not callable(policy):
+            raise ConfigError(
+                f"{config.env.use}.oracle must return a policy (ScriptedPolicy([...])), got {policy!r}"
+            )
+        return policy, "the env's oracle"
     tools = content.make_env().tools
     if not tools:
         return ScriptedPolicy(["hello"]), "a plain answer (the env has no tools)"

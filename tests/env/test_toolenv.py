@@ -8,6 +8,7 @@ import pytest
 from agentrl.env import Stop, ToolEnv, ToolResult, ToolSettings, TurnView, reward, tool
 from agentrl.env.read import all_calls, assistant_text, final_answer
 from agentrl.env.threads import pool
+from agentrl.env.toolbox import toolbox_tools
 from agentrl.errors import ConfigError, InfraError, JudgeError, SandboxError
 from agentrl.types import Episode, Image, Message, StopReason, Task, ToolCall, Turn
 
@@ -244,7 +245,7 @@ class Clumsy(ToolEnv):
         (("spin", {}), "Error: spin timed out: no result after 0.05 s", "tool_timeout"),
         (("stubborn", {}), "Error: stubborn timed out: no result after 0.05 s", "tool_timeout"),
         (("gone", {}), "Error: unknown tool 'gone'; the tools are: fail, sleep, spin, ", "unknown_tool"),
-        (("strange", {}), "Error: TypeError: a tool returned object, which has no JSON form", "tool_exception"),
+        (("strange", {}), "Error: TypeError: the result is object, which has no JSON form", "tool_exception"),
     ],
 )
 async def test_what_the_policy_causes_is_an_observation_and_a_count(call, text, metric):
@@ -548,6 +549,46 @@ def test_a_tool_or_reward_cannot_take_the_place_of_a_part_of_the_env(name, decor
 
     env = type("Taken", (ToolEnv,), {name: decorate(method)})
     with pytest.raises(ConfigError, match=rf"Taken\.{name}: `{name}` is a part of ToolEnv itself"):
+        env.spec()
+
+
+@pytest.mark.parametrize("kind", [staticmethod, classmethod, property])
+@pytest.mark.parametrize(("decorate", "what"), [(tool, "tool"), (reward(weight=2), "reward")])
+def test_a_tool_or_reward_that_is_no_plain_method_is_not_left_out_silently(kind, decorate, what):
+    def go(self) -> int:
+        return 1
+
+    env = type("Odd", (ToolEnv,), {"go": kind(decorate(go))})
+    with pytest.raises(ConfigError, match=rf"test_toolenv\.py:\d+: Odd\.go: a {kind.__name__} cannot be a {what}"):
+        env.spec()
+    if what == "tool":
+        box = type("Box", (), {"go": kind(decorate(go))})
+        with pytest.raises(ConfigError, match=r"Box\.go: a .* cannot be a tool"):
+            toolbox_tools(box())
+
+
+@pytest.mark.parametrize(
+    ("members", "said"),
+    [
+        ({"r": reward(weight=float("nan"))(lambda self: 1)}, r"Odd\.r: weight must be a finite number, got nan"),
+        ({"r": reward(weight="2")(lambda self: 1)}, r"Odd\.r: weight must be a finite number, got '2'"),
+        (
+            {"r": reward(timeout_s=0)(lambda self: 1)},
+            r"Odd\.r: timeout_s must be a number of seconds above 0, got 0",
+        ),
+        (
+            {"t": tool(timeout_s=-1)(lambda self: 1)},
+            r"Odd\.t: timeout_s must be a number of seconds above 0, got -1",
+        ),
+        ({"settings": {"observation_tokens": 5}}, r"Odd\.settings must be ToolSettings\(\.\.\.\), got {'obs"),
+        ({"sandbox": "docker"}, r"Odd\.sandbox must be Sandbox\(\.\.\.\), got 'docker'"),
+        ({"toolboxes": dict}, r"Odd\.toolboxes must be a tuple of classes"),
+        ({"toolboxes": ("agentrl.tools.sql:Sql",)}, r"Odd\.toolboxes must be a tuple of classes"),
+    ],
+)
+def test_a_declaration_that_could_not_work_is_refused(members, said):
+    env = type("Odd", (ToolEnv,), members)
+    with pytest.raises(ConfigError, match=said):
         env.spec()
 
 

@@ -18,7 +18,7 @@ ENVS = '''
 from agentrl import ToolEnv, reward, tool
 from agentrl.env import Env
 from agentrl.env.tasks import generated
-from agentrl.types import Message
+from agentrl.types import Message, Task
 
 
 class Plain(ToolEnv):
@@ -64,6 +64,44 @@ class Untyped(ToolEnv):
 
 class NoTasks(ToolEnv):
     """None."""
+
+
+class NoLicence(Plain):
+    """None."""
+
+    def __init__(self):
+        raise RuntimeError("no licence")
+
+
+class Offline(Plain):
+    """None."""
+
+    @classmethod
+    def tasks(cls, split, seed):
+        raise ConnectionResetError("no network")
+
+
+class Rows(Plain):
+    """None."""
+
+    @classmethod
+    def tasks(cls, split, seed):
+        return [{"start": 1}]
+
+
+class Yields(Plain):
+    """None."""
+
+    @classmethod
+    def tasks(cls, split, seed):
+        yield Task("t")
+
+
+class Unbound(Plain):
+    """None."""
+
+    def tasks(self, split, seed=0):
+        return [Task("t", {"start": 1})]
 '''
 
 
@@ -92,6 +130,13 @@ def load(tmp_path: Path):
         ("Empty", {}, "Empty.tasks('train', ...) with data.options {}: it gives no task"),
         ("NoTasks", {}, "has no `tasks` classmethod: name a JSON-lines file under data.train"),
         ("Untyped", {}, "Untyped.add: argument 'a' has no type hint"),
+        ("NoLicence", {}, "NoLicence cannot be made: RuntimeError: no licence ("),
+        ("NoLicence", {}, "/mine.py:"),
+        ("Offline", {}, "Offline.tasks('train', ...) with data.options {}: ConnectionResetError: no network ("),
+        ("Rows", {}, "Rows.tasks('train', ...): a sequence of Task is wanted (a list, or agentrl.env.tasks.gener"),
+        ("Rows", {}, "got a list of dict"),
+        ("Yields", {}, "got a generator"),
+        ("Unbound", {}, "Unbound.tasks must be a class method: write @classmethod above it"),
         ("Plain", {"warmup": {}}, "writes no demonstrations by itself"),
         ("Missing", {}, "has no 'Missing'"),
         ("no_such_package.envs:Env", {}, "no module 'no_such_package'"),
