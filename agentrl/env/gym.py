@@ -22,6 +22,7 @@ from agentrl.env.dispatch import BoundTool, call_function
 from agentrl.env.env import Env
 from agentrl.env.observe import plain_text
 from agentrl.env.schema import InvalidArguments, shorten
+from agentrl.env.tasks import Split, generated
 from agentrl.env.toolenv import Step, ToolEnv
 from agentrl.errors import ConfigError
 from agentrl.types import Episode, Message, StopReason, Task, ToolCall, Turn
@@ -173,7 +174,10 @@ class GymnasiumEnv(ToolEnv):
         self.actions = tuple(actions) if actions is not None else self.actions
         self.make_options = {**self.make_options, **make_options}
         if not self.env_id:
-            raise ConfigError(f'{type(self).__name__}: say which game, e.g. GymnasiumEnv("FrozenLake-v1")')
+            raise ConfigError(
+                f'{type(self).__name__}: say which game, e.g. GymnasiumEnv("FrozenLake-v1"), or in YAML '
+                "env.options: {env_id: FrozenLake-v1}"
+            )
         self.game: gymnasium.Env[Any, Any] = self.make_game()
         self.reader = reader_of(self.game.action_space, self.actions, self.env_id)
 
@@ -197,6 +201,11 @@ class GymnasiumEnv(ToolEnv):
         observation, _ = self.game.reset(seed=self.task.seed)
         self.end: tuple[bool, bool] = (False, False)
         return self.describe(observation)
+
+    @classmethod
+    def tasks(cls, split: Split = "train", seed: int = 0, *, size: int = 10_000) -> Sequence[Task]:
+        """Games by seed; each is a task without a row."""
+        return generated(cls.env_id.lower() or "game", split, seed, size, lambda rng: {})
 
     def describe(self, observation: Any) -> str:
         """What the policy sees: the rendered game where it renders text, else the observation."""

@@ -106,6 +106,14 @@ async def test_a_game_becomes_tools():
     assert episode.reward == 1.0
 
 
+def test_a_game_that_is_only_named_has_tasks_by_seed():
+    train, held_out = GymnasiumEnv.tasks("train", 3), GymnasiumEnv.tasks("held_out", 0)
+    assert (train[0].id, dict(train[0].row), len(held_out)) == ("game-train-3-0", {}, 10_000)
+    assert len({task.seed for task in (*train[:50], *held_out[:50])}) == 100
+    with pytest.raises(ConfigError, match=r"in YAML env\.options: {env_id: FrozenLake-v1}"):
+        GymnasiumEnv()
+
+
 async def test_a_time_limit_truncates():
     env = GymnasiumEnv("CartPole-v1", max_episode_steps=3)
     steps = 0
