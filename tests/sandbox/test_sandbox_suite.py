@@ -8,6 +8,7 @@ from collections.abc import Iterator
 import pytest
 from sandbox_specs import SPECS, spec_for
 
+from agentrl.sandbox import Sandbox
 from agentrl.sandbox.pool import SandboxPool
 from agentrl.testing.sandbox import Check, Stage, not_promised, sandbox_checks
 
@@ -25,12 +26,12 @@ NOT_PROMISED = {
 class Theatre:
     """One open pool and its stage, with the event loop they live on."""
 
-    def __init__(self, name: str) -> None:
+    def __init__(self, spec: Sandbox) -> None:
         self.runner = asyncio.Runner()
-        self.stage = self.runner.run(self._open(name))
+        self.stage = self.runner.run(self._open(spec))
 
-    async def _open(self, name: str) -> Stage:
-        pool = SandboxPool(spec_for(name), min_idle=2)
+    async def _open(self, spec: Sandbox) -> Stage:
+        pool = SandboxPool(spec, min_idle=2)
         await pool.open()
         return Stage(pool)
 
@@ -45,7 +46,7 @@ MARKED = [pytest.param(name, marks=pytest.mark.docker) if name == "docker" else 
 
 @pytest.fixture(scope="module", params=MARKED)
 def theatre(request: pytest.FixtureRequest) -> Iterator[Theatre]:
-    theatre = Theatre(request.param)
+    theatre = Theatre(spec_for(request.param))
     yield theatre
     theatre.close()
 
