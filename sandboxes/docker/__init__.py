@@ -205,15 +205,19 @@ class Backend:
         import docker as sdk
 
         self._containers.discard(identity)
-        with contextlib.suppress(sdk.errors.NotFound):
+        until = time.monotonic() + API_TIMEOUT_S
+        while True:
             try:
                 self.client.remove_container(identity, force=True, v=True)
+            except sdk.errors.NotFound:
+                return
             except sdk.errors.APIError as error:
-                if error.status_code != 409:
+                # Docker is removing it of its own accord, or podman sees it end and cannot kill it again.
+                if error.status_code not in (409, 500) or time.monotonic() > until:
                     raise
-                for _ in range(200):  # the engine is removing it of its own accord
-                    self.client.inspect_container(identity)
-                    time.sleep(0.05)
+                time.sleep(0.05)
+            else:
+                return
 
     async def start(self, name: str) -> tuple[Container, StreamLink, str]:
         """Create, attach, start; the supervisor's first word tells whether it stands."""
@@ -251,6 +255,8 @@ class Backend:
             if link is not relayed:
                 relayed.close()
                 container.detach()
+            elif door is not None:
+                self._doors = False  # the engine shows something of that name, and it leads nowhere
             said = await link.hello()
         except BaseException:
             relayed.close()
