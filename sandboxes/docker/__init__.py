@@ -45,6 +45,10 @@ GVISOR_MB = 256
 """Memory of gVisor's own kernel: it counts in the container, and must not run out before the programs' does."""
 GVISOR_LACKS = frozenset({"pids", "disk", "processes"})
 """It limits neither processes nor the number of files, and shows the supervisor's memory map to programs."""
+GVISOR_STREAM = (
+    "gVisor lets a program open the pipes of its supervisor and forge reports there, and no socket leads to it: "
+    "say --host-uds=open among the runtimeArgs of runsc, and use an engine of this machine"
+)
 
 _open_backends: weakref.WeakSet[Backend] = weakref.WeakSet()
 _numbers = itertools.count(1)
@@ -186,7 +190,7 @@ class Backend:
         if runtime := self.spec.runtime:
             known = self.client.info().get("Runtimes", {}).get(runtime, {})
             self._gvisor = "runsc" in f"{runtime} {known.get('path', '')} {known.get('runtimeType', '')}"
-        self._doors = host.startswith("unix://") and not self._gvisor
+        self._doors = host.startswith("unix://")
         self._sweep()
 
     def _sweep(self) -> None:
@@ -225,9 +229,9 @@ class Backend:
         try:
             return await self._start(name, door)
         except SandboxUnavailable as error:
-            if door is None or door.path not in str(error):
+            if door is None or not (door.path in str(error) or PLACE in str(error)):
                 raise
-            self._doors = False  # the engine does not see the files of this machine
+            self._doors = False  # the engine does not see the files of this machine, or shows no sockets
         finally:
             if door is not None:
                 door.close()
@@ -255,6 +259,8 @@ class Backend:
             if link is not relayed:
                 relayed.close()
                 container.detach()
+            elif self._gvisor:
+                raise SandboxUnavailable(f"sandbox {name}: {GVISOR_STREAM}")
             elif door is not None:
                 self._doors = False  # the engine shows something of that name, and it leads nowhere
             said = await link.hello()

@@ -175,6 +175,21 @@ async def test_an_engine_that_cannot_see_our_files_is_asked_without(monkeypatch:
     assert len(asked) == 1
 
 
+async def test_gvisor_without_a_door_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    connect = Backend._connect
+
+    def as_if_gvisor(self: Backend, sdk: Any) -> None:
+        connect(self, sdk)
+        self._gvisor = True
+
+    monkeypatch.setattr(Backend, "_connect", as_if_gvisor)
+    monkeypatch.setattr(Door, "make", lambda: None)
+    pool = SandboxPool(Sandbox(backend="docker"), min_idle=0)
+    with pytest.raises(SandboxUnavailable, match=r"forge reports.*--host-uds=open"):
+        await pool.open()
+    await pool.close()
+
+
 def test_a_door_whose_name_would_be_too_long_is_not_made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     deep = tmp_path / ("d" * 100)
     deep.mkdir()
