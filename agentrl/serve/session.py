@@ -370,6 +370,10 @@ class Session:
         """The conversation that was kept under a name; None where none was, or its last turn is forgotten."""
         return self._known.by_name.get(name)
 
+    def remembers(self, conversation: str) -> bool:
+        """Whether a turn of this conversation is remembered; `on_forgotten` is told of it only then."""
+        return self._conversations[conversation] > 0
+
     def forget_all(self) -> None:
         """Forget every turn; engine sessions are told of through `on_forgotten`."""
         while self._known.turns:

@@ -242,6 +242,10 @@ class Job:
             sampled = await generate(
                 talk.engine, self.prompt.ids, order, reader, session=name, on_deltas=on_deltas
             )
+        except BaseException:
+            if not index and not session.remembers(name):  # it will never be forgotten, so nobody else frees it
+                await talk.engine.release(name)
+            raise
         finally:
             if index:
                 await talk.engine.release(name)

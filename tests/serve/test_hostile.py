@@ -170,6 +170,7 @@ async def test_a_client_that_vanishes_frees_its_slot(renderer: Renderer, stream:
         async with asyncio.timeout(20):
             while engine.cancelled < 2 or served.talk.gate.running:  # noqa: ASYNC110 - as above
                 await asyncio.sleep(0.01)
+        assert len(set(engine.released)) == 2, "both conversations: nobody goes on with them"
 
 
 class Unhurried(ScriptedEngine):
