@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from typing import TYPE_CHECKING
 
 import typer
@@ -21,6 +22,7 @@ def check(path: YamlFile, overrides: Overrides = []) -> None:  # noqa: B006
     and prints the tokens of one episode: prompt, sampled and observation, with the advantage that each would get.
     """
     from rich.console import Console
+    from rich.markup import escape
 
     from agentrl.config import load_config
     from agentrl.train.rehearse import rehearse
@@ -40,7 +42,8 @@ def check(path: YamlFile, overrides: Overrides = []) -> None:  # noqa: B006
         console.print(f"[bold red]problem:[/bold red] {finding}", soft_wrap=True, highlight=False)
     if rehearsal.findings:
         raise typer.Exit(2)
-    console.print(f"\n[bold green]good[/bold green]  next: [bold]agentrl train {path}[/bold]", highlight=False)
+    again = escape(shlex.join(["agentrl", "train", str(path), *(w for o in overrides for w in ("--set", o))]))
+    console.print(f"\n[bold green]good[/bold green]  next: [bold]{again}[/bold]", highlight=False, soft_wrap=True)
 
 
 def _overview(rehearsal: Rehearsal) -> Text:

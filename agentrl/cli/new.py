@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from pathlib import Path
 from typing import Annotated
 
@@ -31,5 +32,6 @@ def new(
         source = template / ("test_env.py.in" if name == "test_env.py" else name)
         (folder / name).write_text(source.read_text(encoding="utf-8"), encoding="utf-8")
     print(f"made {', '.join(str(folder / name) for name in names)}")
-    print(f"next: agentrl check {folder / 'tools.yaml'}")
-    print(f"      agentrl train {folder / 'tools.yaml'}")
+    named = shlex.quote(str(folder / "tools.yaml"))
+    print(f"next: agentrl check {named}")
+    print(f"      agentrl train {named}")

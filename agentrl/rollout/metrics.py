@@ -14,8 +14,12 @@ _OF_TURNS = "reward/"
 
 
 def is_solved(episode: Episode) -> bool:
-    """Whether the reward named `solved` was earned; without one of that name, whether the reward is positive."""
-    value = episode.rewards.get("solved", episode.reward)
+    """Whether the reward named `solved` was earned; without one of that name, whether the reward is positive.
+
+    `score/solved` is one of that name: the part `solved` of what a composed function `score` returns.
+    """
+    own = (value for name, value in episode.rewards.items() if name.rpartition("/")[2] == "solved")
+    value = next(own, episode.reward)
     return value is not None and value > 0
 
 

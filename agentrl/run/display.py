@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import shlex
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -300,9 +301,10 @@ def summary_text(summary: Summary, *, again: str) -> Text:
         line = Text(f"  {name:<16}").append(value, style=style)
         lines.append(line.append(" " * (width + 2 - len(value))).append(remark, style="dim") if remark else line)
 
-    commands = [(f"agentrl show {run} --worst", "read its worst episodes")]
+    named = shlex.quote(run)
+    commands = [(f"agentrl show {named} --worst", "read its worst episodes")]
     if summary.finished:
-        commands.insert(0, (f"agentrl eval {run}", "play its held-out tasks"))
+        commands.insert(0, (f"agentrl eval {named}", "play its held-out tasks"))
     else:
         commands.insert(0, (again, "goes on where this stopped"))
     width = max(len(command) for command, _ in commands)

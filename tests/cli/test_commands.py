@@ -274,6 +274,7 @@ class TestCheck:
         code, out, _ = run("check", path, "--set", "algorithm.advantage=dr_grpo")
         assert code == 0
         assert "advantage +0.50" in out
+        assert out.rstrip().endswith(f"agentrl train {path} --set algorithm.advantage=dr_grpo")
 
     def test_turn_level_shows_an_advantage_for_each_turn(self, run, tmp_path: Path):
         write(tmp_path / "steps.py", STEPS)

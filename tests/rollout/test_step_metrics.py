@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from agentrl.rollout.metrics import episode_metrics, set_aside, staleness
+from agentrl.rollout.metrics import episode_metrics, is_solved, set_aside, staleness
 from agentrl.types import Episode, Group, Message, Segment, StopReason, Task, Turn
 
 TASK = Task("t")
@@ -37,6 +37,16 @@ def test_rewards_of_turns_are_means_under_their_names():
     found = episode_metrics([Group(TASK, (one, episode()))])
     assert (found["reward/solved"], found["reward/tidy"], found["env/looked"]) == (0.5, 1.5, 2.0)
     assert "env/reward/tidy" not in found
+
+
+def test_a_part_named_solved_says_what_is_solved():
+    missed = replace(episode(), rewards={"score/format": 0.2, "score/solved": 0.0})
+    assert [is_solved(missed), is_solved(replace(missed, rewards={"score": 0.2})), is_solved(episode())] == [
+        False,
+        True,
+        True,
+    ]
+    assert is_solved(replace(missed, rewards={"score/solved": 1.0}, reward=-1.0))
 
 
 def test_what_was_put_aside_is_counted_and_enters_no_mean():

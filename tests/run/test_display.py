@@ -162,6 +162,9 @@ def test_the_summary_names_every_failure(monkeypatch: pytest.MonkeyPatch, tmp_pa
     assert "stopped by request after 7 steps" in text
     assert "next:  agentrl train t.yaml" in text
     assert "solved before   –" in text
+    spaced = summary_text(Summary(run="/elsewhere/my run", steps=7), again="x").plain
+    assert "agentrl eval '/elsewhere/my run'" in spaced
+    assert "agentrl show '/elsewhere/my run' --worst" in spaced
 
 
 def test_small_words():
