@@ -179,7 +179,7 @@ class Grammars:
         for n, tool in enumerate(tools):
             function = tool["function"]
             before, between, after = self._around(tools, first, function["name"])
-            rules.append(f"arguments{n}: {_json(function.get('parameters') or {'type': 'object'})}\n")
+            rules.append(f"arguments{n}: {_json(_parameters(function))}\n")
             options.append(f"{self._pattern(before)} arguments{n}")
             more.append(f"{self._pattern(between)} arguments{n}")
             closing = self._pattern(after)
@@ -224,6 +224,13 @@ class Grammars:
             for piece in _split(ids, control)
         ]
         return " ".join(pieces) or '""'
+
+
+def _parameters(function: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The schema of a call's arguments; without one there are none, as OpenAI has it."""
+    if function.get("parameters") is None:
+        return {"type": "object", "properties": {}, "additionalProperties": False}
+    return function["parameters"] or {"type": "object"}
 
 
 def _json(schema: Mapping[str, Any]) -> str:

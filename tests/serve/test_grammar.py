@@ -73,6 +73,17 @@ async def test_a_named_call_is_that_one_and_the_only_one(renderer: Renderer, see
     assert [call.name for call in renderer.read_text(text).tool_calls] == ["subtract"]
 
 
+@pytest.mark.parametrize("named", [None, "now"])
+@pytest.mark.parametrize("seed", range(4))
+async def test_a_tool_without_parameters_is_called_without_arguments(
+    renderer: Renderer, seed: int, named: str | None
+):
+    now = {"type": "function", "function": {"name": "now"}}
+    text = await drawn(renderer, seed, tools=[now], named=named)
+    calls = renderer.read_text(text).tool_calls
+    assert {(call.name, json.dumps(call.arguments)) for call in calls} == {("now", "{}")}
+
+
 async def test_a_schema_that_cannot_be_held_is_named(renderer: Renderer):
     with pytest.raises(GrammarError, match="cannot be made a grammar"):
         await Grammars(renderer).mask(AnswerFormat({"type": "no such type"}))
