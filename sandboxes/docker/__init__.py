@@ -116,8 +116,14 @@ class Container:
         await asyncio.shield(self._gone)
 
     async def _remove(self) -> None:
-        await asyncio.to_thread(self._backend.remove, self.identity)
-        self.detach()
+        import docker as sdk
+
+        try:
+            await asyncio.to_thread(self._backend.remove, self.identity)
+        except (sdk.errors.DockerException, OSError) as error:
+            raise SandboxUnavailable(f"container {self.identity[:12]} could not be removed: {error}") from error
+        finally:
+            self.detach()
 
     def detach(self) -> None:
         """Close the attached stream; idempotent. The SDK keeps it in three places, and warns of each left open."""
@@ -187,8 +193,9 @@ class Backend:
                 f"sandbox image {self.spec.image!r} is not on this Docker engine: pull or build it "
                 "(`python -m agentrl.sandboxes.docker.image` makes the default one without a registry)"
             ) from None
-        if runtime := self.spec.runtime:
-            known = self.client.info().get("Runtimes", {}).get(runtime, {})
+        engine_has = self.client.info()
+        if runtime := self.spec.runtime or engine_has.get("DefaultRuntime"):
+            known = (engine_has.get("Runtimes") or {}).get(runtime, {})
             self._gvisor = "runsc" in f"{runtime} {known.get('path', '')} {known.get('runtimeType', '')}"
         self._doors = host.startswith("unix://")
         self._sweep()
