@@ -187,6 +187,11 @@ def _numbers(source: Source) -> None:
         if isinstance(value, bool | str) and (int in kinds or float in kinds) and type(value) not in kinds:
             text = f"must be {kind_name(field.annotation)}, got {_show(value)}"
             source.problems.append(Problem(loc, text, source.spot(loc)))
+    weights = _get(source.data, ("env", "reward_weights"))
+    for name, value in weights.items() if isinstance(weights, dict) else ():
+        if isinstance(value, bool | str):
+            loc = ("env", "reward_weights", name)
+            source.problems.append(Problem(loc, f"must be a number, got {_show(value)}", source.spot(loc)))
 
 
 def _paths(source: Source, folder: Path, *, check: bool) -> None:
@@ -198,8 +203,14 @@ def _paths(source: Source, folder: Path, *, check: bool) -> None:
         path = _absolute(text, source.spot(loc), folder)
         _get(source.data, loc[:-1])[loc[-1]] = str(path)
         exists = path.is_dir() if kind == "folder" else path.is_file()
+        exists = exists or (loc[0] == "data" and (path / "dataset_info.json").is_file())  # as datasets saves it
         if check and not exists:
-            problem = f"there is no {kind} {path}{_neighbours(path)}"
+            if kind == "file" and path.is_dir():
+                problem = f"must be a file, {path} is a folder; name a file in it"
+            elif kind == "folder" and path.is_file():
+                problem = f"must be a folder, {path} is a file"
+            else:
+                problem = f"there is no {kind} {path}{_neighbours(path)}"
             source.problems.append(Problem(loc, problem, source.spot(loc)))
     _env_path(source, folder, check=check)
     _agent_path(source, folder, check=check)

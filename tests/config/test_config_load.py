@@ -94,7 +94,9 @@ def test_a_key_in_the_wrong_place_is_told_where_it_belongs(tmp_path: Path, text:
         ("learner: {device: gpu}", "4:19: learner.device must be `auto`, `cpu`, `cuda` or `cuda:N`, got 'gpu'"),
         ("engine: {device: 'cuda:x'}", "engine.device must be `auto`, `cpu`, `cuda` or `cuda:N`, got 'cuda:x'"),
         ("data: {options: [1]}", "4:17: data.options must be a section (keys and values), got [1]"),
-        ("env: {use: 'a:B', reward_weights: {x: y}}", "env.reward_weights.x must be a valid number"),
+        ("env: {use: 'a:B', reward_weights: {x: y}}", "env.reward_weights.x must be a number, got 'y'"),
+        ("env: {use: 'a:B', reward_weights: {x: '2'}}", "3:39: env.reward_weights.x must be a number, got '2'"),
+        ("env: {use: 'a:B', reward_weights: {x: true}}", "env.reward_weights.x must be a number, got true"),
         ("name: a/b", "4:7: name must be made of letters, digits, '.', '_' and '-' (it names a folder)"),
         ("name: ..", "4:7: name must not begin with a dot"),
         ("name: 7", "4:7: name must be text, got 7"),
@@ -284,6 +286,19 @@ class TestPaths:
         assert "tools.yaml:3:15: data.train: there is no file rows.jsonl" in said
         config = load_config(tmp_path / "tools.yaml", check_paths=False)
         assert config.model.path == f"{tmp_path}/model/qwen"
+
+    def test_a_folder_is_no_file_and_a_file_no_folder(self, tmp_path: Path):
+        (tmp_path / "shop.py").write_text("")
+        said = complaint(tmp_path, "env: shop.py:Shop\nmodel: {path: shop.py}\ndata: {train: .}\n").replace(
+            f"{tmp_path} ", ". "
+        )
+        assert "tools.yaml:2:15: model.path must be a folder, shop.py is a file" in said
+        assert "tools.yaml:3:15: data.train must be a file, . is a folder; name a file in it" in said
+
+    def test_rows_may_lie_in_the_folder_of_a_saved_dataset(self, tmp_path: Path):
+        (tmp_path / "rows").mkdir()
+        (tmp_path / "rows/dataset_info.json").write_text("{}")
+        assert load_config(write(tmp_path, GOOD + "data: {train: rows}\n")).data.train == f"{tmp_path}/rows"
 
     @pytest.mark.parametrize("use", ["shop", "shop.py", ":Shop", "shop:", "shop:not a name"])
     def test_an_env_must_name_a_class(self, tmp_path: Path, use: str):
