@@ -112,6 +112,8 @@ def describe_callable(function: Callable[..., Any], *, where: str, method: bool)
     except (PydanticSchemaGenerationError, PydanticUserError) as e:
         first = str(e).split("\n", 1)[0]
         raise ConfigError(f"{where}: type hint without a JSON schema: {first}; use JSON types") from e
+    for name, default in defaults.items():
+        _refuse_default(name, default, hints[name], where)
     names = tuple(p.name for p in parameters)
     return Signature(
         _finish(raw, defaults, texts), description, adapter, names, tuple(n for n in names if n not in defaults)
@@ -203,6 +205,27 @@ def _refuse_unusable(parameter: inspect.Parameter, hints: Mapping[str, Any], whe
         )
     if isinstance(parameter.default, FieldInfo):
         raise ConfigError(f"{where}: argument {parameter.name!r}: write `Annotated[type, Field(...)] = default`")
+
+
+def _refuse_default(name: str, default: Any, hint: Any, where: str) -> None:
+    """A default that the model is shown must be a value of its type, as Python or as JSON has it."""
+    adapter: TypeAdapter[Any] = TypeAdapter(hint)
+    try:
+        text = json.dumps(to_jsonable_python(default))
+    except (PydanticSerializationError, ValueError):
+        return  # no JSON: it is left out of the schema
+    try:
+        adapter.validate_python(default, strict=True)
+    except ValidationError:
+        try:
+            adapter.validate_json(text, strict=True)
+        except ValidationError as e:
+            said = describe_errors(e, default, ()).replace("args", name, 1).removeprefix(f"{name}: ")
+            hint_of_none = f"; write `{name}: ... | None = None`" if default is None else ""
+            raise ConfigError(
+                f"{where}: argument {name!r} has the default {shorten(default)}, which its type hint refuses "
+                f"({said}); change one of them{hint_of_none}"
+            ) from None
 
 
 def _has_description(hint: Any) -> bool:

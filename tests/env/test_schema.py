@@ -192,6 +192,10 @@ def many(*values: int): ...
 def anything(**values: int): ...
 def callback(x: type(lambda: 0)): ...  # type: ignore[valid-type]
 def field_default(x: int = Field(1, ge=1)): ...
+def wrong_default(x: int = "x"): ...  # type: ignore[assignment]
+def text_default(x: list[int] = [1, "2"]): ...  # type: ignore[list-item]  # noqa: B006
+def no_default(x: int = None): ...  # type: ignore[assignment]  # noqa: RUF013
+def low_default(x: Annotated[int, Field(ge=1)] = 0): ...
 
 
 @pytest.mark.parametrize(
@@ -202,6 +206,14 @@ def field_default(x: int = Field(1, ge=1)): ...
         (anything, "cannot be a tool argument"),
         (callback, "type hint without a JSON schema"),
         (field_default, "write `Annotated"),
+        (
+            wrong_default,
+            "demo.wrong_default: argument 'x' has the default 'x', which its type hint refuses (expected integer, "
+            "got 'x'); change one of them",
+        ),
+        (text_default, "which its type hint refuses (x[1]: expected integer, got '2'); change one of them"),
+        (no_default, "(expected integer, got None); change one of them; write `x: ... | None = None`"),
+        (low_default, "has the default 0, which its type hint refuses ("),
     ],
 )
 def test_a_tool_that_cannot_be_described_is_refused_once_and_clearly(function, text):
