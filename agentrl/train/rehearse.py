@@ -270,7 +270,10 @@ def _limit_findings(config: RunConfig, episode: Episode) -> list[str]:
         findings.append(f"the scripted episode was cut: {episode.stop_reason} after {len(episode.turns)} turns")
     longest = max((turn.tokens for turn in episode.turns), default=0)
     if longest > rollout.max_tokens:
-        findings.append(f"a scripted completion has {longest} tokens, rollout.max_tokens is {rollout.max_tokens}")
+        findings.append(
+            f"a scripted completion has {longest} tokens, rollout.max_tokens is {rollout.max_tokens}: the policy "
+            f"would be cut there; set rollout.max_tokens to {longest} or more, or script a shorter one"
+        )
     total = sum(len(segment.ids) for segment in episode.segments)
     if total > rollout.token_budget:
         findings.append(f"the scripted episode has {total} tokens, rollout.token_budget is {rollout.token_budget}")

@@ -244,7 +244,7 @@ class TestBadInput:
         assert "the scripted episode was cut: max_turns after 1 turns" in out
         code, out, _ = run("check", path, "--set", "rollout.max_tokens=9", "--set", "rollout.token_budget=150")
         assert code == 2
-        assert "tokens, rollout.max_tokens is 9" in out
+        assert "tokens, rollout.max_tokens is 9: the policy would be cut there; set rollout.max_tokens to" in out
         assert "tokens, rollout.token_budget is 150" in out
 
     def test_a_module_that_is_not_there(self, run, tmp_path: Path):
