@@ -11,6 +11,7 @@ import asyncio
 import contextlib
 import json
 import logging
+import re
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -30,6 +31,10 @@ log = logging.getLogger(__name__)
 KEPT = 32
 """Compiled grammars that are kept."""
 _MARK = {"agentrl_argument": "agentrl_value"}
+_MOST_WHY = 400
+"""Characters of what the engine of grammars says; the reason is often its end."""
+_SHOWN = re.compile(r"\s*\^?\s*|\s*\d+ \| .*")
+"""A line of the grammar, or the mark below it."""
 _STYLE = {"x-guidance": {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}}
 """JSON as `json.dumps` writes it: one way to write each value, so that white space cannot go on for ever."""
 
@@ -156,7 +161,7 @@ class Grammars:
                 body = self._calls(tools, one_call)
             text = f"start: {self._thoughts(thinking)}answer\n{body}THOUGHT: /(.|\\n)*/\n"
             if problem := LLMatcher.validate_grammar(text, self._tokenizer):
-                raise GrammarError(param, f"cannot be made a grammar: {str(problem).splitlines()[0][:300]}")
+                raise GrammarError(param, f"cannot be made a grammar: {_why(str(problem))}")
             matcher = LLMatcher(self._tokenizer, text, log_level=0)
         except TemplateError as e:
             raise GrammarError(param, f"the chat template does not show how a call is written: {e}") from e
@@ -231,6 +236,15 @@ def _parameters(function: Mapping[str, Any]) -> Mapping[str, Any]:
     if function.get("parameters") is None:
         return {"type": "object", "properties": {}, "additionalProperties": False}
     return function["parameters"] or {"type": "object"}
+
+
+def _why(problem: str) -> str:
+    """What the engine of grammars says on one line, without the lines of the grammar that it shows below."""
+    lines = problem.splitlines()
+    while len(lines) > 1 and _SHOWN.fullmatch(lines[-1]):
+        lines.pop()
+    text = " ".join(line.strip() for line in lines if line.strip(" ^"))
+    return text if len(text) <= _MOST_WHY else f"{text[: _MOST_WHY // 2]} ... {text[-_MOST_WHY // 2 :]}"
 
 
 def _json(schema: Mapping[str, Any]) -> str:

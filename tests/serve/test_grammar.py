@@ -87,3 +87,13 @@ async def test_a_tool_without_parameters_is_called_without_arguments(
 async def test_a_schema_that_cannot_be_held_is_named(renderer: Renderer):
     with pytest.raises(GrammarError, match="cannot be made a grammar"):
         await Grammars(renderer).mask(AnswerFormat({"type": "no such type"}))
+
+
+@pytest.mark.parametrize("pattern", ["(a", "a" * 2000 + "(", "(?x)\n 1 | a\n("])
+async def test_a_pattern_that_is_none_is_refused_with_the_reason_on_one_line(renderer: Renderer, pattern: str):
+    with pytest.raises(GrammarError) as found:
+        await Grammars(renderer).mask(AnswerFormat({"type": "string", "pattern": pattern}))
+    assert "regex parse error: " in str(found.value)
+    assert str(found.value).endswith("error: unclosed group")
+    assert len(str(found.value).splitlines()) == 1
+    assert len(str(found.value)) < 500
