@@ -44,6 +44,12 @@ class Endpoint:
     retries: int = 5
     request: Mapping[str, Any] = field(default_factory=dict)
 
+    def __post_init__(self) -> None:
+        if problem := _no_address(self.base_url):
+            raise ConfigError(
+                f"--base-url {self.base_url}: {problem}; give an address such as http://127.0.0.1:8000/v1"
+            )
+
     def key(self) -> str:
         """The API key. Raises ConfigError where the variable is not set."""
         if not self.api_key_env:
@@ -256,10 +262,23 @@ def _read_calls(raw: Sequence[Any]) -> tuple[tuple[ToolCall, ...], tuple[str, ..
     return tuple(calls), tuple(errors), wired
 
 
+def _no_address(url: str) -> str:
+    """Why no request can be sent there; "" where one can."""
+    import httpx
+
+    try:
+        parts = httpx.URL(url)
+    except httpx.InvalidURL as e:
+        return f"this is no URL: {e}"
+    if parts.scheme not in ("http", "https") or not parts.host:
+        return "this is no http or https URL with a host"
+    return "" if parts.port is None or 0 < parts.port < 1 << 16 else f"there is no port {parts.port}"
+
+
 def _error_text(e: Any) -> str:
-    """What the endpoint says, whichever envelope it uses."""
+    """What the endpoint says, whichever envelope it uses; without a stop, because more follows."""
     body = e.body
     if isinstance(body, Mapping):
         found = body.get("message") or body.get("detail") or body
-        return str(found)[:300]
-    return str(e)[:300]
+        return str(found)[:300].rstrip(". ")
+    return str(e)[:300].rstrip(". ")

@@ -131,7 +131,7 @@ class TestTrouble:
         ("answer", "text"),
         [
             (refusal(401, message="bad key"), "bad key; name the variable that holds the API key: --api-key-env"),
-            (refusal(404, message="no model m"), "no model m; give the base URL with its /v1"),
+            (refusal(404, message="no model m; here is tiny."), "here is tiny; give the base URL with its /v1"),
             (refusal(400, message="only 1", param="temperature"), "refuses temperature 0: only 1"),
         ],
     )
