@@ -115,6 +115,8 @@ def _new(request: ResponsesRequest) -> list[Incoming]:
     said: list[Item] = []
     for n, item in enumerate(items):
         assistant = item.role == "assistant" or item.type in ("function_call", "reasoning")
+        if item.type == "function_call" and not item.name:
+            raise invalid(f"input[{n}].name", "is required: it names the function that was called")
         if assistant:
             said.append(item)
             continue
@@ -257,7 +259,7 @@ class ResponseWriter:
             "incomplete_details": {"reason": "max_output_tokens"} if status == "incomplete" else None,
             "instructions": request.instructions,
             "max_output_tokens": request.max_output_tokens,
-            "metadata": {},
+            "metadata": request.metadata or {},
             "model": request.model,
             "output": [item.item(status) for item in self._items] if done else [],
             "parallel_tool_calls": request.parallel_tool_calls is not False,

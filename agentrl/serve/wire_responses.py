@@ -11,6 +11,9 @@ from agentrl.serve.wire import Part, Tokens, Wire
 
 KINDS: list[JsonValue] = ["message", "function_call", "function_call_output", "reasoning"]
 
+Key = Annotated[str, Field(max_length=64)]
+Value = Annotated[str, Field(max_length=512)]
+
 
 class Item(Wire):
     """One item of the conversation: a message, a call, the result of a call, or a think block."""
@@ -73,6 +76,8 @@ class ResponsesRequest(Wire):
     top_p: Annotated[float, Field(gt=0, le=1)] | None = None
     max_output_tokens: Tokens | None = None
     text: TextOptions | None = None
+    metadata: Annotated[dict[Key, Value], Field(max_length=16)] | None = None
+    """Comes back with the response."""
 
     def refuse_unsupported(self) -> None:
         """Raise for parameters that would change the answer and are not there."""

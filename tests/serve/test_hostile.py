@@ -85,6 +85,26 @@ async def test_every_mistake_is_a_400_that_names_its_parameter(renderer: Rendere
         assert (await post(served, GOOD)).status_code == 200
 
 
+BAD_RESPONSES: list[tuple[dict[str, Any], str]] = [
+    ({"input": [{"role": "user", "content": "a"}, {"type": "function_call", "call_id": "c"}]}, "input[1].name"),
+    ({"input": [{"type": "function_call", "call_id": "c", "name": ""}]}, "input[0].name"),
+    ({"input": "a", "metadata": {"n": 1}}, "metadata.n"),
+    ({"input": "a", "metadata": {"n": "x" * 513}}, "metadata.n"),
+    ({"input": "a", "metadata": {"N" * 65: "x"}}, "metadata"),
+    ({"input": "a", "metadata": {str(n): "x" for n in range(17)}}, "metadata"),
+]
+
+
+async def test_every_mistake_in_a_response_is_a_400_that_names_its_place(renderer: Renderer):
+    async with serving(talker(renderer), renderer) as served:
+        for body, param in BAD_RESPONSES:
+            answer = await post(served, {"model": "tiny", **body}, "/responses")
+            error = answer.json()["error"]
+            assert (answer.status_code, error["param"], error["code"]) == (400, param, "invalid_value"), (
+                answer.text
+            )
+
+
 async def test_other_paths_methods_and_keys_get_the_same_envelope(renderer: Renderer):
     async with serving(talker(renderer), renderer, api_key="secret-key") as served, httpx.AsyncClient() as client:
         for given in (None, "Bearer wrong", "secret-key", "Bearer secret-keyx", "Bearer"):

@@ -102,6 +102,19 @@ async def test_the_responses_api_plays_the_same_loop(renderer: Renderer):
         assert second.usage.input_tokens > first.usage.input_tokens
 
 
+async def test_metadata_comes_back_with_its_response(renderer: Renderer):
+    sent = {str(n): "x" * 512 for n in range(15)} | {"k" * 64: ""}
+    async with (
+        serving(ScriptedEngine(renderer, lambda turn: SCRIPT[1]), renderer) as served,
+        client(served.base_url) as sdk,
+    ):
+        plain = await sdk.responses.create(model="tiny", input="What?", metadata=sent)
+        async with sdk.responses.stream(model="tiny", input="What?", metadata=sent) as stream:
+            streamed = await stream.get_final_response()
+        without = await sdk.responses.create(model="tiny", input="What?")
+    assert (plain.metadata, streamed.metadata, without.metadata) == (sent, sent, {})
+
+
 async def test_streamed_function_calls_of_the_responses_api_are_incremental(renderer: Renderer):
     tools: Any = [{"type": "function", "strict": True, **TOOLS[0]["function"]}]
     async with (
