@@ -37,7 +37,7 @@ def export(
     ] = None,
     solved: Annotated[bool, typer.Option("--solved", help="Only solved episodes.")] = False,
     malformed: Annotated[
-        bool, typer.Option("--malformed", help="Also episodes with a call that cannot be read.")
+        bool, typer.Option("--malformed", help="Also episodes with a call that cannot be read or is invalid.")
     ] = False,
 ) -> None:
     """Write episodes as conversations for supervised fine-tuning; tools included."""

@@ -19,7 +19,7 @@ from typing import Any, Literal
 from agentrl.engine.openai import to_wire
 from agentrl.errors import ConfigError
 from agentrl.records import EpisodeRecord, encode, iter_records, recorded_steps
-from agentrl.rollout.metrics import is_solved
+from agentrl.rollout.metrics import is_malformed, is_solved
 from agentrl.types import Episode, Message
 
 Format = Literal["openai", "hf", "jsonl"]
@@ -33,7 +33,7 @@ class Selection:
         steps: (first, last) step; None where that end is open.
         min_reward: reward at least.
         solved: only solved ones.
-        malformed: also those in which the policy wrote a call that cannot be read.
+        malformed: also those in which the policy wrote a call that cannot be read or is invalid.
     """
 
     steps: tuple[int | None, int | None] = (None, None)
@@ -71,7 +71,7 @@ class Selection:
             return "not solved"
         if self.min_reward is not None and (episode.reward or 0.0) < self.min_reward:
             return f"reward below {self.min_reward:g}"
-        if not self.malformed and any(turn.message.parse_errors for turn in episode.turns):
+        if not self.malformed and is_malformed(episode):
             return "with a malformed call"
         return ""
 

@@ -15,7 +15,7 @@ import numpy as np
 from agentrl.errors import CheckpointError
 from agentrl.eval.stats import Estimate, estimate, pass_all, pass_at
 from agentrl.records import EpisodeRecord
-from agentrl.rollout.metrics import MALFORMED, is_solved, reward_parts
+from agentrl.rollout.metrics import is_malformed, is_solved, reward_parts
 from agentrl.types import LIMITS, Episode
 
 RESULTS_FILE = "results.json"
@@ -192,7 +192,7 @@ def result_of(
         episodes=len(episodes),
         lost=lost,
         infra_failures=len(records) - len(episodes),
-        malformed=sum(any(e.metrics.get(m, 0.0) for m in MALFORMED) for e in episodes),
+        malformed=sum(map(is_malformed, episodes)),
         limits=sum(e.stop_reason in LIMITS for e in episodes),
         turns=mean_of([len(e.turns) for e in episodes]),
         stop_reasons=dict(sorted(Counter(e.stop_reason.value for e in episodes).items())),

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Sequence
 from agentrl.types import LIMITS, Episode, Group
 
 MALFORMED = ("parse_error", "unknown_tool", "invalid_args")
-"""Mistakes that make an episode count as malformed."""
+"""Mistakes that make an episode count as malformed: a call that cannot be read, or that is invalid."""
 _OF_TURNS = "reward/"
 """What the names of parts of turns' rewards begin with among an episode's metrics."""
 
@@ -21,6 +21,17 @@ def is_solved(episode: Episode) -> bool:
     own = (value for name, value in episode.rewards.items() if name.rpartition("/")[2] == "solved")
     value = next(own, episode.reward)
     return value is not None and value > 0
+
+
+def is_malformed(episode: Episode) -> bool:
+    """Whether the policy wrote a call that cannot be read, or one that is invalid.
+
+    A turn that a limit cut, or that a program of the user's played, is looked at as well: no env has counted it.
+    """
+    return any(episode.metrics.get(name, 0.0) for name in MALFORMED) or any(
+        turn.message.parse_errors or any(call.outcome in MALFORMED for call in turn.calls)
+        for turn in episode.turns
+    )
 
 
 def solved(groups: Sequence[Group]) -> float:
@@ -60,7 +71,7 @@ def episode_metrics(groups: Sequence[Group], aside: Sequence[Group] = ()) -> dic
         "reward": _mean(e.reward or 0.0 for e in episodes),
         "episodes": float(len(episodes) + len(extra) + failed),
         "infra_failures": float(failed),
-        "malformed": float(sum(any(e.metrics.get(m, 0.0) for m in MALFORMED) for e in episodes)),
+        "malformed": float(sum(map(is_malformed, episodes))),
         "limits": float(sum(e.stop_reason in LIMITS for e in episodes)),
         "groups_with_signal": float(sum(len({e.reward for e in g.episodes}) > 1 for g in groups)),
         "sampled_tokens": float(sum(t.tokens for e in (*episodes, *extra) for t in e.turns)),

@@ -25,11 +25,11 @@ def worst_first(records: Iterable[EpisodeRecord]) -> list[EpisodeRecord]:
 
 
 def mistakes(episode: Episode) -> Mapping[str, float]:
-    """How often the policy made which mistake: malformed messages and calls whose outcome is not "ok"."""
+    """How often the policy made which mistake: calls that cannot be read, and those whose outcome is not "ok"."""
     counts: dict[str, float] = {}
     for turn in episode.turns:
         if turn.message.parse_errors:
-            counts["malformed"] = counts.get("malformed", 0) + 1
+            counts["parse_error"] = counts.get("parse_error", 0) + len(turn.message.parse_errors)
         for call in turn.calls:
             if call.outcome != "ok":
                 counts[call.outcome] = counts.get(call.outcome, 0) + 1

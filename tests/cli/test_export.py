@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pyarrow.parquet as pq
@@ -97,6 +98,16 @@ def test_whole_records_read_back_to_the_bit(run: Path, capsysbinary: pytest.Capt
     lines = capsysbinary.readouterr().out.splitlines()
     kept = [r for step in (1, 2) for r in read_records(run, step) if r.episode.error is None]
     assert [decode(line) for line in lines] == kept
+
+
+def test_a_call_that_could_be_read_but_not_run_is_malformed_as_well(run: Path, capsys: pytest.CaptureFixture[str]):
+    one = episode("f", 1.0)
+    call = replace(one.turns[0].calls[0], outcome="invalid_args")
+    with RunStore.open(RunConfig.model_validate({"name": "r", "env": "m:E", "model": {"tiny": {}}}), run) as store:
+        wrong = replace(one, turns=(replace(one.turns[0], calls=(call,)), one.turns[1]))
+        store.write_episodes(3, [EpisodeRecord(3, 0, wrong)])
+    assert agentrl(run, "--steps", "3") == 0
+    assert "1 with a malformed call" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

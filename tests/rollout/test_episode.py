@@ -19,9 +19,11 @@ from agentrl.envs.calculator import Calculator
 from agentrl.errors import EngineError, SandboxError
 from agentrl.rollout.episode import Player, run_episode
 from agentrl.rollout.frame import Limits
+from agentrl.rollout.metrics import episode_metrics
 from agentrl.testing.engine import ScriptedEngine
 from agentrl.testing.policy import call, calls, say
-from agentrl.types import Completion, Episode, Message, Sampling, StopReason, Task
+from agentrl.types import Completion, Episode, Group, Message, Sampling, StopReason, Task
+from agentrl.view.text import mistakes
 
 CHAIN = Task("chain", {"start": 2, "operations": [["+", 3], ["*", 4]]})
 PLAIN = Task("plain")
@@ -194,6 +196,10 @@ class TestWhyItStops:
         (turn,) = episode.turns
         assert (turn.calls, turn.observation, turn.tokens, turn.finish) == ((), (), 4, "length")
         assert sum(rows_of(episode.segments)[0].loss_mask) == 4
+        assert turn.message.parse_errors, "the call is not closed"
+        assert not episode.metrics.get("parse_error"), "and the env has not seen it"
+        counted = episode_metrics([Group(CHAIN, (episode,))])["malformed"]
+        assert (counted, mistakes(episode)) == (1, {"parse_error": 1}), "summary and show count it"
 
     @pytest.mark.parametrize(
         ("parts", "script", "wanted"),
