@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from difflib import get_close_matches
 from typing import Any
 
 from agentrl.env.dispatch import call_function, within
@@ -76,6 +77,29 @@ def check_number(value: Any, name: str, where: str) -> float:
 def weight_of(spec: RewardSpec, weights: Mapping[str, float]) -> float:
     """The weight of the run where it names one, else the one in the code."""
     return float(weights.get(spec.name, spec.mark.weight))
+
+
+def weight_of_nothing(weights: Mapping[str, float], given: Iterable[str]) -> str:
+    """What to say of a weight for a part (`score/solved`) that no episode had; empty where there is none.
+
+    Args:
+        weights: of the run, by name.
+        given: the names of all parts that episodes had.
+    """
+    found = sorted(given)
+    for name in weights:
+        if "/" in name and name not in found:
+            near = get_close_matches(name, found, 1)
+            hint = (
+                f"did you mean {near[0]!r}?"
+                if near
+                else f"write the name of a part that {name.split('/')[0]!r} gives"
+            )
+            return (
+                f"env.reward_weights: no episode had the part {name!r}, so its weight has no effect; the parts were: "
+                f"{', '.join(found) or 'none'}; {hint}"
+            )
+    return ""
 
 
 def check_group(values: Any, num_episodes: int, name: str, where: str) -> list[float]:

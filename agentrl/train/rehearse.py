@@ -20,11 +20,12 @@ from agentrl.config.algorithm import AlgorithmConfig
 from agentrl.config.run import RunConfig
 from agentrl.env import Env
 from agentrl.env.load import load_env, said_by
-from agentrl.env.rewards import weight_of
+from agentrl.env.rewards import weight_of, weight_of_nothing
 from agentrl.env.toolenv import ToolEnv
 from agentrl.errors import ConfigError, InfraError
 from agentrl.records import EpisodeRecord
 from agentrl.rollout.group import with_group_rewards
+from agentrl.rollout.metrics import reward_parts
 from agentrl.rollout.setup import Content, author_method, corpus, load_content, load_renderer
 from agentrl.sandbox import close_pools
 from agentrl.testing.env import EnvCheckError, check_env
@@ -109,6 +110,9 @@ async def _rehearse(
     prompt_tokens = await _longest_opening(content, renderer)
     findings += _length_findings(config, prompt_tokens, max_context)
     findings += _limit_findings(config, scripted)
+    given = {part for episode in (scripted, silent) for part in reward_parts(episode)}
+    if nothing := weight_of_nothing(config.env.reward_weights, given):
+        findings.append(nothing)
     longest = _longest_demonstration(content, renderer, scripted)
     if longest is not None and max_context is not None and longest > max_context:
         findings.append(f"the longest demonstration has {longest} tokens, the model takes {max_context}")

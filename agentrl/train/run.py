@@ -19,12 +19,13 @@ from agentrl.chat.proof import prove
 from agentrl.chat.template import Renderer
 from agentrl.config.run import RunConfig
 from agentrl.engine.base import Engine, Sleeper
+from agentrl.env.rewards import weight_of_nothing
 from agentrl.errors import AgentRLError
 from agentrl.records import EpisodeRecord
 from agentrl.rollout.admission import Admission, Batch
 from agentrl.rollout.collect import collect
 from agentrl.rollout.group import GroupPlayer, Plays
-from agentrl.rollout.metrics import episode_metrics, set_aside, solved, staleness
+from agentrl.rollout.metrics import episode_metrics, reward_parts, set_aside, solved, staleness
 from agentrl.rollout.prompts import fitting
 from agentrl.rollout.reward_model import RewardModel, make_reward_model
 from agentrl.rollout.scheduler import Scheduler, Stall
@@ -123,6 +124,8 @@ class Run:
         if self.config.rollout.refill_zero_signal:
             metrics |= set_aside(batch.aside)
         self.store.write_episodes(step, [*records, *_records_aside(batch)])
+        if step == 1 and (nothing := _weight_of_nothing(self.config, batch)):
+            self.reporter.note(f"step 1: {nothing}")
         if metrics["groups_with_signal"] == 0:
             self.reporter.note(f"step {step}: all episodes of every group scored the same; nothing to learn from")
         config, last = self.config, step == self.config.steps
@@ -331,6 +334,12 @@ def _scheduler(
         amend=less_overlong if rollout.overlong == "penalise" else None,
         stall=Stall(rollout.note_after_s, tell),
     )
+
+
+def _weight_of_nothing(config: RunConfig, batch: Batch) -> str:
+    """What to say of a weight of a part that none of these episodes had; empty where there is none."""
+    given = {part for group in batch.groups for episode in group.episodes for part in reward_parts(episode)}
+    return weight_of_nothing(config.env.reward_weights, given)
 
 
 def _records_aside(batch: Batch) -> list[EpisodeRecord]:

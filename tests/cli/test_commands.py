@@ -247,6 +247,20 @@ class TestBadInput:
         assert "tokens, rollout.max_tokens is 9: the policy would be cut there; set rollout.max_tokens to" in out
         assert "tokens, rollout.token_budget is 150" in out
 
+    def test_a_weight_of_a_part_that_no_episode_has_is_a_problem(self, run, tmp_path: Path):
+        write(tmp_path / "mine.py", "def score(episode):\n    return {'solved': 1.0, 'form': 0.5}\n")
+        write(tmp_path / "rows.jsonl", '{"prompt": "Say."}\n')
+        text = (
+            "env:\n  use: agentrl.env.compose:ComposedEnv\n  options: {reward: mine.py:score}\n"
+            "  reward_weights: {score/slved: 2}\nmodel: {tiny: {vocab: 300}}\ndata: {train: rows.jsonl}\n"
+        )
+        code, out, _ = run("check", write(tmp_path / "tools.yaml", text))
+        assert code == 2
+        assert "no episode had the part 'score/slved', so its weight has no effect" in out
+        assert "the parts were: score/form, score/solved; did you mean 'score/solved'?" in out
+        code, out, _ = run("check", write(tmp_path / "tools.yaml", text.replace("slved", "solved")))
+        assert (code, "no episode had" in out) == (0, False)
+
     def test_a_module_that_is_not_there(self, run, tmp_path: Path):
         path = write(tmp_path / "tools.yaml", GOOD.replace("agentrl.envs.calculator", "shops.big"))
         code, _, err = run("check", path)

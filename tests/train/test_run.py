@@ -152,6 +152,40 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Summary, l
     return base / "whole", *run(buttons(base), base / "whole", notes), notes
 
 
+class Told(Silent):
+    """Keeps its notes."""
+
+    def __init__(self) -> None:
+        self.notes: list[str] = []
+
+    def note(self, text: str) -> None:
+        self.notes.append(text)
+
+
+def test_a_weight_of_a_part_that_nobody_gives_is_told_after_the_first_step(tmp_path: Path):
+    (tmp_path / "mine.py").write_text("def score(episode):\n    return {'solved': 1.0, 'form': 0.5}\n")
+    (tmp_path / "rows.jsonl").write_text('{"prompt": "Say."}\n{"prompt": "Say it."}\n')
+    one_step = RunConfig(
+        name="weights",
+        steps=1,
+        env={
+            "use": "agentrl.env.compose:ComposedEnv",
+            "options": {"reward": f"{tmp_path}/mine.py:score"},
+            "reward_weights": {"score/slved": 2.0, "score/form": 0.0},
+        },
+        model={"tiny": {"hidden": 16, "layers": 1, "heads": 2, "intermediate": 32, "vocab": 300}},
+        data={"train": f"{tmp_path}/rows.jsonl"},
+        rollout={"groups_per_step": 1, "group_size": 2, "max_tokens": 4, "token_budget": 400},
+    )
+    told = Told()
+    run(one_step, tmp_path / "run", told)
+    (said,) = [note for note in told.notes if "reward_weights" in note]
+    assert said == (
+        "step 1: env.reward_weights: no episode had the part 'score/slved', so its weight has no effect; the parts "
+        "were: score/form, score/solved; did you mean 'score/solved'?"
+    )
+
+
 @pytest.mark.slow
 class TestWholeRun:
     def test_the_summary_says_everything(self, finished):
