@@ -18,7 +18,7 @@ from agentrl.errors import CheckpointError, ConfigError
 from agentrl.records import EpisodeRecord, read_episodes, read_records, recorded_steps
 from agentrl.run import saved
 from agentrl.run.report import Summary
-from agentrl.run.store import RunStore, find_checkpoint
+from agentrl.run.store import _PLACE, RunStore, find_checkpoint
 from agentrl.types import (
     CallRecord,
     Episode,
@@ -318,3 +318,10 @@ def test_the_summary_round_trips(tmp_path: Path):
     wanted = {"held_out_before", "held_out_after", "train_seconds", "wall_seconds", "malformed", "limits"}
     assert wanted | {"infra_failures", "steps", "run"} <= data.keys()
     assert os.listdir(tmp_path) == ["r"]
+
+
+def test_the_docs_say_all_that_may_change_on_resuming():
+    page = (Path(__file__).parents[2] / "docs/rollouts.md").read_text()
+    said = page.partition("## Resuming")[2].partition("\n## ")[0]
+    assert [name for name in _PLACE if f"`{name}`" not in said] == []
+    assert "`steps`" in said
