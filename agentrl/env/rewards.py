@@ -90,14 +90,10 @@ def weight_of_nothing(weights: Mapping[str, float], given: Iterable[str]) -> str
     for name in weights:
         if "/" in name and name not in found:
             near = get_close_matches(name, found, 1)
-            hint = (
-                f"did you mean {near[0]!r}?"
-                if near
-                else f"write the name of a part that {name.split('/')[0]!r} gives"
-            )
+            hint = f"did you mean {near[0]!r}?" if near else "name one of them"
             return (
-                f"env.reward_weights: no episode had the part {name!r}, so its weight has no effect; the parts were: "
-                f"{', '.join(found) or 'none'}; {hint}"
+                f"env.reward_weights: no episode had the part {name!r}, so its weight has no effect; the parts "
+                f"were: {', '.join(found) or 'none'}; {hint}"
             )
     return ""
 

@@ -181,8 +181,8 @@ def test_a_weight_of_a_part_that_nobody_gives_is_told_after_the_first_step(tmp_p
     run(one_step, tmp_path / "run", told)
     (said,) = [note for note in told.notes if "reward_weights" in note]
     assert said == (
-        "step 1: env.reward_weights: no episode had the part 'score/slved', so its weight has no effect; the parts "
-        "were: score/form, score/solved; did you mean 'score/solved'?"
+        "step 1: env.reward_weights: no episode had the part 'score/slved', so its weight has no effect; the "
+        "parts were: score/form, score/solved; did you mean 'score/solved'?"
     )
 
 
