@@ -23,6 +23,7 @@ def check(path: YamlFile, overrides: Overrides = []) -> None:  # noqa: B006
     """
     from rich.console import Console
     from rich.markup import escape
+    from rich.text import Text
 
     from agentrl.config import load_config
     from agentrl.train.rehearse import rehearse
@@ -38,6 +39,8 @@ def check(path: YamlFile, overrides: Overrides = []) -> None:  # noqa: B006
     console.rule("its tokens", style="dim")
     console.print(tokens_text(scripted.episode.segments, rehearsal.decode, scripted.advantages), soft_wrap=True)
     console.print(_group_line(rehearsal), soft_wrap=True)
+    for note in rehearsal.notes:
+        console.print(Text.assemble(("note: ", "bold yellow"), note), soft_wrap=True)
     for finding in rehearsal.findings:
         console.print(f"[bold red]problem:[/bold red] {finding}", soft_wrap=True, highlight=False)
     if rehearsal.findings:

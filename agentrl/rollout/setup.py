@@ -113,6 +113,25 @@ def _tasks(env_class: type[Env], config: RunConfig, split: str, file: str | None
     return found
 
 
+def repeated_ids(content: Content) -> list[str]:
+    """What to say of tasks of one split that share their id; of tasks made on demand nothing is known here.
+
+    Nothing is lost by it: what is played is told apart by position. Who reads cannot tell.
+    """
+    said = []
+    for split, tasks in (("train", content.train_tasks), ("held_out", content.held_out_tasks)):
+        first: dict[str, int] = {}
+        for place, task in enumerate(tasks if isinstance(tasks, list | tuple) else ()):
+            if first.setdefault(task.id, place) != place:
+                said.append(
+                    f"two {split} tasks have the id {task.id!r} (number {first[task.id]} and number {place}, "
+                    "counted from 0): `show` names them alike, and `eval --compare` pairs them by their order; "
+                    "give each an id of its own"
+                )
+                break
+    return said
+
+
 def _demonstrations(env_class: type[Env], config: RunConfig) -> Sequence[Sequence[Message]]:
     warmup = config.warmup
     if warmup is None:

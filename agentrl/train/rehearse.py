@@ -26,7 +26,7 @@ from agentrl.errors import ConfigError, InfraError
 from agentrl.records import EpisodeRecord
 from agentrl.rollout.group import with_group_rewards
 from agentrl.rollout.metrics import reward_parts
-from agentrl.rollout.setup import Content, author_method, corpus, load_content, load_renderer
+from agentrl.rollout.setup import Content, author_method, corpus, load_content, load_renderer, repeated_ids
 from agentrl.sandbox import close_pools
 from agentrl.testing.env import EnvCheckError, check_env
 from agentrl.testing.policy import Policy, ScriptedPolicy, call, play, random_arguments
@@ -52,6 +52,7 @@ class Rehearsal:
         max_context: what the model can take, None where its config does not say.
         demonstration_tokens: the longest demonstration, None without demonstrations.
         findings: what breaks the contract of an env, or would go wrong later; nothing in a good run.
+        notes: what one would rather know, and what keeps no run from being good.
         decode: ids to text.
     """
 
@@ -69,6 +70,7 @@ class Rehearsal:
     proof: Proof
     template_hash: str
     findings: tuple[str, ...]
+    notes: tuple[str, ...]
     decode: Callable[[Sequence[int]], str]
 
 
@@ -131,6 +133,7 @@ async def _rehearse(
         proof=proof,
         template_hash=renderer.hash,
         findings=tuple(findings),
+        notes=tuple(repeated_ids(content)),
         decode=renderer.decode,
     )
 

@@ -37,6 +37,7 @@ from agentrl.rollout.setup import (
     load_renderer,
     make_engine,
     make_token_check,
+    repeated_ids,
 )
 from agentrl.run.report import Reporter, Summary
 from agentrl.run.store import RunStore
@@ -223,6 +224,8 @@ async def _train_run(
     started = time.monotonic()
     earlier = store.read_summary()
     content = load_content(config)
+    for note in repeated_ids(content):
+        reporter.note(note)
     start = await make_start(
         config, content, store.path, learner_thread=thread, reporter=reporter, stopping=lambda: bool(stop)
     )

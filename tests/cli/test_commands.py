@@ -261,6 +261,17 @@ class TestBadInput:
         code, out, _ = run("check", write(tmp_path / "tools.yaml", text.replace("slved", "solved")))
         assert (code, "no episode had" in out) == (0, False)
 
+    def test_two_tasks_of_one_id_are_told_and_are_no_problem(self, run, tmp_path: Path):
+        tasks = 'return [Task("t"), Task("u"), Task("t")]'
+        write(tmp_path / "mine.py", STEPS.replace('return [Task("t")]', tasks))
+        path = write(tmp_path / "tools.yaml", "env: mine.py:Steps\nmodel: {tiny: {vocab: 400}}\n")
+        code, out, err = run("check", path, "--set", "rollout.max_tokens=400")
+        assert "note: two train tasks have the id 't' (number 0 and number 2, counted from 0)" in out
+        assert "note: two held_out tasks have the id 't'" in out
+        assert code == 0, out + err
+        write(tmp_path / "mine.py", STEPS)
+        assert "note: two" not in run("check", path)[1]
+
     def test_a_module_that_is_not_there(self, run, tmp_path: Path):
         path = write(tmp_path / "tools.yaml", GOOD.replace("agentrl.envs.calculator", "shops.big"))
         code, _, err = run("check", path)

@@ -186,6 +186,27 @@ def test_a_weight_of_a_part_that_nobody_gives_is_told_after_the_first_step(tmp_p
     )
 
 
+def test_two_tasks_of_one_id_are_told_and_both_are_played(tmp_path: Path):
+    own = ENVS.replace(
+        'return generated("words", split, seed, 8, lambda rng: {"number": rng.randrange(10)})',
+        'return [Task("t", {"number": 1}), Task("t", {"number": 2})]',
+    )
+    (tmp_path / "mine.py").write_text(own.replace("Message, ToolCall", "Message, Task, ToolCall"))
+    one_step = RunConfig(
+        name="ids",
+        steps=1,
+        env=f"{tmp_path}/mine.py:Words",
+        model={"tiny": {"hidden": 16, "layers": 1, "heads": 2, "intermediate": 32, "vocab": 300}},
+        rollout={"groups_per_step": 2, "group_size": 2, "max_tokens": 4, "token_budget": 400},
+    )
+    told = Told()
+    run(one_step, tmp_path / "run", told)
+    train, held_out = (note for note in told.notes if note.startswith("two "))
+    assert "two train tasks have the id 't' (number 0 and number 1, counted from 0)" in train
+    assert "two held_out tasks have the id 't'" in held_out
+    assert sorted(e.task.row["number"] for e in read_episodes(tmp_path / "run", 1)) == [1, 1, 2, 2]
+
+
 @pytest.mark.slow
 class TestWholeRun:
     def test_the_summary_says_everything(self, finished):
