@@ -14,8 +14,10 @@ from agentrl.chat.template import Renderer, to_message
 from agentrl.serve.session import Incoming, arguments_text
 from agentrl.types import Message, ToolCall
 
-_LONGEST_CHARACTER = 4
-"""Ids that one character may be spread over; what is no character after that many never becomes one."""
+_HALF = 3
+"""Bytes of a character that is not whole, at most."""
+_MOST_CONTEXT = 64
+"""Ids that are decoded again with each further one, about."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,31 +55,52 @@ Delta = ContentDelta | ReasoningDelta | CallBegun | ArgumentsDelta
 
 
 class Detokenizer:
-    """Text of ids that come one by one; half a character is held back until it is whole."""
+    """Text of ids that come one by one; half a character is held back until it is whole.
+
+    What is no character yet decodes to U+FFFD: one for all of it, or one for each byte of it. All but these are
+    certain, so that the pieces together are the text of all ids, also where the bytes are no UTF-8. A decoder that
+    takes back characters that were whole (byte fallback, when a bad byte follows them) is the exception.
+    """
 
     def __init__(self, decode: Callable[[Iterable[int]], str]) -> None:
         self._decode = decode
-        self._ids: list[int] = []
-        self._shown = 0  # ids whose text was given out
-        self._text = ""  # of those; together they are the context that the next text is decoded in
+        self._ids: list[int] = []  # the context that the next text is decoded in
+        self._settled = 0  # ids among them whose text was given out whole
+        self._given = 0  # characters of their text that were given out
 
     def feed(self, id: int) -> str:
-        """The text that this id completes."""
+        """The text that is certain with this id."""
         self._ids.append(id)
         text = self._decode(self._ids)
-        if text.endswith("\ufffd") and len(self._ids) - self._shown < _LONGEST_CHARACTER:
-            return ""
-        return self._advance(text)
+        held = next((n for n in range(_HALF) if not text[: len(text) - n].endswith("\ufffd")), _HALF)
+        if held and len(self._ids) - self._settled <= _HALF:
+            return ""  # with byte fallback, half a character makes the whole ones before it unreadable meanwhile
+        new = self._give(text, len(text) - held)
+        if not held:
+            self._ids = self._ids[self._settled :]  # the newest ids stay: decoders look one token back
+            self._settled, self._given = len(self._ids), len(self._decode(self._ids))
+        elif len(self._ids) > _MOST_CONTEXT:
+            self._forget(text)
+        return new
 
     def close(self) -> str:
         """What was held back."""
-        return self._advance(self._decode(self._ids)) if len(self._ids) > self._shown else ""
+        text = self._decode(self._ids)
+        return self._give(text, len(text))
 
-    def _advance(self, text: str) -> str:
-        new = text[len(self._text) :]
-        self._ids = self._ids[self._shown :]  # the newest ids stay: decoders look one token back
-        self._shown, self._text = len(self._ids), self._decode(self._ids)
+    def _give(self, text: str, end: int) -> str:
+        new = text[self._given : end]
+        self._given += len(new)
         return new
+
+    def _forget(self, text: str) -> None:
+        """Keep only the newest ids of many that make no character, cut where no character is."""
+        for kept in range(_HALF + 1, 2 * _HALF + 2):
+            before = self._decode(self._ids[:-kept])
+            if len(before) <= self._given and before + self._decode(self._ids[-kept:]) == text:
+                self._ids, self._settled = self._ids[-kept:], 0
+                self._given -= len(before)
+                return
 
 
 class StopTexts:

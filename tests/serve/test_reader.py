@@ -1,0 +1,77 @@
+"""What is told piece by piece is what is told at once, whatever bytes a policy samples."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+from tokenizers.decoders import ByteFallback, Fuse
+from tokenizers.decoders import Sequence as Decoders
+
+from agentrl.chat.template import Renderer
+from agentrl.serve.reader import ContentDelta, Detokenizer, TextReader
+
+PIECES = st.one_of(st.text(max_size=3).map(str.encode), st.binary(max_size=5))
+BYTES = st.lists(PIECES, max_size=40).map(b"".join)
+FALLBACK = Decoders([ByteFallback(), Fuse()])
+
+
+def streamed(decode: Callable[[Iterable[int]], str], ids: Sequence[int]) -> str:
+    detokenizer = Detokenizer(decode)
+    return "".join([*(detokenizer.feed(id) for id in ids), detokenizer.close()])
+
+
+def byte_ids(renderer: Renderer) -> dict[int, int]:
+    """The id of each byte."""
+    vocabulary = renderer.vocabulary
+    tokens = {id: vocabulary.token_bytes(id) for id in range(vocabulary.size)}
+    return {token[0]: id for id, token in tokens.items() if len(token) == 1}
+
+
+@settings(deadline=None, max_examples=300)
+@given(data=BYTES)
+@example(data=b"\xff\xff\xff\xc3\xa9")
+@example(data=b"\xff" * 70 + "\U0001f600".encode() + b"\xf0\x9f\x98")
+@example(data=b"\xf0\x9f\x98" * 30 + "\U0001f600".encode())
+def test_streamed_text_of_any_bytes_is_their_plain_text(renderer: Renderer, data: bytes):
+    id_of = byte_ids(renderer)
+    ids = [id_of[byte] for byte in data]
+    assert renderer.decode(ids) == data.decode("utf-8", "replace")
+    assert streamed(renderer.decode, ids) == renderer.decode(ids)
+    plain, stream = TextReader(renderer), TextReader(renderer)
+    told = [delta for id in ids for delta in stream.feed(id)] + stream.close()
+    assert "".join(delta.text for delta in told if isinstance(delta, ContentDelta)) == renderer.decode(ids)
+    plain.feed_all(ids)
+    assert stream.text == plain.text
+
+
+@settings(deadline=None)
+@given(seed=st.lists(st.integers(0, 10**6), max_size=60))
+def test_streamed_text_of_any_tokens_is_their_plain_text(renderer: Renderer, seed: list[int]):
+    ids = [number % renderer.vocabulary.size for number in seed]
+    assert streamed(renderer.decode, ids) == renderer.decode(ids)
+
+
+@settings(deadline=None)
+@given(text=st.text(max_size=20))
+def test_a_decoder_that_writes_a_mark_for_each_byte_streams_whole_characters(text: str):
+    def decode(ids: Iterable[int]) -> str:
+        return FALLBACK.decode([f"<0x{id:02X}>" for id in ids])
+
+    assert streamed(decode, list(text.encode())) == text
+
+
+def test_what_makes_no_character_is_given_out_and_not_decoded_for_ever(renderer: Renderer):
+    lengths: list[int] = []
+
+    def decode(ids: Iterable[int]) -> str:
+        lengths.append(len(list(ids)))
+        return renderer.decode(ids)
+
+    id = byte_ids(renderer)[0xFF]
+    detokenizer = Detokenizer(decode)
+    text = "".join(detokenizer.feed(id) for _ in range(500))
+    assert len(text) == 497, "three may be a character yet"
+    assert detokenizer.close() == "\ufffd" * 3
+    assert max(lengths) < 100
