@@ -217,7 +217,11 @@ class Endpoint:
             answer = error_response(_explained(e))
         status = getattr(answer, "status_code", 200)
         self.talk.metrics.requests.labels(route, str(status)).inc()
-        self.talk.metrics.seconds.labels(route).observe(time.monotonic() - started)
+        seconds = self.talk.metrics.seconds.labels(route)
+        if isinstance(answer, EventStream):
+            answer.at_end(lambda: seconds.observe(time.monotonic() - started))
+        else:
+            seconds.observe(time.monotonic() - started)
         return answer
 
     async def _body(self, request: Request, kind: type[Body]) -> Body:

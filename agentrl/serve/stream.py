@@ -83,10 +83,14 @@ class EventStream:
         write_timeout_s: float,
         farewell: bytes,
     ) -> None:
-        self._events, self._on_end, self._write_timeout_s = events, on_end, write_timeout_s
+        self._events, self._on_end, self._write_timeout_s = events, [on_end], write_timeout_s
         self._farewell, self._begun = farewell, False
         fixed = {"content-type": "text/event-stream; charset=utf-8", "cache-control": "no-cache"}
         self._headers = [(k.encode(), v.encode()) for k, v in {**fixed, **headers}.items()]
+
+    def at_end(self, call: Callable[[], None]) -> None:
+        """Call this too when the answer is over, in any case."""
+        self._on_end.append(call)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Send it all, or stop where the client goes away."""
@@ -107,7 +111,8 @@ class EventStream:
         finally:
             await _end(leaving)
             await _end(sending)
-            self._on_end()
+            for call in self._on_end:
+                call()
 
     async def _send(self, send: Send) -> None:
         try:

@@ -207,6 +207,22 @@ class Unhurried(ScriptedEngine):
             await asyncio.sleep(0.01)
 
 
+async def test_the_seconds_of_a_streamed_answer_are_counted_at_its_end(renderer: Renderer):
+    async with serving(Unhurried(renderer, []), renderer) as served, httpx.AsyncClient() as client:
+
+        async def count() -> bool:
+            text = (await client.get(served.url + "/metrics")).text
+            return 'agentrl_request_seconds_count{route="/chat/completions"} 1.0' in text
+
+        request = {**GOOD, "stream": True}
+        async with client.stream("POST", served.base_url + "/chat/completions", json=request) as answer:
+            assert await anext(answer.aiter_bytes())
+            assert not await count()
+        async with asyncio.timeout(20):
+            while not await count():  # noqa: ASYNC110 - the server counts, it tells nobody
+                await asyncio.sleep(0.01)
+
+
 @pytest.mark.parametrize("path", ["/chat/completions", "/responses"])
 async def test_who_is_being_answered_when_the_server_ends_is_told_so(
     renderer: Renderer, path: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
