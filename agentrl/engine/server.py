@@ -57,7 +57,7 @@ class Listener:
 
 @dataclass(frozen=True, slots=True)
 class Scored:
-    """A token that was given: its log-probability (temperature 1), and (id, logprob) of the likeliest, best first."""
+    """A given token: its log-probability (temperature 1), and (id, logprob) of the likeliest, best first."""
 
     logprob: float
     top: tuple[tuple[int, float], ...] = ()
