@@ -303,12 +303,12 @@ def summary_text(summary: Summary, *, again: str) -> Text:
 
     named = shlex.quote(run)
     commands = [(f"agentrl show {named} --worst", "read its worst episodes")]
-    if summary.finished:
-        commands.insert(0, (f"agentrl eval {named}", "play its held-out tasks"))
-    else:
+    if not summary.finished:
         commands.insert(0, (again, "goes on where this stopped"))
+    elif summary.held_out_after is not None:
+        commands.insert(0, (f"agentrl eval {named}", "play its held-out tasks"))
     width = max(len(command) for command, _ in commands)
-    for lead, (command, remark) in zip(("\nnext:  ", "       "), commands, strict=True):
+    for lead, (command, remark) in zip(("\nnext:  ", "       "), commands, strict=False):
         line = Text(lead).append(f"{command:<{width}}", style="bold")
         lines.append(line.append(f"  {remark}", style="dim"))
     return Text("\n").join(lines)

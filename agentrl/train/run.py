@@ -229,7 +229,7 @@ async def _train_run(
     start = await make_start(
         config, content, store.path, learner_thread=thread, reporter=reporter, stopping=lambda: bool(stop)
     )
-    warmup_seconds = time.monotonic() - started
+    warmup_seconds = 0.0 if config.warmup is None else time.monotonic() - started
     if start is not None:
         checkpoint = store.latest_checkpoint()
         done = checkpoint.step if checkpoint else 0

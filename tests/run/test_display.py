@@ -162,9 +162,12 @@ def test_the_summary_names_every_failure(monkeypatch: pytest.MonkeyPatch, tmp_pa
     assert "stopped by request after 7 steps" in text
     assert "next:  agentrl train t.yaml" in text
     assert "solved before   –" in text
-    spaced = summary_text(Summary(run="/elsewhere/my run", steps=7), again="x").plain
+    spaced = summary_text(Summary(run="/elsewhere/my run", steps=7, held_out_after=0.5), again="x").plain
     assert "agentrl eval '/elsewhere/my run'" in spaced
     assert "agentrl show '/elsewhere/my run' --worst" in spaced
+    without = summary_text(Summary(run="r", steps=7), again="x").plain  # no held-out tasks, nothing to eval
+    assert "next:  agentrl show r --worst" in without
+    assert "agentrl eval" not in without
 
 
 def test_small_words():
