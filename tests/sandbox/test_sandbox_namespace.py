@@ -86,6 +86,8 @@ async def test_a_resting_sandbox_is_one_small_process() -> None:
             assert isinstance(process, LocalProcess)
             children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text()
             assert children == ""
+            if os.getuid() != 0:
+                continue  # nobody else may look into the memory of a supervisor
             rollup = Path(f"/proc/{process.pid}/smaps_rollup").read_text()
             pss = next(int(line.split()[1]) for line in rollup.splitlines() if line.startswith("Pss:"))
             assert pss <= 8 << 10, f"{pss} KiB"
