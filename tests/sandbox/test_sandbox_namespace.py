@@ -328,3 +328,10 @@ async def test_a_stopped_supervisor_is_given_up_on(monkeypatch: pytest.MonkeyPat
             await box.run(["true"], wall_s=0.2)
         await pool.release(box)
         assert not Path(f"/proc/{process.pid}").exists()
+
+
+async def test_a_session_whose_program_stops_the_clock_sleeps_between_its_calls() -> None:
+    async with SandboxPool(Sandbox(), min_idle=0) as pool, pool.lease() as box, await box.session("python") as one:
+        assert (await one.run("import time; time.monotonic = lambda: 0.0; import os; os.sched_yield = None")).ok
+        await asyncio.sleep(0.5)
+        assert float((await one.run("time.process_time()")).text()) < 0.25  # a busy wait would take all of it

@@ -82,21 +82,23 @@ async def test_what_is_ended_is_kept_and_what_is_not_has_no_reward(tmp_path: Pat
     assert [s.origin for s in records[0].episode.segments][-1] == "sampled"
 
 
+async def served_once(folder: Path, task: str) -> None:
+    """A server that records one episode."""
+    async with server(folder) as http:
+        one = await begin(http, task={"id": task})
+        await ask(one)
+        await http.post(f"/episodes/{one['id']}/end", headers=key(one), json={"reward": 0.0})
+
+
 async def test_a_later_server_adds_to_the_folder(tmp_path: Path):
     for task in ("a", "b"):
-        async with server(tmp_path / "r") as http:
-            one = await begin(http, task={"id": task})
-            await ask(one)
-            await http.post(f"/episodes/{one['id']}/end", headers=key(one), json={"reward": 0.0})
+        await served_once(tmp_path / "r", task)
     assert [e.task.id for e in read_episodes(tmp_path / "r", 0)] == ["a", "b"]
 
 
 async def test_a_line_that_a_killed_server_left_torn_takes_no_other_along(tmp_path: Path):
     for task in ("a", "b"):
-        async with server(tmp_path / "r") as http:
-            one = await begin(http, task={"id": task})
-            await ask(one)
-            await http.post(f"/episodes/{one['id']}/end", headers=key(one), json={"reward": 0.0})
+        await served_once(tmp_path / "r", task)
         if task == "a":
             with (tmp_path / "r" / PARTIAL_FILE).open("ab") as file:
                 file.write(b'{"step":0,"gro')

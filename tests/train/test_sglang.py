@@ -339,6 +339,8 @@ def test_training_through_sglang_survives_the_death_of_its_server(tmp_path: Path
     _train(_config(steps=1, **cold), tmp_path / "cold")
     served = _config(
         steps=6,
+        optim={"lr": 4e-4, "warmup_steps": 0, "schedule": "linear"},  # the servers' draws are not seeded
+        eval={"tasks": 200},
         model={"path": str(tmp_path / "cold" / "start")},
         engine={"kind": "sglang", "device": "cpu", "max_slots": 64, "server": {"python": PYTHON}},
     )
@@ -353,4 +355,4 @@ def test_training_through_sglang_survives_the_death_of_its_server(tmp_path: Path
     assert all(line["drift/mean_abs"] < AGREE for line in steps)
     assert summary.held_out_before is not None
     assert summary.held_out_after is not None
-    assert summary.held_out_after >= summary.held_out_before - 0.3  # of 48 tasks, after 6 steps: no collapse
+    assert summary.held_out_after >= summary.held_out_before - 0.1
