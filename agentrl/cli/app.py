@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Sequence
+from typing import Annotated
 
 import typer
 
@@ -20,6 +21,7 @@ from agentrl.cli.serve import serve
 from agentrl.cli.show import show
 from agentrl.cli.train import train
 from agentrl.errors import AgentRLError, ConfigError, TemplateError
+from agentrl.extras import missing_extra
 
 app = typer.Typer(
     help=(
@@ -29,10 +31,30 @@ app = typer.Typer(
         "read that folder. The same `train` command again resumes."
     ),
     no_args_is_help=True,
-    add_completion=False,
     pretty_exceptions_enable=False,
     rich_markup_mode="markdown",
 )
+
+
+def _version(value: bool) -> None:
+    if value:
+        from importlib.metadata import version
+
+        from agentrl.extras import DISTRIBUTION
+
+        print(f"agentrl {version(DISTRIBUTION)}")
+        raise typer.Exit
+
+
+@app.callback()
+def root(
+    show_version: Annotated[
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version and exit.")
+    ] = False,
+) -> None:
+    """Hold the options that come before a command."""
+
+
 app.command("train")(train)
 app.command("check")(check)
 app.command("plan")(plan)
@@ -63,6 +85,11 @@ def main(argv: Sequence[str] | None = None) -> None:
         sys.stdout.flush()
         print(text, file=sys.stderr)
         raise SystemExit(CONFIG_EXIT if wrong_input else 1) from None
+    except ModuleNotFoundError as e:
+        if (said := missing_extra(e)) is None:
+            raise
+        print(said, file=sys.stderr)
+        raise SystemExit(CONFIG_EXIT) from None
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         raise SystemExit(130) from None

@@ -26,11 +26,16 @@ def check(path: YamlFile, overrides: Overrides = []) -> None:  # noqa: B006
     from rich.text import Text
 
     from agentrl.config import load_config
+    from agentrl.extras import require
+
+    config = load_config(path, overrides)
+    require("train", "agentrl check")
+
     from agentrl.train.rehearse import rehearse
     from agentrl.view.text import episode_text
     from agentrl.view.tokens import tokens_text
 
-    rehearsal = rehearse(load_config(path, overrides))
+    rehearsal = rehearse(config)
     console = Console()
     scripted = rehearsal.episodes[0]
     console.print(_overview(rehearsal), soft_wrap=True)

@@ -66,13 +66,14 @@ def serve(
     overrides: Overrides = [],  # noqa: B006
 ) -> None:
     """Serve a policy to anything that speaks the OpenAI API, with the tokens of its training, until Ctrl-C."""
-    from agentrl.errors import ConfigError
-    from agentrl.rollout.setup import quiet_transformers
+    from agentrl.extras import require
 
-    try:
-        from agentrl.serve.app import Settings
-    except ImportError as e:
-        raise ConfigError(f"serve: {e.name} is not installed; `pip install 'agentrl-train[serve]'`") from e
+    require("serve", "agentrl serve")
+    require("train", "agentrl serve")
+
+    from agentrl.rollout.setup import quiet_transformers
+    from agentrl.serve.app import Settings
+
     key = _key(host, api_key_env)
     policy = _find(target, overrides)
     settings = Settings(

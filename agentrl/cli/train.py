@@ -27,9 +27,11 @@ def train(
     Ctrl-C saves and leaves; a second one aborts.
     """
     from agentrl.config import load_config
+    from agentrl.extras import require
     from agentrl.train.session import start_run
 
     config = load_config(path, overrides)
+    require("train", "agentrl train")
     summary = start_run(config, run_dir=run_dir, fresh=fresh, again=_again())
     if not summary.finished:
         raise typer.Exit(130)

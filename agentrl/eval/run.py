@@ -24,8 +24,9 @@ from agentrl.config import RunConfig, dump_config
 from agentrl.engine.openai import ChatClient, Endpoint
 from agentrl.env.env import Env
 from agentrl.env.tasks import Split
-from agentrl.errors import ConfigError, EngineError, InfraError
+from agentrl.errors import AgentRLError, ConfigError, EngineError, InfraError
 from agentrl.eval.result import RESULTS_FILE, EvalResult, EvalSpec, Prices, result_of
+from agentrl.extras import require
 from agentrl.records import EpisodeRecord, decode, encode
 from agentrl.rollout.chat import ChatPlayer
 from agentrl.rollout.frame import Limits, Whereabouts
@@ -158,24 +159,41 @@ def evaluate(
             "agent: a program is given our own policy; to see it with another model, start it there yourself"
         )
     spec = make_spec(subject, config, options)
+    if subject.endpoint is None:
+        require("train", "agentrl eval")
     with RunStore.open(config, folder, fresh=fresh) as store:
-        _claim(store, spec)
-        done = _finished(store, spec, options.prices)
-        if done is not None:
-            reporter.note(f"this evaluation is complete in {folder}; --fresh plays it anew")
-            return done
-        content = load_content(config.model_copy(update={"warmup": None}))  # demonstrations are not needed
-        found = content.held_out_tasks if spec.split == "held_out" else content.train_tasks
-        chosen = found[: spec.tasks]
-        if not chosen:
-            raise ConfigError(
-                f"there are no {spec.split} tasks: name a file under data.{spec.split}, or give --split train"
-            )
-        content = replace(content, train_tasks=(), held_out_tasks=chosen)
-        progress = _Progress(store, subject.step, spec.attempts, reporter)
-        started = time.monotonic()
-        asyncio.run(_play(subject, config, options, spec, content, progress))
-        return progress.finish(spec, time.monotonic() - started, options.prices)
+        try:
+            return _evaluate(subject, config, options, spec, store, reporter)
+        except AgentRLError:
+            store.discard()
+            raise
+
+
+def _evaluate(
+    subject: Subject,
+    config: RunConfig,
+    options: EvalOptions,
+    spec: EvalSpec,
+    store: RunStore,
+    reporter: Reporter,
+) -> EvalResult:
+    _claim(store, spec)
+    done = _finished(store, spec, options.prices)
+    if done is not None:
+        reporter.note(f"this evaluation is complete in {os.path.relpath(store.path)}; --fresh plays it again")
+        return done
+    content = load_content(config.model_copy(update={"warmup": None}))  # demonstrations are not needed
+    found = content.held_out_tasks if spec.split == "held_out" else content.train_tasks
+    chosen = found[: spec.tasks]
+    if not chosen:
+        raise ConfigError(
+            f"there are no {spec.split} tasks: name a file under data.{spec.split}, or give --split train"
+        )
+    content = replace(content, train_tasks=(), held_out_tasks=chosen)
+    progress = _Progress(store, subject.step, spec.attempts, reporter)
+    started = time.monotonic()
+    asyncio.run(_play(subject, config, options, spec, content, progress))
+    return progress.finish(spec, time.monotonic() - started, options.prices)
 
 
 def _claim(store: RunStore, spec: EvalSpec) -> None:

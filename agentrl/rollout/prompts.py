@@ -10,7 +10,8 @@ from agentrl.chat.template import Renderer
 from agentrl.chat.transcript import Transcript
 from agentrl.config.run import RunConfig
 from agentrl.env.load import drop_overlong
-from agentrl.errors import AgentRLError, ConfigError
+from agentrl.env.stand_in import with_stand_in
+from agentrl.errors import AgentRLError, ConfigError, InfraError
 from agentrl.rollout.setup import Content
 from agentrl.run.report import Reporter
 from agentrl.types import Task
@@ -18,6 +19,8 @@ from agentrl.types import Task
 MOST_TASKS = 100_000
 """Tasks of a split that are looked at; setting up more takes too long before a run."""
 AT_ONCE = 64
+FIRST = 8
+"""Prompts of each split that are measured in every run."""
 
 
 async def fitting(
@@ -25,19 +28,45 @@ async def fitting(
 ) -> Content:
     """The content without the tasks whose opening messages leave no room for a completion.
 
-    Every task of both splits is set up and rendered once, tools included. Without `data.overlong_prompts` nothing
-    is looked at: such an episode then ends before its first turn. A reporter is told what is left out.
+    Every task of both splits is set up and rendered once, tools included. Without `data.overlong_prompts` only the
+    first few of each split are, and one without room is refused. A reporter is told what is left out.
 
     Raises:
         ConfigError: `refuse` found one, none fits, there are too many tasks to look at, or one cannot be set up.
     """
     policy = config.data.overlong_prompts
-    if policy is None:
-        return content
     most = min(max_context, config.rollout.token_budget) - 1
+    if policy is None:
+        if config.agent is None:  # a program writes its own prompts
+            await _check_room(content, config, renderer, max_context, most)
+        return content
     train = await _fitting(content, content.train_tasks, "training", renderer, most, policy, reporter)
     held_out = await _fitting(content, content.held_out_tasks, "held-out", renderer, most, policy, reporter)
     return replace(content, train_tasks=train, held_out_tasks=held_out)
+
+
+async def _check_room(
+    content: Content, config: RunConfig, renderer: Renderer, max_context: int, most: int
+) -> None:
+    """Look at the first prompts of each split. Raises ConfigError where one leaves no room for a completion."""
+
+    async def measured(task: Task) -> tuple[int, Task]:
+        try:
+            return await _measure(content, task, renderer), task
+        except InfraError:  # what an env needs may be down for a moment; the run refills such episodes
+            return 0, task
+
+    tasks = [
+        split[i] for split in (content.train_tasks, content.held_out_tasks) for i in range(min(len(split), FIRST))
+    ]
+    tokens, task = max(await asyncio.gather(*map(measured, tasks)), key=lambda pair: pair[0], default=(0, None))
+    if task is not None and tokens > most:
+        tight = "the model takes" if max_context <= config.rollout.token_budget else "rollout.token_budget is"
+        raise ConfigError(
+            f"the prompt of task {task.id!r} has {tokens:,} tokens and {tight} {most + 1:,}: nothing can be "
+            "sampled; allow more tokens, shorten the prompt (tools are part of it), or leave such tasks out with "
+            "`data.overlong_prompts: drop`"
+        )
 
 
 async def _fitting(
@@ -82,15 +111,20 @@ async def prompt_tokens(content: Content, task: Task, renderer: Renderer) -> int
     Raises:
         ConfigError: the env cannot be set up.
     """
-    env = content.make_env()
+    try:
+        return await _measure(content, task, renderer)
+    except ConfigError:
+        raise
+    except AgentRLError as e:
+        raise ConfigError(f"task {task.id}: its prompt cannot be measured: {e}") from e
+
+
+async def _measure(content: Content, task: Task, renderer: Renderer) -> int:
+    env = with_stand_in(content.make_env())
     try:
         messages, _ = await env.reset(task)
         transcript = Transcript(renderer, env.tools)
         transcript.extend(messages)
         return len(transcript.ids)
-    except ConfigError:
-        raise
-    except AgentRLError as e:
-        raise ConfigError(f"task {task.id}: its prompt cannot be measured: {e}") from e
     finally:
         await env.close()

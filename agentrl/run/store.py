@@ -18,6 +18,7 @@ import fcntl
 import json
 import math
 import os
+import shutil
 import socket
 import warnings
 from collections.abc import Iterable, Iterator, Mapping
@@ -61,19 +62,26 @@ class RunStore:
     Attributes:
         path: the folder.
         resumed: True when the folder already held this run.
+        set_aside: where an earlier folder of this name was moved, None where there was none.
     """
 
-    def __init__(self, path: Path, lock: IO[str], *, resumed: bool) -> None:
+    def __init__(
+        self, path: Path, config: RunConfig, lock: IO[str], *, resumed: bool, set_aside: Path | None = None
+    ) -> None:
         self.path = path
         self.resumed = resumed
+        self.set_aside = set_aside
+        self._config = config
         self._lock = lock
+        self._discarded = False
         self._metrics: IO[bytes] | None = None
 
     @classmethod
     def open(cls, config: RunConfig, path: Path | None = None, *, fresh: bool = False) -> Self:
         """Make or reopen the folder of a run (`runs/<name>` unless `path` is given) and lock it.
 
-        A torn last line of metrics.jsonl and leftovers of a killed process are put right.
+        A torn last line of metrics.jsonl and leftovers of a killed process are put right. A folder in which no
+        step was taken blocks nothing: another configuration replaces it; a cold start in it is kept beside it.
 
         Args:
             config: the resolved configuration; saved in a new folder, compared in an existing one.
@@ -86,15 +94,20 @@ class RunStore:
         """
         path = (path or Path("runs") / config.name).absolute()
         _make_folder(path)
-        lock = _lock(path)
+        lock, aside = _lock(path), None
         try:
             if fresh and any(child.name != _LOCK for child in path.iterdir()):
-                lock = _set_aside(path, lock)
+                lock, aside = _set_aside(path, lock)
+            elif (old := _unstarted(path)) is not None and old != config:
+                if _cold_started(path, old):
+                    lock, aside = _set_aside(path, lock)
+                else:
+                    _empty(path)
             resumed = _claim(path, config)
         except BaseException:
             lock.close()
             raise
-        store = cls(path, lock, resumed=resumed)
+        store = cls(path, config, lock, resumed=resumed, set_aside=aside)
         (path / "episodes").mkdir(exist_ok=True)
         (path / "checkpoints").mkdir(exist_ok=True)
         for leftover in [*path.glob(".*.tmp"), *(path / "episodes").glob(".*.tmp")]:
@@ -118,6 +131,21 @@ class RunStore:
             self._metrics.close()
             self._metrics = None
         self._lock.close()
+
+    def discard(self) -> None:
+        """Remove the folder of a run that was refused before it did anything, so that nothing blocks its name.
+
+        A folder with a cold start, a step or files of others stays. An earlier run that `fresh` had moved gets its
+        name back.
+        """
+        foreign = {child.name for child in self.path.iterdir()} - _OURS
+        if foreign or _unstarted(self.path) is None or _cold_started(self.path, self._config):
+            return
+        self._discarded = True
+        self.close()
+        shutil.rmtree(self.path)
+        if self.set_aside is not None:
+            self.set_aside.rename(self.path)
 
     # --- steps ---
 
@@ -210,6 +238,8 @@ class RunStore:
 
     def event(self, text: str) -> None:
         """Add a line with the time (UTC) to events.log."""
+        if self._discarded:
+            return
         now = datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
         with (self.path / "events.log").open("a", encoding="utf-8") as file:
             file.write(f"{now} {' '.join(text.split())}\n")
@@ -285,15 +315,52 @@ def _lock(path: Path) -> IO[str]:
     return file
 
 
-def _set_aside(path: Path, lock: IO[str]) -> IO[str]:
-    """Rename the folder, make an empty one of its name, and lock that."""
+def _set_aside(path: Path, lock: IO[str]) -> tuple[IO[str], Path]:
+    """Rename the folder, make an empty one of its name, and lock that; returns where the old one is."""
     stamp = datetime.now(UTC).strftime("%Y%m%d-%H%M%S")
-    path.rename(_free_name(path.with_name(f"{path.name}.before-{stamp}")))
+    aside = _free_name(path.with_name(f"{path.name}.before-{stamp}"))
+    path.rename(aside)
     path.mkdir()
     fsync_dir(path.parent)
     new = _lock(path)
     lock.close()
-    return new
+    return new, aside
+
+
+_OURS = {
+    *(_LOCK, "config.yaml", "events.log", "metrics.jsonl", "summary.json", "reward_curve.png", "eval.json"),
+    *("episodes", "checkpoints", "start", ".start.base", ".start.making"),
+}
+"""What a folder may hold in which nothing was done yet."""
+
+
+def _unstarted(path: Path) -> RunConfig | None:
+    """The configuration of a run folder in which no step was taken and nothing played; None of any other."""
+    file = path / "config.yaml"
+    if not file.is_file() or {child.name for child in path.iterdir()} - _OURS:
+        return None
+    played = any(file.stat().st_size for file in (path / "episodes").glob("[!.]*"))
+    played = played or any(line["step"] > 0 for line in read_metrics(path))
+    if played or saved.steps_saved(path / "checkpoints"):
+        return None
+    try:
+        return load_config(file, check_paths=False)
+    except ConfigError:  # of a version that knew other keys; `_claim` says what is wrong
+        return None
+
+
+def _cold_started(path: Path, config: RunConfig) -> bool:
+    """Whether a start policy is there that took a cold start to make."""
+    return config.warmup is not None and (path / "start").is_dir()
+
+
+def _empty(path: Path) -> None:
+    """Remove what a refused attempt has left, but for the lock that is held."""
+    for child in path.iterdir():
+        if child.is_dir():
+            shutil.rmtree(child)
+        elif child.name != _LOCK:
+            child.unlink()
 
 
 def _claim(path: Path, config: RunConfig) -> bool:

@@ -7,11 +7,13 @@ import json
 import random
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from agentrl.env import Env, ToolEnv
 from agentrl.env.observe import plain_text
 from agentrl.env.schema import InvalidArguments
+from agentrl.env.stand_in import with_stand_in
 from agentrl.testing.policy import Policy, RandomPolicy, play, random_arguments
 from agentrl.types import Episode, Message, Task, ToolCall
 
@@ -54,6 +56,7 @@ async def check_env(
     Raises:
         EnvCheckError: naming everything that was found.
     """
+    make = partial(_make, make)
     chosen = list(tasks[:8])
     if not chosen:
         raise EnvCheckError("no tasks to check with")
@@ -74,6 +77,10 @@ async def check_env(
             findings.append(f"{what}: {type(e).__name__}: {e}")
     if findings:
         raise EnvCheckError("\n".join(findings))
+
+
+def _make(make: Make) -> Env:
+    return with_stand_in(make())
 
 
 async def replay(episode: Episode, env: Env) -> list[Difference]:

@@ -11,6 +11,7 @@ from typing import Any
 
 from agentrl.env import Env
 from agentrl.env.observe import plain_text
+from agentrl.env.stand_in import with_stand_in
 from agentrl.types import Episode, Message, StopReason, Task, ToolCall, Turn
 
 Policy = Callable[[Sequence[Message]], Message | Awaitable[Message]]
@@ -129,7 +130,7 @@ async def play(
     metrics: dict[str, float] = {}
     stop = StopReason.MAX_TURNS
     try:
-        opening, _ = await env.reset(task)
+        opening, _ = await with_stand_in(env).reset(task)
         messages = list(opening)
         for number in range(max_turns):
             said = policy(messages)

@@ -26,6 +26,7 @@ from agentrl.errors import ConfigError, InfraError
 from agentrl.records import EpisodeRecord
 from agentrl.rollout.group import with_group_rewards
 from agentrl.rollout.metrics import reward_parts
+from agentrl.rollout.prompts import prompt_tokens
 from agentrl.rollout.setup import Content, author_method, corpus, load_content, load_renderer, repeated_ids
 from agentrl.sandbox import close_pools
 from agentrl.testing.env import EnvCheckError, check_env
@@ -220,19 +221,8 @@ async def _longest_opening(content: Content, renderer: Renderer) -> int:
     longest = 0
     for tasks in (content.train_tasks, content.held_out_tasks):
         for task in [tasks[i] for i in range(min(PROBED_TASKS, len(tasks)))]:
-            env = content.make_env()
-            try:
-                longest = max(longest, await _opening_length(env, task, renderer))
-            finally:
-                await env.close()
+            longest = max(longest, await prompt_tokens(content, task, renderer))
     return longest
-
-
-async def _opening_length(env: Env, task: Task, renderer: Renderer) -> int:
-    opening, _ = await env.reset(task)
-    transcript = Transcript(renderer, env.tools)
-    transcript.extend(opening)
-    return len(transcript.ids)
 
 
 def _length_findings(config: RunConfig, prompt: int, max_context: int | None) -> list[str]:

@@ -11,6 +11,7 @@ from typing import TextIO
 from rich.console import Console
 
 from agentrl.config import RunConfig
+from agentrl.errors import AgentRLError
 from agentrl.rollout.setup import quiet_transformers
 from agentrl.run.display import make_display
 from agentrl.run.report import Reporter, Summary
@@ -37,15 +38,23 @@ def start_run(
     Raises:
         ConfigError: the configuration, the env or the model cannot be used, or the folder holds another run.
     """
-    with RunStore.open(config, run_dir, fresh=fresh) as store:
-        from agentrl.train.run import train_run  # torch is imported here: a refused folder is refused at once
+    with (
+        make_display(config.name, again=again, console=console) as display,
+        RunStore.open(config, run_dir, fresh=fresh) as store,
+        _warnings_noted(display, store),
+    ):
+        if store.resumed:
+            display.note(f"resumes the run in {store.path}")
+        display.phase("loading")  # before torch is imported, which takes many seconds on a cold disk
+        try:
+            from agentrl.train.run import train_run
 
-        quiet_transformers()
-        with make_display(config.name, again=again, console=console) as display, _warnings_noted(display, store):
-            if store.resumed:
-                display.note(f"goes on with the run in {store.path}")
+            quiet_transformers()
             summary = train_run(config, store, display)
-            display.done(summary)
+        except AgentRLError:
+            store.discard()
+            raise
+        display.done(summary)
     return summary
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import signal
 import subprocess
 import sys
@@ -68,13 +69,52 @@ def test_training_says_its_steps_and_leaves_its_folder(trained: Path):
 def test_the_same_command_goes_on_and_another_configuration_is_refused(trained: Path):
     again = agentrl("train", "tools.yaml", cwd=trained)
     assert again.returncode == 0, again.stderr
-    assert "note: goes on with the run in" in again.stdout
+    assert "note: resumes the run in" in again.stdout
     assert not any(line.startswith("train 1/") for line in again.stdout.splitlines())
     other = agentrl("train", "tools.yaml", "--set", "seed=5", cwd=trained)
     assert other.returncode == 2
     assert other.stdout == ""
     assert "seed: 0 -> 5" in other.stderr
     assert "--fresh" in other.stderr
+
+
+def test_prompts_without_room_are_refused_before_the_first_step_and_leave_no_folder(tmp_path: Path):
+    (tmp_path / "tools.yaml").write_text(YAML)
+    refused = agentrl("train", "tools.yaml", "--set", "rollout.token_budget=20", cwd=tmp_path)
+    assert refused.returncode == 2
+    assert re.search(r"the prompt of task '.+' has \d+ tokens and rollout.token_budget is 20", refused.stderr)
+    assert "data.overlong_prompts: drop" in refused.stderr
+    assert list((tmp_path / "runs").iterdir()) == []
+
+
+WITHOUT_TRAIN = """\
+import sys
+for name in ("torch", "transformers", "tokenizers", "safetensors", "matplotlib"):
+    sys.modules[name] = None  # as if it were not installed
+from agentrl.cli import main
+main(sys.argv[1:])
+"""
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["check", "tools.yaml"],
+        ["train", "tools.yaml"],
+        ["eval", "model", "--env", "agentrl.envs.calculator:Calculator"],
+        ["serve", "model"],
+    ],
+)
+def test_without_its_packages_a_command_names_the_extra_in_one_line(tmp_path: Path, words: list[str]):
+    (tmp_path / "tools.yaml").write_text(YAML)
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model/config.json").write_text("{}")
+    command = [sys.executable, "-c", WITHOUT_TRAIN, *words]
+    result = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
+    assert result.returncode == 2, result.stderr
+    [line] = result.stderr.splitlines()
+    assert line.endswith("not installed: pip install 'agentrl-train[train]'")
+    assert not (tmp_path / "runs").exists() or not any((tmp_path / "runs").iterdir())
 
 
 @pytest.mark.slow
@@ -123,7 +163,7 @@ def test_eval_plays_a_run_a_checkpoint_and_a_bare_model(trained: Path):
     assert "with 95 % confidence" in result.stdout
     again = agentrl("eval", run, "--split", "train", "--out", "e", "--min", "solved=1.0", cwd=trained)
     assert again.returncode == 1
-    assert "complete in e; --fresh plays it anew" in again.stderr
+    assert "complete in e; --fresh plays it again" in again.stderr
     assert "--min: solved is 0, below 1" in again.stderr
     bare = ("eval", run / "start", "--tasks", "2", "--env", "agentrl.envs.calculator:Calculator", "-k", "2")
     result = agentrl(*bare, "--set", "engine.max_slots=2", "--out", "f", cwd=trained)

@@ -120,8 +120,8 @@ def test_a_torn_line_is_dropped_and_resuming_doubles_no_step(tmp_path: Path):
 
 
 def test_another_configuration_is_refused_with_the_difference(tmp_path: Path):
-    with RunStore.open(config(), tmp_path / "r"):
-        pass
+    with RunStore.open(config(), tmp_path / "r") as store:
+        store.log_metrics(1, {"solved": 0.5})
     with pytest.raises(ConfigError) as refused:
         RunStore.open(config(rollout={"group_size": 16}), tmp_path / "r")
     text = str(refused.value)
@@ -130,6 +130,51 @@ def test_another_configuration_is_refused_with_the_difference(tmp_path: Path):
     assert "seed" not in text
     with RunStore.open(config(), tmp_path / "r") as store:  # the refusal has let the lock go
         assert store.resumed
+
+
+def test_a_folder_without_a_step_blocks_no_other_configuration(tmp_path: Path):
+    """A run that was refused, or killed, before its first step: the corrected file runs under the same name."""
+    with RunStore.open(config(), tmp_path / "r") as store:
+        store.log_metrics(0, {"held_out": 0.0})
+        (store.path / "start").mkdir()
+    with RunStore.open(config(seed=1), tmp_path / "r") as store:
+        assert (store.resumed, store.set_aside) == (False, None)
+        assert store.metrics() == []
+        assert not (store.path / "start").exists()
+    assert load_config(tmp_path / "r/config.yaml") == config(seed=1)
+    assert list(tmp_path.iterdir()) == [tmp_path / "r"]
+
+
+def test_a_cold_start_without_a_step_is_kept_beside_the_other_configuration(tmp_path: Path):
+    with RunStore.open(config(warmup={}), tmp_path / "r") as store:
+        (store.path / "start").mkdir()
+        store.discard()
+    with RunStore.open(config(warmup={}, seed=1), tmp_path / "r") as store:
+        assert store.set_aside is not None
+        assert (store.set_aside / "start").is_dir()
+
+
+def test_a_refused_run_leaves_nothing_and_gives_an_earlier_one_its_name_back(tmp_path: Path):
+    with RunStore.open(config(), tmp_path / "r") as store:
+        store.discard()
+        store.event("too late")
+    assert list(tmp_path.iterdir()) == []
+    with RunStore.open(config(), tmp_path / "r") as store:
+        store.log_metrics(1, {"solved": 0.5})
+        store.discard()  # it has a step
+    with RunStore.open(config(seed=1), tmp_path / "r", fresh=True) as store:
+        store.discard()
+    assert list(tmp_path.iterdir()) == [tmp_path / "r"]
+    assert load_config(tmp_path / "r/config.yaml") == config()
+    with RunStore.open(config(), tmp_path / "r") as store:
+        assert store.metrics()[0]["solved"] == 0.5
+
+
+def test_files_of_others_in_the_folder_of_a_refused_run_stay(tmp_path: Path):
+    with RunStore.open(config(), tmp_path / "r") as store:
+        (store.path / "notes.txt").write_text("mine")
+        store.discard()
+    assert (tmp_path / "r/notes.txt").read_text() == "mine"
 
 
 def test_fresh_starts_over_and_keeps_the_old_folder(tmp_path: Path):

@@ -1,0 +1,49 @@
+"""Optional packages: which extra installs which module, and the one line that says so."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Mapping
+
+from agentrl.errors import ConfigError
+
+DISTRIBUTION = "agentrl-train"
+
+EXTRAS: Mapping[str, tuple[str, ...]] = {
+    "train": ("torch", "transformers", "tokenizers", "safetensors", "matplotlib"),
+    "serve": ("starlette", "uvicorn", "prometheus_client", "llguidance"),
+    "ray": ("ray",),
+    "lora": ("peft",),
+    "docker": ("docker",),
+    "mcp": ("mcp",),
+    "hf": ("datasets",),
+    "parquet": ("pyarrow",),
+    "repair": ("json_repair",),
+    "sglang": ("sglang",),
+}
+"""The modules that each extra of the distribution installs."""
+
+
+def require(extra: str, what: str) -> None:
+    """See that the packages of an extra are installed, without importing them.
+
+    Args:
+        what: what needs them, for the message.
+
+    Raises:
+        ConfigError: one is missing.
+    """
+    for module in EXTRAS[extra]:
+        if importlib.util.find_spec(module) is None:
+            raise ConfigError(_text(what, module, extra))
+
+
+def missing_extra(error: ModuleNotFoundError) -> str | None:
+    """What to say about an import that failed; None where the module belongs to no extra."""
+    module = (error.name or "").partition(".")[0]
+    extra = next((extra for extra, modules in EXTRAS.items() if module in modules), None)
+    return None if extra is None else _text("this command", module, extra)
+
+
+def _text(what: str, module: str, extra: str) -> str:
+    return f"{what} needs {module}, which is not installed: pip install '{DISTRIBUTION}[{extra}]'"
