@@ -28,7 +28,7 @@ from agentrl.env.dispatch import BoundTool
 from agentrl.env.load import load_object
 from agentrl.env.mcp import McpServer
 from agentrl.env.observe import error_text
-from agentrl.env.rewards import ask_reward, check_number
+from agentrl.env.rewards import check_number
 from agentrl.env.schema import shorten
 from agentrl.env.spec import MethodTool, RewardSpec, tool_from
 from agentrl.env.toolenv import ToolEnv
@@ -127,7 +127,7 @@ class ComposedEnv(ToolEnv):
                 if is_compute_score(function)
                 else functools.partial(function, episode)
             )
-            value = await ask_reward(spec, call, None, self.settings.reward_timeout_s, where)
+            value = await self._ask_reward(spec, call, None)
             if isinstance(value, Mapping) and is_compute_score(function):
                 value = value.get("score")
             parts = {f"{name}/{k}": v for k, v in value.items()} if isinstance(value, Mapping) else {name: value}
@@ -136,7 +136,7 @@ class ComposedEnv(ToolEnv):
         for tool in self._verl:
             if tool.judges and (not self._rewards or tool.name in weights):
                 spec = RewardSpec(tool.name, "", RewardMark(tool.name, 1.0, "episode", None), None)
-                value = await ask_reward(spec, tool.calc_reward, None, self.settings.reward_timeout_s, where)
+                value = await self._ask_reward(spec, tool.calc_reward, None)
                 found[tool.name] = weights.get(tool.name, 1.0) * check_number(value, tool.name, where)
         return found
 

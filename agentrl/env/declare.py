@@ -78,10 +78,10 @@ def tool(
     """Make a typed method (or function) a tool; its docstring is the description the model reads.
 
     Args:
-        function: the method, `async` or plain. Plain ones run in a thread.
+        function: the method, `async` or plain. Plain ones run on the episode's thread.
         name: the tool's name, where it is not the method's.
         parallel: calls of one turn may run at the same time as their parallel neighbours. Results keep the
-            order of the calls.
+            order of the calls. A plain one always runs on a thread of its own, never on the episode's.
         timeout_s: limit of one call in seconds; None takes `ToolSettings.tool_timeout_s`.
         inline: run a plain function on the event loop itself. For functions that take microseconds and cannot
             block: there is no timeout.

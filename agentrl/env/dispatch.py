@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import inspect
 import time
 from collections.abc import Awaitable, Callable, Mapping
@@ -12,7 +13,7 @@ from typing import Any, Literal, Protocol, runtime_checkable
 from agentrl.env.declare import Content, Stop, ToolResult
 from agentrl.env.observe import error_text, to_content
 from agentrl.env.schema import InvalidArguments
-from agentrl.env.threads import CallTimeout, ToolRaised, pool
+from agentrl.env.threads import CallTimeout, ToolRaised, current, run_apart
 from agentrl.errors import InfraError
 from agentrl.types import ToolCall
 
@@ -116,12 +117,25 @@ def _read_result(call: ToolCall, value: Any) -> Outcome:
 
 
 async def call_function(
-    function: Callable[..., Any], arguments: Mapping[str, Any], timeout_s: float | None, *, inline: bool = False
+    function: Callable[..., Any],
+    arguments: Mapping[str, Any],
+    timeout_s: float | None,
+    *,
+    inline: bool = False,
+    apart: bool = False,
 ) -> Any:
-    """Call a plain function in a thread, or an async one under a deadline that it cannot refuse.
+    """Call a plain function on the thread of its episode, or an async one under a deadline that it cannot refuse.
+
+    Args:
+        function: what is called.
+        arguments: its keyword arguments.
+        timeout_s: the deadline; none where it is None.
+        inline: call a plain function right here, without a deadline.
+        apart: call a plain function on a thread of its own, as is done outside of any episode.
 
     Raises:
         CallTimeout: the deadline is over; an async function that ignores its cancellation is left behind.
+        InfraError: there is no thread to be had.
     """
     if inspect.iscoroutinefunction(function):
         return await within(function(**arguments), timeout_s)
@@ -131,7 +145,11 @@ async def call_function(
         except SystemExit as e:
             raise ToolRaised(e) from None
     else:
-        value = await pool().run(lambda: function(**arguments), timeout_s)
+        bound, thread = functools.partial(function, **arguments), current.get()
+        if thread is None or apart:
+            value = await run_apart(bound, timeout_s, thread.on_timeout if thread else None)
+        else:
+            value = await thread.run(bound, timeout_s)
     return await within(value, timeout_s) if inspect.isawaitable(value) else value
 
 

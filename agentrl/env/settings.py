@@ -24,7 +24,9 @@ class ToolSettings:
     tool_timeout_s: float = 30.0
     """Limit of one tool call, where the tool does not say its own."""
     setup_timeout_s: float = 120.0
-    """Limit of `setup`; beyond it the episode is an infrastructure failure."""
+    """Limit of `setup` and `respond`; beyond it the episode is an infrastructure failure."""
+    teardown_timeout_s: float = 30.0
+    """Limit of `teardown`; beyond it there is a warning, and what was played stays valid."""
     reward_timeout_s: float = 60.0
     """Limit of one reward function; beyond it the episode is an infrastructure failure."""
     observation_tokens: int = 1024
@@ -58,7 +60,7 @@ class ToolSettings:
         for key in ("max_calls_per_turn", "observation_tokens"):
             if getattr(self, key) < 1:
                 raise ConfigError(f"{key} must be at least 1, got {getattr(self, key)}")
-        for key in ("tool_timeout_s", "setup_timeout_s", "reward_timeout_s"):
+        for key in ("tool_timeout_s", "setup_timeout_s", "teardown_timeout_s", "reward_timeout_s"):
             if getattr(self, key) <= 0:
                 raise ConfigError(f"{key} must be positive, got {getattr(self, key)}")
         if self.max_tool_calls is not None and self.max_tool_calls < 0:

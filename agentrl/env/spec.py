@@ -68,7 +68,7 @@ class MethodTool:
 
     async def call(self, arguments: dict[str, Any], timeout_s: float | None) -> Any:
         """Run it. Raises CallTimeout, and whatever the function raises."""
-        return await call_function(self.function, arguments, timeout_s, inline=self.inline)
+        return await call_function(self.function, arguments, timeout_s, inline=self.inline, apart=self.parallel)
 
 
 @dataclass(frozen=True, slots=True)

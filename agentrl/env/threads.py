@@ -1,9 +1,12 @@
-"""Plain functions run off the event loop: a shared pool made for very many very short calls.
+"""Plain functions run off the event loop: all of one episode on one thread, in order.
 
-One thread serves the queue as long as it moves; more are started only when a call has waited for some
-milliseconds, so a microsecond tool costs one hand-over and a slow one still runs beside many others. A call
-that outlives its timeout is abandoned: its thread is told to raise (which ends Python code, but not a blocking
-C call), no longer counts, and ends with the call.
+SQLite connections, browsers and many SDKs may only be used on the thread that made them, so `setup`, tools,
+rewards and `teardown` of an episode share one. It starts with the first call, keeps thread-local state and context
+variables between calls, and ends with the episode; no other episode ever runs on it.
+
+A call that outlives its limit is ended in steps: the env's `on_timeout` is asked first, then the thread is told to
+raise, which ends Python code but not a blocking C call. Where that does not help within `GRACE_S` seconds, the
+thread is given up: what follows runs on a new one, and the old one ends with its call.
 """
 
 from __future__ import annotations
@@ -12,45 +15,220 @@ import asyncio
 import atexit
 import contextvars
 import ctypes
+import functools
 import itertools
 import os
 import queue
 import threading
 import time
+import weakref
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from typing import Any, TypeVar
 
-T = TypeVar("T")
+from agentrl.errors import InfraError
 
-_PATIENCE_S = 0.005
-_IDLE_S = 10.0
+T = TypeVar("T")
+Hook = Callable[[str], Awaitable[bool]]
+"""Asked to end a call that outlived its limit, with the name of the function; whether it tried."""
+
+GRACE_S = 3.0
+"""How long a call that was told to end may take to do so before its thread is given up."""
+PROMPT_S = 1.0
+"""How long a timeout waits for its call to end before it is reported all the same."""
+MAX_STUCK = 64
+"""Threads of this process that may hang in calls which cannot be ended; no further plain function runs then."""
 
 
 class CallTimeout(Exception):
-    """The call outlived its limit; its thread has been abandoned."""
+    """The call outlived its limit; it is being ended."""
 
 
 class Abandoned(BaseException):
-    """Raised inside the thread of an abandoned call, so that Python code ends."""
+    """Raised inside the thread of a call that outlived its limit, so that Python code ends."""
+
+
+class ToolRaised(Exception):
+    """Carries what a tool raised that is no plain Exception (SystemExit, StopIteration, ...)."""
+
+    def __init__(self, cause: BaseException) -> None:
+        super().__init__(str(cause))
+        self.cause = cause
+
+
+class EpisodeThread:
+    """The thread of one episode; the system's thread starts with the first call.
+
+    Args:
+        on_timeout: asked before a call that outlived its limit is told to raise.
+    """
+
+    def __init__(self, on_timeout: Hook | None = None) -> None:
+        self.lost = ""
+        """The name of the function that could not be ended, once a thread had to be given up for it."""
+        self.on_timeout = on_timeout
+        self._worker: _Worker | None = None
+        self._ending: asyncio.Task[None] | None = None
+        self._order = asyncio.Lock()
+
+    async def run(self, function: Callable[[], T], timeout_s: float | None) -> T:
+        """Call `function()` on the thread, after the calls before it; the limit counts from when it starts.
+
+        Raises:
+            CallTimeout: the limit is over. Cancelling this coroutine ends the call in the same way.
+            InfraError: there is no thread to be had.
+        """
+        async with self._order:
+            await self.held()
+            if self._worker is None or not self._worker.thread.is_alive():  # threads do not survive a fork
+                self._worker = _start_worker()
+                weakref.finalize(self, self._worker.end).atexit = False
+            worker, job = self._worker, _Job(function)
+            worker.queue.put(job)
+            try:
+                finished = await _settled(job.future, timeout_s)
+            except asyncio.CancelledError:
+                self._ending = asyncio.ensure_future(self._end(worker, job))
+                raise
+            if not finished:
+                self._ending = asyncio.ensure_future(self._end(worker, job))
+                await _settled(self._ending, PROMPT_S)
+                raise CallTimeout(f"no result after {timeout_s:g} s")
+            value: T = job.value()
+            return value
+
+    async def held(self) -> bool:
+        """Wait for a call that outlived its limit; whether it could not be ended, so that its thread is lost."""
+        if self._ending is not None:
+            if not self._ending.done() and self._ending.get_loop() is asyncio.get_running_loop():
+                await asyncio.shield(self._ending)
+            self._ending = None
+        return bool(self.lost)
+
+    async def close(self) -> None:
+        """End the thread. A later call starts a new one."""
+        await self.held()
+        worker, self._worker = self._worker, None
+        if worker is not None:
+            worker.end()
+
+    async def _end(self, worker: _Worker, job: _Job) -> None:
+        if (
+            self.on_timeout is not None
+            and await self.on_timeout(job.name)
+            and await _settled(job.future, PROMPT_S)
+        ):
+            return
+        worker.tell(job)
+        if await _settled(job.future, GRACE_S):
+            return
+        self.lost, self._worker = job.name, None
+        with _lock:
+            _stuck[worker] = job.name
+        worker.end()  # it forgets itself when the call returns after all
+
+
+async def run_apart(function: Callable[[], T], timeout_s: float | None, on_timeout: Hook | None = None) -> T:
+    """Call `function()` on a thread that nothing else uses.
+
+    Raises:
+        CallTimeout: the limit is over.
+        InfraError: there is no thread to be had.
+    """
+    thread = EpisodeThread(on_timeout)
+    try:
+        return await thread.run(function, timeout_s)
+    finally:
+        if thread._ending is None:
+            await thread.close()
+        elif not thread._ending.done():
+            _endings.add(thread._ending)
+            thread._ending.add_done_callback(functools.partial(_ended_apart, thread))
+
+
+def stuck() -> list[str]:
+    """The functions that could not be ended and still run, by name."""
+    with _lock:
+        return list(_stuck.values())
 
 
 class _Job:
-    """One call. `ident`, `started`, `finished` and `abandoned` change under the pool's lock."""
+    """One call. Its future is settled by the worker, always with None: the outcome is kept here."""
 
-    def __init__(self, function: Callable[[], Any], loop: asyncio.AbstractEventLoop) -> None:
+    def __init__(self, function: Callable[[], Any]) -> None:
         self.function: Callable[[], Any] | None = function
         """None once it has returned: what it holds is freed where the call was made, not in the thread."""
-        self.context = contextvars.copy_context()
-        self.loop = loop
-        self.future: asyncio.Future[Any] = loop.create_future()
-        self.queued = time.monotonic()
-        self.started = 0.0
-        self.ident = 0
-        self.finished = False
-        self.abandoned = False
+        self.name = name_of(function)
+        self.loop = asyncio.get_running_loop()
+        self.future: asyncio.Future[None] = self.loop.create_future()
+        self.told = False
         self.ok = False
         self.result: Any = None
+
+    def value(self) -> Any:
+        """What the function returned; raises what it raised."""
+        result, self.result = self.result, None
+        if self.ok:
+            return result
+        try:
+            raise result
+        finally:
+            del result  # it holds this frame
+
+
+class _Worker:
+    """A thread that performs jobs one after another and keeps nothing of them; it knows no `EpisodeThread`."""
+
+    def __init__(self) -> None:
+        self.queue: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
+        self.thread = threading.Thread(target=self._work, name=f"agentrl-tool-{next(_numbers)}", daemon=True)
+        self._context = contextvars.copy_context()
+        self._context.run(current.set, None)
+        self._job: _Job | None = None  # what is performed now; changes under the lock
+        self._lock = threading.Lock()
+
+    def end(self) -> None:
+        """Let the thread end after the jobs that it has been given."""
+        self.queue.put(None)
+
+    def tell(self, job: _Job) -> None:
+        """Raise `Abandoned` in the thread, once, if it still performs `job`."""
+        with self._lock:
+            if self._job is job and not job.told:
+                job.told = True
+                _raise_in(self.thread.ident, Abandoned)
+
+    def _work(self) -> None:
+        try:
+            while (job := self.queue.get()) is not None:
+                self._perform(job)
+                mailbox_of(job.loop).post(job)
+                job = None  # an idle thread keeps nobody's env alive
+        finally:
+            _forget(self)
+
+    def _perform(self, job: _Job) -> None:
+        try:
+            with self._lock:
+                self._job = job
+            self._call(job)
+            with self._lock:
+                self._job = None
+            _raise_in(self.thread.ident, None)  # what was told a moment too late does not reach the next job
+        except Abandoned as e:  # it came after the function had returned; it comes only once
+            with self._lock:
+                self._job = None
+            job.ok, job.result = False, ToolRaised(e)
+        job.function = None
+
+    def _call(self, job: _Job) -> None:
+        assert job.function is not None
+        try:
+            job.result, job.ok = self._context.run(job.function), True
+        except BaseException as e:
+            # A StopIteration cannot leave a coroutine, and SystemExit must not leave through the loop.
+            plain = isinstance(e, Exception) and not isinstance(e, StopIteration)
+            job.result = e if plain else ToolRaised(e)
 
 
 class _Mailbox:
@@ -75,188 +253,103 @@ class _Mailbox:
         self.woken = False
         while self.done:
             job = self.done.popleft()
-            if job.future.done():
-                continue
-            if job.ok:
-                job.future.set_result(job.result)
-            else:
-                job.future.set_exception(job.result)
+            if not job.future.done():
+                job.future.set_result(None)
 
 
-class ToolThreads:
-    """A pool of daemon threads. `leftover` holds the abandoned calls that still run."""
+current: contextvars.ContextVar[EpisodeThread | None] = contextvars.ContextVar("episode_thread", default=None)
+"""The thread of the episode whose env is at work; None outside of one."""
 
-    def __init__(self, max_threads: int = 64) -> None:
-        self.max_threads = max_threads
-        self.leftover: set[_Job] = set()
-        self._queue: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
-        self._lock = threading.Lock()
-        self._threads = 0
-        self._alive: set[threading.Thread] = set()
-        self._numbers = itertools.count(1)
-        self._mailboxes: dict[asyncio.AbstractEventLoop, _Mailbox] = {}
-        self._waiting: deque[_Job] = deque()
-        self._watching: set[asyncio.AbstractEventLoop] = set()
-
-    async def run(self, function: Callable[[], T], timeout_s: float | None) -> T:
-        """Call `function()` in a thread; the limit counts from when it starts.
-
-        Raises:
-            CallTimeout: the limit is over. Cancelling this coroutine abandons the call in the same way.
-        """
-        loop = asyncio.get_running_loop()
-        job = _Job(function, loop)
-        self._submit(job)
-        timer = None if timeout_s is None else loop.call_later(timeout_s, self._expire, job, timeout_s)
-        try:
-            value: T = await job.future
-            return value
-        except asyncio.CancelledError:
-            self._abandon(job)
-            raise
-        finally:
-            if timer is not None:
-                timer.cancel()
-
-    def _submit(self, job: _Job) -> None:
-        if job.loop not in self._mailboxes:
-            with self._lock:
-                self._mailboxes = {loop: box for loop, box in self._mailboxes.items() if not loop.is_closed()}
-                self._mailboxes[job.loop] = _Mailbox(job.loop)
-                self._watching = {loop for loop in self._watching if not loop.is_closed()}
-        self._waiting.append(job)
-        self._queue.put(job)
-        if not self._threads:
-            self._start_thread()
-        if job.loop not in self._watching:
-            self._watching.add(job.loop)
-            job.loop.call_later(_PATIENCE_S, self._watch, job.loop)
-
-    def _watch(self, loop: asyncio.AbstractEventLoop) -> None:
-        """Start threads when the oldest call has waited too long."""
-        while self._waiting and (self._waiting[0].ident or self._waiting[0].abandoned):
-            self._waiting.popleft()
-        if not self._waiting:
-            self._watching.discard(loop)
-            return
-        if time.monotonic() - self._waiting[0].queued > _PATIENCE_S:
-            for _ in range(min(self._queue.qsize(), self.max_threads - self._threads)):
-                self._start_thread()
-        loop.call_later(_PATIENCE_S, self._watch, loop)
-
-    def close(self, patience_s: float = 1.0) -> None:
-        """End the idle threads and wait for them; those in the middle of a call are left behind."""
-        with self._lock:
-            alive = list(self._alive)
-        for _ in alive:
-            self._queue.put(None)
-        until = time.monotonic() + patience_s
-        for thread in alive:
-            thread.join(max(0.0, until - time.monotonic()))
-
-    def _start_thread(self) -> None:
-        thread = threading.Thread(target=self._work, name=f"agentrl-tool-{next(self._numbers)}", daemon=True)
-        with self._lock:
-            self._threads += 1
-            self._alive.add(thread)
-        thread.start()
-
-    def _work(self) -> None:
-        job: _Job | None = None
-        try:
-            while (job := self._next()) is not None:
-                with self._lock:
-                    if job.abandoned:
-                        continue
-                    job.ident, job.started = threading.get_ident(), time.monotonic()
-                self._perform(job)
-                with self._lock:
-                    if job.abandoned:
-                        self.leftover.discard(job)
-                        return
-                    job.finished = True
-                self._mailboxes[job.loop].post(job)
-                job = None  # an idle thread keeps nobody's env alive
-        except Abandoned:
-            with self._lock:
-                if job is not None:
-                    self.leftover.discard(job)
-        finally:
-            with self._lock:
-                self._alive.discard(threading.current_thread())
-
-    def _next(self) -> _Job | None:
-        while True:
-            try:
-                job = self._queue.get(timeout=_IDLE_S)
-                if job is None:  # `close`
-                    with self._lock:
-                        self._threads -= 1
-                return job
-            except queue.Empty:
-                with self._lock:
-                    if self._threads > 1 or self._queue.empty():
-                        self._threads -= 1
-                        return None
-
-    def _perform(self, job: _Job) -> None:
-        assert job.function is not None
-        try:
-            job.result, job.ok = job.context.run(job.function), True
-        except Abandoned:
-            raise
-        except BaseException as e:
-            # A StopIteration cannot be set on a future, and SystemExit must not leave through the loop.
-            plain = isinstance(e, Exception) and not isinstance(e, StopIteration)
-            job.result = e if plain else ToolRaised(e)
-        job.function = None
-
-    def _expire(self, job: _Job, timeout_s: float) -> None:
-        if job.future.done():
-            return
-        ran = time.monotonic() - job.started if job.ident else 0.0
-        if ran < timeout_s:
-            job.loop.call_later(max(timeout_s - ran, _PATIENCE_S), self._expire, job, timeout_s)
-            return
-        self._abandon(job)
-        job.future.set_exception(CallTimeout(f"no result after {timeout_s:g} s"))
-
-    def _abandon(self, job: _Job) -> None:
-        with self._lock:
-            if job.finished or job.abandoned:
-                return
-            job.abandoned = True
-            if job.ident:
-                self._threads -= 1
-                self.leftover.add(job)
-                raise_in = ctypes.pythonapi.PyThreadState_SetAsyncExc
-                raise_in(ctypes.c_ulong(job.ident), ctypes.py_object(Abandoned))
+_numbers = itertools.count(1)
+_lock = threading.Lock()
+_alive: set[_Worker] = set()
+_stuck: dict[_Worker, str] = {}
+_endings: set[asyncio.Task[None]] = set()
+_mailboxes: dict[asyncio.AbstractEventLoop, _Mailbox] = {}
 
 
-class ToolRaised(Exception):
-    """Carries what a tool raised that is no plain Exception (SystemExit, StopIteration, ...)."""
-
-    def __init__(self, cause: BaseException) -> None:
-        super().__init__(str(cause))
-        self.cause = cause
-
-
-_pool = ToolThreads()
-
-
-def pool() -> ToolThreads:
-    """The pool of this process."""
-    return _pool
+def mailbox_of(loop: asyncio.AbstractEventLoop) -> _Mailbox:
+    """The mailbox of an event loop; those of closed loops are dropped."""
+    box = _mailboxes.get(loop)
+    if box is None:
+        with _lock:
+            for closed in [known for known in _mailboxes if known.is_closed()]:
+                del _mailboxes[closed]
+            box = _mailboxes.setdefault(loop, _Mailbox(loop))
+    return box
 
 
-def _fresh_pool() -> None:
-    global _pool
-    _pool = ToolThreads()
+def name_of(function: Callable[..., Any]) -> str:
+    """The name of a function, through partials."""
+    while isinstance(function, functools.partial):
+        function = function.func
+    return getattr(function, "__name__", type(function).__name__)
 
 
-def _close_pool() -> None:
-    _pool.close()
+def _start_worker() -> _Worker:
+    names = stuck()
+    if len(names) >= MAX_STUCK:
+        raise InfraError(
+            f"{len(names)} threads hang in calls that outlived their limits and cannot be ended (the last one: "
+            f"{names[-1]}); end such calls in the env's `on_timeout`, or make the method async"
+        )
+    worker = _Worker()
+    with _lock:
+        _alive.add(worker)
+    try:
+        worker.thread.start()
+    except RuntimeError as e:
+        _forget(worker)
+        raise InfraError(
+            f"no thread for the plain methods of an episode: {e} ({threading.active_count()} are running); "
+            "play fewer episodes at a time, raise the limit of processes (ulimit -u), or make the methods async"
+        ) from e
+    return worker
 
 
-atexit.register(_close_pool)  # a daemon thread that frees foreign objects while Python ends can abort it
-os.register_at_fork(after_in_child=_fresh_pool)  # threads do not survive a fork
+def _forget(worker: _Worker) -> None:
+    with _lock:
+        _alive.discard(worker)
+        _stuck.pop(worker, None)
+
+
+def _ended_apart(thread: EpisodeThread, ending: asyncio.Task[None]) -> None:
+    _endings.discard(ending)
+    if thread._worker is not None:
+        thread._worker.end()
+
+
+async def _settled(future: asyncio.Future[Any], timeout_s: float | None) -> bool:
+    """Whether `future` is done within `timeout_s`; it is never cancelled."""
+    if not future.done():
+        await asyncio.wait({future}, timeout=timeout_s)
+    return future.done()
+
+
+def _raise_in(ident: int | None, what: type[BaseException] | None) -> None:
+    assert ident is not None
+    value = None if what is None else ctypes.py_object(what)
+    ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(ident), value)
+
+
+def _close_threads(patience_s: float = 1.0) -> None:
+    """End the idle threads and wait for them; those in the middle of a call are left behind."""
+    with _lock:
+        workers = list(_alive)
+    for worker in workers:
+        worker.end()
+    until = time.monotonic() + patience_s
+    for worker in workers:
+        worker.thread.join(max(0.0, until - time.monotonic()))
+
+
+def _forget_all() -> None:
+    global _lock
+    _lock = threading.Lock()
+    _alive.clear()
+    _stuck.clear()
+    _mailboxes.clear()
+
+
+atexit.register(_close_threads)  # a daemon thread that frees foreign objects while Python ends can abort it
+os.register_at_fork(after_in_child=_forget_all)  # threads do not survive a fork

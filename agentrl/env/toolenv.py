@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+import warnings
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 from agentrl.env import toolbox
@@ -21,11 +23,14 @@ from agentrl.env.mcp import McpConnection, McpServer, mcp_tools
 from agentrl.env.observe import CountTokens, cut_content, error_text, estimate_tokens, plain_text, to_content
 from agentrl.env.rewards import TurnView, ask_reward, check_group, check_number, weight_of
 from agentrl.env.settings import ToolSettings
-from agentrl.env.spec import ClassSpec, class_spec, unknown_weights
-from agentrl.env.threads import CallTimeout, ToolRaised
-from agentrl.errors import ConfigError, InfraError
+from agentrl.env.spec import ClassSpec, RewardSpec, class_spec, unknown_weights
+from agentrl.env.threads import CallTimeout, EpisodeThread, ToolRaised, current
+from agentrl.errors import ConfigError, InfraError, JudgeError
 from agentrl.sandbox import Box, Sandbox, pool_for
 from agentrl.types import CallRecord, Episode, Message, StopReason, Task, ToolCall
+
+HOOK_S = 2.0
+"""How long an `on_timeout` may take."""
 
 Step = tuple[Sequence[Message], float, bool, bool, StepInfo]
 
@@ -61,6 +66,7 @@ class ToolEnv(Env):
     _leases: dict[Sandbox, Box]
     _connections: list[McpConnection]
     _toolboxes: list[Any]
+    _thread: EpisodeThread
 
     def __new__(cls, *args: Any, **kwargs: Any) -> ToolEnv:
         if (args or kwargs) and cls.__init__ is object.__init__:  # Python itself would let them pass
@@ -70,6 +76,7 @@ class ToolEnv(Env):
         env._tools, env._leases, env._connections, env._toolboxes = None, {}, [], []
         env._turns = 0
         env._num_calls = 0
+        env._thread = EpisodeThread(env._interrupt)
         return env
 
     _tools: dict[str, BoundTool] | None
@@ -102,6 +109,16 @@ class ToolEnv(Env):
         """Free what `setup` took; may be async; runs exactly once an episode, however it ended."""
         return None
 
+    def on_timeout(self, name: str) -> Any:
+        """End a plain method that outlived its limit, for instance `self.db.interrupt()`; may be async.
+
+        Runs on another thread while the method still runs, for two seconds at most. Toolboxes may have one too.
+
+        Args:
+            name: of the method: a tool, `setup`, `respond`, `teardown` or a reward.
+        """
+        return None
+
     def more_tools(self) -> Sequence[BoundTool]:
         """Tools beside the declared ones, asked anew for each episode; for classes that make them from data."""
         return ()
@@ -123,6 +140,11 @@ class ToolEnv(Env):
         if self._open:
             await self.close()
         self._restore()
+        self._thread = EpisodeThread(self._interrupt)
+        with self._on_thread():
+            return await self._begin(task)
+
+    async def _begin(self, task: Task) -> tuple[Sequence[Message], Mapping[str, Any]]:
         where = type(self).__name__
         if problem := self.spec().setup.problem(task.row):
             raise ConfigError(f"task {task.id!r}: {problem}")
@@ -132,6 +154,8 @@ class ToolEnv(Env):
         await self.prepare()
         try:
             opening = await call_function(self.setup, dict(task.row), self.settings.setup_timeout_s)
+            self._was_set_up = True
+            text = await call_function(self.system, {}, self.settings.setup_timeout_s, inline=self._plain_system)
         except CallTimeout as e:
             raise InfraError(f"{where}.setup on task {task.id!r}: {e}") from None
         except (InfraError, ConfigError):
@@ -140,8 +164,7 @@ class ToolEnv(Env):
             raise InfraError(f"{where}.setup on task {task.id!r}: {error_text(e.cause)}") from e.cause
         except Exception as e:
             raise InfraError(f"{where}.setup on task {task.id!r}: {error_text(e)}") from e
-        self._was_set_up = True
-        messages = [Message("system", text)] if (text := self.system()) else []
+        messages = [Message("system", text)] if text else []
         return [*messages, *self._opening(opening)], {}
 
     def check_weights(self) -> None:
@@ -175,7 +198,8 @@ class ToolEnv(Env):
         info, view = StepInfo(), list[Message]()
         metrics: dict[str, float] = {}
         penalties, fatal = 0.0, False
-        outcomes = await self._run_calls(message.tool_calls)
+        with self._on_thread():
+            outcomes = await self._run_calls(message.tool_calls)
         mistakes: list[Mistake | str] = [o.outcome for o in outcomes if o.outcome not in ("ok", "not_run")]
         records: list[CallRecord] = []
         for outcome in outcomes:
@@ -204,7 +228,10 @@ class ToolEnv(Env):
             info.stop_reason = StopReason.TERMINATED
         elif self._over_limit():
             info.stop_reason = StopReason.TOOL_CALL_LIMIT
-        truncated = info.stop_reason is StopReason.TOOL_CALL_LIMIT
+        if self._thread.lost and info.stop_reason in (None, StopReason.TOOL_CALL_LIMIT):
+            info.stop_reason = StopReason.TIMEOUT
+            _add(metrics, {"stuck_calls": 1.0})
+        truncated = info.stop_reason in (StopReason.TOOL_CALL_LIMIT, StopReason.TIMEOUT)
         terminated = info.stop_reason is not None and not truncated
         info.calls = tuple(records)
         turn = TurnView(self._turns, message, info.calls, tuple(view), terminated)
@@ -234,16 +261,16 @@ class ToolEnv(Env):
             JudgeError: as `score`, or there is not one number for each episode.
         """
         found: list[dict[str, float]] = [{} for _ in episodes]
-        where, settings = type(self).__name__, self.settings
+        where = type(self).__name__
         for spec in self.spec().rewards:
             if spec.mark.per != "group":
                 continue
-            values = await ask_reward(
-                spec, getattr(self, spec.attribute), episodes, settings.reward_timeout_s, where
-            )
-            weight = weight_of(spec, settings.reward_weights)
+            values = await self._ask_reward(spec, getattr(self, spec.attribute), episodes)
+            weight = weight_of(spec, self.settings.reward_weights)
             for parts, value in zip(found, check_group(values, len(episodes), spec.name, where), strict=True):
                 parts[spec.name] = weight * value
+        if not self._open:
+            await self._thread.close()
         return found
 
     async def close(self) -> None:
@@ -251,22 +278,24 @@ class ToolEnv(Env):
         if not self._open:
             return
         self._open = False
-        try:
-            if type(self).teardown is not ToolEnv.teardown:
-                await call_function(self.teardown, {}, self.settings.setup_timeout_s)
-        except asyncio.CancelledError:
-            raise
-        except Exception as e:
-            # After a setup that failed, what teardown misses is no news: the failure itself has been raised.
-            if self._was_set_up:
-                raise InfraError(f"{type(self).__name__}.teardown: {error_text(e)}") from e
-        finally:
-            self._was_set_up = False
-            await self.release()
+        with self._on_thread():
+            try:
+                if type(self).teardown is not ToolEnv.teardown:
+                    await call_function(self.teardown, {}, self.settings.teardown_timeout_s)
+            except asyncio.CancelledError:
+                raise
+            except Exception as e:
+                # After a setup that failed, what teardown misses is no news: the failure itself has been raised.
+                if self._was_set_up:
+                    raise InfraError(f"{type(self).__name__}.teardown: {error_text(e)}") from e
+            finally:
+                self._was_set_up = False
+                await self.release()
+                await self._thread.close()
 
     async def release(self) -> None:
         """Give back what `prepare` took; runs after `teardown` even when that failed."""
-        failures = await toolbox.end(self._toolboxes, self.settings.setup_timeout_s)
+        failures = await toolbox.end(self._toolboxes, self.settings.teardown_timeout_s)
         leases, self._leases = self._leases, {}
         for spec, box in leases.items():
             await pool_for(spec).release(box)
@@ -276,6 +305,32 @@ class ToolEnv(Env):
             raise InfraError("; ".join(failures))
 
     # The machinery.
+
+    @property
+    def _plain_system(self) -> bool:
+        """Whether `system` is ours, so that it needs no thread."""
+        return type(self).system.__module__.startswith("agentrl.env.")
+
+    @contextmanager
+    def _on_thread(self) -> Iterator[None]:
+        """Inside, plain functions run on the thread of this episode."""
+        token = current.set(self._thread)
+        try:
+            yield
+        finally:
+            current.reset(token)
+
+    async def _interrupt(self, name: str) -> bool:
+        """Ask the `on_timeout` of env and toolboxes to end the method of this name; whether there is any."""
+        current.set(None)  # nobody is asked to end a hook
+        owners = [] if type(self).on_timeout is ToolEnv.on_timeout else [self]
+        owners += [made for made in self._toolboxes if hasattr(made, "on_timeout")]
+        for owner in owners:
+            try:
+                await call_function(owner.on_timeout, {"name": name}, HOOK_S)
+            except Exception as e:
+                warnings.warn(f"{type(owner).__name__}.on_timeout({name!r}): {error_text(e)}", stacklevel=2)
+        return bool(owners)
 
     def _bound(self) -> dict[str, BoundTool]:
         if self._tools is None:
@@ -332,7 +387,8 @@ class ToolEnv(Env):
         if type(self).respond is ToolEnv.respond:
             return []
         try:
-            said: Any = await call_function(self.respond, {"message": message}, self.settings.setup_timeout_s)
+            with self._on_thread():
+                said: Any = await call_function(self.respond, {"message": message}, self.settings.setup_timeout_s)
         except (CallTimeout, ToolRaised) as e:
             raise InfraError(f"{type(self).__name__}.respond: {error_text(e)}") from e
         if said is None:
@@ -376,6 +432,9 @@ class ToolEnv(Env):
         if self._over_limit():
             text = f"Error: not run: more than {self.settings.max_tool_calls} calls in this episode"
             return Outcome(call, text, "too_many_calls")
+        if await self._thread.held():
+            text = f"Error: not run: {self._thread.lost} ran out of time and could not be ended"
+            return Outcome(call, text, "tool_timeout")
         return await run_call(self._bound(), call, self.settings.tool_timeout_s)
 
     async def _turn_rewards(self, turn: TurnView, metrics: dict[str, float]) -> float:
@@ -384,14 +443,30 @@ class ToolEnv(Env):
         return sum(parts.values())
 
     async def _ask_all(self, per: str, argument: Any) -> dict[str, float]:
-        where, settings = type(self).__name__, self.settings
+        where, weights = type(self).__name__, self.settings.reward_weights
         parts: dict[str, float] = {}
         for spec in self.spec().rewards:
             if spec.mark.per == per:
-                function = getattr(self, spec.attribute)
-                value = await ask_reward(spec, function, argument, settings.reward_timeout_s, where)
-                parts[spec.name] = weight_of(spec, settings.reward_weights) * check_number(value, spec.name, where)
+                value = await self._ask_reward(spec, getattr(self, spec.attribute), argument)
+                parts[spec.name] = weight_of(spec, weights) * check_number(value, spec.name, where)
         return parts
+
+    async def _ask_reward(self, spec: RewardSpec, function: Callable[..., Any], argument: Any) -> Any:
+        """What one reward says. After a call of the policy that could not be ended, one that fails counts 0.
+
+        Raises:
+            JudgeError: it failed otherwise.
+        """
+        where, lost = type(self).__name__, await self._thread.held()
+        try:
+            with self._on_thread():
+                return await ask_reward(spec, function, argument, self.settings.reward_timeout_s, where)
+        except JudgeError as e:
+            if not lost:
+                raise
+            stuck = self._thread.lost
+            warnings.warn(f"{e}; it counts 0, because {stuck} could not be ended (see on_timeout)", stacklevel=2)
+            return 0.0
 
 
 def _add(metrics: dict[str, float], more: Mapping[str, float]) -> None:

@@ -8,6 +8,7 @@ classes load without verl: stand-ins with the same names are offered while the f
 from __future__ import annotations
 
 import contextlib
+import functools
 import importlib.util
 import inspect
 import sys
@@ -200,9 +201,8 @@ class VerlTool:
         """`execute`; its step reward joins the turn's reward, its metrics the episode's."""
         extra = dict(self._kwargs.get("execute_kwargs") or {})
         function, accepted = self.tool.execute, _accepted(self.tool.execute, extra)
-        value = await call_function(
-            lambda: function(self._instance, arguments, **accepted), {}, timeout_s, inline=_is_async(function)
-        )
+        bound = functools.partial(function, self._instance, arguments, **accepted)
+        value = await call_function(bound, {}, timeout_s, inline=_is_async(function))
         response, step_reward, metrics = value if isinstance(value, tuple) else (value, 0.0, {})
         step_reward = float(step_reward or 0.0)
         self.rewards.append(step_reward)
@@ -229,8 +229,8 @@ class VerlTool:
 
     async def _ask(self, method: str, instance: str | None, **kwargs: Any) -> Any:
         function = getattr(self.tool, method)
-        value = function(instance, **_accepted(function, kwargs))
-        return await value if inspect.isawaitable(value) else value
+        bound = functools.partial(function, instance, **_accepted(function, kwargs))
+        return await call_function(bound, {}, None, inline=_is_async(function))
 
 
 def _is_async(function: Callable[..., Any]) -> bool:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import random
+import re
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -18,6 +19,11 @@ from agentrl.testing.policy import Policy, RandomPolicy, play, random_arguments
 from agentrl.types import Episode, Message, Task, ToolCall
 
 Make = Callable[[], Env]
+WIDTH = 24
+"""Episodes that `check_env` plays at the same time."""
+_WRONG_PLACE = re.compile(
+    r"same thread|different thread|wrong thread|different (event )?loop|no current event loop"
+)
 
 
 class EnvCheckError(AssertionError):
@@ -44,7 +50,8 @@ async def check_env(
     max_turns: int = 12,
 ) -> None:
     """Hold an env to its contract on the first tasks (at most 8): determinism by seed, close in every path,
-    schemas that take what they promise, rewards in range, nothing left over between episodes, concurrency.
+    schemas that take what they promise, rewards in range, nothing left over between episodes, and `WIDTH` episodes
+    at the same time, which shows what may only be used on the thread or event loop that made it.
 
     Args:
         make: makes one instance; the class itself will do.
@@ -230,13 +237,17 @@ async def _check_play(
     again = [await run(make(), task, i) for i, task in reversed(list(enumerate(tasks)))][::-1]
     findings += _same("a second time", alone, again)
     shared = make()
+    made = _containers(shared)
     findings += _same("on one instance", alone, [await run(shared, task, i) for i, task in enumerate(tasks)])
-    together = await asyncio.gather(*[run(make(), task, i) for i, task in enumerate(tasks)])
-    findings += _same("at the same time", alone, together)
+    findings += _kept(shared, made)
+    wide = [i % len(tasks) for i in range(WIDTH)]
+    together = await asyncio.gather(*[run(make(), tasks[i], i) for i in wide])
+    findings += _same("at the same time", [alone[i] for i in wide], together)
+    findings += _misplaced([*alone, *together])
     for episode in alone[:2]:
         for difference in await replay(episode, make()):
             findings.append(f"{episode.task.id}: replayed: {difference}")
-    return findings
+    return list(dict.fromkeys(findings))
 
 
 async def _check_oracle(
@@ -246,13 +257,43 @@ async def _check_oracle(
     reward_range: tuple[float, float],
     max_turns: int,
 ) -> list[str]:
-    findings: list[str] = []
-    for task in tasks:
-        episode = await play(make(), task, oracle(task), max_turns=max_turns)
+    wide = [tasks[i % len(tasks)] for i in range(WIDTH)]
+    episodes = await asyncio.gather(*[play(make(), task, oracle(task), max_turns=max_turns) for task in wide])
+    findings = _misplaced(episodes)
+    for episode in episodes:
         findings += _range(episode, reward_range)
         if episode.reward is None or episode.reward < reward_range[1] - 1e-6:
-            findings.append(f"{task.id}: the oracle earned {episode.reward}, not {reward_range[1]}")
-    return findings
+            findings.append(f"{episode.task.id}: the oracle earned {episode.reward}, not {reward_range[1]}")
+    return list(dict.fromkeys(findings))
+
+
+def _misplaced(episodes: Sequence[Episode]) -> list[str]:
+    """Calls that failed because they ran on another thread or event loop than what they used was made on."""
+    findings = [
+        f"tool {call.call.name}: {call.result:.200}; what a plain method makes belongs to the episode's thread, "
+        "what an async one makes to the event loop: write the methods that share it alike, none of them parallel"
+        for episode in episodes
+        for turn in episode.turns
+        for call in turn.calls
+        if call.outcome == "tool_exception" and _WRONG_PLACE.search(call.result)
+    ]
+    return findings[:1]
+
+
+def _containers(env: Env) -> dict[str, tuple[object, str]]:
+    """The lists, dicts and sets that `__init__` made, with their text."""
+    own = {name: value for name, value in vars(env).items() if name.strip("_") == name}
+    return {name: (value, repr(value)) for name, value in own.items() if isinstance(value, list | dict | set)}
+
+
+def _kept(env: Env, made: Mapping[str, tuple[object, str]]) -> Iterator[str]:
+    """What episodes changed in place, which the next one on the same instance meets."""
+    for name, (value, text) in made.items():
+        if repr(value) != text:
+            yield (
+                f"{type(env).__name__}.{name}: made in __init__ and changed in place by an episode, so the next "
+                f"one on this instance meets {value!r:.80}; make it in setup"
+            )
 
 
 def _range(episode: Episode, reward_range: tuple[float, float]) -> Iterator[str]:

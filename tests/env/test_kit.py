@@ -1,5 +1,8 @@
 import itertools
 import random
+import sqlite3
+import threading
+import time
 
 import pytest
 
@@ -98,6 +101,76 @@ class Fragile(Sound):
     ],
 )
 async def test_each_broken_promise_is_found(env, text):
+    with pytest.raises(EnvCheckError, match=text):
+        await check_env(env, TASKS)
+
+
+class Collects(Sound):
+    def __init__(self) -> None:
+        self.seen: list[int] = []
+
+    def teardown(self) -> None:
+        self.seen.append(self.n)
+
+
+class Mixed(Sound):
+    async def setup(self, n: int) -> str:
+        self.n, self.db = n, sqlite3.connect(":memory:")
+        return "Look."
+
+    async def teardown(self) -> None:
+        self.db.close()
+
+    @tool
+    def look(self) -> str:
+        """Look."""
+        return str(self.db.execute("SELECT 1").fetchone())
+
+
+class Aside(Mixed):
+    def setup(self, n: int) -> str:
+        self.n, self.db = n, sqlite3.connect(":memory:")
+        return "Look."
+
+    def teardown(self) -> None:
+        self.db.close()
+
+    @tool(parallel=True)
+    def look(self) -> str:
+        """Look."""
+        return str(self.db.execute("SELECT 1").fetchone())
+
+
+class Shared(Sound):
+    """One connection for all instances: well as long as one episode plays at a time."""
+
+    busy = threading.Lock()
+
+    @tool
+    def look(self) -> str:
+        """Look."""
+        if not self.busy.acquire(blocking=False):
+            raise RuntimeError("another episode is at it")
+        try:
+            time.sleep(0.01)
+        finally:
+            self.busy.release()
+        return "seen"
+
+
+@pytest.mark.parametrize(
+    ("env", "text"),
+    [
+        (
+            Collects,
+            r"Collects\.seen: made in __init__ and changed in place .* meets \[0, 1, 2, 3\]; make it in setup",
+        ),
+        (Mixed, r"tool look: Error: ProgrammingError: .*same thread.*write the methods that share it alike"),
+        (Aside, r"tool look: Error: ProgrammingError: .*same thread.*none of them parallel"),
+        (Shared, "played at the same time it differs: .* became .*another episode is at it"),
+    ],
+)
+async def test_what_only_shows_between_episodes_or_threads_is_found(env, text):
     with pytest.raises(EnvCheckError, match=text):
         await check_env(env, TASKS)
 

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import gc
 import subprocess
 import sys
 import threading
 import weakref
 
-from agentrl.env.threads import ToolThreads
+from agentrl.env.threads import EpisodeThread
 
 UNCLOSED = """
 import asyncio, atexit, threading
@@ -18,7 +19,7 @@ def see():  # registered first, so it runs after the hooks of the imports below
 atexit.register(see)
 
 from agentrl.engine.local import LocalEngine
-from agentrl.env.threads import pool
+from agentrl.env.threads import EpisodeThread
 from agentrl.types import Sampling
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
@@ -27,10 +28,11 @@ SMALL = Qwen3Config(vocab_size=300, hidden_size=32, num_hidden_layers=1, num_att
 
 async def main():
     engine = LocalEngine(Qwen3ForCausalLM(SMALL).eval())
-    assert await pool().run(lambda: 6 * 7, None) == 42
+    thread = EpisodeThread()
+    assert await thread.run(lambda: 6 * 7, None) == 42
     assert len((await engine.generate([1, 2, 3], Sampling(max_tokens=2))).ids) > 0
     print("before:", sorted({t.name.rstrip("0123456789") for t in threading.enumerate() if "agentrl" in t.name}))
-    return engine
+    return engine, thread
 
 engine = asyncio.run(main())
 """
@@ -42,7 +44,7 @@ class Env:
 
 
 async def test_an_idle_thread_keeps_no_env_alive():
-    threads = ToolThreads()
+    thread = EpisodeThread()
     env = Env()
     gone = weakref.ref(env)
     ident: list[threading.Thread] = []
@@ -51,21 +53,31 @@ async def test_an_idle_thread_keeps_no_env_alive():
         ident.append(threading.current_thread())
         return tool()
 
-    assert await threads.run(call, None) == "done"
+    assert await thread.run(call, None) == "done"
     del env, call
-    await threads.run(lambda: None, None)  # the thread is past the first call's end
+    await thread.run(lambda: None, None)  # the thread is past the first call's end
     assert gone() is None
     assert ident[0].is_alive()
-    threads.close()
+    await thread.close()
+    ident[0].join(20)
     assert not ident[0].is_alive()
 
 
-async def test_a_closed_pool_starts_new_threads_when_it_is_used_again():
-    threads = ToolThreads()
-    assert await threads.run(lambda: 1, None) == 1
-    threads.close()
-    assert await threads.run(lambda: 2, 5.0) == 2
-    threads.close()
+async def test_a_closed_thread_starts_again_when_it_is_used_again():
+    thread = EpisodeThread()
+    assert await thread.run(lambda: 1, None) == 1
+    await thread.close()
+    assert await thread.run(lambda: 2, 5.0) == 2
+    await thread.close()
+
+
+async def test_the_thread_of_an_env_that_nobody_closed_ends_with_it():
+    thread = EpisodeThread()
+    found = await thread.run(threading.current_thread, None)
+    del thread
+    gc.collect()
+    found.join(20)
+    assert not found.is_alive()
 
 
 def test_no_thread_of_ours_is_left_when_python_ends():

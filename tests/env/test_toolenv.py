@@ -7,7 +7,7 @@ import pytest
 
 from agentrl.env import Stop, ToolEnv, ToolResult, ToolSettings, TurnView, reward, tool
 from agentrl.env.read import all_calls, assistant_text, final_answer
-from agentrl.env.threads import pool
+from agentrl.env.threads import stuck
 from agentrl.env.toolbox import toolbox_tools
 from agentrl.errors import ConfigError, InfraError, JudgeError, SandboxError
 from agentrl.types import Episode, Image, Message, StopReason, Task, ToolCall, Turn
@@ -279,10 +279,10 @@ async def test_one_hung_tool_among_64_episodes_holds_nobody_up():
         texts = await asyncio.gather(*[play(n) for n in range(64)])
     assert sum("timed out" in t for t in texts) == 1
     for _ in range(100):
-        if not pool().leftover:
+        if not stuck():
             break
         await asyncio.sleep(0.01)
-    assert not pool().leftover
+    assert not stuck()
 
 
 async def test_slow_plain_tools_run_beside_one_another():
