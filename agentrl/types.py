@@ -111,6 +111,9 @@ class StopReason(StrEnum):
 
     INFRA = "infra"
     """The sandbox, engine, judge or env broke: the episode does not train and does not vote."""
+    SANDBOX_BROKEN = "sandbox_broken"
+    """The sandbox died after a program had run in it, and nothing outside explains why: the policy's doing. The
+    episode is scored with `Sandbox.death_reward`, trains and votes."""
     TIMEOUT = "timeout"
     """The episode ran past its wall-clock limit."""
     STOPPED_BY_TOOL = "stopped_by_tool"

@@ -19,6 +19,7 @@ from typing import Any
 from agentrl.chat.transcript import Transcript
 from agentrl.env.env import Env
 from agentrl.errors import ConfigError, InfraError
+from agentrl.sandbox import SandboxBroken
 from agentrl.types import Episode, Message, StopReason, Task, Turn
 
 
@@ -129,8 +130,13 @@ async def run_framed(
     except Exception as e:  # the episode is lost, its siblings are not
         if isinstance(e, ConfigError) and progress.outside:
             raise
-        error = _describe(e, env)
-        progress.stop = StopReason.INFRA
+        if (
+            isinstance(e, SandboxBroken) and progress.turns
+        ):  # before the first turn nobody but the env ran anything
+            rewards = _broken(progress, e)
+        else:
+            error = _describe(e, env)
+            progress.stop = StopReason.INFRA
     finally:
         where.now("the env to close")
         await _close(env, release, timeout_s)
@@ -147,7 +153,11 @@ async def step_env(env: Env, turn: Turn, progress: Progress, max_turns: int) -> 
         InfraError: the reward is no finite number.
     """
     began = time.monotonic()
-    observed, reward, terminated, truncated, info = await env.step(turn.message)
+    try:
+        observed, reward, terminated, truncated, info = await env.step(turn.message)
+    except SandboxBroken:
+        progress.turns.append(replace(turn, env_seconds=time.monotonic() - began))  # it trains
+        raise
     if not _is_number(reward):
         raise InfraError(f"{type(env).__name__}.step returned the reward {reward!r}: it must be a finite number")
     progress.turns.append(
@@ -199,6 +209,14 @@ async def _score(env: Env, episode: Episode, timeout_s: float) -> Mapping[str, f
         if not _is_number(value):
             raise InfraError(f"reward {name!r} of {where} is {value!r}: a reward must be a finite number")
     return rewards
+
+
+def _broken(progress: Progress, error: SandboxBroken) -> Mapping[str, float]:
+    """End an episode whose sandbox the policy broke; the rewards that make its total `error.reward`."""
+    progress.stop = StopReason.SANDBOX_BROKEN
+    progress.count({"sandbox_broken": 1.0})
+    correction = error.reward - sum(turn.reward for turn in progress.turns)
+    return {"sandbox_broken": correction} if correction else {}
 
 
 def _is_number(value: object) -> bool:

@@ -13,7 +13,7 @@ from agentrl.env.toolenv import ToolEnv
 from agentrl.errors import InfraError
 from agentrl.rollout.frame import Whereabouts, draw_seed
 from agentrl.rollout.reward_model import RewardModel
-from agentrl.types import Episode, Group, Task
+from agentrl.types import Episode, Group, StopReason, Task
 
 BEGIN_AT_ONCE = 256
 """Episodes that begin in one turn of the event loop."""
@@ -144,7 +144,9 @@ async def with_group_rewards(env: Env, episodes: Sequence[Episode]) -> Sequence[
         return episodes
     found = await env.score_group(episodes)
     return [
-        replace(e, rewards={**e.rewards, **parts}, reward=(e.reward or 0.0) + sum(parts.values()))
+        e
+        if e.stop_reason is StopReason.SANDBOX_BROKEN  # its reward is fixed
+        else replace(e, rewards={**e.rewards, **parts}, reward=(e.reward or 0.0) + sum(parts.values()))
         for e, parts in zip(episodes, found, strict=True)
     ]
 

@@ -49,7 +49,7 @@ class RewardModel:
         Raises:
             ConfigError: the env has a reward of the same name.
         """
-        if episode.error is not None:
+        if episode.error is not None or episode.stop_reason is StopReason.SANDBOX_BROKEN:
             return episode
         if self.name in episode.rewards:
             raise ConfigError(

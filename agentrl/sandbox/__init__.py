@@ -16,6 +16,7 @@ from agentrl.sandbox.doctor import doctor
 from agentrl.sandbox.errors import (
     PoolExhausted,
     PromiseNotEnforceable,
+    SandboxBroken,
     SandboxCreateTimeout,
     SandboxDied,
     SandboxUnavailable,
@@ -34,6 +35,7 @@ __all__ = [
     "PromiseNotEnforceable",
     "QueryResult",
     "Sandbox",
+    "SandboxBroken",
     "SandboxCreateTimeout",
     "SandboxDied",
     "SandboxError",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import io
 import json
 import os
@@ -26,7 +27,7 @@ from agentrl.sandbox.contract import (
     Usage,
     narrowed,
 )
-from agentrl.sandbox.errors import SandboxCreateTimeout, SandboxDied
+from agentrl.sandbox.errors import SandboxBroken, SandboxCreateTimeout, SandboxDied
 from agentrl.sandbox.inside import frames
 from agentrl.sandbox.report import result_of
 from agentrl.sandbox.session import Session
@@ -34,6 +35,12 @@ from agentrl.sandbox.session import Session
 CHUNK = 2 << 20
 FILE_LIMITS: CallLimits = (60.0, 0, 4 << 20, 4 << 20)
 """File contents travel in pieces of this size."""
+
+CAUSE_TIMEOUT_S = 10.0
+"""How long the back-end may look for what ended a sandbox."""
+
+PATIENCE_S = 20.0
+"""Extra wait for a supervisor once a program has run: a busy host must not look like a broken sandbox."""
 
 MAX_INPUT = 8 << 20
 """Bytes of program and stdin that one call can take; the supervisor holds them in memory of its own."""
@@ -43,7 +50,8 @@ class Box:
     """One sandbox. Calls queue up: one program runs at a time; sessions stay alive between their calls.
 
     Whatever a program does is an ExecResult. Every method raises SandboxError when the sandbox itself is gone;
-    after that, all of them do.
+    after that, all of them do. Once a program has run, that is a SandboxBroken unless the back-end knows of
+    something outside the sandbox that ended it.
     """
 
     def __init__(self, spec: Sandbox, backend: Backend, name: str) -> None:
@@ -62,6 +70,8 @@ class Box:
         self._timer: asyncio.TimerHandle | None = None
         self._told: CallLimits | None = None
         """The limits that the supervisor holds calls to unless it is told others."""
+        self._used = False
+        """Whether a program may have run in it, or left the files in it: its death may be the policy's doing."""
         self._generation = 0
         self._sessions = 0
 
@@ -73,6 +83,7 @@ class Box:
         """
         self._generation += 1
         self._told = None
+        self._used = False
         try:
             async with asyncio.timeout(timeout_s):
                 started = await self._backend.start(f"{self.name}.{self._generation}")
@@ -140,6 +151,7 @@ class Box:
     async def _execute(self, order: dict[str, Any], code: bytes, stdin: bytes, limits: Limits) -> ExecResult:
         order["rlimits"] = limits.rlimits()
         framed = frames.pack(order, code)  # as the program reads it: the supervisor only passes it on
+        self._used = True
         header = {"op": "call", "order_bytes": len(framed)}
         async with self._lock:
             answer, output = await self._call(header, framed + stdin if stdin else framed, limits.call_limits())
@@ -177,24 +189,42 @@ class Box:
             await asyncio.shield(self._cancel(link, header, payload))
             raise
         except SandboxError as error:
-            self._dead = self._dead or error
-            raise self._dead from None
+            raise await self._died(error) from None
         finally:
             self._awaited = None
         if "fault" in answer:
-            raise SandboxError(f"sandbox {self.name}: {answer['fault']}")
+            text = f"sandbox {self.name}: {answer['fault']}"
+            raise self._broken(text) if answer.get("used") else SandboxError(text)
         return answer, output
+
+    async def _died(self, error: SandboxError) -> SandboxError:
+        """Note its death and decide whose doing it was; only evidence from outside the sandbox counts."""
+        if self._dead is None and self._used:
+            cause, process = None, self._process
+            if process is not None:
+                with contextlib.suppress(TimeoutError):
+                    async with asyncio.timeout(CAUSE_TIMEOUT_S):
+                        cause = await process.cause()
+            error = SandboxDied(f"{error} ({cause})") if cause else self._broken(str(error))
+        self._dead = self._dead or error
+        return self._dead
+
+    def _broken(self, text: str) -> SandboxError:
+        if self.spec.on_death == "infra":
+            return SandboxDied(text)
+        return SandboxBroken(
+            f"{text}; a program had run in it and nothing outside explains its end, so the episode is to blame",
+            self.spec.death_reward,
+        )
 
     async def _cancel(self, link: Link, header: dict[str, Any], payload: bytes) -> None:
         """Stop what the abandoned order runs; a sandbox that cannot is destroyed."""
         try:
-            async with asyncio.timeout(GRACE_S):
+            async with asyncio.timeout(GRACE_S + (PATIENCE_S if self._used else 0.0)):
                 link.send({"op": "cancel", "target": header["id"]}).cancel()
                 await link.send({"op": "usage"})
         except (TimeoutError, SandboxError) as error:
-            self._dead = self._dead or SandboxDied(
-                f"sandbox {self.name} did not stop a cancelled program: {error}"
-            )
+            await self._died(SandboxDied(f"sandbox {self.name} did not stop a cancelled program: {error}"))
             await self._destroy()
 
     def _wait(self, what: str, timeout_s: float) -> None:
@@ -212,13 +242,15 @@ class Box:
         if self._awaited is None:
             return
         what, after_s, until = self._awaited
+        if self._used:
+            until += PATIENCE_S
+            after_s += PATIENCE_S
         loop = asyncio.get_running_loop()
         if loop.time() < until:
             self._timer = loop.call_at(until, self._ring)
             return
-        self._dead = SandboxDied(f"sandbox {self.name} did not answer {what!r} within {after_s:g} s")
         if self._link is not None:
-            self._link.close()
+            self._link.fail(SandboxDied(f"sandbox {self.name} did not answer {what!r} within {after_s:g} s"))
 
     def _stop_timer(self) -> None:
         if self._timer is not None:
@@ -359,6 +391,7 @@ class Box:
             await self.start()
             await self._wake()
         if to is not None:
+            self._used = True  # what a program left may be in it
             await self._unpack(self.home, to.data)
 
     async def usage(self) -> Usage:

@@ -26,18 +26,23 @@ sys.meta_path.insert(0, finder)
 """
 
 
+def sources() -> dict[str, str]:
+    """The modules of the far side by name."""
+    found = {}
+    for entry in resources.files("agentrl.sandbox.inside").iterdir():
+        name, dot, kind = entry.name.partition(".")
+        if dot and kind == "py":
+            found[PACKAGE if name == "__init__" else f"{PACKAGE}.{name}"] = entry.read_text(encoding="utf-8")
+    return found
+
+
 @functools.cache
 def program(module: str) -> str:
     """Python text that makes the far side importable as `agentrl_inside` and calls `main` of one of its modules.
 
     The text ends in an open call: append arguments and a closing parenthesis.
     """
-    sources = {}
-    for entry in resources.files("agentrl.sandbox.inside").iterdir():
-        name, dot, kind = entry.name.partition(".")
-        if dot and kind == "py":
-            sources[PACKAGE if name == "__init__" else f"{PACKAGE}.{name}"] = entry.read_text(encoding="utf-8")
-    packed = base64.b85encode(zlib.compress(repr(sources).encode(), 9)).decode()
+    packed = base64.b85encode(zlib.compress(repr(sources()).encode(), 9)).decode()
     return (
         f"import base64, zlib, ast\nPACKAGE = {PACKAGE!r}\n"
         f"SOURCES = ast.literal_eval(zlib.decompress(base64.b85decode({packed!r})).decode())\n"

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
 from typing import Any, Literal, Protocol
 
-from agentrl.errors import ConfigError
+from agentrl.errors import ConfigError, SandboxError
 
 Outcome = Literal["exit", "signal", "timeout", "oom", "output_limit", "cancelled"]
 SessionKind = Literal["bash", "python", "sqlite"]
@@ -147,6 +147,15 @@ class Sandbox(Limits):
     """remote: the file that holds the server's token."""
     ttl_s: float = 3600.0
     """Seconds after which a leased sandbox ends itself, whoever may have forgotten it."""
+    on_death: Literal["score", "infra"] = "score"
+    """What happens to an episode whose sandbox dies once a program has run in it, if nothing outside explains why.
+
+    "score" ends it with stop reason `sandbox_broken` and reward `death_reward`. "infra" plays it again, which lets
+    a policy escape a bad episode by breaking its sandbox.
+    """
+    death_reward: float = 0.0
+    """Total reward of an episode that ends with `sandbox_broken`. If the rewards of an env go below 0, set it to
+    the lowest of them."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -165,6 +174,15 @@ class Sandbox(Limits):
             )
         if self.backend not in ("docker", "remote") and self.runtime is not None:
             raise ConfigError(f"sandbox runtime={self.runtime!r} has an effect with backend='docker' only")
+        if self.on_death not in ("score", "infra"):
+            raise ConfigError(f"sandbox on_death={self.on_death!r}: use 'score' or 'infra'")
+        if not math.isfinite(self.death_reward):
+            raise ConfigError(f"sandbox death_reward={self.death_reward!r}: must be a finite number")
+        if self.on_death == "infra" and self.death_reward:
+            raise ConfigError(
+                f"sandbox death_reward={self.death_reward!r} has no effect with on_death='infra': "
+                "remove one of the two"
+            )
         for path in self.readonly:
             if not path.startswith("/"):
                 raise ConfigError(f"sandbox readonly={path!r}: must be an absolute path")
@@ -290,6 +308,13 @@ class Process(Protocol):
         """End it at once, whatever it does, and wait until nothing of it is left; idempotent."""
         ...
 
+    async def cause(self) -> str | None:
+        """What ended it, as known from outside it: `kill`, an engine or node that is gone, a host out of memory.
+
+        None where nothing outside explains its end. The sandbox's own word never counts: it may be a lie.
+        """
+        ...
+
 
 class Backend(Protocol):
     """Starts sandboxes of one spec."""
@@ -322,6 +347,10 @@ class Link(Protocol):
 
     def send(self, header: dict[str, Any], payload: bytes = b"") -> asyncio.Future[tuple[dict[str, Any], bytes]]:
         """Send an order; the future is its answer, or SandboxDied when the link breaks."""
+        ...
+
+    def fail(self, error: SandboxError) -> None:
+        """Break the link: everybody who waits gets this error."""
         ...
 
     def close(self) -> None:

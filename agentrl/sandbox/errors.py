@@ -17,6 +17,23 @@ class SandboxDied(SandboxError):
     """The sandbox is gone, or no longer answers and has been destroyed."""
 
 
+class SandboxBroken(SandboxError):
+    """The sandbox died after a program had run in it, and nothing outside explains why.
+
+    Unlike its base classes this is no infrastructure failure: the episode ends with `StopReason.SANDBOX_BROKEN`.
+
+    Attributes:
+        reward: total reward of the episode.
+    """
+
+    def __init__(self, text: str, reward: float = 0.0) -> None:
+        super().__init__(text, reward)
+        self.reward = reward
+
+    def __str__(self) -> str:
+        return str(self.args[0])
+
+
 class PoolExhausted(SandboxError):
     """No sandbox became free in time."""
 

@@ -35,6 +35,11 @@ class StreamLink(asyncio.Protocol):
         _, link = await asyncio.get_running_loop().create_connection(lambda: cls(name), sock=sock)
         return link
 
+    @property
+    def is_up(self) -> bool:
+        """Whether the other side can still be there."""
+        return self._lost is None
+
     async def hello(self) -> Mapping[str, Any]:
         """The supervisor's first word."""
         said = await asyncio.shield(self._hello)
@@ -66,11 +71,15 @@ class StreamLink(asyncio.Protocol):
         self._tap = sink, lost
         return self._transport.write
 
-    def close(self) -> None:
-        """Break the link; the supervisor ends everything when it notices."""
-        self._fail(SandboxDied(f"sandbox {self.name} has been closed"))
+    def fail(self, error: SandboxError) -> None:
+        """Break the link; the supervisor ends everything when it notices. Everybody who waits gets this error."""
+        self._fail(error)
         if self._transport is not None:
             self._transport.abort()
+
+    def close(self) -> None:
+        """Break the link."""
+        self.fail(SandboxDied(f"sandbox {self.name} has been closed"))
 
     # asyncio.Protocol
 
@@ -86,9 +95,7 @@ class StreamLink(asyncio.Protocol):
         try:
             arrived = self._frames.feed(data)
         except ValueError as error:
-            self._fail(SandboxDied(f"sandbox {self.name} sent something that is no frame: {error}"))
-            if self._transport is not None:
-                self._transport.abort()
+            self.fail(SandboxDied(f"sandbox {self.name} sent something that is no frame: {error}"))
             return
         for header, payload in arrived:
             if "part" in header:

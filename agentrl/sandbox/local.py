@@ -7,10 +7,12 @@ import contextlib
 import json
 import os
 import shutil
+import signal
 import socket
 import subprocess
 import sys
 import tempfile
+from collections.abc import Mapping
 from typing import Any, ClassVar
 
 from agentrl.sandbox import bundle
@@ -19,6 +21,8 @@ from agentrl.sandbox.errors import SandboxUnavailable
 from agentrl.sandbox.link import StreamLink
 
 OPEN_TIMEOUT_S, KILL_TIMEOUT_S = 30.0, 20.0
+END_TIMEOUT_S = 2.0
+"""How long after its link has broken a sandbox may take to end."""
 
 
 class LocalProcess:
@@ -29,9 +33,44 @@ class LocalProcess:
         self.ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self.pid = 0
         """Process id of the supervisor, as this machine sees it."""
+        self._killed = False
+        self.end: Mapping[str, Any] | None = None
+        """What the keeper saw of its end: wait status, and what its control group counted."""
+
+    async def cause(self) -> str | None:
+        """See contract.Process: our own kill, the keeper's end, or a signal that nothing inside can send."""
+        if self._killed:
+            return "it was killed by the program that leased it"
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(END_TIMEOUT_S):
+                await asyncio.shield(self.ended)
+        if not self.ended.done():
+            return self._stopped_from_outside()
+        if self.end is None:
+            return "the keeper of the sandboxes is gone"
+        if not self._backend.shields_supervisor or not os.WIFSIGNALED(self.end["exit"]):
+            return None
+        # Only a process outside its namespace, or the kernel for want of memory, can kill the first one in it.
+        if os.WTERMSIG(self.end["exit"]) != signal.SIGKILL:
+            return None
+        if self.end["oom_kills"] == 0:
+            return "its supervisor was killed from outside the sandbox"
+        return None if self.end["at_limit"] else "the host ran out of memory below the sandbox's own limit"
+
+    def _stopped_from_outside(self) -> str | None:
+        """A supervisor that nothing inside can stop, and that is stopped."""
+        if not self._backend.shields_supervisor:
+            return None
+        try:
+            with open(f"/proc/{self.pid}/stat", "rb") as f:
+                state = f.read().rpartition(b")")[2].split()[0]
+        except OSError:
+            return None
+        return "its supervisor was stopped from outside the sandbox" if state in (b"T", b"t") else None
 
     async def kill(self) -> None:
         """SIGKILL to its PID 1, which takes everything with it; returns when the keeper has cleaned up."""
+        self._killed = True
         if not self.ended.done():
             self._backend.tell({"op": "kill", "box": self.name})
             with contextlib.suppress(TimeoutError):
@@ -45,6 +84,8 @@ class LocalBackend:
     name: ClassVar[str]
     always: ClassVar[frozenset[str]]
     """Promises that the mode makes on every machine where it starts."""
+    shields_supervisor: ClassVar[bool] = True
+    """Whether the kernel keeps every signal of what runs inside from the supervisor (PID 1 of a namespace)."""
     binds_before_it_drops: ClassVar[bool] = True
     """Whether files reach the sandbox whatever directories lie above them."""
 
@@ -183,11 +224,12 @@ class LocalBackend:
                     pending.set_exception(SandboxUnavailable(f"sandbox {name}: {message['error']}"))
                 self._end(name)
             elif "exit" in message:
-                self._end(name)
+                self._end(name, message)
 
-    def _end(self, name: str) -> None:
+    def _end(self, name: str, end: Mapping[str, Any] | None = None) -> None:
         process = self._boxes.pop(name, None)
         if process is not None and not process.ended.done():
+            process.end = end
             process.ended.set_result(None)
 
     def _keeper_is_gone(self) -> None:

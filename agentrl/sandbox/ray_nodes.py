@@ -55,7 +55,13 @@ class Nodes:
 
         here = ray.get_runtime_context().get_node_id()
         urls = [url for node, url in self.urls if node == here] or [url for _, url in self.urls]
-        remote = Sandbox(backend="remote", url=",".join(urls), token_file=self.token_file)
+        remote = Sandbox(
+            backend="remote",
+            url=",".join(urls),
+            token_file=self.token_file,
+            on_death=self.spec.on_death,
+            death_reward=self.spec.death_reward,
+        )
         return from_wire(to_wire(self.spec), remote)
 
     async def stop(self) -> None:

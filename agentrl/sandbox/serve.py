@@ -2,6 +2,7 @@
 
     GET  /v1/health              what this server offers
     POST /v1/lease               body: the spec as JSON; answered with 101, then the supervisor's frames both ways
+    GET  /v1/ended/LEASE         whether that lease's sandbox has ended, and what outside it ended it
 
 Every request carries `Authorization: Bearer TOKEN`. The lease ends with the connection: a client that dies leaves
 nothing behind. There is no encryption: bind it to loopback, or to a network that is yours.
@@ -14,6 +15,7 @@ import contextlib
 import hmac
 import json
 import logging
+import secrets
 from collections.abc import Mapping
 from dataclasses import fields, replace
 from pathlib import Path
@@ -31,8 +33,13 @@ log = logging.getLogger(__name__)
 MAX_BODY = 1 << 16
 REQUEST_TIMEOUT_S = 30.0
 MAX_SPECS = 32
-LOCAL_ONLY = ("backend", "url", "token_file", "run_as", "python", "readonly", "trusted", "image", "runtime")
-"""What a client cannot choose: the server's own spec says it."""
+MAX_ENDED = 10_000
+"""Leases whose end is remembered."""
+LOCAL_ONLY = (
+    "backend", "url", "token_file", "run_as", "python", "readonly", "trusted", "image", "runtime", "on_death",
+    "death_reward",
+)  # fmt: skip
+"""What a client does not ask for: the server's own spec says it, or it concerns the client alone."""
 
 
 def read_token(path: str) -> str:
@@ -86,6 +93,8 @@ class SandboxServer:
         self._pools: dict[Sandbox, SandboxPool] = {}
         self._server: asyncio.Server | None = None
         self._connections: set[asyncio.Task[None]] = set()
+        self._ends: dict[str, tuple[bool, str | None]] = {}
+        """(whether its sandbox has ended, what outside it ended it) of the last leases."""
 
     async def start(self, host: str = "127.0.0.1", port: int = 0) -> str:
         """Try the back-end, listen, and return the URL."""
@@ -130,6 +139,8 @@ class SandboxServer:
                 await _answer(writer, 200, self.health())
             elif (method, path) == ("POST", "/v1/lease"):
                 await self._lease(json.loads(body), reader, writer)
+            elif method == "GET" and (end := self._ends.get(path.removeprefix("/v1/ended/"))) is not None:
+                await _answer(writer, 200, {"ended": end[0], "cause": end[1]})
             else:
                 await _answer(writer, 404, {"error": f"no such thing: {method} {path}"})
         except (ValueError, TimeoutError, asyncio.IncompleteReadError, ConnectionError) as error:
@@ -170,9 +181,13 @@ class SandboxServer:
         task = asyncio.current_task()
         assert task is not None
         ended = asyncio.Event()
+        lease = secrets.token_hex(16)
+        self._ends[lease] = (False, None)
+        while len(self._ends) > MAX_ENDED:
+            del self._ends[next(iter(self._ends))]
         send = link.hand_over(writer.write, ended.set)
         head = "HTTP/1.1 101 Switching Protocols\r\nConnection: Upgrade\r\nUpgrade: agentrl-frames\r\n\r\n"
-        writer.write(head.encode() + frames.pack({"hello": 1, "home": box.home, **box.facts}))
+        writer.write(head.encode() + frames.pack({"hello": 1, "home": box.home, **box.facts, "lease": lease}))
 
         async def forward() -> None:
             with contextlib.suppress(ConnectionError):
@@ -183,6 +198,9 @@ class SandboxServer:
         forwarding = asyncio.create_task(forward())
         try:
             await ended.wait()
+            if not link.is_up:  # else the client has hung up
+                cause = await box._process.cause() if box._process is not None else None
+                self._ends[lease] = (True, cause)
             with contextlib.suppress(ConnectionError):
                 await writer.drain()
         finally:

@@ -64,6 +64,7 @@ class Session:
 
     async def _call(self, code: bytes, limits: Limits) -> ExecResult:
         box, told = self.box, limits.call_limits()
+        box._used = True
         async with box._lock:
             answer, output = await box._call({"op": "call", "session": self._name}, code, told)
         for _ in range(2):

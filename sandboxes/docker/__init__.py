@@ -10,15 +10,18 @@ from __future__ import annotations
 import asyncio
 import atexit
 import contextlib
+import datetime
 import functools
 import itertools
 import json
 import os
+import re
 import socket
 import struct
 import tempfile
 import time
 import weakref
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -109,6 +112,17 @@ class Container:
         self._attached = attached
         self._gone: asyncio.Task[None] | None = None
 
+    async def cause(self) -> str | None:
+        """See contract.Process: what the engine says of the end, or that it says nothing any more."""
+        import docker as sdk
+
+        if self._gone is not None:
+            return "it was removed by the program that leased it"
+        try:
+            return await asyncio.to_thread(self._backend.outside_cause, self.identity)
+        except (sdk.errors.DockerException, OSError) as error:
+            return f"the Docker engine does not answer: {error}"
+
     async def kill(self) -> None:
         """Remove it, with everything in it."""
         if self._gone is None:
@@ -146,6 +160,8 @@ class Backend:
         self._run = f"{run_name()}-{next(_numbers)}"
         self._ulimits: list[Any] = []
         self._podman = self._gvisor = False
+        self._opened = 0
+        """When this back-end was opened, in seconds of the engine's clock."""
         self._doors = False
         """Whether containers can be shown a socket of this machine."""
         if spec.run_as is not None or spec.python is not None:
@@ -198,6 +214,7 @@ class Backend:
             known = (engine_has.get("Runtimes") or {}).get(runtime, {})
             self._gvisor = "runsc" in f"{runtime} {known.get('path', '')} {known.get('runtimeType', '')}"
         self._doors = host.startswith("unix://")
+        self._opened = int(_engine_time(engine_has)) - 1
         self._sweep()
 
     def _sweep(self) -> None:
@@ -229,6 +246,21 @@ class Backend:
                 time.sleep(0.05)
             else:
                 return
+
+    def outside_cause(self, identity: str) -> str | None:
+        """Who asked the engine to end a container; None where nobody did, so that it ended by itself.
+
+        What the engine did for want of memory within the container's limit is no cause from outside.
+        """
+        self.client.ping()
+        wanted = {"type": "container", "container": identity}
+        until = int(_engine_time(self.client.info())) + 1
+        events = self.client.events(since=self._opened, until=until, filters=wanted, decode=True)
+        with contextlib.closing(events):
+            for event in events:
+                if (action := event.get("Action", "")) in ("kill", "stop", "restart", "pause", "checkpoint"):
+                    return f"somebody asked the Docker engine to {action} it"
+        return None
 
     async def start(self, name: str) -> tuple[Container, StreamLink, str]:
         """Create, attach, start; the supervisor's first word tells whether it stands."""
@@ -374,6 +406,15 @@ class Backend:
         self._client.close()
         self._client = None
         _open_backends.discard(self)
+
+
+def _engine_time(info: Mapping[str, Any]) -> float:
+    """The engine's clock, which may be another machine's; ours where it does not say."""
+    text = str(info.get("SystemTime", ""))
+    try:
+        return datetime.datetime.fromisoformat(re.sub(r"\.\d+", "", text).replace("Z", "+00:00")).timestamp()
+    except ValueError:
+        return time.time()
 
 
 @functools.cache

@@ -10,6 +10,7 @@ class Backend(LocalBackend):
 
     name = "process"
     always = frozenset({"environment"})
+    shields_supervisor = False
 
     def promises(self) -> tuple[frozenset[str], frozenset[str]]:
         """See contract.Backend: trusted programs are in no control group."""

@@ -6,7 +6,7 @@ import asyncio
 import itertools
 import json
 import socket
-from typing import Any
+from typing import Any, cast
 from urllib.parse import urlsplit
 
 from agentrl.errors import ConfigError
@@ -17,16 +17,37 @@ from agentrl.sandbox.serve import read_token, to_wire
 
 CONNECT_TIMEOUT_S = 10.0
 ANSWER_TIMEOUT_S = 120.0
+CAUSE_TRIES, CAUSE_PAUSE_S = 20, 0.2
+"""How often a server is asked what ended a sandbox; it may have to look for that itself."""
 
 
 class Lease:
     """One leased sandbox far away: it ends with the connection."""
 
-    def __init__(self, link: StreamLink) -> None:
-        self._link = link
+    def __init__(self, backend: Backend, server: tuple[str, int], number: str, link: StreamLink) -> None:
+        self._backend, self._server, self._number, self._link = backend, server, number, link
+        self._killed = False
+
+    async def cause(self) -> str | None:
+        """See contract.Process: what its server saw, or that the server is gone."""
+        if self._killed:
+            return "it was given back by the program that leased it"
+        where = f"sandbox server {self._server[0]}:{self._server[1]}"
+        for _ in range(CAUSE_TRIES):
+            try:
+                status, body = await self._backend.ask(self._server, "GET", f"/v1/ended/{self._number}")
+            except (OSError, TimeoutError, ValueError) as error:
+                return f"{where} does not answer: {str(error) or 'no answer'}"
+            if status != 200:
+                return f"{where} knows nothing of it: it has been started anew"
+            if body["ended"]:
+                return cast("str | None", body["cause"])
+            await asyncio.sleep(CAUSE_PAUSE_S)
+        return f"the connection to {where} broke"
 
     async def kill(self) -> None:
         """Hang up."""
+        self._killed = True
         self._link.close()
 
 
@@ -50,8 +71,7 @@ class Backend:
         trouble = ""
         for server in self._servers:
             try:
-                status, body, sock = await self._ask(server, "GET", "/v1/health", {})
-                sock.close()
+                status, body = await self.ask(server, "GET", "/v1/health")
             except (OSError, TimeoutError) as error:
                 trouble = f"{server[0]}:{server[1]}: {str(error) or 'no answer'}"
                 continue
@@ -80,12 +100,18 @@ class Backend:
                 except BaseException:  # nobody else would end the lease
                     link.close()
                     raise
-                return Lease(link), link, str(said["home"])
+                return Lease(self, server, str(said["lease"]), link), link, str(said["home"])
             sock.close()
             if status == 400:
                 raise ConfigError(f"sandbox server {server[0]}:{server[1]}: {body.get('error')}")
             trouble.append(f"{server[0]}:{server[1]}: {body.get('error')}")
         raise SandboxUnavailable(f"sandbox {name}: no server could lease one: {'; '.join(trouble)}")
+
+    async def ask(self, server: tuple[str, int], method: str, path: str) -> tuple[int, dict[str, Any]]:
+        """One request without a body: status and JSON of the answer."""
+        status, body, sock = await self._ask(server, method, path, {})
+        sock.close()
+        return status, body
 
     async def _ask(
         self, server: tuple[str, int], method: str, path: str, body: dict[str, Any]

@@ -19,7 +19,7 @@ def say(word):
         ctypes.memmove(int(line.split("-")[0], 16), word, len(word))
     assert lines
 def lie():
-    say(struct.pack("=??BI", True, True, 7, 1000))
+    say(struct.pack("=?BI", True, 7, 1000))
     os.closerange(1, 3)
 """
 

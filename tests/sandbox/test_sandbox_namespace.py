@@ -319,6 +319,7 @@ async def test_where_namespaces_are_forbidden_it_says_so_and_landlock_serves(tmp
 
 async def test_a_stopped_supervisor_is_given_up_on(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("agentrl.sandbox.box.GRACE_S", 0.3)
+    monkeypatch.setattr("agentrl.sandbox.box.PATIENCE_S", 0.1)
     async with SandboxPool(Sandbox(), min_idle=0) as pool:
         box = await pool.acquire()
         process = box._process

@@ -8,6 +8,7 @@ import os
 import signal
 
 from .leftovers import is_stale, run_name
+from .tree import event_count
 
 CONTROLLERS = ("memory", "pids", "cpu")
 
@@ -66,6 +67,14 @@ class Group:
         self.oom_fd = os.open(f"{memory}/{'memory.oom_control' if version == 1 else 'memory.events'}", os.O_RDONLY)
         usage = "memory.usage_in_bytes" if version == 1 else "memory.current"
         self.usage_fd = os.open(f"{memory}/{usage}", os.O_RDONLY)
+
+    def oom_kills(self) -> tuple[int, bool]:
+        """(processes of the group that were killed for want of memory, whether it has been at its limit)."""
+        events = os.pread(self.oom_fd, 4096, 0)
+        if self.version == 2:
+            return event_count(events, b"oom_kill"), event_count(events, b"oom") > 0
+        with open(f"{self.places['memory']}/memory.failcnt", "rb") as f:
+            return event_count(events, b"oom_kill"), int(f.read()) > 0
 
     def add(self, pid: int) -> None:
         """Move a process in."""
@@ -160,6 +169,15 @@ class Groups:
         for base in set(self.bases.values()):
             _remove_run(base)
             _rmdir(os.path.dirname(base))  # stays while somebody else has a run there
+
+
+def host_oom_kills() -> int:
+    """Processes that this machine's kernel has killed for want of memory since it booted."""
+    try:
+        with open("/proc/vmstat", "rb") as f:
+            return event_count(f.read(), b"oom_kill")
+    except OSError:
+        return 0
 
 
 def _write(path: str, text: str) -> None:

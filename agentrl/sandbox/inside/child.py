@@ -5,6 +5,7 @@ from __future__ import annotations
 import _signal  # type: ignore[import-not-found]  # without the enums of `signal`: they cost a fresh child many pages
 import _sitebuiltins
 import builtins
+import contextlib
 import errno
 import gc
 import mmap
@@ -37,9 +38,13 @@ PACKAGE = __name__.rpartition(".")[0]
 CONTROL = 3
 """Where the order arrives; closed before anything foreign runs."""
 
-WORD = struct.Struct("=??BI")
-"""What a child says on the page that it shares with the supervisor: that it has taken the order, so that what
-happens is the program's doing; that this is at its end, with this exit status, having held so many KiB at most."""
+WORD = struct.Struct("=?BI")
+"""What a child writes on the page that it shares with the supervisor: that it has come to its end, with this exit
+status, having held so many KiB at most. A program can write there as well, so nothing else is believed of it."""
+
+ACCEPTED = b"\1"
+"""Sent on the control descriptor once the order has been read: from here on, what happens is the program's doing.
+The descriptor is closed before the program begins, so a program can neither send it nor take it back."""
 
 SESSIONS: Any = None
 """The module `sessions`, which itself needs this one; set there."""
@@ -54,23 +59,38 @@ class Confinement:
         home: str,
         env: dict[str, str],
         limits: dict[str, int],
-        oom_dir: int = -1,
+        oom_fd: int = -1,
         landlock: tuple[list[str], list[str], bool] | None = None,
         seccomp: bytes = b"",
         site: list[str],
     ) -> None:
         self.home, self.env, self.limits = home, env, limits
-        self.oom_dir, self.landlock, self.seccomp, self.site = oom_dir, landlock, seccomp, site
+        self.oom_fd, self.landlock, self.seccomp, self.site = oom_fd, landlock, seccomp, site
+        self.own_oom_score = os.pread(oom_fd, 16, 0).strip() if oom_fd >= 0 else b""
+        self.supervisor = 0
+        """Its process id; set by `prepare`."""
         self.signalled_ends = False
         """Whether the supervisor learns of ended children by signal; a child must not inherit that."""
+        self.fences = kernel.landlock_abi() >= kernel.SIGNAL_SCOPE_ABI
+        """Whether sessions are kept from every process outside them."""
+
+    def fork(self) -> int:
+        """Fork in the supervisor; the child is the first victim when memory runs out, and cannot change that."""
+        if self.oom_fd < 0:
+            return os.fork()
+        os.pwrite(self.oom_fd, b"1000", 0)
+        try:
+            return os.fork()
+        finally:
+            if os.getpid() == self.supervisor:
+                os.pwrite(self.oom_fd, self.own_oom_score, 0)
 
     def apply(self) -> None:
-        """In the child: first victim when memory runs out, limits, and (outside namespaces) the filters."""
-        kernel.prctl(kernel.PR_SET_DUMPABLE, 1)  # the supervisor is not; its own /proc entries must be its own
-        if self.oom_dir >= 0:
-            fd = os.open("self/oom_score_adj", os.O_WRONLY, dir_fd=self.oom_dir)
-            os.write(fd, b"1000")
-            os.close(fd)
+        """In the child: limits, and (outside namespaces) the filters.
+
+        It stays as undumpable as the supervisor, so that nobody can open its memory or its descriptors, until the
+        order is there.
+        """
         limit_resources(self.limits)
         if self.landlock:
             readable, writable, network = self.landlock
@@ -93,6 +113,7 @@ def limit_resources(limits: dict[str, int]) -> None:
 def prepare(confinement: Confinement) -> None:
     """In the supervisor, once: whatever all its children would do alike. A page that a fresh child need not write
     to is a page that need not be copied."""
+    confinement.supervisor = os.getpid()
     os.environ.clear()
     os.environ.update(confinement.env)
     for name in ("exit", "quit"):  # the part of `site` that programs notice
@@ -127,7 +148,10 @@ def _settle(confinement: Confinement, control: int, stdin: int, stdout: int, std
     os.setsid()
     confinement.apply()
     os.closerange(CONTROL + 1, 1 << 20)
-    os.chdir(confinement.home)
+    with contextlib.suppress(
+        OSError
+    ):  # whoever owns it may have forbidden it: it is the supervisor's folder anyway
+        os.chdir(confinement.home)
     _signal.signal(_signal.SIGINT, _signal.default_int_handler)
     if confinement.signalled_ends:
         _signal.set_wakeup_fd(-1)
@@ -143,14 +167,18 @@ def _serve(confinement: Confinement, page: mmap.mmap, scope: dict[str, Any]) -> 
     order = frames.decode(head)
     limit_resources(order["rlimits"])
     kind = order["kind"]
-    page[0] = 1  # from here on, what happens is the program's doing
     if kind in ("bash", "python_session", "sqlite"):
+        kernel.prctl(kernel.PR_SET_DUMPABLE, 1)
+        if confinement.fences:
+            kernel.fence()
         return int(SESSIONS.serve(kind, CONTROL, scope))
+    os.write(CONTROL, ACCEPTED)
     os.close(CONTROL)
     own = os.getpid()
     if kind == "file":
         status = files.perform(order["file"])
     else:
+        kernel.prctl(kernel.PR_SET_DUMPABLE, 1)  # its own /proc entries must be its own
         os.environ.update(order["env"])
         try:
             if order["cwd"] != confinement.home:
@@ -173,7 +201,7 @@ def _say_the_end(page: mmap.mmap, status: int) -> None:
     own, whose processor time only the kernel knows, say nothing.
     """
     if not resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss:
-        WORD.pack_into(page, 0, True, True, status & 0xFF, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)
+        WORD.pack_into(page, 0, True, status & 0xFF, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)
         os.closerange(1, 3)  # the end of both streams is what the supervisor sees
 
 

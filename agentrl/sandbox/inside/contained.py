@@ -49,11 +49,16 @@ def _confine(order: dict[str, Any]) -> tuple[child.Confinement, tree.Meter]:
     os.umask(0o022)
     os.makedirs(home, exist_ok=True)
     os.chdir(home)
-    proc = os.open("/proc", os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        oom_fd = os.open("/proc/self/oom_score_adj", os.O_RDWR | os.O_CLOEXEC)
+    except OSError:
+        oom_fd = -1
     env = keeper.base_env(home, tmp, order["env"])
     if os.environ.get("PATH"):
         env["PATH"] = os.environ["PATH"]
     kernel.drop_privileges(os.getuid(), os.getgid())
+    with contextlib.suppress(OSError):  # without Landlock, a program can make itself a later victim than PID 1
+        kernel.write_only_below([home, tmp, "/dev"])  # not in /proc
     kernel.prctl(kernel.PR_SET_DUMPABLE, 0)
     alone = bool(order["own_kernel"])  # gVisor: it counts no shared memory, and lets PID 1 be killed
     kernel.install_seccomp(kernel.seccomp_filter(network=True, shared_memory=not alone, mortal_init=alone))
@@ -62,7 +67,7 @@ def _confine(order: dict[str, Any]) -> tuple[child.Confinement, tree.Meter]:
         home=home,
         env=env,
         limits=order["rlimits"],
-        oom_dir=proc,
+        oom_fd=oom_fd,
         site=keeper.site_paths() + order["python_path"],
     ), meter
 

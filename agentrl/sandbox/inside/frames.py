@@ -7,7 +7,7 @@ import os
 import struct
 from typing import Any
 
-VERSION = 3
+VERSION = 4
 """Of what the frames of the two sides say; a sandbox server may be of another release."""
 LENGTHS = struct.Struct(">II")
 _encode = json.JSONEncoder(separators=(",", ":")).encode  # made once: json.dumps makes one for every frame

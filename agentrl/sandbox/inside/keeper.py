@@ -58,6 +58,7 @@ class Box:
     def __init__(self, name: str, pid: int, group: cgroups.Group | None, folder: str | None) -> None:
         self.name, self.pid, self.group, self.folder = name, pid, group, folder
         self.pidfd = os.pidfd_open(pid)
+        self.host_oom_kills = cgroups.host_oom_kills() if group is None else 0
 
 
 class Keeper:
@@ -181,13 +182,23 @@ class Keeper:
         if box.folder is not None:
             # Without a pid namespace, what a killed supervisor had below it has become ours.
             tree.kill_except(others, others)
+        oom_kills, at_limit = self.oom_kills(box)
         if box.group is not None:
             box.group.close()
             if not box.group.remove():
                 self.garbage.append(box.group)
         if box.folder is not None:
             leftovers.remove_tree(box.folder)
-        self.tell({"box": box.name, "exit": status})
+        self.tell({"box": box.name, "exit": status, "oom_kills": oom_kills, "at_limit": at_limit})
+
+    def oom_kills(self, box: Box) -> tuple[int, bool]:
+        """(processes killed for want of memory, whether the sandbox's own limit may be why).
+
+        Without a control group nobody counts for a sandbox alone: all kills of the host since it began.
+        """
+        if box.group is not None:
+            return box.group.oom_kills()
+        return cgroups.host_oom_kills() - box.host_oom_kills, True
 
     def close(self) -> None:
         """End every sandbox and leave nothing."""
@@ -256,6 +267,8 @@ def build_jail(order: dict[str, Any], folder: str, uid: int, gid: int) -> tuple[
     proc = jail.build(binds, uid=inner_uid, gid=inner_gid, disk_mb=order["workspace_mb"], inodes=order["inodes"])
     if not order["network"]:
         jail.loopback_up()
+    oom_fd = os.open("self/oom_score_adj", os.O_RDWR | os.O_CLOEXEC, dir_fd=proc)
+    os.close(proc)
     kernel.drop_privileges(inner_uid, inner_gid)
     kernel.prctl(kernel.PR_SET_DUMPABLE, 0)
     kernel.prctl(kernel.PR_SET_PDEATHSIG, signal.SIGKILL)
@@ -269,7 +282,7 @@ def build_jail(order: dict[str, Any], folder: str, uid: int, gid: int) -> tuple[
         home="/workspace",
         env=base_env("/workspace", "/tmp", order["env"]),
         limits=limits,
-        oom_dir=proc,
+        oom_fd=oom_fd,
         site=site_paths() + order["python_path"],
     ), "/workspace"
 

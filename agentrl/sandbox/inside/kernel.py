@@ -270,6 +270,43 @@ def landlock_abi() -> int:
         return 0
 
 
+SIGNAL_SCOPE_ABI = 6
+"""The version of Landlock that keeps signals in (Linux 6.12)."""
+
+WRITE_FILE, REFER = 1 << 1, 1 << 13
+"""Rights of Landlock: to open a file for writing; to move or link it into another directory."""
+
+
+def fence() -> None:
+    """Keep the caller and its children from signaling or opening any process outside (memory, descriptors)."""
+    _restrict(REFER, [("/", REFER)], scopes=2)  # what scopes signals must not forbid moving files about
+
+
+def write_only_below(places: list[str]) -> None:
+    """Let the caller and its children open files for writing below these places only.
+
+    Raises:
+        OSError: this kernel has no Landlock, or one that would forbid moving files between directories (ABI 1).
+    """
+    if landlock_abi() < 2:
+        raise OSError("Landlock ABI 2 is needed")
+    _restrict(WRITE_FILE | REFER, [("/", REFER), *((place, WRITE_FILE) for place in places)])
+
+
+def _restrict(handled: int, rules: list[tuple[str, int]], *, ports: int = 0, scopes: int = 0) -> None:
+    """Take the rights `handled` from the caller and its children, but for (place, rights) below these places."""
+    attr = struct.pack("QQQ", handled, ports, scopes)[: 24 if scopes else 16 if ports else 8]
+    ruleset = syscall("landlock_create_ruleset", attr, len(attr), 0)
+    for place, allowed in rules:
+        fd = os.open(place, os.O_PATH | os.O_CLOEXEC)
+        # Of these rights a plain file knows execute, write_file, read_file, truncate and ioctl_dev.
+        rights = allowed if os.path.isdir(place) else allowed & 0b1100000000000111
+        syscall("landlock_add_rule", ruleset, 1, struct.pack("=Qi", rights, fd), 0)
+        os.close(fd)
+    syscall("landlock_restrict_self", ruleset, 0)
+    os.close(ruleset)
+
+
 def landlock(readable: list[str], writable: list[str], *, network: bool) -> None:
     """Confine the caller and its children to these paths; no TCP, no outside signals or abstract sockets.
 
@@ -277,19 +314,9 @@ def landlock(readable: list[str], writable: list[str], *, network: bool) -> None
         OSError: Landlock is missing or older than ABI 6 (Linux 6.12), which scopes signals.
     """
     abi = landlock_abi()
-    if abi < 6:
-        raise OSError(f"Landlock ABI {abi}: at least 6 is needed")
+    if abi < SIGNAL_SCOPE_ABI:
+        raise OSError(f"Landlock ABI {abi}: at least {SIGNAL_SCOPE_ABI} is needed")
     every = (1 << 16) - 1
     read = 0b1101  # execute, read_file, read_dir
-    attr = struct.pack("QQQ", every, 0 if network else 3, 3)
-    ruleset = syscall("landlock_create_ruleset", attr, len(attr), 0)
-    for paths, access in ((readable, read), (writable, every)):
-        for path in paths:
-            fd = os.open(path, os.O_PATH | os.O_CLOEXEC)
-            # Of these rights a plain file knows execute, write_file, read_file, truncate and ioctl_dev.
-            allowed = access if os.path.isdir(path) else access & 0b1100000000000111
-            rule = struct.pack("=Qi", allowed, fd)
-            syscall("landlock_add_rule", ruleset, 1, rule, 0)
-            os.close(fd)
-    syscall("landlock_restrict_self", ruleset, 0)
-    os.close(ruleset)
+    rules = [(path, read) for path in readable] + [(path, every) for path in writable]
+    _restrict(every, rules, ports=0 if network else 3, scopes=3)

@@ -62,7 +62,7 @@ class Program:
         self.stdout, stdout_w = os.pipe2(os.O_CLOEXEC)
         self.stderr, stderr_w = os.pipe2(os.O_CLOEXEC)
         try:
-            self.pid = os.fork()
+            self.pid = confinement.fork()
         except OSError:
             for fd in (stdin_r, stdout_w, stderr_w, self.stdin, self.stdout, self.stderr):
                 os.close(fd)
@@ -105,9 +105,16 @@ class Program:
             if self.status is None:
                 tree.kill(self.pid)
 
-    def word(self) -> tuple[bool, bool, int, int]:
+    def word(self) -> tuple[bool, int, int]:
         """What it says of itself; see child.WORD."""
         return child.WORD.unpack_from(self.page)
+
+    def has_accepted(self) -> bool:
+        """Whether it took its order, by the one word that the order's program cannot say or take back."""
+        try:
+            return self.control.recv(1) == child.ACCEPTED
+        except OSError:
+            return False
 
     def is_alive(self) -> bool:
         """Whether it runs; collects it when not."""

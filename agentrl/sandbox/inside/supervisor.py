@@ -20,11 +20,17 @@ from . import child, frames, tree
 from .program import READ_SIZE, Call, Limits, Program, Tail
 
 INTERRUPT_GRACE_S = 0.3
+STATUSES = frozenset(b"%d" % status for status in range(256))
+"""What a session can say of a call; anything else is nonsense, and the session is over."""
 WATCH_EVERY_S = 0.02
 SPARE_AFTER_MS = 2
 """A new spare waits so long: whoever got an answer goes first, and an order that comes at once needs none."""
 QUICK_S = 0.001
 """The output of a call that ends within this time is looked at once, at its end; that of others as it comes."""
+
+
+class LinkLost(Exception):
+    """The other side is gone, or the time to live is over."""
 
 
 class Supervisor:
@@ -50,6 +56,8 @@ class Supervisor:
         self.call: Call | None = None
         self.sessions: dict[str, Program] = {}
         self.spare_is_wanted = False
+        self.used = False
+        """Whether a program has run here: from then on, what fails is an outcome of its calls and no fault."""
         self.cpu_s = 0.0
         self.limits: Limits = (0.0, 0, 0, 0)
         """What calls are held to: told with the first one, and with each that differs from the one before."""
@@ -73,21 +81,56 @@ class Supervisor:
             while True:
                 if self.call is not None and self.call.session is not None and self.call.is_quick:
                     tree.linger(self.poll)
-                for fd, _ in self.poll.poll(self._timeout_ms()):
-                    handler = self.handlers.get(fd)
-                    if handler is not None:
-                        handler()
-                self._on_time()
-                if self.spare is None and self.call is None and self.spare_is_wanted:
-                    if self.poll.poll(SPARE_AFTER_MS):
-                        continue
-                    with contextlib.suppress(OSError):  # the sandbox may be full of a session's jobs
-                        self.spare = Program(self.confinement)
-        except (EOFError, BrokenPipeError, ConnectionResetError):
+                try:
+                    self._turn()
+                except LinkLost:
+                    raise
+                except Exception as error:  # of ours, or something a program has brought about: the call is over
+                    self._mishap(error)
+        except LinkLost:
             pass
         finally:
             tree.kill_all(self.owns_all)
             os._exit(0)
+
+    def _turn(self) -> None:
+        """Wait, and handle what has come."""
+        for fd, _ in self.poll.poll(self._timeout_ms()):
+            handler = self.handlers.get(fd)
+            if handler is not None:
+                handler()
+        self._on_time()
+        if self.spare is None and self._wants_spare() and not self.poll.poll(SPARE_AFTER_MS):
+            with contextlib.suppress(OSError):  # the sandbox may be full of a session's jobs
+                self.spare = Program(self.confinement)
+
+    def _wants_spare(self) -> bool:
+        """Whether a spare should wait; with sessions around, only where the kernel protects it from them."""
+        return self.spare_is_wanted and self.call is None and (self.confinement.fences or not self.sessions)
+
+    def _mishap(self, error: Exception) -> None:
+        """After an exception: end all that runs here and answer the call. The sandbox itself goes on."""
+        call, self.call = self.call, None
+        self.used = self.used or (call is not None and (call.session is not None or call.program.has_accepted()))
+        programs = {call.program} if call is not None else set()
+        programs |= {*self.sessions.values(), *([self.spare] if self.spare is not None else [])}
+        self.sessions.clear()
+        self.spare = None
+        for program in programs:
+            self._unwatch_program(program)
+        tree.kill_all(self.owns_all)
+        tree.reap([])
+        for program in programs:
+            program.close()
+        if call is not None:
+            self._refuse(call.id, f"{type(error).__name__}: {error}", lost=call.session is not None)
+
+    def _still(self, number: int) -> None:
+        """Stop (SIGSTOP) what sessions run during a file operation, or let it go on (SIGCONT), where nothing else
+        keeps their hands off the child that does it."""
+        if self.sessions and self.owns_all and not self.confinement.fences:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(-1, number)
 
     def _watch(self, fd: int, handler: Callable[[], None], events: int = select.POLLIN) -> None:
         self.poll.register(fd, events)
@@ -138,7 +181,7 @@ class Supervisor:
     def _on_time(self) -> None:
         now = time.monotonic()
         if now >= self.expires:
-            raise EOFError("time to live")
+            raise LinkLost("time to live")
         call = self.call
         if call is None:
             return
@@ -154,14 +197,31 @@ class Supervisor:
 
     def send(self, header: frames.Header, payload: bytes = b"") -> None:
         """One frame to the outside; waits while the outside does not read."""
-        frames.write_all(self.link_out, frames.pack(header, payload))
+        self._write(frames.pack(header, payload))
+
+    def _write(self, frame: bytes) -> None:
+        try:
+            frames.write_all(self.link_out, frame)
+        except OSError as error:
+            raise LinkLost(str(error)) from None
 
     def _receive(self) -> None:
-        data = os.read(self.link_in, READ_SIZE)
+        try:
+            data = os.read(self.link_in, READ_SIZE)
+        except OSError:
+            data = b""
         if not data:
-            raise EOFError("the other side is gone")
+            raise LinkLost("the other side is gone")
         for header, payload in self.reader.feed(data):
-            self._handle(header, payload)
+            try:
+                self._handle(header, payload)
+            except LinkLost:
+                raise
+            except Exception as error:
+                self._mishap(error)  # answers the call, if that is what failed
+                if header["op"] != "call":
+                    fault = f"{header['op']}: {type(error).__name__}: {error}"
+                    self.send({"id": header["id"], "fault": fault, "used": self.used})
 
     def _handle(self, header: frames.Header, payload: bytes) -> None:
         op = header["op"]
@@ -222,10 +282,13 @@ class Supervisor:
                 program.order(frames.pack_raw(b"%d" % header["id"], payload))
             self._prepare(program, Call(header, program, b"", self.limits))  # while it works already
             return
+        if header.get("stream"):
+            self._still(signal.SIGSTOP)
         try:
             program = self._take_spare()
         except OSError as error:
-            self._refuse(header["id"], error)
+            self._still(signal.SIGCONT)
+            self._refuse(header["id"], f"cannot start a process: {error.strerror}")
             return
         size = header["order_bytes"]
         self._launch(Call(header, program, payload[size:], self.limits), payload[:size])
@@ -241,11 +304,18 @@ class Supervisor:
                 output.add(program.late[name].whole())
                 program.late[name] = Tail(1 << 16)
 
-    def _refuse(self, number: int, error: OSError) -> None:
-        """There is no room for another process, by the doing of what runs here: the answer a shell would give."""
-        text = f"sandbox: cannot start a process: {error.strerror}\n".encode()
-        report = frames.REPORT.pack(number, 0, 0, 126, 0, len(text), 0.0, 0.0, 0, self.meter.end(), 0)
-        frames.write_all(self.link_out, frames.pack_raw(report, text))
+    def _refuse(self, number: int, why: str, lost: bool = False) -> None:
+        """Answer a call that could not be carried out: as a shell would, by the doing of what runs here.
+
+        Before any program has run, it is the sandbox's own fault.
+        """
+        if not self.used:
+            self.send({"id": number, "fault": why})
+            return
+        text = f"sandbox: {why}\n".encode("utf-8", "replace")
+        flags = frames.LOST if lost else 0
+        report = frames.REPORT.pack(number, 0, flags, 126, 0, len(text), 0.0, 0.0, 0, self.meter.end(), 0)
+        self._write(frames.pack_raw(report, text))
 
     def _launch(self, call: Call, order: bytes) -> None:
         """Hand a fresh call to its program."""
@@ -324,8 +394,8 @@ class Supervisor:
         """stderr, which is closed last, has ended. A program that says it has come to its end has nothing more to
         do: with nobody else about, it is answered for before it is waited for."""
         program = call.program
-        accepted, ended, status, max_rss_kb = program.word()
-        if not (accepted and ended) or call.verdict is not None or program.status is not None:
+        ended, status, max_rss_kb = program.word()
+        if not ended or call.verdict is not None or program.status is not None:
             return
         if call.session is None and self.owns_all and not self.sessions and tree.everybody() == {1, program.pid}:
             try:
@@ -450,7 +520,7 @@ class Supervisor:
             for fd, _ in program.outputs.poll(0):
                 self._drain(program, "stdout" if fd == program.stdout else "stderr", everything=True)
         oom_kills = self.meter.end()
-        unstarted = session is None and not program.word()[0] and not oom_kills and call.verdict is None
+        unstarted = session is None and not program.has_accepted() and not oom_kills and call.verdict is None
         if unstarted and os.WIFSIGNALED(program.status or 0) and not call.retried:
             # Somebody killed the spare before it took the order: nothing of the order has happened.
             program.close()
@@ -459,13 +529,17 @@ class Supervisor:
             self._launch(again, call.order)
             return
         self.call = None
+        is_file = bool(call.header.get("stream"))
+        if is_file:
+            self._still(signal.SIGCONT)
         if session is not None and lost:
             self._close_session(session)
         if unstarted:
             text = call.err.whole().decode("utf-8", "replace").strip()
-            self.send({"id": call.id, "fault": f"the program could not be started: {text or 'no word from it'}"})
+            self._refuse(call.id, f"the program could not be started: {text or 'no word from it'}")
         else:
-            frames.write_all(self.link_out, self._report(call, status, lost, oom_kills, reaped))
+            self.used = self.used or not is_file
+            self._write(self._report(call, status, lost, oom_kills, reaped))
         if session is not None and not lost:
             self._watch_output(program)
         if early:
@@ -479,7 +553,7 @@ class Supervisor:
         """(exit status in the coding of wait, whether the session is over)."""
         line = call.answer.partition(b"\n")[0].split()
         program = call.program
-        if program.status is None and len(line) == 2 and line[0] == b"%d" % call.id and line[1].isdigit():
+        if program.status is None and len(line) == 2 and line[0] == b"%d" % call.id and line[1] in STATUSES:
             return int(line[1]) << 8, False
         if program.status is None:
             for pid in tree.below(program.pid):

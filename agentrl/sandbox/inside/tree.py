@@ -208,7 +208,8 @@ class Meter:
         now = self._events()
         if now == self._before:  # nearly always: nothing to count
             return self._seen_over
-        return max(0, _oom_kills(now) - _oom_kills(self._before)) + self._seen_over
+        killed = event_count(now, b"oom_kill") - event_count(self._before, b"oom_kill")
+        return max(0, killed) + self._seen_over
 
     def over(self) -> bool:
         """Whether the tree holds more than it may, right now."""
@@ -251,9 +252,10 @@ class Meter:
         return os.pread(self.oom_fd, 4096, 0) if self.oom_fd >= 0 else b""
 
 
-def _oom_kills(events: bytes) -> int:
+def event_count(events: bytes, wanted: bytes) -> int:
+    """A number of a file of the kernel with lines `name number`; 0 where there is none of that name."""
     for line in events.split(b"\n"):
         name, _, value = line.partition(b" ")
-        if name == b"oom_kill":
+        if name == wanted:
             return int(value)
     return 0
