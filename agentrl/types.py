@@ -125,7 +125,9 @@ class StopReason(StrEnum):
     CONTEXT_FULL = "context_full"
     """The next turn would not fit into the model's context."""
     TOKEN_BUDGET = "token_budget"
-    """The tokens of all turns together reached `token_budget`, or a completion was cut at its limit."""
+    """The tokens of all turns together reached `token_budget`."""
+    MAX_TOKENS = "max_tokens"
+    """A completion was cut at `max_tokens`."""
     TOOL_CALL_LIMIT = "tool_call_limit"
     """The policy asked for more calls than an episode may make."""
     MAX_TURNS = "max_turns"
@@ -137,6 +139,7 @@ LIMITS = frozenset(
         StopReason.TIMEOUT,
         StopReason.CONTEXT_FULL,
         StopReason.TOKEN_BUDGET,
+        StopReason.MAX_TOKENS,
         StopReason.TOOL_CALL_LIMIT,
         StopReason.MAX_TURNS,
     }

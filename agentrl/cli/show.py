@@ -14,10 +14,13 @@ if TYPE_CHECKING:
 def show(
     run: Annotated[Path, typer.Argument(metavar="RUN", help="A run folder.", show_default=False)],
     step: Annotated[
-        int | None, typer.Option(help="Which step; the last one by default.", show_default=False)
+        int | None,
+        typer.Option(help="Which step. [default: the last one, or that of --episode]", show_default=False),
     ] = None,
     worst: Annotated[bool, typer.Option("--worst", help="Failed and lowest-scoring episodes first.")] = False,
-    episode: Annotated[str | None, typer.Option(help="One episode by its id.", show_default=False)] = None,
+    episode: Annotated[
+        str | None, typer.Option(help="One episode by its id, e.g. s12/g0/e3.", show_default=False)
+    ] = None,
     num: Annotated[int, typer.Option("--num", "-n", min=0, help="Episodes shown in full.")] = 3,
 ) -> None:
     """Read what the policy said, what the tools answered and what each episode scored."""
@@ -33,10 +36,11 @@ def show(
         what = "no run folder" if not (run / "config.yaml").is_file() else "has no episodes yet"
         raise CheckpointError(f"{run}: {what}")
     chosen = steps[-1] if step is None else step
-    records = read_records(run, chosen)
     if episode is not None:
-        records, num = _named(records, episode, f"step {chosen} of {run}"), 1
-    elif worst:
+        records, num = _named(run, episode, steps if step is None else [step]), 1
+    else:
+        records = read_records(run, chosen)
+    if worst:
         records = worst_first(records)
     if episode is None:
         console.print(f"[bold]step {chosen}[/bold] of {steps[0]} to {steps[-1]}: {len(records)} episodes\n")
@@ -50,15 +54,23 @@ def show(
         console.print(episode_text(record))
 
 
-def _named(records: list[EpisodeRecord], name: str, where: str) -> list[EpisodeRecord]:
+def _named(run: Path, name: str, steps: list[int]) -> list[EpisodeRecord]:
+    """The episode of this id; the step in its name (s12/...) is read first, then later steps before earlier."""
     import difflib
+    import re
 
     from agentrl.errors import ConfigError
+    from agentrl.records import read_records
 
-    found = [record for record in records if record.episode.id == name]
-    if not found:
-        ids = [record.episode.id for record in records]
-        near = difflib.get_close_matches(name, ids, n=1, cutoff=0.3) or ids[:1]
-        hint = f"; did you mean {near[0]!r}?" if near else ""
-        raise ConfigError(f"--episode {name}: {where} has no such episode{hint}")
-    return found
+    said = re.match(r"s(\d+)/", name)
+    likely = int(said[1]) if said else steps[-1]
+    ids: list[str] = []
+    for step in sorted(steps, key=lambda step: (step != likely, -step)):
+        records = read_records(run, step)
+        if found := [record for record in records if record.episode.id == name]:
+            return found
+        ids = ids or [record.episode.id for record in records]
+    near = difflib.get_close_matches(name, ids, n=1, cutoff=0.3) or ids[:1]
+    hint = f"; did you mean {near[0]!r}?" if near else ""
+    where = f"not in step {steps[0]}" if len(steps) == 1 else "not in any step"
+    raise ConfigError(f"--episode {name}: {where} of {run}{hint}")

@@ -182,6 +182,8 @@ def _evaluate(
     if done is not None:
         reporter.note(f"this evaluation is complete in {os.path.relpath(store.path)}; --fresh plays it again")
         return done
+    reporter.phase("start")
+    reporter.within("reading tasks")
     content = load_content(config.model_copy(update={"warmup": None}))  # demonstrations are not needed
     found = content.held_out_tasks if spec.split == "held_out" else content.train_tasks
     chosen = found[: spec.tasks]
@@ -257,6 +259,7 @@ async def _play(
         quiet_transformers()
         renderer = load_renderer(config, directory)
         check_renderer(renderer, directory)
+        progress.reporter.within("loading the model" if config.engine.kind == "local" else "starting servers")
         engine = await make_engine(config, directory)
         try:
             content = await fitting(content, config, renderer, engine.max_context, progress.reporter)

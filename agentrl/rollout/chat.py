@@ -70,7 +70,8 @@ class ChatPlayer:
             turn = Turn(message, (), 0.0, reply.finish, reply.completion_tokens, reply.seconds, 0.0)
             if reply.finish == "length":
                 progress.turns.append(turn)
-                progress.stop = StopReason.TOKEN_BUDGET
+                cut_by_budget = room < limits.max_tokens
+                progress.stop = StopReason.TOKEN_BUDGET if cut_by_budget else StopReason.MAX_TOKENS
                 return
             observed = await step_env(env, turn, progress, limits.max_turns)
             messages += observed

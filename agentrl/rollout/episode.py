@@ -141,4 +141,6 @@ def _room(player: Player, used: int) -> tuple[int, StopReason]:
     limits = player.limits
     by_context, by_budget = player.engine.max_context - used, limits.token_budget - used
     room = min(limits.max_tokens, by_context, by_budget)
-    return room, StopReason.CONTEXT_FULL if by_context <= max(room, 0) else StopReason.TOKEN_BUDGET
+    if by_context <= max(room, 0):
+        return room, StopReason.CONTEXT_FULL
+    return room, StopReason.TOKEN_BUDGET if by_budget <= max(room, 0) else StopReason.MAX_TOKENS

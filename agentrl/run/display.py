@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import itertools
 import shlex
+import sys
+import textwrap
+import threading
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
-from typing import Self
+from typing import IO, Self
 
 from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
 from rich.live import Live
@@ -17,7 +20,9 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
+from agentrl.run.notes import Notes
 from agentrl.run.report import Reporter, Summary
+from agentrl.run.terminal import TerminalGuard
 
 
 class Display(Reporter):
@@ -61,6 +66,10 @@ class Progress:
     """When the newest unit was done."""
     before: int = 0
     """Units done before this process began the phase (a resumed run)."""
+    doing: str = ""
+    """What is being done inside of the current unit."""
+    part: tuple[int, int | None] = (0, None)
+    """How much of that is done, and of how much."""
     metrics: dict[str, float] = field(default_factory=dict)
     solved: list[float] = field(default_factory=list)
     held_out: float | None = None
@@ -69,10 +78,16 @@ class Progress:
         """Start a phase."""
         self.name, self.total, self.done, self.before = name, total, done, done
         self.started, self.metrics, self.solved = self.clock(), {}, []
+        self.doing, self.part = "", (0, None)
+
+    def within(self, doing: str, done: int, total: int | None) -> None:
+        """Note what is being done inside of the current unit."""
+        self.doing, self.part = doing, (done, total)
 
     def advance(self, metrics: Mapping[str, float]) -> None:
         """Count one unit; metrics that are not given keep their last value."""
         self.done += 1
+        self.doing, self.part = "", (0, None)
         self.latest = self.clock()
         self.metrics.update(metrics)
         if "solved" in metrics:
@@ -88,8 +103,15 @@ class Progress:
         return max(left - (self.clock() - self.latest), 0.0)
 
     def count(self) -> str:
-        """`12/120`, or `12` where the end is open."""
-        return f"{self.done}" if self.total is None else f"{self.done}/{self.total}"
+        """`12/120`, `12` where the end is open, nothing in a phase that has no units."""
+        if self.total is None:
+            return f"{self.done}" if self.done else ""
+        return f"{self.done}/{self.total}"
+
+    def now(self) -> str:
+        """`episodes 12/64`: what is being done inside of the current unit."""
+        done, total = self.part
+        return self.doing + ("" if total is None else f" {done}/{total}")
 
     def rewards(self) -> dict[str, float]:
         """The mean of each reward, by its name; empty where the only one is the whole reward."""
@@ -123,32 +145,75 @@ def sparkline(values: list[float], width: int) -> str:
 # --- plain lines -----------------------------------------------------------------------------------------------
 
 
+SHOWN = ("loss", "kl", "lr", "grad_norm", "entropy")
+"""Metrics of the update that are shown, in this order."""
+
+
+def update_metrics(metrics: Mapping[str, float]) -> list[tuple[str, str]]:
+    """What the update reported, by its name."""
+    return [(name.replace("_", " "), f"{metrics[name]:.3g}") for name in SHOWN if name in metrics]
+
+
 LINE_EVERY_S = 5.0
 """Units that are no training steps, such as those of a warm-up, get a line at most this often."""
+QUIET_S = 30.0
+"""After so long without a line, one says what is being done."""
 
 
 class PlainDisplay(Display):
-    """One line for each step that has something to say; no colour, no cursor movement."""
+    """One line for each step that has something to say; no color, no cursor movement."""
 
     def __init__(self, console: Console, *, again: str, clock: Callable[[], float] = time.monotonic) -> None:
         self.console, self.again = console, again
         self.progress = Progress(clock)
-        self._said = 0.0
+        self._said = clock()
+        self._notes = Notes()
+        self._ended = threading.Event()
+
+    def __enter__(self) -> Self:
+        threading.Thread(target=self._watch, name="agentrl-display", daemon=True).start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """End with the notes that came more than once."""
+        self._ended.set()
+        self._count_notes()
 
     def phase(self, name: str, total: int | None = None, done: int = 0) -> None:
         """Announce the phase."""
         self.progress.begin(name, total, done)
-        self._said = self.progress.started
-        size = f", {total} to do" if total is not None and not done else ""
-        self._line(f"{name}: begins{size}" if not done else f"{name}: goes on after {self.progress.count()}")
+        if done:
+            self._line(f"{name}: resumes after {self.progress.count()}")
+        else:
+            self._line(f"{name}: begins" + (f", {total} to do" if total is not None else ""))
+
+    def within(self, doing: str, done: int = 0, total: int | None = None) -> None:
+        """Write what is done in a phase without units; otherwise it shows only where it takes long."""
+        self.progress.within(doing, done, total)
+        if self.progress.total is None and not done:
+            self._line(f"{self.progress.name}: {doing}")
+
+    def remind(self) -> None:
+        """Write what is being done, where nothing was written for long."""
+        progress = self.progress
+        if progress.clock() - self._said >= QUIET_S and progress.name:
+            parts = [f"{progress.name} {progress.count()}".strip(), progress.now()]
+            so_far = f"{duration(progress.clock() - max(progress.latest, progress.started))} so far"
+            self._line(": ".join(part for part in parts if part) + f", {so_far}")
+
+    def _watch(self) -> None:
+        while not self._ended.wait(1.0):
+            self.remind()
 
     def step(self, metrics: Mapping[str, float]) -> None:
-        """Write the line of a step; a unit without metrics is only counted."""
+        """Write the line of a step; units that are no training steps share one."""
         progress = self.progress
         progress.advance(metrics)
         last, waited = progress.done == progress.total, progress.latest - self._said >= LINE_EVERY_S
-        if metrics and (last or waited or not metrics.keys().isdisjoint(("reward", "solved", "held_out"))):
-            self._said = progress.latest
+        news = not metrics.keys().isdisjoint(("reward", "solved", "held_out"))
+        if waited or news or (last and metrics):
             self._line(self.line(metrics))
 
     def line(self, metrics: Mapping[str, float]) -> str:
@@ -161,7 +226,7 @@ class PlainDisplay(Display):
         if "reward" in metrics:
             parts.append(f"reward {metrics['reward']:.3f}")
         parts += [f"{name} {value:.3f}" for name, value in self.progress.rewards().items()]
-        parts += [f"{key} {metrics[key]:.4g}" for key in ("loss", "kl") if key in metrics]
+        parts += [f"{name} {value}" for name, value in update_metrics(metrics)]
         if "tokens_per_s" in metrics:
             parts.append(f"{metrics['tokens_per_s']:,.0f} tokens/s")
         left = self.progress.seconds_left()
@@ -170,14 +235,21 @@ class PlainDisplay(Display):
         return "  ".join(parts)
 
     def note(self, text: str) -> None:
-        """Write the note on its own line."""
-        self._line(f"note: {text}")
+        """Write the note on its own line, the first time."""
+        if self._notes.add(text):
+            self._line(f"note: {text}")
 
     def done(self, summary: Summary) -> None:
         """Write the summary."""
-        self.console.print(summary_text(summary, again=self.again), soft_wrap=True)
+        self._count_notes()
+        self.console.print(summary_text(summary, again=self.again, columns=self.console.width), soft_wrap=True)
+
+    def _count_notes(self) -> None:
+        for text in self._notes.untold():
+            self._line(f"note: {text}")
 
     def _line(self, text: str) -> None:
+        self._said = self.progress.clock()
         self.console.print(Text(text), soft_wrap=True)
 
 
@@ -194,8 +266,13 @@ class LiveDisplay(Display):
         self.progress = Progress(clock)
         self.began = clock()
         self._live: Live | None = None
+        self._notes = Notes()
+        self._guard = TerminalGuard(self._from_others)
+        self._own: IO[str] | None = None
 
     def __enter__(self) -> Self:
+        if self.console.file in (sys.stdout, sys.stderr) and (terminal := self._guard.start()) is not None:
+            self._own, self.console.file = self.console.file, terminal
         self._live = Live(self, console=self.console, refresh_per_second=4, transient=True)
         self._live.start()
         return self
@@ -203,10 +280,16 @@ class LiveDisplay(Display):
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """Clear the screen's lines and give the cursor back."""
+        """Clear the screen's lines and give the cursor and the terminal back."""
         if self._live is not None:
             self._live.stop()
             self._live = None
+            self._guard.stop()
+            if self._own is not None:
+                self.console.file.close()
+                self.console.file, self._own = self._own, None
+            for text in self._notes.untold():
+                self._note(text)
 
     def phase(self, name: str, total: int | None = None, done: int = 0) -> None:
         """The bar starts anew; the phase before it leaves its last line above."""
@@ -214,18 +297,30 @@ class LiveDisplay(Display):
             self.console.print(Text(self._left_behind(), style="dim"))
         self.progress.begin(name, total, done)
 
+    def within(self, doing: str, done: int = 0, total: int | None = None) -> None:
+        """Show it below the bar."""
+        self.progress.within(doing, done, total)
+
     def step(self, metrics: Mapping[str, float]) -> None:
         """Move the bar and show the metrics."""
         self.progress.advance(metrics)
 
     def note(self, text: str) -> None:
-        """Scroll the note past above the screen."""
+        """Scroll the note past above the screen, the first time; then its count is on the screen."""
+        if self._notes.add(text):
+            self._note(text)
+
+    def _note(self, text: str) -> None:
         self.console.print(Text("note: ", style="yellow").append(text, style="default"))
 
     def done(self, summary: Summary) -> None:
         """Close the screen and print the summary."""
         self.__exit__(None, None, None)
-        self.console.print(summary_text(summary, again=self.again), soft_wrap=True)
+        self.console.print(summary_text(summary, again=self.again, columns=self.console.width), soft_wrap=True)
+
+    def _from_others(self, line: str) -> None:
+        """What child processes and libraries print scrolls past as well."""
+        self.console.print(Text.from_ansi(line, style="dim"), soft_wrap=True)
 
     def _left_behind(self) -> str:
         solved = self.progress.metrics.get("solved", self.progress.metrics.get("held_out"))
@@ -243,20 +338,25 @@ class LiveDisplay(Display):
         left = progress.seconds_left()
         head = Table.grid(padding=(0, 2))
         head.add_row(
-            Text(self.name, style="bold"),
-            Text(f"{progress.name} {progress.count()}"),
-            ProgressBar(total=progress.total, completed=progress.done, width=max(min(width - 60, 40), 8)),
-            Text(f"{duration(left)} left" if left is not None else "", style="cyan"),
-            Text(f"{duration(progress.clock() - self.began)} so far", style="dim"),
+            Text(self.name, style="bold", no_wrap=True, overflow="ellipsis"),
+            Text(f"{progress.name} {progress.count()}".strip(), no_wrap=True),
+            ProgressBar(total=progress.total, completed=progress.done, width=max(min(width - 60, 40), 8))
+            if progress.total is not None
+            else Text(""),
+            Text(f"{duration(left)} left" if left is not None else "", style="cyan", no_wrap=True),
+            Text(f"{duration(progress.clock() - self.began)} so far", style="dim", no_wrap=True),
         )
         body = Table.grid(padding=(0, 2))
         for row in self._rows(width):
             body.add_row(*row)
-        return Group(head, body)
+        repeated = [
+            Text(f"  {text}", style="yellow", no_wrap=True, overflow="ellipsis") for text in self._notes.repeated()
+        ]
+        return Group(head, body, *repeated[-3:])
 
     def _rows(self, width: int) -> list[tuple[Text, Text, Text]]:
         progress, metrics = self.progress, self.progress.metrics
-        rows = []
+        rows = [(Text("  now"), Text(progress.now()), Text(""))] if progress.doing else []
         if "solved" in metrics:
             curve = Text(sparkline(progress.solved, max(min(width - 40, 60), 8)), style="green")
             rows.append((Text("  solved"), Text(percent(metrics["solved"]), style="bold green"), curve))
@@ -265,6 +365,7 @@ class LiveDisplay(Display):
         if "reward" in metrics:
             rows.append((Text("  reward"), Text(f"{metrics['reward']:.3f}"), Text("")))
         rows += [(Text(f"    {n}"), Text(f"{v:.3f}"), Text("")) for n, v in progress.rewards().items()]
+        rows += [(Text(f"  {name}"), Text(value), Text("")) for name, value in update_metrics(metrics)]
         if "tokens_per_s" in metrics:
             rows.append((Text("  tokens/s"), Text(f"{metrics['tokens_per_s']:,.0f}"), Text("")))
         return rows
@@ -273,8 +374,11 @@ class LiveDisplay(Display):
 # --- the end ---------------------------------------------------------------------------------------------------
 
 
-def summary_text(summary: Summary, *, again: str) -> Text:
-    """The end of a run for people: what came out, what went wrong how often, where it is, what to run next."""
+def summary_text(summary: Summary, *, again: str, columns: int = 100) -> Text:
+    """The end of a run for people: what came out, what went wrong how often, where it is, what to run next.
+
+    Remarks are wrapped at `columns`; commands are not.
+    """
     run = _short(summary.run)
     phases = [f"training {duration(summary.train_seconds)}"]
     if summary.warmup_seconds >= 0.5:
@@ -299,7 +403,11 @@ def summary_text(summary: Summary, *, again: str) -> Text:
     width = max(len(value) for name, value, remark, _ in rows if remark)
     for name, value, remark, style in rows:
         line = Text(f"  {name:<16}").append(value, style=style)
-        lines.append(line.append(" " * (width + 2 - len(value))).append(remark, style="dim") if remark else line)
+        if remark:
+            indent = " " * (len(line) + width + 2 - len(value))
+            wrapped = textwrap.wrap(remark, max(columns - len(indent) - 1, 20))
+            line.append(" " * (width + 2 - len(value))).append(f"\n{indent}".join(wrapped), style="dim")
+        lines.append(line)
 
     named = shlex.quote(run)
     commands = [(f"agentrl show {named} --worst", "read its worst episodes")]
@@ -308,9 +416,10 @@ def summary_text(summary: Summary, *, again: str) -> Text:
     elif summary.held_out_after is not None:
         commands.insert(0, (f"agentrl eval {named}", "play its held-out tasks"))
     width = max(len(command) for command, _ in commands)
+    beside = 7 + width + 2 + max(len(remark) for _, remark in commands) < columns
     for lead, (command, remark) in zip(("\nnext:  ", "       "), commands, strict=False):
-        line = Text(lead).append(f"{command:<{width}}", style="bold")
-        lines.append(line.append(f"  {remark}", style="dim"))
+        line = Text(lead).append(f"{command:<{width}}" if beside else command, style="bold")
+        lines.append(line.append(f"  {remark}" if beside else f"\n         {remark}", style="dim"))
     return Text("\n").join(lines)
 
 

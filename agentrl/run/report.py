@@ -64,12 +64,15 @@ class Reporter(Protocol):
     """Where a run shows its progress. Calls are cheap and never raise.
 
     Metric names that a display knows: `step`; `solved` (0 to 1); `reward` and `reward/NAME` (means over the
-    step's episodes); `tokens_per_s`; `held_out` (0 to 1, where an evaluation took place). Others are shown
-    only in metrics.jsonl.
+    step's episodes); `loss`, `kl`, `lr`, `grad_norm`, `entropy`; `tokens_per_s`; `held_out` (0 to 1, where an
+    evaluation took place). Others are shown only in metrics.jsonl.
     """
 
     def phase(self, name: str, total: int | None = None, done: int = 0) -> None:
-        """A phase begins ("warm-up", "evaluate", "train"): `total` units, of which `done` are behind us."""
+        """A phase begins ("start", "warm-up", "train", "evaluate"): `total` units, of which `done` are past."""
+
+    def within(self, doing: str, done: int = 0, total: int | None = None) -> None:
+        """What is being done inside of the current unit, such as "episodes", and how far it is."""
 
     def step(self, metrics: Mapping[str, float]) -> None:
         """One unit of the phase is done."""
@@ -85,6 +88,9 @@ class Silent:
     """A reporter that shows nothing."""
 
     def phase(self, name: str, total: int | None = None, done: int = 0) -> None:
+        """Nothing."""
+
+    def within(self, doing: str, done: int = 0, total: int | None = None) -> None:
         """Nothing."""
 
     def step(self, metrics: Mapping[str, float]) -> None:

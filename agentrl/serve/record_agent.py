@@ -100,7 +100,7 @@ class AgentPlayer:
             env.outcome = outcome
         last = progress.turns[-1]
         ended = StopReason.TERMINATED if last.message.tool_calls else StopReason.ANSWERED
-        progress.stop = recording.stop or (StopReason.TOKEN_BUDGET if last.finish == "length" else ended)
+        progress.stop = recording.stop or (StopReason.MAX_TOKENS if last.finish == "length" else ended)
 
     def _checked(self, episode: Episode, recording: Recording) -> Episode:
         """The episode with the counts of the token check over all its branches."""

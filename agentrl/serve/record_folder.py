@@ -169,6 +169,8 @@ class RecordFolder:
         turns = recording.turns()
         error = end.error or recording.trouble or (None if turns else "there is no completion in it")
         ended = StopReason.TERMINATED if turns and turns[-1].message.tool_calls else StopReason.ANSWERED
+        if turns and turns[-1].finish == "length":
+            ended = StopReason.MAX_TOKENS
         episode = Episode(
             id=recording.id,
             task=one.task,

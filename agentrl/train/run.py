@@ -47,16 +47,18 @@ from agentrl.train.curve import write_curve
 from agentrl.train.driver import Driver
 from agentrl.train.estimate import Scores
 from agentrl.train.feed import load_feed, make_admission, save_feed
+from agentrl.train.in_step import InStep, counting, starting_engine
 from agentrl.train.memory import keep_freed_memory
 from agentrl.train.samples import penalised
 from agentrl.train.signals import StopRequest, stop_requested
 from agentrl.train.start import copy_tokenizer, make_learner, make_start, sent_weights
 from agentrl.train.verify import Synced, WeightCheck, check_rows
 from agentrl.train.work import Update
-from agentrl.types import Group, Sample, Task
+from agentrl.types import Group, Sample
 
 P = ParamSpec("P")
 T = TypeVar("T")
+DRAW_EVERY_S = 20.0
 
 
 @dataclass
@@ -76,13 +78,16 @@ class Run:
     renderer: Renderer
     greedy: Plays
     start: Path
+    in_step: InStep
     check: WeightCheck | None = None
     _mark: float = field(default_factory=time.monotonic)
     _seconds: dict[str, float] = field(default_factory=dict)
     _saving: asyncio.Future[None] | None = None
+    _drawn: float | None = None
 
     async def update(self, samples: Sequence[Sample], scores: Scores) -> Update:
         """One step of the learner, on its own thread, so that the event loop goes on."""
+        self.in_step.pause("update")
         if isinstance(self.engine, Sleeper) and self.config.engine.server.sleep:
             await self.engine.sleep()
         with self._timed("update_seconds"):
@@ -90,6 +95,7 @@ class Run:
 
     async def publish(self, version: int) -> None:
         """Hand the learner's weights to the engine; completions that it is sampling go on with them."""
+        self.in_step.pause("sending weights")
         with self._timed("publish_seconds"):
             await self.engine.update_weights(sent_weights(self.config, self.learner), version=version)
         if self.check is not None:
@@ -104,11 +110,25 @@ class Run:
         tasks = self.content.held_out_tasks[: self.config.eval.tasks]
         if not tasks:
             return None
-        return solved(await self._collect(self.greedy, tasks, 1, f"held-out-{step}"))
+        self.in_step.pause("held-out tasks")
+        retries, seed = self.config.rollout.infra_retries, self.config.seed
+        count = counting(self.reporter, "held-out tasks", len(tasks))
+        return solved(
+            await collect(
+                self.greedy,
+                tasks,
+                group_size=1,
+                label=f"held-out-{step}",
+                seed=seed,
+                infra_retries=retries,
+                on_episode=count,
+            )
+        )
 
     def begin(self) -> None:
         """The clock of the first step starts."""
         self.reporter.phase("train", self.config.steps, self.scheduler.admission.next_step - 1)
+        self.in_step.resume()
         self._mark = time.monotonic()
 
     async def finish(self, batch: Batch, records: Sequence[EpisodeRecord], update: Update) -> None:
@@ -136,9 +156,19 @@ class Run:
         self.store.log_metrics(step, metrics)
         self.reporter.step({"step": step} | metrics)
         if last or self.stop or (config.checkpoint.every and step % config.checkpoint.every == 0):
+            self.in_step.pause("checkpoint")
             await self.save(step)
         self._check_drift(step, metrics)
+        self._draw()
+        self.in_step.taken(batch)
         self._mark = time.monotonic()
+
+    def _draw(self) -> None:
+        """Draw the curve beside the next steps, not more often than every `DRAW_EVERY_S`."""
+        now = time.monotonic()
+        if self._drawn is None or now - self._drawn >= DRAW_EVERY_S:
+            self._drawn = now
+            self.disk_thread.submit(write_curve, self.store.path)
 
     async def save(self, step: int) -> None:
         """Write checkpoint `step`: a Hugging Face directory with its tokenizer, and the optimiser beside it.
@@ -172,10 +202,6 @@ class Run:
         saving, self._saving = self._saving, None
         if saving is not None:
             await saving
-
-    async def _collect(self, player: Plays, tasks: Sequence[Task], group_size: int, label: str) -> list[Group]:
-        retries, seed = self.config.rollout.infra_retries, self.config.seed
-        return await collect(player, tasks, group_size=group_size, label=label, seed=seed, infra_retries=retries)
 
     async def _in_learner(self, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
         return await asyncio.get_running_loop().run_in_executor(
@@ -222,10 +248,12 @@ async def _train_run(
     from agentrl.train.loop import train
 
     started = time.monotonic()
+    reporter.within("reading tasks")
     earlier = store.read_summary()
     content = load_content(config)
     for note in repeated_ids(content):
         reporter.note(note)
+    reporter.within("making the start policy")
     start = await make_start(
         config, content, store.path, learner_thread=thread, reporter=reporter, stopping=lambda: bool(stop)
     )
@@ -239,6 +267,8 @@ async def _train_run(
         prove(renderer).require(tools=bool(content.make_env().tools))
         check_renderer(renderer, policy)
         async with contextlib.AsyncExitStack() as stack:
+            reporter.phase("start")
+            reporter.within("loading the learner")
             learner = make_learner(config, policy, start)
             stack.callback(learner.close)
             if checkpoint:
@@ -247,9 +277,11 @@ async def _train_run(
             if reward_model is not None:
                 stack.push_async_callback(reward_model.close)
             lora = config.learner.lora
+            reporter.within(starting_engine(config))
             engine = await make_engine(config, start if config.engine.sync == "lora" else policy, adapters=True)
             stack.push_async_callback(close_pools)
             stack.push_async_callback(engine.close)
+            reporter.within("measuring prompts")
             content = await fitting(content, config, renderer, engine.max_context, reporter)
             admission = make_admission(config, content.train_tasks, done=done)
             if checkpoint:
@@ -259,13 +291,16 @@ async def _train_run(
             async with players(config, start, engine, renderer, content.make_env) as make:
                 player = make(temperature=config.rollout.temperature, token_check=make_token_check(config))
                 greedy = make(temperature=0.0)
+                in_step = InStep(reporter, config.rollout.groups_per_step * config.rollout.group_size)
                 run = Run(
                     config=config,
                     store=store,
                     reporter=reporter,
                     stop=stop,
                     content=content,
-                    scheduler=_scheduler(config, player, greedy, reward_model, admission, engine, reporter, store),
+                    scheduler=_scheduler(
+                        config, player, greedy, reward_model, admission, engine, reporter, store, in_step
+                    ),
                     engine=engine,
                     learner=learner,
                     learner_thread=thread,
@@ -273,6 +308,7 @@ async def _train_run(
                     renderer=renderer,
                     greedy=greedy,
                     start=start,
+                    in_step=in_step,
                     check=_weight_check(config, engine, renderer, content, learner, thread),
                 )
                 if not any(line["step"] == 0 for line in store.metrics()) and not stop:
@@ -313,6 +349,7 @@ def _scheduler(
     engine: Engine,
     reporter: Reporter,
     store: RunStore,
+    in_step: InStep,
 ) -> Scheduler:
     rollout = config.rollout
 
@@ -329,6 +366,7 @@ def _scheduler(
             rollout.group_size,
             config.seed,
             rollout.infra_retries,
+            on_episode=in_step.ended,
             greedy=greedy if config.algorithm.advantage == "remax" else None,
             reward_model=reward_model,
         ),

@@ -12,7 +12,6 @@ from rich.console import Console
 
 from agentrl.config import RunConfig
 from agentrl.errors import AgentRLError
-from agentrl.rollout.setup import quiet_transformers
 from agentrl.run.display import make_display
 from agentrl.run.report import Reporter, Summary
 from agentrl.run.store import RunStore
@@ -45,8 +44,10 @@ def start_run(
     ):
         if store.resumed:
             display.note(f"resumes the run in {store.path}")
-        display.phase("loading")  # before torch is imported, which takes many seconds on a cold disk
+        display.phase("start")
+        display.within("importing torch")  # many seconds on a cold disk
         try:
+            from agentrl.rollout.setup import quiet_transformers
             from agentrl.train.run import train_run
 
             quiet_transformers()

@@ -19,6 +19,7 @@ from agentrl.run.report import Reporter
 from agentrl.testing.tiny_model import make_tiny_model
 from agentrl.train.critic import CRITIC_FOLDER
 from agentrl.train.driver import Driver
+from agentrl.train.in_step import counting
 from agentrl.train.learner import Learner
 from agentrl.train.ranks import RankedLearner
 from agentrl.train.warmup import cold_start, demonstration_samples
@@ -89,7 +90,15 @@ async def _cold_start(
     async def probe() -> float:
         await engine.update_weights(sent_weights(config, learner), version=0)
         samples = warmup.probe_samples
-        groups = await collect(player, tasks, group_size=samples, label="probe", seed=config.seed)
+        groups = await collect(
+            player,
+            tasks,
+            group_size=samples,
+            label="probe",
+            seed=config.seed,
+            infra_retries=config.rollout.infra_retries,
+            on_episode=counting(reporter, "probe", len(tasks) * samples),
+        )
         return passed(groups)
 
     try:

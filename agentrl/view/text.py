@@ -40,7 +40,7 @@ def step_table(records: Sequence[EpisodeRecord]) -> RenderableType:
     """One line for each episode."""
     table = Table(box=None, pad_edge=False, header_style="bold")
     table.add_column("episode", no_wrap=True)
-    for heading in ("group", "reward", "advantage", "turns", "tokens"):
+    for heading in ("reward", "advantage", "turns", "tokens"):
         table.add_column(heading, justify="right")
     table.add_column("stopped")
     table.add_column("mistakes", overflow="fold")
@@ -48,7 +48,6 @@ def step_table(records: Sequence[EpisodeRecord]) -> RenderableType:
         episode = record.episode
         table.add_row(
             Text(visible(episode.id)),
-            str(record.group),
             _reward(episode),
             _advantage(record),
             str(len(episode.turns)),
@@ -136,10 +135,10 @@ def _foot(record: EpisodeRecord) -> Text:
     parts = ", ".join(f"{name} {value:g}" for name, value in reward_parts(episode).items())
     foot.append(f" ({parts})" if parts else "", style="dim")
     foot.append("  advantage: ").append_text(_advantage(record))
+    foot.append(f"\n{num_sampled(episode)} tokens in {_seconds(episode.seconds)}", style="dim")
     found = ", ".join(f"{name} {count:g}" for name, count in mistakes(episode).items())
     if found:
         foot.append("  mistakes: ").append(found, style="yellow")
-    foot.append(f"  {num_sampled(episode)} tokens in {_seconds(episode.seconds)}", style="dim")
     if episode.error:
         foot.append(f"\nfailed: {visible(episode.error)}", style="bold red")
     return foot

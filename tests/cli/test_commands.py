@@ -354,7 +354,12 @@ class TestShow:
         assert "s2/good" not in out
         code, _, err = run("show", folder, "--episode", "s2/baad")
         assert code == 2
-        assert "has no such episode; did you mean 's2/bad'?" in err
+        assert re.search(r"not in any step of .*; did you mean 's2/bad'\?", err)
+        code, out, _ = run("show", folder, "--episode", "s1/good")  # of an earlier step
+        assert (code, "the answer of s1/good" in out) == (0, True)
+        code, _, err = run("show", folder, "--episode", "s1/good", "--step", 2)
+        assert code == 2
+        assert "not in step 2 of" in err
 
     def test_what_is_not_there(self, run, folder: Path, tmp_path: Path):
         code, _, err = run("show", folder, "--step", 9)

@@ -146,7 +146,7 @@ def test_a_stopped_run_goes_on_where_it_stopped(tmp_path: Path, number: signal.S
     with subprocess.Popen(command, cwd=tmp_path, stdout=subprocess.PIPE, text=True) as training:
         assert training.stdout is not None
         first = next(line for line in training.stdout if line.startswith("train "))
-        assert first.startswith((f"train: goes on after {saved}/400", f"train {saved + 1}/400"))
+        assert first.startswith((f"train: resumes after {saved}/400", f"train {saved + 1}/400"))
         next(line for line in training.stdout if line.startswith(f"train {saved + 2}/"))
         training.terminate()
         training.stdout.read()

@@ -183,7 +183,7 @@ class TestWhyItStops:
             "the context cuts a completion": (full, 2, "length"),
             "the budget cuts a completion": (budget, 2, "length"),
             "both cut it": (full, 2, "length"),
-            "a completion is too long": (budget, 1, "length"),
+            "a completion is too long": (StopReason.MAX_TOKENS, 1, "length"),
             "too long, and the context ends there": (full, 1, "length"),
             "the turns are used up": (StopReason.MAX_TURNS, 3, "stop"),
             "turns and context end together": (StopReason.MAX_TURNS, 1, "stop"),
@@ -192,7 +192,7 @@ class TestWhyItStops:
     async def test_a_completion_that_was_cut_is_not_played(self, renderer: Renderer):
         player = make_player(renderer, Calculator, [call("calculator", expression="2+3")], max_tokens=4)
         episode = await run_episode(player, CHAIN, episode_id="e", seed=0)
-        assert (episode.stop_reason, episode.reward) == (StopReason.TOKEN_BUDGET, 0.0)
+        assert (episode.stop_reason, episode.reward) == (StopReason.MAX_TOKENS, 0.0)
         (turn,) = episode.turns
         assert (turn.calls, turn.observation, turn.tokens, turn.finish) == ((), (), 4, "length")
         assert sum(rows_of(episode.segments)[0].loss_mask) == 4

@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import io
+import os
+import pty
+import re
 import struct
+import sys
 from pathlib import Path
 
 import pytest
@@ -200,3 +205,100 @@ def test_a_curve_is_drawn_once():
     assert _reward_names([{"step": 1, "reward": 0.5, "reward/speed": 0.5}]) == ["reward/speed"]
     several = [{"step": 1, "solved": 1.0, "reward": 0.9, "reward/cost": -0.1, "reward/solved": 1.0}]
     assert _reward_names(several) == ["reward", "reward/cost"]
+
+
+def test_a_repeated_note_is_one_line_with_its_count():
+    out = console(terminal=False)
+    with PlainDisplay(out, again="", clock=Clock()) as display:
+        display.phase("train", total=40)
+        for step in range(1, 41):
+            display.note(f"step {step}: nothing to learn from")
+        display.note("another note")
+    assert written(out).splitlines()[1:] == [
+        "note: step 1: nothing to learn from",
+        "note: another note",
+        "note: step 40: nothing to learn from (40 times)",
+    ]
+    screen = console(terminal=True)
+    with LiveDisplay("r", screen, again="", clock=Clock()) as live:
+        for step in range(1, 41):
+            live.note(f"step {step}: nothing to learn from")
+        shown = console(terminal=False)
+        shown.print(live.screen(100))
+    assert "step 40: nothing to learn from (40 times)" in written(shown)
+    assert written(screen).count("step 7: nothing") == 0
+
+
+def test_a_long_wait_says_what_is_being_done():
+    out, clock = console(terminal=False), Clock()
+    display = PlainDisplay(out, again="", clock=clock)
+    display.phase("start")
+    display.within("starting 2 sglang servers")
+    clock.now += 29.0
+    display.remind()
+    clock.now += 31.0
+    display.remind()
+    display.phase("train", total=9)
+    display.within("episodes", 12, 64)
+    clock.now += 40.0
+    display.remind()
+    assert written(out).splitlines() == [
+        "start: begins",
+        "start: starting 2 sglang servers",
+        "start: starting 2 sglang servers, 1:00 so far",
+        "train: begins, 9 to do",
+        "train 0/9: episodes 12/64, 0:40 so far",
+    ]
+
+
+def test_the_live_screen_shows_the_update_and_what_is_done_within_a_step():
+    out = console(terminal=True, width=80)
+    with LiveDisplay("r", out, again="", clock=Clock()) as display:
+        display.phase("start")
+        display.within("importing torch")
+        shown = console(terminal=False, width=80)
+        shown.print(display.screen(80))
+        display.phase("train", total=10)
+        display.step(METRICS | {"loss": 0.0123, "kl": 0.004, "lr": 3e-4})
+        display.within("episodes", 12, 64)
+        shown.print(display.screen(80))
+    lines = [" ".join(line.split()) for line in written(shown).splitlines()]
+    assert lines[0].startswith("r start ")
+    for line in ("now importing torch", "now episodes 12/64", "loss 0.0123", "kl 0.004", "lr 0.0003"):
+        assert line in lines
+
+
+PTY = """
+import os, subprocess, sys, time
+from agentrl.run.display import LiveDisplay, make_display
+with make_display("calc", again="") as display:
+    assert isinstance(display, LiveDisplay)
+    display.phase("train", total=3)
+    subprocess.run(["sh", "-c", "echo child one >&2; echo child two"])
+    os.write(1, b"a library" + bytes([10]))
+    print("python")
+    time.sleep(0.6)
+print("after", flush=True)
+os.write(2, b"and stderr" + bytes([10]))
+"""
+
+
+def test_what_others_print_does_not_tear_the_screen():
+    """Lines of child processes and libraries appear above the live lines, whole, each once."""
+    pid, terminal = pty.fork()
+    if pid == 0:
+        os.environ["TERM"] = "xterm"
+        os.execv(sys.executable, [sys.executable, "-c", PTY])
+    data = b""
+    with contextlib.suppress(OSError):  # how Linux ends a terminal that nobody has open
+        while chunk := os.read(terminal, 4096):
+            data += chunk
+    os.close(terminal)
+    assert os.waitpid(pid, 0)[1] == 0, data.decode()
+    lines = re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", data.decode()).replace("\r", "\n").split("\n")
+    said = [line.strip() for line in lines]
+    for line in ("child one", "child two", "a library", "python", "after", "and stderr"):
+        assert said.count(line) == 1, data.decode()
+    for line in ("child one", "a library"):
+        at = data.index(line.encode())
+        assert data.rindex(b"\x1b[2K", 0, at) > data.rfind(b"calc", 0, at)  # the live lines were erased before
