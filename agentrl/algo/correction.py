@@ -347,6 +347,20 @@ def off_policy_sequences(
     return mask_T.masked_scatter(mask_T, ~(drifted_N & (adv_N < 0)))
 
 
+def believed_sequences(
+    new_T: Tensor, old_T: Tensor, sequence_T: Tensor, loss_mask_T: Tensor, *, limit: float
+) -> Tensor:
+    """[T] bool: the loss mask without sequences that have a token whose ratio new / old is above the limit.
+
+    The old policy held such a token to be all but impossible, and yet it was sampled: its log-probability is
+    wrong, and where no clip bounds the ratio (gspo, geo_mean) its gradient would drown all others.
+    """
+    mask_T = loss_mask_T.bool()
+    new_N, old_N, seq_N = trained(mask_T, new_T.detach(), old_T.detach(), sequence_T)
+    highest_S = segment_max(new_N - old_N, seq_N)
+    return mask_T.masked_scatter(mask_T, (highest_S <= math.log(limit))[seq_N])
+
+
 def _weight_metrics(d_N: Tensor, weight_N: Tensor, seq_N: Tensor, config: Correction) -> Metrics:
     log_N = segment_sum(d_N, seq_N)[seq_N] if config.importance == "sequence" else d_N
     metrics = {

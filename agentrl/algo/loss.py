@@ -83,6 +83,8 @@ class PolicyLoss(NamedTuple):
     """With the signature that the module describes."""
     config: type[Any]
     """The dataclass of its parameters; all have defaults."""
+    silent: bool = True
+    """Whether an episode whose advantages are all 0 adds nothing to the gradient."""
     select: Callable[[Tensor, Tensor, Tensor, Any], Tensor] | None = None
     """(advantages_N, old_logprobs_N, keys_N, config) -> bool_N over all trained tokens of a step, where the
     loss takes `selected_T`."""
@@ -96,10 +98,10 @@ POLICY_LOSSES: dict[str, PolicyLoss] = {
     "sapo": PolicyLoss(sapo, SAPO),
     "gpg": PolicyLoss(gpg, GPG),
     "reinforce": PolicyLoss(reinforce, Reinforce),
-    "dro": PolicyLoss(dro, DRO),
+    "dro": PolicyLoss(dro, DRO, silent=False),
     "dppo_tv": PolicyLoss(dppo_tv, DPPO),
     "dppo_kl": PolicyLoss(dppo_kl, DPPO),
-    "clip_cov": PolicyLoss(clip_cov, ClipCov, clip_cov_selection),
-    "kl_cov": PolicyLoss(kl_cov, KLCov, kl_cov_selection),
+    "clip_cov": PolicyLoss(clip_cov, ClipCov, silent=False, select=clip_cov_selection),
+    "kl_cov": PolicyLoss(kl_cov, KLCov, silent=False, select=kl_cov_selection),
     "vespo": PolicyLoss(vespo, VESPO),
 }

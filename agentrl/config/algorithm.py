@@ -95,6 +95,11 @@ def _choice(known: Mapping[str, str | None]) -> Callable[[str], str]:
     return check
 
 
+Aggregation = Literal[
+    "token-mean", "token-sum", "seq-mean-token-mean", "seq-mean-token-sum", "seq-mean-token-sum-norm"
+]
+"""How token losses become one number."""
+
 STATISTICS = (
     *("token_k1", "token_k2", "token_k3", "seq_sum_k1", "seq_sum_k2", "seq_sum_k3"),
     *("seq_mean_k1", "seq_mean_k2", "seq_mean_k3", "seq_max_k2", "seq_max_k3"),
@@ -126,6 +131,14 @@ class CriticConfig(Section):
     """Steps at the beginning in which only the critic learns."""
     max_grad_norm: Above0 = 1.0
     """Gradients are scaled down to this norm."""
+    updates_per_step: Positive | None = None
+    """Mini-batches that the critic learns a step from; by default as many as the policy."""
+    epochs: Positive | None = None
+    """Passes of the critic over a step; by default as many as the policy."""
+    aggregation: Aggregation | None = None
+    """How the errors of tokens become one number; by default as the losses of the policy."""
+    aggregation_scale: Above0 | None = None
+    """As `algorithm.aggregation_scale`; by default the same."""
     ranks: Count = 0
     """Ray workers of the critic's own, each with a shard of it; 0 keeps it beside the policy, on its ranks. With
     ranks of its own the policy is on Ray as well, whatever its number of ranks."""
@@ -223,9 +236,7 @@ class AlgorithmConfig(Section):
     kl_cov, vespo; or your own, `module:function`."""
     loss_options: dict[str, Any] = Field(default_factory=dict)
     """Keyword arguments of your own loss."""
-    aggregation: Literal[
-        "token-mean", "token-sum", "seq-mean-token-mean", "seq-mean-token-sum", "seq-mean-token-sum-norm"
-    ] = "token-mean"
+    aggregation: Aggregation = "token-mean"
     """How token losses become one number."""
     aggregation_scale: Above0 | None = None
     """`seq-mean-token-sum-norm`: what sums are divided by (the most tokens an episode may sample, say)."""
@@ -236,7 +247,16 @@ class AlgorithmConfig(Section):
     entropy_top: Share = 1.0
     """Train only this share of a step's tokens, those of highest entropy."""
     updates_per_step: Positive = 1
-    """Optimizer updates on each batch of episodes."""
+    """Mini-batches that the episodes of a step are dealt into, each an optimizer update."""
+    epochs: Positive = 1
+    """Passes over the episodes of a step (verl's `ppo_epochs`), each of `updates_per_step` updates. With more than
+    one, every pass deals the episodes out in another order; old log-probabilities and advantages stay."""
+    drop_zero_signal_groups: bool = False
+    """Leave out groups in which no episode has an advantage: they no longer count in the KL penalty, the entropy
+    bonus and the means. Saves time, but the gradient is no longer that of the objective."""
+    ratio_veto: Annotated[float, Field(gt=1)] | None = 1e4
+    """Leave sequences out of the policy loss that have a token with a ratio to the old policy above this: its old
+    log-probability cannot be right, and not every loss bounds the ratio. null switches it off."""
     old_logprobs: Literal["auto", "learner", "sampler"] = "auto"
     """What the policy ratio is relative to: the learner before the step, or what the sampler said (bypass). `auto`
     is the sampler where episodes may be stale (`rollout.max_staleness` above 0) and no `correction.importance`
@@ -353,6 +373,11 @@ def _dead_keys(config: AlgorithmConfig) -> list[str]:
         (kl.control == "fixed" and kl.target != _default(kl, "target"), "kl.target", "kl.control: adaptive"),
         (kl.control == "fixed" and kl.horizon != _default(kl, "horizon"), "kl.horizon", "kl.control: adaptive"),
         (kl.in_reward and config.advantage == "gdpo", "kl.where", "another advantage than gdpo"),
+        (
+            config.drop_zero_signal_groups and config.advantage == "gae",
+            "drop_zero_signal_groups",
+            "an advantage that compares episodes",
+        ),
         (weighs and bypass, "correction.importance", "old_logprobs: learner or auto"),
         (not weighs and correction.high != 2.0, "correction.high", "correction.importance"),
         (not weighs and correction.low is not None, "correction.low", "correction.importance"),

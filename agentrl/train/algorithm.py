@@ -48,6 +48,16 @@ class Algorithm:
         return bool(self.needs & LATE_FIELDS) or self.config.kl.in_reward
 
     @property
+    def skips(self) -> bool:
+        """Whether an episode whose advantages are all 0 changes nothing but the counts, so that its rows need no
+        pass. Never where a critic learns from it, a penalty or bonus is laid on it, or its tokens help to decide
+        what happens to others."""
+        c, correction = self.config, self.correction
+        silent = not is_own(c.loss) and POLICY_LOSSES[c.loss].silent
+        shared = correction.normalize or correction.reject or correction.veto is not None or c.entropy_top < 1
+        return silent and not (c.kl.in_loss or c.entropy_coef or "values_N" in self.needs or shared)
+
+    @property
     def evaluates(self) -> frozenset[str]:
         """What the learner must say of every token before the first update, by column name."""
         c, found = self.config, set()
@@ -55,7 +65,7 @@ class Algorithm:
             found.add("values")
         if "sum_pi_squared_N" in self.needs:
             found.add("sum_pi_squared")
-        if c.kl.in_reward:
+        if c.kl.in_reward or (c.kl.in_loss and c.epochs > 1):
             found.add("ref_logprobs")
         if c.entropy_top < 1:
             found.add("entropy")
@@ -64,7 +74,7 @@ class Algorithm:
             "old_logprobs_N" in self.needs
             or c.kl.in_reward
             or self.select is not None
-            or (c.updates_per_step > 1 and c.old_logprobs != "sampler")
+            or (c.updates_per_step * c.epochs > 1 and c.old_logprobs != "sampler")
             or correction.normalize
             or correction.reject
             or correction.veto is not None

@@ -163,11 +163,11 @@ class Critic:
         mask_N = torch.ones_like(packed.ids_N, dtype=torch.bool)
         values_N = self.values(packed)
         weights_N = aggregation_weights(
-            self.algorithm.aggregation,
+            self.critic.aggregation or self.algorithm.aggregation,
             mask_N,
             packed.sequence_N,
             totals,
-            scale=self.algorithm.aggregation_scale,
+            scale=self.critic.aggregation_scale or self.algorithm.aggregation_scale,
             dtype=values_N.dtype,
         )
         loss, metrics = value_loss(

@@ -12,13 +12,13 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
-from agentrl.config.algorithm import AlgorithmConfig
+from agentrl.config.algorithm import AlgorithmConfig, CriticConfig
 from agentrl.config.run import LearnerConfig
 from agentrl.errors import CheckpointError
 from agentrl.train.estimate import Scores
 from agentrl.train.pack import in_pack_order
 from agentrl.train.prepare import Preparation, Prepared
-from agentrl.train.work import Columns, Rows, Update, merge_outcomes, split_rows, split_step
+from agentrl.train.work import Columns, Passes, Portion, Rows, Update, merge_outcomes, split_rows, split_step
 from agentrl.types import Sample
 
 if TYPE_CHECKING:
@@ -59,9 +59,20 @@ class Driver(ABC):
     ranks: int
 
     def __init__(
-        self, algorithm: AlgorithmConfig, config: LearnerConfig, ranks: int, *, reference_apart: bool = False
+        self,
+        algorithm: AlgorithmConfig,
+        config: LearnerConfig,
+        ranks: int,
+        *,
+        critic: CriticConfig | None = None,
+        seed: int = 0,
+        reference_apart: bool = False,
     ) -> None:
         self.algorithm, self.config, self.ranks = algorithm, config, ranks
+        passes = Passes(algorithm.updates_per_step, algorithm.epochs, seed)
+        self.passes = {"policy": passes, "critic": passes if critic is None else critic_passes(critic, passes)}
+        """How the episodes of a step are dealt out, by the model that learns from them."""
+        self._critic_beside = critic is not None
         self.apart: dict[str, Ranks] = {}
         self.preparation = Preparation(algorithm, reference_apart=reference_apart)
 
@@ -74,7 +85,7 @@ class Driver(ABC):
         """End the ranks; idempotent."""
 
     def step(self, samples: Sequence[Sample], scores: Scores | None = None) -> Update:
-        """One batch of samples: `updates_per_step` optimizer updates with global normalisation.
+        """One batch of samples: `epochs` times `updates_per_step` optimizer updates with global normalisation.
 
         Args:
             scores: what advantages are estimated from; None where the samples have theirs.
@@ -84,9 +95,16 @@ class Driver(ABC):
             WorkerLost: a rank died.
         """
         prepared = self.preparation.prepare(samples, scores, self._evaluate)
-        trained = {name: ranks for name, ranks in self._all().items() if name != "reference"}
-        found = self._together("work", {name: self._portions(prepared, ranks) for name, ranks in trained.items()})
-        update = merge_outcomes(found["policy"], prepared, found.get("critic", ()))
+        parts = [self._portions(prepared, "policy", self.ranks)]
+        if self._critic_beside and "critic" not in self.apart:
+            parts.append(self._portions(prepared, "critic", self.ranks))
+        work: dict[str, list[tuple[Any, ...]]] = {"policy": list(zip(*parts, strict=True))}
+        if (critic := self.apart.get("critic")) is not None:
+            work["critic"] = [(part,) for part in self._portions(prepared, "critic", critic.ranks)]
+        found = self._together("work", work)
+        update = merge_outcomes(
+            found["policy"], prepared, found.get("critic", ()), epochs=self.passes["policy"].epochs
+        )
         more = self.preparation.after(update.metrics, len({s.episode_id for s in samples}))
         return replace(update, metrics={**update.metrics, **more})
 
@@ -179,18 +197,22 @@ class Driver(ABC):
         kept = {name: ranks.ranks for name, ranks in self._all().items() if name != "reference"}
         return self._together(method, {name: [(argument,)] * number for name, number in kept.items()})
 
-    def _portions(self, prepared: Prepared, ranks: Ranks) -> list[tuple[Any, ...]]:
-        portions = split_step(
-            prepared.samples,
-            updates=self.algorithm.updates_per_step,
-            ranks=ranks.ranks,
+    def _portions(self, prepared: Prepared, model: str, ranks: int) -> list[list[Portion]]:
+        return split_step(
+            prepared,
+            self.passes[model],
+            ranks=ranks,
             max_tokens=self.config.tokens_per_micro_batch,
             kl_coef=self.preparation.kl.coef,
         )
-        return [(part,) for part in portions]
 
     def _split(self, samples: Sequence[Sample], ranks: int | None = None) -> list[tuple[Rows, ...]]:
         return split_rows(samples, ranks=ranks or self.ranks, max_tokens=self.config.tokens_per_micro_batch)
+
+
+def critic_passes(critic: CriticConfig, policy: Passes) -> Passes:
+    """Those of the critic: what it does not say is as for the policy."""
+    return Passes(critic.updates_per_step or policy.updates, critic.epochs or policy.epochs, policy.seed)
 
 
 def _by_row(

@@ -50,7 +50,7 @@ def estimate_advantages(
 ) -> Estimated:
     """Estimate the advantages of a step.
 
-    An episode whose advantages are all exactly 0 gives no rows: it has no gradient. Only a critic learns from it.
+    Every row is returned, also those whose advantages are all 0: penalties and means count them as well.
 
     Args:
         rows: with the columns `reward`, `turn` and `segment`, and what the estimator needs of the learner.
@@ -64,16 +64,14 @@ def estimate_advantages(
     found = algorithm.estimate(step, part_names(scores.parts))
     advantages_N = _back(found.advantages_N.to(torch.float64), order_N)
     by_segment = _by_segment(flat, segment_N, advantages_N)
-    keep_critic = found.returns_N is not None
     if found.returns_N is not None:
         flat.add("returns", _back(found.returns_N, order_N))
         metrics["critic/explained_variance"] = mean_of(_explained(found.returns_N, step.values_N)[None])
     samples = []
     for row, values_N in zip(flat.rows, torch.split(advantages_N, flat.counts), strict=True):
-        if keep_critic or any(by_segment[row.episode_id].values()):
-            values = iter(values_N.tolist())
-            by_token = tuple(next(values) if on else 0.0 for on in row.loss_mask)
-            samples.append(replace(row, advantages=by_token))
+        values = iter(values_N.tolist())
+        by_token = tuple(next(values) if on else 0.0 for on in row.loss_mask)
+        samples.append(replace(row, advantages=by_token))
     return Estimated(samples, metrics, by_segment)
 
 

@@ -13,7 +13,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from agentrl.algo.correction import Drift, merge_drift
-from agentrl.algo.metrics import Metrics, merge_metrics, to_host
+from agentrl.algo.metrics import Metric, Metrics, merge_metrics, to_host
 from agentrl.config.algorithm import AlgorithmConfig, CriticConfig
 from agentrl.config.run import LearnerConfig, LoRAConfig, OptimConfig
 from agentrl.engine.device import pick_device
@@ -59,8 +59,10 @@ class Learner(Driver):
         critic: CriticConfig | None = None,
         critic_dir: Path | None = None,
         world: World | None = None,
+        seed: int = 0,
     ) -> None:
-        super().__init__(algorithm, config, ranks=1)
+        here = None if critic_dir is None else critic
+        super().__init__(algorithm, config, ranks=1, critic=here, seed=seed)
         self.optim_config, self.temperature, self.total_steps = optim, temperature, total_steps
         self.device = pick_device(config.device)
         self.world = world or _own_world(config, self.device)
@@ -122,38 +124,44 @@ class Learner(Driver):
 
         return said_of(batches, self.device, self._dtype, say)
 
-    def work(self, portions: Sequence[Portion]) -> Outcome:
+    def work(self, portions: Sequence[Portion], critic_portions: Sequence[Portion] = ()) -> Outcome:
         """This rank's part of a step; every rank is at work at the same time.
+
+        Args:
+            critic_portions: what the critic learns from, where it is beside the policy.
 
         Raises:
             AgentRLError: the gradient is not finite.
         """
-        metrics: list[Metrics] = []
+        self._set_lr()
+        said = {} if self.critic is None else self.critic.work(critic_portions)
+        updates: list[Metrics] = []
         drifts: list[Drift] = []
-        factor = self._set_lr()
-        norms = []
-        when = f"step {self.steps_done + 1}"
-        learns = self.steps_done >= self.first_step
-        for number, portion in enumerate(portions):
-            for rows in portion.micro_batches:
-                packed = packed_rows(rows, portion.columns, self.device, self._dtype)
-                if learns:
-                    loss = self._policy_part(packed, portion, first_update=number == 0)
-                    metrics.append(loss.metrics)
-                    drifts.append(loss.drift)
-                if self.critic is not None:
-                    metrics.append(self.critic.learn(packed, portion.totals))
-            if self.critic is not None:
-                metrics.append(self.critic.update(when, factor))
-            if learns:
-                norms.append(self._update(when, f"lower optim.lr ({self.optim_config.lr:g})"))
+        if self.steps_done >= self.first_step:
+            for number, portion in enumerate(portions):
+                metrics, found = self._learn(portion, first_update=number == 0)
+                updates.append(metrics)
+                drifts.append(found)
         self.steps_done += 1
         return Outcome(
-            to_host(merge_metrics(metrics)),
+            merge_metrics([*updates, said]),
             merge_drift(drifts),
-            max(norms, default=0.0),
+            max((float(metrics["grad_norm"].value) for metrics in updates), default=0.0),
             self.optimizer.param_groups[0]["lr"],
+            updates,
         )
+
+    def _learn(self, portion: Portion, *, first_update: bool) -> tuple[Metrics, Drift]:
+        """One optimizer update of the policy."""
+        metrics: list[Metrics] = []
+        drifts: list[Drift] = []
+        for rows in portion.micro_batches:
+            packed = packed_rows(rows, portion.columns, self.device, self._dtype)
+            loss = self._policy_part(packed, portion, first_update=first_update)
+            metrics.append(loss.metrics)
+            drifts.append(loss.drift)
+        norm = self._update(f"step {self.steps_done + 1}", f"lower optim.lr ({self.optim_config.lr:g})")
+        return to_host(merge_metrics(metrics)) | {"grad_norm": Metric("max", norm)}, merge_drift(drifts)
 
     def _policy_part(self, packed: Packed, portion: Portion, *, first_update: bool) -> Loss:
         """The policy loss of a micro-batch; its gradient is added to what is there."""
@@ -336,12 +344,11 @@ class Learner(Driver):
 
         return self.world.place(make, self.config, self.device)
 
-    def _set_lr(self) -> float:
-        """Set the learning rate of this step; returns its share of the peak."""
+    def _set_lr(self) -> None:
+        """Set the learning rate of this step, the same for all of its updates."""
         factor = lr_factor(self.optim_config, self.steps_done, self.total_steps)
         for group in self.optimizer.param_groups:
             group["lr"] = self.optim_config.lr * factor
-        return factor
 
 
 def _own_world(config: LearnerConfig, device: torch.device) -> World:

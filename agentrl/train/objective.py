@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 
 from agentrl.algo.aggregate import Totals, aggregate, aggregation_weights
-from agentrl.algo.correction import Drift, correct, drift, off_policy_sequences
+from agentrl.algo.correction import Drift, believed_sequences, correct, drift, off_policy_sequences
 from agentrl.algo.kl import kl_per_token
-from agentrl.algo.metrics import Metrics, mean_of
+from agentrl.algo.metrics import Metrics, mean_of, sum_of
 from agentrl.train.algorithm import Algorithm
 from agentrl.train.logprobs import TokenStats
 from agentrl.train.pack import Packed
@@ -62,18 +62,21 @@ def policy_loss(
         config.aggregation, mask_N, sequence_N, totals, scale=config.aggregation_scale, dtype=new_N.dtype
     )
     metrics: Metrics = {}
-    loss_weights_N = weights_N
+    loss_weights_N = weights_N * columns.get("high_entropy", 1.0)
     if "correction" in columns:
-        loss_weights_N = weights_N * columns["correction"]
+        loss_weights_N = loss_weights_N * columns["correction"]
     elif algorithm.correction.importance != "none":
         corrected = correct(learner_N, sampler_N, sequence_N, mask_N, algorithm.correction)
-        loss_weights_N, metrics = weights_N * corrected.weights_T, corrected.metrics
+        loss_weights_N, metrics = loss_weights_N * corrected.weights_T, corrected.metrics
     kept_N = mask_N
+    if config.ratio_veto is not None:
+        kept_N = believed_sequences(new_N, old_N, sequence_N, mask_N, limit=config.ratio_veto)
+        metrics = metrics | {"ratio_veto": mean_of(~kept_N)}
     if config.correction.off_policy is not None:
-        kept_N = off_policy_sequences(
+        near_N = off_policy_sequences(
             new_N, old_N, packed.advantages_N, sequence_N, mask_N, threshold=config.correction.off_policy
         )
-        metrics = metrics | {"off_policy_masked": mean_of(~kept_N)}
+        kept_N, metrics = kept_N & near_N, metrics | {"off_policy_masked": mean_of(~near_N)}
     selected = {} if algorithm.select is None else {"selected_T": columns["selected"].bool()}
     loss, found = algorithm.loss(new_N, old_N, packed.advantages_N, loss_weights_N, sequence_N, kept_N, **selected)
     metrics = metrics | found
@@ -85,4 +88,5 @@ def policy_loss(
         metrics["entropy"] = mean_of(stats.entropy_N)
         if config.entropy_coef > 0:
             loss = loss - config.entropy_coef * aggregate(stats.entropy_N, weights_N, mask_N)
+    metrics["loss"] = sum_of(loss)
     return Loss(loss, metrics, measured)

@@ -7,24 +7,27 @@ learner only adds what it says of each token (`evaluate`). So no answer depends 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
 from agentrl.algo.correction import Drift, correct, drift, normalizer, weight_sums
 from agentrl.algo.entropy import entropy_threshold, high_entropy_mask
-from agentrl.algo.metrics import Metrics, mean_of
+from agentrl.algo.metrics import Metric, Metrics, mean_of
 from agentrl.config.algorithm import AlgorithmConfig
 from agentrl.train.algorithm import make_algorithm, make_kl_control
 from agentrl.train.estimate import Scores, estimate_advantages
 from agentrl.train.flat import Flat
 from agentrl.types import Sample
 
+K = TypeVar("K", bound=Hashable)
 Evaluate = Callable[[Sequence[Sample]], Sequence[Sample]]
 """The same rows, in any order, with the columns that `Preparation.evaluates` names."""
-LOSS_COLUMNS = ("learner_logprobs", "ref_logprobs", "values", "returns", "correction", "selected")
+LOSS_COLUMNS = (
+    *("learner_logprobs", "ref_logprobs", "values", "returns", "correction", "selected", "high_entropy"),
+)
 """What the losses read; other columns go no further."""
 
 
@@ -32,10 +35,14 @@ LOSS_COLUMNS = ("learner_logprobs", "ref_logprobs", "values", "returns", "correc
 class Prepared:
     """Rows ready for the loss, and what was found on the way.
 
-    `advantages` holds those of each episode's sampled segments by number, where they were estimated here.
+    Attributes:
+        samples: all that counts.
+        idle: the episodes among them that count and need no pass: they add nothing to the gradient.
+        advantages: those of each episode's sampled segments by number, where they were estimated here.
     """
 
     samples: Sequence[Sample]
+    idle: frozenset[str] = frozenset()
     metrics: Metrics = field(default_factory=dict)
     drift: Drift = Drift()  # noqa: RUF009 - frozen
     advantages: Mapping[str, Mapping[int, float]] = field(default_factory=dict)
@@ -75,13 +82,32 @@ class Preparation:
         if scores is not None:
             estimated = estimate_advantages(rows, scores, self.algorithm, kl_coef=self.kl.coef)
             rows, metrics, advantages = estimated.samples, estimated.metrics, estimated.by_segment
-        if rows and not late and self.evaluates:  # only what trains
-            rows = list(evaluate(rows))
+        idle = without_advantage(rows, lambda row: row.episode_id)
+        if scores is not None:
+            metrics = metrics | {"episodes_without_advantage": _count(len(idle))}
+        if self.config.drop_zero_signal_groups:
+            dropped = without_advantage(rows, lambda row: row.group)
+            rows = [row for row in rows if row.group not in dropped]
+            metrics = metrics | {"dropped_groups": _count(len(dropped))}
+        idle = idle if self.algorithm.skips else frozenset()
+        rows, found, measured = self._evaluated(rows, idle, None if late else evaluate)
+        return Prepared([_stripped(row) for row in rows], idle, metrics | found, measured, advantages)
+
+    def _evaluated(
+        self, rows: Sequence[Sample], idle: frozenset[str], evaluate: Evaluate | None
+    ) -> tuple[list[Sample], Metrics, Drift]:
+        """All rows; those that are not idle with what the models say of them, weighed, rejected and selected."""
+        active = [row for row in rows if row.episode_id not in idle]
+        if active and evaluate is not None and self.evaluates:
+            active = list(evaluate(active))
+        metrics: Metrics = {}
         measured = Drift()
-        if rows and "learner_logprobs" in rows[0].columns:
-            rows, found, measured = self._correct(rows)
-            metrics = metrics | found
-        return Prepared([_stripped(row) for row in rows], metrics, measured, advantages)
+        if active and "learner_logprobs" in active[0].columns:
+            active, metrics, measured = self._correct(active)
+        if not idle:
+            return active, metrics, measured
+        following = iter(active)  # as many as before: nothing is rejected where rows are idle
+        return [row if row.episode_id in idle else next(following) for row in rows], metrics, measured
 
     def after(self, values: Mapping[str, float], num_episodes: int) -> dict[str, float]:
         """Take in what a step came to; returns what there is to log of it."""
@@ -117,7 +143,7 @@ class Preparation:
             entropy_N = flat.column("entropy")
             high_N = high_entropy_mask(entropy_N, everything_N, entropy_threshold(entropy_N, config.entropy_top))
             metrics["high_entropy_fraction"] = mean_of(high_N)
-            keep_N = keep_N & high_N
+            flat.add("high_entropy", high_N.to(learner_N.dtype))
         weights_N = corrected.weights_T
         if algorithm.correction.importance != "none":
             if algorithm.correction.normalize:
@@ -133,6 +159,16 @@ class Preparation:
             )
             flat.add("selected", chosen_N.to(learner_N.dtype))
         return (flat.rows if bool(keep_N.all()) else flat.kept(keep_N)), metrics, measured
+
+
+def without_advantage(rows: Sequence[Sample], key: Callable[[Sample], K]) -> frozenset[K]:
+    """The episodes or groups (by `key`) without a token under the loss whose advantage is not 0."""
+    loud = {key(row) for row in rows if any(a for a, on in zip(row.advantages, row.loss_mask, strict=True) if on)}
+    return frozenset(map(key, rows)) - loud
+
+
+def _count(number: int) -> Metric:
+    return Metric("sum", float(number))
 
 
 def _stripped(row: Sample) -> Sample:

@@ -34,14 +34,17 @@ class RankedLearner(Driver):
     def __init__(
         self, policy_dir: Path, *, algorithm: AlgorithmConfig, optim: OptimConfig, config: LearnerConfig,
         temperature: float, total_steps: int, reference_dir: Path | None = None,
-        critic: CriticConfig | None = None, critic_dir: Path | None = None,
+        critic: CriticConfig | None = None, critic_dir: Path | None = None, seed: int = 0,
     ) -> None:  # fmt: skip
         sizes = {"learner": config.ranks}
         if reference_dir is not None and config.reference_ranks:
             sizes["reference"] = config.reference_ranks
         if critic is not None and critic_dir is not None and critic.ranks:
             sizes["critic"] = critic.ranks
-        super().__init__(algorithm, config, config.ranks, reference_apart="reference" in sizes)
+        here = None if critic_dir is None else critic
+        super().__init__(
+            algorithm, config, config.ranks, critic=here, seed=seed, reference_apart="reference" in sizes
+        )
         self._ray = import_ray(_all_of([f"{KEYS[name]}: {n}" for name, n in sizes.items()]))
         self.pools: dict[str, RankPool] = {}
         self._started = connect(self._ray, config.ray, cpus=sum(sizes.values()), key="learner.ray")

@@ -140,6 +140,7 @@ def make_learner(config: RunConfig, policy: Path, reference: Path | None) -> Dri
         reference_dir=reference,
         critic=critic,
         critic_dir=None if critic is None else critic_dir,
+        seed=config.seed,
     )
 
 

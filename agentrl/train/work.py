@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from hashlib import blake2b
 
 from agentrl.algo.aggregate import Totals, totals_of_lengths
 from agentrl.algo.correction import Drift, merge_drift
@@ -21,6 +22,8 @@ Columns = Mapping[str, tuple[float, ...]]
 """What a model says of a row: numbers of its trained tokens, by name."""
 NOTHING: Rows = (Sample((0, 0), (False, False), (0.0, 0.0), (0.0, 0.0), (0, 0), episode_id=""),)
 """What a rank computes that has no rows for a micro-batch, so that it takes part: nothing of it is trained."""
+OF_UPDATE = ("loss", "policy_kl", "clip_fraction", "ratio_veto", "grad_norm")
+"""Metrics that a step of several updates has of each."""
 UNEVEN = 1.1
 """Groups stay on one rank, where they share their prefix, unless a rank would get this much more than the mean."""
 
@@ -67,21 +70,62 @@ class Outcome:
     drift: Drift
     grad_norm: float
     lr: float
+    updates: Sequence[Metrics] = ()
+    """What each optimizer update came to, in `OF_UPDATE`."""
+
+
+@dataclass(frozen=True, slots=True)
+class Passes:
+    """How the episodes of a step are dealt out over optimizer updates.
+
+    Attributes:
+        updates: mini-batches of one pass.
+        epochs: passes.
+        seed: with the number of the pass and an episode's id it says where the episode comes in a pass.
+    """
+
+    updates: int = 1
+    epochs: int = 1
+    seed: int = 0
+
+    def mini_batches(self, episodes: Sequence[str]) -> list[list[str]]:
+        """The episodes of each update. In a single pass they are dealt out in their order, so that each update has
+        its share of every group; of several each has an order of its own, which depends on nothing but seed and
+        ids: not on ranks, and not on whether the run was resumed."""
+        found = []
+        for epoch in range(self.epochs):
+            order = list(episodes) if self.epochs == 1 else sorted(episodes, key=lambda e: self._draw(epoch, e))
+            found += [part for start in range(self.updates) if (part := order[start :: self.updates])]
+        return found
+
+    def _draw(self, epoch: int, episode: str) -> bytes:
+        return blake2b(f"{self.seed}/{epoch}/{episode}".encode(), digest_size=16).digest()
 
 
 def split_step(
-    samples: Sequence[Sample], *, updates: int, ranks: int, max_tokens: int, kl_coef: float = 0.0
+    prepared: Prepared, passes: Passes, *, ranks: int, max_tokens: int, kl_coef: float = 0.0
 ) -> list[list[Portion]]:
     """For each rank its part of each optimizer update: episodes whole, tokens balanced.
+
+    Idle episodes have their places in the mini-batches and their counts, and no rows.
 
     Raises:
         ValueError: one episode alone has more than `max_tokens` tokens.
     """
     by_rank: list[list[Portion]] = [[] for _ in range(ranks)]
-    for part in _split_by_episode(samples, updates):
-        totals = totals_of_lengths(trained_by_episode(part).values())
+    lengths = trained_by_episode(prepared.samples)
+    rows_of: dict[str, list[tuple[int, Sample]]] = {name: [] for name in lengths}
+    for place, sample in enumerate(prepared.samples):
+        if sample.episode_id not in prepared.idle:
+            rows_of[sample.episode_id].append((place, sample))
+    columns = next((tuple(rows[0][1].columns) for rows in rows_of.values() if rows), ())
+    for episodes in passes.mini_batches(list(lengths)) or [[]]:
+        totals = totals_of_lengths(lengths[name] for name in episodes)
+        part = [row for _, row in sorted((row for name in episodes for row in rows_of[name]), key=lambda r: r[0])]
         for rank, rows in enumerate(split_rows(part, ranks=ranks, max_tokens=max_tokens)):
-            by_rank[rank].append(Portion(rows, totals, kl_coef, tuple(part[0].columns) if part else ()))
+            # A gradient of 0 is one as well: the optimizer goes on by its momentum.
+            rows = rows or ((),) if totals.num_tokens else rows
+            by_rank[rank].append(Portion(rows, totals, kl_coef, columns))
     return by_rank
 
 
@@ -106,15 +150,24 @@ def balanced(samples: Sequence[Sample], ranks: int) -> list[list[Sample]]:
     return _shares(samples, ranks, lambda s: s.episode_id)
 
 
-def merge_outcomes(outcomes: Sequence[Outcome], prepared: Prepared, apart: Sequence[Metrics] = ()) -> Update:
+def merge_outcomes(
+    outcomes: Sequence[Outcome], prepared: Prepared, apart: Sequence[Metrics] = (), *, epochs: int = 1
+) -> Update:
     """The step as a whole, from what was prepared, what every rank did, and the metrics of ranks apart."""
     values = metric_values(merge_metrics([prepared.metrics, *(o.metrics for o in outcomes), *apart]))
     measured = merge_drift([prepared.drift, *(o.drift for o in outcomes)])
     values |= {f"drift/{k}": v for k, v in measured.metrics().items()}
     values |= {"grad_norm": outcomes[0].grad_norm, "lr": outcomes[0].lr}
-    samples = prepared.samples
-    tokens, trained = sum(len(s.ids) for s in samples), sum(sum(s.loss_mask) for s in samples)
-    return Update(values, tokens, trained, prepared.advantages)
+    updates = [merge_metrics(parts) for parts in zip(*(o.updates for o in outcomes), strict=True)]
+    if "loss" in values:
+        values["loss"] /= max(len(updates), 1)
+    if len(updates) > 1:
+        for number, found in enumerate(updates, 1):
+            of_update = {name: metric for name, metric in found.items() if name in OF_UPDATE}
+            values |= {f"update/{number}/{name}": value for name, value in metric_values(of_update).items()}
+    trained = sum(sum(s.loss_mask) for s in prepared.samples)
+    passed = sum(len(s.ids) for s in prepared.samples if s.episode_id not in prepared.idle)
+    return Update(values, passed * epochs, trained, prepared.advantages)
 
 
 def trained_by_episode(samples: Sequence[Sample]) -> dict[str, int]:
@@ -123,17 +176,6 @@ def trained_by_episode(samples: Sequence[Sample]) -> dict[str, int]:
     for sample in samples:
         counts[sample.episode_id] = counts.get(sample.episode_id, 0) + sum(sample.loss_mask)
     return counts
-
-
-def _split_by_episode(samples: Sequence[Sample], parts: int) -> list[list[Sample]]:
-    """Deal the episodes out into `parts` mini-batches, the rows of one episode together."""
-    if parts == 1:
-        return [list(samples)]
-    place: dict[str, int] = {}
-    out: list[list[Sample]] = [[] for _ in range(parts)]
-    for sample in samples:
-        out[place.setdefault(sample.episode_id, len(place) % parts)].append(sample)
-    return [part for part in out if part]
 
 
 def _shares(samples: Sequence[Sample], ranks: int, unit: Callable[[Sample], str]) -> list[list[Sample]]:

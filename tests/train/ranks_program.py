@@ -27,7 +27,7 @@ from agentrl.train.pool import RankPool, RankWorker
 from agentrl.train.ranks import RankedLearner
 
 STEPS = 4
-ALGORITHM = AlgorithmConfig(kl={"coef": 0.05}, updates_per_step=2)
+ALGORITHM = AlgorithmConfig(kl={"coef": 0.05}, updates_per_step=2, epochs=2)
 
 
 def learner(

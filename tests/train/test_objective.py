@@ -280,3 +280,21 @@ def test_what_is_not_trained_has_no_gradient(small_dir: Path):
     (wanted,), _ = gradients_of(make(small_dir), samples[1:])
     assert relative(found, wanted) < 1e-6
     assert math.isfinite(float(found.norm()))
+
+
+@pytest.mark.parametrize("loss", ["gspo", "geo_mean", "kl_cov", "ppo_clip"])
+def test_one_impossible_token_does_not_drown_the_others(small_dir: Path, loss: str):
+    """The old policy says that a sampled token could not be: no clip bounds that ratio where A is negative."""
+    options = {"dual_clip": None} if loss == "ppo_clip" else LOOSE.get(loss, {})
+    samples = [replace(s, advantages=(-1.0,) * len(s.ids)) for s in make_batch(11, groups=1, size=4)[:4]]
+    victim = samples[0]
+    place = victim.loss_mask.index(True)
+    wrong = tuple(-1e4 if t == place else v for t, v in enumerate(victim.logprobs))
+    broken = [replace(victim, logprobs=wrong), *samples[1:]]
+    algorithm = {"loss": loss, loss: options, "old_logprobs": "sampler"}
+    (wanted,), _ = gradients_of(make(small_dir, **algorithm), samples)
+    (found,), metrics = gradients_of(make(small_dir, **algorithm), broken)
+    assert found.norm() < 2 * wanted.norm()
+    assert 0 < metrics["ratio_veto"] < 0.5
+    (unbounded,), _ = gradients_of(make(small_dir, ratio_veto=None, **algorithm), broken)
+    assert unbounded.norm() > 100 * found.norm()

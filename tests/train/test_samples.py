@@ -79,9 +79,9 @@ def test_advantages_by_hand(kind: str, rewards: list[float], wanted: list[float]
 
 @pytest.mark.parametrize("kind", ["grpo", "dr_grpo", "rloo"])
 @pytest.mark.parametrize("rewards", [[0.1, 0.1, 0.1], [0.0] * 4, [1.0]])
-def test_a_group_without_a_difference_gives_no_rows_but_is_recorded(kind: str, rewards: list[float]):
+def test_a_group_without_a_difference_has_rows_without_advantage(kind: str, rewards: list[float]):
     samples, records = to_samples([group(*rewards)], algorithm(kind), overlong="train", step=1)
-    assert samples == []
+    assert [set(sample.advantages) for sample in samples] == [{0.0}] * len(rewards)
     assert [r.advantages for r in records] == [()] * len(rewards)
 
 
@@ -89,7 +89,8 @@ def test_rows_carry_their_advantage_their_group_and_what_was_sampled():
     samples, records = to_samples(
         [group(1, 1, name="a"), group(1, 0, name="b")], algorithm("dr_grpo"), overlong="train", step=3
     )
-    assert [(s.episode_id, s.group, s.advantages[-1]) for s in samples] == [("b0", 1, 0.5), ("b1", 1, -0.5)]
+    found = [(s.episode_id, s.group, s.advantages[-1]) for s in samples]
+    assert found == [("a0", 0, 0.0), ("a1", 0, 0.0), ("b0", 1, 0.5), ("b1", 1, -0.5)]
     assert samples[0].ids == (1, 2, 7, 8, 9)
     assert samples[0].loss_mask == (False, False, True, True, True)
     assert samples[0].logprobs == (0.0, 0.0, -0.1, -0.2, -0.3)
@@ -135,7 +136,7 @@ def test_penalised_overlong_episodes_lose_reward_before_the_comparison(stop: Sto
         assert (metrics["reward/overlong"], metrics["reward"], metrics["solved"]) == (-0.125, 0.875, 1.0)
     else:
         assert less == [cut]
-        assert samples == []
+        assert [s.advantages[-1] for s in samples] == [0.0, 0.0]
         assert "reward/overlong" not in metrics
 
 
@@ -191,10 +192,10 @@ class TestTurnLevel:
         assert records[0].advantages == pytest.approx(wanted[:2], abs=1e-5)
         assert records[1].advantages == pytest.approx(wanted[2:], abs=1e-5)
 
-    def test_equal_returns_give_no_rows(self):
+    def test_equal_returns_give_no_advantage(self):
         pair = Group(Task("t"), (self.two_turns("a", 0.0, 1.0), self.two_turns("b", 0.0, 1.0)))
         samples, records = to_samples([pair], AlgorithmConfig(advantage="turn_level"), overlong="train", step=1)
-        assert samples == []
+        assert [set(s.advantages) for s in samples] == [{0.0}, {0.0}]
         assert [r.advantages for r in records] == [(), ()]
 
     def test_a_branch_belongs_to_the_turn_before_it(self):
