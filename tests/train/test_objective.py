@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 from torch import Tensor
-from train_models import gradients, make_batch, relative, write_model
+from train_models import gradients, make_batch, padded_logprobs, plain_model, relative, write_model
 
 from agentrl.algo.kl import AdaptiveKL
 from agentrl.config.algorithm import ADVANTAGES, LOSSES, AlgorithmConfig
@@ -286,7 +286,13 @@ def test_what_is_not_trained_has_no_gradient(small_dir: Path):
 def test_one_impossible_token_does_not_drown_the_others(small_dir: Path, loss: str):
     """The old policy says that a sampled token could not be: no clip bounds that ratio where A is negative."""
     options = {"dual_clip": None} if loss == "ppo_clip" else LOOSE.get(loss, {})
-    samples = [replace(s, advantages=(-1.0,) * len(s.ids)) for s in make_batch(11, groups=1, size=4)[:4]]
+    rows = make_batch(11, groups=1, size=4)[:4]
+    true = padded_logprobs(plain_model(small_dir), rows, 0.7)
+    samples = []
+    for row, values in zip(rows, true, strict=True):
+        own = iter(values.tolist())
+        sampler = tuple(next(own) if on else 0.0 for on in row.loss_mask)
+        samples.append(replace(row, logprobs=sampler, advantages=(-1.0,) * len(row.ids)))
     victim = samples[0]
     place = victim.loss_mask.index(True)
     wrong = tuple(-1e4 if t == place else v for t, v in enumerate(victim.logprobs))
