@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import io
-import json
 import os
-import tarfile
 from collections.abc import Mapping, Sequence
-from typing import Any, cast
+from typing import Any
 
 from agentrl.errors import SandboxError
+from agentrl.sandbox import trees
 from agentrl.sandbox.contract import (
     GRACE_S,
     Backend,
@@ -269,7 +267,8 @@ class Box:
         done = 0
         while done < max_bytes:
             want = min(CHUNK, max_bytes - done)
-            _, data = await self._file({"op": "read", "path": path, "offset": offset + done, "max_bytes": want})
+            order = {"op": "read", "path": path, "offset": offset + done, "max_bytes": want}
+            _, data = await self._file(order, most=want)
             parts.append(data)
             done += len(data)
             if len(data) < want:
@@ -280,22 +279,27 @@ class Box:
         """Write a regular file; text is UTF-8.
 
         Raises:
-            OSError: as `open` and `write` would; ENOSPC when the disk of the sandbox is full.
+            OSError: as `open` and `write` would; ENOSPC when the disk of the sandbox is full; EIO when what was
+                written is not what was sent.
         """
         raw = data.encode() if isinstance(data, str) else data
         for begin in range(0, len(raw) or 1, CHUNK):
-            order = {"op": "write", "path": path, "append": begin > 0, "mode": mode, "parents": parents}
-            await self._file(order, raw[begin : begin + CHUNK])
+            part = raw[begin : begin + CHUNK]
+            order = {
+                "op": "write", "path": path, "offset": begin, "mode": mode, "parents": parents,
+                "last": begin + CHUNK >= len(raw),
+            }  # fmt: skip
+            await self._file(order, part)
 
     async def list_dir(self, path: str = ".", *, max_entries: int = 10_000) -> list[FileInfo]:
         """What is in a directory, sorted by name."""
         answer, _ = await self._file({"op": "list", "path": path, "max_entries": max_entries})
-        return [FileInfo(name=name, **info) for name, info in answer["entries"]]
+        return trees.listing(answer, path, max_entries)
 
     async def stat(self, path: str) -> FileInfo:
         """What is at a path; links are not followed."""
         answer, _ = await self._file({"op": "stat", "path": path})
-        return FileInfo(name=os.path.basename(path.rstrip("/")) or path, **answer)
+        return trees.file_info(os.path.basename(path.rstrip("/")) or path, answer)
 
     async def remove(self, path: str, *, recursive: bool = False) -> None:
         """Delete a file, or a directory (with `recursive`, whatever is in it)."""
@@ -306,16 +310,15 @@ class Box:
         await self._file({"op": "mkdir", "path": path})
 
     async def put_tree(self, files: Mapping[str, bytes | str], path: str = ".") -> None:
-        """Write many files below `path` in one go; names are relative and may not leave it."""
-        members = []
-        for name, data in files.items():
-            if name.startswith("/") or ".." in name.split("/"):
-                raise ValueError(f"put_tree: {name!r} would leave the directory")
-            raw = data.encode() if isinstance(data, str) else data
-            info = tarfile.TarInfo(name)
-            info.size = len(raw)
-            members.append((info, raw))
-        await self._unpack(path, _tar(members))
+        """Write many files below `path` in one go; names are relative and may not leave it.
+
+        A file or link that is in the way gives way. A link in place of a directory does not: nothing is written
+        through it.
+
+        Raises:
+            OSError: as for `write_file`; ENOTDIR where a link stands in place of a directory.
+        """
+        await self._unpack(path, trees.of_files(files))
 
     async def get_tree(
         self, path: str = ".", *, max_bytes: int = 16 << 20, max_files: int = 10_000
@@ -323,76 +326,57 @@ class Box:
         """The regular files below `path` by relative name; links, devices and pipes are left out.
 
         Raises:
-            OSError: there is more than `max_bytes` or `max_files`.
+            OSError: there is more than `max_bytes` or `max_files`, or what came is no tree.
         """
         data = await self._pack(path, max_bytes, max_files)
-        found = {}
-        with tarfile.open(fileobj=io.BytesIO(data)) as tar:
-            for member in tar:
-                content = tar.extractfile(member) if member.isreg() else None
-                if content is not None:
-                    found[member.name] = content.read()
-        return found
+        return trees.files_of(trees.read(data, max_bytes=max_bytes, max_files=max_files))
 
     async def _pack(self, path: str, max_bytes: int, max_files: int) -> bytes:
         order = {"op": "pack", "path": path, "max_bytes": max_bytes, "max_files": max_files}
-        _, data = await self._file(order)
+        _, data = await self._file(order, most=trees.stream_limit(max_bytes, max_files))
         return data
 
-    async def _unpack(self, path: str, data: bytes) -> None:
-        """Unpack a tar below `path`, in portions: the supervisor holds no more than one of them."""
-        portion: list[tuple[tarfile.TarInfo, bytes]] = []
-        size = 0
-        with tarfile.open(fileobj=io.BytesIO(data)) as tar:
-            for member in tar:
-                file = tar.extractfile(member) if member.isreg() else None
-                content = file.read() if file is not None else b""
-                if len(content) > CHUNK:
-                    place = f"{path}/{member.name}"
-                    await self.write_file(place, content, mode=member.mode & 0o7777)
-                    continue
-                portion.append((member, content))
-                size += len(content) + 2048
-                if size > CHUNK:
-                    await self._file({"op": "unpack", "path": path}, _tar(portion))
-                    portion, size = [], 0
-        await self._file({"op": "unpack", "path": path}, _tar(portion))
+    async def _unpack(self, path: str, entries: Sequence[trees.Entry]) -> None:
+        """Write a tree below `path`, in portions: the supervisor holds no more than one of them."""
+        for portion in trees.portions(entries, CHUNK):
+            await self._file({"op": "unpack", "path": path}, portion)
 
-    async def _file(self, order: dict[str, Any], data: bytes = b"") -> tuple[dict[str, Any], bytes]:
-        """One file operation: its answer and its data; the errors that it met as OSError."""
+    async def _file(self, order: dict[str, Any], data: bytes = b"", most: int = 0) -> tuple[dict[str, Any], bytes]:
+        """One file operation: its answer and its data; the errors that it met as OSError.
+
+        Args:
+            most: bytes that may come. More of them end the operation while they arrive.
+        """
         framed = frames.pack({"kind": "file", "file": order, "rlimits": {}})
-        header = {"op": "call", "order_bytes": len(framed), "stream": True}
+        header = {"op": "call", "order_bytes": len(framed), "stream": most}
         async with self._lock:
             answer, output = await self._call(header, framed + data, FILE_LIMITS)
-        result = result_of(answer, output)
-        try:
-            said = cast(dict[str, Any], json.loads(result.stderr))
-        except ValueError:
-            text = result.error_text()[-500:]
-            raise OSError(12, f"{order['op']} ended with {result.outcome}: {text}", order["path"]) from None
-        if "errno" in said:
-            raise OSError(said["errno"], said["error"], said["path"] or order["path"])
-        return said, answer["streamed"]
+        streamed = answer.get("streamed", b"")
+        return trees.answer_of(result_of(answer, output), order, data, streamed), streamed
 
     # The box as a whole
 
     async def snapshot(self, *, max_bytes: int = 256 << 20, max_files: int = 100_000) -> Snapshot:
         """The files of the home directory as they are now."""
-        return Snapshot(await self._pack(self.home, max_bytes, max_files))
+        data = await self._pack(self.home, max_bytes, max_files)
+        await asyncio.to_thread(trees.read, data, max_bytes=max_bytes, max_files=max_files)
+        return Snapshot(data)
 
     async def reset(self, to: Snapshot | None = None) -> None:
         """Become a new sandbox: nothing of what ran here remains; then put the files of a snapshot back.
 
-        Sessions of before are over.
+        Sessions of before are over. Names, contents, modes, times of change and links are those of the snapshot.
         """
+        size = len(to.data) if to is not None else 0
+        entries = trees.read(to.data, max_bytes=size, max_files=size) if to is not None else []
         async with self._lock:
             await self._destroy()
             self._dead = None
             await self.start()
             await self._wake()
-        if to is not None:
+        if entries:
             self._used = True  # what a program left may be in it
-            await self._unpack(self.home, to.data)
+            await self._unpack(self.home, entries)
 
     async def usage(self) -> Usage:
         """What it holds now."""
@@ -440,11 +424,3 @@ class Box:
 
     async def __aexit__(self, *_: object) -> None:
         await self.close()
-
-
-def _tar(members: Sequence[tuple[tarfile.TarInfo, bytes]]) -> bytes:
-    buffer = io.BytesIO()
-    with tarfile.open(fileobj=buffer, mode="w") as tar:
-        for info, content in members:
-            tar.addfile(info, io.BytesIO(content) if info.isreg() else None)
-    return buffer.getvalue()

@@ -44,6 +44,7 @@ def program(module: str) -> str:
     """
     packed = base64.b85encode(zlib.compress(repr(sources()).encode(), 9)).decode()
     return (
+        "import sys\nsys.path[:] = [place for place in sys.path if place]\n"  # nothing from where it is started
         f"import base64, zlib, ast\nPACKAGE = {PACKAGE!r}\n"
         f"SOURCES = ast.literal_eval(zlib.decompress(base64.b85decode({packed!r})).decode())\n"
         f"{_LOADER}\nfrom {PACKAGE} import {module}\n"

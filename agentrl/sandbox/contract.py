@@ -283,9 +283,10 @@ class FileInfo:
 
 @dataclass(frozen=True, slots=True)
 class Snapshot:
-    """The files of a sandbox at one moment: a tar of /workspace, links included."""
+    """The files of a sandbox's home directory at one moment, links included: for `Box.reset`."""
 
     data: bytes
+    """As they came from the sandbox, see `inside.packing`; checked when they came."""
 
 
 @dataclass(frozen=True, slots=True)

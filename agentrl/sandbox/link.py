@@ -14,6 +14,14 @@ from agentrl.sandbox.inside import frames
 Answer = tuple[dict[str, Any], bytes]
 
 
+class _Parts:
+    """What has come of an answer that is streamed, and how much more of it may come."""
+
+    def __init__(self, left: int) -> None:
+        self.left = left
+        self.parts: list[bytes] = []
+
+
 class StreamLink(asyncio.Protocol):
     """Frames over one asyncio transport."""
 
@@ -22,7 +30,7 @@ class StreamLink(asyncio.Protocol):
         self._frames = frames.Reader()
         self._transport: asyncio.Transport | None = None
         self._waiting: dict[int, asyncio.Future[Answer]] = {}
-        self._parts: dict[int, list[bytes]] = {}
+        self._parts: dict[int, _Parts] = {}
         self._count = 0
         self._lost: SandboxError | None = None
         self._tap: tuple[Callable[[bytes], None], Callable[[], None]] | None = None
@@ -61,6 +69,8 @@ class StreamLink(asyncio.Protocol):
         self._count += 1
         header["id"] = self._count
         self._waiting[self._count] = future
+        if header.get("stream"):
+            self._parts[self._count] = _Parts(header["stream"])
         self._transport.write(frames.pack(header, payload))
         return future
 
@@ -93,23 +103,36 @@ class StreamLink(asyncio.Protocol):
             self._tap[0](data)
             return
         try:
-            arrived = self._frames.feed(data)
-        except ValueError as error:
+            for header, payload in self._frames.feed(data):
+                self._take(header, payload)
+        except (ValueError, TypeError, RecursionError) as error:
             self.fail(SandboxDied(f"sandbox {self.name} sent something that is no frame: {error}"))
+
+    def _take(self, header: dict[str, Any], payload: bytes) -> None:
+        """Hand a frame to whom it concerns.
+
+        Raises:
+            ValueError: it concerns nobody, or is more than was asked for.
+        """
+        if "hello" in header:
+            if not self._hello.done():
+                self._hello.set_result(header)
             return
-        for header, payload in arrived:
-            if "part" in header:
-                self._parts.setdefault(header["id"], []).append(payload)
-                continue
-            if "hello" in header:
-                if not self._hello.done():
-                    self._hello.set_result(header)
-                continue
-            number = header.get("id", 0)
-            header["streamed"] = b"".join(self._parts.pop(number, ()))
-            future = self._waiting.pop(number, None)
-            if future is not None and not future.done():
-                future.set_result((header, payload))
+        number = header.get("id", 0)
+        if "part" in header:
+            came = self._parts.get(number)
+            if came is None:
+                raise ValueError(f"a part of answer {number}, of which none is awaited")
+            came.left -= len(payload)
+            if came.left < 0:
+                raise ValueError(f"more parts of answer {number} than were asked for")
+            came.parts.append(payload)
+            return
+        came = self._parts.pop(number, None)
+        header["streamed"] = b"".join(came.parts) if came is not None else b""
+        future = self._waiting.pop(number, None)
+        if future is not None and not future.done():
+            future.set_result((header, payload))
 
     def eof_received(self) -> bool:
         """The supervisor is gone."""

@@ -46,6 +46,9 @@ ACCEPTED = b"\1"
 """Sent on the control descriptor once the order has been read: from here on, what happens is the program's doing.
 The descriptor is closed before the program begins, so a program can neither send it nor take it back."""
 
+SITE: list[str] = []
+"""Where our own code finds modules: never in a folder that programs can write to."""
+
 SESSIONS: Any = None
 """The module `sessions`, which itself needs this one; set there."""
 
@@ -156,8 +159,7 @@ def _settle(confinement: Confinement, control: int, stdin: int, stdout: int, std
     if confinement.signalled_ends:
         _signal.set_wakeup_fd(-1)
         _signal.signal(_signal.SIGCHLD, _signal.SIG_DFL)
-    # Here and not in `prepare`: what PID 1 itself may still import must not come from the programs' folder.
-    sys.path[:] = ["", *confinement.site]
+    sys.path[:] = SITE[:] = confinement.site  # the programs' folder comes first where foreign code begins
     gc.enable()
 
 
@@ -233,17 +235,21 @@ def fresh_main() -> None:
 
 def show_exception(error: BaseException, sources: dict[str, bytes]) -> None:
     """Print the traceback as Python would, with the lines of `sources` (by file name), without our own frames."""
-    import linecache
-    import traceback
+    theirs, sys.path = sys.path, [*SITE]
+    try:
+        import linecache
+        import traceback
 
-    for name, data in sources.items():
-        text = data.decode("utf-8", "replace")
-        linecache.cache[name] = (len(text), None, text.splitlines(keepends=True), name)
-    trace = error.__traceback__
-    ours = f"<{PACKAGE}."
-    while trace is not None and trace.tb_frame.f_code.co_filename.startswith(ours):
-        trace = trace.tb_next
-    traceback.print_exception(type(error), error, trace)
+        for name, data in sources.items():
+            text = data.decode("utf-8", "replace")
+            linecache.cache[name] = (len(text), None, text.splitlines(keepends=True), name)
+        trace = error.__traceback__
+        ours = f"<{PACKAGE}."
+        while trace is not None and trace.tb_frame.f_code.co_filename.startswith(ours):
+            trace = trace.tb_next
+        traceback.print_exception(type(error), error, trace)
+    finally:
+        sys.path = theirs
 
 
 def exit_status(error: SystemExit) -> int:
@@ -264,7 +270,9 @@ def run_python(program: bytes, argv: list[str], scope: dict[str, Any]) -> int:
     status = 0
     try:
         # Bytes, not text: a coding line and a byte-order mark mean what they say.
-        exec(compile(program, name, "exec", dont_inherit=True), scope)
+        code = compile(program, name, "exec", dont_inherit=True)
+        sys.path.insert(0, "")
+        exec(code, scope)
     except SystemExit as error:
         status = exit_status(error)
     except BaseException as error:

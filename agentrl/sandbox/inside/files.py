@@ -1,36 +1,81 @@
 """File operations, done by a child with the rights of the sandbox's own programs: no path can lead outside.
 
-The answer is a JSON object on stderr, data go over stdin and stdout. Nothing here waits: FIFOs and devices are
-opened without blocking and refused.
+The answer is a JSON object on stderr, data go over stdin and stdout. The answer says how many bytes came and went,
+with their digest, so that the host sees when somebody else took or put some. Nothing here waits: FIFOs and devices
+are opened without blocking and refused. Nothing here imports: what it needs is there before the fork.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import stat
-import sys
 from typing import Any
 
-from . import frames
+from . import frames, leftovers, packing
+
+try:
+    from _blake2 import blake2b  # without what `hashlib` brings along
+except ImportError:  # pragma: no cover - an interpreter that was built without it
+    from hashlib import blake2b
 
 CHUNK = 1 << 18
+DIGEST_BYTES = 16
+
+
+class Stream:
+    """One of the two streams of data, counted."""
+
+    def __init__(self, fd: int) -> None:
+        self.fd, self.total = fd, 0
+        self._digest = blake2b(digest_size=DIGEST_BYTES)
+
+    def read(self, count: int) -> bytes:
+        """At most that many bytes; nothing at the end."""
+        data = os.read(self.fd, count)
+        self._count(data)
+        return data
+
+    def read_exactly(self, count: int) -> bytes:
+        """That many bytes; ValueError when there are fewer."""
+        try:
+            data = frames.read_exactly(self.fd, count)
+        except EOFError:
+            raise ValueError("the data end too early") from None
+        self._count(data)
+        return data
+
+    def write(self, data: bytes) -> None:
+        """All of it."""
+        frames.write_all(self.fd, data)
+        self._count(data)
+
+    def _count(self, data: bytes) -> None:
+        self.total += len(data)
+        self._digest.update(data)
+
+    def told(self) -> list[Any]:
+        """What the other side compares: bytes and their digest."""
+        return [self.total, self._digest.hexdigest()]
 
 
 def perform(order: dict[str, Any]) -> int:
     """Do one operation; the exit status is 0 when the answer on stderr is not an error."""
     answer: dict[str, Any]
+    taken, sent = Stream(0), Stream(1)
     try:
-        answer = OPERATIONS[order["op"]](order)
+        answer = OPERATIONS[order["op"]](order, taken, sent)
+        answer["taken"], answer["sent"] = taken.told(), sent.told()
         status = 0
     except OSError as error:
         answer = {
             "errno": error.errno or 0,
             "error": error.strerror or str(error),
-            "path": str(error.filename or ""),
+            "path": os.fsdecode(error.filename) if isinstance(error.filename, (str, bytes)) else "",
         }
         status = 1
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         answer = {"errno": 22, "error": str(error), "path": order.get("path", "")}
         status = 1
     frames.write_all(2, json.dumps(answer).encode())
@@ -47,7 +92,7 @@ def _open_regular(path: str, flags: int, mode: int = 0o644) -> int:
     return fd
 
 
-def read(order: dict[str, Any]) -> dict[str, Any]:
+def read(order: dict[str, Any], taken: Stream, sent: Stream) -> dict[str, Any]:
     """Bytes `offset` to `offset + max_bytes` of a regular file on stdout."""
     fd = _open_regular(order["path"], os.O_RDONLY)
     size = os.fstat(fd).st_size
@@ -58,25 +103,27 @@ def read(order: dict[str, Any]) -> dict[str, Any]:
         if not part:
             break
         left -= len(part)
-        frames.write_all(1, part)
+        sent.write(part)
     return {"size": size}
 
 
-def write(order: dict[str, Any]) -> dict[str, Any]:
-    """Write stdin to a regular file; `append` continues it."""
-    path = order["path"]
+def write(order: dict[str, Any], taken: Stream, sent: Stream) -> dict[str, Any]:
+    """Write stdin to a regular file; `offset` says where, and how long the file must be by then."""
+    path, offset = order["path"], order["offset"]
     if order["parents"] and os.path.dirname(path):
         os.makedirs(os.path.dirname(path), exist_ok=True)
-    fd = _open_regular(path, os.O_WRONLY | os.O_CREAT | (os.O_APPEND if order["append"] else 0), order["mode"])
-    if not order["append"]:
+    fd = _open_regular(path, os.O_WRONLY | (0 if offset else os.O_CREAT), order["mode"] | 0o200)
+    if offset == 0:
         os.ftruncate(fd, 0)
-    total = 0
-    while part := os.read(0, CHUNK):
+    elif os.fstat(fd).st_size != offset:
+        raise OSError(5, "the file has changed while it was written", path)
+    os.lseek(fd, offset, os.SEEK_SET)
+    while part := taken.read(CHUNK):
         frames.write_all(fd, part)
-        total += len(part)
-    os.fchmod(fd, order["mode"])
+    if order["last"]:
+        os.fchmod(fd, order["mode"])
     os.close(fd)
-    return {"size": total}
+    return {"size": taken.total}
 
 
 def _describe(path: str) -> dict[str, Any]:
@@ -86,89 +133,236 @@ def _describe(path: str) -> dict[str, Any]:
     return {"kind": kind, "size": info.st_size, "mode": stat.S_IMODE(info.st_mode), "mtime": info.st_mtime}
 
 
-def describe(order: dict[str, Any]) -> dict[str, Any]:
+def describe(order: dict[str, Any], taken: Stream, sent: Stream) -> dict[str, Any]:
     """What is at the path; links are not followed."""
     return _describe(order["path"])
 
 
-def entries(order: dict[str, Any]) -> dict[str, Any]:
+def entries(order: dict[str, Any], taken: Stream, sent: Stream) -> dict[str, Any]:
     """The sorted entries of a directory, at most `max_entries` of them."""
     names = sorted(os.listdir(order["path"]))
     shown = names[: order["max_entries"]]
     return {"entries": [[n, _describe(os.path.join(order["path"], n))] for n in shown], "total": len(names)}
 
 
-def remove(order: dict[str, Any]) -> dict[str, Any]:
+def remove(order: dict[str, Any], taken: Stream, sent: Stream) -> dict[str, Any]:
     """Delete a file, or a directory with all that is in it."""
     path = order["path"]
     if stat.S_ISDIR(os.lstat(path).st_mode):
         if not order["recursive"]:
             os.rmdir(path)
         else:
-            _remove_tree(path)
+            leftovers.remove_whole(path)
     else:
         os.unlink(path)
     return {}
 
 
-def _remove_tree(path: str) -> None:
-    os.chmod(path, 0o700)
-    with os.scandir(path) as found:
-        inside = list(found)
-    for entry in inside:
-        if entry.is_dir(follow_symlinks=False):
-            _remove_tree(entry.path)
-        else:
-            os.unlink(entry.path)
-    os.rmdir(path)
-
-
-def make_directory(order: dict[str, Any]) -> dict[str, Any]:
+def make_directory(order: dict[str, Any], taken: Stream, sent: Stream) -> dict[str, Any]:
     """Create a directory and its parents."""
     os.makedirs(order["path"], exist_ok=True)
     return {}
 
 
-def pack_tree(order: dict[str, Any]) -> dict[str, Any]:
-    """A tar of regular files, directories and links below `path` on stdout, within both limits."""
-    import tarfile
+def pack_tree(order: dict[str, Any], taken: Stream, sent: Stream) -> dict[str, Any]:
+    """Regular files, directories and links below `path` on stdout, within both limits; see `packing`.
 
-    root, count, size = order["path"], 0, 0
-    if not os.path.isdir(root):
-        raise NotADirectoryError(20, os.strerror(20), root)
-    with tarfile.open(fileobj=os.fdopen(1, "wb", closefd=False), mode="w|", format=tarfile.PAX_FORMAT) as tar:
-        for folder, directories, names in os.walk(root):
-            links = [d for d in directories if os.path.islink(os.path.join(folder, d))]
-            for name in sorted([*directories, *names]):
-                path = os.path.join(folder, name)
-                info = os.lstat(path)
-                if not (stat.S_ISREG(info.st_mode) or stat.S_ISDIR(info.st_mode) or stat.S_ISLNK(info.st_mode)):
-                    continue
-                count += 1
-                size += info.st_size if stat.S_ISREG(info.st_mode) else 0
-                if count > order["max_files"] or size > order["max_bytes"]:
-                    raise OSError(
-                        27, f"tree has more than {order['max_files']} files or {order['max_bytes']} bytes", root
-                    )
-                tar.add(path, arcname=os.path.relpath(path, root), recursive=False)
-            directories[:] = sorted(d for d in directories if d not in links)
+    What its owner has locked by its mode is opened all the same, and locked again.
+    """
+    most_files, most_bytes = order["max_files"], order["max_bytes"]
+    too_much = OSError(27, f"tree has more than {most_files} files or {most_bytes} bytes", order["path"])
+    locked: list[tuple[bytes, int]] = []
+    if not os.path.isdir(order["path"]):
+        raise NotADirectoryError(20, os.strerror(20), order["path"])
+    root, mode = _open_folder(os.path.realpath(order["path"]), None)
+    if mode is not None:
+        locked.append((b"", mode))
+    count, size, pending = 0, 0, [b""]
+    while pending:
+        folder = pending.pop()
+        fd, mode = _enter(root, folder)
+        if mode is not None:
+            locked.append((folder, mode))
+        below = []
+        for name in sorted(map(os.fsencode, os.listdir(fd))):
+            inside = folder + b"/" + name if folder else name
+            info = os.stat(name, dir_fd=fd, follow_symlinks=False)
+            mode, mtime = stat.S_IMODE(info.st_mode), info.st_mtime_ns
+            if not (stat.S_ISREG(info.st_mode) or stat.S_ISDIR(info.st_mode) or stat.S_ISLNK(info.st_mode)):
+                continue
+            count += 1
+            if count > most_files:
+                raise too_much
+            if len(inside) > packing.MAX_NAME or inside.count(b"/") >= packing.MAX_DEPTH:
+                raise OSError(36, f"more than {packing.MAX_DEPTH} folders within each other", order["path"])
+            if stat.S_ISDIR(info.st_mode):
+                sent.write(packing.head(packing.FOLDER, mode, mtime, inside))
+                below.append(inside)
+            elif stat.S_ISLNK(info.st_mode):
+                sent.write(packing.head(packing.LINK, 0o777, mtime, inside, os.readlink(name, dir_fd=fd)))
+            else:
+                sent.write(packing.head(packing.FILE, mode, mtime, inside))
+                size += _send_content(fd, name, mode, most_bytes - size, sent, too_much)
+        pending += reversed(below)
+        if fd != root:
+            os.close(fd)
+    for folder, mode in reversed(locked):
+        fd, _ = _enter(root, folder)
+        os.fchmod(fd, mode)
+    sent.write(packing.end(count))
     return {"files": count, "bytes": size}
 
 
-def unpack_tree(order: dict[str, Any]) -> dict[str, Any]:
-    """Unpack the tar on stdin below `path`."""
-    import tarfile
+def _unlock(name: bytes | str, fd: int | None, bits: int) -> int:
+    """Give the owner rights to what the name means, not to what a link of that name leads to; its mode before."""
+    path_only = os.open(name, os.O_PATH | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=fd)
+    try:
+        mode = stat.S_IMODE(os.fstat(path_only).st_mode)
+        os.chmod(f"/proc/self/fd/{path_only}", mode | bits)
+    finally:
+        os.close(path_only)
+    return mode
 
+
+def _send_content(fd: int, name: bytes, mode: int, most: int, sent: Stream, too_much: OSError) -> int:
+    """The pieces of a file, however long it turns out to be; bytes."""
+    flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC
+    try:
+        file = os.open(name, flags, dir_fd=fd)
+    except PermissionError:
+        _unlock(name, fd, 0o400)
+        file = os.open(name, flags, dir_fd=fd)
+        os.fchmod(file, mode)
+    size = 0
+    if stat.S_ISREG(os.fstat(file).st_mode):
+        while part := os.read(file, CHUNK):
+            size += len(part)
+            if size > most:
+                raise too_much
+            sent.write(packing.piece(part))
+    os.close(file)
+    sent.write(packing.piece(b""))
+    return size
+
+
+def unpack_tree(order: dict[str, Any], taken: Stream, sent: Stream) -> dict[str, Any]:
+    """Write the tree on stdin below `path`. No entry is reached through a link, and what was there gives way."""
     os.makedirs(order["path"], exist_ok=True)
+    root = os.open(order["path"], os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    os.umask(0)
     count = 0
-    with tarfile.open(fileobj=sys.stdin.buffer, mode="r|") as tar:
-        for member in tar:
-            if member.isreg() or member.isdir() or member.issym():
-                member.uid, member.gid = os.getuid(), os.getgid()
-                member.uname = member.gname = ""
-                tar.extract(member, order["path"], set_attrs=not member.issym())
-                count += 1
+    for (kind, mode, mtime, name, target), pieces in packing.entries(taken.read_exactly):
+        folder, _, last = name.rpartition(b"/")
+        fd, _ = _enter(root, folder, make=True)
+        try:
+            if kind == packing.FOLDER:
+                _make_folder(fd, last, mode, mtime)
+            elif kind == packing.LINK:
+                _clear(fd, last)
+                os.symlink(target, last, dir_fd=fd)
+                _set_time(last, mtime, fd)
+            else:
+                _write_content(fd, last, kind, mode, mtime, pieces)
+        except OSError as error:
+            raise OSError(error.errno, error.strerror, os.path.join(os.fsencode(order["path"]), name)) from None
+        finally:
+            if fd != root:
+                os.close(fd)
+        count += 1
     return {"files": count}
+
+
+FOLDER_FLAGS = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
+
+
+def _open_folder(name: bytes | str, fd: int | None) -> tuple[int, int | None]:
+    """A descriptor of a directory that can be read and entered, and its mode if that was not so before."""
+    mode = None
+    try:
+        own = os.open(name, FOLDER_FLAGS, dir_fd=fd)
+    except PermissionError:
+        mode = _unlock(name, fd, 0o500)
+        own = os.open(name, FOLDER_FLAGS, dir_fd=fd)
+    info = os.fstat(own)
+    if info.st_uid == os.getuid() and info.st_mode & 0o500 != 0o500:
+        mode = stat.S_IMODE(info.st_mode)
+        os.fchmod(own, mode | 0o500)
+    return own, mode
+
+
+def _enter(root: int, folder: bytes, make: bool = False) -> tuple[int, int | None]:
+    """See `_open_folder`: of a directory below `root`, reached through no link.
+
+    Args:
+        make: create what is missing, and leave what is locked alone.
+    """
+    fd, mode = root, None
+    for part in folder.split(b"/") if folder else ():
+        try:
+            if make:
+                try:
+                    below = os.open(part, FOLDER_FLAGS, dir_fd=fd)
+                except FileNotFoundError:
+                    os.mkdir(part, 0o755, dir_fd=fd)
+                    below = os.open(part, FOLDER_FLAGS, dir_fd=fd)
+            else:
+                below, mode = _open_folder(part, fd)
+        except OSError as error:
+            if error.errno not in (20, 40):  # ENOTDIR, ELOOP
+                raise
+            raise OSError(20, "a link, or no directory, is in the way", folder) from None
+        finally:
+            if fd != root:
+                os.close(fd)
+        fd = below
+    return fd, mode
+
+
+def _clear(fd: int, name: bytes) -> None:
+    """Take away what bears the name, unless it is a directory."""
+    with contextlib.suppress(FileNotFoundError):
+        os.unlink(name, dir_fd=fd)
+
+
+def _make_folder(fd: int, name: bytes, mode: int, mtime: int) -> None:
+    with contextlib.suppress(FileExistsError):
+        os.mkdir(name, 0o700, dir_fd=fd)
+    own = os.open(name, FOLDER_FLAGS, dir_fd=fd)
+    try:
+        os.fchmod(own, mode)
+        _set_time(own, mtime)
+    finally:
+        os.close(own)
+
+
+def _write_content(fd: int, name: bytes, kind: int, mode: int, mtime: int, pieces: Any) -> None:
+    if kind == packing.FILE:
+        _clear(fd, name)
+        file = os.open(name, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600, dir_fd=fd)
+    else:
+        file = os.open(name, os.O_WRONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, dir_fd=fd)
+    try:
+        length = os.lseek(file, 0, os.SEEK_END)
+        for part in pieces:
+            length += len(part)
+            if part.count(0) == len(part):
+                os.lseek(file, len(part), os.SEEK_CUR)  # a hole stays a hole
+            else:
+                frames.write_all(file, part)
+        if os.fstat(file).st_size != length:
+            os.ftruncate(file, length)
+        os.fchmod(file, mode)
+        _set_time(file, mtime)
+    finally:
+        os.close(file)
+
+
+def _set_time(what: int | bytes, mtime: int, fd: int | None = None) -> None:
+    if mtime >= 0:
+        if fd is None:
+            os.utime(what, ns=(mtime, mtime))
+        else:
+            os.utime(what, ns=(mtime, mtime), dir_fd=fd, follow_symlinks=False)
 
 
 OPERATIONS = {

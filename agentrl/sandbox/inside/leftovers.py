@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import stat
 
@@ -43,14 +44,54 @@ def sweep_folders(place: str) -> None:
 
 
 def remove_tree(path: str) -> None:
-    """Delete a directory whatever modes its owner gave to what is inside; links are not followed."""
+    """Delete a directory as far as that is possible; see `remove_whole`."""
     with contextlib.suppress(OSError):
-        os.chmod(path, stat.S_IRWXU)
-        with os.scandir(path) as found:
-            inside = list(found)
-        for entry in inside:
-            if entry.is_dir(follow_symlinks=False):
-                remove_tree(entry.path)
-            else:
-                os.unlink(entry.path)
-        os.rmdir(path)
+        remove_whole(path)
+
+
+def remove_whole(path: str) -> None:
+    """Delete a directory whatever modes its owner gave to what is inside, and however deep it is.
+
+    Links are not followed. A directory within one that is being emptied moves to the top first, so that a program
+    that nests thousands of them costs no more than one that makes thousands side by side.
+
+    Raises:
+        OSError: something of it cannot be removed.
+    """
+    top = _open_folder(path, None)
+    moved = 0
+    try:
+        while names := os.listdir(top):
+            for name in names:
+                if not stat.S_ISDIR(os.stat(name, dir_fd=top, follow_symlinks=False).st_mode):
+                    os.unlink(name, dir_fd=top)
+                    continue
+                folder = _open_folder(name, top)
+                try:
+                    for inner in os.listdir(folder):
+                        if not stat.S_ISDIR(os.stat(inner, dir_fd=folder, follow_symlinks=False).st_mode):
+                            os.unlink(inner, dir_fd=folder)
+                            continue
+                        os.close(_open_folder(inner, folder))  # one that is locked cannot be moved
+                        while True:
+                            moved += 1
+                            try:
+                                os.rename(inner, f"moved{moved}", src_dir_fd=folder, dst_dir_fd=top)
+                                break
+                            except OSError as error:  # a program has made something of that name
+                                if error.errno not in (errno.ENOTEMPTY, errno.EEXIST, errno.ENOTDIR):
+                                    raise
+                finally:
+                    os.close(folder)
+                os.rmdir(name, dir_fd=top)
+    finally:
+        os.close(top)
+    os.rmdir(path)
+
+
+def _open_folder(name: str, fd: int | None) -> int:
+    """A descriptor of a directory that its owner may have locked; it can be emptied from now on."""
+    flags = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
+    if stat.S_IMODE(os.stat(name, dir_fd=fd, follow_symlinks=False).st_mode) & 0o700 != 0o700:
+        os.chmod(name, 0o700, dir_fd=fd)  # of the owner's own making: nobody swaps it for a link any more
+    return os.open(name, flags, dir_fd=fd)

@@ -157,5 +157,8 @@ class Call:
         self.verdict: str | None = None
         """Set when the call was ended from here: timeout, oom, output_limit or cancelled."""
         self.interrupted_at: float | None = None
+        self.stream: int = header.get("stream", 0)
+        """Bytes of stdout that may go out as they come, rather than be kept; 0: none does."""
+        self.streamed = 0
         self.is_quick = True
         """Its output is not read yet."""

@@ -16,6 +16,10 @@ from typing import Any
 
 from . import child, frames, kernel, tree
 
+with contextlib.suppress(ImportError):
+    # `compile` imports it for names with other letters than ASCII: not from the folder of the programs.
+    import unicodedata  # noqa: F401
+
 BASH_ORDERS, BASH_ANSWERS = 8, 9
 
 BASH_LOOP = f"""
@@ -76,6 +80,7 @@ def _orders(link: int) -> Iterator[tuple[bytes, bytes]]:
 def _python(scope: dict[str, Any]) -> Any:
     """An interpreter with one lasting `__main__`; the value of a last expression is printed, as notebooks do."""
     sys.argv = [""]
+    sys.path.insert(0, "")
     cells: dict[str, bytes] = {}
 
     def run(payload: bytes) -> int:
@@ -119,7 +124,7 @@ def _compiled(payload: bytes, name: str) -> tuple[types.CodeType | None, types.C
 
 def _sqlite() -> Any:
     """A connection to one database file; the order is {"database", "sql", "parameters", "max_rows"}."""
-    import sqlite3
+    import sqlite3  # not from the folder of the programs: see child.SITE
 
     connections: dict[str, sqlite3.Connection] = {}
 

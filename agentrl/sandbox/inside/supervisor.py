@@ -377,7 +377,14 @@ class Supervisor:
                 return
             if call is None or call.program is not program:
                 program.late[name].add(data)
-            elif name == "stdout" and call.header.get("stream"):
+            elif name == "stdout" and call.stream:
+                call.streamed += len(data)
+                if call.streamed > call.stream:
+                    if everything:
+                        call.verdict = call.verdict or "output_limit"
+                    else:
+                        self._stop("output_limit")
+                    return
                 self.send({"id": call.id, "part": True}, data)
             else:
                 (call.out if name == "stdout" else call.err).add(data)

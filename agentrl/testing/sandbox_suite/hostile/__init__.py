@@ -10,6 +10,7 @@ import secrets as random_bytes
 
 from agentrl.sandbox import ExecResult
 from agentrl.testing.sandbox_suite.hostile.files import FILES
+from agentrl.testing.sandbox_suite.hostile.host import HOST
 from agentrl.testing.sandbox_suite.hostile.others import OTHERS
 from agentrl.testing.sandbox_suite.hostile.privilege import PRIVILEGE
 from agentrl.testing.sandbox_suite.hostile.program import PRELUDE, Hostile
@@ -18,7 +19,7 @@ from agentrl.testing.sandbox_suite.hostile.secrets import NETWORK, SECRETS
 from agentrl.testing.sandbox_suite.hostile.time import TIME
 from agentrl.testing.sandbox_suite.stage import Check, Stage, expect
 
-PROGRAMS = [*FILES, *SECRETS, *RESOURCES, *TIME, *OTHERS, *NETWORK, *PRIVILEGE]
+PROGRAMS = [*FILES, *HOST, *SECRETS, *RESOURCES, *TIME, *OTHERS, *NETWORK, *PRIVILEGE]
 
 
 async def play(stage: Stage, program: Hostile) -> ExecResult:
