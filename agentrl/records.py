@@ -25,7 +25,8 @@ class EpisodeRecord:
 
     `group` numbers the tasks of the step from 0. `advantages` has one number for each sampled segment of the
     episode, in their order; it is empty when the episode did not train. `set_aside` marks the groups without
-    signal that gave their places to others (`rollout.refill_zero_signal`).
+    signal that gave their places to others (`rollout.refill_zero_signal`); `baseline` the greedy episode that the
+    others of its group are compared with (`advantage: remax`).
     """
 
     step: int
@@ -33,6 +34,7 @@ class EpisodeRecord:
     episode: Episode
     advantages: tuple[float, ...] = ()
     set_aside: bool = False
+    baseline: bool = False
 
     @classmethod
     def of(cls, step: int, group: int, episode: Episode, advantage: float | None) -> EpisodeRecord:

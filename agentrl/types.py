@@ -193,7 +193,8 @@ class Episode:
 class Group:
     """The episodes of one task. `failed` are infrastructure failures: kept for the record, never scored.
 
-    `greedy` is one more episode of the task, played greedily, where the run compares with one; it does not train.
+    `greedy` is one more episode of the task, played greedily, where the run compares with one. It does not train;
+    rewards per group judge it together with the others.
     """
 
     task: Task

@@ -328,6 +328,20 @@ class AlgorithmConfig(Section):
         return self.model_copy(update={"old_logprobs": "sampler" if stale else "learner"})
 
     @property
+    def compares(self) -> bool:
+        """Whether an episode is compared with its siblings, so that equal rewards say nothing. Of a function of
+        the user's own nobody knows."""
+        return self.advantage not in ALONE and not is_own(self.advantage)
+
+    def idle_parameters(self, max_staleness: int) -> list[str]:
+        """The parameters of the loss that the user gave, where the ratio is always 1 and they have no effect."""
+        section, sampler = self.loss_section, self.decided(max_staleness).old_logprobs == "sampler"
+        if section is None or sampler or self.updates_per_step * self.epochs > 1:
+            return []
+        given = section.model_fields_set - {"importance", "fraction" if self.loss == "clip_cov" else ""}
+        return [f"algorithm.{LOSSES[self.loss]}.{name}" for name in sorted(given) if not name.startswith("cov_")]
+
+    @property
     def advantage_section(self) -> Section | None:
         """The parameters of the chosen estimator."""
         return _section(self, ADVANTAGES.get(self.advantage))

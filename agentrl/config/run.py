@@ -247,10 +247,23 @@ class OptimConfig(Section):
     """Decoupled weight decay."""
     warmup_steps: Count = 5
     """Steps over which the learning rate rises linearly."""
+    warmup_ratio: Fraction | None = None
+    """The same as a share of all steps, rounded down; in place of `warmup_steps`."""
     schedule: Literal["constant", "linear", "cosine"] = "constant"
     """What the learning rate does after the warm-up (linear and cosine fall to a tenth at the last step)."""
     max_grad_norm: Annotated[float, Field(gt=0)] = 1.0
     """Gradients are scaled down to this norm."""
+
+    @model_validator(mode="after")
+    def _one_warmup(self) -> Self:
+        default = type(self).model_fields["warmup_steps"].default
+        if self.warmup_ratio is not None and self.warmup_steps != default:
+            raise ValueError("optim.warmup_steps has no effect beside optim.warmup_ratio: remove one of them")
+        return self
+
+    def warmup_of(self, steps: int) -> int:
+        """Steps over which the learning rate rises in a run of so many."""
+        return self.warmup_steps if self.warmup_ratio is None else int(self.warmup_ratio * steps)
 
 
 class LoRAConfig(Section):
@@ -383,6 +396,7 @@ class RunConfig(Section):
         """What no section can see alone; a setting without effect is an error."""
         _check_models(self)
         _check_group_size(self)
+        _check_step(self)
         _check_places(self)
         _check_clusters(self)
         return self
@@ -429,6 +443,53 @@ def _check_group_size(config: RunConfig) -> None:
         raise ValueError(
             "rollout.group_size is 1: a group of one has no advantage; use at least 2, or choose an "
             f"algorithm.advantage that needs no siblings ({', '.join(sorted(ALONE))})"
+        )
+
+
+def _check_step(config: RunConfig) -> None:
+    """What a step is made of."""
+    rollout, algorithm, critic = config.rollout, config.algorithm, config.critic
+    episodes = rollout.groups_per_step * rollout.group_size
+    keys = {"algorithm.updates_per_step": algorithm.updates_per_step}
+    if critic is not None and critic.updates_per_step is not None:
+        keys["critic.updates_per_step"] = critic.updates_per_step
+    for key, updates in keys.items():
+        if updates > episodes:
+            raise ValueError(
+                f"{key} is {updates}, and a step has {episodes} episodes (rollout.groups_per_step x group_size): "
+                "each update needs at least one; lower it"
+            )
+    if rollout.refill_zero_signal and (rollout.group_size == 1 or algorithm.advantage in ALONE):
+        why = (
+            "rollout.group_size is 1: the episode of each group"
+            if rollout.group_size == 1
+            else f"algorithm.advantage {algorithm.advantage} compares no siblings: a group whose episodes"
+        )
+        raise ValueError(
+            f"rollout.refill_zero_signal puts aside groups whose episodes all scored the same, and {why} would be "
+            "valid signal; remove it"
+        )
+    default = type(config.optim).model_fields["warmup_steps"].default
+    if config.optim.warmup_steps != default and config.optim.warmup_steps > config.steps:
+        raise ValueError(
+            f"optim.warmup_steps is {config.optim.warmup_steps}, and the run has {config.steps} steps: the "
+            "learning rate would never reach optim.lr; lower it, or raise steps"
+        )
+    if critic is not None:
+        _check_critic(critic, algorithm)
+
+
+def _check_critic(critic: CriticConfig, algorithm: AlgorithmConfig) -> None:
+    """How the errors of the critic become one number."""
+    norm = (critic.aggregation or algorithm.aggregation) == "seq-mean-token-sum-norm"
+    if critic.aggregation_scale is not None and not norm:
+        raise ValueError(
+            "critic.aggregation_scale has no effect without critic.aggregation: seq-mean-token-sum-norm: remove it"
+        )
+    if norm and critic.aggregation_scale is None and algorithm.aggregation_scale is None:
+        raise ValueError(
+            "critic.aggregation_scale is missing: seq-mean-token-sum-norm divides by a constant; give the most "
+            "tokens an episode may sample"
         )
 
 

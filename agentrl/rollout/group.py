@@ -80,8 +80,10 @@ class GroupPlayer:
                     baseline = running.create_task(one)
         except BaseExceptionGroup as several:
             raise first_error(several) from several
-        episodes = await self._group_rewards([place.result() for place in places])
-        return Group(task, tuple(episodes), tuple(failed), None if baseline is None else baseline.result())
+        played = [place.result() for place in places] + ([] if baseline is None else [baseline.result()])
+        episodes = tuple(await self._group_rewards(played))  # the greedy one is judged in the same comparison
+        greedy = None if baseline is None else episodes[-1]
+        return Group(task, episodes[: self.group_size], tuple(failed), greedy)
 
     async def _place(
         self,

@@ -60,10 +60,11 @@ def episode_metrics(groups: Sequence[Group], aside: Sequence[Group] = ()) -> dic
 
     Args:
         groups: what is trained.
-        aside: groups that gave their places to others; only their episodes, failures and tokens are counted.
+        aside: groups that gave their places to others; only their episodes, failures and tokens are counted, as
+            those of greedy episodes.
     """
     episodes = [e for g in groups for e in g.episodes]
-    extra = [e for g in aside for e in g.episodes]
+    extra = [e for g in aside for e in g.episodes] + [g.greedy for g in (*groups, *aside) if g.greedy is not None]
     failed = sum(len(g.failed) for g in (*groups, *aside))
     turns = [t for e in episodes for t in e.turns]
     metrics: dict[str, float] = {

@@ -19,6 +19,8 @@ from agentrl.config.algorithm import AlgorithmConfig, CorrectionConfig, KLConfig
 from agentrl.env.load import load_object
 from agentrl.errors import ConfigError
 
+OCCASIONAL = ("turns", "overlong", "reward_model")
+"""Parts of the reward that no episode of a step may have."""
 LATE_FIELDS = frozenset({"values_N", "old_logprobs_N", "sum_pi_squared_N"})
 """What an estimator may need of the learner, so that advantages wait for it."""
 
@@ -121,14 +123,22 @@ def _estimator(config: AlgorithmConfig) -> tuple[Estimate, frozenset[str]]:
     parameters = NoParameters() if section is None else entry.config(**given)
 
     def estimator(step: StepData, names: Sequence[str]) -> Advantages:
-        if unknown := sorted(weights.keys() - set(names)):
+        if unknown := sorted(part for part in weights if not _may_come(part, names)):
             raise ConfigError(
                 f"algorithm.{name}.weights names {unknown[0]!r}; the rewards of this env are {', '.join(names)}"
             )
+        # Nobody earned what is not among the names in this step.
         by_name = replace(parameters, weights=tuple(weights.get(n, 1.0) for n in names)) if weights else parameters
         return estimate(name, step, by_name)
 
     return estimator, frozenset(entry.needs)
+
+
+def _may_come(part: str, names: Sequence[str]) -> bool:
+    """Whether a part of the reward is among these, or one that only some steps have: of a function that returns
+    several, or of what only some episodes earn."""
+    function = part.partition("/")[0] if "/" in part else None
+    return part in (*names, *OCCASIONAL) or function in {name.partition("/")[0] for name in names if "/" in name}
 
 
 def _loss(

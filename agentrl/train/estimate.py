@@ -26,7 +26,8 @@ class Scores:
         rewards: total reward of each.
         groups: the number of each one's group.
         greedy: reward of the greedy episode of the same task, where there is one.
-        parts: the rewards of each by name.
+        parts: the rewards of each by name. One that an episode was not given counts 0; nan says that it does not
+            apply to the episode, which then neither votes for it nor gets anything from it.
     """
 
     episodes: Sequence[str]
@@ -99,7 +100,7 @@ def _step_data(
         everything_N = torch.ones_like(sequence_N, dtype=torch.bool)
         weights_N = correct(learner_N, sampler_N, sequence_N, everything_N, algorithm.correction).weights_T
     names = part_names(scores.parts)
-    parts = [[float(each.get(name, torch.nan)) for name in names] for each in scores.parts]
+    parts = [[float(each.get(name, 0.0)) for name in names] for each in scores.parts]
     step = StepData(
         rewards_E=torch.tensor(scores.rewards, dtype=torch.float64),
         group_E=torch.tensor(scores.groups, dtype=torch.long),

@@ -44,9 +44,10 @@ def said_of(
 
 def lr_factor(optim: OptimConfig, step: int, total_steps: int) -> float:
     """The share of the peak learning rate in a step; steps count from 0."""
-    if optim.schedule == "constant" or step < optim.warmup_steps:
-        return min(1.0, (step + 1) / max(1, optim.warmup_steps))
-    done = (step - optim.warmup_steps) / max(1, total_steps - 1 - optim.warmup_steps)
+    rise = optim.warmup_of(total_steps)
+    if optim.schedule == "constant" or step < rise:
+        return min(1.0, (step + 1) / max(1, rise))
+    done = (step - rise) / max(1, total_steps - 1 - rise)
     fall = done if optim.schedule == "linear" else (1 - math.cos(math.pi * done)) / 2
     return 1 - 0.9 * fall
 

@@ -34,6 +34,7 @@ from agentrl.testing.policy import Policy, ScriptedPolicy, call, play, random_ar
 from agentrl.testing.tiny_model import make_tokenizer
 from agentrl.train.algorithm import make_algorithm
 from agentrl.train.estimate import estimate_advantages
+from agentrl.train.rewardless import no_reward
 from agentrl.train.samples import to_records, to_samples
 from agentrl.types import LIMITS, Episode, Group, Message, Segment, Task
 
@@ -113,6 +114,8 @@ async def _rehearse(
     prompt_tokens = await _longest_opening(content, renderer)
     findings += _length_findings(config, prompt_tokens, max_context)
     findings += _limit_findings(config, scripted)
+    if config.reward_model is None and (nothing := no_reward(content.make_env(), (scripted, silent))):
+        findings.append(nothing)
     given = {part for episode in (scripted, silent) for part in reward_parts(episode)}
     if nothing := weight_of_nothing(config.env.reward_weights, given):
         findings.append(nothing)

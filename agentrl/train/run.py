@@ -49,6 +49,7 @@ from agentrl.train.estimate import Scores
 from agentrl.train.feed import load_feed, make_admission, save_feed
 from agentrl.train.in_step import InStep, counting, starting_engine
 from agentrl.train.memory import keep_freed_memory
+from agentrl.train.rewardless import RewardWatch
 from agentrl.train.samples import penalised
 from agentrl.train.signals import StopRequest, stop_requested
 from agentrl.train.start import copy_tokenizer, make_learner, make_start, sent_weights
@@ -79,6 +80,7 @@ class Run:
     greedy: Plays
     start: Path
     in_step: InStep
+    rewards: RewardWatch
     check: WeightCheck | None = None
     _mark: float = field(default_factory=time.monotonic)
     _seconds: dict[str, float] = field(default_factory=dict)
@@ -133,7 +135,7 @@ class Run:
 
     async def finish(self, batch: Batch, records: Sequence[EpisodeRecord], update: Update) -> None:
         """All that follows an update: write its episodes, evaluate and save where due, write its line."""
-        step, seconds = batch.step, time.monotonic() - self._mark
+        step, seconds, config = batch.step, time.monotonic() - self._mark, self.config
         metrics = episode_metrics(batch.groups, batch.aside) | staleness(batch.groups, step - 1)
         metrics |= {**update.metrics, **batch.metrics, **self._seconds}
         metrics |= {
@@ -147,9 +149,12 @@ class Run:
         self.store.write_episodes(step, [*records, *_records_aside(batch)])
         if step == 1 and (nothing := _weight_of_nothing(self.config, batch)):
             self.reporter.note(f"step 1: {nothing}")
-        if metrics["groups_with_signal"] == 0:
-            self.reporter.note(f"step {step}: all episodes of every group scored the same; nothing to learn from")
-        config, last = self.config, step == self.config.steps
+        self.rewards.see(step, [episode for group in batch.groups for episode in group.episodes])
+        if metrics["groups_with_signal"] == 0 and config.algorithm.compares:
+            self.reporter.note(
+                f"step {step}: all episodes of every group scored the same; no reward to learn from"
+            )
+        last = step == config.steps
         if last or (config.eval.every and step % config.eval.every == 0):
             score = await self.held_out(step)
             metrics |= {} if score is None else {"held_out": score}
@@ -251,7 +256,7 @@ async def _train_run(
     reporter.within("reading tasks")
     earlier = store.read_summary()
     content = load_content(config)
-    for note in repeated_ids(content):
+    for note in (*repeated_ids(content), *_idle_parameters(config)):
         reporter.note(note)
     reporter.within("making the start policy")
     start = await make_start(
@@ -309,6 +314,7 @@ async def _train_run(
                     greedy=greedy,
                     start=start,
                     in_step=in_step,
+                    rewards=RewardWatch(content.make_env()),
                     check=_weight_check(config, engine, renderer, content, learner, thread),
                 )
                 if not any(line["step"] == 0 for line in store.metrics()) and not stop:
@@ -375,6 +381,17 @@ def _scheduler(
         amend=less_overlong if rollout.overlong == "penalise" else None,
         stall=Stall(rollout.note_after_s, tell),
     )
+
+
+def _idle_parameters(config: RunConfig) -> list[str]:
+    """What to say of settings of a ratio that is always 1."""
+    names = config.algorithm.idle_parameters(config.rollout.max_staleness)
+    if not names:
+        return []
+    return [
+        f"{', '.join(names)}: no effect; with one update a step and the learner's own old log-probabilities the "
+        "policy ratio is always 1 (algorithm.updates_per_step or algorithm.epochs above 1 changes that)"
+    ]
 
 
 def _weight_of_nothing(config: RunConfig, batch: Batch) -> str:

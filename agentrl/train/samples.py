@@ -69,6 +69,8 @@ def to_records(
             by_segment = tuple(own.get(i, 0.0) for i, s in enumerate(episode.segments) if s.origin == "sampled")
             records.append(EpisodeRecord(step, number, episode, by_segment if any(by_segment) else ()))
         records += [EpisodeRecord(step, number, episode) for episode in group.failed]
+        if group.greedy is not None:
+            records.append(EpisodeRecord(step, number, group.greedy, baseline=True))
     return records
 
 
@@ -138,4 +140,4 @@ def _segment_rewards(episode: Episode, turn_of: Mapping[int, int]) -> dict[int, 
 def _parts(episode: Episode) -> dict[str, float]:
     """The rewards by name; what turns earned is one of them."""
     turns = sum(turn.reward for turn in episode.turns)
-    return {**episode.rewards, **({"turns": turns} if turns else {})}
+    return {**episode.rewards, **({"turns": turns} if turns else {})}  # what is missing counts 0

@@ -171,7 +171,8 @@ def _reward(episode: Episode) -> Text:
 def _advantage(record: EpisodeRecord) -> Text:
     values = sorted(set(record.advantages))
     if not values:
-        return Text("set aside" if record.set_aside else "not trained", style="dim")
+        why = "set aside" if record.set_aside else "baseline" if record.baseline else "not trained"
+        return Text(why, style="dim")
     text = f"{values[0]:+.2f}" if len(values) == 1 else f"{values[0]:+.2f} to {values[-1]:+.2f}"
     return Text(text, style="dim" if not any(values) else "green" if values[-1] > 0 else "red")
 

@@ -9,15 +9,17 @@ from typing import Any
 import pytest
 
 from agentrl.chat.template import Renderer
+from agentrl.env import ToolEnv, reward
 from agentrl.env.env import Env, StepInfo
 from agentrl.errors import InfraError, JudgeError
 from agentrl.rollout.episode import Player
 from agentrl.rollout.frame import Limits
 from agentrl.rollout.group import GroupPlayer
+from agentrl.rollout.metrics import episode_metrics
 from agentrl.rollout.reward_model import RewardModel
 from agentrl.testing.engine import ScriptedEngine
 from agentrl.testing.policy import say
-from agentrl.train.samples import penalised, to_samples
+from agentrl.train.samples import penalised, to_records, to_samples
 from agentrl.types import Episode, Message, Sampling, StopReason, Task
 
 
@@ -54,6 +56,33 @@ async def test_a_greedy_episode_is_compared_with_and_does_not_train(renderer: Re
     late = await cut.play(Task("t"), "s1", 0)
     (less,) = penalised([replace(late, greedy=replace(late.greedy, stop_reason=StopReason.TIMEOUT))], 0.5)
     assert less.greedy.reward == -0.5
+
+
+class Compared(ToolEnv):
+    """Pays the best answer of the group, and nobody by himself."""
+
+    def setup(self) -> str:
+        return "how much?"
+
+    @reward(per="group")
+    def best(self, episodes: Sequence[Episode]) -> list[float]:
+        said = [float(e.messages[-1].content) for e in episodes]
+        return [float(value == max(said)) for value in said]
+
+
+async def test_rewards_per_group_are_in_the_baseline_of_remax(renderer: Renderer):
+    def say_number(answer: str) -> Player:
+        return Player(ScriptedEngine(renderer, [say(answer)]), renderer, Compared, Limits(), Sampling())
+
+    better = await GroupPlayer(say_number("1"), 2, 0, greedy=say_number("5")).play(Task("t"), "s1", 0)
+    assert [e.reward for e in better.episodes] == [0.0, 0.0]
+    assert (better.greedy.reward, better.greedy.rewards) == (1.0, {"best": 1.0})
+    worse = await GroupPlayer(say_number("9"), 2, 0, greedy=say_number("5")).play(Task("t"), "s1", 0)
+    _, scores = to_samples([worse], overlong="train")
+    assert (scores.rewards, scores.greedy) == ([1.0, 1.0], [0.0, 0.0])
+    records = to_records([worse], {}, step=1)
+    assert [(r.episode.id, r.baseline) for r in records[1:]] == [("s1/g0/e1", False), ("s1/g0/greedy", True)]
+    assert episode_metrics([worse])["episodes"] == 3
 
 
 class Unsteady:

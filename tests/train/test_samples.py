@@ -6,8 +6,10 @@ import math
 from dataclasses import replace
 
 import pytest
+import torch
 
 from agentrl.config.run import AlgorithmConfig
+from agentrl.errors import ConfigError
 from agentrl.records import EpisodeRecord
 from agentrl.rollout.metrics import episode_metrics, is_solved, passed, solved
 from agentrl.train.algorithm import make_algorithm
@@ -140,6 +142,35 @@ def test_penalised_overlong_episodes_lose_reward_before_the_comparison(stop: Sto
         assert "reward/overlong" not in metrics
 
 
+def test_gdpo_counts_a_part_that_is_0():
+    """Turn rewards 2, 1, 0, 0 against solved 0, 0, 1, 1: who earned none of the one is below who earned some."""
+    earned, solved = (2.0, 1.0, 0.0, 0.0), (0.0, 0.0, 1.0, 1.0)
+    episodes = []
+    for i, (turns, goal) in enumerate(zip(earned, solved, strict=True)):
+        one = episode(f"e{i}", turns + goal, rewards={"solved": goal})
+        episodes.append(replace(one, turns=(replace(one.turns[0], reward=turns),)))
+    samples, scores = rows_and_scores([Group(Task("t"), tuple(episodes))], overlong="train")
+    found = estimate_advantages(samples, scores, make_algorithm(algorithm("gdpo")), kl_coef=0.0).samples
+    table = torch.tensor([earned, solved], dtype=torch.float64).T
+    total = ((table - table.mean(0)) / (table.std(0) + 1e-6)).sum(1)
+    wanted = (total - total.mean()) / (total.std() + 1e-6)
+    assert [s.advantages[-1] for s in found] == pytest.approx(wanted.tolist(), abs=1e-6)
+    assert found[0].advantages[-1] > 0, "the best episode is pushed up"
+
+
+def test_gdpo_counts_an_overlong_penalty_that_only_some_have():
+    cut = episode("cut", 1.0, stop=StopReason.MAX_TURNS, rewards={"solved": 1.0})
+    pair = penalised([Group(Task("t"), (cut, episode("whole", 1.0, rewards={"solved": 1.0})))], 0.25)
+    samples, scores = rows_and_scores(pair, overlong="penalise")
+    weighed = AlgorithmConfig(advantage="gdpo", gdpo={"weights": {"overlong": 2.0, "turns": 1.0}})
+    found = estimate_advantages(samples, scores, make_algorithm(weighed), kl_coef=0.0).samples
+    first, second = (s.advantages[-1] for s in found)
+    assert first < 0 < second
+    misspelt = make_algorithm(AlgorithmConfig(advantage="gdpo", gdpo={"weights": {"overlog": 2.0}}))
+    with pytest.raises(ConfigError, match="'overlog'; the rewards of this env are"):
+        estimate_advantages(samples, scores, misspelt, kl_coef=0.0)
+
+
 def test_limits_are_what_cuts_an_episode():
     assert {s.value for s in LIMITS} == {
         "timeout",
@@ -147,6 +178,7 @@ def test_limits_are_what_cuts_an_episode():
         "token_budget",
         "tool_call_limit",
         "max_turns",
+        "max_tokens",
     }
 
 

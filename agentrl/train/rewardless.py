@@ -1,0 +1,50 @@
+"""A run whose episodes are never given a reward learns nothing: `check` says so, and `train` stops."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from agentrl.env.env import Env
+from agentrl.env.toolenv import ToolEnv
+from agentrl.errors import ConfigError
+from agentrl.rollout.metrics import reward_parts
+from agentrl.types import Episode
+
+STEPS = 3
+"""Steps without any reward after which a run stops: tools may give rewards that no episode earned yet."""
+ADVICE = (
+    "write a method with @reward, name a function as `reward` in env.options, return a reward from a tool, or set "
+    "reward_model"
+)
+
+
+def rewarded(episodes: Iterable[Episode]) -> bool:
+    """Whether any of them was given a reward: one by name, whatever its value, or one of a turn."""
+    return any(reward_parts(e) or e.reward or any(turn.reward for turn in e.turns) for e in episodes)
+
+
+def no_reward(env: Env, episodes: Iterable[Episode]) -> str:
+    """What to say of an env that declares no reward and gave none to these episodes; else empty."""
+    if not isinstance(env, ToolEnv) or env.spec().rewards or rewarded(episodes):
+        return ""
+    return f"{type(env).__name__} gives no reward, so there is nothing to learn from: {ADVICE}"
+
+
+class RewardWatch:
+    """Stops a run that has seen no reward in its first steps."""
+
+    def __init__(self, env: Env) -> None:
+        self._env, self._without, self._over = env, 0, False
+
+    def see(self, step: int, episodes: Iterable[Episode]) -> None:
+        """Take in the episodes of a step.
+
+        Raises:
+            ConfigError: there was no reward in `STEPS` steps.
+        """
+        if self._over:
+            return
+        text = no_reward(self._env, episodes)
+        self._over, self._without = not text, self._without + 1
+        if text and self._without == STEPS:
+            raise ConfigError(f"step {step}: no episode was given any reward yet; {text}")

@@ -1,0 +1,89 @@
+"""What a step is made of: settings that cannot be, or that would have no effect, are refused."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from pydantic import ValidationError
+
+from agentrl.config.algorithm import AlgorithmConfig
+from agentrl.config.run import OptimConfig, RunConfig
+from agentrl.train.rank import lr_factor
+
+PPO = {"advantage": "gae"}
+
+
+def run(**given: Any) -> RunConfig:
+    return RunConfig(env="agentrl.envs.calculator:Calculator", model={"tiny": {}}, **given)
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        (
+            {"rollout": {"groups_per_step": 2, "group_size": 2}, "algorithm": {"updates_per_step": 100}},
+            r"algorithm.updates_per_step is 100, and a step has 4 episodes",
+        ),
+        (
+            {
+                "rollout": {"groups_per_step": 2, "group_size": 2},
+                "algorithm": PPO,
+                "critic": {"updates_per_step": 5},
+            },
+            r"critic.updates_per_step is 5, and a step has 4 episodes",
+        ),
+        (
+            {"rollout": {"group_size": 1, "refill_zero_signal": 4}, "algorithm": PPO},
+            r"rollout.group_size is 1",
+        ),
+        (
+            {"rollout": {"refill_zero_signal": 4}, "algorithm": PPO},
+            r"algorithm.advantage gae compares no siblings",
+        ),
+        ({"steps": 20, "optim": {"warmup_steps": 21}}, r"optim.warmup_steps is 21, and the run has 20 steps"),
+        ({"optim": {"warmup_steps": 9, "warmup_ratio": 0.1}}, r"no effect beside optim.warmup_ratio"),
+        (
+            {"algorithm": PPO, "critic": {"aggregation_scale": 64.0}},
+            r"critic.aggregation_scale has no effect without critic.aggregation: seq-mean-token-sum-norm",
+        ),
+        (
+            {"algorithm": PPO, "critic": {"aggregation": "seq-mean-token-sum-norm"}},
+            r"critic.aggregation_scale is missing",
+        ),
+        ({"algorithm": {**PPO, "drop_zero_signal_groups": True}}, r"drop_zero_signal_groups has no effect"),
+    ],
+)
+def test_a_step_that_cannot_be_is_refused(given: dict[str, Any], said: str):
+    with pytest.raises(ValidationError, match=said):
+        run(**given)
+
+
+def test_a_few_steps_need_no_warmup_of_their_own():
+    assert run(steps=2).optim.warmup_steps == 5
+    assert run(steps=20, optim={"warmup_steps": 20}).optim.warmup_of(20) == 20
+
+
+def test_warmup_as_a_share_of_the_steps():
+    by_share = OptimConfig(warmup_ratio=0.25, schedule="cosine")
+    by_steps = OptimConfig(warmup_steps=2, schedule="cosine")
+    assert [lr_factor(by_share, n, 11) for n in range(11)] == [lr_factor(by_steps, n, 11) for n in range(11)]
+    assert lr_factor(OptimConfig(warmup_ratio=0.0), 0, 10) == 1.0
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "staleness", "wanted"),
+    [
+        ({"ppo_clip": {"clip_high": 0.3}}, 0, ["algorithm.ppo_clip.clip_high"]),
+        ({"ppo_clip": {"clip_high": 0.3}}, 1, []),
+        ({"ppo_clip": {"clip_high": 0.3}, "epochs": 2}, 0, []),
+        ({"ppo_clip": {"clip_high": 0.3}, "updates_per_step": 2}, 0, []),
+        ({"ppo_clip": {"clip_high": 0.3}, "old_logprobs": "sampler"}, 0, []),
+        ({"loss": "clip_cov", "clip_cov": {"fraction": 0.1, "clip_low": 0.1}}, 0, ["algorithm.clip_cov.clip_low"]),
+        ({"loss": "dro", "dro": {"beta": 0.2}}, 0, ["algorithm.dro.beta"]),
+        ({"loss": "gpg"}, 0, []),
+        ({}, 0, []),
+    ],
+)
+def test_settings_of_a_ratio_that_is_always_one_are_found(algorithm: Any, staleness: int, wanted: list[str]):
+    assert AlgorithmConfig(**algorithm).idle_parameters(staleness) == wanted
