@@ -180,6 +180,11 @@ class Vocabulary:
         text: str = self._full.decode(list(ids), skip_special_tokens=False)
         return text
 
+    def decode_plain(self, ids: Iterable[int]) -> str:
+        """Text of `ids` without the tokens that the tokenizer marks as special."""
+        text: str = self._full.decode(list(ids), skip_special_tokens=True)
+        return text
+
     def encode_raw(self, text: str) -> list[int]:
         """Ids of text in which control tokens are control, with those that the tokenizer puts around any text."""
         ids: list[int] = self._full.encode(text, add_special_tokens=True).ids

@@ -123,7 +123,7 @@ class ComposedEnv(ToolEnv):
         for name, function in self._rewards.items():
             spec = RewardSpec(name, name, RewardMark(name, 1.0, "episode", None), None)
             call = (
-                functools.partial(function, **score_arguments(episode, self._verl))
+                functools.partial(function, **score_arguments(episode, self._verl, self.decode))
                 if is_compute_score(function)
                 else functools.partial(function, episode)
             )

@@ -32,6 +32,7 @@ from agentrl.types import CallRecord, Episode, Message, StopReason, Task, ToolCa
 HOOK_S = 2.0
 """How long an `on_timeout` may take."""
 
+Decode = Callable[[Sequence[int]], str]
 Step = tuple[Sequence[Message], float, bool, bool, StepInfo]
 
 
@@ -52,6 +53,8 @@ class ToolEnv(Env):
     """The policy in a conversation of its own: `await self.model.chat(messages)`. Set by the rollout."""
     count_tokens: CountTokens = staticmethod(estimate_tokens)
     """Counts the tokens of a text; the rollout sets it to the policy's tokenizer."""
+    decode: Decode | None = None
+    """Text of sampled ids without special tokens; set by the rollout, None where an episode has no tokens."""
 
     outcome: str | None = None
     """What the program under `agent:` said at its end, for rewards to read; None where no program plays."""
@@ -365,7 +368,7 @@ class ToolEnv(Env):
         else:
             pristine = self._pristine
             run = {
-                key: self.__dict__[key] for key in ("settings", "count_tokens", "model") if key in self.__dict__
+                key: self.__dict__[key] for key in ("settings", "count_tokens", "decode", "model") if key in self.__dict__
             }
             self.__dict__.clear()
             self.__dict__.update(pristine | run)

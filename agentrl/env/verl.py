@@ -11,6 +11,7 @@ import contextlib
 import functools
 import importlib.util
 import inspect
+import json
 import sys
 import threading
 import types
@@ -24,9 +25,9 @@ from agentrl.env.declare import ToolResult, tool
 from agentrl.env.dispatch import call_function
 from agentrl.env.jsonschema import check_arguments
 from agentrl.env.load import load_object
-from agentrl.env.read import assistant_text
+from agentrl.env.observe import plain_text
 from agentrl.errors import ConfigError
-from agentrl.types import Episode, Image
+from agentrl.types import Episode, Image, Message, Segment
 
 
 class ToolResponse:
@@ -272,15 +273,48 @@ def is_compute_score(function: Callable[..., Any]) -> bool:
     return "solution_str" in names and "ground_truth" in names
 
 
-def score_arguments(episode: Episode, tools: Sequence[VerlTool]) -> dict[str, Any]:
-    """The arguments of `compute_score`. `solution_str` is what the policy wrote, without any tool's output."""
+def score_arguments(
+    episode: Episode, tools: Sequence[VerlTool], decode: Callable[[Sequence[int]], str] | None
+) -> dict[str, Any]:
+    """The arguments of `compute_score`; see `solution_text` for `solution_str`."""
     row = episode.task.row
     extra = dict(row.get("extra_info") or {})
-    extra["num_turns"] = len(episode.turns)
+    extra["num_turns"] = 1 + len(episode.turns) + sum(bool(turn.observation) for turn in episode.turns)
     extra["tool_rewards"] = [value for tool in tools for value in tool.rewards]
     return {
         "data_source": row.get("data_source", ""),
-        "solution_str": assistant_text(episode),
+        "solution_str": solution_text(episode, decode),
         "ground_truth": (row.get("reward_model") or {}).get("ground_truth"),
         "extra_info": extra,
     }
+
+
+def solution_text(episode: Episode, decode: Callable[[Sequence[int]], str] | None = None) -> str:
+    """What the policy wrote, turn by turn, as verl's `solution_str` has it: thinking and calls included.
+
+    It is the text of the sampled tokens without those that the tokenizer marks as special. verl's text also holds
+    what tools printed, which a reward would then pay for; that is left out. An episode without tokens (one played
+    against an endpoint) has its messages written in the Hermes form instead.
+    """
+    sampled = iter([s for s in episode.segments if s.origin == "sampled" and s.message is not None])
+    return "\n".join(_turn_text(turn.message, sampled, episode, decode) for turn in episode.turns)
+
+
+def _turn_text(
+    message: Message,
+    sampled: Iterator[Segment],
+    episode: Episode,
+    decode: Callable[[Sequence[int]], str] | None,
+) -> str:
+    if decode is not None:
+        for segment in sampled:  # those of other branches are passed over
+            if episode.messages[segment.message or 0] == message:
+                return decode(segment.ids)
+    thinking = f"<think>\n{message.reasoning}\n</think>" if message.reasoning else ""
+    calls = [
+        "<tool_call>\n"
+        + json.dumps({"name": call.name, "arguments": dict(call.arguments)}, ensure_ascii=False)
+        + "\n</tool_call>"
+        for call in message.tool_calls
+    ]
+    return "\n".join(part for part in (thinking, plain_text(message.content), *calls) if part)

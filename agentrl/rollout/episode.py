@@ -107,6 +107,7 @@ async def _play(player: Player, env: Env, task: Task, progress: Progress, where:
     ledger = Transcript(player.renderer)
     if isinstance(env, ToolEnv):
         env.count_tokens = lambda text: len(player.renderer.encode_text(text))
+        env.decode = player.renderer.vocabulary.decode_plain
         sampling = replace(player.sampling, max_tokens=player.limits.max_tokens, seed=draw_seed(seed, "branch"))
         env.model = PolicyBranch(player.engine, player.renderer, ledger, sampling, session)
     observation, _ = await env.reset(task)

@@ -75,6 +75,7 @@ class AgentPlayer:
         where.now("env.reset")
         if isinstance(env, ToolEnv):
             env.count_tokens = lambda text: len(self.recorder.renderer.encode_text(text))
+            env.decode = self.recorder.renderer.vocabulary.decode_plain
         opening, _ = await env.reset(task)
         progress.transcript = recording.ledger
         access = Access(self.address + recording.path, recording.key, clients=self.clients)

@@ -1,0 +1,60 @@
+"""What a verl-style `compute_score` is given of an episode with tokens."""
+
+from __future__ import annotations
+
+from agentrl.env.compose import ComposedEnv
+from agentrl.rollout.episode import Player, run_episode
+from agentrl.rollout.frame import Limits
+from agentrl.testing.engine import ScriptedEngine
+from agentrl.testing.policy import ScriptedPolicy, call, play, say
+from agentrl.types import Message, Sampling, Task
+
+SEEN: list[dict[str, object]] = []
+SCRIPT = [call("shout", text="six"), Message("assistant", "I say 6.", reasoning="It is easy.")]
+ROW = {"data_source": "mine", "prompt": "Count.", "reward_model": {"ground_truth": "6"}, "extra_info": {"index": 1}}
+
+
+def compute_score(data_source, solution_str, ground_truth, extra_info=None):
+    SEEN.append({"solution_str": solution_str, "extra_info": extra_info})
+    return 1.0
+
+
+def shout(text: str) -> str:
+    """Say it aloud."""
+    return f"PRINTED {text.upper()}"
+
+
+def composed() -> ComposedEnv:
+    return ComposedEnv(tools=[shout], reward=compute_score)
+
+
+async def test_the_solution_is_the_sampled_text_with_calls_and_thinking(renderer):
+    SEEN.clear()
+    engine = ScriptedEngine(renderer, SCRIPT, max_context=4096)
+    player = Player(engine, renderer, composed, Limits(), Sampling())
+    episode = await run_episode(player, Task("t", ROW), episode_id="e", seed=0)
+    assert episode.error is None, episode.error
+    [seen] = SEEN
+    text = str(seen["solution_str"])
+    sampled = [s.ids for s in episode.segments if s.origin == "sampled"]
+    assert text == "\n".join(renderer.vocabulary.decode_plain(ids) for ids in sampled)
+    assert "<tool_call>" in text and '"text": "six"' in text  # the call, as sampled
+    assert "It is easy." in text and text.endswith("I say 6.")  # thinking; the end-of-turn token is special
+    assert "PRINTED" not in text
+    assert seen["extra_info"] == {"index": 1, "num_turns": 4, "tool_rewards": []}  # as verl counts: both sides
+
+
+async def test_without_tokens_the_messages_are_written_out():
+    SEEN.clear()
+    await play(composed(), Task("t", ROW), ScriptedPolicy(SCRIPT))
+    assert SEEN[0]["solution_str"] == (
+        '<tool_call>\n{"name": "shout", "arguments": {"text": "six"}}\n</tool_call>\n'
+        "<think>\nIt is easy.\n</think>\nI say 6."
+    )
+
+
+async def test_the_answer_alone_is_the_text_of_a_single_turn():
+    SEEN.clear()
+    await play(composed(), Task("t", ROW), ScriptedPolicy([say("6")]))
+    assert SEEN[0]["solution_str"] == "6"
+    assert SEEN[0]["extra_info"] == {"index": 1, "num_turns": 2, "tool_rewards": []}
