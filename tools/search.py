@@ -10,7 +10,7 @@ from typing import Annotated
 from pydantic import Field
 
 from agentrl.env.declare import tool
-from agentrl.env.load import read_rows
+from agentrl.env.rows import read_rows
 from agentrl.errors import ConfigError
 from agentrl.tools.bm25 import Index
 

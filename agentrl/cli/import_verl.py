@@ -18,7 +18,7 @@ def import_verl(
         Path | None, typer.Option("--out", help="Where the YAML goes; standard output otherwise.")
     ] = None,
 ) -> None:
-    """Turn a verl configuration into a tools.yaml; standard error names each key without effect here."""
+    """Turn a verl configuration into a tools.yaml; standard error says what became of each key."""
     from io import StringIO
 
     from ruamel.yaml import YAML
@@ -28,12 +28,14 @@ def import_verl(
 
     if out is not None and out.exists():
         raise ConfigError(f"{out}: is there already; nothing was changed, choose another name")
+    if out is not None and not out.absolute().parent.is_dir():
+        raise ConfigError(f"{out}: there is no folder {out.parent}; make it first, or choose another place")
     imported = translate(source)
     text = StringIO()
     yaml = YAML()
     yaml.default_flow_style = False
     yaml.dump(imported.config, text)
-    for kind in ("by hand", "no effect", "taken"):
+    for kind in ("by hand", "refused", "no effect", "same", "taken"):
         for note in imported.notes:
             if note.kind == kind:
                 print(note, file=sys.stderr)

@@ -17,6 +17,7 @@ from typing import Any, Literal, get_args, get_origin
 from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
+from agentrl.config.datafiles import data_files, is_dataset_name
 from agentrl.config.engine import EngineConfig
 from agentrl.config.run import RunConfig
 from agentrl.config.schema import alternatives, bounds, field_at, fields, kind_name, section_of, unknown_key
@@ -26,8 +27,6 @@ from agentrl.errors import ConfigError
 PATHS: Mapping[tuple[str, ...], Literal["file", "folder"]] = {
     ("model", "path"): "folder",
     ("model", "chat_template"): "file",
-    ("data", "train"): "file",
-    ("data", "held_out"): "file",
     ("warmup", "demonstrations"): "file",
     ("agent", "cwd"): "folder",
     ("engine", "server", "python"): "file",
@@ -37,6 +36,10 @@ PATHS: Mapping[tuple[str, ...], Literal["file", "folder"]] = {
 }
 """Fields that hold a path."""
 
+_DATA: Mapping[tuple[str, str], Literal["train", "held_out"]] = {
+    ("data", "train"): "train",
+    ("data", "held_out"): "held_out",
+}
 FUNCTIONS = (("algorithm", "advantage"), ("algorithm", "loss"))
 """Fields that may name a function of the user's own."""
 
@@ -203,7 +206,6 @@ def _paths(source: Source, folder: Path, *, check: bool) -> None:
         path = _absolute(text, source.spot(loc), folder)
         _get(source.data, loc[:-1])[loc[-1]] = str(path)
         exists = path.is_dir() if kind == "folder" else path.is_file()
-        exists = exists or (loc[0] == "data" and (path / "dataset_info.json").is_file())  # as datasets saves it
         if check and not exists:
             if kind == "file" and path.is_dir():
                 problem = f"must be a file, {path} is a folder; name a file in it"
@@ -212,10 +214,32 @@ def _paths(source: Source, folder: Path, *, check: bool) -> None:
             else:
                 problem = f"there is no {kind} {path}{_neighbours(path)}"
             source.problems.append(Problem(loc, problem, source.spot(loc)))
+    _data_paths(source, folder, check=check)
     _env_path(source, folder, check=check)
     _agent_path(source, folder, check=check)
     for own in FUNCTIONS:
         _function_path(source, own, folder, check=check)
+
+
+def _data_paths(source: Source, folder: Path, *, check: bool) -> None:
+    """Files, lists of files, patterns and names of datasets."""
+    for loc, split in _DATA.items():
+        given = _get(source.data, loc)
+        texts = given if isinstance(given, list) else [given]
+        if given is None or not all(isinstance(text, str) for text in texts):
+            continue
+        base = Path.cwd() if (spot := source.spot(loc)) is not None and spot.flag else folder
+        found = [text if is_dataset_name(text, base) else str(_absolute(text, spot, folder)) for text in texts]
+        source.data["data"][loc[1]] = found if isinstance(given, list) else found[0]
+        for text in found if check else ():
+            try:
+                data_files(text, split)
+            except ConfigError as e:
+                path = Path(text)
+                near = "" if path.exists() or is_dataset_name(text, base) else _neighbours(path)
+                source.problems.append(Problem(loc, f"{e}{near}", source.spot(loc)))
+        if not found:
+            source.problems.append(Problem(loc, "names no file: the list is empty", source.spot(loc)))
 
 
 def _function_path(source: Source, loc: tuple[str, str], folder: Path, *, check: bool) -> None:

@@ -107,12 +107,16 @@ class SamplerConfig(Section):
 
 
 class DataConfig(Section):
-    """Where tasks come from: JSON-lines files, or (by default) the env's own `tasks` generator."""
+    """Where tasks come from: files of rows, or (by default) the env's own `tasks` generator."""
 
-    train: str | None = None
-    """JSON-lines file of training rows; each row holds the arguments of `setup`."""
-    held_out: str | None = None
-    """JSON-lines file of rows that are only evaluated."""
+    train: str | list[str] | None = None
+    """Training rows, each with the arguments of `setup`: a .jsonl, .json or .parquet file, a list of files, a
+    pattern (`rows/*.parquet`), a folder, or `owner/name` (`owner/name:main/train-*`) of a dataset in the Hugging
+    Face cache."""
+    held_out: str | list[str] | None = None
+    """Rows that are only evaluated, given like `train`."""
+    columns: dict[str, str] = Field(default_factory=dict)
+    """Argument of `setup` to the column that holds it, where the names differ: `{prompt: question}`."""
     options: dict[str, Any] = Field(default_factory=dict)
     """Keyword arguments for the env's `tasks` generator."""
     sampler: SamplerConfig = SamplerConfig()
@@ -124,6 +128,8 @@ class DataConfig(Section):
     def _no_dead_keys(self) -> Self:
         if self.train is not None and self.options:
             raise ValueError("data.options has no effect while data.train names a file: remove one of them")
+        if self.columns and self.train is None and self.held_out is None:
+            raise ValueError("data.columns has no effect without data.train or data.held_out: remove it")
         return self
 
 
@@ -335,6 +341,8 @@ class EvalConfig(Section):
     """Steps between evaluations; 0 evaluates before and after training only."""
     tasks: Positive = 200
     """Held-out tasks played."""
+    before_training: bool = True
+    """Evaluate before the first step as well."""
 
 
 class CheckpointConfig(Section):

@@ -37,7 +37,8 @@ from agentrl.errors import ConfigError, InfraError
 from agentrl.sandbox import Sandbox
 from agentrl.types import Episode, Message
 
-Reward = str | Callable[..., Any]
+Reward = str | Callable[..., Any] | Mapping[str, Any]
+"""A function, its name, or `{use: name, options: {...}}` with keyword arguments for it."""
 Entry = str | Callable[..., Any] | Mapping[str, Any]
 Loaded = McpServer | VerlToolEntry | MethodTool | Callable[[], Any]
 
@@ -211,21 +212,26 @@ def _load_rewards(
     reward: Reward | Sequence[Reward] | Mapping[str, Reward], base: Path | None
 ) -> dict[str, Callable[..., Any]]:
     named: dict[str, Reward] = {}
-    if isinstance(reward, Mapping):
+    if isinstance(reward, Mapping) and "use" not in reward:
         named = dict(reward.items())
     else:
-        listed: Sequence[Reward] = [reward] if isinstance(reward, str) or callable(reward) else reward
+        single = isinstance(reward, str | Mapping) or callable(reward)
+        listed: Sequence[Any] = [reward] if single else list(reward)  # type: ignore[arg-type]
         for item in listed:
-            name = item.rpartition(":")[2] if isinstance(item, str) else str(item.__name__)
+            name = _reward_name(item)
             if name in named:
                 raise ConfigError(f"reward: two are named {name!r}; write a mapping of names to functions")
             named[name] = item
     found: dict[str, Callable[..., Any]] = {}
     for name, item in named.items():
+        use, options = (item.get("use"), item.get("options") or {}) if isinstance(item, Mapping) else (item, {})
         with verl_names():
-            function = load_object(item, base=base) if isinstance(item, str) else item
+            function = load_object(use, base=base) if isinstance(use, str) else use
         if not callable(function):
-            raise ConfigError(f"reward {name!r}: {item!r} is no function")
+            raise ConfigError(f"reward {name!r}: {use!r} is no function")
+        if unknown := [key for key in options if not _takes(function, key)]:
+            raise ConfigError(f"reward {name!r}: options: {use!r} has no argument {unknown[0]!r}")
+        function = functools.partial(function, **options) if options else function
         parameters = list(inspect.signature(function).parameters.values())
         needed = [p for p in parameters if p.default is p.empty and p.kind is p.POSITIONAL_OR_KEYWORD]
         if not is_compute_score(function) and len(needed) != 1:
@@ -235,6 +241,16 @@ def _load_rewards(
             )
         found[name] = function
     return found
+
+
+def _reward_name(item: Any) -> str:
+    use = item.get("use") if isinstance(item, Mapping) else item
+    return use.rpartition(":")[2] if isinstance(use, str) else str(getattr(use, "__name__", use))
+
+
+def _takes(function: Callable[..., Any], name: str) -> bool:
+    parameters = inspect.signature(function).parameters
+    return name in parameters or any(p.kind is p.VAR_KEYWORD for p in parameters.values())
 
 
 def _message(value: Any, task: str) -> Message:

@@ -1,4 +1,4 @@
-"""From what a run names to what it uses: env classes (`module:Name`, `path/to/file.py:Name`) and data rows."""
+"""From what a run names to what it uses: env classes and functions (`module:Name`, `path/to/file.py:Name`)."""
 
 from __future__ import annotations
 
@@ -6,10 +6,9 @@ import hashlib
 import importlib
 import importlib.util
 import inspect
-import json
 import re
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from difflib import get_close_matches
 from pathlib import Path
 from types import ModuleType
@@ -144,87 +143,6 @@ def _import(name: str, spec: str) -> ModuleType:
         raise
     except Exception as e:
         raise ConfigError(f"{spec!r}: importing {name} raised {type(e).__name__}: {e}") from e
-
-
-def read_jsonl(path: Path) -> Iterator[tuple[int, Mapping[str, Any]]]:
-    """(line number from 1, object) of each non-empty line.
-
-    Raises:
-        ConfigError: the file is missing, or a line is no JSON object; names file and line.
-    """
-    if not path.is_file():
-        raise ConfigError(f"data: no file {path}")
-    with path.open("rb") as lines:
-        for number, line in enumerate(lines, 1):
-            text = line.removeprefix(b"\xef\xbb\xbf") if number == 1 else line
-            if not text.strip():
-                continue
-            try:
-                row = json.loads(text.decode())
-            except UnicodeDecodeError as e:
-                raise ConfigError(f"{path}:{number}: not UTF-8 text (byte {e.start}: {e.reason})") from None
-            except json.JSONDecodeError as e:
-                raise ConfigError(f"{path}:{number}: not JSON: {e.msg} (column {e.colno})") from None
-            if not isinstance(row, dict):
-                raise ConfigError(f"{path}:{number}: a row must be a JSON object, got {type(row).__name__}")
-            yield number, row
-
-
-def read_rows(path: Path) -> Iterator[tuple[int, Mapping[str, Any]]]:
-    """(row number from 1, row) of a jsonl or parquet file, or of a folder written by `Dataset.save_to_disk`.
-
-    Raises:
-        ConfigError: it is missing, of another kind, or needs a package that is not installed.
-    """
-    if path.is_dir() and (path / "dataset_info.json").is_file():
-        return _read_dataset(path)
-    if path.suffix in (".jsonl", ".json", ".ndjson"):
-        return read_jsonl(path)
-    if path.suffix == ".parquet":
-        return _read_parquet(path)
-    raise ConfigError(f"data: {path}: not a .jsonl or .parquet file, nor a folder of a saved dataset")
-
-
-def _read_parquet(path: Path) -> Iterator[tuple[int, Mapping[str, Any]]]:
-    if not path.is_file():
-        raise ConfigError(f"data: no file {path}")
-    try:
-        import pyarrow.parquet
-    except ImportError as e:
-        raise ConfigError(f"data: {path}: parquet needs pyarrow: pip install 'agentrl-train[parquet]'") from e
-    try:
-        file = pyarrow.parquet.ParquetFile(path)
-        number = 0
-        for batch in file.iter_batches():
-            for row in batch.to_pylist():
-                number += 1
-                yield number, row
-    except pyarrow.ArrowException as e:
-        raise ConfigError(f"data: {path}: not a parquet file: {e}") from e
-
-
-def _read_dataset(path: Path) -> Iterator[tuple[int, Mapping[str, Any]]]:
-    try:
-        import datasets
-    except ImportError as e:
-        raise ConfigError(f"data: {path}: a saved dataset needs datasets: pip install 'agentrl-train[hf]'") from e
-    yield from enumerate(datasets.load_from_disk(str(path)), 1)
-
-
-def load_rows(path: Path, env: type[Env], *, seed: int = 0) -> list[Task]:
-    """One task a row, all checked against the arguments of `setup` before anything runs.
-
-    Raises:
-        ConfigError: a row does not fit; names file, line (or row) and argument.
-    """
-    tasks = []
-    for number, row in read_rows(path):
-        if issubclass(env, ToolEnv) and (problem := env.spec().setup.problem(row)):
-            raise ConfigError(f"{path}:{number}: {problem}")
-        tasks.append(Task(f"{path.stem}-{number}", row, seed + number))
-    if not tasks:
-        raise ConfigError(f"{path}: no rows")
-    return tasks
 
 
 def drop_overlong(

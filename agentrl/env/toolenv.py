@@ -368,7 +368,9 @@ class ToolEnv(Env):
         else:
             pristine = self._pristine
             run = {
-                key: self.__dict__[key] for key in ("settings", "count_tokens", "decode", "model") if key in self.__dict__
+                key: self.__dict__[key]
+                for key in ("settings", "count_tokens", "decode", "model")
+                if key in self.__dict__
             }
             self.__dict__.clear()
             self.__dict__.update(pristine | run)

@@ -14,7 +14,8 @@ from agentrl.chat.template import Renderer
 from agentrl.config.run import RunConfig
 from agentrl.engine.base import Engine
 from agentrl.env.env import Env
-from agentrl.env.load import load_env, load_rows, read_jsonl, said_by
+from agentrl.env.load import load_env, said_by
+from agentrl.env.rows import load_rows, read_jsonl
 from agentrl.env.toolenv import ToolEnv
 from agentrl.errors import AgentRLError, CheckpointError, ConfigError
 from agentrl.rollout.episode import Player, TokenCheck
@@ -82,9 +83,11 @@ def author_method(env_class: type[Env], name: str) -> Callable[..., Any] | None:
     return getattr(env_class, name, None)
 
 
-def _tasks(env_class: type[Env], config: RunConfig, split: str, file: str | None) -> Sequence[Task]:
-    if file is not None:
-        return load_rows(Path(file), env_class, seed=config.seed)
+def _tasks(
+    env_class: type[Env], config: RunConfig, split: str, files: str | Sequence[str] | None
+) -> Sequence[Task]:
+    if files is not None:
+        return load_rows(files, env_class, seed=config.seed, columns=config.data.columns, split=split)
     if config.data.train is not None and split == "held_out":
         return ()
     generator = author_method(env_class, "tasks")

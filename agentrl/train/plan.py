@@ -12,6 +12,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from agentrl.config.datafiles import data_files
 from agentrl.config.run import RunConfig
 from agentrl.errors import ConfigError
 from agentrl.train.plan_shape import BFLOAT16, FLOAT32, ModelShape, classifier_parameters
@@ -130,8 +131,9 @@ def arithmetic(config: RunConfig) -> Arithmetic:
     sampled = min(rollout.max_turns * rollout.max_tokens, rollout.token_budget)
     rows = None
     if config.data.train is not None:
-        with Path(config.data.train).open(encoding="utf-8") as file:
-            rows = sum(1 for line in file if line.strip())
+        from agentrl.env.rows import count_rows  # with all of env: needed for files only
+
+        rows = sum(count_rows(path) for path in data_files(config.data.train))
     return Arithmetic(
         tasks=rollout.groups_per_step,
         episodes=episodes,

@@ -318,7 +318,7 @@ async def _train_run(
                     check=_weight_check(config, engine, renderer, content, learner, thread),
                 )
                 if not any(line["step"] == 0 for line in store.metrics()) and not stop:
-                    before = await run.held_out(0)
+                    before = await run.held_out(0) if config.eval.before_training else None
                     store.log_metrics(
                         0, {"warmup_seconds": warmup_seconds} | ({} if before is None else {"held_out": before})
                     )

@@ -293,7 +293,8 @@ class TestPaths:
             f"{tmp_path} ", ". "
         )
         assert "tools.yaml:2:15: model.path must be a folder, shop.py is a file" in said
-        assert "tools.yaml:3:15: data.train must be a file, . is a folder; name a file in it" in said
+        assert "tools.yaml:3:15: data.train: " in said
+        assert "no .jsonl, .json or .parquet file of the split train in" in said
 
     def test_rows_may_lie_in_the_folder_of_a_saved_dataset(self, tmp_path: Path):
         (tmp_path / "rows").mkdir()

@@ -10,8 +10,9 @@ import pytest
 
 from agentrl.env import ToolEnv, ToolSettings, tool
 from agentrl.env.compose import ComposedEnv
-from agentrl.env.load import load_env, load_rows
+from agentrl.env.load import load_env
 from agentrl.env.mcp import McpServer
+from agentrl.env.rows import load_rows
 from agentrl.errors import ConfigError, InfraError, JudgeError
 from agentrl.sandbox import close_pools
 from agentrl.testing.policy import ScriptedPolicy, call, calls, play
@@ -51,6 +52,9 @@ class Counter(BaseTool):
 def compute_score(data_source, solution_str, ground_truth, extra_info=None):
     assert extra_info["tool_rewards"] == [0.1] * 3
     return {"score": float(ground_truth in solution_str), "data_source": data_source}
+
+def tuned(data_source, solution_str, ground_truth, extra_info=None, bonus=0.0):
+    return float(ground_truth in solution_str) + bonus
 
 def half(episode):
     return 0.5
@@ -144,6 +148,13 @@ async def test_compute_score_sees_what_the_policy_wrote_and_nothing_else(file):
     assert (await play(env, Task("t", ROW), ScriptedPolicy([*script, "seven"]))).rewards == {"compute_score": 0.0}
     printed = dict(ROW, reward_model={"ground_truth": "count=6"})
     assert (await play(env, Task("t", printed), ScriptedPolicy([*script, "?"]))).rewards == {"compute_score": 0.0}
+
+
+async def test_a_reward_is_given_its_options(file):
+    env = verl_env(file, reward={"use": f"{file}:tuned", "options": {"bonus": 2.0}})
+    assert (await play(env, Task("t", ROW), ScriptedPolicy(["six"]))).rewards == {"tuned": 3.0}
+    with pytest.raises(ConfigError, match="has no argument 'bones'"):
+        verl_env(file, reward=[{"use": f"{file}:tuned", "options": {"bones": 2.0}}])
 
 
 class Notebook:

@@ -5,7 +5,8 @@ import sys
 import pytest
 
 from agentrl.env import ToolEnv
-from agentrl.env.load import load_env, load_object, load_rows
+from agentrl.env.load import load_env, load_object
+from agentrl.env.rows import load_rows
 from agentrl.envs.calculator import Calculator
 from agentrl.errors import ConfigError
 

@@ -5,7 +5,8 @@ import pytest
 
 from agentrl.env import ToolEnv
 from agentrl.env.curriculum import TaskSampler, has_signal
-from agentrl.env.load import drop_overlong, load_rows
+from agentrl.env.load import drop_overlong
+from agentrl.env.rows import load_rows
 from agentrl.env.tasks import generated
 from agentrl.errors import ConfigError
 from agentrl.types import Task
@@ -29,7 +30,8 @@ def test_parquet_rows_are_checked_like_jsonl_rows(tmp_path):
     path.write_text("nothing")
     with pytest.raises(ConfigError, match="not a parquet file"):
         load_rows(path, Echo)
-    with pytest.raises(ConfigError, match=r"not a \.jsonl or \.parquet file"):
+    (tmp_path / "rows.csv").write_text("a,b\n")
+    with pytest.raises(ConfigError, match=r"rows\.csv: not a \.jsonl, \.json \(lines or an array\) or \.parquet"):
         load_rows(tmp_path / "rows.csv", Echo)
 
 

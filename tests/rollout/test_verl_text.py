@@ -11,7 +11,12 @@ from agentrl.types import Message, Sampling, Task
 
 SEEN: list[dict[str, object]] = []
 SCRIPT = [call("shout", text="six"), Message("assistant", "I say 6.", reasoning="It is easy.")]
-ROW = {"data_source": "mine", "prompt": "Count.", "reward_model": {"ground_truth": "6"}, "extra_info": {"index": 1}}
+ROW = {
+    "data_source": "mine",
+    "prompt": "Count.",
+    "reward_model": {"ground_truth": "6"},
+    "extra_info": {"index": 1},
+}
 
 
 def compute_score(data_source, solution_str, ground_truth, extra_info=None):
@@ -38,8 +43,8 @@ async def test_the_solution_is_the_sampled_text_with_calls_and_thinking(renderer
     text = str(seen["solution_str"])
     sampled = [s.ids for s in episode.segments if s.origin == "sampled"]
     assert text == "\n".join(renderer.vocabulary.decode_plain(ids) for ids in sampled)
-    assert "<tool_call>" in text and '"text": "six"' in text  # the call, as sampled
-    assert "It is easy." in text and text.endswith("I say 6.")  # thinking; the end-of-turn token is special
+    assert all(part in text for part in ("<tool_call>", '"text": "six"', "It is easy."))
+    assert text.endswith("I say 6.")  # the end-of-turn token is special
     assert "PRINTED" not in text
     assert seen["extra_info"] == {"index": 1, "num_turns": 4, "tool_rewards": []}  # as verl counts: both sides
 
