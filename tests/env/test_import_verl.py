@@ -193,8 +193,16 @@ def test_no_key_has_two_rows_and_the_page_names_them_all():
         ({"actor_rollout_ref__model__lora_rank": 8}, "learner.lora", {"rank": 8, "alpha": 16}),
         (
             {"actor_rollout_ref__actor__ppo_epochs": 3, "data__train_batch_size": 512},
-            "algorithm.updates_per_step",
-            6,
+            "algorithm.epochs",
+            3,
+        ),
+        ({"data__train_batch_size": 512}, "algorithm.updates_per_step", 2),
+        ({"algorithm__adv_estimator": "gae", "critic__ppo_epochs": 2}, "critic.epochs", 2),
+        ({"algorithm__adv_estimator": "gae", "critic__ppo_mini_batch_size": 512}, "critic.updates_per_step", 2),
+        (
+            {"algorithm__adv_estimator": "gae", "critic__loss_agg_mode": "seq-mean-token-mean"},
+            "critic.aggregation",
+            "seq-mean-token-mean",
         ),
         ({"algorithm__rollout_correction__rollout_is": "token"}, "algorithm.correction.importance", "token"),
         (

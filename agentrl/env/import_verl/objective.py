@@ -275,8 +275,9 @@ def _aggregation(found: Imported) -> None:
 
 def _updates(found: Imported) -> None:
     batch, mini = found.whole("data.train_batch_size"), found.whole(f"{ACTOR}ppo_mini_batch_size")
-    epochs = found.whole(f"{ACTOR}ppo_epochs")
-    found.set("algorithm.updates_per_step", max(1, batch // max(1, mini)) * max(1, epochs))
+    found.set("algorithm.updates_per_step", max(1, batch // max(1, mini)))
+    if (epochs := found.whole(f"{ACTOR}ppo_epochs")) > 1:
+        found.set("algorithm.epochs", epochs)
     if mini > batch:
         found.say(f"{ACTOR}ppo_mini_batch_size", "taken", f"the batch of {batch} in one update; verl refuses this")
     elif batch % max(1, mini):

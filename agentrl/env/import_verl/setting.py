@@ -512,6 +512,17 @@ def _critic(found: Imported) -> None:
     found.set("critic.max_grad_norm", found.number("critic.grad_clip"))
     if warmup := found.whole("trainer.critic_warmup"):
         found.set("critic.warmup_steps", warmup)
+    batch, mini = found.whole("data.train_batch_size"), found.whole("critic.ppo_mini_batch_size")
+    if mini and max(1, batch // mini) != found.get("algorithm.updates_per_step"):
+        found.set("critic.updates_per_step", max(1, batch // mini))
+    if (epochs := found.whole("critic.ppo_epochs")) and epochs != (found.get("algorithm.epochs") or 1):
+        found.set("critic.epochs", epochs)
+    mode = found.text("critic.loss_agg_mode")
+    if mode and mode != found.get("algorithm.aggregation"):
+        found.set("critic.aggregation", mode)
+        if mode == "seq-mean-token-sum-norm":
+            factor = found.number("critic.loss_scale_factor") or found.number("data.max_response_length")
+            found.set("critic.aggregation_scale", factor)
     for ours in ("lr_warmup_steps", "lr_warmup_steps_ratio", "weight_decay", "betas"):
         key = f"critic.optim.{ours}"
         if found.has(key) and found.keys.values[key] != found.value(f"{ACTOR}optim.{ours}"):
