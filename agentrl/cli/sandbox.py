@@ -25,6 +25,10 @@ def serve(
     backend: Annotated[str, typer.Option(help="Which sandboxes: namespace, docker, landlock.")] = "namespace",
     min_idle: Annotated[int, typer.Option(help="Sandboxes kept warm.")] = 2,
     max_total: Annotated[int, typer.Option(help="Sandboxes at once.")] = 256,
+    limit: Annotated[
+        list[str] | None,
+        typer.Option(help="The most that a client can ask for: memory_mb=1024, pids=256, network=true, ..."),
+    ] = None,
 ) -> None:
     """Serve sandboxes of this machine to others over HTTP, until Ctrl-C.
 
@@ -33,11 +37,12 @@ def serve(
     import asyncio
 
     from agentrl.sandbox import Sandbox
+    from agentrl.sandbox.serve import limits_from
     from agentrl.sandbox.serve import serve as run
 
     asyncio.run(
         run(
-            Sandbox(backend=backend),
+            Sandbox(backend=backend, **limits_from(limit or [])),
             str(token_file),
             host=host,
             port=port,

@@ -12,7 +12,7 @@ from typing import Any
 
 from agentrl.errors import ConfigError
 from agentrl.sandbox.contract import Sandbox
-from agentrl.sandbox.serve import SandboxServer, from_wire, to_wire
+from agentrl.sandbox.serve import SandboxServer, to_wire
 
 
 class NodeServer:
@@ -55,14 +55,14 @@ class Nodes:
 
         here = ray.get_runtime_context().get_node_id()
         urls = [url for node, url in self.urls if node == here] or [url for _, url in self.urls]
-        remote = Sandbox(
+        return Sandbox(
             backend="remote",
             url=",".join(urls),
             token_file=self.token_file,
             on_death=self.spec.on_death,
             death_reward=self.spec.death_reward,
+            **to_wire(self.spec),
         )
-        return from_wire(to_wire(self.spec), remote)
 
     async def stop(self) -> None:
         """End all servers."""

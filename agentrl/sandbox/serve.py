@@ -16,14 +16,14 @@ import hmac
 import json
 import logging
 import secrets
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
 from agentrl.errors import AgentRLError, ConfigError
 from agentrl.sandbox.box import Box
-from agentrl.sandbox.contract import Sandbox
+from agentrl.sandbox.contract import Limits, Sandbox
 from agentrl.sandbox.inside import frames
 from agentrl.sandbox.link import StreamLink
 from agentrl.sandbox.pool import SandboxPool
@@ -40,6 +40,31 @@ LOCAL_ONLY = (
     "death_reward",
 )  # fmt: skip
 """What a client does not ask for: the server's own spec says it, or it concerns the client alone."""
+
+BOUNDS = (*(f.name for f in fields(Limits)), "ttl_s")
+"""What a client can ask for up to what the server's own spec says."""
+UNBOUNDED = ("cpu_s", "cpus")
+"""Limits that may be None. A client that names none has the server's."""
+
+
+def limits_from(given: Sequence[str]) -> dict[str, Any]:
+    """`--limit NAME=VALUE` as fields of a spec.
+
+    Raises:
+        ConfigError: there is no such limit, or the value is none.
+    """
+    found: dict[str, Any] = {}
+    for text in given:
+        name, _, value = text.partition("=")
+        if name not in (*BOUNDS, "network"):
+            raise ConfigError(f"--limit {text!r}: known are {', '.join(BOUNDS)} and network")
+        try:
+            found[name] = json.loads(value)
+        except ValueError:
+            found[name] = value
+        if type(found[name]) not in ((bool,) if name == "network" else (int, float)):
+            raise ConfigError(f"--limit {text!r}: must look like memory_mb=1024 or network=true")
+    return found
 
 
 def read_token(path: str) -> str:
@@ -73,10 +98,44 @@ def from_wire(asked: Mapping[str, Any], own: Sandbox) -> Sandbox:
     if unknown:
         raise ConfigError(f"lease: {unknown[0]!r} cannot be asked for; known: {', '.join(sorted(known))}")
     plain = {name: _plain(value) for name, value in asked.items()}
+    for name in BOUNDS:
+        plain[name] = _within(name, plain.get(name, getattr(own, name)), getattr(own, name))
+    if plain.get("network", False) is not False and own.network is not True:
+        raise ConfigError("lease: network=True, and this server gives none: start it with --limit network=true")
+    for path in plain.get("python_path", ()):
+        if path not in own.python_path:
+            raise ConfigError(f"lease: python_path has {path!r}, which is none of this server's")
     try:
+        env = dict(plain.get("env", ()))
+        if not all(type(text) is str for pair in env.items() for text in pair):
+            raise TypeError("env is made of pairs of texts")
+        mine = dict(own.env)
+        changed = [name for name, value in env.items() if mine.get(name, value) != value]
+        if changed:
+            raise ConfigError(f"lease: the variable {changed[0]} is this server's, and cannot be another")
+        plain["env"] = tuple((mine | env).items())
+        plain["require"] = own.require  # a client asks for more on its own side, and never for less on this one
         return replace(own, **plain)
-    except TypeError as error:
+    except (TypeError, ValueError) as error:
         raise ConfigError(f"lease: {error}") from error
+
+
+def _within(name: str, asked: Any, most: float | None) -> Any:
+    """A limit that a client asks for, none being the server's own.
+
+    Raises:
+        ConfigError: it is no number, or more than the server's.
+    """
+    if asked is None and name in UNBOUNDED:
+        return most
+    if type(asked) not in (int, float) or not asked >= 0:
+        raise ConfigError(f"lease: {name}={asked!r} is no limit")
+    if most is not None and asked > most:
+        raise ConfigError(
+            f"lease: {name}={asked!r} is more than this server's {most!r}: ask for at most that, or start the "
+            f"server with --limit {name}={asked!r}"
+        )
+    return asked
 
 
 def _plain(value: Any) -> Any:
@@ -169,7 +228,9 @@ class SandboxServer:
             await _answer(writer, status, {"error": f"{type(error).__name__}: {error}"})
             return
         try:
-            await self._relay(box, reader, writer)
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(box.spec.ttl_s):  # whatever the client says to the supervisor
+                    await self._relay(box, reader, writer)
         finally:
             await pool.release(box)
 

@@ -38,6 +38,7 @@ if TYPE_CHECKING:
 
 USER = 10001
 HOME = "/workspace"
+HOSTNAME = "sandbox"
 PODMAN_HOME = "/tmp/workspace"
 """podman knows neither owner nor number of files of a tmpfs, but opens /tmp to all: `disk` is not promised."""
 LABEL = "agentrl.run"
@@ -318,14 +319,13 @@ class Backend:
             stdin_open=True,
             user=f"{USER}:{USER}",
             working_dir="/",
-            hostname="sandbox",
+            hostname=HOSTNAME,
             environment={"PYTHONHASHSEED": "0"},
             labels={
                 LABEL: self._run,
                 "agentrl.boot": boot_id(),
                 "agentrl.expires": str(int(time.time() + self.spec.ttl_s + 600)),
             },
-            network_disabled=not self.spec.network,
             host_config=self._host_config(door),
         )
         identity = str(created["Id"])
@@ -365,6 +365,7 @@ class Backend:
         return self.client.create_host_config(
             auto_remove=True,
             network_mode="bridge" if spec.network else "none",
+            extra_hosts={HOSTNAME: "127.0.0.1"},
             mem_limit=f"{memory_mb}m",
             memswap_limit=f"{memory_mb}m",
             pids_limit=None if self._gvisor else spec.pids + 2,

@@ -9,18 +9,15 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import itertools
 import os
 import socket
+import stat
 import tempfile
 
 from agentrl.sandbox.inside import leftovers
 
 PLACE = "/run/agentrl.sock"
 """Where the container sees it."""
-LONGEST = 107
-"""Bytes that the address of a socket can have, see unix(7)."""
-_numbers = itertools.count(1)
 
 
 class Door:
@@ -32,15 +29,15 @@ class Door:
     @classmethod
     def make(cls) -> Door | None:
         """A new one; None where no socket can be made (a name too long, a full disk): there is another way."""
-        folder = leftovers.run_folder(tempfile.gettempdir())
-        path = os.path.join(folder, f"door{next(_numbers)}")
-        if len(os.fsencode(path)) > LONGEST:
+        try:
+            folder = _new_folder()
+        except OSError:
             return None
+        path = os.path.join(folder, "door")
         listener = socket.socket(socket.AF_UNIX)
         door = cls(path, listener)
         try:
-            os.makedirs(folder, mode=0o700, exist_ok=True)
-            listener.bind(path)
+            listener.bind(path)  # OSError where the name is too long
             os.chmod(path, 0o666)  # the container's user is nobody here
             listener.listen(1)
         except OSError:
@@ -60,4 +57,18 @@ class Door:
         with contextlib.suppress(OSError):
             os.unlink(self.path)
         with contextlib.suppress(OSError):
-            os.rmdir(os.path.dirname(self.path))  # unless others are in it
+            os.rmdir(os.path.dirname(self.path))
+
+
+def _new_folder() -> str:
+    """A folder that is new, ours, and nobody else's to enter.
+
+    Raises:
+        OSError: there is no room for it, or somebody got at it.
+    """
+    run = leftovers.run_folder(tempfile.gettempdir())
+    folder = tempfile.mkdtemp(prefix=f"{os.path.basename(run)}.", dir=os.path.dirname(run))
+    info = os.lstat(folder)
+    if not stat.S_ISDIR(info.st_mode) or info.st_uid != os.geteuid() or stat.S_IMODE(info.st_mode) != 0o700:
+        raise PermissionError(f"{folder} has changed hands since it was made")
+    return folder

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+import stat
 import subprocess
 import sys
 import tempfile
@@ -97,7 +98,8 @@ for path in ["/run/agentrl.sock", *glob.glob("/run/*.sock")]:
 
 
 def doors() -> list[Path]:
-    return list(Path(leftovers.run_folder(tempfile.gettempdir())).glob("*"))
+    run = Path(leftovers.run_folder(tempfile.gettempdir()))
+    return list(run.parent.glob(f"{run.name}*"))
 
 
 async def test_the_supervisor_is_spoken_to_directly_and_its_door_leads_nowhere_afterwards() -> None:
@@ -108,6 +110,25 @@ async def test_the_supervisor_is_spoken_to_directly_and_its_door_leads_nowhere_a
         changed = await box.run("chmod 777 /run/agentrl.sock")
         assert changed.exit_code == 1
         assert "Read-only file system" in changed.error_text() or "not permitted" in changed.error_text()
+
+
+async def test_a_folder_that_somebody_has_prepared_holds_no_door(monkeypatch: pytest.MonkeyPatch) -> None:
+    prepared = Path(leftovers.run_folder(tempfile.gettempdir()))
+    prepared.mkdir(mode=0o777)
+    door = Door.make()
+    try:
+        assert door is not None
+        folder = Path(door.path).parent
+        assert folder != prepared
+        assert list(prepared.iterdir()) == []
+        assert stat.S_IMODE(folder.stat().st_mode) == 0o700
+        assert not leftovers.is_stale(folder.name.partition(f"agentrl-{os.getuid()}-")[2])
+        door.close()
+        assert not folder.exists()
+        monkeypatch.setattr(tempfile, "mkdtemp", lambda **_: os.fspath(prepared))  # one that others may enter
+        assert Door.make() is None
+    finally:
+        prepared.rmdir()
 
 
 async def test_where_no_door_opens_the_engines_stream_will_do(monkeypatch: pytest.MonkeyPatch) -> None:

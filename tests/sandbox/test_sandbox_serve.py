@@ -12,7 +12,7 @@ import pytest
 from agentrl.errors import ConfigError
 from agentrl.sandbox import Sandbox, SandboxError, SandboxPool, SandboxUnavailable
 from agentrl.sandbox.link import StreamLink
-from agentrl.sandbox.serve import SandboxServer, from_wire, read_token, to_wire
+from agentrl.sandbox.serve import SandboxServer, from_wire, limits_from, read_token, to_wire
 from agentrl.sandboxes.remote import Backend
 from agentrl.testing.sandbox import Check, Stage, not_promised, sandbox_checks
 
@@ -124,6 +124,56 @@ def test_a_client_cannot_choose_what_is_the_servers() -> None:
     for name, value in (("backend", "process"), ("readonly", ["/etc"]), ("nonsense", 1)):
         with pytest.raises(ConfigError, match=f"{name!r} cannot be asked for"):
             from_wire({name: value}, own)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("memory_mb", 257), ("pids", 65), ("cpus", 3.0), ("cpu_s", 11.0), ("workspace_mb", 65), ("inodes", 20_001),
+        ("file_mb", 65), ("open_files", 257), ("wall_s", 10.1), ("stdout_bytes", 1 << 30),
+        ("stderr_bytes", 9**9),
+        ("output_total_mb", 10_000), ("ttl_s", 1e9), ("ttl_s", float("inf")), ("wall_s", float("nan")),
+        ("memory_mb", "1"), ("pids", True), ("pids", None), ("cpus", -1.0), ("network", True), ("network", 1),
+        ("python_path", ["/tmp"]), ("env", [["A", "other"]]), ("env", [["B", 1]]), ("env", [1]), ("env", 7),
+    ],
+)  # fmt: skip
+def test_a_client_is_never_given_more_than_the_server_has(name: str, value: object) -> None:
+    own = Sandbox(cpus=2.0, cpu_s=10.0, env=(("A", "b"),), require=("files",))
+    less = from_wire(to_wire(Sandbox(memory_mb=100, workspace_mb=32, env=(("C", "d"),), require=())), own)
+    assert (less.memory_mb, less.cpus, less.cpu_s, less.require) == (100, 2.0, 10.0, ("files",))
+    assert less.env == (("A", "b"), ("C", "d"))
+    with pytest.raises(ConfigError, match="lease: "):
+        from_wire({name: value}, own)
+
+
+async def test_a_lease_ends_when_its_time_is_over_whatever_the_client_says(token_file: str) -> None:
+    server = SandboxServer(Sandbox(ttl_s=2.0), TOKEN, min_idle=0)
+    url = await server.start()
+    try:
+        spec = Sandbox(backend="remote", url=url, token_file=token_file, ttl_s=2.0)
+        async with SandboxPool(spec, min_idle=0) as pool, pool.lease() as box:
+            link = box._link
+            assert link is not None
+
+            async def keep_awake() -> None:
+                while True:
+                    await link.send({"op": "wake", "ttl_s": 1e6})
+                    await asyncio.sleep(0.2)
+
+            async with asyncio.timeout(20):
+                with pytest.raises(SandboxError):
+                    await keep_awake()
+    finally:
+        await server.close()
+
+
+def test_what_a_server_may_grant_is_said_when_it_is_started() -> None:
+    assert limits_from(["memory_mb=1024", "cpus=1.5", "network=true"]) == {
+        "memory_mb": 1024, "cpus": 1.5, "network": True
+    }  # fmt: skip
+    for text in ("memory_mb", "memory_mb=x", "network=1", "backend=process", "memory_mb=true", "=", "env={}"):
+        with pytest.raises(ConfigError, match="--limit"):
+            limits_from([text])
 
 
 def test_remote_needs_its_address() -> None:

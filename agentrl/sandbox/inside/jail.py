@@ -12,7 +12,9 @@ from . import kernel
 BOX_ID = 1000
 """User and group id inside, where the jail has a user namespace of its own."""
 
-DEVICES = ("null", "zero", "full", "random", "urandom")
+DEVICES = ("null", "zero", "full", "random", "urandom", "tty")
+TERMINALS = 16
+"""Pseudo-terminals of one jail; those of all together are limited by the kernel."""
 
 
 def namespaces(*, privileged: bool, network: bool) -> int:
@@ -63,6 +65,10 @@ def build(binds: list[str], *, uid: int, gid: int, disk_mb: int, inodes: int, ho
     os.makedirs(f"{root}/dev", exist_ok=True)
     for name, fd in devices:
         _bind(fd, f"{root}/dev/{name}")
+    os.mkdir(f"{root}/dev/pts")
+    terminals = f"newinstance,ptmxmode=0666,mode=0620,max={TERMINALS}"
+    kernel.mount("devpts", f"{root}/dev/pts", "devpts", kernel.MS_NOSUID | kernel.MS_NOEXEC, terminals)
+    os.symlink("pts/ptmx", f"{root}/dev/ptmx")
     for name, link in (("fd", "/proc/self/fd"), ("stdin", "fd/0"), ("stdout", "fd/1"), ("stderr", "fd/2")):
         os.symlink(link, f"{root}/dev/{name}")
     os.makedirs(f"{root}/proc")

@@ -24,8 +24,8 @@ def run_name() -> str:
 
 
 def is_stale(name: str) -> bool:
-    """Whether the owner that `run_name` spoke of is gone."""
-    pid, _, began = name.partition("-")
+    """Whether the owner that `run_name` spoke of is gone; what follows a dot tells things of one owner apart."""
+    pid, _, began = name.partition(".")[0].partition("-")
     return pid.isdigit() and began.isdigit() and start_time(int(pid)) != int(began)
 
 

@@ -48,6 +48,7 @@ class Supervisor:
     ) -> None:
         self.link_in, self.link_out = link_in, link_out
         self.confinement, self.owns_all, self.meter = confinement, owns_all, meter
+        self.ttl_s = ttl_s
         self.expires = time.monotonic() + ttl_s
         self.reader = frames.Reader()
         self.poll = select.poll()
@@ -240,7 +241,7 @@ class Supervisor:
         elif op == "wake":
             # Answer first: the spare is forked while the caller prepares its order.
             self.spare_is_wanted = True
-            self.expires = time.monotonic() + header["ttl_s"]
+            self.expires = time.monotonic() + min(header["ttl_s"], self.ttl_s)
             self.send({"id": header["id"]})
         elif op == "park":
             self.spare_is_wanted = False

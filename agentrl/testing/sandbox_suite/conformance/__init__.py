@@ -43,6 +43,8 @@ def checks() -> list[Check]:
         programs.python_can_import,
         programs.python_is_reproducible,
         programs.a_server_inside,
+        programs.localhost_has_an_address,
+        programs.a_terminal,
         programs.not_root,
         life.python_session,
         life.bash_session,

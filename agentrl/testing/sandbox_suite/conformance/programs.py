@@ -236,6 +236,30 @@ with socket.create_connection(server.getsockname(), 2) as s:
         expect(result.stdout == b"hello\n" or stage.spec.backend == "landlock", result)
 
 
+async def localhost_has_an_address(stage: Stage) -> None:
+    code = """
+import socket
+found = {place[4][0] for place in socket.getaddrinfo("localhost", 80)}
+print(socket.gethostbyname("localhost"), found <= {"127.0.0.1", "::1"})
+"""
+    async with stage.box() as box:
+        result = await box.python(code)
+        expect(result.stdout == b"127.0.0.1 True\n" or stage.spec.backend == "landlock", result)
+
+
+async def a_terminal(stage: Stage) -> None:
+    code = """
+import os, pty, sys
+status = pty.spawn(["sh", "-c", "test -t 0 && echo terminal > /dev/tty; exit 3"])
+print(os.WEXITSTATUS(status), [os.ttyname(end) != "" for end in pty.openpty()[1:]])
+"""
+    async with stage.box() as box:
+        for _ in range(2):  # what the first has opened is gone
+            result = await box.python(code)
+            right = result.stdout.split() == [b"terminal", b"3", b"[True]"]
+            expect(right or stage.spec.backend == "landlock", result)
+
+
 async def not_root(stage: Stage) -> None:
     async with stage.box() as box:
         result = await box.run("id -u; umask; echo $HOME; cat /proc/sys/kernel/hostname 2>/dev/null")
