@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, model_validator
@@ -279,10 +280,18 @@ class LoRAConfig(Section):
     """Inner size of the matrices."""
     alpha: Annotated[float, Field(gt=0)] = 32.0
     """What they add is scaled by alpha / rank."""
+    rslora: bool = False
+    """Scale by alpha / sqrt(rank) instead (rsLoRA, arXiv:2312.03732)."""
     targets: Literal["all-linear"] | list[str] = "all-linear"
     """Layers by the ends of their names (`q_proj`), or all linear ones of the blocks."""
     adapter: str | None = None
-    """Folder of an adapter, as peft writes it, to go on from; its base is `model.path`."""
+    """Folder of a LoRA adapter, as peft writes it, to continue from; its base is `model.path`. Its rank, alpha and
+    scale must be those given here. Adapters of other kinds (DoRA, biases, whole modules, ...) are refused."""
+
+    @property
+    def plain_alpha(self) -> float:
+        """The alpha that gives the same scale as alpha / rank."""
+        return self.alpha * math.sqrt(self.rank) if self.rslora else self.alpha
 
 
 class LearnerConfig(Section):

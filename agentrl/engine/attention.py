@@ -10,14 +10,16 @@ Shapes: N tokens of all sequences, H query heads, K key-value heads (H is a mult
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from typing import Any, Protocol
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from transformers import AttentionInterface, PretrainedConfig, PreTrainedModel
+from transformers import AttentionInterface, PreTrainedModel
 
+from agentrl.engine.probe import unusual_layers
 from agentrl.errors import ConfigError
 
 ATTENTION = "agentrl"
@@ -52,17 +54,15 @@ def register_attention() -> None:
 def check_attention_support(model: PreTrainedModel) -> None:
     """Raise ConfigError where attention cannot be replaced, or keeps a state other than keys and values."""
     name = type(model).__name__
-    config: PretrainedConfig = model.config
-    kinds = set(getattr(config, "layer_types", None) or ()) - {"full_attention", "sliding_attention"}
-    if kinds:
+    if kinds := unusual_layers(model.config):
         raise ConfigError(
-            f"{name} has layers of kind {', '.join(sorted(kinds))}, whose state is not a key-value cache; the "
-            "local engine runs full_attention and sliding_attention layers only; use engine sglang for this model"
+            f"{name} has layers of kind {', '.join(kinds)}; the local engine runs full_attention and "
+            "sliding_attention layers only, with a key-value cache and nothing else; use engine sglang or vllm"
         )
     if not getattr(model, "_supports_attention_backend", False):
         raise ConfigError(
             f"{name} does not take its attention from transformers' AttentionInterface, so the local engine "
-            "cannot run it; use engine sglang, or a Qwen, Llama, Mistral or similar decoder model"
+            "cannot run it; use engine sglang or vllm, or a Qwen, Llama, Mistral or similar decoder model"
         )
 
 
@@ -79,9 +79,7 @@ def _planned_attention(
 ) -> tuple[Tensor, None]:
     """The function that transformers calls in each layer: query (1, H, N, D), key and value (1, K, N, D)."""
     if attention_plan is None:
-        raise RuntimeError(
-            f"a model with attn_implementation={ATTENTION!r} must be called with attention_plan=..."
-        )
+        raise ConfigError(f"{type(module).__name__} is called without the keywords that were given to the model")
     for unsupported in ("softcap", "s_aux"):
         if more.get(unsupported) is not None:
             raise ConfigError(
@@ -101,12 +99,13 @@ def _planned_attention(
 class PackedAttention:
     """Plan for whole sequences without a cache: sequence i is the i-th run of `lengths[i]` tokens, causal.
 
-    Differentiable. `shapes` records (K, D of keys, D of values) of each layer that has run.
+    Differentiable. `shapes` records (K, D of keys, D of values) of each layer that has run, `calls` how often.
     """
 
     def __init__(self, lengths: Sequence[int]) -> None:
         self.lengths = list(lengths)
         self.shapes: dict[int, tuple[int, int, int]] = {}
+        self.calls: Counter[int] = Counter()
 
     def attend(
         self,
@@ -118,6 +117,7 @@ class PackedAttention:
         scaling: float,
         window: int | None,
     ) -> Tensor:
+        self.calls[layer] += 1
         self.shapes[layer] = (key_NKD.shape[1], key_NKD.shape[2], value_NKD.shape[2])
         queries, keys, values = (torch.split(tensor, self.lengths) for tensor in (query_NHD, key_NKD, value_NKD))
         parts = zip(queries, keys, values, strict=True)

@@ -171,7 +171,9 @@ def _sync(config: EngineConfig, model: Path, folder: Path, lora: LoRAConfig | No
 
     server = config.server
     if lora is not None:
-        return AdapterSync(model, Path(server.sync_folder) if server.sync_folder else folder, alpha=lora.alpha)
+        return AdapterSync(
+            model, Path(server.sync_folder) if server.sync_folder else folder, alpha=lora.plain_alpha
+        )
     if config.resolved_sync == "disk":
         return DiskSync(model, Path(server.sync_folder) if server.sync_folder else folder)
     if config.resolved_sync == "tensor":

@@ -20,6 +20,7 @@ from agentrl.engine.attention import (
 )
 from agentrl.engine.cache import CacheShape
 from agentrl.engine.fused import FusedDecoder, can_fuse
+from agentrl.engine.probe import ALONE, ENDS, SHARED, probe, read_config
 from agentrl.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -42,10 +43,9 @@ def load_model(path: str | Path, *, dtype: str, device: str) -> PreTrainedModel:
             f"model directory {str(path)!r} does not exist; give the path of a Hugging Face model directory "
             "(config.json, model.safetensors, tokenizer files); agentrl.testing.tiny_model makes a small one"
         )
-    if not (directory / "config.json").is_file():
-        raise ConfigError(f"{str(path)!r} has no config.json, so it is not a Hugging Face model directory")
     if device.startswith("cuda") and not torch.cuda.is_available():
         raise ConfigError(f"device is {device!r}, but torch finds no CUDA device; use device cpu")
+    read_config(directory, f"model directory {str(path)!r}")
     register_attention()
     bars = logging.is_progress_bar_enabled()
     logging.disable_progress_bar()  # type: ignore[no-untyped-call]
@@ -55,9 +55,10 @@ def load_model(path: str | Path, *, dtype: str, device: str) -> PreTrainedModel:
             dtype=DTYPES[dtype],
             attn_implementation=ATTENTION,
             local_files_only=True,
+            trust_remote_code=False,
             output_loading_info=True,
         )
-    except (OSError, ValueError, KeyError) as error:
+    except (OSError, ValueError, KeyError, RuntimeError, AttributeError, TypeError) as error:
         raise ConfigError(f"cannot load a causal language model from {str(path)!r}: {error}") from error
     finally:
         if bars:
@@ -68,24 +69,8 @@ def load_model(path: str | Path, *, dtype: str, device: str) -> PreTrainedModel:
             f"model directory {str(path)!r} holds no weights for {_some(absent)}: config.json and weights are "
             "not of the same model, or a file is missing"
         )
-    check_rope(model, str(path))
     module = cast(torch.nn.Module, model)
     return cast(PreTrainedModel, module.to(device))
-
-
-def check_rope(model: PreTrainedModel, where: str) -> None:
-    """See that rotations depend on the position only: rows of many lengths are computed together.
-
-    Raises:
-        ConfigError: they depend on how long the longest sequence of the call is.
-    """
-    for name, module in model.named_modules():
-        kind = getattr(module, "rope_type", None)
-        if kind in ("dynamic", "longrope"):
-            raise ConfigError(
-                f"model directory {where!r}: {name} has rotary embeddings of type {kind!r}, which change with the "
-                "length of the longest sequence in a batch; use a model with fixed ones (default, yarn, llama3)"
-            )
 
 
 class FlatModel:
@@ -98,7 +83,7 @@ class FlatModel:
         model.train(False)
         self._fused: FusedDecoder | None = None
         self.vocabulary = int(model.config.get_text_config().vocab_size)
-        self.max_positions = int(model.config.get_text_config().max_position_embeddings)
+        self.max_positions = _positions(model)
         self.parameters = sum(parameter.numel() for parameter in model.parameters())
         first = next(model.parameters())
         self.device, self.dtype = first.device, first.dtype
@@ -107,9 +92,14 @@ class FlatModel:
 
     def __call__(self, ids_N: Tensor, positions_N: Tensor, plan: AttentionPlan, keep_k: Tensor) -> Tensor:
         """Logits (k, V) of the tokens `keep_k` of a flat batch of N tokens."""
-        if self._fused is not None:
+        return self._forward(self.module, ids_N, positions_N, keep_k, plan)
+
+    def _forward(
+        self, model: PreTrainedModel, ids_N: Tensor, positions_N: Tensor, keep_k: Tensor, plan: AttentionPlan
+    ) -> Tensor:
+        if self._fused is not None and model is self.module:
             return self._fused(ids_N, positions_N, plan, keep_k)
-        out = self.module(
+        out = model(
             input_ids=ids_N[None],
             position_ids=positions_N[None],
             use_cache=False,
@@ -120,10 +110,14 @@ class FlatModel:
 
     def packed(self, rows: Sequence[Sequence[int]], plan: PackedAttention | None = None) -> Tensor:
         """Logits (N, V) of whole sequences, computed without a cache."""
-        lengths = [len(row) for row in rows]
+        plan = plan or PackedAttention([len(row) for row in rows])
+        return self._forward(self.module, *self._flat(rows), plan)
+
+    def _flat(self, rows: Sequence[Sequence[int]]) -> tuple[Tensor, Tensor, Tensor]:
+        """Ids and positions of the rows end to end, and all their places."""
         ids = torch.tensor([token for row in rows for token in row], device=self.device)
-        positions = torch.cat([torch.arange(length, device=self.device) for length in lengths])
-        return self(ids, positions, plan or PackedAttention(lengths), torch.arange(len(ids), device=self.device))
+        positions = torch.cat([torch.arange(len(row), device=self.device) for row in rows])
+        return ids, positions, torch.arange(len(ids), device=self.device)
 
     def update(self, weights: Mapping[str, Tensor]) -> None:
         """Copy new values into the parameters; checks everything before it changes anything.
@@ -148,46 +142,54 @@ class FlatModel:
             for name, tensor in weights.items():
                 self._state[name].copy_(tensor)
 
-    @torch.no_grad()
     def _probe(self) -> CacheShape:
-        """Run two short sequences with our attention and the model's own; returns what the cache must hold."""
-        rows = [
-            [token % self.vocabulary for token in range(1, 12)],
-            [token % self.vocabulary for token in (5, 3, 9)],
-        ]
+        """Compare our attention with the model's own; returns what the cache must hold."""
+        rows = [[token % self.vocabulary for token in row] for row in (ALONE, SHARED, ENDS[1])]
         before = self.module.config._attn_implementation
         name = type(self.module).__name__
-        self.module.set_attn_implementation("eager")
-        own = [
-            self.module(input_ids=torch.tensor([row], device=self.device), use_cache=False).logits[0]
-            for row in rows
-        ]
-        self.module.set_attn_implementation(ATTENTION)
-        if can_fuse(self.module):
-            self._fused = FusedDecoder(self.module)
-        plan = PackedAttention([len(row) for row in rows])
-        try:
-            ours = self.packed(rows, plan)
-        except TypeError as error:
-            self.module.set_attn_implementation(before)
-            raise ConfigError(f"{name} does not hand keywords on to its attention: {error}") from error
+        shapes: dict[int, tuple[int, int, int]] = {}
+
+        def packed(tried: PreTrainedModel) -> Tensor:
+            tried.set_attn_implementation(ATTENTION)
+            if tried is self.module and can_fuse(tried):
+                self._fused = FusedDecoder(tried)
+            plan = PackedAttention([len(row) for row in rows])
+            found = self._forward(tried, *self._flat(rows), plan)
+            shapes.update(plan.shapes)
+            if plan.calls.most_common(1)[0][1] > 1:
+                raise ConfigError("a layer attends more than once, and the cache keeps one set of keys and values")
+            return found
+
+        def alone(tried: PreTrainedModel) -> list[Tensor]:
+            tried.set_attn_implementation("eager")
+            found = [
+                cast(Tensor, tried(input_ids=torch.tensor([row], device=self.device), use_cache=False).logits[0])
+                for row in rows
+            ]
+            tried.set_attn_implementation(ATTENTION)
+            return found
+
         layers = int(self.module.config.get_text_config().num_hidden_layers)
-        shapes = set(plan.shapes.values())
-        reference = torch.cat(own).float()
-        gap = float((ours.float() - reference).abs().max() / reference.abs().max().clamp(min=1.0))
-        if (
-            len(plan.shapes) != layers
-            or len(shapes) != 1
-            or not gap < (1e-3 if self.dtype == torch.float32 else 0.1)
-        ):
+        try:
+            probe(self.module, packed, alone, where="the local engine", advice="use engine sglang or vllm")
+            if len(shapes) != layers or len(set(shapes.values())) != 1:
+                raise ConfigError(
+                    f"{name} has keys and values of {len(set(shapes.values()))} kinds in {len(shapes)} of "
+                    f"{layers} layers, and the engine's cache holds one kind in all; use engine sglang or vllm"
+                )
+        except ConfigError:
             self.module.set_attn_implementation(before)
-            raise ConfigError(
-                f"{name} does not compute the same with the local engine's attention (relative difference "
-                f"{gap:.1e}, {len(plan.shapes)} of {layers} layers with keys and values of {len(shapes)} kinds); "
-                "use engine sglang"
-            )
-        heads, key_dim, value_dim = shapes.pop()
+            raise
+        heads, key_dim, value_dim = shapes[0]
         return CacheShape(layers, heads, key_dim, value_dim, self.dtype, self.device)
+
+
+def _positions(model: PreTrainedModel) -> int:
+    text = model.config.get_text_config()
+    found = getattr(text, "max_position_embeddings", None)
+    if not isinstance(found, int):
+        raise ConfigError(f"{type(model).__name__}: config.json does not say max_position_embeddings; add it")
+    return found
 
 
 def _some(names: Iterable[str], at_most: int = 3) -> str:

@@ -20,6 +20,7 @@ from transformers import AttentionInterface, PretrainedConfig, PreTrainedModel
 from transformers.masking_utils import AttentionMaskInterface
 
 from agentrl.config.run import LearnerConfig
+from agentrl.engine.probe import ALONE, ENDS, SHARED, probe
 from agentrl.errors import ConfigError
 
 Kind = Literal["sdpa", "flex", "flash"]
@@ -102,7 +103,8 @@ def packed_attention(
     Raises:
         ConfigError: the layer asks for something that is not computed here.
     """
-    assert spans is not None, "packed attention needs the spans of the packed batch"
+    if spans is None:
+        raise ConfigError(f"{type(module).__name__} is called without the keywords given to the model, {_ADVICE}")
     _refuse_unknown(module, attention_mask, more)
     scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
     attend = import_module(f"agentrl.train.attention_{kind}").attend
@@ -133,38 +135,37 @@ def check_attention(model: PreTrainedModel, where: str) -> None:
         ConfigError: it does not: its layers carry a state of another kind along the row, or change the scores in a
             way that is not computed here.
     """
-    name, body = type(model).__name__, model.base_model
     if not getattr(model, "_supports_attention_backend", False):
-        raise ConfigError(f"{where}: {name} does not take its attention from transformers, {_ADVICE}")
+        raise ConfigError(
+            f"{where}: {type(model).__name__} does not take its attention from transformers, {_ADVICE}"
+        )
     vocabulary = int(model.config.get_text_config().vocab_size)
-    shared, ends = [5, 3, 9, 4, 7], [[8, 2, 6], [1, 3], [6, 11, 2, 12]]
-    rows = [[*shared, *ends[0]], [*shared, *ends[1]], ends[2]]
-    spans = [Span(0, 0, 0, 5), Span(0, 5, 5, 3), Span(0, 5, 8, 2), Span(10, 0, 10, 4)]
-    ids = [*shared, *ends[0], *ends[1], *ends[2]]
-    positions = [*range(5), *range(5, 8), *range(5, 7), *range(4)]
+    one, two, last = len(ENDS[0]), len(ENDS[1]), len(ALONE)
+    shared = len(SHARED)
+    rows = [[*SHARED, *ENDS[0]], [*SHARED, *ENDS[1]], [*ALONE]]
+    at = shared + one + two
+    spans = [Span(0, 0, 0, shared), Span(0, shared, shared, one), Span(0, shared, shared + one, two)]
+    spans.append(Span(at, 0, at, last))
+    places = [*range(shared), *range(shared, shared + one), *range(shared, shared + two), *range(last)]
     device = next(model.parameters()).device
 
-    def hidden(tokens: Sequence[int], **given: Any) -> Tensor:
+    def hidden(body: nn.Module, tokens: Sequence[int], **given: Any) -> Tensor:
         ids_1T = torch.tensor([[token % vocabulary for token in tokens]], device=device)
         found: Tensor = body(input_ids=ids_1T, use_cache=False, **given)[0][0]
         return found
 
-    with torch.no_grad():
-        try:
-            places = torch.tensor([positions], device=device)
-            ours = hidden(ids, position_ids=places, spans=Spans(spans, device))
-        except TypeError as e:
-            raise ConfigError(f"{where}: {name} does not hand keywords on to its attention, {_ADVICE}") from e
-        model.set_attn_implementation("eager")
-        one, two, three = (hidden(row) for row in rows)
-        model.set_attn_implementation(PACKED_ATTENTION)
-    wanted = torch.cat([one, two[5:], three])
-    gap = float((ours - wanted).abs().max() / wanted.abs().max().clamp(min=1e-6))
-    if not gap < 1e-3 and wanted.isfinite().all():  # else the first gradient tells
-        raise ConfigError(
-            f"{where}: {name} does not compute the same on rows that lie end to end as on each by itself "
-            f"(relative difference {gap:.1e}), {_ADVICE}"
-        )
+    def packed(tried: PreTrainedModel) -> Tensor:
+        ids = [*SHARED, *ENDS[0], *ENDS[1], *ALONE]
+        positions = torch.tensor([places], device=device)
+        return hidden(tried.base_model, ids, position_ids=positions, spans=Spans(spans, device))
+
+    def alone(tried: PreTrainedModel) -> list[Tensor]:
+        tried.set_attn_implementation("eager")
+        found = [hidden(tried.base_model, row) for row in rows]
+        tried.set_attn_implementation(PACKED_ATTENTION)
+        return [found[0], found[1][shared:], found[2]]
+
+    probe(model, packed, alone, where=where, advice=_ADVICE)
 
 
 _ADVICE = (

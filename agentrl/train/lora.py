@@ -8,7 +8,9 @@ Source: Hu et al. 2021, arXiv:2106.09685.
 
 from __future__ import annotations
 
+import json
 import warnings
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from importlib import import_module
@@ -20,6 +22,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from transformers import PreTrainedModel
+from transformers.pytorch_utils import Conv1D
 
 from agentrl.config.run import LoRAConfig
 from agentrl.errors import ConfigError
@@ -44,9 +47,12 @@ def add_adapter(
         ConfigError: peft is not installed, no layer has a name of `targets`, or the folder does not fit.
     """
     peft = _import_peft()
+    if adapter is not None:
+        check_adapter(adapter, config)
     options = peft.LoraConfig(
         r=config.rank,
         lora_alpha=config.alpha,
+        use_rslora=config.rslora,
         target_modules=config.targets if isinstance(config.targets, str) else list(config.targets),
         lora_dropout=0.0,
         bias="none",
@@ -63,10 +69,9 @@ def add_adapter(
             raise ConfigError(
                 f"learner.lora.targets {config.targets!r} do not fit the model: {str(e)[:300]}"
             ) from e
-    if adapter is not None:
-        _check_adapter(peft, adapter, options)
-        if values:
-            _load_adapter(peft, model, adapter)
+    _check_layers(model, config)
+    if adapter is not None and values:
+        _load_adapter(model, adapter)
     return model
 
 
@@ -99,7 +104,8 @@ def merged_weights(model: nn.Module, world: World) -> dict[str, Tensor]:
         if owner is not None and name.endswith(".base_layer.weight"):
             a_RI, b_OR = whole(owner.lora_A[_NAME].weight), whole(owner.lora_B[_NAME].weight)
             if world.rank == 0:
-                value = value + owner.scaling[_NAME] * (b_OR @ a_RI)
+                delta = owner.scaling[_NAME] * (b_OR @ a_RI)
+                value = value + (delta.T if owner.fan_in_fan_out else delta)
         if world.rank == 0:
             found[name.replace(".base_layer.", ".")] = value
     return found
@@ -119,7 +125,12 @@ def write_adapter(directory: Path, state: dict[str, Tensor], config: LoRAConfig,
     peft = _import_peft()
     directory.mkdir(exist_ok=True)
     peft.LoraConfig(
-        r=config.rank, lora_alpha=config.alpha, target_modules=targets, bias="none", task_type="CAUSAL_LM"
+        r=config.rank,
+        lora_alpha=config.alpha,
+        use_rslora=config.rslora,
+        target_modules=targets,
+        bias="none",
+        task_type="CAUSAL_LM",
     ).save_pretrained(directory)
     save_file(state, directory / _WEIGHTS)
 
@@ -136,24 +147,90 @@ def _linear_names(model: PreTrainedModel) -> list[str]:
         {
             name.rpartition(".")[2]
             for name, module in model.named_modules()
-            if isinstance(module, nn.Linear) and module is not head
+            if isinstance(module, nn.Linear | Conv1D) and module is not head
         }
     )
 
 
-def _check_adapter(peft: Any, adapter: Path, options: Any) -> None:
+def check_adapter(adapter: Path, config: LoRAConfig) -> None:
+    """See that a folder holds an adapter that is trained exactly as peft would compute it.
+
+    Raises:
+        ConfigError: it cannot be read, is of another kind, or its rank or scale is not that of the run.
+    """
+    file = adapter / "adapter_config.json"
     try:
-        saved = peft.LoraConfig.from_pretrained(str(adapter))
-    except (OSError, ValueError, TypeError) as e:
+        saved = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as e:
         raise ConfigError(f"adapter {adapter} cannot be read: {str(e)[:300]}") from e
-    for key, theirs, ours in (("rank", saved.r, options.r), ("alpha", saved.lora_alpha, options.lora_alpha)):
-        if theirs != ours:
+    if not isinstance(saved, dict):
+        raise ConfigError(f"adapter {adapter} cannot be read: {file.name} is no JSON object")
+    kind = saved.get("peft_type", "LORA")
+    if kind != "LORA":
+        raise ConfigError(f"adapter {adapter} is of kind {kind}; agentrl trains LoRA adapters only: {_MERGE}")
+    for key, value in saved.items():
+        if key in _MATTERS_NOT or key in _COMPARED or value in _DEFAULTS.get(key, ()) or value in (None, [], {}):
+            continue
+        if value is False and key not in _DEFAULTS:
+            continue
+        raise ConfigError(f"adapter {adapter} has {key} {json.dumps(value)[:80]}, which is not trained: {_MERGE}")
+    ours = {
+        "r": ("rank", config.rank),
+        "lora_alpha": ("alpha", config.alpha),
+        "use_rslora": ("rslora", config.rslora),
+    }
+    for key, (name, wanted) in ours.items():
+        found = saved.get(key, _COMPARED[key])
+        if found != wanted:
             raise ConfigError(
-                f"adapter {adapter} has {key} {theirs}, learner.lora.{key} is {ours}: make them equal"
+                f"adapter {adapter} has {name} {json.dumps(found)}, learner.lora.{name} is {json.dumps(wanted)}: "
+                "make them equal"
             )
 
 
-def _load_adapter(peft: Any, model: nn.Module, adapter: Path) -> None:
+_MERGE = "merge it into its base with peft (merge_and_unload, save_pretrained) and name the result as model.path"
+_COMPARED: dict[str, object] = {"r": 8, "lora_alpha": 8, "use_rslora": False}
+"""Keys of adapter_config.json that must equal those of the run, with what peft takes where one is missing."""
+_DEFAULTS: dict[str, tuple[object, ...]] = {
+    "bias": ("none",),
+    "task_type": ("CAUSAL_LM",),
+    "init_lora_weights": (True, False, "gaussian", "orthogonal", "eva"),
+}
+"""Values under which the loaded adapter is a plain one. Other initializations change the base weights as well."""
+_MATTERS_NOT = frozenset(
+    {
+        *("auto_mapping", "base_model_name_or_path", "eva_config", "inference_mode", "lora_dropout", "peft_type"),
+        *("megatron_core", "peft_version", "qalora_group_size", "revision", "runtime_config", "fan_in_fan_out"),
+        # Which layers: the names of the loaded matrices say it, and must be those of learner.lora.targets.
+        *("exclude_modules", "layers_pattern", "layers_to_transform", "target_modules"),
+    }
+)
+
+
+def _check_layers(model: PreTrainedModel, config: LoRAConfig) -> None:
+    """Refuse layers whose adapter would be trained and not sampled with.
+
+    Raises:
+        ConfigError: one is no linear layer, or shares its weights with a layer that has no adapter.
+    """
+    shared = Counter(id(p) for _, p in model.named_parameters(remove_duplicate=False))
+    for name, module in model.named_modules():
+        if not _is_adapted(module):
+            continue
+        base = module.base_layer
+        if not isinstance(base, nn.Linear | Conv1D) or _NAME not in module.lora_A:
+            raise ConfigError(
+                f"learner.lora.targets {config.targets!r}: {name} is no linear layer "
+                f"({type(base).__name__}); only those can have adapters"
+            )
+        if shared[id(base.weight)] > 1:
+            raise ConfigError(
+                f"learner.lora.targets {config.targets!r}: {name} shares its weights with another layer "
+                "(tie_word_embeddings), so its adapter cannot be merged: leave it out"
+            )
+
+
+def _load_adapter(model: nn.Module, adapter: Path) -> None:
     try:
         state = load_file(adapter / _WEIGHTS)
     except (OSError, SafetensorError) as e:

@@ -8,8 +8,9 @@ from typing import Any
 import torch
 from safetensors import SafetensorError
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers.modeling_layers import GradientCheckpointingLayer
 
-from agentrl.engine.model import check_rope
+from agentrl.engine.probe import read_config
 from agentrl.errors import ConfigError
 from agentrl.train.attention import PACKED_ATTENTION, check_attention, register_attention
 
@@ -20,10 +21,7 @@ def load_policy(directory: Path, device: torch.device) -> PreTrainedModel:
     Raises:
         ConfigError: the directory is missing or holds no model, or one that cannot be computed on packed rows.
     """
-    if not (directory / "config.json").is_file():
-        raise ConfigError(
-            f"model directory {directory} has no config.json: give the folder of a Hugging Face model"
-        )
+    read_config(directory, f"model directory {directory}")
     register_attention()
     try:
         loaded: Any = AutoModelForCausalLM.from_pretrained(
@@ -31,10 +29,11 @@ def load_policy(directory: Path, device: torch.device) -> PreTrainedModel:
             dtype=torch.float32,
             attn_implementation=PACKED_ATTENTION,
             local_files_only=True,
+            trust_remote_code=False,
             output_loading_info=True,
             ignore_mismatched_sizes=True,  # reported below, in one line
         )
-    except (OSError, ValueError, SafetensorError) as e:
+    except (OSError, ValueError, KeyError, RuntimeError, AttributeError, TypeError, SafetensorError) as e:
         raise ConfigError(f"model directory {directory} cannot be loaded: {str(e)[:300]}") from e
     model: PreTrainedModel
     model, report = loaded
@@ -50,7 +49,6 @@ def load_policy(directory: Path, device: torch.device) -> PreTrainedModel:
             f"model directory {directory} does not fit itself: {name} has shape {list(found)} where config.json "
             f"asks for {list(wanted)}"
         )
-    check_rope(model, str(directory))
     check_attention(model, f"model directory {directory}")
     model.to(device)  # type: ignore[arg-type]
     return model
@@ -68,14 +66,18 @@ def empty_policy(directory: Path) -> PreTrainedModel:
 
 
 def checkpoint_activations(model: PreTrainedModel) -> None:
-    """Keep only what goes into each block, and compute the rest again in the backward pass. Dropout stays off."""
+    """Keep only what goes into each block and compute the rest again in the backward pass; nothing is random."""
     options: Any = {"use_reentrant": False}
     enable: Any = getattr(model, "activation_checkpointing_enable", None)
     if enable is not None:
         enable(activation_checkpointing_kwargs=options)
     else:  # transformers before it had a new name
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=options)  # type: ignore[no-untyped-call]
-    model.train()  # transformers checkpoints in training mode only
-    for module in model.modules():
-        if isinstance(module, torch.nn.Dropout):
-            module.p = 0.0
+    # transformers checkpoints a block in training mode only, in which some families also sample: dropout, noise on
+    # the router. So the blocks alone are put into it, and what is in them stays as it is when the engine samples.
+    for block in model.modules():
+        if isinstance(block, GradientCheckpointingLayer):
+            block.training = True
+            for name, value in vars(block).items():
+                if "drop" in name and isinstance(value, float):
+                    setattr(block, name, 0.0)

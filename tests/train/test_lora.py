@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+import json
+import re
+import warnings
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from train_models import make_batch, padded_logprobs, plain_model
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, GPT2Config
 
 from agentrl.config.algorithm import AlgorithmConfig
 from agentrl.config.run import LearnerConfig, OptimConfig, RunConfig, TinyModel
@@ -76,8 +79,6 @@ def test_merged_weights_and_the_saved_model_say_the_same_as_the_policy(trained: 
 @pytest.mark.parametrize("sent", [False, True])
 def test_the_adapter_is_one_of_peft(trained: tuple[Learner, Path], policy_dir: Path, tmp_path: Path, sent: bool):
     """The one in a checkpoint, and the one that servers are given."""
-    import warnings
-
     from peft import PeftModel
 
     learner, folder = trained
@@ -122,6 +123,126 @@ def test_bad_targets_and_folders_are_one_error(policy_dir: Path, tmp_path: Path)
         make_learner(policy_dir, None, targets=["nothing"])
     with pytest.raises(ConfigError, match="cannot be read"):
         make_learner(policy_dir, None, adapter=str(tmp_path))
+
+
+def peft_adapter(base: Path, folder: Path, **options: Any) -> Any:
+    """An adapter that peft itself made of the model, every matrix of it random; the model with it."""
+    import peft
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        config = options.pop("config", None) or peft.LoraConfig(**{"task_type": "CAUSAL_LM", **options})
+        model = peft.get_peft_model(plain_model(base), config)
+        torch.manual_seed(0)
+        with torch.no_grad():
+            for name, parameter in model.named_parameters():
+                if parameter.requires_grad and "original_module" not in name:
+                    parameter.add_(torch.randn_like(parameter) * 0.2)
+        model.save_pretrained(folder)
+    return model.eval()
+
+
+@pytest.mark.parametrize("rslora", [False, True])
+def test_an_adapter_that_peft_made_is_continued_at_its_scale(policy_dir: Path, tmp_path: Path, rslora: bool):
+    """The loaded policy, its merged weights, the saved adapter and the one for servers all say what peft says."""
+    from peft import PeftModel
+
+    targets = ["q_proj", "v_proj", "down_proj"]
+    theirs = peft_adapter(policy_dir, tmp_path / "a", r=4, lora_alpha=6, use_rslora=rslora, target_modules=targets)
+    learner = make_learner(
+        policy_dir, policy_dir, alpha=6, rslora=rslora, targets=targets, adapter=str(tmp_path / "a")
+    )
+    samples = make_batch(5)
+    with torch.no_grad():
+        wanted = torch.cat(padded_logprobs(theirs, samples))
+
+    def gap(found: Any) -> float:
+        return float((torch.cat(list(found)) - wanted).abs().max())
+
+    assert gap(torch.tensor(row) for row in learner.probe(samples)) < 1e-4
+    learner.export(tmp_path)
+    (tmp_path / "b").mkdir()
+    learner.save(tmp_path / "b")
+    sync = AdapterSync(policy_dir, tmp_path / "sync", alpha=learner.config.lora.plain_alpha)
+    asyncio.run(sync.push([], learner.adapter(), 1))
+    assert json.loads((tmp_path / "sync/weights-1/adapter_config.json").read_text()).get("use_rslora") is None
+    with warnings.catch_warnings(), torch.no_grad():
+        warnings.simplefilter("ignore")
+        assert gap(padded_logprobs(plain_model(tmp_path), samples)) < 1e-4
+        for folder in (tmp_path / "b" / "adapter", tmp_path / "sync" / "weights-1"):
+            assert gap(padded_logprobs(PeftModel.from_pretrained(plain_model(policy_dir), folder), samples)) < 1e-4
+    with pytest.raises(ConfigError, match=rf"has rslora {str(rslora).lower()}, learner.lora.rslora is"):
+        make_learner(policy_dir, None, alpha=6, rslora=not rslora, targets=targets, adapter=str(tmp_path / "a"))
+
+
+OTHER_KINDS: dict[str, tuple[dict[str, Any], str]] = {
+    "dora": ({"use_dora": True}, "has use_dora true, which is not trained: merge it into its base"),
+    "bias": ({"bias": "all"}, 'has bias "all"'),
+    "lora_bias": ({"lora_bias": True}, "has lora_bias true"),
+    "whole modules": ({"modules_to_save": ["lm_head"]}, 'has modules_to_save ["lm_head"]'),
+    "ranks": ({"rank_pattern": {"q_proj": 2}}, 'has rank_pattern {"q_proj": 2}'),
+    "alphas": ({"alpha_pattern": {"q_proj": 2}}, 'has alpha_pattern {"q_proj": 2}'),
+    "tokens": ({"trainable_token_indices": [3, 5]}, "has trainable_token_indices"),
+    "layers": ({"layers_to_transform": [1]}, "adapts other layers than learner.lora.targets"),
+    "pissa": ({"init_lora_weights": "pissa"}, 'has init_lora_weights "pissa"'),
+    "ia3": ({"config": "IA3Config"}, "is of kind IA3; agentrl trains LoRA adapters only"),
+    "loha": ({"config": "LoHaConfig"}, "is of kind LOHA"),
+}
+
+
+@pytest.mark.parametrize("kind", OTHER_KINDS)
+def test_adapters_of_other_kinds_are_refused_with_the_reason(policy_dir: Path, tmp_path: Path, kind: str):
+    import peft
+
+    options, said = OTHER_KINDS[kind]
+    targets = ["q_proj"]
+    if name := options.get("config"):
+        more = {"feedforward_modules": []} if name == "IA3Config" else {}
+        options = {"config": getattr(peft, name)(task_type="CAUSAL_LM", target_modules=targets, **more)}
+    else:
+        options = {"r": 4, "lora_alpha": 8, "target_modules": targets, **options}
+    peft_adapter(policy_dir, tmp_path, **options)
+    with pytest.raises(ConfigError, match=re.escape(said)) as caught:
+        make_learner(policy_dir, None, targets=targets, adapter=str(tmp_path))
+    assert "\n" not in str(caught.value)
+
+
+def test_a_key_that_a_later_peft_may_add_is_refused(policy_dir: Path, tmp_path: Path):
+    peft_adapter(policy_dir, tmp_path, r=4, lora_alpha=8, target_modules=["q_proj"])
+    file = tmp_path / "adapter_config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"use_newlora": True}))
+    with pytest.raises(ConfigError, match="has use_newlora true, which is not trained"):
+        make_learner(policy_dir, None, targets=["q_proj"], adapter=str(tmp_path))
+
+
+@pytest.mark.parametrize(
+    ("target", "said"), [("lm_head", "lm_head shares its weights"), ("embed_tokens", "is no linear layer")]
+)
+def test_layers_whose_adapter_could_not_be_sampled_with_are_refused(policy_dir: Path, target: str, said: str):
+    with pytest.raises(ConfigError, match=said):
+        make_learner(policy_dir, None, targets=[target])
+
+
+def test_layers_that_keep_their_weights_transposed_are_merged_rightly(tmp_path: Path):
+    """GPT-2's are inputs by outputs, and some are square."""
+    config = GPT2Config(
+        vocab_size=97, n_embd=32, n_layer=2, n_head=4, n_positions=64, bos_token_id=None, eos_token_id=None
+    )
+    torch.manual_seed(0)
+    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / "base")
+    learner = make_learner(tmp_path / "base", tmp_path / "base")
+    with torch.no_grad():
+        for parameter in learner.policy.parameters():
+            if parameter.requires_grad:
+                parameter.normal_(0.0, 0.3)
+    samples = make_batch(5)
+    learner.export(tmp_path / "merged")
+    with torch.no_grad():
+        found = torch.cat(padded_logprobs(plain_model(tmp_path / "merged"), samples))
+        base = torch.cat(padded_logprobs(plain_model(tmp_path / "base"), samples))
+    own = torch.cat([torch.tensor(row) for row in learner.probe(samples)])
+    assert torch.allclose(own, found, atol=1e-4)
+    assert float((own - base).abs().max()) > 0.2
 
 
 LENGTHS = '''
