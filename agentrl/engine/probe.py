@@ -154,7 +154,7 @@ def read_config(directory: Path, where: str) -> PretrainedConfig:
     if not getattr(model, "_supports_attention_backend", False):
         raise ConfigError(
             f"{where}: {model.__name__} does not take its attention from transformers' AttentionInterface, so what "
-            "it computes on packed rows cannot be controlled; use Qwen, Llama, Mistral or the like"
+            "it computes on packed rows cannot be controlled; use Qwen, Llama or Mistral"
         )
     return config
 
