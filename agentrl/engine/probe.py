@@ -125,14 +125,13 @@ def read_config(directory: Path, where: str) -> PretrainedConfig:
     if not (Path(directory) / "config.json").is_file():
         raise ConfigError(f"{where} has no config.json: give the folder of a Hugging Face model")
     try:
-        raw, _ = PretrainedConfig.get_config_dict(directory, local_files_only=True)
         config: PretrainedConfig = AutoConfig.from_pretrained(
             directory, local_files_only=True, trust_remote_code=False
         )
     except (OSError, ValueError, KeyError, TypeError) as e:
         if "auto_map" in str(e) or "trust_remote_code" in str(e):
             raise ConfigError(
-                f"{where}: {raw.get('model_type') or 'the model'} is not part of transformers and brings its own "
+                f"{where}: the model is not part of transformers and brings its own "
                 "code (auto_map in config.json); agentrl runs no code from model folders, because such code can "
                 "neither be reviewed nor be shown to compute packed rows exactly; use a model that transformers "
                 "implements"
@@ -153,8 +152,8 @@ def read_config(directory: Path, where: str) -> PretrainedConfig:
     model: Any = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
     if not getattr(model, "_supports_attention_backend", False):
         raise ConfigError(
-            f"{where}: {model.__name__} does not take its attention from transformers' AttentionInterface, so what "
-            "it computes on packed rows cannot be controlled; use Qwen, Llama or Mistral"
+            f"{where}: {model.__name__} does not take its attention from transformers' AttentionInterface, so "
+            "what it computes on packed rows cannot be controlled; use Qwen, Llama or Mistral"
         )
     return config
 

@@ -351,7 +351,7 @@ class TestLoading:
                 shutil.copyfile(write_model(tmp_path / "small", seed=0, layers=1) / weights.name, weights)
         with pytest.raises(ConfigError) as caught:
             load_policy(folder, torch.device("cpu"))
-        assert str(caught.value).startswith(f"model directory {folder} ")
+        assert str(caught.value).startswith(f"model directory {folder}")
         assert len(str(caught.value)) < 600
 
     @pytest.mark.parametrize("load", ["learner", "engine"])
