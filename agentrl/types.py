@@ -114,6 +114,8 @@ class StopReason(StrEnum):
     SANDBOX_BROKEN = "sandbox_broken"
     """The sandbox died after a program had run in it, and nothing outside explains why: the policy's doing. The
     episode is scored with `Sandbox.death_reward`, trains and votes."""
+    FAULT = "fault"
+    """Code of the env, or the chat template, raised after the policy had acted: the episode earns nothing."""
     TIMEOUT = "timeout"
     """The episode ran past its wall-clock limit."""
     STOPPED_BY_TOOL = "stopped_by_tool"
@@ -173,7 +175,11 @@ class Turn:
 
 @dataclass(frozen=True, slots=True)
 class Episode:
-    """All turns of one policy on one task. `reward` is None exactly when `error` is set (it did not end)."""
+    """All turns of one policy on one task. `reward` is None exactly when `error` is set (it did not end).
+
+    `faults` says by name (of a reward, "step", "template", ...) what raised on what the policy did: such a reward
+    counts 0.
+    """
 
     id: str
     task: Task
@@ -187,6 +193,7 @@ class Episode:
     error: str | None = None
     seconds: float = 0.0
     tools: tuple[Mapping[str, Any], ...] = ()
+    faults: Mapping[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)

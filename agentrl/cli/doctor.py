@@ -9,7 +9,7 @@ import shutil
 import sys
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated
 
 import typer
 
@@ -26,10 +26,13 @@ PACKAGES = {
 
 def doctor(
     what: Annotated[
-        Literal["all", "sandbox"], typer.Argument(help="`sandbox` prints only what sandboxes keep here.")
+        str, typer.Argument(help="`sandbox` prints only what sandboxes keep here; a run folder is looked over.")
     ] = "all",
 ) -> None:
-    """What this machine has: Python, packages, GPUs, room, and which sandboxes work here."""
+    """What this machine has: Python, packages, GPUs, room, and which sandboxes work here; or what a run lost."""
+    if what not in ("all", "sandbox"):
+        _run(Path(what))
+        return
     if what == "all":
         _machine()
         print()
@@ -38,6 +41,26 @@ def doctor(
     from agentrl.sandbox.doctor import doctor as sandboxes
 
     print(sandboxes(), end="")
+
+
+def _run(run: Path) -> None:
+    """Which episodes of a run were lost to the infrastructure, and whether that was blind to the policy."""
+    from agentrl.errors import ConfigError
+    from agentrl.redraws import Redraws, read_redraws
+    from agentrl.view.text import visible
+
+    if not (run / "config.yaml").is_file():
+        raise ConfigError(f"doctor {run}: write `all`, `sandbox`, or the path of a run folder")
+    found = sum(read_redraws(run).values(), Redraws())
+    print(
+        f"episodes        {found.episodes:,} played, {found.redrawn:,} lost to the infrastructure and played again"
+    )
+    for reason, count in found.reasons.most_common():
+        print(f"{'':<15} {count:,} {visible(reason)}")
+    for task, counts in found.worst_tasks(10).items():
+        print(f"task {visible(task)}: {sum(counts.values()) - counts['played']:,} of {counts['played']:,} lost")
+    for text in found.findings().values():
+        print(f"warning: {visible(text)}")
 
 
 def _machine() -> None:

@@ -204,6 +204,12 @@ class RolloutConfig(Section):
     """Groups a step may play beyond `groups_per_step`, in place of such whose episodes all scored the same."""
     infra_retries: Count = 2
     """How often one place in a group is refilled after infrastructure failures before the run stops."""
+    redrawn_stop_above: Fraction | None = 0.1
+    """Share of the last 1,000 episodes lost to the infrastructure (and played again) above which the run stops,
+    once there are 20 of them: what trains then are the survivors. `null` never stops."""
+    faults_stop_above: Fraction | None = 0.5
+    """Share of the last 1,000 episodes in which the same reward (or the env itself) raised, above which the run
+    stops, once there are 20 of them; below it such a reward counts 0. `null` never stops."""
     max_staleness: Count = 0
     """Steps that an episode's weights may be older than those it trains: 0 samples and trains in turn, 1 samples
     one step ahead, more is asynchronous. Groups begin only where the bound can be kept; none is dropped for it."""

@@ -28,7 +28,7 @@ from agentrl.env.dispatch import BoundTool
 from agentrl.env.load import load_object
 from agentrl.env.mcp import McpServer
 from agentrl.env.observe import error_text
-from agentrl.env.rewards import check_number
+from agentrl.env.rewards import MAX_PARTS, BadReward, Rewards, check_number
 from agentrl.env.schema import shorten
 from agentrl.env.spec import MethodTool, RewardSpec, tool_from
 from agentrl.env.toolenv import ToolEnv
@@ -119,8 +119,7 @@ class ComposedEnv(ToolEnv):
 
     async def score(self, episode: Episode) -> Mapping[str, float]:
         """The composed rewards by name, weighted; without any, what the verl-style tools say of themselves."""
-        where, weights = type(self).__name__, self.settings.reward_weights
-        found: dict[str, float] = {}
+        rewards = Rewards(type(self).__name__, self.settings.reward_timeout_s)
         for name, function in self._rewards.items():
             spec = RewardSpec(name, name, RewardMark(name, 1.0, "episode", None), None)
             call = (
@@ -128,18 +127,25 @@ class ComposedEnv(ToolEnv):
                 if is_compute_score(function)
                 else functools.partial(function, episode)
             )
-            value = await self._ask_reward(spec, call, None)
-            if isinstance(value, Mapping) and is_compute_score(function):
-                value = value.get("score")
-            parts = {f"{name}/{k}": v for k, v in value.items()} if isinstance(value, Mapping) else {name: value}
-            for part, number in parts.items():
-                found[part] = weights.get(part, weights.get(name, 1.0)) * check_number(number, part, where)
+            only = "score" if is_compute_score(function) else None
+            await self._ask_reward(rewards, spec, call, None, functools.partial(self._parts, name, only))
+        weights = self.settings.reward_weights
         for tool in self._verl:
             if tool.judges and (not self._rewards or tool.name in weights):
                 spec = RewardSpec(tool.name, "", RewardMark(tool.name, 1.0, "episode", None), None)
-                value = await self._ask_reward(spec, tool.calc_reward, None)
-                found[tool.name] = weights.get(tool.name, 1.0) * check_number(value, tool.name, where)
-        return found
+                read = functools.partial(self._parts, tool.name, None)
+                await self._ask_reward(rewards, spec, tool.calc_reward, None, read)
+        return rewards.result()
+
+    def _parts(self, name: str, only: str | None, value: Any) -> dict[str, float]:
+        """What a reward returned by name and weighted; of a mapping each entry, or `only` that one."""
+        if isinstance(value, Mapping) and only is not None:
+            value = value.get(only)
+        if isinstance(value, Mapping) and len(value) > MAX_PARTS:
+            raise BadReward(f"returned {len(value)} parts; there may be {MAX_PARTS}")
+        parts = {f"{name}/{k}": v for k, v in value.items()} if isinstance(value, Mapping) else {name: value}
+        weights = self.settings.reward_weights
+        return {part: weights.get(part, weights.get(name, 1.0)) * check_number(v) for part, v in parts.items()}
 
     def check_weights(self) -> None:
         """Raises ConfigError when a weight of the run names no reward."""

@@ -129,7 +129,8 @@ def reward(
         timeout_s: limit in seconds; None takes `ToolSettings.reward_timeout_s`.
         judge: the method returns a question, and the judge's number is the reward (per episode or turn).
 
-    A reward that raises, times out or returns NaN fails the episode as infrastructure; it is never a silent 0.
+    A reward that raises, times out or returns NaN counts 0 and is noted as a fault of the episode: what the policy
+    left behind may be the cause. Raise `InfraError` for what the policy cannot cause.
     """
     mark = RewardMark(name, weight, per, timeout_s, judge)
 

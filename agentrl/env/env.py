@@ -19,13 +19,17 @@ class StepInfo:
     """Set when the step ended the episode."""
     metrics: Mapping[str, float] = field(default_factory=dict)
     """Counted into the episode's metrics: one entry a mistake (parse_error, invalid_args, ...)."""
+    faults: Mapping[str, str] = field(default_factory=dict)
+    """Rewards of the turn that raised and count 0: what happened, by their names."""
 
 
 class Env(ABC):
     """One instance plays one episode at a time, may be reused after `reset`, and is always closed.
 
-    What the policy causes is an observation; `InfraError` (and any other exception that escapes these methods)
-    means that the episode could not be played: it neither trains nor votes.
+    What the policy causes is an observation. `InfraError` means that the episode could not be played: it neither
+    trains nor votes, and is played again. So does any other exception of `reset`, because the policy has not
+    acted yet. An exception of `step` ends the episode, which then earns nothing, and one of `score` counts 0: both
+    follow what the policy did and may be its doing.
     """
 
     @property

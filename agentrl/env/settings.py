@@ -28,7 +28,7 @@ class ToolSettings:
     teardown_timeout_s: float = 30.0
     """Limit of `teardown`; beyond it there is a warning, and what was played stays valid."""
     reward_timeout_s: float = 60.0
-    """Limit of one reward function; beyond it the episode is an infrastructure failure."""
+    """Limit of one reward function; beyond it the reward counts 0 (where it waits for a judge: infrastructure)."""
     observation_tokens: int = 1024
     """Longest text of one tool result; the middle of a longer one is left out."""
     mistakes: Mapping[str, MistakePolicy] = field(default_factory=dict)

@@ -15,17 +15,16 @@ from contextlib import contextmanager
 from typing import Any
 
 from agentrl.env import toolbox
-from agentrl.env.declare import Content
 from agentrl.env.dispatch import BoundTool, Mistake, Outcome, call_function, run_call
 from agentrl.env.env import Env, StepInfo
 from agentrl.env.judge import PolicyModel
 from agentrl.env.mcp import McpConnection, McpServer, mcp_tools
 from agentrl.env.observe import CountTokens, cut_content, error_text, estimate_tokens, plain_text, to_content
-from agentrl.env.rewards import TurnView, ask_reward, check_group, check_number, weight_of
+from agentrl.env.rewards import BadReward, Rewards, TurnView, check_group, check_number, weight_of
 from agentrl.env.settings import ToolSettings
 from agentrl.env.spec import ClassSpec, RewardSpec, class_spec, unknown_weights
 from agentrl.env.threads import CallTimeout, EpisodeThread, ToolRaised, current
-from agentrl.errors import ConfigError, InfraError, JudgeError
+from agentrl.errors import ConfigError, EnvError, InfraError, RewardError, traceback_of
 from agentrl.sandbox import Box, Sandbox, pool_for
 from agentrl.types import CallRecord, Episode, Message, StopReason, Task, ToolCall
 
@@ -163,10 +162,10 @@ class ToolEnv(Env):
             raise InfraError(f"{where}.setup on task {task.id!r}: {e}") from None
         except (InfraError, ConfigError):
             raise
-        except ToolRaised as e:
-            raise InfraError(f"{where}.setup on task {task.id!r}: {error_text(e.cause)}") from e.cause
         except Exception as e:
-            raise InfraError(f"{where}.setup on task {task.id!r}: {error_text(e)}") from e
+            cause = e.cause if isinstance(e, ToolRaised) else e
+            error = f"{where}.setup on task {task.id!r}: {error_text(cause)}\n{traceback_of(cause)}"
+            raise InfraError(error) from cause
         messages = [Message("system", text)] if text else []
         return [*messages, *self._opening(opening)], {}
 
@@ -238,11 +237,12 @@ class ToolEnv(Env):
         terminated = info.stop_reason is not None and not truncated
         info.calls = tuple(records)
         turn = TurnView(self._turns, message, info.calls, tuple(view), terminated)
-        earned = sum(check_number(o.reward, o.call.name, type(self).__name__) for o in outcomes if o.reward)
+        info.faults = faults = dict[str, str]()
+        earned = sum(self._earned(outcome, faults) for outcome in outcomes)
         for name, part in (("reward/tools", earned), ("reward/mistakes", -penalties)):
             if part:
                 _add(metrics, {name: part})
-        reward = earned - penalties + await self._turn_rewards(turn, metrics)
+        reward = earned - penalties + await self._turn_rewards(turn, metrics, faults)
         self._turns += 1
         info.metrics = metrics
         return view, reward, terminated, truncated, info
@@ -251,9 +251,10 @@ class ToolEnv(Env):
         """Rewards of the episode by name, weighted.
 
         Raises:
-            JudgeError: a reward raised, ran out of time, or returned something that is no finite number.
+            RewardError: one raised, ran out of time, or returned no finite number; the error holds the others.
+            InfraError: a judge cannot be reached.
         """
-        return await self._ask_all("episode", episode)
+        return (await self._ask_all("episode", episode)).result()
 
     async def score_group(self, episodes: Sequence[Episode]) -> list[dict[str, float]]:
         """Rewards per group: for each of the scored episodes of one task, weighted values by name.
@@ -261,19 +262,27 @@ class ToolEnv(Env):
         The instance has what its `__init__` made, and was never set up.
 
         Raises:
-            JudgeError: as `score`, or there is not one number for each episode.
+            RewardError: as `score`, or there is not one number for each episode.
+            InfraError: a judge cannot be reached.
         """
         found: list[dict[str, float]] = [{} for _ in episodes]
-        where = type(self).__name__
+        rewards = Rewards(type(self).__name__, self.settings.reward_timeout_s)
         for spec in self.spec().rewards:
-            if spec.mark.per != "group":
-                continue
-            values = await self._ask_reward(spec, getattr(self, spec.attribute), episodes)
-            weight = weight_of(spec, self.settings.reward_weights)
-            for parts, value in zip(found, check_group(values, len(episodes), spec.name, where), strict=True):
-                parts[spec.name] = weight * value
+            if spec.mark.per == "group":
+                values = [0.0 for _ in episodes]
+
+                def read(value: Any, values: list[float] = values) -> Mapping[str, float]:
+                    values[:] = check_group(value, len(episodes))
+                    return {}
+
+                await self._ask_reward(rewards, spec, getattr(self, spec.attribute), episodes, read)
+                weight = weight_of(spec, self.settings.reward_weights)
+                for parts, value in zip(found, values, strict=True):
+                    parts[spec.name] = weight * value
         if not self._open:
             await self._thread.close()
+        if rewards.faults:
+            raise RewardError(rewards.faults, found)
         return found
 
     async def close(self) -> None:
@@ -394,14 +403,20 @@ class ToolEnv(Env):
         try:
             with self._on_thread():
                 said: Any = await call_function(self.respond, {"message": message}, self.settings.setup_timeout_s)
-        except (CallTimeout, ToolRaised) as e:
-            raise InfraError(f"{type(self).__name__}.respond: {error_text(e)}") from e
+        except (InfraError, ConfigError):
+            raise
+        except Exception as e:
+            cause = e.cause if isinstance(e, ToolRaised) else e
+            text = f"{type(self).__name__}.respond: {error_text(cause)}\n{traceback_of(cause)}"
+            raise EnvError(text) from cause
         if said is None:
             return []
         if isinstance(said, Message):
             return [said]
-        content: Content = to_content(said)
-        return [Message("user", content)]
+        try:
+            return [Message("user", to_content(said))]
+        except TypeError as e:
+            raise EnvError(f"{type(self).__name__}.respond: {e}") from None
 
     def _over_limit(self) -> bool:
         limit = self.settings.max_tool_calls
@@ -442,36 +457,44 @@ class ToolEnv(Env):
             return Outcome(call, text, "tool_timeout")
         return await run_call(self._bound(), call, self.settings.tool_timeout_s)
 
-    async def _turn_rewards(self, turn: TurnView, metrics: dict[str, float]) -> float:
-        parts = await self._ask_all("turn", turn)
-        _add(metrics, {f"reward/{name}": value for name, value in parts.items()})
-        return sum(parts.values())
+    def _earned(self, outcome: Outcome, faults: dict[str, str]) -> float:
+        """What the tool gave for this call; 0 where that is no number."""
+        try:
+            return 0.0 if outcome.reward is None else check_number(outcome.reward)
+        except BadReward as e:
+            faults[outcome.call.name] = f"reward of tool {outcome.call.name!r} of {type(self).__name__}: it {e}"
+            return 0.0
 
-    async def _ask_all(self, per: str, argument: Any) -> dict[str, float]:
-        where, weights = type(self).__name__, self.settings.reward_weights
-        parts: dict[str, float] = {}
+    async def _turn_rewards(self, turn: TurnView, metrics: dict[str, float], faults: dict[str, str]) -> float:
+        rewards = await self._ask_all("turn", turn)
+        faults.update(rewards.faults)
+        _add(metrics, {f"reward/{name}": value for name, value in rewards.values.items()})
+        return sum(rewards.values.values())
+
+    async def _ask_all(self, per: str, argument: Any) -> Rewards:
+        rewards = Rewards(type(self).__name__, self.settings.reward_timeout_s)
         for spec in self.spec().rewards:
             if spec.mark.per == per:
-                value = await self._ask_reward(spec, getattr(self, spec.attribute), argument)
-                parts[spec.name] = weight_of(spec, weights) * check_number(value, spec.name, where)
-        return parts
+                weight, name = weight_of(spec, self.settings.reward_weights), spec.name
 
-    async def _ask_reward(self, spec: RewardSpec, function: Callable[..., Any], argument: Any) -> Any:
-        """What one reward says. After a call of the policy that could not be ended, one that fails counts 0.
+                def read(value: Any, weight: float = weight, name: str = name) -> Mapping[str, float]:
+                    return {name: weight * check_number(value)}
 
-        Raises:
-            JudgeError: it failed otherwise.
-        """
-        where, lost = type(self).__name__, await self._thread.held()
-        try:
-            with self._on_thread():
-                return await ask_reward(spec, function, argument, self.settings.reward_timeout_s, where)
-        except JudgeError as e:
-            if not lost:
-                raise
-            stuck = self._thread.lost
-            warnings.warn(f"{e}; it counts 0, because {stuck} could not be ended (see on_timeout)", stacklevel=2)
-            return 0.0
+                await self._ask_reward(rewards, spec, getattr(self, spec.attribute), argument, read)
+        return rewards
+
+    async def _ask_reward(
+        self,
+        rewards: Rewards,
+        spec: RewardSpec,
+        function: Callable[..., Any],
+        argument: Any,
+        read: Callable[[Any], Mapping[str, float]],
+    ) -> None:
+        """Ask one reward on the thread of the episode; see `Rewards.ask`."""
+        await self._thread.held()
+        with self._on_thread():
+            await rewards.ask(spec, function, argument, read)
 
 
 def _add(metrics: dict[str, float], more: Mapping[str, float]) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from rich.text import Text
 
 from agentrl.eval.compare import Comparison
@@ -33,7 +35,8 @@ def result_text(result: EvalResult) -> Text:
         ("stopped", stops),
         ("malformed", str(result.malformed)),
         ("limits", str(result.limits)),
-        ("infra failures", str(result.infra_failures)),
+        ("infra failures", " ".join([str(result.infra_failures), _counts(result.redrawn)]).rstrip()),
+        *[("faults", _counts(result.faults)) for _ in result.faults][:1],
         ("turns", f"{result.turns:.1f} an episode"),
         ("tokens", tokens),
         ("latency", f"{_spread(result.turn_seconds)} a turn, {_spread(result.episode_seconds)} an episode"),
@@ -97,3 +100,7 @@ def _spread(values: tuple[float, float, float]) -> str:
     """`0.12 s (p90 0.30, p99 0.71)`."""
     p50, p90, p99 = values
     return f"{p50:.3g} s (p90 {p90:.3g}, p99 {p99:.3g})"
+
+
+def _counts(by_name: Mapping[str, int]) -> str:
+    return f"({', '.join(f'{count} {name}' for name, count in by_name.items())})" if by_name else ""

@@ -15,8 +15,9 @@ import numpy as np
 from agentrl.errors import CheckpointError
 from agentrl.eval.stats import Estimate, estimate, pass_all, pass_at
 from agentrl.records import EpisodeRecord
+from agentrl.redraws import Redraws
 from agentrl.rollout.metrics import is_malformed, is_solved, reward_parts
-from agentrl.types import LIMITS, Episode
+from agentrl.types import LIMITS, Episode, Group
 
 RESULTS_FILE = "results.json"
 """In the folder of an evaluation: what it found."""
@@ -64,6 +65,9 @@ class EvalResult:
         stop_reasons: how often each.
         lost: tasks that could not be played; they enter no number.
         infra_failures: episodes that failed in the infrastructure and were played again.
+        redrawn: the same by the class of their error.
+        biased: signs that which of them failed depended on the policy.
+        faults: episodes in which a reward, by its name, or the env itself (`step`) raised; such a reward is 0.
         prompt_tokens: tokens read, all turns together, `cached_tokens` of them from a cache.
         turn_seconds: 50th, 90th and 99th percentile of the time that the policy took for a turn.
         episode_seconds: the same of whole episodes.
@@ -77,6 +81,9 @@ class EvalResult:
     episodes: int
     lost: int = 0
     infra_failures: int = 0
+    redrawn: Mapping[str, int] = field(default_factory=dict)
+    biased: Sequence[str] = ()
+    faults: Mapping[str, int] = field(default_factory=dict)
     malformed: int = 0
     limits: int = 0
     turns: float = 0.0
@@ -126,6 +133,8 @@ class EvalResult:
             "prompt_tokens": float(self.prompt_tokens),
             "seconds": self.seconds,
             **{f"stop/{reason}": float(count) for reason, count in self.stop_reasons.items()},
+            **{f"redrawn/{reason}": float(count) for reason, count in self.redrawn.items()},
+            **{f"faults/{name}": float(count) for name, count in self.faults.items()},
         }
 
 
@@ -185,6 +194,7 @@ def result_of(
     turns = [turn for episode in episodes for turn in episode.turns]
     prompt, cached = sum(map(prompt_tokens, episodes)), int(sum(map(_cached, episodes)))
     sampled = sum(turn.tokens for turn in turns)
+    redraws = Redraws.of(_groups(records))
     return EvalResult(
         folder=str(folder),
         spec=spec,
@@ -192,6 +202,9 @@ def result_of(
         episodes=len(episodes),
         lost=lost,
         infra_failures=len(records) - len(episodes),
+        redrawn=dict(redraws.reasons.most_common()),
+        biased=list(redraws.findings().values()),
+        faults=dict(Counter(name for episode in episodes for name in episode.faults)),
         malformed=sum(map(is_malformed, episodes)),
         limits=sum(e.stop_reason in LIMITS for e in episodes),
         turns=mean_of([len(e.turns) for e in episodes]),
@@ -204,6 +217,16 @@ def result_of(
         seconds=seconds,
         cost=None if prices is None else prices.cost(prompt, cached, sampled),
     )
+
+
+def _groups(records: Sequence[EpisodeRecord]) -> list[Group]:
+    played: dict[int, list[Episode]] = {}
+    for record in records:
+        played.setdefault(record.group, []).append(record.episode)
+    return [
+        Group(of[0].task, tuple(e for e in of if e.error is None), tuple(e for e in of if e.error is not None))
+        for of in played.values()
+    ]
 
 
 def prompt_tokens(episode: Episode) -> int:

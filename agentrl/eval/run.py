@@ -38,6 +38,7 @@ from agentrl.rollout.setup import (
     load_content,
     load_renderer,
     make_engine,
+    make_guard,
     quiet_transformers,
 )
 from agentrl.run.report import Reporter
@@ -277,7 +278,14 @@ async def _play_tasks(
 ) -> None:
     """Play the tasks that are not there yet, so many episodes at once."""
     bounded = AtMost(player, options.concurrency)
-    groups = GroupPlayer(bounded, options.attempts, config.seed, config.rollout.infra_retries, progress.on_episode)
+    groups = GroupPlayer(
+        bounded,
+        options.attempts,
+        config.seed,
+        config.rollout.infra_retries,
+        progress.on_episode,
+        guard=make_guard(config, progress.reporter.note),
+    )
     waiting = iter([number for number in range(len(tasks)) if number not in progress.done])
     progress.reporter.phase("evaluate", len(tasks) * options.attempts, len(progress.done) * options.attempts)
 
@@ -384,6 +392,8 @@ class _Progress:
         store.write_file(RESULTS_FILE, result.to_json().encode())
         if not self.lost:
             self._path.unlink()
+        for text in result.biased:
+            self.reporter.note(text)
         for error in list(self.lost.values())[:1]:
             self.reporter.note(
                 f"{len(self.lost)} of {len(self.lost) + len(self.done)} tasks could not be played and enter no "

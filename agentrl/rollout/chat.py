@@ -10,7 +10,7 @@ from agentrl.engine.openai import ChatClient, ContextFullError, Conversation, Re
 from agentrl.env.env import Env
 from agentrl.env.toolenv import ToolEnv
 from agentrl.errors import EngineError
-from agentrl.rollout.frame import Limits, Progress, Whereabouts, run_framed, step_env
+from agentrl.rollout.frame import Limits, Progress, Whereabouts, reset_env, run_framed, step_env
 from agentrl.types import Episode, Message, StopReason, Task, Turn
 
 
@@ -47,7 +47,7 @@ class ChatPlayer:
         if isinstance(env, ToolEnv):
             env.model = _Branch(self, progress)
         where.now("env.reset")
-        observed, _ = await env.reset(task)
+        observed = await reset_env(env, task)
         conversation = Conversation(self.client, env.tools)
         messages = progress.messages = list(observed)
         used = 0

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from agentrl.env.curriculum import TaskSampler
+from agentrl.redraws import Guard
 from agentrl.rollout.admission import Admission
 from agentrl.rollout.group import GroupPlayer, Plays
 from agentrl.rollout.scheduler import Scheduler
@@ -20,6 +21,7 @@ async def collect(
     seed: int,
     infra_retries: int = 2,
     on_episode: Callable[[Episode], None] | None = None,
+    guard: Guard | None = None,
 ) -> list[Group]:
     """Play `group_size` episodes of every task at once and return complete groups in the order of `tasks`.
 
@@ -31,6 +33,7 @@ async def collect(
         seed: with label, task and place in the group it determines every draw.
         infra_retries: how often one place is refilled.
         on_episode: told of every episode that ends.
+        guard: stops where too many are lost.
 
     Raises:
         InfraError: one place failed `infra_retries + 1` times; the last error is in the text.
@@ -38,6 +41,6 @@ async def collect(
     if not tasks:
         return []
     admission = Admission(TaskSampler(tasks), groups_per_step=len(tasks), last_step=1, label=label)
-    groups = GroupPlayer(player, group_size, seed, infra_retries, on_episode)
+    groups = GroupPlayer(player, group_size, seed, infra_retries, on_episode, guard=guard or Guard())
     async with Scheduler(groups, admission, version=lambda: 0) as scheduler:
         return [group async for batch in scheduler.batches() for group in batch.groups]

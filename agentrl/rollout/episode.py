@@ -15,7 +15,7 @@ from agentrl.env.env import Env
 from agentrl.env.toolenv import ToolEnv
 from agentrl.errors import EngineError
 from agentrl.rollout.branch import PolicyBranch
-from agentrl.rollout.frame import Limits, Progress, Whereabouts, draw_seed, run_framed, step_env
+from agentrl.rollout.frame import Limits, Progress, Whereabouts, draw_seed, reset_env, run_framed, step_env
 from agentrl.types import Episode, Sampling, StopReason, Task, Turn
 
 
@@ -110,7 +110,7 @@ async def _play(player: Player, env: Env, task: Task, progress: Progress, where:
         env.decode = player.renderer.vocabulary.decode_plain
         sampling = replace(player.sampling, max_tokens=player.limits.max_tokens, seed=draw_seed(seed, "branch"))
         env.model = PolicyBranch(player.engine, player.renderer, ledger, sampling, session)
-    observation, _ = await env.reset(task)
+    observation = await reset_env(env, task)
     transcript = ledger.fork(keep=0, tools=env.tools)
     transcript.extend(observation)
     progress.transcript = transcript

@@ -17,8 +17,9 @@ from numbers import Real
 from typing import Any
 
 from agentrl.chat.transcript import Transcript
+from agentrl.env.asked import asking
 from agentrl.env.env import Env
-from agentrl.errors import ConfigError, InfraError
+from agentrl.errors import AgentRLError, EnvError, InfraError, JudgeError, RewardError, TemplateError, traceback_of
 from agentrl.sandbox import SandboxBroken
 from agentrl.types import Episode, Message, StopReason, Task, Turn
 
@@ -65,6 +66,7 @@ class Progress:
         tools: schemas that the policy saw, where they are not the env's.
         outside: names what is waited for where that is not the policy's doing: running out of time there is an
             infrastructure failure, not a limit.
+        faults: what raised on what the policy did, by name; see `Episode`.
     """
 
     transcript: Transcript | None = None
@@ -74,6 +76,7 @@ class Progress:
     metrics: dict[str, float] = field(default_factory=dict)
     stop: StopReason | None = None
     outside: str = ""
+    faults: dict[str, str] = field(default_factory=dict)
 
     @property
     def began(self) -> bool:
@@ -95,7 +98,8 @@ async def run_framed(
     where: Whereabouts,
     release: Callable[[], Awaitable[None]] | None = None,
 ) -> tuple[Episode, Progress]:
-    """Play one episode; trouble that the policy cannot cause becomes `Episode.error`, never an exception.
+    """Play one episode. Trouble that the policy cannot cause becomes `Episode.error`; what the env's author wrote
+    and raises on the policy's doing becomes a fault, and the episode is scored.
 
     Args:
         play: alternates policy and env until `Progress.stop` is set.
@@ -107,13 +111,15 @@ async def run_framed(
 
     Raises:
         ConfigError: what the user has to mend; every other episode would meet the same.
+        TemplateError: the chat template refuses the opening.
+        Exception: a bug of agentrl, as it is: it is not to be mistaken for a failure of the infrastructure.
     """
     progress = Progress()
     error: str | None = None
     env: Env | None = None
     rewards: Mapping[str, float] = {}
     try:
-        env = make_env()
+        env = _made(make_env)
         try:
             async with asyncio.timeout(timeout_s) as clock:
                 await play(env, progress)
@@ -126,22 +132,28 @@ async def run_framed(
         if not progress.began:
             raise InfraError(f"{type(env).__name__}.reset took longer than {timeout_s:g} s")
         where.now("its rewards")
-        rewards = await _score(env, _episode(progress, task, where, env), timeout_s)
-    except Exception as e:  # the episode is lost, its siblings are not
-        if isinstance(e, ConfigError) and progress.outside:
-            raise
-        if (
-            isinstance(e, SandboxBroken) and progress.turns
-        ):  # before the first turn nobody but the env ran anything
+        rewards = await _score(env, _episode(progress, task, where, env), timeout_s, progress.faults)
+    except SandboxBroken as e:
+        if progress.turns:
             rewards = _broken(progress, e)
-        else:
-            error = _describe(e, env)
+        else:  # nobody but the env ran anything before the first turn
+            error = f"{type(e).__name__}: {e}"
             progress.stop = StopReason.INFRA
+    except InfraError as e:  # the episode is lost, its siblings are not
+        error = f"{type(e).__name__}: {e}"
+        progress.stop = StopReason.INFRA
+    except (EnvError, TemplateError) as e:
+        if isinstance(e, TemplateError) and not progress.turns:
+            raise
+        progress.faults["step" if isinstance(e, EnvError) else "template"] = str(e)
+        progress.stop = StopReason.FAULT
     finally:
         where.now("the env to close")
         await _close(env, release, timeout_s)
-    total = sum(t.reward for t in progress.turns) + sum(rewards.values())
-    reward = None if error else float(total)
+    total = float(sum(t.reward for t in progress.turns) + sum(rewards.values()))
+    if progress.stop is StopReason.FAULT:  # never better than what it would have been left with
+        total = min(total, 0.0)
+    reward = None if error else total
     found = _episode(progress, task, where, env)
     return replace(found, reward=reward, rewards=dict(rewards), error=error), progress
 
@@ -150,16 +162,26 @@ async def step_env(env: Env, turn: Turn, progress: Progress, max_turns: int) -> 
     """Give the env the turn's message and note what came of it; sets `progress.stop` where that is the end.
 
     Raises:
-        InfraError: the reward is no finite number.
+        EnvError: it raised.
     """
     began = time.monotonic()
     try:
         observed, reward, terminated, truncated, info = await env.step(turn.message)
-    except SandboxBroken:
+    except (SandboxBroken, EnvError):
         progress.turns.append(replace(turn, env_seconds=time.monotonic() - began))  # it trains
         raise
+    except AgentRLError:
+        raise
+    except Exception as e:
+        if _is_ours(env, "step"):
+            raise
+        progress.turns.append(replace(turn, env_seconds=time.monotonic() - began))
+        where = f"{type(env).__name__}.step"
+        raise EnvError(f"{where}: {type(e).__name__}: {e}\n{traceback_of(e)}") from e
+    progress.faults.update(info.faults)
     if not _is_number(reward):
-        raise InfraError(f"{type(env).__name__}.step returned the reward {reward!r}: it must be a finite number")
+        progress.faults["step"] = f"{type(env).__name__}.step returned the reward {reward!r}: not a finite number"
+        reward = 0.0
     progress.turns.append(
         replace(
             turn,
@@ -192,23 +214,72 @@ def _episode(progress: Progress, task: Task, where: Whereabouts, env: Env | None
         metrics=dict(progress.metrics),
         seconds=time.monotonic() - where.started,
         tools=tuple(tools) if progress.began else (),
+        faults=dict(progress.faults),
     )
 
 
-async def _score(env: Env, episode: Episode, timeout_s: float) -> Mapping[str, float]:
-    """The env's rewards. Raises InfraError when they take too long or one of them is no finite number."""
+async def _score(env: Env, episode: Episode, timeout_s: float, faults: dict[str, str]) -> Mapping[str, float]:
+    """The env's rewards; what raises, takes too long or is no finite number counts 0 and is noted in `faults`.
+
+    Raises:
+        InfraError: a judge cannot be reached.
+    """
     where = type(env).__name__
-    try:
-        async with asyncio.timeout(timeout_s) as clock:
-            rewards = await env.score(episode)
-    except TimeoutError:
-        if not clock.expired():
+    rewards: Mapping[str, float] = {}
+    with asking() as asked:
+        try:
+            async with asyncio.timeout(timeout_s) as clock:
+                rewards = await env.score(episode)
+        except RewardError as e:
+            faults.update(e.faults)
+            rewards = e.rewards if isinstance(e.rewards, Mapping) else {}
+        except AgentRLError:
             raise
-        raise InfraError(f"{where}.score took longer than {timeout_s:g} s") from None
+        except Exception as e:
+            if not clock.expired() and _is_ours(env, "score"):
+                raise
+            if clock.expired() and asked.waiting:
+                raise JudgeError(f"{where}.score: no answer of {asked.waiting[0]} in {timeout_s:g} s") from None
+            late = f"took longer than {timeout_s:g} s"
+            said = late if clock.expired() else f"raised {type(e).__name__}: {e}"
+            faults["score"] = f"{where}.score {said}\n{traceback_of(e)}"
     for name, value in rewards.items():
         if not _is_number(value):
-            raise InfraError(f"reward {name!r} of {where} is {value!r}: a reward must be a finite number")
-    return rewards
+            faults[name] = f"reward {name!r} of {where} is {value!r}: a reward must be a finite number"
+    return {name: value if _is_number(value) else 0.0 for name, value in rewards.items()}
+
+
+def _made(make_env: Callable[[], Env]) -> Env:
+    try:
+        return make_env()
+    except AgentRLError:
+        raise
+    except Exception as e:  # the author's: what made one before may not now
+        raise InfraError(f"making the env: {type(e).__name__}: {e}\n{traceback_of(e)}") from e
+
+
+async def reset_env(env: Env, task: Task) -> Sequence[Message]:
+    """The opening messages.
+
+    Raises:
+        InfraError: it cannot be had, or the env raised something else: the policy has not acted yet.
+        ConfigError: the task does not fit the env.
+    """
+    try:
+        observation, _ = await env.reset(task)
+    except AgentRLError:
+        raise
+    except Exception as e:
+        if _is_ours(env, "reset"):
+            raise
+        text = f"{type(env).__name__}.reset: {type(e).__name__}: {e}\n{traceback_of(e)}"
+        raise InfraError(text) from e
+    return observation
+
+
+def _is_ours(env: Env, method: str) -> bool:
+    """Whether this method of the env is agentrl's own code, so that what escapes it is a bug of agentrl."""
+    return str(getattr(type(env), method).__module__).startswith("agentrl.env.")
 
 
 def _broken(progress: Progress, error: SandboxBroken) -> Mapping[str, float]:
@@ -221,11 +292,6 @@ def _broken(progress: Progress, error: SandboxBroken) -> Mapping[str, float]:
 
 def _is_number(value: object) -> bool:
     return isinstance(value, Real) and math.isfinite(value)
-
-
-def _describe(e: Exception, env: Env | None) -> str:
-    where = type(env).__name__ if env is not None else "making the env"
-    return f"{type(e).__name__}: {e}" if isinstance(e, InfraError) else f"{where}: {type(e).__name__}: {e}"
 
 
 async def _close(env: Env | None, release: Callable[[], Awaitable[None]] | None, timeout_s: float) -> None:

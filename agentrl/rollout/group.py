@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 from agentrl.env.env import Env
 from agentrl.env.toolenv import ToolEnv
-from agentrl.errors import InfraError
+from agentrl.errors import InfraError, RewardError
+from agentrl.redraws import Guard
 from agentrl.rollout.frame import Whereabouts, draw_seed
 from agentrl.rollout.reward_model import RewardModel
 from agentrl.types import Episode, Group, StopReason, Task
@@ -44,6 +45,7 @@ class GroupPlayer:
         on_episode: told of every episode that ends.
         greedy: plays one more episode of each task, whose reward the others are compared with.
         reward_model: scores every episode.
+        guard: stops a run that loses too many episodes, or whose rewards keep raising.
     """
 
     player: Plays
@@ -53,6 +55,7 @@ class GroupPlayer:
     on_episode: Callable[[Episode], None] | None = None
     greedy: Plays | None = None
     reward_model: RewardModel | None = None
+    guard: Guard = field(default_factory=Guard)
     playing: dict[str, Whereabouts] = field(default_factory=dict)
     """The episodes in flight by their names, those that began first first."""
 
@@ -66,6 +69,8 @@ class GroupPlayer:
 
         Raises:
             InfraError: one place failed `infra_retries + 1` times; the last error is in the text.
+            AgentRLError: the guard's, see there.
+            Exception: a bug of agentrl, as it is.
         """
         failed: list[Episode] = []
         try:
@@ -82,6 +87,7 @@ class GroupPlayer:
             raise first_error(several) from several
         played = [place.result() for place in places] + ([] if baseline is None else [baseline.result()])
         episodes = tuple(await self._group_rewards(played))  # the greedy one is judged in the same comparison
+        self.guard.scored(episodes)
         greedy = None if baseline is None else episodes[-1]
         return Group(task, episodes[: self.group_size], tuple(failed), greedy)
 
@@ -111,6 +117,7 @@ class GroupPlayer:
                 del self.playing[where.episode_id]
             if self.on_episode:
                 self.on_episode(episode)
+            self.guard.ended(episode)
             if episode.error is None:
                 return episode
             failed.append(episode)
@@ -144,11 +151,21 @@ async def with_group_rewards(env: Env, episodes: Sequence[Episode]) -> Sequence[
     """
     if not isinstance(env, ToolEnv):
         return episodes
-    found = await env.score_group(episodes)
+    faults: Mapping[str, str] = {}
+    try:
+        found: Sequence[Mapping[str, float]] = await env.score_group(episodes)
+    except RewardError as e:
+        faults = e.faults
+        found = [] if isinstance(e.rewards, Mapping) else e.rewards
     return [
         e
-        if e.stop_reason is StopReason.SANDBOX_BROKEN  # its reward is fixed
-        else replace(e, rewards={**e.rewards, **parts}, reward=(e.reward or 0.0) + sum(parts.values()))
+        if e.stop_reason in (StopReason.SANDBOX_BROKEN, StopReason.FAULT)  # its reward is fixed
+        else replace(
+            e,
+            rewards={**e.rewards, **parts},
+            reward=(e.reward or 0.0) + sum(parts.values()),
+            faults={**e.faults, **faults},
+        )
         for e, parts in zip(episodes, found, strict=True)
     ]
 

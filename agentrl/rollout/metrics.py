@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Sequence
 
+from agentrl.redraws import Redraws, fault_metrics
 from agentrl.types import LIMITS, Episode, Group
 
 MALFORMED = ("parse_error", "unknown_tool", "invalid_args")
@@ -83,6 +84,9 @@ def episode_metrics(groups: Sequence[Group], aside: Sequence[Group] = ()) -> dic
     parts = [reward_parts(e) for e in episodes]
     for name in sorted({name for named in parts for name in named}):
         metrics[f"reward/{name}"] = _mean(named.get(name, 0.0) for named in parts)
+    metrics |= fault_metrics(episodes)
+    lost = Redraws.of([*groups, *aside]).reasons
+    metrics |= {f"redrawn/{reason}": float(count) for reason, count in sorted(lost.items())}
     for reason, count in sorted(Counter(e.stop_reason.value for e in episodes).items()):
         metrics[f"stop/{reason}"] = float(count)
     for name in sorted({name for e in episodes for name in e.metrics if not name.startswith(_OF_TURNS)}):

@@ -18,6 +18,7 @@ from agentrl.env.load import load_env, said_by
 from agentrl.env.rows import load_rows, read_jsonl
 from agentrl.env.toolenv import ToolEnv
 from agentrl.errors import AgentRLError, CheckpointError, ConfigError
+from agentrl.redraws import Guard
 from agentrl.rollout.episode import Player, TokenCheck
 from agentrl.rollout.frame import Limits
 from agentrl.types import Message, Sampling, Task, ToolCall
@@ -237,6 +238,11 @@ def make_token_check(config: RunConfig) -> TokenCheck | None:
     """The run's comparison of ledgers with fresh renderings."""
     mode = config.rollout.tokenization_check
     return None if mode == "disable" else TokenCheck(mode, Watch(config.rollout.tokenization_stop_above))
+
+
+def make_guard(config: RunConfig, tell: Callable[[str], None]) -> Guard:
+    """What stops the run where too many episodes are lost, or rewards keep raising."""
+    return Guard(config.rollout.redrawn_stop_above, config.rollout.faults_stop_above, tell)
 
 
 APART_FROM = 32

@@ -393,13 +393,15 @@ def summary_text(summary: Summary, *, again: str, columns: int = 100) -> Text:
     for name, count, remark in (
         ("malformed", summary.malformed, "wrote a call that could not be read, or was invalid"),
         ("limits", summary.limits, "cut by a limit: turns, tokens, calls, context, time"),
-        ("infra failures", summary.infra_failures, "not the policy's fault; none of them trained"),
+        ("infra failures", summary.infra_failures, _why_lost(summary)),
+        *[("faults", sum(summary.faults.values()), _counts(summary.faults)) for _ in summary.faults][:1],
     ):
         share = f"{count:,} ({count / max(summary.episodes, 1):.1%})".replace("%", " %") if count else "0"
         rows.append((name, share, remark, "yellow" if count else ""))
     rows.append(("run folder", run, "", ""))
 
     lines = [Text("\n").append(title, style="bold")]
+    lines += [Text(f"  warning: {text}", style="yellow") for text in summary.biased]
     width = max(len(value) for name, value, remark, _ in rows if remark)
     for name, value, remark, style in rows:
         line = Text(f"  {name:<16}").append(value, style=style)
@@ -421,6 +423,21 @@ def summary_text(summary: Summary, *, again: str, columns: int = 100) -> Text:
         line = Text(lead).append(f"{command:<{width}}" if beside else command, style="bold")
         lines.append(line.append(f"  {remark}" if beside else f"\n         {remark}", style="dim"))
     return Text("\n").join(lines)
+
+
+def _why_lost(summary: Summary) -> str:
+    """Why episodes were lost to the infrastructure, and on which tasks most."""
+    if not summary.redrawn:
+        return "not the policy's fault; none of them trained"
+    worst = [
+        f"{name} ({sum(counts.values()) - counts['played']} of {counts['played']})"
+        for name, counts in list(summary.redrawn_tasks.items())[:2]
+    ]
+    return f"{_counts(summary.redrawn)}; most on {', '.join(worst)}; none trained"
+
+
+def _counts(by_name: Mapping[str, int]) -> str:
+    return ", ".join(f"{count:,} {name}" for name, count in list(by_name.items())[:4])
 
 
 def _short(run: str) -> str:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any, Protocol, Self
 
 from agentrl.errors import CheckpointError
@@ -39,6 +39,16 @@ class Summary:
     """Training episodes that were cut by a limit (turns, tokens, calls, context, time)."""
     infra_failures: int = 0
     """Training episodes that failed in the infrastructure; none of them trained."""
+    env: str = ""
+    """The env that was played."""
+    redrawn: Mapping[str, int] = field(default_factory=dict)
+    """Why episodes failed in the infrastructure and were played again: the error's class, and how often."""
+    redrawn_tasks: Mapping[str, Mapping[str, int]] = field(default_factory=dict)
+    """The same for the 20 tasks with most of them; `played` is how many episodes of the task there were."""
+    biased: Sequence[str] = ()
+    """Signs that which episodes failed depended on what the policy did: the run trained on survivors."""
+    faults: Mapping[str, int] = field(default_factory=dict)
+    """Training episodes in which a reward, by its name, or the env itself (`step`) raised; such a reward is 0."""
     finished: bool = True
     """False when the run was asked to stop before its last step."""
 

@@ -41,6 +41,7 @@ from agentrl.records import (
     read_records,
     recorded_steps,
 )
+from agentrl.redraws import Redraws, read_redraws, redraws_file, redraws_line
 from agentrl.run import saved
 from agentrl.run.files import fsync_dir, write_atomic
 from agentrl.run.report import Summary
@@ -166,8 +167,20 @@ class RunStore:
         """Write every episode of a step, failed ones included; replaces what was there."""
         write_atomic(episodes_file(self.path, step), compress(records))
 
+    def log_redraws(self, step: int, found: Redraws) -> None:
+        """Append what a step lost to the infrastructure."""
+        with redraws_file(self.path).open("a", encoding="utf-8") as file:
+            file.write(redraws_line(step, found))
+
+    def redraws(self) -> Redraws:
+        """What all steps so far lost."""
+        return sum(read_redraws(self.path).values(), Redraws())
+
     def rewind(self, step: int) -> None:
         """Forget the lines and episodes after `step`, so that resuming from checkpoint `step` doubles none."""
+        lost = [redraws_line(at, found) for at, found in read_redraws(self.path).items() if at <= step]
+        if redraws_file(self.path).is_file():
+            write_atomic(redraws_file(self.path), "".join(lost).encode())
         kept = [line for line in self.metrics() if line["step"] <= step]
         if self._metrics is not None:
             self._metrics.close()

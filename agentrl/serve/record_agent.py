@@ -11,7 +11,7 @@ from agentrl.env.env import Env
 from agentrl.env.toolenv import ToolEnv
 from agentrl.errors import EngineError, InfraError
 from agentrl.rollout.episode import TokenCheck
-from agentrl.rollout.frame import Progress, Whereabouts, run_framed
+from agentrl.rollout.frame import Progress, Whereabouts, reset_env, run_framed
 from agentrl.serve.record import Recorder, Recording
 from agentrl.serve.record_program import Access, Agent, AgentCrashedError, AgentTask, Clients
 from agentrl.types import Episode, StopReason, Task
@@ -76,7 +76,7 @@ class AgentPlayer:
         if isinstance(env, ToolEnv):
             env.count_tokens = lambda text: len(self.recorder.renderer.encode_text(text))
             env.decode = self.recorder.renderer.vocabulary.decode_plain
-        opening, _ = await env.reset(task)
+        opening = await reset_env(env, task)
         progress.transcript = recording.ledger
         access = Access(self.address + recording.path, recording.key, clients=self.clients)
         where.now("the agent")

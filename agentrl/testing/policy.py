@@ -12,6 +12,7 @@ from typing import Any
 from agentrl.env import Env
 from agentrl.env.observe import plain_text
 from agentrl.env.stand_in import with_stand_in
+from agentrl.errors import RewardError
 from agentrl.types import Episode, Message, StopReason, Task, ToolCall, Turn
 
 Policy = Callable[[Sequence[Message]], Message | Awaitable[Message]]
@@ -123,6 +124,7 @@ async def play(
     """Play one episode without tokens: `segments` is empty, `tokens` of each turn 0; rewards are asked as usual.
 
     Raises:
+        RewardError: a reward raised (in a run it would count 0).
         InfraError: as the env raises it. The env is closed in any case (unless `close` is False).
     """
     start = time.perf_counter()
@@ -140,6 +142,8 @@ async def play(
             seconds = time.perf_counter() - began
             messages += [message, *observation]
             turns.append(Turn(message, tuple(observation), reward, "stop", 0, 0.0, seconds, info.calls))
+            if info.faults:
+                raise RewardError(info.faults)
             for name, value in info.metrics.items():
                 metrics[name] = metrics.get(name, 0.0) + value
             if terminated or truncated:

@@ -22,6 +22,7 @@ from agentrl.engine.base import Engine, Sleeper
 from agentrl.env.rewards import weight_of_nothing
 from agentrl.errors import AgentRLError
 from agentrl.records import EpisodeRecord
+from agentrl.redraws import Redraws
 from agentrl.rollout.admission import Admission, Batch
 from agentrl.rollout.collect import collect
 from agentrl.rollout.group import GroupPlayer, Plays
@@ -36,6 +37,7 @@ from agentrl.rollout.setup import (
     load_content,
     load_renderer,
     make_engine,
+    make_guard,
     make_token_check,
     repeated_ids,
 )
@@ -81,7 +83,9 @@ class Run:
     start: Path
     in_step: InStep
     rewards: RewardWatch
+    redraws: Redraws
     check: WeightCheck | None = None
+    _warned: set[str] = field(default_factory=set)
     _mark: float = field(default_factory=time.monotonic)
     _seconds: dict[str, float] = field(default_factory=dict)
     _saving: asyncio.Future[None] | None = None
@@ -124,6 +128,7 @@ class Run:
                 seed=seed,
                 infra_retries=retries,
                 on_episode=count,
+                guard=make_guard(self.config, self.reporter.note),
             )
         )
 
@@ -147,6 +152,7 @@ class Run:
         if self.config.rollout.refill_zero_signal:
             metrics |= set_aside(batch.aside)
         self.store.write_episodes(step, [*records, *_records_aside(batch)])
+        self._note_redraws(batch)
         if step == 1 and (nothing := _weight_of_nothing(self.config, batch)):
             self.reporter.note(f"step 1: {nothing}")
         self.rewards.see(step, [episode for group in batch.groups for episode in group.episodes])
@@ -218,6 +224,17 @@ class Run:
         started = time.monotonic()
         yield
         self._seconds[name] = time.monotonic() - started
+
+    def _note_redraws(self, batch: Batch) -> None:
+        """Keep what the step lost, and warn where the loss is not blind to what the policy does."""
+        found = Redraws.of([*batch.groups, *batch.aside])
+        self.store.log_redraws(batch.step, found)
+        self.redraws += found
+        for kind, text in self.redraws.findings().items() if found.redrawn else ():
+            if kind not in self._warned:
+                self._warned.add(kind)
+                self.reporter.note(f"step {batch.step}: {text}")
+                self.store.event(text)
 
     def _check_drift(self, step: int, metrics: Mapping[str, float]) -> None:
         """Stop where sampler and learner disagree; a step with stale tokens cannot tell, its policy has moved."""
@@ -315,6 +332,7 @@ async def _train_run(
                     start=start,
                     in_step=in_step,
                     rewards=RewardWatch(content.make_env()),
+                    redraws=store.redraws(),
                     check=_weight_check(config, engine, renderer, content, learner, thread),
                 )
                 if not any(line["step"] == 0 for line in store.metrics()) and not stop:
@@ -375,6 +393,7 @@ def _scheduler(
             on_episode=in_step.ended,
             greedy=greedy if config.algorithm.advantage == "remax" else None,
             reward_model=reward_model,
+            guard=make_guard(config, tell),
         ),
         admission,
         version=lambda: engine.policy_version,
@@ -412,6 +431,7 @@ def _records_aside(batch: Batch) -> list[EpisodeRecord]:
 def summarise(store: RunStore, config: RunConfig, wall_seconds: float) -> Summary:
     """The summary of a run folder: sums over its metrics lines."""
     lines = store.metrics()
+    redraws = store.redraws()
     first = next((line for line in lines if line["step"] == 0), {})
     steps = [line for line in lines if line["step"] > 0]
 
@@ -431,5 +451,13 @@ def summarise(store: RunStore, config: RunConfig, wall_seconds: float) -> Summar
         malformed=total("malformed"),
         limits=total("limits"),
         infra_failures=total("infra_failures"),
+        env=config.env.use,
+        redrawn=dict(redraws.reasons.most_common()),
+        redrawn_tasks=redraws.worst_tasks(20),
+        biased=list(redraws.findings().values()),
+        faults={
+            name.removeprefix("faults/"): total(name)
+            for name in sorted({name for line in steps for name in line if name.startswith("faults/")})
+        },
         finished=len(steps) >= config.steps,
     )

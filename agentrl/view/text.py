@@ -141,6 +141,8 @@ def _foot(record: EpisodeRecord) -> Text:
         foot.append("  mistakes: ").append(found, style="yellow")
     if episode.error:
         foot.append(f"\nfailed: {visible(episode.error)}", style="bold red")
+    for name, text in episode.faults.items():
+        foot.append(f"\nfault in {visible(name)}: {visible(text)}", style="yellow")
     return foot
 
 

@@ -13,7 +13,7 @@ from agentrl.env.compose import ComposedEnv
 from agentrl.env.load import load_env
 from agentrl.env.mcp import McpServer
 from agentrl.env.rows import load_rows
-from agentrl.errors import ConfigError, InfraError, JudgeError
+from agentrl.errors import ConfigError, InfraError, RewardError
 from agentrl.sandbox import close_pools
 from agentrl.testing.policy import ScriptedPolicy, call, calls, play
 from agentrl.types import Episode, Message, Task
@@ -263,7 +263,7 @@ def test_a_composition_that_cannot_be_is_refused(file, options, text):
 
 async def test_broken_rewards_and_unknown_weights_are_refused(file):
     env = ComposedEnv(reward=f"{file}:broken")
-    with pytest.raises(JudgeError, match="reward 'broken' of ComposedEnv returned 'high', not a number"):
+    with pytest.raises(RewardError, match="reward 'broken' of ComposedEnv returned 'high', not a number"):
         await play(env, Task("t", {"prompt": "x"}), ScriptedPolicy(["a"]))
     env.settings = ToolSettings(reward_weights={"brokn": 1.0})
     with pytest.raises(ConfigError, match="no reward named 'brokn'; the rewards are: broken"):

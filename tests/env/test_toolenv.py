@@ -1,4 +1,5 @@
 import asyncio
+import pickle
 import threading
 import time
 from typing import Literal
@@ -9,7 +10,7 @@ from agentrl.env import Stop, ToolEnv, ToolResult, ToolSettings, TurnView, rewar
 from agentrl.env.read import all_calls, assistant_text, final_answer
 from agentrl.env.threads import stuck
 from agentrl.env.toolbox import toolbox_tools
-from agentrl.errors import ConfigError, InfraError, JudgeError, SandboxError
+from agentrl.errors import ConfigError, InfraError, RewardError, SandboxError
 from agentrl.types import Episode, Image, Message, StopReason, Task, ToolCall, Turn
 
 
@@ -394,8 +395,9 @@ async def test_a_tool_cannot_give_a_reward_that_is_no_number(value):
     if value is None:
         assert (await env.step(calling(("give", {}))))[1] == 0
         return
-    with pytest.raises(JudgeError, match="reward 'give' of Generous returned"):
-        await env.step(calling(("give", {})))
+    _, earned, *_, info = await env.step(calling(("give", {})))
+    assert earned == 0
+    assert info.faults["give"].startswith("reward of tool 'give' of Generous: it returned")
 
 
 async def test_images_pass_and_their_text_is_cut():
@@ -466,7 +468,7 @@ async def test_a_user_answers_until_it_has_nothing_to_say():
         (0.0, "no result after 0.05 s"),
     ],
 )
-async def test_a_broken_reward_fails_the_episode_and_is_never_zero(value, text):
+async def test_a_broken_reward_says_so_and_the_others_are_kept(value, text):
     class Judged(ToolEnv):
         @reward(timeout_s=0.05)
         async def score_(self) -> object:
@@ -476,10 +478,16 @@ async def test_a_broken_reward_fails_the_episode_and_is_never_zero(value, text):
                 await asyncio.sleep(1e6)
             return value
 
+        @reward
+        def good(self) -> float:
+            return 1.0
+
     env = await started(Judged())
-    with pytest.raises(JudgeError, match="reward 'score_' of Judged") as caught:
+    with pytest.raises(RewardError, match="reward 'score_' of Judged") as caught:
         await env.score(episode_of())
-    assert text in str(caught.value)
+    error = pickle.loads(pickle.dumps(caught.value))
+    assert text in error.faults["score_"]
+    assert error.rewards == {"score_": 0.0, "good": 1.0}
 
 
 async def test_weights_come_from_the_run_where_it_names_them():

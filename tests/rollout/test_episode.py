@@ -12,11 +12,11 @@ from typing import Any
 import pytest
 
 from agentrl.chat.template import Renderer
-from agentrl.chat.transcript import rows_of
+from agentrl.chat.transcript import Transcript, rows_of
 from agentrl.env import ToolEnv, reward, tool
 from agentrl.env.env import Env, StepInfo
 from agentrl.envs.calculator import Calculator
-from agentrl.errors import EngineError, SandboxError
+from agentrl.errors import EngineError, InfraError, JudgeError, SandboxError
 from agentrl.rollout.episode import Player, run_episode
 from agentrl.rollout.frame import Limits
 from agentrl.rollout.metrics import episode_metrics
@@ -235,21 +235,29 @@ class TestWhyItStops:
 
 
 BROKEN: dict[str, tuple[dict[str, Any], str]] = {
-    "reset raises": ({"reset": KeyError("x")}, "Scene: KeyError: 'x'"),
+    "reset raises": ({"reset": KeyError("x")}, "InfraError: Scene.reset: KeyError: 'x'\nTraceback"),
     "reset loses its sandbox": ({"reset": SandboxError("gone")}, "SandboxError: gone"),
     "reset hangs": ({"reset": "for ever"}, "InfraError: Scene.reset took longer than 0.3 s"),
-    "reset meets a timeout of its own": ({"reset": TimeoutError("no server")}, "Scene: TimeoutError: no server"),
-    "step raises": ({"step": RuntimeError("a bug")}, "Scene: RuntimeError: a bug"),
-    "step meets a timeout of its own": ({"step": TimeoutError("no server")}, "Scene: TimeoutError: no server"),
-    "a turn's reward is nan": ({"reward": math.nan}, "InfraError: Scene.step returned the reward nan"),
-    "a turn's reward is text": ({"reward": "1"}, "InfraError: Scene.step returned the reward '1'"),
-    "score raises": ({"score": ValueError("no")}, "Scene: ValueError: no"),
-    "score hangs": ({"score": "for ever"}, "InfraError: Scene.score took longer than 0.3 s"),
-    "score meets a timeout of its own": ({"score": TimeoutError("no judge")}, "Scene: TimeoutError: no judge"),
-    "a reward is nan": ({"score": {"ok": 1.0, "a": math.nan}}, "InfraError: reward 'a' of Scene is nan"),
-    "a reward is infinite": ({"score": {"a": -math.inf}}, "InfraError: reward 'a' of Scene is -inf"),
-    "a reward is text": ({"score": {"a": "0.5"}}, "InfraError: reward 'a' of Scene is '0.5'"),
-    "a reward is nothing": ({"score": {"a": None}}, "InfraError: reward 'a' of Scene is None"),
+    "reset meets a timeout of its own": (
+        {"reset": TimeoutError("no server")},
+        "InfraError: Scene.reset: TimeoutError: no server",
+    ),
+    "step loses its service": ({"step": InfraError("gone")}, "InfraError: gone"),
+    "score loses its judge": ({"score": JudgeError("gone")}, "JudgeError: gone"),
+}
+FAULTS: dict[str, tuple[dict[str, Any], str, str, float]] = {
+    "step raises": ({"step": RuntimeError("a bug")}, "step", "Scene.step: RuntimeError: a bug\nTraceback", 0.0),
+    "step recurses for ever": ({"step": RecursionError("deep")}, "step", "Scene.step: RecursionError: deep", 0.0),
+    "step meets a timeout of its own": ({"step": TimeoutError("x")}, "step", "Scene.step: TimeoutError: x", 0.0),
+    "a turn's reward is nan": ({"reward": math.nan}, "step", "Scene.step returned the reward nan", 1.0),
+    "a turn's reward is text": ({"reward": "1"}, "step", "Scene.step returned the reward '1'", 1.0),
+    "score raises": ({"score": ValueError("no")}, "score", "Scene.score raised ValueError: no\nTraceback", 0.0),
+    "score hangs": ({"score": "for ever"}, "score", "Scene.score took longer than 0.3 s", 0.0),
+    "score meets a timeout of its own": ({"score": TimeoutError("x")}, "score", "Scene.score raised Timeout", 0.0),
+    "a reward is nan": ({"score": {"ok": 1.0, "a": math.nan}}, "a", "reward 'a' of Scene is nan", 1.0),
+    "a reward is infinite": ({"score": {"a": -math.inf}}, "a", "reward 'a' of Scene is -inf", 0.0),
+    "a reward is text": ({"score": {"a": "0.5"}}, "a", "reward 'a' of Scene is '0.5'", 0.0),
+    "a reward is nothing": ({"score": {"a": None}}, "a", "reward 'a' of Scene is None", 0.0),
 }
 
 
@@ -265,13 +273,50 @@ class TestTrouble:
         assert episode.error.startswith(said)
         assert player.engine.released == ["e"]
 
+    @pytest.mark.parametrize("what", FAULTS)
+    async def test_what_raises_after_the_policy_acted_is_scored_and_never_played_again(self, renderer, what: str):
+        parts, name, said, reward = FAULTS[what]
+        scene = Scene(**parts)
+        player = make_player(renderer, lambda: scene, [say("bye")], timeout_s=0.3)
+        episode = await run_episode(player, PLAIN, episode_id="e", seed=0)
+        assert (episode.error, episode.reward, scene.closed) == (None, reward, 1)
+        assert episode.faults[name].startswith(said)
+        assert (episode.stop_reason is StopReason.FAULT) == ("step" in parts)
+
+    @pytest.mark.parametrize(("earned", "reward"), [(0.5, 0.0), (-0.5, -0.5)])
+    async def test_a_step_that_raises_never_leaves_more_than_before(self, renderer, earned: float, reward: float):
+        class Later(Scene):
+            async def step(self, message):
+                if self.last:
+                    raise RuntimeError("a bug")
+                self.last = True
+                return await super().step(message)
+
+            last = False
+
+        player = make_player(renderer, lambda: Later(reward=earned), [say("hi"), say("hi")])
+        episode = await run_episode(player, PLAIN, episode_id="e", seed=0)
+        assert (episode.stop_reason, episode.reward, len(episode.turns)) == (StopReason.FAULT, reward, 2)
+
+    async def test_a_bug_of_agentrl_is_raised_as_it_is_and_the_env_is_closed(self, renderer, monkeypatch):
+        def buggy(self: Transcript, completion: Completion) -> Message:
+            raise TypeError("a bug of ours")
+
+        monkeypatch.setattr(Transcript, "complete", buggy)
+        scene = Scene()
+        player = make_player(renderer, lambda: scene, [say("bye")])
+        with pytest.raises(TypeError, match="a bug of ours"):
+            await run_episode(player, PLAIN, episode_id="e", seed=0)
+        assert scene.closed == 1
+
     async def test_an_env_that_cannot_be_made(self, renderer: Renderer):
         def make() -> Env:
             raise OSError("no disk")
 
         player = make_player(renderer, make, [])
         episode = await run_episode(player, PLAIN, episode_id="e", seed=0)
-        assert (episode.error, episode.reward) == ("making the env: OSError: no disk", None)
+        assert episode.reward is None
+        assert (episode.error or "").startswith("InfraError: making the env: OSError: no disk\nTraceback")
 
     @pytest.mark.parametrize("number", [math.nan, "1", None])
     async def test_a_tool_envs_reward_that_is_no_number(self, renderer: Renderer, number: Any):
@@ -291,9 +336,8 @@ class TestTrouble:
 
         player = make_player(renderer, Odd, [say("x")])
         episode = await run_episode(player, PLAIN, episode_id="e", seed=0)
-        assert (episode.stop_reason, episode.reward) == (StopReason.INFRA, None)
-        assert "odd" in (episode.error or "")
-        assert repr(number) in (episode.error or "")
+        assert (episode.error, episode.reward, episode.rewards) == (None, 1.0, {"good": 1.0, "odd": 0.0})
+        assert repr(number) in episode.faults["odd"]
 
     async def test_a_completion_that_was_aborted(self, renderer: Renderer):
         class Aborts(ScriptedEngine):

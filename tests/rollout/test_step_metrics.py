@@ -56,7 +56,8 @@ def test_what_was_put_aside_is_counted_and_enters_no_mean():
     assert (alone["episodes"], both["episodes"]) == (2, 5)
     assert (alone["infra_failures"], both["infra_failures"]) == (0, 1)
     assert (alone["sampled_tokens"], both["sampled_tokens"]) == (3, 13)
-    changed = {"episodes", "infra_failures", "sampled_tokens"}
+    assert (alone.get("redrawn/SandboxError"), both["redrawn/SandboxError"]) == (None, 1)
+    changed = {"episodes", "infra_failures", "sampled_tokens", "redrawn/SandboxError"}
     assert {k: v for k, v in both.items() if k not in changed} == {
         k: v for k, v in alone.items() if k not in changed
     }

@@ -1,0 +1,286 @@
+"""Episodes that were lost to the infrastructure and played again: how many, why, on which tasks, and whether that
+loss is blind to what the policy does.
+
+Training on the survivors of a loss that hits bad episodes more often teaches the policy to be lost. Nothing can
+prove that a loss is blind, but three signs say that it is not, and `findings` looks for them.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+from collections import Counter, deque
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Self
+
+from agentrl.errors import AgentRLError, EnvError
+from agentrl.types import Episode, Group
+
+RECENT = 1000
+"""Episodes that the shares of a run's guard are taken over."""
+AT_LEAST = 20
+"""Episodes that are lost, or at fault, before a share of them stops a run."""
+_SURE = 1e-3
+_GROUPS = 8
+
+
+def reason_of(error: str) -> str:
+    """The class that `Episode.error` begins with."""
+    return error.partition(":")[0]
+
+
+@dataclass(slots=True)
+class Moments:
+    """Count, sum and sum of squares of the mean rewards of groups."""
+
+    num: float = 0.0
+    total: float = 0.0
+    squares: float = 0.0
+
+    def add(self, value: float) -> None:
+        """Count one more."""
+        self.num, self.total, self.squares = self.num + 1, self.total + value, self.squares + value * value
+
+    @property
+    def mean(self) -> float:
+        """0 of nothing."""
+        return self.total / self.num if self.num else 0.0
+
+    @property
+    def variance_of_mean(self) -> float:
+        """How far the mean may be off, squared."""
+        spread = max(self.squares / self.num - self.mean**2, 0.0) if self.num else 0.0
+        return spread / max(self.num - 1, 1)
+
+    def __add__(self, other: Self) -> Moments:
+        return Moments(self.num + other.num, self.total + other.total, self.squares + other.squares)
+
+
+@dataclass(slots=True)
+class Redraws:
+    """What was redrawn, over the groups of some steps.
+
+    Attributes:
+        episodes: how many were played, those that were redrawn included.
+        reasons: redrawn episodes by the class of their error.
+        acted: redrawn episodes in which the policy had acted already.
+        tasks: of each task with a redrawn episode, `played` and its reasons.
+        hit: mean rewards of the groups with a redrawn episode.
+        clean: mean rewards of the others.
+    """
+
+    episodes: int = 0
+    reasons: Counter[str] = field(default_factory=Counter)
+    acted: int = 0
+    tasks: dict[str, Counter[str]] = field(default_factory=dict)
+    hit: Moments = field(default_factory=Moments)
+    clean: Moments = field(default_factory=Moments)
+
+    @classmethod
+    def of(cls, groups: Iterable[Group]) -> Self:
+        """Count the episodes of complete groups."""
+        found = cls()
+        for group in groups:
+            rewards = [episode.reward or 0.0 for episode in group.episodes]
+            mean = sum(rewards) / max(len(rewards), 1)
+            (found.hit if group.failed else found.clean).add(mean)
+            found.episodes += len(group.episodes) + len(group.failed)
+            if group.failed:
+                task = found.tasks.setdefault(group.task.id, Counter())
+                task["played"] += len(group.episodes) + len(group.failed)
+                for episode in group.failed:
+                    reason = reason_of(episode.error or "")
+                    task[reason] += 1
+                    found.reasons[reason] += 1
+                    found.acted += bool(episode.turns)
+        return found
+
+    @property
+    def redrawn(self) -> int:
+        """How many episodes were played again."""
+        return self.reasons.total()
+
+    def __add__(self, other: Self) -> Redraws:
+        tasks = {name: Counter(counts) for name, counts in self.tasks.items()}
+        for name, counts in other.tasks.items():
+            tasks.setdefault(name, Counter()).update(counts)
+        return Redraws(
+            self.episodes + other.episodes,
+            self.reasons + other.reasons,
+            self.acted + other.acted,
+            tasks,
+            self.hit + other.hit,
+            self.clean + other.clean,
+        )
+
+    @classmethod
+    def of_data(cls, data: Mapping[str, Any]) -> Self:
+        """From what `redraws_line` wrote; raises ValueError, TypeError, AttributeError or KeyError elsewhere."""
+        return cls(
+            int(data["episodes"]),
+            Counter(data["reasons"]),
+            int(data["acted"]),
+            {name: Counter(counts) for name, counts in data["tasks"].items()},
+            Moments(**data["hit"]),
+            Moments(**data["clean"]),
+        )
+
+    def worst_tasks(self, num: int) -> dict[str, dict[str, int]]:
+        """The tasks with most redrawn episodes: their reasons with counts, and `played`."""
+
+        def lost(name: str) -> int:
+            return self.tasks[name].total() - self.tasks[name]["played"]
+
+        return {name: dict(self.tasks[name]) for name in sorted(self.tasks, key=lambda n: (-lost(n), n))[:num]}
+
+    def why(self) -> str:
+        """The reasons with counts, and the tasks with most of them."""
+        reasons = ", ".join(f"{count} {reason}" for reason, count in self.reasons.most_common())
+        worst = [
+            f"{name} ({sum(counts.values()) - counts['played']} of {counts['played']})"
+            for name, counts in self.worst_tasks(3).items()
+        ]
+        return f"{reasons}; most on the tasks {', '.join(worst)}" if worst else reasons
+
+    def findings(self) -> dict[str, str]:
+        """By kind, each sign that what is lost depends on the policy; empty where there is none."""
+        found: dict[str, str] = {}
+        if self.redrawn < 4:
+            return found
+        share = self.redrawn / self.episodes
+        for name, counts in self.worst_tasks(1).items():
+            played, lost = counts["played"], sum(counts.values()) - counts["played"]
+            tasks = max(self.hit.num + self.clean.num, 1.0)
+            if lost >= 4 and _tail(lost, played, share) * tasks < _SURE and len(self.tasks) < tasks:
+                found["task"] = (
+                    f"task {name} was lost to the infrastructure in {lost} of {played} episodes, all tasks "
+                    f"together in {self.redrawn} of {self.episodes}: something about this task breaks it"
+                )
+        if min(self.hit.num, self.clean.num) >= _GROUPS:
+            error = math.sqrt(self.hit.variance_of_mean + self.clean.variance_of_mean)
+            if self.clean.mean - self.hit.mean > 3.3 * error and self.clean.mean > self.hit.mean:
+                found["reward"] = (
+                    f"groups that lost episodes to the infrastructure score {self.hit.mean:.3g} on average, the "
+                    f"others {self.clean.mean:.3g}: the loss is not blind to what the policy does, and the run "
+                    "trains on the survivors"
+                )
+        if found and self.acted:
+            found = {
+                kind: f"{text} ({self.why()}; in {self.acted} of {self.redrawn} the policy had acted before)"
+                for kind, text in found.items()
+            }
+        return found
+
+
+def redraws_file(run: Path) -> Path:
+    """Where a run folder notes what each step lost."""
+    return run / "redrawn.jsonl"
+
+
+def redraws_line(step: int, found: Redraws) -> str:
+    """A line of that file."""
+    counts = {"episodes": found.episodes, "reasons": found.reasons, "acted": found.acted, "tasks": found.tasks}
+    moments = {"hit": dataclasses.asdict(found.hit), "clean": dataclasses.asdict(found.clean)}
+    return json.dumps({"step": step, "redraws": counts | moments}) + "\n"
+
+
+def read_redraws(run: Path) -> dict[int, Redraws]:
+    """What each step of a run lost; lines that cannot be read (a torn last one) are left out."""
+    found: dict[int, Redraws] = {}
+    path = redraws_file(run)
+    for line in path.read_bytes().splitlines() if path.is_file() else ():
+        try:
+            data = json.loads(line)
+            found[int(data["step"])] = Redraws.of_data(data["redraws"])
+        except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
+            continue
+    return found
+
+
+def _tail(k: int, n: int, p: float) -> float:
+    """P(X >= k) for a binomial X of n draws with chance p."""
+    if p <= 0:
+        return 0.0
+    if p >= 1:
+        return 1.0
+    log_p, log_q = math.log(p), math.log1p(-p)
+    terms = (
+        math.lgamma(n + 1) - math.lgamma(i + 1) - math.lgamma(n - i + 1) + i * log_p + (n - i) * log_q
+        for i in range(k, n + 1)
+    )
+    return min(1.0, math.fsum(math.exp(term) for term in terms))
+
+
+@dataclass
+class Guard:
+    """Watches episodes as they end; stops a run that loses too many, or whose rewards keep raising.
+
+    Args:
+        redrawn_above: share of the latest episodes that may be lost; None: any.
+        faults_above: share of the latest episodes in which the same reward (or the env) may raise; None: any.
+        tell: is told of the first fault of each name.
+    """
+
+    redrawn_above: float | None = None
+    faults_above: float | None = None
+    tell: Callable[[str], None] | None = None
+    _ended: deque[tuple[str, str]] = field(default_factory=lambda: deque(maxlen=RECENT))
+    _scored: deque[frozenset[str]] = field(default_factory=lambda: deque(maxlen=RECENT))
+    _told: set[str] = field(default_factory=set)
+
+    def ended(self, episode: Episode) -> None:
+        """Count an episode, scored or lost.
+
+        Raises:
+            AgentRLError: too many are lost.
+        """
+        self._ended.append((episode.task.id, reason_of(episode.error or "")))
+        lost = [(task, reason) for task, reason in self._ended if reason]
+        share = len(lost) / len(self._ended)
+        limit = self.redrawn_above
+        if episode.error is None or limit is None or len(lost) < AT_LEAST or share <= limit:
+            return
+        raise AgentRLError(
+            f"{len(lost)} of the last {len(self._ended)} episodes ({share:.0%}) were lost to the infrastructure, "
+            f"more than rollout.redrawn_stop_above = {limit:g}: {_most(reason for _, reason in lost)}; tasks: "
+            f"{_most(task for task, _ in lost)}. The run would train on the survivors. Fix what fails, or raise "
+            f"the limit if the loss has nothing to do with the policy. The last one: {episode.error}"
+        )
+
+    def scored(self, episodes: Sequence[Episode]) -> None:
+        """Count the faults of a complete group.
+
+        Raises:
+            EnvError: the same reward, or the env, raised in too many episodes.
+        """
+        for episode in episodes:
+            self._scored.append(frozenset(episode.faults))
+            for name, text in episode.faults.items():
+                if name not in self._told and self.tell is not None:
+                    self._told.add(name)
+                    self.tell(f"episode {episode.id}: {text}\nit counts 0; more of {name!r} are only counted")
+                self._check(name, text)
+
+    def _check(self, name: str, text: str) -> None:
+        faulty = sum(name in names for names in self._scored)
+        limit = self.faults_above
+        if limit is None or faulty < AT_LEAST or faulty <= limit * len(self._scored):
+            return
+        raise EnvError(
+            f"{name!r} failed in {faulty} of the last {len(self._scored)} episodes, more than "
+            f"rollout.faults_stop_above = {limit:g}: fix it, so that whatever the policy leaves gets a score. "
+            f"The last one: {text}"
+        )
+
+
+def _most(names: Iterable[str]) -> str:
+    return ", ".join(f"{name} ({count})" for name, count in Counter(names).most_common(3))
+
+
+def fault_metrics(episodes: Sequence[Episode]) -> Mapping[str, float]:
+    """`faults/NAME`: episodes in which this reward, or the env, raised."""
+    counts = Counter(name for episode in episodes for name in episode.faults)
+    return {f"faults/{name}": float(count) for name, count in sorted(counts.items())}

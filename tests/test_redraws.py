@@ -1,0 +1,97 @@
+"""What is lost to the infrastructure: counted by reason and task, bounded, and examined for a bias."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+
+import pytest
+
+from agentrl.errors import AgentRLError, EnvError
+from agentrl.redraws import Guard, Redraws, read_redraws, redraws_file, redraws_line
+from agentrl.types import Episode, Group, Message, StopReason, Task, Turn
+
+TURN = Turn(Message("assistant", "x"), (), 0.0, "stop", 1, 0.0, 0.0)
+
+
+def episode(task: str, reward: float | None, error: str | None = None, **more) -> Episode:
+    stop = StopReason.INFRA if error else StopReason.ANSWERED
+    return Episode("e", Task(task), (), (TURN,), (), stop, reward, error=error, **more)
+
+
+def group(task: str, rewards: list[float], lost: int = 0, why: str = "SandboxDied: gone") -> Group:
+    failed = tuple(episode(task, None, why) for _ in range(lost))
+    return Group(Task(task), tuple(episode(task, reward) for reward in rewards), failed)
+
+
+def test_what_is_lost_is_counted_by_reason_and_by_task():
+    found = Redraws.of([group("a", [1.0, 0.0], 2), group("b", [1.0, 1.0], 1, "JudgeError: x"), group("c", [0.0])])
+    assert (found.episodes, found.redrawn, found.acted) == (8, 3, 3)
+    assert found.reasons == {"SandboxDied": 2, "JudgeError": 1}
+    assert found.worst_tasks(1) == {"a": {"played": 4, "SandboxDied": 2}}
+    assert found.why() == "2 SandboxDied, 1 JudgeError; most on the tasks a (2 of 4), b (1 of 3)"
+
+
+def test_the_steps_of_a_run_add_up_and_torn_lines_are_left_out(tmp_path: Path):
+    one, two = Redraws.of([group("a", [1.0], 1)]), Redraws.of([group("a", [0.0], 2), group("b", [1.0])])
+    text = redraws_line(1, one) + redraws_line(2, two) + '{"step": 3, "redr' + "\n" + "[" * 100_000 + "\n[1]\n"
+    redraws_file(tmp_path).write_text(text)
+    read = read_redraws(tmp_path)
+    assert read == {1: one, 2: two}
+    assert sum(read.values(), Redraws()) == Redraws.of(
+        [group("a", [1.0], 1), group("a", [0.0], 2), group("b", [1.0])]
+    )
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_a_loss_that_is_blind_is_not_called_biased(seed: int):
+    rng = random.Random(seed)
+    groups = [group(f"t{i % 100}", [float(rng.random() < 0.7)] * 4, int(rng.random() < 0.1)) for i in range(400)]
+    assert Redraws.of(groups).findings() == {}
+
+
+def test_a_loss_that_follows_low_reward_or_one_task_is_told():
+    rng = random.Random(0)
+    groups = []
+    for number in range(200):
+        hard = number % 2
+        rewards = [float(rng.random() < (0.2 if hard else 0.9)) for _ in range(4)]
+        groups.append(group(f"t{number}", rewards, sum(rng.random() < 0.3 * hard for _ in range(4))))
+    found = Redraws.of(groups).findings()
+    assert list(found) == ["reward"]
+    assert "the run trains on the survivors" in found["reward"]
+    assert "the policy had acted before" in found["reward"]
+    alone = Redraws.of([*[group(f"t{n}", [1.0] * 4) for n in range(100)], group("bad", [1.0] * 4, 6)])
+    assert "task bad was lost to the infrastructure in 6 of 10 episodes" in alone.findings()["task"]
+
+
+def test_a_run_that_loses_too_many_is_stopped_with_counts_and_reasons():
+    guard = Guard(redrawn_above=0.1)
+    for number in range(300):
+        guard.ended(episode(f"t{number}", 1.0))
+    for number in range(33):
+        guard.ended(episode(f"t{number % 3}", None, "SandboxDied: gone"))
+    with pytest.raises(AgentRLError) as caught:
+        guard.ended(episode("t0", None, "SandboxDied: gone"))
+    said = str(caught.value)
+    assert said.startswith("34 of the last 334 episodes (10%) were lost to the infrastructure")
+    assert "rollout.redrawn_stop_above = 0.1: SandboxDied (34); tasks: t0 (12), t1 (11), t2 (11)" in said
+    assert said.endswith("The last one: SandboxDied: gone")
+
+
+def test_a_few_losses_stop_no_small_run():
+    guard = Guard(redrawn_above=0.0, faults_above=0.0)
+    for _ in range(19):
+        guard.ended(episode("t", None, "SandboxDied: gone"))
+        guard.scored([episode("t", 0.0, faults={"solved": "reward 'solved' raised"})])
+
+
+def test_a_reward_that_keeps_raising_stops_the_run_with_its_traceback_and_a_rare_one_is_told_once():
+    told: list[str] = []
+    guard, faulty = Guard(faults_above=0.5, tell=told.append), {"solved": "raised KeyError: 'x'\nTraceback ..."}
+    for number in range(400):
+        guard.scored([episode("t", 0.0, faults=faulty if number % 3 == 0 else {})])
+    assert len(told) == 1
+    assert "raised KeyError" in told[0]
+    with pytest.raises(EnvError, match=r"(?s)'solved' failed in .* rollout.faults_stop_above = 0.5.*Traceback"):
+        guard.scored([episode("t", 0.0, faults=faulty)] * 300)
