@@ -69,6 +69,10 @@ class JudgeError(InfraError):
     """A judge or reward model cannot be reached, or failed."""
 
 
+class JudgeAnswerError(AgentRLError):
+    """A judge answered, but not usably, or refused the question: what it was asked about may be the cause."""
+
+
 class WorkerLost(InfraError):
     """A Ray worker (learner rank, engine replica, env worker) died."""
 

@@ -3,6 +3,9 @@
 What a policy asks for is fetched from this machine, outside of any sandbox. So every address is checked before it
 is connected to, and the connection goes to the address that was checked: a name that resolves to something else a
 moment later gains nothing. Redirects are followed by the same rules. Proxies from the environment are not used.
+
+A host that does not resolve, refuses the connection or breaks off is an observation: whether to ask it is the
+policy's choice, and an episode that is played again for it would be the policy's choice as well.
 """
 
 from __future__ import annotations
@@ -17,7 +20,7 @@ from urllib.parse import urljoin, urlsplit
 import httpx
 
 from agentrl.env.declare import tool
-from agentrl.errors import ConfigError, InfraError
+from agentrl.errors import ConfigError
 from agentrl.tools.html import html_to_text
 
 MAX_CHARS = 8000
@@ -36,8 +39,6 @@ class _Hop:
     host: str
     port: int
     address: str
-    listed: bool
-    """The host stands in the list by this name, not below a wildcard: that it is there is not up to the policy."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,23 +123,20 @@ class Http:
         if parts.username is not None or parts.password is not None:
             raise ValueError("a URL with a user name or password is not fetched")
         port = port or _PORTS[parts.scheme]
-        listed = self._admit(host, port, parts.scheme)
-        addresses = await _resolve(host, port, listed=listed)
+        self._admit(host, port, parts.scheme)
+        addresses = await _resolve(host, port)
         if not self._allow_private and any(not _is_public(a) for a in addresses):
             raise PermissionError(f"{host} is not on the public internet")
-        return _Hop(url, host, port, addresses[0], listed)
+        return _Hop(url, host, port, addresses[0])
 
-    def _admit(self, host: str, port: int, scheme: str) -> bool:
-        """Whether the host is listed by its exact name. Raises PermissionError where it is not listed at all."""
-        matches = [
-            name
-            for name, allowed_port in self._allowed
-            if port == (allowed_port or _PORTS[scheme])
+    def _admit(self, host: str, port: int, scheme: str) -> None:
+        """Raises PermissionError where the host is not listed."""
+        if not any(
+            port == (allowed_port or _PORTS[scheme])
             and (host.endswith(name[1:]) if name.startswith("*.") else host == name)
-        ]
-        if not matches:
+            for name, allowed_port in self._allowed
+        ):
             raise PermissionError(f"{host}:{port} is not allowed; the hosts are: {self._named}")
-        return host in matches
 
     async def _get(self, hop: _Hop) -> _Answer:
         url = httpx.URL(hop.url)
@@ -150,10 +148,8 @@ class Http:
             try:
                 response = await client.send(request, stream=True)
             except (httpx.ConnectError, httpx.ConnectTimeout) as e:
-                if hop.listed:
-                    raise InfraError(f"fetch: no connection to the listed host {hop.host}:{hop.port}: {e}") from e
                 raise ConnectionError(f"{hop.host}:{hop.port}: no connection: {e}") from None
-            except httpx.HTTPError as e:
+            except (httpx.HTTPError, httpx.InvalidURL) as e:
                 raise ConnectionError(f"{hop.host}:{hop.port}: {type(e).__name__}: {e}") from None
             try:
                 data, cut = await self._body(response, hop)
@@ -198,14 +194,11 @@ def _read_entry(entry: str) -> tuple[str, int | None]:
     return host.rstrip("."), port
 
 
-async def _resolve(host: str, port: int, *, listed: bool) -> list[str]:
-    """All addresses of `host`. A name that the policy made up below a wildcard is its mistake, a listed name that
-    does not resolve is not."""
+async def _resolve(host: str, port: int) -> list[str]:
+    """All addresses of `host`. Raises ConnectionError where it has none."""
     try:
         found = await asyncio.get_running_loop().getaddrinfo(host, port, type=socket.SOCK_STREAM)
-    except (OSError, UnicodeError) as e:
-        if listed and isinstance(e, OSError):
-            raise InfraError(f"fetch: the listed host {host} does not resolve: {e}") from e
+    except (OSError, UnicodeError):
         raise ConnectionError(f"there is no host {host}") from None
     return list(dict.fromkeys(str(info[4][0]) for info in found))
 

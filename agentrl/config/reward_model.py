@@ -10,7 +10,10 @@ from agentrl.config.section import Count, Device, Positive, Section
 
 KEYS = {
     "classifier": ("path", "device", "batch_size", "workers"),
-    "judge": ("url", "model", "key_env", "prompt", "low", "high", "max_concurrent", "timeout_s", "retries"),
+    "judge": (
+        *("url", "model", "key_env", "prompt", "low", "high", "on_malformed"),
+        *("max_concurrent", "timeout_s", "retries"),
+    ),
     "http": ("url", "model", "max_concurrent", "timeout_s", "retries"),
 }
 """What each kind reads beside `kind`, `name`, `weight` and `max_tokens`."""
@@ -20,7 +23,9 @@ NEEDED = {"classifier": ("path",), "judge": ("url", "model"), "http": ("url",)}
 class RewardModelConfig(Section):
     """A model that scores every training episode; its score is one more reward.
 
-    Where it fails, that is an infrastructure failure: the episode is played again and never trained unscored.
+    Where it cannot be reached, that is an infrastructure failure: the episode is played again and never trained
+    unscored. Where it answers in another form, or refuses this conversation and not others, the score is 0 or the
+    lowest it has given so far, whichever is less.
     """
 
     kind: Literal["classifier", "judge", "http"]
@@ -44,6 +49,9 @@ class RewardModelConfig(Section):
     """`judge`: the lowest score."""
     high: float = 1.0
     """`judge`: the highest score."""
+    on_malformed: Literal["score", "infra"] = "score"
+    """`judge`: an answer that states no score counts 0 (or `low` where that is less), or is played again. What the
+    policy wrote can bring such an answer about, so `infra` lets a policy have its bad episodes drawn again."""
     max_tokens: Positive | None = None
     """Longest conversation in tokens (`classifier`) or, roughly, words; longer ones lose their middle."""
     device: Device = "auto"

@@ -1,6 +1,7 @@
 """Models that judge, simulate users or score: any OpenAI-compatible URL, with retries, a timeout and a cache.
 
-A judge that cannot be reached or answers nonsense is an infrastructure failure of the episode, never a score.
+A judge that cannot be reached is an infrastructure failure of the episode. One that is reached and answers in
+another form than asked, or refuses the question, may do so because of what the policy wrote: the score is 0.
 """
 
 from __future__ import annotations
@@ -8,18 +9,25 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import json
+import math
 import os
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Literal, Protocol, runtime_checkable
 
+from agentrl.env.asked import found_unusable, waits_for
 from agentrl.env.dispatch import within
+from agentrl.env.judge_text import fenced, form_of, neutral, read_score, schema_of
 from agentrl.env.observe import error_text, plain_text
 from agentrl.env.threads import CallTimeout
-from agentrl.errors import ConfigError, JudgeError
+from agentrl.errors import ConfigError, JudgeAnswerError, JudgeError
 from agentrl.types import Message
+
+__all__ = ["ChatModel", "Judge", "PolicyModel", "RewardApi", "fenced"]
+
+_REFUSED = (400, 413, 422)
+"""What an endpoint answers where the question itself is the trouble: too long, filtered."""
 
 
 @runtime_checkable
@@ -55,6 +63,8 @@ class Judge:
         cache: JSON-lines file that keeps answers between runs; in memory only where it is None.
         low: lowest number that `score` takes.
         high: highest one.
+        on_malformed: what an answer that states no score in [low, high] means: "score" (0, or `low` where that is
+            less), or "infra" (the episode is played again; a policy can bring that about, and may learn to).
     """
 
     url: str
@@ -68,8 +78,13 @@ class Judge:
     cache: Path | None = None
     low: float = 0.0
     high: float = 1.0
+    on_malformed: Literal["score", "infra"] = "score"
     asked: int = 0
     """Questions that went to the server, repeats after failures included."""
+    malformed: int = 0
+    """Questions whose answer stated no score."""
+    _answered: bool = field(default=False, repr=False)
+    _takes_form: bool | None = field(default=None, repr=False)
     _answers: dict[str, str] = field(default_factory=dict, repr=False)
     _client: Any = field(default=None, repr=False)
     _loop: Any = field(default=None, repr=False)
@@ -84,23 +99,28 @@ class Judge:
                 self._answers[entry["key"]] = entry["answer"]
 
     async def chat(self, messages: Sequence[Message]) -> Message:
-        """The model's answer to a conversation.
+        """The model's answer to a conversation. Control tokens of chat templates in it are sent as plain text.
 
         Raises:
             JudgeError: no answer after all attempts.
+            JudgeAnswerError: it answers nothing, or refuses this conversation and not others.
         """
-        wire = [{"role": m.role, "content": plain_text(m.content)} for m in messages]
+        return Message("assistant", await self._answer(messages, None))
+
+    async def _answer(self, messages: Sequence[Message], form: Mapping[str, Any] | None) -> str:
+        wire = [{"role": m.role, "content": neutral(plain_text(m.content))} for m in messages]
         key = self._key(wire)
         if self.temperature == 0 and key in self._answers:
-            return Message("assistant", self._answers[key])
-        text = await self._ask(wire)
+            return self._answers[key]
+        with waits_for(f"judge {self.model} at {self.url}"):
+            text = await self._ask(wire, form)
         if self.temperature == 0:
             self._answers[key] = text
             if self.cache is not None:
                 self.cache.parent.mkdir(parents=True, exist_ok=True)
                 with self.cache.open("a", encoding="utf-8") as file:
                     file.write(json.dumps({"key": key, "answer": text}) + "\n")
-        return Message("assistant", text)
+        return text
 
     async def ask(self, question: str, *, system: str = "") -> str:
         """The answer to one question."""
@@ -110,25 +130,36 @@ class Judge:
     async def score(
         self, question: str, *, system: str = "", low: float | None = None, high: float | None = None
     ) -> float:
-        """The last number of the answer to `question`, which must lie in [low, high] (by default the judge's own).
+        """The score that the judge states for `question`, in [low, high] (by default the judge's own).
+
+        It is asked for as JSON, by a schema where the endpoint takes one; see `read_score` for what is understood.
+        Put text of the policy's through `fenced`.
 
         Raises:
-            JudgeError: the answer has no such number.
+            JudgeError: no answer; with `on_malformed: infra` also one that states no score.
         """
         low, high = self.low if low is None else low, self.high if high is None else high
-        text = await self.ask(question, system=system)
-        numbers = re.findall(r"-?\d+(?:\.\d+)?", text)
-        if not numbers or not low <= float(numbers[-1]) <= high:
-            raise JudgeError(
-                f"judge {self.model}: no number from {low:g} to {high:g} in its answer {text[:200]!r}"
-            )
-        return float(numbers[-1])
+        asked = Message("user", f"{question}\n\n{form_of(low, high)}")
+        messages = [Message("system", system), asked] if system else [asked]
+        try:
+            text = await self._answer(messages, schema_of(low, high))
+            score = read_score(text, low, high)
+            problem = f"judge {self.model}: no score from {low:g} to {high:g} in its answer {text[:200]!r}"
+        except JudgeAnswerError as e:
+            score, problem = None, str(e)
+        if score is not None:
+            return score
+        self.malformed += 1
+        if self.on_malformed == "infra":
+            raise JudgeError(problem)
+        found_unusable(problem)
+        return min(low, 0.0)
 
     def _key(self, wire: list[dict[str, str]]) -> str:
         settings = [self.url, self.model, self.max_tokens, wire]
         return hashlib.sha256(json.dumps(settings).encode()).hexdigest()
 
-    async def _ask(self, wire: list[dict[str, str]]) -> str:
+    async def _ask(self, wire: list[dict[str, str]], form: Mapping[str, Any] | None) -> str:
         from openai import AsyncOpenAI
 
         loop = asyncio.get_running_loop()
@@ -136,35 +167,48 @@ class Judge:
             key = os.environ[self.key_env] if self.key_env else "none"
             self._client = AsyncOpenAI(base_url=self.url, api_key=key, max_retries=0, timeout=self.timeout_s)
             self._slots, self._loop = asyncio.Semaphore(self.max_concurrent), loop
-        problem = ""
-        for attempt in range(self.retries + 1):
+        problem, usable, attempt = "", True, 0
+        while attempt <= self.retries:
             if attempt:
                 await asyncio.sleep(min(0.25 * 2**attempt, 10.0))
+            with_form = form is not None and self._takes_form is not False
             try:
-                async with self._slots:
-                    self.asked += 1
-                    request = self._client.chat.completions.create(
-                        model=self.model,
-                        messages=wire,
-                        temperature=self.temperature,
-                        max_tokens=self.max_tokens,
-                    )
-                    answer = await within(request, self.timeout_s)
-                text = answer.choices[0].message.content
-                if isinstance(text, str) and text:
+                text = await self._once(wire, form if with_form else None)
+                if with_form:
+                    self._takes_form = True
+                if text:
+                    self._answered = True
                     return text
-                problem = "an empty answer"
+                problem, usable = "an empty answer", False
             except CallTimeout:
-                problem = f"no answer after {self.timeout_s:g} s"
+                problem, usable = f"no answer after {self.timeout_s:g} s", True
             except Exception as e:
-                problem = error_text(e)
-                if 400 <= getattr(e, "status_code", 0) < 500 and getattr(e, "status_code", 0) not in (
-                    408,
-                    409,
-                    429,
-                ):
+                problem, usable = error_text(e), True
+                status = getattr(e, "status_code", 0)
+                if with_form and self._takes_form is None and status in (*_REFUSED, 404, 501):
+                    self._takes_form = False  # older servers: ask again in words alone
+                    continue
+                if 400 <= status < 500 and status not in (408, 409, 429):
+                    usable = not (status in _REFUSED and self._answered)
                     break  # asking again will not help
-        raise JudgeError(f"judge {self.model} at {self.url}: {problem[:300]}")
+            attempt += 1
+        text = f"judge {self.model} at {self.url}: {problem[:300]}"
+        raise JudgeError(text) if usable else JudgeAnswerError(text)
+
+    async def _once(self, wire: list[dict[str, str]], form: Mapping[str, Any] | None) -> str:
+        extra = {} if form is None else {"response_format": form}
+        async with self._slots:
+            self.asked += 1
+            request = self._client.chat.completions.create(
+                model=self.model,
+                messages=wire,
+                temperature=self.temperature,
+                max_tokens=self.max_tokens,
+                **extra,
+            )
+            answer = await within(request, self.timeout_s)
+        text = answer.choices[0].message.content if answer.choices else None
+        return text if isinstance(text, str) else ""
 
 
 @dataclass
@@ -182,12 +226,14 @@ class RewardApi:
     model: str = "model"
     timeout_s: float = 60.0
     retries: int = 3
+    _answered: bool = field(default=False, repr=False)
 
     async def score(self, texts: Sequence[str]) -> list[float]:
         """One score a text.
 
         Raises:
             JudgeError: no answer after all attempts, or one of another shape.
+            JudgeAnswerError: it refuses these texts and not others, or a score is no finite number.
         """
         import httpx
 
@@ -197,12 +243,20 @@ class RewardApi:
                 await asyncio.sleep(min(0.25 * 2**attempt, 10.0))
             try:
                 async with httpx.AsyncClient(timeout=self.timeout_s) as client:
-                    request = client.post(self.url, json={"model": self.model, "messages": list(texts)})
-                    answer = (await within(request, self.timeout_s)).raise_for_status().json()
-                return self._read(answer, len(texts))
+                    request = client.post(
+                        self.url, json={"model": self.model, "messages": list(map(neutral, texts))}
+                    )
+                    response = await within(request, self.timeout_s)
+                if response.status_code in _REFUSED and self._answered:
+                    raise JudgeAnswerError(
+                        f"reward server {self.url}: {response.status_code}, {response.text[:200]}"
+                    )
+                scores = self._read(response.raise_for_status().json(), len(texts))
+                self._answered = True
+                return scores
             except CallTimeout:
                 problem = f"no answer after {self.timeout_s:g} s"
-            except (httpx.HTTPError, ValueError) as e:
+            except (httpx.HTTPError, ValueError, RecursionError) as e:
                 problem = error_text(e)
         raise JudgeError(f"reward server {self.url}: {problem[:300]}")
 
@@ -213,4 +267,6 @@ class RewardApi:
             raise JudgeError(
                 f'reward server {self.url}: wanted {{"scores": [{num} numbers]}}, got {answer!r:.200}'
             )
+        if not all(map(math.isfinite, scores or ())):
+            raise JudgeAnswerError(f"reward server {self.url}: the scores {scores!r:.200} are not finite")
         return [float(s) for s in scores or ()]

@@ -1,7 +1,9 @@
 """Tools of MCP servers (stdio or streamable HTTP) through the official `mcp` SDK, one connection an episode.
 
-What a server answers, errors included, is an observation; a server that cannot be reached or dies is an
-infrastructure failure of the episode.
+What a server answers, errors included, is an observation. A server that cannot be reached at the start of an
+episode is an infrastructure failure. One that dies later may have died of what the policy asked: if a new session
+with it can be opened, the session that is gone is an observation, and so is every later call; if not, the server
+itself is down.
 """
 
 from __future__ import annotations
@@ -10,7 +12,7 @@ import asyncio
 import base64
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from agentrl.env.background import background
 from agentrl.env.dispatch import within
@@ -132,6 +134,8 @@ class McpConnection:
 
     server: McpServer
     _client: Client | None = None
+    _gone: str = ""
+    """Why calls are no longer answered."""
     _holder: asyncio.Task[None] | None = None
     _done: asyncio.Event = field(default_factory=asyncio.Event)
 
@@ -192,23 +196,27 @@ class McpConnection:
         Raises:
             ToolError: the tool reported an error.
             CallTimeout: no answer in time.
-            InfraError: the server died.
+            InfraError: the server is down: not even a new session can be opened.
         """
+        if self._gone:
+            raise ToolError(self._gone)
+        if self._client is None or self._holder is None or self._holder.done():
+            await self._lost("before", name)
         client, holder = self.client, self._holder
         assert holder is not None
         asked = asyncio.ensure_future(within(client.call_tool(name, arguments), timeout_s))
         try:
             await asyncio.wait({asked, holder}, return_when="FIRST_COMPLETED")
             if not asked.done():
-                raise InfraError(f"mcp: {self.server.where}: the server died during {name}")
+                await self._lost("during", name)
             result = asked.result()
-        except (CallTimeout, InfraError, asyncio.CancelledError):
+        except (CallTimeout, InfraError, ToolError, asyncio.CancelledError):
             raise
         except Exception as e:
             if await self._alive():
                 raise ToolError(error_text(_first(e))) from e
             self._client = None
-            raise InfraError(f"mcp: {self.server.where}: the server died during {name}: {error_text(e)}") from e
+            await self._lost("during", name)
         finally:
             if not asked.done():
                 asked.cancel()
@@ -219,6 +227,18 @@ class McpConnection:
                 content if isinstance(content, str) else "".join(p for p in content if isinstance(p, str))
             )
         return content
+
+    async def _lost(self, when: str, name: str) -> NoReturn:
+        """The session is over. Raises ToolError where the server takes a new one, InfraError where it does not."""
+        fresh = McpConnection(self.server)
+        try:
+            await fresh.open()
+        except InfraError as e:
+            raise InfraError(f"mcp: {self.server.where}: the server died {when} {name}, and is down: {e}") from e
+        finally:
+            await fresh.close()
+        self._gone = f"the tool server's session ended {when} the call of {name} and answers no more calls"
+        raise ToolError(self._gone)
 
     async def _alive(self) -> bool:
         """Whether the server still answers: an error of one request does not say that the session is over."""

@@ -16,9 +16,11 @@ from typing import Any, Protocol
 
 from agentrl.chat.transcript import rows_of
 from agentrl.config.reward_model import RewardModelConfig
+from agentrl.env.asked import asking
 from agentrl.env.judge import Judge, RewardApi
+from agentrl.env.judge_text import fenced, neutral
 from agentrl.env.observe import cut_text, plain_text
-from agentrl.errors import ConfigError, InfraError, JudgeError
+from agentrl.errors import ConfigError, InfraError, JudgeAnswerError, JudgeError
 from agentrl.rollout.scorers import ScoringWorkers
 from agentrl.types import Episode, Message, StopReason
 
@@ -42,9 +44,13 @@ class RewardModel:
     scorer: Scorer
     name: str
     weight: float
+    _lowest: float = 0.0
 
     async def judged(self, episode: Episode) -> Episode:
-        """The episode with one more reward; one that cannot be scored becomes an infrastructure failure.
+        """The episode with one more reward; one that nobody can score becomes an infrastructure failure.
+
+        A conversation that the model itself cannot score (it refuses it, or gives no finite number) gets the
+        lowest score so far, 0 at most, and a fault.
 
         Raises:
             ConfigError: the env has a reward of the same name.
@@ -55,16 +61,28 @@ class RewardModel:
             raise ConfigError(
                 f"reward_model.name {self.name!r}: the env has a reward of this name; choose another"
             )
-        try:
-            score = await self.scorer.score(episode)
-            if not math.isfinite(score):
-                raise JudgeError(f"the reward model's score is {score}")
-        except InfraError as e:
-            error = f"{type(e).__name__}: {e}"
-            return replace(episode, error=error, reward=None, stop_reason=StopReason.INFRA)
+        fault = ""
+        with asking() as asked:
+            try:
+                score = await self.scorer.score(episode)
+                if not math.isfinite(score):
+                    raise JudgeAnswerError(f"the reward model's score is {score}")
+            except InfraError as e:
+                error = f"{type(e).__name__}: {e}"
+                return replace(episode, error=error, reward=None, stop_reason=StopReason.INFRA)
+            except JudgeAnswerError as e:
+                score, fault = self._lowest, str(e)
+        self._lowest = min(self._lowest, score)
+        fault = fault or " ".join(asked.unusable)
         part = self.weight * score
         return replace(
-            episode, rewards={**episode.rewards, self.name: part}, reward=(episode.reward or 0.0) + part
+            episode,
+            rewards={**episode.rewards, self.name: part},
+            reward=(episode.reward or 0.0) + part,
+            faults={
+                **episode.faults,
+                **({self.name: fault} if fault else {}),
+            },
         )
 
     async def close(self) -> None:
@@ -109,12 +127,13 @@ class _JudgeScorer:
             timeout_s=config.timeout_s,
             retries=config.retries,
             max_concurrent=config.max_concurrent,
+            on_malformed=config.on_malformed,
         )
 
     async def score(self, episode: Episode) -> float:
         c = self.config
         asked = c.prompt.replace("{low}", f"{c.low:g}").replace("{high}", f"{c.high:g}")
-        question = f"{asked}\n\n{_cut(conversation_text(episode.messages), c.max_tokens)}"
+        question = f"{asked}\n\n{fenced(_cut(conversation_text(episode.messages), c.max_tokens))}"
         return await self.judge.score(question, low=c.low, high=c.high)
 
     async def close(self) -> None:
@@ -270,7 +289,8 @@ def plain_roles(messages: Sequence[Message]) -> list[dict[str, str]]:
 
 def _body(message: Message) -> str:
     calls = [json.dumps({"name": c.name, "arguments": dict(c.arguments)}, default=str) for c in message.tool_calls]
-    return "\n".join(part for part in (plain_text(message.content), *(f"call: {call}" for call in calls)) if part)
+    said = "\n".join(part for part in (plain_text(message.content), *(f"call: {call}" for call in calls)) if part)
+    return neutral(said)
 
 
 def _cut(text: str, max_tokens: int | None) -> str:

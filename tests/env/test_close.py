@@ -96,7 +96,6 @@ async def test_three_calls_count_to_three(renderer):
         ([call("spin")], StopReason.TIMEOUT, None),
         ([call("lose")], StopReason.INFRA, "SandboxError: gone"),
         ([EngineError("lost")], StopReason.INFRA, "EngineError: lost"),
-        ([RuntimeError("a bug")], StopReason.INFRA, "RuntimeError: a bug"),
     ],
 )
 async def test_the_env_is_closed_once_however_it_ends(renderer, script, stop, error):
@@ -104,6 +103,12 @@ async def test_the_env_is_closed_once_however_it_ends(renderer, script, stop, er
     assert (episode.stop_reason, Counter.closed) == (stop, ["t"])
     assert (episode.error is None) if error is None else (error in episode.error)
     assert (episode.reward is None) == (error is not None)
+
+
+async def test_a_bug_of_agentrl_is_raised_and_the_env_is_closed_once(renderer):
+    with pytest.raises(RuntimeError, match="a bug"):
+        await run_episode(player(renderer, [RuntimeError("a bug")]), Task("t"), episode_id="e", seed=0)
+    assert Counter.closed == ["t"]
 
 
 async def test_a_cancelled_episode_closes_its_env(renderer):

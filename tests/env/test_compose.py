@@ -320,14 +320,29 @@ async def test_a_class_may_name_mcp_servers_beside_its_tools():
         assert [c.result for c in episode.turns[0].calls] == ["mine", "1"]
 
 
-async def test_a_dead_mcp_server_is_infrastructure():
+async def test_an_mcp_server_that_dies_of_a_call_is_an_observation():
     pytest.importorskip("mcp")
     env = mcp_env()
     await env.reset(Task("t", {"prompt": "x"}))
-    with pytest.raises(InfraError, match="the server"):
+    for name in ("die", "add"):
+        (said,), *_ = await env.step(call(name))
+        assert "the tool server's session ended during the call of die" in said.content
+    await env.close()
+    await env.reset(Task("t", {"prompt": "x"}))
+    (said,), *_ = await env.step(call("add"))
+    assert said.content == "1"
+    await env.close()
+
+
+async def test_an_mcp_server_that_dies_and_cannot_be_started_again_is_infrastructure(tmp_path):
+    pytest.importorskip("mcp")
+    script = tmp_path / "server.py"
+    script.write_text(SERVER.read_text())
+    env = ComposedEnv(tools=[{"mcp": {"command": [sys.executable, str(script)]}}])
+    await env.reset(Task("t", {"prompt": "x"}))
+    script.write_text("raise SystemExit(1)")
+    with pytest.raises(InfraError, match="the server died during die, and is down"):
         await env.step(call("die"))
-    with pytest.raises(InfraError, match="the server is gone"):
-        await env.step(call("add"))
     await env.close()
 
 

@@ -216,6 +216,7 @@ class TestWholeRun:
             *("run", "steps", "finished", "held_out_before", "held_out_after"),
             *("warmup_seconds", "train_seconds", "wall_seconds"),
             *("episodes", "sampled_tokens", "malformed", "limits", "infra_failures"),
+            *("env", "redrawn", "redrawn_tasks", "biased", "faults"),
         }
         assert (summary.steps, summary.finished, summary.episodes) == (4, True, 64)
         assert summary.infra_failures == 0

@@ -1,0 +1,48 @@
+"""Text from outside (a sandbox, a tool, a server, an endpoint), safe to render, to store and to print.
+
+What cannot be encoded, what moves a terminal's cursor, what reorders a line and what is there but cannot be seen
+becomes a visible escape such as `\\u202e`. Everything that a reader sees stays as it is, and so do line ends,
+tabs, and the joiners and variation selectors that emoji and scripts are written with.
+"""
+
+from __future__ import annotations
+
+import re
+
+_ALWAYS = (
+    "\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f"  # C0 but tab, line feed and carriage return; DEL; C1
+    "\xad\u061c\u180e"  # soft hyphen, Arabic letter mark, Mongolian vowel separator
+    "\u200b\u200e\u200f\u202a-\u202e"  # zero-width space; direction marks, embeddings and overrides
+    "\u2060-\u206f\ufeff\ufff9-\ufffb"  # invisible operators, isolates, byte order mark, annotations
+    "\ud800-\udfff"  # halves of surrogate pairs
+    "\U000e0000-\U000e007f"  # tags: invisible ASCII
+)
+_IN_PLACE = "\u200c\u200d\ufe00-\ufe0f\U000e0100-\U000e01ef"  # joiners and variation selectors
+_SUSPECT = re.compile(f"[{_ALWAYS}{_IN_PLACE}]")
+_JOINS = "\u0300-\u1fff\u2190-\u27bf\u2900-\u303f\u3041-\ud7ff\uf900-\ufdff\ufe70-\ufefc\U00010000-\U000323af"
+_VARIES = "\ufe00-\ufe0f\U000e0100-\U000e01ef"
+_FOUND = re.compile(
+    "(?P<kept>"
+    "\U0001f3f4[\U000e0030-\U000e0039\U000e0061-\U000e007a]{2,6}\U000e007f"  # a region's flag
+    f"|(?<=[{_JOINS}])[{_VARIES}](?![{_VARIES}])"  # one selector after a character that has variants
+    "|(?<=[0-9#*])\ufe0f(?=\u20e3)"  # a keycap
+    f"|(?<=[{_JOINS}\ufe0f])[\u200c\u200d](?=[{_JOINS}])"  # one joiner between characters that join
+    f")|[{_ALWAYS}{_IN_PLACE}]"
+)
+
+
+def clean_text(text: str) -> str:
+    """`text` with everything unsafe as a visible escape; text without any is returned as it is, quickly.
+
+    Cleaning again changes nothing.
+    """
+    if text.isascii() and text.isprintable():
+        return text
+    return _FOUND.sub(_shown, text) if _SUSPECT.search(text) else text
+
+
+def _shown(match: re.Match[str]) -> str:
+    if match.lastgroup == "kept":
+        return match.group()
+    code = ord(match.group())
+    return f"\\u{code:04x}" if code < 0x10000 else f"\\U{code:08x}"
