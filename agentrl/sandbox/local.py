@@ -21,7 +21,7 @@ from agentrl.sandbox.errors import SandboxUnavailable
 from agentrl.sandbox.link import StreamLink
 
 OPEN_TIMEOUT_S, KILL_TIMEOUT_S = 30.0, 20.0
-END_TIMEOUT_S = 2.0
+END_TIMEOUT_S = 8.0
 """How long after its link has broken a sandbox may take to end."""
 
 

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 from agentrl.sandbox import PROMISES, Sandbox
 from agentrl.sandbox.pool import SandboxPool
-from agentrl.testing.sandbox_suite import chaos, conformance, fidelity, hostile
+from agentrl.testing.sandbox_suite import chaos, conformance, fidelity, hostile, sabotage
 from agentrl.testing.sandbox_suite.stage import Check, Stage, Unseen
 
 __all__ = ["Check", "Report", "Stage", "check_sandbox", "sandbox_checks"]
@@ -23,7 +23,7 @@ __all__ = ["Check", "Report", "Stage", "check_sandbox", "sandbox_checks"]
 
 def sandbox_checks() -> list[Check]:
     """Every check, in the order in which they are best read."""
-    return [*conformance.checks(), *fidelity.checks(), *hostile.checks(), *chaos.checks()]
+    return [*conformance.checks(), *fidelity.checks(), *hostile.checks(), *sabotage.checks(), *chaos.checks()]
 
 
 @dataclass(frozen=True)

@@ -16,6 +16,7 @@ from sandbox_specs import spec_for
 from agentrl.errors import ConfigError
 from agentrl.sandbox import Box, Sandbox, SandboxBroken, SandboxDied, SandboxPool, bundle
 from agentrl.sandbox.contract import SessionKind
+from agentrl.sandbox.inside import leftovers
 from agentrl.sandbox.local import LocalProcess
 
 HUNTER = """
@@ -47,6 +48,10 @@ while time.time() < end:
             if open(f"/proc/{name}/stat").read().split()[3] not in map(str, own):
                 print("opened", name, part)
 print("looked at", len(others))
+"""
+UNREMOVABLE = """def remove_tree(path: str) -> None:
+    if os.path.exists(path + "/workspace/stays"):
+        raise RecursionError("no")
 """
 UNACCEPT = """
 import os, sys
@@ -311,3 +316,32 @@ def _pid(box: Box) -> int:
 
 def _ppid(pid: int) -> int:
     return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
+
+
+class TestLeftovers:
+    def test_a_tree_deeper_than_the_call_stack_is_removed(self, tmp_path: Path) -> None:
+        (tmp_path / "kept").write_text("x")
+        root = tmp_path / "root"
+        (root / "shut").mkdir(parents=True)
+        (root / "shut" / "f").write_text("x")
+        (root / "link").symlink_to(tmp_path)
+        folder = os.open(root, os.O_RDONLY)
+        for _ in range(3000):
+            os.mkdir("d", dir_fd=folder)
+            inner = os.open("d", os.O_RDONLY, dir_fd=folder)
+            os.close(folder)
+            folder = inner
+        os.close(folder)
+        (root / "shut").chmod(0)
+        leftovers.remove_tree(str(root))
+        assert sorted(os.listdir(tmp_path)) == ["kept"]
+        leftovers.remove_tree(str(root))  # fine when it is gone
+
+    async def test_one_sandbox_that_cannot_be_cleaned_up_leaves_the_others(
+        self, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        with _rewritten(monkeypatch, "leftovers", "def remove_tree(path: str) -> None:\n", UNREMOVABLE):
+            async with SandboxPool(Sandbox(backend="landlock"), min_idle=0) as pool, pool.lease() as other:
+                async with pool.lease() as box:
+                    await box.run("touch stays")
+                await still_answers(other)

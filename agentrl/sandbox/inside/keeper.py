@@ -88,7 +88,7 @@ class Keeper:
                     if fd == self.parent_fd:
                         return
                     if fd in self.boxes:
-                        self.bury(self.boxes[fd])
+                        self.end(self.boxes[fd])
                     elif not self.receive():
                         return
                 self.garbage = [group for group in self.garbage if not group.remove()]
@@ -172,8 +172,18 @@ class Keeper:
         os.chown(folder, uid, gid)
         return folder
 
+    def end(self, box: Box) -> None:
+        """A sandbox has ended. Whatever it has left behind, the keeper of all the others goes on."""
+        try:
+            self.bury(box)
+        except (BrokenPipeError, ConnectionResetError):
+            raise
+        except Exception as error:
+            os.write(2, f"sandbox {box.name}: could not be cleaned up: {type(error).__name__}: {error}\n".encode())
+            self.tell({"box": box.name, "exit": 0, "oom_kills": 0, "at_limit": True})
+
     def bury(self, box: Box) -> None:
-        """A sandbox has ended: collect it and remove what was its own."""
+        """Collect a sandbox that has ended and remove what was its own."""
         _, status = os.waitpid(box.pid, 0)
         self.poll.unregister(box.pidfd)
         del self.boxes[box.pidfd]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import errno
 import os
 import stat
 
@@ -43,6 +42,9 @@ def sweep_folders(place: str) -> None:
             remove_tree(path)
 
 
+FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
+
+
 def remove_tree(path: str) -> None:
     """Delete a directory as far as that is possible; see `remove_whole`."""
     with contextlib.suppress(OSError):
@@ -50,48 +52,59 @@ def remove_tree(path: str) -> None:
 
 
 def remove_whole(path: str) -> None:
-    """Delete a directory whatever modes its owner gave to what is inside, and however deep it is.
+    """Delete a directory whatever modes its owner gave to what is inside; links are not followed.
 
-    Links are not followed. A directory within one that is being emptied moves to the top first, so that a program
-    that nests thousands of them costs no more than one that makes thousands side by side.
+    It may be deeper than a call stack or a path name can be: one folder is open at a time, and `..` leads back up.
 
     Raises:
-        OSError: something of it cannot be removed.
+        OSError: something of it cannot be removed; everything else is gone.
     """
-    top = _open_folder(path, None)
-    moved = 0
-    try:
-        while names := os.listdir(top):
-            for name in names:
-                if not stat.S_ISDIR(os.stat(name, dir_fd=top, follow_symlinks=False).st_mode):
-                    os.unlink(name, dir_fd=top)
-                    continue
-                folder = _open_folder(name, top)
-                try:
-                    for inner in os.listdir(folder):
-                        if not stat.S_ISDIR(os.stat(inner, dir_fd=folder, follow_symlinks=False).st_mode):
-                            os.unlink(inner, dir_fd=folder)
-                            continue
-                        os.close(_open_folder(inner, folder))  # one that is locked cannot be moved
-                        while True:
-                            moved += 1
-                            try:
-                                os.rename(inner, f"moved{moved}", src_dir_fd=folder, dst_dir_fd=top)
-                                break
-                            except OSError as error:  # a program has made something of that name
-                                if error.errno not in (errno.ENOTEMPTY, errno.EEXIST, errno.ENOTDIR):
-                                    raise
-                finally:
-                    os.close(folder)
-                os.rmdir(name, dir_fd=top)
-    finally:
-        os.close(top)
+    errors: list[OSError] = []
+    folder = _open_folder(path, None)
+    names: list[str] = []
+    left = [_delete_files(folder, errors)]
+    while left:
+        if left[-1]:
+            name = left[-1].pop()
+            try:
+                inner = _open_folder(name, folder)
+            except OSError as error:
+                errors.append(error)
+                continue
+            names.append(name)
+            left.append(_delete_files(inner, errors))
+        else:
+            left.pop()
+            inner = os.open("..", FOLDER, dir_fd=folder)
+        os.close(folder)
+        folder = inner
+        if len(names) == len(left) > 0:
+            try:
+                os.rmdir(names.pop(), dir_fd=folder)
+            except OSError as error:
+                errors.append(error)
+    os.close(folder)
+    if errors:
+        raise errors[0]
     os.rmdir(path)
 
 
 def _open_folder(name: str, fd: int | None) -> int:
     """A descriptor of a directory that its owner may have locked; it can be emptied from now on."""
-    flags = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
-    if stat.S_IMODE(os.stat(name, dir_fd=fd, follow_symlinks=False).st_mode) & 0o700 != 0o700:
-        os.chmod(name, 0o700, dir_fd=fd)  # of the owner's own making: nobody swaps it for a link any more
-    return os.open(name, flags, dir_fd=fd)
+    if stat.S_IMODE(os.stat(name, dir_fd=fd, follow_symlinks=False).st_mode) & stat.S_IRWXU != stat.S_IRWXU:
+        os.chmod(name, stat.S_IRWXU, dir_fd=fd)  # of the owner's own making: nobody swaps it for a link any more
+    return os.open(name, FOLDER, dir_fd=fd)
+
+
+def _delete_files(folder: int, errors: list[OSError]) -> list[str]:
+    """Delete what is no directory; the names of those that are one."""
+    found = []
+    for name in os.listdir(folder):
+        try:
+            if stat.S_ISDIR(os.stat(name, dir_fd=folder, follow_symlinks=False).st_mode):
+                found.append(name)
+            else:
+                os.unlink(name, dir_fd=folder)
+        except OSError as error:
+            errors.append(error)
+    return found

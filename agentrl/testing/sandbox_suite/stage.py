@@ -19,7 +19,7 @@ from typing import Literal
 from agentrl.sandbox import Box, Sandbox
 from agentrl.sandbox.pool import SandboxPool
 
-Kind = Literal["conformance", "hostile", "fidelity", "chaos"]
+Kind = Literal["conformance", "hostile", "sabotage", "fidelity", "chaos"]
 
 
 class Unseen(Exception):
