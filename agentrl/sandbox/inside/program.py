@@ -146,7 +146,9 @@ class Call:
         self.id: int = header["id"]
         self.retried = False
         self.order = b""
-        self.program, self.stdin, self.header = program, memoryview(stdin), header
+        self.program, self.header = program, header
+        self.given, self.stdin = stdin, memoryview(stdin)
+        """What it can read on stdin: all of it, and what has not been handed over yet."""
         wall_s, stdout_bytes, stderr_bytes, self.output_total = limits
         self.out, self.err = Tail(stdout_bytes), Tail(stderr_bytes)
         self.started = time.monotonic()

@@ -283,7 +283,7 @@ class Supervisor:
                 program.order(frames.pack_raw(b"%d" % header["id"], payload))
             self._prepare(program, Call(header, program, b"", self.limits))  # while it works already
             return
-        if header.get("stream"):
+        if "stream" in header:
             self._still(signal.SIGSTOP)
         try:
             program = self._take_spare()
@@ -532,12 +532,12 @@ class Supervisor:
         if unstarted and os.WIFSIGNALED(program.status or 0) and not call.retried:
             # Somebody killed the spare before it took the order: nothing of the order has happened.
             program.close()
-            again = Call(call.header, Program(self.confinement), bytes(call.stdin), self.limits)
+            again = Call(call.header, Program(self.confinement), call.given, self.limits)
             again.retried = True
             self._launch(again, call.order)
             return
         self.call = None
-        is_file = bool(call.header.get("stream"))
+        is_file = "stream" in call.header
         if is_file:
             self._still(signal.SIGCONT)
         if session is not None and lost:
