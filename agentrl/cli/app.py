@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import sys
 from collections.abc import Sequence
@@ -68,6 +69,8 @@ app.command("import-verl")(import_verl)
 app.add_typer(config.app, name="config")
 app.add_typer(sandbox.app, name="sandbox")
 
+PLACES = {errno.EACCES, errno.EDQUOT, errno.ENAMETOOLONG, errno.ENOSPC, errno.EPERM, errno.EROFS}
+"""Trouble of files and folders that no program can mend: said in one line."""
 CONFIG_EXIT = 2
 """Exit code for the user's mistakes; those of usage have the same."""
 
@@ -90,9 +93,14 @@ def main(argv: Sequence[str] | None = None) -> None:
             raise
         print(said, file=sys.stderr)
         raise SystemExit(CONFIG_EXIT) from None
+    except OSError as e:
+        if isinstance(e, BrokenPipeError):  # `agentrl show run | head`
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        elif e.errno not in PLACES or e.filename is None:
+            raise
+        else:
+            print(f"{str(e.filename)[:200]}: {e.strerror}", file=sys.stderr)
+        raise SystemExit(1) from None
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         raise SystemExit(130) from None
-    except BrokenPipeError:  # `agentrl show run | head`
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        raise SystemExit(1) from None

@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from agentrl.cli.options import Overrides, YamlFile
+from agentrl.cli.options import Overrides, YamlFile, new_file
 
 app = typer.Typer(help="What can be written into a run's YAML file, and what it comes to.", no_args_is_help=True)
 
@@ -30,7 +30,7 @@ def schema(
     if out is None:
         print(text)
     else:
-        out.write_text(text + "\n", encoding="utf-8")
+        new_file(out, overwrite=True).write_text(text + "\n", encoding="utf-8")
 
 
 @app.command("show")

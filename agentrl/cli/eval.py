@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from agentrl.cli.options import Overrides, check_effect
+from agentrl.cli.options import PlayOverrides, check_effect
 
 if TYPE_CHECKING:
     from agentrl.config import RunConfig
@@ -111,7 +111,7 @@ def evaluate(
         ),
     ] = None,
     fresh: Annotated[bool, typer.Option("--fresh", help="Play everything anew, also what is done.")] = False,
-    overrides: Overrides = [],  # noqa: B006
+    overrides: PlayOverrides = [],  # noqa: B006
 ) -> None:
     """Play tasks with a trained policy, or any model behind an endpoint, and say how many it solves.
 

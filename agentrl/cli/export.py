@@ -9,6 +9,8 @@ from typing import Annotated
 
 import typer
 
+from agentrl.cli.options import new_file
+
 
 class Format(StrEnum):
     """How the rows are written."""
@@ -48,8 +50,8 @@ def export(
 
     if format is Format.HF and out is None:
         raise ConfigError("--format hf writes parquet: name the file with --out FILE.parquet")
-    if out is not None and out.exists():
-        raise ConfigError(f"{out}: is there already; nothing was changed, choose another name")
+    if out is not None:
+        new_file(out)
     chosen = Selection(_steps(steps), min_reward, solved, malformed)
     records = list(chosen.records(run))
     data = export_records(records, format.value)

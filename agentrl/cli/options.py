@@ -23,8 +23,39 @@ Overrides = Annotated[
     ),
 ]
 
+PlayOverrides = Annotated[
+    list[str],
+    typer.Option(
+        "--set",
+        metavar="KEY=VALUE",
+        help="Change one value, e.g. `--set engine.max_slots=64`; only those that say how the policy samples"
+        " and plays. May be given several times.",
+        show_default=False,
+    ),
+]
+
 OF_UPDATES = ("engine.sync_tolerance", "engine.server.sleep")
 """Settings of how weights are updated: nothing to those who only sample."""
+
+
+def new_file(path: Path, *, overwrite: bool = False) -> Path:
+    """See that a file can be made there.
+
+    Raises:
+        ConfigError: it is there already, is a folder, or its folder is missing.
+    """
+    from agentrl.errors import ConfigError
+
+    try:
+        if path.is_dir():
+            raise ConfigError(f"{path}: is a folder; name a file in it")
+        if path.exists() and not overwrite:
+            raise ConfigError(f"{path}: is there already; nothing was changed, choose another name")
+        if not path.parent.is_dir():
+            raise ConfigError(f"{path}: there is no folder {path.parent}; make it first")
+    except OSError as e:
+        raise ConfigError(f"{str(path)[:200]}: {e.strerror}") from None
+    return path
 
 
 def check_effect(overrides: Sequence[str], sections: Collection[str], what: str) -> None:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from agentrl.cli.options import Overrides, check_effect
+from agentrl.cli.options import PlayOverrides, check_effect
 
 if TYPE_CHECKING:
     from agentrl.chat.template import Renderer
@@ -63,7 +63,7 @@ def serve(
             show_default=False,
         ),
     ] = None,
-    overrides: Overrides = [],  # noqa: B006
+    overrides: PlayOverrides = [],  # noqa: B006
 ) -> None:
     """Serve a policy to anything that speaks the OpenAI API, with the tokens of its training, until Ctrl-C."""
     from agentrl.extras import require

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from typing import Annotated, Literal, Self
 
-from pydantic import Field, model_validator
+from pydantic import Field, field_validator, model_validator
 
+from agentrl.config.address import address_problem
 from agentrl.config.section import Count, Device, Positive, Section
 
 Seconds = Annotated[float, Field(gt=0)]
@@ -45,6 +46,14 @@ class ServerConfig(Section):
     """`sync: tensor` and `broadcast`: weights on their way at once."""
     sleep: bool = False
     """Free the servers' GPU memory while the learner works on the same GPU."""
+
+    @field_validator("urls")
+    @classmethod
+    def _addresses(cls, urls: list[str]) -> list[str]:
+        for url in urls:
+            if problem := address_problem(url):
+                raise ValueError(f"{url}: {problem}; give an address such as http://127.0.0.1:30000")
+        return urls
 
     def changed(self) -> set[str]:
         """Names of the fields that differ from their defaults."""

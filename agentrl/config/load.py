@@ -40,6 +40,10 @@ _DATA: Mapping[tuple[str, str], Literal["train", "held_out"]] = {
     ("data", "train"): "train",
     ("data", "held_out"): "held_out",
 }
+
+LARGEST = 10**9
+"""No number of a run is larger: it would be a slip that fills the memory."""
+
 FUNCTIONS = (("algorithm", "advantage"), ("algorithm", "loss"))
 """Fields that may name a function of the user's own."""
 
@@ -190,6 +194,9 @@ def _numbers(source: Source) -> None:
         if isinstance(value, bool | str) and (int in kinds or float in kinds) and type(value) not in kinds:
             text = f"must be {kind_name(field.annotation)}, got {_show(value)}"
             source.problems.append(Problem(loc, text, source.spot(loc)))
+        elif type(value) is int and value > LARGEST and loc != ("seed",):  # which has a bound of its own
+            text = f"must be at most {LARGEST}, got {value}"
+            source.problems.append(Problem(loc, text, source.spot(loc)))
     weights = _get(source.data, ("env", "reward_weights"))
     for name, value in weights.items() if isinstance(weights, dict) else ():
         if isinstance(value, bool | str):
@@ -205,11 +212,11 @@ def _paths(source: Source, folder: Path, *, check: bool) -> None:
             continue
         path = _absolute(text, source.spot(loc), folder)
         _get(source.data, loc[:-1])[loc[-1]] = str(path)
-        exists = path.is_dir() if kind == "folder" else path.is_file()
+        exists = _exists(path, kind)
         if check and not exists:
-            if kind == "file" and path.is_dir():
+            if kind == "file" and _exists(path, "folder"):
                 problem = f"must be a file, {path} is a folder; name a file in it"
-            elif kind == "folder" and path.is_file():
+            elif kind == "folder" and _exists(path, "file"):
                 problem = f"must be a folder, {path} is a file"
             else:
                 problem = f"there is no {kind} {path}{_neighbours(path)}"
@@ -242,6 +249,13 @@ def _data_paths(source: Source, folder: Path, *, check: bool) -> None:
             source.problems.append(Problem(loc, "names no file: the list is empty", source.spot(loc)))
 
 
+def _exists(path: Path, kind: Literal["file", "folder"]) -> bool:
+    try:
+        return path.is_dir() if kind == "folder" else path.is_file()
+    except (OSError, ValueError):  # a name that is too long, or has a NUL
+        return False
+
+
 def _function_path(source: Source, loc: tuple[str, str], folder: Path, *, check: bool) -> None:
     """`path/to/file.py:function` of the user's own."""
     text = _get(source.data, loc)
@@ -250,7 +264,7 @@ def _function_path(source: Source, loc: tuple[str, str], folder: Path, *, check:
         return
     path = _absolute(module, source.spot(loc), folder)
     source.data[loc[0]][loc[1]] = f"{path}:{name}"
-    if check and not path.is_file():
+    if check and not _exists(path, "file"):
         source.problems.append(Problem(loc, f"there is no file {path}{_neighbours(path)}", source.spot(loc)))
 
 
@@ -276,7 +290,7 @@ def _env_path(source: Source, folder: Path, *, check: bool) -> None:
         source.data["env"] = f"{path}:{name}"
     else:
         source.data["env"]["use"] = f"{path}:{name}"
-    if check and not path.is_file():
+    if check and not _exists(path, "file"):
         source.problems.append(Problem(loc, f"there is no file {path}{_neighbours(path)}", source.spot(loc)))
 
 
@@ -294,7 +308,7 @@ def _agent_path(source: Source, folder: Path, *, check: bool) -> None:
     if module.endswith(".py"):
         path = _absolute(module, source.spot(loc), folder)
         source.data["agent"]["use"] = f"{path}:{name}"
-        if check and not path.is_file():
+        if check and not _exists(path, "file"):
             source.problems.append(Problem(loc, f"there is no file {path}{_neighbours(path)}", source.spot(loc)))
 
 
@@ -306,7 +320,7 @@ def _absolute(text: str, spot: Spot | None, folder: Path) -> Path:
 def _neighbours(path: Path) -> str:
     """A hint: the name in the same folder that looks most like the missing one."""
     for parent in path.parents:
-        if parent.is_dir():
+        if _exists(parent, "folder"):
             wanted = path.relative_to(parent).parts[0]
             near = difflib.get_close_matches(wanted, os.listdir(parent), n=1, cutoff=0.6)
             return f"; did you mean {parent / near[0]}?" if near else f" ({parent} has no {wanted!r})"
@@ -319,7 +333,7 @@ def _name(source: Source, folder: Path) -> None:
         name = re.sub(r"[^A-Za-z0-9._-]+", "-", folder.name).strip("-.")
         source.data["name"] = name or "run"
     elif isinstance(name, str) and name.startswith("."):
-        text = f"must not begin with a dot, got {name!r}: it names a folder"
+        text = f"must not begin with a dot, got {_show(name)}: it names a folder"
         source.problems.append(Problem(("name",), text, source.spot(("name",))))
 
 

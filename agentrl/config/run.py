@@ -167,6 +167,18 @@ class WarmupConfig(Section):
     """Demonstrations in one optimizer step."""
 
     @model_validator(mode="after")
+    def _no_dead_keys(self) -> Self:
+        """A file holds its own demonstrations."""
+        for key in ("options", "num"):
+            field = type(self).model_fields[key]
+            default = field.get_default(call_default_factory=True)
+            if self.demonstrations is not None and getattr(self, key) != default:
+                raise ValueError(
+                    f"warmup.{key} has no effect while warmup.demonstrations names a file: remove one of them"
+                )
+        return self
+
+    @model_validator(mode="after")
     def _anneal_fits(self) -> Self:
         if self.anneal_epochs >= self.max_epochs:
             raise ValueError(
@@ -178,9 +190,9 @@ class WarmupConfig(Section):
 class RolloutConfig(Section):
     """How episodes are played."""
 
-    groups_per_step: Positive = 32
+    groups_per_step: Annotated[int, Field(gt=0, le=65_536)] = 32
     """Tasks in one optimizer step."""
-    group_size: Positive = 8
+    group_size: Annotated[int, Field(gt=0, le=65_536)] = 8
     """Episodes of each task; their rewards are compared with one another."""
     temperature: Annotated[float, Field(gt=0)] = 1.0
     """Sampling temperature; the learner scales its logits by the same."""
@@ -376,9 +388,9 @@ class CheckpointConfig(Section):
 class RunConfig(Section):
     """Everything a run needs; one YAML file."""
 
-    name: str = Field(default="", pattern=r"^[A-Za-z0-9._-]*$")
+    name: str = Field(default="", pattern=r"^[A-Za-z0-9._-]*$", max_length=200)
     """Name of the run folder under `runs/`; the YAML file's folder name when empty."""
-    seed: int = 0
+    seed: Annotated[int, Field(ge=-(2**63), lt=2**63)] = 0
     """Seeds tasks, model making, sampling and data order."""
     steps: Positive = 100
     """Optimizer steps."""

@@ -16,6 +16,8 @@ from agentrl.errors import ConfigError
 
 Loc = tuple[str | int, ...]
 
+MAX_DEPTH = 50
+"""Sections within sections at most."""
 MAX_NODES = 100_000
 """Keys and values of one file at most: aliases of aliases can otherwise fill the memory."""
 
@@ -158,6 +160,10 @@ def _compose(text: str, source: Source) -> Node | None:
         raise ConfigError(f"{where}: {what}{excerpt(source, line, column)}") from None
     except YAMLError as e:
         raise ConfigError(f"{source.name}: not valid YAML: {' '.join(str(e).split())}") from None
+    except RecursionError:
+        raise ConfigError(f"{source.name}: nested more than {MAX_DEPTH} levels deep") from None
+    except ValueError as e:  # a scalar that the composer cannot read
+        raise ConfigError(f"{source.name}: not valid YAML: {e}") from None
 
 
 class _Reader:
@@ -174,6 +180,8 @@ class _Reader:
             raise ConfigError(_at(self.source, node, f"the file holds more than {MAX_NODES} values"))
         if isinstance(node, ScalarNode):
             return self.scalar(node, loc)
+        if len(self.open) >= MAX_DEPTH:
+            raise ConfigError(_at(self.source, node, f"nested more than {MAX_DEPTH} levels deep"))
         if id(node) in self.open:
             raise ConfigError(_at(self.source, node, f"{dotted(loc)} contains itself"))
         self.open.add(id(node))

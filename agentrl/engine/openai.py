@@ -15,6 +15,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from agentrl.config.address import address_problem
 from agentrl.errors import ConfigError, EngineError
 from agentrl.types import Image, Message, ToolCall
 
@@ -45,7 +46,7 @@ class Endpoint:
     request: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        if problem := _no_address(self.base_url):
+        if problem := address_problem(self.base_url):
             raise ConfigError(
                 f"--base-url {self.base_url}: {problem}; give an address such as http://127.0.0.1:8000/v1"
             )
@@ -260,19 +261,6 @@ def _read_calls(raw: Sequence[Any]) -> tuple[tuple[ToolCall, ...], tuple[str, ..
             continue
         calls.append(ToolCall(id, name, arguments))
     return tuple(calls), tuple(errors), wired
-
-
-def _no_address(url: str) -> str:
-    """Why no request can be sent there; "" where one can."""
-    import httpx
-
-    try:
-        parts = httpx.URL(url)
-    except httpx.InvalidURL as e:
-        return f"this is no URL: {e}"
-    if parts.scheme not in ("http", "https") or not parts.host:
-        return "this is no http or https URL with a host"
-    return "" if parts.port is None or 0 < parts.port < 1 << 16 else f"there is no port {parts.port}"
 
 
 def _error_text(e: Any) -> str:

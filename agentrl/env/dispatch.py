@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol, runtime_checkable
 
 from agentrl.env.declare import Content, Stop, ToolResult
-from agentrl.env.observe import error_text, to_content
+from agentrl.env.observe import answered_error, to_content
 from agentrl.env.schema import InvalidArguments
 from agentrl.env.threads import CallTimeout, ToolRaised, current, run_apart
 from agentrl.errors import InfraError
@@ -95,9 +95,9 @@ async def run_call(tools: Mapping[str, BoundTool], call: ToolCall, default_timeo
             raise
         outcome = Outcome(call, "Error: CancelledError", "tool_exception")  # raised by the tool itself
     except ToolRaised as e:
-        outcome = Outcome(call, f"Error: {error_text(e.cause)}", "tool_exception")
+        outcome = Outcome(call, answered_error(e.cause), "tool_exception")
     except Exception as e:
-        outcome = Outcome(call, f"Error: {error_text(e)}", "tool_exception")
+        outcome = Outcome(call, answered_error(e), "tool_exception")
     outcome.seconds = time.perf_counter() - start
     return outcome
 

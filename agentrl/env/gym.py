@@ -16,6 +16,7 @@ import gymnasium
 import numpy as np
 from gymnasium import spaces
 
+from agentrl.env.ansi import without_colors
 from agentrl.env.background import background
 from agentrl.env.declare import ToolResult
 from agentrl.env.dispatch import BoundTool, call_function
@@ -210,7 +211,7 @@ class GymnasiumEnv(ToolEnv):
     def describe(self, observation: Any) -> str:
         """What the policy sees: the rendered game where it renders text, else the observation."""
         if getattr(self.game, "render_mode", None) == "ansi":
-            return str(self.game.render()).strip("\n")
+            return without_colors(str(self.game.render())).strip("\n")
         return json.dumps(_plain(observation))
 
     def act(self, action: Any) -> ToolResult:

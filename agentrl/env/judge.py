@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, Protocol, runtime_checkable
 
+from agentrl.config.address import address_problem
 from agentrl.env.asked import found_unusable, waits_for
 from agentrl.env.dispatch import within
 from agentrl.env.judge_text import fenced, form_of, neutral, read_score, schema_of
@@ -91,6 +92,8 @@ class Judge:
     _slots: Any = field(default=None, repr=False)
 
     def __post_init__(self) -> None:
+        if problem := address_problem(self.url):
+            raise ConfigError(f"judge {self.model}: url {self.url}: {problem}")
         if self.key_env and self.key_env not in os.environ:
             raise ConfigError(f"judge {self.model}: environment variable {self.key_env} is not set")
         if self.cache is not None and self.cache.is_file():

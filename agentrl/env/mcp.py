@@ -14,20 +14,17 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NoReturn
 
+from agentrl.config.address import address_problem
 from agentrl.env.background import background
 from agentrl.env.dispatch import within
 from agentrl.env.jsonschema import check_arguments
-from agentrl.env.observe import error_text
+from agentrl.env.observe import ToolError, error_text
 from agentrl.env.threads import CallTimeout
 from agentrl.errors import ConfigError, InfraError
 from agentrl.types import Image, Part
 
 if TYPE_CHECKING:
     from mcp import Client
-
-
-class ToolError(Exception):
-    """A tool of a server reported an error."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,6 +54,8 @@ class McpServer:
     def __post_init__(self) -> None:
         if bool(self.command) == bool(self.url):
             raise ConfigError("mcp: give exactly one of `command` (a list) and `url`")
+        if self.url and (problem := address_problem(self.url)):
+            raise ConfigError(f"mcp: url {self.url}: {problem}")
 
     @classmethod
     def from_mapping(cls, entry: Mapping[str, Any]) -> McpServer:
@@ -99,8 +98,10 @@ def list_tools(server: McpServer) -> tuple[_Listed, ...]:
     if server not in _listings:
         try:
             _listings[server] = background.run(_ask_tools(server), server.connect_timeout_s + 5)
-        except (InfraError, TimeoutError) as e:
-            raise ConfigError(f"mcp: {server.where}: {e}") from e
+        except InfraError as e:
+            raise ConfigError(str(e)) from e
+        except TimeoutError as e:
+            raise ConfigError(f"mcp: {server.where}: no answer after {server.connect_timeout_s:g} s") from e
     return _listings[server]
 
 
@@ -234,7 +235,10 @@ class McpConnection:
         try:
             await fresh.open()
         except InfraError as e:
-            raise InfraError(f"mcp: {self.server.where}: the server died {when} {name}, and is down: {e}") from e
+            said = str(e).removeprefix(f"mcp: {self.server.where}: ")
+            raise InfraError(
+                f"mcp: {self.server.where}: the server died {when} {name}, and is down: {said}"
+            ) from e
         finally:
             await fresh.close()
         self._gone = f"the tool server's session ended {when} the call of {name} and answers no more calls"

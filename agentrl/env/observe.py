@@ -37,14 +37,26 @@ def to_content(value: Any) -> Content:
         raise TypeError(f"the result is {type(value).__name__}, which has no JSON form: {e}") from None
 
 
+class ToolError(Exception):
+    """A tool elsewhere reported an error; the text is its own."""
+
+
 def error_text(error: BaseException) -> str:
-    """Type and message of what a tool raised, without a traceback."""
+    """Type and message of what a tool raised, without a traceback; of a `ToolError` the message alone."""
     try:
         message = str(error)
     except Exception:
         message = ""
     name = type(error).__name__
+    if isinstance(error, ToolError):
+        return message or "the tool failed"
     return f"{name}: {message}" if message else name
+
+
+def answered_error(error: BaseException) -> str:
+    """What the policy reads where a tool failed: `Error: ...`, said once."""
+    text = error_text(error)
+    return text if text.lower().startswith("error") else f"Error: {text}"
 
 
 def plain_text(content: Content) -> str:

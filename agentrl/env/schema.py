@@ -21,6 +21,7 @@ from pydantic.json_schema import GenerateJsonSchema
 from pydantic_core import ErrorDetails, PydanticSerializationError, to_jsonable_python
 from typing_extensions import TypedDict
 
+from agentrl.env.typed_dicts import readable
 from agentrl.errors import ConfigError
 
 _NAME = re.compile(r"[a-zA-Z_][a-zA-Z0-9_-]{0,63}")
@@ -95,7 +96,7 @@ def describe_callable(function: Callable[..., Any], *, where: str, method: bool)
     defaults: dict[str, Any] = {}
     for parameter in parameters:
         _refuse_unusable(parameter, hints, where)
-        fields[parameter.name] = hints[parameter.name]
+        fields[parameter.name] = hints[parameter.name] = readable(hints[parameter.name])
         if parameter.default is not inspect.Parameter.empty:
             defaults[parameter.name] = parameter.default
     # Not NotRequired[hint] or Annotated[hint, ...]: typing caches by equality, and `int | str == str | int`; the

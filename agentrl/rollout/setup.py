@@ -53,6 +53,18 @@ def load_content(config: RunConfig) -> Content:
     )
 
 
+def check_held_out(config: RunConfig, content: Content) -> None:
+    """Settings of an evaluation need tasks. Raises ConfigError where there are none."""
+    default = type(config.eval)()
+    for key in ("every", "tasks"):
+        value = getattr(config.eval, key)
+        if not content.held_out_tasks and value != getattr(default, key):
+            raise ConfigError(
+                f"eval.{key} is {value}, and there are no held-out tasks: name a file under data.held_out, or "
+                "remove the key"
+            )
+
+
 def env_factory(env_class: type[Env], config: RunConfig) -> Callable[[], Env]:
     """Makes envs with the options and settings of the run; one is made at once to see that it can be."""
     options, settings, weights = config.env.options, config.env.settings, config.env.reward_weights

@@ -27,7 +27,15 @@ from agentrl.records import EpisodeRecord
 from agentrl.rollout.group import with_group_rewards
 from agentrl.rollout.metrics import reward_parts
 from agentrl.rollout.prompts import prompt_tokens
-from agentrl.rollout.setup import Content, author_method, corpus, load_content, load_renderer, repeated_ids
+from agentrl.rollout.setup import (
+    Content,
+    author_method,
+    check_held_out,
+    corpus,
+    load_content,
+    load_renderer,
+    repeated_ids,
+)
 from agentrl.sandbox import close_pools
 from agentrl.testing.env import EnvCheckError, check_env
 from agentrl.testing.policy import Policy, ScriptedPolicy, call, play, random_arguments
@@ -84,6 +92,7 @@ def rehearse(config: RunConfig) -> Rehearsal:
         TemplateError: the chat template cannot be used.
     """
     content = load_content(config)
+    check_held_out(config, content)
     with tempfile.TemporaryDirectory(prefix="agentrl-check-") as temp:
         folder, max_context = _tokenizer(config, content, Path(temp))
         renderer = load_renderer(config, folder)

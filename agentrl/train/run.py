@@ -33,6 +33,7 @@ from agentrl.rollout.scheduler import Scheduler, Stall
 from agentrl.rollout.setup import (
     RENDERER_FILE,
     Content,
+    check_held_out,
     check_renderer,
     load_content,
     load_renderer,
@@ -53,7 +54,7 @@ from agentrl.train.in_step import InStep, counting, starting_engine
 from agentrl.train.memory import keep_freed_memory
 from agentrl.train.rewardless import RewardWatch
 from agentrl.train.samples import penalised
-from agentrl.train.signals import StopRequest, stop_requested
+from agentrl.train.signals import StoppedEarly, StopRequest, stop_requested, unless_stopped
 from agentrl.train.start import copy_tokenizer, make_learner, make_start, sent_weights
 from agentrl.train.verify import Synced, WeightCheck, check_rows
 from agentrl.train.work import Update
@@ -273,6 +274,7 @@ async def _train_run(
     reporter.within("reading tasks")
     earlier = store.read_summary()
     content = load_content(config)
+    check_held_out(config, content)
     for note in (*repeated_ids(content), *_idle_parameters(config)):
         reporter.note(note)
     reporter.within("making the start policy")
@@ -289,6 +291,7 @@ async def _train_run(
         prove(renderer).require(tools=bool(content.make_env().tools))
         check_renderer(renderer, policy)
         async with contextlib.AsyncExitStack() as stack:
+            stack.push(StoppedEarly.ends)
             reporter.phase("start")
             reporter.within("loading the learner")
             learner = make_learner(config, policy, start)
@@ -300,11 +303,13 @@ async def _train_run(
                 stack.push_async_callback(reward_model.close)
             lora = config.learner.lora
             reporter.within(starting_engine(config))
-            engine = await make_engine(config, start if config.engine.sync == "lora" else policy, adapters=True)
+            base = start if config.engine.sync == "lora" else policy
+            engine = await unless_stopped(lambda: bool(stop), make_engine(config, base, adapters=True))
             stack.push_async_callback(close_pools)
             stack.push_async_callback(engine.close)
             reporter.within("measuring prompts")
-            content = await fitting(content, config, renderer, engine.max_context, reporter)
+            measuring = fitting(content, config, renderer, engine.max_context, reporter)
+            content = await unless_stopped(lambda: bool(stop), measuring)
             admission = make_admission(config, content.train_tasks, done=done)
             if checkpoint:
                 load_feed(admission, checkpoint.path)
@@ -336,7 +341,8 @@ async def _train_run(
                     check=_weight_check(config, engine, renderer, content, learner, thread),
                 )
                 if not any(line["step"] == 0 for line in store.metrics()) and not stop:
-                    before = await run.held_out(0) if config.eval.before_training else None
+                    playing = run.held_out(0) if config.eval.before_training else None
+                    before = None if playing is None else await unless_stopped(lambda: bool(stop), playing)
                     store.log_metrics(
                         0, {"warmup_seconds": warmup_seconds} | ({} if before is None else {"held_out": before})
                     )

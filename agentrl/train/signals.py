@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import signal
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
-from types import FrameType
+from types import FrameType, TracebackType
+from typing import TypeVar
+
+T = TypeVar("T")
+POLL_S = 0.2
+"""How often a wait looks whether the run was asked to stop."""
 
 
 class StopRequest:
@@ -19,6 +25,34 @@ class StopRequest:
 
     def __bool__(self) -> bool:
         return self.by is not None
+
+
+class StoppedEarly(Exception):
+    """The run was asked to stop while it waited for something before its first step."""
+
+    @staticmethod
+    def ends(kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> bool:
+        """As the exit of a context: such a run ends without an error."""
+        return isinstance(error, StoppedEarly)
+
+
+async def unless_stopped(stopping: Callable[[], bool], work: Awaitable[T]) -> T:
+    """Wait for `work`; when the run is asked to stop meanwhile, cancel it.
+
+    Raises:
+        StoppedEarly: it was asked to.
+    """
+    task = asyncio.ensure_future(work)
+    try:
+        while not task.done() and not stopping():
+            await asyncio.wait({task}, timeout=POLL_S)
+    finally:
+        if not task.done():
+            task.cancel()
+            await asyncio.wait({task})
+    if task.cancelled():
+        raise StoppedEarly
+    return task.result()
 
 
 @contextmanager

@@ -19,9 +19,10 @@ from agentrl.run.report import Reporter
 from agentrl.testing.tiny_model import make_tiny_model
 from agentrl.train.critic import CRITIC_FOLDER
 from agentrl.train.driver import Driver
-from agentrl.train.in_step import counting
+from agentrl.train.in_step import counting, starting_engine
 from agentrl.train.learner import Learner
 from agentrl.train.ranks import RankedLearner
+from agentrl.train.signals import StoppedEarly, unless_stopped
 from agentrl.train.warmup import cold_start, demonstration_samples
 
 
@@ -62,7 +63,10 @@ async def make_start(
     if config.warmup is None:
         source.rename(start)
         return start
-    await _cold_start(config, config.warmup, content, source, aside, learner_thread, reporter, stopping)
+    try:
+        await _cold_start(config, config.warmup, content, source, aside, learner_thread, reporter, stopping)
+    except StoppedEarly:
+        return None
     if stopping():
         return None
     aside.rename(start)
@@ -83,7 +87,8 @@ async def _cold_start(
     """Train the policy in `source` on the demonstrations and write it to `target`."""
     renderer = load_renderer(config, source)
     learner = make_learner(config, source, None)
-    engine = await make_engine(config, source, adapters=True)
+    reporter.within(starting_engine(config))
+    engine = await unless_stopped(stopping, make_engine(config, source, adapters=True))
     player = make_player(config, engine, renderer, content.make_env, temperature=config.rollout.temperature)
     samples = demonstration_samples(renderer, content.demonstrations, content.make_env().tools)
 

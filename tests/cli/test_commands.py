@@ -8,6 +8,7 @@ import re
 import subprocess
 import sys
 from dataclasses import replace
+from importlib.metadata import version
 from pathlib import Path
 
 import pytest
@@ -154,6 +155,15 @@ class TestTheTree:
         assert result.returncode == 0
         for command in ("train", "eval", "check", "show", "new", "config", "doctor"):
             assert f"│ {command} " in result.stdout
+
+    def test_the_version_and_shell_completion(self, run):
+        code, out, _ = run("--version")
+        assert (code, out.strip()) == (0, f"agentrl {version('agentrl-train')}")
+        code, out, _ = run("--show-completion")
+        assert code in (0, 1)  # 1 where the shell is not known
+        env = os.environ | {"_AGENTRL_COMPLETE": "complete_bash", "COMP_WORDS": "agentrl do", "COMP_CWORD": "1"}
+        done = subprocess.run([sys.executable, "-m", "agentrl"], env=env, capture_output=True, text=True)
+        assert "doctor" in done.stdout
 
     def test_a_wrong_option_is_told_apart_from_a_failure(self, run):
         code, _, err = run("train", "x.yaml", "--frsh")
@@ -388,6 +398,12 @@ class TestConfig:
         assert json.loads(out) == json_schema()
         assert run("config", "schema", "-o", tmp_path / "s.json")[0] == 0
         assert json.loads((tmp_path / "s.json").read_text()) == json_schema()
+
+    def test_a_missing_folder_is_named(self, run, tmp_path: Path):
+        code, _, err = run("config", "schema", "-o", tmp_path / "no/such.json")
+        assert (code, "there is no folder" in err) == (2, True)
+        code, _, err = run("show", "x" * 5000)
+        assert (code, err.count("\n")) == (1, 1)
 
     def test_show_and_diff(self, run, tmp_path: Path):
         path = write(tmp_path / "tools.yaml", GOOD)

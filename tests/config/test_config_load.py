@@ -124,6 +124,29 @@ def test_a_key_in_the_wrong_place_is_told_where_it_belongs(tmp_path: Path, text:
         ),
         ("data: {sampler: {floor: 0.2}}", "4:18: data.sampler.floor has no effect unless data.sampler.order is"),
         ("warmup:", "4:1: warmup: nothing stands under it; write `warmup: {}` for the defaults or remove it"),
+        ("name: " + "x" * 5000, "4:7: name must have at most 200 characters, got 'xxx"),
+        ("name: ." + "x" * 5000, "4:7: name must not begin with a dot, got '.xxx"),
+        (
+            "rollout: {groups_per_step: 99999999999999999999}",
+            "must be at most 1000000000, got 9999",
+        ),
+        ("rollout: {groups_per_step: 100000}", "rollout.groups_per_step must be in (0, 65536], got 100000"),
+        ("eval: {tasks: 99999999999999999999}", "eval.tasks must be at most 1000000000, got 9999"),
+        ("seed: 99999999999999999999", "seed must be in [-9223372036854775808, 9223372036854775808), got"),
+        (
+            "engine: {kind: sglang, server: {urls: ['127.0.0.1:30000']}}",
+            "no http or https URL with a host",
+        ),
+        (
+            "engine: {kind: sglang, server: {urls: ['localhost:30000']}}",
+            "no http or https URL with a host",
+        ),
+        ("engine: {kind: sglang, server: {urls: ['http://']}}", "no http or https URL with a host"),
+        (
+            "warmup: {demonstrations: a, num: 3}",
+            "warmup.num has no effect while warmup.demonstr",
+        ),
+        ("warmup: {demonstrations: a, options: {b: 1}}", "warmup.options has no effect while warmup.demonstr"),
         ("seed: 1\nseed: 2", "5:1: seed: written twice; the first is on line 4"),
         ("data: {options: {a: !!python/name:os.system x}}", "data.options.a must be a number, text, true"),
     ],
@@ -175,6 +198,9 @@ def test_what_is_missing_is_named_with_its_meaning(tmp_path: Path):
         ("a: *b\n", "not valid YAML"),
         ("a: \x00\n", "not valid YAML"),
         ("a: &a {b: *a}\n", "contains itself"),
+        ("a: " + "[" * 200 + "]" * 200 + "\n", "nested more than 50 levels deep"),
+        ("a: " + "{b: " * 20000 + "}" * 20000 + "\n", "nested more than 50 levels deep"),
+        ("".join(" " * i + "a:\n" for i in range(900)), "nested more than 50 levels deep"),
     ],
 )
 def test_a_file_that_is_no_configuration_gives_one_error(tmp_path: Path, text: str, said: str):
@@ -286,6 +312,11 @@ class TestPaths:
         assert "tools.yaml:3:15: data.train: there is no file rows.jsonl" in said
         config = load_config(tmp_path / "tools.yaml", check_paths=False)
         assert config.model.path == f"{tmp_path}/model/qwen"
+
+    def test_a_name_that_no_file_can_have_is_missing(self, tmp_path: Path):
+        path = write(tmp_path, GOOD + "warmup: {demonstrations: " + "x" * 5000 + "}\n")
+        with pytest.raises(ConfigError, match=r"warmup\.demonstrations: there is no file"):
+            load_config(path)
 
     def test_a_folder_is_no_file_and_a_file_no_folder(self, tmp_path: Path):
         (tmp_path / "shop.py").write_text("")

@@ -26,7 +26,7 @@ def config(**changes: Any) -> RunConfig:
     options=st.dictionaries(TEXT, PLAIN, max_size=4),
     weights=st.dictionaries(TEXT, st.floats(allow_nan=False, allow_infinity=False), max_size=3),
     lr=st.floats(min_value=0, exclude_min=True, allow_infinity=False),
-    seed=st.integers(),
+    seed=st.integers(-(2**63), 2**63 - 1),
     kl_coef=st.sampled_from([0.0, 0.01]),
     warmup=st.sampled_from([None, {}, {"num": 7}]),
 )

@@ -291,7 +291,7 @@ async def test_an_mcp_server_lends_its_tools_for_one_episode():
         records = episode.turns[0].calls
         assert [r.result for r in records[:2]] == ["1", "3"]
         assert [r.outcome for r in records] == ["ok", "ok", "invalid_args", "tool_exception"]
-        assert "Error executing tool fail" in records[3].result
+        assert records[3].result == "Error executing tool fail"
     env = mcp_env(include=["hang"], prefix="my_", call_timeout_s=0.5)
     await env.reset(Task("t", {"prompt": "x"}))
     observation, *_ = await env.step(call("my_hang"))
@@ -348,8 +348,12 @@ async def test_an_mcp_server_that_dies_and_cannot_be_started_again_is_infrastruc
 
 def test_an_mcp_server_that_does_not_start_is_named():
     pytest.importorskip("mcp")
-    with pytest.raises(ConfigError, match="mcp: /no/such/program"):
+    with pytest.raises(ConfigError, match=r"^mcp: /no/such/program: FileNotFoundError"):
         _ = ComposedEnv(tools=[{"mcp": {"command": ["/no/such/program"]}}]).tools
+    with pytest.raises(ConfigError, match=r"^mcp: sleep 60: no answer after 0.5 s$"):
+        _ = ComposedEnv(tools=[{"mcp": {"command": ["sleep", "60"], "connect_timeout_s": 0.5}}]).tools
+    with pytest.raises(ConfigError, match=r"^mcp: url localhost:80: this is no http or https URL with a host$"):
+        _ = ComposedEnv(tools=[{"mcp": {"url": "localhost:80"}}])
     with pytest.raises(ConfigError, match="has no tool 'subtract'; it has: add, fail, die, hang"):
         _ = mcp_env(include=["subtract"]).tools
 

@@ -9,6 +9,7 @@ from gymnasium import spaces
 from gymnasium.utils.env_checker import check_env
 
 import agentrl.envs
+from agentrl.env.ansi import without_colors
 from agentrl.env.gym import AnyText, GymnasiumEnv, TextGym, action_text, read_action, reader_of
 from agentrl.env.schema import InvalidArguments
 from agentrl.envs.calculator import Calculator
@@ -99,11 +100,21 @@ async def test_a_game_becomes_tools():
     way = [call("act", action=a) for a in ("down", "down", "right", "right", "down", "right")]
     episode = await play(env, Task("t", seed=3), ScriptedPolicy(way))
     assert (episode.reward, episode.stop_reason) == (1.0, StopReason.TERMINATED)
+    seen = [m.content for m in episode.messages if m.role in ("user", "tool")]
+    assert seen[0] == "[S]FFF\nFHFH\nFFFH\nHFFG"
+    assert str(seen[1]).endswith("SFFF\n[F]HFH\nFFFH\nHFFG")
+    assert not any("\x1b" in str(text) for text in seen), "no colors of a terminal"
     episode = await play(env, Task("t"), ScriptedPolicy([call("act", action="fly"), *way]))
     assert episode.turns[0].observation[0].content == (
         "Error: invalid arguments: args.action: expected 'left' or 'down' or 'right' or 'up', got 'fly'"
     )
     assert episode.reward == 1.0
+
+
+def test_colors_of_a_terminal_become_signs():
+    assert without_colors("\x1b[41mS\x1b[0mFF") == "[S]FF"
+    assert without_colors("|\x1b[34;1mR\x1b[0m|\x1b[43m \x1b[0m|") == "|R(blue)|[  yellow]|"
+    assert without_colors("\x1b[1mbold\x1b[0m \x1b[2J\x1b]0;title\x07plain\x1b[0m") == "bold plain"
 
 
 def test_a_game_that_is_only_named_has_tasks_by_seed():

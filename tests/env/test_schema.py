@@ -1,6 +1,7 @@
 import enum
 import json
 import random
+import typing
 from collections import Counter
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal, Optional
@@ -315,3 +316,28 @@ async def test_ten_thousand_malformed_calls_are_each_answered_and_counted():
     await env.close()
     assert {"ok", "invalid_args", "unknown_tool", "tool_exception", "too_many_calls"} <= set(outcomes)
     assert outcomes["invalid_args"] > 3000
+
+
+class Line(typing.TypedDict):
+    """One line."""
+
+    sku: str
+    qty: typing.NotRequired[int]
+
+
+class Order(typing.TypedDict, total=False):
+    lines: list[Line]
+    best: Line | None
+
+
+def test_typed_dicts_of_the_standard_library_are_read_on_every_python():
+    def buy(self, order: Order, more: dict[str, Line] | None = None) -> str: ...
+
+    signature = describe_callable(buy, where="buy", method=True)
+    line = signature.schema["properties"]["order"]["properties"]["lines"]["items"]
+    assert line["required"] == ["sku"]
+    assert "required" not in signature.schema["properties"]["order"]
+    given = {"order": {"lines": [{"sku": "a", "qty": 2}], "best": None}, "more": {"x": {"sku": "b"}}}
+    assert signature.validate(given) == given
+    with pytest.raises(InvalidArguments, match=r"args.order.lines\[0\].sku: required"):
+        signature.validate({"order": {"lines": [{"qty": 1}]}})

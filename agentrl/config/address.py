@@ -1,0 +1,16 @@
+"""Addresses of HTTP servers that a user has written."""
+
+from __future__ import annotations
+
+
+def address_problem(url: str) -> str:
+    """Why no request can be sent there; "" where one can."""
+    import httpx
+
+    try:
+        parts = httpx.URL(url)
+    except httpx.InvalidURL as e:
+        return f"this is no URL: {e}"
+    if parts.scheme not in ("http", "https") or not parts.host:
+        return "this is no http or https URL with a host"
+    return "" if parts.port is None or 0 < parts.port < 1 << 16 else f"there is no port {parts.port}"

@@ -1,0 +1,59 @@
+"""`typing.TypedDict` in type hints: pydantic reads only that of `typing_extensions` before Python 3.12."""
+
+from __future__ import annotations
+
+import functools
+import operator
+import sys
+import types
+import typing
+from typing import Any, Union, get_args, get_origin, get_type_hints
+
+import typing_extensions
+
+NEEDED = sys.version_info < (3, 12)
+
+
+def readable(hint: Any) -> Any:
+    """The hint with each `typing.TypedDict` in it as the same one of `typing_extensions`.
+
+    One that contains itself is left as it is.
+    """
+    return _converted(hint, {}) if NEEDED else hint
+
+
+def _converted(hint: Any, done: dict[Any, Any]) -> Any:
+    if typing.is_typeddict(hint) and type(hint).__module__ == "typing":
+        return _typed_dict(hint, done)
+    origin, arguments = get_origin(hint), get_args(hint)
+    if origin is None or not arguments or origin is typing.Literal:
+        return hint
+    if origin is typing.Annotated:
+        inner = _converted(arguments[0], done)
+        return hint if inner is arguments[0] else typing.Annotated[(inner, *arguments[1:])]
+    if not all(isinstance(part, type) or get_origin(part) or part in (None, ...) for part in arguments):
+        return hint
+    parts = tuple(_converted(part, done) for part in arguments)
+    if all(new is old for new, old in zip(parts, arguments, strict=True)):
+        return hint
+    if origin is Union:
+        return Union[parts]  # noqa: UP007 - parts are known at run time only
+    if origin is types.UnionType:
+        return functools.reduce(operator.or_, parts)
+    return origin[parts]
+
+
+def _typed_dict(hint: Any, done: dict[Any, Any]) -> Any:
+    if hint in done:
+        return done[hint]
+    done[hint] = hint  # where it contains itself
+    fields = {name: _converted(part, done) for name, part in get_type_hints(hint, include_extras=True).items()}
+    for name, part in fields.items():  # the keys below say it
+        if get_origin(part) in (typing.Required, typing.NotRequired):
+            fields[name] = get_args(part)[0]
+    make: Any = typing_extensions.TypedDict
+    made = make(hint.__name__, fields, total=False)
+    made.__required_keys__, made.__optional_keys__ = hint.__required_keys__, hint.__optional_keys__
+    made.__doc__, made.__module__ = hint.__doc__, hint.__module__
+    done[hint] = made
+    return made
