@@ -19,6 +19,7 @@ from pydantic_core import ErrorDetails
 
 from agentrl.config.datafiles import data_files, is_dataset_name
 from agentrl.config.engine import EngineConfig
+from agentrl.config.hub import cached_snapshot, how_to_get, is_hub_id
 from agentrl.config.run import RunConfig
 from agentrl.config.schema import alternatives, bounds, field_at, fields, kind_name, section_of, unknown_key
 from agentrl.config.source import Loc, Problem, Source, Spot, dotted, excerpt, read_source, read_value
@@ -43,6 +44,10 @@ _DATA: Mapping[tuple[str, str], Literal["train", "held_out"]] = {
 
 LARGEST = 10**9
 """No number of a run is larger: it would be a slip that fills the memory."""
+HUB_IDS = frozenset(
+    {("model", "path"), ("critic", "path"), ("reward_model", "path"), ("learner", "lora", "adapter")}
+)
+"""Fields that may name a model in the local Hugging Face cache instead."""
 
 FUNCTIONS = (("algorithm", "advantage"), ("algorithm", "loss"))
 """Fields that may name a function of the user's own."""
@@ -211,6 +216,8 @@ def _paths(source: Source, folder: Path, *, check: bool) -> None:
         if not isinstance(text, str) or text in NAMES.get(loc, ()):
             continue
         path = _absolute(text, source.spot(loc), folder)
+        if loc in HUB_IDS and not _exists(path, "folder"):
+            path = cached_snapshot(text) or path
         _get(source.data, loc[:-1])[loc[-1]] = str(path)
         exists = _exists(path, kind)
         if check and not exists:
@@ -220,6 +227,8 @@ def _paths(source: Source, folder: Path, *, check: bool) -> None:
                 problem = f"must be a folder, {path} is a file"
             else:
                 problem = f"there is no {kind} {path}{_neighbours(path)}"
+                if loc in HUB_IDS and is_hub_id(text):
+                    problem += f", and {how_to_get(text)}"
             source.problems.append(Problem(loc, problem, source.spot(loc)))
     _data_paths(source, folder, check=check)
     _env_path(source, folder, check=check)

@@ -34,7 +34,8 @@ class ModelConfig(Section):
     """Which policy is trained: a Hugging Face directory, or a tiny model made on the spot."""
 
     path: str | None = None
-    """Directory with config.json, weights, tokenizer.json and a chat template; relative to the YAML file."""
+    """Directory with config.json, weights, tokenizer.json and a chat template, relative to the YAML file; or a
+    Hugging Face id (`Qwen/Qwen3-0.6B`, `...@revision`) in the local cache: nothing is downloaded."""
     tiny: TinyModel | None = None
     """Make a tiny model instead of loading one."""
     chat_template: str | None = None

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from agentrl.errors import ConfigError
 from agentrl.train.attention import Span, Spans
 from agentrl.types import Sample
 
@@ -125,7 +126,7 @@ def micro_batches(samples: Sequence[Sample], max_tokens: int) -> list[list[Sampl
     what fits of them, go in by size, largest first, each into the first micro-batch with room.
 
     Raises:
-        ValueError: one episode alone has more than `max_tokens` tokens.
+        ConfigError: one episode alone has more than `max_tokens` tokens.
     """
     units = [unit for rows in _by_group(samples).values() for unit in _fitting(rows, max_tokens)]
     bins: list[tuple[int, list[Sample]]] = []
@@ -147,7 +148,7 @@ def _fitting(group: Sequence[Sample], max_tokens: int) -> Iterable[tuple[int, li
     size, part = 0, list[Sample]()
     for name, rows in episodes.items():
         if (alone := _packed_size(rows)) > max_tokens:
-            raise ValueError(
+            raise ConfigError(
                 f"episode {name} has {alone} tokens, more than learner.tokens_per_micro_batch = {max_tokens}: "
                 "raise it, or lower rollout.token_budget"
             )

@@ -43,6 +43,7 @@ from agentrl.testing.tiny_model import make_tokenizer
 from agentrl.train.algorithm import make_algorithm
 from agentrl.train.estimate import estimate_advantages
 from agentrl.train.rewardless import no_reward
+from agentrl.train.room import too_long
 from agentrl.train.samples import to_records, to_samples
 from agentrl.types import LIMITS, Episode, Group, Message, Segment, Task
 
@@ -238,7 +239,8 @@ async def _longest_opening(content: Content, renderer: Renderer) -> int:
 
 
 def _length_findings(config: RunConfig, prompt: int, max_context: int | None) -> list[str]:
-    rollout, findings = config.rollout, []
+    rollout = config.rollout
+    findings = [said] if (said := too_long(config)) else []
     if max_context is not None and prompt >= max_context:
         findings.append(f"a prompt has {prompt} tokens, the model takes {max_context}: nothing can be sampled")
     if prompt >= rollout.token_budget:

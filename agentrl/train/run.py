@@ -20,7 +20,7 @@ from agentrl.chat.template import Renderer
 from agentrl.config.run import RunConfig
 from agentrl.engine.base import Engine, Sleeper
 from agentrl.env.rewards import weight_of_nothing
-from agentrl.errors import AgentRLError
+from agentrl.errors import AgentRLError, ConfigError
 from agentrl.records import EpisodeRecord
 from agentrl.redraws import Redraws
 from agentrl.rollout.admission import Admission, Batch
@@ -53,6 +53,7 @@ from agentrl.train.feed import load_feed, make_admission, save_feed
 from agentrl.train.in_step import InStep, counting, starting_engine
 from agentrl.train.memory import keep_freed_memory
 from agentrl.train.rewardless import RewardWatch
+from agentrl.train.room import too_long
 from agentrl.train.samples import penalised
 from agentrl.train.signals import StoppedEarly, StopRequest, stop_requested, unless_stopped
 from agentrl.train.start import copy_tokenizer, make_learner, make_start, sent_weights
@@ -273,6 +274,8 @@ async def _train_run(
     started = time.monotonic()
     reporter.within("reading tasks")
     earlier = store.read_summary()
+    if said := too_long(config):
+        raise ConfigError(said)
     content = load_content(config)
     check_held_out(config, content)
     for note in (*repeated_ids(content), *_idle_parameters(config)):

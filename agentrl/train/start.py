@@ -21,6 +21,7 @@ from agentrl.train.critic import CRITIC_FOLDER
 from agentrl.train.driver import Driver
 from agentrl.train.in_step import counting, starting_engine
 from agentrl.train.learner import Learner
+from agentrl.train.pack import micro_batches
 from agentrl.train.ranks import RankedLearner
 from agentrl.train.signals import StoppedEarly, unless_stopped
 from agentrl.train.warmup import cold_start, demonstration_samples
@@ -86,11 +87,12 @@ async def _cold_start(
 ) -> None:
     """Train the policy in `source` on the demonstrations and write it to `target`."""
     renderer = load_renderer(config, source)
+    samples = demonstration_samples(renderer, content.demonstrations, content.make_env().tools)
+    micro_batches(samples, config.learner.tokens_per_micro_batch)  # one that is too long is refused here
     learner = make_learner(config, source, None)
     reporter.within(starting_engine(config))
     engine = await unless_stopped(stopping, make_engine(config, source, adapters=True))
     player = make_player(config, engine, renderer, content.make_env, temperature=config.rollout.temperature)
-    samples = demonstration_samples(renderer, content.demonstrations, content.make_env().tools)
 
     async def probe() -> float:
         await engine.update_weights(sent_weights(config, learner), version=0)

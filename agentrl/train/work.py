@@ -110,7 +110,7 @@ def split_step(
     Idle episodes have their places in the mini-batches and their counts, and no rows.
 
     Raises:
-        ValueError: one episode alone has more than `max_tokens` tokens.
+        ConfigError: one episode alone has more than `max_tokens` tokens.
     """
     by_rank: list[list[Portion]] = [[] for _ in range(ranks)]
     lengths = trained_by_episode(prepared.samples)
@@ -133,7 +133,7 @@ def split_rows(samples: Sequence[Sample], *, ranks: int, max_tokens: int) -> lis
     """For each rank its micro-batches, as many on every rank.
 
     Raises:
-        ValueError: one episode alone has more than `max_tokens` tokens.
+        ConfigError: one episode alone has more than `max_tokens` tokens.
     """
     shares = [samples] if ranks == 1 else balanced(samples, ranks)
     found = [[tuple(rows) for rows in micro_batches(share, max_tokens)] for share in shares]

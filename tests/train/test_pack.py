@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from train_models import VOCABULARY, gradients, make_batch, make_sample, plain_model, relative
 
+from agentrl.errors import ConfigError
 from agentrl.train.logprobs import forward as forward_logits
 from agentrl.train.model import load_policy
 from agentrl.train.pack import micro_batches, pack
@@ -157,7 +158,7 @@ def test_a_group_stays_together_and_counts_its_prompt_once():
 
 def test_an_episode_that_fits_nowhere_is_named_with_what_to_do():
     samples = [make_sample(range(60), {1}, episode="g3/e0"), make_sample(range(9, 59), {1}, episode="g3/e0")]
-    with pytest.raises(ValueError) as caught:
+    with pytest.raises(ConfigError) as caught:
         micro_batches(samples, 100)
     assert str(caught.value) == (
         "episode g3/e0 has 110 tokens, more than learner.tokens_per_micro_batch = 100: "

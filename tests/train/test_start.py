@@ -9,11 +9,14 @@ from typing import ClassVar
 
 import pytest
 
-from agentrl.config.run import RunConfig
+from agentrl.config.run import LearnerConfig, ModelConfig, RunConfig
 from agentrl.env import ToolEnv, reward
 from agentrl.errors import ConfigError
 from agentrl.rollout.setup import load_content
 from agentrl.run.report import Silent
+from agentrl.run.store import RunStore
+from agentrl.train.room import too_long
+from agentrl.train.run import train_run
 from agentrl.train.start import make_start
 from agentrl.types import Message, Task
 
@@ -87,3 +90,28 @@ async def test_a_prompt_that_is_refused_costs_no_step(tmp_path: Path):
 async def test_without_the_key_a_probe_counts_what_does_not_fit_as_not_solved(tmp_path: Path):
     await start(None, tmp_path, Notes())
     assert set(Long.played) == {400, 1}
+
+
+def test_an_episode_that_may_be_larger_than_a_micro_batch_is_refused_before_anything_is_made(tmp_path: Path):
+    """PL02 of `plan`; a context that is shorter than the budget bounds episodes as well."""
+    small = config("drop").model_copy(update={"learner": LearnerConfig(tokens_per_micro_batch=199)})
+    with RunStore.open(small, tmp_path / "run") as store, pytest.raises(ConfigError) as caught:
+        train_run(small, store, Silent())
+    assert "may have 200 tokens (rollout.token_budget), a micro-batch takes 199" in str(caught.value)
+    assert not (tmp_path / "run" / "start").exists()
+    assert too_long(config("drop")) == ""
+    (tmp_path / "config.json").write_text('{"text_config": {"max_position_embeddings": 190}}')
+    assert too_long(small.model_copy(update={"model": ModelConfig(path=str(tmp_path))})) == ""
+
+
+async def test_a_demonstration_that_is_larger_than_a_micro_batch_is_refused_before_the_learner_is_made(
+    tmp_path: Path,
+):
+    small = config("drop").model_copy(update={"learner": LearnerConfig(tokens_per_micro_batch=5)})
+    with (
+        ThreadPoolExecutor(1) as thread,
+        pytest.raises(ConfigError, match=r"more than learner\.tokens_per_micro_"),
+    ):
+        await make_start(
+            small, load_content(small), tmp_path, learner_thread=thread, reporter=Notes(), stopping=lambda: False
+        )

@@ -1,0 +1,31 @@
+"""Whether every episode fits into a micro-batch, which is known before anything is loaded."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from agentrl.config.run import RunConfig
+
+
+def too_long(config: RunConfig) -> str:
+    """What to say where an episode may be larger than a micro-batch, which is never cut; else empty."""
+    budget, room = config.rollout.token_budget, config.learner.tokens_per_micro_batch
+    if min(budget, _context(config) or budget) <= room:
+        return ""
+    return (
+        f"an episode may have {budget:,} tokens (rollout.token_budget), a micro-batch takes {room:,} "
+        "(learner.tokens_per_micro_batch), and episodes are never cut: raise the second or lower the first"
+    )
+
+
+def _context(config: RunConfig) -> int | None:
+    """Tokens that the model takes, where its config says so."""
+    if config.model.tiny is not None:
+        return config.model.tiny.max_context
+    try:
+        found = json.loads((Path(config.model.path or "") / "config.json").read_text(encoding="utf-8"))
+        length = found.get("max_position_embeddings", found.get("text_config", {}).get("max_position_embeddings"))
+    except (OSError, ValueError, AttributeError):  # said where the model is loaded
+        return None
+    return length if isinstance(length, int) else None
