@@ -62,7 +62,7 @@ class Task:
 
 @dataclass(frozen=True, slots=True)
 class Sampling:
-    """How one completion is drawn. temperature 0 is greedy; top_k 0 and top_p 1 switch the filters off.
+    """How one completion is drawn. temperature 0 is greedy; top_k 0, top_p 1 and min_p 0 switch the filters off.
 
     `seed` together with the position in the completion determines each draw, whatever else is in the batch.
     """
@@ -73,6 +73,20 @@ class Sampling:
     max_tokens: int = 256
     stop_ids: frozenset[int] = frozenset()
     seed: int | None = None
+    min_p: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Filters:
+    """Which tokens may be drawn: `min_p` is a share of the largest probability. Off by default; never in training,
+    whose log-probabilities are those of the whole distribution."""
+
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+
+
+EVERY_TOKEN = Filters()
 
 
 @dataclass(frozen=True, slots=True)

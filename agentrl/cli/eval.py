@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from agentrl.engine.openai import Endpoint
     from agentrl.eval.result import EvalResult, Prices
     from agentrl.eval.run import Subject
+    from agentrl.types import Filters
 
 
 class Split(StrEnum):
@@ -48,6 +49,17 @@ Temperature = Annotated[
         min=0.0,
         help="0 is greedy. [default: 0; with several attempts that of training]",
         show_default=False,
+    ),
+]
+TopP = Annotated[
+    float | None,
+    typer.Option(max=1.0, help="Draw among the fewest tokens of this probability together.", show_default=False),
+]
+TopK = Annotated[int | None, typer.Option(min=1, help="Draw among so many tokens.", show_default=False)]
+MinP = Annotated[
+    float | None,
+    typer.Option(
+        min=0.0, max=1.0, help="Draw among tokens with this share of the largest probability.", show_default=False
     ),
 ]
 Concurrency = Annotated[
@@ -92,6 +104,9 @@ def evaluate(
     split: Annotated[Split, typer.Option(help="Which tasks.")] = Split.HELD_OUT,
     attempts: Attempts = 1,
     temperature: Temperature = None,
+    top_p: TopP = None,
+    top_k: TopK = None,
+    min_p: MinP = None,
     concurrency: Concurrency = None,
     base_url: BaseUrl = None,
     model: Annotated[
@@ -143,6 +158,7 @@ def evaluate(
         tasks=tasks,
         attempts=attempts,
         temperature=temperature,
+        filters=_filters(top_p, top_k, min_p),
         concurrency=concurrency or (16 if endpoint else config.engine.max_slots),
         prices=prices,
     )
@@ -238,6 +254,18 @@ def _bare(model: str, changes: list[str], *, exists: bool = True) -> RunConfig:
     return make_config(
         {"name": "eval", "model": {"path": os.path.abspath(model)}}, changes, model, check_paths=exists
     )
+
+
+def _filters(top_p: float | None, top_k: int | None, min_p: float | None) -> Filters:
+    """Which tokens may be drawn. Raises ConfigError on what leaves none."""
+    from agentrl.errors import ConfigError
+    from agentrl.types import Filters
+
+    if top_p is not None and not 0 < top_p <= 1:
+        raise ConfigError(f"--top-p {top_p:g}: must be above 0 and at most 1")
+    if min_p is not None and not 0 <= min_p < 1:
+        raise ConfigError(f"--min-p {min_p:g}: must be at least 0 and below 1")
+    return Filters(1.0 if top_p is None else top_p, top_k or 0, min_p or 0.0)
 
 
 def _endpoint(base_url: str | None, model: str | None, api_key_env: str, request: list[str]) -> Endpoint | None:

@@ -60,9 +60,19 @@ def fields(
             yield from fields(inner, (*loc, name))
 
 
+FILTERS = ("top_p", "top_k", "min_p", "typical_p", "repetition_penalty", "presence_penalty", "frequency_penalty")
+"""What other programs sample with in training."""
+
+
 def unknown_key(loc: Loc) -> str:
     """What to say about a key that its section does not have."""
     *parent, key = (str(part) for part in loc)
+    if key in FILTERS and parent in (["rollout"], ["engine"], ["algorithm"]):
+        return (
+            f"training samples from the whole distribution (at rollout.temperature): with {key} the learner's "
+            "log-probabilities would be those of another distribution than the one sampled from; remove it. "
+            "`agentrl eval` takes --top-p, --top-k and --min-p"
+        )
     known = list((section_at(tuple(parent)) or RunConfig).model_fields)
 
     if "." in key and field_at((*parent, *key.split("."))) is not None:

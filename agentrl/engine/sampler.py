@@ -27,6 +27,8 @@ def check_sampling(sampling: Sampling) -> None:
         raise ValueError(f"top_p must be in (0, 1], got {sampling.top_p}")
     if sampling.top_k < 0:
         raise ValueError(f"top_k must be 0 (off) or more, got {sampling.top_k}")
+    if not 0.0 <= sampling.min_p < 1.0:
+        raise ValueError(f"min_p must be in [0, 1), got {sampling.min_p}")
     if sampling.max_tokens < 1:
         raise ValueError(f"max_tokens must be at least 1, got {sampling.max_tokens}")
 
@@ -54,6 +56,7 @@ class Draw:
     temperature: NDArray[np.float64]
     top_p: NDArray[np.float64]
     top_k: NDArray[np.int64]
+    min_p: NDArray[np.float64]
     uniform: NDArray[np.float64]
 
 
@@ -61,7 +64,7 @@ def sample(logits_BV: Tensor, draw: Draw) -> tuple[Tensor, Tensor]:
     """Ids (B,) and their logprobs (B,) under the temperature-scaled, otherwise unfiltered distribution.
 
     Rows with temperature 0 take the largest logit, with the logprob at temperature 1. A row whose logits are not
-    finite gets a logprob that is not finite. Filters apply in the order temperature, top_k, top_p.
+    finite gets a logprob that is not finite. Filters apply in the order temperature, min_p and top_k, top_p.
     """
     vocabulary = logits_BV.shape[1]
     step = max(1, _LOGITS_AT_ONCE.get(logits_BV.device.type, 1 << 22) // vocabulary)
@@ -76,6 +79,7 @@ def sample(logits_BV: Tensor, draw: Draw) -> tuple[Tensor, Tensor]:
 def _sample(logits_BV: Tensor, draw: Draw, rows: slice) -> tuple[Tensor, Tensor]:
     device, vocabulary = logits_BV.device, logits_BV.shape[1]
     temperature, top_k, top_p = draw.temperature[rows], draw.top_k[rows], draw.top_p[rows]
+    min_p = draw.min_p[rows]
     greedy = temperature == 0.0
     logits_BV = logits_BV.float()
     if not (temperature == 1.0).all():
@@ -88,12 +92,13 @@ def _sample(logits_BV: Tensor, draw: Draw, rows: slice) -> tuple[Tensor, Tensor]
     probs_BV = logprobs_BV.double().exp_()
     uniform_B1 = torch.from_numpy(draw.uniform[rows]).to(device)[:, None]
     ids_B = _invert(probs_BV, uniform_B1)
-    filtered = ~greedy & (((top_k > 0) & (top_k < vocabulary)) | (top_p < 1.0))
+    filtered = ~greedy & (((top_k > 0) & (top_k < vocabulary)) | (top_p < 1.0) | (min_p > 0.0))
     if filtered.any():
         index = torch.from_numpy(np.flatnonzero(filtered)).to(device)
         k_B1 = torch.from_numpy(np.where(top_k > 0, top_k, vocabulary)[filtered]).to(device)[:, None]
         p_B1 = torch.from_numpy(top_p[filtered]).to(device)[:, None]
-        ids_B[index] = _filtered(probs_BV[index], k_B1, p_B1, uniform_B1[index])
+        least_B1 = torch.from_numpy(min_p[filtered]).to(device)[:, None]
+        ids_B[index] = _filtered(probs_BV[index], k_B1, p_B1, least_B1, uniform_B1[index])
     if greedy.any():
         ids_B = torch.where(torch.from_numpy(greedy).to(device), logits_BV.argmax(-1), ids_B)
     return ids_B, logprobs_BV.gather(1, ids_B[:, None])[:, 0]
@@ -108,11 +113,13 @@ def _invert(weights_BV: Tensor, uniform_B1: Tensor) -> Tensor:
     return torch.searchsorted(cumulated_BV, target_B1, right=True)[:, 0].clamp_(max=weights_BV.shape[1] - 1)
 
 
-def _filtered(probs_BV: Tensor, k_B1: Tensor, p_B1: Tensor, uniform_B1: Tensor) -> Tensor:
-    """Draw among the k most likely tokens, and of these among the fewest whose mass reaches p."""
+def _filtered(probs_BV: Tensor, k_B1: Tensor, p_B1: Tensor, least_B1: Tensor, uniform_B1: Tensor) -> Tensor:
+    """Draw among the k most likely tokens that have this share of the largest probability, and of these among the
+    fewest whose mass reaches p."""
     sorted_BV, order_BV = probs_BV.sort(dim=-1, descending=True, stable=True)
     rank_V = torch.arange(probs_BV.shape[1], device=probs_BV.device)
-    sorted_BV = sorted_BV.masked_fill(rank_V >= k_B1, 0.0)
+    unlikely_BV = sorted_BV < least_B1 * sorted_BV[:, :1]
+    sorted_BV = sorted_BV.masked_fill((rank_V >= k_B1) | unlikely_BV, 0.0)
     sorted_BV /= sorted_BV.sum(-1, keepdim=True)
     before_BV = sorted_BV.cumsum(-1) - sorted_BV
     sorted_BV = sorted_BV.masked_fill((before_BV >= p_B1) & (rank_V > 0), 0.0)

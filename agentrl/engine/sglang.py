@@ -258,6 +258,7 @@ def _sampling_params(sampling: Sampling) -> dict[str, Any]:
         "temperature": sampling.temperature,
         "top_p": sampling.top_p,
         "top_k": sampling.top_k or -1,
+        "min_p": sampling.min_p,
         "max_new_tokens": sampling.max_tokens,
         "stop_token_ids": sorted(sampling.stop_ids),
         "skip_special_tokens": False,

@@ -68,6 +68,7 @@ class SlotTable:
         self.temperature = np.ones(slots, dtype=np.float64)
         self.top_p = np.ones(slots, dtype=np.float64)
         self.top_k = np.zeros(slots, dtype=np.int64)
+        self.min_p = np.zeros(slots, dtype=np.float64)
         self.seed = np.zeros(slots, dtype=np.uint64)
         self.stops = np.full((slots, 1), -1, dtype=np.int64)
         self.request: list[Request | None] = [None] * slots
@@ -85,7 +86,7 @@ class SlotTable:
         "active",
         "watched",
     )
-    _SAMPLING = ("temperature", "top_p", "top_k", "seed", "stops")
+    _SAMPLING = ("temperature", "top_p", "top_k", "min_p", "seed", "stops")
 
     def occupy(self, slot: int, request: Request, *, computed: int, limit: int, stamp: int) -> None:
         """Give the slot, whose first `computed` tokens are already right, to a request."""
@@ -99,7 +100,8 @@ class SlotTable:
         self.watched[slot] = request.watch is not None
         sampling = request.sampling
         self.temperature[slot], self.top_p[slot] = sampling.temperature, sampling.top_p
-        self.top_k[slot], self.seed[slot] = sampling.top_k, np.uint64(request.seed)
+        self.top_k[slot], self.min_p[slot] = sampling.top_k, sampling.min_p
+        self.seed[slot] = np.uint64(request.seed)
         stops = sorted(sampling.stop_ids)
         if len(stops) > self.stops.shape[1]:
             wider = np.full((self.slots, len(stops)), -1, dtype=np.int64)
@@ -146,6 +148,7 @@ class SlotTable:
             temperature=self.temperature[slots],
             top_p=self.top_p[slots],
             top_k=self.top_k[slots],
+            min_p=self.min_p[slots],
             uniform=uniforms(self.seed[slots], self.known[slots] - self.prompt[slots]),
         )
 

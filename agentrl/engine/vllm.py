@@ -81,6 +81,7 @@ class VLLMServer:
             "temperature": sampling.temperature,
             "top_p": sampling.top_p,
             "top_k": sampling.top_k or -1,
+            "min_p": sampling.min_p,
             "stop_token_ids": sorted(sampling.stop_ids),
             "skip_special_tokens": False,
             "logprobs": 1,

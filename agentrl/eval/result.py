@@ -53,6 +53,9 @@ class EvalSpec:
     temperature: float
     seed: int
     digest: str
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -46,7 +46,7 @@ from agentrl.run.saved import MANIFEST
 from agentrl.run.store import RunStore
 from agentrl.sandbox import close_pools
 from agentrl.serve.record_players import players
-from agentrl.types import Episode, Task
+from agentrl.types import EVERY_TOKEN, Episode, Filters, Task
 
 SPEC_FILE = "eval.json"
 """In the folder of an evaluation: what is played."""
@@ -64,6 +64,7 @@ class EvalOptions:
         tasks: how many; `eval.tasks` of the run where None.
         attempts: episodes of each task.
         temperature: 0 is greedy; None is greedy with one attempt, and the temperature of training with several.
+        filters: which tokens may be drawn.
         concurrency: episodes in flight at most.
         prices: of the endpoint's tokens.
     """
@@ -72,6 +73,7 @@ class EvalOptions:
     tasks: int | None = None
     attempts: int = 1
     temperature: float | None = None
+    filters: Filters = EVERY_TOKEN
     concurrency: int = 16
     prices: Prices | None = None
 
@@ -106,7 +108,7 @@ def make_spec(subject: Subject, config: RunConfig, options: EvalOptions) -> Eval
     """What this evaluation plays.
 
     Raises:
-        ConfigError: several greedy attempts at each task would all be the same.
+        ConfigError: several greedy attempts at each task would all be the same, or filters have no effect.
     """
     temperature = options.temperature
     if temperature is None:
@@ -116,11 +118,31 @@ def make_spec(subject: Subject, config: RunConfig, options: EvalOptions) -> Eval
             f"{options.attempts} greedy attempts at each task are all the same: give a --temperature above 0, "
             "or one attempt"
         )
+    filters = options.filters
+    if temperature == 0 and filters != EVERY_TOKEN:
+        raise ConfigError("--top-p, --top-k and --min-p have no effect on greedy episodes: give a --temperature")
+    asked = {} if subject.endpoint is None else subject.endpoint.request
+    if twice := sorted(_given(filters).keys() & asked.keys()):
+        raise ConfigError(f"--{twice[0].replace('_', '-')} and --request {twice[0]}: give one of them")
     digest = hashlib.sha256((dump_config(config) + subject.digest()).encode()).hexdigest()[:16]
     tasks = options.tasks or config.eval.tasks
     return EvalSpec(
-        subject.name, config.env.use, options.split, tasks, options.attempts, temperature, config.seed, digest
+        subject.name,
+        config.env.use,
+        options.split,
+        tasks,
+        options.attempts,
+        temperature,
+        config.seed,
+        digest,
+        **dataclasses.asdict(filters),
     )
+
+
+def _given(filters: Filters) -> dict[str, float]:
+    """The filters that are on."""
+    off = dataclasses.asdict(EVERY_TOKEN)
+    return {name: value for name, value in dataclasses.asdict(filters).items() if value != off[name]}
 
 
 def default_folder(base: Path, subject: Subject, spec: EvalSpec) -> Path:
@@ -203,8 +225,10 @@ def _claim(store: RunStore, spec: EvalSpec) -> None:
     """Save what is played in a new folder, or see that the folder holds the same."""
     path = store.path / SPEC_FILE
     new = dataclasses.asdict(spec)
+    before = dataclasses.asdict(EVERY_TOKEN)  # what folders of an earlier version do not say
     if path.is_file():
         old = json.loads(path.read_bytes())
+        old = before | old
         changed = [f"{key}: {old.get(key)} -> {value}" for key, value in new.items() if old.get(key) != value]
         if changed:
             raise ConfigError(
@@ -242,7 +266,8 @@ async def _play(
         if subject.endpoint is not None:
             if config.data.overlong_prompts is not None:
                 progress.reporter.note("data.overlong_prompts is not looked at: an endpoint does not count tokens")
-            client = ChatClient(subject.endpoint)
+            request = {**subject.endpoint.request, **_given(options.filters)}
+            client = ChatClient(replace(subject.endpoint, request=request))
             rollout = config.rollout
             limits = Limits(rollout.max_turns, rollout.max_tokens, rollout.token_budget, rollout.timeout_s)
             try:
@@ -265,7 +290,7 @@ async def _play(
         try:
             content = await fitting(content, config, renderer, engine.max_context, progress.reporter)
             async with players(config, None, engine, renderer, content.make_env) as make:
-                player = make(temperature=spec.temperature)
+                player = make(temperature=spec.temperature, filters=options.filters)
                 await _play_tasks(player, content.held_out_tasks, config, options, progress)
         finally:
             await engine.close()

@@ -21,7 +21,7 @@ from agentrl.errors import AgentRLError, CheckpointError, ConfigError
 from agentrl.redraws import Guard
 from agentrl.rollout.episode import Player, TokenCheck
 from agentrl.rollout.frame import Limits
-from agentrl.types import Message, Sampling, Task, ToolCall
+from agentrl.types import EVERY_TOKEN, Filters, Message, Sampling, Task, ToolCall
 
 RENDERER_FILE = "renderer.json"
 """In a checkpoint: the hash of the renderer that it was trained with."""
@@ -298,6 +298,7 @@ def make_player(
     make_env: Callable[[], Env],
     *,
     temperature: float,
+    filters: Filters = EVERY_TOKEN,
     token_check: TokenCheck | None = None,
 ) -> Player:
     """What plays the episodes of this run, at this temperature."""
@@ -307,7 +308,14 @@ def make_player(
         renderer=renderer,
         make_env=make_env,
         limits=Limits(rollout.max_turns, rollout.max_tokens, rollout.token_budget, rollout.timeout_s),
-        sampling=Sampling(temperature=temperature, max_tokens=rollout.max_tokens, stop_ids=renderer.stop_ids),
+        sampling=Sampling(
+            temperature=temperature,
+            top_p=filters.top_p,
+            top_k=filters.top_k,
+            min_p=filters.min_p,
+            max_tokens=rollout.max_tokens,
+            stop_ids=renderer.stop_ids,
+        ),
         token_check=token_check,
     )
 

@@ -15,11 +15,12 @@ from agentrl.env.env import Env
 from agentrl.env.load import load_object
 from agentrl.env.toolenv import ToolEnv
 from agentrl.errors import ConfigError
-from agentrl.rollout.episode import TokenCheck
+from agentrl.rollout.episode import Player, TokenCheck
 from agentrl.rollout.frame import Limits
 from agentrl.rollout.group import Plays
 from agentrl.rollout.setup import make_player
 from agentrl.rollout.workers import placed
+from agentrl.types import EVERY_TOKEN, Filters
 
 if TYPE_CHECKING:
     from agentrl.serve.record_program import Agent
@@ -28,8 +29,14 @@ if TYPE_CHECKING:
 class MakePlayer(Protocol):
     """Makes a player that samples at a temperature."""
 
-    def __call__(self, *, temperature: float, token_check: TokenCheck | None = None) -> Plays:
-        """Make it."""
+    def __call__(
+        self, *, temperature: float, filters: Filters = EVERY_TOKEN, token_check: TokenCheck | None = None
+    ) -> Plays:
+        """Make it.
+
+        Raises:
+            ConfigError: it cannot sample with filters.
+        """
         ...
 
 
@@ -55,19 +62,28 @@ async def players(
             yield make
         return
 
-    def here(*, temperature: float, token_check: TokenCheck | None = None) -> Plays:
-        return make_player(config, engine, renderer, make_env, temperature=temperature, token_check=token_check)
+    def here(
+        *, temperature: float, filters: Filters = EVERY_TOKEN, token_check: TokenCheck | None = None
+    ) -> Player:
+        return make_player(
+            config,
+            engine,
+            renderer,
+            make_env,
+            temperature=temperature,
+            filters=filters,
+            token_check=token_check,
+        )
 
     if model is None:
         yield here
         return
     async with placed(config, model, engine) as place:
 
-        def there(*, temperature: float, token_check: TokenCheck | None = None) -> Plays:
-            player = make_player(
-                config, engine, renderer, make_env, temperature=temperature, token_check=token_check
-            )
-            return place(player)
+        def there(
+            *, temperature: float, filters: Filters = EVERY_TOKEN, token_check: TokenCheck | None = None
+        ) -> Plays:
+            return place(here(temperature=temperature, filters=filters, token_check=token_check))
 
         yield there
 
@@ -90,7 +106,11 @@ async def _agent_players(
     clients = Clients()
     async with running(recorder.app()) as address:
 
-        def make(*, temperature: float, token_check: TokenCheck | None = None) -> Plays:
+        def make(
+            *, temperature: float, filters: Filters = EVERY_TOKEN, token_check: TokenCheck | None = None
+        ) -> Plays:
+            if filters != EVERY_TOKEN:
+                raise ConfigError("agent: its completions are drawn as in training, without top_p, top_k or min_p")
             return AgentPlayer(
                 recorder, address, program, make_env, temperature, places, agent.crash, token_check, clients
             )

@@ -15,22 +15,31 @@ from agentrl.types import Sampling
 LOGITS = torch.randn(24, generator=torch.Generator().manual_seed(5)) * 1.5
 
 
-def draw_of(count: int, temperature: float = 1.0, top_k: int = 0, top_p: float = 1.0, seed: int = 11) -> Draw:
+def draw_of(
+    count: int,
+    temperature: float = 1.0,
+    top_k: int = 0,
+    top_p: float = 1.0,
+    min_p: float = 0.0,
+    seed: int = 11,
+) -> Draw:
     positions = np.arange(count, dtype=np.int64)
     return Draw(
         temperature=np.full(count, temperature),
         top_p=np.full(count, top_p),
         top_k=np.full(count, top_k, dtype=np.int64),
+        min_p=np.full(count, min_p),
         uniform=uniforms(np.full(count, seed, dtype=np.uint64), positions),
     )
 
 
-def expected(temperature: float, top_k: int, top_p: float) -> np.ndarray:
+def expected(temperature: float, top_k: int, top_p: float, min_p: float = 0.0) -> np.ndarray:
     """The filtered distribution by its definition, one token at a time."""
     scaled = LOGITS.double().numpy() / temperature
     probs = np.exp(scaled - scaled.max())
     probs /= probs.sum()
     order = sorted(range(len(probs)), key=lambda token: -probs[token])[: top_k or len(probs)]
+    order = [token for token in order if probs[token] >= min_p * probs.max()]
     mass = sum(probs[token] for token in order)
     kept, reached = [], 0.0
     for token in order:
@@ -44,13 +53,23 @@ def expected(temperature: float, top_k: int, top_p: float) -> np.ndarray:
 
 
 @pytest.mark.parametrize(
-    ("temperature", "top_k", "top_p"),
-    [(1.0, 0, 1.0), (0.6, 0, 1.0), (1.7, 0, 1.0), (1.0, 5, 1.0), (1.0, 0, 0.7), (0.8, 9, 0.8), (1.0, 100, 0.999)],
+    ("temperature", "top_k", "top_p", "min_p"),
+    [
+        (1.0, 0, 1.0, 0.0),
+        (0.6, 0, 1.0, 0.0),
+        (1.7, 0, 1.0, 0.0),
+        (1.0, 5, 1.0, 0.0),
+        (1.0, 0, 0.7, 0.0),
+        (0.8, 9, 0.8, 0.0),
+        (1.0, 100, 0.999, 0.0),
+        (1.0, 0, 1.0, 0.2),
+        (1.3, 12, 0.9, 0.1),
+    ],
 )
-def test_draws_follow_the_distribution(temperature: float, top_k: int, top_p: float):
+def test_draws_follow_the_distribution(temperature: float, top_k: int, top_p: float, min_p: float):
     count = 40_000
-    ids, _ = sample(LOGITS.expand(count, -1), draw_of(count, temperature, top_k, top_p))
-    assert_follows(ids.numpy(), expected(temperature, top_k, top_p))
+    ids, _ = sample(LOGITS.expand(count, -1), draw_of(count, temperature, top_k, top_p, min_p))
+    assert_follows(ids.numpy(), expected(temperature, top_k, top_p, min_p))
 
 
 def test_the_check_would_notice_a_wrong_distribution():
@@ -76,6 +95,7 @@ def test_rows_of_a_mixed_batch_are_drawn_as_if_alone():
         temperature=np.array([0.0, 1.0, 0.7, 1.3, 1.0, 0.0]),
         top_p=np.array([1.0, 1.0, 0.5, 1.0, 0.9, 0.3]),
         top_k=np.array([0, 0, 0, 4, 7, 1], dtype=np.int64),
+        min_p=np.array([0.0, 0.1, 0.0, 0.0, 0.2, 0.9]),
         uniform=uniforms(np.arange(6, dtype=np.uint64), np.full(6, 2, dtype=np.int64)),
     )
     ids, logprobs = sample(logits, draw)
@@ -131,6 +151,7 @@ def test_logits_that_are_not_finite_show_in_the_logprob():
         (Sampling(top_p=0.0), "top_p must be in"),
         (Sampling(top_p=1.5), "top_p must be in"),
         (Sampling(top_k=-1), "top_k must be 0"),
+        (Sampling(min_p=1.0), "min_p must be in"),
         (Sampling(max_tokens=0), "max_tokens must be at least 1, got 0"),
     ],
 )

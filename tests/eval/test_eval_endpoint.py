@@ -17,7 +17,7 @@ from agentrl.eval.result import EvalResult, Prices
 from agentrl.eval.run import EvalOptions, Subject, check_minimum, evaluate
 from agentrl.records import read_episodes, read_metrics, recorded_steps
 from agentrl.run.report import Silent
-from agentrl.types import StopReason
+from agentrl.types import Filters, StopReason
 from agentrl.view.text import num_sampled
 
 
@@ -255,6 +255,30 @@ def _question(number: int) -> str:
 
     row = Calculator.tasks("held_out", 0)[number].row
     return Problem(row["start"], tuple((op, n) for op, n in row["operations"])).text
+
+
+def test_filters_are_sent_and_belong_to_the_evaluation(tmp_path: Path):
+    filters = Filters(top_p=0.9, top_k=20, min_p=0.05)
+    with serving(Server(solve)) as server:
+        result = play(server, tmp_path / "e", attempts=2, temperature=0.7, tasks=2, filters=filters)
+        assert {(r["top_p"], r["top_k"], r["min_p"], r["temperature"]) for r in server.requests} == {
+            (0.9, 20, 0.05, 0.7)
+        }
+        assert (result.spec.top_p, result.spec.top_k, result.spec.min_p) == (0.9, 20, 0.05)
+        with pytest.raises(ConfigError, match=r"holds another evaluation \(top_p: 0.9 -> 1.0"):
+            play(server, tmp_path / "e", attempts=2, temperature=0.7, tasks=2)
+        with pytest.raises(ConfigError, match="no effect on greedy episodes"):
+            play(server, tmp_path / "f", filters=filters)
+        plain = play(server, tmp_path / "g", tasks=1)
+        note = json.loads((tmp_path / "g/eval.json").read_text())
+        old = {name: value for name, value in note.items() if name not in ("top_p", "top_k", "min_p")}
+        (tmp_path / "g/eval.json").write_text(json.dumps(old))
+        assert play(server, tmp_path / "g", tasks=1) == plain, "a folder of an earlier version goes on"
+    assert "top_p" not in server.requests[-1]
+    twice = Endpoint("http://127.0.0.1:1", "m", request={"top_p": 0.5})
+    options = EvalOptions(tasks=1, temperature=1.0, filters=Filters(top_p=0.9))
+    with pytest.raises(ConfigError, match="--top-p and --request top_p: give one of them"):
+        evaluate(Subject(endpoint=twice), config(), options, folder=tmp_path / "h", reporter=Silent())
 
 
 def test_the_key_and_further_fields_are_sent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
