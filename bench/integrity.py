@@ -1,0 +1,166 @@
+"""Attacks on the sandboxes of this machine: how many succeed.
+
+    python -m bench.integrity [--quick] [--rows namespace,user,landlock,docker] [--only NAME] [--out FOLDER]
+
+There are two kinds, both from `agentrl.testing.sandbox`. Hostile programs try to get out of the sandbox, at
+others, or at more than their share. Sabotage breaks the sandbox it runs in, so that the episode looks like an
+infrastructure failure and is played again. An attack succeeds when its check fails. Attacks on a promise that a
+back-end does not make here (see `agentrl doctor`) are listed and not counted.
+
+Rows: every back-end that works here; `user` is `namespace` as an ordinary user, tried when this runs as root. The
+baseline runs the hostile programs that harm nobody as plain subprocesses. `--quick` runs more attacks at once and
+leaves out those that fill disks or memory for seconds. The last line is JSON.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import os
+import platform
+import shutil
+import sys
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from agentrl.sandbox import Sandbox, SandboxPool
+from agentrl.sandbox.errors import PromiseNotEnforceable, SandboxUnavailable
+from agentrl.testing.sandbox import Check, Stage, not_promised, sandbox_checks
+from agentrl.testing.sandbox_suite.hostile import PROGRAMS
+from agentrl.testing.sandbox_suite.stage import Unseen
+
+ORDINARY_USER, SYSTEM_PYTHON = 23456, "/usr/bin/python3"
+SLOW = ("fill_the_inodes", "fill_the_disk", "a_very_deep_tree", "memory_of_many", "leave_a_crowd")
+AT_ONCE = 6
+KINDS = ("hostile", "sabotage")
+
+
+@dataclass
+class Row:
+    """What became of the attacks on one back-end."""
+
+    name: str
+    stopped: list[str] = field(default_factory=list)
+    succeeded: dict[str, str] = field(default_factory=dict)
+    not_promised: dict[str, str] = field(default_factory=dict)
+    seconds: float = 0.0
+
+
+def specs() -> dict[str, Sandbox]:
+    """The rows by name."""
+    found = {"namespace": Sandbox(), "landlock": Sandbox(backend="landlock"), "docker": Sandbox(backend="docker")}
+    if os.getuid() == 0 and shutil.which(SYSTEM_PYTHON):
+        found["user"] = Sandbox(run_as=ORDINARY_USER, python=SYSTEM_PYTHON)
+    return found
+
+
+async def attack(name: str, spec: Sandbox, checks: list[Check], at_once: int) -> Row:
+    """Play every attack on one back-end.
+
+    Raises:
+        SandboxUnavailable, PromiseNotEnforceable: it does not work here.
+    """
+    row, began, places = Row(name), time.monotonic(), asyncio.Semaphore(at_once)
+    async with SandboxPool(spec, min_idle=2) as pool:
+        stage = Stage(pool)
+
+        async def play(check: Check) -> None:
+            missing = not_promised(check, stage)
+            if missing is not None:
+                row.not_promised[check.name] = missing
+                return
+            async with places:
+                try:
+                    await check.run(stage)
+                    row.stopped.append(check.name)
+                except Unseen:
+                    row.not_promised[check.name] = "not visible from outside"
+                except Exception as error:  # whatever a check meets is a finding
+                    row.succeeded[check.name] = f"{type(error).__name__}: {error}"
+
+        try:
+            async with asyncio.TaskGroup() as group:
+                for check in checks:
+                    group.create_task(play(check))
+        finally:
+            stage.close()
+    row.seconds = time.monotonic() - began
+    return row
+
+
+async def without_sandbox() -> tuple[int, int]:
+    """(hostile programs that get through as plain subprocesses, how many were tried)."""
+    harmless = {f"hostile_{program.name}" for program in PROGRAMS if program.escapes_outside}
+    row = Row("subprocess")
+    async with SandboxPool(Sandbox(backend="process", trusted=True), min_idle=0) as pool:
+        stage = Stage(pool)
+        try:
+            for check in sandbox_checks():
+                if check.name in harmless:
+                    try:
+                        await check.run(stage)
+                    except AssertionError as error:
+                        row.succeeded[check.name] = str(error)
+        finally:
+            stage.close()
+    return len(row.succeeded), len(harmless)
+
+
+def show(row: Row) -> None:
+    """A line for the back-end and one for each finding."""
+    print(
+        f"{row.name:<10} {len(row.stopped):>4} stopped {len(row.succeeded):>3} succeeded "
+        f"{len(row.not_promised):>3} not promised {row.seconds:>6.0f} s",
+        flush=True,
+    )
+    for name, text in row.succeeded.items():
+        print(f"    SUCCEEDED {name}: {text[:300]}")
+    for name, promise in row.not_promised.items():
+        print(f"    not promised ({promise}): {name}")
+
+
+async def main() -> int:
+    """Run what was asked for; the exit status is 0 when no attack succeeded."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
+    parser.add_argument("--quick", action="store_true")
+    parser.add_argument("--rows", default="namespace,user,landlock,docker")
+    parser.add_argument("--only", default="")
+    parser.add_argument("--out", type=Path)
+    asked = parser.parse_args()
+    checks = [c for c in sandbox_checks() if c.kind in KINDS and asked.only in c.name]
+    if asked.quick:
+        checks = [c for c in checks if not c.name.endswith(SLOW)]
+    rows: list[Row] = []
+    missing: dict[str, str] = {}
+    for name in asked.rows.split(","):
+        try:
+            rows.append(await attack(name, specs()[name], checks, AT_ONCE if asked.quick else 2))
+        except (KeyError, SandboxUnavailable, PromiseNotEnforceable) as error:
+            missing[name] = "only root can try it" if isinstance(error, KeyError) else str(error)
+            print(f"{name:<10} not available: {missing[name][:200]}")
+            continue
+        show(rows[-1])
+    through, tried = await without_sandbox()
+    print(f"subprocess {through} of {tried} hostile programs that harm nobody get through")
+    ours = sum(len(row.succeeded) for row in rows)
+    attacks = sum(len(row.succeeded) + len(row.stopped) for row in rows)
+    line = {
+        "bench": "integrity", "ours": ours, "baseline": through, "ratio": ours / max(1, through),
+        "unit": "attacks that succeeded", "goal": 0, "met": ours == 0 and bool(rows), "attacks": attacks,
+        "rows": [row.name for row in rows], "not_available": missing,
+    }  # fmt: skip
+    if asked.out is not None:
+        asked.out.mkdir(parents=True, exist_ok=True)
+        told = {**line, "kernel": platform.release(), "machine": platform.machine(),
+                "stopped": {row.name: sorted(row.stopped) for row in rows},
+                "succeeded": {row.name: row.succeeded for row in rows},
+                "not_promised": {row.name: row.not_promised for row in rows}}  # fmt: skip
+        (asked.out / "integrity.json").write_text(json.dumps(told, indent=1) + "\n")
+    print(json.dumps(line))
+    return 0 if line["met"] else 1
+
+
+if __name__ == "__main__":
+    sys.exit(asyncio.run(main()))
