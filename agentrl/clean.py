@@ -8,6 +8,9 @@ tabs, and the joiners and variation selectors that emoji and scripts are written
 from __future__ import annotations
 
 import re
+from dataclasses import replace
+
+from agentrl.types import Message
 
 _ALWAYS = (
     "\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f"  # C0 but tab, line feed and carriage return; DEL; C1
@@ -46,3 +49,28 @@ def _shown(match: re.Match[str]) -> str:
         return match.group()
     code = ord(match.group())
     return f"\\u{code:04x}" if code < 0x10000 else f"\\U{code:08x}"
+
+
+def visible(text: str) -> str:
+    """Text for a terminal: control characters as signs, the rest as `clean_text` has it."""
+    return clean_text(text.translate(_SIGNS))
+
+
+_SIGNS = {code: chr(0x2400 + code) for code in range(32) if chr(code) not in "\n\t"} | {
+    127: "\u2421",
+    **dict.fromkeys(range(0x80, 0xA0), "\ufffd"),
+}
+
+
+def clean_message(message: Message) -> Message:
+    """A message of an env with its text and its name clean."""
+    content = message.content
+    parts = (
+        clean_text(content)
+        if isinstance(content, str)
+        else tuple(clean_text(part) if isinstance(part, str) else part for part in content)
+    )
+    name = None if message.name is None else clean_text(message.name)
+    if parts == content and name == message.name:
+        return message
+    return replace(message, content=parts, name=name)

@@ -5,9 +5,11 @@ Reading needs no torch and no lock, so that a page or a command can look into a 
 
 from __future__ import annotations
 
+import base64
 import json
+import math
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, is_dataclass
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -15,6 +17,7 @@ from typing import Any
 import zstandard
 from pydantic import ConfigDict, TypeAdapter, ValidationError
 
+from agentrl.clean import clean_text
 from agentrl.errors import CheckpointError
 from agentrl.types import Episode
 
@@ -52,8 +55,78 @@ def _codec() -> TypeAdapter[tuple[EpisodeRecord]]:
 
 
 def encode(record: EpisodeRecord) -> bytes:
-    """One line of JSON without its newline; what JSON cannot say (an object in a task's row) becomes text."""
-    return _codec().dump_json((record,), fallback=_plain)[1:-1]
+    """One line of JSON without its newline; what JSON cannot say (an object in a task's row) becomes text.
+
+    Never raises, whatever is in the record, and `decode` reads every line.
+    """
+    if all(_shallow(value) for value in _loose(record.episode)):
+        try:
+            return _codec().dump_json((record,), fallback=_plain, warnings=False)[1:-1]
+        except (ValueError, TypeError, RecursionError, AttributeError):  # half a surrogate pair, an odd key
+            pass
+    return json.dumps(_tame(record, 0), allow_nan=False, separators=(",", ":")).encode()
+
+
+MAX_DEPTH = 80
+"""Nesting of what tasks and calls bring along; deeper parts are kept as text."""
+
+
+def _loose(episode: Episode) -> Iterator[Any]:
+    """The values of an episode whose shape is not ours."""
+    yield episode.task.row
+    yield episode.tools
+    for message in episode.messages:
+        yield from (call.arguments for call in message.tool_calls)
+    for turn in episode.turns:
+        yield from (call.arguments for call in turn.message.tool_calls)
+        yield from (record.call.arguments for record in turn.calls)
+
+
+def _shallow(value: Any) -> bool:
+    """Whether a value is nested less than `MAX_DEPTH` deep."""
+    level = [value]
+    for _ in range(MAX_DEPTH):
+        level = [
+            inner
+            for item in level
+            if isinstance(item, Mapping | list | tuple)
+            for inner in (item.values() if isinstance(item, Mapping) else item)
+        ]
+        if not level:
+            return True
+    return False
+
+
+def _tame(value: Any, depth: int) -> Any:
+    """`value` as what JSON can say: text without halves of pairs, finite numbers, keys that are text."""
+    if value is None or isinstance(value, bool):
+        return value
+    if isinstance(value, str):
+        return clean_text(str(value))
+    if isinstance(value, int):
+        return int(value) if abs(value) < 1 << 63 else hex(value)
+    if isinstance(value, float):
+        return float(value) if math.isfinite(value) else json.dumps(float(value))
+    if isinstance(value, bytes | bytearray):
+        return base64.b64encode(value).decode()
+    if depth >= MAX_DEPTH:
+        return _text_of(value)
+    if is_dataclass(value) and not isinstance(value, type):
+        return {f.name: _tame(getattr(value, f.name), depth + 1) for f in fields(value)}
+    if isinstance(value, Mapping):
+        return {clean_text(_text_of(key)): _tame(inner, depth + 1) for key, inner in value.items()}
+    if isinstance(value, list | tuple | set | frozenset):
+        return [_tame(inner, depth + 1) for inner in value]
+    plain = _plain(value)
+    return plain if isinstance(plain, str) else _tame(plain, depth + 1)
+
+
+def _text_of(value: Any) -> str:
+    try:
+        text = value if isinstance(value, str) else str(value)
+    except Exception:  # somebody else's __str__, or a structure that is too deep for it
+        text = f"<{type(value).__name__}>"
+    return clean_text(text[:100_000])
 
 
 def decode(line: bytes) -> EpisodeRecord:
@@ -67,7 +140,10 @@ def decode(line: bytes) -> EpisodeRecord:
 
 def _plain(value: Any) -> Any:
     """NumPy scalars and arrays as numbers and lists, anything else as its text."""
-    return value.tolist() if hasattr(value, "tolist") else str(value)
+    try:
+        return value.tolist() if hasattr(value, "tolist") else _text_of(value)
+    except Exception:  # somebody else's tolist
+        return _text_of(value)
 
 
 def episodes_file(run: Path, step: int) -> Path:
@@ -108,18 +184,40 @@ def iter_records(run: Path, step: int) -> Iterator[EpisodeRecord]:
         for line in _lines(path):
             yield decode(line)
             num_read += 1
-    except (zstandard.ZstdError, ValidationError, EOFError) as e:
-        reason = str(e).splitlines()[0]
-        raise CheckpointError(f"{path}: damaged after {num_read} episodes: {reason}") from e
+    except ValidationError as e:
+        reason = e.errors(include_url=False, include_input=False)[0]["msg"]
+        raise CheckpointError(f"{path}:{num_read + 1}: damaged after {num_read} episodes: {reason}") from e
+    except (zstandard.ZstdError, MemoryError, EOFError, RecursionError) as e:
+        reason = (str(e).splitlines() or [type(e).__name__])[0]
+        raise CheckpointError(f"{path}:{num_read + 1}: damaged after {num_read} episodes: {reason}") from e
+
+
+MAX_BYTES = 64 << 20
+"""What an episodes file may hold uncompressed, however small it is; a larger one may hold more."""
+MAX_RATIO = 200
+"""How often its size a larger file may hold; episodes shrink to a tenth or so."""
+_PIECE = 1 << 10
+"""Bytes decompressed at once: they can become 32 MiB."""
 
 
 def _lines(path: Path) -> Iterator[bytes]:
-    stream = zstandard.ZstdDecompressor().decompressobj()
-    rest = b""
+    """The lines of an episodes file. Raises EOFError where it was cut, or holds more than any run writes."""
+    limit = max(MAX_BYTES, MAX_RATIO * path.stat().st_size)
+    stream = zstandard.ZstdDecompressor(max_window_size=1 << 27).decompressobj()
+    rest: list[bytes] = []
+    total = 0
     with path.open("rb") as file:
-        while chunk := file.read(1 << 16):
-            *lines, rest = (rest + stream.decompress(chunk)).split(b"\n")
-            yield from lines
+        while piece := file.read(_PIECE):
+            data = stream.decompress(piece)
+            if (total := total + len(data)) > limit:
+                raise EOFError(f"it holds more than {limit >> 20} MiB in {path.stat().st_size:,} bytes")
+            first, newline, others = data.partition(b"\n")
+            rest.append(first)
+            if newline:
+                yield b"".join(rest)
+                *lines, last = others.split(b"\n")
+                yield from lines
+                rest = [last]
     if not stream.eof:
         raise EOFError("the file was cut")
 
@@ -139,14 +237,19 @@ def read_metrics(run: Path) -> list[Mapping[str, float]]:
     path = run / "metrics.jsonl"
     if not path.is_file():
         return []
-    lines = [parse_metrics(line) for line in path.read_bytes().splitlines()]
+    with path.open("rb") as file:
+        lines = [parse_metrics(line) for line in iter(lambda: file.readline(MAX_LINE), b"")]
     return [line for line in lines if line is not None]
+
+
+MAX_LINE = 4 << 20
+"""Bytes of a line of metrics.jsonl; a longer one is no whole line."""
 
 
 def parse_metrics(line: bytes) -> Mapping[str, float] | None:
     """One line of metrics.jsonl, None when it is torn."""
     try:
         data = json.loads(line)
-    except ValueError:
+    except (ValueError, RecursionError):
         return None
     return data if isinstance(data, dict) and isinstance(data.get("step"), int) else None

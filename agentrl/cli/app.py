@@ -10,6 +10,7 @@ from typing import Annotated
 
 import typer
 
+from agentrl.clean import visible
 from agentrl.cli import config, sandbox
 from agentrl.cli.check import check
 from agentrl.cli.doctor import doctor
@@ -86,7 +87,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         wrong_input = isinstance(e, ConfigError | TemplateError)
         text = str(e) if wrong_input else f"{type(e).__name__}: {e}"
         sys.stdout.flush()
-        print(text, file=sys.stderr)
+        print(visible(text), file=sys.stderr)
         raise SystemExit(CONFIG_EXIT if wrong_input else 1) from None
     except ModuleNotFoundError as e:
         if (said := missing_extra(e)) is None:

@@ -85,7 +85,7 @@ class EvalResult:
     lost: int = 0
     infra_failures: int = 0
     redrawn: Mapping[str, int] = field(default_factory=dict)
-    biased: Sequence[str] = ()
+    biased: Sequence[str] = field(default_factory=list)
     faults: Mapping[str, int] = field(default_factory=dict)
     malformed: int = 0
     limits: int = 0
@@ -120,7 +120,7 @@ class EvalResult:
             return cls(**data)
         except FileNotFoundError:
             raise CheckpointError(f"{folder}: holds no {RESULTS_FILE}; give the folder of an evaluation") from None
-        except (ValueError, TypeError, KeyError) as e:
+        except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as e:
             raise CheckpointError(f"{path}: damaged: {e}") from None
 
     def metrics(self) -> dict[str, float]:

@@ -17,11 +17,15 @@ from numbers import Real
 from typing import Any
 
 from agentrl.chat.transcript import Transcript
+from agentrl.clean import clean_message, clean_text
 from agentrl.env.asked import asking
 from agentrl.env.env import Env
 from agentrl.errors import AgentRLError, EnvError, InfraError, JudgeError, RewardError, TemplateError, traceback_of
 from agentrl.sandbox import SandboxBroken
 from agentrl.types import Episode, Message, StopReason, Task, Turn
+
+_NAME = 200
+"""Characters of the name of a reward or metric."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,7 +159,8 @@ async def run_framed(
         total = min(total, 0.0)
     reward = None if error else total
     found = _episode(progress, task, where, env)
-    return replace(found, reward=reward, rewards=dict(rewards), error=error), progress
+    said = None if error is None else clean_text(error)
+    return replace(found, reward=reward, rewards=_clean_names(rewards), error=said), progress
 
 
 async def step_env(env: Env, turn: Turn, progress: Progress, max_turns: int) -> Sequence[Message]:
@@ -178,6 +183,7 @@ async def step_env(env: Env, turn: Turn, progress: Progress, max_turns: int) -> 
         progress.turns.append(replace(turn, env_seconds=time.monotonic() - began))
         where = f"{type(env).__name__}.step"
         raise EnvError(f"{where}: {type(e).__name__}: {e}\n{traceback_of(e)}") from e
+    observed = [clean_message(message) for message in observed]
     progress.faults.update(info.faults)
     if not _is_number(reward):
         progress.faults["step"] = f"{type(env).__name__}.step returned the reward {reward!r}: not a finite number"
@@ -188,7 +194,7 @@ async def step_env(env: Env, turn: Turn, progress: Progress, max_turns: int) -> 
             observation=tuple(observed),
             reward=float(reward),
             env_seconds=time.monotonic() - began,
-            calls=info.calls,
+            calls=tuple(replace(call, result=clean_text(call.result)) for call in info.calls),
         )
     )
     progress.count(info.metrics)
@@ -211,11 +217,15 @@ def _episode(progress: Progress, task: Task, where: Whereabouts, env: Env | None
         segments=tuple(transcript.segments) if transcript else (),
         stop_reason=progress.stop or StopReason.INFRA,
         reward=None,
-        metrics=dict(progress.metrics),
+        metrics=_clean_names(progress.metrics),
         seconds=time.monotonic() - where.started,
         tools=tuple(tools) if progress.began else (),
-        faults=dict(progress.faults),
+        faults={clean_text(name)[:_NAME]: clean_text(text) for name, text in progress.faults.items()},
     )
+
+
+def _clean_names(numbers: Mapping[str, float]) -> dict[str, float]:
+    return {clean_text(name)[:_NAME]: number for name, number in numbers.items()}
 
 
 async def _score(env: Env, episode: Episode, timeout_s: float, faults: dict[str, str]) -> Mapping[str, float]:
@@ -274,7 +284,7 @@ async def reset_env(env: Env, task: Task) -> Sequence[Message]:
             raise
         text = f"{type(env).__name__}.reset: {type(e).__name__}: {e}\n{traceback_of(e)}"
         raise InfraError(text) from e
-    return observation
+    return [clean_message(message) for message in observation]
 
 
 def _is_ours(env: Env, method: str) -> bool:

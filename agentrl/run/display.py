@@ -20,6 +20,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
+from agentrl.clean import visible
 from agentrl.run.notes import Notes
 from agentrl.run.report import Reporter, Summary
 from agentrl.run.terminal import TerminalGuard
@@ -250,7 +251,7 @@ class PlainDisplay(Display):
 
     def _line(self, text: str) -> None:
         self._said = self.progress.clock()
-        self.console.print(Text(text), soft_wrap=True)
+        self.console.print(Text(visible(text)), soft_wrap=True)
 
 
 # --- the live screen -------------------------------------------------------------------------------------------
@@ -311,7 +312,7 @@ class LiveDisplay(Display):
             self._note(text)
 
     def _note(self, text: str) -> None:
-        self.console.print(Text("note: ", style="yellow").append(text, style="default"))
+        self.console.print(Text("note: ", style="yellow").append(visible(text), style="default"))
 
     def done(self, summary: Summary) -> None:
         """Close the screen and print the summary."""
@@ -401,7 +402,7 @@ def summary_text(summary: Summary, *, again: str, columns: int = 100) -> Text:
     rows.append(("run folder", run, "", ""))
 
     lines = [Text("\n").append(title, style="bold")]
-    lines += [Text(f"  warning: {text}", style="yellow") for text in summary.biased]
+    lines += [Text(f"  warning: {visible(text)}", style="yellow") for text in summary.biased]
     width = max(len(value) for name, value, remark, _ in rows if remark)
     for name, value, remark, style in rows:
         line = Text(f"  {name:<16}").append(value, style=style)
@@ -430,14 +431,14 @@ def _why_lost(summary: Summary) -> str:
     if not summary.redrawn:
         return "not the policy's fault; none of them trained"
     worst = [
-        f"{name} ({sum(counts.values()) - counts['played']} of {counts['played']})"
+        f"{visible(name)} ({sum(counts.values()) - counts['played']} of {counts['played']})"
         for name, counts in list(summary.redrawn_tasks.items())[:2]
     ]
     return f"{_counts(summary.redrawn)}; most on {', '.join(worst)}; none trained"
 
 
 def _counts(by_name: Mapping[str, int]) -> str:
-    return ", ".join(f"{count:,} {name}" for name, count in list(by_name.items())[:4])
+    return ", ".join(f"{count:,} {visible(name)}" for name, count in list(by_name.items())[:4])
 
 
 def _short(run: str) -> str:

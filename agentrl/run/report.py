@@ -45,7 +45,7 @@ class Summary:
     """Why episodes failed in the infrastructure and were played again: the error's class, and how often."""
     redrawn_tasks: Mapping[str, Mapping[str, int]] = field(default_factory=dict)
     """The same for the 20 tasks with most of them; `played` is how many episodes of the task there were."""
-    biased: Sequence[str] = ()
+    biased: Sequence[str] = field(default_factory=list)
     """Signs that which episodes failed depended on what the policy did: the run trained on survivors."""
     faults: Mapping[str, int] = field(default_factory=dict)
     """Training episodes in which a reward, by its name, or the env itself (`step`) raised; such a reward is 0."""
@@ -66,7 +66,7 @@ class Summary:
         try:
             data: dict[str, Any] = json.loads(text)
             return cls(**data)
-        except (ValueError, TypeError) as e:
+        except (ValueError, TypeError, RecursionError) as e:
             raise CheckpointError(f"summary.json is damaged: {e}") from None
 
 

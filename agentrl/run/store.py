@@ -29,6 +29,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import IO, Self
 
+from agentrl.clean import clean_text
 from agentrl.config import RunConfig, config_diff, dump_config, load_config
 from agentrl.errors import CheckpointError, ConfigError
 from agentrl.records import (
@@ -255,7 +256,7 @@ class RunStore:
             return
         now = datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
         with (self.path / "events.log").open("a", encoding="utf-8") as file:
-            file.write(f"{now} {' '.join(text.split())}\n")
+            file.write(f"{now} {clean_text(' '.join(text.split()))}\n")
 
     def write_summary(self, summary: Summary) -> None:
         """Write summary.json."""

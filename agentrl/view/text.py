@@ -9,6 +9,7 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from agentrl.clean import visible
 from agentrl.records import EpisodeRecord
 from agentrl.rollout.metrics import reward_parts
 from agentrl.types import LIMITS, CallRecord, Episode, Image, Message, ToolCall, Turn
@@ -56,17 +57,6 @@ def step_table(records: Sequence[EpisodeRecord]) -> RenderableType:
             Text(", ".join(f"{name} {count:g}" for name, count in mistakes(episode).items()), style="yellow"),
         )
     return table
-
-
-def visible(text: str) -> str:
-    """Text with its control characters as signs, so that no episode can steer the reader's terminal."""
-    return text.translate(_SIGNS)
-
-
-_SIGNS = {code: chr(0x2400 + code) for code in range(32) if chr(code) not in "\n\t"} | {
-    127: "␡",
-    **dict.fromkeys(range(0x80, 0xA0), "�"),
-}
 
 
 def num_sampled(episode: Episode) -> int:

@@ -6,8 +6,8 @@ from collections.abc import Callable, Sequence
 
 from rich.text import Text
 
+from agentrl.clean import visible
 from agentrl.types import Origin, Segment
-from agentrl.view.text import visible
 
 STYLES: dict[Origin, str] = {
     "prompt": "blue",

@@ -92,7 +92,7 @@ def test_a_cut_episodes_file_says_so(tmp_path: Path):
         store.write_episodes(1, [EpisodeRecord.of(1, 0, episode(i), 0.0) for i in range(50)])
     path = tmp_path / "r/episodes/step-000001.jsonl.zst"
     path.write_bytes(path.read_bytes()[:-20])
-    with pytest.raises(CheckpointError, match=r"step-000001\.jsonl\.zst: damaged after"):
+    with pytest.raises(CheckpointError, match=r"step-000001\.jsonl\.zst:1: damaged after"):
         read_episodes(tmp_path / "r", 1)
     with pytest.raises(CheckpointError, match="no episodes of step 9; it has steps 1 to 1"):
         read_episodes(tmp_path / "r", 9)
