@@ -66,6 +66,9 @@ class Http:
         ConfigError: no host is listed, or an entry is none.
     """
 
+    outside = True
+    """Its calls reach others than the episode."""
+
     def __init__(
         self,
         hosts: Sequence[str] = (),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shlex
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -15,7 +15,13 @@ if TYPE_CHECKING:
     from agentrl.train.rehearse import Rehearsal
 
 
-def check(path: YamlFile, overrides: Overrides = []) -> None:  # noqa: B006
+def check(
+    path: YamlFile,
+    overrides: Overrides = [],  # noqa: B006
+    play: Annotated[
+        bool, typer.Option("--play", help="Also call tools of MCP servers and HTTP, with generated arguments.")
+    ] = False,
+) -> None:
     """Look a run over without its model: needs no weights and no GPU.
 
     Reads the YAML, imports the env, validates its tools, tasks and rewards by playing, proves the chat template,
@@ -35,7 +41,7 @@ def check(path: YamlFile, overrides: Overrides = []) -> None:  # noqa: B006
     from agentrl.view.text import episode_text
     from agentrl.view.tokens import tokens_text
 
-    rehearsal = rehearse(config)
+    rehearsal = rehearse(config, play_outside=play)
     console = Console()
     scripted = rehearsal.episodes[0]
     console.print(_overview(rehearsal), soft_wrap=True)

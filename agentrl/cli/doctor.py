@@ -13,15 +13,29 @@ from typing import Annotated
 
 import typer
 
+from agentrl.extras import DISTRIBUTION
+
 PACKAGES = {
+    "pydantic": "reads configurations and tool arguments",
+    "openai": "talks to endpoints",
+    "gymnasium": "plays and lends environments",
     "torch": "trains and samples (extra: train)",
     "transformers": "reads models (extra: train)",
+    "tokenizers": "turns text into tokens (extra: train)",
+    "safetensors": "reads and writes weights (extra: train)",
     "matplotlib": "draws reward curves (extra: train)",
+    "peft": "trains adapters (extra: lora)",
     "sglang": "samples fast on GPUs (extra: sglang)",
+    "vllm": "samples fast on GPUs (in an environment of its own)",
+    "flash-attn": "attention on GPUs (no extra)",
     "ray": "trains on several GPUs or machines (extra: ray)",
+    "mcp": "calls tools of MCP servers (extra: mcp)",
+    "starlette": "serves policies (extra: serve)",
+    "datasets": "reads datasets by name (extra: hf)",
+    "pyarrow": "reads and writes parquet (extra: parquet)",
     "docker": "runs sandboxes in containers (extra: docker)",
 }
-"""What is not needed by everyone, and what for."""
+"""What the versions of matter, and what for."""
 
 
 def doctor(
@@ -64,14 +78,18 @@ def _run(run: Path) -> None:
 
 
 def _machine() -> None:
+    print(f"agentrl         {_version(DISTRIBUTION)}")
     print(f"python          {platform.python_version()} on {platform.system()} {platform.machine()}")
+    print(f"kernel          {platform.release()}")
     cores = len(os.sched_getaffinity(0))
     print(f"processors      {cores} usable{'' if cores == os.cpu_count() else f' of {os.cpu_count()}'}")
     print(f"memory          {_memory()}")
     print(f"disk            {shutil.disk_usage(Path.cwd()).free / 2**30:.1f} GiB free in this folder")
     for name, purpose in PACKAGES.items():
-        print(f"{name:<15} {_version(name)}  {purpose}")
+        print(f"{name:<15} {_version(name):<12} {purpose}")
+    print(f"docker engine   {_docker_engine()}")
     print(f"gpus            {_gpus()}")
+    print(f"cuda            {_cuda()}")
 
 
 def _version(name: str) -> str:
@@ -79,6 +97,36 @@ def _version(name: str) -> str:
         return version(name)
     except PackageNotFoundError:
         return "-"
+
+
+def _docker_engine() -> str:
+    """The version of the engine that answers at DOCKER_HOST, or at the usual socket."""
+    import httpx
+
+    address = os.environ.get("DOCKER_HOST", "unix:///var/run/docker.sock")
+    scheme, _, place = address.partition("://")
+    transport = httpx.HTTPTransport(uds=place) if scheme == "unix" else None
+    url = "http://docker/version" if scheme == "unix" else f"http://{place}/version"
+    try:
+        with httpx.Client(transport=transport, timeout=3.0, trust_env=False) as client:
+            said = client.get(url).json()
+        return f"{said['Version']} at {address}"
+    except (httpx.HTTPError, httpx.InvalidURL, ValueError, KeyError, TypeError, OSError):
+        return f"- (none answers at {address})"
+
+
+def _cuda() -> str:
+    """The driver of the machine, and the CUDA that torch was built for."""
+    driver = Path("/proc/driver/nvidia/version")
+    found = "no driver"
+    if driver.is_file():
+        words = driver.read_text(encoding="utf-8").split()
+        found = "driver " + next((word for word in words if word[:1].isdigit() and "." in word), "unknown")
+    if importlib.util.find_spec("torch") is None:
+        return found
+    import torch
+
+    return f"{found}, torch is built for {torch.version.cuda or 'the CPU alone'}"
 
 
 def _memory() -> str:

@@ -41,10 +41,21 @@ MISTAKES: tuple[Mistake, ...] = (
 class BoundTool(Protocol):
     """A tool ready to be called within one episode: a method of the env, or anything from elsewhere."""
 
-    name: str
-    schema: Mapping[str, Any]
-    parallel: bool
-    timeout_s: float | None
+    @property
+    def name(self) -> str:
+        """What the policy calls it."""
+
+    @property
+    def schema(self) -> Mapping[str, Any]:
+        """In the OpenAI shape."""
+
+    @property
+    def parallel(self) -> bool:
+        """Whether it may run beside its neighbors."""
+
+    @property
+    def timeout_s(self) -> float | None:
+        """Limit of one call; None takes that of the settings."""
 
     def validate(self, arguments: Mapping[str, Any]) -> dict[str, Any]:
         """Raises InvalidArguments."""

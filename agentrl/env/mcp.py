@@ -274,6 +274,7 @@ class McpTool:
     remote_name: str
     timeout_s: float | None
     parallel: bool = False
+    outside: bool = True
 
     def validate(self, arguments: Mapping[str, Any]) -> dict[str, Any]:
         """Raises InvalidArguments."""

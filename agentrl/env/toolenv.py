@@ -17,6 +17,7 @@ from typing import Any
 from agentrl.env import toolbox
 from agentrl.env.dispatch import BoundTool, Mistake, Outcome, call_function, run_call
 from agentrl.env.env import Env, StepInfo
+from agentrl.env.held_back import HeldBack, acts_outside
 from agentrl.env.judge import PolicyModel
 from agentrl.env.mcp import McpConnection, McpServer, mcp_tools
 from agentrl.env.observe import CountTokens, cut_content, error_text, estimate_tokens, plain_text, to_content
@@ -54,6 +55,9 @@ class ToolEnv(Env):
     """Counts the tokens of a text; the rollout sets it to the policy's tokenizer."""
     decode: Decode | None = None
     """Text of sampled ids without special tokens; set by the rollout, None where an episode has no tokens."""
+
+    hold_back: bool = False
+    """Whether tools that act outside of the episode (MCP, HTTP) answer without being called; `agentrl check`."""
 
     outcome: str | None = None
     """What the program under `agent:` said at its end, for rewards to read; None where no program plays."""
@@ -177,7 +181,8 @@ class ToolEnv(Env):
         """Acquire what the class declares (a sandbox, tool servers); runs before `setup`."""
         self._tools, self._toolboxes, self._connections = None, [], []  # toolboxes live as long as an episode
         self._bound()
-        await asyncio.gather(*[connection.open() for connection in self._connections])
+        if not self.hold_back:
+            await asyncio.gather(*[connection.open() for connection in self._connections])
         if self.sandbox is not None:
             self.box = await self.lease(self.sandbox)
         for made in self._toolboxes:
@@ -357,6 +362,8 @@ class ToolEnv(Env):
                 names = [tool.name for tool in tools]
                 twice = next(name for name in names if names.count(name) > 1)
                 raise ConfigError(f"{type(self).__name__}: two tools are named {twice!r}")
+            if self.hold_back:
+                found = {name: HeldBack(tool) if acts_outside(tool) else tool for name, tool in found.items()}
             self._tools = found
         return self._tools
 
@@ -378,7 +385,7 @@ class ToolEnv(Env):
             pristine = self._pristine
             run = {
                 key: self.__dict__[key]
-                for key in ("settings", "count_tokens", "decode", "model")
+                for key in ("settings", "count_tokens", "decode", "model", "hold_back")
                 if key in self.__dict__
             }
             self.__dict__.clear()

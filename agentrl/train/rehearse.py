@@ -8,6 +8,7 @@ import random
 import tempfile
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from agentrl.chat.transcript import Transcript
 from agentrl.config.algorithm import AlgorithmConfig
 from agentrl.config.run import RunConfig
 from agentrl.env import Env
+from agentrl.env.held_back import acts_outside
 from agentrl.env.load import load_env, said_by
 from agentrl.env.rewards import weight_of, weight_of_nothing
 from agentrl.env.toolenv import ToolEnv
@@ -26,7 +28,7 @@ from agentrl.errors import ConfigError, InfraError
 from agentrl.records import EpisodeRecord
 from agentrl.rollout.group import with_group_rewards
 from agentrl.rollout.metrics import reward_parts
-from agentrl.rollout.prompts import prompt_tokens
+from agentrl.rollout.prompts import fitting, prompt_tokens
 from agentrl.rollout.setup import (
     Content,
     author_method,
@@ -36,6 +38,7 @@ from agentrl.rollout.setup import (
     load_renderer,
     repeated_ids,
 )
+from agentrl.run.report import Silent
 from agentrl.sandbox import close_pools
 from agentrl.testing.env import EnvCheckError, check_env
 from agentrl.testing.policy import Policy, ScriptedPolicy, call, play, random_arguments
@@ -85,8 +88,11 @@ class Rehearsal:
     decode: Callable[[Sequence[int]], str]
 
 
-def rehearse(config: RunConfig) -> Rehearsal:
+def rehearse(config: RunConfig, *, play_outside: bool = False) -> Rehearsal:
     """Load everything but the weights, play two episodes and prove the chat template.
+
+    Args:
+        play_outside: call tools that act outside of the episode (MCP servers, HTTP) as well.
 
     Raises:
         ConfigError: the env, its tasks, a tool, a reward or the tokenizer cannot be used.
@@ -94,15 +100,47 @@ def rehearse(config: RunConfig) -> Rehearsal:
     """
     content = load_content(config)
     check_held_out(config, content)
+    held_back = () if play_outside else _outside(content.make_env())
+    if held_back:
+        content = replace(content, make_env=partial(_holding_back, content.make_env))
     with tempfile.TemporaryDirectory(prefix="agentrl-check-") as temp:
         folder, max_context = _tokenizer(config, content, Path(temp))
         renderer = load_renderer(config, folder)
         proof = prove(renderer)
         proof.require(tools=bool(content.make_env().tools))
         try:
-            return asyncio.run(_closing_pools(_rehearse(config, content, renderer, proof, max_context)))
+            found = asyncio.run(_closing_pools(_rehearse(config, content, renderer, proof, max_context)))
         except InfraError as e:
             raise ConfigError(f"{config.env.use}: {e}") from e
+    if not held_back:
+        return found
+    note = f"these tools act outside of the episode and were not called: {', '.join(held_back)}; --play calls them"
+    return replace(found, notes=(*found.notes, note))
+
+
+def _outside(env: Env) -> tuple[str, ...]:
+    """Names of the tools that reach others than the episode."""
+    if not isinstance(env, ToolEnv):
+        return ()
+    return tuple(name for name, tool in env._bound().items() if acts_outside(tool))
+
+
+def _holding_back(make_env: Callable[[], Env]) -> Env:
+    env = make_env()
+    if isinstance(env, ToolEnv):
+        env.hold_back, env._tools = True, None
+    return env
+
+
+class _Noting(Silent):
+    """Keeps what a run would be told."""
+
+    def __init__(self) -> None:
+        self.notes: list[str] = []
+
+    def note(self, text: str) -> None:
+        """Keep it."""
+        self.notes.append(text)
 
 
 async def _closing_pools(work: Coroutine[None, None, Rehearsal]) -> Rehearsal:
@@ -115,6 +153,10 @@ async def _closing_pools(work: Coroutine[None, None, Rehearsal]) -> Rehearsal:
 async def _rehearse(
     config: RunConfig, content: Content, renderer: Renderer, proof: Proof, max_context: int | None
 ) -> Rehearsal:
+    noting = _Noting()
+    if config.data.overlong_prompts is not None:
+        room = max_context or config.rollout.token_budget
+        content = await fitting(content, config, renderer, room, noting)
     task = content.train_tasks[0]
     policy, played_by = _policy(config, content, task)
     scripted, transcript = await _episode(config, content, renderer, task, policy, "scripted")
@@ -147,7 +189,7 @@ async def _rehearse(
         proof=proof,
         template_hash=renderer.hash,
         findings=tuple(findings),
-        notes=tuple(repeated_ids(content)),
+        notes=(*repeated_ids(content), *noting.notes),
         decode=renderer.decode,
     )
 

@@ -50,6 +50,59 @@ class Steps(ToolEnv):
         return ScriptedPolicy([call("go", worth=1.0), call("go", worth=0.5), "done"])
 '''
 
+MAILING = '''
+from pathlib import Path
+
+from agentrl import Task, ToolEnv, reward, tool
+
+
+class Mail:
+    outside = True
+
+    @tool
+    def send(self, text: str) -> str:
+        """Send a mail."""
+        Path(__file__).with_name("sent").write_text(text)
+        return "sent"
+
+
+class Mailing(ToolEnv):
+    """Send a mail."""
+
+    toolboxes = (Mail,)
+
+    def setup(self) -> str:
+        return "Send one."
+
+    @reward
+    def solved(self, episode) -> bool:
+        return bool(episode.turns[0].calls)
+
+    @classmethod
+    def tasks(cls, split, seed):
+        return [Task("t")]
+'''
+
+ASKING = '''
+from agentrl import Message, Task, ToolEnv, reward
+
+
+class Asking(ToolEnv):
+    """Talk."""
+
+    async def setup(self) -> str:
+        said = await self.model.chat([Message("user", "Begin.")])
+        return said.content + "hi"
+
+    @reward
+    def solved(self, episode) -> bool:
+        return len(episode.turns) > 3
+
+    @classmethod
+    def tasks(cls, split, seed):
+        return [Task("t")]
+'''
+
 CONTEST = '''
 from typing import Literal
 
@@ -238,6 +291,40 @@ class TestBadInput:
         assert code == 2
         assert said in err
         assert "Traceback" not in err
+
+    def test_tools_that_act_outside_are_called_only_when_asked(self, run, tmp_path: Path):
+        write(tmp_path / "mine.py", MAILING)
+        path = write(tmp_path / "tools.yaml", "env: mine.py:Mailing\nmodel: {tiny: {vocab: 400}}\n")
+        code, out, err = run("check", path)
+        assert code == 0, out + err
+        assert "were not called: send; --play calls them" in out
+        assert "(not called by agentrl check)" in out
+        assert not (tmp_path / "sent").exists()
+        code, out, _ = run("check", path, "--play")
+        assert (code, "were not called" in out) == (0, False)
+        assert (tmp_path / "sent").exists()
+
+    def test_the_model_may_be_asked_in_setup(self, run, tmp_path: Path):
+        write(tmp_path / "mine.py", ASKING)
+        path = write(tmp_path / "tools.yaml", "env: mine.py:Asking\nmodel: {tiny: {vocab: 400}}\n")
+        code, out, err = run("check", path)
+        assert code == 0, out + err
+        assert "(no model is loaded)" in out
+
+    def test_overlong_prompts_are_left_out_as_in_training(self, run, tmp_path: Path):
+        write(
+            tmp_path / "mine.py",
+            ASKING.replace("setup(self)", "setup(self, more=1)").replace('"hi"', '"hi " * more'),
+        )
+        rows = "".join(json.dumps({"more": n}) + "\n" for n in (1, 2, 900))
+        write(tmp_path / "rows.jsonl", rows)
+        text = "env: mine.py:Asking\nmodel: {tiny: {vocab: 400}}\nrollout: {token_budget: 400}\n"
+        path = write(tmp_path / "tools.yaml", text + "data: {train: rows.jsonl, overlong_prompts: drop}\n")
+        code, out, err = run("check", path)
+        assert code == 0, out + err
+        assert "1 of 3 training tasks are left out" in out
+        code, out, _ = run("check", path, "--set", "data.overlong_prompts=null")
+        assert (code, "nothing can be sampled" in out) == (2, True)
 
     def test_a_prompt_that_does_not_fit_is_a_problem(self, run, tmp_path: Path):
         path = write(tmp_path / "tools.yaml", GOOD.replace("400", "400, max_context: 100"))
@@ -453,6 +540,8 @@ class TestDoctor:
     def test_it_says_what_works_here(self, run):
         code, out, _ = run("doctor")
         assert code == 0
+        for name in ("agentrl", "kernel", "pydantic", "tokenizers", "peft", "vllm", "docker engine", "cuda"):
+            assert re.search(rf"^{name} +\S", out, re.MULTILINE)
         assert f"python          {sys.version_info.major}.{sys.version_info.minor}" in out
         assert "GiB free" in out
         assert "| files " in out
