@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Literal
 
 from agentrl.chat.template import same_meaning
 from agentrl.errors import TemplateError
+from agentrl.types import Completion, Message
 
 if TYPE_CHECKING:
     from agentrl.chat.template import Renderer
@@ -249,8 +250,8 @@ class _Judge:
     def __init__(self, transcript: Transcript) -> None:
         self.transcript, self.renderer = transcript, transcript.renderer
         self.context = transcript.context
-        self._now: str | None = None
-        self._rewrites = False
+        self._rewrites: bool | None = None
+        self._agrees: bool | None = None
 
     def classify(self, runs: Sequence[_Run], fresh: tuple[int, ...]) -> Difference:
         ledger = tuple(id for run in runs for id in run.ids)
@@ -276,11 +277,11 @@ class _Judge:
             return Drift.RESERIALISED
         if inside is None and not changed.strip():
             return Drift.BOUNDARY
-        if self._rewritten(sampled):
-            return Drift.HISTORY_REWRITE
-        if inside is not None and sampled is not None and self.context[sampled].parse_errors:
-            return Drift.RESERIALISED
-        return Drift.CONTENT
+        if not self._agree():
+            return Drift.CONTENT
+        if inside is not None and sampled is not None:  # it is the template that says something else
+            return Drift.RESERIALISED if self.context[sampled].parse_errors else Drift.HISTORY_REWRITE
+        return Drift.HISTORY_REWRITE if self._rewritten() else Drift.CONTENT
 
     def _text(self, ids: Sequence[int]) -> str:
         """What `ids` say; composed, as many tokenizers do to what they encode and no policy has to do."""
@@ -291,17 +292,65 @@ class _Judge:
         was = self.renderer.read_text(self._text(run.ids[run.lead :]), tools=tools)
         return same_meaning(was, self.renderer.read_text(text, tools=tools))
 
-    def _rewritten(self, message: int | None) -> bool:
-        """Whether the template now writes the history up to `message` otherwise than when it was the newest."""
-        if self._rewrites:
-            return True
-        if message is None or message + 1 >= len(self.context):
-            return False
-        if self._now is None:
-            self._now = self.renderer.render(self.context, self.transcript.tools)
-        then = self.renderer.render(self.context[: message + 1], self.transcript.tools)
-        self._rewrites = not self._now.startswith(then)
+    def _rewritten(self) -> bool:
+        """Whether the template's own renderings, prompt by prompt and turn by turn, are not each the beginning of
+        the last."""
+        if self._rewrites is None:
+            self._rewrites = self._find_rewrite()
         return self._rewrites
+
+    def _find_rewrite(self) -> bool:
+        context, tools = self.context, self.transcript.tools
+        now = self.renderer.render(context, tools, generation_prompt=self.transcript.prompted)
+        for n, message in enumerate(context):
+            if message.role != "assistant":
+                continue
+            try:
+                prompt = self.renderer.render(context[:n], tools, generation_prompt=True)
+                turn = self.renderer.render(context[: n + 1], tools)
+            except TemplateError:
+                continue
+            if not now.startswith(prompt) or not (now.startswith(turn) or n + 1 == len(context)):
+                return True
+        return False
+
+    def _agree(self) -> bool:
+        """Whether ledger and messages say the same (see `agrees`)."""
+        if self._agrees is None:
+            self._agrees = agrees(self.transcript)
+        return self._agrees
+
+
+def agrees(transcript: Transcript) -> bool:
+    """Whether the ledger says what its messages say.
+
+    Completions must read as their messages, and the messages, appended again turn by turn, must give the same ids.
+    A branch that goes on in a context that was rendered whole (`resume`, `history: fork`) is only read.
+    """
+    from agentrl.chat.transcript import Transcript
+
+    branch, place = transcript.branch, transcript.places
+    completions = {place[s.message]: s for s in branch if s.origin == "sampled" and s.message is not None}
+    begun = [n for n, segment in enumerate(branch) if segment.origin == "sampled"]
+    whole = any(s.origin == "prompt" for s in branch[begun[0] :]) if begun else False
+    again = Transcript(transcript.renderer, transcript.tools, history="keep")
+    new: list[Message] = []
+    try:
+        for n, message in enumerate(transcript.context):
+            if n not in completions:
+                new.append(message)
+                continue
+            again.extend(new)
+            segment, new = completions[n], []
+            read = transcript.renderer.parse(segment.ids, tools=transcript.tools, thinking=again.thinking)
+            if not same_meaning(read, message):
+                return False
+            again.complete(Completion(segment.ids, segment.logprobs, segment.versions, "stop"), message=message)
+        if new:
+            again.extend(new)
+    except TemplateError:
+        return False
+    return whole or tuple(again.ids) == tuple(transcript.ids)
 
 
 def _common(a: Sequence[int], b: Sequence[int]) -> int:

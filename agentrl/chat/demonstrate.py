@@ -5,8 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from agentrl.chat.roundtrip import calls_of
 from agentrl.chat.template import Renderer
 from agentrl.chat.transcript import Transcript
+from agentrl.errors import TemplateError
 from agentrl.types import Completion, Message
 
 
@@ -14,10 +16,21 @@ def completion_of(renderer: Renderer, message: Message, tools: Sequence[Mapping[
     """The ids with which a policy would have said `message`, the stop token included; log-probabilities are 0.
 
     Raises:
-        TemplateError: the template does not write the message behind its own generation prompt.
+        TemplateError: the template does not write the message behind its own generation prompt, or what it writes
+            reads as other calls.
     """
     ids = tuple(renderer.completion_ids(message, tools))
+    read = renderer.parse(ids, tools=tools)
+    if [call.name for call in read.tool_calls] != [call.name for call in message.tool_calls]:
+        raise TemplateError(
+            f"an assistant message calls {_names(message)}, and what the chat template writes of it reads as "
+            f"{_names(read)} (by the parser {renderer.parser.name}): {renderer.decode(ids)!r}"
+        )
     return Completion(ids, (0.0,) * len(ids), (0,) * len(ids), "stop")
+
+
+def _names(message: Message) -> str:
+    return ", ".join(call.name for call in message.tool_calls) or "no tool"
 
 
 def imitate(
@@ -26,14 +39,22 @@ def imitate(
     """Replay a conversation through a transcript: assistant messages become sampled segments.
 
     Raises:
-        TemplateError: the template refuses these messages.
+        TemplateError: the template refuses these messages, or writes calls that read as others.
     """
     transcript = Transcript(renderer, tools)
     new: list[Message] = []
     for message in messages:
         if message.role == "assistant":
             transcript.extend(new)
-            transcript.complete(completion_of(renderer, message, tools), message=message)
+            completion = completion_of(renderer, message, tools)
+            read = renderer.parse(completion.ids, tools=tools, thinking=transcript.thinking)
+            if calls_of(read) != calls_of(message):
+                raise TemplateError(
+                    f"an assistant message with the arguments {[dict(c.arguments) for c in message.tool_calls]} "
+                    f"is written by the chat template as {renderer.decode(completion.ids)!r}, which reads as "
+                    f"{[dict(c.arguments) for c in read.tool_calls]} (by the parser {renderer.parser.name})"
+                )
+            transcript.complete(completion, message=message)
             new = []
         else:
             new.append(message)

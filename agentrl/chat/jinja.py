@@ -13,6 +13,7 @@ from agentrl.errors import TemplateError
 
 if TYPE_CHECKING:
     from jinja2.environment import Template
+    from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 _BEYOND_ASCII = re.compile("[\u0080-\U000effff]")
 
@@ -57,6 +58,34 @@ def compile_template(source: str) -> Callable[..., str]:
     Raises:
         TemplateError: the source is not valid Jinja.
     """
+    import jinja2
+
+    environment = _environment()
+    now = datetime.datetime.now()
+    environment.filters["tojson"] = _tojson
+    environment.globals["raise_exception"] = _raise_exception
+    environment.globals["strftime_now"] = now.strftime
+    try:
+        template: Template = environment.from_string(source)
+    except jinja2.TemplateError as e:
+        raise TemplateError(f"the chat template is not valid Jinja: {type(e).__name__}: {e}") from e
+    return template.render
+
+
+@lru_cache(maxsize=32)
+def variables_of(source: str) -> frozenset[str]:
+    """The variables that a template reads and does not set itself; none where it is not valid Jinja."""
+    import jinja2
+    from jinja2.meta import find_undeclared_variables
+
+    try:
+        return frozenset(find_undeclared_variables(_environment().parse(source)))
+    except jinja2.TemplateError:
+        return frozenset()
+
+
+def _environment() -> ImmutableSandboxedEnvironment:
+    """An environment that knows what chat templates are written in."""
     import jinja2.ext
     from jinja2.sandbox import ImmutableSandboxedEnvironment
 
@@ -70,15 +99,6 @@ def compile_template(source: str) -> Callable[..., str]:
             body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
             return jinja2.nodes.Scope(body, lineno=line)
 
-    now = datetime.datetime.now()
-    environment = ImmutableSandboxedEnvironment(
+    return ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=[Generation, jinja2.ext.loopcontrols]
     )
-    environment.filters["tojson"] = _tojson
-    environment.globals["raise_exception"] = _raise_exception
-    environment.globals["strftime_now"] = now.strftime
-    try:
-        template: Template = environment.from_string(source)
-    except jinja2.TemplateError as e:
-        raise TemplateError(f"the chat template is not valid Jinja: {type(e).__name__}: {e}") from e
-    return template.render

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -13,7 +13,10 @@ from agentrl.types import Message
 if TYPE_CHECKING:
     from agentrl.chat.template import Habits, Renderer
 
+Offered = Sequence[dict[str, Any]]
+
 _USER = Message("user", "u")
+_ASKED = "\u2060asked\u2060"
 _TOOL: dict[str, Any] = {
     "type": "function",
     "function": {
@@ -31,25 +34,29 @@ def probe(renderer: Renderer, eos_ids: frozenset[int]) -> Habits:
         TemplateError: it cannot render a user and an assistant message, or does not end the latter with a
             control token.
     """
+    offered = _offered(renderer)
+    json_arguments = _wants_json(renderer)
     habits = replace(
         renderer.habits,
-        json_arguments=_wants_json(renderer),
-        inline_think=not _shows_reasoning(renderer),
+        json_arguments=bool(json_arguments),
+        shows_calls=renderer.habits.inline_calls or json_arguments is not None,
+        inline_think=not _shows_reasoning(renderer, offered),
+        needs_tools=bool(offered),
     )
-    closers, last = _closers(renderer)
-    closes_itself = _closes(renderer)
+    closers, last = _closers(renderer, offered)
+    closes_itself = _closes(renderer, offered)
     if closes_itself:
         last |= _call_end(renderer, habits.json_arguments)
     stop_ids = eos_ids | last
     if not closers:
-        written = renderer.render_data([renderer.data(_USER), _assistant(), renderer.data(_USER)])
+        written = renderer.render_data([renderer.data(_USER), _assistant(), renderer.data(_USER)], offered)
         after = renderer.vocabulary.unshield(written[written.rfind(SENTINEL) :])[:60]
         raise TemplateError(
             "the chat template does not end an assistant turn with a control token of this tokenizer "
             f"(after the assistant's text it writes {after!r}), so the end of a completion cannot be told; use a "
             "template whose turns end with a special token"
         )
-    opened = renderer.render([_USER], generation_prompt=True)
+    opened = renderer.render([_USER], offered, generation_prompt=True)
     opening, closing = renderer.parser.think
     habits = replace(
         habits,
@@ -81,44 +88,54 @@ def _attempt(render: Callable[[], str]) -> str | None:
         return None
 
 
-def _wants_json(renderer: Renderer) -> bool:
-    """An object where the template shows it as JSON or XML; text where an object fails or shows as Python."""
+def _offered(renderer: Renderer) -> list[dict[str, Any]]:
+    """Nothing, or a tool where the template renders no conversation without one (`tool_use.jinja`)."""
+    asked = [renderer.data(_USER)]
+    alone = _attempt(lambda: renderer.render_data(asked, generation_prompt=True))
+    return [] if alone is not None or _attempt(lambda: renderer.render_data(asked, [_TOOL])) is None else [_TOOL]
+
+
+def _wants_json(renderer: Renderer) -> bool | None:
+    """An object where the template shows it as JSON or XML; text where an object fails or shows as Python.
+
+    None where it shows no call at all.
+    """
     user = renderer.data(_USER)
     shown = _attempt(lambda: renderer.render_data([user, _with_call({"x": SENTINEL}), _tool(renderer)], [_TOOL]))
     if shown is not None and SENTINEL in shown and "{'x'" not in shown:
         return False
     text = f'{{"x": "{SENTINEL}"}}'
     shown = _attempt(lambda: renderer.render_data([user, _with_call(text), _tool(renderer)], [_TOOL]))
-    return shown is not None and SENTINEL in shown
+    return True if shown is not None and SENTINEL in shown else None
 
 
-def _shows_reasoning(renderer: Renderer) -> bool:
+def _shows_reasoning(renderer: Renderer, offered: Offered) -> bool:
     """Whether reasoning given in its own field appears, at least in the newest turn."""
     fields = dict.fromkeys(("reasoning_content", "thinking", "reasoning"), "r" + SENTINEL)
     message = {"role": "assistant", "content": "c", **fields}
-    shown = _attempt(lambda: renderer.render_data([renderer.data(_USER), message]))
+    shown = _attempt(lambda: renderer.render_data([renderer.data(_USER), message], offered))
     return shown is not None and "r" + SENTINEL in shown
 
 
-def _closers(renderer: Renderer) -> tuple[frozenset[int], frozenset[int]]:
+def _closers(renderer: Renderer, offered: Offered) -> tuple[frozenset[int], frozenset[int]]:
     """Ids of the first control token after an assistant's text: in any continuation, and in the newest turn.
 
     Where the newest turn has none, the tokens that begin the next turn stop it.
     """
     user, tool = renderer.data(_USER), _tool(renderer)
     base = [user, _assistant()]
-    newest = _first_control(renderer, _attempt(lambda: renderer.render_data(base)))
+    newest = _first_control(renderer, _attempt(lambda: renderer.render_data(base, offered)))
     inside = set()
     for following in (user, tool):
-        shown = _attempt(lambda following=following: renderer.render_data([*base, following]))  # type: ignore[misc]
+        shown = _attempt(lambda following=following: renderer.render_data([*base, following], offered))  # type: ignore[misc]
         inside.add(_first_control(renderer, shown))
     found = frozenset(id for id in {*inside, newest} if id is not None)
     last = found if newest is None else frozenset({newest})
     return found, last
 
 
-def _closes(renderer: Renderer) -> bool:
-    shown = _attempt(lambda: renderer.render_data([renderer.data(_USER), _assistant()]))
+def _closes(renderer: Renderer, offered: Offered) -> bool:
+    shown = _attempt(lambda: renderer.render_data([renderer.data(_USER), _assistant()], offered))
     return _first_control(renderer, shown) is not None
 
 
@@ -126,10 +143,23 @@ def _call_end(renderer: Renderer, json_arguments: bool) -> frozenset[int]:
     """The token that ends a newest turn with a tool call, where it differs from other turns."""
     message = _with_call('{"x": "y"}' if json_arguments else {"x": "y"})
     shown = _attempt(lambda: renderer.render_data([renderer.data(_USER), message], [_TOOL]))
+    shown = None if shown is None else shown.removesuffix(_generation_prompt(renderer))  # some write it unasked
     controls = list(renderer.vocabulary.split_control(shown)) if shown is not None else []
     if shown is None or not controls or shown[controls[-1][1] :].strip():
         return frozenset()
     return frozenset({controls[-1][2]})
+
+
+def _generation_prompt(renderer: Renderer) -> str:
+    """What the template adds where an answer is asked for."""
+    user = [renderer.data(Message("user", _ASKED))]
+    asked = _attempt(lambda: renderer.render_data(user, [_TOOL], generation_prompt=True)) or ""
+    before = _attempt(lambda: renderer.render_data(user, [_TOOL])) or ""
+    if asked != before and asked.startswith(before):
+        return asked[len(before) :]
+    said = asked.rfind(_ASKED)
+    ends = [end for start, end, _ in renderer.vocabulary.split_control(asked) if start > said]
+    return asked[ends[0] :] if said >= 0 and len(ends) > 1 else ""
 
 
 def _first_control(renderer: Renderer, shown: str | None) -> int | None:

@@ -9,12 +9,14 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from itertools import accumulate
 from typing import TYPE_CHECKING, Any, Literal
 
+from agentrl.chat.parsers import parser_names
+from agentrl.chat.roundtrip import RoundTrip
 from agentrl.errors import TemplateError
-from agentrl.types import Message, ToolCall
+from agentrl.types import Completion, Message, ToolCall
 
 if TYPE_CHECKING:
     from agentrl.chat.template import Renderer
@@ -105,6 +107,12 @@ class Proof:
     findings: tuple[Finding, ...]
     shows_tools: bool = True
     """Whether a prompt changes when tools are offered."""
+    called: int = 0
+    """Conversations in which a tool was called and answered, and the answer read."""
+    round_trip: RoundTrip = field(default_factory=lambda: RoundTrip(True))
+    """Which calls come back as they were written."""
+    written_by: str = ""
+    """The parser, and who chose it."""
 
     @property
     def rewrites(self) -> tuple[Finding, ...]:
@@ -128,22 +136,43 @@ class Proof:
             tools: the run offers tools, so that the template must show them.
 
         Raises:
-            TemplateError: a derived delta is wrong, no conversation at all could be rendered, or the template
-                does not show the tools that a run offers.
+            TemplateError: a derived delta is wrong, or no conversation at all could be rendered; with tools, also
+                that the template does not show them, that no conversation in which one is called could be
+                rendered, or that the parser does not read what the template writes.
         """
         if tools and not self.shows_tools:
             raise TemplateError(
                 "the chat template ignores tools: the policy would never see which it may call; use a template "
                 "that lists them (template: chatml is one), or describe them in the system prompt"
             )
+        if self.turns == 0:
+            why = f": {self.refused[0].became}" if self.refused else ""
+            raise TemplateError(f"the chat template renders none of the conversations of the proof{why}")
+        if tools:
+            self._require_calls()
         if self.wrong:
             raise TemplateError(
                 f"what this chat template appends cannot be derived: {self.wrong[0]}; "
                 "use a template that only appends (template: chatml is one)"
             )
-        if self.turns == 0:
-            why = f": {self.refused[0].became}" if self.refused else ""
-            raise TemplateError(f"the chat template renders none of the conversations of the proof{why}")
+
+    def _require_calls(self) -> None:
+        found = self.round_trip
+        if not found.readable:
+            why = found.misread[0] if found.misread else found.refused[0]
+            names = ", ".join(parser_names())
+            raise TemplateError(
+                f"{self.written_by} does not read the tool calls of this chat template, so no tool would run: "
+                f"{why}; set model.parser to the format of this model ({names}), or to a parser of your own "
+                "(module:Name)"
+            )
+        if not self.called:
+            refused = [f for f in self.refused if "tool" in f.shape or "calls" in f.shape]
+            why = f": {refused[0]}" if refused else ""
+            raise TemplateError(
+                f"the chat template renders no conversation in which a tool is called and answered{why}; use a "
+                "template that does (template: chatml is one)"
+            )
 
     def summary(self) -> str:
         """A few lines for people."""
@@ -156,6 +185,12 @@ class Proof:
             found: tuple[Finding, ...] = getattr(self, kind)
             if found:
                 lines.append(f"{len(found)} {what}; the first: {found[0]}")
+        if self.round_trip.readable and self.round_trip.misread:
+            first = self.round_trip.misread[0]
+            lines.append(
+                f"tool calls are read by {self.written_by}; written ones with {', '.join(self.round_trip.lost)} "
+                f"do not come back as they were (sampled ones are kept as sampled); {first}"
+            )
         if self.rewrites:
             lines.append(
                 "history: keep trains each completion in the context that it was sampled in; history: fork goes "
@@ -168,15 +203,17 @@ def prove(renderer: Renderer, conversations: Iterable[Conversation] | None = Non
     """Compare ledger and template over `conversations` (by default one of every shape, with two seeds)."""
     given = list(conversations) if conversations is not None else [*shapes(0), *shapes(1)]
     findings = []
-    turns = 0
+    turns = called = 0
     for conversation in given:
         done, finding = _prove_one(renderer, conversation)
         turns += done
+        called += done >= 2 and any(message.tool_calls for message in conversation.messages[:2])
         if finding is not None:
             findings.append(finding)
     asked = [Message("user", "u")]
-    shows_tools = renderer.render(asked, TOOLS) != renderer.render(asked)
-    return Proof(len(given), turns, tuple(findings), shows_tools)
+    shows_tools = renderer.habits.needs_tools or renderer.render(asked, TOOLS) != renderer.render(asked)
+    by = f"the parser {renderer.parser.name}" + (" (model.parser)" if renderer.chosen else " (model.parser: auto)")
+    return Proof(len(given), turns, tuple(findings), shows_tools, called, renderer.round_trip, by)
 
 
 def _prove_one(renderer: Renderer, conversation: Conversation) -> tuple[int, Finding | None]:
@@ -192,30 +229,66 @@ def _prove_one(renderer: Renderer, conversation: Conversation) -> tuple[int, Fin
         if message.role != "assistant":
             continue
         try:
-            fresh = renderer.encode(messages[:n], tools, generation_prompt=True)
+            fresh = renderer.encode([*transcript.context, *messages[start:n]], tools, generation_prompt=True)
             before = len(transcript.ids)
             transcript.extend(messages[start:n])
             new = transcript.ids[before:]
             if found is None:
-                found = _compare(transcript, fresh, conversation, n)
-            elif not _ends_with(transcript, fresh, new):  # history was rewritten; its end must still agree
+                found = _compare(transcript, fresh, conversation)
+            elif not _ends_with(transcript, fresh, new) and not _only_rewritten(transcript):
                 return turns, _finding("append", transcript, fresh, conversation, before)
             if found is not None and found.kind == "append":
                 return turns, found
-            transcript.complete(completion_of(renderer, message, tools), message=message)
+            completion = completion_of(renderer, message, tools)
+            transcript.complete(completion, message=_as_read(transcript, completion, message))
         except TemplateError as e:
             return turns, found or Finding("refused", conversation.shape, n, message.role, 0, "", str(e))
         turns, start = turns + 1, n + 1
-    return turns, found
+    return turns, found or _at_end(transcript, conversation)
 
 
-def _compare(transcript: Transcript, fresh: Sequence[int], conversation: Conversation, end: int) -> Finding | None:
+def _as_read(transcript: Transcript, completion: Completion, message: Message) -> Message:
+    """What an episode would keep of the completion: a template may have left out some of `message`."""
+    from agentrl.chat.template import same_meaning
+
+    read = transcript.renderer.parse(completion.ids, tools=transcript.tools, thinking=transcript.thinking)
+    if same_meaning(read, message):
+        return message
+    if [call.name for call in read.tool_calls] != [call.name for call in message.tool_calls]:
+        return message
+    calls = zip(read.tool_calls, message.tool_calls, strict=True)
+    return replace(read, tool_calls=tuple(replace(call, id=given.id) for call, given in calls))
+
+
+def _only_rewritten(transcript: Transcript) -> bool:
+    """Whether all that differs from a fresh rendering is what the template writes otherwise than before."""
+    from agentrl.chat.check import Drift
+
+    grave = {Drift.CONTENT, Drift.BOUNDARY}
+    return all(difference.drift not in grave for difference in transcript.check("strict").differences)
+
+
+def _at_end(transcript: Transcript, conversation: Conversation) -> Finding | None:
+    """What the check of a finished episode would say, where it is more than other words for the same."""
+    from agentrl.chat.check import Drift
+
+    for difference in transcript.check("strict").differences:
+        if difference.drift in (Drift.HISTORY_REWRITE, Drift.CONTENT):
+            kind: Kind = "rewrite" if difference.drift is Drift.HISTORY_REWRITE else "append"
+            at = len(conversation.messages) - 1 if difference.message is None else difference.message
+            role = conversation.messages[at].role
+            was, became = difference.ledger[:60], difference.fresh[:60]
+            return Finding(kind, conversation.shape, at, role, difference.at, was, became)
+    return None
+
+
+def _compare(transcript: Transcript, fresh: Sequence[int], conversation: Conversation) -> Finding | None:
     renderer, ledger = transcript.renderer, transcript.ids
     if _agree(renderer, ledger, fresh):
         return None
     at = next((n for n, (a, b) in enumerate(zip(ledger, fresh, strict=False)) if a != b), None)
     at = min(len(ledger), len(fresh)) if at is None else at
-    kind: Kind = "rewrite" if _rewritten(renderer, conversation, end) else "append"
+    kind: Kind = "rewrite" if _rewritten(transcript) or _only_rewritten(transcript) else "append"
     return _finding(kind, transcript, fresh, conversation, at)
 
 
@@ -249,11 +322,11 @@ def _finding(
     return Finding(kind, conversation.shape, message, conversation.messages[message].role, at, was, became)
 
 
-def _rewritten(renderer: Renderer, conversation: Conversation, end: int) -> bool:
-    """Whether the template's own earlier renderings are not the beginning of its rendering up to `end`."""
-    messages, tools = conversation.messages, conversation.tools
-    now = renderer.render(messages[:end], tools, generation_prompt=True)
-    for n in range(1, end):
+def _rewritten(transcript: Transcript) -> bool:
+    """Whether the template's own earlier renderings are not the beginning of its rendering of the whole."""
+    renderer, messages, tools = transcript.renderer, transcript.context, transcript.tools
+    now = renderer.render(messages, tools, generation_prompt=True)
+    for n in range(1, len(messages)):
         if messages[n - 1].role != "assistant" and messages[n].role == "assistant":
             then = renderer.render(messages[:n], tools, generation_prompt=True)
             whole = renderer.render(messages[: n + 1], tools)
@@ -303,6 +376,16 @@ def shapes(seed: int) -> Iterator[Conversation]:
     yield Conversation(
         "thinking, then the user again", (user(), thought, user(), make.say(reasoning="and"), user(), say())
     )
+    yield Conversation("system and tools", (system(), user(), one, *tool(one), say(), user(), say()), TOOLS)
+    yield Conversation("system and parallel calls", (system(), user(), two, *tool(two), say()), TOOLS)
+    empty = make.say(reasoning="")
+    yield Conversation("empty thinking", (user(), empty, user(), make.say(reasoning="")))
+    hasty = call("look_up", reasoning="")
+    yield Conversation("empty thinking and tools", (user(), hasty, *tool(hasty), make.say(reasoning="")), TOOLS)
+    silent = call("look_up", content="")
+    yield Conversation("a call without text", (user(), silent, *tool(silent), say()), TOOLS)
+    asked = user("Again?")
+    yield Conversation("the same user turn twice", (asked, thought, asked, make.say(reasoning="and")))
 
 
 class _Maker:

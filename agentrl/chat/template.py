@@ -9,6 +9,7 @@ reasoning is found once, by probing (`agentrl.chat.probe`). See docs/design/appe
 
 from __future__ import annotations
 
+import difflib
 import hashlib
 import json
 from collections.abc import Iterable, Mapping, Sequence
@@ -16,22 +17,29 @@ from dataclasses import dataclass
 from functools import cached_property
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
-from agentrl.chat.jinja import Fixed, compile_template
+from agentrl.chat.jinja import Fixed, compile_template, variables_of
 from agentrl.chat.load import CHATML_TEMPLATE, eos_ids, template_source
 from agentrl.chat.memo import Memo
 from agentrl.chat.parsers import Parsed, Parser, choose_parser
+from agentrl.chat.parsers.markers import Plain
 from agentrl.chat.vocabulary import SENTINEL, Vocabulary
 from agentrl.errors import ConfigError, TemplateError
 from agentrl.types import Message, ToolCall
+
+if TYPE_CHECKING:
+    from agentrl.chat.roundtrip import RoundTrip
 
 __all__ = ["CHATML_TEMPLATE", "Addition", "Habits", "Piece", "Renderer"]
 
 History = Literal["keep", "fork"]
 Tools = Sequence[Mapping[str, Any]]
 
+_SYSTEM = "\u2060system\u2060"
 STAND_IN_USER = Message("user", "u")
+STAND_IN_SYSTEM = Message("system", _SYSTEM)
+_OURS = frozenset({"messages", "tools", "documents", "add_generation_prompt", "raise_exception", "strftime_now"})
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,6 +70,9 @@ class Habits:
         closes_itself: an assistant turn ends with its own token, not with the next turn's first one.
         thinks: the generation prompt has already opened a think block.
         drops_tools: what follows a completion is the same whether or not tools are offered.
+        shows_calls: it writes the tool calls of an assistant message.
+        inline_calls: calls are written by the parser, behind the content, as the template does not write them.
+        needs_tools: it renders nothing where no tools are offered.
     """
 
     json_arguments: bool = False
@@ -71,6 +82,9 @@ class Habits:
     closes_itself: bool = True
     thinks: bool = False
     drops_tools: bool = False
+    shows_calls: bool = True
+    inline_calls: bool = False
+    needs_tools: bool = False
 
 
 class Renderer:
@@ -82,6 +96,7 @@ class Renderer:
         history: what a transcript does where the template rewrites earlier turns.
         template: source of the chat template.
         parser: the tool-call parser in use.
+        chosen: the parser was named, not found out.
     """
 
     def __init__(
@@ -89,15 +104,13 @@ class Renderer:
         vocabulary: Vocabulary,
         template: str,
         *,
-        parser: str = "auto",
+        parser: str | Parser = "auto",
         history: History = "keep",
         variables: Mapping[str, Any] | None = None,
         repair: bool = False,
         eos_ids: Iterable[int] = (),
         tokenizer_digest: str = "",
     ) -> None:
-        from agentrl.chat.probe import probe
-
         if history not in ("keep", "fork"):
             raise ConfigError(f"history must be 'keep' or 'fork', got {history!r}")
         if repair and find_spec("json_repair") is None:
@@ -107,15 +120,17 @@ class Renderer:
         self.vocabulary = vocabulary
         self.template = template
         self.history: History = history
-        self.parser: Parser = choose_parser(parser, template)
         self.repair = repair
         self._variables = {**vocabulary.special_tokens, **(variables or {})}
+        _known_variables(template, variables or {}, vocabulary.special_tokens)
         self._render = compile_template(template)
         self._tools: Memo[list[Fixed]] = Memo()
         self._rendered: Memo[str] = Memo()
         self._openings: Memo[Addition] = Memo()
+        self.parser: Parser = Plain()
         self.habits = Habits()
-        self.habits = probe(self, frozenset(eos_ids))
+        self.chosen = parser != "auto"
+        self._settle(parser, frozenset(eos_ids))
         self.stop_ids = self.habits.stop_ids
         parts = [
             tokenizer_digest,
@@ -123,11 +138,51 @@ class Renderer:
             sorted((variables or {}).items()),
             sorted(vocabulary.special_tokens.items()),
             self.parser.name,
+            *(["inline"] if self.habits.inline_calls else []),
             repair,
             history,
             sorted(self.stop_ids),
         ]
         self.hash = hashlib.sha256(json.dumps(parts, ensure_ascii=False, default=str).encode()).hexdigest()[:16]
+
+    def _settle(self, parser: str | Parser, eos_ids: frozenset[int]) -> None:
+        """Take the parser named, or the first that reads what the template writes; learn the template's habits.
+
+        Where the template writes no calls, or none that anything reads, a parser whose signs it shows writes them.
+        """
+        from agentrl.chat.probe import probe
+        from agentrl.chat.roundtrip import candidates, reads_calls
+
+        signs, others = candidates(self.template, self.vocabulary.control)
+        named = {sign.name for sign in signs}
+        if isinstance(parser, str) and parser != "auto":
+            parser = choose_parser(parser)
+        if isinstance(parser, Parser):
+            signs, others = [parser], []
+
+        def takes(parser: Parser, inline: bool) -> bool:
+            self.parser, self.habits = parser, Habits(inline_calls=inline)
+            self.habits = probe(self, eos_ids)
+            self.stop_ids = self.habits.stop_ids
+            return self.habits.shows_calls and reads_calls(self)
+
+        def writes(parser: Parser) -> bool:
+            return parser.write([]) is not None and (parser.name in named or not self.habits.shows_calls)
+
+        if any(takes(sign, inline=False) for sign in signs):
+            return
+        if any(writes(sign) and takes(sign, inline=True) for sign in signs):
+            return
+        if any(takes(other, inline=False) for other in others):
+            return
+        takes(signs[0] if signs else Plain(), inline=False)
+
+    @cached_property
+    def round_trip(self) -> RoundTrip:
+        """Which tool calls come back as they were written (see `agentrl.chat.roundtrip`)."""
+        from agentrl.chat.roundtrip import round_trip
+
+        return round_trip(self)
 
     @cached_property
     def appends_only(self) -> bool:
@@ -142,7 +197,7 @@ class Renderer:
         path: str | Path,
         *,
         template: str | None = None,
-        parser: str = "auto",
+        parser: str | Parser = "auto",
         history: History = "keep",
         variables: Mapping[str, Any] | None = None,
         repair: bool = False,
@@ -151,7 +206,8 @@ class Renderer:
 
         Args:
             template: None takes the directory's own; "chatml" is the project's; otherwise a file of Jinja source.
-            parser: "auto" reads it off the template; otherwise a name of `agentrl.chat.parsers`.
+            parser: "auto" takes the first that reads what the template writes; otherwise a name of
+                `agentrl.chat.parsers`, or a parser.
             history: what to do where the template rewrites earlier turns ("keep" or "fork").
             variables: further template variables, such as {"enable_thinking": False}.
             repair: mend malformed JSON in tool calls with json-repair, and say so in each call.
@@ -252,7 +308,10 @@ class Renderer:
                 data["content"] = f"{opening}\n{reasoning}\n{closing}\n\n{content}"
             else:
                 data |= {"reasoning_content": reasoning, "thinking": reasoning, "reasoning": reasoning}
-        if message.tool_calls:
+        if message.tool_calls and self.habits.inline_calls:
+            said = [(shield(call.name), shield(dict(call.arguments))) for call in message.tool_calls]
+            data["content"] += self.parser.write(said) or ""
+        elif message.tool_calls:
             data["tool_calls"] = [self._call(call) for call in message.tool_calls]
         return data
 
@@ -282,7 +341,13 @@ class Renderer:
         return self._openings((said, offered), 2 * len(said) + len(offered), make)
 
     def following(
-        self, last: Message, stopped: int | None, messages: Sequence[Message], tools: Tools = ()
+        self,
+        last: Message,
+        stopped: int | None,
+        messages: Sequence[Message],
+        tools: Tools = (),
+        *,
+        system: bool = False,
     ) -> Addition:
         """Tokens between a completion and the next: the end of its turn, `messages`, the generation prompt.
 
@@ -290,11 +355,17 @@ class Renderer:
             last: the assistant message that the completion was read as.
             stopped: the stop id that the completion ended with; None where it was cut.
             messages: what came after it.
+            system: the conversation begins with a system message.
         """
         if self.habits.drops_tools:
             tools = ()
-        base = [self.data(STAND_IN_USER), self._stand_in(last, messages)]
+        base = [self.data(STAND_IN_USER), self.stand_in(last, messages)]
         data = [*base, *(self.data(message) for message in _named(messages, last))]
+        if system:  # a few templates count their messages; others write the system prompt again, where it is not
+            with_system = [self.data(STAND_IN_SYSTEM), *data]
+            shown = self._attempt(with_system, tools)
+            if shown is not None and _SYSTEM not in shown[max(shown.rfind(SENTINEL), 0) :]:
+                base, data = [with_system[0], *base], with_system
         rendered = self.render_data(data, tools, generation_prompt=True)
         start, closer = self.after_sentinel(rendered)
         tail = rendered[start:]
@@ -307,6 +378,13 @@ class Renderer:
         glue = max(ends[0] or 0, skip) if self.habits.closes_itself or not messages else cut
         pieces = self._pieces(tail, cut, [glue, *ends[1:]])
         return self._addition([Piece(p.ids, p.message - 1 if p.message else None) for p in pieces])
+
+    def _attempt(self, data: Sequence[Mapping[str, Any]], tools: Tools) -> str | None:
+        """The prompt after these messages; None where the template refuses them."""
+        try:
+            return self.render_data(data, tools, generation_prompt=True)
+        except TemplateError:
+            return None
 
     def _addition(self, pieces: Sequence[Piece]) -> Addition:
         """The pieces, and whether the generation prompt among them opens a think block."""
@@ -336,9 +414,9 @@ class Renderer:
             "use a template whose turns end with a special token of the tokenizer"
         )
 
-    def _stand_in(self, last: Message, messages: Sequence[Message]) -> dict[str, Any]:
+    def stand_in(self, last: Message, messages: Sequence[Message]) -> dict[str, Any]:
         """A short assistant message that ends as `last` does, its text replaced by the sentinel."""
-        if not messages or messages[0].role != "tool":
+        if self.habits.inline_calls or not messages or messages[0].role != "tool":
             return {"role": "assistant", "content": SENTINEL}
         calls = last.tool_calls or (
             ToolCall(messages[0].tool_call_id or "call00000", messages[0].name or "tool", {}),
@@ -391,29 +469,9 @@ class Renderer:
         Raises:
             TemplateError: the template does not write this message after its own generation prompt.
         """
-        user, said = self.data(STAND_IN_USER), self.data(message)
-        prompt = self.render_data([user], tools, generation_prompt=True)
-        whole = self.render_data([user, said], tools)
-        opening, closing = self.parser.think
-        if whole.startswith(prompt):
-            text = whole[len(prompt) :]
-        elif self.habits.thinks and whole.startswith(prompt[: prompt.rfind(opening)]):
-            text = f"\n{closing}\n\n" + whole[prompt.rfind(opening) :]
-        else:
-            raise TemplateError(
-                "the chat template does not write an assistant message after its own generation prompt "
-                f"{self.vocabulary.unshield(prompt[-60:])!r}; demonstrations cannot be rendered with it"
-            )
-        if not self.habits.closes_itself:
-            answer = Message("tool", "t", tool_call_id=message.tool_calls[0].id) if message.tool_calls else None
-            answer = answer or STAND_IN_USER
-            shown = self.render_data([user, self._stand_in(message, [answer]), self.data(answer)], tools)
-            text += self.after_sentinel(shown)[1][0]
-        ids = self.vocabulary.encode(text)
-        ends = [n for n, id in enumerate(ids) if id in self.stop_ids]
-        if not ends:
-            raise TemplateError("the chat template does not end an assistant message with one of its stop tokens")
-        return ids[: (ends[-1] if self.habits.closes_itself else ends[0]) + 1]
+        from agentrl.chat.written import completion_ids
+
+        return completion_ids(self, message, tools)
 
     # Reading completions
 
@@ -444,6 +502,19 @@ class Renderer:
     def unstopped(self, ids: Sequence[int]) -> Sequence[int]:
         """`ids` without the stop token that ends them."""
         return ids[:-1] if ids and ids[-1] in self.stop_ids else ids
+
+
+def _known_variables(template: str, variables: Mapping[str, Any], special: Mapping[str, str]) -> None:
+    """Refuse a variable that the template never reads, or that the renderer sets itself."""
+    reads = variables_of(template) if variables else frozenset()
+    for name in variables:
+        if name in _OURS or name in special:
+            raise ConfigError(f"model.template_options.{name}: is set by the renderer; remove it")
+        if name not in reads:
+            known = sorted(reads - _OURS - set(special))
+            close = difflib.get_close_matches(name, known, 1)
+            hint = f"did you mean {close[0]!r}?" if close else f"it reads {', '.join(known) or 'none'}"
+            raise ConfigError(f"model.template_options.{name}: the chat template never reads this; {hint}")
 
 
 def to_message(parsed: Parsed, number: int) -> Message:

@@ -122,7 +122,11 @@ class Transcript:
             self._append(self.renderer.opening(given, self.tools), "prompt", new)
         else:
             addition = self.renderer.following(
-                self._messages[last.message or 0], self._stop_of(last), given, self.tools
+                self._messages[last.message or 0],
+                self._stop_of(last),
+                given,
+                self.tools,
+                system=bool(self._context) and self._messages[self._context[0]].role == "system",
             )
             rewritten = self._rewritten(given, addition) if self.history == "fork" else None
             if rewritten is None:

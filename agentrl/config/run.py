@@ -43,7 +43,10 @@ class ModelConfig(Section):
     history: Literal["keep", "fork"] = "keep"
     """Where the template rewrites earlier turns: keep them as sampled, or give each context its own sample."""
     parser: str = "auto"
-    """Tool-call format; `auto` recognises it from the chat template."""
+    """Tool-call format: a name of docs/tokens.md, `module:Name` or `path/to/file.py:Name` of your own, or `auto`:
+    the first that reads back the calls that the chat template writes."""
+    template_options: dict[str, Any] = Field(default_factory=dict)
+    """Variables of the chat template, such as `enable_thinking: false`; one that it never reads is an error."""
 
     @model_validator(mode="after")
     def _one_source(self) -> Self:
@@ -207,8 +210,8 @@ class RolloutConfig(Section):
     """Wall-clock limit of one episode."""
     tokenization_check: Literal["strict", "ignore_strippable", "disable"] = "ignore_strippable"
     """Compares each episode's token ids with a fresh rendering; an episode that fails does not train."""
-    tokenization_stop_above: Fraction | None = None
-    """Share of failed episodes above which the run stops."""
+    tokenization_stop_above: Fraction | None = 0.2
+    """Share of failed episodes above which the run stops, once it has seen 20; `null` never stops it."""
     overlong: Literal["train", "mask", "penalise"] = "train"
     """Episodes cut by a limit: trained with their reward, kept out of the loss, or trained with less reward."""
     overlong_penalty: Annotated[float, Field(gt=0)] = 0.5
@@ -240,7 +243,9 @@ class RolloutConfig(Section):
 
     @model_validator(mode="after")
     def _no_dead_keys(self) -> Self:
-        if self.tokenization_check == "disable" and self.tokenization_stop_above is not None:
+        given = "tokenization_stop_above" in self.model_fields_set and self.tokenization_stop_above is not None
+        default = type(self).model_fields["tokenization_stop_above"].default
+        if self.tokenization_check == "disable" and given and self.tokenization_stop_above != default:
             raise ValueError(
                 "rollout.tokenization_stop_above has no effect while rollout.tokenization_check is disable: "
                 "remove one of them"

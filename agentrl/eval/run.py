@@ -40,6 +40,7 @@ from agentrl.rollout.setup import (
     make_engine,
     make_guard,
     quiet_transformers,
+    require_template,
 )
 from agentrl.run.report import Reporter
 from agentrl.run.saved import MANIFEST
@@ -284,6 +285,7 @@ async def _play(
         directory = subject.checkpoint or Path()
         quiet_transformers()
         renderer = load_renderer(config, directory)
+        require_template(renderer, content.make_env().tools)
         check_renderer(renderer, directory)
         progress.reporter.within("loading the model" if config.engine.kind == "local" else "starting servers")
         engine = await make_engine(config, directory)

@@ -10,11 +10,14 @@ from pathlib import Path
 from typing import Any
 
 from agentrl.chat.check import Watch
+from agentrl.chat.parsers import Parser
+from agentrl.chat.proof import prove
 from agentrl.chat.template import Renderer
+from agentrl.config.algorithm import is_own
 from agentrl.config.run import RunConfig
 from agentrl.engine.base import Engine
 from agentrl.env.env import Env
-from agentrl.env.load import load_env, said_by
+from agentrl.env.load import load_env, load_object, said_by
 from agentrl.env.rows import load_rows, read_jsonl
 from agentrl.env.toolenv import ToolEnv
 from agentrl.errors import AgentRLError, CheckpointError, ConfigError
@@ -239,11 +242,41 @@ def corpus(content: Content, num: int = 2000) -> Iterable[str]:
 
 
 def load_renderer(config: RunConfig, directory: Path) -> Renderer:
-    """The renderer of the run: the same for training, evaluation and check."""
+    """The renderer of the run: the same for training, evaluation, serving and check.
+
+    Raises:
+        ConfigError: `model.parser` is no parser, or `model.template_options` holds a variable that the chat
+            template never reads.
+    """
     model = config.model
     return Renderer.from_directory(
-        directory, template=model.chat_template, parser=model.parser, history=model.history
+        directory,
+        template=model.chat_template,
+        parser=own_parser(model.parser) if is_own(model.parser) else model.parser,
+        history=model.history,
+        variables=model.template_options,
     )
+
+
+def own_parser(spec: str) -> Parser:
+    """A parser of the user's own, from `module:Name`."""
+    found = load_object(spec)
+    try:
+        parser = found() if isinstance(found, type) else found
+    except Exception as e:
+        raise ConfigError(f"model.parser {spec}: cannot be made: {said_by(e)}") from e
+    if not isinstance(parser, Parser):
+        raise ConfigError(f"model.parser {spec}: must be an agentrl.chat.parsers.Parser, got {found!r}")
+    return parser
+
+
+def require_template(renderer: Renderer, tools: Sequence[Mapping[str, Any]]) -> None:
+    """See that the chat template can be used, and that the calls of its tools would be read.
+
+    Raises:
+        TemplateError: why not, and what to do.
+    """
+    prove(renderer).require(tools=bool(tools))
 
 
 def make_token_check(config: RunConfig) -> TokenCheck | None:

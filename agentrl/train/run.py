@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import ParamSpec, TypeVar
 
 from agentrl.algo.correction import DriftGate
-from agentrl.chat.proof import prove
 from agentrl.chat.template import Renderer
 from agentrl.config.run import RunConfig
 from agentrl.engine.base import Engine, Sleeper
@@ -41,6 +40,7 @@ from agentrl.rollout.setup import (
     make_guard,
     make_token_check,
     repeated_ids,
+    require_template,
 )
 from agentrl.run.report import Reporter, Summary
 from agentrl.run.store import RunStore
@@ -291,7 +291,7 @@ async def _train_run(
         store.rewind(done)
         policy = checkpoint.path if checkpoint else start
         renderer = load_renderer(config, start)
-        prove(renderer).require(tools=bool(content.make_env().tools))
+        require_template(renderer, content.make_env().tools)
         check_renderer(renderer, policy)
         async with contextlib.AsyncExitStack() as stack:
             stack.push(StoppedEarly.ends)

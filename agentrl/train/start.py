@@ -14,7 +14,7 @@ from agentrl.errors import ConfigError
 from agentrl.rollout.collect import collect
 from agentrl.rollout.metrics import passed
 from agentrl.rollout.prompts import fitting
-from agentrl.rollout.setup import Content, corpus, load_renderer, make_engine, make_player
+from agentrl.rollout.setup import Content, corpus, load_renderer, make_engine, make_player, require_template
 from agentrl.run.report import Reporter
 from agentrl.testing.tiny_model import make_tiny_model
 from agentrl.train.critic import CRITIC_FOLDER
@@ -87,7 +87,9 @@ async def _cold_start(
 ) -> None:
     """Train the policy in `source` on the demonstrations and write it to `target`."""
     renderer = load_renderer(config, source)
-    samples = demonstration_samples(renderer, content.demonstrations, content.make_env().tools)
+    tools = content.make_env().tools
+    require_template(renderer, tools)
+    samples = demonstration_samples(renderer, content.demonstrations, tools)
     micro_batches(samples, config.learner.tokens_per_micro_batch)  # one that is too long is refused here
     learner = make_learner(config, source, None)
     reporter.within(starting_engine(config))

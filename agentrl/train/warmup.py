@@ -16,7 +16,7 @@ from typing import Any
 from agentrl.chat.demonstrate import imitate
 from agentrl.chat.template import Renderer
 from agentrl.config.run import WarmupConfig
-from agentrl.errors import ConfigError
+from agentrl.errors import ConfigError, TemplateError
 from agentrl.run.report import Reporter
 from agentrl.train.driver import Driver
 from agentrl.types import Message, Sample
@@ -28,11 +28,14 @@ def demonstration_samples(
     """The rows of the demonstrations, each rendered turn by turn as an episode would be.
 
     Raises:
-        ConfigError: a demonstration has no assistant message.
+        ConfigError: a demonstration has no assistant message, or one that no policy could sample.
     """
     samples = []
     for number, messages in enumerate(demonstrations):
-        rows = imitate(renderer, messages, tools).rows()
+        try:
+            rows = imitate(renderer, messages, tools).rows()
+        except TemplateError as e:
+            raise ConfigError(f"warmup: demonstration {number + 1}: {e}") from e
         if not rows:
             raise ConfigError(f"warmup: demonstration {number + 1} has no assistant message")
         for row in rows:

@@ -396,7 +396,112 @@ GEMMA = Family(
 
 CHATML = Family("chatml", "hermes", CHATML_TEMPLATE, CHATML_SPECIAL, CHATML_MARKERS)
 
+_ONE = """'{"name": "' + c.function.name + '", "arguments": ' + (c.function.arguments | tojson) + '}'"""
+_LIST = "{%- if m.tool_calls %}{{ 'OPEN[' }}{% for c in m.tool_calls %}{{ ONE }}{{ ', ' if not loop.last }}{% endfor %}{{ ']CLOSE' }}{% endif %}"
+
+
+def _listed(
+    name: str, opening: str, closing: str, one: str = _ONE, *, special: tuple[str, ...] | None = None
+) -> Family:
+    """ChatML with a JSON list of calls between two markers."""
+    calls = _LIST.replace("OPEN", opening).replace("CLOSE", closing).replace("ONE", one)
+    tokens = tuple(t for t in (opening, closing) if t.startswith("<")) if special is None else special
+    header = f"Call tools as {opening}[...]{closing}"
+    return Family(name, name, _chatml(header, calls, think=""), (*CHATML_SPECIAL, *tokens), reasons=False)
+
+
+def _each(name: str, calls: str, *tokens: str, header: str = "", think: str = "") -> Family:
+    """ChatML with `calls` for each call."""
+    calls = "{%- for c in m.tool_calls %}" + calls + "{%- endfor %}"
+    return Family(name, name, _chatml(header, calls, think=think), (*CHATML_SPECIAL, *tokens), reasons=bool(think))
+
+
+LISTED = (
+    _listed("granite", "<|tool_call|>", ""),
+    _listed("phi4_mini", "<|tool_call|>", "<|/tool_call|>"),
+    _listed("functools", "functools", ""),
+    _listed("hunyuan", "<tool_calls>", "</tool_calls>"),
+    _listed("nemotron", "<TOOLCALL>", "</TOOLCALL>"),
+    _listed("xlam", "", ""),
+    _listed(
+        "apertus", "<|tools_prefix|>", "<|tools_suffix|>",
+        "'{\"' + c.function.name + '\": ' + (c.function.arguments | tojson) + '}'",
+    ),
+    _listed(
+        "cohere", "<|START_ACTION|>", "<|END_ACTION|>",
+        "'{\"tool_call_id\": \"0\", \"tool_name\": \"' + c.function.name + '\", \"parameters\": ' + (c.function.arguments | tojson) + '}'",
+    ),
+    _each("gigachat", "{{- '<|function_call|>' + " + _ONE + " }}", "<|function_call|>"),
+    _each("internlm", "{{- '<|action_start|><|plugin|>\\n' + " + _ONE + " + '<|action_end|>' }}", "<|action_start|>", "<|plugin|>", "<|action_end|>"),
+    _each(
+        "seed_oss",
+        "{{- '<seed:tool_call>\\n<function=' + c.function.name + '>\\n' }}{% for k, v in c.function.arguments | items %}"
+        "{{- '<parameter=' + k + '>' }}{{ v if v is string else v | string }}{{ '</parameter>\\n' }}{% endfor %}"
+        "{{- '</function>\\n</seed:tool_call>' }}",
+        "<seed:tool_call>", "</seed:tool_call>", "<seed:think>", "</seed:think>",
+        think=_THINK.replace("think>", "seed:think>"),
+    ),
+    _each("functionary_v31", "{{- '<function=' + c.function.name + '>' + (c.function.arguments | tojson) + '</function>' }}"),
+    Family(
+        "lfm2",
+        "lfm2",
+        _chatml(
+            "", "{%- if m.tool_calls %}{{ '<|tool_call_start|>[' }}{% for c in m.tool_calls %}{{ c.function.name + '(' }}"
+            "{%- for k, v in c.function.arguments | items %}{{ ', ' if not loop.first }}{{ k + '=' + (v | tojson) }}{% endfor %}"
+            "{{- ')' }}{{ ', ' if not loop.last }}{% endfor %}{{ ']<|tool_call_end|>' }}{% endif %}", think="",
+        ),
+        (*CHATML_SPECIAL, "<|tool_call_start|>", "<|tool_call_end|>"),
+        reasons=False,
+    ),
+    Family(
+        "deepseek_v32",
+        "deepseek_v32",
+        _chatml(
+            "",
+            "{%- if m.tool_calls %}{{ '<｜DSML｜function_calls>\\n' }}{% for c in m.tool_calls %}"
+            "{{- '<｜DSML｜invoke name=\"' + c.function.name + '\">\\n' }}{% for k, v in c.function.arguments | items %}"
+            "{{- '<｜DSML｜parameter name=\"' + k + '\" string=\"' + ('true' if v is string else 'false') + '\">' }}"
+            "{{- v if v is string else v | tojson }}{{ '</｜DSML｜parameter>\\n' }}{% endfor %}{{ '</｜DSML｜invoke>\\n' }}"
+            "{%- endfor %}{{ '</｜DSML｜function_calls>' }}{% endif %}",
+        ),
+        (*CHATML_SPECIAL, "｜DSML｜"),
+        CHATML_MARKERS,
+    ),
+)  # fmt: skip
+"""ChatML with the calls of other families."""
+
+LLAMA4_JSON = Family(
+    "llama4_json",
+    "llama4_json",
+    LLAMA3_JSON.template.replace("start_header_id", "header_start").replace("end_header_id", "header_end").replace("eot_id", "eot")
+    .replace("{%- for c in m.tool_calls %}", "{{- '<|python_start|>' + m.content + '<|python_end|>' if m.content }}{%- for c in m.tool_calls %}")
+    .replace("{{- '; ' if not loop.first }}", "{{- '' }}"),
+    ("<|begin_of_text|>", "<|header_start|>", "<|header_end|>", "<|eot|>", "<|eom|>", "<|python_start|>", "<|python_end|>"),
+    eos="<|eot|>",
+    reasons=False,
+)  # fmt: skip
+
+FUNCTIONARY_V32 = Family(
+    "functionary_v32",
+    "functionary_v32",
+    _jinja("""
+{{- '<|start_header_id|>system<|end_header_id|>\\n\\nWrite >>>all or >>>name.' }}
+{%- for tool in tools or [] %}{{ '\\n' + (tool | tojson) }}{% endfor %}{{ '<|eot_id|>' }}
+{%- for m in messages %}
+{%- if m.role == 'assistant' %}{{ '<|start_header_id|>assistant<|end_header_id|>\\n\\n' }}
+{{- '>>>all\\n' + m.content if m.content or not m.tool_calls }}
+{%- for c in m.tool_calls %}{{ '>>>' + c.function.name + '\\n' + (c.function.arguments | tojson) }}{% endfor %}{{ '<|eot_id|>' }}
+{%- else %}{{ '<|start_header_id|>' + m.role + '<|end_header_id|>\\n\\n' + m.content + '<|eot_id|>' }}
+{%- endif %}
+{%- endfor %}
+{%- if add_generation_prompt %}{{ '<|start_header_id|>assistant<|end_header_id|>\\n\\n>>>' }}{% endif %}
+"""),
+    ("<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>"),
+    eos="<|eot_id|>",
+    reasons=False,
+)
+
 FAMILIES = (
     CHATML, QWEN25, QWEN3_CODER, LLAMA3_JSON, PYTHONIC, MISTRAL, MISTRAL_ARGS, DEEPSEEK_V3, DEEPSEEK_V31, GLM, KIMI_K2,
-    HARMONY, MINIMAX_M2, GEMMA,
+    HARMONY, MINIMAX_M2, GEMMA, LLAMA4_JSON, FUNCTIONARY_V32, *LISTED,
 )  # fmt: skip

@@ -23,10 +23,13 @@ PIECES = [
     "<|call|>", "<|return|>", "commentary to=functions.f ", "analysis", "<|tool_call>", "<tool_call|>", '<|"|>', "<escape>",
     "<start_function_call>", "<end_function_call>", "<|channel>thought\n", "<channel|>", "call:f", "f(", "a=", "a:",
     '{"name": "f", "arguments": {"a": 1}}', '{"name": "f", "parameters": {}}', '{"name":', '"arguments":', '"', "'", "\\", "{",
-    "}", "[", "]", "(", ")", ",", ":", ";", "\n", " ", "1", "-1e9", "NaN", "null", "True", "\\u12", "\\ud800", "é", "👩‍🔬", "\x00", "<",
+    "}", "[", "]", "(", ")", ",", ":", ";", "\n", " ", "1", "-1e9", "NaN", "null", "True", "\\u12", "\\ud800", "é", "👩‍🔬", "\x00", "<", ">>>",
+    "<|tool_call|>", "<|/tool_call|>", "functools", "<tool_calls>", "</tool_calls>", "<TOOLCALL>", "<|action_start|><|plugin|>",
+    "<|action_end|>", "<|START_ACTION|>", "<|END_ACTION|>", "<|START_RESPONSE|>", "<|python_start|>", "<|python_end|>", "all\n", "f\n",
+    "<seed:tool_call>", "</seed:tool_call>", "<function=f>", "</function>", "<｜DSML｜invoke name=\"f\">", "<|tool_call_start|>",
 ]  # fmt: skip
 
-PARSERS = [choose_parser(name, "") for name in parser_names()]
+PARSERS = [choose_parser(name) for name in parser_names()]
 
 
 @pytest.mark.parametrize("parser", PARSERS, ids=lambda p: p.name)
@@ -65,7 +68,27 @@ def test_a_sound_call_cut_or_damaged_anywhere_never_raises(parser: Parser):
         "<|constrain|>json<|message|>{}",
         "minimax_m2": '<minimax:tool_call><invoke name="f"><parameter name="a">x</parameter></invoke></minimax:tool_call>',
         "gemma": '<|tool_call>call:f{a:<|"|>x<|"|>,b:[1,{c:null}]}<tool_call|>',
+        "granite": '<|tool_call|>[{"name": "f", "arguments": {"a": "x"}}, {"name": "g", "arguments": {}}]',
+        "phi4_mini": '<|tool_call|>[{"name": "f", "arguments": {"a": "x"}}, {"name": "g", "arguments": {}}]<|/tool_call|>',
+        "functools": 'functools[{"name": "f", "arguments": {"a": "x"}}, {"name": "g", "arguments": {}}]',
+        "hunyuan": '<tool_calls>[{"name": "f", "arguments": {"a": "x"}}, {"name": "g", "arguments": {}}]</tool_calls>',
+        "nemotron": '<TOOLCALL>[{"name": "f", "arguments": {"a": "x"}}, {"name": "g", "arguments": {}}]</TOOLCALL>',
+        "xlam": '[{"name": "f", "arguments": {"a": "x"}}, {"name": "g", "arguments": {}}]',
+        "gigachat": '<|function_call|>{"name": "f", "arguments": {"a": "x"}}',
+        "internlm": '<|action_start|><|plugin|>{"name": "f", "parameters": {}}<|action_end|>',
+        "apertus": '<|tools_prefix|>[{"f": {"a": "x"}}]<|tools_suffix|>',
+        "cohere": '<|START_ACTION|>[{"tool_call_id": "0", "tool_name": "f", "parameters": {}}]<|END_ACTION|>',
+        "llama4_json": '<|python_start|>t<|python_end|>{"name": "f", "parameters": {"a": "x"}}',
+        "lfm2": "<|tool_call_start|>[f(a='x', b=[1, {'c': None}]), g()]<|tool_call_end|>",
+        "seed_oss": "<seed:tool_call><function=f><parameter=a>x</parameter></function></seed:tool_call>",
+        "deepseek_v32": '<｜DSML｜function_calls><｜DSML｜invoke name="f"><｜DSML｜parameter name="a" string="true">x'
+        "</｜DSML｜parameter></｜DSML｜invoke></｜DSML｜function_calls>",
+        "functionary_v31": '<function=f>{"a": "x"}</function>',
+        "functionary_v32": 'all\nSo:>>>f\n{"a": "x"}>>>g\n{}',
     }
+    if parser.name == "plain":
+        assert parser.parse("<think>t</think>f()").content == "f()"
+        return
     seed = seeds[parser.name]
     assert parser.parse(seed, tools=TOOLS).calls
     rng = random.Random(0)

@@ -14,7 +14,11 @@ from agentrl.chat.proof import TOOLS
 from agentrl.chat.template import Renderer
 from agentrl.types import Message, ToolCall
 
-AS_JSON = {"hermes", "deepseek_v3", "deepseek_v31", "kimi_k2", "mistral", "llama3_json", "harmony"}
+AS_JSON = {
+    "hermes", "deepseek_v3", "deepseek_v31", "kimi_k2", "mistral", "llama3_json", "llama4_json", "harmony",
+    "granite", "phi4_mini", "functools", "hunyuan", "nemotron", "xlam", "gigachat", "internlm", "functionary_v31",
+    "functionary_v32",
+}  # fmt: skip
 """Formats whose arguments are JSON text."""
 ARGUMENTS = [
     {"query": 'quotes " and \\ back\nslashes } {', "limit": 3},
@@ -45,7 +49,7 @@ def told(events: list[Event]) -> list[tuple[str, str]]:
 def test_fragments_join_to_the_arguments_of_the_call(
     family: Family, arguments: dict[str, object], renderers: dict[str, Renderer]
 ):
-    renderer, parser = renderers[family.name], choose_parser(family.parser, "")
+    renderer, parser = renderers[family.name], choose_parser(family.parser)
     ids = ["functions.look_up:0"] if family.parser == "kimi_k2" else ["c00000000"]
     said = Message("assistant", "", tuple(ToolCall(id, "look_up", arguments) for id in ids))
     text = renderer.decode(renderer.unstopped(renderer.completion_ids(said, TOOLS)))
@@ -70,7 +74,7 @@ def test_fragments_join_to_the_arguments_of_the_call(
 
 
 def test_arguments_come_before_their_call_is_complete():
-    stream = choose_parser("hermes", "").stream(partial=True)
+    stream = choose_parser("hermes").stream(partial=True)
     seen: list[list[Event]] = []
     for piece in [
         '<tool_call>\n{"name": "wri',
@@ -91,7 +95,7 @@ def test_arguments_come_before_their_call_is_complete():
 
 def test_a_call_that_turns_out_malformed_does_not_come_as_text_again():
     text = '<tool_call>{"name": "add", "arguments": {"a": 1, }}</tool_call>'
-    parser = choose_parser("hermes", "")
+    parser = choose_parser("hermes")
     whole = [*(plain := parser.stream()).feed(text), *plain.close()]
     assert [type(event) for event in whole] == [Malformed, Text]
     partial = [*(stream := parser.stream(partial=True)).feed(text), *stream.close()]
@@ -101,14 +105,14 @@ def test_a_call_that_turns_out_malformed_does_not_come_as_text_again():
 
 def test_a_name_inside_the_arguments_is_no_call():
     text = '<tool_call>{"arguments": {"name": "inner", "arguments": {}}, "name": "add"}</tool_call>'
-    stream = choose_parser("hermes", "").stream(partial=True)
+    stream = choose_parser("hermes").stream(partial=True)
     events = [*stream.feed(text), *stream.close()]
     assert told(events) == []
     assert [event.name for event in events if isinstance(event, Call)] == ["add"]
 
 
 def test_a_long_argument_costs_in_proportion_to_its_length():
-    stream = choose_parser("hermes", "").stream(partial=True)
+    stream = choose_parser("hermes").stream(partial=True)
     stream.feed('<tool_call>{"name": "write", "arguments": {"text": "')
     pieces = sum(len(stream.feed("some words ")) for _ in range(20_000))
     assert pieces == 20_000

@@ -197,6 +197,30 @@ SOUND = {
     "minimax_m2": '<minimax:tool_call><invoke name="order"><parameter name="items">[{"sku": "a", "qty": 2}]'
     "</parameter></invoke></minimax:tool_call>",
     "gemma": '<|tool_call>call:order{items:[{sku:<|"|>a<|"|>,qty:2}]}<tool_call|>',
+    "lfm2": "<|tool_call_start|>[order(items=[{'sku': 'a', 'qty': 2}])]<|tool_call_end|>",
+    "seed_oss": '<seed:tool_call><function=order><parameter=items>[{"sku": "a", "qty": 2}]</parameter></function>'
+    "</seed:tool_call>",
+    "deepseek_v32": '<｜DSML｜tool_calls><｜DSML｜invoke name="order">'
+    '<｜DSML｜parameter name="items" string="false">'
+    '[{"sku": "a", "qty": 2}]</｜DSML｜parameter></｜DSML｜invoke></｜DSML｜tool_calls>',
+    "llama4_json": '{"name": "order", "parameters": {"items": [{"sku": "a", "qty": 2}]}}',
+    "functionary_v31": '<function=order>{"items": [{"sku": "a", "qty": 2}]}</function>',
+    "functionary_v32": 'order\n{"items": [{"sku": "a", "qty": 2}]}',
+    "apertus": '<|tools_prefix|>[{"order": {"items": [{"sku": "a", "qty": 2}]}}]<|tools_suffix|>',
+    "cohere": '<|START_ACTION|>[{"tool_call_id": "0", "tool_name": "order", "parameters": {"items": '
+    '[{"sku": "a", "qty": 2}]}}]<|END_ACTION|>',
+    "internlm": '<|action_start|><|plugin|>{"name": "order", "parameters": {"items": [{"sku": "a", "qty": 2}]}}'
+    "<|action_end|>",
+}
+LISTED = '[{"name": "order", "arguments": {"items": [{"sku": "a", "qty": 2}]}}]'
+SOUND |= {
+    "granite": f"<|tool_call|>{LISTED}",
+    "phi4_mini": f"<|tool_call|>{LISTED}<|/tool_call|>",
+    "functools": f"functools{LISTED}",
+    "hunyuan": f"<tool_calls>{LISTED}</tool_calls>",
+    "nemotron": f"<TOOLCALL>{LISTED}</TOOLCALL>",
+    "gigachat": f"<|function_call|>{LISTED[1:-1]}",
+    "xlam": LISTED,
 }
 NOISE = [
     '"',
@@ -236,9 +260,9 @@ def damaged_text(text: str, rng: random.Random) -> str:
     return text
 
 
-@pytest.mark.parametrize("name", parser_names())
+@pytest.mark.parametrize("name", [name for name in parser_names() if name != "plain"])
 async def test_every_format_damaged_as_text_is_answered_and_counted(name):
-    parser, rng, env = choose_parser(name, ""), random.Random(name), await desk()
+    parser, rng, env = choose_parser(name), random.Random(name), await desk()
     totals, plain = Counter(), 0
     assert (await env.step(to_message(parser.parse(SOUND[name], tools=TOOLS), 0)))[0][0].content == "1"
     for number in range(400):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from agentrl.chat.parsers.base import Call, Event, Malformed, Parsed, Parser, Reasoning, Stream, Text, collect
-from agentrl.chat.parsers.choose import choose_parser, parser_names
+from agentrl.chat.parsers.choose import all_parsers, choose_parser, parser_names, signs_of
 
 __all__ = [
     "Call",
@@ -14,7 +14,9 @@ __all__ = [
     "Reasoning",
     "Stream",
     "Text",
+    "all_parsers",
     "choose_parser",
     "collect",
     "parser_names",
+    "signs_of",
 ]

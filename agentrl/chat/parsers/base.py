@@ -118,6 +118,14 @@ class Parser(ABC):
         stream = self.stream(tools=tools, thinking=thinking, repair=repair)
         return collect([*stream.feed(text), *stream.close()])
 
+    def call_id(self, name: str, number: int) -> str:
+        """An id of the call of tool `name`, the n-th of its message, as the format wants it."""
+        return f"call{number:05d}"
+
+    def write(self, calls: Sequence[tuple[str, Mapping[str, Any]]]) -> str | None:
+        """(name, arguments) of calls in this format, for templates that do not write calls; None where unknown."""
+        return None
+
 
 class Stream(ABC):
     """Reads one completion piece by piece."""

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
+from typing import Any
 
 from agentrl.chat.parsers.base import Call, Malformed, Tools, call_from_json, read_json
 from agentrl.chat.parsers.stream import BlockParser
@@ -24,3 +26,7 @@ class Hermes(BlockParser):
             return
         call = call_from_json(found.value, span)
         yield replace(call, repaired=found.repaired) if isinstance(call, Call) else call
+
+    def write(self, calls: Sequence[tuple[str, Mapping[str, Any]]]) -> str:
+        shown = (json.dumps({"name": name, "arguments": dict(given)}, ensure_ascii=False) for name, given in calls)
+        return "\n".join(f"<tool_call>\n{text}\n</tool_call>" for text in shown)

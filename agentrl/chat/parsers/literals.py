@@ -4,69 +4,13 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Iterator
-from typing import Any
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, ClassVar
 
 from agentrl.chat.parsers.base import MAX_DEPTH, Call, Malformed, Tools, unsound
+from agentrl.chat.parsers.notation import NAME, WORDS, Reader, Wrong, python_value
 from agentrl.chat.parsers.stream import BlockParser
-
-_WORDS: dict[str, Any] = {"True": True, "true": True, "False": False, "false": False, "None": None, "null": None}
-_LIST = re.compile(r"[\[(]")
-_SPACE = re.compile(r"\s*+")
-_NAME = re.compile(r"[^\W\d][\w.]*+")
-_NUMBER = re.compile(r"[+-]?(?:\d++(?:\.\d*+)?+|\.\d++)(?:[eE][+-]?\d++)?+")
-_STRING = re.compile(r"'([^'\\]*+(?:\\.[^'\\]*+)*+)'|\"([^\"\\]*+(?:\\.[^\"\\]*+)*+)\"", re.DOTALL)
-_ESCAPE = re.compile(r"\\(u[0-9a-fA-F]{4}|U[0-9a-fA-F]{8}|x[0-9a-fA-F]{2}|[0-7]{1,3}|.)", re.DOTALL)
-_PLAIN = {"n": "\n", "t": "\t", "r": "\r", "b": "\b", "f": "\f", "v": "\v", "a": "\a", "\n": ""}
-
-
-class _Wrong(Exception):
-    """What was read is not in the notation; `at` is where."""
-
-    def __init__(self, message: str, at: int) -> None:
-        super().__init__(message)
-        self.at = at
-
-
-class _Reader:
-    """A position in a text, and what may stand there."""
-
-    def __init__(self, text: str, at: int = 0) -> None:
-        self.text, self.at = text, at
-
-    def skip(self) -> None:
-        match = _SPACE.match(self.text, self.at)
-        self.at = match.end() if match else self.at
-
-    def take(self, what: str) -> bool:
-        self.skip()
-        if self.text.startswith(what, self.at):
-            self.at += len(what)
-            return True
-        return False
-
-    def need(self, what: str) -> None:
-        if not self.take(what):
-            raise self.wrong(f"expected {what!r}")
-
-    def match(self, pattern: re.Pattern[str]) -> re.Match[str] | None:
-        self.skip()
-        match = pattern.match(self.text, self.at)
-        if match is not None:
-            self.at = match.end()
-        return match
-
-    def wrong(self, message: str) -> _Wrong:
-        near = self.text[self.at : self.at + 20]
-        return _Wrong(f"{message} at character {self.at}, near {near!r}", self.at)
-
-    def items(self, closing: str, read: Callable[[], None]) -> None:
-        """Comma-separated items up to `closing`; a comma may stand before it."""
-        while not self.take(closing):
-            read()
-            if not self.take(","):
-                self.need(closing)
-                return
+from agentrl.chat.parsers.typed import untexted
 
 
 class Pythonic(BlockParser):
@@ -74,7 +18,9 @@ class Pythonic(BlockParser):
 
     name = "pythonic"
     blocks = (("<|python_start|>", "<|python_end|>"),)
-    at_start = "["
+    at_start: ClassVar[tuple[str, ...]] = ("[",)
+    wraps: ClassVar[tuple[str, str]] = ("", "")
+    """What stands around the list where it is written."""
 
     _looks = re.compile(r"\s*+\[\s*+[^\W\d][\w.]*+\(")
 
@@ -83,7 +29,7 @@ class Pythonic(BlockParser):
             if body.lstrip()[:1] != "[":
                 yield Malformed(f"expected [name(key=value)], got {body.strip()[:40]!r}", (0, len(body)))
             return  # a list that holds no call is an answer
-        reader = _Reader(body)
+        reader = Reader(body)
         reader.need("[")
         found: list[Call | Malformed] = []
         try:
@@ -91,27 +37,40 @@ class Pythonic(BlockParser):
             reader.skip()
             if reader.at < len(body):
                 raise reader.wrong("text after the list of calls")
-        except _Wrong as e:  # one notation: what stands before the mistake is not a list of calls
+        except Wrong as e:  # one notation: what stands before the mistake is not a list of calls
             found = [Malformed(str(e), (0, len(body)))]
-        yield from found
+        for call in found:
+            yield (
+                Call(call.name, untexted(call.arguments, tools, call.name), call.span)
+                if isinstance(call, Call)
+                else call
+            )
+
+    def write(self, calls: Sequence[tuple[str, Mapping[str, Any]]]) -> str:
+        opening, closing = self.wraps
+        shown = (
+            f"{name}({', '.join(f'{key}={_shown(value)}' for key, value in given.items())})"
+            for name, given in calls
+        )
+        return f"{opening}[{', '.join(shown)}]{closing}"
 
 
-def _python_call(reader: _Reader) -> Call | Malformed:
+def _python_call(reader: Reader) -> Call | Malformed:
     reader.skip()
     start = reader.at
-    name = reader.match(_NAME)
+    name = reader.match(NAME)
     if name is None:
         raise reader.wrong("expected a tool's name")
     reader.need("(")
     arguments: dict[str, Any] = {}
 
     def argument() -> None:
-        key = reader.match(_NAME)
+        key = reader.match(NAME)
         if key is None or not reader.take("="):
             raise reader.wrong(f"call of {name.group()[:80]!r}: arguments must be given as key=value")
         if key.group() in arguments:
             raise reader.wrong(f"call of {name.group()[:80]!r}: argument {key.group()[:80]!r} is given twice")
-        arguments[key.group()] = _python_value(reader, 1)
+        arguments[key.group()] = python_value(reader, 1)
 
     reader.items(")", argument)
     span = (start, reader.at)
@@ -123,55 +82,24 @@ def _python_call(reader: _Reader) -> Call | Malformed:
     )
 
 
-def _python_value(reader: _Reader, depth: int) -> Any:
-    if depth > MAX_DEPTH:
-        raise reader.wrong(f"nested more than {MAX_DEPTH} deep")
-    if (listed := reader.match(_LIST)) is not None:
-        values: list[Any] = []
-        closing = "]" if listed.group() == "[" else ")"
-        reader.items(closing, lambda: values.append(_python_value(reader, depth + 1)))
-        return values
-    if reader.take("{"):
-        mapping: dict[str, Any] = {}
-
-        def entry() -> None:
-            key = reader.match(_STRING)
-            if key is None:
-                raise reader.wrong("expected a key in quotes")
-            reader.need(":")
-            mapping[_unescape(key)] = _python_value(reader, depth + 1)
-
-        reader.items("}", entry)
-        return mapping
-    if (text := reader.match(_STRING)) is not None:
-        return _unescape(text)
-    if (number := reader.match(_NUMBER)) is not None:
-        return _number(number.group(), reader)
-    word = reader.match(_NAME)
-    if word is None or word.group() not in _WORDS:
-        raise reader.wrong("expected a value: text in quotes, a number, True, False, None, a list or a dict")
-    return _WORDS[word.group()]
+def _shown(value: Any) -> str:
+    """A value as Python writes it, text in the quotes of JSON."""
+    if isinstance(value, str):
+        return json.dumps(value, ensure_ascii=False)
+    if isinstance(value, Mapping):
+        return "{" + ", ".join(f"{_shown(key)}: {_shown(item)}" for key, item in value.items()) + "}"
+    if isinstance(value, list | tuple):
+        return "[" + ", ".join(map(_shown, value)) + "]"
+    return repr(value)
 
 
-def _unescape(match: re.Match[str]) -> str:
-    def one(escape: re.Match[str]) -> str:
-        code = escape.group(1)
-        if code[0] in "uUx" and len(code) > 1:
-            value = int(code[1:], 16)
-            return chr(value) if value < 0x110000 else "\ufffd"
-        if code[0] in "01234567":
-            return chr(int(code, 8))
-        return _PLAIN.get(code, code)
+class Lfm2(Pythonic):
+    """<|tool_call_start|>[name(key=value, ...), ...]<|tool_call_end|>, among text: LFM2 and LFM2.5."""
 
-    text = _ESCAPE.sub(one, match.group(1) if match.group(1) is not None else match.group(2))
-    return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
-
-
-def _number(text: str, reader: _Reader) -> int | float:
-    try:
-        return int(text) if text.lstrip("+-").isdecimal() else float(text)
-    except ValueError:
-        raise reader.wrong("a number that is too long") from None
+    name = "lfm2"
+    blocks = (("<|tool_call_start|>", "<|tool_call_end|>"),)
+    at_start = ()
+    wraps = blocks[0]
 
 
 class Gemma(BlockParser):
@@ -192,19 +120,19 @@ class Gemma(BlockParser):
         if head is None:
             yield Malformed(f"expected call:name{{...}}, got {body.strip()[:40]!r}", span)
             return
-        reader = _Reader(body, head.end())
+        reader = Reader(body, head.end())
         try:
             arguments = self._value(reader, 1)
             reader.skip()
             if reader.at < len(body):
                 raise reader.wrong("text after the call")
-        except _Wrong as e:
+        except Wrong as e:
             yield Malformed(f"call of {head.group(1)[:80]!r}: {e}", span)
             return
         problem = unsound(arguments)
         yield Malformed(problem, span) if problem else Call(head.group(1), arguments, span)
 
-    def _value(self, reader: _Reader, depth: int) -> Any:
+    def _value(self, reader: Reader, depth: int) -> Any:
         if depth > MAX_DEPTH:
             raise reader.wrong(f"nested more than {MAX_DEPTH} deep")
         if reader.take("{"):
@@ -232,15 +160,15 @@ class Gemma(BlockParser):
         if bare is None:
             raise reader.wrong("expected a value")
         word = bare.group().strip()
-        if word in _WORDS:
-            return _WORDS[word]
+        if word in WORDS:
+            return WORDS[word]
         try:
             value = json.loads(word)
         except ValueError:
             return word
         return value if isinstance(value, int | float) and value == value and abs(value) != float("inf") else word
 
-    def _text(self, reader: _Reader) -> str | None:
+    def _text(self, reader: Reader) -> str | None:
         for quote in self.quotes:
             if reader.take(quote):
                 end = reader.text.find(quote, reader.at)

@@ -6,6 +6,7 @@ import json
 import re
 from collections.abc import Iterator
 from dataclasses import replace
+from typing import ClassVar
 
 from agentrl.chat.parsers.base import (
     Call,
@@ -88,6 +89,9 @@ class KimiK2(_Listed):
         r"<\|tool_call_begin\|>\s*+(?:functions\.)?(?P<name>[^<]+):\d++\s*+<\|tool_call_argument_begin\|>\s*+(?=\{)"
     )
 
+    def call_id(self, name: str, number: int) -> str:
+        return f"functions.{name}:{number}"
+
     def one(self, text: str, span: Span, repair: bool) -> Call | Malformed:
         id, found, arguments = text.partition(self.separator)
         if not found:
@@ -150,8 +154,8 @@ class Llama3Json(BlockParser):
     """{"name": ..., "parameters": {...}} as the whole answer, or after <|python_tag|>; several joined by ";"."""
 
     name = "llama3_json"
-    blocks = (("<|python_tag|>", ""),)
-    at_start = "{"
+    blocks: ClassVar[tuple[tuple[str, str], ...]] = (("<|python_tag|>", ""),)
+    at_start = ("{",)
     call_head = re.compile(
         r'(?:\A|[;,])\s*+\{\s*+"name"\s*+:\s*+"(?P<name>[^"\\]++)"\s*+,\s*+"(?:parameters|arguments)"\s*+:\s*+(?=\{)'
     )
@@ -178,6 +182,27 @@ class Llama3Json(BlockParser):
             call = call_from_json(value.value, (start, end), arguments=("parameters", "arguments"))
             yield replace(call, repaired=value.repaired) if isinstance(call, Call) else call
             at = end
+
+
+class Llama4Json(Llama3Json):
+    """As Llama 3; text before the calls stands between <|python_start|> and <|python_end|>."""
+
+    name = "llama4_json"
+    blocks = (("<|python_end|>", ""), ("<|python_tag|>", ""))
+    unseen = ("<|python_start|>",)
+
+    def calls(self, body: str, tools: Tools, repair: bool) -> Iterator[Call | Malformed]:
+        return super().calls(body, tools, repair) if body.strip() else iter(())
+
+
+class Plain(BlockParser):
+    """Text and thinking, no calls: what is left where the format of calls is not known."""
+
+    name = "plain"
+    blocks = ()
+
+    def calls(self, body: str, tools: Tools, repair: bool) -> Iterator[Call | Malformed]:
+        return iter(())
 
 
 def _is_json(text: str) -> bool:

@@ -21,13 +21,15 @@ class BlockParser(Parser):
         blocks: (opening, closing) markers of what `calls` reads; an empty closing runs to the end of the turn.
         call_head: what stands before a call's JSON arguments (see `PartialCalls`); None where they are not JSON.
         json_body: a closing marker inside a JSON string of the block is text.
-        at_start: a block may also begin without its marker, where the content begins with one of these letters.
+        at_start: a block may also begin without its marker, where the content begins with one of these.
+        unseen: markers around content, which are not part of it.
     """
 
     blocks: ClassVar[tuple[tuple[str, str], ...]]
     call_head: ClassVar[re.Pattern[str] | None] = None
     json_body: ClassVar[bool] = False
-    at_start: ClassVar[str] = ""
+    at_start: ClassVar[tuple[str, ...]] = ()
+    unseen: ClassVar[tuple[str, ...]] = ()
 
     @abstractmethod
     def calls(self, body: str, tools: Tools, repair: bool) -> Iterator[Call | Malformed]:
@@ -47,7 +49,7 @@ class BlockStream(Stream):
     ) -> None:
         self._parser, self._tools, self._repair = parser, tools, repair
         self._close_of = dict(parser.blocks)
-        self._openers = [opener for opener in (parser.think[0], *self._close_of) if opener]
+        self._openers = [opener for opener in (parser.think[0], *self._close_of, *parser.unseen) if opener]
         self._opener = re.compile("|".join(map(re.escape, sorted(self._openers, key=len, reverse=True))) or "(?!)")
         self._buffer = ""
         self._offset = 0  # of the buffer in the completion
@@ -100,9 +102,10 @@ class BlockStream(Stream):
         if self._fresh and self._parser.at_start:
             head = buffer[at : at + _WINDOW]
             begun = head.lstrip()
-            if begun.startswith(tuple(self._parser.at_start)):
+            if begun.startswith(self._parser.at_start):
                 return self._open("", at + len(head) - len(begun))
-            if not begun and not final and len(head) < _WINDOW:
+            may_begin = any(start.startswith(begun) for start in self._parser.at_start)
+            if may_begin and not final and len(head) < _WINDOW:
                 return None
         match = self._opener.search(buffer, at)
         if match is None:
@@ -113,6 +116,8 @@ class BlockStream(Stream):
         self._say(buffer[at : match.start()])
         if match.group() == self._parser.think[0]:
             self._begin_thinking()
+            return match.end()
+        if match.group() in self._parser.unseen:
             return match.end()
         return self._open(match.group(), match.end())
 

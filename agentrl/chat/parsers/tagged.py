@@ -5,13 +5,13 @@ Text arguments stand there as they are, all others as JSON; the tool's schema sa
 
 from __future__ import annotations
 
-import json
 import re
-from collections.abc import Iterator, Mapping
-from typing import Any
+from collections.abc import Iterator
+from typing import Any, ClassVar
 
-from agentrl.chat.parsers.base import Call, Malformed, Span, Tools, unsound
+from agentrl.chat.parsers.base import Call, Malformed, Span, Tools
 from agentrl.chat.parsers.stream import BlockParser
+from agentrl.chat.parsers.typed import from_json, schema_of, typed
 
 _MORE = re.compile(r"\S")
 
@@ -37,11 +37,23 @@ class Qwen3Coder(BlockParser):
         )
 
 
+class SeedOss(Qwen3Coder):
+    """As Qwen3-Coder in <seed:tool_call>, the values without line breaks around them."""
+
+    name = "seed_oss"
+    think = ("<seed:think>", "</seed:think>")
+    blocks = (("<seed:tool_call>", "</seed:tool_call>"),)
+
+    _parameter = re.compile(r"\s*+<parameter=([^<>\n]+)>")
+
+
 class MiniMaxM2(BlockParser):
     """<invoke name="..."> <parameter name="key">value</parameter> </invoke>, one or more in a block."""
 
     name = "minimax_m2"
-    blocks = (("<minimax:tool_call>", "</minimax:tool_call>"),)
+    blocks: ClassVar[tuple[tuple[str, str], ...]] = (("<minimax:tool_call>", "</minimax:tool_call>"),)
+    prefix: ClassVar[str] = ""
+    """What the names of the tags begin with."""
 
     _invoke = re.compile(r"\s*+<invoke name=\"([^\"<>]+)\">\s*")
     _parameter = re.compile(r"\s*+<parameter name=\"([^\"<>]+)\">")
@@ -53,19 +65,35 @@ class MiniMaxM2(BlockParser):
             head = self._invoke.match(body, at)
             if head is None:
                 yield Malformed(
-                    f'expected <invoke name="...">, got {body[at : at + 60].strip()[:40]!r}', (at, len(body))
+                    f'expected <{self.prefix}invoke name="...">, got {body[at : at + 60].strip()[:40]!r}',
+                    (at, len(body)),
                 )
                 return
             name = head.group(1)
-            end = body.find("</invoke>", head.end())
+            closing = f"</{self.prefix}invoke>"
+            end = body.find(closing, head.end())
             if end < 0:
-                yield Malformed(f"call of {name[:80]!r}: </invoke> is missing", (at, len(body)))
+                yield Malformed(f"call of {name[:80]!r}: {closing} is missing", (at, len(body)))
                 return
-            after = end + len("</invoke>")
+            after = end + len(closing)
             span = (at, after)
             inside = body[head.end() : end]
-            yield _tagged(inside, span, name, 0, self._parameter, "</parameter>", self._end, tools)
+            yield _tagged(inside, span, name, 0, self._parameter, f"</{self.prefix}parameter>", self._end, tools)
             at = after
+
+
+class DeepSeekV32(MiniMaxM2):
+    """The same tags with ｜DSML｜ before each name; parameters say whether they are text: DeepSeek V3.2, V4."""
+
+    name = "deepseek_v32"
+    prefix = "｜DSML｜"
+    blocks = (
+        ("<｜DSML｜function_calls>", "</｜DSML｜function_calls>"),
+        ("<｜DSML｜tool_calls>", "</｜DSML｜tool_calls>"),
+    )
+
+    _invoke = re.compile(r"\s*+<｜DSML｜invoke name=\"([^\"<>]+)\">\s*")
+    _parameter = re.compile(r"\s*+<｜DSML｜parameter name=\"([^\"<>]+)\"(?: string=\"(true|false)\")?>")
 
 
 class Glm(BlockParser):
@@ -100,6 +128,7 @@ def _tagged(
 ) -> Call | Malformed:
     """Read arguments: `opening` matches the tag with the key, `closing` ends the value, `end` ends the call."""
     arguments: dict[str, Any] = {}
+    properties = schema_of(tools, name)
     while (match := opening.match(body, at)) is not None:
         key = match.group(1).strip()
         stop = body.find(closing, match.end())
@@ -114,54 +143,11 @@ def _tagged(
             return Malformed(f"call of {name[:80]!r}: argument {key[:80]!r} is given twice", span)
         value = body[match.end() : stop]
         value = value.removesuffix("\n") if match.group().endswith("\n") else value
-        arguments[key] = _typed(value, _schema(tools, name).get(key))
+        said = match.group(2) if opening.groups > 1 else None
+        if said is None:
+            arguments[key] = typed(value, properties.get(key))
+        else:
+            arguments[key] = value if said == "true" else from_json(value)
     if end.match(body, at) is None:
         return Malformed(f"call of {name[:80]!r}: unexpected {body[at : at + 40].strip()!r}", span)
     return Call(name, arguments, span)
-
-
-def _schema(tools: Tools, name: str) -> Mapping[str, Any]:
-    """The properties of a tool's parameters; empty where the tool is not known."""
-    for tool in tools:
-        function = tool.get("function", tool)
-        if function.get("name") == name:
-            properties = (function.get("parameters") or {}).get("properties")
-            return properties if isinstance(properties, Mapping) else {}
-    return {}
-
-
-def _types(schema: Any) -> set[str]:
-    if not isinstance(schema, Mapping):
-        return set()
-    if isinstance(schema.get("enum"), list):
-        return {_json_type(value) for value in schema["enum"]}
-    kind = schema.get("type")
-    types = {kind} if isinstance(kind, str) else set(kind) if isinstance(kind, list) else set()
-    for branch in ("anyOf", "oneOf"):
-        types |= {t for option in schema.get(branch, ()) for t in _types(option)}
-    return types
-
-
-def _json_type(value: Any) -> str:
-    names = {str: "string", bool: "boolean", int: "integer", float: "number", list: "array", dict: "object"}
-    return names.get(type(value), "null")
-
-
-def _typed(text: str, schema: Any) -> Any:
-    """The value that `text` stands for: JSON where the schema does not say text; text where it is not JSON."""
-    types = _types(schema)
-    if types == {"string"}:
-        return text
-    try:
-        value = json.loads(text, parse_constant=_refuse)
-    except (ValueError, RecursionError):
-        return text
-    kind = _json_type(value)
-    if kind == "string" or unsound(value):
-        return text
-    fits = not types or kind in types or (kind == "integer" and "number" in types) or "string" not in types
-    return value if fits else text
-
-
-def _refuse(name: str) -> None:
-    raise ValueError(name)

@@ -1,0 +1,96 @@
+"""Values without quotes, read by the type that the tool's schema gives them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+from agentrl.chat.parsers.base import Tools, unsound
+from agentrl.chat.parsers.notation import Wrong, read_literal
+
+
+def schema_of(tools: Tools, name: str) -> Mapping[str, Any]:
+    """The properties of a tool's parameters; empty where the tool is not known."""
+    for tool in tools:
+        function = tool.get("function", tool)
+        if function.get("name") == name:
+            properties = (function.get("parameters") or {}).get("properties")
+            return properties if isinstance(properties, Mapping) else {}
+    return {}
+
+
+def typed(text: str, schema: Any) -> Any:
+    """The value that `text` stands for: JSON, or a Python literal (`True`, `None`, `['a']`) where the schema
+    asks for what it says (or says nothing, for lists and objects); text where it is neither."""
+    types = _types(schema)
+    if types == {"string"}:
+        return text
+    value = from_json(text)
+    if value is text and (types or text.lstrip()[:1] in ("[", "{")):
+        value = _from_python(text)
+        if value is not text and types and not _fits(value, types):
+            return text
+    if value is text or isinstance(value, str):
+        return text
+    return value if not types or _fits(value, types) or "string" not in types else text
+
+
+def untexted(arguments: Mapping[str, Any], tools: Tools, name: str) -> dict[str, Any]:
+    """Arguments in which text stands for what it says where the schema allows no text."""
+    properties = schema_of(tools, name)
+
+    def value(key: str, given: Any) -> Any:
+        types = _types(properties.get(key))
+        return (
+            typed(given, properties.get(key))
+            if types and isinstance(given, str) and "string" not in types
+            else given
+        )
+
+    return {key: value(key, given) for key, given in arguments.items()}
+
+
+def from_json(text: str) -> Any:
+    """The JSON value that `text` is; `text` itself where it is none that can be handed on."""
+    try:
+        value = json.loads(text, parse_constant=_refuse)
+    except (ValueError, RecursionError):
+        return text
+    return text if unsound(value) else value
+
+
+def _from_python(text: str) -> Any:
+    try:
+        value = read_literal(text)
+    except (Wrong, RecursionError):
+        return text
+    return text if isinstance(value, str) or unsound(value) else value
+
+
+def _fits(value: Any, types: set[str]) -> bool:
+    kind = _json_type(value)
+    return kind in types or (kind == "integer" and "number" in types)
+
+
+def _types(schema: Any) -> set[str]:
+    if not isinstance(schema, Mapping):
+        return set()
+    if isinstance(schema.get("enum"), list):
+        return {_json_type(value) for value in schema["enum"]}
+    if "const" in schema:
+        return {_json_type(schema["const"])}
+    kind = schema.get("type")
+    types = {kind} if isinstance(kind, str) else set(kind) if isinstance(kind, list) else set()
+    for branch in ("anyOf", "oneOf"):
+        types |= {t for option in schema.get(branch, ()) for t in _types(option)}
+    return types | {"null"} if types and schema.get("nullable") is True else types
+
+
+def _json_type(value: Any) -> str:
+    names = {str: "string", bool: "boolean", int: "integer", float: "number", list: "array", dict: "object"}
+    return names.get(type(value), "null")
+
+
+def _refuse(name: str) -> None:
+    raise ValueError(name)
