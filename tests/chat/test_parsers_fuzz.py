@@ -106,13 +106,15 @@ HOSTILE = [
     "<tool_call> f ", "[TOOL_CALLS]f ", "[TOOL_CALLS]f[ARGS]{}", "[TOOL_CALLS][", '{"name": "f", "parameters": {}}; ',
     '{"name": "f", "parameters": {"a": ', "[f(a=", "[f(a='", "[f(), ", "<|tool_call>call:f{a:[", "<|tool_call>call:f{a:{b:",
     '<minimax:tool_call><invoke name="f">', "</invoke> <", "<|channel|>analysis<|message|>x<|end|><|start|>", "<|channel|><|",
-    "<think></think>", "<think>\n", "\n\n", "<｜tool▁call▁begin｜>f<｜tool▁sep｜>{}<｜tool▁call▁end｜>",
+    "<think></think>", "<think>\n", ">>>", ">>>f", ">>>f\n{}", "<function=f>", "<tool_calls>[", "functools[{", "<|tool_call|>", "[{'a': ", "\n\n", "<｜tool▁call▁begin｜>f<｜tool▁sep｜>{}<｜tool▁call▁end｜>",
 ]  # fmt: skip
 PREFIXES = {
     "hermes": "<tool_call>", "qwen3_coder": "<tool_call><function=f><parameter=a>", "glm": "<tool_call>f<arg_key>a</arg_key><arg_value>",
     "llama3_json": '{"name": "f", "parameters": {"a": ', "pythonic": "[f(a=", "mistral": "[TOOL_CALLS]",
     "deepseek_v3": "<｜tool▁calls▁begin｜>", "deepseek_v31": "<｜tool▁calls▁begin｜>", "kimi_k2": "<|tool_calls_section_begin|>",
-    "harmony": "<|channel|>commentary to=functions.f<|message|>", "minimax_m2": "<minimax:tool_call>", "gemma": "<|tool_call>call:f{",
+    "harmony": "<|channel|>commentary to=functions.f<|message|>", "minimax_m2": "<minimax:tool_call>", "gemma": "<|tool_call>call:f{", "functionary_v32": ">>>f\n", "plain": "<think>",
+    "xlam": '[{"name": "f", "arguments": {"a": ', "lfm2": "<|tool_call_start|>[f(a=", "functools": "functools[",
+    "seed_oss": "<seed:tool_call><function=f><parameter=a>", "functionary_v31": '<function=f>{"a": "',
 }  # fmt: skip
 
 
@@ -125,10 +127,14 @@ def cpu_seconds(parser: Parser, text: str, step: int) -> float:
     return time.process_time() - started
 
 
-@pytest.mark.parametrize("parser", PARSERS, ids=lambda p: p.name)
+ALIKE = {"phi4_mini", "functools", "nemotron", "gigachat", "internlm", "apertus", "cohere", "seed_oss", "plain"}
+"""Formats that another one's machine reads: the same code, other markers."""
+
+
+@pytest.mark.parametrize("parser", [p for p in PARSERS if p.name not in ALIKE], ids=lambda p: p.name)
 def test_time_is_linear_in_the_text(parser: Parser):
     for piece in HOSTILE:
-        for prefix in ("", PREFIXES[parser.name]):
+        for prefix in ("", PREFIXES.get(parser.name) or parser.blocks[0][0]):
             for size, step in ((128_000, 128_000), (24_000, 16)):
                 small, large = (prefix + piece * (length // len(piece)) for length in (size // 8, size))
                 if cpu_seconds(parser, large, step) < 0.2:  # a quadratic pass takes many seconds at this size

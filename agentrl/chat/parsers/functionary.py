@@ -36,8 +36,8 @@ class FunctionaryV31(BlockParser):
         yield read_arguments(name.strip(), arguments, (0, len(body)), repair)
 
 
-_HEAD = re.compile(r"(?:>>>)?([A-Za-z_][\w.\-]*)\n")
-_HEAD_BEGUN = re.compile(r">{0,3}(?:[A-Za-z_][\w.\-]*)?")
+_HEAD = re.compile(r"(?:>>>)?([A-Za-z_][\w.\-]{0,127})\n")
+_HEAD_BEGUN = re.compile(r">{0,2}|(?:>>>)?(?:[A-Za-z_][\w.\-]{0,127})?")
 
 
 class FunctionaryV32(Parser):

@@ -92,7 +92,7 @@ class Phi4Mini(JsonCalls):
 
     name = "phi4_mini"
     blocks = (("<|tool_call|>", "<|/tool_call|>"),)
-    at_start = ("functools[", " functools[")
+    at_start = ("functools[",)
     between = re.compile(r"(?:[\s;,]|functools(?=\[))*+")
 
 
@@ -143,7 +143,7 @@ class Xlam(JsonCalls):
     """A JSON list of calls as the whole answer: xLAM 2."""
 
     name = "xlam"
-    blocks = (("[TOOL_CALLS]", ""),)
+    blocks = ()
     at_start = ("[",)
 
     _looks = re.compile(r'\s*+\[\s*+\{\s*+"(?:name|arguments|parameters)"')

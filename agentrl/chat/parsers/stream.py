@@ -103,6 +103,7 @@ class BlockStream(Stream):
             head = buffer[at : at + _WINDOW]
             begun = head.lstrip()
             if begun.startswith(self._parser.at_start):
+                self._say(head[: len(head) - len(begun)])
                 return self._open("", at + len(head) - len(begun))
             may_begin = any(start.startswith(begun) for start in self._parser.at_start)
             if may_begin and not final and len(head) < _WINDOW:
