@@ -75,6 +75,8 @@ class Plan:
     checkpoint_bytes: int
     checkpoints_bytes: int
     memory_bytes: int | None
+    here: bool
+    """Whether the run is planned for this machine."""
     findings: list[Finding]
 
     def to_dict(self) -> dict[str, Any]:
@@ -98,6 +100,7 @@ def make_plan(config: RunConfig, *, memory_bytes: int | None = None, gpu: bool |
     """
     from agentrl.train.plan_rules import findings
 
+    here = memory_bytes is None and gpu is None
     gpu = on_gpu(config) if gpu is None else gpu
     memory = memory_bytes or machine_memory(gpu)
     shape = (
@@ -109,14 +112,18 @@ def make_plan(config: RunConfig, *, memory_bytes: int | None = None, gpu: bool |
     each = BFLOAT16 if config.engine.resolved_dtype == "bfloat16" else FLOAT32
     per_token = shape.kv_bytes_per_token(each)
     kv = per_token * kv_tokens(config, shape)
-    phases = [_rollout(config, shape, kv), _update(config, shape)]
+    if gpu and config.engine.kind != "local" and not config.engine.server.urls and memory is not None:
+        kv = min(kv, _server_cache(config, shape, each, memory))
+    phases = [_rollout(config, shape, kv, gpu), _update(config, shape)]
     if not config.learner_on_ray and config.engine.kind == "local":
         phases.append(_together(*phases))
     phases += _apart(config, shape)
     checkpoint = checkpoint_bytes(config, shape)
     kept = config.checkpoint.keep + int(config.checkpoint.best) + 1  # the one that is being written
     where, attention = placement(config, gpu), attention_there(config, shape, gpu)
-    plan = Plan(shape, batch, where, attention, phases, per_token, kv, checkpoint, kept * checkpoint, memory, [])
+    plan = Plan(
+        shape, batch, where, attention, phases, per_token, kv, checkpoint, kept * checkpoint, memory, here, []
+    )
     plan.findings.extend(findings(config, plan, gpu))
     return plan
 
@@ -154,6 +161,18 @@ def kv_tokens(config: RunConfig, shape: ModelShape) -> int:
     slots = config.engine.max_slots * _replicas(config)
     playing = rollout.groups_per_step * rollout.group_size * (1 + rollout.max_staleness)
     return min(slots, playing) * min(rollout.token_budget, shape.max_context)
+
+
+SERVER_SHARE = {"sglang": 0.85, "vllm": 0.9}
+"""Of a GPU's memory, what servers take for weights and cache unless gpu_memory_utilization says otherwise."""
+
+
+def _server_cache(config: RunConfig, shape: ModelShape, each: int, memory: int) -> int:
+    """What all servers have for their caches: they take a share of each device, and what weights leave of it."""
+    server = config.engine.server
+    share = server.gpu_memory_utilization or SERVER_SHARE[config.engine.kind]
+    split = server.tensor_parallel
+    return max(0, int(share * memory) - shape.parameters * each // split) * split * _replicas(config)
 
 
 def checkpoint_bytes(config: RunConfig, shape: ModelShape) -> int:
@@ -209,7 +228,7 @@ def placement(config: RunConfig, gpu: bool) -> list[str]:
         lines.append("so they are colocated: servers free their memory while the learner works")
     else:
         lines.append("so they are split: each has its own devices")
-    devices = _own_devices(config, gpu)
+    devices = own_devices(config, gpu)
     if devices:
         asked = " + ".join(f"{number} for the {name}" for name, number in devices.items())
         lines.append(f"so the Ray cluster needs {sum(devices.values())} {device}s: {asked}")
@@ -252,7 +271,7 @@ def _scorers(config: RunConfig, device: str) -> list[str]:
     return [f"reward model: {where}"]
 
 
-def _own_devices(config: RunConfig, gpu: bool) -> dict[str, int]:
+def own_devices(config: RunConfig, gpu: bool) -> dict[str, int]:
     """Devices of the Ray cluster that each model has to itself."""
     scorer, found = config.reward_model, {"policy": config.learner.ranks}
     if config.learner.reference_ranks:
@@ -273,6 +292,13 @@ def on_gpu(config: RunConfig) -> bool:
     import torch
 
     return torch.cuda.is_available()
+
+
+def gpus_here() -> int:
+    """GPUs of this machine."""
+    import torch
+
+    return torch.cuda.device_count() if torch.cuda.is_available() else 0
 
 
 def machine_memory(gpu: bool) -> int | None:
@@ -301,12 +327,14 @@ def _trained(config: RunConfig, shape: ModelShape) -> int:
     return shape.parameters if lora is None else shape.lora_parameters(lora.rank, lora.targets)
 
 
-def _rollout(config: RunConfig, shape: ModelShape, kv: int) -> Phase:
+def _rollout(config: RunConfig, shape: ModelShape, kv: int, gpu: bool) -> Phase:
     """Memory of one engine."""
     each = BFLOAT16 if config.engine.resolved_dtype == "bfloat16" else FLOAT32
     split = config.engine.server.tensor_parallel
     parts = {"weights": shape.parameters * each // split, "KV cache": kv // _replicas(config) // split}
-    where = "the process of the run" if config.engine.kind == "local" else "each GPU of a server"
+    where = (
+        "the process of the run" if config.engine.kind == "local" else f"each {'GPU of a ' if gpu else ''}server"
+    )
     return Phase("rollout", where, parts)
 
 

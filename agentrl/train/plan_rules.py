@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from agentrl.config.run import RunConfig
 from agentrl.errors import ConfigError
-from agentrl.train.plan import Finding, Phase, Plan, disk_free, size
+from agentrl.train.plan import Finding, Phase, Plan, disk_free, gpus_here, own_devices, size
 
 Rule = Callable[[RunConfig, Plan, bool], Iterator[Finding]]
 BILLION = 1_000_000_000
@@ -26,6 +27,8 @@ def memory(config: RunConfig, plan: Plan, gpu: bool) -> Iterator[Finding]:
     if plan.memory_bytes is None:
         return
     for phase in plan.phases:
+        if phase.name == "rollout" and config.engine.server.urls:
+            continue  # servers that run already, on devices of theirs
         if phase.total > TOO_FULL * plan.memory_bytes:
             name, most = max(phase.parts.items(), key=lambda part: part[1])
             text = f"{phase.name} needs {size(phase.total)} in {phase.where}, which has {size(plan.memory_bytes)}"
@@ -212,7 +215,40 @@ def attention(config: RunConfig, plan: Plan, gpu: bool) -> Iterator[Finding]:
         yield Finding("PL15", "error", str(e), "set learner.attention to auto")
 
 
+def devices(config: RunConfig, plan: Plan, gpu: bool) -> Iterator[Finding]:
+    """PL16: devices that this machine has not."""
+    if not plan.here:
+        return
+    learner, engine = config.learner, config.engine
+    there = gpus_here()
+    used = {"learner.device": learner.device}
+    if engine.kind == "local" or not (engine.server.urls or engine.server.ray):
+        used["engine.device"] = engine.device
+    for key, device in used.items():
+        if not device.startswith("cuda") or (key == "learner.device" and learner.ray is not None):
+            continue
+        if int(device.partition(":")[2] or 0) >= there:
+            text = f"{key} is {device}, and this machine has {there} GPUs"
+            yield Finding("PL16", "error", text, f"set {key} to auto, or plan for another machine with --memory")
+    needed = sum(own_devices(config, gpu).values())
+    if learner.ray is None and needed:
+        has, kind = (there, "GPUs") if gpu else (os.cpu_count() or 1, "CPU cores")
+        if needed > has:
+            text = f"the ranks need {needed:,} {kind}, and this machine has {has}"
+            fix = (
+                "lower learner.ranks (and the ranks of reference, critic and reward model), or name a cluster in "
+            )
+            yield Finding("PL16", "error", text, fix + "learner.ray")
+    if engine.kind != "local" and gpu and not (engine.server.urls or engine.server.ray):
+        needed = engine.server.replicas * engine.server.tensor_parallel
+        if needed > there:
+            text = f"the {engine.kind} servers need {needed:,} GPUs, and this machine has {there}"
+            yield Finding(
+                "PL16", "error", text, "lower engine.server.replicas or tensor_parallel, or use engine.server.ray"
+            )
+
+
 RULES: tuple[Rule, ...] = (
     memory, one_episode, context, turns, division, double_kl, reference, waves, bypass, learning_rate, precision,
-    disk, critic, signal, attention,
+    disk, critic, signal, attention, devices,
 )  # fmt: skip

@@ -186,6 +186,48 @@ def test_a_rule_speaks_where_it_should_and_not_elsewhere(tmp_path, code, name, s
     assert all(finding.fix and finding.text for finding in loud.findings)
 
 
+def server(**more: Any) -> dict[str, Any]:
+    return {"kind": "sglang", "dtype": "bfloat16", "max_slots": 1024, "server": more}
+
+
+def test_the_cache_of_a_server_is_what_its_share_of_the_memory_leaves(tmp_path: Path):
+    rollout = {"groups_per_step": 128, "group_size": 8, "token_budget": 4096}
+    for share, tensor_parallel in ((0.9, 1), (0.5, 1), (0.5, 2)):
+        engine = server(gpu_memory_utilization=share, tensor_parallel=tensor_parallel, replicas=2)
+        plan = make_plan(run(tmp_path, "8B", rollout=rollout, engine=engine), memory_bytes=80 * GIB, gpu=True)
+        cache = int(share * 80 * GIB) - 2 * LARGE // tensor_parallel
+        assert plan.kv_bytes == 2 * tensor_parallel * cache
+        (phase,) = (p for p in plan.phases if p.name == "rollout")
+        assert phase.total == pytest.approx(share * 80 * GIB, rel=1e-6)
+        said = [f for f in plan.findings if f.code == "PL01" and "rollout" in f.text]
+        assert not said
+        assert "PL08" in codes(plan) or share * tensor_parallel > 0.9, "what does not fit waits"
+    small = make_plan(run(tmp_path, "8B", engine=server()), memory_bytes=15 * GIB, gpu=True)
+    assert any(f.code == "PL01" and f.text.startswith("rollout") for f in small.findings), "weights must fit"
+    given = run(tmp_path, "8B", engine=server(urls=["http://127.0.0.1:1"]))
+    elsewhere = make_plan(given, memory_bytes=15 * GIB, gpu=True)
+    assert not any(f.text.startswith("rollout") for f in elsewhere.findings if f.code == "PL01")
+
+
+@pytest.mark.parametrize(
+    ("sections", "said"),
+    [
+        ({"learner": {"ranks": 100_000}}, "the ranks need 100,000 CPU cores, and this machine has"),
+        ({"learner": {"device": "cuda:7"}}, "learner.device is cuda:7, and this machine has 0 GPUs"),
+        ({"learner": {"device": "cpu"}, "engine": {"device": "cuda"}}, "engine.device is cuda, and this machine"),
+    ],
+)
+def test_devices_that_this_machine_has_not_are_errors(tmp_path, monkeypatch, sections, said):
+    monkeypatch.setattr("agentrl.train.plan_rules.gpus_here", lambda: 0)
+    (found,) = [f for f in make_plan(run(tmp_path, **sections)).findings if f.code == "PL16"]
+    assert (found.level, found.text.startswith(said)) == ("error", True)
+    assert "PL16" not in codes(make_plan(run(tmp_path, **sections), memory_bytes=80 * GIB, gpu=True))
+
+
+def test_devices_of_a_cluster_are_not_those_of_this_machine(tmp_path: Path):
+    assert "PL16" not in codes(make_plan(run(tmp_path, learner={"ranks": 64, "ray": "10.0.0.1:6379"})))
+
+
 def test_an_attention_that_cannot_work_here_is_an_error(tmp_path: Path):
     plan = make_plan(run(tmp_path, learner={"attention": "flex"}), memory_bytes=80 * GIB, gpu=False)
     found = next(finding for finding in plan.findings if finding.code == "PL15")
