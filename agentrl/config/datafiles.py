@@ -54,16 +54,16 @@ def _files(text: str, split: str) -> list[Path]:
         return [path]
     if path.is_dir():
         return _in_folder(path, text, split, None)
+    if is_dataset_name(text):
+        match = _NAME.fullmatch(text)
+        assert match is not None
+        return _in_folder(_cached(match["name"]), text, split, match["pattern"])
     if glob.has_magic(text):
         matches = [Path(p) for p in sorted(glob.glob(str(path), recursive=True))]
         matches = [p for p in matches if p.is_file() or (p / SAVED).is_file()]
         if not matches:
             raise ConfigError(f"no file matches {text}")
         return matches
-    if is_dataset_name(text):
-        match = _NAME.fullmatch(text)
-        assert match is not None
-        return _in_folder(_cached(match["name"]), text, split, match["pattern"])
     raise ConfigError(f"there is no file {text}")
 
 

@@ -146,7 +146,8 @@ class WarmupConfig(Section):
     """
 
     demonstrations: str | None = None
-    """JSON-lines file of {"messages": [...]}; without it the env's own `demonstrations` are used."""
+    """JSON-lines file of {"messages": [...]}; without it the env's own `demonstrations` are used, or what its
+    `oracle` plays on training tasks."""
     options: dict[str, Any] = Field(default_factory=dict)
     """Keyword arguments for the env's `demonstrations` generator."""
     num: Positive = 600

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -24,6 +23,7 @@ from agentrl.errors import AgentRLError, CheckpointError, ConfigError
 from agentrl.redraws import Guard
 from agentrl.rollout.episode import Player, TokenCheck
 from agentrl.rollout.frame import Limits
+from agentrl.rollout.oracle import author_method, oracle_demonstrations
 from agentrl.types import EVERY_TOKEN, Filters, Message, Sampling, Task, ToolCall
 
 RENDERER_FILE = "renderer.json"
@@ -48,11 +48,12 @@ def load_content(config: RunConfig) -> Content:
     """
     env_class = load_env(config.env.use)
     make_env = env_factory(env_class, config)
+    train = _tasks(env_class, config, "train", config.data.train)
     return Content(
         make_env,
-        _tasks(env_class, config, "train", config.data.train),
+        train,
         _tasks(env_class, config, "held_out", config.data.held_out),
-        _demonstrations(env_class, config),
+        _demonstrations(env_class, config, make_env, train),
     )
 
 
@@ -90,13 +91,6 @@ def env_factory(env_class: type[Env], config: RunConfig) -> Callable[[], Env]:
     except Exception as e:
         raise ConfigError(f"{config.env.use} cannot be made: {said_by(e)}") from e
     return make
-
-
-def author_method(env_class: type[Env], name: str) -> Callable[..., Any] | None:
-    """A class method that an author may write, None where there is none. Raises ConfigError for a plain method."""
-    if inspect.isfunction(inspect.getattr_static(env_class, name, None)):
-        raise ConfigError(f"{env_class.__name__}.{name} must be a class method: write @classmethod above it")
-    return getattr(env_class, name, None)
 
 
 def _tasks(
@@ -151,7 +145,9 @@ def repeated_ids(content: Content) -> list[str]:
     return said
 
 
-def _demonstrations(env_class: type[Env], config: RunConfig) -> Sequence[Sequence[Message]]:
+def _demonstrations(
+    env_class: type[Env], config: RunConfig, make_env: Callable[[], Env], tasks: Sequence[Task]
+) -> Sequence[Sequence[Message]]:
     warmup = config.warmup
     if warmup is None:
         return ()
@@ -165,10 +161,7 @@ def _demonstrations(env_class: type[Env], config: RunConfig) -> Sequence[Sequenc
         ]
     generator = author_method(env_class, "demonstrations")
     if generator is None:
-        raise ConfigError(
-            f"{config.env.use} writes no demonstrations by itself: name a file under "
-            "warmup.demonstrations, or leave `warmup:` out"
-        )
+        return oracle_demonstrations(env_class, config, make_env, tasks)
     try:
         found: Sequence[Sequence[Message]] = generator(config.seed, warmup.num, **warmup.options)
     except AgentRLError:

@@ -28,10 +28,10 @@ from agentrl.errors import ConfigError, InfraError
 from agentrl.records import EpisodeRecord
 from agentrl.rollout.group import with_group_rewards
 from agentrl.rollout.metrics import reward_parts
+from agentrl.rollout.oracle import author_method
 from agentrl.rollout.prompts import fitting, prompt_tokens
 from agentrl.rollout.setup import (
     Content,
-    author_method,
     check_held_out,
     corpus,
     load_content,

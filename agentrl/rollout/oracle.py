@@ -1,0 +1,70 @@
+"""Demonstrations that the env's own oracle plays, where the env writes none."""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+from agentrl.config.run import RunConfig
+from agentrl.env.env import Env
+from agentrl.env.load import said_by
+from agentrl.errors import AgentRLError, ConfigError
+from agentrl.testing.policy import play
+from agentrl.types import Message, Task
+
+_AT_ONCE = 8
+
+
+def author_method(env_class: type[Env], name: str) -> Callable[..., Any] | None:
+    """A class method that an author may write, None where there is none. Raises ConfigError for a plain method."""
+    if inspect.isfunction(inspect.getattr_static(env_class, name, None)):
+        raise ConfigError(f"{env_class.__name__}.{name} must be a class method: write @classmethod above it")
+    return getattr(env_class, name, None)
+
+
+def oracle_demonstrations(
+    env_class: type[Env], config: RunConfig, make_env: Callable[[], Env], tasks: Sequence[Task]
+) -> list[list[Message]]:
+    """What `warmup.num` training tasks look like when the env's `oracle` plays them, for real, in the env.
+
+    Raises:
+        ConfigError: the env has no oracle, `warmup.options` is given, or an episode failed.
+    """
+    warmup, oracle = config.warmup, author_method(env_class, "oracle")
+    assert warmup is not None
+    if oracle is None:
+        raise ConfigError(
+            f"{config.env.use} writes no demonstrations by itself: name a file under warmup.demonstrations, add a "
+            "`demonstrations` or an `oracle` classmethod, or leave `warmup:` out"
+        )
+    if warmup.options:
+        raise ConfigError(
+            f"warmup.options has no effect: {config.env.use} has no `demonstrations`, its oracle plays; remove it"
+        )
+    chosen = [tasks[i] for i in range(min(warmup.num, len(tasks)))]
+    with ThreadPoolExecutor(1) as thread:  # a loop may be running in this one
+        return thread.submit(asyncio.run, _play_all(config, oracle, make_env, chosen)).result()
+
+
+async def _play_all(
+    config: RunConfig, oracle: Callable[[Task], Any], make_env: Callable[[], Env], tasks: Sequence[Task]
+) -> list[list[Message]]:
+    places = asyncio.Semaphore(_AT_ONCE)
+
+    async def one(task: Task) -> list[Message]:
+        async with places:
+            try:
+                episode = await play(make_env(), task, oracle(task), max_turns=config.rollout.max_turns)
+            except AgentRLError:
+                raise
+            except Exception as e:
+                raise ConfigError(f"{config.env.use}.oracle on task {task.id!r}: {said_by(e)}") from e
+        messages = list(episode.messages)
+        while messages and messages[-1].role != "assistant":  # what follows the last turn is never read
+            messages.pop()
+        return messages
+
+    return list(await asyncio.gather(*[one(task) for task in tasks]))
