@@ -44,7 +44,7 @@ class Files(ToolEnv):
         try:
             tree = await self.box.get_tree(max_bytes=1 << 20, max_files=500)
             settings = json.loads(tree["settings.json"])
-        except (OSError, KeyError, ValueError):
+        except (OSError, KeyError, ValueError, RecursionError):
             return False
         code = {p: t.decode("utf-8", "replace") for p, t in tree.items() if p.endswith(".py")}
         words = {word for text in code.values() for word in re.findall(r"\w+", text)}
@@ -63,9 +63,9 @@ class Files(ToolEnv):
         line = result.text().rstrip().rpartition("\n")[2]
         try:
             found = json.loads(line.removeprefix(mark)) if line.startswith(mark) else None
-        except ValueError:
+            return bool(found == [r for *_, r in self.project.calls])
+        except (ValueError, RecursionError):
             return False
-        return bool(found == [r for *_, r in self.project.calls])
 
     @classmethod
     def tasks(cls, split: Split = "train", seed: int = 0, *, size: int | None = None) -> Sequence[Task]:

@@ -63,12 +63,11 @@ class PythonCode(ToolEnv):
         line = result.text().rstrip().rpartition("\n")[2]
         if not line.startswith(mark):
             return False
-        try:
-            found = json.loads(line.removeprefix(mark))
-        except ValueError:
-            return False
         wanted = [[True, self.problem.reference(value)] for value in inputs]
-        return json.dumps(found) == json.dumps(wanted)
+        try:
+            return json.dumps(json.loads(line.removeprefix(mark))) == json.dumps(wanted)
+        except (ValueError, RecursionError):  # nested without an end
+            return False
 
     @classmethod
     def tasks(cls, split: Split = "train", seed: int = 0, *, size: int | None = None) -> Sequence[Task]:
