@@ -10,7 +10,7 @@ import tempfile
 from typing import Any, cast
 
 from agentrl.sandbox.box import Box
-from agentrl.sandbox.contract import PROMISES, Backend, Capabilities, Sandbox
+from agentrl.sandbox.contract import PROMISES, WATCHED, Backend, Capabilities, Sandbox
 from agentrl.sandbox.errors import PromiseNotEnforceable, SandboxUnavailable
 
 PROGRAM = r"""
@@ -41,6 +41,13 @@ def reach_udp():
         s.connect(("192.0.2.1", 53))
 
 found["files"] = refused(lambda: open(order["marker"]).read()) and refused(lambda: open("/etc/shadow").read())
+# Neither is what only its owner may do, where the owner runs this.
+found["files"] = found["files"] and all([
+    refused(lambda: os.chmod(order["marker"], 0o644)), refused(lambda: os.utime(order["marker"])),
+    refused(lambda: os.chown(order["marker"], -1, os.getgid())),
+    refused(lambda: os.setxattr(order["marker"], "user.x", b"x")),
+    refused(lambda: os.removexattr(order["marker"], "user.x")),
+])
 found["environment"] = order["variable"] not in os.environ
 found["network"] = refused(lambda: connect(socket.AF_INET, ("127.0.0.1", order["port"]))) and refused(reach_udp)
 try:
@@ -53,6 +60,12 @@ if found["processes"] and os.getpid() > 1:
     found["processes"] = refused(lambda: os.kill(order["pid"], 0)) or order["pid"] in (os.getpid(), os.getppid())
 if os.getpid() > 1:
     found["processes"] = found["processes"] and refused(lambda: open("/proc/1/maps").close())
+if order["pid"] not in (os.getpid(), os.getppid()):
+    other = order["pid"]  # what it has is what it is given: where this succeeds, nothing changes
+    found["processes"] = found["processes"] and all([
+        refused(lambda: os.sched_setaffinity(other, os.sched_getaffinity(other))),
+        refused(lambda: os.setpriority(os.PRIO_PROCESS, other, os.getpriority(os.PRIO_PROCESS, other))),
+    ])
 try:
     with open("/proc/self/status") as f:
         status = {line.partition(":")[0]: line.partition(":")[2].strip() for line in f}
@@ -111,7 +124,7 @@ async def probe(spec: Sandbox, backend: Backend, box: Box) -> Capabilities:
     found = cast(dict[str, Any], json.loads(result.stdout))
     always, possible = backend.promises()
     seen = {name for name in PROMISES if found.get(name, True)}
-    notes = {} if box.facts.get("counted", True) else {"memory": "watched, not counted by a control group"}
+    notes = {} if box.facts.get("counted", True) else {"memory": WATCHED}
     kept = frozenset((always | possible) & seen)
     for name in always - seen - ({"network"} if spec.network else set()):
         notes[name] = "the canary broke it"

@@ -39,6 +39,16 @@ PROMISES: Mapping[str, str] = {
 """What a back-end may promise, beyond the limits of time and output that all of them keep."""
 
 
+USER_RLIMITS = {"SIGPENDING": 1024, "MSGQUEUE": 1 << 20}
+"""What the kernel counts for a user as a whole, and one sandbox must not use up for all of that user."""
+
+WATCHED = (
+    "no control group: watched every 20 ms and limited per process; page tables and the buffers of pipes and "
+    "sockets are not counted"
+)
+"""Why `memory` is not promised there."""
+
+
 CallLimits = tuple[float, int, int, int]
 """Seconds, bytes of stdout that are kept, the same of stderr, and the bytes of both that end the program."""
 

@@ -16,7 +16,7 @@ from collections.abc import Mapping
 from typing import Any, ClassVar
 
 from agentrl.sandbox import bundle
-from agentrl.sandbox.contract import PROMISES, Sandbox
+from agentrl.sandbox.contract import PROMISES, USER_RLIMITS, WATCHED, Sandbox
 from agentrl.sandbox.errors import SandboxUnavailable
 from agentrl.sandbox.link import StreamLink
 
@@ -175,7 +175,7 @@ class LocalBackend:
             "reserve_mb": spec.supervisor_mb,
             "pids": spec.pids, "cpus": spec.cpus, "workspace_mb": spec.workspace_mb, "inodes": spec.inodes,
             "readonly": spec.readonly, "python_path": spec.python_path, "env": dict(spec.env),
-            "rlimits": {"NPROC": spec.pids + 2}, "ttl_s": spec.ttl_s,
+            "rlimits": {"NPROC": spec.pids + 2, **USER_RLIMITS}, "ttl_s": spec.ttl_s,
             "folders": tempfile.gettempdir(),
         }  # fmt: skip
         ours, theirs = socket.socketpair()
@@ -270,13 +270,14 @@ class LocalBackend:
         """See contract.Backend."""
         more = {name for name, controller in (("memory", "memory"), ("pids", "pids"), ("cpu_share", "cpu"))
                 if controller in self.controllers}  # fmt: skip
-        return self.always, (self.always | more) & frozenset(PROMISES)
+        always = self.always if "memory" in self.controllers else self.always - {"memory"}
+        return always, (always | more) & frozenset(PROMISES)
 
     def notes(self) -> dict[str, str]:
         """How memory is held here."""
         if "memory" in self.controllers:
             return {"memory": "control group"}
-        return {"memory": f"watched every 20 ms, and limited per process (no control group: {self.why_no_cgroup})"}
+        return {"memory": f"{WATCHED} ({self.why_no_cgroup})"}
 
 
 def _is_public(path: str) -> bool:

@@ -16,6 +16,7 @@ import itertools
 import json
 import os
 import re
+import secrets
 import socket
 import struct
 import tempfile
@@ -27,7 +28,7 @@ from typing import TYPE_CHECKING, Any
 
 from agentrl.errors import ConfigError
 from agentrl.sandbox import bundle
-from agentrl.sandbox.contract import PROMISES, Sandbox
+from agentrl.sandbox.contract import PROMISES, USER_RLIMITS, Sandbox
 from agentrl.sandbox.errors import SandboxUnavailable
 from agentrl.sandbox.inside.leftovers import is_stale, run_name, sweep_folders
 from agentrl.sandbox.link import StreamLink
@@ -37,6 +38,9 @@ if TYPE_CHECKING:
     import docker as sdk
 
 USER = 10001
+"""Group of every container, and the first of the USERS of which each has one by chance: what the kernel counts for
+a user (inotify, pipes, queues, pending signals), one container cannot use up for the others."""
+USERS = 50_000
 HOME = "/workspace"
 HOSTNAME = "sandbox"
 PODMAN_HOME = "/tmp/workspace"
@@ -312,12 +316,13 @@ class Backend:
 
     def _create(self, door: Door | None) -> tuple[str, Any]:
         """In a thread: a container that waits to be started, and its attached stream."""
+        user = USER if self._podman else USER + secrets.randbelow(USERS)
         created = self.client.create_container(
             self.spec.image,
             command=self._command(door),
             entrypoint=[],
             stdin_open=True,
-            user=f"{USER}:{USER}",
+            user=f"{user}:{USER}",
             working_dir="/",
             hostname=HOSTNAME,
             environment={"PYTHONHASHSEED": "0"},
@@ -326,7 +331,7 @@ class Backend:
                 "agentrl.boot": boot_id(),
                 "agentrl.expires": str(int(time.time() + self.spec.ttl_s + 600)),
             },
-            host_config=self._host_config(door),
+            host_config=self._host_config(door, user),
         )
         identity = str(created["Id"])
         self._containers.add(identity)
@@ -342,17 +347,18 @@ class Backend:
         order = {
             "home": PODMAN_HOME if self._podman else HOME,
             "env": dict(spec.env), "memory_mb": spec.memory_mb, "ttl_s": spec.ttl_s,
-            "rlimits": {"DATA": spec.memory_mb << 20} if self._gvisor else {}, "own_kernel": self._gvisor,
+            "rlimits": USER_RLIMITS | ({"DATA": spec.memory_mb << 20} if self._gvisor else {}),
+            "own_kernel": self._gvisor,
             "python_path": spec.python_path, "door": PLACE if door is not None else "",
         }  # fmt: skip
         text = f"{bundle.program('contained')}{json.dumps(json.dumps(order))})\n"
         return ["python3", "-S", "-s", "-B", "-X", "utf8", "-c", text]
 
-    def _host_config(self, door: Door | None) -> Any:
+    def _host_config(self, door: Door | None, user: int) -> Any:
         from docker.types import Mount
 
         spec = self.spec
-        owner = f"uid={USER},gid={USER}"
+        owner = f"uid={user},gid={USER}"
         side_mb = max(8, spec.workspace_mb // 4)
         memory_mb = spec.memory_mb + spec.supervisor_mb + (GVISOR_MB if self._gvisor else 0)
         quiet = f"rw,nosuid,nodev,{owner}"

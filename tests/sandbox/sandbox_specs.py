@@ -18,6 +18,7 @@ SYSTEM_PYTHON = "/usr/bin/python3"
 SPECS = {
     "namespace": Sandbox(),
     "namespace_user": Sandbox(run_as=ORDINARY_USER, python=SYSTEM_PYTHON),
+    "landlock_user": Sandbox(backend="landlock", run_as=ORDINARY_USER, python=SYSTEM_PYTHON),
     "landlock": Sandbox(backend="landlock"),
     "process": Sandbox(backend="process", trusted=True),
     "docker": Sandbox(backend="docker"),
@@ -42,12 +43,12 @@ def docker_answers() -> bool:
 
 def spec_for(name: str) -> Sandbox:
     """The spec of that name; skips where this machine cannot have it."""
-    if name == "namespace_user":
+    if name in ("namespace_user", "landlock_user"):
         if os.getuid() != 0:
             pytest.skip("the tests run as an ordinary user already")
         if shutil.which(SYSTEM_PYTHON) is None:
             pytest.skip(f"no {SYSTEM_PYTHON} that an ordinary user could read")
-    if name == "landlock" and landlock_abi() < 6:
+    if name.startswith("landlock") and landlock_abi() < 6:
         pytest.skip(f"Landlock ABI {landlock_abi()} of this kernel: at least 6 is needed (Linux 6.12)")
     if name == "docker" and not docker_answers():
         pytest.skip("no Docker engine answers (scripts/ci-docker starts one)")

@@ -65,9 +65,12 @@ class Confinement:
         oom_fd: int = -1,
         landlock: tuple[list[str], list[str], bool] | None = None,
         seccomp: bytes = b"",
+        foreign_seccomp: bytes = b"",
         site: list[str],
     ) -> None:
         self.home, self.env, self.limits = home, env, limits
+        self.foreign_seccomp = foreign_seccomp
+        """A further filter for foreign programs, without which file operations do."""
         self.oom_fd, self.landlock, self.seccomp, self.site = oom_fd, landlock, seccomp, site
         self.own_oom_score = os.pread(oom_fd, 16, 0).strip() if oom_fd >= 0 else b""
         self.supervisor = 0
@@ -169,6 +172,8 @@ def _serve(confinement: Confinement, page: mmap.mmap, scope: dict[str, Any]) -> 
     order = frames.decode(head)
     limit_resources(order["rlimits"])
     kind = order["kind"]
+    if kind != "file" and confinement.foreign_seccomp:
+        kernel.install_seccomp(confinement.foreign_seccomp)
     if kind in ("bash", "python_session", "sqlite"):
         kernel.prctl(kernel.PR_SET_DUMPABLE, 1)
         if confinement.fences:

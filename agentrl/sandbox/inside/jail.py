@@ -12,7 +12,7 @@ from . import kernel
 BOX_ID = 1000
 """User and group id inside, where the jail has a user namespace of its own."""
 
-DEVICES = ("null", "zero", "full", "random", "urandom", "tty")
+DEVICES = ("null", "zero", "full", "random", "urandom")
 TERMINALS = 16
 """Pseudo-terminals of one jail; those of all together are limited by the kernel."""
 
@@ -49,7 +49,8 @@ def build(binds: list[str], *, uid: int, gid: int, disk_mb: int, inodes: int, ho
     """
     kernel.mount("none", "/", None, kernel.MS_REC | kernel.MS_PRIVATE)
     sources = [_source(path) for path in binds]
-    devices = [(name, os.open(f"/dev/{name}", os.O_PATH | os.O_CLOEXEC)) for name in DEVICES]
+    names = [*DEVICES, *(["tty"] if os.path.exists("/dev/tty") else [])]  # whoever has none is told so by it
+    devices = [(name, os.open(f"/dev/{name}", os.O_PATH | os.O_CLOEXEC)) for name in names]
     root = "/tmp"
     quiet = kernel.MS_NOSUID | kernel.MS_NODEV
     kernel.mount("sandbox", root, "tmpfs", quiet, "mode=755,size=4m,nr_inodes=2000")
@@ -69,6 +70,8 @@ def build(binds: list[str], *, uid: int, gid: int, disk_mb: int, inodes: int, ho
     terminals = f"newinstance,ptmxmode=0666,mode=0620,max={TERMINALS}"
     kernel.mount("devpts", f"{root}/dev/pts", "devpts", kernel.MS_NOSUID | kernel.MS_NOEXEC, terminals)
     os.symlink("pts/ptmx", f"{root}/dev/ptmx")
+    os.mkdir(f"{root}/dev/mqueue")
+    kernel.mount("mqueue", f"{root}/dev/mqueue", "mqueue", quiet | kernel.MS_NOEXEC)
     for name, link in (("fd", "/proc/self/fd"), ("stdin", "fd/0"), ("stdout", "fd/1"), ("stderr", "fd/2")):
         os.symlink(link, f"{root}/dev/{name}")
     os.makedirs(f"{root}/proc")

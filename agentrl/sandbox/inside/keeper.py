@@ -302,7 +302,7 @@ def build_folder(order: dict[str, Any], folder: str, uid: int, gid: int) -> tupl
     kernel.prctl(kernel.PR_SET_CHILD_SUBREAPER, 1)
     home, tmp = f"{folder}/workspace", f"{folder}/tmp"
     limits = dict(order["rlimits"])
-    filters, seccomp = None, b""
+    filters, seccomp, foreign_seccomp = None, b"", b""
     if order["mode"] == "landlock":
         system = (*SYSTEM, "/etc/passwd", "/etc/group", "/etc/hosts", "/etc/nsswitch.conf", sys.base_prefix)
         readable = [path for path in (*system, *order["readonly"]) if os.path.exists(path)]
@@ -313,6 +313,7 @@ def build_folder(order: dict[str, Any], folder: str, uid: int, gid: int) -> tupl
             limits["DATA"] = order["memory_mb"] << 20
         if os.geteuid() != 0:
             limits["NPROC"] += processes_of(uid)
+            foreign_seccomp = kernel.shared_user_filter()
         kernel.drop_privileges(uid, gid)
         kernel.prctl(kernel.PR_SET_DUMPABLE, 0)
     else:
@@ -325,6 +326,7 @@ def build_folder(order: dict[str, Any], folder: str, uid: int, gid: int) -> tupl
         limits=limits,
         landlock=filters,
         seccomp=seccomp,
+        foreign_seccomp=foreign_seccomp,
         site=site_paths() + order["python_path"],
     ), home
 

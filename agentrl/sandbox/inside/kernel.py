@@ -80,6 +80,18 @@ NEWEST_SYSCALL = 451
 NEW_NAMESPACES = 0x7E020000
 """The flags of `clone` that ask for new namespaces, all of them."""
 
+OF_THE_USER_X86_64 = {
+    "chmod": 90, "fchmod": 91, "fchmodat": 268, "chown": 92, "fchown": 93, "lchown": 94, "fchownat": 260,
+    "utime": 132, "utimes": 235, "futimesat": 261, "utimensat": 280, "setxattr": 188, "lsetxattr": 189,
+    "fsetxattr": 190, "removexattr": 197, "lremovexattr": 198, "fremovexattr": 199, "inotify_init": 253,
+    "inotify_init1": 294,
+}  # fmt: skip
+OF_THE_USER_AARCH64 = {
+    "fchmod": 52, "fchmodat": 53, "fchown": 55, "fchownat": 54, "utimensat": 88, "setxattr": 5, "lsetxattr": 6,
+    "fsetxattr": 7, "removexattr": 14, "lremovexattr": 15, "fremovexattr": 16, "inotify_init1": 26,
+}  # fmt: skip
+"""What a user may do to all of its files, and Landlock does not know: refused where a sandbox shares its user."""
+
 MACHINES = {
     "x86_64": (0xC000003E, X86_64, DENIED_X86_64),
     "aarch64": (0xC00000B7, AARCH64, DENIED_AARCH64),
@@ -250,6 +262,31 @@ def seccomp_filter(*, network: bool, shared_memory: bool, mortal_init: bool = Fa
     for number in sorted(refused):
         code += [(jeq, 0, 1, number), (ret, 0, 0, eperm)]
     code.append((ret, 0, 0, allow))
+    return b"".join(struct.pack("HBBI", *instruction) for instruction in code)
+
+
+def shared_user_filter() -> bytes:
+    """A further program for the programs of a sandbox that has no user id of its own, on top of `seccomp_filter`:
+    modes, owners, times and attributes of files cannot be changed, nor the scheduling of another process.
+
+    File operations do without it: what they are told to change lies in the sandbox.
+    """
+    calls = machine()[1]
+    refused = OF_THE_USER_X86_64 if os.uname().machine == "x86_64" else OF_THE_USER_AARCH64
+    allow, eperm = 0x7FFF0000, 0x00050000 | 1
+    code: list[tuple[int, int, int, int]] = [(0x20, 0, 0, 0)]
+
+    def rule(name: str, *body: tuple[int, int, int, int]) -> None:
+        code.append((0x15, 0, len(body), calls[name]))
+        code.extend(body)
+
+    for name in ("sched_setaffinity", "sched_setscheduler", "sched_setparam", "sched_setattr"):
+        rule(name, (0x20, 0, 0, 16), (0x15, 1, 0, 0), (6, 0, 0, eperm), (6, 0, 0, allow))
+    for name in ("setpriority", "ioprio_set"):
+        rule(name, (0x20, 0, 0, 24), (0x15, 1, 0, 0), (6, 0, 0, eperm), (6, 0, 0, allow))
+    for number in sorted(refused.values()):
+        code += [(0x15, 0, 1, number), (6, 0, 0, eperm)]
+    code.append((6, 0, 0, allow))
     return b"".join(struct.pack("HBBI", *instruction) for instruction in code)
 
 

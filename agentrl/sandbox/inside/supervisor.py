@@ -16,7 +16,7 @@ import time
 from collections.abc import Callable
 from typing import NoReturn
 
-from . import child, frames, tree
+from . import child, frames, ipc, tree
 from .program import READ_SIZE, Call, Limits, Program, Tail
 
 INTERRUPT_GRACE_S = 0.3
@@ -556,6 +556,8 @@ class Supervisor:
             self._kill_strays()  # of one that lied
         if session is None:
             program.close()
+            if self.owns_all and not self.sessions and not is_file:
+                ipc.clear()
 
     def _session_status(self, call: Call) -> tuple[int | None, bool]:
         """(exit status in the coding of wait, whether the session is over)."""

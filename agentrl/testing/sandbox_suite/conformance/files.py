@@ -145,8 +145,9 @@ async def temporary_files(stage: Stage) -> None:
 
 async def snapshots(stage: Stage) -> None:
     async with stage.box() as box:
-        await box.put_tree({"a/b.txt": "1", "run.sh": "#!/bin/sh\necho ran"})
-        await box.run("chmod 755 run.sh; ln -s b.txt a/link; mkdir hollow")
+        await box.put_tree({"a/b.txt": "1"})
+        await box.write_file("run.sh", "#!/bin/sh\necho ran", mode=0o755)
+        await box.run("ln -s b.txt a/link; mkdir hollow")
         state = await box.snapshot()
         await box.run("rm -rf a; echo junk > $TMPDIR/junk; echo junk > junk")
         session = await box.session("bash")

@@ -41,6 +41,23 @@ async def _nothing_written(stage: Stage, box: Box, result: ExecResult, token: st
 FILES = [
     program("read_shadow", "files", 'attempt(lambda: open("/etc/shadow").read()[:9])'),
     program("read_host_file", "files", 'attempt(lambda: contains_secret(order["marker"]))', escapes_outside=True),
+    program("change_host_file", "files", """
+        for path in (order["marker"], order["folder"]):
+            for flags in (os.O_PATH, os.O_RDONLY):
+                try:
+                    fd = os.open(path, flags)
+                except OSError:
+                    continue
+                attempt(lambda: os.chmod("/proc/self/fd/%d" % fd, 0o777))
+                attempt(lambda: os.fchmod(fd, 0o777))
+            attempt(lambda: os.chmod(path, 0o777))
+            attempt(lambda: os.chown(path, os.getuid(), -1))
+            attempt(lambda: os.utime(path, (0, 0)))
+            attempt(lambda: os.setxattr(path, "user.x", b"x"))
+            address = ctypes.cast(ctypes.c_char_p(path.encode()), ctypes.c_void_p).value
+            result, code = syscall(452, 452, -100, address, 0o777, 0)
+            escaped("fchmodat2") if result == 0 else print("stopped:", os.strerror(code))
+    """),
     program("read_harness_root", "files", """
         for pid in (order["harness"], order["victim"], os.getppid(), 1):
             for place in ("root", "cwd"):

@@ -17,7 +17,38 @@ async def _truth_after_forgery(stage: Stage, box: Box, result: ExecResult, token
     expect((again.exit_code, again.stdout) == (7, b"real\n"), f"the next call got {again}")
 
 
+async def _nothing_is_left_between_calls(stage: Stage, box: Box, result: ExecResult, token: str) -> None:
+    look = """
+import ctypes, os
+libc = ctypes.CDLL(None)
+calls = (("shmget", (0, 0)), ("semget", (0, 0)), ("msgget", (0,)))
+print([getattr(libc, name)(0x1234, *rest) >= 0 for name, rest in calls],
+      libc.mq_open(b"/left", os.O_RDONLY) >= 0, os.path.exists("/dev/shm/left"))
+"""
+    found = await box.python(look)
+    expect(found.text() == "[False, False, False] False False\n", found)
+
+
 OTHERS = [
+    program("left_in_the_kernel", None, """
+        made = [libc.shmget(0x1234, 1 << 20, 0o1600), libc.semget(0x1234, 5, 0o1600), libc.msgget(0x1234, 0o1600),
+                libc.mq_open(b"/left", os.O_CREAT | os.O_RDWR, 0o600, None)]
+        made += [libc.shmget(0, 4096, 0o1600) for _ in range(50)]
+        print("made", made)
+        try:
+            open("/dev/shm/left", "w").write("x")
+        except OSError as error:
+            print("stopped:", error)
+    """, _nothing_is_left_between_calls),
+    program("change_scheduling", "processes", """
+        for pid in (order["victim"], order["harness"]):
+            if pid not in (os.getpid(), os.getppid()):
+                attempt(lambda: os.sched_setaffinity(pid, os.sched_getaffinity(pid)))
+                attempt(lambda: os.setpriority(os.PRIO_PROCESS, pid, os.getpriority(os.PRIO_PROCESS, pid)))
+                attempt(lambda: os.sched_setscheduler(pid, os.SCHED_BATCH, os.sched_param(0)))
+                result, code = syscall(251, 30, 1, pid, (2 << 13) | 7)  # ioprio_set
+                escaped("ioprio") if result == 0 else print("stopped:", os.strerror(code))
+    """),
     program("kill_parent", None, """
         for pid in (1, os.getppid()):
             if pid != order["harness"] and pid > 0:
