@@ -117,11 +117,7 @@ def read_config(directory: Path, where: str) -> PretrainedConfig:
         ConfigError: config.json cannot be read, needs code of its own, or is of a kind of model that neither the
             learner nor the local engine can compute.
     """
-    if (Path(directory) / "adapter_config.json").is_file():
-        raise ConfigError(
-            f"{where}: holds an adapter (adapter_config.json), not a model: name its base as model.path and this "
-            "folder as learner.lora.adapter, or merge the adapter into its base with peft first"
-        )
+    refuse_adapter(directory, where, "name its base as model.path and this folder as learner.lora.adapter, or ")
     if not (Path(directory) / "config.json").is_file():
         raise ConfigError(f"{where} has no config.json: give the folder of a Hugging Face model")
     try:
@@ -156,6 +152,19 @@ def read_config(directory: Path, where: str) -> PretrainedConfig:
             "what it computes on packed rows cannot be controlled; use Qwen, Llama or Mistral"
         )
     return config
+
+
+def refuse_adapter(directory: Path, where: str, instead: str = "") -> None:
+    """Refuse a folder whose weights are those of an adapter: transformers would look for its base elsewhere.
+
+    Raises:
+        ConfigError: the folder has an adapter_config.json.
+    """
+    if (Path(directory) / "adapter_config.json").is_file():
+        raise ConfigError(
+            f"{where}: holds an adapter (adapter_config.json), not a model: {instead}merge the adapter into its "
+            "base with peft (merge_and_unload, save_pretrained) and name the result"
+        )
 
 
 def boundaries(config: PretrainedConfig) -> dict[str, int]:

@@ -181,15 +181,25 @@ class Classifier:
         from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
         from agentrl.engine.device import pick_device
+        from agentrl.engine.probe import refuse_adapter
 
         directory = Path(config.path or "")
+        refuse_adapter(directory, f"reward_model.path {directory}")
         try:
             loaded: Any = AutoModelForSequenceClassification.from_pretrained(
-                directory, dtype=torch.float32, local_files_only=True, output_loading_info=True
+                directory,
+                dtype=torch.float32,
+                local_files_only=True,
+                trust_remote_code=False,
+                output_loading_info=True,
             )
-            tokenizer: Any = AutoTokenizer.from_pretrained(directory, local_files_only=True)
-        except (OSError, ValueError) as e:
-            raise ConfigError(f"reward_model.path {directory} cannot be loaded: {str(e)[:300]}") from e
+            tokenizer: Any = AutoTokenizer.from_pretrained(
+                directory, local_files_only=True, trust_remote_code=False
+            )
+        except (OSError, ValueError, KeyError) as e:
+            raise ConfigError(
+                f"reward_model.path {directory} cannot be loaded: {' '.join(str(e).split())[:300]}"
+            ) from e
         model, report = loaded
         if model.config.num_labels != 1 or report["missing_keys"]:
             what = f"{model.config.num_labels} labels" if model.config.num_labels != 1 else "no trained head"

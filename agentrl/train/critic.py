@@ -24,6 +24,7 @@ from agentrl.algo.value import ValueLoss, value_loss
 from agentrl.config.algorithm import AlgorithmConfig, CriticConfig
 from agentrl.config.run import LearnerConfig, OptimConfig
 from agentrl.engine.device import pick_device
+from agentrl.engine.probe import refuse_adapter
 from agentrl.errors import AgentRLError, CheckpointError, ConfigError
 from agentrl.train.attention import PACKED_ATTENTION, check_attention, register_attention
 from agentrl.train.model import checkpoint_activations
@@ -43,6 +44,7 @@ def load_critic(directory: Path) -> PreTrainedModel:
     Raises:
         ConfigError: the directory is missing or holds no model, or its architecture has no token classifier.
     """
+    refuse_adapter(directory, f"critic: {directory}")
     register_attention()
     said = logging.get_verbosity()
     logging.set_verbosity(ERROR)  # it would advise to train the head that is missing: that follows
@@ -53,10 +55,13 @@ def load_critic(directory: Path) -> PreTrainedModel:
             dtype=torch.float32,
             attn_implementation=PACKED_ATTENTION,
             local_files_only=True,
+            trust_remote_code=False,
             output_loading_info=True,
         )
-    except (OSError, ValueError, SafetensorError) as e:
-        raise ConfigError(f"critic: {directory} cannot be loaded as a value model: {str(e)[:300]}") from e
+    except (OSError, ValueError, KeyError, RuntimeError, AttributeError, TypeError, SafetensorError) as e:
+        raise ConfigError(
+            f"critic: {directory} cannot be loaded as a value model: {' '.join(str(e).split())[:300]}"
+        ) from e
     finally:
         logging.set_verbosity(said)
     model: PreTrainedModel

@@ -34,7 +34,7 @@ def load_policy(directory: Path, device: torch.device) -> PreTrainedModel:
             ignore_mismatched_sizes=True,  # reported below, in one line
         )
     except (OSError, ValueError, KeyError, RuntimeError, AttributeError, TypeError, SafetensorError) as e:
-        raise ConfigError(f"model directory {directory} cannot be loaded: {str(e)[:300]}") from e
+        raise ConfigError(f"model directory {directory} cannot be loaded: {' '.join(str(e).split())[:300]}") from e
     model: PreTrainedModel
     model, report = loaded
     if absent := sorted(report["missing_keys"]):

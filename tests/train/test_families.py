@@ -12,9 +12,12 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig
 
+from agentrl.config.reward_model import RewardModelConfig
 from agentrl.engine.local import LocalEngine
 from agentrl.engine.probe import boundaries, with_near_boundaries
 from agentrl.errors import ConfigError
+from agentrl.rollout.reward_model import Classifier
+from agentrl.train.critic import load_critic
 from agentrl.train.model import checkpoint_activations, load_policy
 
 BENCH = Path(__file__).parents[2] / "bench" / "families.py"
@@ -131,3 +134,21 @@ def test_own_code_beside_a_known_model_is_not_run(tmp_path: Path):
     (tmp_path / "own.py").write_text("raise RuntimeError('run')")
     assert "auto_map" in json.loads((tmp_path / "config.json").read_text())
     assert type(load_policy(tmp_path, torch.device("cpu"))).__name__ == "LlamaForCausalLM"
+
+
+def test_an_adapter_is_neither_critic_nor_reward_model(tmp_path: Path):
+    """Transformers would load the base that it names, from wherever that is, and put the adapter on it."""
+    (tmp_path / "adapter_config.json").write_text('{"peft_type": "LORA", "base_model_name_or_path": "a/b"}')
+    with pytest.raises(ConfigError, match=r"critic: .* holds an adapter .*merge the adapter into its base"):
+        load_critic(tmp_path)
+    with pytest.raises(ConfigError, match=r"reward_model\.path .* holds an adapter"):
+        Classifier.load(RewardModelConfig(kind="classifier", path=str(tmp_path), device="cpu"), tmp_path)
+
+
+@pytest.mark.parametrize("model_type", ["falcon", "gptj"])
+def test_a_critic_that_cannot_be_packed_is_one_line(model_type: str, tmp_path: Path):
+    config = bench.config_of(bench.Family(model_type, {"rotary_dim": 8} if model_type == "gptj" else {}))
+    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
+    with pytest.raises(ConfigError, match="critic: ") as caught:
+        load_critic(tmp_path)
+    assert "\n" not in str(caught.value)
