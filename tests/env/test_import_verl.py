@@ -271,6 +271,13 @@ def test_no_key_has_two_rows_and_the_page_names_them_all():
             ["--enforce-eager"],
         ),
         ({"trainer__v1__trainer_mode": "separate_async"}, "rollout.max_staleness", 8),
+        (
+            {"data__apply_chat_template_kwargs": {"enable_thinking": False}},
+            "model.template_options",
+            {"enable_thinking": False},
+        ),
+        ({"trainer__test_freq": 5}, "eval.every", None),
+        ({"trainer__test_freq": 5, "data__val_files": "v.jsonl"}, "eval.every", 5),
         ({"data__filter_overlong_prompts": True}, "data.overlong_prompts", "drop"),
         ({"custom_reward_function__path": "r.py"}, "env.options.reward", "r.py:compute_score"),
         (

@@ -44,7 +44,8 @@ case "${DEVICE}" in
 esac
 DATA=(
     data.train_files="['$HOME/a.parquet', '$HOME/b.parquet']"   # two files
-    # data.val_files=x
+    data.val_files=v.parquet
+    # data.seed=x
     data.train_batch_size=64
 )
 TRAINER=(
@@ -144,7 +145,8 @@ def test_arrays_cases_and_probes(tmp_path):
     assert config["name"] == "grpo_gpu"
     assert config["model"] == {"path": "owner/model"}
     assert config["data"]["train"] == ["~/a.parquet", "~/b.parquet"]
-    assert "held_out" not in config["data"]
+    assert config["data"]["held_out"] == "v.parquet"
+    assert "seed" not in config
     assert (config["learner"]["ranks"], config["eval"]["every"], config["steps"]) == (8, 5, 9)
     assert config["algorithm"]["correction"] == {"reject": {"token_k1": [0.6, 1.6], "seq_max_k2": 2.5}}
 

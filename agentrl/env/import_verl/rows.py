@@ -75,6 +75,8 @@ _DATA = [
             "shuffle": ("data.sampler.order", True),
             "seed": "seed",
             "filter_overlong_prompts": ("data.overlong_prompts", False),
+            "apply_chat_template_kwargs": ("model.template_options", {}),
+            "apply_chat_template_kwargs.*": "model.template_options",
         },
     ),
     *_rows(
@@ -107,7 +109,6 @@ _DATA = [
             ),
             "train_max_samples": ("cut the file to that many rows", -1),
             "val_max_samples": ("set eval.tasks", -1),
-            "apply_chat_template_kwargs": ("arguments of the chat template", {}),
             "tokenizer": "the tokenizer is that of model.path",
         },
     ),

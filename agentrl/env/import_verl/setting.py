@@ -43,7 +43,10 @@ def _run(found: Imported) -> None:
     if found.has("data.seed"):
         found.set("seed", found.whole("data.seed"))
     _steps(found)
-    found.set("eval.every", max(0, found.whole("trainer.test_freq")))
+    if found.has("data.val_files"):
+        found.set("eval.every", max(0, found.whole("trainer.test_freq")))
+    else:
+        found.say("trainer.test_freq", "no effect", "there are no data.val_files")
     if not found.flag("trainer.val_before_train"):
         found.set("eval.before_training", False)
     found.set("checkpoint.every", max(0, found.whole("trainer.save_freq")))
@@ -113,6 +116,9 @@ def _model(found: Imported) -> None:
                 "save the template to a file, and name it in model.chat_template",
             )
             del found.config["model"]["chat_template"]
+    place = "data.apply_chat_template_kwargs."
+    for key in [key for key in found.keys.values if key.startswith(place) and found.has(key)]:
+        found.set(f"model.template_options.{key.removeprefix(place)}", found.value_given(key))
     found.set("learner.checkpoint_activations", found.flag(f"{MODEL}enable_gradient_checkpointing"))
     if found.flag(f"{MODEL}enable_activation_offload"):
         found.set("learner.offload_activations", True)
