@@ -167,7 +167,8 @@ class Renderer:
             return self.habits.shows_calls and reads_calls(self)
 
         def writes(parser: Parser) -> bool:
-            return parser.write([]) is not None and (parser.name in named or not self.habits.shows_calls)
+            known = parser.misspelt and parser.name in named
+            return parser.write([]) is not None and (known or not self.habits.shows_calls)
 
         if any(takes(sign, inline=False) for sign in signs):
             return

@@ -90,10 +90,13 @@ class Parser(ABC):
     Class attributes:
         name: what the user writes to choose it.
         think: the markers around reasoning; empty where the format has none.
+        misspelt: templates of this format are known to write calls unlike their model (without quotes,
+            without the marker); where the template shows its signs, the parser's own writing takes their place.
     """
 
     name: ClassVar[str]
     think: ClassVar[tuple[str, str]] = ("<think>", "</think>")
+    misspelt: ClassVar[bool] = False
 
     @abstractmethod
     def stream(

@@ -100,6 +100,7 @@ class Functools(Phi4Mini):
     """The same, where the template asks for functools[...] (vLLM's template of Phi-4-mini, Firefunction)."""
 
     name = "functools"
+    misspelt = True
 
     def write(self, calls: Sequence[tuple[str, Mapping[str, Any]]]) -> str:
         return "functools" + _listed(calls)

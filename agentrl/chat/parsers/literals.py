@@ -17,6 +17,7 @@ class Pythonic(BlockParser):
     """[name(key=value, ...), ...] as the whole answer."""
 
     name = "pythonic"
+    misspelt = True
     blocks = (("<|python_start|>", "<|python_end|>"),)
     at_start: ClassVar[tuple[str, ...]] = ("[",)
     wraps: ClassVar[tuple[str, str]] = ("", "")

@@ -1,0 +1,161 @@
+"""No run starts with a template whose calls are not read; what a policy cannot sample is no demonstration."""
+
+# ruff: noqa: E501 (templates)
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from chat_tokenizers import CHATML_MARKERS, CHATML_SPECIAL, make
+from families import LISTED, QWEN3_CODER, QWEN25
+
+from agentrl.chat.check import Drift
+from agentrl.chat.demonstrate import completion_of, imitate
+from agentrl.chat.proof import prove
+from agentrl.chat.roundtrip import TOOL
+from agentrl.chat.template import CHATML_TEMPLATE, Renderer
+from agentrl.config.run import RolloutConfig
+from agentrl.errors import ConfigError, TemplateError
+from agentrl.rollout.setup import own_parser, require_template
+from agentrl.types import Message, ToolCall
+
+CALLED = Message("assistant", "", tool_calls=(ToolCall("call00000", "look_up", {"query": "a", "limit": 2}),))
+ANSWER = Message("tool", "3", tool_call_id="call00000", name="look_up")
+BANG = QWEN25.template.replace("<tool_call>\\n", "!!CALL ").replace("\\n</tool_call>", " LLAC!!")
+"""Calls in a format that nobody reads."""
+
+
+def build(folder: Path, template: str, special: tuple[str, ...] = CHATML_SPECIAL) -> Path:
+    return make(folder, template, special, CHATML_MARKERS)
+
+
+def test_a_format_that_nothing_reads_stops_the_run_and_is_shown(tmp_path: Path):
+    renderer = Renderer.from_directory(build(tmp_path, BANG))
+    with pytest.raises(TemplateError, match=r"'!!CALL .* set model\.parser to the format"):
+        require_template(renderer, [TOOL])
+    require_template(renderer, [])
+
+
+def test_a_named_parser_that_reads_something_else_stops_the_run(tmp_path: Path):
+    renderer = Renderer.from_directory(QWEN25.directory(tmp_path), parser="glm")
+    with pytest.raises(TemplateError, match=r"the parser glm \(model\.parser\) does not read"):
+        require_template(renderer, [TOOL])
+
+
+def test_a_parser_of_ones_own_reads_it(tmp_path: Path):
+    file = tmp_path / "bang.py"
+    file.write_text(
+        "from agentrl.chat.parsers.lists import Hunyuan\n\n\nclass Bang(Hunyuan):\n"
+        '    name = "bang"\n    blocks = (("!!CALL ", " LLAC!!"),)\n'
+    )
+    renderer = Renderer.from_directory(build(tmp_path / "model", BANG), parser=own_parser(f"{file}:Bang"))
+    require_template(renderer, [TOOL])
+    assert renderer.parse(renderer.completion_ids(CALLED, [TOOL]), tools=[TOOL]).tool_calls[0].arguments == {
+        "query": "a",
+        "limit": 2,
+    }
+    with pytest.raises(ConfigError, match=r"must be an agentrl\.chat\.parsers\.Parser"):
+        own_parser("json:dumps")
+
+
+def test_a_template_in_which_every_tool_conversation_is_refused_stops_the_run(tmp_path: Path):
+    refusing = CHATML_TEMPLATE + (
+        "{%- for m in messages %}{%- if m.role == 'tool' %}{{ raise_exception('no tools here') }}{%- endif %}{%- endfor %}"
+    )
+    renderer = Renderer.from_directory(build(tmp_path, refusing))
+    require_template(renderer, [])
+    with pytest.raises(TemplateError, match=r"renders no conversation in which a tool is called .*no tools here"):
+        require_template(renderer, [TOOL])
+
+
+def test_where_a_template_writes_no_calls_the_parser_does(tmp_path: Path):
+    lfm2 = next(family for family in LISTED if family.name == "lfm2")
+    start = lfm2.template.index("{%- if m.tool_calls %}")
+    silent = lfm2.template[:start] + lfm2.template[lfm2.template.index("{{- '<|im_end|>", start) :]
+    renderer = Renderer.from_directory(build(tmp_path, silent, lfm2.special))
+    assert (renderer.parser.name, renderer.habits.inline_calls) == ("lfm2", True)
+    require_template(renderer, [TOOL])
+    row = imitate(renderer, [Message("user", "u"), CALLED, ANSWER, Message("assistant", "3")], [TOOL])
+    assert '<|tool_call_start|>[look_up(query="a", limit=2)]<|tool_call_end|>' in renderer.decode(row.ids)
+
+
+def test_python_words_are_values_where_the_schema_says_so(tmp_path: Path):
+    shown = QWEN3_CODER.template.replace("v | tojson", "v | string")
+    renderer = Renderer.from_directory(build(tmp_path, shown))
+    assert renderer.round_trip.misread == ()
+    text = "<tool_call>\n<function=look_up>\n<parameter=query>\nTrue\n</parameter>\n<parameter=exact>\nFalse\n</parameter>\n"
+    text += "<parameter=since>\nNone\n</parameter>\n</function>\n</tool_call>"
+    [call] = renderer.parser.parse(text, tools=[TOOL]).calls
+    assert call.arguments == {"query": "True", "exact": False, "since": None}
+
+
+def test_a_variable_that_the_template_never_reads_is_refused(tmp_path: Path):
+    thinking = CHATML_TEMPLATE + "{%- if enable_thinking is defined and not enable_thinking %}<think>{%- endif %}"
+    folder = build(tmp_path, thinking)
+    user = [Message("user", "u")]
+    off = Renderer.from_directory(folder, variables={"enable_thinking": False})
+    assert off.text(user).endswith("<think>")
+    assert not Renderer.from_directory(folder).text(user).endswith("<think>")
+    with pytest.raises(ConfigError, match="never reads this; did you mean 'enable_thinking'"):
+        Renderer.from_directory(folder, variables={"enable_thinkin": False})
+    with pytest.raises(ConfigError, match="is set by the renderer"):
+        Renderer.from_directory(folder, variables={"messages": []})
+
+
+def test_a_template_that_needs_tools_is_probed_with_tools(tmp_path: Path):
+    needing = QWEN25.template.replace("{%- if tools %}", "{{- tools | length }}{%- if tools %}", 1)
+    renderer = Renderer.from_directory(build(tmp_path, needing))
+    require_template(renderer, [TOOL])
+    with pytest.raises(TemplateError):
+        renderer.render([Message("user", "u")])
+
+
+def test_the_system_prompt_in_the_last_user_turn_is_a_rewrite_and_trains(tmp_path: Path):
+    """As Mistral-Nemo: after a tool's answer the system prompt is gone."""
+    moving = (
+        "{%- set s = messages[0].content if messages[0].role == 'system' else '' %}{%- for m in messages %}"
+        "{%- if m.role == 'user' %}<|im_start|>user\n{{ s + '\n\n' if loop.last and s }}{{ m.content }}<|im_end|>\n"
+        "{%- elif m.role == 'tool' %}<|im_start|>tool\n{{ m.content }}<|im_end|>\n"
+        "{%- elif m.role == 'assistant' %}<|im_start|>assistant\n{{ m.content }}{% for c in m.tool_calls %}<tool_call>\n"
+        "{{ {'name': c.function.name, 'arguments': c.function.arguments} | tojson }}\n</tool_call>{% endfor %}<|im_end|>\n"
+        "{%- endif %}{%- endfor %}{%- if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+        "{%- if tools %}{%- endif %}"
+    )
+    renderer = Renderer.from_directory(build(tmp_path, moving))
+    messages = [Message("system", "Be brief."), Message("user", "u"), CALLED, ANSWER, Message("assistant", "3")]
+    transcript = imitate(renderer, messages, [TOOL])
+    report = transcript.check("ignore_strippable")
+    assert report.worst is Drift.HISTORY_REWRITE, [str(d) for d in report.differences]
+    assert not report.failed
+    assert transcript.check("strict").failed
+    assert any("system" in finding.shape for finding in prove(renderer).rewrites)
+
+
+def test_a_demonstration_ends_where_a_completion_would(tmp_path: Path):
+    """As Phi-3: the end of a conversation is no part of the answer."""
+    trailing = CHATML_TEMPLATE + "{%- if not add_generation_prompt %}{{ '<|endoftext|>' }}{%- endif %}"
+    renderer = Renderer.from_directory(build(tmp_path, trailing))
+    ids = completion_of(renderer, Message("assistant", "Four.")).ids
+    assert renderer.decode(ids) == "Four.<|im_end|>"
+
+
+def test_an_opened_think_block_is_closed_once(tmp_path: Path):
+    """As GLM-4.7: the prompt opens the block, a turn without a thought is written with its end only."""
+    opened = CHATML_TEMPLATE.replace(
+        "{%- if message.reasoning_content %}",
+        "{%- if not message.reasoning_content %}{{ '</think>' }}{% endif %}{%- if message.reasoning_content %}",
+    )
+    assert opened != CHATML_TEMPLATE
+    opened += "{%- if add_generation_prompt %}{{ '<think>' }}{%- endif %}"
+    renderer = Renderer.from_directory(build(tmp_path, opened))
+    text = renderer.decode(completion_of(renderer, Message("assistant", "Four.")).ids)
+    assert text.count("</think>") == 1
+    assert renderer.read_text(text).content == "Four."
+
+
+def test_a_run_stops_by_default_where_many_episodes_fail():
+    assert RolloutConfig().tokenization_stop_above == 0.2
+    assert RolloutConfig(tokenization_check="disable").tokenization_stop_above == 0.2
+    with pytest.raises(ValueError, match="has no effect"):
+        RolloutConfig(tokenization_check="disable", tokenization_stop_above=0.5)
