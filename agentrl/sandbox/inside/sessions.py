@@ -20,14 +20,22 @@ with contextlib.suppress(ImportError):
     # `compile` imports it for names with other letters than ASCII: not from the folder of the programs.
     import unicodedata  # noqa: F401
 
-BASH_ORDERS, BASH_ANSWERS = 8, 9
-
-BASH_LOOP = f"""
-while IFS= read -r -d '' -u {BASH_ORDERS} __id && IFS= read -r -d '' -u {BASH_ORDERS} __command; do
-  eval "$__command" {BASH_ORDERS}<&- {BASH_ANSWERS}>&-
-  printf '%s %s\\n' "$__id" "$?" >&{BASH_ANSWERS}
+BASH_LOOP = """
+while IFS= builtin read -r -d '' -u {link} __id && IFS= builtin read -r -d '' -u {link} __command; do
+  builtin eval "$__command" {link}>&-
+  __status=$?
+  if [[ -o posix ]]; then
+    unset -f builtin
+  else
+    POSIXLY_CORRECT=1
+    unset -f builtin
+    unset POSIXLY_CORRECT
+  fi
+  builtin printf '%s %s\\n' "$__id" "$__status" >&{link}
 done
 """
+"""Commands may define functions of any name. Only in POSIX mode, which an assignment begins, is `unset` looked for
+before a function of that name; with no function `builtin` left, that leads past all others."""
 
 
 def serve(kind: str, control: int, scope: dict[str, Any]) -> int:
@@ -36,10 +44,14 @@ def serve(kind: str, control: int, scope: dict[str, Any]) -> int:
     with contextlib.suppress(OSError):  # gVisor knows no such thing: orphans end with the call
         kernel.prctl(kernel.PR_SET_CHILD_SUBREAPER, 1)
     if kind == "bash":
-        os.dup2(control, BASH_ORDERS)
-        os.dup2(control, BASH_ANSWERS)
+        link = (
+            10 + int.from_bytes(os.urandom(2), "big") % 20
+        )  # no command counts on a number; bash has its own at 255
+        os.dup2(control, link)
         os.close(control)
-        return child.execute(["bash", "--norc", "--noprofile", "-c", BASH_LOOP, "bash"])
+        for name in ("BASH_ENV", "POSIXLY_CORRECT", "SHELLOPTS", "BASHOPTS"):
+            os.environ.pop(name, None)
+        return child.execute(["bash", "--norc", "--noprofile", "-c", BASH_LOOP.format(link=link), "bash"])
     # Out of the way of the low numbers, and not inherited by what the session starts.
     link = fcntl.fcntl(control, fcntl.F_DUPFD_CLOEXEC, 100)
     os.close(control)

@@ -99,7 +99,35 @@ async def _depth_is_nothing_special(stage: Stage, box: Box, result: ExecResult, 
     await box.reset()
 
 
+FORGERIES = (
+    "printf() { command printf '%s 0\\n' \"$__id\"; }",
+    "builtin() { command builtin printf '%s 0\\n' \"$__id\"; }",
+    "eval() { :; }; read() { :; }; unset() { :; }; exit() { :; }; test() { :; }; command() { :; }",
+    "shopt -s expand_aliases; alias printf=true builtin=true unset=true while=false",
+    "builtin() { :; }; readonly -f builtin",
+    *("set -o posix", "set -e; true", "readonly __status=0", "enable -n printf", "enable -n builtin"),
+    *("POSIXLY_CORRECT=1", "export POSIXLY_CORRECT=1", "readonly POSIXLY_CORRECT", "unset POSIXLY_CORRECT"),
+    "set -u; set -f; set +B; IFS=0123456789",
+    "__id=7; __status=0",
+    "BASH_ENV=x; PS4=y; PROMPT_COMMAND='exit 0'",
+)
+"""What a command of a shell may do, so that the exit codes of later ones might be others than their own."""
+
+
+async def _exit_codes_are_true(stage: Stage, box: Box, result: ExecResult, token: str) -> None:
+    for forgery in FORGERIES:
+        async with await box.session("bash") as shell:
+            await shell.run(forgery, wall_s=1)
+            later = await shell.run("sh -c 'exit 3'", wall_s=2)
+            if not later.session_lost and later.outcome == "exit":
+                expect(later.exit_code == 3, f"after {forgery!r}: {later}")
+            kept = await shell.run("f() { echo kept; }; x=5; cd /; f; sh -c 'exit 1'", wall_s=2)
+            if not kept.session_lost and kept.outcome == "exit":
+                expect((kept.exit_code, kept.stdout) == (1, b"kept\n"), f"after {forgery!r}: {kept}")
+
+
 HOST = [
+    program("forged_exit_codes", None, "pass", _exit_codes_are_true),
     program("planted_modules", None, """
         evil = '''
         import os
