@@ -241,7 +241,7 @@ class TestWholeRun:
         assert [line["lr"] for line in lines[1:]] == pytest.approx([5e-4, 1e-3, 1e-3, 1e-3])
         assert lines[1]["kl"] == pytest.approx(0, abs=1e-6)
         assert all(line["groups_with_signal"] > 0 and line["turns"] > 1 for line in lines[1:])
-        assert [name for name, *_ in notes.phases] == ["warm-up", "train"]
+        assert [name for name, *_ in notes.phases] == ["warm-up", "start", "train"]
         assert [m["step"] for m in notes.steps if "step" in m] == [1, 2, 3, 4]
 
     def test_each_sampled_token_says_by_which_weights(self, finished):
@@ -281,7 +281,7 @@ class TestWholeRun:
         assert_same_curve(part, lines[: stop_after + 1])
         notes = Notes()
         resumed, rest = run(buttons(folder.parent), tmp_path / "run", notes)
-        assert notes.phases == [("train", 4, stop_after)], "no second cold start"
+        assert notes.phases == [("start", None, 0), ("train", 4, stop_after)], "no second cold start"
         assert_same_curve(rest, lines)
         assert (resumed.finished, resumed.episodes) == (True, whole.episodes)
         assert resumed.wall_seconds > stopped.wall_seconds
