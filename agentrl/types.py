@@ -208,6 +208,8 @@ class Episode:
     seconds: float = 0.0
     tools: tuple[Mapping[str, Any], ...] = ()
     faults: Mapping[str, str] = field(default_factory=dict)
+    solved: bool | None = None
+    """What the env's or run's declaration says (see `agentrl.env.solved`); None where nothing is declared."""
 
 
 @dataclass(frozen=True, slots=True)

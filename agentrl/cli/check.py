@@ -71,6 +71,7 @@ def _overview(rehearsal: Rehearsal) -> Text:
         ("env", config.env.use),
         *[("tool" if number == 0 else "", line) for number, line in enumerate(rehearsal.tools)],
         ("rewards", ", ".join(rehearsal.rewards) or "none"),
+        ("solved", rehearsal.solved),
         ("tasks", f"{rehearsal.num_train:,} to train on, {rehearsal.num_held_out:,} held out"),
         ("prompts", f"up to {rehearsal.prompt_tokens:,} tokens{context}"),
     ]

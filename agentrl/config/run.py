@@ -64,6 +64,9 @@ class EnvConfig(Section):
     """Keyword arguments for the class."""
     settings: dict[str, Any] = Field(default_factory=dict)
     """Limits on calls and results, and what follows mistakes: the fields of `agentrl.env.ToolSettings`."""
+    solved_at: float | dict[str, float] | None = None
+    """When an episode counts as solved: at this total reward, or where each named reward, before its weight,
+    reaches its number. What the env declares (`@reward(solved=True)`) where it is not given."""
     reward_weights: dict[str, float] = Field(default_factory=dict)
     """Weights by reward name, in place of those in the code."""
 

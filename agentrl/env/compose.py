@@ -25,11 +25,13 @@ from typing import Any
 
 from agentrl.env.declare import TOOL_MARK, RewardMark
 from agentrl.env.dispatch import BoundTool
+from agentrl.env.env import Env
 from agentrl.env.load import load_object
 from agentrl.env.mcp import McpServer
 from agentrl.env.observe import error_text
 from agentrl.env.rewards import MAX_PARTS, BadReward, Rewards, check_number
 from agentrl.env.schema import shorten
+from agentrl.env.solved import BY_NAME, SolvedRule
 from agentrl.env.spec import MethodTool, RewardSpec, tool_from
 from agentrl.env.toolenv import ToolEnv
 from agentrl.env.verl import VerlTool, VerlToolEntry, is_compute_score, score_arguments, verl_names
@@ -144,8 +146,20 @@ class ComposedEnv(ToolEnv):
         if isinstance(value, Mapping) and len(value) > MAX_PARTS:
             raise BadReward(f"returned {len(value)} parts; there may be {MAX_PARTS}")
         parts = {f"{name}/{k}": v for k, v in value.items()} if isinstance(value, Mapping) else {name: value}
+        numbers = {part: check_number(v) for part, v in parts.items()}
+        self._unweighted |= numbers
         weights = self.settings.reward_weights
-        return {part: weights.get(part, weights.get(name, 1.0)) * check_number(v) for part, v in parts.items()}
+        return {part: weights.get(part, weights.get(name, 1.0)) * number for part, number in numbers.items()}
+
+    def solved_rule(self) -> SolvedRule | None:
+        """`solved_at`, a part named `solved`, or the only reward where it is annotated to return bool."""
+        if (rule := Env.solved_rule(self)) is not None:
+            return rule
+        if len(self._rewards) == 1:
+            ((name, function),) = self._rewards.items()
+            if getattr(function, "__annotations__", {}).get("return") in (bool, "bool"):
+                return SolvedRule("the only reward, a bool", {name: 1.0})
+        return BY_NAME
 
     def check_weights(self) -> None:
         """Raises ConfigError when a weight of the run names no reward."""

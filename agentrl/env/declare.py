@@ -59,6 +59,7 @@ class RewardMark:
     per: Per
     timeout_s: float | None
     judge: Scorer | None = None
+    solved_at: float | None = None
 
 
 @overload
@@ -105,6 +106,7 @@ def reward(
     name: str | None = None,
     timeout_s: float | None = None,
     judge: Scorer | None = None,
+    solved: bool | float = False,
 ) -> Callable[[F], F]: ...
 def reward(
     function: F | None = None,
@@ -114,6 +116,7 @@ def reward(
     name: str | None = None,
     timeout_s: float | None = None,
     judge: Scorer | None = None,
+    solved: bool | float = False,
 ) -> F | Callable[[F], F]:
     """Make a method a reward, logged under its name and multiplied with `weight`.
 
@@ -128,11 +131,14 @@ def reward(
         name: the name in logs, where it is not the method's.
         timeout_s: limit in seconds; None takes `ToolSettings.reward_timeout_s`.
         judge: the method returns a question, and the judge's number is the reward (per episode or turn).
+        solved: the episode counts as solved where this reward, before its weight, is True (or at least 1), or at
+            least the number given here. Where several rewards say so, all must hold. For rewards per episode.
 
     A reward that raises, times out or returns NaN counts 0 and is noted as a fault of the episode: what the policy
     left behind may be the cause. Raise `InfraError` for what the policy cannot cause.
     """
-    mark = RewardMark(name, weight, per, timeout_s, judge)
+    solved_at = None if solved is False else 1.0 if solved is True else solved
+    mark = RewardMark(name, weight, per, timeout_s, judge, solved_at)
 
     def decorate(function: F) -> F:
         setattr(function, REWARD_MARK, mark)

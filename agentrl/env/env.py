@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from agentrl.env.solved import SolvedAt, SolvedRule, rule_of
 from agentrl.types import CallRecord, Episode, Message, StopReason, Task
 
 
@@ -32,6 +33,9 @@ class Env(ABC):
     follow what the policy did and may be its doing.
     """
 
+    solved_at: SolvedAt = None
+    """When an episode is solved: at this total reward, or where each part reaches its number. A run may set it."""
+
     @property
     def tools(self) -> Sequence[Mapping[str, Any]]:
         """JSON schemas of the tools in the OpenAI shape ({"type": "function", "function": {...}}); constant."""
@@ -48,6 +52,23 @@ class Env(ABC):
     async def score(self, episode: Episode) -> Mapping[str, float]:
         """Rewards of the finished episode by name, already weighted; their sum joins the turns' rewards."""
         return {}
+
+    def solved_rule(self) -> SolvedRule | None:
+        """What decides whether an episode is solved; None where nothing is declared."""
+        return rule_of(self.solved_at, "solved_at")
+
+    def solved_verdict(self, rewards: Mapping[str, float], total: float) -> bool | None:
+        """Whether the episode that was just scored is solved; None where nothing is declared.
+
+        Args:
+            rewards: what `score` returned.
+            total: their sum with the rewards of the turns.
+
+        Raises:
+            JudgeError: a reward that has to decide is not there.
+        """
+        rule = self.solved_rule()
+        return None if rule is None else rule.verdict(rewards, total)
 
     async def close(self) -> None:
         """Free everything; idempotent; runs after every episode, however it ended."""

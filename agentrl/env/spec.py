@@ -6,7 +6,7 @@ import functools
 import inspect
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, get_type_hints
 
 from pydantic import TypeAdapter, ValidationError
@@ -22,6 +22,7 @@ from agentrl.env.schema import (
     function_schema,
     shorten,
 )
+from agentrl.env.solved import BY_NAME, SolvedRule, rule_of
 from agentrl.errors import ConfigError
 
 _REWARD_ARGUMENTS = {"episode": {"episode"}, "turn": {"turn"}, "group": {"episodes"}}
@@ -79,6 +80,8 @@ class RewardSpec:
     attribute: str
     mark: RewardMark
     takes: str | None
+    says_bool: bool = False
+    """Whether it is annotated to return bool."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,6 +123,18 @@ class ClassSpec:
     rewards: tuple[RewardSpec, ...]
     setup: SetupSpec
     system: str
+
+    @property
+    def solved(self) -> SolvedRule | None:
+        """What the rewards declare to be solved; None where they do not."""
+        marked = {r.name: r.mark.solved_at for r in self.rewards if r.mark.solved_at is not None}
+        if marked:
+            return SolvedRule("@reward(solved=...)", marked)
+        if any(r.name == "solved" and r.mark.per == "episode" for r in self.rewards):
+            return replace(BY_NAME, strict=True)
+        if len(self.rewards) == 1 and self.rewards[0].says_bool and self.rewards[0].mark.per == "episode":
+            return SolvedRule("the only reward, a bool", {self.rewards[0].name: 1.0})
+        return None
 
 
 def tool_from(function: Callable[..., Any], mark: ToolMark | None = None) -> MethodTool:
@@ -259,6 +274,10 @@ def _reward_spec(attribute: str, function: Callable[..., Any], mark: RewardMark,
     check_timeout(mark.timeout_s, where)
     if isinstance(mark.weight, bool | str) or not math.isfinite(mark.weight):
         raise ConfigError(f"{where}: weight must be a finite number, got {shorten(mark.weight)}")
+    if mark.solved_at is not None:
+        rule_of(mark.solved_at, f"{where}: solved")
+        if mark.per != "episode":
+            raise ConfigError(f"{where}: solved= is for a reward per episode; this one is per {mark.per}")
     if mark.judge is not None and mark.per == "group":
         raise ConfigError(f"{where}: judge= has no effect on a reward per group; ask the judge in the method")
     if len(names) > 1 or not set(names) <= allowed or (mark.per == "group" and not names):
@@ -266,7 +285,8 @@ def _reward_spec(attribute: str, function: Callable[..., Any], mark: RewardMark,
             f"{where}: a reward per {mark.per} takes {'exactly' if mark.per == 'group' else 'nothing or'} "
             f"`{next(iter(allowed))}`, got ({', '.join(names)})"
         )
-    return RewardSpec(mark.name or attribute, attribute, mark, names[0] if names else None)
+    says_bool = function.__annotations__.get("return") in (bool, "bool")
+    return RewardSpec(mark.name or attribute, attribute, mark, names[0] if names else None, says_bool)
 
 
 def _setup_spec(cls: type) -> SetupSpec:

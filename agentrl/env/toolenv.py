@@ -23,6 +23,7 @@ from agentrl.env.mcp import McpConnection, McpServer, mcp_tools
 from agentrl.env.observe import CountTokens, cut_content, error_text, estimate_tokens, plain_text, to_content
 from agentrl.env.rewards import BadReward, Rewards, TurnView, check_group, check_number, weight_of
 from agentrl.env.settings import ToolSettings
+from agentrl.env.solved import SolvedRule
 from agentrl.env.spec import ClassSpec, RewardSpec, class_spec, unknown_weights
 from agentrl.env.threads import CallTimeout, EpisodeThread, ToolRaised, current
 from agentrl.errors import ConfigError, EnvError, InfraError, RewardError, traceback_of
@@ -73,6 +74,7 @@ class ToolEnv(Env):
     _connections: list[McpConnection]
     _toolboxes: list[Any]
     _thread: EpisodeThread
+    _unweighted: dict[str, float]
 
     def __new__(cls, *args: Any, **kwargs: Any) -> ToolEnv:
         if (args or kwargs) and cls.__init__ is object.__init__:  # Python itself would let them pass
@@ -83,6 +85,7 @@ class ToolEnv(Env):
         env._turns = 0
         env._num_calls = 0
         env._thread = EpisodeThread(env._interrupt)
+        env._unweighted = {}
         return env
 
     _tools: dict[str, BoundTool] | None
@@ -261,6 +264,14 @@ class ToolEnv(Env):
         """
         return (await self._ask_all("episode", episode)).result()
 
+    def solved_rule(self) -> SolvedRule | None:
+        """`solved_at` where it is given, else what the rewards declare (see `agentrl.env.solved`)."""
+        return super().solved_rule() or self.spec().solved
+
+    def solved_verdict(self, rewards: Mapping[str, float], total: float) -> bool | None:
+        """As any env; parts are compared before their weights."""
+        return super().solved_verdict({**rewards, **self._unweighted}, total)
+
     async def score_group(self, episodes: Sequence[Episode]) -> list[dict[str, float]]:
         """Rewards per group: for each of the scored episodes of one task, weighted values by name.
 
@@ -385,14 +396,14 @@ class ToolEnv(Env):
             pristine = self._pristine
             run = {
                 key: self.__dict__[key]
-                for key in ("settings", "count_tokens", "decode", "model", "hold_back")
+                for key in ("settings", "solved_at", "count_tokens", "decode", "model", "hold_back")
                 if key in self.__dict__
             }
             self.__dict__.clear()
             self.__dict__.update(pristine | run)
             self._pristine = pristine
         self._turns = self._num_calls = 0
-        self._leases = {}
+        self._leases, self._unweighted = {}, {}
 
     def _opening(self, opening: Any) -> list[Message]:
         if isinstance(opening, list | tuple) and opening and all(isinstance(m, Message) for m in opening):
@@ -485,7 +496,10 @@ class ToolEnv(Env):
                 weight, name = weight_of(spec, self.settings.reward_weights), spec.name
 
                 def read(value: Any, weight: float = weight, name: str = name) -> Mapping[str, float]:
-                    return {name: weight * check_number(value)}
+                    number = check_number(value)
+                    if per == "episode":
+                        self._unweighted[name] = number
+                    return {name: weight * number}
 
                 await self._ask_reward(rewards, spec, getattr(self, spec.attribute), argument, read)
         return rewards

@@ -44,7 +44,8 @@ def compare(a: Path, b: Path) -> Comparison:
     """
     results = EvalResult.read(a), EvalResult.read(b)
     in_a, in_b = (task_values(read_records(folder, recorded_steps(folder)[-1])) for folder in (a, b))
-    tasks_a, tasks_b = in_a.get("solved", {}), in_b.get("solved", {})
+    compared = "solved" if "solved" in in_a and "solved" in in_b else "reward"
+    tasks_a, tasks_b = in_a.get(compared, {}), in_b.get(compared, {})
     common = [task for task in tasks_a if task in tasks_b]
     if not common:
         raise ConfigError(
@@ -68,5 +69,6 @@ def compare(a: Path, b: Path) -> Comparison:
             f"{name}: {old} and {new}"
             for name in ("env", "split", "attempts", "temperature", "seed")
             if (old := getattr(results[0].spec, name)) != (new := getattr(results[1].spec, name))
-        ],
+        ]
+        + [f"what counts as solved: {old} and {new}" for old, new in [(r.solved for r in results)] if old != new],
     )

@@ -17,12 +17,14 @@ from pathlib import Path
 from typing import Any, Literal
 
 from agentrl.engine.openai import to_wire
+from agentrl.env.solved import NOT_DECLARED
 from agentrl.errors import ConfigError
 from agentrl.records import EpisodeRecord, encode, iter_records, recorded_steps
-from agentrl.rollout.metrics import is_malformed, is_solved
+from agentrl.rollout.metrics import is_malformed
 from agentrl.types import Episode, Message
 
 Format = Literal["openai", "hf", "jsonl"]
+UNDECLARED = "without a declaration of what is solved"
 
 
 @dataclass
@@ -46,7 +48,7 @@ class Selection:
         """The chosen records of a run folder, in its order; infrastructure failures never.
 
         Raises:
-            ConfigError: there are no such steps.
+            ConfigError: there are no such steps, or solved ones are wanted and nothing declares what that is.
             CheckpointError: a file is damaged.
         """
         first, last = self.steps
@@ -55,19 +57,28 @@ class Selection:
         if not steps:
             have = f"it has steps {recorded[0]} to {recorded[-1]}" if recorded else "it holds no episodes"
             raise ConfigError(f"{run}: {have}, none of them is chosen")
+        chosen = False
         for step in steps:
             for record in iter_records(run, step):
                 reason = self._reason(record.episode)
                 if reason:
                     self.left_out[reason] += 1
                 else:
+                    chosen = True
                     yield record
+        if self.left_out[UNDECLARED] and not chosen and not self.left_out["not solved"]:
+            raise ConfigError(
+                f"{run}: --solved: what counts as solved is {NOT_DECLARED}, or was not when these episodes were "
+                "recorded; choose with --min-reward instead"
+            )
 
     def _reason(self, episode: Episode) -> str:
         """Why an episode is left out; empty where it is not."""
         if episode.error is not None:
             return "failed in the infrastructure"
-        if self.solved and not is_solved(episode):
+        if self.solved and episode.solved is None:
+            return UNDECLARED
+        if self.solved and not episode.solved:
             return "not solved"
         if self.min_reward is not None and (episode.reward or 0.0) < self.min_reward:
             return f"reward below {self.min_reward:g}"

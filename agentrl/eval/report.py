@@ -6,6 +6,7 @@ from collections.abc import Mapping
 
 from rich.text import Text
 
+from agentrl.env.solved import NOT_DECLARED
 from agentrl.eval.compare import Comparison
 from agentrl.eval.result import EvalResult
 from agentrl.eval.stats import Estimate
@@ -18,15 +19,20 @@ def result_text(result: EvalResult) -> Text:
     tasks = result.episodes // spec.attempts
     what = f"{tasks} {spec.split.replace('_', '-')} tasks"
     what += f", {spec.attempts} attempts each" if spec.attempts > 1 else ""
-    solved = estimates["solved"]
-    rows = [
-        ("solved", f"{percent(solved.mean)} of {what}"),
-        ("", f"between {percent(solved.low)} and {percent(solved.high)} with 95 % confidence"),
-    ]
+    if (solved := estimates.get("solved")) is not None:
+        rows = [
+            ("solved", f"{percent(solved.mean)} of {what}"),
+            ("", f"between {percent(solved.low)} and {percent(solved.high)} with 95 % confidence"),
+            ("", f"that is: {result.solved}" if result.solved else ""),
+        ]
+        rows = [row for row in rows if row[1]]
+    else:
+        rows = [("played", what), ("solved", NOT_DECLARED)]
     rows += [(name, _share(value)) for name, value in estimates.items() if name.startswith("pass")]
     rewards = {name: value for name, value in estimates.items() if name.startswith("reward/")}
-    rows.append(("reward", _number(estimates["reward"])))
-    if len(rewards) > 1 or any(value != estimates["reward"] for value in rewards.values()):
+    if "reward" in estimates:
+        rows.append(("reward", _number(estimates["reward"])))
+    if len(rewards) > 1 or any(value != estimates.get("reward") for value in rewards.values()):
         rows += [("  " + name.removeprefix("reward/"), _number(value)) for name, value in rewards.items()]
     stops = ", ".join(f"{reason} {count}" for reason, count in result.stop_reasons.items())
     tokens = f"{result.sampled_tokens:,} sampled, {result.prompt_tokens:,} read"

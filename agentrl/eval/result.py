@@ -16,7 +16,7 @@ from agentrl.errors import CheckpointError
 from agentrl.eval.stats import Estimate, estimate, pass_all, pass_at
 from agentrl.records import EpisodeRecord
 from agentrl.redraws import Redraws
-from agentrl.rollout.metrics import is_malformed, is_solved, reward_parts
+from agentrl.rollout.metrics import is_malformed, reward_parts
 from agentrl.types import LIMITS, Episode, Group
 
 RESULTS_FILE = "results.json"
@@ -64,7 +64,8 @@ class EvalResult:
 
     Attributes:
         estimates: means over tasks by name: `solved`, `reward`, `reward/NAME`, and with several attempts `pass@K`
-            (at least one of K solves it) and `pass^K` (all K do), with 95 % confidence intervals.
+            (at least one of K solves it) and `pass^K` (all K do), with 95 % confidence intervals. Without a
+            declaration of what is solved there are only the rewards.
         stop_reasons: how often each.
         lost: tasks that could not be played; they enter no number.
         infra_failures: episodes that failed in the infrastructure and were played again.
@@ -76,6 +77,7 @@ class EvalResult:
         episode_seconds: the same of whole episodes.
         seconds: wall time of playing, resumed parts not counted.
         cost: dollars, where prices were given.
+        solved: what counts as solved.
     """
 
     folder: str
@@ -98,6 +100,7 @@ class EvalResult:
     episode_seconds: tuple[float, float, float] = (0.0, 0.0, 0.0)
     seconds: float = 0.0
     cost: float | None = None
+    solved: str = ""
 
     def to_json(self) -> str:
         """The content of results.json."""
@@ -142,7 +145,7 @@ class EvalResult:
 
 
 def task_values(records: Iterable[EpisodeRecord]) -> dict[str, dict[str, list[float]]]:
-    """By name (`solved`, `reward`, `reward/NAME`) and task, one value for each scored attempt.
+    """By name (`solved` where declared, `reward`, `reward/NAME`) and task, one value for each scored attempt.
 
     A task is named by its id; a second one of the same id by `id (2)`, and so on.
     """
@@ -150,6 +153,7 @@ def task_values(records: Iterable[EpisodeRecord]) -> dict[str, dict[str, list[fl
     taken: Counter[str] = Counter()
     found: dict[str, dict[str, list[float]]] = {}
     scored = sorted((r for r in records if r.episode.error is None), key=lambda r: (r.group, r.episode.id))
+    declared = any(record.episode.solved is not None for record in scored)
     parts = sorted({part for record in scored for part in reward_parts(record.episode)})
     for record in scored:
         episode = record.episode
@@ -157,7 +161,9 @@ def task_values(records: Iterable[EpisodeRecord]) -> dict[str, dict[str, list[fl
             id = episode.task.id
             taken[id] += 1
             names[record.group] = id if taken[id] == 1 else f"{id} ({taken[id]})"
-        values = {"solved": float(is_solved(episode)), "reward": episode.reward or 0.0}
+        values = {"reward": episode.reward or 0.0}
+        if declared:
+            values = {"solved": float(episode.solved is True)} | values
         own = reward_parts(episode)
         values |= {f"reward/{part}": own.get(part, 0.0) for part in parts}
         for name, value in values.items():
@@ -191,6 +197,7 @@ def result_of(
     lost: int,
     seconds: float,
     prices: Prices | None,
+    solved: str = "",
 ) -> EvalResult:
     """Everything that is said about the episodes of an evaluation; failed ones are counted and enter no mean."""
     episodes = [record.episode for record in records if record.episode.error is None]
@@ -219,6 +226,7 @@ def result_of(
         episode_seconds=_percentiles([e.seconds for e in episodes]),
         seconds=seconds,
         cost=None if prices is None else prices.cost(prompt, cached, sampled),
+        solved=solved,
     )
 
 

@@ -23,6 +23,7 @@ from pydantic import ValidationError
 from agentrl.config import RunConfig, dump_config
 from agentrl.engine.openai import ChatClient, Endpoint
 from agentrl.env.env import Env
+from agentrl.env.solved import NOT_DECLARED
 from agentrl.env.tasks import Split
 from agentrl.errors import AgentRLError, ConfigError, EngineError, InfraError
 from agentrl.eval.result import RESULTS_FILE, EvalResult, EvalSpec, Prices, result_of
@@ -219,7 +220,8 @@ def _evaluate(
     progress = _Progress(store, subject.step, spec.attempts, reporter)
     started = time.monotonic()
     asyncio.run(_play(subject, config, options, spec, content, progress))
-    return progress.finish(spec, time.monotonic() - started, options.prices)
+    rule = content.make_env().solved_rule()
+    return progress.finish(spec, time.monotonic() - started, options.prices, "" if rule is None else str(rule))
 
 
 def _claim(store: RunStore, spec: EvalSpec) -> None:
@@ -406,13 +408,15 @@ class _Progress:
         if not self.done and len(self.lost) >= LOST_IN_A_ROW:
             raise EngineError(f"none of the first {len(self.lost)} tasks could be played; the last one: {error}")
 
-    def finish(self, spec: EvalSpec, seconds: float, prices: Prices | None) -> EvalResult:
+    def finish(self, spec: EvalSpec, seconds: float, prices: Prices | None, solved: str) -> EvalResult:
         """Write what a run folder holds. Raises InfraError where no task was played."""
         if not self.done:
             raise next(iter(self.lost.values()))
         store = self.store
         records = [record for number in sorted(self.done) for record in self.done[number]]
-        result = result_of(store.path, spec, records, lost=len(self.lost), seconds=seconds, prices=prices)
+        result = result_of(
+            store.path, spec, records, lost=len(self.lost), seconds=seconds, prices=prices, solved=solved
+        )
         store.rewind(self.step - 1)
         store.write_episodes(self.step, records)
         store.log_metrics(self.step, result.metrics())
@@ -448,6 +452,8 @@ def check_minimum(result: EvalResult, minimum: Mapping[str, float]) -> list[str]
     """
     short = []
     for name, bound in minimum.items():
+        if "solved" not in result.estimates and (name == "solved" or name.startswith("pass")):
+            raise ConfigError(f"--min {name}: what counts as solved is {NOT_DECLARED}")
         if name not in result.estimates:
             raise ConfigError(f"--min {name}: not measured here; there is: {', '.join(result.estimates)}")
         value = result.estimates[name].mean

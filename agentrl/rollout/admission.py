@@ -12,6 +12,8 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from agentrl.env.curriculum import TaskSampler, has_signal
+from agentrl.env.solved import NOT_DECLARED
+from agentrl.errors import ConfigError
 from agentrl.rollout.metrics import solved
 from agentrl.types import Group, Task
 
@@ -187,7 +189,7 @@ class Admission:
             if not ticket.reported and ticket.group is not None:
                 ticket.reported = True
                 if self.sampler.order == "weighted":
-                    self.sampler.report(ticket.place.position, solved([ticket.group]))
+                    self.sampler.report(ticket.place.position, _share_solved(ticket.group))
 
     def _put_aside(self, dull: Sequence[Ticket]) -> None:
         """Free the places of these groups; groups of the next tasks take them."""
@@ -199,3 +201,10 @@ class Admission:
             self._under_way.remove(ticket)
             self._aside += [ticket.group] if ticket.group is not None else []
         self._pending.extendleft(reversed(new))
+
+
+def _share_solved(group: Group) -> float:
+    share = solved([group])
+    if share is None:
+        raise ConfigError(f"data.sampler.order: weighted has to know when an episode is solved: {NOT_DECLARED}")
+    return share

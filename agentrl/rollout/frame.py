@@ -122,6 +122,7 @@ async def run_framed(
     error: str | None = None
     env: Env | None = None
     rewards: Mapping[str, float] = {}
+    solved: bool | None = None
     try:
         env = _made(make_env)
         try:
@@ -137,9 +138,11 @@ async def run_framed(
             raise InfraError(f"{type(env).__name__}.reset took longer than {timeout_s:g} s")
         where.now("its rewards")
         rewards = await _score(env, _episode(progress, task, where, env), timeout_s, progress.faults)
+        solved = _verdict(env, progress, rewards)
     except SandboxBroken as e:
         if progress.turns:
             rewards = _broken(progress, e)
+            solved = _verdict(env, progress, rewards)
         else:  # nobody but the env ran anything before the first turn
             error = f"{type(e).__name__}: {e}"
             progress.stop = StopReason.INFRA
@@ -151,16 +154,17 @@ async def run_framed(
             raise
         progress.faults["step" if isinstance(e, EnvError) else "template"] = str(e)
         progress.stop = StopReason.FAULT
+        solved = _verdict(env, progress, rewards)
     finally:
         where.now("the env to close")
         await _close(env, release, timeout_s)
-    total = float(sum(t.reward for t in progress.turns) + sum(rewards.values()))
+    total = _total(progress, rewards)
     if progress.stop is StopReason.FAULT:  # never better than what it would have been left with
         total = min(total, 0.0)
     reward = None if error else total
     found = _episode(progress, task, where, env)
     said = None if error is None else clean_text(error)
-    return replace(found, reward=reward, rewards=_clean_names(rewards), error=said), progress
+    return replace(found, reward=reward, rewards=_clean_names(rewards), error=said, solved=solved), progress
 
 
 async def step_env(env: Env, turn: Turn, progress: Progress, max_turns: int) -> Sequence[Message]:
@@ -298,6 +302,20 @@ def _broken(progress: Progress, error: SandboxBroken) -> Mapping[str, float]:
     progress.count({"sandbox_broken": 1.0})
     correction = error.reward - sum(turn.reward for turn in progress.turns)
     return {"sandbox_broken": correction} if correction else {}
+
+
+def _verdict(env: Env | None, progress: Progress, rewards: Mapping[str, float]) -> bool | None:
+    """Whether the episode is solved; None where nothing says. One with a fault or a broken sandbox is not."""
+    if env is None:
+        return None
+    if not progress.faults and progress.stop is not StopReason.SANDBOX_BROKEN:
+        return env.solved_verdict(rewards, _total(progress, rewards))
+    rule = env.solved_rule()
+    return False if rule is not None and rule.strict else None
+
+
+def _total(progress: Progress, rewards: Mapping[str, float]) -> float:
+    return float(sum(t.reward for t in progress.turns) + sum(rewards.values()))
 
 
 def _is_number(value: object) -> bool:

@@ -14,16 +14,6 @@ _OF_TURNS = "reward/"
 """What the names of parts of turns' rewards begin with among an episode's metrics."""
 
 
-def is_solved(episode: Episode) -> bool:
-    """Whether the reward named `solved` was earned; without one of that name, whether the reward is positive.
-
-    `score/solved` is one of that name: the part `solved` of what a composed function `score` returns.
-    """
-    own = (value for name, value in episode.rewards.items() if name.rpartition("/")[2] == "solved")
-    value = next(own, episode.reward)
-    return value is not None and value > 0
-
-
 def is_malformed(episode: Episode) -> bool:
     """Whether the policy wrote a call that cannot be read, or one that is invalid.
 
@@ -35,15 +25,22 @@ def is_malformed(episode: Episode) -> bool:
     )
 
 
-def solved(groups: Sequence[Group]) -> float:
-    """The fraction of scored episodes that are solved; 0 for none."""
+def solved(groups: Sequence[Group]) -> float | None:
+    """The fraction of scored episodes that are solved; None where nothing declares what that is."""
     episodes = [e for g in groups for e in g.episodes]
-    return sum(map(is_solved, episodes)) / max(1, len(episodes))
+    if all(e.solved is None for e in episodes):
+        return None
+    return sum(e.solved is True for e in episodes) / len(episodes)
 
 
 def passed(groups: Sequence[Group]) -> float:
     """The fraction of groups in which at least one episode is solved; 0 for none."""
-    return sum(any(map(is_solved, g.episodes)) for g in groups) / max(1, len(groups))
+    return sum(any(e.solved for e in g.episodes) for g in groups) / max(1, len(groups))
+
+
+def mean_reward(groups: Sequence[Group]) -> float:
+    """The mean reward of the scored episodes; 0 for none."""
+    return _mean(e.reward or 0.0 for g in groups for e in g.episodes)
 
 
 def reward_parts(episode: Episode) -> dict[str, float]:
@@ -68,8 +65,8 @@ def episode_metrics(groups: Sequence[Group], aside: Sequence[Group] = ()) -> dic
     extra = [e for g in aside for e in g.episodes] + [g.greedy for g in (*groups, *aside) if g.greedy is not None]
     failed = sum(len(g.failed) for g in (*groups, *aside))
     turns = [t for e in episodes for t in e.turns]
-    metrics: dict[str, float] = {
-        "solved": solved(groups),
+    share = solved(groups)
+    metrics: dict[str, float] = ({} if share is None else {"solved": share}) | {
         "reward": _mean(e.reward or 0.0 for e in episodes),
         "episodes": float(len(episodes) + len(extra) + failed),
         "infra_failures": float(failed),

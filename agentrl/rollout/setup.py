@@ -15,9 +15,11 @@ from agentrl.chat.template import Renderer
 from agentrl.config.algorithm import is_own
 from agentrl.config.run import RunConfig
 from agentrl.engine.base import Engine
+from agentrl.env.compose import ComposedEnv
 from agentrl.env.env import Env
 from agentrl.env.load import load_env, load_object, said_by
 from agentrl.env.rows import load_rows, read_jsonl
+from agentrl.env.solved import NOT_DECLARED, rule_of
 from agentrl.env.toolenv import ToolEnv
 from agentrl.errors import AgentRLError, CheckpointError, ConfigError
 from agentrl.redraws import Guard
@@ -72,6 +74,7 @@ def check_held_out(config: RunConfig, content: Content) -> None:
 def env_factory(env_class: type[Env], config: RunConfig) -> Callable[[], Env]:
     """Makes envs with the options and settings of the run; one is made at once to see that it can be."""
     options, settings, weights = config.env.options, config.env.settings, config.env.reward_weights
+    at = config.env.solved_at
     if (settings or weights) and not issubclass(env_class, ToolEnv):
         raise ConfigError(f"env.settings and env.reward_weights have no effect: {config.env.use} is no ToolEnv")
 
@@ -80,6 +83,9 @@ def env_factory(env_class: type[Env], config: RunConfig) -> Callable[[], Env]:
         if isinstance(env, ToolEnv) and (settings or weights):
             env.settings = env.settings.changed({**settings, "reward_weights": weights} if weights else settings)
             env.check_weights()
+        if at is not None:
+            env.solved_at = at
+            _check_solved_at(env, at)
         return env
 
     try:
@@ -91,6 +97,26 @@ def env_factory(env_class: type[Env], config: RunConfig) -> Callable[[], Env]:
     except Exception as e:
         raise ConfigError(f"{config.env.use} cannot be made: {said_by(e)}") from e
     return make
+
+
+def _check_solved_at(env: Env, at: float | Mapping[str, float]) -> None:
+    """Raises ConfigError where `env.solved_at` is none, or names a reward that the class does not have."""
+    rule_of(at, "env.solved_at")
+    if not isinstance(at, Mapping) or not isinstance(env, ToolEnv) or isinstance(env, ComposedEnv):
+        return  # the parts of a composed reward show when it is asked
+    known = [spec.name for spec in env.spec().rewards if spec.mark.per == "episode"]
+    if unknown := [name for name in at if name not in known]:
+        raise ConfigError(
+            f"env.solved_at: {unknown[0]!r} is no reward per episode of {type(env).__name__}; "
+            f"they are: {', '.join(known) or 'none'}"
+        )
+
+
+def require_solved(content: Content, what: str) -> None:
+    """Raises ConfigError where nothing declares when an episode is solved, which `what` has to know."""
+    env = content.make_env()
+    if env.solved_rule() is None:
+        raise ConfigError(f"{what} has to know when an episode of {type(env).__name__} is solved: {NOT_DECLARED}")
 
 
 def _tasks(

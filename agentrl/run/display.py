@@ -375,6 +375,18 @@ class LiveDisplay(Display):
 # --- the end ---------------------------------------------------------------------------------------------------
 
 
+def _before_and_after(summary: Summary) -> list[tuple[str, str, str, str]]:
+    """What became of the held-out tasks: the share that is solved, or their reward where that is not declared."""
+    name, before, after = "solved", percent(summary.held_out_before), percent(summary.held_out_after)
+    if summary.held_out_after is None and summary.held_out_reward_after is not None:
+        name, after = "reward", f"{summary.held_out_reward_after:.3f}"
+        before = "-" if summary.held_out_reward_before is None else f"{summary.held_out_reward_before:.3f}"
+    return [
+        (f"{name} before", before, "held-out tasks, greedy", ""),
+        (f"{name} after", after, "", "bold green"),
+    ]
+
+
 def summary_text(summary: Summary, *, again: str, columns: int = 100) -> Text:
     """The end of a run for people: what came out, what went wrong how often, where it is, what to run next.
 
@@ -386,8 +398,7 @@ def summary_text(summary: Summary, *, again: str, columns: int = 100) -> Text:
         phases.insert(0, f"cold start {duration(summary.warmup_seconds)}")
     title = "done" if summary.finished else f"stopped by request after {summary.steps} steps; everything is saved"
     rows = [
-        ("solved before", percent(summary.held_out_before), "held-out tasks, greedy", ""),
-        ("solved after", percent(summary.held_out_after), "", "bold green"),
+        *_before_and_after(summary),
         ("wall time", duration(summary.wall_seconds), ", ".join(phases), ""),
         ("episodes", f"{summary.episodes:,}", f"{summary.sampled_tokens:,} tokens in {summary.steps} steps", ""),
     ]

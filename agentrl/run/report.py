@@ -23,6 +23,10 @@ class Summary:
     """Fraction of held-out tasks solved greedily before training (after the cold start, if there was one)."""
     held_out_after: float | None = None
     """The same after training."""
+    held_out_reward_before: float | None = None
+    """Mean reward of the held-out tasks before training."""
+    held_out_reward_after: float | None = None
+    """The same after training."""
     warmup_seconds: float = 0.0
     """Time of the cold start."""
     train_seconds: float = 0.0

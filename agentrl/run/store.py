@@ -210,11 +210,14 @@ class RunStore:
         """Fill the folder that this yields; when the block ends well it is `checkpoints/step-N`.
 
         Afterwards only the newest `keep` checkpoints remain, and with `best` the one whose line in metrics.jsonl
-        has the highest `held_out` (the newest of equals). Nothing is left when the block raises. The block may end
+        has the highest `held_out` (the newest of equals; `held_out_reward` where nothing declares what is solved).
+        Nothing is left when the block raises. The block may end
         on another thread, but one checkpoint is written at a time.
         """
         folder = self.path / "checkpoints"
-        scores = {line["step"]: line["held_out"] for line in self.metrics() if line.get("held_out") is not None}
+        lines = self.metrics()
+        key = "held_out" if any("held_out" in line for line in lines) else "held_out_reward"
+        scores = {line["step"]: line[key] for line in lines if line.get(key) is not None}
         with saved.writing(folder, step) as temp:
             write_atomic(temp / "config.yaml", (self.path / "config.yaml").read_bytes())
             yield temp

@@ -26,6 +26,7 @@ from starlette.routing import Route
 from starlette.types import ASGIApp
 
 from agentrl.engine.openai import to_wire
+from agentrl.env.solved import BY_NAME
 from agentrl.errors import ConfigError
 from agentrl.records import EpisodeRecord, compress, decode, encode, episodes_file
 from agentrl.run.files import write_atomic
@@ -60,6 +61,8 @@ class EndRequest(_Body):
 
     reward: float | None = None
     rewards: dict[str, float] = {}
+    solved: bool | None = None
+    """Whether the task is solved; a part named `solved` says so where this does not."""
     error: str | None = None
 
 
@@ -184,6 +187,7 @@ class RecordFolder:
             error=error,
             seconds=time.monotonic() - one.began,
             tools=tuple(recording.tools),
+            solved=None if error else _solved(end),
         )
         del self._open[recording.id]
         await self.recorder.close(recording)
@@ -214,6 +218,10 @@ class RecordFolder:
 
 def _parts(end: EndRequest) -> Mapping[str, float]:
     return end.rewards or {"reward": end.reward or 0.0}
+
+
+def _solved(end: EndRequest) -> bool | None:
+    return BY_NAME.verdict(end.rewards, end.reward or 0.0) if end.solved is None else end.solved
 
 
 async def _read(request: Request) -> bytes:

@@ -154,6 +154,8 @@ async def play(
             episode_id or task.id, task, tuple(messages), tuple(turns), (), stop, None, {}, metrics, tools=tools
         )
         rewards = await env.score(unscored)
+        total = sum(t.reward for t in turns) + sum(rewards.values())
+        solved = env.solved_verdict(rewards, total)
     finally:
         if close:
             await env.close()
@@ -164,11 +166,12 @@ async def play(
         unscored.turns,
         (),
         stop,
-        sum(t.reward for t in turns) + sum(rewards.values()),
+        total,
         rewards,
         metrics,
         seconds=time.perf_counter() - start,
         tools=tools,
+        solved=solved,
     )
 
 

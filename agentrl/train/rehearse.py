@@ -23,6 +23,7 @@ from agentrl.env import Env
 from agentrl.env.held_back import acts_outside
 from agentrl.env.load import load_env, said_by
 from agentrl.env.rewards import weight_of, weight_of_nothing
+from agentrl.env.solved import NOT_DECLARED
 from agentrl.env.toolenv import ToolEnv
 from agentrl.errors import ConfigError, InfraError
 from agentrl.records import EpisodeRecord
@@ -73,6 +74,7 @@ class Rehearsal:
     config: RunConfig
     tools: tuple[str, ...]
     rewards: tuple[str, ...]
+    solved: str
     num_train: int
     num_held_out: int
     num_demonstrations: int
@@ -178,6 +180,7 @@ async def _rehearse(
         config=config,
         tools=tuple(_tool_line(schema["function"]) for schema in scripted.tools),
         rewards=_reward_names(content.make_env(), scripted),
+        solved=_solved_line(content.make_env(), scripted),
         num_train=len(content.train_tasks),
         num_held_out=len(content.held_out_tasks),
         num_demonstrations=len(content.demonstrations),
@@ -360,6 +363,12 @@ def _kind(schema: Mapping[str, Any]) -> str:
     if "anyOf" in schema:
         return " | ".join(dict.fromkeys(map(_kind, schema["anyOf"])))
     return str(schema.get("type", "any"))
+
+
+def _solved_line(env: Env, scripted: Episode) -> str:
+    """What counts as solved."""
+    rule = env.solved_rule()
+    return NOT_DECLARED if rule is None or scripted.solved is None else str(rule)
 
 
 def _reward_names(env: Env, scripted: Episode) -> tuple[str, ...]:

@@ -19,13 +19,14 @@ from agentrl.chat.template import Renderer
 from agentrl.config.run import RunConfig
 from agentrl.engine.base import Engine, Sleeper
 from agentrl.env.rewards import weight_of_nothing
+from agentrl.env.solved import NOT_DECLARED
 from agentrl.errors import AgentRLError, ConfigError
 from agentrl.records import EpisodeRecord
 from agentrl.redraws import Redraws
 from agentrl.rollout.admission import Admission, Batch
 from agentrl.rollout.collect import collect
 from agentrl.rollout.group import GroupPlayer, Plays
-from agentrl.rollout.metrics import episode_metrics, reward_parts, set_aside, solved, staleness
+from agentrl.rollout.metrics import episode_metrics, mean_reward, reward_parts, set_aside, solved, staleness
 from agentrl.rollout.prompts import fitting
 from agentrl.rollout.reward_model import RewardModel, make_reward_model
 from agentrl.rollout.scheduler import Scheduler, Stall
@@ -40,6 +41,7 @@ from agentrl.rollout.setup import (
     make_guard,
     make_token_check,
     repeated_ids,
+    require_solved,
     require_template,
 )
 from agentrl.run.report import Reporter, Summary
@@ -109,30 +111,31 @@ class Run:
         if self.check is not None:
             self._seconds["sync_gap"] = await self.check.gap(version)
 
-    async def held_out(self, step: int) -> float | None:
-        """The fraction of held-out tasks that the policy solves greedily; None where there are no such tasks.
+    async def held_out(self, step: int) -> dict[str, float]:
+        """Of the held-out tasks, played greedily: `held_out`, the share that is solved (where that is declared),
+        and `held_out_reward`, the mean reward. Empty where there are no such tasks.
 
         The loop waits meanwhile, so all tokens are drawn with the weights of this step, and no training episode
         begins (those in flight go on).
         """
         tasks = self.content.held_out_tasks[: self.config.eval.tasks]
         if not tasks:
-            return None
+            return {}
         self.in_step.pause("held-out tasks")
         retries, seed = self.config.rollout.infra_retries, self.config.seed
         count = counting(self.reporter, "held-out tasks", len(tasks))
-        return solved(
-            await collect(
-                self.greedy,
-                tasks,
-                group_size=1,
-                label=f"held-out-{step}",
-                seed=seed,
-                infra_retries=retries,
-                on_episode=count,
-                guard=make_guard(self.config, self.reporter.note),
-            )
+        groups = await collect(
+            self.greedy,
+            tasks,
+            group_size=1,
+            label=f"held-out-{step}",
+            seed=seed,
+            infra_retries=retries,
+            on_episode=count,
+            guard=make_guard(self.config, self.reporter.note),
         )
+        share = solved(groups)
+        return {"held_out_reward": mean_reward(groups)} | ({} if share is None else {"held_out": share})
 
     def begin(self) -> None:
         """The clock of the first step starts."""
@@ -164,8 +167,7 @@ class Run:
             )
         last = step == config.steps
         if last or (config.eval.every and step % config.eval.every == 0):
-            score = await self.held_out(step)
-            metrics |= {} if score is None else {"held_out": score}
+            metrics |= await self.held_out(step)
         self.store.log_metrics(step, metrics)
         self.reporter.step({"step": step} | metrics)
         if last or self.stop or (config.checkpoint.every and step % config.checkpoint.every == 0):
@@ -280,6 +282,12 @@ async def _train_run(
     check_held_out(config, content)
     for note in (*repeated_ids(content), *_idle_parameters(config)):
         reporter.note(note)
+    if (rule := content.make_env().solved_rule()) is None:
+        reporter.note(f"solved: {NOT_DECLARED}; held-out tasks are compared by their reward")
+    else:
+        store.event(f"solved: {rule}")
+    if config.data.sampler.order == "weighted":
+        require_solved(content, "data.sampler.order: weighted")
     reporter.within("making the start policy")
     start = await make_start(
         config, content, store.path, learner_thread=thread, reporter=reporter, stopping=lambda: bool(stop)
@@ -346,9 +354,7 @@ async def _train_run(
                 if not any(line["step"] == 0 for line in store.metrics()) and not stop:
                     playing = run.held_out(0) if config.eval.before_training else None
                     before = None if playing is None else await unless_stopped(lambda: bool(stop), playing)
-                    store.log_metrics(
-                        0, {"warmup_seconds": warmup_seconds} | ({} if before is None else {"held_out": before})
-                    )
+                    store.log_metrics(0, {"warmup_seconds": warmup_seconds} | (before or {}))
                 if not stop:
                     run.begin()
                     await train(run)
@@ -452,6 +458,10 @@ def summarise(store: RunStore, config: RunConfig, wall_seconds: float) -> Summar
         steps=len(steps),
         held_out_before=first.get("held_out"),
         held_out_after=next((line["held_out"] for line in reversed(steps) if "held_out" in line), None),
+        held_out_reward_before=first.get("held_out_reward"),
+        held_out_reward_after=next(
+            (r["held_out_reward"] for r in reversed(steps) if "held_out_reward" in r), None
+        ),
         warmup_seconds=first.get("warmup_seconds", 0.0),
         train_seconds=sum(line.get("seconds") or 0.0 for line in steps),
         wall_seconds=wall_seconds,

@@ -10,11 +10,20 @@ from pathlib import Path
 from torch import Tensor
 
 from agentrl.config.run import RunConfig, WarmupConfig
+from agentrl.env.solved import NOT_DECLARED
 from agentrl.errors import ConfigError
 from agentrl.rollout.collect import collect
-from agentrl.rollout.metrics import passed
+from agentrl.rollout.metrics import passed, solved
 from agentrl.rollout.prompts import fitting
-from agentrl.rollout.setup import Content, corpus, load_renderer, make_engine, make_player, require_template
+from agentrl.rollout.setup import (
+    Content,
+    corpus,
+    load_renderer,
+    make_engine,
+    make_player,
+    require_solved,
+    require_template,
+)
 from agentrl.run.report import Reporter
 from agentrl.testing.tiny_model import make_tiny_model
 from agentrl.train.critic import CRITIC_FOLDER
@@ -86,6 +95,7 @@ async def _cold_start(
     stopping: Callable[[], bool],
 ) -> None:
     """Train the policy in `source` on the demonstrations and write it to `target`."""
+    require_solved(content, "warmup.until_pass")
     renderer = load_renderer(config, source)
     tools = content.make_env().tools
     require_template(renderer, tools)
@@ -108,6 +118,8 @@ async def _cold_start(
             infra_retries=config.rollout.infra_retries,
             on_episode=counting(reporter, "probe", len(tasks) * samples),
         )
+        if solved(groups) is None:
+            raise ConfigError(f"warmup.until_pass has to know when an episode is solved: {NOT_DECLARED}")
         return passed(groups)
 
     try:

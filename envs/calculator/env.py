@@ -70,7 +70,7 @@ class Calculator(ToolEnv):
         """Evaluate arithmetic."""
         return as_text(evaluate(expression))
 
-    @reward
+    @reward(solved=True)
     def solved(self, episode: Episode) -> bool:
         answer = _INTEGER.findall(final_answer(episode))
         return len(answer) == 1 and len(answer[0]) < 40 and int(answer[0]) == self.problem.result

@@ -38,7 +38,7 @@ class Files(ToolEnv):
         await self.box.put_tree(self.project.files)
         return self.project.request
 
-    @reward
+    @reward(solved=True)
     async def solved(self) -> bool:
         """Settings, names and behaviour are exactly as they should be."""
         try:

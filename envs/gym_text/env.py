@@ -22,7 +22,7 @@ class _ToyText(GymnasiumEnv):
 
     reward_scale = 0.0
 
-    @reward
+    @reward(solved=True)
     def solved(self) -> bool:
         return self.goal
 

@@ -51,7 +51,7 @@ class PythonCode(ToolEnv):
         self.submitted = code
         return Stop("Submitted.")
 
-    @reward
+    @reward(solved=True)
     async def solved(self) -> bool:
         """Right on every one of the hidden inputs."""
         if not self.submitted:

@@ -85,7 +85,7 @@ class Retail(ToolEnv):
             raise ShopError("the customer has no such order")
         return found
 
-    @reward
+    @reward(solved=True)
     def solved(self) -> bool:
         """The database is exactly as it should be: what was wanted was done or refused, and nothing else."""
         return self.shop == self.wanted

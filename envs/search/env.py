@@ -37,7 +37,7 @@ class Search(ToolEnv):
         """The whole article of that title."""
         return self.corpus.article(title)
 
-    @reward
+    @reward(solved=True)
     def solved(self, episode: Episode) -> bool:
         return words(final_answer(episode)) == words(self.fact.answer)
 

@@ -45,7 +45,7 @@ class Sqlite(ToolEnv):
         self.submitted = sql
         return Stop("Submitted.")
 
-    @reward
+    @reward(solved=True)
     def solved(self) -> bool:
         """The same rows as the reference on this database and on another one with the same tables."""
         if not self.submitted:

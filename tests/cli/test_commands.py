@@ -183,6 +183,7 @@ def episode(name: str, reward: float | None, outcome: str = "ok") -> Episode:
         stop_reason=StopReason.ANSWERED if reward is not None else StopReason.INFRA,
         reward=reward,
         rewards={"solved": reward or 0.0},
+        solved=None if reward is None else reward > 0,
         error=None if reward is not None else "SandboxError: the box is gone",
     )
 
@@ -382,6 +383,7 @@ class TestCheck:
         assert code == 0
         assert "calculator(expression: string)" in out
         assert "rewards         solved" in out
+        assert "solved          solved (the reward named `solved`)" in out
         assert "the template only appends" in out
         assert "played by the env's oracle" in out
         assert "sampled: 3" in out

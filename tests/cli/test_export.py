@@ -38,6 +38,7 @@ def episode(name: str, reward: float | None, *, error: str = "", picture: bool =
         stop_reason=StopReason.ANSWERED if reward is not None else StopReason.INFRA,
         reward=reward,
         rewards={"solved": reward or 0.0},
+        solved=None if reward is None else reward > 0,
         error=None if reward is not None else "SandboxError: gone",
         tools=(TOOL,),
     )

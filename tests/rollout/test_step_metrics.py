@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from agentrl.rollout.metrics import episode_metrics, is_solved, set_aside, staleness
+from agentrl.rollout.metrics import episode_metrics, passed, set_aside, solved, staleness
 from agentrl.types import Episode, Group, Message, Segment, StopReason, Task, Turn
 
 TASK = Task("t")
@@ -39,14 +39,13 @@ def test_rewards_of_turns_are_means_under_their_names():
     assert "env/reward/tidy" not in found
 
 
-def test_a_part_named_solved_says_what_is_solved():
-    missed = replace(episode(), rewards={"score/format": 0.2, "score/solved": 0.0})
-    assert [is_solved(missed), is_solved(replace(missed, rewards={"score": 0.2})), is_solved(episode())] == [
-        False,
-        True,
-        True,
-    ]
-    assert is_solved(replace(missed, rewards={"score/solved": 1.0}, reward=-1.0))
+def test_solved_is_what_was_declared_and_left_out_where_nothing_was():
+    rewarded = replace(episode(), rewards={"correct": 0.875})
+    groups = [Group(TASK, (rewarded, rewarded))]
+    assert (solved(groups), "solved" in episode_metrics(groups)) == (None, False)
+    groups = [Group(TASK, (replace(rewarded, solved=False), replace(rewarded, solved=True), rewarded, rewarded))]
+    assert (solved(groups), episode_metrics(groups)["solved"], passed(groups)) == (0.25, 0.25, 1.0)
+    assert (solved([]), passed([])) == (None, 0)
 
 
 def test_what_was_put_aside_is_counted_and_enters_no_mean():

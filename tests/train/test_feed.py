@@ -34,7 +34,8 @@ def group(task: Task, rewards: tuple[float, ...]) -> Group:
     return Group(
         task,
         tuple(
-            Episode(f"{task.id}/{i}", task, (), (turn,), (), StopReason.ANSWERED, r) for i, r in enumerate(rewards)
+            Episode(f"{task.id}/{i}", task, (), (turn,), (), StopReason.ANSWERED, r, solved=r > 0)
+            for i, r in enumerate(rewards)
         ),
     )
 

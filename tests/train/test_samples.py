@@ -11,7 +11,7 @@ import torch
 from agentrl.config.run import AlgorithmConfig
 from agentrl.errors import ConfigError
 from agentrl.records import EpisodeRecord
-from agentrl.rollout.metrics import episode_metrics, is_solved, passed, solved
+from agentrl.rollout.metrics import episode_metrics
 from agentrl.train.algorithm import make_algorithm
 from agentrl.train.estimate import estimate_advantages
 from agentrl.train.samples import episode_samples, penalised, segment_turns, to_records
@@ -34,7 +34,8 @@ def episode(
     error = None if reward is not None else "SandboxError: gone"
     stop = stop if reward is not None else StopReason.INFRA
     messages = (Message("user", "u"), turn.message, Message("user", "v"), Message("assistant", "y"))
-    return Episode(name, Task("t"), messages, (turn,), segments, stop, reward, error=error, **more)
+    solved = None if reward is None else reward > 0
+    return Episode(name, Task("t"), messages, (turn,), segments, stop, reward, error=error, solved=solved, **more)
 
 
 def group(*rewards: float, failed: int = 0, name: str = "e") -> Group:
@@ -259,18 +260,6 @@ class TestMetrics:
         assert (metrics["malformed"], metrics["limits"]) == (2, 2)
         assert (metrics["stop/max_turns"], metrics["stop/answered"]) == (1, 1)
         assert metrics["env/parse_error"] == 3
-
-    def test_solved_is_the_reward_of_that_name_where_there_is_one(self):
-        paid = episode("a", 0.3, rewards={"solved": 0.0, "form": 0.3})
-        assert [is_solved(e) for e in (paid, episode("b", 0.1), episode("c", 0.0), episode("d", None))] == [
-            False,
-            True,
-            False,
-            False,
-        ]
-        assert solved([group(1, 0), group(0, 0)]) == 0.25
-        assert passed([group(1, 0), group(0, 0)]) == 0.5
-        assert (solved([]), passed([])) == (0, 0)
 
     def test_a_step_of_nothing_has_no_division_by_zero(self):
         assert episode_metrics([])["reward"] == 0

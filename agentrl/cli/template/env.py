@@ -26,7 +26,7 @@ class Shop(ToolEnv):
             raise ValueError(f"there is no item {item!r}; items: {', '.join(self.store)}")
         return str(self.store[item])
 
-    @reward
+    @reward(solved=True)
     def solved(self, episode: Episode) -> bool:
         return final_answer(episode).strip() == str(sum(self.store[item] for item in self.wanted))
 

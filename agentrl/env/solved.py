@@ -1,0 +1,93 @@
+"""When an episode is solved: the env or the run says so; a positive reward alone says nothing.
+
+The first of these counts:
+
+1. `env.solved_at` of the run, or `solved_at` on the class: a total, or thresholds of parts by name;
+2. the rewards marked `@reward(solved=True)` or `@reward(solved=0.9)`, all of them;
+3. a part named `solved`, or `NAME/solved` of a composed reward;
+4. the only reward of the class, where it is one per episode that returns `bool`.
+
+Otherwise nothing is declared. Parts are compared before their weight; True is 1.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from agentrl.errors import ConfigError, JudgeError
+
+SolvedAt = float | Mapping[str, float] | None
+NOT_DECLARED = "not declared (mark a reward with @reward(solved=True), or set env.solved_at)"
+_ROUNDING = 1e-9
+
+
+@dataclass(frozen=True, slots=True)
+class SolvedRule:
+    """What has to be reached.
+
+    Attributes:
+        source: who says so.
+        parts: thresholds by name of reward; all must be reached.
+        total: threshold of the sum of all rewards, weighted; None where the parts decide.
+        strict: every part has to be there; otherwise nothing is declared for an episode without them.
+    """
+
+    source: str
+    parts: Mapping[str, float] = field(default_factory=dict)
+    total: float | None = None
+    strict: bool = True
+
+    def __str__(self) -> str:
+        if self.total is not None:
+            return f"total reward at least {self.total:g} ({self.source})"
+        said = (name if at == 1 else f"{name} at least {at:g}" for name, at in self.parts.items())
+        return f"{' and '.join(said)} ({self.source})"
+
+    def verdict(self, parts: Mapping[str, float], total: float) -> bool | None:
+        """Whether an episode with these parts, before their weights, is solved; None where nothing is declared.
+
+        Raises:
+            JudgeError: the episode lacks a part that the rule names.
+        """
+        if self.total is not None:
+            return total >= self.total - _ROUNDING
+        found: list[bool] = []
+        for name, at in self.parts.items():
+            values = [v for part, v in parts.items() if part == name or (not self.strict and _last(part) == name)]
+            if not values and self.strict:
+                have = ", ".join(parts) or "none"
+                raise JudgeError(f"{self.source} names the reward {name!r}; the episode only has: {have}")
+            found += [value >= at - _ROUNDING for value in values]
+        return all(found) if found else None
+
+
+BY_NAME = SolvedRule("the reward named `solved`", {"solved": 1.0}, strict=False)
+
+
+def rule_of(at: SolvedAt, source: str) -> SolvedRule | None:
+    """The rule of a `solved_at`; None where it is None.
+
+    Raises:
+        ConfigError: a threshold is no finite number, or there is none.
+    """
+    if at is None:
+        return None
+    thresholds: Mapping[str, Any] = at if isinstance(at, Mapping) else {"": at}
+    for name, value in thresholds.items():
+        if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+            where = f"{source}.{name}" if name else source
+            raise ConfigError(
+                f"{where}: {value!r} must be a finite number: the reward at which an episode is solved"
+            )
+    if isinstance(at, Mapping):
+        if not at:
+            raise ConfigError(f"{source}: name at least one reward, or give a number for their total")
+        return SolvedRule(source, dict(at))
+    return SolvedRule(source, total=float(at))
+
+
+def _last(part: str) -> str:
+    return part.rpartition("/")[2]
