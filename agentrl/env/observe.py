@@ -12,6 +12,7 @@ from agentrl.env.declare import Content, is_content
 from agentrl.types import Part
 
 CountTokens = Callable[[str], int]
+LEFT_OUT = "[an image, which this model cannot read, was left out]"
 
 
 def estimate_tokens(text: str) -> int:
@@ -62,6 +63,14 @@ def answered_error(error: BaseException) -> str:
 def plain_text(content: Content) -> str:
     """The text parts of a content, in order."""
     return content if isinstance(content, str) else "".join(p for p in content if isinstance(p, str))
+
+
+def text_only(content: Content) -> tuple[Content, bool]:
+    """The content with a note in place of each image, and whether there was one."""
+    if isinstance(content, str):
+        return content, False
+    parts = [part if isinstance(part, str) else LEFT_OUT for part in content]
+    return "\n".join(parts), any(not isinstance(part, str) for part in content)
 
 
 def cut_content(content: Content, max_tokens: int, count: CountTokens) -> tuple[Content, bool]:

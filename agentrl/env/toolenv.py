@@ -20,7 +20,15 @@ from agentrl.env.env import Env, StepInfo
 from agentrl.env.held_back import HeldBack, acts_outside
 from agentrl.env.judge import PolicyModel
 from agentrl.env.mcp import McpConnection, McpServer, mcp_tools
-from agentrl.env.observe import CountTokens, cut_content, error_text, estimate_tokens, plain_text, to_content
+from agentrl.env.observe import (
+    CountTokens,
+    cut_content,
+    error_text,
+    estimate_tokens,
+    plain_text,
+    text_only,
+    to_content,
+)
 from agentrl.env.rewards import BadReward, Rewards, TurnView, check_group, check_number, weight_of
 from agentrl.env.settings import ToolSettings
 from agentrl.env.solved import SolvedRule
@@ -59,6 +67,8 @@ class ToolEnv(Env):
 
     hold_back: bool = False
     """Whether tools that act outside of the episode (MCP, HTTP) answer without being called; `agentrl check`."""
+    reads_images: bool = True
+    """Whether the policy sees images; set by the rollout. Where not, a note replaces those that tools return."""
 
     outcome: str | None = None
     """What the program under `agent:` said at its end, for rewards to read; None where no program plays."""
@@ -213,7 +223,11 @@ class ToolEnv(Env):
         mistakes: list[Mistake | str] = [o.outcome for o in outcomes if o.outcome not in ("ok", "not_run")]
         records: list[CallRecord] = []
         for outcome in outcomes:
-            content, cut = cut_content(outcome.content, self.settings.observation_tokens, self.count_tokens)
+            content = outcome.content
+            if not self.reads_images:
+                content, left_out = text_only(content)
+                _add(metrics, {"images_left_out": 1.0} if left_out else {})
+            content, cut = cut_content(content, self.settings.observation_tokens, self.count_tokens)
             if cut:
                 mistakes.append("output_truncated")
             call = outcome.call
@@ -396,7 +410,15 @@ class ToolEnv(Env):
             pristine = self._pristine
             run = {
                 key: self.__dict__[key]
-                for key in ("settings", "solved_at", "count_tokens", "decode", "model", "hold_back")
+                for key in (
+                    "settings",
+                    "solved_at",
+                    "count_tokens",
+                    "decode",
+                    "reads_images",
+                    "model",
+                    "hold_back",
+                )
                 if key in self.__dict__
             }
             self.__dict__.clear()

@@ -106,6 +106,7 @@ async def _play(player: Player, env: Env, task: Task, progress: Progress, where:
     where.now("env.reset")
     ledger = Transcript(player.renderer)
     if isinstance(env, ToolEnv):
+        env.reads_images = False  # renderers know text only
         env.count_tokens = lambda text: len(player.renderer.encode_text(text))
         env.decode = player.renderer.vocabulary.decode_plain
         sampling = replace(player.sampling, max_tokens=player.limits.max_tokens, seed=draw_seed(seed, "branch"))

@@ -17,6 +17,7 @@ from agentrl.config.run import RunConfig
 from agentrl.engine.base import Engine
 from agentrl.env.compose import ComposedEnv
 from agentrl.env.env import Env
+from agentrl.env.images import refuse_images
 from agentrl.env.load import load_env, load_object, said_by
 from agentrl.env.rows import load_rows, read_jsonl
 from agentrl.env.solved import NOT_DECLARED, rule_of
@@ -353,7 +354,8 @@ def make_player(
     filters: Filters = EVERY_TOKEN,
     token_check: TokenCheck | None = None,
 ) -> Player:
-    """What plays the episodes of this run, at this temperature."""
+    """What plays the episodes of this run, at this temperature. Raises ConfigError where a tool returns images."""
+    refuse_images(make_env())
     rollout = config.rollout
     return Player(
         engine=engine,

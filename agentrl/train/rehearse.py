@@ -21,6 +21,7 @@ from agentrl.config.algorithm import AlgorithmConfig
 from agentrl.config.run import RunConfig
 from agentrl.env import Env
 from agentrl.env.held_back import acts_outside
+from agentrl.env.images import refuse_images
 from agentrl.env.load import load_env, said_by
 from agentrl.env.rewards import weight_of, weight_of_nothing
 from agentrl.env.solved import NOT_DECLARED
@@ -160,6 +161,7 @@ async def _rehearse(
         room = max_context or config.rollout.token_budget
         content = await fitting(content, config, renderer, room, noting)
     task = content.train_tasks[0]
+    refuse_images(content.make_env())
     policy, played_by = _policy(config, content, task)
     scripted, transcript = await _episode(config, content, renderer, task, policy, "scripted")
     silent, _ = await _episode(config, content, renderer, task, ScriptedPolicy([]), "silent")
@@ -241,7 +243,10 @@ async def _episode(
     """Play with messages, then lay the tokens under them as a policy would have sampled them."""
     rollout = config.rollout
     async with asyncio.timeout(rollout.timeout_s):
-        episode = await play(content.make_env(), task, policy, max_turns=rollout.max_turns, episode_id=name)
+        env = content.make_env()
+        if isinstance(env, ToolEnv):
+            env.reads_images = False  # as in the rollout: a renderer knows text only
+        episode = await play(env, task, policy, max_turns=rollout.max_turns, episode_id=name)
     transcript = imitate(renderer, episode.messages, episode.tools)
     sampled = [len(segment.ids) for segment in transcript.segments if segment.origin == "sampled"]
     turns = tuple(replace(turn, tokens=tokens) for turn, tokens in zip(episode.turns, sampled, strict=True))

@@ -18,6 +18,7 @@ from agentrl.algo.correction import DriftGate
 from agentrl.chat.template import Renderer
 from agentrl.config.run import RunConfig
 from agentrl.engine.base import Engine, Sleeper
+from agentrl.env.images import refuse_images
 from agentrl.env.rewards import weight_of_nothing
 from agentrl.env.solved import NOT_DECLARED
 from agentrl.errors import AgentRLError, ConfigError
@@ -282,6 +283,8 @@ async def _train_run(
     check_held_out(config, content)
     for note in (*repeated_ids(content), *_idle_parameters(config)):
         reporter.note(note)
+    if config.agent is None:
+        refuse_images(content.make_env())
     if (rule := content.make_env().solved_rule()) is None:
         reporter.note(f"solved: {NOT_DECLARED}; held-out tasks are compared by their reward")
     else:

@@ -383,7 +383,7 @@ class TestCheck:
         assert code == 0
         assert "calculator(expression: string)" in out
         assert "rewards         solved" in out
-        assert "solved          solved (the reward named `solved`)" in out
+        assert "solved          solved (@reward(solved=...))" in out
         assert "the template only appends" in out
         assert "played by the env's oracle" in out
         assert "sampled: 3" in out

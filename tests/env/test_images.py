@@ -1,21 +1,23 @@
-"""Images in what a tool returns, where the chat template knows text only: said once, clearly."""
+"""Images in what a tool returns, where the model reads text only: refused by type, else an observation."""
 
-import asyncio
 import json
 
 import pytest
 
 from agentrl.chat.template import Renderer
 from agentrl.cli import main
+from agentrl.config import RunConfig
 from agentrl.env import ToolEnv, tool
+from agentrl.errors import ConfigError
 from agentrl.rollout.collect import collect
 from agentrl.rollout.episode import Limits, Player
+from agentrl.rollout.setup import make_player
 from agentrl.testing.engine import ScriptedEngine
-from agentrl.testing.policy import ScriptedPolicy, call
+from agentrl.testing.policy import ScriptedPolicy, call, play
 from agentrl.testing.tiny_model import make_tokenizer
-from agentrl.types import Image, Sampling, StopReason, Task
+from agentrl.types import Image, Sampling, Task
 
-SAID = "a tool message holds an image, and the chat template of this model takes text only: return text"
+SAID = "tool 'look' returns an Image by its type, and the chat template of this model takes text only"
 
 
 class Camera(ToolEnv):
@@ -38,23 +40,46 @@ class Camera(ToolEnv):
         return ScriptedPolicy([call("look"), "a cat"])
 
 
-def test_an_episode_ends_there_and_earns_nothing(tmp_path):
+class Sees(Camera):
+    """Look."""
+
+    @tool
+    def look(self) -> list[str | Image]:
+        """Look."""
+        return ["a picture", Image(b"png")]
+
+
+async def test_an_image_becomes_a_note_in_an_episode_that_trains(tmp_path):
     tools = list(Camera().tools)
     make_tokenizer(tmp_path, [json.dumps(tools)] * 4, vocab=400, max_context=4096)
     renderer = Renderer.from_directory(tmp_path)
     engine = ScriptedEngine(renderer, [call("look"), "a cat"], tools=tools)
     player = Player(engine, renderer, Camera, Limits(), Sampling())
-    (group,) = asyncio.run(collect(player, [Task("t")], group_size=2, label="l", seed=0))
+    (group,) = await collect(player, [Task("t")], group_size=2, label="l", seed=0)
+    assert group.failed == ()
     for episode in group.episodes:
-        assert (episode.stop_reason, episode.reward) == (StopReason.FAULT, 0.0)
-        assert episode.faults["template"].count(SAID) == 1
+        text = "a picture\n[an image, which this model cannot read, was left out]"
+        assert (episode.error, episode.turns[0].observation[0].content) == (None, text)
+        assert episode.metrics["images_left_out"] == 1
 
 
-def test_check_says_it_before_any_run(tmp_path, capsys):
+async def test_a_model_that_sees_gets_the_image():
+    episode = await play(Camera(), Task("t"), ScriptedPolicy([call("look"), "a cat"]))
+    assert episode.turns[0].observation[0].content == ("a picture", Image(b"png"))
+
+
+@pytest.mark.parametrize(("env", "code"), [("Sees", 2), ("Camera", 0)])
+def test_check_refuses_a_tool_whose_type_says_image(tmp_path, capsys, env, code):
     path = tmp_path / "tools.yaml"
-    path.write_text(f"env: {__file__}:Camera\nmodel: {{tiny: {{vocab: 400}}}}\n")
+    path.write_text(f"env: {__file__}:{env}\nmodel: {{tiny: {{vocab: 400}}}}\n")
     with pytest.raises(SystemExit) as left:
         main(["check", str(path)])
     out, err = capsys.readouterr()
-    assert left.value.code == 2
-    assert " ".join((out + err).split()).count(SAID) == 1
+    said = " ".join((out + err).split())
+    assert (left.value.code, said.count(SAID)) == (code, 1 if code else 0), said
+
+
+def test_a_run_refuses_it_before_it_starts(tmp_path):
+    config = RunConfig.model_validate({"name": "r", "env": f"{__file__}:Sees", "model": {"path": str(tmp_path)}})
+    with pytest.raises(ConfigError, match=SAID):
+        make_player(config, None, None, Sees, temperature=1.0)

@@ -1,0 +1,37 @@
+"""Images in what tools return, where the model reads text only."""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any, get_args, get_type_hints
+
+from agentrl.env.env import Env
+from agentrl.env.spec import MethodTool
+from agentrl.env.toolenv import ToolEnv
+from agentrl.errors import ConfigError
+from agentrl.types import Image
+
+
+def refuse_images(env: Env) -> None:
+    """Raises ConfigError where the return type of a tool names `Image`, which a text model cannot read."""
+    if not isinstance(env, ToolEnv):
+        return
+    for name, bound in env._bound().items():
+        if isinstance(bound, MethodTool) and _returns_image(bound.function):
+            raise ConfigError(
+                f"{type(env).__name__}: tool {name!r} returns an Image by its type, and the chat template of this "
+                "model takes text only: return text, leave the tool out, or play with a model that sees "
+                "(agentrl eval --base-url)"
+            )
+
+
+def _returns_image(function: Any) -> bool:
+    try:
+        returned = get_type_hints(inspect.unwrap(function)).get("return")
+    except (NameError, TypeError):
+        return False
+    return _mentions(returned)
+
+
+def _mentions(hint: Any) -> bool:
+    return hint is Image or any(_mentions(inner) for inner in get_args(hint))
