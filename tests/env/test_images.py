@@ -7,7 +7,7 @@ import pytest
 from agentrl.chat.template import Renderer
 from agentrl.cli import main
 from agentrl.config import RunConfig
-from agentrl.env import ToolEnv, tool
+from agentrl.env import ToolEnv, reward, tool
 from agentrl.errors import ConfigError
 from agentrl.rollout.collect import collect
 from agentrl.rollout.episode import Limits, Player
@@ -30,6 +30,10 @@ class Camera(ToolEnv):
     def look(self) -> tuple[object, ...]:
         """Look."""
         return ("a picture", Image(b"png"))
+
+    @reward
+    def cat(self, episode) -> bool:
+        return "cat" in str(episode.messages[-1].content)
 
     @classmethod
     def tasks(cls, split: str, seed: int) -> list[Task]:
