@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import json
 import os
 import platform
 import shutil
@@ -101,18 +102,23 @@ def _version(name: str) -> str:
 
 def _docker_engine() -> str:
     """The version of the engine that answers at DOCKER_HOST, or at the usual socket."""
-    import httpx
+    import http.client
+    import socket
 
-    address = os.environ.get("DOCKER_HOST", "unix:///var/run/docker.sock")
+    address = os.environ.get("DOCKER_HOST") or "unix:///var/run/docker.sock"
     scheme, _, place = address.partition("://")
-    transport = httpx.HTTPTransport(uds=place) if scheme == "unix" else None
-    url = "http://docker/version" if scheme == "unix" else f"http://{place}/version"
+    client = http.client.HTTPConnection("docker" if scheme == "unix" else place, timeout=3.0)
     try:
-        with httpx.Client(transport=transport, timeout=3.0, trust_env=False) as client:
-            said = client.get(url).json()
-        return f"{said['Version']} at {address}"
-    except (httpx.HTTPError, httpx.InvalidURL, ValueError, KeyError, TypeError, OSError):
+        if scheme == "unix":
+            client.sock = socket.socket(socket.AF_UNIX)
+            client.sock.settimeout(3.0)
+            client.sock.connect(place)
+        client.request("GET", "/version")
+        return f"{json.loads(client.getresponse().read())['Version']} at {address}"
+    except (OSError, http.client.HTTPException, ValueError, KeyError, TypeError):
         return f"- (none answers at {address})"
+    finally:
+        client.close()
 
 
 def _cuda() -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from types import UnionType
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
@@ -158,5 +158,7 @@ _KINDS: dict[Any, str] = {
     list: "a list",
     tuple: "a list",
     dict: "a section (keys and values)",
+    Mapping: "a section (keys and values)",
+    Sequence: "a list",
     type(None): "null",
 }

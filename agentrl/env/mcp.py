@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from agentrl.config.address import address_problem
+from agentrl.config.typed import check_types
 from agentrl.env.background import background
 from agentrl.env.dispatch import within
 from agentrl.env.jsonschema import check_arguments
@@ -67,10 +68,11 @@ class McpServer:
         if isinstance(values.get("command"), str):
             raise ConfigError("mcp.command: write a list, e.g. [python, server.py]")
         for key in ("command", "include"):
-            if key in values:
+            if isinstance(values.get(key), list | tuple):
                 values[key] = tuple(map(str, values[key]))
-        if "env" in values:
+        if isinstance(values.get("env"), Mapping):
             values["env"] = tuple((str(k), str(v)) for k, v in values["env"].items())
+        check_types(cls, values, "mcp")
         return cls(**values)
 
     @property

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, fields, replace
 from difflib import get_close_matches
 from typing import Any, Literal
 
+from agentrl.config.typed import check_types
 from agentrl.env.dispatch import MISTAKES
 from agentrl.errors import ConfigError
 
@@ -46,10 +47,8 @@ class ToolSettings:
                 near = get_close_matches(name, known, 1)
                 hint = f"did you mean {near[0]!r}?" if near else f"the settings are: {', '.join(known)}"
                 raise ConfigError(f"settings.{name}: unknown; {hint}")
-        try:
-            return replace(self, **values)
-        except (TypeError, AttributeError) as e:
-            raise ConfigError(f"settings {dict(values)}: {e}") from None
+        check_types(type(self), values, "settings")
+        return replace(self, **values)
 
     def __post_init__(self) -> None:
         for name, policy in self.mistakes.items():

@@ -96,6 +96,8 @@ class Limits:
             "open_files",
         ):
             value = getattr(self, name)
+            if value is not None and (isinstance(value, bool) or not isinstance(value, int | float)):
+                raise ConfigError(f"sandbox limit {name} must be a number, got {value!r}")
             if value is not None and not (value > 0 and math.isfinite(value)):
                 raise ConfigError(f"sandbox limit {name} must be positive, got {value!r}")
         for name in ("stdout_bytes", "stderr_bytes", "output_total_mb"):

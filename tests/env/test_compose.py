@@ -14,7 +14,7 @@ from agentrl.env.load import load_env
 from agentrl.env.mcp import McpServer
 from agentrl.env.rows import load_rows
 from agentrl.errors import ConfigError, InfraError, RewardError
-from agentrl.sandbox import close_pools
+from agentrl.sandbox import Sandbox, close_pools
 from agentrl.testing.policy import ScriptedPolicy, call, calls, play
 from agentrl.types import Episode, Message, Task
 
@@ -382,3 +382,29 @@ async def test_mcp_over_http():
     finally:
         server.terminate()
         await server.wait()
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        ({"tool_timeout_s": "3"}, "settings.tool_timeout_s must be a number, got '3'"),
+        ({"observation_tokens": True}, "settings.observation_tokens must be a whole number, got True"),
+        ({"mistake_penalty": "a"}, "settings.mistake_penalty must be a number, got 'a'"),
+        ({"mistakes": 3}, "settings.mistakes must be a section"),
+        ({"mistakes": {"parse_error": "x"}}, "settings.mistakes.parse_error must be 'observe', 'penalise' or"),
+    ],
+)
+def test_a_setting_of_the_wrong_type_is_named(settings: dict, said: str):
+    with pytest.raises(ConfigError) as refused:
+        ToolEnv.settings.changed(settings)
+    assert said in str(refused.value)
+
+
+def test_a_key_of_an_mcp_server_of_the_wrong_type_is_named():
+    with pytest.raises(ConfigError, match=r"mcp\.connect_timeout_s must be a number, got 'x'"):
+        McpServer.from_mapping({"command": ["python"], "connect_timeout_s": "x"})
+
+
+def test_a_limit_of_a_sandbox_that_is_text_is_named():
+    with pytest.raises(ConfigError, match="sandbox limit memory_mb must be a number, got '3'"):
+        Sandbox(memory_mb="3")  # type: ignore[arg-type]

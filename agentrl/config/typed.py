@@ -1,0 +1,35 @@
+"""Values that a user gives for the fields of a dataclass, held to their types before they are used."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, get_type_hints
+
+from pydantic import TypeAdapter, ValidationError
+
+from agentrl.errors import ConfigError
+
+
+def check_types(cls: type, values: Mapping[str, Any], where: str) -> None:
+    """See that each value has the type of its field; text is no number, and true is none either.
+
+    Raises:
+        ConfigError: `where.field must be a number, got '3'`.
+    """
+    hints = get_type_hints(cls)
+    for name, value in values.items():
+        adapter: TypeAdapter[Any] = TypeAdapter(hints[name])
+        try:
+            adapter.validate_python(value, strict=True)
+        except ValidationError as e:
+            from agentrl.config.schema import kind_name
+
+            first = e.errors(include_url=False)[0]
+            inner = "".join(f".{part}" for part in first["loc"] if isinstance(value, Mapping) and part in value)
+            said = (
+                first["msg"].replace("Input should be", "must be")
+                if inner
+                else f"must be {kind_name(hints[name])}"
+            )
+            got = repr(first["input"] if inner else value)
+            raise ConfigError(f"{where}.{name}{inner} {said}, got {got[:80]}") from None
