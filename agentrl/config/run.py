@@ -82,8 +82,10 @@ class AgentConfig(Section):
     """Folder in which the command runs; the current one by default."""
     max_running: Positive = 64
     """Episodes that are played at the same time."""
-    crash: Literal["infra", "score"] = "infra"
-    """A program that raises or exits with a code other than 0: the episode is lost, or scored as it stands."""
+    crash: Literal["infra", "score"] = "score"
+    """A program that raises or exits with a code other than 0 after the policy has answered: the episode is scored
+    as it stands, or lost and played again. What the policy wrote can crash a program, so `infra` lets it have
+    its bad episodes drawn again. A crash before the first answer is always lost."""
 
     @model_validator(mode="after")
     def _one_program(self) -> Self:

@@ -92,7 +92,7 @@ class AgentPlayer:
             progress.count(recording.metrics())
         if recording.trouble is not None:
             raise EngineError(recording.trouble)
-        if crashed and recording.stop is None and self.crash == "infra":
+        if crashed and recording.stop is None and (self.crash == "infra" or not progress.turns):
             raise InfraError(f"the agent crashed after {recording.num_turns} turns: {crashed}")
         if not progress.turns:
             raise InfraError("the agent ended without a completion of the policy: is it given the base URL?")

@@ -140,6 +140,7 @@ class TestTrouble:
             assert (lost.reward, lost.stop_reason) == (None, StopReason.INFRA)
             assert len(lost.turns) == 1, "kept for the record"
             scored = await replace(player, crash="score").play(TASK, episode_id="f", seed=1)
+            assert AgentConfig(use="a:b").crash == "score", "the policy may have crashed it"
         assert (scored.error, scored.reward) == (None, 0.0)
         assert scored.metrics["agent/crashed"] == 1.0
 
@@ -207,7 +208,7 @@ class TestCommands:
         )
         command = CommandAgent([sys.executable, "-c", program])
         async with playing(engine_of(renderer), renderer, command) as player:
-            found = await player.play(TASK, episode_id="e", seed=1)
+            found = await replace(player, crash="score").play(TASK, episode_id="e", seed=1)
         assert found.error == (
             "InfraError: the agent crashed after 0 turns: exit code 3: Start with 4. Add 7. http://"
         )
