@@ -15,7 +15,10 @@ from agentrl.types import Message, Sampling
 
 
 class PolicyBranch:
-    """What an env sees as `self.model`. Every call is a branch of its own, from an empty context.
+    """What an env sees as `self.model`: conversations of their own, each from an empty context.
+
+    A call whose messages begin with an earlier conversation, its answer included, continues that one: its ids are
+    kept as sampled and extended, never rendered again.
 
     Args:
         engine: samples the tokens.
@@ -31,6 +34,9 @@ class PolicyBranch:
         self._engine, self._renderer, self._ledger = engine, renderer, ledger
         self._sampling, self._session = sampling, session
         self._numbers = itertools.count()
+        self._answered: list[
+            tuple[Transcript, bool]
+        ] = []  # every branch that ends with an answer; whether it trains
 
     async def chat(
         self, messages: Sequence[Message], *, tools: Sequence[Mapping[str, Any]] = (), train: bool = False
@@ -46,8 +52,8 @@ class PolicyBranch:
             EngineError: the engine is lost, or the conversation leaves no room in the context.
         """
         number = next(self._numbers)
-        branch = self._ledger.fork(keep=0, tools=tools) if train else Transcript(self._renderer, tools)
-        branch.extend(messages)
+        branch, known = self._branch(messages, tools, train)
+        branch.extend(messages[known:])
         room = min(self._sampling.max_tokens, self._engine.max_context - len(branch.ids))
         if room < 1:
             raise EngineError(f"self.model: {len(branch.ids)} tokens leave no room in {self._engine.max_context}")
@@ -60,4 +66,23 @@ class PolicyBranch:
             await self._engine.release(session)
         if completion.finish == "abort":
             raise EngineError("self.model: the engine aborted the completion")
-        return branch.complete(completion)
+        answer = branch.complete(completion)
+        self._answered.append((branch, train))
+        return answer
+
+    def _branch(
+        self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]], train: bool
+    ) -> tuple[Transcript, int]:
+        """Where `messages` begin: the longest conversation that they continue, or nothing; and its messages."""
+        found = [
+            branch
+            for branch, trains in self._answered
+            if trains == train
+            and branch.tools == tuple(tools)
+            and len(messages) > len(branch.context)
+            and tuple(messages[: len(branch.context)]) == branch.context
+        ]
+        if found:
+            longest = max(found, key=lambda branch: len(branch.context))
+            return longest.fork(), len(longest.context)
+        return (self._ledger.fork(keep=0, tools=tools) if train else Transcript(self._renderer, tools)), 0

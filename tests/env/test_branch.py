@@ -79,3 +79,40 @@ async def test_branches_answer_and_train_by_choice(renderer, env):
     assert [text for text in texts if text.startswith("like this")] == (
         ["like this<|im_end|>"] * 2 if env.train else []
     )
+
+
+@pytest.mark.parametrize("train", [True, False])
+async def test_a_conversation_of_several_turns_keeps_its_ids_and_trains_once(renderer, train):
+    prompts: list[tuple[int, ...]] = []
+
+    class Records(Engine):
+        async def generate(self, ids, sampling, *, session=None):
+            if "/branch" in (session or ""):
+                prompts.append(tuple(ids))
+            completion = await super().generate(ids, sampling, session=session)
+            if "/branch" in (session or ""):
+                prompts[-1] += completion.ids
+            return completion
+
+    class Talks(Delegate):
+        async def setup(self) -> str:
+            said = [Message("user", "Give a hint.")]
+            for more in ("More.", "And more."):
+                said += [await self.model.chat(said, train=train), Message("user", more)]
+            await self.model.chat(said, train=train)
+            return "Go."
+
+    player = Player(
+        Records(renderer, lambda turn: say("like this" if turn >= 10 else "Done.")),
+        renderer,
+        Talks,
+        Limits(),
+        Sampling(),
+    )
+    episode = await run_episode(player, Task("t"), episode_id="e", seed=0)
+    assert episode.error is None
+    first, second, third = prompts
+    assert (second[: len(first)], third[: len(second)]) == (first, second)
+    rows = [row for row in rows_of(episode.segments) if any(row.loss_mask)]
+    texts = [renderer.decode([i for i, m in zip(r.ids, r.loss_mask, strict=True) if m]) for r in rows]
+    assert sorted(text.count("like this") for text in texts) == ([0, 3] if train else [0])
