@@ -49,6 +49,8 @@ def data_files(spec: str | Sequence[str], split: Literal["train", "held_out"] = 
 
 
 def _files(text: str, split: str) -> list[Path]:
+    if not text:
+        raise ConfigError("the name of the file is empty")
     path = Path(text).expanduser()
     if path.is_file() or (path / SAVED).is_file():
         return [path]

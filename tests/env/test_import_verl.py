@@ -327,6 +327,29 @@ def test_a_value_that_agentrl_refuses_is_left_out_with_a_note(tmp_path):
     assert "left out" in notes_of(found)["algorithm.ppo_clip.clip_low"].text
 
 
+def test_settings_that_do_not_fit_together_are_left_out_too(tmp_path):
+    found = imported(tmp_path, actor_rollout_ref__actor__optim__lr_warmup_steps=200)  # of steps that are not known
+    assert found.get("optim.warmup_steps") is None
+    assert "left out" in notes_of(found)["optim.warmup_steps"].text
+
+
+@pytest.mark.parametrize("value", [[1, "a"], "$X", True, -1, 0.5, ""])
+@pytest.mark.parametrize(
+    "key",
+    [
+        "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu",
+        "actor_rollout_ref.actor.optim.betas",
+        "actor_rollout_ref.rollout.tensor_model_parallel_size",
+        "actor_rollout_ref.rollout.n",
+        "trainer.max_actor_ckpt_to_keep",
+        "data.train_files",
+        "data.train_batch_size",
+    ],
+)
+def test_a_value_that_makes_no_sense_is_no_traceback(tmp_path, key, value):
+    imported(tmp_path, **{key: value, "actor_rollout_ref.rollout.name": "sglang"})
+
+
 def test_epochs_become_steps_where_the_rows_can_be_counted(tmp_path):
     (tmp_path / "a.jsonl").write_text('{"prompt": "x"}\n' * 70)
     (tmp_path / "b.json").write_text('[{"prompt": "x"}, {"prompt": "y"}]')

@@ -5,6 +5,7 @@ Read are a YAML file (nested, or with dotted keys) and shell scripts whose comma
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -48,15 +49,20 @@ def _refusals(found: Imported) -> None:
                 return
 
 
+_KEY = re.compile(r"\b[a-z_]+(?:\.[a-z_]+)+\b")
+
+
 def _leave_out(found: Imported, loc: tuple[Any, ...], message: str) -> bool:
-    place: Any = found.config
-    for part in loc[:-1]:
-        place = place.get(part) if isinstance(place, dict) else None
-    path, said = ".".join(map(str, loc)), message.removeprefix("Value error, ")
-    if loc and isinstance(place, dict) and loc[-1] in place and not isinstance(place[loc[-1]], dict):
-        value = place.pop(loc[-1])
-        found.notes.append(Note(path, value, "by hand", f"left out: {said[:1].lower()}{said[1:]}"))
-        return True
+    """Take out what an error is about: the value at its place, else the first key that it names."""
+    said = message.removeprefix("Value error, ")
+    places = [".".join(map(str, loc[:end])) for end in range(len(loc), 0, -1)]
+    for path in (*places, *_KEY.findall(said)):
+        *sections, key = path.split(".")
+        place = found.get(".".join(sections)) if sections else found.config
+        if isinstance(place, dict) and key in place and not isinstance(place[key], dict):
+            value = place.pop(key)
+            found.notes.append(Note(path, value, "by hand", f"left out: {said[:1].lower()}{said[1:]}"))
+            return True
     if not any(note.text == said for note in found.notes):
-        found.notes.append(Note(path or "the result", None, "by hand", said))
+        found.notes.append(Note(".".join(map(str, loc)) or "the result", None, "by hand", said))
     return False

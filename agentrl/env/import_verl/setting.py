@@ -50,8 +50,8 @@ def _run(found: Imported) -> None:
     if not found.flag("trainer.val_before_train"):
         found.set("eval.before_training", False)
     found.set("checkpoint.every", max(0, found.whole("trainer.save_freq")))
-    if found.has("trainer.max_actor_ckpt_to_keep"):
-        found.set("checkpoint.keep", max(1, found.whole("trainer.max_actor_ckpt_to_keep")))
+    if kept := found.whole("trainer.max_actor_ckpt_to_keep"):
+        found.set("checkpoint.keep", max(1, kept))
     logger = found.value("trainer.logger")
     if set(logger if isinstance(logger, list) else [logger]) <= {"console", "file", None}:
         found.say("trainer.logger", "same", "the live screen, and metrics.jsonl in the run folder")
@@ -96,7 +96,7 @@ def _rows(found: Imported) -> int | None:
 
 
 def _listed(value: Any) -> list[Any]:
-    return value if isinstance(value, list) else [] if value is None else [value]
+    return [each for each in (value if isinstance(value, list) else [value]) if each not in (None, "")]
 
 
 # --- model and data -----------------------------------------------------------------------------------------
@@ -306,7 +306,7 @@ def _optim(found: Imported) -> None:
     found.set("optim.lr", found.number(f"{place}lr"))
     betas = found.value(f"{place}betas")
     if isinstance(betas, list) and len(betas) == 2:
-        found.set("optim.betas", [float(beta) for beta in betas])
+        found.set("optim.betas", betas)
     found.set("optim.weight_decay", found.number(f"{place}weight_decay"))
     found.set("optim.warmup_steps", _warmup(found, place))
     style = found.text(f"{place}warmup_style") or found.text(f"{place}lr_scheduler_type")
@@ -378,10 +378,10 @@ def _micro_batch(found: Imported, gpus: int) -> int:
             found.say(ACTOR + key, "no effect", "use_dynamic_bsz is on")
         return max(longest, int(found.whole(f"{ACTOR}ppo_max_token_len_per_gpu")))
     found.say(f"{ACTOR}ppo_max_token_len_per_gpu", "no effect", "use_dynamic_bsz is off")
-    if found.has(f"{ACTOR}ppo_micro_batch_size_per_gpu"):
-        return longest * max(1, int(found.whole(f"{ACTOR}ppo_micro_batch_size_per_gpu")))
-    if found.has(f"{ACTOR}ppo_micro_batch_size"):
-        return longest * max(1, int(found.whole(f"{ACTOR}ppo_micro_batch_size")) // gpus)
+    if each := found.whole(f"{ACTOR}ppo_micro_batch_size_per_gpu"):
+        return longest * max(1, int(each))
+    if rows := found.whole(f"{ACTOR}ppo_micro_batch_size"):
+        return longest * max(1, int(rows) // gpus)
     return max(longest, 16384)
 
 
@@ -442,7 +442,7 @@ def _engine(found: Imported) -> None:
 
 def _servers(found: Imported) -> None:
     gpus = _gpus(found)
-    parallel = found.whole(f"{ROLLOUT}tensor_model_parallel_size")
+    parallel = max(1, found.whole(f"{ROLLOUT}tensor_model_parallel_size"))
     if not found.has(f"{ROLLOUT}tensor_model_parallel_size"):
         parallel = parallel if gpus is not None and gpus % parallel == 0 else 1
     if parallel > 1:
