@@ -18,6 +18,8 @@ ONE_WAY = {
     "harmony": "continues an assistant message after <|call|>",
     "functools": "reads as no tool",
     "xlam": "reads as no tool",
+    "pythonic": "reads as no tool",
+    "llama3_json": "reads as no tool",
 }
 """Formats in which some messages cannot be said: two calls, or text and a call."""
 
