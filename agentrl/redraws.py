@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any, Self
 
 from agentrl.errors import AgentRLError, EnvError
-from agentrl.types import Episode, Group
+from agentrl.types import SANDBOX_FAULT, Episode, Group
 
 RECENT = 1000
 """Episodes that the shares of a run's guard are taken over."""
@@ -266,7 +266,7 @@ class Guard:
 
     def _check(self, name: str, text: str) -> None:
         faulty = sum(name in names for names in self._scored)
-        limit = self.faults_above
+        limit = None if name == SANDBOX_FAULT else self.faults_above
         if limit is None or faulty < AT_LEAST or faulty <= limit * len(self._scored):
             return
         raise EnvError(

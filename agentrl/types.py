@@ -163,6 +163,11 @@ LIMITS = frozenset(
 """Stop reasons that say that an episode was cut."""
 
 
+SANDBOX_FAULT = "sandbox"
+"""Among an episode's faults: a reward raised what a file operation met in a sandbox. That is the policy's doing,
+so it never stops a run as the faults of an author's code do."""
+
+
 @dataclass(frozen=True, slots=True)
 class CallRecord:
     """What became of one tool call. `outcome` is "ok" or the name of the policy's mistake."""

@@ -20,10 +20,12 @@ class Asked:
     """Attributes:
     waiting: services that had not answered when the reward was cancelled.
     unusable: answers that could not be read, in words.
+    sandbox: the reward raised what a file operation met inside a sandbox.
     """
 
     waiting: list[str] = field(default_factory=list)
     unusable: list[str] = field(default_factory=list)
+    sandbox: bool = False
 
 
 _asked: ContextVar[Asked | None] = ContextVar("agentrl_asked", default=None)

@@ -15,7 +15,8 @@ from agentrl.env.observe import error_text
 from agentrl.env.spec import RewardSpec
 from agentrl.env.threads import CallTimeout, ToolRaised
 from agentrl.errors import ConfigError, InfraError, JudgeError, RewardError, traceback_of
-from agentrl.types import CallRecord, Message
+from agentrl.sandbox import met_inside
+from agentrl.types import SANDBOX_FAULT, CallRecord, Message
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,7 +70,8 @@ class Rewards:
             fault = await self._fault(spec, function, argument, read, asked)
         if fault or asked.unusable:
             self.values.setdefault(spec.name, 0.0)
-            self.faults[spec.name] = fault or f"reward {spec.name!r} of {self.where}: {asked.unusable[0]}"
+            name = SANDBOX_FAULT if asked.sandbox else spec.name
+            self.faults[name] = fault or f"reward {spec.name!r} of {self.where}: {asked.unusable[0]}"
 
     async def _fault(
         self,
@@ -93,6 +95,7 @@ class Rewards:
         except ToolRaised as e:
             return f"{what} raised {error_text(e.cause)}\n{traceback_of(e.cause)}"
         except Exception as e:
+            asked.sandbox = met_inside(e)
             return f"{what} raised {error_text(e)}\n{traceback_of(e)}"
         try:
             self.values.update(read(value))

@@ -1,7 +1,7 @@
 """Sandboxes for the programs that a policy writes: the contract, the pool, the limits."""
 
 from agentrl.errors import SandboxError
-from agentrl.sandbox.box import Box
+from agentrl.sandbox.box import Box, met_inside
 from agentrl.sandbox.contract import (
     PROMISES,
     Capabilities,
@@ -46,5 +46,6 @@ __all__ = [
     "Usage",
     "close_pools",
     "doctor",
+    "met_inside",
     "pool_for",
 ]  # fmt: skip

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from agentrl.errors import SandboxError
@@ -42,6 +42,28 @@ PATIENCE_S = 20.0
 
 MAX_INPUT = 8 << 20
 """Bytes of program and stdin that one call can take; the supervisor holds them in memory of its own."""
+
+
+_NOTE = "met by a file operation in sandbox "
+
+
+@contextlib.contextmanager
+def _met_inside(name: str) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        error.add_note(f"{_NOTE}{name}")
+        raise
+
+
+def met_inside(error: BaseException) -> bool:
+    """Whether this error, or one that it follows from, was met by a file operation inside a sandbox."""
+    link: BaseException | None = error
+    while link is not None:
+        if any(note.startswith(_NOTE) for note in getattr(link, "__notes__", ())):
+            return True
+        link = link.__cause__ or link.__context__
+    return False
 
 
 class Box:
@@ -329,7 +351,8 @@ class Box:
             OSError: there is more than `max_bytes` or `max_files`, or what came is no tree.
         """
         data = await self._pack(path, max_bytes, max_files)
-        return trees.files_of(trees.read(data, max_bytes=max_bytes, max_files=max_files))
+        with _met_inside(self.name):
+            return trees.files_of(trees.read(data, max_bytes=max_bytes, max_files=max_files))
 
     async def _pack(self, path: str, max_bytes: int, max_files: int) -> bytes:
         order = {"op": "pack", "path": path, "max_bytes": max_bytes, "max_files": max_files}
@@ -352,14 +375,16 @@ class Box:
         async with self._lock:
             answer, output = await self._call(header, framed + data, FILE_LIMITS)
         streamed = answer.get("streamed", b"")
-        return trees.answer_of(result_of(answer, output), order, data, streamed), streamed
+        with _met_inside(self.name):
+            return trees.answer_of(result_of(answer, output), order, data, streamed), streamed
 
     # The box as a whole
 
     async def snapshot(self, *, max_bytes: int = 256 << 20, max_files: int = 100_000) -> Snapshot:
         """The files of the home directory as they are now."""
         data = await self._pack(self.home, max_bytes, max_files)
-        await asyncio.to_thread(trees.read, data, max_bytes=max_bytes, max_files=max_files)
+        with _met_inside(self.name):
+            await asyncio.to_thread(trees.read, data, max_bytes=max_bytes, max_files=max_files)
         return Snapshot(data)
 
     async def reset(self, to: Snapshot | None = None) -> None:

@@ -42,7 +42,7 @@ class AgentPlayer:
     make_env: Callable[[], Env]
     temperature: float
     places: asyncio.Semaphore
-    crash: Literal["infra", "score"] = "infra"
+    crash: Literal["infra", "score"] = "score"
     token_check: TokenCheck | None = None
     clients: Clients = field(default_factory=Clients)
 
