@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any, Self
 
 from agentrl.errors import AgentRLError, EnvError
-from agentrl.types import SANDBOX_FAULT, Episode, Group
+from agentrl.types import SANDBOX_FAULT, Episode, Group, StopReason
 
 RECENT = 1000
 """Episodes that the shares of a run's guard are taken over."""
@@ -70,6 +70,7 @@ class Redraws:
         tasks: of each task with a redrawn episode, `played` and its reasons.
         hit: mean rewards of the groups with a redrawn episode.
         clean: mean rewards of the others.
+        broken: episodes that ended because the policy broke its sandbox, by task. They are scored, not redrawn.
     """
 
     episodes: int = 0
@@ -78,6 +79,7 @@ class Redraws:
     tasks: dict[str, Counter[str]] = field(default_factory=dict)
     hit: Moments = field(default_factory=Moments)
     clean: Moments = field(default_factory=Moments)
+    broken: Counter[str] = field(default_factory=Counter)
 
     @classmethod
     def of(cls, groups: Iterable[Group]) -> Self:
@@ -88,6 +90,9 @@ class Redraws:
             mean = sum(rewards) / max(len(rewards), 1)
             (found.hit if group.failed else found.clean).add(mean)
             found.episodes += len(group.episodes) + len(group.failed)
+            broken = sum(e.stop_reason is StopReason.SANDBOX_BROKEN for e in group.episodes)
+            if broken:
+                found.broken[group.task.id] += broken
             if group.failed:
                 task = found.tasks.setdefault(group.task.id, Counter())
                 task["played"] += len(group.episodes) + len(group.failed)
@@ -114,6 +119,7 @@ class Redraws:
             tasks,
             self.hit + other.hit,
             self.clean + other.clean,
+            self.broken + other.broken,
         )
 
     @classmethod
@@ -126,6 +132,7 @@ class Redraws:
             {name: Counter(counts) for name, counts in data["tasks"].items()},
             Moments(**data["hit"]),
             Moments(**data["clean"]),
+            Counter(data["broken"]),
         )
 
     def worst_tasks(self, num: int) -> dict[str, dict[str, int]]:
@@ -183,6 +190,7 @@ def redraws_file(run: Path) -> Path:
 def redraws_line(step: int, found: Redraws) -> str:
     """A line of that file."""
     counts = {"episodes": found.episodes, "reasons": found.reasons, "acted": found.acted, "tasks": found.tasks}
+    counts["broken"] = found.broken
     moments = {"hit": dataclasses.asdict(found.hit), "clean": dataclasses.asdict(found.clean)}
     return json.dumps({"step": step, "redraws": counts | moments}) + "\n"
 

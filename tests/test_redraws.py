@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -41,6 +42,14 @@ def test_the_steps_of_a_run_add_up_and_torn_lines_are_left_out(tmp_path: Path):
     assert sum(read.values(), Redraws()) == Redraws.of(
         [group("a", [1.0], 1), group("a", [0.0], 2), group("b", [1.0])]
     )
+
+
+def test_broken_sandboxes_are_counted_by_task_and_kept(tmp_path: Path):
+    broke = replace(episode("a", 0.0), stop_reason=StopReason.SANDBOX_BROKEN)
+    found = Redraws.of([Group(Task("a"), (broke, broke, episode("a", 1.0))), group("b", [1.0])])
+    assert (found.redrawn, found.broken) == (0, {"a": 2})
+    redraws_file(tmp_path).write_text(redraws_line(1, found) + redraws_line(2, found))
+    assert sum(read_redraws(tmp_path).values(), Redraws()).broken == {"a": 4}
 
 
 @pytest.mark.parametrize("seed", range(3))

@@ -74,6 +74,10 @@ def _run(run: Path) -> None:
         print(f"{'':<15} {count:,} {visible(reason)}")
     for task, counts in found.worst_tasks(10).items():
         print(f"task {visible(task)}: {sum(counts.values()) - counts['played']:,} of {counts['played']:,} lost")
+    if found.broken:
+        print(f"{'':<15} {found.broken.total():,} ended because the policy broke its sandbox; they are scored")
+    for task, count in found.broken.most_common(10):
+        print(f"task {visible(task)}: {count:,} broke the sandbox")
     for text in found.findings().values():
         print(f"warning: {visible(text)}")
 

@@ -406,6 +406,11 @@ def summary_text(summary: Summary, *, again: str, columns: int = 100) -> Text:
         ("malformed", summary.malformed, "wrote a call that could not be read, or was invalid"),
         ("limits", summary.limits, "cut by a limit: turns, tokens, calls, context, time"),
         ("infra failures", summary.infra_failures, _why_lost(summary)),
+        *[
+            ("sandbox broken", summary.sandbox_broken, f"by the policy; most on {_counts(worst)}")
+            for worst in [dict(list(summary.sandbox_broken_tasks.items())[:2])]
+            if worst
+        ],
         *[("faults", sum(summary.faults.values()), _counts(summary.faults)) for _ in summary.faults][:1],
     ):
         share = f"{count:,} ({count / max(summary.episodes, 1):.1%})".replace("%", " %") if count else "0"

@@ -51,6 +51,10 @@ class Summary:
     """The same for the 20 tasks with most of them; `played` is how many episodes of the task there were."""
     biased: Sequence[str] = field(default_factory=list)
     """Signs that which episodes failed depended on what the policy did: the run trained on survivors."""
+    sandbox_broken: int = 0
+    """Training episodes that ended because the policy broke its sandbox; they are scored."""
+    sandbox_broken_tasks: Mapping[str, int] = field(default_factory=dict)
+    """The same for the 20 tasks with most of them."""
     faults: Mapping[str, int] = field(default_factory=dict)
     """Training episodes in which a reward, by its name, or the env itself (`step`) raised; such a reward is 0."""
     finished: bool = True

@@ -477,6 +477,8 @@ def summarise(store: RunStore, config: RunConfig, wall_seconds: float) -> Summar
         redrawn=dict(redraws.reasons.most_common()),
         redrawn_tasks=redraws.worst_tasks(20),
         biased=list(redraws.findings().values()),
+        sandbox_broken=redraws.broken.total(),
+        sandbox_broken_tasks=dict(redraws.broken.most_common(20)),
         faults={
             name.removeprefix("faults/"): total(name)
             for name in sorted({name for line in steps for name in line if name.startswith("faults/")})
