@@ -19,25 +19,26 @@ class ToolSettings:
     """Limits and policies. A class may carry its own as `settings = ToolSettings(...)`."""
 
     max_calls_per_turn: int = 8
-    """Calls of one message beyond this many are answered with an error instead of being run."""
+    """Calls that one message may make; further ones are answered with an error instead of being run."""
     max_tool_calls: int | None = None
-    """Calls of one episode; the next one is answered with an error and truncates the episode."""
+    """Calls that one episode may make (None: any number); the next one gets an error and truncates the episode."""
     tool_timeout_s: float = 30.0
-    """Limit of one tool call, where the tool does not say its own."""
+    """Seconds for one tool call, unless the tool sets its own limit; beyond them the mistake is `tool_timeout`."""
     setup_timeout_s: float = 120.0
-    """Limit of `setup` and `respond`; beyond it the episode is an infrastructure failure."""
+    """Seconds for `setup`, beyond which the episode is an infrastructure failure, and for `respond`, beyond which
+    it ends with the stop reason `fault` (infrastructure if `respond` is waiting for a `Judge`)."""
     teardown_timeout_s: float = 30.0
-    """Limit of `teardown`; beyond it there is a warning, and what was played stays valid."""
+    """Seconds for `teardown`; beyond them there is a warning, and the episode stays valid."""
     reward_timeout_s: float = 60.0
-    """Limit of one reward function; beyond it the reward counts 0 (where it waits for a judge: infrastructure)."""
+    """Seconds for one reward function; beyond them it counts 0 (infrastructure if it is waiting for a judge)."""
     observation_tokens: int = 1024
-    """Longest text of one tool result; the middle of a longer one is left out."""
+    """Longest text of one tool result, in tokens; the middle of a longer one is left out."""
     mistakes: Mapping[str, MistakePolicy] = field(default_factory=dict)
-    """What follows a mistake of the policy, by its name; "observe" where nothing is said."""
+    """What a mistake of the policy leads to, by name of the mistake; those not listed are only observed."""
     mistake_penalty: float = 0.1
-    """Taken from the reward of the turn for each mistake that is set to "penalise"."""
+    """Subtracted from the turn's reward for each mistake that is set to `"penalise"`."""
     reward_weights: Mapping[str, float] = field(default_factory=dict)
-    """Weights by name of reward, in place of those in the code."""
+    """Weights by name of the reward, overriding those in the code."""
 
     def changed(self, values: Mapping[str, Any]) -> ToolSettings:
         """These settings with some replaced by name. Raises ConfigError on a name that is none, or a value."""

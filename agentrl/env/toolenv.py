@@ -15,6 +15,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from agentrl.env import toolbox
+from agentrl.env.asked import asking
 from agentrl.env.dispatch import BoundTool, Mistake, Outcome, call_function, run_call
 from agentrl.env.env import Env, StepInfo
 from agentrl.env.held_back import HeldBack, acts_outside
@@ -34,7 +35,7 @@ from agentrl.env.settings import ToolSettings
 from agentrl.env.solved import SolvedRule
 from agentrl.env.spec import ClassSpec, RewardSpec, class_spec, unknown_weights
 from agentrl.env.threads import CallTimeout, EpisodeThread, ToolRaised, current
-from agentrl.errors import ConfigError, EnvError, InfraError, RewardError, traceback_of
+from agentrl.errors import ConfigError, EnvError, InfraError, JudgeError, RewardError, traceback_of
 from agentrl.sandbox import Box, Sandbox, pool_for
 from agentrl.types import CallRecord, Episode, Message, StopReason, Task, ToolCall
 
@@ -440,12 +441,16 @@ class ToolEnv(Env):
     async def _ask_user(self, message: Message) -> list[Message]:
         if type(self).respond is ToolEnv.respond:
             return []
+        limit_s = self.settings.setup_timeout_s
         try:
-            with self._on_thread():
-                said: Any = await call_function(self.respond, {"message": message}, self.settings.setup_timeout_s)
+            with self._on_thread(), asking() as asked:
+                said: Any = await call_function(self.respond, {"message": message}, limit_s)
         except (InfraError, ConfigError):
             raise
         except Exception as e:
+            if isinstance(e, CallTimeout) and asked.waiting:
+                text = f"{type(self).__name__}.respond: no answer of {asked.waiting[0]} within {limit_s:g} s"
+                raise JudgeError(text) from None
             cause = e.cause if isinstance(e, ToolRaised) else e
             text = f"{type(self).__name__}.respond: {error_text(cause)}\n{traceback_of(cause)}"
             raise EnvError(text) from cause

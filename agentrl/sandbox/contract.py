@@ -58,30 +58,30 @@ class Limits:
     """What a program may use. The first group can be narrowed call by call, the second belongs to the sandbox."""
 
     wall_s: float = 10.0
-    """Seconds until the program and everything it started is killed."""
+    """Seconds until the program and everything it started are killed."""
     cpu_s: float | None = None
     """CPU seconds of one process; None: bounded by `wall_s` only."""
     stdout_bytes: int = 1 << 20
-    """Bytes of stdout that are kept: half from the beginning, half from the end."""
+    """Bytes of stdout to keep: half from the beginning, half from the end."""
     stderr_bytes: int = 1 << 20
-    """The same for stderr."""
+    """Bytes of stderr to keep, in the same way."""
     output_total_mb: int = 256
-    """Output beyond this, kept or not, ends the program with outcome "output_limit"."""
+    """MiB of output, kept or not, after which the program ends with outcome `output_limit`."""
     file_mb: int = 64
-    """Size of one file."""
+    """Largest size of one file, in MiB."""
     open_files: int = 256
-    """Open descriptors of one process."""
+    """Open file descriptors of one process."""
 
     memory_mb: int = 256
-    """Memory of all processes together; files on the sandbox's disk count, since it lies in memory."""
+    """MiB of memory for all processes together, including the files on the sandbox's disk, which is in memory."""
     pids: int = 64
-    """Processes and threads at once."""
+    """Processes and threads that may exist at the same time."""
     cpus: float | None = None
-    """Processors' worth of time for all processes together; None: no limit."""
+    """CPU cores for all processes together, fractions allowed; None: no limit."""
     workspace_mb: int = 64
-    """Size of the writable disk (/workspace, /tmp and /dev/shm are one)."""
+    """MiB on the writable disk (`/workspace`, `/tmp` and `/dev/shm` share it; docker: see Back-ends)."""
     inodes: int = 20_000
-    """Files and directories on it."""
+    """Files and directories on the writable disk."""
 
     def __post_init__(self) -> None:
         for name in (
@@ -132,42 +132,42 @@ class Sandbox(Limits):
     """
 
     backend: str = "namespace"
-    """namespace, docker, landlock, process, or module:Name of a back-end of your own."""
+    """namespace, docker, landlock, remote, process, or `module:Name` of your own back-end."""
     network: bool = False
-    """True opens the host's network (namespace) or a bridge (docker)."""
+    """True gives programs the host's network (docker: a bridge network)."""
     require: tuple[str, ...] | None = None
-    """Promises (keys of PROMISES) that must hold; None: those the back-end always makes."""
+    """Promises that must hold, by name (see Back-ends); None: those the back-end always makes."""
     readonly: tuple[str, ...] = ()
-    """Paths of the host that are visible inside at the same place, read-only, if every user may read them."""
+    """Absolute host paths that appear inside at the same path, read-only. Every user must be able to read them."""
     python_path: tuple[str, ...] = ()
-    """Directories, visible inside, that are appended to the module search path of Python."""
+    """Directories, visible inside, to append to the module search path of `box.python` and Python sessions."""
     env: tuple[tuple[str, str], ...] = ()
-    """Variables added to the otherwise empty environment."""
+    """Environment variables as (name, value) pairs, added to a minimal environment; nothing is inherited."""
     image: str = "agentrl/sandbox:latest"
-    """docker: the image; it needs a `python3` of at least 3.9."""
+    """docker: the image; it needs `python3`, version 3.9 or later."""
     runtime: str | None = None
-    """docker: the runtime, for instance "runsc"; None: the engine's default."""
+    """docker: the runtime, for instance `runsc`; None: the engine's default."""
     trusted: bool = False
-    """process: must be True, since that back-end isolates nothing."""
+    """process: must be True, because that back-end isolates nothing."""
     python: str | None = None
-    """Interpreter of the local back-ends; None: the one that runs this program."""
+    """Path of the interpreter that local back-ends use; None: the one running this program."""
     run_as: int | None = None
-    """namespace, landlock: do everything as this user id; only root can ask for another than its own."""
+    """namespace, landlock: run everything as this user id; only root can choose an id other than its own."""
     url: str | None = None
-    """remote: where `agentrl sandbox serve` listens, http://host:port; several, by commas, take turns."""
+    """remote: address of `agentrl sandbox serve`, `http://host:port`; several, separated by commas, take turns."""
     token_file: str | None = None
-    """remote: the file that holds the server's token."""
+    """remote: path of the file with the server's token."""
     ttl_s: float = 3600.0
-    """Seconds after which a leased sandbox ends itself, whoever may have forgotten it."""
+    """Seconds after which a leased sandbox ends on its own, in case nobody releases it."""
     on_death: Literal["score", "infra"] = "score"
-    """What happens to an episode whose sandbox dies once a program has run in it, if nothing outside explains why.
+    """What happens to an episode whose sandbox dies after a program has run in it, for no known outside cause.
 
-    "score" ends it with stop reason `sandbox_broken` and reward `death_reward`. "infra" plays it again, which lets
-    a policy escape a bad episode by breaking its sandbox.
+    `"score"` ends it with stop reason `sandbox_broken` and reward `death_reward`. `"infra"` plays it again, which
+    lets a policy escape a bad episode by breaking its sandbox.
     """
     death_reward: float = 0.0
-    """Total reward of an episode that ends with `sandbox_broken`. If the rewards of an env go below 0, set it to
-    the lowest of them."""
+    """Total reward of an episode that ends with `sandbox_broken`. If your env's rewards go below 0, set it to the
+    lowest of them."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
