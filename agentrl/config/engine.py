@@ -8,6 +8,7 @@ from pydantic import Field, field_validator, model_validator
 
 from agentrl.config.address import address_problem
 from agentrl.config.section import Count, Device, Positive, Section
+from agentrl.gpu import gpus_here
 
 Seconds = Annotated[float, Field(gt=0)]
 
@@ -148,9 +149,7 @@ class EngineConfig(Section):
         if self.dtype != "auto":
             return self.dtype
         if self.device == "auto":
-            import torch
-
-            return "bfloat16" if torch.cuda.is_available() else "float32"
+            return "bfloat16" if gpus_here() else "float32"
         return "bfloat16" if self.device.startswith("cuda") else "float32"
 
     @property

@@ -29,6 +29,21 @@ class TinyModel(Section):
     max_context: Positive = 1024
     """Longest sequence in tokens."""
 
+    @model_validator(mode="after")
+    def _heads_fit(self) -> Self:
+        if self.heads > 1 and self.heads % (self.heads // 2):
+            raise ValueError(
+                f"heads = {self.heads} cannot share {self.heads // 2} key/value heads evenly: "
+                "use 1, 3 or an even number"
+            )
+        if self.hidden % (2 * self.heads):  # rotary positions turn pairs of numbers within a head
+            near = 2 * self.heads * max(1, round(self.hidden / (2 * self.heads)))
+            raise ValueError(
+                f"hidden = {self.hidden} cannot be split into {self.heads} heads of an even size: "
+                f"set hidden to {near}, or change heads"
+            )
+        return self
+
 
 class ModelConfig(Section):
     """Which policy is trained: a Hugging Face directory, or a tiny model made on the spot."""

@@ -11,8 +11,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from importlib import import_module
-from importlib.util import find_spec
-from typing import Any, Literal, NamedTuple, TypeVar, cast
+from typing import Any, NamedTuple, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
@@ -22,8 +21,8 @@ from transformers.masking_utils import AttentionMaskInterface
 from agentrl.config.run import LearnerConfig
 from agentrl.engine.probe import ALONE, ENDS, SHARED, probe
 from agentrl.errors import ConfigError
+from agentrl.train.attention_choice import Kind, choose_attention
 
-Kind = Literal["sdpa", "flex", "flash"]
 NAMES: dict[Kind, str] = {"sdpa": "agentrl_packed", "flex": "agentrl_blocks", "flash": "agentrl_sequences"}
 """Known to transformers by these; a name with sdpa or flash in it would be taken for one of its own."""
 PACKED_ATTENTION = NAMES["sdpa"]
@@ -189,56 +188,9 @@ _NOT_COMPUTED = ("softcap", "s_aux", "sinks", "position_bias", "indices", "block
 """What some models of transformers hand to their attention: bounded scores, sinks, biases, selected keys."""
 
 
-def choose_attention(config: LearnerConfig, device_type: str, head_dims: set[int]) -> Kind:
-    """What `learner.attention` means here: `auto` takes the best that is there for this model and precision.
-
-    Args:
-        head_dims: sizes of the heads, of queries and keys and of values.
-
-    Raises:
-        ConfigError: what is asked for cannot work here.
-    """
-    gpu, low = device_type == "cuda", config.precision == "bfloat16"
-    if config.attention == "auto":
-        if not gpu:
-            return "sdpa"
-        if low and find_spec("flash_attn") and _fits_flash(head_dims):
-            return "flash"
-        return "flex" if find_spec("triton") and min(head_dims) >= 16 else "sdpa"
-    asked = f"learner.attention {config.attention}"
-    if config.attention != "sdpa" and not gpu:
-        why = (
-            "PyTorch has no backward pass for it on CPUs"
-            if config.attention == "flex"
-            else "it has GPU kernels only"
-        )
-        raise ConfigError(
-            f"{asked} needs a GPU, and the learner computes on the {device_type.upper()}: {why}; {_LEAVE}"
-        )
-    if config.attention == "flash":
-        if not find_spec("flash_attn"):
-            raise ConfigError(
-                f"{asked} needs flash-attn: pip install flash-attn --no-build-isolation, or {_LEAVE}"
-            )
-        if not low:
-            raise ConfigError(f"{asked} computes in bfloat16 only: set learner.precision to bfloat16, or {_LEAVE}")
-        if not _fits_flash(head_dims):
-            raise ConfigError(f"{asked} cannot compute heads of size {max(head_dims)} here; {_LEAVE}")
-    return config.attention
-
-
-_LEAVE = "leave learner.attention at auto"
-
-
 def _head_dims(model: PretrainedConfig) -> set[int]:
     """Sizes of queries and keys, and of values."""
     text = model.get_text_config()
     own = getattr(text, "qk_head_dim", None) or getattr(text, "head_dim", None)
     queries = int(own or text.hidden_size // text.num_attention_heads)
     return {queries, int(getattr(text, "v_head_dim", None) or queries)}
-
-
-def _fits_flash(sizes: set[int]) -> bool:
-    """Its kernels have one head size, a multiple of 8 up to 256, on GPUs since Ampere."""
-    old = torch.cuda.is_available() and torch.cuda.get_device_capability()[0] < 8
-    return len(sizes) == 1 and max(sizes) <= 256 and max(sizes) % 8 == 0 and not old

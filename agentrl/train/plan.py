@@ -15,6 +15,8 @@ from typing import Any
 from agentrl.config.datafiles import data_files
 from agentrl.config.run import RunConfig
 from agentrl.errors import ConfigError
+from agentrl.gpu import gpu_memory, gpus_here
+from agentrl.train.attention_choice import choose_attention
 from agentrl.train.plan_shape import BFLOAT16, FLOAT32, ModelShape, classifier_parameters
 
 GIB = 2**30
@@ -237,12 +239,8 @@ def placement(config: RunConfig, gpu: bool) -> list[str]:
 
 def attention_there(config: RunConfig, shape: ModelShape, gpu: bool) -> str:
     """How the learner will compute its attention; what was asked for where that cannot be known from here."""
-    import torch
-
-    from agentrl.train.attention import choose_attention
-
     asked = config.learner.attention
-    if gpu and not torch.cuda.is_available():
+    if gpu and not gpus_here():
         return asked
     try:
         return choose_attention(config.learner, "cuda" if gpu else "cpu", {shape.head_dim})
@@ -289,25 +287,14 @@ def on_gpu(config: RunConfig) -> bool:
     """Whether the learner will compute on a GPU of this machine."""
     if config.learner.device != "auto":
         return config.learner.device.startswith("cuda")
-    import torch
-
-    return torch.cuda.is_available()
-
-
-def gpus_here() -> int:
-    """GPUs of this machine."""
-    import torch
-
-    return torch.cuda.device_count() if torch.cuda.is_available() else 0
+    return gpus_here() > 0
 
 
 def machine_memory(gpu: bool) -> int | None:
     """Memory of this machine's first GPU, or of the machine; None where GPUs are planned that are not here."""
     if not gpu:
         return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    import torch
-
-    return int(torch.cuda.get_device_properties(0).total_memory) if torch.cuda.is_available() else None
+    return gpu_memory()
 
 
 def disk_free(folder: Path) -> int:

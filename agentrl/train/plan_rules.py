@@ -8,7 +8,9 @@ from pathlib import Path
 
 from agentrl.config.run import RunConfig
 from agentrl.errors import ConfigError
-from agentrl.train.plan import Finding, Phase, Plan, disk_free, gpus_here, own_devices, size
+from agentrl.gpu import gpus_here
+from agentrl.train.attention_choice import choose_attention
+from agentrl.train.plan import Finding, Phase, Plan, disk_free, own_devices, size
 
 Rule = Callable[[RunConfig, Plan, bool], Iterator[Finding]]
 BILLION = 1_000_000_000
@@ -203,11 +205,7 @@ def signal(config: RunConfig, plan: Plan, gpu: bool) -> Iterator[Finding]:
 
 def attention(config: RunConfig, plan: Plan, gpu: bool) -> Iterator[Finding]:
     """PL15: an attention that cannot work here."""
-    import torch
-
-    from agentrl.train.attention import choose_attention
-
-    if gpu and not torch.cuda.is_available():
+    if gpu and not gpus_here():
         return
     try:
         choose_attention(config.learner, "cuda" if gpu else "cpu", {plan.model.head_dim})

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -42,35 +43,34 @@ class ModelShape:
         Raises:
             ConfigError: it is missing, no JSON, or of a model that transformers does not know.
         """
-        from transformers import AutoConfig
-
         if not (directory / "config.json").is_file():
             raise ConfigError(f"model directory {directory} has no config.json: give the folder of a model")
+        if (known := _known_decoder(directory / "config.json")) is not None:
+            return known
+        from huggingface_hub.errors import StrictDataclassError
+        from transformers import AutoConfig
+
         try:
             config = AutoConfig.from_pretrained(directory, local_files_only=True)
-        except (OSError, ValueError, KeyError) as e:
+        except (OSError, ValueError, KeyError, TypeError, StrictDataclassError) as e:
             raise ConfigError(f"{directory / 'config.json'}: {str(e)[:300]}") from e
         return cls._of(config, str(directory))
 
     @classmethod
     def of_tiny(cls, tiny: TinyModel) -> ModelShape:
         """Of the model that a run makes itself; its tokenizer may end up with fewer tokens than `vocab`."""
-        from transformers import Qwen3Config
-
-        return cls._of(
-            Qwen3Config(
-                vocab_size=tiny.vocab,
-                hidden_size=tiny.hidden,
-                intermediate_size=tiny.intermediate,
-                num_hidden_layers=tiny.layers,
-                num_attention_heads=tiny.heads,
-                num_key_value_heads=max(1, tiny.heads // 2),
-                head_dim=tiny.hidden // tiny.heads,
-                max_position_embeddings=tiny.max_context,
-                tie_word_embeddings=True,
-            ),
-            "model.tiny",
-        )
+        return _Decoder(
+            kind="qwen3",
+            hidden=tiny.hidden,
+            intermediate=tiny.intermediate,
+            layers=tiny.layers,
+            heads=tiny.heads,
+            kv_heads=max(1, tiny.heads // 2),
+            head_dim=tiny.hidden // tiny.heads,
+            vocab=tiny.vocab,
+            max_context=tiny.max_context,
+            tied=True,
+        ).shape()
 
     @classmethod
     def _of(cls, config: Any, where: str) -> ModelShape:
@@ -81,7 +81,7 @@ class ModelShape:
         try:
             with torch.device("meta"):  # shapes without storage
                 model = auto.from_config(config)
-        except (ValueError, KeyError, TypeError, AttributeError) as e:
+        except (ValueError, KeyError, TypeError, AttributeError, RuntimeError) as e:
             raise ConfigError(f"{where}: is no causal language model that can be planned: {str(e)[:300]}") from e
         text = config.get_text_config()
         heads = int(text.num_attention_heads)
@@ -133,6 +133,109 @@ class ModelShape:
             for name, inputs, outputs in self.linear
             if targets == "all-linear" or name in targets
         )
+
+
+KNOWN = ("llama", "mistral", "qwen2", "qwen3")
+"""Families that are counted by arithmetic: transformers, which counts all others, takes seconds to import."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Decoder:
+    """A decoder of one of the known families: pre-norm blocks with grouped-query attention and a gated MLP."""
+
+    kind: str
+    hidden: int
+    intermediate: int
+    layers: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    vocab: int
+    max_context: int
+    tied: bool
+    attention_bias: bool = False
+    mlp_bias: bool = False
+
+    def shape(self) -> ModelShape:
+        """Its parameters, as transformers makes them."""
+        queries, keys = self.heads * self.head_dim, self.kv_heads * self.head_dim
+        linear = (
+            ("q_proj", self.hidden, queries),
+            ("k_proj", self.hidden, keys),
+            ("v_proj", self.hidden, keys),
+            ("o_proj", queries, self.hidden),
+            ("gate_proj", self.hidden, self.intermediate),
+            ("up_proj", self.hidden, self.intermediate),
+            ("down_proj", self.intermediate, self.hidden),
+        )
+        block = sum(inputs * outputs for _, inputs, outputs in linear) + 2 * self.hidden  # and two norms
+        if self.kind == "qwen3":
+            block += 2 * self.head_dim  # norms of queries and keys
+        if self.kind == "qwen2":
+            block += queries + 2 * keys
+        elif self.attention_bias:
+            block += queries + 2 * keys + self.hidden
+        if self.mlp_bias:
+            block += 2 * self.intermediate + self.hidden
+        outer = self.vocab * self.hidden * (1 if self.tied else 2) + self.hidden
+        return ModelShape(
+            kind=self.kind,
+            parameters=outer + self.layers * block,
+            outer=outer,
+            layers=self.layers,
+            hidden=self.hidden,
+            intermediate=self.intermediate,
+            heads=self.heads,
+            kv_heads=self.kv_heads,
+            head_dim=self.head_dim,
+            vocab=self.vocab,
+            max_context=self.max_context,
+            linear=linear * self.layers,
+        )
+
+
+def _known_decoder(file: Path) -> ModelShape | None:
+    """The shape of a model of a known family whose config.json gives every size; None leaves it to transformers.
+
+    What transformers would fill in or refuse is not guessed here.
+    """
+    try:
+        given = json.loads(file.read_bytes())
+    except (OSError, ValueError, RecursionError):
+        return None
+    if not isinstance(given, dict) or given.get("model_type") not in KNOWN or "quantization_config" in given:
+        return None
+    kind = given["model_type"]
+    keys = {
+        "hidden": "hidden_size",
+        "intermediate": "intermediate_size",
+        "layers": "num_hidden_layers",
+        "heads": "num_attention_heads",
+        "kv_heads": "num_key_value_heads",
+        "vocab": "vocab_size",
+        "max_context": "max_position_embeddings",
+    }
+    sizes = {name: _size(given.get(key)) for name, key in keys.items()}
+    if 0 in sizes.values() or sizes["hidden"] % sizes["heads"] or sizes["heads"] % sizes["kv_heads"]:
+        return None
+    per_head = given.get("head_dim")
+    if per_head is None and kind != "qwen3":
+        per_head = sizes["hidden"] // sizes["heads"]
+    sizes["head_dim"] = _size(per_head)
+    flags = {
+        "tied": given.get("tie_word_embeddings", False),
+        "attention_bias": given.get("attention_bias", False) if kind in ("llama", "qwen3") else False,
+        "mlp_bias": given.get("mlp_bias", False) if kind == "llama" else False,
+    }
+    if sizes["head_dim"] == 0 or any(type(flag) is not bool for flag in flags.values()):
+        return None
+    tied, attention, mlp = flags.values()
+    return _Decoder(kind, **sizes, tied=tied, attention_bias=attention, mlp_bias=mlp).shape()
+
+
+def _size(value: object) -> int:
+    """A positive whole number; 0 for anything else."""
+    return value if type(value) is int and value > 0 else 0
 
 
 def classifier_parameters(directory: Path) -> int:

@@ -87,3 +87,18 @@ def test_warmup_as_a_share_of_the_steps():
 )
 def test_settings_of_a_ratio_that_is_always_one_are_found(algorithm: Any, staleness: int, wanted: list[str]):
     assert AlgorithmConfig(**algorithm).idle_parameters(staleness) == wanted
+
+
+@pytest.mark.parametrize(
+    ("sizes", "said"),
+    [
+        ({"hidden": 30, "heads": 4}, "hidden = 30 cannot be split into 4 heads of an even size: set hidden to 32"),
+        ({"hidden": 12, "heads": 4}, "of an even size: set hidden to"),
+        ({"hidden": 80, "heads": 5}, "heads = 5 cannot share 2 key/value heads evenly"),
+        ({"hidden": 2, "heads": 4}, "set hidden to 8"),
+    ],
+)
+def test_heads_of_a_tiny_model_must_fit(sizes: dict[str, int], said: str):
+    with pytest.raises(ValueError, match=said):
+        RunConfig(env="agentrl.envs.calculator:Calculator", model={"tiny": sizes})
+    RunConfig(env="agentrl.envs.calculator:Calculator", model={"tiny": {"hidden": 48, "heads": 3}})

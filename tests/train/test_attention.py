@@ -28,7 +28,8 @@ from agentrl.config.algorithm import AlgorithmConfig
 from agentrl.config.run import LearnerConfig, OptimConfig
 from agentrl.errors import ConfigError
 from agentrl.train import attention_flex
-from agentrl.train.attention import NAMES, choose_attention
+from agentrl.train.attention import NAMES
+from agentrl.train.attention_choice import choose_attention
 from agentrl.train.attention_flex import BLOCK, block_mask
 from agentrl.train.critic import load_critic
 from agentrl.train.learner import Learner
@@ -299,7 +300,7 @@ def chosen(attention: str = "auto", device: str = "cuda", head: int = 128, **con
 
 def test_auto_takes_the_best_that_is_there(monkeypatch: pytest.MonkeyPatch):
     there: set[str] = set()
-    monkeypatch.setattr("agentrl.train.attention.find_spec", lambda name: name in there or None)
+    monkeypatch.setattr("agentrl.train.attention_choice.find_spec", lambda name: name in there or None)
     low = {"precision": "bfloat16"}
     assert chosen(**low) == "sdpa"
     there.add("triton")
@@ -322,7 +323,7 @@ def test_auto_takes_the_best_that_is_there(monkeypatch: pytest.MonkeyPatch):
     ],
 )
 def test_what_cannot_work_is_refused(given: dict[str, Any], text: str, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("agentrl.train.attention.find_spec", lambda name: None)
+    monkeypatch.setattr("agentrl.train.attention_choice.find_spec", lambda name: None)
     with pytest.raises(ConfigError, match=text):
         chosen(**given)
 

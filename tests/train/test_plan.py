@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -267,3 +270,59 @@ def test_a_model_that_is_none_is_one_error(tmp_path: Path):
 )
 def test_sizes_are_for_people(number: int, text: str):
     assert size(number) == text
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        {"model_type": "llama"},
+        {"model_type": "llama", "attention_bias": True, "mlp_bias": True, "tie_word_embeddings": True},
+        {"model_type": "mistral", "head_dim": 24},
+        {"model_type": "qwen2", "tie_word_embeddings": True},
+        {"model_type": "qwen2", "attention_bias": True, "mlp_bias": True},
+        {"model_type": "qwen3", "head_dim": 24, "attention_bias": True},
+        {"model_type": "qwen3"},
+        {"model_type": "qwen3", "head_dim": None},
+    ],
+)
+def test_arithmetic_counts_what_transformers_counts(tmp_path: Path, config: dict[str, Any], monkeypatch):
+    sizes = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 3, "num_attention_heads": 4}
+    sizes |= {"num_key_value_heads": 2, "vocab_size": 320, "max_position_embeddings": 128}
+    (tmp_path / "config.json").write_text(json.dumps(sizes | config))
+
+    def counted() -> ModelShape | str:
+        try:
+            return ModelShape.of_directory(tmp_path)
+        except ConfigError as e:
+            return str(e)
+
+    quick = counted()
+    monkeypatch.setattr("agentrl.train.plan_shape.KNOWN", ())
+    assert counted() == quick
+
+
+@pytest.mark.parametrize("heads", [4, 1, 3])
+def test_a_tiny_model_is_counted_as_it_is_made(tmp_path: Path, heads: int):
+    from agentrl.config.run import TinyModel
+    from agentrl.testing.tiny_model import make_tiny_model
+
+    tiny = TinyModel(hidden=48, heads=heads, layers=2, intermediate=64, vocab=320)
+    made = make_tiny_model(tmp_path / "made", ["some text for the tokenizer"], tiny, seed=0)
+    directory = made if isinstance(made, Path) else tmp_path / "made"
+    found, planned = ModelShape.of_directory(directory), ModelShape.of_tiny(tiny)
+    assert (found.block, found.linear) == (planned.block, planned.linear)
+    assert found.parameters - planned.parameters == (found.vocab - planned.vocab) * 48
+
+
+def test_planning_imports_neither_torch_nor_transformers(tmp_path: Path):
+    yaml = tmp_path / "tools.yaml"
+    model(tmp_path / "model", "0.6B")
+    yaml.write_text("env: agentrl.envs.calculator:Calculator\nmodel: {path: model}\n")
+    code = (
+        "import sys\nfrom agentrl.cli.app import app\n"
+        f"app(['plan', {str(yaml)!r}], standalone_mode=False)\n"
+        "print('imported', sorted({'torch', 'transformers', 'openai', 'numpy'} & sys.modules.keys()))\n"
+    )
+    env = os.environ | {"CUDA_VISIBLE_DEVICES": ""}
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=env)
+    assert done.stdout.splitlines()[-1] == "imported []", done.stderr
