@@ -29,7 +29,8 @@ async def fitting(
     """The content without the tasks whose opening messages leave no room for a completion.
 
     Every task of both splits is set up and rendered once, tools included. Without `data.overlong_prompts` only the
-    first few of each split are, and one without room is refused. A reporter is told what is left out.
+    first few of each split are, and a split is refused where none of them has room. A reporter is told what is left
+    out.
 
     Raises:
         ConfigError: `refuse` found one, none fits, there are too many tasks to look at, or one cannot be set up.
@@ -48,7 +49,12 @@ async def fitting(
 async def _check_room(
     content: Content, config: RunConfig, renderer: Renderer, max_context: int, most: int
 ) -> None:
-    """Look at the first prompts of each split. Raises ConfigError where one leaves no room for a completion."""
+    """Look at the first prompts of each split.
+
+    Raises:
+        ConfigError: none of a split leaves room for a completion. A task that does not fit among others that do is
+            played, and ends without a token.
+    """
 
     async def measured(task: Task) -> tuple[int, Task]:
         try:
@@ -56,11 +62,12 @@ async def _check_room(
         except InfraError:  # what an env needs may be down for a moment; the run refills such episodes
             return 0, task
 
-    tasks = [
-        split[i] for split in (content.train_tasks, content.held_out_tasks) for i in range(min(len(split), FIRST))
-    ]
-    tokens, task = max(await asyncio.gather(*map(measured, tasks)), key=lambda pair: pair[0], default=(0, None))
-    if task is not None and tokens > most:
+    for split in (content.train_tasks, content.held_out_tasks):
+        first = [split[i] for i in range(min(len(split), FIRST))]
+        found = await asyncio.gather(*map(measured, first))
+        tokens, task = min(found, key=lambda pair: pair[0], default=(0, None))
+        if task is None or tokens <= most:
+            continue
         tight = "the model takes" if max_context <= config.rollout.token_budget else "rollout.token_budget is"
         raise ConfigError(
             f"the prompt of task {task.id!r} has {tokens:,} tokens and {tight} {most + 1:,}: nothing can be "

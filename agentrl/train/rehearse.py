@@ -26,7 +26,7 @@ from agentrl.env.load import load_env, said_by
 from agentrl.env.rewards import weight_of, weight_of_nothing
 from agentrl.env.solved import NOT_DECLARED
 from agentrl.env.toolenv import ToolEnv
-from agentrl.errors import ConfigError, InfraError
+from agentrl.errors import ConfigError, EnvError, InfraError, RewardError
 from agentrl.records import EpisodeRecord
 from agentrl.rollout.group import with_group_rewards
 from agentrl.rollout.metrics import reward_parts
@@ -113,7 +113,7 @@ def rehearse(config: RunConfig, *, play_outside: bool = False) -> Rehearsal:
         proof.require(tools=bool(content.make_env().tools))
         try:
             found = asyncio.run(_closing_pools(_rehearse(config, content, renderer, proof, max_context)))
-        except InfraError as e:
+        except (InfraError, EnvError, RewardError) as e:
             raise ConfigError(f"{config.env.use}: {e}") from e
     if not held_back:
         return found
@@ -310,6 +310,8 @@ async def _compared(
     half = max(config.rollout.group_size // 2, 1)
     episodes = [replace(e, id=f"{e.id}/{i}") for e in (scripted, silent) for i in range(half)]
     episodes = list(await with_group_rewards(content.make_env(), episodes))
+    if faults := {name: text for episode in episodes for name, text in episode.faults.items()}:
+        raise RewardError(faults)
     groups = [Group(scripted.task, tuple(episodes))]
     algorithm = make_algorithm(config.algorithm)
     if algorithm.late or "greedy_E" in algorithm.needs:
