@@ -29,8 +29,8 @@ async def fitting(
     """The content without the tasks whose opening messages leave no room for a completion.
 
     Every task of both splits is set up and rendered once, tools included. Without `data.overlong_prompts` only the
-    first few of each split are, and a split is refused where none of them has room. A reporter is told what is left
-    out.
+    first few of each split are, and a split is refused where none of them has room. A reporter is told what is
+    left out.
 
     Raises:
         ConfigError: `refuse` found one, none fits, there are too many tasks to look at, or one cannot be set up.
