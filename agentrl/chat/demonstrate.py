@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from agentrl.chat.roundtrip import calls_of
@@ -19,6 +20,7 @@ def completion_of(renderer: Renderer, message: Message, tools: Sequence[Mapping[
         TemplateError: the template does not write the message behind its own generation prompt, or what it writes
             reads as other calls.
     """
+    [message] = with_ids(renderer, [message])
     ids = tuple(renderer.completion_ids(message, tools))
     read = renderer.parse(ids, tools=tools)
     if [call.name for call in read.tool_calls] != [call.name for call in message.tool_calls]:
@@ -27,6 +29,29 @@ def completion_of(renderer: Renderer, message: Message, tools: Sequence[Mapping[
             f"{_names(read)} (by the parser {renderer.parser.name}): {renderer.decode(ids)!r}"
         )
     return Completion(ids, (0.0,) * len(ids), (0,) * len(ids), "stop")
+
+
+def with_ids(renderer: Renderer, messages: Sequence[Message]) -> list[Message]:
+    """`messages` with each call id that the parser's format does not allow replaced, in the tool's answer as well.
+
+    Kimi K2 reads the tool's name in the id, Mistral's templates want nine letters and digits; a written
+    conversation has the ids of the program that recorded it.
+    """
+    parser = renderer.parser
+    new_ids: dict[str, str] = {}
+    given = []
+    count = 0
+    for message in messages:
+        calls = []
+        for call in message.tool_calls:
+            id = call.id if parser.takes_id(call.id, call.name) else parser.call_id(call.name, count)
+            new_ids[call.id] = id
+            calls.append(replace(call, id=id))
+            count += 1
+        answered = message.tool_call_id
+        answered = new_ids.get(answered, answered) if answered is not None else None
+        given.append(replace(message, tool_calls=tuple(calls), tool_call_id=answered))
+    return given
 
 
 def _names(message: Message) -> str:
@@ -43,7 +68,7 @@ def imitate(
     """
     transcript = Transcript(renderer, tools)
     new: list[Message] = []
-    for message in messages:
+    for message in with_ids(renderer, messages):
         if message.role == "assistant":
             transcript.extend(new)
             completion = completion_of(renderer, message, tools)

@@ -201,10 +201,13 @@ class Proof:
 
 def prove(renderer: Renderer, conversations: Iterable[Conversation] | None = None) -> Proof:
     """Compare ledger and template over `conversations` (by default one of every shape, with two seeds)."""
+    from agentrl.chat.demonstrate import with_ids
+
     given = list(conversations) if conversations is not None else [*shapes(0), *shapes(1)]
     findings = []
     turns = called = 0
     for conversation in given:
+        conversation = replace(conversation, messages=tuple(with_ids(renderer, conversation.messages)))
         done, finding = _prove_one(renderer, conversation)
         turns += done
         called += done >= 2 and any(message.tool_calls for message in conversation.messages[:2])

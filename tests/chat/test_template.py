@@ -56,8 +56,9 @@ def test_a_template_cannot_reach_python(tmp_path: Path):
 
 
 def test_the_hash_is_of_everything_that_decides_ids(tmp_path: Path):
-    folder = make(tmp_path / "a", QWEN25.template)
-    same = make(tmp_path / "b", QWEN25.template)
+    template = QWEN25.template + "{%- if enable_thinking is false %}{{ '<think>\\n\\n</think>\\n\\n' }}{% endif %}"
+    folder = make(tmp_path / "a", template)
+    same = make(tmp_path / "b", template)
     base = Renderer.from_directory(folder)
     assert base.hash == Renderer.from_directory(same).hash
     others = [
@@ -65,7 +66,7 @@ def test_the_hash_is_of_everything_that_decides_ids(tmp_path: Path):
         Renderer.from_directory(folder, parser="qwen3_coder"),
         Renderer.from_directory(folder, history="fork"),
         Renderer.from_directory(folder, variables={"enable_thinking": False}),
-        Renderer.from_directory(make(tmp_path / "c", QWEN25.template, special=("<|im_start|>", "<|im_end|>"))),
+        Renderer.from_directory(make(tmp_path / "c", template, special=("<|im_start|>", "<|im_end|>"))),
     ]
     assert len({base.hash, *(other.hash for other in others)}) == 6
 
@@ -168,9 +169,9 @@ def hostile_everywhere(renderer: Renderer, kimi: bool) -> None:
         call = ToolCall("functions.look_up:0" if kimi else "c00000001", "look_up", {"query": text})
         transcript.extend([Message("system", f"s{text}"), Message("user", f"u{text}")])
         said = Message("assistant", f"a{text}", tool_calls=(call,))
-        from agentrl.chat.demonstrate import completion_of
-
-        transcript.complete(completion_of(renderer, said), message=said)
+        # A demonstration may not say this (`completion_of` refuses text that reads as a call): its ids are sampled.
+        ids = tuple(renderer.completion_ids(said))
+        transcript.complete(Completion(ids, (0.0,) * len(ids), (0,) * len(ids), "stop"), message=said)
         transcript.extend([Message("tool", f"t{text}", tool_call_id=call.id, name="look_up")])
         return transcript
 

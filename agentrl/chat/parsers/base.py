@@ -125,6 +125,10 @@ class Parser(ABC):
         """An id of the call of tool `name`, the n-th of its message, as the format wants it."""
         return f"call{number:05d}"
 
+    def takes_id(self, id: str, name: str) -> bool:
+        """Whether a call of tool `name` may have this id in this format; most write none."""
+        return True
+
     def write(self, calls: Sequence[tuple[str, Mapping[str, Any]]]) -> str | None:
         """(name, arguments) of calls in this format, for templates that do not write calls; None where unknown."""
         return None

@@ -92,6 +92,10 @@ class KimiK2(_Listed):
     def call_id(self, name: str, number: int) -> str:
         return f"functions.{name}:{number}"
 
+    def takes_id(self, id: str, name: str) -> bool:
+        head, _, index = id.rpartition(":")
+        return head.removeprefix("functions.") == name and index.isdecimal()
+
     def one(self, text: str, span: Span, repair: bool) -> Call | Malformed:
         id, found, arguments = text.partition(self.separator)
         if not found:
@@ -114,6 +118,9 @@ class Mistral(BlockParser):
         r'(?:(?:\A\s*+\[|,)\s*+\{\s*+"name"\s*+:\s*+"|(?:\A|\[TOOL_CALLS\])\s*+)(?P<name>[^\[\]{}\s",]++)'
         r'(?:"\s*+,\s*+"arguments"\s*+:|\s*+(?:\[CALL_ID\][^\[\]\s]*+)?\s*+\[ARGS\])\s*+(?=\{)'
     )
+
+    def takes_id(self, id: str, name: str) -> bool:
+        return len(id) == 9 and id.isalnum() and id.isascii()
 
     _head = re.compile(r"\s*+([^\[\]{}\s]++)\s*+(?:\[CALL_ID\]([^\[\]\s]*+))?\s*+(?:\[ARGS\])?\s*+(?=\{)")
     _between = re.compile(r"\s*+(?:\[TOOL_CALLS\])?\s*+")
