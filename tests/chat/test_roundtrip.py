@@ -4,14 +4,15 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from chat_tokenizers import CHATML_MARKERS, CHATML_SPECIAL, make
-from families import LISTED, QWEN3_CODER, QWEN25
+from families import KIMI_K2, LISTED, MISTRAL, QWEN3_CODER, QWEN25
 
 from agentrl.chat.check import Drift
-from agentrl.chat.demonstrate import completion_of, imitate
+from agentrl.chat.demonstrate import completion_of, imitate, with_ids
 from agentrl.chat.proof import prove
 from agentrl.chat.roundtrip import TOOL
 from agentrl.chat.template import CHATML_TEMPLATE, Renderer
@@ -159,3 +160,46 @@ def test_a_run_stops_by_default_where_many_episodes_fail():
     assert RolloutConfig(tokenization_check="disable").tokenization_stop_above == 0.2
     with pytest.raises(ValueError, match="has no effect"):
         RolloutConfig(tokenization_check="disable", tokenization_stop_above=0.5)
+
+
+RECORDED = [
+    Message("user", "u"),
+    Message("assistant", "", tool_calls=(ToolCall("call_aB3", "look_up", {"query": "a"}), ToolCall("call_aB4", "look_up", {"query": "b"}))),
+    Message("tool", "1", tool_call_id="call_aB3"),
+    Message("tool", "2", tool_call_id="call_aB4"),
+    Message("assistant", "", tool_calls=(ToolCall("call_aB5", "look_up", {"query": "c"}),)),
+    Message("tool", "3", tool_call_id="call_aB5"),
+    Message("assistant", "Done."),
+]  # fmt: skip
+"""With the ids of the program that recorded it."""
+
+
+def test_a_demonstration_has_ids_that_the_format_reads(tmp_path: Path):
+    """Kimi K2 reads the tool's name in a call's id: with the recorded ids no call of a demonstration is read."""
+    renderer = Renderer.from_directory(KIMI_K2.directory(tmp_path))
+    transcript = imitate(renderer, RECORDED, [TOOL])
+    text = renderer.decode(transcript.ids)
+    for number, said in enumerate("123"):
+        assert f"<|tool_call_begin|>functions.look_up:{number}<|tool_call_argument_begin|>" in text
+        assert f"## Return of functions.look_up:{number}\n{said}<|im_end|>" in text
+    assert "call_aB" not in text
+    assert not transcript.check("strict").differences
+    own = [
+        replace(m, tool_calls=tuple(replace(c, id="functions.look_up:7") for c in m.tool_calls))
+        for m in RECORDED[4:5]
+    ]
+    assert own[0].tool_calls == tuple(with_ids(renderer, own)[0].tool_calls)  # what the format reads stays
+
+
+def test_a_demonstration_has_ids_that_mistral_takes(tmp_path: Path):
+    """Mistral's templates refuse ids that are not nine letters and digits."""
+    strict = "{%- for m in messages %}{%- for c in m.tool_calls or [] %}{%- if c.id | length != 9 %}{{ raise_exception('id') }}{% endif %}{%- endfor %}{%- endfor %}"
+    renderer = Renderer.from_directory(MISTRAL.directory(tmp_path), template=strict + MISTRAL.template)
+    transcript = imitate(renderer, RECORDED, [TOOL])
+    assert [c.id for m in transcript.messages for c in m.tool_calls] == ["call00000", "call00001", "call00002"]
+    assert [m.tool_call_id for m in transcript.messages if m.role == "tool"] == [
+        "call00000",
+        "call00001",
+        "call00002",
+    ]
+    assert not transcript.check("strict").failed

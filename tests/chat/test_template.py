@@ -169,7 +169,7 @@ def hostile_everywhere(renderer: Renderer, kimi: bool) -> None:
         call = ToolCall("functions.look_up:0" if kimi else "c00000001", "look_up", {"query": text})
         transcript.extend([Message("system", f"s{text}"), Message("user", f"u{text}")])
         said = Message("assistant", f"a{text}", tool_calls=(call,))
-        # A demonstration may not say this (`completion_of` refuses text that reads as a call): its ids are sampled.
+        # No demonstration may say this (`completion_of` refuses text that reads as a call); a policy may.
         ids = tuple(renderer.completion_ids(said))
         transcript.complete(Completion(ids, (0.0,) * len(ids), (0,) * len(ids), "stop"), message=said)
         transcript.extend([Message("tool", f"t{text}", tool_call_id=call.id, name="look_up")])
