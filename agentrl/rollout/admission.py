@@ -14,7 +14,7 @@ from typing import Any
 from agentrl.env.curriculum import TaskSampler, has_signal
 from agentrl.env.solved import NOT_DECLARED
 from agentrl.errors import ConfigError
-from agentrl.rollout.metrics import solved
+from agentrl.rollout.metrics import solved, undeclared
 from agentrl.types import Group, Task
 
 
@@ -204,7 +204,6 @@ class Admission:
 
 
 def _share_solved(group: Group) -> float:
-    share = solved([group])
-    if share is None:
+    if undeclared([group]):
         raise ConfigError(f"data.sampler.order: weighted has to know when an episode is solved: {NOT_DECLARED}")
-    return share
+    return solved([group]) or 0.0

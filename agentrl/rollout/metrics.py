@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 
 from agentrl.redraws import Redraws, fault_metrics
-from agentrl.types import LIMITS, Episode, Group
+from agentrl.types import LIMITS, Episode, Group, StopReason
 
 MALFORMED = ("parse_error", "unknown_tool", "invalid_args")
 """Mistakes that make an episode count as malformed: a call that cannot be read, or that is invalid."""
@@ -31,6 +31,15 @@ def solved(groups: Sequence[Group]) -> float | None:
     if all(e.solved is None for e in episodes):
         return None
     return sum(e.solved is True for e in episodes) / len(episodes)
+
+
+def undeclared(groups: Sequence[Group]) -> bool:
+    """Whether nothing declares what is solved, as far as these episodes show: one with a fault, or whose sandbox
+    the policy broke, may lack the part that decides, and shows nothing."""
+    sound = any(
+        not e.faults and e.stop_reason is not StopReason.SANDBOX_BROKEN for g in groups for e in g.episodes
+    )
+    return sound and solved(groups) is None
 
 
 def passed(groups: Sequence[Group]) -> float:

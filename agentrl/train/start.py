@@ -13,7 +13,7 @@ from agentrl.config.run import RunConfig, WarmupConfig
 from agentrl.env.solved import NOT_DECLARED
 from agentrl.errors import ConfigError
 from agentrl.rollout.collect import collect
-from agentrl.rollout.metrics import passed, solved
+from agentrl.rollout.metrics import passed, undeclared
 from agentrl.rollout.prompts import fitting
 from agentrl.rollout.setup import (
     Content,
@@ -118,7 +118,7 @@ async def _cold_start(
             infra_retries=config.rollout.infra_retries,
             on_episode=counting(reporter, "probe", len(tasks) * samples),
         )
-        if solved(groups) is None:
+        if undeclared(groups):
             raise ConfigError(f"warmup.until_pass has to know when an episode is solved: {NOT_DECLARED}")
         return passed(groups)
 

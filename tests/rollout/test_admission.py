@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from agentrl.env.curriculum import TaskSampler
+from agentrl.errors import ConfigError
 from agentrl.rollout.admission import Admission, Batch, Ticket
 from agentrl.types import Episode, Group, StopReason, Task
 
@@ -177,3 +179,27 @@ def test_a_resumed_run_trains_the_groups_that_were_under_way_under_their_names(m
     assert names(replayed)[:3] == ["s1/g0", "s1/g1", "s2/g2"]
     assert [t.task.id for t in replayed][:3] == ["t0", "t1", "t5"]
     assert len(replayed) == 3 * (max_staleness + 1)
+
+
+class TestWeightedOrder:
+    """Episodes that say nothing of what counts as solved count as unsolved; they are no missing declaration."""
+
+    def form(self, **more: Any) -> None:
+        admission = Admission(TaskSampler(TASKS, 0, "weighted"), groups_per_step=1, last_step=3)
+        (ticket,) = admission.admit(0)
+        parts: dict[str, Any] = {"stop_reason": StopReason.ANSWERED, "reward": 0.0} | more
+        episodes = tuple(Episode(f"e{i}", ticket.task, (), (), (), **parts) for i in range(2))
+        ticket.group = Group(ticket.task, episodes)
+        assert admission.form() is not None
+        (found,) = admission.sampler.state()["results"].values()
+        assert found == [0.0]
+
+    @pytest.mark.parametrize(
+        "odd", [{"faults": {"score": "raised"}}, {"stop_reason": StopReason.SANDBOX_BROKEN}, {"solved": False}]
+    )
+    def test_a_group_whose_rewards_all_raised_does_not_stop_the_run(self, odd: dict[str, Any]):
+        self.form(**odd)
+
+    def test_a_missing_declaration_does(self):
+        with pytest.raises(ConfigError, match=r"weighted has to know when an episode is solved"):
+            self.form()
