@@ -10,7 +10,7 @@ import tempfile
 from typing import Any, cast
 
 from agentrl.sandbox.box import Box
-from agentrl.sandbox.contract import PROMISES, WATCHED, Backend, Capabilities, Sandbox
+from agentrl.sandbox.contract import PROMISES, SHARED_USER, WATCHED, Backend, Capabilities, Sandbox
 from agentrl.sandbox.errors import PromiseNotEnforceable, SandboxUnavailable
 
 PROGRAM = r"""
@@ -125,6 +125,8 @@ async def probe(spec: Sandbox, backend: Backend, box: Box) -> Capabilities:
     always, possible = backend.promises()
     seen = {name for name in PROMISES if found.get(name, True)}
     notes = {} if box.facts.get("counted", True) else {"memory": WATCHED}
+    if "own_quotas" not in always:
+        notes["own_quotas"] = SHARED_USER
     kept = frozenset((always | possible) & seen)
     for name in always - seen - ({"network"} if spec.network else set()):
         notes[name] = "the canary broke it"

@@ -34,6 +34,7 @@ PROMISES: Mapping[str, str] = {
     "pids": "the number of processes and threads is limited",
     "disk": "bytes and files on the writable disk are limited in total",
     "clean_end": "nothing survives a call, nor the end of the sandbox",
+    "own_quotas": "one sandbox cannot use up inotify instances, pipe pages or pending signals for another",
     "cpu_share": "all processes together get at most `cpus` processors",
 }
 """What a back-end may promise, beyond the limits of time and output that all of them keep."""
@@ -47,6 +48,9 @@ WATCHED = (
     "sockets are not counted"
 )
 """Why `memory` is not promised there."""
+
+SHARED_USER = "all sandboxes run as one user, and these are counted for each user"
+"""Why `own_quotas` is not promised there."""
 
 
 CallLimits = tuple[float, int, int, int]

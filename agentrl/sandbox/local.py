@@ -271,6 +271,8 @@ class LocalBackend:
         more = {name for name, controller in (("memory", "memory"), ("pids", "pids"), ("cpu_share", "cpu"))
                 if controller in self.controllers}  # fmt: skip
         always = self.always if "memory" in self.controllers else self.always - {"memory"}
+        if self.spec.run_as or os.getuid() != 0:  # only root can give each sandbox a user of its own
+            always -= {"own_quotas"}
         return always, (always | more) & frozenset(PROMISES)
 
     def notes(self) -> dict[str, str]:

@@ -20,6 +20,7 @@ import secrets
 import socket
 import struct
 import tempfile
+import threading
 import time
 import weakref
 from collections.abc import Mapping
@@ -38,8 +39,8 @@ if TYPE_CHECKING:
     import docker as sdk
 
 USER = 10001
-"""Group of every container, and the first of the USERS of which each has one by chance: what the kernel counts for
-a user (inotify, pipes, queues, pending signals), one container cannot use up for the others."""
+"""Group of every container, and the first of the USERS of which each living container of this process has one of its
+own: what the kernel counts for a user (inotify, pipes, queues, pending signals), one cannot use up for the others."""
 USERS = 50_000
 HOME = "/workspace"
 HOSTNAME = "sandbox"
@@ -60,6 +61,9 @@ GVISOR_STREAM = (
 
 _open_backends: weakref.WeakSet[Backend] = weakref.WeakSet()
 _numbers = itertools.count(1)
+_users_lock = threading.Lock()
+_users_in_use: set[int] = set()
+"""By the living containers of all back-ends of this process. What other processes have is left to chance."""
 
 
 class AttachedLink(StreamLink):
@@ -161,7 +165,8 @@ class Backend:
     def __init__(self, spec: Sandbox) -> None:
         self.spec = spec
         self._client: sdk.APIClient | None = None
-        self._containers: set[str] = set()
+        self._containers: dict[str, int] = {}
+        """The user of each by its identity."""
         self._run = f"{run_name()}-{next(_numbers)}"
         self._ulimits: list[Any] = []
         self._podman = self._gvisor = False
@@ -237,14 +242,18 @@ class Backend:
         """Remove a container by force and see it gone; fine when it is gone already."""
         import docker as sdk
 
-        self._containers.discard(identity)
+        user = self._containers.pop(identity, 0)
+        self._remove(identity, sdk.errors)
+        _users_in_use.discard(user)  # not where that failed: it may live on
+
+    def _remove(self, identity: str, errors: Any) -> None:
         until = time.monotonic() + API_TIMEOUT_S
         while True:
             try:
                 self.client.remove_container(identity, force=True, v=True)
-            except sdk.errors.NotFound:
+            except errors.NotFound:
                 return
-            except sdk.errors.APIError as error:
+            except errors.APIError as error:
                 # Docker is removing it of its own accord, or podman sees it end and cannot kill it again.
                 if error.status_code not in (409, 500) or time.monotonic() > until:
                     raise
@@ -316,25 +325,29 @@ class Backend:
 
     def _create(self, door: Door | None) -> tuple[str, Any]:
         """In a thread: a container that waits to be started, and its attached stream."""
-        user = USER if self._podman else USER + secrets.randbelow(USERS)
-        created = self.client.create_container(
-            self.spec.image,
-            command=self._command(door),
-            entrypoint=[],
-            stdin_open=True,
-            user=f"{user}:{USER}",
-            working_dir="/",
-            hostname=HOSTNAME,
-            environment={"PYTHONHASHSEED": "0"},
-            labels={
-                LABEL: self._run,
-                "agentrl.boot": boot_id(),
-                "agentrl.expires": str(int(time.time() + self.spec.ttl_s + 600)),
-            },
-            host_config=self._host_config(door, user),
-        )
+        user = USER if self._podman else _user_of_its_own()
+        try:
+            created = self.client.create_container(
+                self.spec.image,
+                command=self._command(door),
+                entrypoint=[],
+                stdin_open=True,
+                user=f"{user}:{USER}",
+                working_dir="/",
+                hostname=HOSTNAME,
+                environment={"PYTHONHASHSEED": "0"},
+                labels={
+                    LABEL: self._run,
+                    "agentrl.boot": boot_id(),
+                    "agentrl.expires": str(int(time.time() + self.spec.ttl_s + 600)),
+                },
+                host_config=self._host_config(door, user),
+            )
+        except BaseException:
+            _users_in_use.discard(user)
+            raise
         identity = str(created["Id"])
-        self._containers.add(identity)
+        self._containers[identity] = user
         try:
             streams = {"stdin": 1, "stdout": 1, "stderr": 1, "stream": 1}
             return identity, self.client.attach_socket(identity, params=streams)
@@ -393,7 +406,7 @@ class Backend:
 
     def promises(self) -> tuple[frozenset[str], frozenset[str]]:
         """See contract.Backend."""
-        always = frozenset(PROMISES) - {"cpu_share"} - ({"disk"} if self._podman else set())
+        always = frozenset(PROMISES) - {"cpu_share"} - ({"disk", "own_quotas"} if self._podman else set())
         if self._gvisor:
             always -= GVISOR_LACKS
             return always, frozenset(PROMISES) - GVISOR_LACKS
@@ -413,6 +426,21 @@ class Backend:
         self._client.close()
         self._client = None
         _open_backends.discard(self)
+
+
+def _user_of_its_own() -> int:
+    """A user that no living container of this process has; called from several threads.
+
+    Raises:
+        SandboxUnavailable: there is none left.
+    """
+    with _users_lock:
+        if len(_users_in_use) >= USERS:
+            raise SandboxUnavailable(f"{USERS} containers are running: there is no user id left for another")
+        while (user := USER + secrets.randbelow(USERS)) in _users_in_use:
+            pass
+        _users_in_use.add(user)
+    return user
 
 
 def _engine_time(info: Mapping[str, Any]) -> float:

@@ -14,6 +14,7 @@ class Backend(LocalBackend):
 
     name = "landlock"
     binds_before_it_drops = False
-    always = frozenset(
-        {"files", "environment", "network", "processes", "privileges", "syscalls", "memory", "pids", "clean_end"}
-    )
+    always = frozenset({
+        "files", "environment", "network", "processes", "privileges", "syscalls", "memory", "pids", "clean_end",
+        "own_quotas",
+    })  # fmt: skip

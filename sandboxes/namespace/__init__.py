@@ -11,5 +11,5 @@ class Backend(LocalBackend):
     name = "namespace"
     always = frozenset({
         "files", "environment", "network", "processes", "privileges", "syscalls", "memory", "pids", "disk",
-        "clean_end",
+        "clean_end", "own_quotas",
     })  # fmt: skip

@@ -261,3 +261,16 @@ async def test_no_engine_and_no_image_are_told_apart(monkeypatch: pytest.MonkeyP
         await pool.open()
     await pool.close()
     monkeypatch.undo()
+
+
+async def test_no_two_living_containers_have_the_same_user(monkeypatch: pytest.MonkeyPatch) -> None:
+    """However few users there are to choose from; an ended one gives its own back."""
+    monkeypatch.setattr("agentrl.sandboxes.docker.USERS", 3)
+    async with (
+        SandboxPool(Sandbox(backend="docker"), min_idle=0) as pool,
+        SandboxPool(Sandbox(backend="docker"), min_idle=0) as more,
+    ):
+        for _ in range(2):
+            async with pool.lease() as one, more.lease() as two, pool.lease() as three:
+                users = {(await box.run("id -u")).text() for box in (one, two, three)}
+            assert len(users) == 3

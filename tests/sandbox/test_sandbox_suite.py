@@ -15,10 +15,10 @@ from agentrl.testing.sandbox import Check, Stage, not_promised, sandbox_checks
 CHECKS = sandbox_checks()
 NOT_PROMISED = {
     "namespace": 0,
-    "namespace_user": 6,  # memory: no control group
+    "namespace_user": 7,  # memory: no control group; quotas
     "landlock": 5,  # the disk in total
-    "landlock_user": 11,  # the same, and memory
-    "process": 107,  # isolation
+    "landlock_user": 12,  # the same, memory and quotas
+    "process": 109,  # isolation
     "docker": 0,
 }
 """How many checks a back-end leaves out: more would mean that it promises less than it did."""

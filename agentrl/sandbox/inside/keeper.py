@@ -25,7 +25,8 @@ SYSTEM = (
 )  # fmt: skip
 """What a sandbox sees of the host unless told otherwise: programs and libraries, nothing of anybody's own."""
 
-UID_BASE = 0x40000000
+UID_BASE, UIDS = 0x40000000, 4096
+"""Where the user ids of sandboxes begin, and how many each keeper has."""
 PRELOADED = (sessions,)
 """Modules that children use; loaded here once."""
 
@@ -55,8 +56,8 @@ def base_env(home: str, tmp: str, extra: dict[str, str]) -> dict[str, str]:
 class Box:
     """What the keeper knows of one sandbox."""
 
-    def __init__(self, name: str, pid: int, group: cgroups.Group | None, folder: str | None) -> None:
-        self.name, self.pid, self.group, self.folder = name, pid, group, folder
+    def __init__(self, name: str, pid: int, uid: int, group: cgroups.Group | None, folder: str | None) -> None:
+        self.name, self.pid, self.uid, self.group, self.folder = name, pid, uid, group, folder
         self.pidfd = os.pidfd_open(pid)
         self.host_oom_kills = cgroups.host_oom_kills() if group is None else 0
 
@@ -77,7 +78,7 @@ class Keeper:
         self.poll.register(control.fileno(), select.POLLIN)
         self.poll.register(self.parent_fd, select.POLLIN)
         uid = os.geteuid()
-        self.uid_base = UID_BASE + (os.getpid() % (1 << 18)) * 4096 if self.privileged else uid
+        self.uid_base = UID_BASE + (os.getpid() % (1 << 18)) * UIDS if self.privileged else uid
 
     def run(self) -> None:
         """The loop."""
@@ -122,7 +123,6 @@ class Keeper:
 
     def spawn(self, order: dict[str, Any], link: int) -> None:
         """Fork a sandbox; it says hello, or why not, on its own link."""
-        self.count += 1
         namespaced = order["mode"] == "namespace"
         group = folder = None
         if self.groups.controllers and order["mode"] != "process":
@@ -133,7 +133,7 @@ class Keeper:
                 cpus=order["cpus"],
             )
         try:
-            uid, gid = (self.uid_base + self.count % 4096,) * 2 if self.privileged else (os.getuid(), os.getgid())
+            uid, gid = (self.free_uid(),) * 2 if self.privileged else (os.getuid(), os.getgid())
             if order["mode"] == "process":
                 uid, gid = os.getuid(), os.getgid()
             if not namespaced:
@@ -149,7 +149,7 @@ class Keeper:
                 self.garbage.append(group)
             raise
         os.close(go_r)
-        box = Box(order["box"], pid, group, folder)
+        box = Box(order["box"], pid, uid, group, folder)
         self.boxes[box.pidfd] = box
         self.poll.register(box.pidfd, select.POLLIN)
         if group is not None:
@@ -157,6 +157,20 @@ class Keeper:
         os.write(go_w, b".")
         os.close(go_w)
         self.tell({"box": box.name, "pid": pid})
+
+    def free_uid(self) -> int:
+        """A user id that none of the living sandboxes has, and none has had for long.
+
+        Raises:
+            OSError: all are taken.
+        """
+        taken = {box.uid for box in self.boxes.values()}
+        for _ in range(UIDS):
+            self.count += 1
+            uid = self.uid_base + self.count % UIDS
+            if uid not in taken:
+                return uid
+        raise OSError(f"{UIDS} sandboxes are running: there is no user id left for another")
 
     def make_folder(self, place: str, name: str, uid: int, gid: int) -> str:
         """The directory of a sandbox without a file system of its own."""
@@ -313,7 +327,7 @@ def build_folder(order: dict[str, Any], folder: str, uid: int, gid: int) -> tupl
             limits["DATA"] = order["memory_mb"] << 20
         if os.geteuid() != 0:
             limits["NPROC"] += processes_of(uid)
-            foreign_seccomp = kernel.shared_user_filter()
+        foreign_seccomp = kernel.shared_user_filter(own_user=os.geteuid() == 0)
         kernel.drop_privileges(uid, gid)
         kernel.prctl(kernel.PR_SET_DUMPABLE, 0)
     else:

@@ -265,11 +265,15 @@ def seccomp_filter(*, network: bool, shared_memory: bool, mortal_init: bool = Fa
     return b"".join(struct.pack("HBBI", *instruction) for instruction in code)
 
 
-def shared_user_filter() -> bytes:
-    """A further program for the programs of a sandbox that has no user id of its own, on top of `seccomp_filter`:
-    modes, owners, times and attributes of files cannot be changed, nor the scheduling of another process.
+def shared_user_filter(*, own_user: bool) -> bytes:
+    """A further program for the programs of a sandbox without a pid namespace, on top of `seccomp_filter`: the
+    scheduling of another process (its supervisor, say) cannot be changed.
 
     File operations do without it: what they are told to change lies in the sandbox.
+
+    Args:
+        own_user: False where the user id is not the sandbox's alone: then modes, owners, times and attributes of
+            files cannot be changed either.
     """
     calls = machine()[1]
     refused = OF_THE_USER_X86_64 if os.uname().machine == "x86_64" else OF_THE_USER_AARCH64
@@ -284,7 +288,7 @@ def shared_user_filter() -> bytes:
         rule(name, (0x20, 0, 0, 16), (0x15, 1, 0, 0), (6, 0, 0, eperm), (6, 0, 0, allow))
     for name in ("setpriority", "ioprio_set"):
         rule(name, (0x20, 0, 0, 24), (0x15, 1, 0, 0), (6, 0, 0, eperm), (6, 0, 0, allow))
-    for number in sorted(refused.values()):
+    for number in () if own_user else sorted(refused.values()):
         code += [(0x15, 0, 1, number), (6, 0, 0, eperm)]
     code.append((6, 0, 0, allow))
     return b"".join(struct.pack("HBBI", *instruction) for instruction in code)

@@ -11,6 +11,8 @@ import time
 from collections.abc import Callable
 
 PAGE = os.sysconf("SC_PAGE_SIZE")
+THREADS = 17
+"""Where /proc/PID/stat has the number of threads, counted from the state that follows the name."""
 LINGER_S = 0.00015
 """How long an answer or an order that should come at once is awaited awake. A virtual processor that has gone to
 sleep takes a quarter of that to come back."""
@@ -57,7 +59,10 @@ def kill(pid: int) -> None:
 
 
 def parents() -> dict[int, int]:
-    """{pid: parent} of every process that /proc shows, the dead ones excluded."""
+    """{pid: parent} of every process that /proc shows, the dead ones excluded.
+
+    A process whose first thread has ended looks dead (Z) while its other threads run on: those are counted.
+    """
     found = {}
     for name in os.listdir("/proc"):
         if name.isdigit():
@@ -66,7 +71,7 @@ def parents() -> dict[int, int]:
                     fields = f.read().rpartition(b")")[2].split()
             except OSError:
                 continue
-            if fields[0] not in (b"Z", b"X"):
+            if fields[0] not in (b"Z", b"X") or int(fields[THREADS]) > 1:
                 found[int(name)] = int(fields[1])
     return found
 

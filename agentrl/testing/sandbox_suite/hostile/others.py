@@ -29,6 +29,40 @@ print([getattr(libc, name)(0x1234, *rest) >= 0 for name, rest in calls],
     expect(found.text() == "[False, False, False] False False\n", found)
 
 
+async def _another_is_not_starved(stage: Stage, box: Box, result: ExecResult, token: str) -> None:
+    expect("held" in result.text(), result)
+    take = """
+import fcntl, os
+ends = os.pipe()
+print(fcntl.fcntl(ends[0], 1032), inotify() >= 0)
+"""
+    async with stage.box() as other:
+        session = await box.session("bash")
+        await box.write_file("hog.py", HOG + "print('held', flush=True)\ntime.sleep(60)\n")
+        await session.run("for i in $(seq 30); do python3 hog.py > said$i & done; sleep 1")
+        said = await box.run("cat said1")
+        found = await other.python(HOG.partition("#")[0] + take)
+        expect(found.text() == "65536 True\n", f"another sandbox gets {found}, after {said}")
+        await session.close()
+
+
+HOG = """
+import ctypes, fcntl, os, time
+libc = ctypes.CDLL(None)
+def inotify():
+    return libc.inotify_init1(0)
+# until there is no more
+held = []
+while inotify() >= 0:
+    pass
+try:
+    while True:
+        held.append(os.pipe())
+        fcntl.fcntl(held[-1][0], 1031, 1 << 20)
+except OSError:
+    pass
+"""
+
 OTHERS = [
     program("left_in_the_kernel", None, """
         made = [libc.shmget(0x1234, 1 << 20, 0o1600), libc.semget(0x1234, 5, 0o1600), libc.msgget(0x1234, 0o1600),
@@ -48,6 +82,14 @@ OTHERS = [
                 attempt(lambda: os.sched_setscheduler(pid, os.SCHED_BATCH, os.sched_param(0)))
                 result, code = syscall(251, 30, 1, pid, (2 << 13) | 7)  # ioprio_set
                 escaped("ioprio") if result == 0 else print("stopped:", os.strerror(code))
+    """),
+    program("starve_the_others", "own_quotas", HOG + "print('held')", _another_is_not_starved),
+    program("schedule_the_supervisor", "processes", """
+        for pid in (1, os.getppid()):
+            if pid != order["harness"] and pid > 0:
+                attempt(lambda: os.setpriority(os.PRIO_PROCESS, pid, 19))
+                attempt(lambda: os.sched_setscheduler(pid, os.SCHED_IDLE, os.sched_param(0)))
+                attempt(lambda: os.sched_setaffinity(pid, {0}))
     """),
     program("kill_parent", None, """
         for pid in (1, os.getppid()):

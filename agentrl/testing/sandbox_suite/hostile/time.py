@@ -74,6 +74,17 @@ TIME = [
         subprocess.Popen(["nohup", "sh", "-c", "while :; do sleep 0.1; : %s; done" % order["token"]],
                          stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True)
     """, _quick),
+    program("first_thread_ends", None, """
+        import threading
+        def go_on():
+            subprocess.run(["sh", "-c", "while :; do sleep 0.1; : %s; done" % order["token"]])
+        if os.fork() == 0:
+            os.setsid()
+            os.closerange(0, 3)
+            threading.Thread(target=go_on).start()
+            libc.syscall(60 if os.uname().machine == "x86_64" else 93, 0)  # exit of this thread, not of the process
+        time.sleep(0.3)
+    """, _quick),
     program("stdin_read", None, "sys.stdin.read(); os.read(0, 10); print('read')", _quick),
     program("closed_stdout", None, "os.close(1); os.close(2); time.sleep(0.05)", _quick),
 ]  # fmt: skip
