@@ -79,7 +79,7 @@ _SCORE = rf"({_NUMBER})(?:\s*(?:/|out of|of)\s*({_NUMBER}))?"
 _END = r"(?![\w/%]|[.,]\d)"
 _WHOLE = re.compile(rf"[\s*_`\"'(\[]*{_SCORE}[\s*_`\"')\].!]*")
 _LABELLED = re.compile(
-    rf"(?:\b(?:score|rating|grade|mark|verdict)\b[*_`\"']*\s*(?:is|of|:|=)?[\s*_`\"']*|\[\[\s*|\\boxed\{{\s*){_SCORE}{_END}",
+    rf"(?:\b(?:score|rating|grade|mark|verdict)\b[\s*_`\"']{{0,20}}(?:is|of|:|=)?[\s*_`\"']{{0,20}}|\[\[\s{{0,20}}|\\boxed\{{\s{{0,20}}){_SCORE}{_END}",
     re.IGNORECASE,
 )
 _FRACTION = re.compile(rf"(?<![\w./-])({_NUMBER})\s*(?:/|out of)\s*({_NUMBER}){_END}", re.IGNORECASE)
@@ -110,7 +110,7 @@ def read_score(answer: str, low: float, high: float) -> float | None:
 
 def _of_json(text: str) -> str | None:
     """What the JSON object in an answer says under "score", as text; None where there is no such object."""
-    body = re.sub(r"\A```(?:json)?\s*|\s*```\Z", "", text)
+    body = re.sub(r"\A```(?:json)?\s*|```\Z", "", text)
     try:
         data = json.loads(body)
     except (ValueError, RecursionError):
