@@ -39,8 +39,8 @@ if TYPE_CHECKING:
     import docker as sdk
 
 USER = 10001
-"""Group of every container, and the first of the USERS of which each living container of this process has its own: what
-the kernel counts per user (inotify, pipes, queues, pending signals), one container cannot exhaust for the others."""
+"""Group of every container, and the first of the USERS of which each living container of this process has its
+own: what the kernel counts per user (inotify, pipes, queues, pending signals) is then no other container's."""
 USERS = 50_000
 HOME = "/workspace"
 HOSTNAME = "sandbox"

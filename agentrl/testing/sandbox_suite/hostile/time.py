@@ -82,7 +82,7 @@ TIME = [
             os.setsid()
             os.closerange(0, 3)
             threading.Thread(target=go_on).start()
-            libc.syscall(60 if os.uname().machine == "x86_64" else 93, 0)  # exit of this thread, not of the process
+            libc.syscall(60 if os.uname().machine == "x86_64" else 93, 0)  # ends this thread alone
         time.sleep(0.3)
     """, _quick),
     program("stdin_read", None, "sys.stdin.read(); os.read(0, 10); print('read')", _quick),
