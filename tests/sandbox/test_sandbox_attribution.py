@@ -157,6 +157,14 @@ class TestWhatAProgramBreaks:
         assert seen.startswith("looked at") or "Permission denied: '/proc'" in seen, seen
         assert "opened" not in seen
 
+    async def test_nobody_makes_itself_a_later_victim_than_the_supervisor(self, box: Box) -> None:
+        result = await box.python("print(open('/proc/self/oom_score_adj', 'w').write('0'))")
+        assert result.exit_code == 1, result
+        assert b"Error" in result.stderr
+        if box.spec.backend != "landlock":  # which shows no /proc
+            seen = await box.run("cat /proc/self/oom_score_adj")
+            assert seen.stdout == b"1000\n", seen
+
     async def test_moving_and_linking_between_directories_works_in_a_session(self, box: Box) -> None:
         session = await box.session("bash")
         result = await session.run(
