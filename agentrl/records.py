@@ -235,11 +235,15 @@ def read_episodes(run: Path, step: int) -> list[Episode]:
 def read_metrics(run: Path) -> list[Mapping[str, float]]:
     """The lines of metrics.jsonl in order, each with its `step`; a torn last line is left out."""
     path = run / "metrics.jsonl"
-    if not path.is_file():
-        return []
-    with path.open("rb") as file:
-        lines = [parse_metrics(line) for line in iter(lambda: file.readline(MAX_LINE), b"")]
+    lines = [parse_metrics(line) for line in bounded_lines(path, MAX_LINE)]
     return [line for line in lines if line is not None]
+
+
+def bounded_lines(path: Path, limit: int) -> Iterator[bytes]:
+    """The lines of a file that need not be there, one at a time; one longer than `limit` bytes comes in pieces."""
+    if path.is_file():
+        with path.open("rb") as file:
+            yield from iter(lambda: file.readline(limit), b"")
 
 
 MAX_LINE = 4 << 20

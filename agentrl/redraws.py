@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any, Self
 
 from agentrl.errors import AgentRLError, EnvError
+from agentrl.records import MAX_LINE, bounded_lines
 from agentrl.types import SANDBOX_FAULT, Episode, Group, StopReason
 
 RECENT = 1000
@@ -124,14 +125,14 @@ class Redraws:
 
     @classmethod
     def of_data(cls, data: Mapping[str, Any]) -> Self:
-        """From what `redraws_line` wrote; raises ValueError, TypeError, AttributeError or KeyError elsewhere."""
+        """From what `redraws_line` wrote; raises as int() and float() do, or KeyError, elsewhere."""
         return cls(
             int(data["episodes"]),
-            Counter(data["reasons"]),
+            _counts(data["reasons"]),
             int(data["acted"]),
-            {name: Counter(counts) for name, counts in data["tasks"].items()},
-            Moments(**data["hit"]),
-            Moments(**data["clean"]),
+            {name: _counts(counts) for name, counts in data["tasks"].items()},
+            Moments(**{name: float(value) for name, value in data["hit"].items()}),
+            Moments(**{name: float(value) for name, value in data["clean"].items()}),
             Counter(data["broken"]),
         )
 
@@ -182,6 +183,10 @@ class Redraws:
         return found
 
 
+def _counts(data: Mapping[str, Any]) -> Counter[str]:
+    return Counter({name: int(count) for name, count in data.items()})
+
+
 def redraws_file(run: Path) -> Path:
     """Where a run folder notes what each step lost."""
     return run / "redrawn.jsonl"
@@ -198,12 +203,11 @@ def redraws_line(step: int, found: Redraws) -> str:
 def read_redraws(run: Path) -> dict[int, Redraws]:
     """What each step of a run lost; lines that cannot be read (a torn last one) are left out."""
     found: dict[int, Redraws] = {}
-    path = redraws_file(run)
-    for line in path.read_bytes().splitlines() if path.is_file() else ():
+    for line in bounded_lines(redraws_file(run), MAX_LINE):
         try:
             data = json.loads(line)
             found[int(data["step"])] = Redraws.of_data(data["redraws"])
-        except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
+        except (ValueError, TypeError, KeyError, AttributeError, RecursionError, OverflowError):
             continue
     return found
 

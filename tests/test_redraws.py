@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import random
+from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 
@@ -104,3 +106,26 @@ def test_a_reward_that_keeps_raising_stops_the_run_with_its_traceback_and_a_rare
     assert "raised KeyError" in told[0]
     with pytest.raises(EnvError, match=r"(?s)'solved' failed in .* rollout.faults_stop_above = 0.5.*Traceback"):
         guard.scored([episode("t", 0.0, faults=faulty)] * 300)
+
+
+def line(step: float = 2, **redraws: object) -> bytes:
+    empty = {"episodes": 1, "reasons": {}, "acted": 0, "tasks": {}, "hit": {}, "clean": {}}
+    return json.dumps({"step": step, "redraws": empty | redraws}).encode()
+
+
+@pytest.mark.parametrize(
+    "bad",
+    [
+        line(step=float("inf")),
+        line(episodes=float("inf")),
+        line(reasons={"a": "b"}),
+        line(hit={"num": "x"}),
+        line(tasks={"t": 3}),
+        b"[" * 100_000,
+        b"x" * (5 << 20),
+    ],
+)
+def test_a_damaged_line_is_left_out_and_the_others_are_read(tmp_path: Path, bad: bytes):
+    good = redraws_line(7, Redraws(episodes=3, reasons=Counter(SandboxError=2))).encode()
+    redraws_file(tmp_path).write_bytes(bad + b"\n" + good)
+    assert {step: found.redrawn for step, found in read_redraws(tmp_path).items()} == {7: 2}

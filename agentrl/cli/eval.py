@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from agentrl.cli.options import PlayOverrides, check_effect
+from agentrl.cli.options import PlayOverrides, check_effect, policy_folder
 
 if TYPE_CHECKING:
     from agentrl.config import RunConfig
@@ -30,7 +30,8 @@ Target = Annotated[
     Path | None,
     typer.Argument(
         metavar="[RUN|CHECKPOINT|TOOLS.YAML]",
-        help="A run folder, a checkpoint, a model, or (for its env and limits) the YAML file of a run.",
+        help="A run folder, a checkpoint, a model directory, a Hugging Face id in the local cache, or (for its env "
+        "and limits) the YAML file of a run.",
         show_default=False,
     ),
 ]
@@ -203,6 +204,7 @@ def find(
         if env is None:
             raise ConfigError("name what is played: --env module:Class, or a run folder or YAML file with its env")
         return Subject(endpoint=endpoint), _bare(endpoint.model, changes, exists=False), Path("runs/eval")
+    target = policy_folder(target)
     for run in (target, target.absolute().parent.parent):
         if (run / "config.yaml").is_file():
             config = load_config(run / "config.yaml", changes, check_paths=False)

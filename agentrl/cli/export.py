@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import sys
 from enum import StrEnum
 from pathlib import Path
@@ -41,6 +42,9 @@ def export(
     malformed: Annotated[
         bool, typer.Option("--malformed", help="Also episodes with a call that cannot be read or is invalid.")
     ] = False,
+    baselines: Annotated[
+        bool, typer.Option("--baselines", help="Also the greedy episodes that advantage `remax` compares with.")
+    ] = False,
 ) -> None:
     """Write episodes as conversations for supervised fine-tuning; tools included."""
     from agentrl.errors import ConfigError
@@ -52,15 +56,15 @@ def export(
         raise ConfigError("--format hf writes parquet: name the file with --out FILE.parquet")
     if out is not None:
         new_file(out)
-    chosen = Selection(_steps(steps), min_reward, solved, malformed)
-    records = list(chosen.records(run))
-    data = export_records(records, format.value)
+    chosen = Selection(_steps(steps), min_reward, solved, malformed, baselines)
+    count = itertools.count()
+    data = export_records((record for record in chosen.records(run) if next(count) >= 0), format.value)
     if out is None:
-        sys.stdout.buffer.write(data)
+        sys.stdout.buffer.writelines(data)
     else:
         write_atomic(out, data)
     left_out = "".join(f"; {count} {reason}" for reason, count in chosen.left_out.items())
-    print(f"{len(records)} episodes" + (f" to {out}" if out else "") + left_out, file=sys.stderr)
+    print(f"{next(count)} episodes" + (f" to {out}" if out else "") + left_out, file=sys.stderr)
 
 
 def _steps(text: str) -> tuple[int | None, int | None]:

@@ -38,6 +38,26 @@ OF_UPDATES = ("engine.sync_tolerance", "engine.server.sleep")
 """Settings of how weights are updated: nothing to those who only sample."""
 
 
+def policy_folder(target: Path) -> Path:
+    """The folder that an argument means: itself, or the snapshot of a Hugging Face id in the local cache.
+
+    Raises:
+        ConfigError: it is neither there nor in the cache.
+    """
+    from agentrl.config.hub import cached_snapshot, how_to_get, is_hub_id
+    from agentrl.errors import ConfigError
+
+    text = str(target)
+    if target.exists() or not is_hub_id(text):
+        return target
+    if (snapshot := cached_snapshot(text)) is None:
+        raise ConfigError(
+            f"{text}: no such folder; give a run folder, a checkpoint or a model. If it is a Hugging Face id: "
+            f"{how_to_get(text)}"
+        )
+    return snapshot
+
+
 def new_file(path: Path, *, overwrite: bool = False) -> Path:
     """See that a file can be made there.
 

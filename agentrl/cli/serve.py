@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from agentrl.cli.options import PlayOverrides, check_effect
+from agentrl.cli.options import PlayOverrides, check_effect, policy_folder
 
 if TYPE_CHECKING:
     from agentrl.chat.template import Renderer
@@ -26,7 +26,9 @@ def serve(
     target: Annotated[
         Path,
         typer.Argument(
-            metavar="RUN|CHECKPOINT", help="A run folder, a checkpoint or a model.", show_default=False
+            metavar="RUN|CHECKPOINT|MODEL",
+            help="A run folder, a checkpoint, a model directory, or a Hugging Face id in the local cache.",
+            show_default=False,
         ),
     ],
     host: Annotated[
@@ -115,6 +117,7 @@ def _find(target: Path, overrides: list[str]) -> _Policy:
     from agentrl.run.store import find_checkpoint
 
     check_effect(overrides, ("name", "model", "engine"), "serving")
+    named, target = target, policy_folder(target)
     for run in (target, target.absolute().parent.parent):
         if (run / "config.yaml").is_file():
             config = load_config(run / "config.yaml", overrides, check_paths=False)
@@ -129,7 +132,8 @@ def _find(target: Path, overrides: list[str]) -> _Policy:
         )
     engine = load_engine(overrides, str(target))
     renderer = Renderer.from_directory(target)
-    return _Policy(target.absolute().name, target, renderer, engine, _digest(target, renderer))
+    name = target.absolute().name if named == target else str(named)
+    return _Policy(name, target, renderer, engine, _digest(target, renderer))
 
 
 def _digest(directory: Path, renderer: Renderer) -> str:

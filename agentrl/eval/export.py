@@ -9,9 +9,10 @@ record: ids, log-probabilities, rewards, timings (`agentrl.records`).
 from __future__ import annotations
 
 import io
+import itertools
 import json
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -36,12 +37,14 @@ class Selection:
         min_reward: reward at least.
         solved: only solved ones.
         malformed: also those in which the policy wrote a call that cannot be read or is invalid.
+        baselines: also the greedy episodes that `advantage: remax` compares with.
     """
 
     steps: tuple[int | None, int | None] = (None, None)
     min_reward: float | None = None
     solved: bool = False
     malformed: bool = False
+    baselines: bool = False
     left_out: Counter[str] = field(default_factory=Counter)
 
     def records(self, run: Path) -> Iterator[EpisodeRecord]:
@@ -60,7 +63,7 @@ class Selection:
         chosen = False
         for step in steps:
             for record in iter_records(run, step):
-                reason = self._reason(record.episode)
+                reason = self._reason(record)
                 if reason:
                     self.left_out[reason] += 1
                 else:
@@ -72,8 +75,11 @@ class Selection:
                 "recorded; choose with --min-reward instead"
             )
 
-    def _reason(self, episode: Episode) -> str:
+    def _reason(self, record: EpisodeRecord) -> str:
         """Why an episode is left out; empty where it is not."""
+        episode = record.episode
+        if record.baseline and not self.baselines:
+            return "greedy baselines"
         if episode.error is not None:
             return "failed in the infrastructure"
         if self.solved and episode.solved is None:
@@ -120,18 +126,18 @@ def _wire(message: Message) -> dict[str, Any]:
     return to_wire(message) | ({"name": message.name} if message.name is not None else {}) | extra
 
 
-def export(records: Iterable[EpisodeRecord], format: Format) -> bytes:
-    """The content of the file.
+def export(records: Iterable[EpisodeRecord], format: Format) -> Iterator[bytes]:
+    """The content of the file, in pieces.
 
     Raises:
         ConfigError: `hf` needs pyarrow, or a message holds an image, which only the others can say.
     """
     if format == "jsonl":
-        return b"".join(encode(record) + b"\n" for record in records)
+        return (encode(record) + b"\n" for record in records)
     rows = openai_rows(records)
     if format == "openai":
-        return b"".join(json.dumps(row, ensure_ascii=False, default=str).encode() + b"\n" for row in rows)
-    return _parquet([_hf_row(row) for row in rows])
+        return (json.dumps(row, ensure_ascii=False, default=str).encode() + b"\n" for row in rows)
+    return _parquet(_hf_row(row) for row in rows)
 
 
 def _hf_row(row: Mapping[str, Any]) -> dict[str, Any]:
@@ -142,7 +148,7 @@ def _hf_row(row: Mapping[str, Any]) -> dict[str, Any]:
     return {"messages": messages, "tools": json.dumps(row.get("tools", []), ensure_ascii=False)}
 
 
-def _parquet(rows: Sequence[Mapping[str, Any]]) -> bytes:
+def _parquet(rows: Iterable[Mapping[str, Any]]) -> Iterator[bytes]:
     try:
         import pyarrow as pa
         import pyarrow.parquet as pq
@@ -163,6 +169,37 @@ def _parquet(rows: Sequence[Mapping[str, Any]]) -> bytes:
         ]
     )
     schema = pa.schema([("messages", pa.list_(message)), ("tools", text)])
-    buffer = io.BytesIO()
-    pq.write_table(pa.Table.from_pylist(list(rows), schema=schema), buffer)
-    return buffer.getvalue()
+    sink, waiting = _Sink(), iter(rows)
+    with pq.ParquetWriter(sink, schema) as writer:
+        while some := list(itertools.islice(waiting, ROW_GROUP)):
+            writer.write_table(pa.Table.from_pylist(some, schema=schema))
+            yield sink.taken()
+    yield sink.taken()
+
+
+ROW_GROUP = 1000
+"""Rows of parquet that are made at once."""
+
+
+class _Sink(io.RawIOBase):
+    """A file that is written at its end only, and hands over what was written."""
+
+    def __init__(self) -> None:
+        self._at, self._pieces = 0, list[bytes]()
+
+    def writable(self) -> bool:
+        return True
+
+    def tell(self) -> int:
+        return self._at
+
+    def write(self, data: Any, /) -> int:
+        piece = bytes(data)
+        self._at += len(piece)
+        self._pieces.append(piece)
+        return len(piece)
+
+    def taken(self) -> bytes:
+        """What was written since the last call."""
+        data, self._pieces = b"".join(self._pieces), []
+        return data

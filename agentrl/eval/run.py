@@ -28,7 +28,7 @@ from agentrl.env.tasks import Split
 from agentrl.errors import AgentRLError, ConfigError, EngineError, InfraError
 from agentrl.eval.result import RESULTS_FILE, EvalResult, EvalSpec, Prices, result_of
 from agentrl.extras import require
-from agentrl.records import EpisodeRecord, decode, encode
+from agentrl.records import MAX_BYTES, EpisodeRecord, bounded_lines, decode, encode
 from agentrl.rollout.chat import ChatPlayer
 from agentrl.rollout.frame import Limits, Whereabouts
 from agentrl.rollout.group import GroupPlayer, Plays
@@ -434,13 +434,11 @@ class _Progress:
 
 
 def _whole_lines(path: Path) -> Iterator[EpisodeRecord]:
-    """The records of the lines that are whole; a torn last one is left out."""
-    if not path.is_file():
-        return
-    for line in path.read_bytes().splitlines():
+    """The records up to the first line that is not whole (torn, damaged, or longer than any episode)."""
+    for line in bounded_lines(path, MAX_BYTES):
         try:
             yield decode(line)
-        except ValidationError:
+        except (ValidationError, RecursionError):
             return
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterable
 from pathlib import Path
 
 
@@ -15,12 +16,13 @@ def fsync_dir(path: Path) -> None:
         os.close(handle)
 
 
-def write_atomic(path: Path, data: bytes) -> None:
-    """Put `data` at `path`: a reader sees the old content or all of the new."""
+def write_atomic(path: Path, data: bytes | Iterable[bytes]) -> None:
+    """Put `data` (or its pieces) at `path`: a reader sees the old content or all of the new."""
     temp = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
         with temp.open("wb") as file:
-            file.write(data)
+            for piece in (data,) if isinstance(data, bytes) else data:
+                file.write(piece)
             file.flush()
             os.fsync(file.fileno())
         temp.replace(path)

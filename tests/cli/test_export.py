@@ -55,6 +55,26 @@ def run(tmp_path: Path) -> Path:
     return tmp_path / "r"
 
 
+def test_greedy_baselines_are_exported_only_when_asked_for(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    config = RunConfig.model_validate({"name": "r", "env": "m:E", "model": {"tiny": {}}})
+    with RunStore.open(config, tmp_path / "r") as store:
+        both = [EpisodeRecord(1, 0, episode("a", 1.0)), EpisodeRecord(1, 0, episode("b", 1.0), baseline=True)]
+        store.write_episodes(1, both)
+    assert agentrl(tmp_path / "r", "--format", "jsonl", "--out", tmp_path / "plain") == 0
+    assert capsys.readouterr().err.startswith("1 episodes")
+    assert [decode(line).episode.id for line in (tmp_path / "plain").read_bytes().splitlines()] == ["a"]
+    assert agentrl(tmp_path / "r", "--baselines", "--format", "jsonl", "--out", tmp_path / "all") == 0
+    assert len((tmp_path / "all").read_bytes().splitlines()) == 2
+
+
+def test_parquet_in_several_row_groups_is_read_back(run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("agentrl.eval.export.ROW_GROUP", 1)
+    assert agentrl(run, "--format", "hf", "--out", tmp_path / "rows.parquet") == 0
+    said = pq.read_table(tmp_path / "rows.parquet").to_pylist()
+    assert pq.ParquetFile(tmp_path / "rows.parquet").num_row_groups == len(said) == 3
+    assert [row["messages"][-1]["content"] for row in said] == ["it is a", "it is b", "it is c"]
+
+
 def agentrl(*words: object) -> int:
     with pytest.raises(SystemExit) as left:
         main(["export", *map(str, words)])

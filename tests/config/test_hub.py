@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from agentrl.cli.eval import find
+from agentrl.cli.options import policy_folder
 from agentrl.config import load_config
 from agentrl.errors import ConfigError
 
@@ -89,3 +91,15 @@ def test_a_path_is_no_id(tmp_path: Path):
     with pytest.raises(ConfigError) as caught:
         load(tmp_path, "model: {path: ./models/nothing}")
     assert "hf download" not in str(caught.value)
+
+
+def test_an_id_names_the_policy_of_serve_and_eval(cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    snapshot = fill(cache)
+    monkeypatch.chdir(tmp_path)
+    assert policy_folder(Path(ID)) == snapshot
+    subject, _, _ = find(Path(ID), "agentrl.envs.calculator:Calculator", [])
+    assert subject.checkpoint == snapshot
+    with pytest.raises(ConfigError, match=r"Acme/Other: no such folder; .*run `hf download Acme/Other` first"):
+        find(Path("Acme/Other"), "agentrl.envs.calculator:Calculator", [])
+    (tmp_path / ID).mkdir(parents=True)
+    assert policy_folder(Path(ID)) == Path(ID), "a folder of that name comes first"
