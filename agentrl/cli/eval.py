@@ -30,8 +30,8 @@ Target = Annotated[
     Path | None,
     typer.Argument(
         metavar="[RUN|CHECKPOINT|TOOLS.YAML]",
-        help="A run folder, a checkpoint, a model directory, a Hugging Face id in the local cache, or (for its env "
-        "and limits) the YAML file of a run.",
+        help="A run folder, a checkpoint, a model directory, a Hugging Face id in the local cache, or (for its "
+        "env and limits) the YAML file of a run.",
         show_default=False,
     ),
 ]
