@@ -182,7 +182,7 @@ class TestWhatModelsSay:
     def test_a_cut_answer_ends_the_episode(self, tmp_path: Path):
         with serving(Server(lambda messages: {"content": "and so", "finish": "length"})) as server:
             play(server, tmp_path / "e", tasks=2)
-        assert {e.stop_reason for e in read_episodes(tmp_path / "e", 0)} == {StopReason.TOKEN_BUDGET}
+        assert {e.stop_reason for e in read_episodes(tmp_path / "e", 0)} == {StopReason.MAX_TOKENS}
 
     def test_a_model_that_wants_the_newer_limit_gets_it(self, tmp_path: Path):
         text = "Unsupported parameter: 'max_tokens'. Use 'max_completion_tokens' instead."
