@@ -216,7 +216,8 @@ class TestWholeRun:
             *("run", "steps", "finished", "held_out_before", "held_out_after"),
             *("warmup_seconds", "train_seconds", "wall_seconds"),
             *("episodes", "sampled_tokens", "malformed", "limits", "infra_failures"),
-            *("env", "redrawn", "redrawn_tasks", "biased", "faults"),
+            *("held_out_reward_before", "held_out_reward_after"),
+            *("env", "redrawn", "redrawn_tasks", "biased", "faults", "sandbox_broken", "sandbox_broken_tasks"),
         }
         assert (summary.steps, summary.finished, summary.episodes) == (4, True, 64)
         assert summary.infra_failures == 0
