@@ -50,7 +50,9 @@ def with_ids(renderer: Renderer, messages: Sequence[Message]) -> list[Message]:
             count += 1
         answered = message.tool_call_id
         answered = new_ids.get(answered, answered) if answered is not None else None
-        given.append(replace(message, tool_calls=tuple(calls), tool_call_id=answered))
+        if tuple(calls) != message.tool_calls or answered != message.tool_call_id:
+            message = replace(message, tool_calls=tuple(calls), tool_call_id=answered)
+        given.append(message)  # the same object where nothing changes: turns find their segments by it
     return given
 
 

@@ -248,8 +248,11 @@ async def _episode(
             env.reads_images = False  # as in the rollout: a renderer knows text only
         episode = await play(env, task, policy, max_turns=rollout.max_turns, episode_id=name)
     transcript = imitate(renderer, episode.messages, episode.tools)
-    sampled = [len(segment.ids) for segment in transcript.segments if segment.origin == "sampled"]
-    turns = tuple(replace(turn, tokens=tokens) for turn, tokens in zip(episode.turns, sampled, strict=True))
+    sampled = [segment for segment in transcript.segments if segment.origin == "sampled"]
+    turns = tuple(
+        replace(turn, tokens=len(segment.ids), message=transcript.messages[segment.message or 0])
+        for turn, segment in zip(episode.turns, sampled, strict=True)
+    )
     return replace(episode, messages=transcript.messages, turns=turns, segments=transcript.segments), transcript
 
 
