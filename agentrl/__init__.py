@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from agentrl.errors import AgentRLError as AgentRLError
     from agentrl.errors import ConfigError as ConfigError
     from agentrl.errors import InfraError as InfraError
-    from agentrl.records import read_episodes as read_episodes
+    from agentrl.run_folder.records import read_episodes as read_episodes
     from agentrl.train.session import start_run as start_run
     from agentrl.types import Completion as Completion
     from agentrl.types import Episode as Episode
@@ -39,7 +39,7 @@ _HOMES = {
     "agentrl.config.run": ("RunConfig",),
     "agentrl.env": ("Env", "StepInfo", "Stop", "ToolEnv", "ToolResult", "reward", "tool"),
     "agentrl.errors": ("AgentRLError", "ConfigError", "InfraError"),
-    "agentrl.records": ("read_episodes",),
+    "agentrl.run_folder.records": ("read_episodes",),
     "agentrl.train.session": ("start_run",),
     "agentrl.types": (
         *("Completion", "Episode", "Group", "Image", "Message", "Sampling", "StopReason", "Task", "ToolCall"),

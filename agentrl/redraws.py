@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any, Self
 
 from agentrl.errors import AgentRLError, EnvError
-from agentrl.records import MAX_LINE, bounded_lines
+from agentrl.run_folder.records import MAX_LINE, bounded_lines
 from agentrl.types import SANDBOX_FAULT, Episode, Group, StopReason
 
 RECENT = 1000

@@ -25,8 +25,8 @@ from typing import Any
 
 from agentrl.config import load_config
 from agentrl.config.run import RunConfig
-from agentrl.run.report import Silent
-from agentrl.run.store import RunStore
+from agentrl.reporting.report import Silent
+from agentrl.run_folder.store import RunStore
 
 EXAMPLE = Path(__file__).parent.parent / "examples" / "agent" / "tools.yaml"
 RESULTS = Path(__file__).parent / "results" / "agent.json"

@@ -27,8 +27,8 @@ from agentrl.env.env import StepInfo
 from agentrl.env.read import final_answer
 from agentrl.env.tasks import Split, generated
 from agentrl.envs.calculator import Calculator
-from agentrl.run.report import Silent
-from agentrl.run.store import RunStore
+from agentrl.reporting.report import Silent
+from agentrl.run_folder.store import RunStore
 from agentrl.types import Episode, Message, Task
 
 EXAMPLE = Path(__file__).parent.parent / "examples" / "calculator" / "tools.yaml"

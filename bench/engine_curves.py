@@ -29,8 +29,8 @@ from pathlib import Path
 from typing import Any
 
 from agentrl.config.run import RunConfig
-from agentrl.run.report import Silent, Summary
-from agentrl.run.store import RunStore
+from agentrl.reporting.report import Silent, Summary
+from agentrl.run_folder.store import RunStore
 from agentrl.train.run import train_run
 
 OUT = Path(__file__).parent / "results" / "sglang.json"

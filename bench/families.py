@@ -28,11 +28,11 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 from transformers.utils import logging
 
-from agentrl.engine.local import LocalEngine
+from agentrl.engine.local.engine import LocalEngine
 from agentrl.errors import ConfigError
-from agentrl.train.logprobs import token_stats
-from agentrl.train.model import load_policy
-from agentrl.train.pack import pack
+from agentrl.learner.logprobs import token_stats
+from agentrl.learner.model import load_policy
+from agentrl.learner.pack import pack
 from agentrl.types import Sample, Sampling
 
 RESULTS = Path(__file__).parent / "results" / "families.json"

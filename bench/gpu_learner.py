@@ -41,10 +41,10 @@ from transformers import AutoModelForCausalLM, PreTrainedModel, Qwen3Config
 
 from agentrl.config.algorithm import AlgorithmConfig
 from agentrl.config.run import LearnerConfig, LoRAConfig, OptimConfig
-from agentrl.train.attention import NAMES, PACKED_ATTENTION, register_attention
-from agentrl.train.learner import Learner
-from agentrl.train.lora import add_adapter
-from agentrl.train.plan_shape import ModelShape
+from agentrl.learner.attention.packed import NAMES, PACKED_ATTENTION, register_attention
+from agentrl.learner.learner import Learner
+from agentrl.learner.lora import add_adapter
+from agentrl.preflight.shape import ModelShape
 from agentrl.types import Sample
 
 sys.path.append(str(Path(__file__).parent))  # it is missing with `python -m` or when loaded by a path

@@ -25,8 +25,8 @@ import time
 from pathlib import Path
 from typing import Any
 
-from agentrl.records import read_metrics
-from agentrl.run import saved
+from agentrl.run_folder import checkpoints
+from agentrl.run_folder.records import read_metrics
 
 ENV = '''
 from agentrl import ToolEnv, reward
@@ -148,10 +148,10 @@ def kill_once(
     os.kill(victim, signal.SIGKILL)
     code = process.wait()
     left = wait_until_gone(family)
-    checkpoints = saved.steps_saved(run / "checkpoints") if (run / "checkpoints").is_dir() else []
-    for step in checkpoints:
-        saved.verify(run / "checkpoints" / f"step-{step}")
-    return {"kind": kind, "after_lines": at, "exit": code, "checkpoints": checkpoints, "left_behind": left}
+    found = checkpoints.steps_saved(run / "checkpoints") if (run / "checkpoints").is_dir() else []
+    for step in found:
+        checkpoints.verify(run / "checkpoints" / f"step-{step}")
+    return {"kind": kind, "after_lines": at, "exit": code, "checkpoints": found, "left_behind": left}
 
 
 def wait_until_gone(family: dict[int, str], timeout_s: float = 90.0) -> list[str]:

@@ -34,7 +34,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from agentrl.train.pack import pack
+from agentrl.learner.pack import pack
 from agentrl.types import Sample
 
 GOAL = 1.3
@@ -112,8 +112,8 @@ def ours(shape: Shape, directory: Path) -> Callable[[Sequence[Sample]], None]:
     """agentrl's learner."""
     from agentrl.config.algorithm import AlgorithmConfig
     from agentrl.config.run import LearnerConfig, OptimConfig
-    from agentrl.train.learner import Learner
-    from agentrl.train.memory import keep_freed_memory
+    from agentrl.learner.learner import Learner
+    from agentrl.learner.memory import keep_freed_memory
 
     keep_freed_memory()
     learner = Learner(

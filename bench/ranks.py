@@ -27,11 +27,11 @@ from typing import Any
 import torch
 
 from agentrl.config import RunConfig
-from agentrl.records import read_metrics
-from agentrl.run.report import Silent
-from agentrl.run.store import RunStore
+from agentrl.learner.driver import Driver
+from agentrl.reporting.report import Silent
+from agentrl.run_folder.records import read_metrics
+from agentrl.run_folder.store import RunStore
 from agentrl.train import run as runs
-from agentrl.train.driver import Driver
 from agentrl.train.start import make_learner
 
 sys.path.append(str(Path(__file__).parent))  # it is missing with `python -m` or when loaded by a path

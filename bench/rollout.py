@@ -44,12 +44,12 @@ from agentrl import ToolEnv, reward, tool
 from agentrl.chat.demonstrate import completion_of
 from agentrl.chat.template import Renderer
 from agentrl.env.curriculum import TaskSampler
+from agentrl.models.tiny import make_tokenizer
 from agentrl.rollout.admission import Admission
 from agentrl.rollout.episode import Limits, Player
 from agentrl.rollout.group import GroupPlayer
 from agentrl.rollout.scheduler import Scheduler
 from agentrl.testing.policy import call, say
-from agentrl.testing.tiny_model import make_tokenizer
 from agentrl.types import Completion, Message, Sampling, Task
 
 SLOTS, STEP_S, PREFILL = 256, 0.03, 60_000.0

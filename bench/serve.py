@@ -32,11 +32,11 @@ from starlette.routing import Route
 
 from agentrl.chat.demonstrate import completion_of
 from agentrl.chat.template import Renderer
+from agentrl.models.tiny import make_tokenizer
 from agentrl.serve.app import Settings, create_app
+from agentrl.serve.listen import running
 from agentrl.serve.metrics import Metrics
-from agentrl.serve.run import running
 from agentrl.serve.talk import Gate, Talk
-from agentrl.testing.tiny_model import make_tokenizer
 from agentrl.types import Completion, Message, Sampling, ToolCall
 
 TOOL = {

@@ -131,7 +131,7 @@ def median(values: list[float]) -> float:
 
 
 def small_tokenizer() -> Path:
-    from agentrl.testing.tiny_model import make_tokenizer
+    from agentrl.models.tiny import make_tokenizer
 
     directory = Path(tempfile.mkdtemp()) / "small"
     make_tokenizer(directory, [" ".join(WORDS)] * 50, vocab=1024, max_context=1 << 17)

@@ -38,11 +38,11 @@ from typing import Any
 
 from agentrl.config.run import RunConfig
 from agentrl.env import reward, tool
-from agentrl.env.observe import error_text
 from agentrl.env.read import final_answer
+from agentrl.env.toolenv.observe import error_text
 from agentrl.envs.calculator import Calculator, CalculatorError, evaluate
 from agentrl.envs.calculator.expression import as_text
-from agentrl.run.report import Silent
+from agentrl.reporting.report import Silent
 from agentrl.types import Episode
 
 SLOW_TOOL_S = 0.05
@@ -246,7 +246,7 @@ class Turns(Silent):
 
 
 def run_ours(shape: Shape, model: str, prompt_tokens: int, folder: str, pipe: Connection) -> None:
-    from agentrl.run.store import RunStore
+    from agentrl.run_folder.store import RunStore
     from agentrl.train.run import train_run
 
     config = run_config(shape, {"path": model})

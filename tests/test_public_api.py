@@ -94,7 +94,7 @@ def probe(code: str) -> tuple[float, set[str]]:
         "import agentrl",
         "from agentrl import load_config, Episode, ConfigError",
         "import agentrl.cli",
-        "from agentrl.run.store import RunStore; from agentrl.run.display import make_display",
+        "from agentrl.run_folder.store import RunStore; from agentrl.reporting.display import make_display",
     ],
 )
 def test_imports_are_quick_and_light(code: str):

@@ -6,7 +6,7 @@ from typing import Annotated
 
 from pydantic import Field
 
-from agentrl.env.declare import tool
+from agentrl.env.toolenv.declare import tool
 from agentrl.sandbox import Box, Sandbox
 from agentrl.tools.observation import observation, shorten
 

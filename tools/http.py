@@ -19,7 +19,7 @@ from urllib.parse import urljoin, urlsplit
 
 import httpx
 
-from agentrl.env.declare import tool
+from agentrl.env.toolenv.declare import tool
 from agentrl.errors import ConfigError
 from agentrl.tools.html import html_to_text
 

@@ -9,8 +9,8 @@ from typing import Annotated
 
 from pydantic import Field
 
-from agentrl.env.declare import tool
 from agentrl.env.rows import read_rows
+from agentrl.env.toolenv.declare import tool
 from agentrl.errors import ConfigError
 from agentrl.tools.bm25 import Index
 

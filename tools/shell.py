@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from agentrl.env.declare import tool
+from agentrl.env.toolenv.declare import tool
 from agentrl.sandbox import Box, Sandbox, Session
 from agentrl.tools.observation import observation
 

@@ -12,7 +12,7 @@ from agentrl.cli.options import Overrides, YamlFile
 if TYPE_CHECKING:
     from rich.text import Text
 
-    from agentrl.train.rehearse import Rehearsal
+    from agentrl.preflight.dry_run import Rehearsal
 
 
 def check(
@@ -37,7 +37,7 @@ def check(
     config = load_config(path, overrides)
     require("train", "agentrl check")
 
-    from agentrl.train.rehearse import rehearse
+    from agentrl.preflight.dry_run import rehearse
     from agentrl.view.text import episode_text
     from agentrl.view.tokens import tokens_text
 

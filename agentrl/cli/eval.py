@@ -13,9 +13,9 @@ from agentrl.cli.options import PlayOverrides, check_effect, policy_folder
 
 if TYPE_CHECKING:
     from agentrl.config import RunConfig
-    from agentrl.engine.openai import Endpoint
+    from agentrl.engine.chat_client import Endpoint
+    from agentrl.eval.evaluate import Subject
     from agentrl.eval.result import EvalResult, Prices
-    from agentrl.eval.run import Subject
     from agentrl.types import Filters
 
 
@@ -150,9 +150,9 @@ def evaluate(
     prices = _prices(price_prompt, price_completion, price_cached, endpoint)
     subject, config, base = find(target, env, overrides, endpoint)
 
-    from agentrl.eval.run import EvalOptions, check_minimum, default_folder, make_spec
-    from agentrl.eval.run import evaluate as play
-    from agentrl.run.display import make_display
+    from agentrl.eval.evaluate import EvalOptions, check_minimum, default_folder, make_spec
+    from agentrl.eval.evaluate import evaluate as play
+    from agentrl.reporting.display import make_display
 
     options = EvalOptions(
         split="held_out" if split is Split.HELD_OUT else "train",
@@ -193,8 +193,8 @@ def find(
     """
     from agentrl.config import load_config
     from agentrl.errors import ConfigError
-    from agentrl.eval.run import Subject
-    from agentrl.run.store import find_checkpoint
+    from agentrl.eval.evaluate import Subject
+    from agentrl.run_folder.store import find_checkpoint
 
     _check_overrides(overrides, endpoint)
     changes = [f"env.use={env}", *overrides] if env else overrides
@@ -271,7 +271,7 @@ def _filters(top_p: float | None, top_k: int | None, min_p: float | None) -> Fil
 
 
 def _endpoint(base_url: str | None, model: str | None, api_key_env: str, request: list[str]) -> Endpoint | None:
-    from agentrl.engine.openai import Endpoint
+    from agentrl.engine.chat_client import Endpoint
     from agentrl.errors import ConfigError
 
     if base_url is None:

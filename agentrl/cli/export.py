@@ -50,7 +50,7 @@ def export(
     from agentrl.errors import ConfigError
     from agentrl.eval.export import Selection
     from agentrl.eval.export import export as export_records
-    from agentrl.run.files import write_atomic
+    from agentrl.run_folder.files import write_atomic
 
     if format is Format.HF and out is None:
         raise ConfigError("--format hf writes parquet: name the file with --out FILE.parquet")

@@ -23,8 +23,8 @@ def import_verl(
 
     from ruamel.yaml import YAML
 
-    from agentrl.env.import_verl import import_verl as translate
     from agentrl.errors import ConfigError
+    from agentrl.import_verl import import_verl as translate
 
     if out is not None and out.exists():
         raise ConfigError(f"{out}: is there already; nothing was changed, choose another name")

@@ -24,7 +24,7 @@ def plan(
     Needs no weights and no GPU. Ends with what is likely to go wrong; the exit code is 2 where something will.
     """
     from agentrl.config import load_config
-    from agentrl.train.plan import GIB, lines, make_plan
+    from agentrl.preflight.plan import GIB, lines, make_plan
 
     given = None if memory_gib is None else int(memory_gib * GIB)
     found = make_plan(load_config(path, overrides), memory_bytes=given, gpu=None if given is None else True)

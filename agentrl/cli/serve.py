@@ -114,7 +114,7 @@ def _find(target: Path, overrides: list[str]) -> _Policy:
     from agentrl.config.load import load_engine
     from agentrl.errors import ConfigError
     from agentrl.rollout.setup import check_renderer, load_renderer
-    from agentrl.run.store import find_checkpoint
+    from agentrl.run_folder.store import find_checkpoint
 
     check_effect(overrides, ("name", "model", "engine"), "serving")
     named, target = target, policy_folder(target)
@@ -156,7 +156,7 @@ def _key(host: str, name: str | None) -> str | None:
         ConfigError: the variable is not set, or others could reach the endpoint without a key.
     """
     from agentrl.errors import ConfigError
-    from agentrl.serve.run import is_loopback
+    from agentrl.serve.listen import is_loopback
 
     if name is None:
         if not is_loopback(host):
@@ -202,8 +202,8 @@ async def _serve(
 ) -> None:
     """Answer until a signal comes."""
     from agentrl.serve.app import create_app
+    from agentrl.serve.listen import running
     from agentrl.serve.metrics import Metrics
-    from agentrl.serve.run import running
     from agentrl.serve.talk import Gate, Talk
 
     async def use(engine: Engine, ended: asyncio.Event) -> None:
@@ -219,10 +219,10 @@ async def _serve(
 
 async def _record(policy: _Policy, key: str | None, host: str, port: int, folder: Path) -> None:
     """Record episodes until a signal comes, and write them."""
+    from agentrl.agents.folder import RecordFolder
+    from agentrl.agents.recorder import Recorder
     from agentrl.rollout.frame import Limits
-    from agentrl.serve.record import Recorder
-    from agentrl.serve.record_folder import RecordFolder
-    from agentrl.serve.run import running
+    from agentrl.serve.listen import running
 
     async def use(engine: Engine, ended: asyncio.Event) -> None:
         room = engine.max_context

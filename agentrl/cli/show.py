@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 if TYPE_CHECKING:
-    from agentrl.records import EpisodeRecord
+    from agentrl.run_folder.records import EpisodeRecord
 
 
 def show(
@@ -27,7 +27,7 @@ def show(
     from rich.console import Console
 
     from agentrl.errors import CheckpointError
-    from agentrl.records import read_records, recorded_steps
+    from agentrl.run_folder.records import read_records, recorded_steps
     from agentrl.view.text import episode_text, step_table, worst_first
 
     console = Console()
@@ -60,7 +60,7 @@ def _named(run: Path, name: str, steps: list[int]) -> list[EpisodeRecord]:
     import re
 
     from agentrl.errors import ConfigError
-    from agentrl.records import read_records
+    from agentrl.run_folder.records import read_records
 
     said = re.match(r"s(\d+)/", name)
     likely = int(said[1]) if said else steps[-1]

@@ -14,10 +14,10 @@ from agentrl.engine.base import Engine
 from agentrl.errors import ConfigError
 
 if TYPE_CHECKING:
-    from agentrl.engine.hosts import Connect, Recipe
-    from agentrl.engine.ray_host import RayCluster
-    from agentrl.engine.replicas import Host
-    from agentrl.engine.sync import WeightSync
+    from agentrl.engine.servers.launch.hosts import Connect, Recipe
+    from agentrl.engine.servers.launch.ray_host import RayCluster
+    from agentrl.engine.servers.pool import Host
+    from agentrl.engine.servers.weight_sync import WeightSync
 
 _CPU_ENVIRONMENT = {
     "SGLANG_USE_CPU_ENGINE": "1",
@@ -47,11 +47,11 @@ async def open_engine(
         ConfigError: the model, the device or the server's installation cannot be used.
         EngineError: a server did not start.
     """
-    from agentrl.engine.device import pick_device
+    from agentrl.models.device import pick_device
 
     if config.kind == "local":
-        from agentrl.engine.apart import EngineApart
-        from agentrl.engine.local import LocalEngine
+        from agentrl.engine.local.engine import LocalEngine
+        from agentrl.engine.local.process import EngineApart
 
         device = pick_device(config.device)
         if config.cuda_graphs == "off" and device.type != "cuda":
@@ -77,9 +77,9 @@ async def open_engine(
 async def _open_served(config: EngineConfig, model: Path, lora: LoRAConfig | None) -> Engine:
     import torch
 
-    from agentrl.engine.ray_host import RayCluster
-    from agentrl.engine.scratch import ScratchFolder
-    from agentrl.engine.served import ServedEngine, ServedLimits
+    from agentrl.engine.servers.engine import ServedEngine, ServedLimits
+    from agentrl.engine.servers.launch.ray_host import RayCluster
+    from agentrl.engine.servers.launch.scratch import ScratchFolder
 
     if not (model / "config.json").is_file():
         raise ConfigError(f"{model} has no config.json, so it is not a Hugging Face model directory")
@@ -115,9 +115,9 @@ async def _open_served(config: EngineConfig, model: Path, lora: LoRAConfig | Non
 def _hosts(
     config: EngineConfig, model: Path, folder: Path, cluster: RayCluster | None, lora: LoRAConfig | None
 ) -> list[Host]:
-    from agentrl.engine.device import pick_device
-    from agentrl.engine.hosts import GivenHost, LaunchedHost
-    from agentrl.engine.ray_host import RayHost
+    from agentrl.engine.servers.launch.hosts import GivenHost, LaunchedHost
+    from agentrl.engine.servers.launch.ray_host import RayHost
+    from agentrl.models.device import pick_device
 
     server, connect = config.server, _connect(config)
     if server.urls:
@@ -150,8 +150,8 @@ def _hosts(
 
 
 def _connect(config: EngineConfig) -> Connect:
-    from agentrl.engine.sglang import SGLangServer
-    from agentrl.engine.vllm import VLLMServer
+    from agentrl.engine.servers.sglang import SGLangServer
+    from agentrl.engine.servers.vllm import VLLMServer
 
     timeout_s, ranks, adapters = (
         config.server.request_timeout_s,
@@ -166,8 +166,8 @@ def _connect(config: EngineConfig) -> Connect:
 
 
 def _sync(config: EngineConfig, model: Path, folder: Path, lora: LoRAConfig | None) -> WeightSync:
-    from agentrl.engine.device import pick_device
-    from agentrl.engine.sync import AdapterSync, BroadcastSync, DiskSync, TensorSync
+    from agentrl.engine.servers.weight_sync import AdapterSync, BroadcastSync, DiskSync, TensorSync
+    from agentrl.models.device import pick_device
 
     server = config.server
     if lora is not None:
@@ -201,8 +201,8 @@ def _python(config: EngineConfig) -> str:
 
 def _recipe(config: EngineConfig, model: Path, python: str, number: int, lora: LoRAConfig | None = None) -> Recipe:
     """The command line and environment of server `number`."""
-    from agentrl.engine.device import pick_device
-    from agentrl.engine.hosts import Recipe
+    from agentrl.engine.servers.launch.hosts import Recipe
+    from agentrl.models.device import pick_device
 
     server = config.server
     device = pick_device(config.device)

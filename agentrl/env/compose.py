@@ -23,17 +23,17 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
-from agentrl.env.declare import TOOL_MARK, RewardMark
-from agentrl.env.dispatch import BoundTool
 from agentrl.env.env import Env
 from agentrl.env.load import load_object
 from agentrl.env.mcp import McpServer
-from agentrl.env.observe import error_text
-from agentrl.env.rewards import MAX_PARTS, BadReward, Rewards, check_number
-from agentrl.env.schema import shorten
 from agentrl.env.solved import BY_NAME, SolvedRule
-from agentrl.env.spec import MethodTool, RewardSpec, tool_from
-from agentrl.env.toolenv import ToolEnv
+from agentrl.env.toolenv.declare import TOOL_MARK, RewardMark
+from agentrl.env.toolenv.dispatch import BoundTool
+from agentrl.env.toolenv.env import ToolEnv
+from agentrl.env.toolenv.observe import error_text
+from agentrl.env.toolenv.rewards import MAX_PARTS, BadReward, Rewards, check_number
+from agentrl.env.toolenv.schema import shorten
+from agentrl.env.toolenv.spec import MethodTool, RewardSpec, tool_from
 from agentrl.env.verl import VerlTool, VerlToolEntry, is_compute_score, score_arguments, verl_names
 from agentrl.errors import ConfigError, InfraError
 from agentrl.sandbox import Sandbox

@@ -17,14 +17,14 @@ import numpy as np
 from gymnasium import spaces
 
 from agentrl.env.ansi import without_colors
-from agentrl.env.background import background
-from agentrl.env.declare import ToolResult
-from agentrl.env.dispatch import BoundTool, call_function
 from agentrl.env.env import Env
-from agentrl.env.observe import plain_text
-from agentrl.env.schema import InvalidArguments, shorten
 from agentrl.env.tasks import Split, generated
-from agentrl.env.toolenv import Step, ToolEnv
+from agentrl.env.toolenv.background import background
+from agentrl.env.toolenv.declare import ToolResult
+from agentrl.env.toolenv.dispatch import BoundTool, call_function
+from agentrl.env.toolenv.env import Step, ToolEnv
+from agentrl.env.toolenv.observe import plain_text
+from agentrl.env.toolenv.schema import InvalidArguments, shorten
 from agentrl.errors import ConfigError
 from agentrl.types import Episode, Message, StopReason, Task, ToolCall, Turn
 

@@ -6,8 +6,8 @@ import inspect
 from typing import Any, get_args, get_type_hints
 
 from agentrl.env.env import Env
-from agentrl.env.spec import MethodTool
-from agentrl.env.toolenv import ToolEnv
+from agentrl.env.toolenv.env import ToolEnv
+from agentrl.env.toolenv.spec import MethodTool
 from agentrl.errors import ConfigError
 from agentrl.types import Image
 

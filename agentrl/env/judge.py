@@ -17,11 +17,11 @@ from pathlib import Path
 from typing import Any, Literal, Protocol, runtime_checkable
 
 from agentrl.config.address import address_problem
-from agentrl.env.asked import found_unusable, waits_for
-from agentrl.env.dispatch import within
 from agentrl.env.judge_text import fenced, form_of, neutral, read_score, schema_of
-from agentrl.env.observe import error_text, plain_text
-from agentrl.env.threads import CallTimeout
+from agentrl.env.toolenv.asked import found_unusable, waits_for
+from agentrl.env.toolenv.dispatch import within
+from agentrl.env.toolenv.observe import error_text, plain_text
+from agentrl.env.toolenv.threads import CallTimeout
 from agentrl.errors import ConfigError, JudgeAnswerError, JudgeError
 from agentrl.types import Message
 

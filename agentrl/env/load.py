@@ -15,8 +15,8 @@ from types import ModuleType
 from typing import Any
 
 from agentrl.env.env import Env
-from agentrl.env.observe import error_text
-from agentrl.env.toolenv import ToolEnv
+from agentrl.env.toolenv.env import ToolEnv
+from agentrl.env.toolenv.observe import error_text
 from agentrl.errors import ConfigError
 from agentrl.types import Task
 

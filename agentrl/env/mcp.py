@@ -16,11 +16,11 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from agentrl.config.address import address_problem
 from agentrl.config.typed import check_types
-from agentrl.env.background import background
-from agentrl.env.dispatch import within
-from agentrl.env.jsonschema import check_arguments
-from agentrl.env.observe import ToolError, error_text
-from agentrl.env.threads import CallTimeout
+from agentrl.env.toolenv.background import background
+from agentrl.env.toolenv.dispatch import within
+from agentrl.env.toolenv.jsonschema import check_arguments
+from agentrl.env.toolenv.observe import ToolError, error_text
+from agentrl.env.toolenv.threads import CallTimeout
 from agentrl.errors import ConfigError, InfraError
 from agentrl.types import Image, Part
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from agentrl.env.observe import plain_text
+from agentrl.env.toolenv.observe import plain_text
 from agentrl.types import CallRecord, Episode, Message
 
 

@@ -10,7 +10,7 @@ from typing import Any
 
 from agentrl.config.datafiles import SAVED, data_files
 from agentrl.env.env import Env
-from agentrl.env.toolenv import ToolEnv
+from agentrl.env.toolenv.env import ToolEnv
 from agentrl.errors import ConfigError
 from agentrl.types import Task
 

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from agentrl.env.env import Env
-from agentrl.env.toolenv import ToolEnv
+from agentrl.env.toolenv.env import ToolEnv
 from agentrl.types import Message
 
 

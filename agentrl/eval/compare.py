@@ -9,7 +9,7 @@ from pathlib import Path
 from agentrl.errors import ConfigError
 from agentrl.eval.result import EvalResult, mean_of, task_values
 from agentrl.eval.stats import Paired, paired
-from agentrl.records import read_records, recorded_steps
+from agentrl.run_folder.records import read_records, recorded_steps
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,7 +3,7 @@
 `openai` is the chat format of OpenAI's fine-tuning files (also what `warmup.demonstrations` reads): one JSON
 object a line with `messages` and `tools`. `hf` is a parquet file of the same rows for `datasets` and TRL; there
 arguments and tools are JSON text, because Arrow would give every call the arguments of all. `jsonl` is the whole
-record: ids, log-probabilities, rewards, timings (`agentrl.records`).
+record: ids, log-probabilities, rewards, timings (`agentrl.run_folder.records`).
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-from agentrl.engine.openai import to_wire
+from agentrl.engine.chat_client import to_wire
 from agentrl.env.solved import NOT_DECLARED
 from agentrl.errors import ConfigError
-from agentrl.records import EpisodeRecord, encode, iter_records, recorded_steps
 from agentrl.rollout.metrics import is_malformed
+from agentrl.run_folder.records import EpisodeRecord, encode, iter_records, recorded_steps
 from agentrl.types import Episode, Message
 
 Format = Literal["openai", "hf", "jsonl"]

@@ -10,7 +10,7 @@ from agentrl.env.solved import NOT_DECLARED
 from agentrl.eval.compare import Comparison
 from agentrl.eval.result import EvalResult
 from agentrl.eval.stats import Estimate
-from agentrl.run.display import duration, percent
+from agentrl.reporting.display import duration, percent
 
 
 def result_text(result: EvalResult) -> Text:

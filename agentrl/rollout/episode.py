@@ -12,7 +12,7 @@ from agentrl.chat.template import Renderer
 from agentrl.chat.transcript import Transcript
 from agentrl.engine.base import Completer
 from agentrl.env.env import Env
-from agentrl.env.toolenv import ToolEnv
+from agentrl.env.toolenv.env import ToolEnv
 from agentrl.errors import EngineError
 from agentrl.rollout.branch import PolicyBranch
 from agentrl.rollout.frame import Limits, Progress, Whereabouts, draw_seed, reset_env, run_framed, step_env

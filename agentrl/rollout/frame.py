@@ -18,8 +18,8 @@ from typing import Any
 
 from agentrl.chat.transcript import Transcript
 from agentrl.clean import clean_message, clean_text
-from agentrl.env.asked import asking
 from agentrl.env.env import Env
+from agentrl.env.toolenv.asked import asking
 from agentrl.errors import AgentRLError, EnvError, InfraError, JudgeError, RewardError, TemplateError, traceback_of
 from agentrl.sandbox import SandboxBroken
 from agentrl.types import Episode, Message, StopReason, Task, Turn

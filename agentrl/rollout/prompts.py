@@ -12,8 +12,8 @@ from agentrl.config.run import RunConfig
 from agentrl.env.load import drop_overlong
 from agentrl.env.stand_in import with_stand_in
 from agentrl.errors import AgentRLError, ConfigError, InfraError
+from agentrl.reporting.report import Reporter
 from agentrl.rollout.setup import Content
-from agentrl.run.report import Reporter
 from agentrl.types import Task
 
 MOST_TASKS = 100_000

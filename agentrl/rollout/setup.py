@@ -21,7 +21,7 @@ from agentrl.env.images import refuse_images
 from agentrl.env.load import load_env, load_object, said_by
 from agentrl.env.rows import load_rows, read_jsonl
 from agentrl.env.solved import NOT_DECLARED, rule_of
-from agentrl.env.toolenv import ToolEnv
+from agentrl.env.toolenv.env import ToolEnv
 from agentrl.errors import AgentRLError, CheckpointError, ConfigError
 from agentrl.redraws import Guard
 from agentrl.rollout.episode import Player, TokenCheck

@@ -26,18 +26,18 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from agentrl.engine.base import Interrupted
-from agentrl.engine.watch import Drawn
+from agentrl.engine.streaming import Drawn
 from agentrl.errors import EngineError
-from agentrl.serve import chat, responses
-from agentrl.serve.completions import TextJob, TextWriter
+from agentrl.serve.dialects import chat, responses
+from agentrl.serve.dialects.completions import TextJob, TextWriter
+from agentrl.serve.dialects.wire import ChatRequest, CompletionRequest
+from agentrl.serve.dialects.wire_responses import ResponsesRequest
 from agentrl.serve.errors import ApiError, from_validation
 from agentrl.serve.openapi import describe
 from agentrl.serve.reader import Delta
 from agentrl.serve.session import Session
 from agentrl.serve.stream import EventStream, GoneError, event, gone, while_there
 from agentrl.serve.talk import Seat, Talk, now
-from agentrl.serve.wire import ChatRequest, CompletionRequest
-from agentrl.serve.wire_responses import ResponsesRequest
 
 log = logging.getLogger(__name__)
 

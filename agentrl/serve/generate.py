@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from typing import Protocol
 
 from agentrl.engine.base import Engine
-from agentrl.engine.watch import Drawn, Mask, Watch, WatchedEngine
+from agentrl.engine.streaming import Drawn, Mask, Watch, WatchedEngine
 from agentrl.errors import EngineError
 from agentrl.serve.reader import Delta
 from agentrl.types import Completion, Sampling

@@ -8,8 +8,8 @@ from typing import Any
 
 from pydantic.json_schema import models_json_schema
 
-from agentrl.serve.wire import ChatRequest, CompletionRequest
-from agentrl.serve.wire_responses import ResponsesRequest
+from agentrl.serve.dialects.wire import ChatRequest, CompletionRequest
+from agentrl.serve.dialects.wire_responses import ResponsesRequest
 
 _REQUESTS = {
     "/v1/chat/completions": (ChatRequest, "The next assistant turn of a conversation."),

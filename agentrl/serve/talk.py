@@ -12,7 +12,7 @@ from typing import Any, Literal
 
 from agentrl.chat.template import Renderer
 from agentrl.engine.base import Engine
-from agentrl.engine.watch import Drawn, WatchedEngine
+from agentrl.engine.streaming import Drawn, WatchedEngine
 from agentrl.errors import TemplateError
 from agentrl.serve.errors import ApiError, context_exceeded, invalid, overloaded, unsupported
 from agentrl.serve.generate import Order, Sampled, generate

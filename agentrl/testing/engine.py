@@ -8,7 +8,7 @@ from typing import Any
 
 from agentrl.chat.demonstrate import completion_of
 from agentrl.chat.template import Renderer
-from agentrl.engine.watch import Drawn, Watch
+from agentrl.engine.streaming import Drawn, Watch
 from agentrl.errors import EngineError
 from agentrl.types import Completion, Message, Sampling
 

@@ -12,9 +12,9 @@ from functools import partial
 from typing import Any
 
 from agentrl.env import Env, ToolEnv
-from agentrl.env.observe import plain_text
-from agentrl.env.schema import InvalidArguments
 from agentrl.env.stand_in import with_stand_in
+from agentrl.env.toolenv.observe import plain_text
+from agentrl.env.toolenv.schema import InvalidArguments
 from agentrl.testing.policy import Policy, RandomPolicy, play, random_arguments
 from agentrl.types import Episode, Message, Task, ToolCall
 

@@ -10,8 +10,8 @@ from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from agentrl.env import Env
-from agentrl.env.observe import plain_text
 from agentrl.env.stand_in import with_stand_in
+from agentrl.env.toolenv.observe import plain_text
 from agentrl.errors import RewardError
 from agentrl.types import Episode, Message, StopReason, Task, ToolCall, Turn
 

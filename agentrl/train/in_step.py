@@ -6,8 +6,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from agentrl.config.run import RunConfig
+from agentrl.reporting.report import Reporter
 from agentrl.rollout.admission import Batch
-from agentrl.run.report import Reporter
 from agentrl.types import Episode
 
 

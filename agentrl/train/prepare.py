@@ -17,8 +17,8 @@ from agentrl.algo.correction import Drift, correct, drift, normalizer, weight_su
 from agentrl.algo.entropy import entropy_threshold, high_entropy_mask
 from agentrl.algo.metrics import Metric, Metrics, mean_of
 from agentrl.config.algorithm import AlgorithmConfig
+from agentrl.train.advantages import Scores, estimate_advantages
 from agentrl.train.algorithm import make_algorithm, make_kl_control
-from agentrl.train.estimate import Scores, estimate_advantages
 from agentrl.train.flat import Flat
 from agentrl.types import Sample
 

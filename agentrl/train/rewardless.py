@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from agentrl.env.env import Env
-from agentrl.env.toolenv import ToolEnv
+from agentrl.env.toolenv.env import ToolEnv
 from agentrl.errors import ConfigError
 from agentrl.rollout.metrics import reward_parts
 from agentrl.types import Episode

@@ -14,22 +14,26 @@ from functools import partial
 from pathlib import Path
 from typing import ParamSpec, TypeVar
 
+from agentrl.agents.players import players
 from agentrl.algo.correction import DriftGate
 from agentrl.chat.template import Renderer
 from agentrl.config.run import RunConfig
 from agentrl.engine.base import Engine, Sleeper
 from agentrl.env.images import refuse_images
-from agentrl.env.rewards import weight_of_nothing
 from agentrl.env.solved import NOT_DECLARED
+from agentrl.env.toolenv.rewards import weight_of_nothing
 from agentrl.errors import AgentRLError, ConfigError
-from agentrl.records import EpisodeRecord
+from agentrl.learner.driver import Driver
+from agentrl.learner.memory import keep_freed_memory
+from agentrl.learner.split import Update
 from agentrl.redraws import Redraws
+from agentrl.reporting.report import Reporter, Summary
 from agentrl.rollout.admission import Admission, Batch
 from agentrl.rollout.collect import collect
 from agentrl.rollout.group import GroupPlayer, Plays
 from agentrl.rollout.metrics import episode_metrics, mean_reward, reward_parts, set_aside, solved, staleness
 from agentrl.rollout.prompts import fitting
-from agentrl.rollout.reward_model import RewardModel, make_reward_model
+from agentrl.rollout.rewards.model import RewardModel, make_reward_model
 from agentrl.rollout.scheduler import Scheduler, Stall
 from agentrl.rollout.setup import (
     RENDERER_FILE,
@@ -45,23 +49,19 @@ from agentrl.rollout.setup import (
     require_solved,
     require_template,
 )
-from agentrl.run.report import Reporter, Summary
-from agentrl.run.store import RunStore
+from agentrl.run_folder.curve import write_curve
+from agentrl.run_folder.records import EpisodeRecord
+from agentrl.run_folder.store import RunStore
 from agentrl.sandbox import close_pools
-from agentrl.serve.record_players import players
-from agentrl.train.curve import write_curve
-from agentrl.train.driver import Driver
-from agentrl.train.estimate import Scores
+from agentrl.train.advantages import Scores
 from agentrl.train.feed import load_feed, make_admission, save_feed
 from agentrl.train.in_step import InStep, counting, starting_engine
-from agentrl.train.memory import keep_freed_memory
 from agentrl.train.rewardless import RewardWatch
 from agentrl.train.room import too_long
 from agentrl.train.samples import penalised
 from agentrl.train.signals import StoppedEarly, StopRequest, stop_requested, unless_stopped
 from agentrl.train.start import copy_tokenizer, make_learner, make_start, sent_weights
 from agentrl.train.verify import Synced, WeightCheck, check_rows
-from agentrl.train.work import Update
 from agentrl.types import Group, Sample
 
 P = ParamSpec("P")

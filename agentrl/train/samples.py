@@ -6,8 +6,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from agentrl.chat.transcript import rows_of
-from agentrl.records import EpisodeRecord
-from agentrl.train.estimate import Scores
+from agentrl.run_folder.records import EpisodeRecord
+from agentrl.train.advantages import Scores
 from agentrl.types import LIMITS, Episode, Group, Sample
 
 

@@ -12,9 +12,9 @@ from rich.console import Console
 
 from agentrl.config import RunConfig
 from agentrl.errors import AgentRLError
-from agentrl.run.display import make_display
-from agentrl.run.report import Reporter, Summary
-from agentrl.run.store import RunStore
+from agentrl.reporting.display import make_display
+from agentrl.reporting.report import Reporter, Summary
+from agentrl.run_folder.store import RunStore
 
 
 def start_run(

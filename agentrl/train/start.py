@@ -12,6 +12,13 @@ from torch import Tensor
 from agentrl.config.run import RunConfig, WarmupConfig
 from agentrl.env.solved import NOT_DECLARED
 from agentrl.errors import ConfigError
+from agentrl.learner.critic import CRITIC_FOLDER
+from agentrl.learner.driver import Driver
+from agentrl.learner.learner import Learner
+from agentrl.learner.pack import micro_batches
+from agentrl.learner.ray_ranks import RankedLearner
+from agentrl.models.tiny import make_tiny_model
+from agentrl.reporting.report import Reporter
 from agentrl.rollout.collect import collect
 from agentrl.rollout.metrics import passed, undeclared
 from agentrl.rollout.prompts import fitting
@@ -24,14 +31,7 @@ from agentrl.rollout.setup import (
     require_solved,
     require_template,
 )
-from agentrl.run.report import Reporter
-from agentrl.testing.tiny_model import make_tiny_model
-from agentrl.train.critic import CRITIC_FOLDER
-from agentrl.train.driver import Driver
 from agentrl.train.in_step import counting, starting_engine
-from agentrl.train.learner import Learner
-from agentrl.train.pack import micro_batches
-from agentrl.train.ranks import RankedLearner
 from agentrl.train.signals import StoppedEarly, unless_stopped
 from agentrl.train.warmup import cold_start, demonstration_samples
 

@@ -17,8 +17,8 @@ from agentrl.chat.demonstrate import imitate
 from agentrl.chat.template import Renderer
 from agentrl.config.run import WarmupConfig
 from agentrl.errors import ConfigError, TemplateError
-from agentrl.run.report import Reporter
-from agentrl.train.driver import Driver
+from agentrl.learner.driver import Driver
+from agentrl.reporting.report import Reporter
 from agentrl.types import Message, Sample
 
 

@@ -23,7 +23,7 @@ import random
 from collections.abc import Sequence
 from typing import Literal
 
-from agentrl.env.observe import error_text
+from agentrl.env.toolenv.observe import error_text
 from agentrl.envs.calculator.expression import CalculatorError, as_text, evaluate
 from agentrl.types import Message, ToolCall
 

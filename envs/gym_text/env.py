@@ -10,9 +10,9 @@ from typing import Any
 import gymnasium
 from gymnasium.envs.toy_text.frozen_lake import generate_random_map
 
-from agentrl.env.declare import ToolResult, reward
 from agentrl.env.gym import GymnasiumEnv
 from agentrl.env.tasks import Split, generated
+from agentrl.env.toolenv.declare import ToolResult, reward
 from agentrl.testing.policy import ScriptedPolicy, call
 from agentrl.types import Task
 

@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import pytest
 import torch
-from test_advantages import CONFIGS as ESTIMATOR_CONFIGS
-from test_advantages import draw_step as draw_episodes
-from test_invariance import Batch, aggregation_weights, draw_step, policy_term, totals_of_tokens
 
 from agentrl.algo.correction import Correction, Reject, correct, drift
 from agentrl.algo.entropy import entropy_threshold, high_entropy_mask
@@ -14,6 +11,9 @@ from agentrl.algo.estimators import ESTIMATORS, StepData, estimate
 from agentrl.algo.kl import KL_KINDS, kl_per_token
 from agentrl.algo.loss import POLICY_LOSSES
 from agentrl.algo.metrics import metric_values
+from tests.algo.test_advantages import CONFIGS as ESTIMATOR_CONFIGS
+from tests.algo.test_advantages import draw_step as draw_episodes
+from tests.algo.test_invariance import Batch, aggregation_weights, draw_step, policy_term, totals_of_tokens
 
 pytestmark = [
     pytest.mark.gpu,

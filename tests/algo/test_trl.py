@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import pytest
 import torch
-from algo_oracles import Case, close, parameters
 from torch import Tensor
 
 from agentrl.algo import loss as losses
@@ -17,6 +16,7 @@ from agentrl.algo.aggregate import Totals, aggregate, aggregation_weights, total
 from agentrl.algo.correction import off_policy_sequences
 from agentrl.algo.entropy import entropy_threshold, high_entropy_mask
 from agentrl.algo.kl import kl_per_token
+from tests.algo.algo_oracles import Case, close, parameters
 
 ROWS, WIDTH = 8, 12
 SEQUENCE_T = torch.arange(ROWS).repeat_interleave(WIDTH)

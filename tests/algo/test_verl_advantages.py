@@ -11,7 +11,6 @@ from dataclasses import dataclass
 
 import pytest
 import torch
-from algo_oracles import Case, close, parameters
 from torch import Tensor
 
 from agentrl.algo.advantage import gdpo_advantages, group_centered, in_company
@@ -27,6 +26,7 @@ from agentrl.algo.estimators import (
     estimate,
 )
 from agentrl.algo.returns import optimal_token_baseline, whiten
+from tests.algo.algo_oracles import Case, close, parameters
 
 ROWS, WIDTH = 12, 16
 SEQUENCE_T = torch.arange(ROWS).repeat_interleave(WIDTH)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pytest
 import torch
-from algo_oracles import FULL, Case, close, count, parameters
 from torch import Tensor
 
 from agentrl.algo.correction import (
@@ -16,6 +15,7 @@ from agentrl.algo.correction import (
     weight_sums,
 )
 from agentrl.algo.metrics import metric_values
+from tests.algo.algo_oracles import FULL, Case, close, count, parameters
 
 ROWS, WIDTH = 12, 16
 SEQUENCE_T = torch.arange(ROWS).repeat_interleave(WIDTH)

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import pytest
 import torch
-from algo_oracles import Case, close, parameters
 from torch import Tensor
 
 from agentrl.algo import loss as losses
@@ -22,6 +21,7 @@ from agentrl.algo.metrics import metric_values
 from agentrl.algo.returns import whiten
 from agentrl.algo.segments import segment_mean
 from agentrl.algo.value import ValueLoss, value_loss
+from tests.algo.algo_oracles import Case, close, parameters
 
 ROWS, WIDTH = 12, 16
 SEQUENCE_T = torch.arange(ROWS).repeat_interleave(WIDTH)

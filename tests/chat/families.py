@@ -7,9 +7,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from chat_tokenizers import CHATML_MARKERS, CHATML_SPECIAL, make
-
 from agentrl.chat.template import CHATML_TEMPLATE
+from tests.chat.chat_tokenizers import CHATML_MARKERS, CHATML_SPECIAL, make
 
 
 @dataclass(frozen=True)

@@ -6,8 +6,6 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from chat_tokenizers import CHATML_MARKERS, CHATML_SPECIAL, make, needs_qwen3, qwen3
-from families import LLAMA3_JSON
 
 from agentrl.chat.check import Difference, Drift, Report, Watch
 from agentrl.chat.proof import TOOLS
@@ -15,6 +13,8 @@ from agentrl.chat.template import CHATML_TEMPLATE, Renderer
 from agentrl.chat.transcript import Transcript
 from agentrl.errors import TemplateError
 from agentrl.types import Completion, Message
+from tests.chat.chat_tokenizers import CHATML_MARKERS, CHATML_SPECIAL, make, needs_qwen3, qwen3
+from tests.chat.families import LLAMA3_JSON
 
 DROPS_THINKING = CHATML_TEMPLATE.replace(
     "{%- if message.reasoning_content %}", "{%- if message.reasoning_content and loop.index0 > last.user %}"

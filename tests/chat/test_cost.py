@@ -7,9 +7,9 @@ from pathlib import Path
 from types import ModuleType
 
 import pytest
-from chat_tokenizers import make, needs_qwen3, qwen3
 
 from agentrl.chat.template import CHATML_TEMPLATE, Renderer
+from tests.chat.chat_tokenizers import make, needs_qwen3, qwen3
 
 
 def bench() -> ModuleType:

@@ -5,12 +5,12 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from chat_tokenizers import CHATML_MARKERS, CHATML_SPECIAL, make
-from test_check import DROPS_THINKING
 
 from agentrl.chat.template import CHATML_TEMPLATE, History, Renderer
 from agentrl.chat.transcript import Row, Transcript
 from agentrl.types import Completion, Message, Segment
+from tests.chat.chat_tokenizers import CHATML_MARKERS, CHATML_SPECIAL, make
+from tests.chat.test_check import DROPS_THINKING
 
 
 def build(folder: Path, template: str, history: History = "keep") -> Renderer:

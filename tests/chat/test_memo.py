@@ -5,12 +5,12 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from chat_tokenizers import make
 
 from agentrl.chat import memo
 from agentrl.chat.memo import Memo
 from agentrl.chat.template import CHATML_TEMPLATE, Renderer
 from agentrl.types import Message
+from tests.chat.chat_tokenizers import make
 
 TOOL = {"type": "function", "function": {"name": "add", "description": "Add.", "parameters": {"default": 1}}}
 

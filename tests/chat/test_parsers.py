@@ -9,13 +9,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from families import FAMILIES, Family
 
 from agentrl.chat.parsers import Call, Malformed, Parser, choose_parser, collect, parser_names, signs_of
 from agentrl.chat.proof import TOOLS
 from agentrl.chat.template import Renderer
 from agentrl.errors import ConfigError
 from agentrl.types import Message, ToolCall
+from tests.chat.families import FAMILIES, Family
 
 
 @pytest.fixture(scope="module")

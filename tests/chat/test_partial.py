@@ -6,13 +6,13 @@ import json
 import random
 
 import pytest
-from families import FAMILIES, Family
 
 from agentrl.chat.parsers import Call, Malformed, choose_parser, collect
 from agentrl.chat.parsers.base import Begun, Event, Fragment, Text
 from agentrl.chat.proof import TOOLS
 from agentrl.chat.template import Renderer
 from agentrl.types import Message, ToolCall
+from tests.chat.families import FAMILIES, Family
 
 AS_JSON = {
     "hermes", "deepseek_v3", "deepseek_v31", "kimi_k2", "mistral", "llama3_json", "llama4_json", "harmony",

@@ -5,14 +5,14 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from chat_tokenizers import CHATML_MARKERS, CHATML_SPECIAL, make, needs_qwen3, qwen3
-from families import CHATML, FAMILIES, GLM, HARMONY, Family
-from test_check import DROPS_THINKING
 
 from agentrl.chat.proof import Conversation, prove, shapes
 from agentrl.chat.template import CHATML_TEMPLATE, Renderer
 from agentrl.errors import TemplateError
 from agentrl.types import Message
+from tests.chat.chat_tokenizers import CHATML_MARKERS, CHATML_SPECIAL, make, needs_qwen3, qwen3
+from tests.chat.families import CHATML, FAMILIES, GLM, HARMONY, Family
+from tests.chat.test_check import DROPS_THINKING
 
 ONE_WAY = {
     "harmony": "continues an assistant message after <|call|>",

@@ -8,14 +8,14 @@ import unicodedata
 from pathlib import Path
 
 import pytest
-from chat_tokenizers import needs_qwen3, qwen3
-from families import FAMILIES, GLM, HARMONY, LISTED, Family
 
 from agentrl.chat.check import Drift
 from agentrl.chat.proof import TOOLS
 from agentrl.chat.template import Renderer
 from agentrl.chat.transcript import Transcript
 from agentrl.types import Completion, Message
+from tests.chat.chat_tokenizers import needs_qwen3, qwen3
+from tests.chat.families import FAMILIES, GLM, HARMONY, LISTED, Family
 
 TEXTS = [
     "ok",

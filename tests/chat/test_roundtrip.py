@@ -8,8 +8,6 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from chat_tokenizers import CHATML_MARKERS, CHATML_SPECIAL, make
-from families import KIMI_K2, LISTED, MISTRAL, QWEN3_CODER, QWEN25
 
 from agentrl.chat.check import Drift
 from agentrl.chat.demonstrate import completion_of, imitate, with_ids
@@ -20,6 +18,8 @@ from agentrl.config.run import RolloutConfig
 from agentrl.errors import ConfigError, TemplateError
 from agentrl.rollout.setup import own_parser, require_template
 from agentrl.types import Message, ToolCall
+from tests.chat.chat_tokenizers import CHATML_MARKERS, CHATML_SPECIAL, make
+from tests.chat.families import KIMI_K2, LISTED, MISTRAL, QWEN3_CODER, QWEN25
 
 CALLED = Message("assistant", "", tool_calls=(ToolCall("call00000", "look_up", {"query": "a", "limit": 2}),))
 ANSWER = Message("tool", "3", tool_call_id="call00000", name="look_up")

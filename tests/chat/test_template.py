@@ -6,14 +6,14 @@ import json
 from pathlib import Path
 
 import pytest
-from chat_tokenizers import QWEN3, make, needs_qwen3, qwen3
-from families import FAMILIES, QWEN25, Family
 
 from agentrl.chat.proof import TOOLS, shapes
 from agentrl.chat.template import CHATML_TEMPLATE, Renderer
 from agentrl.chat.transcript import Transcript
 from agentrl.errors import ConfigError, TemplateError
 from agentrl.types import Completion, Image, Message, ToolCall
+from tests.chat.chat_tokenizers import QWEN3, make, needs_qwen3, qwen3
+from tests.chat.families import FAMILIES, QWEN25, Family
 
 
 def test_missing_things_are_named(tmp_path: Path):

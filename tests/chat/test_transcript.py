@@ -7,12 +7,12 @@ import sys
 from pathlib import Path
 
 import pytest
-from chat_tokenizers import make, needs_qwen3, qwen3
 
 from agentrl.chat.demonstrate import imitate
 from agentrl.chat.template import Renderer
 from agentrl.chat.transcript import Transcript
 from agentrl.types import Completion, Message, ToolCall
+from tests.chat.chat_tokenizers import make, needs_qwen3, qwen3
 
 CHATML = (Path(__file__).parents[2] / "agentrl" / "chat" / "chatml.jinja").read_text()
 TOOLS = [{"type": "function", "function": {"name": "f", "description": "d", "parameters": {"type": "object"}}}]

@@ -18,8 +18,8 @@ from agentrl.cli import main
 from agentrl.config import dump_config, load_config
 from agentrl.config.describe import json_schema
 from agentrl.env.load import load_env
-from agentrl.records import EpisodeRecord
-from agentrl.run.store import RunStore
+from agentrl.run_folder.records import EpisodeRecord
+from agentrl.run_folder.store import RunStore
 from agentrl.types import CallRecord, Episode, Message, Segment, StopReason, Task, ToolCall, Turn
 
 GOOD = "env: agentrl.envs.calculator:Calculator\nmodel: {tiny: {vocab: 400}}\nwarmup: {num: 20}\n"

@@ -1,4 +1,4 @@
-"""`agentrl sandbox serve` (the server itself: tests/sandbox/test_sandbox_serve.py)."""
+"""`agentrl sandbox serve` (the server itself: tests/sandbox/test_serve.py)."""
 
 from __future__ import annotations
 

@@ -13,11 +13,11 @@ import pytest
 
 from agentrl.cli import main
 from agentrl.cli.eval import find
-from agentrl.engine.openai import Endpoint
+from agentrl.engine.chat_client import Endpoint
 from agentrl.errors import CheckpointError, ConfigError
-from agentrl.records import read_episodes, read_metrics
-from agentrl.run.saved import steps_saved
-from agentrl.run.store import find_checkpoint
+from agentrl.run_folder.checkpoints import steps_saved
+from agentrl.run_folder.records import read_episodes, read_metrics
+from agentrl.run_folder.store import find_checkpoint
 
 YAML = """\
 env: agentrl.envs.calculator:Calculator

@@ -9,7 +9,7 @@ import pytest
 from agentrl.config import load_config
 from agentrl.env.load import load_env
 from agentrl.envs import SHIPPED
-from agentrl.train.rehearse import rehearse
+from agentrl.preflight.dry_run import rehearse
 
 ROOT = Path(__file__).parents[2]
 FILES = sorted([*(ROOT / "configs").glob("*.yaml"), *(ROOT / "examples").glob("*/tools.yaml")])

@@ -6,8 +6,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from engine_models import config_of
 from transformers import AutoModelForCausalLM
+
+from tests.engine.engine_models import config_of
 
 
 @pytest.fixture(scope="session")

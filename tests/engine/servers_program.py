@@ -10,11 +10,11 @@ from pathlib import Path
 
 import torch
 
-from agentrl.engine.hosts import Recipe
-from agentrl.engine.ray_host import RayCluster, RayHost
-from agentrl.engine.served import ServedEngine, ServedLimits
-from agentrl.engine.sglang import SGLangServer
-from agentrl.engine.sync import TensorSync
+from agentrl.engine.servers.engine import ServedEngine, ServedLimits
+from agentrl.engine.servers.launch.hosts import Recipe
+from agentrl.engine.servers.launch.ray_host import RayCluster, RayHost
+from agentrl.engine.servers.sglang import SGLangServer
+from agentrl.engine.servers.weight_sync import TensorSync
 from agentrl.types import Sampling
 
 SERVER = """

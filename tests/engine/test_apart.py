@@ -17,8 +17,8 @@ import pytest_asyncio
 import torch
 from transformers import AutoModelForCausalLM
 
-from agentrl.engine.apart import EngineApart
-from agentrl.engine.local import LocalEngine
+from agentrl.engine.local.engine import LocalEngine
+from agentrl.engine.local.process import EngineApart
 from agentrl.errors import ConfigError, EngineError
 from agentrl.types import Sampling
 
@@ -145,7 +145,7 @@ def test_a_script_needs_no_guard_and_leaves_nothing_behind(ending: str, models: 
     script.write_text(
         textwrap.dedent(f"""
         import asyncio, os, signal
-        from agentrl.engine.apart import EngineApart
+        from agentrl.engine.local.process import EngineApart
         from agentrl.types import Sampling
 
         async def main():

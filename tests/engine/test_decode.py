@@ -8,15 +8,15 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from engine_models import VOCABULARY
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from agentrl.engine.decode import DecodeStep, bucket_of
-from agentrl.engine.model import FlatModel, load_model
-from agentrl.engine.scheduler import Limits, Recording, Scheduler
-from agentrl.engine.slots import Request
+from agentrl.engine.local.batching import Limits, Recording, Scheduler
+from agentrl.engine.local.decode import DecodeStep, bucket_of
+from agentrl.engine.local.model import FlatModel, load_model
+from agentrl.engine.local.slots import Request
 from agentrl.errors import EngineError
 from agentrl.types import Completion, Sampling
+from tests.engine.engine_models import VOCABULARY
 
 
 def traced(run: Callable[[], None]) -> Callable[[], None]:

@@ -19,13 +19,13 @@ from safetensors.torch import save_file
 
 from agentrl.config.engine import EngineConfig, ServerConfig
 from agentrl.config.run import LoRAConfig
-from agentrl.engine.hosts import LaunchedHost, Recipe
-from agentrl.engine.launcher import ServerProcess, free_port
 from agentrl.engine.make import _recipe, open_engine
-from agentrl.engine.scratch import ScratchFolder
-from agentrl.engine.served import ServedEngine, ServedLimits
-from agentrl.engine.sglang import SGLangServer
-from agentrl.engine.sync import TensorSync
+from agentrl.engine.servers.engine import ServedEngine, ServedLimits
+from agentrl.engine.servers.launch.hosts import LaunchedHost, Recipe
+from agentrl.engine.servers.launch.launcher import ServerProcess, free_port
+from agentrl.engine.servers.launch.scratch import ScratchFolder
+from agentrl.engine.servers.sglang import SGLangServer
+from agentrl.engine.servers.weight_sync import TensorSync
 from agentrl.errors import ConfigError, EngineError
 from agentrl.types import Sampling
 
@@ -86,7 +86,7 @@ def test_nothing_outlives_an_owner_that_is_killed(tmp_path: Path) -> None:
     owner = f"""
 import asyncio, sys
 from pathlib import Path
-from agentrl.engine.launcher import ServerProcess
+from agentrl.engine.servers.launch.launcher import ServerProcess
 
 async def main():
     await ServerProcess.start([sys.executable, "-c", {FAMILY!r}], log=Path({str(tmp_path / "log")!r}))
@@ -245,7 +245,7 @@ def test_folders_of_killed_runs_are_swept_and_those_of_living_ones_kept(
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     code = (
         f"import os, tempfile; tempfile.tempdir = {str(tmp_path)!r}\n"
-        "from agentrl.engine.scratch import ScratchFolder\n"
+        "from agentrl.engine.servers.launch.scratch import ScratchFolder\n"
         "folder = ScratchFolder(); (folder.path / 'weights').write_text('x'); os.kill(os.getpid(), 9)"
     )
     subprocess.run([sys.executable, "-c", code], check=False)

@@ -10,11 +10,11 @@ import numpy as np
 import pytest
 import pytest_asyncio
 import torch
-from engine_models import VOCABULARY, assert_follows, logprobs_of, reference
 
-from agentrl.engine.local import LocalEngine
+from agentrl.engine.local.engine import LocalEngine
 from agentrl.errors import ConfigError, EngineError
 from agentrl.types import Completion, Sampling
+from tests.engine.engine_models import VOCABULARY, assert_follows, logprobs_of, reference
 
 Make = Callable[..., LocalEngine]
 PROMPT = [7, 3, 250, 9, 9, 41, 100, 2]

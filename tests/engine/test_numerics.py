@@ -8,14 +8,14 @@ from pathlib import Path
 
 import pytest
 import torch
-from engine_models import VOCABULARY, logprobs_of, reference
 from transformers import AutoModelForCausalLM, Qwen3NextConfig
 
-from agentrl.engine.fused import FusedDecoder
-from agentrl.engine.local import LocalEngine
-from agentrl.engine.model import FlatModel, load_model
+from agentrl.engine.local.engine import LocalEngine
+from agentrl.engine.local.fused import FusedDecoder
+from agentrl.engine.local.model import FlatModel, load_model
 from agentrl.errors import ConfigError
 from agentrl.types import Sampling
+from tests.engine.engine_models import VOCABULARY, logprobs_of, reference
 
 
 @pytest.mark.parametrize("kind", ["qwen3", "qwen2", "llama", "mistral"])

@@ -7,10 +7,10 @@ import dataclasses
 import numpy as np
 import pytest
 import torch
-from engine_models import assert_follows
 
-from agentrl.engine.sampler import Draw, check_sampling, sample, uniforms
+from agentrl.engine.local.sampler import Draw, check_sampling, sample, uniforms
 from agentrl.types import Sampling
+from tests.engine.engine_models import assert_follows
 
 LOGITS = torch.randn(24, generator=torch.Generator().manual_seed(5)) * 1.5
 

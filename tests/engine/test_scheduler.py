@@ -7,13 +7,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from engine_models import VOCABULARY, logprobs_of, reference
 
-from agentrl.engine.attention import AttentionPlan
-from agentrl.engine.model import FlatModel, load_model
-from agentrl.engine.scheduler import Limits, Scheduler
-from agentrl.engine.slots import Request
+from agentrl.engine.local.attention import AttentionPlan
+from agentrl.engine.local.batching import Limits, Scheduler
+from agentrl.engine.local.model import FlatModel, load_model
+from agentrl.engine.local.slots import Request
 from agentrl.types import Completion, Sampling
+from tests.engine.engine_models import VOCABULARY, logprobs_of, reference
 
 
 class Steps:

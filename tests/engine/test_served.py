@@ -17,13 +17,13 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from agentrl.engine.hosts import GivenHost
-from agentrl.engine.served import ServedEngine, ServedLimits
-from agentrl.engine.server import Listener
-from agentrl.engine.sglang import SGLangServer
-from agentrl.engine.streams import SGLangStream
-from agentrl.engine.sync import AdapterSync, DiskSync, TensorSync, WeightSync, buckets, distinct
-from agentrl.engine.watch import Drawn, ScoringEngine, Watch, WatchedEngine
+from agentrl.engine.servers.client import Listener
+from agentrl.engine.servers.engine import ServedEngine, ServedLimits
+from agentrl.engine.servers.launch.hosts import GivenHost
+from agentrl.engine.servers.sglang import SGLangServer
+from agentrl.engine.servers.streams import SGLangStream
+from agentrl.engine.servers.weight_sync import AdapterSync, DiskSync, TensorSync, WeightSync, buckets, distinct
+from agentrl.engine.streaming import Drawn, ScoringEngine, Watch, WatchedEngine
 from agentrl.errors import EngineError
 from agentrl.testing.server import LoopbackServer
 from agentrl.types import Sampling

@@ -15,8 +15,8 @@ from safetensors.torch import save_file
 from agentrl.config.engine import EngineConfig, ServerConfig
 from agentrl.config.run import LoRAConfig
 from agentrl.engine.make import _recipe, open_engine
-from agentrl.engine.served import ServedEngine
-from agentrl.engine.watch import Drawn, Watch
+from agentrl.engine.servers.engine import ServedEngine
+from agentrl.engine.streaming import Drawn, Watch
 from agentrl.errors import ConfigError, EngineError
 from agentrl.testing.server import LoopbackVLLM
 from agentrl.types import Sampling

@@ -7,11 +7,11 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from engine_models import VOCABULARY, logprobs_of, reference
 
-from agentrl.engine.local import LocalEngine
-from agentrl.engine.watch import Drawn, ScoringEngine, Watch, WatchedEngine
+from agentrl.engine.local.engine import LocalEngine
+from agentrl.engine.streaming import Drawn, ScoringEngine, Watch, WatchedEngine
 from agentrl.types import Sampling
+from tests.engine.engine_models import VOCABULARY, logprobs_of, reference
 
 PROMPT = [7, 3, 250, 9, 9, 41, 100, 2]
 

@@ -7,11 +7,11 @@ import pytest
 from agentrl.chat.template import Renderer
 from agentrl.chat.transcript import rows_of
 from agentrl.env import ToolEnv, reward, tool
+from agentrl.models.tiny import make_tokenizer
 from agentrl.rollout.episode import Player, run_episode
 from agentrl.rollout.frame import Limits
 from agentrl.testing.engine import ScriptedEngine
 from agentrl.testing.policy import call, say
-from agentrl.testing.tiny_model import make_tokenizer
 from agentrl.types import Message, Sampling, StopReason, Task
 
 

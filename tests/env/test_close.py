@@ -8,13 +8,13 @@ import pytest
 
 from agentrl.chat.template import Renderer
 from agentrl.env import ToolEnv, reward, tool
-from agentrl.env.threads import stuck
+from agentrl.env.toolenv.threads import stuck
 from agentrl.errors import EngineError, SandboxError
+from agentrl.models.tiny import make_tokenizer
 from agentrl.rollout.episode import Player, run_episode
 from agentrl.rollout.frame import Limits
 from agentrl.testing.engine import ScriptedEngine
 from agentrl.testing.policy import call, say
-from agentrl.testing.tiny_model import make_tokenizer
 from agentrl.types import Sampling, StopReason, Task
 
 

@@ -10,7 +10,7 @@ from ruamel.yaml import YAML
 
 from agentrl.config.run import DataConfig, EnvConfig, RunConfig, SamplerConfig
 from agentrl.env import ToolSettings
-from agentrl.env.dispatch import MISTAKES
+from agentrl.env.toolenv.dispatch import MISTAKES
 from agentrl.envs import SHIPPED
 from agentrl.types import StopReason
 

@@ -10,7 +10,6 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from test_judge import Handler
 
 from agentrl.config.run import RunConfig
 from agentrl.env import ToolEnv, ToolSettings
@@ -20,6 +19,7 @@ from agentrl.rollout.setup import load_content
 from agentrl.testing.env import check_env
 from agentrl.testing.policy import ScriptedPolicy, call, play, say
 from agentrl.types import Message, StopReason, Task
+from tests.env.test_judge import Handler
 
 PAGE = Path(__file__).parents[2] / "docs" / "environments.md"
 BLOCKS = re.findall(r"```python\n(.*?)```", PAGE.read_text(encoding="utf-8"), re.DOTALL)

@@ -11,9 +11,10 @@ import warnings
 import pytest
 
 from agentrl import Stop, ToolEnv, reward, tool
-from agentrl.env import ToolSettings, threads
+from agentrl.env import ToolSettings
 from agentrl.env.compose import ComposedEnv
-from agentrl.env.threads import EpisodeThread, stuck
+from agentrl.env.toolenv import threads
+from agentrl.env.toolenv.threads import EpisodeThread, stuck
 from agentrl.errors import InfraError
 from agentrl.rollout.frame import Whereabouts, run_framed, step_env
 from agentrl.testing.policy import ScriptedPolicy, call, play, say
@@ -240,7 +241,7 @@ async def test_a_timeout_close_to_the_end_of_the_call_never_reaches_the_next_cal
 
 
 async def test_a_hook_that_hangs_or_raises_is_bounded(quick_grace, monkeypatch):
-    monkeypatch.setattr("agentrl.env.toolenv.HOOK_S", 0.1)
+    monkeypatch.setattr("agentrl.env.toolenv.env.HOOK_S", 0.1)
     release = threading.Event()
 
     class Hangs(Sql):

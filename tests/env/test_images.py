@@ -9,12 +9,12 @@ from agentrl.cli import main
 from agentrl.config import RunConfig
 from agentrl.env import ToolEnv, reward, tool
 from agentrl.errors import ConfigError
+from agentrl.models.tiny import make_tokenizer
 from agentrl.rollout.collect import collect
 from agentrl.rollout.episode import Limits, Player
 from agentrl.rollout.setup import make_player
 from agentrl.testing.engine import ScriptedEngine
 from agentrl.testing.policy import ScriptedPolicy, call, play
-from agentrl.testing.tiny_model import make_tokenizer
 from agentrl.types import Image, Sampling, Task
 
 SAID = "tool 'look' returns an Image by its type, and the chat template of this model takes text only"

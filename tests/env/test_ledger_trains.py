@@ -8,7 +8,7 @@ import sys
 import pytest
 
 from agentrl.env.load import load_env
-from agentrl.records import read_episodes
+from agentrl.run_folder.records import read_episodes
 from agentrl.testing.policy import ScriptedPolicy, call, calls, play
 from agentrl.types import Task
 

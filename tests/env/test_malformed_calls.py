@@ -17,12 +17,12 @@ from typing_extensions import TypedDict
 from agentrl.chat.parsers import choose_parser, parser_names
 from agentrl.chat.template import Renderer, to_message
 from agentrl.env import ToolEnv, ToolSettings, tool
-from agentrl.env.dispatch import MISTAKES
+from agentrl.env.toolenv.dispatch import MISTAKES
+from agentrl.models.tiny import make_tokenizer
 from agentrl.rollout.episode import Player, run_episode
 from agentrl.rollout.frame import Limits
 from agentrl.testing.engine import ScriptedEngine
 from agentrl.testing.policy import random_arguments
-from agentrl.testing.tiny_model import make_tokenizer
 from agentrl.types import Message, Sampling, StopReason, Task, ToolCall
 
 

@@ -11,8 +11,8 @@ from pydantic import BaseModel, Field
 from typing_extensions import TypedDict
 
 from agentrl.env import ToolEnv, tool
-from agentrl.env.dispatch import MISTAKES
-from agentrl.env.schema import InvalidArguments, describe_callable
+from agentrl.env.toolenv.dispatch import MISTAKES
+from agentrl.env.toolenv.schema import InvalidArguments, describe_callable
 from agentrl.errors import ConfigError
 from agentrl.types import Message, Task, ToolCall
 

@@ -8,7 +8,7 @@ import sys
 import threading
 import weakref
 
-from agentrl.env.threads import EpisodeThread
+from agentrl.env.toolenv.threads import EpisodeThread
 
 UNCLOSED = """
 import asyncio, atexit, threading
@@ -18,8 +18,8 @@ def see():  # registered first, so it runs after the hooks of the imports below
     print("left:", names)
 atexit.register(see)
 
-from agentrl.engine.local import LocalEngine
-from agentrl.env.threads import EpisodeThread
+from agentrl.engine.local.engine import LocalEngine
+from agentrl.env.toolenv.threads import EpisodeThread
 from agentrl.types import Sampling
 from transformers import Qwen3Config, Qwen3ForCausalLM
 

@@ -8,8 +8,8 @@ import pytest
 
 from agentrl.env import Stop, ToolEnv, ToolResult, ToolSettings, TurnView, reward, tool
 from agentrl.env.read import all_calls, assistant_text, final_answer
-from agentrl.env.threads import stuck
-from agentrl.env.toolbox import toolbox_tools
+from agentrl.env.toolenv.threads import stuck
+from agentrl.env.toolenv.toolbox import toolbox_tools
 from agentrl.errors import ConfigError, InfraError, RewardError, SandboxError
 from agentrl.types import Episode, Image, Message, StopReason, Task, ToolCall, Turn
 

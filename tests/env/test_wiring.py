@@ -10,13 +10,13 @@ from agentrl.env import ToolEnv, reward, tool
 from agentrl.env.compose import ComposedEnv
 from agentrl.env.read import final_answer
 from agentrl.errors import ConfigError
+from agentrl.models.tiny import make_tokenizer
 from agentrl.rollout.collect import collect
 from agentrl.rollout.episode import Player, run_episode
 from agentrl.rollout.frame import Limits
 from agentrl.rollout.setup import env_factory
 from agentrl.testing.engine import ScriptedEngine
 from agentrl.testing.policy import call, say
-from agentrl.testing.tiny_model import make_tokenizer
 from agentrl.types import Episode, Sampling, Task
 
 ENV = '''

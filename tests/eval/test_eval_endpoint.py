@@ -6,19 +6,19 @@ import json
 from pathlib import Path
 
 import pytest
-from eval_server import Server, guess, refusal, serving, solve
 
 from agentrl.config import RunConfig
-from agentrl.engine.openai import Endpoint
+from agentrl.engine.chat_client import Endpoint
 from agentrl.errors import ConfigError, EngineError
 from agentrl.eval.compare import compare
+from agentrl.eval.evaluate import EvalOptions, Subject, check_minimum, evaluate
 from agentrl.eval.report import comparison_text, result_text
 from agentrl.eval.result import EvalResult, Prices
-from agentrl.eval.run import EvalOptions, Subject, check_minimum, evaluate
-from agentrl.records import read_episodes, read_metrics, recorded_steps
-from agentrl.run.report import Silent
+from agentrl.reporting.report import Silent
+from agentrl.run_folder.records import read_episodes, read_metrics, recorded_steps
 from agentrl.types import Filters, StopReason
 from agentrl.view.text import num_sampled
+from tests.eval.eval_server import Server, guess, refusal, serving, solve
 
 
 def config(**rollout: object) -> RunConfig:

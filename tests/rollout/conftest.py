@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from agentrl.chat.template import Renderer
-from agentrl.testing.tiny_model import make_tokenizer
+from agentrl.models.tiny import make_tokenizer
 
 
 @pytest.fixture(scope="session")

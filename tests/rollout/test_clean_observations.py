@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from agentrl.chat.template import Renderer
 from agentrl.env import ToolEnv, reward, tool
-from agentrl.records import EpisodeRecord, decode, encode
 from agentrl.rollout.episode import Player, run_episode
 from agentrl.rollout.frame import Limits
+from agentrl.run_folder.records import EpisodeRecord, decode, encode
 from agentrl.testing.engine import ScriptedEngine
 from agentrl.testing.policy import call, say
 from agentrl.types import Episode, Sampling, Task

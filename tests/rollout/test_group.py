@@ -16,7 +16,7 @@ from agentrl.rollout.episode import Player
 from agentrl.rollout.frame import Limits
 from agentrl.rollout.group import GroupPlayer
 from agentrl.rollout.metrics import episode_metrics
-from agentrl.rollout.reward_model import RewardModel
+from agentrl.rollout.rewards.model import RewardModel
 from agentrl.testing.engine import ScriptedEngine
 from agentrl.testing.policy import say
 from agentrl.train.samples import penalised, to_records, to_samples

@@ -9,8 +9,8 @@ import pytest
 
 from agentrl.chat.template import CHATML_TEMPLATE, Renderer
 from agentrl.errors import CheckpointError
+from agentrl.models.tiny import make_tokenizer
 from agentrl.rollout.setup import RENDERER_FILE, check_renderer
-from agentrl.testing.tiny_model import make_tokenizer
 
 
 @pytest.fixture(scope="module")

@@ -17,8 +17,8 @@ import torch
 from agentrl.config.reward_model import RewardModelConfig
 from agentrl.config.run import TinyModel
 from agentrl.errors import ConfigError
-from agentrl.rollout.reward_model import Classifier, conversation_text, make_reward_model, plain_roles
-from agentrl.testing.tiny_model import make_tiny_model
+from agentrl.models.tiny import make_tiny_model
+from agentrl.rollout.rewards.model import Classifier, conversation_text, make_reward_model, plain_roles
 from agentrl.types import Episode, Message, Segment, StopReason, Task, ToolCall
 
 MESSAGES = (

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from agentrl.config.run import RunConfig
-from agentrl.env.toolenv import ToolEnv
+from agentrl.env.toolenv.env import ToolEnv
 from agentrl.errors import ConfigError
 from agentrl.rollout.setup import load_content, message_of
 from agentrl.types import Message, ToolCall

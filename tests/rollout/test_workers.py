@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from agentrl.config.run import RunConfig
-from agentrl.rollout.worker import pack_kit
+from agentrl.rollout.ray.worker import pack_kit
 
 pytest.importorskip("ray")
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]

@@ -17,19 +17,19 @@ from agentrl.config.reward_model import RewardModelConfig
 from agentrl.config.run import RunConfig
 from agentrl.env.load import load_env
 from agentrl.errors import ConfigError, EngineError
-from agentrl.records import read_episodes
+from agentrl.models.tiny import make_tokenizer
+from agentrl.reporting.report import Silent
 from agentrl.rollout.collect import collect
 from agentrl.rollout.episode import Player
 from agentrl.rollout.frame import Limits
-from agentrl.rollout.reward_model import make_reward_model
+from agentrl.rollout.ray.worker import pack_kit
+from agentrl.rollout.ray.workers import Workers
+from agentrl.rollout.rewards.model import make_reward_model
 from agentrl.rollout.setup import env_factory, load_renderer, make_token_check
-from agentrl.rollout.worker import pack_kit
-from agentrl.rollout.workers import Workers
-from agentrl.run.report import Silent
-from agentrl.run.store import RunStore
+from agentrl.run_folder.records import read_episodes
+from agentrl.run_folder.store import RunStore
 from agentrl.testing.engine import ScriptedEngine
 from agentrl.testing.policy import call, say
-from agentrl.testing.tiny_model import make_tokenizer
 from agentrl.train.run import train_run
 from agentrl.types import Completion, Episode, Group, Sampling, Task
 

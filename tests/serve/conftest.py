@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import pytest
-from serve_kit import make_renderer
 
 from agentrl.chat.template import Renderer
+from tests.serve.serve_kit import make_renderer
 
 
 @pytest.fixture(scope="session")

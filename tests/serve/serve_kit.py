@@ -12,13 +12,13 @@ from typing import Any
 from agentrl.chat.demonstrate import completion_of
 from agentrl.chat.template import Renderer
 from agentrl.engine.base import Engine
+from agentrl.models.tiny import make_tokenizer
 from agentrl.serve.app import Settings, create_app
+from agentrl.serve.listen import running
 from agentrl.serve.metrics import Metrics
-from agentrl.serve.run import running
 from agentrl.serve.session import Incoming, Session
 from agentrl.serve.talk import Gate, Talk
 from agentrl.testing.engine import ScriptedEngine
-from agentrl.testing.tiny_model import make_tokenizer
 from agentrl.types import Completion, Message, Sampling, ToolCall
 
 TOOLS: list[dict[str, Any]] = [

@@ -13,11 +13,11 @@ import sys
 from pathlib import Path
 
 import pytest
-from serve_kit import TOOLS, call, serving
 
 from agentrl.chat.template import Renderer
 from agentrl.testing.engine import ScriptedEngine
 from agentrl.types import Message
+from tests.serve.serve_kit import TOOLS, call, serving
 
 CLIENTS = Path(__file__).parent / "clients"
 INSTALLED = [

@@ -7,10 +7,10 @@ import random
 
 import numpy as np
 import pytest
-from serve_kit import TOOLS
 
 from agentrl.chat.template import Renderer
 from agentrl.serve.grammar import AnswerFormat, GrammarError, Grammars
+from tests.serve.serve_kit import TOOLS
 
 SUBTRACT = {
     "type": "function",

@@ -8,14 +8,14 @@ from typing import Any
 
 import httpx
 import pytest
-from serve_kit import Served, serving
 
 from agentrl.chat.template import Renderer
-from agentrl.engine.watch import Drawn, Watch
+from agentrl.engine.streaming import Drawn, Watch
 from agentrl.errors import EngineError
-from agentrl.serve import run
+from agentrl.serve import listen
 from agentrl.testing.engine import ScriptedEngine
 from agentrl.types import Message
+from tests.serve.serve_kit import Served, serving
 
 GOOD = {"model": "tiny", "messages": [{"role": "user", "content": "What is 2 plus 3?"}]}
 
@@ -227,7 +227,7 @@ async def test_the_seconds_of_a_streamed_answer_are_counted_at_its_end(renderer:
 async def test_who_is_being_answered_when_the_server_ends_is_told_so(
     renderer: Renderer, path: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ):
-    monkeypatch.setattr(run, "SHUTDOWN_S", 0.1)
+    monkeypatch.setattr(listen, "SHUTDOWN_S", 0.1)
     body = {**GOOD, "input": "What is 2 plus 3?"}
     async with httpx.AsyncClient() as client:
         async with serving(Unhurried(renderer, []), renderer) as served:

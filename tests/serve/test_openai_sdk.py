@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 from openai import AsyncOpenAI, BadRequestError, NotFoundError
-from serve_kit import TOOLS, call, serving
 
 from agentrl.chat.template import Renderer
 from agentrl.testing.engine import ScriptedEngine
 from agentrl.types import Message
+from tests.serve.serve_kit import TOOLS, call, serving
 
 SCRIPT = [call(2, 3), Message("assistant", "The answer is 5.")]
 ASKED: list[dict[str, Any]] = [

@@ -12,7 +12,6 @@ from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, Phase, given, settings
-from serve_kit import Fixed
 from starlette.testclient import TestClient
 
 from agentrl.chat.template import Renderer
@@ -21,6 +20,7 @@ from agentrl.serve.metrics import Metrics
 from agentrl.serve.openapi import describe
 from agentrl.serve.session import Session
 from agentrl.serve.talk import Gate, Talk
+from tests.serve.serve_kit import Fixed
 
 schemathesis = pytest.importorskip("schemathesis")
 

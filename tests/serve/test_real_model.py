@@ -12,16 +12,16 @@ import pytest
 import pytest_asyncio
 import torch
 from openai import AsyncOpenAI
-from serve_kit import CORPUS, TOOLS, Served, serving
 
 from agentrl import Stop, ToolEnv, reward, tool
 from agentrl.chat.demonstrate import imitate
 from agentrl.chat.template import Renderer
 from agentrl.config.run import TinyModel
-from agentrl.engine.local import LocalEngine
+from agentrl.engine.local.engine import LocalEngine
+from agentrl.models.tiny import make_tiny_model
 from agentrl.rollout.episode import Limits, Player, run_episode
-from agentrl.testing.tiny_model import make_tiny_model
 from agentrl.types import Message, Sampling, Task, ToolCall
+from tests.serve.serve_kit import CORPUS, TOOLS, Served, serving
 
 
 class Adder(ToolEnv):

@@ -11,11 +11,11 @@ from pathlib import Path
 
 import httpx
 import pytest
-from serve_kit import CORPUS
 
 from agentrl.cli import main
 from agentrl.config.run import TinyModel
-from agentrl.testing.tiny_model import make_tiny_model
+from agentrl.models.tiny import make_tiny_model
+from tests.serve.serve_kit import CORPUS
 
 SHAPE = TinyModel(hidden=32, layers=1, heads=2, intermediate=64, vocab=400, max_context=512)
 

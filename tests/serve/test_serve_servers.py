@@ -11,15 +11,15 @@ from typing import Any
 
 import httpx
 import pytest
-from serve_kit import TOOLS, serving
 
 from agentrl.chat.template import Renderer
 from agentrl.cli.serve import _find, _with_engine
 from agentrl.config.run import TinyModel
 from agentrl.engine.make import open_engine
+from agentrl.models.tiny import make_tiny_model
 from agentrl.testing.server import LoopbackServer
-from agentrl.testing.tiny_model import make_tiny_model
 from agentrl.types import Message
+from tests.serve.serve_kit import TOOLS, serving
 
 SHAPE = TinyModel(hidden=32, layers=1, heads=2, intermediate=64, vocab=400, max_context=512)
 ASKED = {"model": "small", "messages": [{"role": "user", "content": "What is 2 plus 3?"}], "max_tokens": 8}

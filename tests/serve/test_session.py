@@ -7,12 +7,12 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from serve_kit import TOOLS, call, incoming, make_renderer, said
 
 from agentrl.chat.template import CHATML_TEMPLATE, Renderer
 from agentrl.chat.transcript import Transcript
 from agentrl.serve.session import DriftKind, Incoming, Matched, Session, UnrenderableError
 from agentrl.types import Message
+from tests.serve.serve_kit import TOOLS, call, incoming, make_renderer, said
 
 OPENING = [incoming("system", "Be brief."), incoming("user", "What is 2 plus 3?")]
 

@@ -14,9 +14,9 @@ import pytest
 from agentrl.config.run import RunConfig
 from agentrl.envs.calculator import Calculator
 from agentrl.envs.calculator.demonstrate import demonstrate
-from agentrl.records import read_metrics
-from agentrl.run.report import Silent
-from agentrl.run.store import RunStore
+from agentrl.reporting.report import Silent
+from agentrl.run_folder.records import read_metrics
+from agentrl.run_folder.store import RunStore
 from agentrl.train.run import train_run
 
 TASKS = [

@@ -10,7 +10,7 @@ from types import ModuleType
 
 import pytest
 
-from agentrl.run import saved
+from agentrl.run_folder import checkpoints
 
 pytest.importorskip("ray", reason="Ray is not installed (extra: ray)")
 
@@ -42,4 +42,4 @@ def test_kill_9_of_the_run_and_of_a_rank_changes_nothing(kill9: ModuleType, tmp_
     assert last.wait() == 0, (tmp_path / "killed.log").read_text()[-2000:]
     assert whole.wait() == 0, (tmp_path / "whole.log").read_text()[-2000:]
     assert kill9.differences(kill9.curve(tmp_path / "whole"), kill9.curve(run), 1e-3) == []
-    assert saved.steps_saved(run / "checkpoints")[-1] == 10
+    assert checkpoints.steps_saved(run / "checkpoints")[-1] == 10

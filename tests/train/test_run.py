@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 
 from agentrl.config.run import RunConfig
-from agentrl.records import read_episodes, read_records
+from agentrl.reporting.report import Silent, Summary
 from agentrl.rollout.collect import collect
-from agentrl.run.report import Silent, Summary
-from agentrl.run.store import RunStore
+from agentrl.run_folder.records import read_episodes, read_records
+from agentrl.run_folder.store import RunStore
 from agentrl.train.run import train_run
 from agentrl.types import Group
 

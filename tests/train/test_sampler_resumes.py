@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 
 from agentrl.config.run import RunConfig
-from agentrl.records import read_episodes
-from agentrl.run.report import Silent, Summary
-from agentrl.run.store import RunStore
+from agentrl.reporting.report import Silent, Summary
+from agentrl.run_folder.records import read_episodes
+from agentrl.run_folder.store import RunStore
 from agentrl.train.run import train_run
 
 ENV = '''

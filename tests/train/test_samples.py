@@ -10,10 +10,10 @@ import torch
 
 from agentrl.config.run import AlgorithmConfig
 from agentrl.errors import ConfigError
-from agentrl.records import EpisodeRecord
 from agentrl.rollout.metrics import episode_metrics
+from agentrl.run_folder.records import EpisodeRecord
+from agentrl.train.advantages import estimate_advantages
 from agentrl.train.algorithm import make_algorithm
-from agentrl.train.estimate import estimate_advantages
 from agentrl.train.samples import episode_samples, penalised, segment_turns, to_records
 from agentrl.train.samples import to_samples as rows_and_scores
 from agentrl.types import LIMITS, Episode, Group, Message, Sample, Segment, StopReason, Task, Turn

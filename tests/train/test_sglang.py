@@ -25,17 +25,17 @@ from transformers import AutoModelForCausalLM
 
 from agentrl.config.engine import EngineConfig, ServerConfig
 from agentrl.config.run import LoRAConfig, RunConfig
-from agentrl.engine import guard
-from agentrl.engine.hosts import GivenHost
-from agentrl.engine.launcher import free_port
 from agentrl.engine.make import _recipe, open_engine
-from agentrl.engine.served import ServedEngine, load_folder
-from agentrl.engine.sglang import SGLangServer
-from agentrl.engine.sync import BroadcastSync, DiskSync, TensorSync, WeightSync
-from agentrl.engine.watch import Drawn, Watch
-from agentrl.run.report import Silent, Summary
-from agentrl.run.store import RunStore
-from agentrl.testing.tiny_model import make_tiny_model
+from agentrl.engine.servers.engine import ServedEngine, load_folder
+from agentrl.engine.servers.launch import guard
+from agentrl.engine.servers.launch.hosts import GivenHost
+from agentrl.engine.servers.launch.launcher import free_port
+from agentrl.engine.servers.sglang import SGLangServer
+from agentrl.engine.servers.weight_sync import BroadcastSync, DiskSync, TensorSync, WeightSync
+from agentrl.engine.streaming import Drawn, Watch
+from agentrl.models.tiny import make_tiny_model
+from agentrl.reporting.report import Silent, Summary
+from agentrl.run_folder.store import RunStore
 from agentrl.train.run import train_run
 from agentrl.types import Completion, Sampling
 

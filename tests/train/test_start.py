@@ -12,9 +12,9 @@ import pytest
 from agentrl.config.run import LearnerConfig, ModelConfig, RunConfig
 from agentrl.env import ToolEnv, reward
 from agentrl.errors import ConfigError
+from agentrl.reporting.report import Silent
 from agentrl.rollout.setup import load_content
-from agentrl.run.report import Silent
-from agentrl.run.store import RunStore
+from agentrl.run_folder.store import RunStore
 from agentrl.train.room import too_long
 from agentrl.train.run import train_run
 from agentrl.train.start import make_start

@@ -8,13 +8,13 @@ from pathlib import Path
 
 import pytest
 import torch
-from train_models import VOCABULARY, make_sample, plain_model
 
 from agentrl.config.run import AlgorithmConfig, LearnerConfig, OptimConfig
 from agentrl.errors import AgentRLError
-from agentrl.train.learner import Learner
+from agentrl.learner.learner import Learner
 from agentrl.train.verify import Synced, WeightCheck
 from agentrl.types import Sample
+from tests.learner.train_models import VOCABULARY, make_sample, plain_model
 
 ROWS = [[5, 3, 96, 1, 40, 12], [7, 8]]
 

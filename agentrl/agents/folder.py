@@ -1,0 +1,235 @@
+"""Episodes of programs that somebody else starts: opened and ended over HTTP, kept in a folder.
+
+    POST /episodes                {"task": {"id": "t1", "row": {...}}}  -> {"id", "base_url", "api_key"}
+    ANY  /episodes/ID/v1/...      OpenAI's chat and responses dialects, with the episode's key
+    GET  /episodes/ID             what is recorded so far
+    POST /episodes/ID/end         {"reward": 1.0, "rewards": {...}} or {"error": "..."}
+
+An episode that is not ended, or ended with an error, is kept without a reward: it is never trained on.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hmac
+import os
+import time
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from pydantic import BaseModel, ConfigDict, ValidationError
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+from starlette.routing import Route
+from starlette.types import ASGIApp
+
+from agentrl.agents.recorder import Recorder, Recording, no_episode
+from agentrl.engine.chat_client import to_wire
+from agentrl.env.solved import BY_NAME
+from agentrl.errors import ConfigError
+from agentrl.run_folder.files import write_atomic
+from agentrl.run_folder.records import EpisodeRecord, compress, decode, encode, episodes_file
+from agentrl.serve.app import Guard, Settings, error_response, with_errors
+from agentrl.serve.errors import ApiError, from_validation
+from agentrl.types import Episode, StopReason, Task
+
+PARTIAL_FILE = "episodes/partial.jsonl"
+MAX_BODY_BYTES = 4 << 20
+
+
+class _Body(BaseModel):
+    model_config = ConfigDict(extra="forbid", allow_inf_nan=False)
+
+
+class WireTask(_Body):
+    """What the episode is about: `id` groups the episodes of one task."""
+
+    id: str = ""
+    row: dict[str, Any] = {}
+
+
+class OpenRequest(_Body):
+    """POST /episodes."""
+
+    task: WireTask = WireTask()
+
+
+class EndRequest(_Body):
+    """POST /episodes/ID/end: a reward, or an error that says why there is none."""
+
+    reward: float | None = None
+    rewards: dict[str, float] = {}
+    solved: bool | None = None
+    """Whether the task is solved; a part named `solved` says so where this does not."""
+    error: str | None = None
+
+
+@dataclass
+class _Open:
+    recording: Recording
+    task: Task
+    began: float = field(default_factory=time.monotonic)
+
+
+class RecordFolder:
+    """Opens, ends and keeps episodes; a context manager that writes the folder's episodes file at its end.
+
+    Args:
+        recorder: records them.
+        folder: made where it is not there; episodes of earlier servers are kept.
+        api_key: what opening an episode needs; None lets everybody who reaches the server.
+        temperature: at which all completions are drawn.
+    """
+
+    def __init__(self, recorder: Recorder, folder: Path, *, api_key: str | None, temperature: float) -> None:
+        self.recorder, self.folder = recorder, folder
+        self._api_key, self._temperature = api_key, temperature
+        self._open: dict[str, _Open] = {}
+        self._groups: dict[str, int] = {}
+        self._count = 0
+        try:
+            (folder / "episodes").mkdir(parents=True, exist_ok=True)
+        except OSError as e:
+            raise ConfigError(f"--record {folder}: cannot make the folder: {e.strerror}") from None
+        self._partial = folder / PARTIAL_FILE
+        self._end_torn_line()
+        for record in self._records():
+            self._group_of(record.episode.task.id)
+            self._count += 1
+
+    def app(self) -> ASGIApp:
+        """The application."""
+        routes = [
+            Route("/health", self._health, methods=["GET"]),
+            Route("/episodes", self._answering(self._begin), methods=["POST"]),
+            Route("/episodes/{episode}", self._answering(self._show), methods=["GET"]),
+            Route("/episodes/{episode}/end", self._answering(self._end), methods=["POST"]),
+        ]
+        return Guard(with_errors([*routes, *self.recorder.routes()]), Settings(names=("policy",)))
+
+    async def close(self) -> None:
+        """End what is open without a reward, and write the episodes file."""
+        for one in list(self._open.values()):
+            await self._keep(one, EndRequest(error="the session was not ended"))
+        write_atomic(episodes_file(self.folder, 0), compress(self._records()))
+
+    def _answering(self, handle: Any) -> Any:
+        async def answer(request: Request) -> Response:
+            try:
+                found: Response = await handle(request)
+            except ApiError as e:
+                return error_response(e)
+            except ValidationError as e:
+                return error_response(from_validation(e))
+            return found
+
+        return answer
+
+    async def _health(self, request: Request) -> Response:
+        return JSONResponse({"status": "ok", "open": len(self._open), "kept": self._count})
+
+    async def _begin(self, request: Request) -> Response:
+        given = request.headers.get("authorization", "").partition(" ")[2]
+        if self._api_key is not None and not hmac.compare_digest(given.encode(), self._api_key.encode()):
+            raise ApiError(401, "The API key is missing or wrong.", code="invalid_api_key")
+        body = OpenRequest.model_validate_json(await _read(request))
+        recording = self.recorder.open(temperature=self._temperature, seed=int.from_bytes(os.urandom(7)))
+        task = Task(body.task.id or recording.id, body.task.row)
+        self._open[recording.id] = _Open(recording, task)
+        base_url = f"{str(request.base_url).rstrip('/')}{recording.path}"
+        return JSONResponse({"id": recording.id, "base_url": base_url, "api_key": recording.key}, 201)
+
+    async def _show(self, request: Request) -> Response:
+        recording = self.recorder.find(request)
+        return JSONResponse(
+            {
+                "id": recording.id,
+                "turns": recording.num_turns,
+                "messages": [to_wire(message) for message in recording.ledger.messages],
+                "tokens": sum(len(s.ids) for s in recording.ledger.segments),
+                "metrics": recording.metrics(),
+            }
+        )
+
+    async def _end(self, request: Request) -> Response:
+        recording = self.recorder.find(request)
+        end = EndRequest.model_validate_json(await _read(request))
+        if (end.reward is None) == (end.error is None):
+            raise ApiError(400, "reward: give exactly one of `reward` and `error`", param="reward")
+        one = self._open.get(recording.id)
+        if one is None:  # somebody else ended it while this request was read
+            raise no_episode()
+        episode = await self._keep(one, end)
+        sampled = sum(len(s.ids) for s in episode.segments if s.origin == "sampled")
+        return JSONResponse({"id": episode.id, "turns": len(episode.turns), "sampled_tokens": sampled})
+
+    async def _keep(self, one: _Open, end: EndRequest) -> Episode:
+        """Seal an episode and write it."""
+        recording = one.recording
+        recording.seal()
+        turns = recording.turns()
+        error = end.error or recording.trouble or (None if turns else "there is no completion in it")
+        ended = StopReason.TERMINATED if turns and turns[-1].message.tool_calls else StopReason.ANSWERED
+        if turns and turns[-1].finish == "length":
+            ended = StopReason.MAX_TOKENS
+        episode = Episode(
+            id=recording.id,
+            task=one.task,
+            messages=recording.ledger.messages,
+            turns=tuple(turns),
+            segments=recording.ledger.segments,
+            stop_reason=StopReason.INFRA if error else recording.stop or ended,
+            reward=None if error else end.reward,
+            rewards={} if error else _parts(end),
+            metrics=recording.metrics(),
+            error=error,
+            seconds=time.monotonic() - one.began,
+            tools=tuple(recording.tools),
+            solved=None if error else _solved(end),
+        )
+        del self._open[recording.id]
+        await self.recorder.close(recording)
+        with self._partial.open("ab") as file:
+            file.write(encode(EpisodeRecord(0, self._group_of(episode.task.id), episode)) + b"\n")
+            file.flush()
+            os.fsync(file.fileno())
+        self._count += 1
+        return episode
+
+    def _group_of(self, task: str) -> int:
+        return self._groups.setdefault(task, len(self._groups))
+
+    def _records(self) -> Iterator[EpisodeRecord]:
+        """Everything that is kept; a line that a killed server left torn is left out."""
+        if not self._partial.is_file():
+            return
+        for line in self._partial.read_bytes().splitlines():
+            with contextlib.suppress(ValidationError):
+                yield decode(line)
+
+    def _end_torn_line(self) -> None:
+        """Let what is written now begin a line, so that a torn one before it takes nothing along."""
+        if self._partial.is_file() and not self._partial.read_bytes().endswith(b"\n"):
+            with self._partial.open("ab") as file:
+                file.write(b"\n")
+
+
+def _parts(end: EndRequest) -> Mapping[str, float]:
+    return end.rewards or {"reward": end.reward or 0.0}
+
+
+def _solved(end: EndRequest) -> bool | None:
+    return BY_NAME.verdict(end.rewards, end.reward or 0.0) if end.solved is None else end.solved
+
+
+async def _read(request: Request) -> bytes:
+    data = b""
+    async for part in request.stream():
+        data += part
+        if len(data) > MAX_BODY_BYTES:
+            raise ApiError(
+                413, f"The request body is larger than {MAX_BODY_BYTES} bytes.", code="request_too_large"
+            )
+    return data or b"{}"

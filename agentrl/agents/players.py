@@ -1,0 +1,147 @@
+"""Who plays the episodes of a run: the built-in loop, here or on workers, or the program under `agent:`."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Protocol
+
+from agentrl.chat.template import Renderer
+from agentrl.config.run import AgentConfig, RunConfig
+from agentrl.engine.base import Engine
+from agentrl.env.env import Env
+from agentrl.env.load import load_object
+from agentrl.env.toolenv.env import ToolEnv
+from agentrl.errors import ConfigError
+from agentrl.rollout.episode import Player, TokenCheck
+from agentrl.rollout.frame import Limits
+from agentrl.rollout.group import Plays
+from agentrl.rollout.ray.workers import placed
+from agentrl.rollout.setup import make_player
+from agentrl.types import EVERY_TOKEN, Filters
+
+if TYPE_CHECKING:
+    from agentrl.agents.program import Agent
+
+
+class MakePlayer(Protocol):
+    """Makes a player that samples at a temperature."""
+
+    def __call__(
+        self, *, temperature: float, filters: Filters = EVERY_TOKEN, token_check: TokenCheck | None = None
+    ) -> Plays:
+        """Make it.
+
+        Raises:
+            ConfigError: it cannot sample with filters.
+        """
+        ...
+
+
+@asynccontextmanager
+async def players(
+    config: RunConfig, model: Path | None, engine: Engine, renderer: Renderer, make_env: Callable[[], Env]
+) -> AsyncIterator[MakePlayer]:
+    """What makes the players of a run; what they share is there while the block runs.
+
+    Args:
+        config: of the run; `agent` and `rollout.workers` say who plays and where.
+        model: directory with the tokenizer, for workers; None plays in this process.
+        engine: samples for all of them.
+        renderer: of the run.
+        make_env: makes the env of an episode.
+
+    Raises:
+        ConfigError: the program under `agent:` cannot be found, or does not fit the env.
+        WorkerLost: no worker could be started.
+    """
+    if config.agent is not None:
+        async with _agent_players(config, config.agent, engine, renderer, make_env) as make:
+            yield make
+        return
+
+    def here(
+        *, temperature: float, filters: Filters = EVERY_TOKEN, token_check: TokenCheck | None = None
+    ) -> Player:
+        return make_player(
+            config,
+            engine,
+            renderer,
+            make_env,
+            temperature=temperature,
+            filters=filters,
+            token_check=token_check,
+        )
+
+    if model is None:
+        yield here
+        return
+    async with placed(config, model, engine) as place:
+
+        def there(
+            *, temperature: float, filters: Filters = EVERY_TOKEN, token_check: TokenCheck | None = None
+        ) -> Plays:
+            return place(here(temperature=temperature, filters=filters, token_check=token_check))
+
+        yield there
+
+
+@asynccontextmanager
+async def _agent_players(
+    config: RunConfig, agent: AgentConfig, engine: Engine, renderer: Renderer, make_env: Callable[[], Env]
+) -> AsyncIterator[MakePlayer]:
+    try:
+        from agentrl.agents.player import AgentPlayer
+        from agentrl.agents.program import Clients
+        from agentrl.agents.recorder import Recorder
+        from agentrl.serve.listen import running
+    except ImportError as e:
+        raise ConfigError(f"agent: the recorder needs {e.name}: pip install 'agentrl-train[serve]'") from e
+    _check_env(make_env())
+    program, rollout = make_agent(agent), config.rollout
+    limits = Limits(rollout.max_turns, rollout.max_tokens, rollout.token_budget, rollout.timeout_s)
+    recorder, places = Recorder(engine, renderer, limits), asyncio.Semaphore(agent.max_running)
+    clients = Clients()
+    async with running(recorder.app()) as address:
+
+        def make(
+            *, temperature: float, filters: Filters = EVERY_TOKEN, token_check: TokenCheck | None = None
+        ) -> Plays:
+            if filters != EVERY_TOKEN:
+                raise ConfigError("agent: its completions are drawn as in training, without top_p, top_k or min_p")
+            return AgentPlayer(
+                recorder, address, program, make_env, temperature, places, agent.crash, token_check, clients
+            )
+
+        try:
+            yield make
+        finally:
+            await clients.close()
+
+
+def make_agent(config: AgentConfig) -> Agent:
+    """The program that a configuration names.
+
+    Raises:
+        ConfigError: the function cannot be found or called.
+    """
+    from agentrl.agents.program import CommandAgent, FunctionAgent
+
+    if config.use is None:
+        return CommandAgent(config.command, config.cwd)
+    function = load_object(config.use)
+    if not callable(function):
+        raise ConfigError(f"agent.use {config.use!r}: is no function; write `async def f(task, access)`")
+    return FunctionAgent(function)
+
+
+def _check_env(env: Env) -> None:
+    if isinstance(env, ToolEnv):
+        per_turn = [reward.name for reward in env.spec().rewards if reward.mark.per == "turn"]
+        if per_turn:
+            raise ConfigError(
+                f"agent: reward {per_turn[0]!r} of {type(env).__name__} is asked for each turn, and the env takes "
+                "no part in the turns of an agent: use rewards per episode or group"
+            )

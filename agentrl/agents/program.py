@@ -1,0 +1,217 @@
+"""Programs of the user's that play an episode: a command, or a Python function. They run unsandboxed."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import inspect
+import json
+import os
+import signal
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Protocol
+
+from agentrl.engine.chat_client import to_wire
+from agentrl.types import Message, Task
+
+if TYPE_CHECKING:
+    from openai import AsyncOpenAI
+
+TAIL_BYTES = 64 << 10
+"""What is kept of each of a command's outputs: its end."""
+GRACE_S = 2.0
+"""Between asking a command to end and killing it."""
+
+
+class AgentCrashedError(Exception):
+    """The program ended in a way that says that it did not do its work."""
+
+
+class Clients:
+    """One HTTP client for all functions of a process: to make one for each episode costs more than to ask."""
+
+    def __init__(self) -> None:
+        self._shared: AsyncOpenAI | None = None
+
+    def client(self, base_url: str, api_key: str) -> AsyncOpenAI:
+        """The official client of one episode; it is not closed by who gets it."""
+        import httpx
+        from openai import AsyncOpenAI
+
+        from agentrl.engine.servers.transport import SDK_LIMITS, Transport
+
+        if self._shared is None:
+            # Only this machine is asked, without TLS: reading the certificates would take most of the time.
+            transport = Transport(limits=SDK_LIMITS, verify=False)
+            http = httpx.AsyncClient(transport=transport, trust_env=False, follow_redirects=True)
+            self._shared = AsyncOpenAI(
+                base_url=base_url,
+                api_key=api_key,
+                http_client=http,  # type: ignore[arg-type] # the SDK names httpx2 and takes both
+            )
+        return self._shared.copy(base_url=base_url, api_key=api_key)
+
+    async def close(self) -> None:
+        """Close the connections; idempotent."""
+        if self._shared is not None:
+            await self._shared.close()
+            self._shared = None
+
+
+@dataclass(frozen=True, slots=True)
+class Access:
+    """How a program reaches the policy: `base_url` and `api_key` are of its episode, `model` any name."""
+
+    base_url: str
+    api_key: str
+    model: str = "policy"
+    clients: Clients = field(default_factory=Clients, repr=False)
+
+    def client(self) -> AsyncOpenAI:
+        """The official client, ready for this episode and cheap; do not close it."""
+        return self.clients.client(self.base_url, self.api_key)
+
+
+@dataclass(frozen=True, slots=True)
+class AgentTask:
+    """What a program is given: the task, and the opening messages and tools that the env would show a policy."""
+
+    task: Task
+    messages: Sequence[Message]
+    tools: Sequence[Mapping[str, Any]]
+
+    @property
+    def prompt(self) -> str:
+        """The text of the last opening message."""
+        content = self.messages[-1].content if self.messages else ""
+        return content if isinstance(content, str) else "".join(p for p in content if isinstance(p, str))
+
+    def data(self) -> dict[str, Any]:
+        """As JSON data."""
+        return {
+            "id": self.task.id,
+            "seed": self.task.seed,
+            "row": dict(self.task.row),
+            "prompt": self.prompt,
+            "messages": [to_wire(message) for message in self.messages],
+            "tools": [dict(tool) for tool in self.tools],
+        }
+
+
+class Agent(Protocol):
+    """Plays one episode."""
+
+    async def run(self, task: AgentTask, access: Access) -> str:
+        """Play it; returns what the program says at its end. Cancelling ends it.
+
+        Raises:
+            AgentCrashedError: it did not end well.
+        """
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class FunctionAgent:
+    """A Python function `f(task, access)`: async ones run in the event loop, others in a thread.
+
+    `task` is the data of an `AgentTask`, `access` an `Access`; what it returns is its outcome.
+    """
+
+    function: Callable[..., Any]
+
+    async def run(self, task: AgentTask, access: Access) -> str:
+        """Call it. Raises AgentCrashedError when it raises."""
+        try:
+            if inspect.iscoroutinefunction(self.function):
+                said = await self.function(task.data(), access)
+            else:
+                said = await asyncio.to_thread(self.function, task.data(), access)
+        except Exception as e:
+            raise AgentCrashedError(f"{type(e).__name__}: {e}") from e
+        return said if isinstance(said, str) else "" if said is None else json.dumps(said, default=str)
+
+
+@dataclass(frozen=True, slots=True)
+class CommandAgent:
+    """A command, started for each episode in a process group of its own.
+
+    Its standard input is the task as JSON; OPENAI_BASE_URL, OPENAI_API_KEY and OPENAI_MODEL say where the policy
+    is; in its words, `{prompt}` and `{id}` are replaced. Its standard output is its outcome.
+    """
+
+    command: Sequence[str]
+    cwd: str | None = None
+
+    async def run(self, task: AgentTask, access: Access) -> str:
+        """Run it to its end. Raises AgentCrashedError when it cannot start or its exit code is not 0."""
+        words = [w.replace("{prompt}", task.prompt).replace("{id}", task.task.id) for w in self.command]
+        if words[0] == "python":
+            words[0] = sys.executable
+        try:
+            process = await asyncio.create_subprocess_exec(
+                *words,
+                stdin=asyncio.subprocess.PIPE,
+                stdout=asyncio.subprocess.PIPE,
+                stderr=asyncio.subprocess.PIPE,
+                cwd=self.cwd,
+                env={
+                    **os.environ,
+                    "OPENAI_BASE_URL": access.base_url,
+                    "OPENAI_API_KEY": access.api_key,
+                    "OPENAI_MODEL": access.model,
+                },
+                start_new_session=True,
+            )
+        except OSError as e:
+            raise AgentCrashedError(f"cannot start {words[0]}: {e.strerror}") from e
+        stdin, stdout, stderr = process.stdin, process.stdout, process.stderr
+        assert stdin is not None
+        assert stdout is not None
+        assert stderr is not None
+        try:
+            async with asyncio.TaskGroup() as group:
+                group.create_task(_feed(stdin, json.dumps(task.data(), default=str).encode()))
+                out = group.create_task(_tail(stdout))
+                err = group.create_task(_tail(stderr))
+                code = await process.wait()
+                _signal(process.pid, signal.SIGKILL)  # what it left behind may hold its outputs open
+        finally:
+            await _end(process)
+        if code != 0:
+            said = (err.result() or out.result()).strip().splitlines()
+            raise AgentCrashedError(f"exit code {code}" + (f": {said[-1][:300]}" if said else ""))
+        return out.result()
+
+
+async def _feed(stdin: asyncio.StreamWriter, data: bytes) -> None:
+    with contextlib.suppress(OSError):  # it need not read it
+        stdin.write(data)
+        await stdin.drain()
+    with contextlib.suppress(OSError):
+        stdin.close()
+        await stdin.wait_closed()
+
+
+async def _tail(stream: asyncio.StreamReader) -> str:
+    kept = b""
+    while chunk := await stream.read(1 << 16):
+        kept = (kept + chunk)[-TAIL_BYTES:]
+    return kept.decode("utf-8", "replace")
+
+
+async def _end(process: asyncio.subprocess.Process) -> None:
+    """End the whole process group, also while being cancelled."""
+    if process.returncode is None:
+        _signal(process.pid, signal.SIGTERM)
+        with contextlib.suppress(TimeoutError, asyncio.CancelledError):
+            await asyncio.wait_for(asyncio.shield(asyncio.ensure_future(process.wait())), GRACE_S)
+    _signal(process.pid, signal.SIGKILL)
+    if process.returncode is None:
+        await asyncio.shield(process.wait())
+
+
+def _signal(group: int, number: signal.Signals) -> None:
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+        os.killpg(group, number)

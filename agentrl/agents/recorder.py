@@ -1,0 +1,388 @@
+"""The recorder: every episode has an address and a key of its own; what any program says there is its transcript.
+
+A request goes on from the turn that it is recognised to follow (`agentrl.serve.session`); what is not recognised
+is a branch of its own in the tree, and every difference is counted by kind. The client cannot choose how
+tokens are drawn: temperature, filters and seed are those of the run, because the learner has to know them.
+
+    recorder = Recorder(engine, renderer, Limits(...))
+    async with running(recorder.app()) as address:
+        recording = recorder.open(temperature=1.0, seed=7)
+        ...                      # a program talks to address + recording.path with recording.key
+        recording.seal()
+        recording.turns(), recording.ledger.segments, recording.metrics()
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import hashlib
+import hmac
+import itertools
+import secrets
+import time
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from starlette.requests import Request
+from starlette.routing import Route
+from starlette.types import ASGIApp
+
+from agentrl.chat.template import Renderer
+from agentrl.chat.transcript import Transcript
+from agentrl.engine.base import Engine
+from agentrl.engine.streaming import Watch, WatchedEngine
+from agentrl.env.toolenv.observe import plain_text
+from agentrl.errors import EngineError
+from agentrl.rollout.frame import Limits, draw_seed
+from agentrl.serve.app import Endpoint, Guard, Settings, with_errors
+from agentrl.serve.errors import ApiError, unsupported
+from agentrl.serve.metrics import Metrics
+from agentrl.serve.reader import ArgumentsDelta, CallBegun, ContentDelta, Delta, ReasoningDelta
+from agentrl.serve.session import Matched, Session
+from agentrl.serve.session import Turn as SessionTurn
+from agentrl.serve.talk import Ask, Emit, Gate, Job, Seat, Spoken, Talk
+from agentrl.types import CallRecord, Completion, Message, Sampling, StopReason, Turn
+
+NO_LIMIT = 1 << 30
+"""Completions at once: the engine queues what it cannot take, and a refused request would only come again."""
+
+
+class Recording:
+    """One episode as it is recorded.
+
+    Attributes:
+        id: names it in its address.
+        key: the API key that its program sends.
+        ledger: the tree of all tokens.
+        session: recognises its turns.
+        stop: the limit that a request met; None where none did.
+    """
+
+    def __init__(self, renderer: Renderer, limits: Limits, *, temperature: float, seed: int) -> None:
+        self.id, self.key = secrets.token_hex(8), f"sk-{secrets.token_urlsafe(24)}"
+        self.ledger = Transcript(renderer)
+        self.session = Session(renderer, ledger=self.ledger)
+        self.stop: StopReason | None = None
+        self.jobs: dict[str, RecordedJob] = {}
+        self.lock = asyncio.Lock()
+        self._limits, self._temperature, self._seed = limits, temperature, seed
+        self._asked = itertools.count()
+        self._said: list[tuple[Spoken, float]] = []
+        self._trouble: dict[str, str] = {}
+        self._counts: Counter[str] = Counter()
+        self._sealed = False
+        self._tools: dict[str, Mapping[str, Any]] = {}
+
+    @property
+    def path(self) -> str:
+        """The base path of its address; the rest is OpenAI's."""
+        return f"/episodes/{self.id}/v1"
+
+    @property
+    def tools(self) -> Sequence[Mapping[str, Any]]:
+        """The schemas that its program offered, each once."""
+        return tuple(self._tools.values())
+
+    @property
+    def trouble(self) -> str | None:
+        """What kept a request without an answer that was not the program's doing."""
+        return next(iter(self._trouble.values()), None)
+
+    @property
+    def num_turns(self) -> int:
+        """Completions so far."""
+        return len(self._said)
+
+    def seal(self) -> None:
+        """The episode is over: whatever comes now is refused, and what is being sampled is dropped."""
+        self._sealed = True
+        for job in self.jobs.values():
+            job.drop()
+
+    def seat(self, request: Request) -> RecordedSeat:
+        """The seat of one request. Raises ApiError when the episode is over."""
+        if self._sealed:
+            raise ApiError(410, "This episode has ended.", code="episode_ended")
+        key = request.headers.get("idempotency-key", "")
+        again = request.headers.get("x-stainless-retry-count", "0") != "0" or bool(key)
+        return RecordedSeat(self.session, self._adjust, self, again, key)
+
+    def admit(self, ask: Ask) -> None:
+        """Refuse what an episode may not do.
+
+        Raises:
+            ApiError: a limit is used up, or several choices are asked for.
+        """
+        if self.stop is None and self.num_turns >= self._limits.max_turns:
+            self.stop = StopReason.MAX_TURNS
+        if self.stop is not None:
+            raise ApiError(
+                400,
+                f"This episode has met its limit ({self.stop}): {self.num_turns} completions were sampled.",
+                code="episode_limit_reached",
+            )
+        if ask.n > 1:
+            raise unsupported("n", "an episode goes on from one choice: ask for one")
+        for tool in ask.tools:
+            self._tools.setdefault(str(tool), tool)
+
+    def add(self, spoken: Sequence[Spoken], seconds: float) -> None:
+        """A completion is there."""
+        for one in spoken:
+            self._said.append((one, seconds))
+            self._counts["parse_error"] += len(one.turn.message.parse_errors)
+            self._counts["agent/forks"] += one.turn.matched is Matched.FORK
+            self._counts["agent/cut"] += one.turn.completion.finish == "length"
+
+    def count(self, name: str) -> None:
+        """One more of something worth knowing."""
+        self._counts[name] += 1
+
+    def failed(self, key: str, error: str) -> None:
+        """A request stays without an answer, unless it is answered when it comes again."""
+        self._trouble[key] = error
+
+    def answered(self, key: str) -> None:
+        """A request was answered after all."""
+        self._trouble.pop(key, None)
+
+    def metrics(self) -> dict[str, float]:
+        """Counts of what happened: forks, retries, and differences by kind as `agent/drift_KIND`."""
+        drift = {f"agent/drift_{kind.value}": float(n) for kind, n in self.session.drift.items()}
+        return drift | {name: float(n) for name, n in self._counts.items() if n}
+
+    def turns(self) -> list[Turn]:
+        """The completions in the order in which they were sampled, each with what came after it."""
+        after: dict[int, SessionTurn] = {}
+        for spoken, _ in self._said:
+            if spoken.turn.parent is not None:
+                after.setdefault(spoken.turn.parent, spoken.turn)
+        return [_turn(spoken.turn, after.get(spoken.turn.number), seconds) for spoken, seconds in self._said]
+
+    def leaves(self) -> list[Transcript]:
+        """The branches that end with a completion that nothing goes on from."""
+        parents = {spoken.turn.parent for spoken, _ in self._said}
+        return [spoken.turn.branch for spoken, _ in self._said if spoken.turn.number not in parents]
+
+    @property
+    def conversations(self) -> set[str]:
+        """Names of its sessions in the engine."""
+        return {spoken.turn.conversation for spoken, _ in self._said}
+
+    def _adjust(self, ask: Ask) -> Ask:
+        """The request with the sampling of the run."""
+        limit = min(ask.limit or self._limits.max_tokens, self._limits.max_tokens)
+        seed = draw_seed(self._seed, next(self._asked))
+        return replace(ask, temperature=self._temperature, top_p=1.0, top_k=0, limit=limit, seed=seed)
+
+
+def _turn(turn: SessionTurn, child: SessionTurn | None, seconds: float) -> Turn:
+    observed: Sequence[Message] = ()
+    if child is not None:
+        observed = child.branch.context[len(turn.branch.context) : -1]
+    results = {m.tool_call_id: plain_text(m.content) for m in observed if m.role == "tool"}
+    calls = tuple(CallRecord(c, results[c.id], "ok", 0.0) for c in turn.message.tool_calls if c.id in results)
+    completion = turn.completion
+    return Turn(turn.message, tuple(observed), 0.0, completion.finish, len(completion.ids), seconds, 0.0, calls)
+
+
+@dataclass(frozen=True, slots=True)
+class RecordedSeat(Seat):
+    """The seat of one request: `again` says that it may be one that came before, under `key` if it has one."""
+
+    recording: Recording = field(kw_only=False, default=None)  # type: ignore[assignment]
+    again: bool = False
+    key: str = ""
+
+
+class RecordedJob(Job):
+    """A completion that is sampled once, however often it is asked for."""
+
+    def __init__(self, job: Job, recording: Recording, key: str) -> None:
+        super().__init__(job.talk, job.ask, job.session, job.prompt, job.limit)
+        self._recording, self._key = recording, key
+        self._task: asyncio.Future[list[Spoken]] | None = None
+        self._waiting = 0
+
+    async def run(self, emit: Emit | None = None) -> list[Spoken]:
+        """Sample it, or wait for who samples it already; dropped when nobody waits any more.
+
+        Raises:
+            EngineError: the engine is lost.
+        """
+        first = self._task is None
+        if self._task is None:
+            self._task = asyncio.ensure_future(self._sample(emit))
+        self._waiting += 1
+        try:
+            spoken = await asyncio.shield(self._task)
+        finally:
+            self._waiting -= 1
+            if not self._waiting and not self._task.done():
+                self.drop()
+                with contextlib.suppress(asyncio.CancelledError, Exception):
+                    await self._task
+        if emit is not None and not first:
+            for index, one in enumerate(spoken):
+                emit(index, _deltas(one), one.drawn)
+        return spoken
+
+    def drop(self) -> None:
+        """Sample no further; asked for again it is sampled anew."""
+        if self._task is not None and not self._task.done():
+            self._task.cancel()
+
+    async def _sample(self, emit: Emit | None) -> list[Spoken]:
+        began = time.monotonic()
+        recording, key = self._recording, self._key
+        try:
+            spoken = await super().run(emit)
+        except BaseException as e:
+            recording.jobs.pop(key, None)
+            trouble = e.exceptions[0] if isinstance(e, BaseExceptionGroup) else e
+            if isinstance(trouble, EngineError):
+                recording.failed(key, str(trouble))
+            raise
+        recording.answered(key)
+        recording.add(spoken, time.monotonic() - began)
+        return spoken
+
+
+def _deltas(spoken: Spoken) -> list[Delta]:
+    """A whole turn as the pieces that a client is told."""
+    message = spoken.sent.message
+    deltas: list[Delta] = [ReasoningDelta(message.reasoning)] if message.reasoning else []
+    if text := plain_text(message.content):
+        deltas.append(ContentDelta(text))
+    for index, (call, arguments) in enumerate(zip(message.tool_calls, spoken.sent.raw_arguments, strict=True)):
+        deltas += [CallBegun(index, call.id, call.name), ArgumentsDelta(index, arguments)]
+    return deltas
+
+
+class RecordingTalk(Talk):
+    """Answers requests of episodes."""
+
+    async def prepare(self, ask: Ask, seat: Seat) -> Job:
+        """Check and render a request; one that came before and was answered gets the same answer.
+
+        Raises:
+            ApiError: it cannot be answered, or the episode has met a limit.
+        """
+        assert isinstance(seat, RecordedSeat)
+        recording = seat.recording
+        key = f"{seat.key} {hashlib.sha256(repr(ask).encode()).hexdigest()}"
+        async with recording.lock:
+            if seat.again and (earlier := recording.jobs.get(key)) is not None:
+                recording.count("agent/retries")
+                return earlier
+            recording.admit(ask)
+            try:
+                job = RecordedJob(await super().prepare(ask, seat), recording, key)
+            except ApiError as e:
+                if e.code == "context_length_exceeded":
+                    recording.stop = self.when_full
+                raise
+            recording.jobs[key] = job
+            return job
+
+    when_full: StopReason = StopReason.CONTEXT_FULL
+    """Which limit a prompt meets that leaves no room."""
+
+
+class _Capped:
+    """An engine with a smaller context: the token budget of an episode."""
+
+    def __init__(self, engine: Engine, max_context: int) -> None:
+        self._engine, self.max_context = engine, max_context
+        self.release = engine.release
+
+    @property
+    def policy_version(self) -> int:
+        return self._engine.policy_version
+
+    async def generate(self, ids: Sequence[int], sampling: Sampling, *, session: str | None = None) -> Completion:
+        return await self._engine.generate(ids, sampling, session=session)
+
+
+class _CappedWatched(_Capped):
+    """The same of an engine that can be watched."""
+
+    @property
+    def masks(self) -> bool:
+        engine: Any = self._engine
+        return bool(engine.masks)
+
+    async def generate_watched(
+        self, ids: Sequence[int], sampling: Sampling, watch: Watch, *, session: str | None = None
+    ) -> Completion:
+        engine: Any = self._engine
+        completion: Completion = await engine.generate_watched(ids, sampling, watch, session=session)
+        return completion
+
+
+class Recorder:
+    """Holds the recordings of all episodes in flight.
+
+    Args:
+        engine: samples.
+        renderer: of the run.
+        limits: of each episode.
+    """
+
+    def __init__(self, engine: Engine, renderer: Renderer, limits: Limits) -> None:
+        self.engine, self.renderer, self.limits = engine, renderer, limits
+        budget = limits.token_budget
+        kind = _CappedWatched if isinstance(engine, WatchedEngine) else _Capped
+        capped: Any = engine if engine.max_context <= budget else kind(engine, budget)
+        self._talk = RecordingTalk(capped, renderer, gate=Gate(NO_LIMIT), metrics=Metrics())
+        if engine.max_context > budget:
+            self._talk.when_full = StopReason.TOKEN_BUDGET
+        self._settings = Settings(names=("policy",), accept_any_model=True)
+        self._open: dict[str, Recording] = {}
+
+    def open(self, *, temperature: float, seed: int) -> Recording:
+        """Begin an episode; `close` it in any case."""
+        recording = Recording(self.renderer, self.limits, temperature=temperature, seed=seed)
+        self._open[recording.id] = recording
+        return recording
+
+    async def close(self, recording: Recording) -> None:
+        """Forget an episode and free what the engine keeps for it; idempotent."""
+        recording.seal()
+        self._open.pop(recording.id, None)
+        for name in recording.conversations:
+            with contextlib.suppress(EngineError):
+                await self.engine.release(name)
+
+    def app(self, extra_routes: Sequence[Route] = ()) -> ASGIApp:
+        """The application: OpenAI's chat and responses dialects under the address of each episode."""
+        return Guard(with_errors([*self.routes(), *extra_routes]), self._settings)
+
+    def routes(self) -> list[Route]:
+        """OpenAI's routes; text completions are not among them, because they have no conversation."""
+        endpoint = Endpoint(self._talk, self._settings)
+        prefix = "/episodes/{episode}/v1"
+        routes = endpoint.api_routes(prefix, self.find_seat)
+        return [route for route in routes if route.path != f"{prefix}/completions"]
+
+    def find(self, request: Request) -> Recording:
+        """The recording that a request is for. Raises ApiError where the key is not its own."""
+        recording = self._open.get(request.path_params["episode"])
+        kind, _, given = request.headers.get("authorization", "").partition(" ")
+        known = recording.key if recording is not None else secrets.token_hex(16)
+        if kind.lower() != "bearer" or not hmac.compare_digest(given.encode(), known.encode()) or not recording:
+            raise no_episode()
+        return recording
+
+    def find_seat(self, request: Request) -> Seat:
+        """The seat of a request. Raises ApiError where it is nobody's, or the episode is over."""
+        return self.find(request).seat(request)
+
+
+def no_episode() -> ApiError:
+    """No episode is open with this address and key."""
+    text = "There is no episode with this address and key, or it has ended."
+    return ApiError(401, text, code="invalid_api_key")

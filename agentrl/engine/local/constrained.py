@@ -1,0 +1,74 @@
+"""Drawing for requests that are watched: grammar masks before the draw, alternatives after it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from agentrl.engine.local.sampler import Draw, sample
+from agentrl.engine.streaming import Drawn, Watch
+
+
+def sample_watched(logits_BV: Tensor, draw: Draw, watches: Mapping[int, Watch]) -> tuple[Tensor, Tensor]:
+    """As `sample`, with the masks of the watched rows; logprobs are those of the unrestricted distribution."""
+    masks = {row: watch.mask for row, watch in watches.items() if watch.mask is not None}
+    if not masks:
+        return sample(logits_BV, draw)
+    restricted_BV = logits_BV.clone()
+    for row, mask in masks.items():
+        allowed_V = torch.zeros(logits_BV.shape[1], dtype=torch.bool)
+        known = mask.allowed()[: logits_BV.shape[1]]
+        allowed_V[: len(known)] = torch.from_numpy(known)
+        restricted_BV[row].masked_fill_(~allowed_V.to(logits_BV.device), -torch.inf)
+    ids_B, logprobs_B = sample(restricted_BV, draw)
+    rows = torch.tensor(list(masks), device=logits_BV.device)
+    free_kV = scaled_logprobs(logits_BV[rows], draw.temperature[list(masks)])
+    logprobs_B = logprobs_B.clone()
+    logprobs_B[rows] = free_kV.gather(1, ids_B[rows][:, None])[:, 0]
+    for row, mask in masks.items():
+        mask.take(int(ids_B[row]))
+    return ids_B, logprobs_B
+
+
+def tell(
+    watches: Mapping[int, Watch],
+    logits_BV: Tensor,
+    temperature_B: NDArray[np.float64],
+    ids_B: Tensor,
+    logprobs_B: Tensor,
+    version: int,
+) -> None:
+    """Tell the watchers what was drawn, with the alternatives that they asked for."""
+    for row, watch in watches.items():
+        if watch.on_token is None:
+            continue
+        top: tuple[tuple[int, float], ...] = ()
+        if watch.top:
+            top = most_likely(scaled_logprobs(logits_BV[row][None], temperature_B[[row]])[0], watch.top)
+        watch.on_token(Drawn(int(ids_B[row]), float(logprobs_B[row]), version, top))
+
+
+def scored(logprobs_TV: Tensor, ids: Sequence[int], top: int, version: int) -> list[Drawn]:
+    """The given tokens with their logprobs, and the `top` most likely ones at each place."""
+    target_T1 = torch.tensor(ids, dtype=torch.long, device=logprobs_TV.device)[:, None]
+    own = logprobs_TV.gather(1, target_T1)[:, 0].tolist()
+    return [
+        Drawn(id, logprob, version, most_likely(row_V, top) if top else ())
+        for id, logprob, row_V in zip(ids, own, logprobs_TV, strict=True)
+    ]
+
+
+def scaled_logprobs(logits_BV: Tensor, temperature_B: NDArray[np.float64]) -> Tensor:
+    """(B, V) log-probabilities at each row's temperature; at temperature 1 where it is 0 (greedy)."""
+    scale_B = torch.from_numpy(np.where(temperature_B == 0.0, 1.0, temperature_B).astype(np.float32))
+    return torch.log_softmax(logits_BV.float() / scale_B.to(logits_BV.device)[:, None], -1)
+
+
+def most_likely(logprobs_V: Tensor, count: int) -> tuple[tuple[int, float], ...]:
+    """(id, logprob) of the `count` most likely tokens, best first."""
+    best = torch.topk(logprobs_V, min(count, len(logprobs_V)))
+    return tuple(zip(best.indices.tolist(), best.values.tolist(), strict=True))

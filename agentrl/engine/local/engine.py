@@ -1,0 +1,417 @@
+"""The local engine: continuous batching in PyTorch, on CPU or CUDA; `apart.py` has it in a process of its own.
+
+One thread owns the model, the cache and the scheduler; the event loop talks to it through a queue. Why it is built
+like this, with figures: docs/design/local-engine.md.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import atexit
+import contextlib
+import os
+import queue
+import secrets
+import threading
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import TypedDict, TypeVar, Unpack
+
+import numpy as np
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from agentrl.engine.local.batching import Limits, Recording, Scheduler
+from agentrl.engine.local.constrained import scored
+from agentrl.engine.local.decode import cuda_capture
+from agentrl.engine.local.model import FlatModel, load_model
+from agentrl.engine.local.sampler import check_sampling
+from agentrl.engine.local.slots import IntArray, Request
+from agentrl.engine.streaming import Drawn, Watch
+from agentrl.errors import ConfigError, EngineError
+from agentrl.types import Completion, Sampling
+
+T = TypeVar("T")
+
+SMALL_MODEL = 20_000_000
+"""Parameters below which one torch thread is the default."""
+SMALLEST_CONTEXT = 256
+"""Without `max_context`, a cache that holds fewer tokens is an error."""
+
+
+class Bounds(TypedDict, total=False):
+    """What a local engine may use. None, or nothing given, means the default.
+
+    Attributes:
+        max_slots: how many sequences have a place in the cache, running or kept for their session; default 256.
+        max_context: tokens of one sequence, prompt and completion; default: what model and cache allow.
+        prefill_chunk: prompt tokens computed in one step at most, so that long prompts do not hold up the others;
+            default 512 on CPU, 4096 on CUDA.
+        cache_mb: bound of the key-value cache in MiB; default a quarter of the machine's memory, on CUDA half of
+            what is free.
+        threads: torch threads of the engine; default as torch has it, 1 for a small model: its operations are so
+            short that waiting for a second core costs more than it gives, much more on a busy machine.
+    """
+
+    max_slots: int | None
+    max_context: int | None
+    prefill_chunk: int | None
+    cache_mb: int | None
+    threads: int | None
+
+
+class EngineCore:
+    """Model, cache and scheduler: what samples, without the thread or the process that it works in."""
+
+    def __init__(self, model: PreTrainedModel, *, cuda_graphs: bool = True, **bounds: Unpack[Bounds]) -> None:
+        """See `LocalEngine`."""
+        self.model = FlatModel(model)
+        self.scheduler = Scheduler(
+            self.model, self.model.shape, _limits(self.model, bounds), _recording(self.model, cuda_graphs)
+        )
+        self.max_context = self.scheduler.limits.max_context
+        self.vocabulary = self.model.vocabulary
+        few = self.model.parameters < SMALL_MODEL
+        self.threads = bounds.get("threads") or (1 if few else torch.get_num_threads())
+
+    @classmethod
+    def from_directory(
+        cls, path: str | Path, *, dtype: str = "float32", device: str = "cpu", **bounds: Unpack[Bounds]
+    ) -> EngineCore:
+        """Load the model from a Hugging Face directory.
+
+        Raises:
+            ConfigError: the directory or the model cannot be used.
+        """
+        return cls(load_model(path, dtype=dtype, device=device), **bounds)
+
+    def update(self, weights: Mapping[str, Tensor], version: int) -> None:
+        """Replace the weights between two steps.
+
+        Raises:
+            ValueError: names or shapes do not fit the model, or a parameter is missing; nothing is changed then.
+        """
+        self.model.update(weights)
+        self.scheduler.drop_states(version)
+
+
+class LocalEngine:
+    """An `Engine` over a transformers model in this process.
+
+    Sequences are batched continuously: a request joins at the next token and leaves as soon as it ends. What a
+    session has computed stays until its slot is needed; requests wait when every slot is running. The same prefix
+    is computed once. `temperature` 0 and a fixed `seed` give the same tokens whatever else is in the batch, up to
+    the rounding of the matrix products.
+    """
+
+    def __init__(self, model: PreTrainedModel, *, cuda_graphs: bool = True, **bounds: Unpack[Bounds]) -> None:
+        """Take over `model`: its attention is replaced, and nobody else may use or change it.
+
+        Args:
+            model: on the device where it stays.
+            cuda_graphs: record the decode steps and replay them; without effect where the model is not on CUDA.
+            **bounds: what the engine may use.
+
+        Raises:
+            ConfigError: a model whose attention cannot be replaced, or bounds that cannot be kept.
+        """
+        self._core = EngineCore(model, cuda_graphs=cuda_graphs, **bounds)
+        self._model, self._scheduler = self._core.model, self._core.scheduler
+        self.max_context = self._core.max_context
+        others = torch.get_num_threads()
+        self._inbox: queue.SimpleQueue[_Command] = queue.SimpleQueue()
+        self._answers: dict[asyncio.AbstractEventLoop, list[Callable[[], None]]] = {}
+        self._lock = threading.Lock()
+        self._counted = threading.Event()
+        self._closing = False
+        self._over: EngineError | None = None
+        self._thread = threading.Thread(target=self._main, name="agentrl-local-engine", daemon=True)
+        self._thread.start()
+        self._counted.wait()
+        torch.set_num_threads(others)  # the engine's number became that of every thread that has not computed yet
+        _running.add(self)
+
+    @classmethod
+    def from_directory(
+        cls,
+        path: str | Path,
+        *,
+        dtype: str = "float32",
+        device: str = "cpu",
+        cuda_graphs: bool = True,
+        **bounds: Unpack[Bounds],
+    ) -> LocalEngine:
+        """Load the model from a Hugging Face directory.
+
+        Raises:
+            ConfigError: the directory or the model cannot be used.
+        """
+        return cls(load_model(path, dtype=dtype, device=device), cuda_graphs=cuda_graphs, **bounds)
+
+    @property
+    def policy_version(self) -> int:
+        """Version of the weights that the next token is drawn with."""
+        return self._scheduler.version
+
+    @property
+    def masks(self) -> bool:
+        """It obeys grammars."""
+        return True
+
+    async def generate(self, ids: Sequence[int], sampling: Sampling, *, session: str | None = None) -> Completion:
+        """Continue `ids`; see `Engine.generate`. Without a seed every call draws differently."""
+        return await self._generate(ids, sampling, session, None)
+
+    async def generate_watched(
+        self, ids: Sequence[int], sampling: Sampling, watch: Watch, *, session: str | None = None
+    ) -> Completion:
+        """Continue `ids` and tell each token as it is drawn; see `WatchedEngine`."""
+        loop, on_token = asyncio.get_running_loop(), watch.on_token
+        if on_token is not None:
+            tell = on_token  # from the engine's thread to the caller's loop, in order and before the completion
+
+            def note(drawn: Drawn) -> None:
+                self._answers.setdefault(loop, []).append(partial(tell, drawn))
+
+            watch = replace(watch, on_token=note)
+        return await self._generate(ids, sampling, session, watch)
+
+    async def _generate(
+        self, ids: Sequence[int], sampling: Sampling, session: str | None, watch: Watch | None
+    ) -> Completion:
+        check_sampling(sampling)
+        prompt = check_prompt(check_ids(ids, self._core.vocabulary), self.max_context)
+        loop = asyncio.get_running_loop()
+        future: asyncio.Future[Completion] = loop.create_future()
+        seed = secrets.randbits(64) if sampling.seed is None else sampling.seed % 2**64
+        request = Request(prompt, sampling, seed, session, partial(self._answer, loop, future), watch)
+        self._post(partial(self._scheduler.submit, request), request.deliver)
+        try:
+            return await future
+        except asyncio.CancelledError:
+            self._post_if_alive(partial(self._scheduler.cancel, request))
+            raise
+
+    async def release(self, session: str) -> None:
+        """Forget what is kept for `session`."""
+        self._post_if_alive(partial(self._scheduler.release, session))
+
+    async def update_weights(self, weights: Mapping[str, Tensor], version: int) -> None:
+        """Replace the weights between two steps; see `Engine.update_weights`.
+
+        Running requests compute their keys and values again, so every token is drawn from, and carries the version
+        of, one set of weights over its whole context.
+
+        Raises:
+            ValueError: names or shapes do not fit the model, or a parameter is missing; nothing is changed then.
+        """
+
+        await self._call(partial(self._core.update, weights, version))
+
+    async def token_logprobs(self, rows: Sequence[Sequence[int]]) -> list[list[float]]:
+        """Per row the logprob (temperature 1) of each token but the first, given those before it; no cache used.
+
+        Raises:
+            ValueError: a row is empty or holds an id outside the vocabulary.
+        """
+        checked = [check_ids(row, self._core.vocabulary).tolist() for row in rows]
+
+        def score() -> list[list[float]]:
+            results = []
+            for row in checked:
+                logprobs_TV = torch.log_softmax(self._model.packed([row]).float(), -1)
+                target_T1 = torch.tensor(row[1:], dtype=torch.long, device=logprobs_TV.device)[:, None]
+                results.append(logprobs_TV[:-1].gather(1, target_T1)[:, 0].tolist())
+            return results
+
+        return await self._call(score)
+
+    async def prompt_logprobs(self, ids: Sequence[int], *, top: int = 0) -> list[Drawn]:
+        """Score tokens that were not drawn; see `ScoringEngine`."""
+        row = check_ids(ids, self._core.vocabulary).tolist()
+
+        def score() -> list[Drawn]:
+            logprobs_TV = torch.log_softmax(self._model.packed([row]).float(), -1)[:-1]
+            return scored(logprobs_TV, row[1:], top, self.policy_version)
+
+        return await self._call(score)
+
+    async def close(self) -> None:
+        """Stop; requests that are still running end with finish "abort" and what they have."""
+        self._closing = True
+        self._post_if_alive(lambda: None)  # wakes the thread
+        await asyncio.to_thread(self._thread.join)
+        _running.discard(self)
+
+    # -- from the event loop to the thread ---------------------------------------------------------------------
+
+    async def _call(self, function: Callable[[], T]) -> T:
+        """Run a function on the engine's thread between two steps."""
+        loop = asyncio.get_running_loop()
+        future: asyncio.Future[T] = loop.create_future()
+
+        def run() -> None:
+            try:
+                result = function()
+            except ValueError as error:
+                self._answer(loop, future, error)
+            else:
+                self._answer(loop, future, result)
+
+        self._post(run, lambda error: self._answer(loop, future, error))
+        return await future
+
+    def _post(self, run: Callable[[], None], fail: Callable[[Exception], None]) -> None:
+        with self._lock:
+            if self._over is not None:
+                raise EngineError(str(self._over)) from self._over
+            self._inbox.put(_Command(run, fail))
+
+    def _post_if_alive(self, run: Callable[[], None]) -> None:
+        with self._lock:
+            if self._over is None:
+                self._inbox.put(_Command(run, lambda error: None))
+
+    # -- on the thread -----------------------------------------------------------------------------------------
+
+    def _main(self) -> None:
+        torch.set_num_threads(self._core.threads)
+        self._counted.set()
+        over = EngineError("the local engine is closed")
+        try:
+            with torch.inference_mode():
+                self._serve()
+        except BaseException as error:
+            over = EngineError(f"the local engine's thread died: {type(error).__name__}: {error}")
+            over.__cause__ = error
+            self._scheduler.abort(over)
+        else:
+            self._scheduler.abort()
+        with self._lock:
+            self._over = over
+        while not self._inbox.empty():
+            self._inbox.get().fail(over)
+        self._flush()
+
+    def _serve(self) -> None:
+        while True:
+            while not self._inbox.empty() or not self._scheduler.busy:
+                self._inbox.get().run()
+                if self._closing:
+                    return
+                self._flush()
+            self._scheduler.step()
+            self._flush()
+
+    def _answer(self, loop: asyncio.AbstractEventLoop, future: asyncio.Future[T], result: T | Exception) -> None:
+        """Note a result for `_flush` to hand over."""
+
+        def resolve() -> None:
+            if future.done():
+                return
+            if isinstance(result, Exception):
+                future.set_exception(result)
+            else:
+                future.set_result(result)
+
+        self._answers.setdefault(loop, []).append(resolve)
+
+    def _flush(self) -> None:
+        """Hand over what is answered: one call into each event loop, whatever the number of answers."""
+        answers, self._answers = self._answers, {}
+        for loop, resolves in answers.items():
+            with contextlib.suppress(RuntimeError):  # that loop is closed: nobody waits any more
+                loop.call_soon_threadsafe(run_all, resolves)
+
+
+def check_ids(ids: Sequence[int], vocabulary: int) -> IntArray:
+    """The ids as an array. Raises ValueError where there are none, or one is outside the vocabulary."""
+    array = np.asarray(ids, dtype=np.int64)
+    if array.size == 0:
+        raise ValueError("ids is empty: there is nothing to continue")
+    low, high = int(array.min()), int(array.max())
+    if low < 0 or high >= vocabulary:
+        wrong = low if low < 0 else high
+        raise ValueError(f"token id {wrong} is outside the model's vocabulary of {vocabulary}")
+    return array
+
+
+def check_prompt(ids: IntArray, max_context: int) -> IntArray:
+    """The same ids. Raises ValueError where they leave no room for a new one."""
+    if ids.size >= max_context:
+        raise ValueError(
+            f"the prompt has {ids.size} tokens and max_context is {max_context}: no room for a single new token"
+        )
+    return ids
+
+
+_running: weakref.WeakSet[LocalEngine] = weakref.WeakSet()
+
+
+def _stop_running() -> None:
+    """End the threads of engines that nobody closed: a daemon thread inside torch while Python ends aborts it."""
+    for engine in list(_running):
+        engine._closing = True
+        engine._post_if_alive(lambda: None)
+        engine._thread.join(5.0)
+
+
+atexit.register(_stop_running)
+
+
+@dataclass(frozen=True, slots=True)
+class _Command:
+    """Something to do on the engine's thread; `fail` is called instead of `run` when the thread is over."""
+
+    run: Callable[[], None]
+    fail: Callable[[Exception], None]
+
+
+def run_all(functions: Sequence[Callable[[], None]]) -> None:
+    """Call them one after another; what answers that come together are handed to an event loop by."""
+    for function in functions:
+        function()
+
+
+def _limits(model: FlatModel, bounds: Bounds) -> Limits:
+    for name, value in bounds.items():
+        if isinstance(value, int) and value < 1:
+            raise ConfigError(f"{name} must be at least 1, got {value}")
+    max_context, cache_mb = bounds.get("max_context"), bounds.get("cache_mb")
+    if max_context is not None and max_context > model.max_positions:
+        raise ConfigError(
+            f"max_context is {max_context}, but the model's max_position_embeddings is {model.max_positions}"
+        )
+    wanted = max_context or model.max_positions
+    on_cuda = model.device.type == "cuda"
+    if cache_mb is not None:
+        memory = cache_mb << 20
+    elif on_cuda:
+        memory = torch.cuda.mem_get_info(model.device)[0] // 2
+    else:
+        memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 4
+    budget = memory // model.shape.bytes_per_token
+    if budget < min(wanted, max_context or SMALLEST_CONTEXT):
+        raise ConfigError(
+            f"a key-value cache of {memory >> 20} MiB holds {budget} tokens of this model "
+            f"({model.shape.bytes_per_token} bytes each), fewer than one sequence of "
+            f"{min(wanted, max_context or SMALLEST_CONTEXT)} tokens; raise cache_mb or lower max_context"
+        )
+    return Limits(
+        max_slots=bounds.get("max_slots") or 256,
+        max_context=min(wanted, budget),
+        budget_tokens=budget,
+        prefill_chunk=bounds.get("prefill_chunk") or (4096 if on_cuda else 512),
+        gaps=2 if on_cuda else 16,
+        gaps_per_running=0.25 if on_cuda else 2.0,
+    )
+
+
+def _recording(model: FlatModel, cuda_graphs: bool) -> Recording | None:
+    if model.device.type != "cuda":
+        return None
+    return Recording(model.vocabulary, cuda_capture(model.device)) if cuda_graphs else None

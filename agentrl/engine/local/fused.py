@@ -1,0 +1,117 @@
+"""Qwen3, Qwen2 and Llama with fewer and larger operations than their modules: the same weights, the same numbers.
+
+Small models on a CPU spend much of a decode step on the overhead of modules and of small operations (figures in
+docs/design/local-engine.md). Query, key and value projections become one product, gate and up projections another;
+the modules' parameters become views of the stacked tensors, so nothing exists twice and updates reach both.
+
+Shapes: N tokens, M hidden size, H query heads, K key-value heads, D head size, k tokens kept, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from agentrl.engine.local.attention import AttentionPlan
+
+_FAMILIES = ("Qwen3ForCausalLM", "Qwen2ForCausalLM", "LlamaForCausalLM")
+
+
+class FusedDecoder:
+    """The forward pass of a model for which `can_fuse` holds."""
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        inner: Any = model.model
+        self._inner = inner
+        self._head: Any = model.get_output_embeddings()  # type: ignore[no-untyped-call]
+        self._layers = [_Layer(layer) for layer in inner.layers]
+
+    def __call__(self, ids_N: Tensor, positions_N: Tensor, plan: AttentionPlan, keep_k: Tensor) -> Tensor:
+        """Logits (k, V) of the tokens `keep_k` of a flat batch of N tokens."""
+        x_NM: Tensor = self._inner.embed_tokens(ids_N)
+        cos, sin = self._inner.rotary_emb(x_NM[None], positions_N[None])
+        cos_N1D, sin_N1D = cos[0][:, None], sin[0][:, None]
+        for layer in self._layers:
+            x_NM = layer.attend(x_NM, cos_N1D, sin_N1D, plan)
+            if layer is self._layers[-1]:
+                x_NM = x_NM[keep_k]
+            x_NM = layer.feed_forward(x_NM)
+        logits: Tensor = self._head(_norm(x_NM, self._inner.norm))
+        return logits
+
+
+def can_fuse(model: PreTrainedModel) -> bool:
+    """Whether this is one of the families, as published, in float32, or in bfloat16 on CUDA.
+
+    In bfloat16 the rounding differs from the modules' by about as much as either differs from float32: worth it
+    where the number of kernels decides, not on a CPU.
+    """
+    return (
+        type(model).__name__ in _FAMILIES
+        and getattr(model.config, "hidden_act", None) == "silu"
+        and all(
+            parameter.dtype == torch.float32 or (parameter.dtype == torch.bfloat16 and parameter.is_cuda)
+            for parameter in model.parameters()
+        )
+    )
+
+
+class _Layer:
+    def __init__(self, layer: Any) -> None:
+        attention, mlp = layer.self_attn, layer.mlp
+        self._norms = (layer.input_layernorm, layer.post_attention_layernorm)
+        self._qkv, self._qkv_bias = _stack(attention.q_proj, attention.k_proj, attention.v_proj)
+        self._gate_up, self._gate_up_bias = _stack(mlp.gate_proj, mlp.up_proj)
+        self._out, self._down = attention.o_proj, mlp.down_proj
+        self._head_norms = (getattr(attention, "q_norm", None), getattr(attention, "k_norm", None))
+        self._index, self._dim, self._scaling = attention.layer_idx, attention.head_dim, attention.scaling
+        self._heads = attention.q_proj.out_features // self._dim
+        self._kv_heads = attention.k_proj.out_features // self._dim
+        self._window = getattr(attention, "sliding_window", None)
+
+    def attend(self, x_NM: Tensor, cos_N1D: Tensor, sin_N1D: Tensor, plan: AttentionPlan) -> Tensor:
+        heads, both = self._heads, self._heads + self._kv_heads
+        qkv = F.linear(_norm(x_NM, self._norms[0]), self._qkv, self._qkv_bias).view(len(x_NM), -1, self._dim)
+        qk = qkv[:, :both]
+        q_norm, k_norm = self._head_norms
+        if q_norm is not None and k_norm is not None:
+            qk = torch.cat([_norm(qk[:, :heads], q_norm), _norm(qk[:, heads:], k_norm)], 1)
+        half = self._dim // 2
+        turned = torch.cat([-qk[..., half:], qk[..., :half]], -1)
+        qk = torch.addcmul(qk * cos_N1D, turned, sin_N1D)
+        out_NHD = plan.attend(
+            self._index, qk[:, :heads], qk[:, heads:], qkv[:, both:], scaling=self._scaling, window=self._window
+        )
+        return _residual(x_NM, out_NHD.flatten(1), self._out)
+
+    def feed_forward(self, x_NM: Tensor) -> Tensor:
+        gate, up = F.linear(_norm(x_NM, self._norms[1]), self._gate_up, self._gate_up_bias).chunk(2, -1)
+        return _residual(x_NM, F.silu(gate) * up, self._down)
+
+
+def _norm(x: Tensor, module: Any) -> Tensor:
+    return F.rms_norm(x, (x.shape[-1],), module.weight, module.variance_epsilon)
+
+
+def _residual(x_NM: Tensor, inner: Tensor, linear: nn.Linear) -> Tensor:
+    out = torch.addmm(x_NM, inner, linear.weight.t())
+    return out if linear.bias is None else out + linear.bias
+
+
+def _stack(*linears: nn.Linear) -> tuple[Tensor, Tensor | None]:
+    """The weights and biases of several projections as one tensor each, of which theirs become views."""
+    with torch.no_grad():
+        weight = torch.cat([linear.weight for linear in linears])
+        sizes = [linear.out_features for linear in linears]
+        for linear, part in zip(linears, torch.split(weight, sizes), strict=True):
+            linear.weight.data = part
+        if linears[0].bias is None:
+            return weight, None
+        bias = torch.cat([linear.bias for linear in linears])
+        for linear, part in zip(linears, torch.split(bias, sizes), strict=True):
+            linear.bias.data = part
+        return weight, bias

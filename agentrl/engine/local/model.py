@@ -1,0 +1,198 @@
+"""The model behind the local engine: loading, one forward pass on flat tokens, weights replaced in place."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, cast
+
+import torch
+from torch import Tensor
+from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers.utils import logging
+
+from agentrl.engine.local.attention import (
+    ATTENTION,
+    AttentionPlan,
+    PackedAttention,
+    check_attention_support,
+    register_attention,
+)
+from agentrl.engine.local.cache import CacheShape
+from agentrl.engine.local.fused import FusedDecoder, can_fuse
+from agentrl.errors import ConfigError
+from agentrl.models.probe import ALONE, ENDS, SHARED, probe, read_config
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+def load_model(path: str | Path, *, dtype: str, device: str) -> PreTrainedModel:
+    """A causal language model from a Hugging Face directory, in eval mode, with the attention of `attention.py`.
+
+    Raises:
+        ConfigError: no such directory, not a model directory, or a model the engine cannot run.
+    """
+    if dtype not in DTYPES:
+        raise ConfigError(f"dtype must be one of {', '.join(DTYPES)}, got {dtype!r}")
+    directory = Path(path)
+    if not directory.is_dir():
+        raise ConfigError(
+            f"model directory {str(path)!r} does not exist; give the path of a Hugging Face model directory "
+            "(config.json, model.safetensors, tokenizer files); agentrl.models.tiny makes a small one"
+        )
+    if device.startswith("cuda") and not torch.cuda.is_available():
+        raise ConfigError(f"device is {device!r}, but torch finds no CUDA device; use device cpu")
+    read_config(directory, f"model directory {str(path)!r}")
+    register_attention()
+    bars = logging.is_progress_bar_enabled()
+    logging.disable_progress_bar()  # type: ignore[no-untyped-call]
+    try:
+        loaded: Any = AutoModelForCausalLM.from_pretrained(
+            directory,
+            dtype=DTYPES[dtype],
+            attn_implementation=ATTENTION,
+            local_files_only=True,
+            trust_remote_code=False,
+            output_loading_info=True,
+        )
+    except (OSError, ValueError, KeyError, RuntimeError, AttributeError, TypeError) as error:
+        raise ConfigError(f"cannot load a causal language model from {str(path)!r}: {error}") from error
+    finally:
+        if bars:
+            logging.enable_progress_bar()  # type: ignore[no-untyped-call]
+    model, report = loaded
+    if absent := sorted(report["missing_keys"]):
+        raise ConfigError(
+            f"model directory {str(path)!r} holds no weights for {_some(absent)}: config.json and weights are "
+            "not of the same model, or a file is missing"
+        )
+    module = cast(torch.nn.Module, model)
+    return cast(PreTrainedModel, module.to(device))
+
+
+class FlatModel:
+    """A transformers model on flat batches; construction checks that its own attention gives the same."""
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        check_attention_support(model)
+        register_attention()
+        self.module = model
+        model.train(False)
+        self._fused: FusedDecoder | None = None
+        self.vocabulary = int(model.config.get_text_config().vocab_size)
+        self.max_positions = _positions(model)
+        self.parameters = sum(parameter.numel() for parameter in model.parameters())
+        first = next(model.parameters())
+        self.device, self.dtype = first.device, first.dtype
+        self.shape = self._probe()
+        self._state = dict(model.state_dict())
+
+    def __call__(self, ids_N: Tensor, positions_N: Tensor, plan: AttentionPlan, keep_k: Tensor) -> Tensor:
+        """Logits (k, V) of the tokens `keep_k` of a flat batch of N tokens."""
+        return self._forward(self.module, ids_N, positions_N, keep_k, plan)
+
+    def _forward(
+        self, model: PreTrainedModel, ids_N: Tensor, positions_N: Tensor, keep_k: Tensor, plan: AttentionPlan
+    ) -> Tensor:
+        if self._fused is not None and model is self.module:
+            return self._fused(ids_N, positions_N, plan, keep_k)
+        out = model(
+            input_ids=ids_N[None],
+            position_ids=positions_N[None],
+            use_cache=False,
+            attention_plan=plan,
+            logits_to_keep=keep_k,
+        )
+        return cast(Tensor, out.logits)[0]
+
+    def packed(self, rows: Sequence[Sequence[int]], plan: PackedAttention | None = None) -> Tensor:
+        """Logits (N, V) of whole sequences, computed without a cache."""
+        plan = plan or PackedAttention([len(row) for row in rows])
+        return self._forward(self.module, *self._flat(rows), plan)
+
+    def _flat(self, rows: Sequence[Sequence[int]]) -> tuple[Tensor, Tensor, Tensor]:
+        """Ids and positions of the rows end to end, and all their places."""
+        ids = torch.tensor([token for row in rows for token in row], device=self.device)
+        positions = torch.cat([torch.arange(len(row), device=self.device) for row in rows])
+        return ids, positions, torch.arange(len(ids), device=self.device)
+
+    def update(self, weights: Mapping[str, Tensor]) -> None:
+        """Copy new values into the parameters; checks everything before it changes anything.
+
+        Raises:
+            ValueError: a name the model does not have, a wrong shape, or a parameter that is not given
+                (of tied parameters one name suffices).
+        """
+        unknown = [name for name in weights if name not in self._state]
+        if unknown:
+            raise ValueError(f"the model has no parameter {_some(unknown)}; names are those of the state dict")
+        for name, tensor in weights.items():
+            if tensor.shape != self._state[name].shape:
+                raise ValueError(
+                    f"{name} has shape {tuple(tensor.shape)}, the model's {tuple(self._state[name].shape)}"
+                )
+        given = {self._state[name].data_ptr() for name in weights}
+        missing = [name for name, tensor in self._state.items() if tensor.data_ptr() not in given]
+        if missing:
+            raise ValueError(f"weights lack {_some(missing)}; an update must give every parameter")
+        with torch.no_grad():
+            for name, tensor in weights.items():
+                self._state[name].copy_(tensor)
+
+    def _probe(self) -> CacheShape:
+        """Compare our attention with the model's own; returns what the cache must hold."""
+        rows = [[token % self.vocabulary for token in row] for row in (ALONE, SHARED, ENDS[1])]
+        before = self.module.config._attn_implementation
+        name = type(self.module).__name__
+        shapes: dict[int, tuple[int, int, int]] = {}
+
+        def packed(tried: PreTrainedModel) -> Tensor:
+            tried.set_attn_implementation(ATTENTION)
+            if tried is self.module and can_fuse(tried):
+                self._fused = FusedDecoder(tried)
+            plan = PackedAttention([len(row) for row in rows])
+            found = self._forward(tried, *self._flat(rows), plan)
+            shapes.update(plan.shapes)
+            if plan.calls.most_common(1)[0][1] > 1:
+                raise ConfigError("a layer attends more than once, and the cache keeps one set of keys and values")
+            return found
+
+        def alone(tried: PreTrainedModel) -> list[Tensor]:
+            tried.set_attn_implementation("eager")
+            found = [
+                cast(Tensor, tried(input_ids=torch.tensor([row], device=self.device), use_cache=False).logits[0])
+                for row in rows
+            ]
+            tried.set_attn_implementation(ATTENTION)
+            return found
+
+        layers = int(self.module.config.get_text_config().num_hidden_layers)
+        try:
+            probe(self.module, packed, alone, where="the local engine", advice="use engine sglang or vllm")
+            if len(shapes) != layers or len(set(shapes.values())) != 1:
+                raise ConfigError(
+                    f"{name} has keys and values of {len(set(shapes.values()))} kinds in {len(shapes)} of "
+                    f"{layers} layers, and the engine's cache holds one kind in all; use engine sglang or vllm"
+                )
+        except ConfigError:
+            self.module.set_attn_implementation(before)
+            raise
+        heads, key_dim, value_dim = shapes[0]
+        return CacheShape(layers, heads, key_dim, value_dim, self.dtype, self.device)
+
+
+def _positions(model: PreTrainedModel) -> int:
+    text = model.config.get_text_config()
+    found = getattr(text, "max_position_embeddings", None)
+    if not isinstance(found, int):
+        raise ConfigError(f"{type(model).__name__}: config.json does not say max_position_embeddings; add it")
+    return found
+
+
+def _some(names: Iterable[str], at_most: int = 3) -> str:
+    names = list(names)
+    rest = f" and {len(names) - at_most} more" if len(names) > at_most else ""
+    return ", ".join(repr(name) for name in names[:at_most]) + rest

@@ -1,0 +1,370 @@
+"""The local engine in a process of its own: sampling and the loop's Python do not wait for one another's GIL.
+
+The loop talks to it over one pipe, in lists of orders and lists of answers, so that a burst of requests costs one
+message. Which tokens come out is the same as with `LocalEngine`; figures are in docs/design/local-engine.md.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import atexit
+import contextlib
+import itertools
+import multiprocessing
+import queue
+import secrets
+import signal
+import sys
+import threading
+import weakref
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any, Unpack
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from agentrl.engine.local.engine import Bounds, EngineCore, check_ids, check_prompt, run_all
+from agentrl.engine.local.sampler import check_sampling
+from agentrl.engine.local.slots import IntArray, Request
+from agentrl.errors import AgentRLError, EngineError
+from agentrl.types import Completion, Sampling
+
+END_TIMEOUT_S = 10.0
+_numbers = itertools.count(1)
+
+
+@dataclass(frozen=True, slots=True)
+class Generate:
+    """Order: continue `ids`; its answer is a completion."""
+
+    number: int
+    ids: IntArray
+    sampling: Sampling
+    seed: int
+    session: str | None
+
+
+@dataclass(frozen=True, slots=True)
+class Cancel:
+    """Order: forget the request of that number, wherever it is."""
+
+    number: int
+
+
+@dataclass(frozen=True, slots=True)
+class Release:
+    """Order: forget what is kept for a session."""
+
+    session: str
+
+
+@dataclass(frozen=True, slots=True)
+class Update:
+    """Order: new weights, as bytes of each tensor in the order of the state dict that the engine told."""
+
+    number: int
+    weights: Mapping[str, tuple[torch.dtype, tuple[int, ...], bytes]]
+    version: int
+
+
+@dataclass(frozen=True, slots=True)
+class Ready:
+    """The engine's first word."""
+
+    max_context: int
+    vocabulary: int
+
+
+Order = Generate | Cancel | Release | Update | None
+"""None ends the engine."""
+Answer = tuple[int, Completion | Exception | None]
+
+
+class EngineApart:
+    """An `Engine`: a `LocalEngine` in another process."""
+
+    def __init__(self, process: multiprocessing.process.BaseProcess, pipe: Connection, ready: Ready) -> None:
+        """Take over a process that has said `ready`; see `start`."""
+        self.max_context = ready.max_context
+        self._vocabulary = ready.vocabulary
+        self._process, self._pipe = process, pipe
+        self._version = 0
+        self._waiting: dict[int, tuple[asyncio.AbstractEventLoop, asyncio.Future[Any]]] = {}
+        self._lock = threading.Lock()
+        self._orders: queue.SimpleQueue[Order] = queue.SimpleQueue()
+        self._over: EngineError | None = None
+        self._closing = False
+        self._threads = [
+            threading.Thread(target=work, name=f"agentrl-engine-{name}", daemon=True)
+            for name, work in (("orders", self._send), ("answers", self._receive))
+        ]
+        for thread in self._threads:
+            thread.start()
+        _running.add(self)
+
+    @classmethod
+    async def start(cls, path: str | Path, *, dtype: str = "float32", **bounds: Unpack[Bounds]) -> EngineApart:
+        """Load the model in a new process.
+
+        Raises:
+            ConfigError: the directory or the model cannot be used.
+            EngineError: the process ended before it had the model.
+        """
+        return cls(*await asyncio.to_thread(_launch, str(path), {"dtype": dtype, **bounds}))
+
+    @property
+    def policy_version(self) -> int:
+        """Version of the weights of the newest update that the engine has confirmed."""
+        return self._version
+
+    async def generate(self, ids: Sequence[int], sampling: Sampling, *, session: str | None = None) -> Completion:
+        """Continue `ids`; see `Engine.generate`. Without a seed every call draws differently."""
+        check_sampling(sampling)
+        prompt = check_prompt(check_ids(ids, self._vocabulary), self.max_context)
+        seed = secrets.randbits(64) if sampling.seed is None else sampling.seed % 2**64
+        number, future = self._expect()
+        self._orders.put(Generate(number, prompt, sampling, seed, session))
+        try:
+            completion: Completion = await future
+        except asyncio.CancelledError:
+            self._waiting.pop(number, None)
+            self._orders.put(Cancel(number))
+            raise
+        return completion
+
+    async def release(self, session: str) -> None:
+        """Forget what is kept for `session`."""
+        self._orders.put(Release(session))
+
+    async def update_weights(self, weights: Mapping[str, Tensor], version: int) -> None:
+        """Replace the weights between two steps; see `LocalEngine.update_weights`."""
+        sent = {name: (tensor.dtype, tuple(tensor.shape), _bytes(tensor)) for name, tensor in weights.items()}
+        number, future = self._expect()
+        self._orders.put(Update(number, sent, version))
+        await future
+        self._version = version
+
+    async def close(self) -> None:
+        """Stop; requests that are still running end with finish "abort" and what they have."""
+        await asyncio.to_thread(self.end)
+
+    def end(self) -> None:
+        """As `close`, for where no event loop runs."""
+        self._closing = True
+        self._orders.put(None)
+        self._process.join(END_TIMEOUT_S)
+        if self._process.exitcode is None:
+            self._process.kill()
+            self._process.join()
+        for thread in self._threads:
+            thread.join()
+        self._pipe.close()
+        _running.discard(self)
+
+    # -- answers ------------------------------------------------------------------------------------------------
+
+    def _expect(self) -> tuple[int, asyncio.Future[Any]]:
+        loop = asyncio.get_running_loop()
+        future: asyncio.Future[Any] = loop.create_future()
+        number = next(_numbers)
+        with self._lock:
+            if self._over is not None:
+                raise EngineError(str(self._over)) from self._over
+            self._waiting[number] = loop, future
+        return number, future
+
+    def _send(self) -> None:
+        """The thread that writes: all orders that have come in together are one message."""
+        with contextlib.suppress(OSError):  # the other end is gone; `_receive` says so
+            for orders in _batches(self._orders):
+                self._pipe.send(orders)
+
+    def _receive(self) -> None:
+        """The thread that reads, until the process ends."""
+        try:
+            while True:
+                self._hand_over(self._pipe.recv())
+        except (EOFError, OSError):
+            pass
+        self._process.join(END_TIMEOUT_S)
+        text = "the local engine is closed" if self._closing else f"the local engine's process {self._how_ended()}"
+        with self._lock:
+            self._over = EngineError(text)
+            left = list(self._waiting)
+        self._orders.put(None)
+        self._hand_over([(number, self._over) for number in left])
+
+    def _how_ended(self) -> str:
+        code = self._process.exitcode
+        if code is not None and code < 0:
+            return f"was killed by {signal.Signals(-code).name}; out of memory is the usual reason for SIGKILL"
+        return f"ended with exit code {code}; what it said is on the standard error stream"
+
+    def _hand_over(self, answers: Sequence[Answer]) -> None:
+        """Resolve what is answered: one call into each event loop, whatever the number of answers."""
+        by_loop: dict[asyncio.AbstractEventLoop, list[Callable[[], None]]] = {}
+        for number, answer in answers:
+            if (waiting := self._waiting.pop(number, None)) is not None:
+                by_loop.setdefault(waiting[0], []).append(partial(_resolve, waiting[1], answer))
+        for loop, resolves in by_loop.items():
+            with contextlib.suppress(RuntimeError):  # that loop is closed: nobody waits any more
+                loop.call_soon_threadsafe(run_all, resolves)
+
+
+def _resolve(future: asyncio.Future[Any], answer: Completion | Exception | None) -> None:
+    if future.done():
+        return
+    if isinstance(answer, Exception):
+        future.set_exception(answer)
+    else:
+        future.set_result(answer)
+
+
+def _batches(orders: queue.SimpleQueue[Order]) -> Iterator[list[Order]]:
+    """Lists of what has come in since the last one; the last list ends with None."""
+    while True:
+        batch = [orders.get()]
+        while batch[-1] is not None and not orders.empty():
+            batch.append(orders.get())
+        yield batch
+        if batch[-1] is None:
+            return
+
+
+def _bytes(tensor: Tensor) -> bytes:
+    return tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes()
+
+
+# -- the process --------------------------------------------------------------------------------------------------
+
+
+def _launch(
+    path: str, options: Mapping[str, Any]
+) -> tuple[multiprocessing.process.BaseProcess, Connection, Ready]:
+    # A server that has imported torch forks the engines: it has no threads, and further engines start at once.
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload([__name__])
+    here, there = context.Pipe()
+    process = context.Process(target=_main, args=(there, path, dict(options)), name="agentrl-engine", daemon=True)
+    with _starting, _no_main():
+        process.start()
+    there.close()
+    try:
+        said = here.recv()
+    except EOFError:
+        process.join(END_TIMEOUT_S)
+        raise EngineError(f"the local engine's process ended with exit code {process.exitcode} at start") from None
+    if isinstance(said, Exception):
+        process.join(END_TIMEOUT_S)
+        raise said
+    return process, here, said
+
+
+_starting = threading.Lock()
+
+
+@contextlib.contextmanager
+def _no_main() -> Iterator[None]:
+    """Within the block, new processes do not import the user's script: the engine needs nothing of it."""
+    main = sys.modules["__main__"]
+    hidden = {name: main.__dict__.pop(name) for name in ("__file__", "__spec__") if name in main.__dict__}
+    main.__dict__["__spec__"] = None
+    try:
+        yield
+    finally:
+        main.__dict__.update({"__spec__": None} | hidden)
+
+
+def _main(pipe: Connection, path: str, options: Mapping[str, Any]) -> None:
+    """What the process does: orders in, one step, answers out, until None comes or the pipe breaks."""
+    for wish in (signal.SIGINT, signal.SIGTERM):  # meant for the run, which ends us when it has saved
+        signal.signal(wish, signal.SIG_IGN)
+    try:
+        core = EngineCore.from_directory(path, **options)
+    except AgentRLError as error:
+        pipe.send(error)
+        return
+    torch.set_num_threads(core.threads)
+    desk = _Desk(core)
+    with contextlib.suppress(EOFError, OSError), torch.inference_mode():
+        pipe.send(Ready(core.max_context, core.vocabulary))
+        going = True
+        while going:
+            while going and (pipe.poll() or not core.scheduler.busy):
+                going = desk.take(pipe.recv())
+                desk.flush(pipe)
+            if going:
+                core.scheduler.step()
+                desk.flush(pipe)
+        core.scheduler.abort()
+        desk.flush(pipe)
+
+
+class _Desk:
+    """Between the pipe and the scheduler."""
+
+    def __init__(self, core: EngineCore) -> None:
+        self._core = core
+        self._requests: dict[int, Request] = {}
+        self._answers: list[Answer] = []
+
+    def take(self, orders: Sequence[Order]) -> bool:
+        """Carry out orders; False where the engine is to end."""
+        scheduler = self._core.scheduler
+        for order in orders:
+            match order:
+                case Generate(number, ids, sampling, seed, session):
+                    request = Request(ids, sampling, seed, session, partial(self._answer, number))
+                    self._requests[number] = request
+                    scheduler.submit(request)
+                case Cancel(number):
+                    if (wanted := self._requests.pop(number, None)) is not None:
+                        scheduler.cancel(wanted)
+                case Release(session):
+                    scheduler.release(session)
+                case Update(number, weights, version):
+                    self._answer(number, self._update(weights, version))
+                case None:
+                    return False
+        return True
+
+    def flush(self, pipe: Connection) -> None:
+        """Send what is answered."""
+        if self._answers:
+            answers, self._answers = self._answers, []
+            pipe.send(answers)
+
+    def _answer(self, number: int, answer: Completion | Exception | None) -> None:
+        self._requests.pop(number, None)
+        self._answers.append((number, answer))
+
+    def _update(
+        self, weights: Mapping[str, tuple[torch.dtype, tuple[int, ...], bytes]], version: int
+    ) -> Exception | None:
+        try:
+            self._core.update(
+                {
+                    name: torch.from_numpy(np.frombuffer(data, dtype=np.uint8).copy()).view(dtype).view(shape)
+                    for name, (dtype, shape, data) in weights.items()
+                },
+                version,
+            )
+        except ValueError as error:
+            return error
+        return None
+
+
+_running: weakref.WeakSet[EngineApart] = weakref.WeakSet()
+
+
+def _end_running() -> None:
+    for engine in list(_running):
+        engine.end()
+
+
+atexit.register(_end_running)

@@ -1,0 +1,193 @@
+"""What is known of each cache slot: its tokens, how far they are computed, who uses it, how it is sampled."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import cast
+
+import numpy as np
+from numpy.typing import NDArray
+
+from agentrl.engine.local.sampler import Draw, uniforms
+from agentrl.engine.streaming import Watch
+from agentrl.types import Completion, Sampling
+
+IntArray = NDArray[np.int64]
+
+
+@dataclass(eq=False, slots=True)
+class Request:
+    """One call of `generate` on its way: `ids` grows by what was sampled when the request is pre-empted."""
+
+    ids: IntArray
+    sampling: Sampling
+    seed: int
+    session: str | None
+    deliver: Callable[[Completion | Exception], None]
+    """Called once, on the engine's thread."""
+    watch: Watch | None = None
+    """What the caller wants besides; its `on_token` is called on the engine's thread here."""
+    prompt: int = field(init=False)
+    """Number of prompt tokens; what follows in `ids` was sampled."""
+    logprobs: NDArray[np.float32] = field(init=False)
+    versions: IntArray = field(init=False)
+    slot: int | None = None
+    cached_tokens: int | None = None
+    """How many prompt tokens were not computed for this request; None before it got a slot."""
+    leader: Request | None = None
+    """Another request that is computing `shared` tokens of this prompt just now: waiting for it is cheaper."""
+    shared: int = 0
+
+    def __post_init__(self) -> None:
+        self.prompt = len(self.ids)
+        self.logprobs = np.zeros(0, dtype=np.float32)
+        self.versions = np.zeros(0, dtype=np.int64)
+
+
+class SlotTable:
+    """Numpy columns over the slots, so that a decode step costs no Python per sequence.
+
+    `known[s]` tokens of slot s are given or sampled, the first `computed[s]` of them have keys and values in the
+    cache. A slot without a request keeps its tokens: for the session that comes back, or to be copied from.
+    """
+
+    def __init__(self, slots: int, capacity: int) -> None:
+        self.slots = slots
+        self.capacity = capacity
+        self.tokens = np.full((slots, capacity), -1, dtype=np.int64)
+        self.logprobs = np.zeros((slots, capacity), dtype=np.float32)
+        self.versions = np.zeros((slots, capacity), dtype=np.int64)
+        self.known = np.zeros(slots, dtype=np.int64)
+        self.computed = np.zeros(slots, dtype=np.int64)
+        self.prompt = np.zeros(slots, dtype=np.int64)
+        self.limit = np.zeros(slots, dtype=np.int64)
+        self.stamp = np.zeros(slots, dtype=np.int64)
+        self.active = np.zeros(slots, dtype=np.bool_)
+        self.watched = np.zeros(slots, dtype=np.bool_)
+        self.temperature = np.ones(slots, dtype=np.float64)
+        self.top_p = np.ones(slots, dtype=np.float64)
+        self.top_k = np.zeros(slots, dtype=np.int64)
+        self.min_p = np.zeros(slots, dtype=np.float64)
+        self.seed = np.zeros(slots, dtype=np.uint64)
+        self.stops = np.full((slots, 1), -1, dtype=np.int64)
+        self.request: list[Request | None] = [None] * slots
+        self.session: list[str | None] = [None] * slots
+
+    _COLUMNS = (
+        "tokens",
+        "logprobs",
+        "versions",
+        "known",
+        "computed",
+        "prompt",
+        "limit",
+        "stamp",
+        "active",
+        "watched",
+    )
+    _SAMPLING = ("temperature", "top_p", "top_k", "min_p", "seed", "stops")
+
+    def occupy(self, slot: int, request: Request, *, computed: int, limit: int, stamp: int) -> None:
+        """Give the slot, whose first `computed` tokens are already right, to a request."""
+        known, prompt = len(request.ids), request.prompt
+        self.tokens[slot, :known] = request.ids
+        self.logprobs[slot, prompt:known] = request.logprobs
+        self.versions[slot, prompt:known] = request.versions
+        self.known[slot], self.computed[slot] = known, computed
+        self.prompt[slot], self.limit[slot], self.stamp[slot] = prompt, limit, stamp
+        self.active[slot] = True
+        self.watched[slot] = request.watch is not None
+        sampling = request.sampling
+        self.temperature[slot], self.top_p[slot] = sampling.temperature, sampling.top_p
+        self.top_k[slot], self.min_p[slot] = sampling.top_k, sampling.min_p
+        self.seed[slot] = np.uint64(request.seed)
+        stops = sorted(sampling.stop_ids)
+        if len(stops) > self.stops.shape[1]:
+            wider = np.full((self.slots, len(stops)), -1, dtype=np.int64)
+            wider[:, : self.stops.shape[1]] = self.stops
+            self.stops = wider
+        self.stops[slot] = -1
+        self.stops[slot, : len(stops)] = stops
+        self.request[slot], self.session[slot] = request, request.session
+        request.slot = slot
+
+    def vacate(self, slot: int) -> Request:
+        """Take the request out of its slot, with what it has sampled so far; the slot keeps its tokens."""
+        request = self.request[slot]
+        assert request is not None
+        known = int(self.known[slot])
+        request.ids = self.tokens[slot, :known].copy()
+        request.logprobs = self.logprobs[slot, request.prompt : known].copy()
+        request.versions = self.versions[slot, request.prompt : known].copy()
+        request.slot = None
+        self.request[slot] = None
+        self.active[slot] = False
+        return request
+
+    def forget(self, slot: int) -> None:
+        """Make an idle slot empty."""
+        self.known[slot] = self.computed[slot] = 0
+        self.session[slot] = None
+
+    def common(self, ids: IntArray) -> IntArray:
+        """(S,) length of the longest common prefix of `ids` with the known tokens of each slot."""
+        width = min(len(ids), self.capacity)
+        differs = self.tokens[:, :width] != ids[:width]
+        first = np.where(differs.any(1), differs.argmax(1), width)
+        return cast(IntArray, np.minimum(first, self.known))
+
+    def extends(self, slot: int, ids: IntArray) -> bool:
+        """Whether `ids` goes on from all that is computed in the slot."""
+        computed = int(self.computed[slot])
+        return 0 < computed <= len(ids) and bool((self.tokens[slot, :computed] == ids[:computed]).all())
+
+    def draw(self, slots: IntArray) -> Draw:
+        """Sampling parameters and random numbers for the next token of these slots."""
+        return Draw(
+            temperature=self.temperature[slots],
+            top_p=self.top_p[slots],
+            top_k=self.top_k[slots],
+            min_p=self.min_p[slots],
+            uniform=uniforms(self.seed[slots], self.known[slots] - self.prompt[slots]),
+        )
+
+    def append(self, slots: IntArray, ids: IntArray, logprobs: NDArray[np.float32], version: int) -> IntArray:
+        """Add one sampled token to each slot; returns the slots that are now finished."""
+        known = self.known[slots]
+        self.tokens[slots, known] = ids
+        self.logprobs[slots, known] = logprobs
+        self.versions[slots, known] = version
+        self.known[slots] = known + 1
+        stopped: NDArray[np.bool_] = (ids[:, None] == self.stops[slots]).any(1)
+        return slots[stopped | (known + 1 >= self.limit[slots])]
+
+    def swap(self, left: Sequence[int], right: Sequence[int]) -> None:
+        """Exchange slot left[i] with slot right[i], all i at once."""
+        here, there = [*left, *right], [*right, *left]
+        for name in (*self._COLUMNS, *self._SAMPLING):
+            column = getattr(self, name)
+            column[here] = column[there]
+        for a, b in zip(left, right, strict=True):
+            self.request[a], self.request[b] = self.request[b], self.request[a]
+            self.session[a], self.session[b] = self.session[b], self.session[a]
+        self._renumber()
+
+    def rebuild(self, rows: Sequence[int], slots: int, capacity: int) -> None:
+        """Change the size: new slot i is old slot rows[i], further slots are empty. Dropped slots must be idle."""
+        new = SlotTable(slots, capacity)
+        kept, width = len(rows), min(capacity, self.capacity)
+        new.stops = np.full((slots, self.stops.shape[1]), -1, dtype=np.int64)
+        for name in ("tokens", "logprobs", "versions"):
+            getattr(new, name)[:kept, :width] = getattr(self, name)[rows, :width]
+        for name in (*self._COLUMNS[3:], *self._SAMPLING):
+            getattr(new, name)[:kept] = getattr(self, name)[rows]
+        new.request[:kept] = [self.request[row] for row in rows]
+        new.session[:kept] = [self.session[row] for row in rows]
+        self.__dict__ = new.__dict__
+        self._renumber()
+
+    def _renumber(self) -> None:
+        for slot, request in enumerate(self.request):
+            if request is not None:
+                request.slot = slot

@@ -1,0 +1,375 @@
+"""The engine over inference servers: tokens from SGLang or vLLM, whatever happens to one of them."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import uuid
+import warnings
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from agentrl.engine.local.sampler import check_sampling
+from agentrl.engine.servers.client import Answer, InferenceServer, Listener
+from agentrl.engine.servers.connection import ServerRefused
+from agentrl.engine.servers.pool import LOST, Host, Replica, ReplicaPool
+from agentrl.engine.servers.weight_sync import WeightSync, distinct, vocabulary_of
+from agentrl.engine.streaming import Drawn, Watch
+from agentrl.errors import EngineError
+from agentrl.types import Completion, Sampling
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+
+@dataclass(frozen=True, slots=True)
+class ServedLimits:
+    """How servers are used; see `agentrl.config.engine.ServerConfig`."""
+
+    capacity: int = 256
+    restarts: int = 3
+    health_every_s: float = 15.0
+    health_timeout_s: float = 30.0
+
+
+class ServedEngine:
+    """An `Engine` over one or more inference servers; make it with `open`.
+
+    A request goes to the server that its session used before, else to the least loaded one; what a lost server was
+    asked is asked again by its token ids. While a server starts again, requests wait.
+    """
+
+    def __init__(
+        self,
+        hosts: Sequence[Host],
+        sync: WeightSync,
+        *,
+        model: Path,
+        dtype: torch.dtype = torch.float32,
+        given: bool = False,
+        limits: ServedLimits | None = None,
+        tell: Callable[[str], None] = warnings.warn,
+        on_close: Callable[[], None] | None = None,
+    ) -> None:
+        limits = limits or ServedLimits()
+        self.max_context = 0
+        self._model, self._dtype, self._sync, self._on_close = model, dtype, sync, on_close
+        self._vocabulary = vocabulary_of(model)
+        self._given, self._tell = given, tell
+        self._version = 0
+        self._weights: dict[str, Tensor] | None = None
+        self._lock = asyncio.Lock()
+        self._aborts: set[asyncio.Task[None]] = set()
+        self._closed = False
+        self._pool = ReplicaPool(
+            hosts,
+            capacity=limits.capacity,
+            restarts=limits.restarts,
+            health_every_s=limits.health_every_s,
+            health_timeout_s=limits.health_timeout_s,
+            prepare=self._prepare,
+            tell=tell,
+        )
+
+    async def start(self) -> None:
+        """Start the servers; return when all of them answer with the weights of the model directory.
+
+        Raises:
+            EngineError: one could not be started.
+        """
+        if self._given:  # who knows what it has served before
+            self._weights = await asyncio.to_thread(load_folder, self._model, self._dtype)
+        try:
+            await self._pool.start()
+            described = [await r.server.describe() for r in self._pool.ready if r.server is not None]
+        except BaseException:
+            await self.close()
+            raise
+        self.max_context = min(d.max_context for d in described)
+        if not all(d.seeds for d in described):
+            self._tell(
+                "the servers ignore seeds, so sampled episodes differ from run to run (SGLang obeys them on a GPU "
+                "with --enable-deterministic-inference in engine.server.args)"
+            )
+
+    @property
+    def policy_version(self) -> int:
+        """Version of the weights that the next token is drawn with."""
+        return self._version
+
+    @property
+    def ready(self) -> bool:
+        """Whether there is a server with the current weights; requests wait for one otherwise."""
+        return any(not replica.asleep for replica in self._pool.ready)
+
+    @property
+    def outage_s(self) -> float:
+        """Seconds, so far, in which no server could answer: time that no episode is to blame for."""
+        return self._pool.outage_s
+
+    @property
+    def masks(self) -> bool:
+        """A server's logits are its own."""
+        return False
+
+    async def generate(self, ids: Sequence[int], sampling: Sampling, *, session: str | None = None) -> Completion:
+        """Continue `ids`; see `Engine.generate`. A completion that a server gave up half-way is gone on with."""
+        return await self._generate(ids, sampling, session, None)
+
+    async def generate_watched(
+        self, ids: Sequence[int], sampling: Sampling, watch: Watch, *, session: str | None = None
+    ) -> Completion:
+        """Continue `ids` and tell the tokens as they arrive; see `WatchedEngine`.
+
+        What was told stays: a server that is lost meanwhile is followed by another that goes on from there.
+
+        Raises:
+            EngineError: no server is left.
+            ValueError: there is a mask, or as of `generate`.
+        """
+        if watch.mask is not None:
+            raise ValueError("an engine over servers cannot be held to a mask")
+        return await self._generate(ids, sampling, session, watch)
+
+    async def _generate(
+        self, ids: Sequence[int], sampling: Sampling, session: str | None, watch: Watch | None
+    ) -> Completion:
+        check_sampling(sampling)
+        self._check_ids(ids)
+        prompt = list(ids)
+        room = min(sampling.max_tokens, self.max_context - len(prompt))
+        parts: list[Answer] = []
+        while True:
+            done = sum(len(part.ids) for part in parts)
+            rest = [token for part in parts for token in part.ids]
+            asked = replace(sampling, max_tokens=room - done, seed=_moved(sampling.seed, done))
+            part = await self._ask(prompt + rest, asked, session, watch)
+            parts.append(part)
+            if part.ids and part.ids[-1] in sampling.stop_ids:
+                return _completion(parts, "stop")
+            if done + len(part.ids) >= room or part.finish == "length":
+                return _completion(parts, "length")
+            if not part.ids and len(parts) > 8:
+                raise EngineError(f"a server ended a completion after {done} tokens, again and again")
+
+    async def prompt_logprobs(self, ids: Sequence[int], *, top: int = 0) -> list[Drawn]:
+        """Score tokens that were not drawn; see `ScoringEngine`.
+
+        Raises:
+            EngineError: no server is left.
+        """
+        self._check_ids(ids)
+        row = list(ids)
+        scored = await self._pool.call(None, lambda server: server.score(row, top=top))
+        return [Drawn(id, one.logprob, self._version, one.top) for id, one in zip(row[1:], scored, strict=True)]
+
+    async def release(self, session: str) -> None:
+        """Forget which server had the session; what it has cached goes when room is needed."""
+        self._pool.forget(session)
+
+    async def update_weights(self, weights: Mapping[str, Tensor], version: int) -> None:
+        """Bring the weights to every server; see `Engine.update_weights`.
+
+        A server that is lost meanwhile is started again and gets them then.
+
+        Raises:
+            EngineError: the servers refuse them, or no server is left.
+        """
+        async with self._lock:
+            snapshot = await asyncio.to_thread(copy_weights, weights, self._dtype)
+            on_gpu = any(tensor.is_cuda for tensor in weights.values())
+            sent = {n: t.detach().to(self._dtype) for n, t in distinct(weights).items()} if on_gpu else snapshot
+            self._weights = snapshot
+            await self._push(sent, version)
+            self._version = version
+        await self._pool.any_ready()
+
+    async def logprobs_by_server(self, rows: Sequence[Sequence[int]]) -> list[list[list[float]]]:
+        """By server, the logprob (temperature 1) of each token of each row but the first.
+
+        For finding out whether the weights of servers and learner are the same.
+        """
+        for row in rows:
+            self._check_ids(row)
+
+        async def ask(server: InferenceServer) -> list[list[float]]:
+            return [[one.logprob for one in await server.score(row)] for row in rows]
+
+        servers = [r.server for r in self._pool.ready if r.server is not None]
+        return list(await asyncio.gather(*map(ask, servers)))
+
+    async def sleep(self) -> None:
+        """Free the servers' GPU memory until the next `update_weights`; requests wait until then.
+
+        Raises:
+            EngineError: requests are in flight.
+        """
+        async with self._lock:
+            if any(replica.running for replica in self._pool.ready):
+                raise EngineError("the engine cannot sleep while completions are in flight")
+            for replica in self._pool.ready:
+                replica.asleep = True
+            await self._each_asleep(lambda server: server.sleep())
+
+    async def close(self) -> None:
+        """Stop the servers that are ours, and leave the others; idempotent."""
+        if self._closed:
+            return
+        self._closed = True
+        await asyncio.gather(*self._aborts, return_exceptions=True)
+        try:
+            await self._sync.close()
+        finally:
+            await self._pool.close()
+            if self._on_close is not None:
+                self._on_close()
+
+    # -- requests ----------------------------------------------------------------------------------------------
+
+    def _check_ids(self, ids: Sequence[int]) -> None:
+        """Servers must not see ids outside the vocabulary: SGLang dies of them."""
+        if not ids:
+            raise ValueError("ids is empty: there is nothing to continue")
+        if len(ids) >= self.max_context:
+            raise ValueError(
+                f"the prompt has {len(ids)} tokens and max_context is {self.max_context}: "
+                "no room for a single new token"
+            )
+        low, high = min(ids), max(ids)
+        if low < 0 or high >= self._vocabulary:
+            wrong = low if low < 0 else high
+            raise ValueError(f"token id {wrong} is outside the model's vocabulary of {self._vocabulary}")
+
+    async def _ask(
+        self, ids: list[int], sampling: Sampling, session: str | None, watch: Watch | None = None
+    ) -> Answer:
+        told: list[Drawn] = []
+
+        def tell(drawn: Sequence[Drawn]) -> None:
+            told.extend(drawn)
+            if watch is not None and watch.on_token is not None:
+                for one in drawn:
+                    watch.on_token(one)
+
+        listener = None if watch is None else Listener(tell, watch.top)
+
+        async def ask(server: InferenceServer) -> Answer:
+            if told:  # by a server that was lost since then: what is known stays
+                return _told(told)
+            request = uuid.uuid4().hex
+            try:
+                answer = await server.generate(ids, sampling, request=request, listener=listener)
+            except asyncio.CancelledError as e:
+                if e.args[:1] != (LOST,):  # a lost server has nothing to abort
+                    self._abort(server, request)
+                raise
+            if len(answer.ids) > sampling.max_tokens:
+                raise EngineError(
+                    f"{server.url}: {len(answer.ids)} tokens where {sampling.max_tokens} were asked for"
+                )
+            return answer
+
+        return await self._pool.call(session, ask)
+
+    def _abort(self, server: InferenceServer, request: str) -> None:
+        """Tell the server that nobody waits any more; not awaited here, because the caller is being cancelled."""
+
+        async def abort() -> None:
+            with contextlib.suppress(EngineError):  # gone, and the request with it
+                await server.abort(request)
+
+        task = asyncio.get_running_loop().create_task(abort())
+        self._aborts.add(task)
+        task.add_done_callback(self._aborts.discard)
+
+    # -- weights -----------------------------------------------------------------------------------------------
+
+    async def _prepare(self, server: InferenceServer, usable: Callable[[], None]) -> None:
+        """Bring the current weights to a server that has just started."""
+        async with self._lock:
+            if self._weights is not None:
+                failures = await self._sync.push([server], self._weights, self._version)
+                for error in failures.values():
+                    raise error
+            usable()
+
+    async def _push(self, weights: Mapping[str, Tensor], version: int) -> None:
+        await self._each_asleep(lambda server: server.wake("weights"))
+        replicas = {r.server: r for r in self._pool.ready if r.server is not None}
+        for replica in replicas.values():
+            replica.updates += 1
+        failures = await self._sync.push(list(replicas), weights, version)
+        refused = [error for error in failures.values() if isinstance(error, ServerRefused)]
+        if refused and len(refused) == len(replicas):
+            raise EngineError(f"the weights of version {version} were refused: {refused[0]}") from refused[0]
+        for server, error in failures.items():
+            self._pool.lose(replicas[server], str(error))
+        await self._each_asleep(lambda server: server.wake("cache"))
+        for replica in replicas.values():
+            replica.updates += 1
+            if replica.ready:
+                self._pool.awake(replica)
+
+    async def _each_asleep(self, work: Callable[[InferenceServer], Awaitable[None]]) -> None:
+        async def one(replica: Replica) -> None:
+            assert replica.server is not None
+            try:
+                await work(replica.server)
+            except EngineError as e:
+                self._pool.lose(replica, str(e))
+
+        await asyncio.gather(*(one(r) for r in self._pool.ready if r.asleep))
+
+
+def copy_weights(weights: Mapping[str, Tensor], dtype: torch.dtype) -> dict[str, Tensor]:
+    """A copy in host memory that the learner's next step does not change; tied parameters once."""
+    return {
+        name: tensor.detach().to(device="cpu", dtype=dtype, copy=True).contiguous()
+        for name, tensor in distinct(weights).items()
+    }
+
+
+def load_folder(folder: Path, dtype: torch.dtype) -> dict[str, Tensor]:
+    """The weights of a Hugging Face directory."""
+    from safetensors.torch import load_file
+
+    files: Iterable[Path] = sorted(folder.glob("*.safetensors"))
+    found = {
+        name: tensor
+        for file in files
+        if file.name != "optimizer.safetensors"
+        for name, tensor in load_file(file).items()
+    }
+    if not found:
+        raise EngineError(f"{folder} holds no *.safetensors")
+    return copy_weights(found, dtype)
+
+
+def _moved(seed: int | None, done: int) -> int | None:
+    """Servers count positions from the start of each request: what follows must not repeat the same draws."""
+    return seed if seed is None or not done else (seed + 0x9E3779B97F4A7C15 * done) % 2**63
+
+
+def _told(drawn: Sequence[Drawn]) -> Answer:
+    """What came of a request before its server was lost, as if that had given it up there."""
+    return Answer(
+        tuple(one.id for one in drawn),
+        tuple(one.logprob for one in drawn),
+        tuple(one.version for one in drawn),
+        "abort",
+    )
+
+
+def _completion(parts: Sequence[Answer], finish: str) -> Completion:
+    return Completion(
+        ids=tuple(token for part in parts for token in part.ids),
+        logprobs=tuple(value for part in parts for value in part.logprobs),
+        versions=tuple(version for part in parts for version in part.versions),
+        finish="stop" if finish == "stop" else "length",
+        cached_tokens=parts[0].cached_tokens,
+    )

@@ -1,0 +1,1 @@
+"""Starting inference servers, here or through Ray, and ending them."""

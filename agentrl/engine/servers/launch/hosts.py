@@ -1,0 +1,138 @@
+"""Where servers come from: launched by the run, or given by their address."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from agentrl.engine.servers.client import InferenceServer
+from agentrl.engine.servers.connection import ServerRefused
+from agentrl.engine.servers.launch.launcher import ServerProcess, free_port
+from agentrl.errors import EngineError
+
+Connect = Callable[[str], InferenceServer]
+ASK_EVERY_S = 0.25
+"""How often a server that is starting is asked whether it answers."""
+
+
+@dataclass(frozen=True, slots=True)
+class Recipe:
+    """How to start a server: `command(port)`, and what is added to the environment."""
+
+    command: Callable[[int], Sequence[str]]
+    environment: Mapping[str, str]
+
+
+class LaunchedHost:
+    """A server that the run starts on this machine, on a free port, and ends."""
+
+    def __init__(self, name: str, recipe: Recipe, connect: Connect, *, log: Path, start_timeout_s: float) -> None:
+        self._name, self._recipe, self._connect = name, recipe, connect
+        self._log, self._start_timeout_s = log, start_timeout_s
+        self.process: ServerProcess | None = None
+
+    @property
+    def name(self) -> str:
+        """For messages."""
+        return self._name
+
+    async def start(self) -> InferenceServer:
+        """Launch it and wait until it answers; see `Host.start`."""
+        port = free_port()
+        command = self._recipe.command(port)
+        process = await ServerProcess.start(command, environment=self._recipe.environment, log=self._log)
+        self.process = process
+        server = self._connect(f"http://127.0.0.1:{port}")
+        ended = asyncio.ensure_future(process.wait())
+        try:
+            async with asyncio.timeout(self._start_timeout_s):
+                while not await _answers(server, ended):
+                    if ended.done():
+                        raise EngineError(
+                            f"{self._name} ended with exit code {ended.result()} while it started; {self._said()}"
+                        )
+        except TimeoutError:
+            await self._give_up(server)
+            raise EngineError(
+                f"{self._name} did not answer within {self._start_timeout_s:g} s (engine.server.start_timeout_s); "
+                + self._said()
+            ) from None
+        except BaseException:
+            await self._give_up(server)
+            raise
+        finally:
+            ended.cancel()
+            await asyncio.gather(ended, return_exceptions=True)
+        return server
+
+    async def ended(self) -> str:
+        """Wait for the end of the process."""
+        assert self.process is not None
+        return f"its process ended with exit code {await self.process.wait()}; {self._said(3)}"
+
+    async def stop(self) -> None:
+        """End the process and its descendants."""
+        if self.process is not None:
+            await self.process.stop()
+
+    async def _give_up(self, server: InferenceServer) -> None:
+        await self.stop()
+        await server.close()
+
+    def _said(self, lines: int = 12) -> str:
+        assert self.process is not None
+        return f"the end of {self._log}:\n{self.process.last_words(lines)}"
+
+
+class GivenHost:
+    """A server of somebody else's: waited for, never started or ended."""
+
+    def __init__(self, url: str, connect: Connect, *, start_timeout_s: float) -> None:
+        self._url, self._connect, self._start_timeout_s = url, connect, start_timeout_s
+
+    @property
+    def name(self) -> str:
+        """For messages."""
+        return self._url
+
+    async def start(self) -> InferenceServer:
+        """Wait until it answers; see `Host.start`."""
+        server = self._connect(self._url)
+        try:
+            async with asyncio.timeout(self._start_timeout_s):
+                while not await _answers(server, None):
+                    pass
+        except TimeoutError:
+            await server.close()
+            raise EngineError(
+                f"{self._url} did not answer within {self._start_timeout_s:g} s (engine.server.start_timeout_s)"
+            ) from None
+        except BaseException:
+            await server.close()
+            raise
+        return server
+
+    async def ended(self) -> str:
+        """Nobody tells."""
+        await asyncio.Event().wait()
+        raise AssertionError
+
+    async def stop(self) -> None:
+        """It is not ours."""
+
+
+async def _answers(server: InferenceServer, ended: asyncio.Future[int] | None) -> bool:
+    """Whether the server answers; waits a little where it does not."""
+    try:
+        await server.check(timeout_s=60.0)
+    except ServerRefused as e:
+        raise EngineError(f"{server.url} is no server of the kind that engine.kind names: {e}") from e
+    except EngineError:
+        if ended is None:
+            await asyncio.sleep(ASK_EVERY_S)
+        else:
+            await asyncio.wait([ended], timeout=ASK_EVERY_S)
+        return False
+    return True

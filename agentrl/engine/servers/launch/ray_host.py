@@ -1,0 +1,161 @@
+"""Servers as Ray actors: each on whatever node of a cluster has GPUs for it."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import tempfile
+import threading
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+from agentrl.engine.servers.client import InferenceServer
+from agentrl.engine.servers.launch.hosts import ASK_EVERY_S, Connect, Recipe
+from agentrl.engine.servers.launch.launcher import ServerProcess, free_port
+from agentrl.errors import EngineError
+from agentrl.ray_cluster import connect, import_ray
+
+KEY = "engine.server.ray"
+
+
+class RayCluster:
+    """The cluster that servers are started on; connects at the first use."""
+
+    def __init__(self, address: str) -> None:
+        self.local = address == "local"
+        self._address, self._ours = address, False
+        self.ray: Any = None
+        self._lock = threading.Lock()  # servers are started side by side
+
+    def connect(self) -> Any:
+        """The module `ray`, connected. Raises ConfigError where there is no Ray or no cluster."""
+        with self._lock:
+            if self.ray is None:
+                ray = import_ray(KEY)
+                self._ours = connect(ray, None if self.local else self._address, cpus=2, key=KEY)
+                self.ray = ray
+        return self.ray
+
+    def close(self) -> None:
+        """Leave the cluster if nobody else of this process had joined it before; idempotent."""
+        if self.ray is not None and self._ours:
+            self.ray.shutdown()
+        self.ray, self._ours = None, False
+
+
+class ServerOnNode:
+    """The actor: one server on the actor's node, under a guard that ends it with the actor."""
+
+    def __init__(self) -> None:
+        self._process: ServerProcess | None = None
+
+    async def start(self, recipe: Recipe, *, loopback: bool) -> str:
+        """Start the server at the node's own address, or at the loopback; returns its URL at once."""
+        ray: Any = import_module("ray")
+        host, port = "127.0.0.1" if loopback else str(ray.util.get_node_ip_address()), free_port()
+        command = [host if part == "127.0.0.1" else part for part in recipe.command(port)]
+        log = Path(tempfile.mkdtemp(prefix="agentrl-server-")) / "log"
+        self._process = await ServerProcess.start(command, environment=recipe.environment, log=log)
+        return f"http://{host}:{port}"
+
+    async def ended(self) -> str:
+        """Wait for the end of the server; its exit code and last words."""
+        assert self._process is not None
+        code = await self._process.wait()
+        return f"its process ended with exit code {code}; the end of its log:\n{self._process.last_words()}"
+
+    async def stop(self) -> None:
+        """End the server."""
+        if self._process is not None:
+            await self._process.stop()
+
+
+class RayHost:
+    """A server that lives in an actor; started again, it may come up on another node."""
+
+    def __init__(
+        self,
+        name: str,
+        recipe: Recipe,
+        connect: Connect,
+        *,
+        cluster: RayCluster,
+        gpus: int,
+        start_timeout_s: float,
+    ) -> None:
+        self._name, self._recipe, self._connect = name, recipe, connect
+        self._cluster, self._gpus, self._start_timeout_s = cluster, gpus, start_timeout_s
+        self._actor: Any = None
+
+    @property
+    def name(self) -> str:
+        """For messages."""
+        return self._name
+
+    async def start(self) -> InferenceServer:
+        """Find a place, launch and wait until the server answers; see `Host.start`."""
+        ray = await asyncio.to_thread(self._cluster.connect)
+        actor_class = ray.remote(ServerOnNode)
+        # Several calls at a time: one waits for the end of the server all along.
+        self._actor = actor_class.options(num_cpus=1, num_gpus=self._gpus, max_concurrency=8).remote()
+        server: InferenceServer | None = None
+        try:
+            async with asyncio.timeout(self._start_timeout_s):
+                url: str = await self._ask("start", self._recipe, loopback=self._cluster.local)
+                server = self._connect(url)
+                await self._wait_for(server)
+        except TimeoutError:
+            await self._give_up(server)
+            raise EngineError(
+                f"{self._name} did not answer within {self._start_timeout_s:g} s (engine.server.start_timeout_s); "
+                f"it needs a node with {self._gpus} free GPUs"
+            ) from None
+        except BaseException:
+            await self._give_up(server)
+            raise
+        return server
+
+    async def ended(self) -> str:
+        """Wait for the end of the server, or of its actor or node."""
+        try:
+            return str(await self._ask("ended"))
+        except EngineError as e:
+            return str(e)
+
+    async def stop(self) -> None:
+        """End server and actor."""
+        actor, self._actor = self._actor, None
+        if actor is None:
+            return
+        ray = self._cluster.ray
+        with contextlib.suppress(TimeoutError, ray.exceptions.RayError):  # gone: its guard has ended the server
+            async with asyncio.timeout(20.0):
+                await actor.stop.remote()
+        ray.kill(actor)
+
+    async def _wait_for(self, server: InferenceServer) -> None:
+        ended = asyncio.ensure_future(self._ask("ended"))
+        try:
+            while True:
+                try:
+                    await server.check(timeout_s=60.0)
+                    return
+                except EngineError:
+                    await asyncio.wait([ended], timeout=ASK_EVERY_S)
+                if ended.done():
+                    raise EngineError(f"{self._name} did not start: {ended.result()}")
+        finally:
+            ended.cancel()
+            await asyncio.gather(ended, return_exceptions=True)
+
+    async def _ask(self, method: str, *args: Any, **more: Any) -> Any:
+        try:
+            return await getattr(self._actor, method).remote(*args, **more)
+        except self._cluster.ray.exceptions.RayError as e:
+            raise EngineError(f"the actor of {self._name} is lost: {' '.join(str(e).split())[:300]}") from e
+
+    async def _give_up(self, server: InferenceServer | None) -> None:
+        await self.stop()
+        if server is not None:
+            await server.close()

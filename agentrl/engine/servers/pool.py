@@ -1,0 +1,381 @@
+"""Several servers as one: which of them takes a request, and what happens when one is lost."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from collections import deque
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol, TypeVar
+
+from agentrl.engine.servers.client import Answer, InferenceServer
+from agentrl.engine.servers.connection import ServerLost
+from agentrl.errors import EngineError
+
+ATTEMPTS = 6
+"""How often one request is sent before its caller is told that the engine cannot answer it."""
+SHRINK = 0.8
+"""What is left of a server's limit when it ran out of cache memory."""
+
+
+T = TypeVar("T")
+Ask = Callable[[InferenceServer], Coroutine[Any, Any, T]]
+
+
+class Host(Protocol):
+    """How one server comes into being, and back."""
+
+    @property
+    def name(self) -> str:
+        """For messages."""
+        ...
+
+    async def start(self) -> InferenceServer:
+        """A server that answers requests. Raises EngineError where there is none in time."""
+        ...
+
+    async def ended(self) -> str:
+        """Return, with the reason, when the server is known to have ended; for servers of others never."""
+        ...
+
+    async def stop(self) -> None:
+        """End the server if it is ours; idempotent."""
+        ...
+
+
+@dataclass(eq=False)
+class Replica:
+    """One server and what is under way on it.
+
+    `limit` is how many requests it gets at a time: it shrinks when the server takes sequences out of its cache,
+    and grows by one for each round of answers without that.
+    """
+
+    host: Host
+    most: int
+    restarts: int
+    server: InferenceServer | None = None
+    ready: bool = False
+    asleep: bool = False
+    running: int = 0
+    limit: float = 0.0
+    left: int = 0
+    """Restarts left until it answers a request again."""
+    answered: float = 0.0
+    updates: int = 0
+    pardoned: int = 0
+    """Answers for which the limit does not shrink again."""
+    calls: set[asyncio.Task[Any]] = field(default_factory=set)
+    watch: asyncio.Task[None] | None = None
+
+    def __post_init__(self) -> None:
+        self.limit, self.left = float(self.most), self.restarts
+
+    @property
+    def free(self) -> bool:
+        """Whether it takes one more request now."""
+        return self.ready and not self.asleep and self.running < int(self.limit)
+
+    def note(self, answer: object, updates_before: int) -> None:
+        """Learn from an answer: is there memory for as many sequences?"""
+        self.answered, self.left = time.monotonic(), self.restarts
+        self.pardoned = max(0, self.pardoned - 1)
+        retractions = answer.retractions if isinstance(answer, Answer) else 0
+        if retractions and updates_before == self.updates:  # new weights retract everything
+            if not self.pardoned:
+                self.limit = max(1.0, min(self.limit, float(self.running)) * SHRINK)
+                self.pardoned = self.running
+        else:
+            self.limit = min(float(self.most), self.limit + 1.0 / self.limit)
+
+
+class ReplicaPool:
+    """The servers of an engine: sticky and least-loaded routing, capacity, failover, restart.
+
+    Args:
+        hosts: one for each server.
+        capacity: requests that one server gets at a time.
+        restarts: how often a server is started again before it has answered anything.
+        health_every_s: how often a server without answers is asked whether it lives.
+        health_timeout_s: how long it may take to say so.
+        prepare: brings the current weights to a server that has just started, calls its second argument as soon
+            as it may be used, and returns.
+        tell: told of losses and restarts.
+    """
+
+    def __init__(
+        self,
+        hosts: Sequence[Host],
+        *,
+        capacity: int,
+        restarts: int,
+        health_every_s: float,
+        health_timeout_s: float,
+        prepare: Callable[[InferenceServer, Callable[[], None]], Awaitable[None]],
+        tell: Callable[[str], None],
+    ) -> None:
+        self.replicas = [Replica(host, capacity, restarts) for host in hosts]
+        self._health_every_s, self._health_timeout_s = health_every_s, health_timeout_s
+        self._prepare, self._tell = prepare, tell
+        self._homes: dict[str, Replica] = {}
+        self._waiting: deque[tuple[asyncio.Future[Replica], str | None]] = deque()
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._broken: EngineError | None = None
+        self._outage_since: float | None = time.monotonic()
+        self._outage_s = 0.0
+
+    async def start(self) -> None:
+        """Start every server; return when all answer.
+
+        Raises:
+            EngineError: one of them did not start; the others are stopped.
+        """
+        try:
+            async with asyncio.TaskGroup() as starting:
+                for replica in self.replicas:
+                    starting.create_task(self._start(replica))
+        except BaseExceptionGroup as several:
+            await self.close()
+            error: BaseException = several
+            while isinstance(error, BaseExceptionGroup):
+                error = error.exceptions[0]
+            raise error from None
+        except BaseException:
+            await self.close()
+            raise
+
+    @property
+    def outage_s(self) -> float:
+        """Seconds, so far, in which no server could answer."""
+        since = self._outage_since
+        return self._outage_s + (0.0 if since is None else time.monotonic() - since)
+
+    @property
+    def ready(self) -> list[Replica]:
+        """Those that can answer, or sleep."""
+        return [replica for replica in self.replicas if replica.ready]
+
+    async def call(self, session: str | None, ask: Ask[T]) -> T:
+        """Ask a server, and another one (or the same, started again) whenever that is lost meanwhile.
+
+        Raises:
+            EngineError: the answer makes no sense, or no server answers any more.
+        """
+        last: EngineError | None = None
+        for _ in range(ATTEMPTS):
+            replica = await self._take(session)
+            server, updates = replica.server, replica.updates
+            assert server is not None
+            try:
+                answer = await _guarded(replica, ask(server))
+                replica.note(answer, updates)
+                return answer
+            except ServerLost as e:
+                last = e
+                await self._suspect(replica, server, e)
+            finally:
+                replica.running -= 1
+                self._serve_waiting()
+        raise EngineError(f"a request was lost {ATTEMPTS} times; the last time: {last}") from last
+
+    def forget(self, session: str) -> None:
+        """A session is over."""
+        self._homes.pop(session, None)
+
+    def lose(self, replica: Replica, reason: str) -> None:
+        """Send nothing to a server any more, take back what it was asked, and start it again."""
+        if not replica.ready:
+            return
+        self._set_ready(replica, False)
+        self._tell(f"{replica.host.name} is lost ({reason}); what it was asked is asked again")
+        for call in list(replica.calls):
+            call.cancel(LOST)
+        self._spawn(self._recover(replica, reason))
+
+    def awake(self, replica: Replica) -> None:
+        """It is no longer asleep."""
+        replica.asleep = False
+        self._serve_waiting()
+
+    async def any_ready(self) -> None:
+        """Return when a server can answer. Raises EngineError where none will."""
+        if not self.ready:
+            replica = await self._take(None)
+            replica.running -= 1
+            self._serve_waiting()
+
+    async def close(self) -> None:
+        """Stop everything; callers that still wait are told. Idempotent."""
+        self._fail(EngineError("the engine is closed"))
+        for task in list(self._tasks):
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        for replica in self.replicas:
+            replica.ready = False
+            for call in list(replica.calls):
+                call.cancel(LOST)
+        async with asyncio.TaskGroup() as stopping:
+            for replica in self.replicas:
+                stopping.create_task(self._stop(replica))
+
+    # -- who takes a request -----------------------------------------------------------------------------------
+
+    async def _take(self, session: str | None) -> Replica:
+        """A server with room, the session's own if it has; waits for one. It counts as running from now on."""
+        if self._broken is not None:
+            raise EngineError(str(self._broken)) from self._broken
+        if not self._waiting and (replica := self._pick(session)) is not None:
+            return replica
+        place: asyncio.Future[Replica] = asyncio.get_running_loop().create_future()
+        self._waiting.append((place, session))
+        try:
+            return await place
+        except asyncio.CancelledError:
+            if place.done() and not place.cancelled() and place.exception() is None:
+                place.result().running -= 1  # given, and nobody came
+                self._serve_waiting()
+            raise
+
+    def _pick(self, session: str | None) -> Replica | None:
+        home = self._homes.get(session) if session is not None else None
+        if home is None or not home.free:
+            free = [replica for replica in self.replicas if replica.free]
+            if not free:
+                return None
+            home = min(free, key=lambda replica: replica.running / replica.limit)
+        if session is not None:
+            self._homes[session] = home
+        home.running += 1
+        return home
+
+    def _serve_waiting(self) -> None:
+        while self._waiting:
+            place, session = self._waiting[0]
+            if place.done():
+                self._waiting.popleft()
+                continue
+            replica = self._pick(session)
+            if replica is None:
+                return
+            self._waiting.popleft()
+            place.set_result(replica)
+
+    def _fail(self, error: EngineError) -> None:
+        self._broken = self._broken or error
+        while self._waiting:
+            place, _ = self._waiting.popleft()
+            if not place.done():
+                place.set_exception(EngineError(str(self._broken)))
+
+    def _set_ready(self, replica: Replica, ready: bool) -> None:
+        replica.ready = ready
+        if self.ready and self._outage_since is not None:
+            self._outage_s += time.monotonic() - self._outage_since
+            self._outage_since = None
+        elif not self.ready and self._outage_since is None:
+            self._outage_since = time.monotonic()
+        if ready:
+            self._serve_waiting()
+
+    # -- losses ------------------------------------------------------------------------------------------------
+
+    async def _suspect(self, replica: Replica, server: InferenceServer, reason: ServerLost) -> None:
+        """A request broke off: a server that still answers keeps the others (one connection was cut)."""
+        if not replica.ready or replica.server is not server:
+            return
+        try:
+            await server.check(timeout_s=self._health_timeout_s)
+        except EngineError:
+            if replica.server is server:
+                self.lose(replica, str(reason))
+
+    async def _start(self, replica: Replica) -> None:
+        """Start a server and bring it the weights; it takes requests afterwards."""
+        server = await replica.host.start()
+        replica.server = server
+
+        def usable() -> None:
+            replica.asleep, replica.answered = False, time.monotonic()
+            self._set_ready(replica, True)
+
+        await self._prepare(server, usable)
+        replica.watch = self._spawn(self._watch(replica, server))
+
+    async def _recover(self, replica: Replica, reason: str) -> None:
+        while replica.left > 0 and self._broken is None:
+            replica.left -= 1
+            await self._stop(replica)
+            started = time.monotonic()
+            try:
+                await self._start(replica)
+            except EngineError as e:
+                reason = str(e)
+                continue
+            self._tell(f"{replica.host.name} answers again after {time.monotonic() - started:.0f} s")
+            return
+        await self._stop(replica)
+        if not any(r.ready or r.left > 0 for r in self.replicas):
+            self._fail(EngineError(f"no server is left: {replica.host.name} could not be started again: {reason}"))
+
+    async def _watch(self, replica: Replica, server: InferenceServer) -> None:
+        """Notice that a server has ended, or that it answers nothing any more."""
+        ended = asyncio.ensure_future(replica.host.ended())
+        failures = 0
+        try:
+            while replica.ready and replica.server is server:
+                await asyncio.wait([ended], timeout=self._health_every_s)
+                if ended.done():
+                    self.lose(replica, ended.result())
+                    return
+                if replica.asleep or time.monotonic() - replica.answered < self._health_every_s:
+                    continue
+                updates = replica.updates
+                try:
+                    await server.check(timeout_s=self._health_timeout_s)
+                    failures = 0
+                except EngineError as e:
+                    if (
+                        updates == replica.updates and not replica.asleep
+                    ):  # it draws nothing while it takes weights
+                        failures += 1
+                    if failures > 1:
+                        self.lose(replica, str(e))
+        finally:
+            ended.cancel()
+            await asyncio.gather(ended, return_exceptions=True)
+
+    async def _stop(self, replica: Replica) -> None:
+        if replica.watch is not None and replica.watch is not asyncio.current_task():
+            replica.watch.cancel()
+            await asyncio.gather(replica.watch, return_exceptions=True)
+        await replica.host.stop()
+        if replica.server is not None:
+            server, replica.server = replica.server, None
+            with contextlib.suppress(EngineError):
+                await server.close()
+
+    def _spawn(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+        task = asyncio.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        return task
+
+
+LOST = "the server is lost"
+
+
+async def _guarded(replica: Replica, work: Coroutine[Any, Any, T]) -> T:
+    """Await `work`; when the replica is lost meanwhile, that is a ServerLost and no cancellation."""
+    call = asyncio.ensure_future(work)
+    replica.calls.add(call)
+    try:
+        return await call
+    except asyncio.CancelledError as e:
+        task = asyncio.current_task()
+        if e.args[:1] == (LOST,) and not (task and task.cancelling()):
+            raise ServerLost(f"{replica.host.name}: lost while it worked on a request") from None
+        raise
+    finally:
+        replica.calls.discard(call)

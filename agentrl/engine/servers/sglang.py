@@ -1,0 +1,333 @@
+"""SGLang's server as an `InferenceServer`; the wire format is that of SGLang 0.5.18 to 0.5.23.
+
+Source: docs.sglang.io, "SGLang native APIs" and "SGLang for RL systems".
+"""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import contextlib
+import io
+import math
+import pickle
+import uuid
+from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+from agentrl.engine.servers.adapters import Adapter, AdapterStand
+from agentrl.engine.servers.client import Answer, Description, GroupPlace, Listener, Scored
+from agentrl.engine.servers.connection import HttpServer, ServerRefused
+from agentrl.engine.servers.streams import SGLangStream, best_of
+from agentrl.errors import EngineError
+from agentrl.types import Sampling
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+RESERVED = 6
+"""Tokens of the context that SGLang keeps for itself: longer prompts are refused, longer completions are cut."""
+_TAGS = {"weights": "weights", "cache": "kv_cache"}
+
+
+class SGLangServer:
+    """One SGLang server. Sessions need nothing of it: its radix cache finds common prefixes by itself."""
+
+    def __init__(
+        self,
+        url: str,
+        *,
+        timeout_s: float = 600.0,
+        update_timeout_s: float = 600.0,
+        tensor_parallel: int = 1,
+        adapters: bool = False,
+    ) -> None:
+        """Connect lazily.
+
+        Args:
+            url: `http://host:port`.
+            timeout_s: how long one completion may take.
+            update_timeout_s: how long taking new weights may take.
+            tensor_parallel: GPUs that the server's model is split over.
+            adapters: the policy is the server's model, which never changes, with an adapter that does.
+        """
+        self._http = HttpServer(url, timeout_s=timeout_s)
+        self._update_timeout_s, self._tensor_parallel = update_timeout_s, tensor_parallel
+        self._adapters = AdapterStand() if adapters else None
+
+    @property
+    def url(self) -> str:
+        """Where the server is."""
+        return self._http.url
+
+    async def describe(self) -> Description:
+        """Context and abilities, from `/server_info`."""
+        info = await self._http.get("/server_info", timeout_s=30.0)
+        try:
+            longest = int(info["max_req_input_len"])
+            seeds = bool(info.get("enable_deterministic_inference"))
+        except (TypeError, KeyError, ValueError) as e:
+            raise EngineError(f"{self.url}/server_info does not say max_req_input_len: {e}") from e
+        return Description(longest + 1, seeds)
+
+    async def check(self, *, timeout_s: float) -> None:
+        """Return if the server draws a token, or is drawing them."""
+        await self._http.get("/health", timeout_s=timeout_s)
+
+    async def generate(
+        self, ids: Sequence[int], sampling: Sampling, *, request: str, listener: Listener | None = None
+    ) -> Answer:
+        """One completion with the log-probability and the weights' version of each token."""
+        body = {
+            "input_ids": list(ids),
+            "sampling_params": _sampling_params(sampling),
+            "return_logprob": True,
+            "rid": request,
+        }
+        if self._adapters is None:
+            return _read_answer(await self._generate(body, listener, None), self.url)
+        with self._adapters.use(request) as adapter:
+            answer = await self._generate(body | _named(adapter), listener, adapter.version)
+        return _read_answer(answer, self.url, adapter.version)
+
+    async def _generate(self, body: dict[str, Any], listener: Listener | None, version: int | None) -> Any:
+        """The answer as a whole, told piece by piece on the way where somebody listens."""
+        if listener is None:
+            return await self._http.post("/generate", body)
+        stream = SGLangStream(f"{self.url}/generate", version, listener)
+        body |= {"stream": True} | ({"top_logprobs_num": listener.top} if listener.top else {})
+        async with contextlib.aclosing(self._http.events("/generate", body)) as events:
+            async for event in events:
+                stream.take(event)
+        return stream.whole()
+
+    async def abort(self, request: str) -> None:
+        """Stop a request."""
+        await self._http.post("/abort_request", {"rid": request}, timeout_s=10.0)
+
+    async def score(self, ids: Sequence[int], *, top: int = 0) -> list[Scored]:
+        """Log-probabilities of given tokens."""
+        body: dict[str, Any] = {
+            "input_ids": list(ids),
+            "sampling_params": {"temperature": 1.0, "max_new_tokens": 0},
+            "return_logprob": True,
+            "logprob_start_len": 0,
+            "top_logprobs_num": top,
+        }
+        if self._adapters is None:
+            answer = await self._http.post("/generate", body)
+        else:
+            with self._adapters.use(uuid.uuid4().hex) as adapter:
+                answer = await self._http.post("/generate", body | _named(adapter))
+        try:
+            entries = answer["meta_info"]["input_token_logprobs"]
+            tops = answer["meta_info"]["input_top_logprobs"] if top else ()
+            found = [Scored(float(entries[n][0]), best_of(tops, n, top)) for n in range(1, len(entries))]
+            named = [int(entry[1]) for entry in entries]
+        except (TypeError, KeyError, IndexError, ValueError) as e:
+            raise EngineError(f"{self.url}/generate: no log-probabilities of the given tokens: {e!r}") from e
+        if named != list(ids):
+            raise EngineError(
+                f"{self.url}/generate: log-probabilities of {len(named)} tokens, {len(ids)} were given"
+            )
+        if not all(math.isfinite(one.logprob) for one in found):
+            raise EngineError(f"{self.url}/generate: log-probabilities of given tokens are not finite")
+        return found
+
+    @asynccontextmanager
+    async def updating(self, *, by_tensor: bool) -> AsyncIterator[None]:
+        """Retract what runs, let weights be loaded, drop the cache, go on.
+
+        Retracting is what makes dropping the cache possible: a cache that survived would mix keys of the old
+        weights with queries of the new ones.
+        """
+        await self._control("/pause_generation", {"mode": "retract"})
+        session = by_tensor and await self._begin()
+        try:
+            yield
+        finally:
+            if session:  # one left open would refuse the next
+                await self._control("/end_weight_update", {})
+        await self._control("/flush_cache", None)
+        await self._control("/continue_generation", {})
+
+    async def _begin(self) -> bool:
+        """From 0.5.21 on, tensors are taken in a session only; earlier versions know none and answer 404."""
+        try:
+            await self._control("/begin_weight_update", {})
+        except ServerRefused as e:
+            if e.status != 404:
+                raise
+            return False
+        return True
+
+    async def load_folder(self, folder: Path, version: int) -> None:
+        """The weights in a folder that the server can read."""
+        await self._control(
+            "/update_weights_from_disk",
+            {"model_path": str(folder), "weight_version": str(version), "flush_cache": False},
+        )
+
+    async def load_adapter(self, folder: Path, version: int) -> None:
+        """Load it beside the others, name it in all requests from now on, end those that name an older one.
+
+        The cache needs no flush: SGLang keeps what each adapter has computed apart.
+        """
+        assert self._adapters is not None, "the server was not opened for adapters"
+        adapter = Adapter.of(version)
+        await self._control("/load_lora_adapter", {"lora_name": adapter.name, "lora_path": str(folder)})
+        await asyncio.gather(*map(self.abort, self._adapters.change(adapter)))
+        for name in await self._adapters.unused():
+            await self._control("/unload_lora_adapter", {"lora_name": name})
+
+    async def load_tensors(self, tensors: Mapping[str, Tensor], version: int) -> None:
+        """Some of the weights: those on a GPU by handle (same GPU, no copy through the host), others by value."""
+        payload = _serialized(tensors)
+        await self._control(
+            "/update_weights_from_tensor",
+            {
+                "serialized_named_tensors": [payload] * self._tensor_parallel,
+                "weight_version": str(version),
+                "flush_cache": False,
+            },
+        )
+
+    async def join(self, place: GroupPlace) -> None:
+        """Join the process group; every GPU of the server is a rank."""
+        await self._control(
+            "/init_weights_update_group",
+            {
+                "master_address": place.host,
+                "master_port": place.port,
+                "rank_offset": place.first_rank,
+                "world_size": place.world_size,
+                "group_name": place.name,
+                "backend": place.backend,
+            },
+        )
+
+    async def receive(self, tensors: Mapping[str, Tensor], group: str, version: int) -> None:
+        """Receive these tensors, broadcast in this order."""
+        await self._control(
+            "/update_weights_from_distributed",
+            {
+                "names": list(tensors),
+                "dtypes": [str(tensor.dtype).removeprefix("torch.") for tensor in tensors.values()],
+                "shapes": [list(tensor.shape) for tensor in tensors.values()],
+                "group_name": group,
+                "weight_version": str(version),
+                "flush_cache": False,
+            },
+        )
+
+    async def leave(self, group: str) -> None:
+        """Leave the process group."""
+        await self._control("/destroy_weights_update_group", {"group_name": group})
+
+    async def sleep(self) -> None:
+        """Free the GPU memory of weights and cache; the server needs `--enable-memory-saver` for it."""
+        await self._control("/release_memory_occupation", {})
+
+    async def wake(self, what: Literal["weights", "cache"]) -> None:
+        """Take the memory again."""
+        await self._control("/resume_memory_occupation", {"tags": [_TAGS[what]]})
+
+    async def close(self) -> None:
+        """Unload what was loaded beside the model, if the server is still there, and drop the connections."""
+        for name in [] if self._adapters is None else self._adapters.names():
+            with contextlib.suppress(EngineError):
+                await self._http.post("/unload_lora_adapter", {"lora_name": name}, timeout_s=5.0)
+        await self._http.close()
+
+    async def _control(self, path: str, body: Mapping[str, Any] | None) -> Any:
+        """A call that answers `success`; some answer 200 with success false."""
+        answer = await self._http.post(path, body, timeout_s=self._update_timeout_s)
+        if isinstance(answer, Mapping) and answer.get("success") is False:
+            raise ServerRefused(f"{self.url}{path}: {answer.get('message')}", status=200)
+        return answer
+
+
+def _named(adapter: Adapter) -> dict[str, str]:
+    return {"lora_path": adapter.name} if adapter.name else {}
+
+
+def _sampling_params(sampling: Sampling) -> dict[str, Any]:
+    params: dict[str, Any] = {
+        "temperature": sampling.temperature,
+        "top_p": sampling.top_p,
+        "top_k": sampling.top_k or -1,
+        "min_p": sampling.min_p,
+        "max_new_tokens": sampling.max_tokens,
+        "stop_token_ids": sorted(sampling.stop_ids),
+        "skip_special_tokens": False,
+        "no_stop_trim": True,
+    }
+    if sampling.seed is not None:
+        params["sampling_seed"] = sampling.seed % 2**31
+    return params
+
+
+def _read_answer(answer: Any, url: str, version: int | None = None) -> Answer:
+    """Check everything that training relies on; what is wrong must not become a gradient.
+
+    Args:
+        version: of the adapter that drew all tokens; without it the answer says which weights drew which.
+    """
+    where = f"{url}/generate"
+    try:
+        ids = tuple(int(token) for token in answer["output_ids"])
+        meta = answer["meta_info"]
+        entries = meta["output_token_logprobs"]
+        logprobs = tuple(float(entry[0]) for entry in entries)
+        named = tuple(int(entry[1]) for entry in entries)
+        kind = meta["finish_reason"]["type"]
+        spans = meta.get("weight_versions") or [{"version": meta["weight_version"], "start": 0, "end": len(ids)}]
+        if version is not None:
+            spans = [{"version": version, "start": 0, "end": len(ids)}]
+        cached, retractions = int(meta.get("cached_tokens") or 0), int(meta.get("num_retractions") or 0)
+    except (TypeError, KeyError, IndexError, ValueError) as e:
+        raise EngineError(f"{where}: an answer that is no completion ({e!r}): {str(answer)[:300]}") from e
+    if kind not in ("stop", "length", "abort"):
+        raise EngineError(f"{where}: unknown finish reason {kind!r}")
+    if named != ids:
+        raise EngineError(
+            f"{where}: {len(ids)} tokens, and log-probabilities of {len(named)} that are not the same"
+        )
+    if not all(map(math.isfinite, logprobs)):
+        raise EngineError(f"{where}: a log-probability is not finite: the weights or the cache are damaged")
+    return Answer(ids, logprobs, _versions(spans, len(ids), where), kind, cached, retractions)
+
+
+def _versions(spans: Any, count: int, where: str) -> tuple[int, ...]:
+    """The version of each token, from spans that must cover all of them in order."""
+    versions: list[int] = []
+    try:
+        for span in spans:
+            version, start, end = int(span["version"]), int(span["start"]), int(span["end"])
+            if start != len(versions) or end < start:
+                raise ValueError(f"the span [{start}, {end}) does not follow token {len(versions)}")
+            versions += [version] * (end - start)
+    except (TypeError, KeyError, ValueError) as e:
+        raise EngineError(f"{where}: versions of the weights {spans!r:.200} cannot be read: {e}") from e
+    if len(versions) != count:
+        raise EngineError(f"{where}: versions of {len(versions)} tokens for {count} that were sampled")
+    return tuple(versions)
+
+
+def _serialized(tensors: Mapping[str, Tensor]) -> str:
+    """A list of (name, tensor) as the server unpickles it, in base64."""
+    buffer = io.BytesIO()
+    named = [(name, tensor.detach()) for name, tensor in tensors.items()]
+    if any(tensor.is_cuda for _, tensor in named):
+        from multiprocessing.reduction import ForkingPickler
+
+        import torch.multiprocessing  # noqa: F401  (teaches the pickler to send handles)
+
+        ForkingPickler(buffer, pickle.HIGHEST_PROTOCOL).dump(named)
+    else:
+        # By value: handles of host memory need a file-descriptor server between unrelated processes, and a server
+        # that cannot reach it dies. clone(): a view would carry its whole storage along.
+        pickle.Pickler(buffer, pickle.HIGHEST_PROTOCOL).dump([(name, tensor.clone()) for name, tensor in named])
+    return base64.b64encode(buffer.getvalue()).decode()

@@ -1,0 +1,224 @@
+"""vLLM's server as an `InferenceServer`, after the documentation of vLLM 0.16 and the sources of 0.33.0.
+
+It needs VLLM_SERVER_DEV_MODE=1 (pausing and loading weights), `--logprobs-mode processed_logprobs` (the
+log-probabilities of the tokens as drawn, at the temperature) and `--generation-config vllm` (no defaults of the
+model's own); a server that the run starts has them.
+
+Source: docs.vllm.ai, "OpenAI-compatible server", "Async reinforcement learning", "Sleep mode".
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import math
+import uuid
+from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+from agentrl.engine.servers.adapters import Adapter, AdapterStand
+from agentrl.engine.servers.client import Answer, Description, GroupPlace, Listener, Scored
+from agentrl.engine.servers.connection import HttpServer, ServerRefused
+from agentrl.engine.servers.streams import VLLMStream
+from agentrl.errors import EngineError
+from agentrl.types import Sampling
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+_TAGS = {"weights": "weights", "cache": "kv_cache"}
+
+
+class VLLMServer:
+    """One vLLM server. Weights, or an adapter, reach it through a folder.
+
+    vLLM does not say which weights drew a token. So no request spans two versions here: an update ends what runs,
+    with what it has, and the engine asks for the rest with the new weights.
+    """
+
+    def __init__(
+        self, url: str, *, timeout_s: float = 600.0, update_timeout_s: float = 600.0, adapters: bool = False
+    ) -> None:
+        """Connect lazily; see `SGLangServer`."""
+        self._http = HttpServer(url, timeout_s=timeout_s)
+        self._update_timeout_s = update_timeout_s
+        self._model = ""
+        self._version = 0
+        self._adapters = AdapterStand() if adapters else None
+        self._go = asyncio.Event()
+        self._go.set()
+
+    @property
+    def url(self) -> str:
+        """Where the server is."""
+        return self._http.url
+
+    async def describe(self) -> Description:
+        """Context of the first model that the server has."""
+        answer = await self._http.get("/v1/models", timeout_s=30.0)
+        try:
+            model = answer["data"][0]
+            self._model = str(model["id"])
+            return Description(int(model["max_model_len"]), seeds=True)
+        except (TypeError, KeyError, IndexError, ValueError) as e:
+            raise EngineError(f"{self.url}/v1/models does not name a model with max_model_len: {e!r}") from e
+
+    async def check(self, *, timeout_s: float) -> None:
+        """Return if the server is up."""
+        await self._http.get("/health", timeout_s=timeout_s)
+
+    async def generate(
+        self, ids: Sequence[int], sampling: Sampling, *, request: str, listener: Listener | None = None
+    ) -> Answer:
+        """One completion; all its tokens are drawn with the same weights."""
+        await self._go.wait()
+        body = {
+            "prompt": list(ids),
+            "request_id": request,
+            "max_tokens": sampling.max_tokens,
+            "temperature": sampling.temperature,
+            "top_p": sampling.top_p,
+            "top_k": sampling.top_k or -1,
+            "min_p": sampling.min_p,
+            "stop_token_ids": sorted(sampling.stop_ids),
+            "skip_special_tokens": False,
+            "logprobs": 1,
+            "return_token_ids": True,
+        }
+        if sampling.seed is not None:
+            body["seed"] = sampling.seed % 2**63
+        choice, usage, version = await self._complete(body, listener)
+        try:
+            tokens = tuple(int(token) for token in choice["token_ids"])
+            found = (choice.get("logprobs") or {}).get("token_logprobs") or ()
+            logprobs = tuple(float(value) for value in found)
+            kind = choice["finish_reason"]
+            cached = int((usage.get("prompt_tokens_details") or {}).get("cached_tokens") or 0)
+        except (TypeError, KeyError, AttributeError, ValueError) as e:
+            raise EngineError(f"{self.url}: an answer that is no completion ({e!r}): {choice!r:.300}") from e
+        if kind not in ("stop", "length", "abort"):
+            raise EngineError(f"{self.url}: unknown finish reason {kind!r}")
+        if len(logprobs) != len(tokens):
+            raise EngineError(f"{self.url}: {len(tokens)} tokens and {len(logprobs)} log-probabilities")
+        if not all(map(math.isfinite, logprobs)):
+            raise EngineError(f"{self.url}: a log-probability is not finite: weights or cache are damaged")
+        return Answer(tokens, logprobs, (version,) * len(tokens), kind, cached)
+
+    async def abort(self, request: str) -> None:
+        """Nothing to do: vLLM ends a request whose connection is closed."""
+
+    async def score(self, ids: Sequence[int], *, top: int = 0) -> list[Scored]:
+        """Log-probabilities of given tokens."""
+        await self._go.wait()
+        body = {"prompt": list(ids), "max_tokens": 1, "temperature": 1.0, "prompt_logprobs": top}
+        choice, _, _ = await self._complete(body)
+        try:
+            entries = choice["prompt_logprobs"]
+            found = [_scored(token, entry, top) for token, entry in zip(ids[1:], entries[1:], strict=True)]
+        except (TypeError, KeyError, IndexError, ValueError) as e:
+            raise EngineError(f"{self.url}: no log-probabilities of the given tokens: {e!r}") from e
+        if not all(math.isfinite(one.logprob) for one in found):
+            raise EngineError(f"{self.url}: log-probabilities of given tokens are not finite")
+        return found
+
+    @asynccontextmanager
+    async def updating(self, *, by_tensor: bool) -> AsyncIterator[None]:
+        """End what runs, hold back what comes, drop the cache, let weights be loaded, go on."""
+        assert not by_tensor, "the configuration allows sync: disk only"
+        self._go.clear()
+        await self._control("/pause?mode=abort&clear_cache=true")
+        yield
+        await self._control("/resume")
+        self._go.set()
+
+    async def load_folder(self, folder: Path, version: int) -> None:
+        """The weights in a folder that the server can read."""
+        await self._control(
+            "/collective_rpc", {"method": "reload_weights", "kwargs": {"weights_path": str(folder)}}
+        )
+        self._version = version
+
+    async def load_adapter(self, folder: Path, version: int) -> None:
+        """Load it beside the others, end what runs, name it in all requests from now on.
+
+        The cache is kept: vLLM keeps what each adapter has computed apart.
+        """
+        assert self._adapters is not None, "the server was not opened for adapters"
+        adapter = Adapter.of(version)
+        await self._control("/v1/load_lora_adapter", {"lora_name": adapter.name, "lora_path": str(folder)})
+        self._go.clear()
+        await self._control("/pause?mode=abort&clear_cache=false")
+        self._adapters.change(adapter)
+        await self._control("/resume")
+        self._go.set()
+        for name in await self._adapters.unused():
+            await self._control("/v1/unload_lora_adapter", {"lora_name": name})
+
+    async def load_tensors(self, tensors: Mapping[str, Tensor], version: int) -> None:
+        """Not offered."""
+        raise ServerRefused("vLLM takes weights through a folder only: use engine.sync disk or lora")
+
+    async def join(self, place: GroupPlace) -> None:
+        """Not offered."""
+        raise ServerRefused("vLLM takes weights through a folder only: use engine.sync disk or lora")
+
+    async def receive(self, tensors: Mapping[str, Tensor], group: str, version: int) -> None:
+        """Not offered."""
+        raise ServerRefused("vLLM takes weights through a folder only: use engine.sync disk or lora")
+
+    async def leave(self, group: str) -> None:
+        """There is no group."""
+
+    async def sleep(self) -> None:
+        """Free the GPU memory of weights and cache; the server needs `--enable-sleep-mode` for it."""
+        await self._control("/sleep?level=2")
+
+    async def wake(self, what: Literal["weights", "cache"]) -> None:
+        """Take the memory again."""
+        await self._control(f"/wake_up?tags={_TAGS[what]}")
+
+    async def close(self) -> None:
+        """Unload what was loaded beside the model, if the server is still there, and drop the connections."""
+        for name in [] if self._adapters is None else self._adapters.names():
+            with contextlib.suppress(EngineError):
+                await self._http.post("/v1/unload_lora_adapter", {"lora_name": name}, timeout_s=5.0)
+        await self._http.close()
+
+    async def _complete(self, body: dict[str, Any], listener: Listener | None = None) -> tuple[Any, Any, int]:
+        """The only choice of a completion, the usage, and the version of the weights that drew it."""
+        if not self._model:
+            await self.describe()
+        version = self._version
+        if self._adapters is None:
+            answer = await self._answer({"model": self._model, **body}, listener, version)
+        else:
+            with self._adapters.use(uuid.uuid4().hex) as adapter:
+                version = adapter.version
+                answer = await self._answer({"model": adapter.name or self._model, **body}, listener, version)
+        try:
+            return answer["choices"][0], answer.get("usage") or {}, version
+        except (TypeError, KeyError, IndexError, AttributeError) as e:
+            raise EngineError(f"{self.url}/v1/completions: an answer without a choice: {answer!r:.300}") from e
+
+    async def _answer(self, body: dict[str, Any], listener: Listener | None, version: int) -> Any:
+        """The answer as a whole, told piece by piece on the way where somebody listens."""
+        if listener is None:
+            return await self._http.post("/v1/completions", body)
+        stream = VLLMStream(f"{self.url}/v1/completions", version, listener)
+        body |= {"stream": True, "stream_options": {"include_usage": True}}
+        body |= {"logprobs": max(1, listener.top), "return_tokens_as_token_ids": True}
+        async with contextlib.aclosing(self._http.events("/v1/completions", body)) as events:
+            async for event in events:
+                stream.take(event)
+        return stream.whole()
+
+    async def _control(self, path: str, body: Mapping[str, Any] | None = None) -> None:
+        await self._http.post(path, body, timeout_s=self._update_timeout_s)
+
+
+def _scored(token: int, entry: Mapping[str, Any], top: int) -> Scored:
+    """A token of the prompt: `entry` holds its log-probability and those of the likeliest, by id."""
+    pairs = sorted(((int(id), float(one["logprob"])) for id, one in entry.items()), key=lambda pair: -pair[1])
+    return Scored(float(entry[str(token)]["logprob"]), tuple(pairs[:top]))

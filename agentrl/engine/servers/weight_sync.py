@@ -1,0 +1,348 @@
+"""How weights reach inference servers: through a folder, as tensors in a request, by broadcast, or as an adapter.
+
+Each `push` brings one version to several servers and returns those that did not take it, with the reason; such a
+server is paused and must be started again, because its weights may be half old.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import shutil
+import socket
+from collections.abc import Coroutine, Iterator, Mapping, Sequence
+from datetime import timedelta
+from pathlib import Path
+from typing import Any, Literal, Protocol
+from urllib.parse import urlsplit
+
+import torch
+import torch.distributed as dist
+from safetensors.torch import save_file
+from torch import Tensor
+
+from agentrl.engine.servers.client import GroupPlace, InferenceServer
+from agentrl.engine.servers.connection import ServerLost
+from agentrl.engine.servers.launch.launcher import free_port
+from agentrl.errors import EngineError
+
+Failures = dict[InferenceServer, EngineError]
+
+
+class WeightSync(Protocol):
+    """One way for weights to travel."""
+
+    async def push(
+        self, servers: Sequence[InferenceServer], weights: Mapping[str, Tensor], version: int
+    ) -> Failures:
+        """Bring weights to servers; returns those that failed."""
+        ...
+
+    async def close(self) -> None:
+        """Free what is held; idempotent."""
+        ...
+
+
+def distinct(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Of tied parameters the first name only: servers tie them again by the model's configuration."""
+    seen: set[tuple[int, torch.Size]] = set()
+    found = {}
+    for name, tensor in weights.items():
+        key = (tensor.data_ptr(), tensor.shape)
+        if key not in seen:
+            seen.add(key)
+            found[name] = tensor
+    return found
+
+
+def buckets(weights: Mapping[str, Tensor], bucket_bytes: int) -> Iterator[dict[str, Tensor]]:
+    """Runs of tensors of at most `bucket_bytes` together (one that is larger is alone)."""
+    bucket: dict[str, Tensor] = {}
+    size = 0
+    for name, tensor in weights.items():
+        if bucket and size + tensor.nbytes > bucket_bytes:
+            yield bucket
+            bucket, size = {}, 0
+        bucket[name] = tensor
+        size += tensor.nbytes
+    if bucket:
+        yield bucket
+
+
+class DiskSync:
+    """Writes a Hugging Face directory that every server reads. Works with any server that sees the folder."""
+
+    def __init__(self, model: Path, folder: Path) -> None:
+        """Write below `folder`, with config and tokenizer of the directory `model`."""
+        self._model, self._folder = model, folder
+        self._count = 0
+        self._current: Path | None = None
+
+    async def push(
+        self, servers: Sequence[InferenceServer], weights: Mapping[str, Tensor], version: int
+    ) -> Failures:
+        """Write, let all servers read, and remove what was written before."""
+        self._count += 1
+        target = self._folder / f"weights-{self._count}"
+        try:
+            await asyncio.to_thread(self._write, target, weights)
+        except OSError as e:
+            raise EngineError(f"the weights cannot be written to {target}: {e}") from e
+        failures = await _each(servers, lambda server: self._load(server, target, version))
+        if self._current is not None:
+            await asyncio.to_thread(shutil.rmtree, self._current, ignore_errors=True)
+        self._current = target
+        return failures
+
+    async def close(self) -> None:
+        """Remove the last folder."""
+        if self._current is not None:
+            await asyncio.to_thread(shutil.rmtree, self._current, ignore_errors=True)
+            self._current = None
+
+    def _write(self, target: Path, weights: Mapping[str, Tensor]) -> None:
+        aside = target.with_name(f".{target.name}")
+        shutil.rmtree(aside, ignore_errors=True)
+        aside.mkdir(parents=True)
+        self._fill(aside, weights)
+        aside.rename(target)
+
+    async def _load(self, server: InferenceServer, folder: Path, version: int) -> None:
+        async with server.updating(by_tensor=False):
+            await server.load_folder(folder, version)
+
+    def _fill(self, aside: Path, weights: Mapping[str, Tensor]) -> None:
+        for file in self._model.iterdir():
+            if file.is_file() and file.suffix in (".json", ".jinja", ".txt", ".model"):
+                if file.name.endswith(".index.json"):
+                    continue
+                shutil.copyfile(file, aside / file.name)
+        save_file({name: tensor.contiguous() for name, tensor in weights.items()}, aside / "model.safetensors")
+
+
+class AdapterSync(DiskSync):
+    """Writes an adapter that every server loads on top of its own model, which stays as it was started.
+
+    Its weights are those of the adapter alone, named as peft names them in a file.
+    """
+
+    def __init__(self, model: Path, folder: Path, *, alpha: float) -> None:
+        """Write below `folder`; what the adapter adds is scaled by alpha / rank."""
+        super().__init__(model, folder)
+        self._alpha = alpha
+
+    async def _load(self, server: InferenceServer, folder: Path, version: int) -> None:
+        await server.load_adapter(folder, version)
+
+    def _fill(self, aside: Path, weights: Mapping[str, Tensor]) -> None:
+        inner = {name: tensor for name, tensor in weights.items() if name.endswith(".lora_A.weight")}
+        config = {
+            "peft_type": "LORA",
+            "task_type": "CAUSAL_LM",
+            "base_model_name_or_path": str(self._model),
+            "r": next(iter(inner.values())).shape[0],
+            "lora_alpha": self._alpha,
+            "lora_dropout": 0.0,
+            "target_modules": sorted({name.split(".")[-3] for name in inner}),
+            "bias": "none",
+            "inference_mode": True,
+        }
+        (aside / "adapter_config.json").write_text(json.dumps(config))
+        tensors = {name: tensor.contiguous() for name, tensor in weights.items()}
+        save_file(tensors, aside / "adapter_model.safetensors")
+
+
+class TensorSync:
+    """Sends tensors in requests: by handle on one GPU, by value from host memory."""
+
+    def __init__(self, *, bucket_bytes: int) -> None:
+        """Send at most `bucket_bytes` in one request."""
+        self._bucket_bytes = bucket_bytes
+
+    async def push(
+        self, servers: Sequence[InferenceServer], weights: Mapping[str, Tensor], version: int
+    ) -> Failures:
+        """Send all weights to all servers, which wait meanwhile."""
+
+        async def load(server: InferenceServer) -> None:
+            async with server.updating(by_tensor=True):
+                for bucket in buckets(weights, self._bucket_bytes):
+                    await server.load_tensors(bucket, version)
+
+        return await _each(servers, load)
+
+    async def close(self) -> None:
+        """Nothing is held."""
+
+
+class BroadcastSync:
+    """Broadcasts tensors in a process group of this process (rank 0) and every GPU of every server."""
+
+    def __init__(
+        self,
+        *,
+        backend: Literal["gloo", "nccl"],
+        bucket_bytes: int,
+        ranks_per_server: int = 1,
+        timeout_s: float = 300.0,
+        host: str | None = None,
+    ) -> None:
+        """Form the group at the first push, and anew whenever the servers change.
+
+        Args:
+            backend: gloo for host memory, nccl between GPUs.
+            bucket_bytes: at most so much is on its way at once.
+            ranks_per_server: tensor-parallel size of a server.
+            timeout_s: how long joining, or one broadcast, may take.
+            host: address of this machine as the servers see it; found out by default.
+        """
+        self._backend, self._bucket_bytes = backend, bucket_bytes
+        self._ranks, self._timeout_s, self._host = ranks_per_server, timeout_s, host
+        self._group: Any = None
+        self._name = ""
+        self._members: tuple[InferenceServer, ...] = ()
+        self._count = 0
+
+    async def push(
+        self, servers: Sequence[InferenceServer], weights: Mapping[str, Tensor], version: int
+    ) -> Failures:
+        """Broadcast all weights; where a server fails, the others are served again without it."""
+        failures: Failures = {}
+        left = list(servers)
+        while left:
+            try:
+                await self._form(tuple(left))
+                broken = await _each(left, self._receiver(weights, version), self._sender(weights))
+            except _JoinFailed as e:
+                broken = e.failures
+            if not broken:
+                break
+            await self._dissolve()
+            lost = {server: e for server, e in broken.items() if not isinstance(e, _Collateral)}
+            failures |= lost or broken
+            left = [server for server in left if server not in failures]
+        return failures
+
+    async def close(self) -> None:
+        """Leave the group."""
+        await self._dissolve()
+
+    def _receiver(self, weights: Mapping[str, Tensor], version: int) -> Any:
+        async def receive(server: InferenceServer) -> None:
+            async with server.updating(by_tensor=True):
+                for bucket in buckets(weights, self._bucket_bytes):
+                    await server.receive(bucket, self._name, version)
+
+        return receive
+
+    async def _sender(self, weights: Mapping[str, Tensor]) -> None:
+        group = self._group
+
+        def broadcast() -> None:
+            for tensor in weights.values():
+                dist.broadcast(tensor.contiguous(), src=0, group=group)
+
+        try:
+            await asyncio.to_thread(broadcast)
+        except RuntimeError as e:
+            raise _Collateral(f"the broadcast of the weights broke off: {e}") from e
+
+    async def _form(self, servers: tuple[InferenceServer, ...]) -> None:
+        if self._group is not None and self._members == servers:
+            return
+        await self._dissolve()
+        self._count += 1
+        self._name = f"agentrl-weights-{self._count}"
+        host = self._host or _address_towards(servers[0].url)
+        port, size = free_port(), 1 + len(servers) * self._ranks
+        places = {
+            server: GroupPlace(self._name, host, port, 1 + number * self._ranks, size, self._backend)
+            for number, server in enumerate(servers)
+        }
+
+        async def join(server: InferenceServer) -> None:
+            await server.join(places[server])
+
+        own = asyncio.to_thread(_own_end, host, port, size, self._name, self._backend, self._timeout_s)
+        joining = asyncio.ensure_future(own)
+        failures = await _each(servers, join)
+        try:
+            self._group = await joining
+        except (RuntimeError, dist.DistError) as e:
+            error = ServerLost(f"the process group for weights could not be formed: {e}")
+            raise _JoinFailed(failures or dict.fromkeys(servers, error)) from e
+        self._members = servers
+        if failures:
+            raise _JoinFailed(failures)
+
+    async def _dissolve(self) -> None:
+        group, members, name = self._group, self._members, self._name
+        self._group, self._members = None, ()
+        if group is None:
+            return
+        await _each(members, lambda server: server.leave(name))
+        await asyncio.to_thread(dist.destroy_process_group, group)
+
+
+class _Collateral(EngineError):
+    """Failed because another member of the group did."""
+
+
+class _JoinFailed(EngineError):
+    def __init__(self, failures: Failures) -> None:
+        super().__init__("some servers did not join the process group")
+        self.failures = failures
+
+
+async def _each(
+    servers: Sequence[InferenceServer], work: Any, beside: Coroutine[Any, Any, None] | None = None
+) -> Failures:
+    """Run `work` for all servers at once, and `beside` with them; who failed, and why."""
+    jobs = [work(server) for server in servers] + ([beside] if beside is not None else [])
+    results = await asyncio.gather(*jobs, return_exceptions=True)
+    failures: Failures = {}
+    for server, result in zip(servers, results, strict=False):
+        if isinstance(result, EngineError):
+            failures[server] = result
+        elif isinstance(result, BaseException):
+            raise result
+    if beside is not None and isinstance(results[-1], EngineError) and not failures:
+        failures = dict.fromkeys(servers, results[-1])
+    return failures
+
+
+def _own_end(host: str, port: int, size: int, name: str, backend: str, timeout_s: float) -> Any:
+    """Rank 0 of a process group beside the default one, joined as the servers join it.
+
+    The public `init_process_group` makes the default group, which belongs to the learner's ranks; a second one
+    whose members have no default group in common is made with the helper under it, as the servers do.
+    """
+    import torch.distributed.distributed_c10d as module
+
+    c10d: Any = module  # these names are not part of its public face
+
+    timeout = timedelta(seconds=timeout_s)
+    store, _, _ = next(c10d.rendezvous(f"tcp://{host}:{port}", 0, size, timeout=timeout))
+    store.set_timeout(timeout)
+    group, _ = c10d._new_process_group_helper(
+        size, 0, [], c10d.Backend(backend), c10d.PrefixStore(name, store), group_name=name, timeout=timeout
+    )
+    c10d._world.pg_group_ranks[group] = {rank: rank for rank in range(size)}
+    return group
+
+
+def _address_towards(url: str) -> str:
+    """This machine's address on the way to a server."""
+    target = urlsplit(url).hostname or "127.0.0.1"
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        probe.connect((target, 9))  # sends nothing
+        return str(probe.getsockname()[0])
+
+
+def vocabulary_of(model: Path) -> int:
+    """How many token ids a model directory knows. Raises EngineError where it does not say."""
+    try:
+        config = json.loads((model / "config.json").read_text())
+        return int((config.get("text_config") or config)["vocab_size"])
+    except (OSError, ValueError, KeyError, TypeError) as e:
+        raise EngineError(f"{model}/config.json does not say vocab_size: {e!r}") from e

@@ -1,0 +1,1 @@
+"""ToolEnv: tools and rewards from typed methods."""

@@ -1,0 +1,195 @@
+"""One tool call: from what the policy asked for to what it reads back. Nothing the policy does raises here."""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import inspect
+import time
+from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal, Protocol, runtime_checkable
+
+from agentrl.env.toolenv.declare import Content, Stop, ToolResult
+from agentrl.env.toolenv.observe import answered_error, to_content
+from agentrl.env.toolenv.schema import InvalidArguments
+from agentrl.env.toolenv.threads import CallTimeout, ToolRaised, current, run_apart
+from agentrl.errors import InfraError
+from agentrl.types import ToolCall
+
+Mistake = Literal[
+    "parse_error",
+    "unknown_tool",
+    "invalid_args",
+    "tool_exception",
+    "tool_timeout",
+    "too_many_calls",
+    "output_truncated",
+]
+MISTAKES: tuple[Mistake, ...] = (
+    "parse_error",
+    "unknown_tool",
+    "invalid_args",
+    "tool_exception",
+    "tool_timeout",
+    "too_many_calls",
+    "output_truncated",
+)
+
+
+@runtime_checkable
+class BoundTool(Protocol):
+    """A tool ready to be called within one episode: a method of the env, or anything from elsewhere."""
+
+    @property
+    def name(self) -> str:
+        """What the policy calls it."""
+
+    @property
+    def schema(self) -> Mapping[str, Any]:
+        """In the OpenAI shape."""
+
+    @property
+    def parallel(self) -> bool:
+        """Whether it may run beside its neighbors."""
+
+    @property
+    def timeout_s(self) -> float | None:
+        """Limit of one call; None takes that of the settings."""
+
+    def validate(self, arguments: Mapping[str, Any]) -> dict[str, Any]:
+        """Raises InvalidArguments."""
+
+    def call(self, arguments: dict[str, Any], timeout_s: float | None) -> Awaitable[Any]:
+        """Run it; raises CallTimeout when `timeout_s` is over, and whatever the tool raises."""
+
+
+@dataclass(slots=True)
+class Outcome:
+    """What one call came to."""
+
+    call: ToolCall
+    content: Content
+    outcome: str = "ok"
+    seconds: float = 0.0
+    reward: Any = 0.0
+    """As the tool said it; checked where it is added up."""
+    stop: bool = False
+    metrics: Mapping[str, float] = field(default_factory=dict)
+
+
+async def run_call(tools: Mapping[str, BoundTool], call: ToolCall, default_timeout_s: float) -> Outcome:
+    """Validate and run one call.
+
+    Raises:
+        InfraError: what the policy cannot cause; cancellation passes as well.
+    """
+    bound = tools.get(call.name)
+    if bound is None:
+        known = ", ".join(tools) or "none"
+        return Outcome(call, f"Error: unknown tool {call.name[:80]!r}; the tools are: {known}", "unknown_tool")
+    try:
+        arguments = bound.validate(call.arguments)
+    except InvalidArguments as e:
+        return Outcome(call, f"Error: invalid arguments: {e}", "invalid_args")
+    timeout_s = bound.timeout_s if bound.timeout_s is not None else default_timeout_s
+    start = time.perf_counter()
+    try:
+        outcome = _read_result(call, await bound.call(arguments, timeout_s))
+    except CallTimeout as e:
+        outcome = Outcome(call, f"Error: {call.name} timed out: {e}", "tool_timeout")
+    except InfraError:
+        raise
+    except asyncio.CancelledError:
+        task = asyncio.current_task()
+        if task is not None and task.cancelling():
+            raise
+        outcome = Outcome(call, "Error: CancelledError", "tool_exception")  # raised by the tool itself
+    except ToolRaised as e:
+        outcome = Outcome(call, answered_error(e.cause), "tool_exception")
+    except Exception as e:
+        outcome = Outcome(call, answered_error(e), "tool_exception")
+    outcome.seconds = time.perf_counter() - start
+    return outcome
+
+
+def _read_result(call: ToolCall, value: Any) -> Outcome:
+    if isinstance(value, Stop):
+        return Outcome(call, to_content(value.content), reward=value.reward, stop=True)
+    if isinstance(value, ToolResult):
+        return Outcome(
+            call,
+            to_content(value.content),
+            reward=value.reward,
+            stop=value.stop,
+            metrics=value.metrics,
+        )
+    return Outcome(call, to_content(value))
+
+
+async def call_function(
+    function: Callable[..., Any],
+    arguments: Mapping[str, Any],
+    timeout_s: float | None,
+    *,
+    inline: bool = False,
+    apart: bool = False,
+) -> Any:
+    """Call a plain function on the thread of its episode, or an async one under a deadline that it cannot refuse.
+
+    Args:
+        function: what is called.
+        arguments: its keyword arguments.
+        timeout_s: the deadline; none where it is None.
+        inline: call a plain function right here, without a deadline.
+        apart: call a plain function on a thread of its own, as is done outside of any episode.
+
+    Raises:
+        CallTimeout: the deadline is over; an async function that ignores its cancellation is left behind.
+        InfraError: there is no thread to be had.
+    """
+    if inspect.iscoroutinefunction(function):
+        return await within(function(**arguments), timeout_s)
+    if inline:
+        try:
+            value = function(**arguments)
+        except SystemExit as e:
+            raise ToolRaised(e) from None
+    else:
+        bound, thread = functools.partial(function, **arguments), current.get()
+        if thread is None or apart:
+            value = await run_apart(bound, timeout_s, thread.on_timeout if thread else None)
+        else:
+            value = await thread.run(bound, timeout_s)
+    return await within(value, timeout_s) if inspect.isawaitable(value) else value
+
+
+async def within(coroutine: Any, timeout_s: float | None, grace_s: float = 1.0) -> Any:
+    """Await `coroutine` for at most `timeout_s`; then cancel it and wait `grace_s` for its clean-up.
+
+    Raises:
+        CallTimeout: the time is over. Whatever the coroutine raises passes.
+    """
+    task = asyncio.ensure_future(_no_exit(coroutine))
+    try:
+        done, _ = await asyncio.wait({task}, timeout=timeout_s)
+    except asyncio.CancelledError:
+        task.cancel()
+        await asyncio.wait({task}, timeout=grace_s)
+        if task.done() and not task.cancelled():
+            task.exception()  # seen: nobody else will
+        raise
+    if done:
+        return task.result()
+    task.cancel()
+    await asyncio.wait({task}, timeout=grace_s)
+    if task.done() and not task.cancelled():
+        task.exception()
+    raise CallTimeout(f"no result after {timeout_s:g} s")
+
+
+async def _no_exit(awaitable: Any) -> Any:
+    try:
+        return await awaitable
+    except SystemExit as e:  # in a task it would end the event loop
+        raise ToolRaised(e) from None

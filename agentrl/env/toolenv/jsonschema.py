@@ -1,0 +1,152 @@
+"""Check JSON data against a JSON schema that came from elsewhere (a YAML file, an MCP server).
+
+The keywords that tool schemas use are checked: type, enum, const, properties, required, additionalProperties,
+items, prefixItems, anyOf, oneOf, allOf, local $ref, and the bounds of numbers, texts and arrays. Others pass.
+"""
+
+from __future__ import annotations
+
+import operator
+import re
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+from agentrl.env.toolenv.schema import InvalidArguments, shorten
+
+_TYPES: dict[str, Callable[[Any], bool]] = {
+    "object": lambda v: isinstance(v, Mapping),
+    "array": lambda v: isinstance(v, list | tuple),
+    "string": lambda v: isinstance(v, str),
+    "integer": lambda v: (
+        (isinstance(v, int) and not isinstance(v, bool)) or (isinstance(v, float) and v.is_integer())
+    ),
+    "number": lambda v: isinstance(v, int | float) and not isinstance(v, bool),
+    "boolean": lambda v: isinstance(v, bool),
+    "null": lambda v: v is None,
+}
+_BOUNDS: dict[str, tuple[Callable[[float, float], bool], str]] = {
+    "minimum": (operator.ge, "at least"),
+    "maximum": (operator.le, "at most"),
+    "exclusiveMinimum": (operator.gt, "more than"),
+    "exclusiveMaximum": (operator.lt, "less than"),
+}
+_MAX_DEPTH = 50
+
+
+def check_arguments(schema: Mapping[str, Any], arguments: Any) -> dict[str, Any]:
+    """The arguments of one call, once they fit `schema` (that of the argument object).
+
+    Raises:
+        InvalidArguments: each problem with its path.
+    """
+    if not isinstance(arguments, Mapping):
+        raise InvalidArguments(f"args: expected object, got {shorten(arguments)}")
+    closed = {"additionalProperties": False} | dict(schema) if "properties" in schema else schema
+    if problems := list(_problems(closed, arguments, "args", closed, 0)):
+        raise InvalidArguments("; ".join(problems[:8]))
+    return dict(arguments)
+
+
+def _problems(schema: Any, value: Any, path: str, root: Mapping[str, Any], depth: int) -> Iterator[str]:
+    if not isinstance(schema, Mapping):
+        if schema is False:
+            yield f"{path}: not allowed"
+        return
+    if depth > _MAX_DEPTH:
+        yield f"{path}: nested too deep"
+        return
+    if isinstance(reference := schema.get("$ref"), str):
+        yield from _problems(_resolve(reference, root), value, path, root, depth + 1)
+    kinds = schema.get("type")
+    kinds = [kinds] if isinstance(kinds, str) else kinds or []
+    if kinds and not any(_TYPES.get(kind, lambda _: True)(value) for kind in kinds):
+        yield f"{path}: expected {' or '.join(kinds)}, got {shorten(value)}"
+        return
+    if "const" in schema and not _equal(value, schema["const"]):
+        yield f"{path}: expected {schema['const']!r}, got {shorten(value)}"
+    if "enum" in schema and not any(_equal(value, option) for option in schema["enum"]):
+        yield f"{path}: expected {' or '.join(map(repr, schema['enum']))}, got {shorten(value)}"
+    yield from _branches(schema, value, path, root, depth)
+    if isinstance(value, Mapping):
+        yield from _object(schema, value, path, root, depth)
+    elif isinstance(value, list | tuple):
+        yield from _array(schema, value, path, root, depth)
+    elif isinstance(value, str):
+        yield from _text(schema, value, path)
+    elif isinstance(value, int | float) and not isinstance(value, bool):
+        yield from _bounds(schema, value, path)
+
+
+def _branches(
+    schema: Mapping[str, Any], value: Any, path: str, root: Mapping[str, Any], depth: int
+) -> Iterator[str]:
+    for part in schema.get("allOf", ()):
+        yield from _problems(part, value, path, root, depth + 1)
+    for keyword in ("anyOf", "oneOf"):
+        if options := schema.get(keyword):
+            found = [list(_problems(option, value, path, root, depth + 1)) for option in options]
+            fits = sum(not problems for problems in found)
+            if not fits:
+                yield " or ".join(dict.fromkeys(problems[0] for problems in found))
+            elif keyword == "oneOf" and fits > 1:
+                yield f"{path}: fits more than one alternative, got {shorten(value)}"
+
+
+def _object(
+    schema: Mapping[str, Any], value: Mapping[str, Any], path: str, root: Mapping[str, Any], depth: int
+) -> Iterator[str]:
+    properties = schema.get("properties", {})
+    for name in schema.get("required", ()):
+        if name not in value:
+            yield f"{path}.{name}: required"
+    extra = schema.get("additionalProperties", True)
+    for name, item in value.items():
+        if name in properties:
+            yield from _problems(properties[name], item, f"{path}.{name}", root, depth + 1)
+        elif extra is False:
+            yield f"{path}.{name}: unknown argument (known: {', '.join(properties) or 'none'})"
+        else:
+            yield from _problems(extra, item, f"{path}.{name}", root, depth + 1)
+
+
+def _array(schema: Mapping[str, Any], value: Any, path: str, root: Mapping[str, Any], depth: int) -> Iterator[str]:
+    if len(value) < schema.get("minItems", 0):
+        yield f"{path}: expected at least {schema['minItems']} items, got {len(value)}"
+    if "maxItems" in schema and len(value) > schema["maxItems"]:
+        yield f"{path}: expected at most {schema['maxItems']} items, got {len(value)}"
+    first = schema.get("prefixItems", ())
+    for index, item in enumerate(value):
+        part = first[index] if index < len(first) else schema.get("items", True)
+        yield from _problems(part, item, f"{path}[{index}]", root, depth + 1)
+
+
+def _text(schema: Mapping[str, Any], value: str, path: str) -> Iterator[str]:
+    if len(value) < schema.get("minLength", 0):
+        yield f"{path}: expected at least {schema['minLength']} characters, got {shorten(value)}"
+    if "maxLength" in schema and len(value) > schema["maxLength"]:
+        yield f"{path}: expected at most {schema['maxLength']} characters, got {shorten(value)}"
+    if isinstance(pattern := schema.get("pattern"), str) and not re.search(pattern, value):
+        yield f"{path}: must match {pattern!r}, got {shorten(value)}"
+
+
+def _bounds(schema: Mapping[str, Any], value: float, path: str) -> Iterator[str]:
+    for keyword, (fits, word) in _BOUNDS.items():
+        bound = schema.get(keyword)
+        if isinstance(bound, int | float) and not isinstance(bound, bool) and not fits(value, bound):
+            yield f"{path}: must be {word} {bound}, got {shorten(value)}"
+
+
+def _equal(a: Any, b: Any) -> bool:
+    return bool(a == b) and isinstance(a, bool) == isinstance(b, bool)
+
+
+def _resolve(reference: str, root: Mapping[str, Any]) -> Any:
+    if not reference.startswith("#/"):
+        return True
+    node: Any = root
+    for part in reference[2:].split("/"):
+        part = part.replace("~1", "/").replace("~0", "~")
+        if not isinstance(node, Mapping) or part not in node:
+            return True
+        node = node[part]
+    return node

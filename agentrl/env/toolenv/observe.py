@@ -1,0 +1,124 @@
+"""What the policy reads back: results as text, errors as text, and the cut of what is too long."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from typing import Any
+
+from pydantic_core import PydanticSerializationError, to_jsonable_python
+
+from agentrl.env.toolenv.declare import Content, is_content
+from agentrl.types import Part
+
+CountTokens = Callable[[str], int]
+LEFT_OUT = "[an image, which this model cannot read, was left out]"
+
+
+def estimate_tokens(text: str) -> int:
+    """Tokens of `text` where no tokenizer is at hand: one for every three bytes, rounded up."""
+    return -(-len(text.encode("utf-8", "replace")) // 3)
+
+
+def to_content(value: Any) -> Content:
+    """Text as it is, parts as they are, None as empty text, everything else as JSON.
+
+    Raises:
+        TypeError: the value has no JSON form.
+    """
+    if value is None:
+        return ""
+    if isinstance(value, str):
+        return value
+    if is_content(value):
+        return tuple(value) if isinstance(value, tuple | list) else (value,)
+    try:
+        return json.dumps(to_jsonable_python(value), ensure_ascii=False)
+    except (PydanticSerializationError, ValueError, RecursionError) as e:
+        raise TypeError(f"the result is {type(value).__name__}, which has no JSON form: {e}") from None
+
+
+class ToolError(Exception):
+    """A tool elsewhere reported an error; the text is its own."""
+
+
+def error_text(error: BaseException) -> str:
+    """Type and message of what a tool raised, without a traceback; of a `ToolError` the message alone."""
+    try:
+        message = str(error)
+    except Exception:
+        message = ""
+    name = type(error).__name__
+    if isinstance(error, ToolError):
+        return message or "the tool failed"
+    return f"{name}: {message}" if message else name
+
+
+def answered_error(error: BaseException) -> str:
+    """What the policy reads where a tool failed: `Error: ...`, said once."""
+    text = error_text(error)
+    return text if text.lower().startswith("error") else f"Error: {text}"
+
+
+def plain_text(content: Content) -> str:
+    """The text parts of a content, in order."""
+    return content if isinstance(content, str) else "".join(p for p in content if isinstance(p, str))
+
+
+def text_only(content: Content) -> tuple[Content, bool]:
+    """The content with a note in place of each image, and whether there was one."""
+    if isinstance(content, str):
+        return content, False
+    parts = [part if isinstance(part, str) else LEFT_OUT for part in content]
+    return "\n".join(parts), any(not isinstance(part, str) for part in content)
+
+
+def cut_content(content: Content, max_tokens: int, count: CountTokens) -> tuple[Content, bool]:
+    """Cut the text of `content` to about `max_tokens` tokens; images pass. Returns (content, whether cut)."""
+    if isinstance(content, str):
+        return cut_text(content, max_tokens, count)
+    parts: list[Part] = []
+    left, was_cut = max_tokens, False
+    for part in content:
+        if isinstance(part, str):
+            part, cut = cut_text(part, left, count)
+            was_cut |= cut
+            left = max(0, left - count(part))
+        parts.append(part)
+    return tuple(parts), was_cut
+
+
+def cut_text(text: str, max_tokens: int, count: CountTokens) -> tuple[str, bool]:
+    """Keep the head and the tail of `text` so that at most `max_tokens` tokens are left, with a line between
+    that says how many characters are missing. Cuts fall between characters, at line ends where one is near.
+
+    `count` is called on short texts only, a few times, however long `text` is.
+    """
+    # A token stands for at least one byte, so a text with few bytes needs no counting.
+    if len(text) * 4 <= max_tokens or (len(text) <= max_tokens and text.isascii()):
+        return text, False
+    if len(text) <= 32 * max_tokens + 64 and count(text) <= max_tokens:
+        return text, False
+    low, high = 0, min(len(text) - 1, 16 * max_tokens)  # characters kept
+    best = _joined(text, 0)
+    while low <= high:
+        kept = (low + high) // 2
+        candidate = _joined(text, kept)
+        if count(candidate) <= max_tokens:
+            best, low = candidate, kept + max(1, kept // 50)
+        else:
+            high = kept - max(1, kept // 50)
+    return best, True
+
+
+def _joined(text: str, kept: int) -> str:
+    head, tail = text[: kept - kept // 2], text[len(text) - kept // 2 :]
+    at = head.rfind("\n")
+    if at >= len(head) * 3 // 4:
+        head = head[: at + 1]
+    at = tail.find("\n")
+    if 0 <= at < len(tail) // 4:
+        tail = tail[at + 1 :]
+    missing = len(text) - len(head) - len(tail)
+    before = "" if not head or head.endswith("\n") else "\n"
+    return f"{head}{before}[... {missing} of {len(text)} characters left out ...]\n{tail}"

@@ -1,0 +1,182 @@
+"""Rewards of an episode, a turn and a group: asked by name, checked, weighted."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from difflib import get_close_matches
+from typing import Any
+
+from agentrl.env.toolenv.asked import Asked, asking, waits_for
+from agentrl.env.toolenv.dispatch import call_function, within
+from agentrl.env.toolenv.observe import error_text
+from agentrl.env.toolenv.spec import RewardSpec
+from agentrl.env.toolenv.threads import CallTimeout, ToolRaised
+from agentrl.errors import ConfigError, InfraError, JudgeError, RewardError, traceback_of
+from agentrl.sandbox import met_inside
+from agentrl.types import SANDBOX_FAULT, CallRecord, Message
+
+
+@dataclass(frozen=True, slots=True)
+class TurnView:
+    """What a reward per turn sees: the policy's message, its calls and their results, the env's answer."""
+
+    index: int
+    message: Message
+    calls: tuple[CallRecord, ...]
+    observation: tuple[Message, ...]
+    terminated: bool
+
+
+class BadReward(Exception):
+    """A reward is no finite number, or not one for each episode."""
+
+
+MAX_PARTS = 100
+"""Parts of one reward (`score/solved`, ...) at most."""
+
+
+@dataclass
+class Rewards:
+    """The rewards of one episode, turn or group as they are asked for; one that fails counts 0 and is noted.
+
+    Attributes:
+        where: the env's name.
+        timeout_s: limit of a reward that has none of its own.
+        values: rewards by name, weighted.
+        faults: by name, what happened to those that failed.
+    """
+
+    where: str
+    timeout_s: float
+    values: dict[str, float] = field(default_factory=dict)
+    faults: dict[str, str] = field(default_factory=dict)
+
+    async def ask(
+        self,
+        spec: RewardSpec,
+        function: Callable[..., Any],
+        argument: Any,
+        read: Callable[[Any], Mapping[str, float]],
+    ) -> None:
+        """Call one reward, and its judge where it has one; `read` turns what it returns into weighted values.
+
+        Raises:
+            InfraError: it raised one, or ran out of time while it waited for a judge.
+        """
+        with asking() as asked:
+            fault = await self._fault(spec, function, argument, read, asked)
+        if fault or asked.unusable:
+            self.values.setdefault(spec.name, 0.0)
+            name = SANDBOX_FAULT if asked.sandbox else spec.name
+            self.faults[name] = fault or f"reward {spec.name!r} of {self.where}: {asked.unusable[0]}"
+
+    async def _fault(
+        self,
+        spec: RewardSpec,
+        function: Callable[..., Any],
+        argument: Any,
+        read: Callable[[Any], Mapping[str, float]],
+        asked: Asked,
+    ) -> str:
+        """What went wrong; empty where nothing did."""
+        what = f"reward {spec.name!r} of {self.where}"
+        limit = spec.mark.timeout_s if spec.mark.timeout_s is not None else self.timeout_s
+        try:
+            value = await _called(spec, function, argument, limit)
+        except CallTimeout:
+            if asked.waiting:
+                raise JudgeError(f"{what}: no answer of {asked.waiting[0]} within {limit:g} s") from None
+            return f"{what}: no result after {limit:g} s"
+        except (InfraError, ConfigError, asyncio.CancelledError):
+            raise
+        except ToolRaised as e:
+            return f"{what} raised {error_text(e.cause)}\n{traceback_of(e.cause)}"
+        except Exception as e:
+            asked.sandbox = met_inside(e)
+            return f"{what} raised {error_text(e)}\n{traceback_of(e)}"
+        try:
+            self.values.update(read(value))
+        except BadReward as e:
+            return f"{what} {e}"
+        return ""
+
+    def result(self) -> dict[str, float]:
+        """The values. Raises RewardError where one failed."""
+        if self.faults:
+            raise RewardError(self.faults, self.values)
+        return self.values
+
+
+async def _called(spec: RewardSpec, function: Callable[..., Any], argument: Any, limit: float) -> Any:
+    arguments = {} if spec.takes is None else {spec.takes: argument}
+    value = await call_function(function, arguments, limit)
+    if spec.mark.judge is None:
+        return value
+    if not isinstance(value, str):
+        raise TypeError(f"a reward with a judge returns the question as text, got {value!r:.80}")
+    with waits_for("the judge"):
+        return await within(spec.mark.judge.score(value), limit)
+
+
+def check_number(value: Any) -> float:
+    """A finite float from bool, int, float or a numpy scalar.
+
+    Raises:
+        BadReward: it is something else.
+    """
+    if isinstance(value, str | bytes) or not hasattr(value, "__float__"):
+        raise BadReward(f"returned {_short(value)}, not a number; return bool, int or float")
+    try:
+        number = float(value)
+    except Exception as e:  # the author's, as is __repr__
+        raise BadReward(f"returned {_short(value)}: {error_text(e)}") from None
+    if not math.isfinite(number):
+        raise BadReward(f"returned {number}; rewards must be finite")
+    return number
+
+
+def _short(value: Any) -> str:
+    try:
+        return f"{value!r:.80}"
+    except Exception:
+        return f"an object of {type(value).__name__}"
+
+
+def weight_of(spec: RewardSpec, weights: Mapping[str, float]) -> float:
+    """The weight of the run where it names one, else the one in the code."""
+    return float(weights.get(spec.name, spec.mark.weight))
+
+
+def weight_of_nothing(weights: Mapping[str, float], given: Iterable[str]) -> str:
+    """What to say of a weight for a part (`score/solved`) that no episode had; empty where there is none.
+
+    Args:
+        weights: of the run, by name.
+        given: the names of all parts that episodes had.
+    """
+    found = sorted(given)
+    for name in weights:
+        if "/" in name and name not in found:
+            near = get_close_matches(name, found, 1)
+            hint = f"did you mean {near[0]!r}?" if near else "name one of them"
+            return (
+                f"env.reward_weights: no episode had the part {name!r}, so its weight has no effect; the parts "
+                f"were: {', '.join(found) or 'none'}; {hint}"
+            )
+    return ""
+
+
+def check_group(values: Any, num_episodes: int) -> list[float]:
+    """One finite number an episode.
+
+    Raises:
+        BadReward: another count, or something that is no number.
+    """
+    if isinstance(values, str | bytes | Mapping) or not isinstance(values, Sequence):
+        values = list(values) if hasattr(values, "__iter__") and not isinstance(values, str | Mapping) else values
+    if not isinstance(values, Sequence) or isinstance(values, str) or len(values) != num_episodes:
+        raise BadReward(f"returned {_short(values)}; one number for each of the {num_episodes} episodes is wanted")
+    return [check_number(value) for value in values]

@@ -1,0 +1,292 @@
+"""From a typed Python function to the JSON schema that the model reads, and back: validated arguments.
+
+The schema is pydantic's, with local definitions inlined and automatic titles left out; nothing else is changed,
+so nested items, properties, defaults and bounds reach the model. Arguments are checked strictly (`"3"` is not
+an integer) in JSON terms (an array may become a tuple, a string an enum member).
+"""
+
+from __future__ import annotations
+
+import inspect
+import json
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, get_type_hints
+
+from pydantic import ConfigDict, TypeAdapter, ValidationError
+from pydantic.errors import PydanticSchemaGenerationError, PydanticUserError
+from pydantic.fields import FieldInfo
+from pydantic.json_schema import GenerateJsonSchema
+from pydantic_core import ErrorDetails, PydanticSerializationError, to_jsonable_python
+from typing_extensions import TypedDict
+
+from agentrl.env.toolenv.typed_dicts import readable
+from agentrl.errors import ConfigError
+
+_NAME = re.compile(r"[a-zA-Z_][a-zA-Z0-9_-]{0,63}")
+_SECTION = re.compile(r"(Args|Arguments|Parameters|Returns|Raises|Yields|Examples?):\s*")
+_PARAMETER = re.compile(r"(\*{0,2}\w+)\s*(?:\([^)]*\))?:\s*(.*)")
+_EXPECTED = {
+    "int_type": "integer",
+    "int_from_float": "integer",
+    "string_type": "string",
+    "float_type": "number",
+    "bool_type": "boolean",
+    "list_type": "array",
+    "tuple_type": "array",
+    "set_type": "array",
+    "frozen_set_type": "array",
+    "dict_type": "object",
+    "model_type": "object",
+    "dataclass_type": "object",
+    "typed_dict_type": "object",
+    "none_required": "null",
+}
+
+
+class InvalidArguments(Exception):
+    """The policy's arguments do not fit the schema; the text is what the policy is told."""
+
+
+class _NoFieldTitles(GenerateJsonSchema):
+    def field_title_should_be_set(self, schema: Any) -> bool:
+        return False
+
+
+@dataclass(frozen=True, slots=True)
+class Signature:
+    """What a callable accepts: its JSON schema (an object) and the validator behind it."""
+
+    schema: Mapping[str, Any]
+    description: str
+    adapter: TypeAdapter[dict[str, Any]]
+    names: tuple[str, ...]
+    required: tuple[str, ...]
+
+    def validate(self, arguments: Any) -> dict[str, Any]:
+        """Check `arguments` (parsed JSON) and convert them to the annotated types.
+
+        Raises:
+            InvalidArguments: each problem with its path, e.g. `args.items[2].qty: expected integer, got 'two'`.
+        """
+        if not isinstance(arguments, Mapping):
+            raise InvalidArguments(f"args: expected object, got {shorten(arguments)}")
+        try:
+            return self.adapter.validate_json(json.dumps(dict(arguments)), strict=True)
+        except ValidationError as e:
+            raise InvalidArguments(describe_errors(e, arguments, self.names)) from None
+        except (ValueError, TypeError, RecursionError) as e:
+            raise InvalidArguments(f"args: not valid JSON data ({type(e).__name__})") from None
+
+
+def describe_callable(function: Callable[..., Any], *, where: str, method: bool) -> Signature:
+    """Read the parameters of `function`; with `method` the first one (self) is left out.
+
+    Raises:
+        ConfigError: a parameter has no type hint, or one that has no JSON schema; `where` names the function.
+    """
+    parameters = list(inspect.signature(function).parameters.values())[1 if method else 0 :]
+    try:
+        hints = get_type_hints(function, include_extras=True)
+    except NameError as e:
+        raise ConfigError(f"{where}: type hint cannot be resolved: {e}; import the name at module level") from e
+    description, texts = _read_docstring(function)
+    fields: dict[str, Any] = {}
+    defaults: dict[str, Any] = {}
+    for parameter in parameters:
+        _refuse_unusable(parameter, hints, where)
+        fields[parameter.name] = hints[parameter.name] = readable(hints[parameter.name])
+        if parameter.default is not inspect.Parameter.empty:
+            defaults[parameter.name] = parameter.default
+    # Not NotRequired[hint] or Annotated[hint, ...]: typing caches by equality, and `int | str == str | int`; the
+    # order of a union would hang on what the process has seen before.
+    texts = {name: text for name, text in texts.items() if not _has_description(hints.get(name))}
+    make_typed_dict: Any = TypedDict
+    arguments: Any = make_typed_dict("arguments", fields, total=False)
+    arguments.__required_keys__ = frozenset(fields) - frozenset(defaults)
+    arguments.__optional_keys__ = frozenset(defaults)
+    arguments.__pydantic_config__ = ConfigDict(extra="forbid")
+    try:
+        adapter: TypeAdapter[dict[str, Any]] = TypeAdapter(arguments)
+        raw = adapter.json_schema(schema_generator=_NoFieldTitles)
+    except (PydanticSchemaGenerationError, PydanticUserError) as e:
+        first = str(e).split("\n", 1)[0]
+        raise ConfigError(f"{where}: type hint without a JSON schema: {first}; use JSON types") from e
+    for name, default in defaults.items():
+        _refuse_default(name, default, hints[name], where)
+    names = tuple(p.name for p in parameters)
+    return Signature(
+        _finish(raw, defaults, texts), description, adapter, names, tuple(n for n in names if n not in defaults)
+    )
+
+
+def check_name(name: str, where: str) -> str:
+    """Tool names are 1 to 64 letters, digits, `_` or `-`, as every chat API wants them."""
+    if not _NAME.fullmatch(name):
+        raise ConfigError(f"{where}: tool name {name!r} must match {_NAME.pattern}")
+    return name
+
+
+def function_schema(name: str, signature: Signature) -> dict[str, Any]:
+    """The OpenAI tool shape; `description` is left out where the docstring is empty."""
+    function: dict[str, Any] = {"name": name}
+    if signature.description:
+        function["description"] = signature.description
+    function["parameters"] = signature.schema
+    return {"type": "function", "function": function}
+
+
+def shorten(value: Any, limit: int = 60) -> str:
+    """repr of a value from the policy, bounded."""
+    try:
+        text = repr(value)
+    except Exception:
+        text = f"<{type(value).__name__}>"
+    return text if len(text) <= limit else f"{text[: limit - 3]}..."
+
+
+def describe_errors(error: ValidationError, data: Any, names: Sequence[str]) -> str:
+    """All problems of a validation, one line each; alternatives of a union share a line."""
+    lines: dict[str, tuple[list[str], str]] = {}
+    for detail in error.errors(include_url=False, include_context=True):
+        path = _path(detail, data)
+        expectation, got = _expectation(detail, names)
+        expectations, _ = lines.setdefault(path, ([], got))
+        if expectation not in expectations:
+            expectations.append(expectation)
+    return "; ".join(f"{path}: {_join(wanted)}{got}" for path, (wanted, got) in lines.items())
+
+
+def _join(expectations: list[str]) -> str:
+    wants = [e.removeprefix("expected ") for e in expectations if e.startswith("expected ")]
+    rest = [e for e in expectations if not e.startswith("expected ")]
+    return "; ".join([f"expected {' or '.join(wants)}", *rest] if wants else rest)
+
+
+def _path(detail: ErrorDetails, data: Any) -> str:
+    """`args.items[2].qty`. Names of union branches in pydantic's location are no part of the data: left out."""
+    path, here = "args", data
+    for position, part in enumerate(detail["loc"]):
+        last = position == len(detail["loc"]) - 1
+        if isinstance(part, int):
+            path += f"[{part}]"
+            here = here[part] if isinstance(here, list | tuple) and part < len(here) else None
+        elif isinstance(here, Mapping) and part in here:
+            path += f".{part}"
+            here = here[part]
+        elif last and detail["type"] == "missing":
+            path += f".{part}"
+    return path
+
+
+def _expectation(detail: ErrorDetails, names: Sequence[str]) -> tuple[str, str]:
+    kind, context = detail["type"], detail.get("ctx", {})
+    got = f", got {shorten(detail['input'])}"
+    if kind == "missing":
+        return "required", ""
+    if kind == "extra_forbidden":
+        known = f" (known: {', '.join(names)})" if len(detail["loc"]) == 1 else ""
+        return f"unknown argument{known}", ""
+    if kind in ("literal_error", "enum"):
+        return f"expected {context.get('expected', '')}", got
+    if kind in _EXPECTED:
+        return f"expected {_EXPECTED[kind]}", got
+    message = detail["msg"]
+    return message[:1].lower() + message[1:], got if kind != "json_invalid" else ""
+
+
+def _refuse_unusable(parameter: inspect.Parameter, hints: Mapping[str, Any], where: str) -> None:
+    if parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD, parameter.POSITIONAL_ONLY):
+        raise ConfigError(f"{where}: parameter {parameter} cannot be a tool argument; name each argument")
+    if parameter.name not in hints:
+        raise ConfigError(
+            f"{where}: argument {parameter.name!r} has no type hint; write `{parameter.name}: str` "
+            "(or int, Literal[...], list[...], ...)"
+        )
+    if isinstance(parameter.default, FieldInfo):
+        raise ConfigError(f"{where}: argument {parameter.name!r}: write `Annotated[type, Field(...)] = default`")
+
+
+def _refuse_default(name: str, default: Any, hint: Any, where: str) -> None:
+    """A default that the model is shown must be a value of its type, as Python or as JSON has it."""
+    adapter: TypeAdapter[Any] = TypeAdapter(hint)
+    try:
+        text = json.dumps(to_jsonable_python(default))
+    except (PydanticSerializationError, ValueError):
+        return  # no JSON: it is left out of the schema
+    try:
+        adapter.validate_python(default, strict=True)
+    except ValidationError:
+        try:
+            adapter.validate_json(text, strict=True)
+        except ValidationError as e:
+            said = describe_errors(e, default, ()).replace("args", name, 1).removeprefix(f"{name}: ")
+            hint_of_none = f"; write `{name}: ... | None = None`" if default is None else ""
+            raise ConfigError(
+                f"{where}: argument {name!r} has the default {shorten(default)}, which its type hint refuses "
+                f"({said}); change one of them{hint_of_none}"
+            ) from None
+
+
+def _has_description(hint: Any) -> bool:
+    return any(getattr(m, "description", None) for m in getattr(hint, "__metadata__", ()))
+
+
+def _read_docstring(function: Callable[..., Any]) -> tuple[str, dict[str, str]]:
+    """The text before the first section, and the entries of `Args:` (Google style)."""
+    lines = (inspect.getdoc(function) or "").splitlines()
+    start = next((i for i, line in enumerate(lines) if _SECTION.fullmatch(line)), len(lines))
+    texts: dict[str, str] = {}
+    section, current = "", None
+    for line in lines[start:]:
+        if match := _SECTION.fullmatch(line):
+            section, current = match[1], None
+        elif section in ("Args", "Arguments", "Parameters") and line.strip():
+            entry = _PARAMETER.fullmatch(line.strip()) if _indent(line) <= 4 else None
+            if entry:
+                current = entry[1].lstrip("*")
+                texts[current] = entry[2]
+            elif current:
+                texts[current] = f"{texts[current]} {line.strip()}".strip()
+    return "\n".join(lines[:start]).strip(), texts
+
+
+def _indent(line: str) -> int:
+    return len(line) - len(line.lstrip())
+
+
+def _finish(raw: dict[str, Any], defaults: Mapping[str, Any], texts: Mapping[str, str]) -> dict[str, Any]:
+    definitions = raw.pop("$defs", {})
+    for name, definition in definitions.items():
+        if definition.get("title") == name:
+            del definition["title"]
+    schema: dict[str, Any] = _inline(raw, definitions, ())
+    if '"$ref"' in json.dumps(schema):
+        schema["$defs"] = definitions  # a recursive type: it can only be said with a definition
+    for key in ("title", "additionalProperties"):
+        schema.pop(key, None)  # of the argument object itself: unknown arguments are refused anyway
+    for name, text in texts.items():
+        if name in schema.get("properties", {}):
+            schema["properties"][name]["description"] = text
+    for name, default in defaults.items():
+        try:
+            schema["properties"][name]["default"] = to_jsonable_python(default)
+        except PydanticSerializationError:
+            schema["properties"][name].pop("default", None)
+    return {"type": "object", "properties": {}} | schema
+
+
+def _inline(node: Any, definitions: Mapping[str, Any], inside: tuple[str, ...]) -> Any:
+    if isinstance(node, list):
+        return [_inline(item, definitions, inside) for item in node]
+    if not isinstance(node, dict):
+        return node
+    target = node.get("$ref")
+    if isinstance(target, str) and target.startswith("#/$defs/"):
+        name = target.removeprefix("#/$defs/")
+        if name in inside:
+            return dict(node)
+        rest = {key: value for key, value in node.items() if key != "$ref"}
+        return _inline(definitions[name], definitions, (*inside, name)) | rest
+    return {key: _inline(value, definitions, inside) for key, value in node.items()}

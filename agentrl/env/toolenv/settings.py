@@ -1,0 +1,67 @@
+"""What a run may set on any ToolEnv without touching its code."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields, replace
+from difflib import get_close_matches
+from typing import Any, Literal
+
+from agentrl.config.typed import check_types
+from agentrl.env.toolenv.dispatch import MISTAKES
+from agentrl.errors import ConfigError
+
+MistakePolicy = Literal["observe", "penalise", "terminate"]
+
+
+@dataclass(frozen=True, slots=True)
+class ToolSettings:
+    """Limits and policies. A class may carry its own as `settings = ToolSettings(...)`."""
+
+    max_calls_per_turn: int = 8
+    """Calls that one message may make; further ones are answered with an error instead of being run."""
+    max_tool_calls: int | None = None
+    """Calls that one episode may make (None: any number); the next one gets an error and truncates the episode."""
+    tool_timeout_s: float = 30.0
+    """Seconds for one tool call, unless the tool sets its own limit; beyond them the mistake is `tool_timeout`."""
+    setup_timeout_s: float = 120.0
+    """Seconds for `setup`, beyond which the episode is an infrastructure failure, and for `respond`, beyond which
+    it ends with the stop reason `fault` (infrastructure if `respond` is waiting for a `Judge`)."""
+    teardown_timeout_s: float = 30.0
+    """Seconds for `teardown`; beyond them there is a warning, and the episode stays valid."""
+    reward_timeout_s: float = 60.0
+    """Seconds for one reward function; beyond them it counts 0 (infrastructure if it is waiting for a judge)."""
+    observation_tokens: int = 1024
+    """Longest text of one tool result, in tokens; the middle of a longer one is left out."""
+    mistakes: Mapping[str, MistakePolicy] = field(default_factory=dict)
+    """What a mistake of the policy leads to, by name of the mistake; those not listed are only observed."""
+    mistake_penalty: float = 0.1
+    """Subtracted from the turn's reward for each mistake that is set to `"penalise"`."""
+    reward_weights: Mapping[str, float] = field(default_factory=dict)
+    """Weights by name of the reward, overriding those in the code."""
+
+    def changed(self, values: Mapping[str, Any]) -> ToolSettings:
+        """These settings with some replaced by name. Raises ConfigError on a name that is none, or a value."""
+        known = [f.name for f in fields(self)]
+        for name in values:
+            if name not in known:
+                near = get_close_matches(name, known, 1)
+                hint = f"did you mean {near[0]!r}?" if near else f"the settings are: {', '.join(known)}"
+                raise ConfigError(f"settings.{name}: unknown; {hint}")
+        check_types(type(self), values, "settings")
+        return replace(self, **values)
+
+    def __post_init__(self) -> None:
+        for name, policy in self.mistakes.items():
+            if name not in MISTAKES:
+                raise ConfigError(f"mistakes: {name!r} is none; the mistakes are: {', '.join(MISTAKES)}")
+            if policy not in ("observe", "penalise", "terminate"):
+                raise ConfigError(f"mistakes.{name}: {policy!r} must be observe, penalise or terminate")
+        for key in ("max_calls_per_turn", "observation_tokens"):
+            if getattr(self, key) < 1:
+                raise ConfigError(f"{key} must be at least 1, got {getattr(self, key)}")
+        for key in ("tool_timeout_s", "setup_timeout_s", "teardown_timeout_s", "reward_timeout_s"):
+            if getattr(self, key) <= 0:
+                raise ConfigError(f"{key} must be positive, got {getattr(self, key)}")
+        if self.max_tool_calls is not None and self.max_tool_calls < 0:
+            raise ConfigError(f"max_tool_calls must not be negative, got {self.max_tool_calls}")

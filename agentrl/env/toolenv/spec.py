@@ -1,0 +1,339 @@
+"""What a ToolEnv class declares, read once per class: its tools, its rewards, the arguments of `setup`."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any, get_type_hints
+
+from pydantic import TypeAdapter, ValidationError
+from pydantic.errors import PydanticSchemaGenerationError, PydanticUserError
+
+from agentrl.env.solved import BY_NAME, SolvedRule, rule_of
+from agentrl.env.toolenv.declare import REWARD_MARK, TOOL_MARK, RewardMark, ToolMark
+from agentrl.env.toolenv.dispatch import call_function
+from agentrl.env.toolenv.schema import (
+    Signature,
+    check_name,
+    describe_callable,
+    describe_errors,
+    function_schema,
+    shorten,
+)
+from agentrl.errors import ConfigError
+
+_REWARD_ARGUMENTS = {"episode": {"episode"}, "turn": {"turn"}, "group": {"episodes"}}
+
+
+@dataclass(frozen=True, slots=True)
+class ToolSpec:
+    """One declared tool; `attribute` is the method's name on the class."""
+
+    name: str
+    attribute: str
+    schema: Mapping[str, Any]
+    signature: Signature
+    mark: ToolMark
+
+    def bind(self, owner: object) -> MethodTool:
+        """The tool on one instance."""
+        return MethodTool(
+            self.name,
+            self.schema,
+            self.mark.parallel,
+            self.mark.timeout_s,
+            self.signature,
+            getattr(owner, self.attribute),
+            self.mark.inline,
+        )
+
+
+@dataclass(slots=True)
+class MethodTool:
+    """A `BoundTool` made from a typed Python callable."""
+
+    name: str
+    schema: Mapping[str, Any]
+    parallel: bool
+    timeout_s: float | None
+    signature: Signature
+    function: Callable[..., Any]
+    inline: bool = False
+
+    def validate(self, arguments: Mapping[str, Any]) -> dict[str, Any]:
+        """Arguments converted to the annotated types. Raises InvalidArguments."""
+        return self.signature.validate(arguments)
+
+    async def call(self, arguments: dict[str, Any], timeout_s: float | None) -> Any:
+        """Run it. Raises CallTimeout, and whatever the function raises."""
+        return await call_function(self.function, arguments, timeout_s, inline=self.inline, apart=self.parallel)
+
+
+@dataclass(frozen=True, slots=True)
+class RewardSpec:
+    """One declared reward; `takes` names the argument that its method wants, if any."""
+
+    name: str
+    attribute: str
+    mark: RewardMark
+    takes: str | None
+    says_bool: bool = False
+    """Whether it is annotated to return bool."""
+
+
+@dataclass(frozen=True, slots=True)
+class SetupSpec:
+    """The arguments of `setup`: one data row."""
+
+    where: str
+    names: tuple[str, ...]
+    required: tuple[str, ...]
+    open_ended: bool
+    adapters: Mapping[str, TypeAdapter[Any]]
+
+    def problem(self, row: Mapping[str, Any]) -> str | None:
+        """What is wrong with `row`, in one line; None where it fits."""
+        missing = [name for name in self.required if name not in row]
+        if missing:
+            return f"argument {missing[0]!r} of {self.where} is missing; it has: {', '.join(row) or 'nothing'}"
+        unknown = [name for name in row if name not in self.names]
+        if unknown and not self.open_ended:
+            return (
+                f"{unknown[0]!r} is no argument of {self.where} ({', '.join(self.names) or 'none'}); "
+                "drop the column, or let setup take **rest"
+            )
+        for name, adapter in self.adapters.items():
+            if name in row:
+                try:
+                    adapter.validate_python(row[name], strict=False)
+                except ValidationError as e:
+                    text = describe_errors(e, row[name], ()).replace("args", f"argument {name!r}", 1)
+                    return f"{text} ({self.where})"
+        return None
+
+
+@dataclass(frozen=True, slots=True)
+class ClassSpec:
+    """Everything declared on one ToolEnv class."""
+
+    tools: tuple[ToolSpec, ...]
+    rewards: tuple[RewardSpec, ...]
+    setup: SetupSpec
+    system: str
+
+    @property
+    def solved(self) -> SolvedRule | None:
+        """What the rewards declare to be solved; None where they do not."""
+        marked = {r.name: r.mark.solved_at for r in self.rewards if r.mark.solved_at is not None}
+        if marked:
+            return SolvedRule("@reward(solved=...)", marked)
+        if any(r.name == "solved" and r.mark.per == "episode" for r in self.rewards):
+            return replace(BY_NAME, strict=True)
+        if len(self.rewards) == 1 and self.rewards[0].says_bool and self.rewards[0].mark.per == "episode":
+            return SolvedRule("the only reward, a bool", {self.rewards[0].name: 1.0})
+        return None
+
+
+def tool_from(function: Callable[..., Any], mark: ToolMark | None = None) -> MethodTool:
+    """A free function as a tool, marked with `@tool` or not."""
+    mark = mark or getattr(function, TOOL_MARK, None) or ToolMark(None, False, None, False)
+    where = f"tool {function.__module__}.{function.__qualname__}"
+    name = check_name(mark.name or function.__name__, where)
+    signature = describe_callable(function, where=where, method=False)
+    return MethodTool(
+        name,
+        function_schema(name, signature),
+        mark.parallel,
+        mark.timeout_s,
+        signature,
+        function,
+        mark.inline,
+    )
+
+
+@functools.cache
+def class_spec(cls: type) -> ClassSpec:
+    """Read the declarations of `cls`, in the order of definition, base classes first.
+
+    Raises:
+        ConfigError: a tool without type hints, a reward with unknown arguments, two tools of one name, ...
+    """
+    tools: dict[str, ToolSpec] = {}
+    rewards: dict[str, RewardSpec] = {}
+    check_methods(cls)
+    _check_attributes(cls)
+    for attribute, function in _members(cls).items():
+        where = place_of(function, cls, attribute)
+        if attribute in _own_names() and (hasattr(function, TOOL_MARK) or hasattr(function, REWARD_MARK)):
+            raise ConfigError(
+                f"{where}: `{attribute}` is a part of ToolEnv itself, which a tool or reward would replace; name "
+                f"the method otherwise and say `name={attribute!r}` in the decorator"
+            )
+        if (mark := getattr(function, TOOL_MARK, None)) is not None:
+            spec = _tool_spec(attribute, function, mark, where)
+            if spec.name in tools:
+                raise ConfigError(f"{where}: a second tool named {spec.name!r}; give one another `name=`")
+            tools[spec.name] = spec
+        if (mark := getattr(function, REWARD_MARK, None)) is not None:
+            reward_spec = _reward_spec(attribute, function, mark, where)
+            if reward_spec.name in rewards:
+                raise ConfigError(f"{where}: a second reward named {reward_spec.name!r}; give one another `name=`")
+            rewards[reward_spec.name] = reward_spec
+    return ClassSpec(tuple(tools.values()), tuple(rewards.values()), _setup_spec(cls), _system(cls))
+
+
+def place_of(function: Any, cls: type, attribute: str) -> str:
+    """`file:line: Class.method`, for errors."""
+    code = getattr(inspect.unwrap(function), "__code__", None)
+    name = f"{cls.__qualname__}.{attribute}"
+    return f"{code.co_filename}:{code.co_firstlineno}: {name}" if code else f"{cls.__module__}.{name}"
+
+
+def check_methods(cls: type) -> None:
+    """Raises ConfigError where a tool or reward of the class is no plain method, and so could not be called."""
+    for base in cls.__mro__:
+        for name, value in vars(base).items():
+            if not isinstance(value, staticmethod | classmethod | property):
+                continue
+            inner = value.fget if isinstance(value, property) else value.__func__
+            for kind, mark in (("tool", TOOL_MARK), ("reward", REWARD_MARK)):
+                if hasattr(value, mark) or hasattr(inner, mark):
+                    raise ConfigError(
+                        f"{place_of(inner, base, name)}: a {type(value).__name__} cannot be a {kind}; "
+                        "write a plain method that takes self"
+                    )
+
+
+def check_timeout(seconds: Any, where: str) -> None:
+    """Raises ConfigError for a limit that no call could keep."""
+    if seconds is not None and (isinstance(seconds, bool | str) or not seconds > 0):
+        raise ConfigError(f"{where}: timeout_s must be a number of seconds above 0, got {shorten(seconds)}")
+
+
+def _check_attributes(cls: type) -> None:
+    """Raises ConfigError where `settings`, `sandbox` or `toolboxes` on the class are something else."""
+    from agentrl.env.toolenv.settings import ToolSettings
+    from agentrl.sandbox import Sandbox
+
+    def refuse(name: str, wanted: str, value: Any) -> None:
+        raise ConfigError(f"{cls.__qualname__}.{name} must be {wanted}, got {shorten(value)}")
+
+    plain = {
+        name: value
+        for name in ("settings", "sandbox", "toolboxes")
+        if not hasattr(type(value := getattr(cls, name)), "__get__")
+    }
+    if not isinstance(settings := plain.get("settings", ToolSettings()), ToolSettings):
+        refuse("settings", "ToolSettings(...)", settings)
+    if not isinstance(sandbox := plain.get("sandbox"), Sandbox | None):
+        refuse("sandbox", "Sandbox(...)", sandbox)
+    toolboxes = plain.get("toolboxes", ())
+    if not isinstance(toolboxes, list | tuple) or not all(map(callable, toolboxes)):
+        refuse("toolboxes", "a tuple of classes (imported, not named as text)", toolboxes)
+
+
+@functools.cache
+def _own_names() -> frozenset[str]:
+    """What ToolEnv, and Env under it, are made of."""
+    from agentrl.env.toolenv.env import ToolEnv  # imports this module
+
+    return frozenset(
+        name for base in ToolEnv.__mro__ for name in (*vars(base), *vars(base).get("__annotations__", {}))
+    )
+
+
+def _members(cls: type) -> dict[str, Any]:
+    """Functions of the class and its bases by name; the most derived one counts, at its first place."""
+    found: dict[str, Any] = {}
+    for base in reversed(cls.__mro__):
+        for name, value in vars(base).items():
+            if inspect.isfunction(value):
+                found[name] = value
+            else:
+                found.pop(name, None)
+    return found
+
+
+def _tool_spec(attribute: str, function: Callable[..., Any], mark: ToolMark, where: str) -> ToolSpec:
+    name = check_name(mark.name or attribute, where)
+    check_timeout(mark.timeout_s, where)
+    if mark.inline and inspect.iscoroutinefunction(function):
+        raise ConfigError(f"{where}: inline=True is for plain functions; an async one never leaves the loop")
+    signature = describe_callable(function, where=where, method=True)
+    return ToolSpec(name, attribute, function_schema(name, signature), signature, mark)
+
+
+def _reward_spec(attribute: str, function: Callable[..., Any], mark: RewardMark, where: str) -> RewardSpec:
+    names = list(inspect.signature(function).parameters)[1:]
+    allowed = _REWARD_ARGUMENTS.get(mark.per)
+    if allowed is None:
+        raise ConfigError(f"{where}: per={mark.per!r} must be 'episode', 'turn' or 'group'")
+    check_timeout(mark.timeout_s, where)
+    if isinstance(mark.weight, bool | str) or not math.isfinite(mark.weight):
+        raise ConfigError(f"{where}: weight must be a finite number, got {shorten(mark.weight)}")
+    if mark.solved_at is not None:
+        rule_of(mark.solved_at, f"{where}: solved")
+        if mark.per != "episode":
+            raise ConfigError(f"{where}: solved= is for a reward per episode; this one is per {mark.per}")
+    if mark.judge is not None and mark.per == "group":
+        raise ConfigError(f"{where}: judge= has no effect on a reward per group; ask the judge in the method")
+    if len(names) > 1 or not set(names) <= allowed or (mark.per == "group" and not names):
+        raise ConfigError(
+            f"{where}: a reward per {mark.per} takes {'exactly' if mark.per == 'group' else 'nothing or'} "
+            f"`{next(iter(allowed))}`, got ({', '.join(names)})"
+        )
+    says_bool = function.__annotations__.get("return") in (bool, "bool")
+    return RewardSpec(mark.name or attribute, attribute, mark, names[0] if names else None, says_bool)
+
+
+def _setup_spec(cls: type) -> SetupSpec:
+    function: Any = cls.setup  # type: ignore[attr-defined]  # every ToolEnv has one
+    where = f"{cls.__qualname__}.setup"
+    if function.__module__ == "agentrl.env.toolenv.env":
+        return SetupSpec(where, (), (), False, {})  # not overridden: an empty row
+    parameters = list(inspect.signature(function).parameters.values())[1:]
+    open_ended = any(p.kind is p.VAR_KEYWORD for p in parameters)
+    if bad := [p for p in parameters if p.kind in (p.VAR_POSITIONAL, p.POSITIONAL_ONLY)]:
+        raise ConfigError(f"{where}: parameter {bad[0]} cannot take a column of a data row; name each argument")
+    named = [p for p in parameters if p.kind is not p.VAR_KEYWORD]
+    try:
+        hints = get_type_hints(function, include_extras=True)
+    except NameError as e:
+        raise ConfigError(f"{where}: type hint cannot be resolved: {e}") from e
+    adapters: dict[str, TypeAdapter[Any]] = {}
+    for parameter in named:
+        try:
+            adapters[parameter.name] = TypeAdapter(hints.get(parameter.name, Any))
+        except (PydanticSchemaGenerationError, PydanticUserError):
+            continue  # a hint that pydantic cannot check is the author's own business here
+    return SetupSpec(
+        where,
+        tuple(p.name for p in named),
+        tuple(p.name for p in named if p.default is p.empty),
+        open_ended,
+        adapters,
+    )
+
+
+def _system(cls: type) -> str:
+    for base in cls.__mro__:
+        if base.__module__ == "agentrl.env.toolenv.env":
+            return ""
+        if text := base.__dict__.get("__doc__"):
+            return inspect.cleandoc(text)
+    return ""
+
+
+def unknown_weights(spec: ClassSpec, weights: Mapping[str, float], where: str) -> None:
+    """Raises ConfigError when a weight names no reward of the class."""
+    names = [r.name for r in spec.rewards]
+    for name, weight in weights.items():
+        if name not in names:
+            raise ConfigError(
+                f"{where}: no reward named {shorten(name)}; the rewards are: {', '.join(names) or 'none'}"
+            )
+        if isinstance(weight, bool) or not isinstance(weight, int | float):
+            raise ConfigError(f"{where}.{name}: the weight must be a number, got {shorten(weight)}")

@@ -1,0 +1,62 @@
+"""Toolboxes: plain classes with `@tool` methods, made anew for each episode and shared by many envs.
+
+A toolbox with a `sandbox` attribute finds its sandbox in `self.box`; `setup()` and `teardown()`, plain or async,
+run at the beginning and the end of the episode where they are there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from agentrl.env.toolenv.declare import TOOL_MARK
+from agentrl.env.toolenv.dispatch import BoundTool, call_function
+from agentrl.env.toolenv.observe import error_text
+from agentrl.env.toolenv.schema import check_name, describe_callable, function_schema
+from agentrl.env.toolenv.spec import MethodTool, check_methods, check_timeout, place_of
+from agentrl.errors import ConfigError
+
+
+def toolbox_tools(toolbox: Any) -> list[BoundTool]:
+    """The marked methods of one instance, in the order of definition, base classes first.
+
+    Raises:
+        ConfigError: there is none, or one cannot be described.
+    """
+    cls = type(toolbox)
+    check_methods(cls)
+    tools: list[BoundTool] = []
+    for attribute in dict.fromkeys(name for base in reversed(cls.__mro__) for name in vars(base)):
+        function = getattr(cls, attribute, None)
+        mark = getattr(function, TOOL_MARK, None)
+        if function is None or mark is None:
+            continue
+        where = place_of(function, cls, attribute)
+        name = check_name(mark.name or attribute, where)
+        check_timeout(mark.timeout_s, where)
+        signature = describe_callable(function, where=where, method=True)
+        schema = function_schema(name, signature)
+        bound = getattr(toolbox, attribute)
+        tools.append(MethodTool(name, schema, mark.parallel, mark.timeout_s, signature, bound, mark.inline))
+    if not tools:
+        raise ConfigError(f"tools: class {cls.__name__} has no @tool method")
+    return tools
+
+
+async def begin(toolboxes: Sequence[Any], timeout_s: float) -> None:
+    """Run the `setup` of each."""
+    for toolbox in toolboxes:
+        if setup := getattr(toolbox, "setup", None):
+            await call_function(setup, {}, timeout_s)
+
+
+async def end(toolboxes: Sequence[Any], timeout_s: float) -> list[str]:
+    """Run the `teardown` of each; returns what failed, in words."""
+    failures: list[str] = []
+    for toolbox in toolboxes:
+        if teardown := getattr(toolbox, "teardown", None):
+            try:
+                await call_function(teardown, {}, timeout_s)
+            except Exception as e:
+                failures.append(f"{type(toolbox).__name__}.teardown: {error_text(e)}")
+    return failures

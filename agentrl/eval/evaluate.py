@@ -1,0 +1,460 @@
+"""Playing tasks with a policy, without training on them: a checkpoint of ours, or a model behind an endpoint.
+
+The folder of an evaluation is a run folder: config.yaml, metrics.jsonl, and the episodes under the step of the
+checkpoint. Finished tasks are kept in `episodes/partial.jsonl` as they end, so that the same evaluation goes on
+where it was stopped.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import hashlib
+import json
+import math
+import os
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+from pydantic import ValidationError
+
+from agentrl.agents.players import players
+from agentrl.config import RunConfig, dump_config
+from agentrl.engine.chat_client import ChatClient, Endpoint
+from agentrl.env.env import Env
+from agentrl.env.solved import NOT_DECLARED
+from agentrl.env.tasks import Split
+from agentrl.errors import AgentRLError, ConfigError, EngineError, InfraError
+from agentrl.eval.result import RESULTS_FILE, EvalResult, EvalSpec, Prices, result_of
+from agentrl.extras import require
+from agentrl.reporting.report import Reporter
+from agentrl.rollout.chat_endpoint import ChatPlayer
+from agentrl.rollout.frame import Limits, Whereabouts
+from agentrl.rollout.group import GroupPlayer, Plays
+from agentrl.rollout.prompts import fitting
+from agentrl.rollout.setup import (
+    Content,
+    check_renderer,
+    load_content,
+    load_renderer,
+    make_engine,
+    make_guard,
+    quiet_transformers,
+    require_template,
+)
+from agentrl.run_folder.checkpoints import MANIFEST
+from agentrl.run_folder.records import MAX_BYTES, EpisodeRecord, bounded_lines, decode, encode
+from agentrl.run_folder.store import RunStore
+from agentrl.sandbox import close_pools
+from agentrl.types import EVERY_TOKEN, Episode, Filters, Task
+
+SPEC_FILE = "eval.json"
+"""In the folder of an evaluation: what is played."""
+PARTIAL_FILE = "episodes/partial.jsonl"
+LOST_IN_A_ROW = 5
+"""So many tasks lost before any is played stop an evaluation: nothing answers."""
+
+
+@dataclass(frozen=True, slots=True)
+class EvalOptions:
+    """How an evaluation plays.
+
+    Attributes:
+        split: which tasks; the env's generator or the run's data files give them.
+        tasks: how many; `eval.tasks` of the run where None.
+        attempts: episodes of each task.
+        temperature: 0 is greedy; None is greedy with one attempt, and the temperature of training with several.
+        filters: which tokens may be drawn.
+        concurrency: episodes in flight at most.
+        prices: of the endpoint's tokens.
+    """
+
+    split: Split = "held_out"
+    tasks: int | None = None
+    attempts: int = 1
+    temperature: float | None = None
+    filters: Filters = EVERY_TOKEN
+    concurrency: int = 16
+    prices: Prices | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Subject:
+    """What is evaluated: a model directory with the step of its checkpoint, or an endpoint."""
+
+    checkpoint: Path | None = None
+    endpoint: Endpoint | None = None
+    step: int = 0
+
+    @property
+    def name(self) -> str:
+        """For people."""
+        if self.endpoint is not None:
+            return f"{self.endpoint.model} at {self.endpoint.base_url}"
+        return str(self.checkpoint)
+
+    def digest(self) -> str:
+        """Of what is known of its content: the manifest of a checkpoint, the sizes and times of other files."""
+        if self.endpoint is not None:
+            return json.dumps([self.endpoint.base_url, self.endpoint.model, dict(self.endpoint.request)])
+        folder = self.checkpoint or Path()
+        if (folder / MANIFEST).is_file():
+            return hashlib.sha256((folder / MANIFEST).read_bytes()).hexdigest()
+        files = sorted(path for path in folder.glob("*") if path.is_file())
+        return str([(path.name, path.stat().st_size, path.stat().st_mtime_ns) for path in files])
+
+
+def make_spec(subject: Subject, config: RunConfig, options: EvalOptions) -> EvalSpec:
+    """What this evaluation plays.
+
+    Raises:
+        ConfigError: several greedy attempts at each task would all be the same, or filters have no effect.
+    """
+    temperature = options.temperature
+    if temperature is None:
+        temperature = 0.0 if options.attempts == 1 else config.rollout.temperature
+    if temperature == 0 and options.attempts > 1:
+        raise ConfigError(
+            f"{options.attempts} greedy attempts at each task are all the same: give a --temperature above 0, "
+            "or one attempt"
+        )
+    filters = options.filters
+    if temperature == 0 and filters != EVERY_TOKEN:
+        raise ConfigError("--top-p, --top-k and --min-p have no effect on greedy episodes: give a --temperature")
+    asked = {} if subject.endpoint is None else subject.endpoint.request
+    if twice := sorted(_given(filters).keys() & asked.keys()):
+        raise ConfigError(f"--{twice[0].replace('_', '-')} and --request {twice[0]}: give one of them")
+    digest = hashlib.sha256((dump_config(config) + subject.digest()).encode()).hexdigest()[:16]
+    tasks = options.tasks or config.eval.tasks
+    return EvalSpec(
+        subject.name,
+        config.env.use,
+        options.split,
+        tasks,
+        options.attempts,
+        temperature,
+        config.seed,
+        digest,
+        **dataclasses.asdict(filters),
+    )
+
+
+def _given(filters: Filters) -> dict[str, float]:
+    """The filters that are on."""
+    off = dataclasses.asdict(EVERY_TOKEN)
+    return {name: value for name, value in dataclasses.asdict(filters).items() if value != off[name]}
+
+
+def default_folder(base: Path, subject: Subject, spec: EvalSpec) -> Path:
+    """Where an evaluation goes: a name that the same evaluation finds again, and no other."""
+    what = f"step-{subject.step}" if subject.endpoint is None else subject.endpoint.model.replace("/", "-")
+    digest = hashlib.sha256(json.dumps(dataclasses.asdict(spec)).encode()).hexdigest()[:6]
+    return base / f"{what}-{spec.split}-{digest}"
+
+
+def evaluate(
+    subject: Subject,
+    config: RunConfig,
+    options: EvalOptions,
+    *,
+    folder: Path,
+    fresh: bool = False,
+    reporter: Reporter,
+) -> EvalResult:
+    """Play tasks and say what came out; goes on where the folder stands.
+
+    Args:
+        subject: whose answers count.
+        config: the run that says which env, which limits and which seed.
+        options: how much is played and how.
+        folder: the folder of this evaluation.
+        fresh: play everything anew; what is there is kept beside it.
+        reporter: told of every episode that ends.
+
+    Raises:
+        CheckpointError: it was trained with another tokenizer, template or parser.
+        ConfigError: the env, the model or the endpoint cannot be used, there are no such tasks, or the folder
+            holds another evaluation.
+        InfraError: nothing could be played.
+    """
+    if subject.endpoint is not None and config.agent is not None:
+        raise ConfigError(
+            "agent: a program is given our own policy; to see it with another model, start it there yourself"
+        )
+    spec = make_spec(subject, config, options)
+    if subject.endpoint is None:
+        require("train", "agentrl eval")
+    with RunStore.open(config, folder, fresh=fresh) as store:
+        try:
+            return _evaluate(subject, config, options, spec, store, reporter)
+        except AgentRLError:
+            store.discard()
+            raise
+
+
+def _evaluate(
+    subject: Subject,
+    config: RunConfig,
+    options: EvalOptions,
+    spec: EvalSpec,
+    store: RunStore,
+    reporter: Reporter,
+) -> EvalResult:
+    _claim(store, spec)
+    done = _finished(store, spec, options.prices)
+    if done is not None:
+        reporter.note(f"this evaluation is complete in {os.path.relpath(store.path)}; --fresh plays it again")
+        return done
+    reporter.phase("start")
+    reporter.within("reading tasks")
+    content = load_content(config.model_copy(update={"warmup": None}))  # demonstrations are not needed
+    found = content.held_out_tasks if spec.split == "held_out" else content.train_tasks
+    chosen = found[: spec.tasks]
+    if not chosen:
+        raise ConfigError(
+            f"there are no {spec.split} tasks: name a file under data.{spec.split}, or give --split train"
+        )
+    content = replace(content, train_tasks=(), held_out_tasks=chosen)
+    progress = _Progress(store, subject.step, spec.attempts, reporter)
+    started = time.monotonic()
+    asyncio.run(_play(subject, config, options, spec, content, progress))
+    rule = content.make_env().solved_rule()
+    return progress.finish(spec, time.monotonic() - started, options.prices, "" if rule is None else str(rule))
+
+
+def _claim(store: RunStore, spec: EvalSpec) -> None:
+    """Save what is played in a new folder, or see that the folder holds the same."""
+    path = store.path / SPEC_FILE
+    new = dataclasses.asdict(spec)
+    before = dataclasses.asdict(EVERY_TOKEN)  # what folders of an earlier version do not say
+    if path.is_file():
+        old = json.loads(path.read_bytes())
+        old = before | old
+        changed = [f"{key}: {old.get(key)} -> {value}" for key, value in new.items() if old.get(key) != value]
+        if changed:
+            raise ConfigError(
+                f"{store.path}: holds another evaluation ({', '.join(changed)}); give another --out, or "
+                "start over with --fresh (the old folder is kept beside it)"
+            )
+        return
+    if store.resumed:
+        raise ConfigError(f"{store.path}: is the folder of a training run; give another --out")
+    store.write_file(SPEC_FILE, (json.dumps(new, indent=2) + "\n").encode())
+
+
+def _finished(store: RunStore, spec: EvalSpec, prices: Prices | None) -> EvalResult | None:
+    """The result of a folder that is complete; its cost at today's prices."""
+    if not (store.path / RESULTS_FILE).is_file():
+        return None
+    result = EvalResult.read(store.path)
+    if result.lost:
+        return None
+    if prices is None:
+        return replace(result, cost=None)
+    return replace(result, cost=prices.cost(result.prompt_tokens, result.cached_tokens, result.sampled_tokens))
+
+
+async def _play(
+    subject: Subject,
+    config: RunConfig,
+    options: EvalOptions,
+    spec: EvalSpec,
+    content: Content,
+    progress: _Progress,
+) -> None:
+    """Make what plays, play, and close it."""
+    try:
+        if subject.endpoint is not None:
+            if config.data.overlong_prompts is not None:
+                progress.reporter.note("data.overlong_prompts is not looked at: an endpoint does not count tokens")
+            request = {**subject.endpoint.request, **_given(options.filters)}
+            client = ChatClient(replace(subject.endpoint, request=request))
+            rollout = config.rollout
+            limits = Limits(rollout.max_turns, rollout.max_tokens, rollout.token_budget, rollout.timeout_s)
+            try:
+                await _play_tasks(
+                    ChatPlayer(client, content.make_env, limits, spec.temperature),
+                    content.held_out_tasks,
+                    config,
+                    options,
+                    progress,
+                )
+            finally:
+                await client.close()
+            return
+        directory = subject.checkpoint or Path()
+        quiet_transformers()
+        renderer = load_renderer(config, directory)
+        require_template(renderer, content.make_env().tools)
+        check_renderer(renderer, directory)
+        progress.reporter.within("loading the model" if config.engine.kind == "local" else "starting servers")
+        engine = await make_engine(config, directory)
+        try:
+            content = await fitting(content, config, renderer, engine.max_context, progress.reporter)
+            async with players(config, None, engine, renderer, content.make_env) as make:
+                player = make(temperature=spec.temperature, filters=options.filters)
+                await _play_tasks(player, content.held_out_tasks, config, options, progress)
+        finally:
+            await engine.close()
+    finally:
+        await close_pools()
+
+
+async def _play_tasks(
+    player: Plays, tasks: Sequence[Task], config: RunConfig, options: EvalOptions, progress: _Progress
+) -> None:
+    """Play the tasks that are not there yet, so many episodes at once."""
+    bounded = AtMost(player, options.concurrency)
+    groups = GroupPlayer(
+        bounded,
+        options.attempts,
+        config.seed,
+        config.rollout.infra_retries,
+        progress.on_episode,
+        guard=make_guard(config, progress.reporter.note),
+    )
+    waiting = iter([number for number in range(len(tasks)) if number not in progress.done])
+    progress.reporter.phase("evaluate", len(tasks) * options.attempts, len(progress.done) * options.attempts)
+
+    async def work() -> None:
+        for number in waiting:
+            try:
+                group = await groups.play(tasks[number], "eval", number)
+            except InfraError as e:
+                progress.lose(number, e)
+            else:
+                progress.keep(number, [*group.episodes, *group.failed])
+
+    try:
+        async with asyncio.TaskGroup() as workers:
+            for _ in range(min(len(tasks), math.ceil(options.concurrency / options.attempts))):
+                workers.create_task(work())
+    except BaseExceptionGroup as several:
+        raise _first(several) from several
+
+
+def _first(several: BaseExceptionGroup[BaseException]) -> BaseException:
+    """The first single error inside (one cause is enough to read)."""
+    error: BaseException = several
+    while isinstance(error, BaseExceptionGroup):
+        error = error.exceptions[0]
+    return error
+
+
+@dataclass
+class AtMost:
+    """A player of whose episodes only so many are in flight at once."""
+
+    player: Plays
+    at_most: int
+    _places: asyncio.Semaphore = field(init=False)
+
+    def __post_init__(self) -> None:
+        self._places = asyncio.Semaphore(self.at_most)
+
+    @property
+    def make_env(self) -> Callable[[], Env]:
+        """Makes the env."""
+        return self.player.make_env
+
+    async def play(self, task: Task, *, episode_id: str, seed: int, where: Whereabouts | None = None) -> Episode:
+        """Play one episode as soon as there is a place; its clock begins then."""
+        async with self._places:
+            return await self.player.play(task, episode_id=episode_id, seed=seed)
+
+
+class _Progress:
+    """The tasks that are done, in memory and in the folder.
+
+    Attributes:
+        done: the records of each task that is done, by its number.
+        lost: what kept a task from being played, by its number.
+    """
+
+    def __init__(self, store: RunStore, step: int, attempts: int, reporter: Reporter) -> None:
+        self.store, self.step, self.reporter = store, step, reporter
+        self.done: dict[int, list[EpisodeRecord]] = {}
+        self.lost: dict[int, InfraError] = {}
+        self._path = store.path / PARTIAL_FILE
+        for record in _whole_lines(self._path):
+            self.done.setdefault(record.group, []).append(record)
+        for number, records in list(self.done.items()):
+            if sum(record.episode.error is None for record in records) != attempts:
+                del self.done[number]  # cut in the middle of a task
+        if self.done:
+            reporter.note(f"goes on with the evaluation in {store.path}")
+        lines = [encode(record) + b"\n" for records in self.done.values() for record in records]
+        store.write_file(PARTIAL_FILE, b"".join(lines))
+
+    def on_episode(self, episode: Episode) -> None:
+        """Show that an episode ended."""
+        if episode.error is None:
+            self.reporter.step({})
+
+    def keep(self, number: int, episodes: Sequence[Episode]) -> None:
+        """A task is done; written before the next one is asked for."""
+        records = [EpisodeRecord(self.step, number, episode) for episode in episodes]
+        with self._path.open("ab") as file:
+            file.write(b"".join(encode(record) + b"\n" for record in records))
+            file.flush()
+            os.fsync(file.fileno())
+        self.done[number] = records
+
+    def lose(self, number: int, error: InfraError) -> None:
+        """A task cannot be played. Raises EngineError when that is so from the beginning."""
+        self.lost[number] = error
+        if not self.done and len(self.lost) >= LOST_IN_A_ROW:
+            raise EngineError(f"none of the first {len(self.lost)} tasks could be played; the last one: {error}")
+
+    def finish(self, spec: EvalSpec, seconds: float, prices: Prices | None, solved: str) -> EvalResult:
+        """Write what a run folder holds. Raises InfraError where no task was played."""
+        if not self.done:
+            raise next(iter(self.lost.values()))
+        store = self.store
+        records = [record for number in sorted(self.done) for record in self.done[number]]
+        result = result_of(
+            store.path, spec, records, lost=len(self.lost), seconds=seconds, prices=prices, solved=solved
+        )
+        store.rewind(self.step - 1)
+        store.write_episodes(self.step, records)
+        store.log_metrics(self.step, result.metrics())
+        store.write_file(RESULTS_FILE, result.to_json().encode())
+        if not self.lost:
+            self._path.unlink()
+        for text in result.biased:
+            self.reporter.note(text)
+        for error in list(self.lost.values())[:1]:
+            self.reporter.note(
+                f"{len(self.lost)} of {len(self.lost) + len(self.done)} tasks could not be played and enter no "
+                f"number ({error}); the same command again tries them once more"
+            )
+        return result
+
+
+def _whole_lines(path: Path) -> Iterator[EpisodeRecord]:
+    """The records up to the first line that is not whole (torn, damaged, or longer than any episode)."""
+    for line in bounded_lines(path, MAX_BYTES):
+        try:
+            yield decode(line)
+        except (ValidationError, RecursionError):
+            return
+
+
+def check_minimum(result: EvalResult, minimum: Mapping[str, float]) -> list[str]:
+    """What stays below its bound, in words.
+
+    Raises:
+        ConfigError: a bound names something that was not estimated.
+    """
+    short = []
+    for name, bound in minimum.items():
+        if "solved" not in result.estimates and (name == "solved" or name.startswith("pass")):
+            raise ConfigError(f"--min {name}: what counts as solved is {NOT_DECLARED}")
+        if name not in result.estimates:
+            raise ConfigError(f"--min {name}: not measured here; there is: {', '.join(result.estimates)}")
+        value = result.estimates[name].mean
+        if value < bound:
+            short.append(f"{name} is {value:.4g}, below {bound:g}")
+    return short

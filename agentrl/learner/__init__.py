@@ -1,0 +1,1 @@
+"""The learner: packing, log-probabilities, losses and optimizer steps, on one rank or many."""

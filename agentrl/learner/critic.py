@@ -1,0 +1,234 @@
+"""The critic: what an episode will still earn, said at every token before it is sampled.
+
+It is a Hugging Face token classifier with one label: the body of the policy (or of another model directory) with a
+head that says 0 everywhere at first. It has its own optimiser, and its checkpoint is a model directory of its own.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from logging import ERROR
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from torch import Tensor
+from transformers import AutoConfig, AutoModelForTokenClassification, PreTrainedModel
+from transformers.utils import logging
+
+from agentrl.algo.aggregate import Totals, aggregation_weights
+from agentrl.algo.metrics import Metrics, max_of, merge_metrics, to_host
+from agentrl.algo.value import ValueLoss, value_loss
+from agentrl.config.algorithm import AlgorithmConfig, CriticConfig
+from agentrl.config.run import LearnerConfig, OptimConfig
+from agentrl.errors import AgentRLError, CheckpointError, ConfigError
+from agentrl.learner.attention.packed import PACKED_ATTENTION, check_attention, register_attention
+from agentrl.learner.model import checkpoint_activations
+from agentrl.learner.pack import Packed
+from agentrl.learner.rank import lr_factor, packed_rows, said_of, saving, working_dtype
+from agentrl.learner.shard import World, whole
+from agentrl.learner.split import Columns, Portion, Rows
+from agentrl.learner.state import Snapshot, restore_optimizer, snapshot, whole_weights
+from agentrl.models.device import pick_device
+from agentrl.models.probe import refuse_adapter
+
+CRITIC_FOLDER = "critic"
+"""In a checkpoint: the critic."""
+
+
+def load_critic(directory: Path) -> PreTrainedModel:
+    """A value model from a directory; of a policy's the body is taken and the head begins at 0.
+
+    Raises:
+        ConfigError: the directory is missing or holds no model, or its architecture has no token classifier.
+    """
+    refuse_adapter(directory, f"critic: {directory}")
+    register_attention()
+    said = logging.get_verbosity()
+    logging.set_verbosity(ERROR)  # it would advise to train the head that is missing: that follows
+    try:
+        loaded: Any = AutoModelForTokenClassification.from_pretrained(
+            directory,
+            num_labels=1,
+            dtype=torch.float32,
+            attn_implementation=PACKED_ATTENTION,
+            local_files_only=True,
+            trust_remote_code=False,
+            output_loading_info=True,
+        )
+    except (OSError, ValueError, KeyError, RuntimeError, AttributeError, TypeError, SafetensorError) as e:
+        raise ConfigError(
+            f"critic: {directory} cannot be loaded as a value model: {' '.join(str(e).split())[:300]}"
+        ) from e
+    finally:
+        logging.set_verbosity(said)
+    model: PreTrainedModel
+    model, report = loaded
+    head = {name for name, _ in model.named_parameters() if not name.startswith(model.base_model_prefix)}
+    missing = set(report["missing_keys"])
+    if absent := sorted(missing - head):
+        raise ConfigError(
+            f"critic: {directory} holds no weights for {absent[0]}: a file is missing or of another model"
+        )
+    for name in missing:
+        torch.nn.init.zeros_(model.get_parameter(name))
+    check_attention(model, f"critic: {directory}")
+    return model
+
+
+def empty_critic(directory: Path) -> PreTrainedModel:
+    """The same model without its values; call it where tensors have no storage (`torch.device("meta")`)."""
+    register_attention()
+    config = AutoConfig.from_pretrained(directory, num_labels=1, local_files_only=True)
+    auto: Any = AutoModelForTokenClassification
+    model: PreTrainedModel = auto.from_config(
+        config, dtype=torch.float32, attn_implementation=PACKED_ATTENTION
+    ).eval()
+    return model
+
+
+class Critic:
+    """One rank's part of the critic; all ranks must be called alike.
+
+    Beside the policy it is led by the learner of its rank; on ranks of its own it does its part by itself
+    (`evaluate`, `work` and what ends in `_part`).
+    """
+
+    def __init__(
+        self,
+        directory: Path,
+        *,
+        critic: CriticConfig,
+        algorithm: AlgorithmConfig,
+        optim: OptimConfig,
+        config: LearnerConfig,
+        total_steps: int,
+        world: World,
+    ) -> None:
+        def make(values: bool) -> PreTrainedModel:
+            return load_critic(directory) if values else empty_critic(directory)
+
+        self.critic, self.algorithm, self.optim, self.config = critic, algorithm, optim, config
+        self.world, self.total_steps = world, total_steps
+        self.device = pick_device(config.device)
+        self.model = world.place(make, config, self.device)
+        if config.checkpoint_activations:
+            checkpoint_activations(self.model)
+        self.loss_config = ValueLoss(clip=critic.value_clip)
+        self.optimizer = torch.optim.AdamW(
+            self.model.parameters(), lr=critic.lr, betas=optim.betas, weight_decay=optim.weight_decay, fused=True
+        )
+        self.steps_done = 0
+        self._taken: Snapshot | None = None
+
+    def evaluate(self, batches: Sequence[Rows], wanted: frozenset[str]) -> list[Columns]:
+        """`values` of the rows of this rank."""
+        return said_of(
+            batches, self.device, working_dtype(self.model), lambda packed: {"values": self.values(packed)}
+        )
+
+    def work(self, portions: Sequence[Portion]) -> Metrics:
+        """This rank's part of a step; every rank is at work at the same time.
+
+        Raises:
+            AgentRLError: the gradient is not finite.
+        """
+        factor, dtype = lr_factor(self.optim, self.steps_done, self.total_steps), working_dtype(self.model)
+        metrics: list[Metrics] = []
+        for portion in portions:
+            for rows in portion.micro_batches:
+                packed = packed_rows(rows, portion.columns, self.device, dtype)
+                metrics.append(self.learn(packed, portion.totals))
+            metrics.append(self.update(f"step {self.steps_done + 1}", factor))
+        self.steps_done += 1
+        return to_host(merge_metrics(metrics))
+
+    def learn(self, packed: Packed, totals: Totals) -> Metrics:
+        """The value loss of a micro-batch; its gradient is added to what is there."""
+        with saving(self.config):
+            value, found = self.loss(packed, totals)
+        value.backward()  # type: ignore[no-untyped-call]
+        return found
+
+    def values(self, packed: Packed) -> Tensor:
+        """[N] the value before each trained token: where it is predicted from."""
+        out = self.model(
+            input_ids=packed.ids_T[None],
+            position_ids=packed.positions_T[None],
+            use_cache=False,
+            spans=packed.spans,
+        )
+        values_T: Tensor = out.logits[0, :, 0]
+        return values_T[packed.source_N].to(torch.promote_types(torch.float32, values_T.dtype))
+
+    def loss(self, packed: Packed, totals: Totals) -> tuple[Tensor, Metrics]:
+        """This micro-batch's part of the value loss; its columns are the old values and the returns."""
+        mask_N = torch.ones_like(packed.ids_N, dtype=torch.bool)
+        values_N = self.values(packed)
+        weights_N = aggregation_weights(
+            self.critic.aggregation or self.algorithm.aggregation,
+            mask_N,
+            packed.sequence_N,
+            totals,
+            scale=self.critic.aggregation_scale or self.algorithm.aggregation_scale,
+            dtype=values_N.dtype,
+        )
+        loss, metrics = value_loss(
+            values_N, packed.columns["values"], packed.columns["returns"], weights_N, mask_N, self.loss_config
+        )
+        return loss, {f"critic/{name}": metric for name, metric in metrics.items()}
+
+    def update(self, when: str, factor: float) -> Metrics:
+        """One optimizer update with the clipped gradient, at `factor` times the learning rate.
+
+        Raises:
+            AgentRLError: the gradient is not finite; the critic is left as it was.
+        """
+        norm = whole(torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.critic.max_grad_norm))
+        if not math.isfinite(float(norm)):
+            self.optimizer.zero_grad(set_to_none=True)
+            raise AgentRLError(
+                f"{when}: the critic's gradient is {float(norm)}; lower critic.lr ({self.critic.lr:g})"
+            )
+        for group in self.optimizer.param_groups:
+            group["lr"] = self.critic.lr * factor
+        self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)
+        return {"critic/grad_norm": max_of(norm[None])}
+
+    def snapshot(self, note: Mapping[str, Any]) -> Snapshot:
+        """Copy this rank's part for a checkpoint."""
+        return snapshot(self.model, whole_weights(self.model, self.world), self.optimizer, self.world, note)
+
+    def restore(self, directory: Path) -> None:
+        """Take up the optimiser's state of a checkpoint.
+
+        Raises:
+            CheckpointError: the files are missing or belong to another model.
+        """
+        note = restore_optimizer(self.model, self.optimizer, directory, self.world)
+        try:
+            self.steps_done = int(note["steps_done"])
+        except (KeyError, TypeError, ValueError) as e:
+            raise CheckpointError(f"checkpoint {directory} cannot be resumed: {e}") from e
+
+    def snapshot_part(self, note: Mapping[str, Any]) -> None:
+        """Copy this rank's part of a checkpoint, for `write_part`."""
+        self._taken = self.snapshot({**note, "steps_done": self.steps_done})
+
+    def write_part(self, directory: Path) -> None:
+        """Write what `snapshot_part` copied, and forget it."""
+        assert self._taken is not None
+        (directory / CRITIC_FOLDER).mkdir(exist_ok=True)
+        self._taken.write(directory / CRITIC_FOLDER)
+        self._taken = None
+
+    def load_part(self, directory: Path) -> None:
+        """Take up this rank's part of a checkpoint of the run; see `restore`."""
+        self.restore(directory / CRITIC_FOLDER)
+
+    def close(self) -> None:
+        """Leave the other ranks; idempotent."""
+        self.world.leave()

@@ -1,0 +1,161 @@
+"""Log-probabilities and entropies of the trained tokens, in chunks, so that the N x V logits never exist at once.
+
+The model's output layer is asked for numbers per token instead of logits: within the forward pass it takes the
+hidden states of `chunk` tokens, makes their logits, reads off what is wanted and forgets them; the backward pass
+makes them again. Results and gradients equal those of the whole matrix.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+from transformers import PreTrainedModel
+
+from agentrl.learner.pack import Packed, pack
+from agentrl.types import Sample
+
+Wanted = frozenset[str]
+"""Of "entropy" and "sum_pi_squared": what is computed beside the log-probabilities."""
+
+
+class TokenStats(NamedTuple):
+    """Of the N trained tokens of a micro-batch, in float32 or better; None where it was not asked for."""
+
+    logprobs_N: Tensor
+    entropy_N: Tensor | None = None
+    sum_pi_squared_N: Tensor | None = None
+
+
+def token_stats(
+    model: PreTrainedModel,
+    packed: Packed,
+    *,
+    temperature: float = 1.0,
+    chunk: int = 0,
+    wanted: Wanted = frozenset(),
+    entropy_gradient: bool = False,
+) -> TokenStats:
+    """What the model says of the trained tokens.
+
+    Args:
+        temperature: logits are divided by it.
+        chunk: tokens whose logits exist at once; 0 makes all of them at once.
+        wanted: what is computed beside the log-probabilities.
+        entropy_gradient: whether gradients flow through the entropy.
+    """
+
+    def read(logits_CV: Tensor, ids_C: Tensor) -> Tensor:
+        return _columns(logits_CV, ids_C, temperature, wanted, entropy_gradient)
+
+    if chunk and packed.ids_N.numel() > chunk:
+        found_NC = _chunked(model, packed, chunk, read)
+        if found_NC is not None:
+            return _stats(found_NC, wanted)
+    return _stats(read(forward(model, packed), packed.ids_N), wanted)
+
+
+def know_head(model: PreTrainedModel, device: torch.device, dtype: torch.dtype) -> None:
+    """Find out on two tokens whether the model's logits are what its output layer gives.
+
+    `token_stats` would find out by itself, at the price of a second forward pass; ranks must agree on when.
+    """
+    two = Sample((0, 0), (False, True), (0.0, 0.0), (0.0, 0.0), (0, 0), episode_id="")
+    with torch.no_grad():
+        _chunked(
+            model, pack([two], device, dtype), 1, lambda l_CV, i_C: _columns(l_CV, i_C, 1.0, frozenset(), False)
+        )
+
+
+def forward(model: PreTrainedModel, packed: Packed) -> Tensor:
+    """[N, V] logits at the positions that predict the trained tokens; no others are computed."""
+    out = model(
+        input_ids=packed.ids_T[None],
+        position_ids=packed.positions_T[None],
+        logits_to_keep=packed.source_N,
+        use_cache=False,
+        spans=packed.spans,
+    )
+    logits: Tensor = out.logits[0]
+    return logits
+
+
+def _columns(
+    logits_CV: Tensor, ids_C: Tensor, temperature: float, wanted: Wanted, entropy_gradient: bool
+) -> Tensor:
+    """[C, 1 to 3] log-probability of each id, entropy in nats, sum of squared probabilities; nan if not wanted."""
+    logits_CV = logits_CV.to(torch.promote_types(torch.float32, logits_CV.dtype)) / temperature
+    logprobs_C = -nn.functional.cross_entropy(logits_CV, ids_C, reduction="none")
+    columns = [logprobs_C]
+    with torch.set_grad_enabled(entropy_gradient and torch.is_grad_enabled()):
+        if wanted:
+            table_CV = torch.log_softmax(logits_CV, dim=-1)
+            probs_CV = table_CV.exp()
+        if "entropy" in wanted:
+            # 0 * -inf would be nan; the masked value keeps the gradient finite as well.
+            columns.append(-(probs_CV * table_CV.masked_fill(probs_CV == 0, 0.0)).sum(-1))
+        if "sum_pi_squared" in wanted:
+            columns.append(probs_CV.square().sum(-1))
+    return torch.stack(columns, dim=-1)
+
+
+def _stats(found_NC: Tensor, wanted: Wanted) -> TokenStats:
+    names = ["logprobs_N", *(f"{name}_N" for name in ("entropy", "sum_pi_squared") if name in wanted)]
+    return TokenStats(**dict(zip(names, found_NC.unbind(-1), strict=True)))
+
+
+def _chunked(
+    model: PreTrainedModel, packed: Packed, chunk: int, read: Callable[[Tensor, Tensor], Tensor]
+) -> Tensor | None:
+    """What `read` gives for all tokens, chunk by chunk; None where the model changes what its output layer says.
+
+    Some families scale or bound their logits behind the output layer, which would act on our numbers instead.
+    """
+    head: nn.Module | None = model.get_output_embeddings()  # type: ignore[no-untyped-call]
+    fits: bool | None = getattr(model, _FITS, None)
+    if head is None or fits is False:
+        return None
+    plain = head.forward
+    given: list[Tensor] = []
+
+    def piece(hidden_CD: Tensor, ids_C: Tensor) -> Tensor:
+        return read(plain(hidden_CD), ids_C)
+
+    def instead(hidden_1ND: Tensor) -> Tensor:
+        pieces = [
+            checkpoint(piece, hidden_CD, ids_C, use_reentrant=False, preserve_rng_state=False)[None]
+            for hidden_CD, ids_C in zip(
+                torch.split(hidden_1ND[0], chunk), torch.split(packed.ids_N, chunk), strict=True
+            )
+        ]
+        given.append(torch.cat(pieces, dim=1))  # no view of it: FSDP hooks into what it is given
+        return given[0]
+
+    with _forward_of(head, instead):
+        found_NC = forward(model, packed)
+    if fits is None:  # the first time that this model is asked
+        given_NC = given[0][0]
+        fits = found_NC.shape == given_NC.shape and torch.allclose(found_NC, given_NC, 0.0, 0.0, equal_nan=True)
+        setattr(model, _FITS, fits)
+    return found_NC if fits else None
+
+
+_FITS = "_agentrl_logits_are_final"
+"""Set on a model: whether what its output layer gives is what the model gives."""
+
+
+@contextmanager
+def _forward_of(module: nn.Module, function: Callable[[Tensor], Tensor]) -> Iterator[None]:
+    """Within the block, calling the module (with its hooks) calls `function`."""
+    before = module.__dict__.get("forward")
+    module.__dict__["forward"] = function
+    try:
+        yield
+    finally:
+        del module.__dict__["forward"]
+        if before is not None:
+            module.__dict__["forward"] = before

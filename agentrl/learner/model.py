@@ -1,0 +1,83 @@
+"""The policy as the learner has it: a Hugging Face model in float32 with packed attention."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers.modeling_layers import GradientCheckpointingLayer
+
+from agentrl.errors import ConfigError
+from agentrl.learner.attention.packed import PACKED_ATTENTION, check_attention, register_attention
+from agentrl.models.probe import read_config
+
+
+def load_policy(directory: Path, device: torch.device) -> PreTrainedModel:
+    """Load a Hugging Face causal language model in float32 with packed attention.
+
+    Raises:
+        ConfigError: the directory is missing or holds no model, or one that cannot be computed on packed rows.
+    """
+    read_config(directory, f"model directory {directory}")
+    register_attention()
+    try:
+        loaded: Any = AutoModelForCausalLM.from_pretrained(
+            directory,
+            dtype=torch.float32,
+            attn_implementation=PACKED_ATTENTION,
+            local_files_only=True,
+            trust_remote_code=False,
+            output_loading_info=True,
+            ignore_mismatched_sizes=True,  # reported below, in one line
+        )
+    except (OSError, ValueError, KeyError, RuntimeError, AttributeError, TypeError, SafetensorError) as e:
+        raise ConfigError(f"model directory {directory} cannot be loaded: {' '.join(str(e).split())[:300]}") from e
+    model: PreTrainedModel
+    model, report = loaded
+    if absent := sorted(report["missing_keys"]):
+        raise ConfigError(
+            f"model directory {directory} holds no weights for {absent[0]}"
+            + (f" and {len(absent) - 1} others" if absent[1:] else "")
+            + ": config.json and weights are not of the same model, or a file is missing"
+        )
+    if other := sorted(report["mismatched_keys"]):
+        name, found, wanted = other[0]
+        raise ConfigError(
+            f"model directory {directory} does not fit itself: {name} has shape {list(found)} where config.json "
+            f"asks for {list(wanted)}"
+        )
+    check_attention(model, f"model directory {directory}")
+    model.to(device)  # type: ignore[arg-type]
+    return model
+
+
+def empty_policy(directory: Path) -> PreTrainedModel:
+    """The same model without its values; call it where tensors have no storage (`torch.device("meta")`)."""
+    register_attention()
+    config = AutoConfig.from_pretrained(directory, local_files_only=True)
+    auto: Any = AutoModelForCausalLM
+    model: PreTrainedModel = auto.from_config(
+        config, dtype=torch.float32, attn_implementation=PACKED_ATTENTION
+    ).eval()
+    return model
+
+
+def checkpoint_activations(model: PreTrainedModel) -> None:
+    """Keep only what goes into each block and compute the rest again in the backward pass; nothing is random."""
+    options: Any = {"use_reentrant": False}
+    enable: Any = getattr(model, "activation_checkpointing_enable", None)
+    if enable is not None:
+        enable(activation_checkpointing_kwargs=options)
+    else:  # transformers before it had a new name
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=options)  # type: ignore[no-untyped-call]
+    # transformers checkpoints a block in training mode only, in which some families also sample: dropout, noise on
+    # the router. So the blocks alone are put into it, and what is in them stays as it is when the engine samples.
+    for block in model.modules():
+        if isinstance(block, GradientCheckpointingLayer):
+            block.training = True
+            for name, value in vars(block).items():
+                if "drop" in name and isinstance(value, float):
+                    setattr(block, name, 0.0)

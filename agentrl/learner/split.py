@@ -1,0 +1,192 @@
+"""The work of one step, split over updates, ranks and micro-batches before any of it is done.
+
+Whoever drives the ranks splits; they only compute. Counts that normalise the loss are those of the whole update,
+so that neither the number of ranks nor the split changes the gradient.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from hashlib import blake2b
+
+from agentrl.algo.aggregate import Totals, totals_of_lengths
+from agentrl.algo.correction import Drift, merge_drift
+from agentrl.algo.metrics import Metrics, merge_metrics, metric_values
+from agentrl.learner.pack import micro_batches
+from agentrl.train.prepare import Prepared
+from agentrl.types import Sample
+
+Rows = tuple[Sample, ...]
+Columns = Mapping[str, tuple[float, ...]]
+"""What a model says of a row: numbers of its trained tokens, by name."""
+NOTHING: Rows = (Sample((0, 0), (False, False), (0.0, 0.0), (0.0, 0.0), (0, 0), episode_id=""),)
+"""What a rank computes that has no rows for a micro-batch, so that it takes part: nothing of it is trained."""
+OF_UPDATE = ("loss", "policy_kl", "clip_fraction", "ratio_veto", "grad_norm")
+"""Metrics that a step of several updates has of each."""
+UNEVEN = 1.1
+"""Groups stay on one rank, where they share their prefix, unless a rank would get this much more than the mean."""
+
+
+@dataclass(frozen=True, slots=True)
+class Update:
+    """What one step did.
+
+    Attributes:
+        metrics: to log.
+        tokens: that went through the model.
+        trained: tokens under the loss.
+        advantages: of each episode's sampled segments, by their number, where the step estimated them.
+    """
+
+    metrics: Mapping[str, float]
+    tokens: int
+    trained: int
+    advantages: Mapping[str, Mapping[int, float]] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class Portion:
+    """One rank's part of one optimizer update.
+
+    Attributes:
+        micro_batches: as many on every rank, so that all take part in the same exchanges; some may be empty.
+        totals: counts of the whole update, over all ranks.
+        kl_coef: weight of the KL penalty in this step.
+        columns: names of the columns that the rows of this step have.
+    """
+
+    micro_batches: tuple[Rows, ...]
+    totals: Totals
+    kl_coef: float = 0.0
+    columns: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """What one rank's part of a step came to; `grad_norm` and `lr` are the same on all ranks."""
+
+    metrics: Metrics
+    drift: Drift
+    grad_norm: float
+    lr: float
+    updates: Sequence[Metrics] = ()
+    """What each optimizer update came to, in `OF_UPDATE`."""
+
+
+@dataclass(frozen=True, slots=True)
+class Passes:
+    """How the episodes of a step are dealt out over optimizer updates.
+
+    Attributes:
+        updates: mini-batches of one pass.
+        epochs: passes.
+        seed: with the number of the pass and an episode's id it says where the episode comes in a pass.
+    """
+
+    updates: int = 1
+    epochs: int = 1
+    seed: int = 0
+
+    def mini_batches(self, episodes: Sequence[str]) -> list[list[str]]:
+        """The episodes of each update. In a single pass they are dealt out in their order, so that each update has
+        its share of every group; of several each has an order of its own, which depends on nothing but seed and
+        ids: not on ranks, and not on whether the run was resumed."""
+        found = []
+        for epoch in range(self.epochs):
+            order = list(episodes) if self.epochs == 1 else sorted(episodes, key=lambda e: self._draw(epoch, e))
+            found += [part for start in range(self.updates) if (part := order[start :: self.updates])]
+        return found
+
+    def _draw(self, epoch: int, episode: str) -> bytes:
+        return blake2b(f"{self.seed}/{epoch}/{episode}".encode(), digest_size=16).digest()
+
+
+def split_step(
+    prepared: Prepared, passes: Passes, *, ranks: int, max_tokens: int, kl_coef: float = 0.0
+) -> list[list[Portion]]:
+    """For each rank its part of each optimizer update: episodes whole, tokens balanced.
+
+    Idle episodes have their places in the mini-batches and their counts, and no rows.
+
+    Raises:
+        ConfigError: one episode alone has more than `max_tokens` tokens.
+    """
+    by_rank: list[list[Portion]] = [[] for _ in range(ranks)]
+    lengths = trained_by_episode(prepared.samples)
+    rows_of: dict[str, list[tuple[int, Sample]]] = {name: [] for name in lengths}
+    for place, sample in enumerate(prepared.samples):
+        if sample.episode_id not in prepared.idle:
+            rows_of[sample.episode_id].append((place, sample))
+    columns = next((tuple(rows[0][1].columns) for rows in rows_of.values() if rows), ())
+    for episodes in passes.mini_batches(list(lengths)) or [[]]:
+        totals = totals_of_lengths(lengths[name] for name in episodes)
+        part = [row for _, row in sorted((row for name in episodes for row in rows_of[name]), key=lambda r: r[0])]
+        for rank, rows in enumerate(split_rows(part, ranks=ranks, max_tokens=max_tokens)):
+            # A gradient of 0 is one as well: the optimizer goes on by its momentum.
+            rows = rows or ((),) if totals.num_tokens else rows
+            by_rank[rank].append(Portion(rows, totals, kl_coef, columns))
+    return by_rank
+
+
+def split_rows(samples: Sequence[Sample], *, ranks: int, max_tokens: int) -> list[tuple[Rows, ...]]:
+    """For each rank its micro-batches, as many on every rank.
+
+    Raises:
+        ConfigError: one episode alone has more than `max_tokens` tokens.
+    """
+    shares = [samples] if ranks == 1 else balanced(samples, ranks)
+    found = [[tuple(rows) for rows in micro_batches(share, max_tokens)] for share in shares]
+    most = max(len(rows) for rows in found)
+    return [(*rows, *[()] * (most - len(rows))) for rows in found]
+
+
+def balanced(samples: Sequence[Sample], ranks: int) -> list[list[Sample]]:
+    """The rows of each rank: about the same number of tokens, episodes whole and, where it is even, groups too."""
+    groups = _shares(samples, ranks, lambda s: str(s.group))
+    sizes = [sum(len(s.ids) for s in share) for share in groups]
+    if max(sizes) <= UNEVEN * sum(sizes) / ranks:
+        return groups
+    return _shares(samples, ranks, lambda s: s.episode_id)
+
+
+def merge_outcomes(
+    outcomes: Sequence[Outcome], prepared: Prepared, apart: Sequence[Metrics] = (), *, epochs: int = 1
+) -> Update:
+    """The step as a whole, from what was prepared, what every rank did, and the metrics of ranks apart."""
+    values = metric_values(merge_metrics([prepared.metrics, *(o.metrics for o in outcomes), *apart]))
+    measured = merge_drift([prepared.drift, *(o.drift for o in outcomes)])
+    values |= {f"drift/{k}": v for k, v in measured.metrics().items()}
+    values |= {"grad_norm": outcomes[0].grad_norm, "lr": outcomes[0].lr}
+    updates = [merge_metrics(parts) for parts in zip(*(o.updates for o in outcomes), strict=True)]
+    if "loss" in values:
+        values["loss"] /= max(len(updates), 1)
+    if len(updates) > 1:
+        for number, found in enumerate(updates, 1):
+            of_update = {name: metric for name, metric in found.items() if name in OF_UPDATE}
+            values |= {f"update/{number}/{name}": value for name, value in metric_values(of_update).items()}
+    trained = sum(sum(s.loss_mask) for s in prepared.samples)
+    passed = sum(len(s.ids) for s in prepared.samples if s.episode_id not in prepared.idle)
+    return Update(values, passed * epochs, trained, prepared.advantages)
+
+
+def trained_by_episode(samples: Sequence[Sample]) -> dict[str, int]:
+    """Tokens under the loss, by episode."""
+    counts: dict[str, int] = {}
+    for sample in samples:
+        counts[sample.episode_id] = counts.get(sample.episode_id, 0) + sum(sample.loss_mask)
+    return counts
+
+
+def _shares(samples: Sequence[Sample], ranks: int, unit: Callable[[Sample], str]) -> list[list[Sample]]:
+    """Give each unit, largest first, to the rank with the fewest tokens so far."""
+    units: dict[str, list[Sample]] = {}
+    for sample in samples:
+        units.setdefault(unit(sample), []).append(sample)
+    shares: list[list[Sample]] = [[] for _ in range(ranks)]
+    used = [0] * ranks
+    for rows in sorted(units.values(), key=lambda rows: sum(len(s.ids) for s in rows), reverse=True):
+        rank = used.index(min(used))
+        shares[rank] += rows
+        used[rank] += sum(len(s.ids) for s in rows)
+    return shares

@@ -1,0 +1,176 @@
+"""What a learner keeps on disk beside the weights: safetensors and JSON, whichever number of ranks wrote them.
+
+Each rank writes the rows of the optimiser's state that it holds into a file of its own, with the row at which each
+piece begins in the file's header. Whoever loads reads the rows it needs from whichever files have them.
+docs/design/checkpoints.md says why this is not PyTorch's own format.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from transformers import PreTrainedModel
+
+from agentrl.errors import CheckpointError
+from agentrl.learner.shard import World, local_rows, settle, whole
+
+NOTE = "learner.json"
+
+
+@dataclass(frozen=True, slots=True)
+class Snapshot:
+    """A learner at one moment, copied to host memory: it can be written while training goes on.
+
+    Attributes:
+        world: the ranks; each writes its own.
+        note: counters and other small things, for learner.json.
+        model: says how `weights` are written; its own values are not read.
+        weights: of the whole policy, on rank 0; nothing on the others.
+        optimizer: what this rank holds, by `parameter/entry`.
+        offsets: the row at which each begins.
+    """
+
+    world: World
+    note: Mapping[str, Any]
+    model: PreTrainedModel
+    weights: Mapping[str, Tensor]
+    optimizer: Mapping[str, Tensor]
+    offsets: Mapping[str, str] = field(default_factory=dict)
+
+    def write(self, directory: Path) -> None:
+        """Write this rank's files; rank 0 also the policy as a Hugging Face model."""
+        if self.world.rank == 0:
+            self.model.save_pretrained(directory, state_dict=dict(self.weights))
+            (directory / NOTE).write_text(json.dumps({**self.note, "ranks": self.world.size}))
+        file = directory / _file("optimizer", self.world.rank, self.world.size)
+        save_file(dict(self.optimizer), file, metadata=dict(self.offsets))
+
+
+def snapshot(
+    model: PreTrainedModel,
+    weights: Mapping[str, Tensor],
+    optimizer: Optimizer,
+    world: World,
+    note: Mapping[str, Any],
+) -> Snapshot:
+    """Copy what a learner is to host memory.
+
+    Args:
+        weights: of the whole policy by Hugging Face names, as `whole_weights` gives them.
+    """
+    state, offsets = _optimizer_state(model, optimizer)
+    state |= {f"rng/{name}": value for name, value in _generators().items()}
+    return Snapshot(world, note, model, {k: _copy(v) for k, v in weights.items()}, state, offsets)
+
+
+def whole_weights(model: nn.Module, world: World) -> dict[str, Tensor]:
+    """All parameters and saved buffers, each once, without shards; on rank 0 only, though every rank must ask."""
+    found = {}
+    saved = model.state_dict().keys()
+    for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
+        if name in saved:
+            value = whole(tensor)
+            if world.rank == 0:
+                found[name] = value
+    return found
+
+
+def restore_optimizer(model: nn.Module, optimizer: Optimizer, directory: Path, world: World) -> dict[str, Any]:
+    """Take up the optimiser's state of a checkpoint, whatever number of ranks wrote it; returns its note.
+
+    Raises:
+        CheckpointError: the files are missing or damaged, or belong to another model.
+    """
+    try:
+        note: dict[str, Any] = json.loads((directory / NOTE).read_text())
+        ranks = int(note.get("ranks", 1))
+        with ExitStack() as stack:
+            files = [
+                stack.enter_context(safe_open(directory / _file("optimizer", rank, ranks), framework="pt"))
+                for rank in range(ranks)
+                if ranks > 1 or (directory / _file("optimizer", 0, 1)).is_file()
+            ]
+            _read_optimizer(model, optimizer, files, f"checkpoint {directory}")
+            if ranks == world.size and files:
+                _restore_generators(files[world.rank])
+    except (OSError, ValueError, KeyError, TypeError, SafetensorError) as e:
+        raise CheckpointError(f"checkpoint {directory} cannot be resumed: {e}") from e
+    return note
+
+
+def _read_optimizer(model: nn.Module, optimizer: Optimizer, files: list[Any], where: str) -> None:
+    settle(model)
+    params = dict(model.named_parameters())
+    pieces: dict[str, list[tuple[int, Any]]] = {}
+    for file in files:
+        offsets = file.metadata() or {}
+        for key in file.keys():  # noqa: SIM118
+            if not key.startswith("rng/"):
+                pieces.setdefault(key, []).append((int(offsets.get(key, 0)), file))
+    for key, found in pieces.items():
+        name, _, entry = key.rpartition("/")
+        if name not in params:
+            raise CheckpointError(f"{where}: {name} is not a parameter of this model")
+        param = params[name]
+        if entry == "step":
+            optimizer.state[param][entry] = found[0][1].get_tensor(key).to(param.device)
+            continue
+        value = torch.zeros_like(param)
+        rows, first = local_rows(value)
+        filled = 0
+        for offset, file in found:
+            piece = file.get_slice(key)
+            shape = piece.get_shape()
+            if list(shape[1:]) != list(param.shape[1:]) or offset + shape[0] > param.shape[0]:
+                raise CheckpointError(f"{where}: {key} does not fit this model's {name}")
+            low, high = max(offset, first), min(offset + shape[0], first + len(rows))
+            if low < high:
+                rows[low - first : high - first] = piece[low - offset : high - offset].to(rows.device)
+                filled += high - low
+        if filled != len(rows):
+            raise CheckpointError(f"{where}: {key} does not fit this model's {name}")
+        optimizer.state[param][entry] = value
+
+
+def _optimizer_state(model: nn.Module, optimizer: Optimizer) -> tuple[dict[str, Tensor], dict[str, str]]:
+    names = {id(p): n for n, p in model.named_parameters()}
+    state, offsets = {}, {}
+    for param, entries in optimizer.state.items():
+        for entry, value in entries.items():
+            key = f"{names[id(param)]}/{entry}"
+            rows, first = local_rows(value)
+            if rows.dim() == 0 or len(rows):
+                state[key] = _copy(rows)
+                offsets[key] = str(first)
+    return state, offsets
+
+
+def _generators() -> dict[str, Tensor]:
+    found = {"cpu": torch.get_rng_state()}
+    return found | ({"cuda": torch.cuda.get_rng_state()} if torch.cuda.is_available() else {})
+
+
+def _restore_generators(file: Any) -> None:
+    saved = set(file.keys())
+    if "rng/cpu" in saved:
+        torch.set_rng_state(file.get_tensor("rng/cpu"))
+    if "rng/cuda" in saved and torch.cuda.is_available():
+        torch.cuda.set_rng_state(file.get_tensor("rng/cuda"))
+
+
+def _copy(tensor: Tensor) -> Tensor:
+    return tensor.detach().to("cpu", copy=True).contiguous()
+
+
+def _file(kind: str, rank: int, ranks: int) -> str:
+    return f"{kind}.safetensors" if ranks == 1 else f"{kind}-{rank + 1:05d}-of-{ranks:05d}.safetensors"

@@ -1,0 +1,393 @@
+"""A run without its model: env, tasks, tokenizer, template and rewards looked over with played episodes."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import random
+import tempfile
+from collections.abc import Callable, Coroutine, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from agentrl.chat.check import check as check_ledger
+from agentrl.chat.demonstrate import imitate
+from agentrl.chat.proof import Proof, prove
+from agentrl.chat.template import Renderer, same_meaning
+from agentrl.chat.transcript import Transcript
+from agentrl.config.algorithm import AlgorithmConfig
+from agentrl.config.run import RunConfig
+from agentrl.env import Env
+from agentrl.env.images import refuse_images
+from agentrl.env.load import load_env, said_by
+from agentrl.env.solved import NOT_DECLARED
+from agentrl.env.toolenv.env import ToolEnv
+from agentrl.env.toolenv.held_back import acts_outside
+from agentrl.env.toolenv.rewards import weight_of, weight_of_nothing
+from agentrl.errors import ConfigError, EnvError, InfraError, RewardError
+from agentrl.models.tiny import make_tokenizer
+from agentrl.reporting.report import Silent
+from agentrl.rollout.group import with_group_rewards
+from agentrl.rollout.metrics import reward_parts
+from agentrl.rollout.oracle import author_method
+from agentrl.rollout.prompts import fitting, prompt_tokens
+from agentrl.rollout.setup import (
+    Content,
+    check_held_out,
+    corpus,
+    load_content,
+    load_renderer,
+    repeated_ids,
+)
+from agentrl.run_folder.records import EpisodeRecord
+from agentrl.sandbox import close_pools
+from agentrl.testing.env import EnvCheckError, check_env
+from agentrl.testing.policy import Policy, ScriptedPolicy, call, play, random_arguments
+from agentrl.train.advantages import estimate_advantages
+from agentrl.train.algorithm import make_algorithm
+from agentrl.train.rewardless import no_reward
+from agentrl.train.room import too_long
+from agentrl.train.samples import to_records, to_samples
+from agentrl.types import LIMITS, Episode, Group, Message, Segment, Task
+
+PROBED_TASKS = 32
+"""Opening messages that are rendered to see how long they get."""
+
+
+@dataclass(frozen=True, slots=True)
+class Rehearsal:
+    """What a run would work with, seen without weights.
+
+    Attributes:
+        played_by: what the first episode follows: the env's `oracle`, or a generated call to its first tool.
+        episodes: two episodes of the same task, the scripted one and one whose policy says nothing of use; their
+            advantages are those of a group in which half of the episodes go like each.
+        prompt_tokens: the longest opening of the first tasks.
+        max_context: what the model can take, None where its config does not say.
+        demonstration_tokens: the longest demonstration, None without demonstrations.
+        findings: what breaks the contract of an env, or would go wrong later; nothing in a good run.
+        notes: what one would rather know, and what keeps no run from being good.
+        decode: ids to text.
+    """
+
+    config: RunConfig
+    tools: tuple[str, ...]
+    rewards: tuple[str, ...]
+    solved: str
+    num_train: int
+    num_held_out: int
+    num_demonstrations: int
+    played_by: str
+    episodes: tuple[EpisodeRecord, EpisodeRecord]
+    prompt_tokens: int
+    max_context: int | None
+    demonstration_tokens: int | None
+    proof: Proof
+    template_hash: str
+    findings: tuple[str, ...]
+    notes: tuple[str, ...]
+    decode: Callable[[Sequence[int]], str]
+
+
+def rehearse(config: RunConfig, *, play_outside: bool = False) -> Rehearsal:
+    """Load everything but the weights, play two episodes and prove the chat template.
+
+    Args:
+        play_outside: call tools that act outside of the episode (MCP servers, HTTP) as well.
+
+    Raises:
+        ConfigError: the env, its tasks, a tool, a reward or the tokenizer cannot be used.
+        TemplateError: the chat template cannot be used.
+    """
+    content = load_content(config)
+    check_held_out(config, content)
+    held_back = () if play_outside else _outside(content.make_env())
+    if held_back:
+        content = replace(content, make_env=partial(_holding_back, content.make_env))
+    with tempfile.TemporaryDirectory(prefix="agentrl-check-") as temp:
+        folder, max_context = _tokenizer(config, content, Path(temp))
+        renderer = load_renderer(config, folder)
+        proof = prove(renderer)
+        proof.require(tools=bool(content.make_env().tools))
+        try:
+            found = asyncio.run(_closing_pools(_rehearse(config, content, renderer, proof, max_context)))
+        except (InfraError, EnvError, RewardError) as e:
+            raise ConfigError(f"{config.env.use}: {e}") from e
+    if not held_back:
+        return found
+    note = f"these tools act outside of the episode and were not called: {', '.join(held_back)}; --play calls them"
+    return replace(found, notes=(*found.notes, note))
+
+
+def _outside(env: Env) -> tuple[str, ...]:
+    """Names of the tools that reach others than the episode."""
+    if not isinstance(env, ToolEnv):
+        return ()
+    return tuple(name for name, tool in env._bound().items() if acts_outside(tool))
+
+
+def _holding_back(make_env: Callable[[], Env]) -> Env:
+    env = make_env()
+    if isinstance(env, ToolEnv):
+        env.hold_back, env._tools = True, None
+    return env
+
+
+class _Noting(Silent):
+    """Keeps what a run would be told."""
+
+    def __init__(self) -> None:
+        self.notes: list[str] = []
+
+    def note(self, text: str) -> None:
+        """Keep it."""
+        self.notes.append(text)
+
+
+async def _closing_pools(work: Coroutine[None, None, Rehearsal]) -> Rehearsal:
+    try:
+        return await work
+    finally:
+        await close_pools()
+
+
+async def _rehearse(
+    config: RunConfig, content: Content, renderer: Renderer, proof: Proof, max_context: int | None
+) -> Rehearsal:
+    noting = _Noting()
+    if config.data.overlong_prompts is not None:
+        room = max_context or config.rollout.token_budget
+        content = await fitting(content, config, renderer, room, noting)
+    task = content.train_tasks[0]
+    refuse_images(content.make_env())
+    policy, played_by = _policy(config, content, task)
+    scripted, transcript = await _episode(config, content, renderer, task, policy, "scripted")
+    silent, _ = await _episode(config, content, renderer, task, ScriptedPolicy([]), "silent")
+    findings = await _env_findings(content)
+    findings += _ledger_findings(renderer, transcript)
+    prompt_tokens = await _longest_opening(content, renderer)
+    findings += _length_findings(config, prompt_tokens, max_context)
+    findings += _limit_findings(config, scripted)
+    if config.reward_model is None and (nothing := no_reward(content.make_env(), (scripted, silent))):
+        findings.append(nothing)
+    given = {part for episode in (scripted, silent) for part in reward_parts(episode)}
+    if nothing := weight_of_nothing(config.env.reward_weights, given):
+        findings.append(nothing)
+    longest = _longest_demonstration(content, renderer, scripted)
+    if longest is not None and max_context is not None and longest > max_context:
+        findings.append(f"the longest demonstration has {longest} tokens, the model takes {max_context}")
+    return Rehearsal(
+        config=config,
+        tools=tuple(_tool_line(schema["function"]) for schema in scripted.tools),
+        rewards=_reward_names(content.make_env(), scripted),
+        solved=_solved_line(content.make_env(), scripted),
+        num_train=len(content.train_tasks),
+        num_held_out=len(content.held_out_tasks),
+        num_demonstrations=len(content.demonstrations),
+        played_by=played_by,
+        episodes=await _compared(config, content, scripted, silent),
+        prompt_tokens=prompt_tokens,
+        max_context=max_context,
+        demonstration_tokens=longest,
+        proof=proof,
+        template_hash=renderer.hash,
+        findings=tuple(findings),
+        notes=(*repeated_ids(content), *noting.notes),
+        decode=renderer.decode,
+    )
+
+
+def _tokenizer(config: RunConfig, content: Content, temp: Path) -> tuple[Path, int | None]:
+    """The folder with the tokenizer (made in `temp` for a tiny model) and the length of the model's context."""
+    tiny = config.model.tiny
+    if tiny is not None:
+        make_tokenizer(temp, corpus(content), vocab=tiny.vocab, max_context=tiny.max_context)
+        return temp, tiny.max_context
+    folder = Path(config.model.path or "")
+    try:
+        model = json.loads((folder / "config.json").read_bytes())
+    except FileNotFoundError:
+        raise ConfigError(f"model.path {folder}: has no config.json, so it is not a Hugging Face model") from None
+    except ValueError as e:
+        raise ConfigError(f"{folder / 'config.json'}: not JSON: {e}") from None
+    length = model.get("max_position_embeddings")
+    return folder, length if isinstance(length, int) else None
+
+
+def _policy(config: RunConfig, content: Content, task: Task) -> tuple[Policy, str]:
+    env_class = load_env(config.env.use)
+    oracle = author_method(env_class, "oracle")
+    if oracle is not None:
+        try:
+            policy: Policy = oracle(task)
+        except Exception as e:
+            raise ConfigError(f"{config.env.use}.oracle on task {task.id!r}: {said_by(e)}") from e
+        if not callable(policy):
+            raise ConfigError(
+                f"{config.env.use}.oracle must return a policy (ScriptedPolicy([...])), got {policy!r}"
+            )
+        return policy, "the env's oracle"
+    tools = content.make_env().tools
+    if not tools:
+        return ScriptedPolicy(["hello"]), "a plain answer (the env has no tools)"
+    function = tools[0]["function"]
+    arguments = random_arguments(function["parameters"], random.Random(config.seed))
+    return ScriptedPolicy([call(function["name"], **arguments)]), f"a generated call to {function['name']}"
+
+
+async def _episode(
+    config: RunConfig, content: Content, renderer: Renderer, task: Task, policy: Policy, name: str
+) -> tuple[Episode, Transcript]:
+    """Play with messages, then lay the tokens under them as a policy would have sampled them."""
+    rollout = config.rollout
+    async with asyncio.timeout(rollout.timeout_s):
+        env = content.make_env()
+        if isinstance(env, ToolEnv):
+            env.reads_images = False  # as in the rollout: a renderer knows text only
+        episode = await play(env, task, policy, max_turns=rollout.max_turns, episode_id=name)
+    transcript = imitate(renderer, episode.messages, episode.tools)
+    sampled = [segment for segment in transcript.segments if segment.origin == "sampled"]
+    turns = tuple(
+        replace(turn, tokens=len(segment.ids), message=transcript.messages[segment.message or 0])
+        for turn, segment in zip(episode.turns, sampled, strict=True)
+    )
+    return replace(episode, messages=transcript.messages, turns=turns, segments=transcript.segments), transcript
+
+
+async def _env_findings(content: Content) -> list[str]:
+    tasks = [content.train_tasks[i] for i in range(min(4, len(content.train_tasks)))]
+    try:
+        await check_env(content.make_env, tasks, reward_range=(float("-inf"), float("inf")))
+    except EnvCheckError as e:
+        return str(e).splitlines()
+    return []
+
+
+def _ledger_findings(renderer: Renderer, transcript: Transcript) -> list[str]:
+    """The ledger agrees with a fresh rendering, and the parser reads what the template writes."""
+    findings = []
+    report = check_ledger(transcript, "ignore_strippable")
+    if report.failed:
+        findings += [f"tokens of the episode and a fresh rendering differ: {d}" for d in report.differences]
+    for segment in transcript.segments:
+        if segment.origin != "sampled" or segment.message is None:
+            continue
+        written = transcript.messages[segment.message]
+        read = renderer.parse(segment.ids, tools=transcript.tools)
+        if not same_meaning(written, read):
+            text = renderer.decode(segment.ids)
+            findings.append(f"the parser {renderer.parser} does not read what the template writes: {text!r}")
+    return findings
+
+
+async def _longest_opening(content: Content, renderer: Renderer) -> int:
+    """Tokens of the longest prompt among the first tasks of both splits."""
+    longest = 0
+    for tasks in (content.train_tasks, content.held_out_tasks):
+        for task in [tasks[i] for i in range(min(PROBED_TASKS, len(tasks)))]:
+            longest = max(longest, await prompt_tokens(content, task, renderer))
+    return longest
+
+
+def _length_findings(config: RunConfig, prompt: int, max_context: int | None) -> list[str]:
+    rollout = config.rollout
+    findings = [said] if (said := too_long(config)) else []
+    if max_context is not None and prompt >= max_context:
+        findings.append(f"a prompt has {prompt} tokens, the model takes {max_context}: nothing can be sampled")
+    if prompt >= rollout.token_budget:
+        findings.append(
+            f"a prompt has {prompt} tokens, rollout.token_budget is {rollout.token_budget}: nothing can be sampled"
+        )
+    return findings
+
+
+async def _compared(
+    config: RunConfig, content: Content, scripted: Episode, silent: Episode
+) -> tuple[EpisodeRecord, EpisodeRecord]:
+    """Both with the advantages that they would have in a group in which half of the episodes go like each.
+
+    Where advantages wait for the learner, the rewards are compared with their mean instead.
+    """
+    half = max(config.rollout.group_size // 2, 1)
+    episodes = [replace(e, id=f"{e.id}/{i}") for e in (scripted, silent) for i in range(half)]
+    episodes = list(await with_group_rewards(content.make_env(), episodes))
+    if faults := {name: text for episode in episodes for name, text in episode.faults.items()}:
+        raise RewardError(faults)
+    groups = [Group(scripted.task, tuple(episodes))]
+    algorithm = make_algorithm(config.algorithm)
+    if algorithm.late or "greedy_E" in algorithm.needs:
+        algorithm = make_algorithm(AlgorithmConfig(advantage="dr_grpo"))
+    samples, scores = to_samples(groups, overlong="train")
+    found = estimate_advantages(samples, scores, algorithm, kl_coef=0.0).by_segment
+    records = to_records(groups, found, step=0)
+    first, last = records[0], records[-1]
+    return (
+        replace(first, episode=replace(first.episode, id=scripted.id)),
+        replace(last, episode=replace(last.episode, id=silent.id)),
+    )
+
+
+def _limit_findings(config: RunConfig, episode: Episode) -> list[str]:
+    """Limits that the scripted episode runs into: a policy that does it right would, too."""
+    rollout, findings = config.rollout, []
+    if episode.stop_reason in LIMITS:
+        findings.append(f"the scripted episode was cut: {episode.stop_reason} after {len(episode.turns)} turns")
+    longest = max((turn.tokens for turn in episode.turns), default=0)
+    if longest > rollout.max_tokens:
+        findings.append(
+            f"a scripted completion has {longest} tokens, rollout.max_tokens is {rollout.max_tokens}: the policy "
+            f"would be cut there; set rollout.max_tokens to {longest} or more, or script a shorter one"
+        )
+    total = sum(len(segment.ids) for segment in episode.segments)
+    if total > rollout.token_budget:
+        findings.append(f"the scripted episode has {total} tokens, rollout.token_budget is {rollout.token_budget}")
+    return findings
+
+
+def _longest_demonstration(content: Content, renderer: Renderer, like: Episode) -> int | None:
+    def length(messages: Sequence[Message]) -> int:
+        segments: Sequence[Segment] = imitate(renderer, messages, like.tools).segments
+        return sum(len(segment.ids) for segment in segments)
+
+    return max(map(length, content.demonstrations), default=None)
+
+
+def _tool_line(function: dict[str, object]) -> str:
+    """`calculator(expression: string)`, what is optional with a question mark."""
+    parameters = function.get("parameters")
+    schema = parameters if isinstance(parameters, dict) else {}
+    required = schema.get("required", ())
+    arguments = ", ".join(
+        f"{name}{'' if name in required else '?'}: {_kind(part)}"
+        for name, part in schema.get("properties", {}).items()
+    )
+    return f"{function['name']}({arguments})"
+
+
+def _kind(schema: Mapping[str, Any]) -> str:
+    """The type that a JSON schema stands for, in short."""
+    if "enum" in schema:
+        return " | ".join(json.dumps(value, ensure_ascii=False) for value in schema["enum"])
+    if "anyOf" in schema:
+        return " | ".join(dict.fromkeys(map(_kind, schema["anyOf"])))
+    return str(schema.get("type", "any"))
+
+
+def _solved_line(env: Env, scripted: Episode) -> str:
+    """What counts as solved."""
+    rule = env.solved_rule()
+    return NOT_DECLARED if rule is None or scripted.solved is None else str(rule)
+
+
+def _reward_names(env: Env, scripted: Episode) -> tuple[str, ...]:
+    """The rewards in the order in which they are declared, each with what is not usual about it."""
+    names = dict.fromkeys(scripted.rewards, "")
+    if isinstance(env, ToolEnv):
+        for spec in env.spec().rewards:
+            weight = weight_of(spec, env.settings.reward_weights)
+            names[spec.name] = ("" if spec.mark.per == "episode" else f" per {spec.mark.per}") + (
+                "" if weight == 1 else f" (weight {weight:g})"
+            )
+    return tuple(name + more for name, more in names.items())

@@ -1,0 +1,443 @@
+"""`agentrl plan`: what a run will cost and where it will run, before anything is loaded.
+
+Memory is what tensors need; allocators and the driver of a GPU take some more on top.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from agentrl.config.datafiles import data_files
+from agentrl.config.run import RunConfig
+from agentrl.errors import ConfigError
+from agentrl.gpu import gpu_memory, gpus_here
+from agentrl.learner.attention.choice import choose_attention
+from agentrl.preflight.shape import BFLOAT16, FLOAT32, ModelShape, classifier_parameters
+
+GIB = 2**30
+
+
+@dataclass(frozen=True, slots=True)
+class Arithmetic:
+    """One step in numbers; tokens are the most that there can be."""
+
+    tasks: int
+    episodes: int
+    updates: int
+    episodes_per_update: float
+    sampled_tokens: int
+    tokens: int
+    micro_batches_per_rank: int
+    steps: int
+    episodes_in_all: int
+    rows: int | None
+    """Training rows in data.train, None where the env makes its own tasks."""
+
+
+@dataclass(frozen=True, slots=True)
+class Phase:
+    """Memory of one process in one phase, in bytes by what it is for."""
+
+    name: str
+    where: str
+    parts: dict[str, int]
+
+    @property
+    def total(self) -> int:
+        """All of it."""
+        return sum(self.parts.values())
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """A rule that speaks. `level`: error (it will fail), warning (it will hurt), note."""
+
+    code: str
+    level: str
+    text: str
+    fix: str
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """Everything that `agentrl plan` says."""
+
+    model: ModelShape
+    batch: Arithmetic
+    placement: list[str]
+    attention: str
+    phases: list[Phase]
+    kv_bytes_per_token: int
+    kv_bytes: int
+    checkpoint_bytes: int
+    checkpoints_bytes: int
+    memory_bytes: int | None
+    here: bool
+    """Whether the run is planned for this machine."""
+    findings: list[Finding]
+
+    def to_dict(self) -> dict[str, Any]:
+        """As JSON."""
+        data = asdict(self)
+        data["phases"] = [asdict(phase) | {"total": phase.total} for phase in self.phases]
+        data["model"].pop("linear")
+        return data
+
+
+def make_plan(config: RunConfig, *, memory_bytes: int | None = None, gpu: bool | None = None) -> Plan:
+    """Work out what a run will need.
+
+    Args:
+        config: the run.
+        memory_bytes: of one GPU (or of the machine, without GPUs); this machine's where nothing is given.
+        gpu: whether it will run on GPUs; as here where nothing is given.
+
+    Raises:
+        ConfigError: the model directory has no usable config.json.
+    """
+    from agentrl.preflight.rules import findings
+
+    here = memory_bytes is None and gpu is None
+    gpu = on_gpu(config) if gpu is None else gpu
+    memory = memory_bytes or machine_memory(gpu)
+    shape = (
+        ModelShape.of_tiny(config.model.tiny)
+        if config.model.tiny
+        else ModelShape.of_directory(Path(config.model.path or ""))
+    )
+    batch = arithmetic(config)
+    each = BFLOAT16 if config.engine.resolved_dtype == "bfloat16" else FLOAT32
+    per_token = shape.kv_bytes_per_token(each)
+    kv = per_token * kv_tokens(config, shape)
+    if gpu and config.engine.kind != "local" and not config.engine.server.urls and memory is not None:
+        kv = min(kv, _server_cache(config, shape, each, memory))
+    phases = [_rollout(config, shape, kv, gpu), _update(config, shape)]
+    if not config.learner_on_ray and config.engine.kind == "local":
+        phases.append(_together(*phases))
+    phases += _apart(config, shape)
+    checkpoint = checkpoint_bytes(config, shape)
+    kept = config.checkpoint.keep + int(config.checkpoint.best) + 1  # the one that is being written
+    where, attention = placement(config, gpu), attention_there(config, shape, gpu)
+    plan = Plan(
+        shape, batch, where, attention, phases, per_token, kv, checkpoint, kept * checkpoint, memory, here, []
+    )
+    plan.findings.extend(findings(config, plan, gpu))
+    return plan
+
+
+def arithmetic(config: RunConfig) -> Arithmetic:
+    """The numbers of a step."""
+    rollout, learner = config.rollout, config.learner
+    episodes = rollout.groups_per_step * rollout.group_size
+    tokens = episodes * rollout.token_budget
+    updates = min(config.algorithm.updates_per_step, episodes)
+    per_rank = tokens / updates / learner.ranks
+    sampled = min(rollout.max_turns * rollout.max_tokens, rollout.token_budget)
+    rows = None
+    if config.data.train is not None:
+        from agentrl.env.rows import count_rows  # with all of env: needed for files only
+
+        rows = sum(count_rows(path) for path in data_files(config.data.train))
+    return Arithmetic(
+        tasks=rollout.groups_per_step,
+        episodes=episodes,
+        updates=updates,
+        episodes_per_update=episodes / updates,
+        sampled_tokens=episodes * sampled,
+        tokens=tokens,
+        micro_batches_per_rank=max(1, -int(-per_rank // learner.tokens_per_micro_batch)),
+        steps=config.steps,
+        episodes_in_all=config.steps * episodes,
+        rows=rows,
+    )
+
+
+def kv_tokens(config: RunConfig, shape: ModelShape) -> int:
+    """Tokens in the KV cache of all engines when every slot is full."""
+    rollout = config.rollout
+    slots = config.engine.max_slots * _replicas(config)
+    playing = rollout.groups_per_step * rollout.group_size * (1 + rollout.max_staleness)
+    return min(slots, playing) * min(rollout.token_budget, shape.max_context)
+
+
+SERVER_SHARE = {"sglang": 0.85, "vllm": 0.9}
+"""Of a GPU's memory, what servers take for weights and cache unless gpu_memory_utilization says otherwise."""
+
+
+def _server_cache(config: RunConfig, shape: ModelShape, each: int, memory: int) -> int:
+    """What all servers have for their caches: they take a share of each device, and what weights leave of it."""
+    server = config.engine.server
+    share = server.gpu_memory_utilization or SERVER_SHARE[config.engine.kind]
+    split = server.tensor_parallel
+    return max(0, int(share * memory) - shape.parameters * each // split) * split * _replicas(config)
+
+
+def checkpoint_bytes(config: RunConfig, shape: ModelShape) -> int:
+    """One checkpoint on disk: weights and both moments of AdamW, in float32."""
+    size = FLOAT32 * shape.parameters
+    trained = _trained(config, shape)
+    adapter = 0 if config.learner.lora is None else FLOAT32 * trained
+    critic = 0 if config.critic is None else 3 * FLOAT32 * _critic_shape(config, shape).parameters
+    return size + adapter + 2 * FLOAT32 * trained + critic
+
+
+def placement(config: RunConfig, gpu: bool) -> list[str]:
+    """What will run where, a line for each."""
+    learner, engine, server = config.learner, config.engine, config.engine.server
+    device = "GPU" if gpu else "CPU"
+    lines = []
+    if engine.kind == "local":
+        lines.append(f"engine: in the process of the run, on its {device}")
+    elif server.urls:
+        lines.append(f"engine: {len(server.urls)} {engine.kind} servers that run already")
+    else:
+        gpus = (
+            f", each on {server.tensor_parallel} GPUs" if server.tensor_parallel > 1 else f", each on one {device}"
+        )
+        lines.append(f"engine: {server.replicas} {engine.kind} servers started by the run{gpus}")
+    if not config.learner_on_ray:
+        lines.append(f"learner: in the process of the run, on its {device}")
+    else:
+        cluster = f"the Ray cluster {learner.ray}" if learner.ray else "a Ray cluster on this machine"
+        lines.append(f"learner: {_ranks(learner.ranks, device)}, on {cluster}")
+    if config.algorithm.kl.coef > 0:
+        how = "a frozen copy beside the policy, sharded as it is"
+        if learner.lora:
+            how = "the policy without its adapters"
+        elif learner.reference_ranks:
+            how = f"{_ranks(learner.reference_ranks, device)}, its own"
+        lines.append(f"reference: {how}")
+    if config.critic is not None:
+        own = config.critic.ranks
+        lines.append(
+            f"critic: {_ranks(own, device)}, its own" if own else "critic: beside the policy, sharded as it is"
+        )
+    lines += _scorers(config, device)
+    workers = config.rollout.workers
+    lines.append(f"episodes: {workers} Ray workers" if workers else "episodes: in the process of the run")
+    if not config.learner_on_ray and engine.kind == "local":
+        lines.append(
+            "so engine and learner are colocated: they share the memory, and take turns"
+            if config.rollout.max_staleness == 0
+            else "so engine and learner are colocated and work at the same time"
+        )
+    elif server.sleep:
+        lines.append("so they are colocated: servers free their memory while the learner works")
+    else:
+        lines.append("so they are split: each has its own devices")
+    devices = own_devices(config, gpu)
+    if devices:
+        asked = " + ".join(f"{number} for the {name}" for name, number in devices.items())
+        lines.append(f"so the Ray cluster needs {sum(devices.values())} {device}s: {asked}")
+    return lines
+
+
+def attention_there(config: RunConfig, shape: ModelShape, gpu: bool) -> str:
+    """How the learner will compute its attention; what was asked for where that cannot be known from here."""
+    asked = config.learner.attention
+    if gpu and not gpus_here():
+        return asked
+    try:
+        return choose_attention(config.learner, "cuda" if gpu else "cpu", {shape.head_dim})
+    except ConfigError:  # a rule says it
+        return asked
+
+
+def _ranks(number: int, device: str) -> str:
+    return (
+        f"{number} ranks, one {device} and 1/{number} of the model each" if number > 1 else f"1 rank, one {device}"
+    )
+
+
+def _scorers(config: RunConfig, device: str) -> list[str]:
+    """Where the reward model is, if there is one."""
+    scorer = config.reward_model
+    if scorer is None:
+        return []
+    where = f"a {scorer.kind} at {scorer.url}"
+    if scorer.kind == "classifier":
+        device = "CPU" if scorer.device == "cpu" else device
+        where = f"in the process of the run, on its {device}"
+        if scorer.workers:
+            each = "each with one GPU" if device == "GPU" else "on CPUs that are free,"
+            where = f"{scorer.workers} Ray workers, {each} and the whole model"
+    return [f"reward model: {where}"]
+
+
+def own_devices(config: RunConfig, gpu: bool) -> dict[str, int]:
+    """Devices of the Ray cluster that each model has to itself."""
+    scorer, found = config.reward_model, {"policy": config.learner.ranks}
+    if config.learner.reference_ranks:
+        found["reference"] = config.learner.reference_ranks
+    if config.critic is not None and config.critic.ranks:
+        found["critic"] = config.critic.ranks
+    if not config.learner_on_ray:
+        found = {}
+    if gpu and scorer is not None and scorer.workers and scorer.device != "cpu":
+        found["reward model"] = scorer.workers
+    return found
+
+
+def on_gpu(config: RunConfig) -> bool:
+    """Whether the learner will compute on a GPU of this machine."""
+    if config.learner.device != "auto":
+        return config.learner.device.startswith("cuda")
+    return gpus_here() > 0
+
+
+def machine_memory(gpu: bool) -> int | None:
+    """Memory of this machine's first GPU, or of the machine; None where GPUs are planned that are not here."""
+    if not gpu:
+        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    return gpu_memory()
+
+
+def disk_free(folder: Path) -> int:
+    """Bytes that can be written there."""
+    while not folder.exists():
+        folder = folder.parent
+    return shutil.disk_usage(folder).free
+
+
+def _replicas(config: RunConfig) -> int:
+    server = config.engine.server
+    return 1 if config.engine.kind == "local" else len(server.urls) or server.replicas
+
+
+def _trained(config: RunConfig, shape: ModelShape) -> int:
+    lora = config.learner.lora
+    return shape.parameters if lora is None else shape.lora_parameters(lora.rank, lora.targets)
+
+
+def _rollout(config: RunConfig, shape: ModelShape, kv: int, gpu: bool) -> Phase:
+    """Memory of one engine."""
+    each = BFLOAT16 if config.engine.resolved_dtype == "bfloat16" else FLOAT32
+    split = config.engine.server.tensor_parallel
+    parts = {"weights": shape.parameters * each // split, "KV cache": kv // _replicas(config) // split}
+    where = (
+        "the process of the run" if config.engine.kind == "local" else f"each {'GPU of a ' if gpu else ''}server"
+    )
+    return Phase("rollout", where, parts)
+
+
+def _update(config: RunConfig, shape: ModelShape) -> Phase:
+    """Memory of one rank at the peak of the backward pass; what is offloaded is not counted."""
+    learner, ranks, on_ray = config.learner, config.learner.ranks, config.learner_on_ray
+    trained = _trained(config, shape)
+    parts = {
+        "parameters": FLOAT32 * (shape.parameters + (trained if learner.lora else 0)) // ranks,
+        "gradients": FLOAT32 * trained // ranks,
+        "optimiser": 2 * FLOAT32 * trained // ranks,
+    }
+    if learner.cpu_offload:
+        parts = {}
+    beside = config.algorithm.kl.coef > 0 and learner.lora is None and not learner.reference_ranks
+    if beside and not learner.cpu_offload:
+        parts["reference"] = FLOAT32 * shape.parameters // ranks
+    if config.critic is not None and not config.critic.ranks:
+        parts["critic"] = 4 * FLOAT32 * _critic_shape(config, shape).parameters // ranks
+    parts |= _computing(config, shape) | _logits(config, shape)
+    return Phase("update", "each rank" if on_ray else "the process of the run", parts)
+
+
+def _apart(config: RunConfig, shape: ModelShape) -> list[Phase]:
+    """Memory of one rank of each model that has ranks of its own, and of one worker of the reward model."""
+    learner, found = config.learner, []
+    if ranks := learner.reference_ranks:
+        held = {} if learner.cpu_offload else {"parameters": FLOAT32 * shape.parameters // ranks}
+        parts = held | _computing(config, shape, backward=False) | _logits(config, shape)
+        found.append(Phase("reference", "each of its ranks", parts))
+    if config.critic is not None and (ranks := config.critic.ranks):
+        critic = _critic_shape(config, shape)
+        shard = FLOAT32 * critic.parameters // ranks
+        held = {"parameters": shard, "gradients": shard, "optimiser": 2 * shard}
+        found.append(
+            Phase(
+                "critic", "each of its ranks", ({} if learner.cpu_offload else held) | _computing(config, critic)
+            )
+        )
+    scorer = config.reward_model
+    if scorer is not None and scorer.kind == "classifier":
+        weights = FLOAT32 * classifier_parameters(Path(scorer.path or ""))
+        where = "each of its workers" if scorer.workers else "the process of the run"
+        found.append(Phase("scoring", where, {"reward model": weights}))
+    return found
+
+
+def _computing(config: RunConfig, shape: ModelShape, *, backward: bool = True) -> dict[str, int]:
+    """What a pass over a micro-batch needs beside the shards that a rank holds."""
+    learner, parts = config.learner, {}
+    low = learner.precision == "bfloat16"
+    each = BFLOAT16 if low else FLOAT32
+    if config.learner_on_ray or low or learner.cpu_offload:
+        # The outer part stays gathered, and two blocks: one computing, one on its way.
+        parts["gathered"] = each * (shape.outer + 2 * shape.block) + FLOAT32 * shape.block
+    block = shape.activation_bytes_per_token(each)
+    kept = shape.layers * shape.hidden * each + block if learner.checkpoint_activations else shape.layers * block
+    if not backward:
+        kept = block
+    if not (backward and learner.offload_activations):
+        parts["activations"] = learner.tokens_per_micro_batch * kept
+    return parts
+
+
+def _logits(config: RunConfig, shape: ModelShape) -> dict[str, int]:
+    tokens = config.learner.tokens_per_micro_batch
+    return {"logits": 3 * FLOAT32 * min(config.learner.logits_at_once or tokens, tokens) * shape.vocab}
+
+
+def _critic_shape(config: RunConfig, shape: ModelShape) -> ModelShape:
+    """The sizes of what the critic begins with."""
+    path = None if config.critic is None else config.critic.path
+    return shape if path is None else ModelShape.of_directory(Path(path))
+
+
+def _together(rollout: Phase, update: Phase) -> Phase:
+    parts = {f"rollout: {k}": v for k, v in rollout.parts.items()} | {
+        f"update: {k}": v for k, v in update.parts.items()
+    }
+    return Phase("both", "the process of the run", parts)
+
+
+def lines(plan: Plan) -> Sequence[str]:
+    """The plan as text."""
+    batch, shape = plan.batch, plan.model
+    rows = f", {batch.tasks * batch.steps / batch.rows:.1f} passes over {batch.rows:,} rows" if batch.rows else ""
+    out = [
+        f"model       {shape.kind}, {shape.parameters:,} parameters, {shape.layers} blocks, "
+        f"context {shape.max_context:,}",
+        f"step        {batch.tasks} tasks x {batch.episodes // batch.tasks} = {batch.episodes:,} episodes, "
+        f"in {batch.updates} update(s) of {batch.episodes_per_update:g}",
+        f"tokens      at most {batch.tokens:,} a step, {batch.sampled_tokens:,} of them sampled; "
+        f"{batch.micro_batches_per_rank:,} micro-batches per update and rank",
+        f"run         {batch.steps:,} steps, {batch.episodes_in_all:,} episodes{rows}",
+        *[f"{'placement' if n == 0 else '':<11} {line}" for n, line in enumerate(plan.placement)],
+    ]
+    out.append(f"attention   {plan.attention}")
+    for phase in plan.phases:
+        parts = ", ".join(f"{name} {size(number)}" for name, number in phase.parts.items())
+        out.append(f"{phase.name:<11} {size(phase.total)} in {phase.where}: {parts}")
+    if plan.memory_bytes is not None:
+        out.append(f"memory      {size(plan.memory_bytes)} in each device")
+    out.append(
+        f"KV cache    {plan.kv_bytes_per_token:,} bytes a token, {size(plan.kv_bytes)} with every slot full"
+    )
+    out.append(
+        f"checkpoint  {size(plan.checkpoint_bytes)} each, {size(plan.checkpoints_bytes)} with all that are kept"
+    )
+    return out
+
+
+def size(number: int) -> str:
+    """Bytes for people."""
+    value = float(number)
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if value < 1024:
+            return f"{value:.3g} {unit}" if unit != "B" else f"{number} B"
+        value /= 1024
+    return f"{value:.3g} TiB" if value >= 1 else f"{number} B"

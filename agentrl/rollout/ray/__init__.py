@@ -1,0 +1,1 @@
+"""Episodes played by Ray workers."""

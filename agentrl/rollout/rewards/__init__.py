@@ -1,0 +1,1 @@
+"""Reward models: loaded here, in Ray workers, or behind an endpoint."""

@@ -1,0 +1,150 @@
+"""The classifier of a reward model on Ray workers: each holds a whole one, with a GPU if there is one."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from agentrl.config.reward_model import RewardModelConfig
+from agentrl.errors import ConfigError, InfraError, WorkerLost
+from agentrl.ray_cluster import connect, import_ray
+from agentrl.types import Episode
+
+if TYPE_CHECKING:
+    from agentrl.rollout.rewards.model import Classifier
+
+KEY = "reward_model.workers"
+START_S = 300.0
+"""Wait for a worker to start and to load its model."""
+ASKED_AT_ONCE = 100_000
+"""Episodes that a worker may hold; how many there are is the scheduler's business."""
+STARTS, ATTEMPTS = 3, 2
+"""How often Ray starts a worker again that died, and asks it once more for a score."""
+
+
+class ScoringWorker:
+    """The actor: a classifier, which scores episodes that wait together."""
+
+    def __init__(self, config: RewardModelConfig, policy: Path) -> None:
+        self._config, self._policy = config, policy
+        self._model: Classifier | None = None
+
+    async def ready(self) -> None:
+        """Load the model.
+
+        Raises:
+            ConfigError: it cannot be loaded, or is not seen from here.
+        """
+        self._loaded()
+
+    async def score(self, episode: Episode) -> float:
+        """The model's number for an episode."""
+        return await self._loaded().score(episode)
+
+    def _loaded(self) -> Classifier:
+        """The model; one that was started again loads it with the first score."""
+        from agentrl.rollout.rewards.model import Classifier
+
+        if self._model is None:
+            for folder in (self._policy, Path(self._config.path or "")):
+                if not folder.is_dir():
+                    raise ConfigError(
+                        f"{KEY}: a worker sees no {folder}: models and run folder must lie where all nodes of the "
+                        "cluster see them under the same path"
+                    )
+            self._model = Classifier.load(self._config, self._policy)
+        return self._model
+
+
+@dataclass
+class ScoringWorkers:
+    """Asks the worker with the fewest open questions."""
+
+    ray: Any
+    workers: list[_Worker]
+    started: bool
+
+    @classmethod
+    async def start(cls, config: RewardModelConfig, policy: Path, address: str | None) -> ScoringWorkers:
+        """Start them all.
+
+        Raises:
+            ConfigError: Ray is not installed, the cluster has no room, or the classifier cannot be loaded there.
+            WorkerLost: a worker did not start.
+        """
+        ray = import_ray(KEY)
+        made = cls(ray, [], connect(ray, address, cpus=config.workers, key="rollout.ray"))
+        try:
+            gpus = _on_gpus(ray, config)
+            where = {"path": str(Path(config.path or "").absolute()), "device": "cuda" if gpus else "cpu"}
+            settings = config.model_copy(update=where)
+            kind = ray.remote(ScoringWorker).options(
+                num_cpus=0,
+                num_gpus=int(gpus),
+                scheduling_strategy="SPREAD",
+                max_concurrency=ASKED_AT_ONCE,
+                max_restarts=STARTS,
+                max_task_retries=ATTEMPTS,
+            )
+            actors = [kind.remote(settings, policy.absolute()) for _ in range(config.workers)]
+            made.workers = [_Worker(number, actor) for number, actor in enumerate(actors)]
+            async with asyncio.timeout(START_S):
+                await asyncio.gather(*(worker.ask(ray, "ready") for worker in made.workers))
+        except TimeoutError:
+            await made.close()
+            raise ConfigError(
+                f"{KEY} is {config.workers}, and not all of them had started within {START_S:g} s: the Ray "
+                f"cluster has no room for them, or {config.path} takes too long to load"
+            ) from None
+        except BaseException:
+            await made.close()
+            raise
+        return made
+
+    async def score(self, episode: Episode) -> float:
+        """The model's number for an episode; see `Scorer`."""
+        worker = min(self.workers, key=lambda w: w.open)
+        return float(await worker.ask(self.ray, "score", episode))
+
+    async def close(self) -> None:
+        """End the workers, and the cluster if it was started for them; idempotent."""
+        workers, self.workers = self.workers, []
+        for worker in workers:
+            self.ray.kill(worker.actor)
+        if self.started:
+            self.ray.shutdown()
+            self.started = False
+
+
+@dataclass
+class _Worker:
+    number: int
+    actor: Any
+    open: int = field(default=0)
+
+    async def ask(self, ray: Any, method: str, *arguments: Any) -> Any:
+        """Call a method; raises what it raises, or WorkerLost."""
+        self.open += 1
+        try:
+            return await getattr(self.actor, method).remote(*arguments)
+        except ray.exceptions.RayTaskError as e:
+            raise e.cause if isinstance(e.cause, Exception) else InfraError(str(e.cause)) from e
+        except ray.exceptions.RayError as e:
+            reason = " ".join(str(e).split())[:400]
+            raise WorkerLost(f"worker {self.number} of the reward model is lost ({KEY}): {reason}") from e
+        finally:
+            self.open -= 1
+
+
+def _on_gpus(ray: Any, config: RewardModelConfig) -> bool:
+    """Whether each worker has a GPU. Raises ConfigError where there are too few."""
+    there = int(ray.cluster_resources().get("GPU", 0))
+    if config.device == "cpu" or (config.device == "auto" and not there):
+        return False
+    if there < config.workers:
+        raise ConfigError(
+            f"{KEY} is {config.workers}, but the Ray cluster has {there} GPUs: use fewer workers, or more nodes"
+        )
+    return True

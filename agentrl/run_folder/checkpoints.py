@@ -1,0 +1,127 @@
+"""Checkpoint folders: written aside, synced, sealed with a manifest, renamed into place."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import re
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from agentrl.errors import CheckpointError
+from agentrl.run_folder.files import fsync_dir, write_atomic
+
+MANIFEST = "manifest.json"
+_NAME = re.compile(r"step-(\d+)")
+
+
+@contextmanager
+def writing(folder: Path, step: int) -> Iterator[Path]:
+    """Fill the folder that this yields; when the block ends well it becomes `folder/step-N`, else it is removed.
+
+    An earlier `step-N` is replaced. A process that dies at any moment leaves the earlier one, the new one, or
+    leftovers that `sweep` puts right.
+    """
+    target = folder / f"step-{step}"
+    temp, old = folder / f".writing-step-{step}", folder / f".replaced-step-{step}"
+    folder.mkdir(parents=True, exist_ok=True)
+    shutil.rmtree(temp, ignore_errors=True)
+    temp.mkdir()
+    try:
+        yield temp
+        _seal(temp, step)
+    except BaseException:
+        shutil.rmtree(temp, ignore_errors=True)
+        raise
+    shutil.rmtree(old, ignore_errors=True)
+    if target.exists():
+        target.rename(old)
+    temp.rename(target)
+    fsync_dir(folder)
+    shutil.rmtree(old, ignore_errors=True)
+
+
+def sweep(folder: Path) -> None:
+    """Put right what a process left that died inside `writing`."""
+    for temp in folder.glob(".writing-step-*"):
+        shutil.rmtree(temp)
+    for old in folder.glob(".replaced-step-*"):
+        target = folder / old.name.removeprefix(".replaced-")
+        if target.exists():
+            shutil.rmtree(old)
+        else:
+            old.rename(target)
+
+
+def steps_saved(folder: Path) -> list[int]:
+    """The steps that have a checkpoint folder, in order."""
+    if not folder.is_dir():
+        return []
+    names = (_NAME.fullmatch(path.name) for path in folder.iterdir() if path.is_dir())
+    return sorted(int(match[1]) for match in names if match)
+
+
+def verify(checkpoint: Path) -> int:
+    """Compare every file with the manifest; return the step.
+
+    Raises:
+        CheckpointError: the manifest or a file is missing or was changed.
+    """
+    try:
+        manifest = json.loads((checkpoint / MANIFEST).read_bytes())
+        step, files = int(manifest["step"]), dict(manifest["files"])
+    except FileNotFoundError:
+        raise CheckpointError(f"{checkpoint}: has no {MANIFEST}, so it is not a finished checkpoint") from None
+    except (ValueError, KeyError, TypeError) as e:
+        raise CheckpointError(f"{checkpoint / MANIFEST}: damaged: {e}") from None
+    for name, entry in files.items():
+        path = checkpoint / name
+        if not path.is_file():
+            raise CheckpointError(f"{checkpoint}: {name} is missing")
+        if path.stat().st_size != entry["bytes"]:
+            raise CheckpointError(
+                f"{path}: has {path.stat().st_size} bytes, not {entry['bytes']}; it was cut or changed"
+            )
+        if _sha256(path) != entry["sha256"]:
+            raise CheckpointError(f"{path}: its content is not what was saved (sha256 differs)")
+    return step
+
+
+def _seal(folder: Path, step: int) -> None:
+    """Sync every file and write the manifest over them."""
+    files = {}
+    for path in sorted(folder.rglob("*")):
+        if path.is_dir():
+            continue
+        with path.open("rb") as file:
+            os.fsync(file.fileno())
+        entry = {"bytes": path.stat().st_size, "sha256": _sha256(path)}
+        files[path.relative_to(folder).as_posix()] = entry
+    for inner in [path for path in folder.rglob("*") if path.is_dir()]:
+        fsync_dir(inner)
+    text = json.dumps({"step": step, "files": files}, indent=1)
+    write_atomic(folder / MANIFEST, text.encode())
+
+
+def _sha256(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def remove(folder: Path, step: int) -> None:
+    """Delete a checkpoint so that a process that dies meanwhile leaves no half of one under its name."""
+    doomed = folder / f".writing-step-{step}"
+    (folder / f"step-{step}").rename(doomed)
+    shutil.rmtree(doomed)
+
+
+def point(link: Path, name: str) -> None:
+    """Make `link` point at its sibling `name`; a reader finds the old one or the new one."""
+    temp = link.with_name(f".{link.name}.tmp")
+    temp.unlink(missing_ok=True)
+    temp.symlink_to(name)
+    temp.replace(link)
+    fsync_dir(link.parent)

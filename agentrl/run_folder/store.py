@@ -1,0 +1,436 @@
+"""The run folder: everything a run leaves behind, whole after `kill -9` at any moment.
+
+    config.yaml               the resolved configuration
+    metrics.jsonl             one line for each step, synced
+    episodes/step-N.jsonl.zst every episode of a step (agentrl.run_folder.records)
+    checkpoints/step-N/       sealed by a manifest (agentrl.run_folder.checkpoints)
+    events.log                what happened when, for people
+    summary.json, reward_curve.png   written at the end
+
+Steps are counted by the optimizer steps done: the line and the episodes of step N belong to the N-th update,
+checkpoint N holds the weights after it, and 0 is before the first.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import json
+import math
+import os
+import shutil
+import socket
+import warnings
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from types import TracebackType
+from typing import IO, Self
+
+from agentrl.clean import clean_text
+from agentrl.config import RunConfig, config_diff, dump_config, load_config
+from agentrl.errors import CheckpointError, ConfigError
+from agentrl.redraws import Redraws, read_redraws, redraws_file, redraws_line
+from agentrl.reporting.report import Summary
+from agentrl.run_folder import checkpoints
+from agentrl.run_folder.files import fsync_dir, write_atomic
+from agentrl.run_folder.records import (
+    EpisodeRecord,
+    compress,
+    episodes_file,
+    parse_metrics,
+    read_episodes,
+    read_metrics,
+    read_records,
+    recorded_steps,
+)
+
+__all__ = ["Checkpoint", "RunStore", "find_checkpoint", "read_episodes", "read_metrics", "read_records"]
+
+
+@dataclass(frozen=True, slots=True)
+class Checkpoint:
+    """A verified checkpoint folder: the weights after `step` updates."""
+
+    step: int
+    path: Path
+
+
+class RunStore:
+    """One run folder, held by one process; a context manager that lets it go.
+
+    Attributes:
+        path: the folder.
+        resumed: True when the folder already held this run.
+        set_aside: where an earlier folder of this name was moved, None where there was none.
+    """
+
+    def __init__(
+        self, path: Path, config: RunConfig, lock: IO[str], *, resumed: bool, set_aside: Path | None = None
+    ) -> None:
+        self.path = path
+        self.resumed = resumed
+        self.set_aside = set_aside
+        self._config = config
+        self._lock = lock
+        self._discarded = False
+        self._metrics: IO[bytes] | None = None
+
+    @classmethod
+    def open(cls, config: RunConfig, path: Path | None = None, *, fresh: bool = False) -> Self:
+        """Make or reopen the folder of a run (`runs/<name>` unless `path` is given) and lock it.
+
+        A torn last line of metrics.jsonl and leftovers of a killed process are put right. A folder in which no
+        step was taken blocks nothing: another configuration replaces it; a cold start in it is kept beside it.
+
+        Args:
+            config: the resolved configuration; saved in a new folder, compared in an existing one.
+            path: the run folder.
+            fresh: start over; what is there is kept beside it under a name with the time.
+
+        Raises:
+            ConfigError: the folder holds a run with another configuration, holds other things, cannot be written,
+                or is held by another process.
+        """
+        path = (path or Path("runs") / config.name).absolute()
+        _make_folder(path)
+        lock, aside = _lock(path), None
+        try:
+            if fresh and any(child.name != _LOCK for child in path.iterdir()):
+                lock, aside = _set_aside(path, lock)
+            elif (old := _unstarted(path)) is not None and old != config:
+                if _cold_started(path, old):
+                    lock, aside = _set_aside(path, lock)
+                else:
+                    _empty(path)
+            resumed = _claim(path, config)
+        except BaseException:
+            lock.close()
+            raise
+        store = cls(path, config, lock, resumed=resumed, set_aside=aside)
+        (path / "episodes").mkdir(exist_ok=True)
+        (path / "checkpoints").mkdir(exist_ok=True)
+        for leftover in [*path.glob(".*.tmp"), *(path / "episodes").glob(".*.tmp")]:
+            leftover.unlink()
+        checkpoints.sweep(path / "checkpoints")
+        store._repair_metrics()
+        store.event("resumed" if resumed else "created")
+        return store
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Let the folder go; idempotent."""
+        if self._metrics is not None:
+            self._metrics.close()
+            self._metrics = None
+        self._lock.close()
+
+    def discard(self) -> None:
+        """Remove the folder of a run that was refused before it did anything, so that nothing blocks its name.
+
+        A folder with a cold start, a step or files of others stays. An earlier run that `fresh` had moved gets its
+        name back.
+        """
+        foreign = {child.name for child in self.path.iterdir()} - _OURS
+        if foreign or _unstarted(self.path) is None or _cold_started(self.path, self._config):
+            return
+        self._discarded = True
+        self.close()
+        shutil.rmtree(self.path)
+        if self.set_aside is not None:
+            self.set_aside.rename(self.path)
+
+    # --- steps ---
+
+    def log_metrics(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Append the line of a step to metrics.jsonl and sync it; what is not finite becomes null."""
+        if self._metrics is None:
+            self._metrics = (self.path / "metrics.jsonl").open("ab")
+        line = {"step": step} | {key: _finite(value) for key, value in metrics.items() if key != "step"}
+        self._metrics.write(json.dumps(line).encode() + b"\n")
+        self._metrics.flush()
+        os.fsync(self._metrics.fileno())
+
+    def metrics(self) -> list[Mapping[str, float]]:
+        """The lines so far, in order, each with its `step`; null is left as None."""
+        return read_metrics(self.path)
+
+    def write_episodes(self, step: int, records: Iterable[EpisodeRecord]) -> None:
+        """Write every episode of a step, failed ones included; replaces what was there."""
+        write_atomic(episodes_file(self.path, step), compress(records))
+
+    def log_redraws(self, step: int, found: Redraws) -> None:
+        """Append what a step lost to the infrastructure."""
+        with redraws_file(self.path).open("a", encoding="utf-8") as file:
+            file.write(redraws_line(step, found))
+
+    def redraws(self) -> Redraws:
+        """What all steps so far lost."""
+        return sum(read_redraws(self.path).values(), Redraws())
+
+    def rewind(self, step: int) -> None:
+        """Forget the lines and episodes after `step`, so that resuming from checkpoint `step` doubles none."""
+        lost = [redraws_line(at, found) for at, found in read_redraws(self.path).items() if at <= step]
+        if redraws_file(self.path).is_file():
+            write_atomic(redraws_file(self.path), "".join(lost).encode())
+        kept = [line for line in self.metrics() if line["step"] <= step]
+        if self._metrics is not None:
+            self._metrics.close()
+            self._metrics = None
+        text = "".join(json.dumps(line) + "\n" for line in kept)
+        write_atomic(self.path / "metrics.jsonl", text.encode())
+        for recorded in recorded_steps(self.path):
+            if recorded > step:
+                episodes_file(self.path, recorded).unlink()
+
+    def _repair_metrics(self) -> None:
+        path = self.path / "metrics.jsonl"
+        if not path.is_file():
+            return
+        data = path.read_bytes()
+        lines = data.splitlines(keepends=True)
+        whole = [line for line in lines if line.endswith(b"\n") and parse_metrics(line) is not None]
+        if len(whole) != len(lines):
+            write_atomic(path, b"".join(whole))
+            self.event(f"metrics.jsonl: dropped {len(lines) - len(whole)} torn line(s)")
+
+    # --- checkpoints ---
+
+    @contextmanager
+    def checkpoint(self, step: int, keep: int, *, best: bool = False) -> Iterator[Path]:
+        """Fill the folder that this yields; when the block ends well it is `checkpoints/step-N`.
+
+        Afterwards only the newest `keep` checkpoints remain, and with `best` the one whose line in metrics.jsonl
+        has the highest `held_out` (the newest of equals; `held_out_reward` where nothing declares what is solved).
+        Nothing is left when the block raises. The block may end
+        on another thread, but one checkpoint is written at a time.
+        """
+        folder = self.path / "checkpoints"
+        lines = self.metrics()
+        key = "held_out" if any("held_out" in line for line in lines) else "held_out_reward"
+        scores = {line["step"]: line[key] for line in lines if line.get(key) is not None}
+        with checkpoints.writing(folder, step) as temp:
+            write_atomic(temp / "config.yaml", (self.path / "config.yaml").read_bytes())
+            yield temp
+        there = checkpoints.steps_saved(folder)
+        scored = [s for s in there if s in scores] if best else []
+        first = max(scored, key=lambda s: (scores[s], s), default=None)
+        if first is not None:
+            checkpoints.point(folder / "best", f"step-{first}")
+        for old in there[:-keep]:
+            if old != first:
+                checkpoints.remove(folder, old)
+        self.event(f"checkpoint step-{step}")
+
+    def latest_checkpoint(self) -> Checkpoint | None:
+        """The newest checkpoint that agrees with its manifest, None when there is none.
+
+        A damaged one is renamed to `step-N.damaged`, with a warning, and the one before it is tried.
+        """
+        folder = self.path / "checkpoints"
+        for step in reversed(checkpoints.steps_saved(folder)):
+            path = folder / f"step-{step}"
+            try:
+                checkpoints.verify(path)
+            except CheckpointError as e:
+                aside = _free_name(folder / f"step-{step}.damaged")
+                path.rename(aside)
+                text = f"{e}; kept as {aside.name}, falling back to the checkpoint before it"
+                self.event(text)
+                warnings.warn(text, stacklevel=2)
+                continue
+            return Checkpoint(step, path)
+        return None
+
+    # --- the rest ---
+
+    def event(self, text: str) -> None:
+        """Add a line with the time (UTC) to events.log."""
+        if self._discarded:
+            return
+        now = datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
+        with (self.path / "events.log").open("a", encoding="utf-8") as file:
+            file.write(f"{now} {clean_text(' '.join(text.split()))}\n")
+
+    def write_summary(self, summary: Summary) -> None:
+        """Write summary.json."""
+        write_atomic(self.path / "summary.json", summary.to_json().encode())
+
+    def read_summary(self) -> Summary | None:
+        """The summary of the run as it last ended, None before that."""
+        path = self.path / "summary.json"
+        return Summary.from_json(path.read_bytes()) if path.is_file() else None
+
+    def write_file(self, name: str, data: bytes) -> None:
+        """Write another file of the run folder, atomically."""
+        write_atomic(self.path / name, data)
+
+
+def find_checkpoint(path: Path) -> Checkpoint:
+    """The checkpoint that a user means by a run folder (its newest good one) or by a checkpoint folder.
+
+    Changes nothing on disk and needs no lock.
+
+    Raises:
+        CheckpointError: there is none, or the folder named is damaged.
+    """
+    if not path.is_dir():
+        raise CheckpointError(f"{path}: no such folder; give a run folder or one of its checkpoints")
+    if (path / checkpoints.MANIFEST).is_file():
+        return Checkpoint(checkpoints.verify(path), path)
+    broken = ""
+    for step in reversed(checkpoints.steps_saved(path / "checkpoints")):
+        candidate = path / "checkpoints" / f"step-{step}"
+        try:
+            return Checkpoint(checkpoints.verify(candidate), candidate)
+        except CheckpointError as e:
+            broken = f"; {e}"
+    raise CheckpointError(f"{path}: holds no finished checkpoint{broken}")
+
+
+_LOCK = ".lock"
+
+
+def _make_folder(path: Path) -> None:
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+    except FileExistsError:
+        raise ConfigError(f"{path}: is a file; a run needs a folder of this name") from None
+    except OSError as e:
+        raise ConfigError(f"{path}: cannot make the run folder: {e.strerror}") from None
+
+
+def _lock(path: Path) -> IO[str]:
+    """Hold the folder until the file is closed or the process ends, however it ends."""
+    try:
+        file = (path / _LOCK).open("a+", encoding="utf-8")
+    except OSError as e:
+        raise ConfigError(f"{path}: cannot write into the run folder: {e.strerror}") from None
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as e:
+        file.seek(0)
+        holder = file.read().strip() or "another process"
+        file.close()
+        if e.errno not in (errno.EACCES, errno.EAGAIN):
+            raise ConfigError(f"{path}: cannot lock the run folder: {e.strerror}") from None
+        text = f"{path}: held by {holder}; wait for it to end, stop it, or give this run another `name`"
+        raise ConfigError(text) from None
+    file.seek(0)
+    file.truncate()
+    file.write(f"process {os.getpid()} on {socket.gethostname()}\n")
+    file.flush()
+    return file
+
+
+def _set_aside(path: Path, lock: IO[str]) -> tuple[IO[str], Path]:
+    """Rename the folder, make an empty one of its name, and lock that; returns where the old one is."""
+    stamp = datetime.now(UTC).strftime("%Y%m%d-%H%M%S")
+    aside = _free_name(path.with_name(f"{path.name}.before-{stamp}"))
+    path.rename(aside)
+    path.mkdir()
+    fsync_dir(path.parent)
+    new = _lock(path)
+    lock.close()
+    return new, aside
+
+
+_OURS = {
+    *(_LOCK, "config.yaml", "events.log", "metrics.jsonl", "summary.json", "reward_curve.png", "eval.json"),
+    *("episodes", "checkpoints", "start", ".start.base", ".start.making"),
+}
+"""What a folder may hold in which nothing was done yet."""
+
+
+def _unstarted(path: Path) -> RunConfig | None:
+    """The configuration of a run folder in which no step was taken and nothing played; None of any other."""
+    file = path / "config.yaml"
+    if not file.is_file() or {child.name for child in path.iterdir()} - _OURS:
+        return None
+    played = any(file.stat().st_size for file in (path / "episodes").glob("[!.]*"))
+    played = played or any(line["step"] > 0 for line in read_metrics(path))
+    if played or checkpoints.steps_saved(path / "checkpoints"):
+        return None
+    try:
+        return load_config(file, check_paths=False)
+    except ConfigError:  # of a version that knew other keys; `_claim` says what is wrong
+        return None
+
+
+def _cold_started(path: Path, config: RunConfig) -> bool:
+    """Whether a start policy is there that took a cold start to make."""
+    return config.warmup is not None and (path / "start").is_dir()
+
+
+def _empty(path: Path) -> None:
+    """Remove what a refused attempt has left, but for the lock that is held."""
+    for child in path.iterdir():
+        if child.is_dir():
+            shutil.rmtree(child)
+        elif child.name != _LOCK:
+            child.unlink()
+
+
+def _claim(path: Path, config: RunConfig) -> bool:
+    """Save the configuration in a new folder, or see that the folder holds the same; True for an old one."""
+    file = path / "config.yaml"
+    if not file.is_file():
+        others = sorted(child.name for child in path.iterdir() if not child.name.startswith("."))
+        if others:
+            hint = "give another `name`, or `--run-dir`"
+            raise ConfigError(f"{path}: is not a run folder (it holds {', '.join(others[:3])}); {hint}")
+        write_atomic(file, dump_config(config).encode())
+        return False
+    old = load_config(file, check_paths=False)
+    if old != config and _elsewhere(old, config) == config:  # the same run, computed in another place
+        write_atomic(file, dump_config(config).encode())
+    elif old != config:
+        changes = config_diff(old, config).replace("\n", "\n    ")
+        raise ConfigError(
+            f"{path}: holds a run with another configuration:\n    {changes}\n"
+            "undo the change to resume it, give this one another `name`, or start over with --fresh "
+            "(the old folder is kept beside it)"
+        )
+    return True
+
+
+_PLACE = (
+    *("ranks", "reference_ranks", "ray", "device", "tokens_per_micro_batch", "logits_at_once"),
+    *("attention", "checkpoint_activations", "offload_activations", "cpu_offload"),
+)
+"""Settings of the learner that say where and in which pieces it computes, not what."""
+
+
+def _elsewhere(old: RunConfig, new: RunConfig) -> RunConfig:
+    """`old`, with the settings of `new` that do not change what is computed."""
+    place = {name: getattr(new.learner, name) for name in _PLACE}
+    found: dict[str, object] = {"learner": old.learner.model_copy(update=place), "checkpoint": new.checkpoint}
+    if old.critic is not None and new.critic is not None:
+        found["critic"] = old.critic.model_copy(update={"ranks": new.critic.ranks})
+    if old.reward_model is not None and new.reward_model is not None:
+        where = {name: getattr(new.reward_model, name) for name in ("workers", "device", "batch_size")}
+        found["reward_model"] = old.reward_model.model_copy(update=where)
+    return old.model_copy(update=found)
+
+
+def _free_name(path: Path) -> Path:
+    """`path`, or `path-2`, `path-3` ... where that is taken."""
+    number, free = 1, path
+    while free.exists():
+        number += 1
+        free = path.with_name(f"{path.name}-{number}")
+    return free
+
+
+def _finite(value: float) -> float | None:
+    number = value if isinstance(value, bool | int) else float(value)
+    return number if math.isfinite(number) else None

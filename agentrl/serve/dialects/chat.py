@@ -1,0 +1,204 @@
+"""POST /v1/chat/completions: the request as an `Ask`, the answer as JSON or as chunks.
+
+Source: the OpenAI API reference. Extensions: `reasoning_content` (as vLLM, SGLang and DeepSeek name it), and with
+`return_token_ids` the ids of prompt and choices (vLLM).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from agentrl.chat.template import Renderer
+from agentrl.engine.streaming import Drawn
+from agentrl.serve.dialects.messages import incoming_of, tools_of
+from agentrl.serve.dialects.wire import ChatRequest, ResponseFormat
+from agentrl.serve.errors import invalid, unsupported
+from agentrl.serve.grammar import AnswerFormat
+from agentrl.serve.reader import ArgumentsDelta, CallBegun, ContentDelta, Delta, ReasoningDelta
+from agentrl.serve.talk import Ask, Job, Spoken, fresh_id, now
+
+
+def ask_of(request: ChatRequest) -> Ask:
+    """What the request asks for.
+
+    Raises:
+        ApiError: a parameter has a value that is not known, or that is not supported.
+    """
+    request.refuse_unsupported()
+    tools = tools_of(request.tools)
+    choice, named = _choice(request.tool_choice)
+    if choice in ("required", "named") and request.response_format and request.response_format.type != "text":
+        raise unsupported("response_format", "a forced call and a response format exclude one another")
+    return Ask(
+        messages=incoming_of(request.messages),
+        tools=tools,
+        choice=choice,  # type: ignore[arg-type]
+        named=named,
+        one_call=request.parallel_tool_calls is False and bool(tools),
+        n=request.n or 1,
+        temperature=1.0 if request.temperature is None else request.temperature,
+        top_p=1.0 if request.top_p is None else request.top_p,
+        top_k=max(0, request.top_k or 0),
+        limit=request.limit,
+        stops=request.stops,
+        seed=request.seed,
+        top=request.top_logprobs or 0,
+        format=format_of(request.response_format),
+    )
+
+
+def _choice(given: str | dict[str, Any] | None) -> tuple[str, str]:
+    if given is None or isinstance(given, str):
+        return given or "auto", ""
+    function = given.get("function")
+    name = function.get("name") if isinstance(function, dict) else None
+    if given.get("type") != "function" or not isinstance(name, str):
+        raise invalid(
+            "tool_choice",
+            'must be \'none\', \'auto\', \'required\' or {"type": "function", "function": {"name": ...}}',
+        )
+    return "named", name
+
+
+def format_of(given: ResponseFormat | None) -> AnswerFormat | None:
+    """The grammar of an answer, None where it is free text."""
+    if given is None or given.type == "text":
+        return None
+    if given.type == "json_object":
+        return AnswerFormat({})
+    if given.json_schema is None or given.json_schema.schema_ is None:
+        raise invalid("response_format.json_schema.schema", "is required with type 'json_schema'")
+    return AnswerFormat(given.json_schema.schema_)
+
+
+class ChatWriter:
+    """Writes the answer to one request, whole or in chunks."""
+
+    def __init__(self, request: ChatRequest, job: Job, *, fingerprint: str, renderer: Renderer) -> None:
+        self._request, self._job, self._renderer = request, job, renderer
+        self._logprobs = bool(request.logprobs)
+        self._head = {
+            "id": fresh_id("chatcmpl-"),
+            "created": now(),
+            "model": request.model,
+            "system_fingerprint": fingerprint,
+        }
+
+    def whole(self, spoken: Sequence[Spoken]) -> dict[str, Any]:
+        """The answer as one object."""
+        body = {
+            **self._head,
+            "object": "chat.completion",
+            "choices": [self._choice(index, one) for index, one in enumerate(spoken)],
+            "usage": usage_of(self._job),
+        }
+        if self._request.return_token_ids:
+            body["prompt_token_ids"] = list(self._job.prompt.ids)
+        return body
+
+    def _choice(self, index: int, one: Spoken) -> dict[str, Any]:
+        sent = one.sent.message
+        calls = [
+            {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": raw}}
+            for call, raw in zip(sent.tool_calls, one.sent.raw_arguments, strict=True)
+        ]
+        message: dict[str, Any] = {
+            "role": "assistant",
+            "content": sent.content or (None if calls else ""),
+            "refusal": None,
+        }
+        if calls:
+            message["tool_calls"] = calls
+        if sent.reasoning is not None:
+            message["reasoning_content"] = sent.reasoning
+        drawn = self._tokens(one)
+        choice = {
+            "index": index,
+            "message": message,
+            "logprobs": self._logprobs_of(drawn) if self._logprobs else None,
+            "finish_reason": one.finish,
+        }
+        if self._request.return_token_ids:
+            choice["token_ids"] = list(one.turn.completion.ids)
+        return choice
+
+    def _tokens(self, one: Spoken) -> Sequence[Drawn]:
+        return [drawn for drawn in one.drawn if drawn.id not in self._renderer.stop_ids]
+
+    # -- chunks ------------------------------------------------------------------------------------------------
+
+    def chunks(self, index: int, deltas: Sequence[Delta], drawn: Sequence[Drawn]) -> list[dict[str, Any]]:
+        """Pieces of choice `index`; the tokens go with the last of them."""
+        bodies = [self._delta(delta) for delta in deltas]
+        tokens = [token for token in drawn if token.id not in self._renderer.stop_ids]
+        if not bodies and tokens and (self._logprobs or self._request.return_token_ids):
+            bodies = [{}]
+        chunks = [self._chunk(index, body) for body in bodies]
+        if chunks and self._logprobs and tokens:
+            chunks[-1]["choices"][0]["logprobs"] = self._logprobs_of(tokens)
+        if chunks and self._request.return_token_ids:
+            chunks[-1]["choices"][0]["token_ids"] = [token.id for token in drawn]
+        return chunks
+
+    def opening(self) -> list[dict[str, Any]]:
+        """The chunks that say whose turn it is."""
+        chunks = [
+            self._chunk(index, {"role": "assistant", "content": "", "refusal": None})
+            for index in range(self._job.ask.n)
+        ]
+        if self._request.return_token_ids:
+            chunks[0]["prompt_token_ids"] = list(self._job.prompt.ids)
+        return chunks
+
+    def closing(self, spoken: Sequence[Spoken]) -> list[dict[str, Any]]:
+        """The chunks that say why each choice ended, and what it all cost where that was asked for."""
+        chunks = [self._chunk(index, {}, one.finish) for index, one in enumerate(spoken)]
+        if self._wants_usage:
+            chunks.append({**self._chunk(0, {}), "choices": [], "usage": usage_of(self._job)})
+        return chunks
+
+    @property
+    def _wants_usage(self) -> bool:
+        options = self._request.stream_options
+        return options is not None and bool(options.include_usage)
+
+    def _chunk(self, index: int, delta: dict[str, Any], finish: str | None = None) -> dict[str, Any]:
+        choice: dict[str, Any] = {"index": index, "delta": delta, "logprobs": None, "finish_reason": finish}
+        chunk = {**self._head, "object": "chat.completion.chunk", "choices": [choice]}
+        return {**chunk, "usage": None} if self._wants_usage else chunk
+
+    @staticmethod
+    def _delta(delta: Delta) -> dict[str, Any]:
+        if isinstance(delta, ContentDelta):
+            return {"content": delta.text}
+        if isinstance(delta, ReasoningDelta):
+            return {"reasoning_content": delta.text}
+        if isinstance(delta, CallBegun):
+            function = {"name": delta.name, "arguments": ""}
+            return {
+                "tool_calls": [{"index": delta.index, "id": delta.id, "type": "function", "function": function}]
+            }
+        assert isinstance(delta, ArgumentsDelta)
+        return {"tool_calls": [{"index": delta.index, "function": {"arguments": delta.text}}]}
+
+    def _logprobs_of(self, drawn: Sequence[Drawn]) -> dict[str, Any]:
+        def entry(id: int, logprob: float) -> dict[str, Any]:
+            raw = self._renderer.vocabulary.token_bytes(id)
+            return {"token": raw.decode("utf-8", "replace"), "logprob": logprob, "bytes": list(raw)}
+
+        content = [
+            {**entry(token.id, token.logprob), "top_logprobs": [entry(id, logprob) for id, logprob in token.top]}
+            for token in drawn
+        ]
+        return {"content": content, "refusal": None}
+
+
+def usage_of(job: Job) -> dict[str, Any]:
+    """What the request cost."""
+    return {
+        "prompt_tokens": job.prompt_tokens,
+        "completion_tokens": job.completion_tokens,
+        "total_tokens": job.prompt_tokens + job.completion_tokens,
+        "prompt_tokens_details": {"cached_tokens": job.cached_tokens},
+    }

@@ -1,0 +1,230 @@
+"""POST /v1/completions: text or ids in, text out; nothing is rendered and nothing is recognised.
+
+Source: the OpenAI API reference (legacy completions).
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from agentrl.chat.template import Renderer
+from agentrl.engine.base import Engine
+from agentrl.engine.streaming import Drawn, ScoringEngine, WatchedEngine
+from agentrl.serve.dialects.wire import CompletionRequest
+from agentrl.serve.errors import context_exceeded, invalid, unsupported
+from agentrl.serve.generate import Order, Sampled, generate
+from agentrl.serve.reader import ContentDelta, Delta, TextReader
+from agentrl.serve.talk import COLDEST, fresh_id, now
+from agentrl.types import Completion, Sampling
+
+MAX_CHOICES = 2048
+"""Completions in one request, of all its prompts together."""
+
+Emit = Callable[[int, list[Delta], Sequence[Drawn]], None]
+
+
+@dataclass(frozen=True, slots=True)
+class Continued:
+    """One finished choice: its prompt with the logprobs of it (where they were asked for), and what followed."""
+
+    prompt: tuple[int, ...]
+    scored: tuple[Drawn, ...]
+    sampled: Sampled
+    text: str
+
+
+class TextJob:
+    """A completion request that is ready to be sampled.
+
+    Raises:
+        ApiError: it cannot be answered.
+    """
+
+    def __init__(self, engine: Engine, renderer: Renderer, request: CompletionRequest) -> None:
+        request.refuse_unsupported()
+        self._engine, self._renderer, self.request = engine, renderer, request
+        if request.best_of is not None and request.best_of != (request.n or 1):
+            raise unsupported("best_of", "must equal n: completions are not ranked here")
+        if request.logprobs and not isinstance(engine, WatchedEngine):
+            raise unsupported("logprobs", "this engine does not tell alternatives")
+        if request.echo and request.logprobs is not None and not isinstance(engine, ScoringEngine):
+            raise unsupported("echo", "this engine cannot score a prompt: leave out logprobs")
+        self.max_tokens = 16 if request.max_tokens is None else request.max_tokens
+        self.prompts = [self._ids(prompt) for prompt in self._listed()]
+        self.done: list[Continued] = []
+
+    def _listed(self) -> list[str | list[int]]:
+        prompt = self.request.prompt
+        if isinstance(prompt, str):
+            return [prompt]
+        if not prompt:
+            raise invalid("prompt", "is an empty list")
+        if isinstance(prompt[0], int):
+            return [prompt]
+        if len(prompt) * (self.request.n or 1) > MAX_CHOICES:
+            raise invalid("prompt", f"{len(prompt)} prompts; at most {MAX_CHOICES} completions in one request")
+        return list(prompt)
+
+    def _ids(self, prompt: str | list[int]) -> tuple[int, ...]:
+        vocabulary = self._renderer.vocabulary
+        ids = tuple(vocabulary.encode_raw(prompt) if isinstance(prompt, str) else prompt)
+        if not ids:
+            raise invalid("prompt", "is empty: there is nothing to continue")
+        if wrong := next((id for id in ids if not 0 <= id < vocabulary.size), None):
+            raise invalid("prompt", f"token id {wrong} is outside the vocabulary of {vocabulary.size}")
+        if len(ids) + bool(self.max_tokens) > self._engine.max_context:
+            raise context_exceeded("prompt", len(ids), self._engine.max_context)
+        return ids
+
+    @property
+    def count(self) -> int:
+        """Completions to sample."""
+        return len(self.prompts) * (self.request.n or 1)
+
+    async def run(self, emit: Emit | None = None) -> list[Continued]:
+        """Sample every choice; choice `i` continues prompt `i // n`."""
+        n = self.request.n or 1
+        async with asyncio.TaskGroup() as group:
+            choices = [
+                group.create_task(self._choice(prompt, number * n + copy, copy, emit))
+                for number, prompt in enumerate(self.prompts)
+                for copy in range(n)
+            ]
+        self.done = [choice.result() for choice in choices]
+        return self.done
+
+    async def _choice(self, prompt: tuple[int, ...], index: int, copy: int, emit: Emit | None) -> Continued:
+        request, reader = self.request, TextReader(self._renderer, self.request.stops)
+        scored: list[Drawn] = []
+        if request.echo:
+            if request.logprobs is not None:
+                assert isinstance(self._engine, ScoringEngine)
+                scored = await self._engine.prompt_logprobs(prompt, top=request.logprobs)
+            if emit is not None:
+                emit(index, [ContentDelta(self._renderer.decode(prompt))], ())
+        if self.max_tokens == 0:
+            return Continued(prompt, tuple(scored), Sampled(Completion((), (), (), "length"), ()), "")
+        temperature = 1.0 if request.temperature is None else request.temperature
+        sampling = Sampling(
+            temperature=temperature if temperature >= COLDEST else 0.0,
+            top_p=1.0 if request.top_p is None else request.top_p,
+            top_k=max(0, request.top_k or 0),
+            max_tokens=min(self.max_tokens, self._engine.max_context - len(prompt)),
+            stop_ids=self._renderer.stop_ids,
+            seed=None if request.seed is None else (request.seed + copy) % 2**63,
+        )
+        on_deltas = None if emit is None else lambda deltas, drawn: emit(index, deltas, drawn)
+        order = Order(sampling, top=request.logprobs or 0)
+        sampled = await generate(self._engine, prompt, order, reader, session=None, on_deltas=on_deltas)
+        return Continued(prompt, tuple(scored), sampled, reader.text)
+
+
+class TextWriter:
+    """Writes the answer to one request, whole or in chunks."""
+
+    def __init__(self, job: TextJob, renderer: Renderer, fingerprint: str) -> None:
+        self._job, self._renderer, self._request = job, renderer, job.request
+        self._offsets: dict[int, int] = {}
+        self._head = {
+            "id": fresh_id("cmpl-"),
+            "object": "text_completion",
+            "created": now(),
+            "model": job.request.model,
+            "system_fingerprint": fingerprint,
+        }
+
+    def whole(self, done: Sequence[Continued]) -> dict[str, Any]:
+        """The answer as one object."""
+        return {
+            **self._head,
+            "choices": [self._choice(n, one) for n, one in enumerate(done)],
+            "usage": self._usage(),
+        }
+
+    def _choice(self, index: int, one: Continued) -> dict[str, Any]:
+        echoed = self._renderer.decode(one.prompt) if self._request.echo else ""
+        logprobs = None
+        if self._request.logprobs is not None:
+            first = one.prompt[0] if self._request.echo else None
+            logprobs = self._logprobs(first, [*one.scored, *one.sampled.drawn], 0)
+        choice = {
+            "index": index,
+            "text": echoed + one.text,
+            "logprobs": logprobs,
+            "finish_reason": _finish(one),
+        }
+        if self._request.return_token_ids:
+            choice |= {"token_ids": list(one.sampled.completion.ids), "prompt_token_ids": list(one.prompt)}
+        return choice
+
+    def opening(self) -> list[dict[str, Any]]:
+        """Nothing is said before the first piece."""
+        return []
+
+    def chunks(self, index: int, deltas: Sequence[Delta], drawn: Sequence[Drawn]) -> list[dict[str, Any]]:
+        """Pieces of choice `index`; the tokens go with the first of them."""
+        chunks = [self._chunk(index, delta.text) for delta in deltas if isinstance(delta, ContentDelta)]
+        if not chunks and self._request.logprobs is not None:
+            chunks = [self._chunk(index, "")]
+        if chunks and drawn and self._request.logprobs is not None:
+            at = self._offsets.get(index, 0)
+            chunks[0]["choices"][0]["logprobs"] = self._logprobs(None, drawn, at)
+            self._offsets[index] = at + sum(len(self._name(token.id)) for token in drawn)
+        return chunks
+
+    def closing(self, done: Sequence[Continued]) -> list[dict[str, Any]]:
+        """Why each choice ended, and the cost where it was asked for."""
+        chunks = [self._chunk(index, "", _finish(one)) for index, one in enumerate(done)]
+        options = self._request.stream_options
+        if options is not None and options.include_usage:
+            chunks.append({**self._head, "choices": [], "usage": self._usage()})
+        return chunks
+
+    def _chunk(self, index: int, text: str, finish: str | None = None) -> dict[str, Any]:
+        return {
+            **self._head,
+            "choices": [{"index": index, "text": text, "logprobs": None, "finish_reason": finish}],
+        }
+
+    def _usage(self) -> dict[str, Any]:
+        prompt = sum(len(ids) for ids in self._job.prompts)
+        sampled = sum(len(one.sampled.completion.ids) for one in self._job.done)
+        cached = sum(one.sampled.completion.cached_tokens for one in self._job.done[:: self._request.n or 1])
+        return {
+            "prompt_tokens": prompt,
+            "completion_tokens": sampled,
+            "total_tokens": prompt + sampled,
+            "prompt_tokens_details": {"cached_tokens": cached},
+        }
+
+    def _name(self, id: int) -> str:
+        """The text of one token; bytes that are no text alone are named as bytes."""
+        raw = self._renderer.vocabulary.token_bytes(id)
+        try:
+            return raw.decode()
+        except UnicodeDecodeError:
+            return "bytes:" + "".join(f"\\x{byte:02x}" for byte in raw)
+
+    # The stop token is among the tokens though not in the text: harnesses count on one entry for each token drawn.
+
+    def _logprobs(self, first: int | None, drawn: Sequence[Drawn], offset: int) -> dict[str, Any]:
+        """Lists by token; `first` is a prompt's first token, which nothing stands before."""
+        names = [] if first is None else [self._name(first)]
+        values: list[float | None] = [None] * len(names)
+        tops: list[dict[str, float] | None] = [None] * len(names)
+        for token in drawn:
+            names.append(self._name(token.id))
+            values.append(token.logprob)
+            best = {self._name(id): logprob for id, logprob in reversed(token.top)}
+            tops.append(best | {names[-1]: token.logprob})
+        offsets = [offset]
+        for name in names:
+            offsets.append(offsets[-1] + len(name))
+        return {"tokens": names, "token_logprobs": values, "top_logprobs": tops, "text_offset": offsets[:-1]}
+
+
+def _finish(one: Continued) -> str:
+    return "length" if one.sampled.completion.finish == "length" else "stop"

@@ -1,0 +1,351 @@
+"""POST /v1/responses: items in, items out, as one object or as events with sequence numbers.
+
+Source: the OpenAI API reference.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from agentrl.engine.streaming import Drawn
+from agentrl.serve.dialects.messages import incoming_of, tools_of
+from agentrl.serve.dialects.wire import CalledFunction, Function, Part, WireCall, WireMessage, WireTool
+from agentrl.serve.dialects.wire_responses import Item, ResponsesRequest, TextOptions
+from agentrl.serve.errors import ApiError, invalid, unsupported
+from agentrl.serve.grammar import AnswerFormat
+from agentrl.serve.reader import ArgumentsDelta, CallBegun, ContentDelta, Delta, ReasoningDelta
+from agentrl.serve.session import Incoming, Session
+from agentrl.serve.talk import Ask, Job, Spoken, fresh_id, now
+
+
+def ask_of(request: ResponsesRequest, earlier: Sequence[Incoming] = ()) -> Ask:
+    """What the request asks for.
+
+    Args:
+        earlier: the conversation that it goes on from, without instructions.
+
+    Raises:
+        ApiError: a parameter has a value that is not known, or that is not supported.
+    """
+    request.refuse_unsupported()
+    tools = tools_of([_tool(n, tool.type, tool) for n, tool in enumerate(request.tools or ())])
+    choice, named = _choice(request.tool_choice)
+    answer = _format(request.text)
+    if choice in ("required", "named") and answer is not None:
+        raise unsupported("text.format", "a forced call and a response format exclude one another")
+    return Ask(
+        messages=_conversation(request, earlier),
+        tools=tools,
+        choice=choice,  # type: ignore[arg-type]
+        named=named,
+        one_call=request.parallel_tool_calls is False and bool(tools),
+        temperature=1.0 if request.temperature is None else request.temperature,
+        top_p=1.0 if request.top_p is None else request.top_p,
+        limit=request.max_output_tokens,
+        format=answer,
+        param="input",
+    )
+
+
+def _tool(number: int, kind: str, tool: Any) -> WireTool:
+    if kind != "function":
+        return WireTool(type=kind)
+    if not tool.name:
+        raise invalid(f"tools[{number}].name", "is required")
+    return WireTool(
+        type=kind, function=Function(name=tool.name, description=tool.description, parameters=tool.parameters)
+    )
+
+
+def _choice(given: str | dict[str, Any] | None) -> tuple[str, str]:
+    if given is None or isinstance(given, str):
+        return given or "auto", ""
+    name = given.get("name")
+    if given.get("type") != "function" or not isinstance(name, str):
+        raise invalid(
+            "tool_choice", "must be 'none', 'auto', 'required' or {\"type\": \"function\", \"name\": ...}"
+        )
+    return "named", name
+
+
+def _format(text: TextOptions | None) -> AnswerFormat | None:
+    format = None if text is None else text.format
+    if format is None or format.type == "text":
+        return None
+    if format.type == "json_object":
+        return AnswerFormat({})
+    if format.schema_ is None:
+        raise invalid("text.format.schema", "is required with type 'json_schema'")
+    return AnswerFormat(format.schema_)
+
+
+def earlier_of(request: ResponsesRequest, session: Session) -> tuple[Incoming, ...]:
+    """The conversation that the request goes on from; empty where it names none.
+
+    Raises:
+        ApiError: there is no such response here.
+    """
+    id = request.previous_response_id
+    if id is None:
+        return ()
+    found = session.kept(id)
+    if found is None:
+        raise ApiError(
+            400,
+            f"Previous response with id {id[:200]!r} not found: it is not of this server, was not stored, or is "
+            "forgotten; send the whole conversation as `input`.",
+            param="previous_response_id",
+            code="previous_response_not_found",
+        )
+    return found
+
+
+def _conversation(request: ResponsesRequest, earlier: Sequence[Incoming]) -> list[Incoming]:
+    first = [WireMessage(role="system", content=request.instructions)] if request.instructions else []
+    return [*incoming_of(first), *earlier, *_new(request)]
+
+
+def _new(request: ResponsesRequest) -> list[Incoming]:
+    messages: list[WireMessage] = []
+    items = [Item(role="user", content=request.input)] if isinstance(request.input, str) else request.input
+    if not items:
+        raise invalid("input", "is empty")
+    said: list[Item] = []
+    for n, item in enumerate(items):
+        assistant = item.role == "assistant" or item.type in ("function_call", "reasoning")
+        if item.type == "function_call" and not item.name:
+            raise invalid(f"input[{n}].name", "is required: it names the function that was called")
+        if assistant:
+            said.append(item)
+            continue
+        messages += _turn(said)
+        said = []
+        messages.append(_message(item, f"input[{n}]"))
+    return incoming_of([*messages, *_turn(said)], "input")
+
+
+def _message(item: Item, where: str) -> WireMessage:
+    if item.type == "message":
+        if item.role is None:
+            raise invalid(f"{where}.role", "is required")
+        return WireMessage(role=item.role, content=item.content)
+    if item.type == "function_call_output":
+        if item.call_id is None:
+            raise invalid(f"{where}.call_id", "is required: it names the call that this is the result of")
+        return WireMessage(role="tool", content=item.output, tool_call_id=item.call_id)
+    raise unsupported(f"{where}.type", f"{item.type!r} is not known here")
+
+
+def _turn(said: Sequence[Item]) -> list[WireMessage]:
+    """The items of one assistant turn as one message."""
+    if not said:
+        return []
+    texts: list[str] = []
+    thoughts: list[str] = []
+    calls: list[WireCall] = []
+    for item in said:
+        if item.type == "function_call":
+            function = CalledFunction(name=item.name or "", arguments=item.arguments or "{}")
+            calls.append(WireCall(id=item.call_id or "", function=function))
+        else:
+            parts = (
+                item.content if isinstance(item.content, list) else [Part(type="text", text=item.content or "")]
+            )
+            text = "".join(part.text or part.refusal or "" for part in parts)
+            (thoughts if item.type == "reasoning" else texts).append(text)
+    return [
+        WireMessage(
+            role="assistant",
+            content="".join(texts),
+            tool_calls=calls or None,
+            reasoning_content="".join(thoughts) or None,
+        )
+    ]
+
+
+@dataclass(slots=True)
+class _Open:
+    """An output item that is being written; `text` is what it holds so far."""
+
+    kind: str
+    id: str
+    text: str = ""
+    call_id: str = ""
+    name: str = ""
+
+    def item(self, status: str) -> dict[str, Any]:
+        """The item as JSON."""
+        if self.kind == "function_call":
+            return {
+                "id": self.id,
+                "type": "function_call",
+                "call_id": self.call_id,
+                "name": self.name,
+                "arguments": self.text,
+                "status": status,
+            }
+        if self.kind == "reasoning":
+            return {"id": self.id, "type": "reasoning", "summary": [], "content": [self.part()], "status": status}
+        content = [self.part()] if self.text or status != "in_progress" else []
+        return {"id": self.id, "type": "message", "role": "assistant", "status": status, "content": content}
+
+    def part(self) -> dict[str, Any]:
+        """The content part as JSON."""
+        if self.kind == "reasoning":
+            return {"type": "reasoning_text", "text": self.text}
+        return {"type": "output_text", "text": self.text, "annotations": [], "logprobs": []}
+
+
+class ResponseWriter:
+    """Writes the answer to one request, whole or in events."""
+
+    def __init__(self, request: ResponsesRequest, job: Job) -> None:
+        self._request, self._job = request, job
+        self._id, self._created = fresh_id("resp_"), now()
+        self._items: list[_Open] = []
+        self._number = 0
+
+    def whole(self, spoken: Sequence[Spoken]) -> dict[str, Any]:
+        """The answer as one object."""
+        (one,) = spoken
+        self._absorb(one)
+        self._keep(one)
+        return self._response(self._status(one), one)
+
+    def _keep(self, one: Spoken) -> None:
+        """Let the next request go on from here; before the client is told, who may ask at once."""
+        if self._stored:
+            before = self._job.ask.messages[bool(self._request.instructions) :]
+            self._job.session.keep(self._id, one.turn, before)
+
+    @property
+    def _stored(self) -> bool:
+        return self._request.store is not False
+
+    def _absorb(self, one: Spoken) -> None:
+        """The items of a turn that was not streamed."""
+        sent = one.sent.message
+        if sent.reasoning:
+            self._items.append(_Open("reasoning", fresh_id("rs_"), sent.reasoning))
+        if sent.content or not sent.tool_calls:
+            assert isinstance(sent.content, str)
+            self._items.append(_Open("message", fresh_id("msg_"), sent.content))
+        for call, raw in zip(sent.tool_calls, one.sent.raw_arguments, strict=True):
+            self._items.append(_Open("function_call", fresh_id("fc_"), raw, call.id, call.name))
+
+    @staticmethod
+    def _status(one: Spoken) -> str:
+        return "incomplete" if one.finish == "length" else "completed"
+
+    def _response(self, status: str, one: Spoken | None = None) -> dict[str, Any]:
+        request, job = self._request, self._job
+        format = request.text.format if request.text else None
+        done = one is not None
+        usage = {
+            "input_tokens": job.prompt_tokens,
+            "input_tokens_details": {"cached_tokens": job.cached_tokens},
+            "output_tokens": job.completion_tokens,
+            "output_tokens_details": {"reasoning_tokens": 0},
+            "total_tokens": job.prompt_tokens + job.completion_tokens,
+        }
+        return {
+            "id": self._id,
+            "object": "response",
+            "created_at": self._created,
+            "status": status,
+            "error": None,
+            "incomplete_details": {"reason": "max_output_tokens"} if status == "incomplete" else None,
+            "instructions": request.instructions,
+            "max_output_tokens": request.max_output_tokens,
+            "metadata": request.metadata or {},
+            "model": request.model,
+            "output": [item.item(status) for item in self._items] if done else [],
+            "parallel_tool_calls": request.parallel_tool_calls is not False,
+            "previous_response_id": request.previous_response_id,
+            "reasoning": {"effort": None, "summary": None},
+            "store": self._stored,
+            "temperature": job.ask.temperature,
+            "text": {"format": {"type": "text"} if format is None else format.model_dump(by_alias=True)},
+            "tool_choice": request.tool_choice or "auto",
+            "tools": [tool.model_dump() for tool in request.tools or ()],
+            "top_p": job.ask.top_p,
+            "truncation": "disabled",
+            "usage": usage if done else None,
+        }
+
+    # -- events ------------------------------------------------------------------------------------------------
+
+    def _event(self, kind: str, **fields: Any) -> dict[str, Any]:
+        number, self._number = self._number, self._number + 1
+        return {"type": kind, "sequence_number": number, **fields}
+
+    def opening(self) -> list[dict[str, Any]]:
+        """The response exists."""
+        return [
+            self._event("response.created", response=self._response("in_progress")),
+            self._event("response.in_progress", response=self._response("in_progress")),
+        ]
+
+    def chunks(self, index: int, deltas: Sequence[Delta], drawn: Sequence[Drawn]) -> list[dict[str, Any]]:
+        """Pieces of the turn."""
+        return [event for delta in deltas for event in self._piece(delta)]
+
+    def _piece(self, delta: Delta) -> list[dict[str, Any]]:
+        if isinstance(delta, CallBegun):
+            return self._begin(_Open("function_call", fresh_id("fc_"), "", delta.id, delta.name))
+        if isinstance(delta, ArgumentsDelta):
+            calls = [n for n, item in enumerate(self._items) if item.kind == "function_call"]
+            place, kind = calls[delta.index], "response.function_call_arguments.delta"
+            events = []
+        else:
+            assert isinstance(delta, ContentDelta | ReasoningDelta)
+            of = "message" if isinstance(delta, ContentDelta) else "reasoning"
+            kind = "response.output_text.delta" if of == "message" else "response.reasoning_text.delta"
+            found = [n for n, item in enumerate(self._items) if item.kind == of]
+            prefix = "msg_" if of == "message" else "rs_"
+            events = [] if found else self._begin(_Open(of, fresh_id(prefix)))
+            place = found[0] if found else len(self._items) - 1
+        item = self._items[place]
+        item.text += delta.text
+        where: dict[str, Any] = {"item_id": item.id, "output_index": place}
+        if item.kind != "function_call":
+            where["content_index"] = 0
+        if item.kind == "message":
+            where["logprobs"] = []
+        return [*events, self._event(kind, **where, delta=delta.text)]
+
+    def _begin(self, item: _Open) -> list[dict[str, Any]]:
+        self._items.append(item)
+        place = len(self._items) - 1
+        events = [self._event("response.output_item.added", output_index=place, item=item.item("in_progress"))]
+        if item.kind == "message":
+            where = {"item_id": item.id, "output_index": place, "content_index": 0}
+            events.append(self._event("response.content_part.added", **where, part=item.part()))
+        return events
+
+    def closing(self, spoken: Sequence[Spoken]) -> list[dict[str, Any]]:
+        """Every item is complete, and so is the response."""
+        (one,) = spoken
+        self._keep(one)
+        status = self._status(one)
+        events = [] if self._items else self._begin(_Open("message", fresh_id("msg_")))
+        for place, item in enumerate(self._items):
+            where: dict[str, Any] = {"item_id": item.id, "output_index": place}
+            if item.kind == "function_call":
+                events.append(
+                    self._event(
+                        "response.function_call_arguments.done", **where, name=item.name, arguments=item.text
+                    )
+                )
+            elif item.kind == "reasoning":
+                events.append(
+                    self._event("response.reasoning_text.done", **where, content_index=0, text=item.text)
+                )
+            else:
+                where["content_index"] = 0
+                events.append(self._event("response.output_text.done", **where, text=item.text, logprobs=[]))
+                events.append(self._event("response.content_part.done", **where, part=item.part()))
+            events.append(self._event("response.output_item.done", output_index=place, item=item.item(status)))
+        return [*events, self._event(f"response.{status}", response=self._response(status, one))]

@@ -1,0 +1,98 @@
+"""What clients send to /v1/responses. Source: the OpenAI API reference."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import ConfigDict, Field, JsonValue
+
+from agentrl.serve.dialects.wire import Part, Tokens, Wire
+from agentrl.serve.errors import unsupported
+
+KINDS: list[JsonValue] = ["message", "function_call", "function_call_output", "reasoning"]
+
+Key = Annotated[str, Field(max_length=64)]
+Value = Annotated[str, Field(max_length=512)]
+
+
+class Item(Wire):
+    """One item of the conversation: a message, a call, the result of a call, or a think block."""
+
+    type: Annotated[str, Field(json_schema_extra={"enum": KINDS})] = "message"
+    role: Literal["system", "developer", "user", "assistant"] | None = None
+    content: str | list[Part] | None = None
+    call_id: str | None = None
+    name: str | None = None
+    arguments: str | None = None
+    """JSON text."""
+    output: str | list[Part] | None = None
+
+
+class FlatTool(Wire):
+    """A tool on offer; only functions are known."""
+
+    type: Annotated[str, Field(json_schema_extra={"enum": ["function"]})]
+    name: str | None = None
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None
+    """Accepted; the schema is part of the prompt either way."""
+
+
+class TextFormat(Wire):
+    """What an answer looks like."""
+
+    type: Literal["text", "json_object", "json_schema"]
+    name: str | None = None
+    schema_: dict[str, Any] | None = Field(default=None, alias="schema")
+    strict: bool | None = None
+
+
+class TextOptions(Wire):
+    """How the answer's text is written."""
+
+    format: TextFormat | None = None
+
+
+class ResponsesRequest(Wire):
+    """POST /v1/responses."""
+
+    model_config = ConfigDict(extra="allow")
+
+    model: str
+    input: str | list[Item]
+    instructions: str | None = None
+    """Becomes the first system message, of this response only: the next one brings its own."""
+    previous_response_id: str | None = None
+    """The response that `input` goes on from; its conversation is not sent again."""
+    store: bool | None = None
+    """False: no other response can go on from this one."""
+    tools: list[FlatTool] | None = None
+    tool_choice: Literal["none", "auto", "required"] | dict[str, Any] | None = None
+    """`none`, `auto`, `required`, or {"type": "function", "name": ...}."""
+    parallel_tool_calls: bool | None = None
+    stream: bool | None = None
+    temperature: Annotated[float, Field(ge=0, le=2)] | None = None
+    top_p: Annotated[float, Field(gt=0, le=1)] | None = None
+    max_output_tokens: Tokens | None = None
+    text: TextOptions | None = None
+    metadata: Annotated[dict[Key, Value], Field(max_length=16)] | None = None
+    """Comes back with the response."""
+
+    def refuse_unsupported(self) -> None:
+        """Raise for parameters that would change the answer and are not there."""
+        for name, value in (self.model_extra or {}).items():
+            if name in HARMLESS and value is not None and value not in HARMLESS[name]:
+                raise unsupported(name, HARMLESS_WHY.get(name, "is not supported here; leave it out"))
+
+
+HARMLESS: dict[str, tuple[Any, ...]] = {
+    "background": (False,),
+    "conversation": (),
+    "max_tool_calls": (),
+    "prompt": (),
+    "top_logprobs": (0,),
+    "truncation": ("disabled",),
+}
+"""Parameters that would change the answer, with the values (besides null) that change nothing."""
+HARMLESS_WHY = {"conversation": "there are no conversation objects here; go on by `previous_response_id`"}

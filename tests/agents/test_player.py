@@ -1,0 +1,278 @@
+"""Programs that play episodes: they leave what the built-in loop leaves, and what they break is not scored."""
+
+from __future__ import annotations
+
+import asyncio
+import importlib.util
+import os
+import sys
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import openai
+import pytest
+
+from agentrl.agents.player import AgentPlayer
+from agentrl.agents.players import make_agent, players
+from agentrl.agents.program import Agent, CommandAgent, FunctionAgent
+from agentrl.agents.recorder import Recorder
+from agentrl.chat.check import Watch
+from agentrl.chat.template import Renderer
+from agentrl.config import load_config
+from agentrl.config.run import AgentConfig, RunConfig
+from agentrl.env import ToolEnv, reward
+from agentrl.envs.calculator.env import Calculator
+from agentrl.errors import ConfigError, EngineError
+from agentrl.models.tiny import make_tokenizer
+from agentrl.rollout.collect import collect
+from agentrl.rollout.episode import Player, TokenCheck, run_episode
+from agentrl.rollout.frame import Limits
+from agentrl.serve.listen import running
+from agentrl.testing.engine import ScriptedEngine
+from agentrl.testing.policy import call, say
+from agentrl.types import Message, Sampling, StopReason, Task
+
+EXAMPLE = Path(__file__).parents[2] / "examples" / "agent"
+TASK = Task("t", {"start": 4, "operations": [["+", 7]]})
+SCRIPT = [call("calculator", expression="4+7"), say("11")]
+
+
+@pytest.fixture(scope="module")
+def renderer(tmp_path_factory: pytest.TempPathFactory) -> Renderer:
+    directory = tmp_path_factory.mktemp("tokenizer")
+    text = '{"name": "calculator", "arguments": {"expression": "4+7"}} Use the calculator, then answer. '
+    make_tokenizer(directory, [text] * 4, vocab=360, max_context=4096)
+    return Renderer.from_directory(directory)
+
+
+def example() -> Any:
+    """The module of the example's agent."""
+    spec = importlib.util.spec_from_file_location("example_agent", EXAMPLE / "agent.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def engine_of(renderer: Renderer, script: Any = SCRIPT, **options: Any) -> ScriptedEngine:
+    return ScriptedEngine(renderer, script, tools=Calculator().tools, **options)
+
+
+@asynccontextmanager
+async def playing(
+    engine: ScriptedEngine,
+    renderer: Renderer,
+    agent: Agent | Callable[..., Any],
+    *,
+    make_env: Any = Calculator,
+    crash: Any = "infra",
+    **limits: Any,
+) -> AsyncIterator[AgentPlayer]:
+    recorder = Recorder(engine, renderer, Limits(**({"token_budget": 4096, "timeout_s": 30.0} | limits)))
+    program = agent if isinstance(agent, CommandAgent) else FunctionAgent(agent)  # type: ignore[arg-type]
+    check = TokenCheck("strict", Watch(None))
+    async with running(recorder.app()) as address:
+        player = AgentPlayer(recorder, address, program, make_env, 1.0, asyncio.Semaphore(64), crash, check)
+        yield player
+        await player.clients.close()
+
+
+async def test_the_episode_is_that_of_the_built_in_loop_to_the_token(renderer: Renderer):
+    sampling = Sampling(max_tokens=256, stop_ids=renderer.stop_ids)
+    builtin = Player(engine_of(renderer), renderer, Calculator, Limits(token_budget=4096), sampling)
+    expected = await run_episode(builtin, TASK, episode_id="e", seed=1)
+    engine = engine_of(renderer)
+    async with playing(engine, renderer, example().solve) as player:
+        found = await player.play(TASK, episode_id="e", seed=1)
+    assert found.error is None
+    assert found.segments == expected.segments
+    assert found.messages == tuple(map(unnamed, expected.messages)), "on the wire a result has no tool's name"
+    assert (found.reward, found.rewards, found.stop_reason) == (1.0, {"solved": 1.0}, StopReason.ANSWERED)
+    assert found.tools == expected.tools
+    assert [t.message for t in found.turns] == [t.message for t in expected.turns]
+    observed = [tuple(map(unnamed, t.observation)) for t in expected.turns]
+    assert [t.observation for t in found.turns] == observed
+    assert [t.tokens for t in found.turns] == [t.tokens for t in expected.turns]
+    assert found.metrics == {"tokens/identical": 1.0}
+    assert len(engine.released) == 1
+
+
+def unnamed(message: Message) -> Message:
+    return replace(message, name=None)
+
+
+async def test_a_command_is_an_agent(renderer: Renderer):
+    command = CommandAgent(["python", "agent.py", "{prompt}"], cwd=str(EXAMPLE))
+    outcomes = []
+
+    class Env(Calculator):
+        @reward
+        def said(self) -> bool:
+            outcomes.append(self.outcome)
+            return True
+
+    async with playing(engine_of(renderer), renderer, command, make_env=Env, timeout_s=200.0) as player:
+        found = await player.play(TASK, episode_id="e", seed=1)
+    assert found.error is None
+    assert found.rewards == {"solved": 1.0, "said": 1.0}
+    assert outcomes == ["11\n"]
+
+
+async def ask(access: Any, **options: Any) -> Any:
+    messages: list[Any] = [{"role": "user", "content": "hi"}]
+    client = access.client().with_options(max_retries=0)
+    return await client.chat.completions.create(model="m", messages=messages, **options)
+
+
+class TestTrouble:
+    async def test_a_crash_is_no_score(self, renderer: Renderer):
+        async def agent(task: Any, access: Any) -> None:
+            await ask(access)
+            raise KeyError("oops")
+
+        async with playing(engine_of(renderer), renderer, agent) as player:
+            lost = await player.play(TASK, episode_id="e", seed=1)
+            assert lost.error == "InfraError: the agent crashed after 1 turns: KeyError: 'oops'"
+            assert (lost.reward, lost.stop_reason) == (None, StopReason.INFRA)
+            assert len(lost.turns) == 1, "kept for the record"
+            scored = await replace(player, crash="score").play(TASK, episode_id="f", seed=1)
+            assert AgentConfig(use="a:b").crash == "score", "the policy may have crashed it"
+        assert (scored.error, scored.reward) == (None, 0.0)
+        assert scored.metrics["agent/crashed"] == 1.0
+
+    async def test_a_limit_that_the_agent_does_not_catch_is_a_limit(self, renderer: Renderer):
+        async def agent(task: Any, access: Any) -> None:
+            for _ in range(3):
+                await ask(access)
+
+        script = [say("11"), say("11"), say("11")]
+        async with playing(engine_of(renderer, script), renderer, agent, max_turns=2) as player:
+            found = await player.play(TASK, episode_id="e", seed=1)
+        assert (found.error, found.stop_reason, found.reward) == (None, StopReason.MAX_TURNS, 1.0)
+        assert len(found.turns) == 2
+
+    async def test_an_agent_that_runs_out_of_time_is_scored_as_it_stands(self, renderer: Renderer):
+        async def agent(task: Any, access: Any) -> None:
+            await ask(access)
+            await asyncio.sleep(60)
+
+        async with playing(engine_of(renderer, [say("11")]), renderer, agent, timeout_s=1.0) as player:
+            found = await player.play(TASK, episode_id="e", seed=1)
+        assert (found.error, found.stop_reason, found.reward) == (None, StopReason.TIMEOUT, 1.0)
+
+    async def test_an_engine_that_is_lost_is_not_the_agents_fault_whatever_it_makes_of_it(
+        self, renderer: Renderer
+    ):
+        async def agent(task: Any, access: Any) -> str:
+            try:
+                await ask(access)
+            except openai.APIError:
+                return "never mind"
+            return ""
+
+        async with playing(engine_of(renderer, [EngineError("gone")]), renderer, agent) as player:
+            found = await player.play(TASK, episode_id="e", seed=1)
+        assert found.error == "EngineError: gone"
+
+    async def test_an_agent_that_never_asks_is_told_apart(self, renderer: Renderer):
+        async with playing(engine_of(renderer), renderer, lambda task, access: "11") as player:
+            found = await player.play(TASK, episode_id="e", seed=1)
+        assert "ended without a completion of the policy: is it given the base URL?" in (found.error or "")
+
+    async def test_a_lost_place_in_a_group_is_played_again_alone(self, renderer: Renderer):
+        tries = []
+
+        async def agent(task: Any, access: Any) -> None:
+            tries.append(task["id"])
+            if len(tries) == 2:
+                raise RuntimeError("once")
+            await ask(access)
+
+        engine = engine_of(renderer, lambda turn: say("11"))
+        async with playing(engine, renderer, agent) as player:
+            (group,) = await collect(player, [TASK], group_size=3, label="s1", seed=0)
+        assert [e.reward for e in group.episodes] == [1.0] * 3
+        assert len(group.failed) == 1
+        assert len(tries) == 4
+
+
+class TestCommands:
+    async def test_what_a_command_is_given_and_how_it_fails(self, renderer: Renderer, tmp_path: Path):
+        program = (
+            "import json, os, sys; data = json.load(sys.stdin); "
+            "print(data['prompt'], os.environ['OPENAI_BASE_URL'][:7], file=sys.stderr); sys.exit(3)"
+        )
+        command = CommandAgent([sys.executable, "-c", program])
+        async with playing(engine_of(renderer), renderer, command) as player:
+            found = await replace(player, crash="score").play(TASK, episode_id="e", seed=1)
+        assert found.error == (
+            "InfraError: the agent crashed after 0 turns: exit code 3: Start with 4. Add 7. http://"
+        )
+        missing = CommandAgent(["/nowhere/agent"])
+        async with playing(engine_of(renderer), renderer, missing) as player:
+            found = await player.play(TASK, episode_id="e", seed=1)
+        assert "cannot start /nowhere/agent: No such file or directory" in (found.error or "")
+
+    async def test_a_command_that_runs_out_of_time_leaves_no_process(self, renderer: Renderer, tmp_path: Path):
+        pids = tmp_path / "pids"
+        command = CommandAgent(["sh", "-c", f"sleep 60 & echo $! $$ > {pids}; wait"])
+        async with playing(engine_of(renderer), renderer, command, timeout_s=1.0) as player:
+            found = await player.play(TASK, episode_id="e", seed=1)
+        assert found.stop_reason is StopReason.TIMEOUT
+        for pid in map(int, pids.read_text().split()):
+            for _ in range(200):
+                if not _alive(pid):
+                    break
+                await asyncio.sleep(0.01)
+            assert not _alive(pid)
+
+
+def _alive(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    return "State:\tZ" not in Path(f"/proc/{pid}/status").read_text()
+
+
+def test_the_example_is_a_good_configuration():
+    config = load_config(EXAMPLE / "tools.yaml")
+    assert config.agent is not None
+    assert isinstance(make_agent(config.agent), FunctionAgent)
+
+
+@pytest.mark.parametrize(
+    ("agent", "text"),
+    [
+        ({}, "exactly one of `use`"),
+        ({"use": "m:f", "command": ["x"]}, "exactly one of `use`"),
+        ({"use": "m:f", "cwd": "/"}, "agent.cwd has no effect without agent.command"),
+    ],
+)
+def test_settings_that_do_not_fit(agent: dict[str, Any], text: str):
+    with pytest.raises(ValueError, match=text):
+        AgentConfig(**agent)
+
+
+def test_a_missing_file_is_told_with_its_place(tmp_path: Path):
+    (tmp_path / "tools.yaml").write_text("env: a:B\nmodel: {tiny: {}}\nagent: {use: nope.py:solve}\n")
+    with pytest.raises(ConfigError, match=r"tools.yaml:3:14: agent.use: there is no file .*nope.py"):
+        load_config(tmp_path / "tools.yaml")
+
+
+async def test_rewards_for_each_turn_are_refused(renderer: Renderer):
+    class Turns(ToolEnv):
+        @reward(per="turn")
+        def short(self) -> float:
+            return 1.0
+
+    config = RunConfig.model_validate(
+        {"env": "a:B", "model": {"tiny": {}}, "agent": {"use": "agentrl.testing.policy:say"}}
+    )
+    with pytest.raises(ConfigError, match="reward 'short' of Turns is asked for each turn"):
+        async with players(config, None, engine_of(renderer), renderer, Turns):
+            pass

@@ -1,0 +1,333 @@
+"""The recorder, driven by the official client over HTTP: recorded is what was sampled, and nothing else."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from typing import Any
+
+import httpx
+import openai
+import pytest
+from openai import AsyncOpenAI
+
+from agentrl.agents.recorder import Recorder, Recording
+from agentrl.chat.template import Renderer
+from agentrl.errors import EngineError
+from agentrl.models.tiny import make_tokenizer
+from agentrl.rollout.frame import Limits
+from agentrl.serve.listen import running
+from agentrl.testing.engine import ScriptedEngine
+from agentrl.testing.policy import call, say
+from agentrl.types import Message, StopReason
+
+TOOLS: list[Any] = [
+    {
+        "type": "function",
+        "function": {
+            "name": "calculator",
+            "description": "Evaluate arithmetic.",
+            "parameters": {"type": "object", "properties": {"expression": {"type": "string"}}},
+        },
+    }
+]
+ASK = call("calculator", expression="1+2")
+
+
+@pytest.fixture(scope="module")
+def renderer(tmp_path_factory: pytest.TempPathFactory) -> Renderer:
+    directory = tmp_path_factory.mktemp("tokenizer")
+    text = '{"name": "calculator", "arguments": {"expression": "1+2"}} Use the calculator, then answer. '
+    make_tokenizer(directory, [text] * 4, vocab=360, max_context=4096)
+    return Renderer.from_directory(directory)
+
+
+class Recorded:
+    """A recorder on a port with one episode, and the official client of that episode."""
+
+    def __init__(self, recorder: Recorder, recording: Recording, address: str) -> None:
+        self.recorder, self.recording, self.address = recorder, recording, address
+        self.client = self.new_client()
+
+    def new_client(self, **options: Any) -> AsyncOpenAI:
+        url = self.address + self.recording.path
+        return AsyncOpenAI(base_url=url, api_key=self.recording.key, **({"max_retries": 0} | options))
+
+    async def chat(self, messages: Sequence[Any], **options: Any) -> Any:
+        return await self.client.chat.completions.create(
+            model="any", messages=list(messages), **({"tools": TOOLS} | options)
+        )
+
+
+@asynccontextmanager
+async def recorded(
+    renderer: Renderer, script: Any, *, delay_s: float = 0.0, temperature: float = 1.0, **limits: Any
+) -> AsyncIterator[Recorded]:
+    engine = ScriptedEngine(renderer, script, tools=TOOLS, delay_s=delay_s)
+    recorder = Recorder(engine, renderer, Limits(**({"token_budget": 100_000} | limits)))
+    async with running(recorder.app()) as address:
+        one = Recorded(recorder, recorder.open(temperature=temperature, seed=1), address)
+        try:
+            yield one
+        finally:
+            await one.client.close()
+            await recorder.close(one.recording)
+
+
+def by_turn(*said: Message | BaseException) -> Any:
+    """A script that counts completions over all sessions."""
+    left = iter(said)
+    return lambda turn: next(left)
+
+
+USER = {"role": "user", "content": "1+2?"}
+
+
+def result(answer: Any, content: str = "3") -> dict[str, Any]:
+    return {"role": "tool", "tool_call_id": answer.tool_calls[0].id, "content": content}
+
+
+async def test_a_tool_loop_is_one_branch_with_the_sampled_ids(renderer: Renderer):
+    async with recorded(renderer, [ASK, say("3")]) as one:
+        first = (await one.chat([USER])).choices[0].message
+        last = await one.chat([USER, first, result(first)])
+        assert last.choices[0].message.content == "3"
+        one.recording.seal()
+        segments, turns = one.recording.ledger.segments, one.recording.turns()
+    sampled = [s for s in segments if s.origin == "sampled"]
+    assert [renderer.parse(s.ids).content for s in sampled] == ["", "3"]
+    assert sampled[0].logprobs == (0.0,) * len(sampled[0].ids)
+    assert [i for i, s in enumerate(segments) if s.parent == -1] == [0], "one root"
+    assert [t.message.content for t in turns] == ["", "3"]
+    assert [m.content for m in turns[0].observation] == ["3"]
+    assert (turns[0].calls[0].result, turns[0].calls[0].outcome) == ("3", "ok")
+    assert one.recording.metrics() == {}
+    assert last.usage.prompt_tokens == sum(len(s.ids) for s in segments[:-1])
+
+
+async def test_a_streaming_client_sees_normal_streaming_and_is_recorded_alike(renderer: Renderer):
+    async with recorded(renderer, [ASK, say("the answer is 3")]) as one:
+        stream = await one.chat([USER], stream=True)
+        deltas = [chunk.choices[0].delta async for chunk in stream if chunk.choices]
+        calls = [c for d in deltas for c in d.tool_calls or ()]
+        assert calls[0].id
+        assert calls[0].function.name == "calculator"
+        assert json.loads("".join(c.function.arguments or "" for c in calls)) == {"expression": "1+2"}
+        wire = {"id": calls[0].id, "type": "function"} | {
+            "function": {"name": "calculator", "arguments": '{"expression":"1+2"}'}
+        }
+        said = {"role": "assistant", "content": None, "tool_calls": [wire]}
+        stream = await one.chat(
+            [USER, said, {"role": "tool", "tool_call_id": calls[0].id, "content": "3"}], stream=True
+        )
+        text = "".join([c.choices[0].delta.content or "" async for c in stream if c.choices])
+        assert text == "the answer is 3"
+        assert one.recording.num_turns == 2
+        assert len([s for s in one.recording.ledger.segments if s.parent == -1]) == 1
+
+
+async def test_the_responses_dialect_is_recorded_alike(renderer: Renderer):
+    tool = {"type": "function", **TOOLS[0]["function"]}
+    async with recorded(renderer, [ASK, say("3")]) as one:
+        first = await one.client.responses.create(model="m", input="1+2?", tools=[tool])
+        made = next(item for item in first.output if item.type == "function_call")
+        follow = [
+            {"role": "user", "content": "1+2?"},
+            made.model_dump(exclude_none=True),
+            {"type": "function_call_output", "call_id": made.call_id, "output": "3"},
+        ]
+        last = await one.client.responses.create(model="m", input=follow, tools=[tool])
+        assert last.output_text == "3"
+        assert one.recording.num_turns == 2
+        assert len([s for s in one.recording.ledger.segments if s.parent == -1]) == 1
+
+
+async def test_the_run_decides_how_tokens_are_drawn(renderer: Renderer):
+    seen = []
+
+    class Engine(ScriptedEngine):
+        async def generate(self, ids, sampling, *, session=None):
+            seen.append(sampling)
+            return await super().generate(ids, sampling, session=session)
+
+    engine = Engine(renderer, [say("a"), say("b")])
+    recorder = Recorder(engine, renderer, Limits(max_tokens=64, token_budget=10_000))
+    async with running(recorder.app()) as address:
+        one = Recorded(recorder, recorder.open(temperature=1.0, seed=1), address)
+        await one.chat([USER], temperature=0.1, top_p=0.3, seed=5, max_tokens=9999)
+        await one.chat([USER], temperature=0.1, max_tokens=7)
+        await one.client.close()
+        await recorder.close(one.recording)
+    assert [(s.temperature, s.top_p, s.top_k) for s in seen] == [(1.0, 1.0, 0)] * 2
+    assert [s.max_tokens for s in seen] == [64, 7]
+    assert len({s.seed for s in seen}) == 2
+
+
+class TestForks:
+    async def test_a_turn_that_the_client_made_up_is_a_branch_and_is_counted(self, renderer: Renderer):
+        async with recorded(renderer, by_turn(ASK, say("3"), say("4"))) as one:
+            first = (await one.chat([USER])).choices[0].message
+            await one.chat([USER, first, result(first)])
+            invented = {"role": "assistant", "content": "I never said this"}
+            await one.chat([USER, invented, {"role": "user", "content": "and?"}])
+            assert one.recording.metrics() == {"agent/drift_foreign": 1.0, "agent/forks": 1.0}
+            segments = one.recording.ledger.segments
+            roots = [i for i, s in enumerate(segments) if s.parent == -1]
+            assert len(roots) == 2
+            made_up = [s for s in segments if s.message is not None and "never" in renderer.decode(s.ids)]
+            assert [s.origin for s in made_up] == ["prompt"], "it does not train"
+            assert len(one.recording.leaves()) == 2
+
+    async def test_rewritten_history_is_a_branch(self, renderer: Renderer):
+        async with recorded(renderer, by_turn(ASK, say("3"))) as one:
+            first = (await one.chat([USER])).choices[0].message
+            await one.chat([{"role": "user", "content": "something else"}, first, result(first)])
+            assert one.recording.metrics() == {"agent/drift_history": 1.0, "agent/forks": 1.0}
+
+    async def test_two_answers_to_one_prompt_are_siblings(self, renderer: Renderer):
+        async with recorded(renderer, by_turn(ASK, say("3"), say("no, 4"))) as one:
+            first = (await one.chat([USER])).choices[0].message
+            both = [await one.chat([USER, first, result(first)]) for _ in range(2)]
+            assert [b.choices[0].message.content for b in both] == ["3", "no, 4"]
+            assert one.recording.num_turns == 3
+            assert [len(s.ids) > 0 for s in one.recording.ledger.segments if s.parent == -1] == [True]
+            assert len(one.recording.leaves()) == 2
+
+
+class TestRetries:
+    async def test_a_request_that_comes_again_gets_the_same_answer(self, renderer: Renderer):
+        async with recorded(renderer, by_turn(say("first"), say("second"))) as one:
+            body = {"model": "m", "messages": [USER]}
+            headers = {"Authorization": f"Bearer {one.recording.key}"}
+            async with httpx.AsyncClient(base_url=one.address + one.recording.path, headers=headers) as http:
+                said = []
+                for again in ("0", "1", "2"):
+                    answer = await http.post(
+                        "/chat/completions", json=body, headers={"x-stainless-retry-count": again}
+                    )
+                    said.append(answer.json()["choices"][0]["message"]["content"])
+                streamed = await http.post(
+                    "/chat/completions", json={**body, "stream": True}, headers={"x-stainless-retry-count": "3"}
+                )
+            assert said == ["first"] * 3
+            assert '"first"' in streamed.text
+            assert one.recording.num_turns == 1
+            assert one.recording.metrics() == {"agent/retries": 3.0}
+
+    async def test_an_idempotency_key_names_the_request(self, renderer: Renderer):
+        async with recorded(renderer, by_turn(say("first"), say("second"))) as one:
+            for key, text in (("a", "first"), ("a", "first"), ("b", "second")):
+                answer = await one.chat([USER], extra_headers={"Idempotency-Key": key})
+                assert answer.choices[0].message.content == text
+
+    async def test_one_idempotency_key_for_two_requests_gives_two_answers(self, renderer: Renderer):
+        async with recorded(renderer, by_turn(say("first"), say("second"))) as one:
+            headers = {"Idempotency-Key": "of the whole client"}
+            first = await one.chat([USER], extra_headers=headers)
+            second = await one.chat(
+                [USER, first.choices[0].message, {"role": "user", "content": "On."}], extra_headers=headers
+            )
+            assert [a.choices[0].message.content for a in (first, second)] == ["first", "second"]
+            assert one.recording.num_turns == 2
+
+    async def test_two_that_wait_for_one_completion_both_get_it(self, renderer: Renderer):
+        async with recorded(renderer, by_turn(say("first"), say("second")), delay_s=0.2) as one:
+            headers = [{"x-stainless-retry-count": n} for n in ("0", "1")]
+            first = asyncio.ensure_future(one.chat([USER], extra_headers=headers[0]))
+            await asyncio.sleep(0.1)
+            again = await one.chat([USER], extra_headers=headers[1])
+            assert (await first).choices[0].message.content == again.choices[0].message.content == "first"
+            assert one.recording.num_turns == 1
+
+    async def test_a_client_that_goes_away_leaves_nothing(self, renderer: Renderer):
+        async with recorded(renderer, by_turn(say("kept")), delay_s=0.3) as one:
+            client = one.new_client(timeout=0.1)
+            with pytest.raises(openai.APITimeoutError):
+                await client.chat.completions.create(model="m", messages=[USER])
+            await client.close()
+            await asyncio.sleep(0.05)
+            kept = await one.chat([USER], extra_headers={"x-stainless-retry-count": "1"})
+            assert kept.choices[0].message.content == "kept"
+            assert one.recording.num_turns == 1
+
+    async def test_an_engine_failure_is_forgotten_only_when_the_request_is_answered(self, renderer: Renderer):
+        async with recorded(renderer, by_turn(EngineError("lost"), say("fine"))) as one:
+            with pytest.raises(openai.InternalServerError):
+                await one.chat([USER])
+            assert one.recording.trouble == "lost"
+            await one.chat([USER], extra_headers={"x-stainless-retry-count": "1"})
+            assert one.recording.trouble is None
+
+
+class TestDoors:
+    async def test_each_episode_has_its_own_key(self, renderer: Renderer):
+        async with recorded(renderer, [say("hi")]) as one:
+            other = one.recorder.open(temperature=1.0, seed=2)
+            wrong = AsyncOpenAI(base_url=one.address + one.recording.path, api_key=other.key, max_retries=0)
+            with pytest.raises(openai.AuthenticationError):
+                await wrong.chat.completions.create(model="m", messages=[USER])
+            await wrong.close()
+            async with httpx.AsyncClient() as http:
+                for path in ("/episodes/0000/v1/models", one.recording.path + "/models"):
+                    assert (await http.get(one.address + path)).status_code == 401
+            assert one.recording.num_turns == other.num_turns == 0
+
+    async def test_a_sealed_episode_takes_no_more(self, renderer: Renderer):
+        async with recorded(renderer, [say("hi"), say("late")]) as one:
+            await one.chat([USER])
+            one.recording.seal()
+            with pytest.raises(openai.APIStatusError) as late:
+                await one.chat([USER])
+            assert late.value.status_code == 410
+            assert one.recording.num_turns == 1
+
+    @pytest.mark.parametrize(
+        ("limits", "stop", "text"),
+        [
+            ({"max_turns": 1}, StopReason.MAX_TURNS, "has met its limit"),
+            ({"token_budget": 60}, StopReason.TOKEN_BUDGET, "maximum context length is 60"),
+        ],
+    )
+    async def test_a_limit_refuses_the_next_request_for_good(self, renderer: Renderer, limits, stop, text):
+        async with recorded(renderer, by_turn(say("hi"), say("no"), say("no")), **limits) as one:
+            await one.chat([USER], tools=openai.NOT_GIVEN) if stop is StopReason.MAX_TURNS else None
+            long = {"role": "user", "content": "tell me more " * 40}
+            with pytest.raises(openai.BadRequestError) as refused:
+                await one.chat([long])
+            assert text in str(refused.value)
+            assert one.recording.stop is stop
+            with pytest.raises(openai.BadRequestError, match="has met its limit"):
+                await one.chat([USER])
+
+    async def test_several_choices_are_refused(self, renderer: Renderer):
+        async with recorded(renderer, [say("hi")]) as one:
+            with pytest.raises(openai.BadRequestError, match="goes on from one choice"):
+                await one.chat([USER], n=2)
+
+
+async def test_responses_that_go_on_from_one_another_are_one_branch_also_when_one_is_asked_for_again(
+    renderer: Renderer,
+):
+    flat: Any = [{"type": "function", "strict": False, **TOOLS[0]["function"]}]
+    async with recorded(renderer, [ASK, say("3"), say("Sure.")]) as one:
+
+        async def ask(given: Any, after: Any = None, **options: Any) -> Any:
+            id = None if after is None else after.id
+            return await one.client.responses.create(
+                model="any", input=given, tools=flat, previous_response_id=id, **options
+            )
+
+        first = await ask("1+2?")
+        output = [{"type": "function_call_output", "call_id": first.output[-1].call_id, "output": "3"}]
+        lost = await ask(output, first)
+        again = await ask(output, first, extra_headers={"x-stainless-retry-count": "1"})
+        assert (lost.output_text, again.output_text) == ("3", "3")
+        assert lost.id != again.id
+        last = await ask("Sure?", again)
+        assert last.output_text == "Sure."
+        assert one.recording.num_turns == 3
+        assert one.recording.metrics() == {"agent/retries": 1.0}
+        (leaf,) = one.recording.leaves()
+        assert [message.role[0] for message in leaf.context] == list("uataua")

@@ -1,0 +1,315 @@
+"""What the tests of Ray ranks run in a process of their own: `python ranks_program.py SCENARIO FOLDER RANKS`."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import torch
+from train_models import make_batch, scored, write_model
+
+from agentrl.config.algorithm import AlgorithmConfig, CriticConfig
+from agentrl.config.run import LearnerConfig, OptimConfig
+from agentrl.errors import WorkerLost
+from agentrl.learner import rank_pool as pools
+from agentrl.learner.driver import Driver
+from agentrl.learner.learner import Learner
+from agentrl.learner.rank_pool import RankPool, RankWorker
+from agentrl.learner.ray_ranks import RankedLearner
+from agentrl.ray_cluster import connect, import_ray
+
+STEPS = 4
+ALGORITHM = AlgorithmConfig(kl={"coef": 0.05}, updates_per_step=2, epochs=2)
+
+
+def learner(
+    folder: Path, ranks: int, *, policy: str | Path = "policy", start: str = "reference",
+    algorithm: AlgorithmConfig = ALGORITHM, critic: CriticConfig | None = None, critic_dir: Path | None = None,
+    on_ray: bool = False, **config,
+):  # fmt: skip
+    """A learner of the models in the folder, with so little room that micro-batches are many and uneven."""
+    make: Callable[..., Driver] = RankedLearner if ranks > 1 or on_ray else Learner
+    return make(
+        folder / policy,
+        algorithm=algorithm,
+        optim=OptimConfig(lr=1e-3, warmup_steps=2, schedule="linear"),
+        config=LearnerConfig(**{"device": "cpu", "ranks": ranks, "tokens_per_micro_batch": 150} | config),
+        temperature=0.7,
+        total_steps=2 * STEPS,
+        reference_dir=folder / start,
+        critic=critic,
+        critic_dir=critic_dir,
+    )
+
+
+def steps(driver: Driver, first: int, last: int) -> list[dict[str, float]]:
+    return [dict(driver.step(make_batch(seed, groups=2)).metrics) for seed in range(first, last)]
+
+
+def process_of(pool: RankPool) -> int:
+    """The process of its last rank."""
+    return int(pool._workers[-1].place.split()[1])
+
+
+def gap(one: Driver, other: Driver) -> float:
+    """The largest difference between two parameters."""
+    ours, theirs = one.weights(), other.weights()
+    return max(float((ours[name] - theirs[name]).abs().max()) for name in theirs.keys() & ours.keys())
+
+
+def same_curve(folder: Path, ranks: int) -> dict[str, object]:
+    """One process and many ranks, side by side; then each goes on from the other's checkpoint."""
+    one, many = learner(folder, 1), learner(folder, ranks, checkpoint_activations=True)
+    losses = [one.imitate(make_batch(99), 1e-3), many.imitate(make_batch(99), 1e-3)]
+    curves = [steps(one, 0, STEPS), steps(many, 0, STEPS)]
+    probes = [driver.probe(make_batch(50)) for driver in (one, many)]
+    apart = gap(one, many)
+    for name, driver in (("by-one", one), ("by-many", many)):
+        (folder / name).mkdir()
+        driver.save(folder / name)
+    many.close()
+    wanted = steps(one, STEPS, 2 * STEPS)
+    resumed = learner(folder, 1, policy="by-many")
+    resumed.load_optimizer(folder / "by-many")
+    after = [wanted, steps(resumed, STEPS, 2 * STEPS)]
+    spread = learner(folder, ranks, policy="by-one")
+    spread.load_optimizer(folder / "by-one")
+    after.append(steps(spread, STEPS, 2 * STEPS))
+    found = {
+        "losses": losses,
+        "curves": curves,
+        "probes": probes,
+        "gap": apart,
+        "after": after,
+        "gaps_after": [gap(one, resumed), gap(one, spread)],
+    }
+    spread.close()
+    return found
+
+
+def two_nodes(folder: Path, ranks: int) -> dict[str, object]:
+    """On a cluster with room for one rank a node: adapters with a critic, and bfloat16."""
+    ray = import_ray("the test")
+    cluster = import_module("ray.cluster_utils").Cluster(initialize_head=True, head_node_args={"num_cpus": 1})
+    try:
+        for _ in range(1, ranks):
+            cluster.add_node(num_cpus=1)
+        cluster.wait_for_nodes()
+        connect(ray, cluster.address, cpus=ranks, key="learner.ray")
+        adapters = {"critic": CriticConfig(lr=1e-2, warmup_steps=1), "lora": {"rank": 4, "alpha": 8}}
+        return {
+            "adapters and critic": handed_over(folder / "a", folder, ranks, **adapters),
+            "bfloat16": handed_over(folder / "b", folder, ranks, precision="bfloat16"),
+        }
+    finally:
+        ray.shutdown()
+        cluster.shutdown()
+
+
+def handed_over(saved: Path, folder: Path, ranks: int, critic: CriticConfig | None = None, **config):
+    """Two steps in one process, two on ranks, one in one process again, beside one that is never handed over."""
+    algorithm = AlgorithmConfig(**{"kl": {"coef": 0.05}} | ({"advantage": "gae"} if critic else {}))
+
+    def make(ranks: int, policy: Path) -> Driver:
+        trained = policy / "critic"
+        where = trained if trained.is_dir() else policy
+        return learner(
+            folder,
+            ranks,
+            policy=policy,
+            algorithm=algorithm,
+            critic=critic,
+            critic_dir=where,
+            start="policy",
+            **config,
+        )
+
+    def take(driver: Driver, first: int, last: int) -> list[dict[str, float]]:
+        rows = [make_batch(seed, groups=2) for seed in range(first, last)]
+        given = [scored(batch) if critic else (batch, None) for batch in rows]
+        return [dict(driver.step(*step).metrics) for step in given]
+
+    one = make(1, folder / "policy")
+    whole = take(one, 0, 2)
+    for name in ("one", "many"):
+        (saved / name).mkdir(parents=True)
+    one.save(saved / "one")
+    whole += take(one, 2, 5)
+    weights = {name: value.clone() for name, value in one.weights().items()}
+    one.close()
+    many = make(ranks, saved / "one")
+    many.load_optimizer(saved / "one")
+    nodes = (
+        import_module("ray.util").placement_group_table(many.pools["learner"].group)["bundles_to_node_id"].values()
+    )
+    handed = take(many, 2, 4)
+    many.save(saved / "many")
+    many.close()
+    again = make(1, saved / "many")
+    again.load_optimizer(saved / "many")
+    handed += take(again, 4, 5)
+    apart = max(float((again.weights()[name] - value).abs().max()) for name, value in weights.items())
+    again.close()
+    return {"wanted": whole[2:], "found": handed, "gap": apart, "nodes": len(set(nodes))}
+
+
+def apart(folder: Path, ranks: int) -> dict[str, object]:
+    """PPO with reference and critic on ranks of their own, beside one process that has them all."""
+    connect(import_ray("the test"), None, cpus=ranks + 2, key="learner.ray")
+    one, many = ppo(folder, 1), ppo(folder, ranks, reference=1, critic=1)
+    curves, gaps = [take(one, 0, 3), take(many, 0, 3)], [gap(one, many)]
+    held = {name: pool.ranks for name, pool in many.pools.items()}
+    for name, driver in (("by-one", one), ("by-many", many)):
+        (folder / name).mkdir()
+        driver.save(folder / name)
+    wanted = take(one, 3, 5)
+    victim = process_of(many.pools["critic"])
+    os.kill(victim, signal.SIGKILL)
+    said = ""
+    try:
+        take(many, 3, 4)
+    except WorkerLost as e:
+        said = str(e)
+    many.close()
+    resumed = ppo(folder, 1, saved=folder / "by-many")
+    after = take(resumed, 3, 5)
+    gaps.append(gap(one, resumed))
+    with in_double():
+        plain = ppo(folder, 1, saved=folder / "by-one")
+        placed = ppo(folder, 1, critic=2, saved=folder / "by-one")
+    double = [take(plain, 3, 6), take(placed, 3, 6)]
+    found = {"curves": curves, "gaps": gaps, "held": held, "wanted": wanted, "after": after, "double": double}
+    found |= {"double_gap": gap(plain, placed), "said": said, "victim": victim}
+    placed.close()
+    return found
+
+
+def ppo(folder: Path, ranks: int, *, reference: int = 0, critic: int = 0, saved: Path | None = None) -> Driver:
+    """PPO with two updates a step, from the start or from a checkpoint."""
+    made = learner(
+        folder,
+        ranks,
+        on_ray=reference + critic > 0,
+        policy=saved or "policy",
+        algorithm=AlgorithmConfig(advantage="gae", kl={"coef": 0.05}, updates_per_step=2),
+        critic=CriticConfig(lr=1e-3, warmup_steps=1, ranks=critic),
+        critic_dir=saved / "critic" if saved else folder / "policy",
+        reference_ranks=reference,
+    )
+    if saved:
+        made.load_optimizer(saved)
+    return made
+
+
+def take(driver: Driver, first: int, last: int) -> list[dict[str, float]]:
+    """Steps on rows with scores."""
+    rows = [scored(make_batch(seed, groups=2)) for seed in range(first, last)]
+    return [dict(driver.step(*step).metrics) for step in rows]
+
+
+@contextmanager
+def in_double() -> Iterator[None]:
+    """Learners made within the block compute in float64, in this process and in ranks."""
+    kept = pools.RankWorker
+    pools.RankWorker = DoubleRank
+    with doubled():
+        yield
+    pools.RankWorker = kept
+
+
+class DoubleRank(RankWorker):
+    """A rank that computes in float64."""
+
+    def join(self, *arguments: Any) -> None:
+        with doubled():
+            super().join(*arguments)
+
+
+@contextmanager
+def doubled() -> Iterator[None]:
+    """Models are loaded in float64; their norms too, which transformers computes in float32."""
+    from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
+
+    from agentrl.learner import critic, learner, reference
+
+    def norm(self, hidden: torch.Tensor) -> torch.Tensor:
+        return self.weight * hidden * torch.rsqrt(hidden.square().mean(-1, keepdim=True) + self.variance_epsilon)
+
+    kept = []
+    for module in (critic, learner, reference):
+        for name in ("load_policy", "empty_policy", "load_critic", "empty_critic"):
+            if (load := getattr(module, name, None)) is not None:
+                kept.append((module, name, load))
+                setattr(module, name, lambda *given, load=load: load(*given).double())
+    Qwen3RMSNorm.forward = norm
+    yield
+    for module, name, load in kept:
+        setattr(module, name, load)
+
+
+def a_rank_dies(folder: Path, ranks: int) -> dict[str, object]:
+    """Killed between two steps, as the kernel would."""
+    many = learner(folder, ranks)
+    steps(many, 0, 1)
+    victim = process_of(many.pools["learner"])
+    os.kill(victim, signal.SIGKILL)
+    said = []
+    for _ in range(2):
+        try:
+            steps(many, 1, 2)
+        except WorkerLost as e:
+            said.append(str(e))
+    many.close()
+    return {"said": said, "victim": victim}
+
+
+def bad_input(folder: Path, ranks: int) -> dict[str, object]:
+    """What the user can get wrong, and a gradient that is not finite."""
+    said = []
+    offload = {"device": "auto", "cpu_offload": True}
+    cases = (
+        ({"ray": "127.0.0.1:1"}, "policy"),
+        ({"device": "cuda"}, "policy"),
+        (offload, "policy"),
+        ({}, "nowhere"),
+    )
+    for number, (config, policy) in enumerate(cases):
+        if number == 1:  # one cluster for the rest
+            connect(import_ray("the test"), None, cpus=ranks, key="")
+        try:
+            learner(folder, ranks, policy=policy, **config)
+        except Exception as e:
+            said.append(f"{type(e).__name__}: {e}")
+    many = learner(folder, ranks)
+    before = {name: value.clone() for name, value in many.weights().items()}
+    batch = make_batch(0)
+    try:
+        many.step([replace(s, advantages=(float("nan"),) * len(s.ids)) for s in batch])
+    except Exception as e:
+        said.append(f"{type(e).__name__}: {e}")
+    kept = all(torch.equal(value, before[name]) for name, value in many.weights().items())
+    steps(many, 0, 1)
+    many.close()
+    return {"said": said, "kept": kept}
+
+
+if __name__ == "__main__":
+    scenario, folder, ranks = sys.argv[1], Path(sys.argv[2]), int(sys.argv[3])
+    write_model(folder / "policy", seed=0)
+    write_model(folder / "reference", seed=1)
+    scenarios = {
+        "same_curve": same_curve,
+        "a_rank_dies": a_rank_dies,
+        "bad_input": bad_input,
+        "two_nodes": two_nodes,
+        "apart": apart,
+    }
+    sys.stdout.write(json.dumps(scenarios[scenario](folder, ranks)) + "\n")

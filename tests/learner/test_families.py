@@ -1,0 +1,154 @@
+"""Families of models are computed exactly, beyond every boundary of their configs, or refused in one line."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, LlamaConfig
+
+from agentrl.config.reward_model import RewardModelConfig
+from agentrl.engine.local.engine import LocalEngine
+from agentrl.errors import ConfigError
+from agentrl.learner.critic import load_critic
+from agentrl.learner.model import checkpoint_activations, load_policy
+from agentrl.models.probe import boundaries, with_near_boundaries
+from agentrl.rollout.rewards.model import Classifier
+
+BENCH = Path(__file__).parents[2] / "bench" / "families.py"
+
+
+def _load() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("families", BENCH)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules["families"] = module  # dataclasses look it up
+    spec.loader.exec_module(module)
+    return module
+
+
+bench = _load()
+
+RIGHT = {("qwen2", "sliding window"), ("ministral3", "yarn, scaled queries"), ("deepseek_v3", "")}
+REFUSED = {
+    ("qwen2_moe", "sliding window"): "beyond sliding_window 24",
+    ("phimoe", "sliding window"): "beyond sliding_window 24",
+    ("llama4_text", "boundaries at 8,192"): "beyond attention_chunk_size 8,192, floor_scale 8,192",
+    ("gemma3_text", "dynamic rope in full layers"): "rotary embeddings of type 'dynamic'",
+    ("phi3", "longrope"): "rotary embeddings of type 'longrope'",
+    ("granitemoehybrid", ""): "it has layers of kind linear_attention",
+    ("nemotron", ""): "NemotronAttention is called without the keywords given to the model",
+    ("falcon", "alibi"): "FalconForCausalLM does not take its attention from transformers",
+    ("qwen2_5_vl", "images and text"): "qwen2_5_vl is a model of images and text (vision_config in config.json)",
+    ("t5", "encoder-decoder"): "t5 is an encoder-decoder model",
+}
+
+
+def measured(model_type: str, about: str, folder: Path) -> bench.Finding:
+    (family,) = (f for f in bench.FAMILIES if (f.model_type, f.about) == (model_type, about))
+    return bench.measure(family, folder / "model")
+
+
+@pytest.mark.parametrize(("model_type", "about"), sorted(RIGHT))
+def test_a_family_is_computed_exactly_in_learner_and_engine(model_type: str, about: str, tmp_path: Path):
+    found = measured(model_type, about, tmp_path)
+    assert (found.learner, found.engine) == ("right", "right"), (found.reason, found.engine_reason)
+    assert found.difference < 1e-4
+
+
+@pytest.mark.parametrize(("model_type", "about"), sorted(REFUSED))
+@pytest.mark.filterwarnings("ignore::UserWarning")
+def test_a_family_is_refused_with_its_reason(model_type: str, about: str, tmp_path: Path):
+    found = measured(model_type, about, tmp_path)
+    assert (found.learner, found.engine) == ("refused", "refused")
+    assert REFUSED[model_type, about] in found.reason
+    assert "\n" not in found.reason + found.engine_reason
+
+
+def test_a_layer_that_attends_twice_is_not_sampled_from_one_cache(tmp_path: Path):
+    found = measured("diffllama", "", tmp_path)
+    assert (found.learner, found.engine) == ("right", "refused")
+    assert "a layer attends more than once" in found.engine_reason
+
+
+def test_the_boundaries_of_a_config_are_found_and_brought_near(tmp_path: Path):
+    """In sections and in tables; counts and what is near already stay."""
+    (family,) = (f for f in bench.FAMILIES if (f.model_type, f.about) == ("ministral3", "yarn, scaled queries"))
+    config = bench.config_of(family)
+    config.sliding_window, config.max_window_layers = 4096, 28
+    assert boundaries(config) == {"original_max_position_embeddings": bench.NEAR, "sliding_window": 4096}
+    model = AutoModelForCausalLM.from_config(config)
+    near = with_near_boundaries(model)
+    assert (near.config.sliding_window, near.config.max_window_layers) == (8, 28)
+    assert near.config.rope_parameters["original_max_position_embeddings"] == 8
+    assert model.config.sliding_window == 4096
+    ours, theirs = dict(near.named_parameters()), dict(model.named_parameters())
+    assert all(ours[name].data_ptr() == theirs[name].data_ptr() for name in theirs), "weights exist once"
+
+
+@pytest.mark.parametrize(
+    ("model_type", "noise"),
+    [
+        ("starcoder2", {"residual_dropout": 0.5, "embedding_dropout": 0.5, "sliding_window": None}),
+        ("phimoe", {**bench.MOE, "router_jitter_noise": 0.3, "input_jitter_noise": 0.3, "sliding_window": None}),
+        ("opt", {"dropout": 0.5, "layerdrop": 0.5, "word_embed_proj_dim": 32, "ffn_dim": 64}),
+    ],
+)
+def test_checkpointed_blocks_are_not_random(model_type: str, noise: dict[str, object], tmp_path: Path):
+    """Transformers checkpoints blocks in training mode only, in which these families sample."""
+    config = bench.config_of(bench.Family(model_type, noise))
+    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
+    model, packed = load_policy(tmp_path, torch.device("cpu")), bench.pack(bench.samples())
+    wanted = bench.token_stats(model, packed).logprobs_N
+    checkpoint_activations(model)
+    found = bench.token_stats(model, packed).logprobs_N
+    assert torch.equal(found, wanted)
+
+
+def test_what_is_no_model_to_load_is_one_line(tmp_path: Path):
+    (tmp_path / "config.json").write_text(
+        json.dumps({"model_type": "own", "auto_map": {"AutoConfig": "configuration_own.OwnConfig"}})
+    )
+    with pytest.raises(ConfigError, match=r"brings its own code \(auto_map in config.json\)") as caught:
+        load_policy(tmp_path, torch.device("cpu"))
+    assert "\n" not in str(caught.value)
+    with pytest.raises(ConfigError, match="brings its own code"):
+        LocalEngine.from_directory(tmp_path)
+    (tmp_path / "adapter_config.json").write_text("{}")
+    with pytest.raises(ConfigError, match="holds an adapter"):
+        load_policy(tmp_path, torch.device("cpu"))
+
+
+def test_own_code_beside_a_known_model_is_not_run(tmp_path: Path):
+    """Phi-3 and others still ship the code from before transformers had them."""
+    config = LlamaConfig(
+        **bench.SHAPE, auto_map={"AutoConfig": "own.OwnConfig", "AutoModelForCausalLM": "own.Own"}
+    )
+    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
+    (tmp_path / "own.py").write_text("raise RuntimeError('run')")
+    assert "auto_map" in json.loads((tmp_path / "config.json").read_text())
+    assert type(load_policy(tmp_path, torch.device("cpu"))).__name__ == "LlamaForCausalLM"
+
+
+def test_an_adapter_is_neither_critic_nor_reward_model(tmp_path: Path):
+    """Transformers would load the base that it names, from wherever that is, and put the adapter on it."""
+    (tmp_path / "adapter_config.json").write_text('{"peft_type": "LORA", "base_model_name_or_path": "a/b"}')
+    with pytest.raises(ConfigError, match=r"critic: .* holds an adapter .*merge the adapter into its base"):
+        load_critic(tmp_path)
+    with pytest.raises(ConfigError, match=r"reward_model\.path .* holds an adapter"):
+        Classifier.load(RewardModelConfig(kind="classifier", path=str(tmp_path), device="cpu"), tmp_path)
+
+
+@pytest.mark.parametrize("model_type", ["falcon", "gptj"])
+def test_a_critic_that_cannot_be_packed_is_one_line(model_type: str, tmp_path: Path):
+    config = bench.config_of(bench.Family(model_type, {"rotary_dim": 8} if model_type == "gptj" else {}))
+    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
+    with pytest.raises(ConfigError, match="critic: ") as caught:
+        load_critic(tmp_path)
+    assert "\n" not in str(caught.value)

@@ -1,0 +1,302 @@
+"""Adapters: what they change, what they leave, and that a checkpoint holds both forms."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import re
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, GPT2Config
+
+from agentrl.config.algorithm import AlgorithmConfig
+from agentrl.config.run import LearnerConfig, OptimConfig, RunConfig, TinyModel
+from agentrl.engine.servers.weight_sync import AdapterSync
+from agentrl.errors import ConfigError
+from agentrl.learner.learner import Learner
+from agentrl.models.tiny import make_tiny_model
+from agentrl.reporting.report import Silent
+from agentrl.rollout.setup import corpus, load_content
+from agentrl.run_folder.store import RunStore
+from agentrl.train.run import train_run
+from tests.learner.train_models import make_batch, padded_logprobs, plain_model
+
+pytest.importorskip("peft", reason="peft is not installed (extra: lora)")
+
+
+def make_learner(policy: Path, start: Path | None, **lora: Any) -> Learner:
+    return Learner(
+        policy,
+        algorithm=AlgorithmConfig(kl={"coef": 0.05}),
+        optim=OptimConfig(lr=1e-2, warmup_steps=0),
+        config=LearnerConfig(device="cpu", tokens_per_micro_batch=150, lora={"rank": 4, "alpha": 8} | lora),
+        temperature=1.0,
+        total_steps=100,
+        reference_dir=start,
+    )
+
+
+@pytest.fixture
+def trained(policy_dir: Path, tmp_path: Path) -> tuple[Learner, Path]:
+    learner = make_learner(policy_dir, policy_dir)
+    for seed in range(2):
+        learner.step(make_batch(seed))
+    folder = tmp_path / "step-2"
+    folder.mkdir()
+    learner.save(folder)
+    return learner, folder
+
+
+def test_it_begins_as_the_base_and_trains_the_adapters_only(policy_dir: Path):
+    learner = make_learner(policy_dir, policy_dir)
+    before = plain_model(policy_dir).state_dict()
+    assert all(torch.equal(value, before[name]) for name, value in learner.weights().items())
+    first, second = (learner.step(make_batch(0)).metrics["kl"] for _ in range(2))
+    assert first == pytest.approx(0, abs=1e-9), "with the adapters off it is the reference"
+    assert second > 1e-6
+    after = learner.weights()
+    changed = {name for name, value in after.items() if not torch.equal(value, before[name])}
+    assert {name.split(".")[-2] for name in changed} == {
+        *("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+    }
+    assert sum(p.requires_grad for p in learner.policy.parameters()) == 2 * 7 * 2
+
+
+def test_merged_weights_and_the_saved_model_say_the_same_as_the_policy(trained: tuple[Learner, Path]):
+    learner, folder = trained
+    samples = make_batch(5)
+    own = learner.probe(samples)
+    with torch.no_grad():
+        merged = padded_logprobs(AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32), samples)
+    for ours, theirs in zip(own, merged, strict=True):
+        assert torch.allclose(torch.tensor(ours), theirs, atol=1e-4)
+
+
+@pytest.mark.parametrize("sent", [False, True])
+def test_the_adapter_is_one_of_peft(trained: tuple[Learner, Path], policy_dir: Path, tmp_path: Path, sent: bool):
+    """The one in a checkpoint, and the one that servers are given."""
+    from peft import PeftModel
+
+    learner, folder = trained
+    adapter = folder / "adapter"
+    if sent:
+        adapter = tmp_path / "sync" / "weights-1"
+        assert asyncio.run(AdapterSync(policy_dir, adapter.parent, alpha=8).push([], learner.adapter(), 1)) == {}
+    samples = make_batch(5)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        model = PeftModel.from_pretrained(plain_model(policy_dir), adapter)
+    with torch.no_grad():
+        theirs = padded_logprobs(model, samples)
+    for ours, row in zip(learner.probe(samples), theirs, strict=True):
+        assert torch.allclose(torch.tensor(ours), row, atol=1e-4)
+
+
+def test_going_on_is_the_same_to_the_bit(trained: tuple[Learner, Path], policy_dir: Path):
+    learner, folder = trained
+    other = make_learner(folder, policy_dir)
+    other.load_optimizer(folder)
+    for seed in (2, 3):
+        assert learner.step(make_batch(seed)).metrics == other.step(make_batch(seed)).metrics
+    ours, theirs = learner.weights(), other.weights()
+    assert all(torch.equal(ours[name], theirs[name]) for name in ours)
+
+
+def test_an_adapter_of_another_run_can_be_continued(trained: tuple[Learner, Path], policy_dir: Path):
+    learner, folder = trained
+    other = make_learner(policy_dir, policy_dir, adapter=str(folder / "adapter"))
+    assert other.probe(make_batch(5)) == learner.probe(make_batch(5))
+    for lora, said in (
+        ({"rank": 8}, "has rank 4, learner.lora.rank is 8"),
+        ({"targets": ["q_proj"]}, "adapts other layers than learner.lora.targets"),
+    ):
+        with pytest.raises(ConfigError, match=said):
+            make_learner(policy_dir, policy_dir, adapter=str(folder / "adapter"), **lora)
+
+
+def test_bad_targets_and_folders_are_one_error(policy_dir: Path, tmp_path: Path):
+    with pytest.raises(ConfigError, match=r"learner\.lora\.targets \['nothing'\] do not fit the model"):
+        make_learner(policy_dir, None, targets=["nothing"])
+    with pytest.raises(ConfigError, match="cannot be read"):
+        make_learner(policy_dir, None, adapter=str(tmp_path))
+
+
+def peft_adapter(base: Path, folder: Path, **options: Any) -> Any:
+    """An adapter that peft itself made of the model, every matrix of it random; the model with it."""
+    import peft
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        config = options.pop("config", None) or peft.LoraConfig(**{"task_type": "CAUSAL_LM", **options})
+        model = peft.get_peft_model(plain_model(base), config)
+        torch.manual_seed(0)
+        with torch.no_grad():
+            for name, parameter in model.named_parameters():
+                if parameter.requires_grad and "original_module" not in name:
+                    parameter.add_(torch.randn_like(parameter) * 0.2)
+        model.save_pretrained(folder)
+    return model.eval()
+
+
+@pytest.mark.parametrize("rslora", [False, True])
+def test_an_adapter_that_peft_made_is_continued_at_its_scale(policy_dir: Path, tmp_path: Path, rslora: bool):
+    """The loaded policy, its merged weights, the saved adapter and the one for servers all say what peft says."""
+    from peft import PeftModel
+
+    targets = ["q_proj", "v_proj", "down_proj"]
+    theirs = peft_adapter(policy_dir, tmp_path / "a", r=4, lora_alpha=6, use_rslora=rslora, target_modules=targets)
+    learner = make_learner(
+        policy_dir, policy_dir, alpha=6, rslora=rslora, targets=targets, adapter=str(tmp_path / "a")
+    )
+    samples = make_batch(5)
+    with torch.no_grad():
+        wanted = torch.cat(padded_logprobs(theirs, samples))
+
+    def gap(found: Any) -> float:
+        return float((torch.cat(list(found)) - wanted).abs().max())
+
+    assert gap(torch.tensor(row) for row in learner.probe(samples)) < 1e-4
+    learner.export(tmp_path)
+    (tmp_path / "b").mkdir()
+    learner.save(tmp_path / "b")
+    sync = AdapterSync(policy_dir, tmp_path / "sync", alpha=learner.config.lora.plain_alpha)
+    asyncio.run(sync.push([], learner.adapter(), 1))
+    assert json.loads((tmp_path / "sync/weights-1/adapter_config.json").read_text()).get("use_rslora") is None
+    with warnings.catch_warnings(), torch.no_grad():
+        warnings.simplefilter("ignore")
+        assert gap(padded_logprobs(plain_model(tmp_path), samples)) < 1e-4
+        for folder in (tmp_path / "b" / "adapter", tmp_path / "sync" / "weights-1"):
+            assert gap(padded_logprobs(PeftModel.from_pretrained(plain_model(policy_dir), folder), samples)) < 1e-4
+    with pytest.raises(ConfigError, match=rf"has rslora {str(rslora).lower()}, learner.lora.rslora is"):
+        make_learner(policy_dir, None, alpha=6, rslora=not rslora, targets=targets, adapter=str(tmp_path / "a"))
+
+
+OTHER_KINDS: dict[str, tuple[dict[str, Any], str]] = {
+    "dora": ({"use_dora": True}, "has use_dora true, which is not trained: merge it into its base"),
+    "bias": ({"bias": "all"}, 'has bias "all"'),
+    "lora_bias": ({"lora_bias": True}, "has lora_bias true"),
+    "whole modules": ({"modules_to_save": ["lm_head"]}, 'has modules_to_save ["lm_head"]'),
+    "ranks": ({"rank_pattern": {"q_proj": 2}}, 'has rank_pattern {"q_proj": 2}'),
+    "alphas": ({"alpha_pattern": {"q_proj": 2}}, 'has alpha_pattern {"q_proj": 2}'),
+    "tokens": ({"trainable_token_indices": [3, 5]}, "has trainable_token_indices"),
+    "layers": ({"layers_to_transform": [1]}, "adapts other layers than learner.lora.targets"),
+    "pissa": ({"init_lora_weights": "pissa"}, 'has init_lora_weights "pissa"'),
+    "ia3": ({"config": "IA3Config"}, "is of kind IA3; agentrl trains LoRA adapters only"),
+    "loha": ({"config": "LoHaConfig"}, "is of kind LOHA"),
+}
+
+
+@pytest.mark.parametrize("kind", OTHER_KINDS)
+def test_adapters_of_other_kinds_are_refused_with_the_reason(policy_dir: Path, tmp_path: Path, kind: str):
+    import peft
+
+    options, said = OTHER_KINDS[kind]
+    targets = ["q_proj"]
+    if name := options.get("config"):
+        more = {"feedforward_modules": []} if name == "IA3Config" else {}
+        options = {"config": getattr(peft, name)(task_type="CAUSAL_LM", target_modules=targets, **more)}
+    else:
+        options = {"r": 4, "lora_alpha": 8, "target_modules": targets, **options}
+    peft_adapter(policy_dir, tmp_path, **options)
+    with pytest.raises(ConfigError, match=re.escape(said)) as caught:
+        make_learner(policy_dir, None, targets=targets, adapter=str(tmp_path))
+    assert "\n" not in str(caught.value)
+
+
+def test_a_key_that_a_later_peft_may_add_is_refused(policy_dir: Path, tmp_path: Path):
+    peft_adapter(policy_dir, tmp_path, r=4, lora_alpha=8, target_modules=["q_proj"])
+    file = tmp_path / "adapter_config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"use_newlora": True}))
+    with pytest.raises(ConfigError, match="has use_newlora true, which is not trained"):
+        make_learner(policy_dir, None, targets=["q_proj"], adapter=str(tmp_path))
+
+
+@pytest.mark.parametrize(
+    ("target", "said"), [("lm_head", "lm_head shares its weights"), ("embed_tokens", "is no linear layer")]
+)
+def test_layers_whose_adapter_could_not_be_sampled_with_are_refused(policy_dir: Path, target: str, said: str):
+    with pytest.raises(ConfigError, match=said):
+        make_learner(policy_dir, None, targets=[target])
+
+
+def test_layers_that_keep_their_weights_transposed_are_merged_rightly(tmp_path: Path):
+    """GPT-2's are inputs by outputs, and some are square."""
+    config = GPT2Config(
+        vocab_size=97, n_embd=32, n_layer=2, n_head=4, n_positions=64, bos_token_id=None, eos_token_id=None
+    )
+    torch.manual_seed(0)
+    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / "base")
+    learner = make_learner(tmp_path / "base", tmp_path / "base")
+    with torch.no_grad():
+        for parameter in learner.policy.parameters():
+            if parameter.requires_grad:
+                parameter.normal_(0.0, 0.3)
+    samples = make_batch(5)
+    learner.export(tmp_path / "merged")
+    with torch.no_grad():
+        found = torch.cat(padded_logprobs(plain_model(tmp_path / "merged"), samples))
+        base = torch.cat(padded_logprobs(plain_model(tmp_path / "base"), samples))
+    own = torch.cat([torch.tensor(row) for row in learner.probe(samples)])
+    assert torch.allclose(own, found, atol=1e-4)
+    assert float((own - base).abs().max()) > 0.2
+
+
+LENGTHS = '''
+from agentrl import ToolEnv, reward
+from agentrl.env.read import final_answer
+from agentrl.env.tasks import generated
+
+
+class Lengths(ToolEnv):
+    """Say much."""
+
+    def setup(self, number: int) -> str:
+        return f"Number {number}."
+
+    @reward
+    def length(self, episode) -> float:
+        return float(len(final_answer(episode) or ""))
+
+    @classmethod
+    def tasks(cls, split, seed):
+        return generated("lengths", split, seed, 4, lambda rng: {"number": rng.randrange(10)})
+'''
+
+
+def test_a_given_adapter_samples_from_the_first_step_on(tmp_path: Path):
+    """The step compares what the engine said of its tokens with what the learner says of them."""
+    (tmp_path / "envs.py").write_text(LENGTHS)
+    settings: dict[str, Any] = {
+        "env": f"{tmp_path}/envs.py:Lengths",
+        "rollout": {"groups_per_step": 1, "group_size": 4, "max_tokens": 8, "max_turns": 1, "token_budget": 200},
+        "steps": 1,
+        "eval": {"tasks": 1},
+        "engine": {"device": "cpu"},
+    }
+    tiny = TinyModel(hidden=32, layers=1, heads=2, intermediate=64, vocab=400)
+    base, given = tmp_path / "base", tmp_path / "given"
+    make_tiny_model(base, corpus(load_content(RunConfig(model={"tiny": tiny}, **settings))), tiny)
+    other = make_learner(base, base)
+    with torch.no_grad():
+        for parameter in other.policy.parameters():
+            if parameter.requires_grad:
+                parameter.normal_(0.0, 0.5)
+    given.mkdir()
+    other.save(given)
+    lora = {"rank": 4, "alpha": 8, "adapter": str(given / "adapter")}
+    config = RunConfig(model={"path": str(base)}, learner={"device": "cpu", "lora": lora}, **settings)
+    with RunStore.open(config, tmp_path / "run") as store:
+        train_run(config, store, Silent())
+        (step,) = [line for line in store.metrics() if line["step"] == 1]
+    assert step["trained_tokens"] > 8
+    assert step["drift/max_abs"] < 1e-3
+    rows = make_batch(5)
+    plain, adapted = (
+        torch.tensor([v for row in learner.probe(rows) for v in row])
+        for learner in (make_learner(base, base), other)
+    )
+    assert float((plain - adapted).abs().max()) > 0.5, "without it the engine would say something else"

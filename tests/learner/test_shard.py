@@ -1,0 +1,102 @@
+"""One rank sharded by itself: what mixed precision and offloading change of a step, on the CPU."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.distributed.fsdp import CPUOffloadPolicy
+
+from agentrl.config.algorithm import AlgorithmConfig
+from agentrl.config.run import LearnerConfig, OptimConfig
+from agentrl.errors import ConfigError
+from agentrl.learner.learner import Learner
+from agentrl.learner.shard import World
+from tests.learner.train_models import make_batch
+
+
+@contextmanager
+def learner(policy: Path, start: Path, world: World | None = None, **config: Any) -> Iterator[Learner]:
+    made = Learner(
+        policy,
+        algorithm=AlgorithmConfig(kl={"coef": 0.05}),
+        optim=OptimConfig(lr=1e-3, warmup_steps=0),
+        config=LearnerConfig(**{"device": "cpu", "tokens_per_micro_batch": 150} | config),
+        temperature=1.0,
+        total_steps=10,
+        reference_dir=start,
+        world=world,
+    )
+    try:
+        yield made
+    finally:
+        made.close()
+
+
+def after_three_steps(made: Learner, saved: Path) -> tuple[dict[str, torch.Tensor], list[dict[str, float]]]:
+    """Its parameters and metrics; it is saved and takes up what it saved on the way."""
+    metrics = [dict(made.step(make_batch(seed)).metrics) for seed in range(2)]
+    made.save(saved)
+    made.load_optimizer(saved)
+    metrics.append(dict(made.step(make_batch(2)).metrics))
+    return {name: value.detach().clone() for name, value in made.weights().items()}, metrics
+
+
+def gap(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> float:
+    return max(float((one[name] - other[name]).abs().max()) for name in one.keys() & other.keys())
+
+
+@pytest.fixture(scope="module")
+def plain(policy_dir: Path, tmp_path_factory: pytest.TempPathFactory):
+    with learner(policy_dir, policy_dir) as made:
+        return after_three_steps(made, tmp_path_factory.mktemp("plain"))
+
+
+@pytest.mark.parametrize("keys", [("offload_activations",), ("cpu_offload", "offload_activations")])
+def test_offloading_changes_nothing(
+    plain: Any, policy_dir: Path, tmp_path: Path, keys: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
+):
+    """It is refused where there is no GPU; here it is let through, to memory that is not pinned."""
+    monkeypatch.setattr("agentrl.learner.shard.CPUOffloadPolicy", partial(CPUOffloadPolicy, pin_memory=False))
+    chosen = dict.fromkeys(keys, True)
+    with learner(policy_dir, policy_dir, World.alone(torch.device("cpu")), device="auto", **chosen) as made:
+        weights, metrics = after_three_steps(made, tmp_path)
+    assert gap(weights, plain[0]) < 1e-6
+    assert metrics[-1] == pytest.approx(plain[1][-1], rel=1e-4, abs=1e-6)
+
+
+def test_offloading_without_a_gpu_is_refused(policy_dir: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("agentrl.learner.learner.pick_device", lambda name: torch.device("cpu"))
+    for key in ("cpu_offload", "offload_activations"):
+        with (
+            pytest.raises(ConfigError, match=rf"learner\.{key} has no effect on the CPU"),
+            learner(policy_dir, policy_dir, device="auto", **{key: True}),
+        ):
+            pass
+
+
+@pytest.mark.parametrize("checkpointed", [False, True])
+def test_bfloat16_is_near_and_keeps_float32(plain: Any, policy_dir: Path, tmp_path: Path, checkpointed: bool):
+    chosen = {"precision": "bfloat16", "checkpoint_activations": checkpointed}
+    with learner(policy_dir, policy_dir, **chosen) as made:
+        weights, metrics = after_three_steps(made, tmp_path)
+        assert {p.dtype for p in made.policy.parameters()} == {torch.float32}
+    assert 0 < gap(weights, plain[0]) < 6.1e-3, (
+        "three steps of AdamW move a parameter by three learning rates at most"
+    )
+    for low, full in zip(metrics, plain[1], strict=True):
+        assert low["entropy"] == pytest.approx(full["entropy"], rel=1e-2)
+        assert low["grad_norm"] == pytest.approx(full["grad_norm"], rel=0.1)
+    assert metrics[0] != plain[1][0], "it was computed in another precision"
+
+
+def test_a_model_that_cannot_be_loaded_leaves_the_process_free_for_another(policy_dir: Path, tmp_path: Path):
+    with pytest.raises(ConfigError, match="has no config"), learner(tmp_path, policy_dir, precision="bfloat16"):
+        pass
+    with learner(policy_dir, policy_dir, precision="bfloat16") as made:
+        assert made.step(make_batch(0)).trained > 0

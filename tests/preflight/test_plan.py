@@ -1,0 +1,328 @@
+"""`agentrl plan` on config files of known models, with numbers worked out by hand."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from agentrl.cli.app import app
+from agentrl.config.run import RunConfig
+from agentrl.errors import ConfigError
+from agentrl.learner.logprobs import token_stats
+from agentrl.learner.model import load_policy
+from agentrl.learner.pack import pack
+from agentrl.preflight.plan import GIB, make_plan, size
+from agentrl.preflight.shape import ModelShape
+from tests.learner.train_models import make_sample, write_model
+
+SIZES = {
+    "0.6B": {"hidden_size": 1024, "intermediate_size": 3072, "num_hidden_layers": 28, "num_attention_heads": 16},
+    "8B": {"hidden_size": 4096, "intermediate_size": 12288, "num_hidden_layers": 36, "num_attention_heads": 32},
+}
+SMALL, LARGE = 596_049_920, 8_190_735_360
+
+
+def model(folder: Path, name: str) -> Path:
+    """A folder with the config.json of a Qwen3 model, and no weights."""
+    folder.mkdir(exist_ok=True)
+    config = {"model_type": "qwen3", "architectures": ["Qwen3ForCausalLM"], "vocab_size": 151936, "head_dim": 128}
+    config |= {"num_key_value_heads": 8, "max_position_embeddings": 40960, "tie_word_embeddings": name == "0.6B"}
+    (folder / "config.json").write_text(json.dumps(config | SIZES[name]))
+    return folder
+
+
+def run(folder: Path, name: str = "0.6B", **sections: Any) -> RunConfig:
+    sections = {"rollout": {"groups_per_step": 16, "group_size": 8, "token_budget": 4096}} | sections
+    return RunConfig(
+        env="agentrl.envs.calculator:Calculator", model={"path": str(model(folder, name))}, **sections
+    )
+
+
+@pytest.mark.parametrize(
+    ("name", "parameters", "block", "kv", "adapters"),
+    # block: 2 x 1024 x 2048 + 2 x 1024 x 1024 + 3 x 1024 x 3072 + 2 x 128 + 2 x 1024
+    [
+        ("0.6B", SMALL, 15_730_944, 28 * 2 * 8 * 128 * 2, 10_092_544),
+        ("8B", LARGE, 192_946_432, 147_456, 43_646_976),
+    ],
+)
+def test_a_model_is_counted_from_its_config(tmp_path, name, parameters, block, kv, adapters):
+    shape = ModelShape.of_directory(model(tmp_path, name))
+    assert (shape.parameters, shape.block, shape.kv_bytes_per_token(2)) == (parameters, block, kv)
+    assert shape.lora_parameters(16, "all-linear") == adapters
+    heads = SIZES[name]["num_attention_heads"]
+    q_proj = 16 * (shape.hidden + heads * 128) * shape.layers
+    assert shape.lora_parameters(16, ["q_proj"]) == q_proj
+
+
+def test_what_the_backward_pass_keeps_is_as_measured(tmp_path: Path):
+    directory = write_model(tmp_path, seed=0, hidden=64, layers=4)
+    policy = load_policy(directory, torch.device("cpu"))
+    packed = pack([make_sample([*range(1, 90), i], {89}, episode=str(i), group=i) for i in range(8)])
+    weights = {p.untyped_storage().data_ptr() for p in policy.parameters()}
+    kept: dict[int, int] = {}
+
+    def keep(tensor: torch.Tensor) -> torch.Tensor:
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in weights:
+            kept[storage.data_ptr()] = storage.nbytes()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        stats = token_stats(policy, packed)
+    assert stats.logprobs_N.requires_grad
+    found = sum(kept.values()) / packed.ids_T.numel() / 4
+    assert ModelShape.of_directory(directory).activation_bytes_per_token(4) == pytest.approx(found, rel=0.15)
+
+
+def test_the_batch(tmp_path: Path):
+    algorithm, learner = {"updates_per_step": 4}, {"ranks": 2, "tokens_per_micro_batch": 16384}
+    batch = make_plan(run(tmp_path, algorithm=algorithm, learner=learner, steps=10), gpu=True).batch
+    assert (batch.tasks, batch.episodes, batch.updates, batch.episodes_per_update) == (16, 128, 4, 32)
+    assert batch.tokens == 128 * 4096
+    assert batch.sampled_tokens == 128 * 8 * 256
+    assert batch.micro_batches_per_rank == 128 * 4096 // 4 // 2 // 16384
+    assert batch.episodes_in_all == 1280
+
+
+def test_memory_of_the_update_by_hand(tmp_path: Path):
+    """8B over 8 ranks in bfloat16, with a reference: 2 copies, gradients and two moments, in float32 shards."""
+    learner = {"ranks": 8, "precision": "bfloat16", "checkpoint_activations": True, "logits_at_once": 1024}
+    plan = make_plan(run(tmp_path, "8B", learner=learner), memory_bytes=80 * GIB, gpu=True)
+    parts = next(phase for phase in plan.phases if phase.name == "update").parts
+    shard = LARGE * 4 // 8
+    assert (parts["parameters"], parts["gradients"], parts["optimiser"]) == (shard, shard, 2 * shard)
+    assert parts["reference"] == shard
+    assert parts["gathered"] == 2 * (1_244_663_808 + 2 * 192_946_432) + 4 * 192_946_432
+    one_block = 2 * (6 * 4096 + (4 * 32 + 6 * 8) * 128 + 4 * 12288)
+    assert parts["activations"] == 16384 * (36 * 4096 * 2 + one_block)
+    assert parts["logits"] == 3 * 4 * 1024 * 151936
+    assert plan.checkpoint_bytes == 12 * LARGE
+    assert plan.checkpoints_bytes == 4 * plan.checkpoint_bytes
+
+
+def test_adapters_cost_little(tmp_path: Path):
+    plan = make_plan(run(tmp_path, "8B", learner={"lora": {"rank": 16}}), memory_bytes=80 * GIB, gpu=True)
+    parts = next(phase for phase in plan.phases if phase.name == "update").parts
+    assert parts["optimiser"] == 8 * 43_646_976
+    assert "reference" not in parts
+    assert plan.checkpoint_bytes == 4 * LARGE + 12 * 43_646_976
+
+
+def test_models_apart_have_devices_and_memory_of_their_own(tmp_path: Path):
+    """8B in bfloat16: what a rank of the policy no longer holds is held by those of the others."""
+    learner = {"ranks": 4, "precision": "bfloat16", "checkpoint_activations": True}
+    sections = {"algorithm": {"advantage": "gae"}, "rollout": {"token_budget": 4096}}
+    scorer = tmp_path / "scorer"
+    model(scorer, "0.6B")
+    more = {"reward_model": {"kind": "classifier", "path": str(scorer), "workers": 2}}
+    beside = make_plan(run(tmp_path, "8B", learner=learner, **sections, **more), gpu=True)
+    apart = make_plan(
+        run(tmp_path, "8B", learner=learner | {"reference_ranks": 2}, critic={"ranks": 3}, **sections, **more),
+        gpu=True,
+    )
+    held, left = ({phase.name: phase.parts for phase in plan.phases} for plan in (beside, apart))
+    assert held["update"].keys() - left["update"].keys() == {"reference", "critic"}
+    assert left["reference"]["parameters"] == LARGE * 4 // 2
+    assert "optimiser" not in left["reference"]
+    one_block = 2 * (6 * 4096 + (4 * 32 + 6 * 8) * 128 + 4 * 12288)
+    assert left["reference"]["activations"] == 16384 * one_block, "nothing is kept for a backward pass"
+    assert (left["critic"]["parameters"], left["critic"]["optimiser"]) == (LARGE * 4 // 3, 2 * (LARGE * 4 // 3))
+    weights = held["scoring"]["reward model"]
+    assert weights == 4 * (SMALL + 2 * 1024), "the body, and a head of two labels"
+    assert "reference: 2 ranks, one GPU and 1/2 of the model each, its own" in apart.placement
+    assert "critic: 3 ranks, one GPU and 1/3 of the model each, its own" in apart.placement
+    assert "reward model: 2 Ray workers, each with one GPU and the whole model" in apart.placement
+    needs = (
+        "so the Ray cluster needs 11 GPUs: 4 for the policy + 2 for the reference + 3 for the critic + 2 for the"
+    )
+    assert apart.placement[-1] == f"{needs} reward model"
+    assert beside.placement[-1] == "so the Ray cluster needs 6 GPUs: 4 for the policy + 2 for the reward model"
+    one = make_plan(run(tmp_path, "8B", learner={"reference_ranks": 1}), gpu=False)
+    assert "learner: 1 rank, one CPU, on a Ray cluster on this machine" in one.placement
+    assert "both" not in {phase.name for phase in one.phases}
+
+
+def codes(plan) -> set[str]:
+    return {finding.code for finding in plan.findings}
+
+
+@pytest.mark.parametrize(
+    ("code", "name", "sections"),
+    [
+        ("PL01", "8B", {}),
+        ("PL02", "0.6B", {"learner": {"tokens_per_micro_batch": 1024}}),
+        ("PL03", "0.6B", {"rollout": {"token_budget": 50_000}, "learner": {"tokens_per_micro_batch": 50_000}}),
+        ("PL04", "0.6B", {"rollout": {"max_turns": 40}}),
+        ("PL05", "0.6B", {"algorithm": {"updates_per_step": 128}, "learner": {"ranks": 2}}),
+        ("PL06", "0.6B", {"algorithm": {"kl": {"where": "both"}}}),
+        ("PL07", "0.6B", {}),
+        ("PL08", "0.6B", {"engine": {"max_slots": 8}}),
+        ("PL09", "0.6B", {"algorithm": {"old_logprobs": "sampler"}}),
+        ("PL09", "0.6B", {"rollout": {"max_staleness": 1}}),
+        ("PL10", "0.6B", {"optim": {"lr": 1e-3}}),
+        ("PL10", "0.6B", {"optim": {"lr": 1e-6}, "learner": {"lora": {}}}),
+        ("PL11", "0.6B", {}),
+        ("PL13", "0.6B", {"algorithm": {"advantage": "gae"}, "critic": {"lr": 1e-3}}),
+        ("PL14", "0.6B", {"rollout": {"group_size": 2}}),
+    ],
+)
+def test_a_rule_speaks_where_it_should_and_not_elsewhere(tmp_path, code, name, sections):
+    good = {
+        "rollout": {"groups_per_step": 16, "group_size": 8, "token_budget": 4096, "max_tokens": 512},
+        "algorithm": {"kl": {"coef": 0.0}},
+        "learner": {"precision": "bfloat16", "checkpoint_activations": True},
+        "engine": {"dtype": "bfloat16", "max_slots": 64},
+    }
+    quiet = make_plan(run(tmp_path, **good), memory_bytes=80 * GIB, gpu=True)
+    assert codes(quiet) <= {"PL12"}, quiet.findings
+    loud = make_plan(run(tmp_path, name, **sections), memory_bytes=80 * GIB, gpu=True)
+    assert code in codes(loud)
+    assert all(finding.fix and finding.text for finding in loud.findings)
+
+
+def server(**more: Any) -> dict[str, Any]:
+    return {"kind": "sglang", "dtype": "bfloat16", "max_slots": 1024, "server": more}
+
+
+def test_the_cache_of_a_server_is_what_its_share_of_the_memory_leaves(tmp_path: Path):
+    rollout = {"groups_per_step": 128, "group_size": 8, "token_budget": 4096}
+    for share, tensor_parallel in ((0.9, 1), (0.5, 1), (0.5, 2)):
+        engine = server(gpu_memory_utilization=share, tensor_parallel=tensor_parallel, replicas=2)
+        plan = make_plan(run(tmp_path, "8B", rollout=rollout, engine=engine), memory_bytes=80 * GIB, gpu=True)
+        cache = int(share * 80 * GIB) - 2 * LARGE // tensor_parallel
+        assert plan.kv_bytes == 2 * tensor_parallel * cache
+        (phase,) = (p for p in plan.phases if p.name == "rollout")
+        assert phase.total == pytest.approx(share * 80 * GIB, rel=1e-6)
+        said = [f for f in plan.findings if f.code == "PL01" and "rollout" in f.text]
+        assert not said
+        assert "PL08" in codes(plan) or share * tensor_parallel > 0.9, "what does not fit waits"
+    small = make_plan(run(tmp_path, "8B", engine=server()), memory_bytes=15 * GIB, gpu=True)
+    assert any(f.code == "PL01" and f.text.startswith("rollout") for f in small.findings), "weights must fit"
+    given = run(tmp_path, "8B", engine=server(urls=["http://127.0.0.1:1"]))
+    elsewhere = make_plan(given, memory_bytes=15 * GIB, gpu=True)
+    assert not any(f.text.startswith("rollout") for f in elsewhere.findings if f.code == "PL01")
+
+
+@pytest.mark.parametrize(
+    ("sections", "said"),
+    [
+        ({"learner": {"ranks": 100_000}}, "the ranks need 100,000 CPU cores, and this machine has"),
+        ({"learner": {"device": "cuda:7"}}, "learner.device is cuda:7, and this machine has 0 GPUs"),
+        ({"learner": {"device": "cpu"}, "engine": {"device": "cuda"}}, "engine.device is cuda, and this machine"),
+    ],
+)
+def test_devices_that_this_machine_has_not_are_errors(tmp_path, monkeypatch, sections, said):
+    monkeypatch.setattr("agentrl.preflight.rules.gpus_here", lambda: 0)
+    (found,) = [f for f in make_plan(run(tmp_path, **sections)).findings if f.code == "PL16"]
+    assert (found.level, found.text.startswith(said)) == ("error", True)
+    assert "PL16" not in codes(make_plan(run(tmp_path, **sections), memory_bytes=80 * GIB, gpu=True))
+
+
+def test_devices_of_a_cluster_are_not_those_of_this_machine(tmp_path: Path):
+    assert "PL16" not in codes(make_plan(run(tmp_path, learner={"ranks": 64, "ray": "10.0.0.1:6379"})))
+
+
+def test_an_attention_that_cannot_work_here_is_an_error(tmp_path: Path):
+    plan = make_plan(run(tmp_path, learner={"attention": "flex"}), memory_bytes=80 * GIB, gpu=False)
+    found = next(finding for finding in plan.findings if finding.code == "PL15")
+    assert (found.level, plan.attention) == ("error", "flex")
+    assert "flex needs a GPU, and the learner computes on the CPU" in found.text
+    assert make_plan(run(tmp_path), memory_bytes=80 * GIB, gpu=False).attention == "sdpa"
+
+
+def test_the_command_says_it_all_and_fails_where_the_run_would(tmp_path: Path):
+    yaml = tmp_path / "tools.yaml"
+    model(tmp_path / "model", "8B")
+    yaml.write_text("env: agentrl.envs.calculator:Calculator\nmodel: {path: model}\n")
+    done = CliRunner().invoke(app, ["plan", str(yaml), "--memory", "80"])
+    assert done.exit_code == 2
+    assert "8,190,735,360 parameters" in done.output
+    assert "error   PL01  " in done.output
+    assert "so engine and learner are colocated" in done.output
+    found = json.loads(CliRunner().invoke(app, ["plan", str(yaml), "--memory", "80", "--json"]).output)
+    assert found["model"]["parameters"] == LARGE
+    assert {phase["name"] for phase in found["phases"]} == {"rollout", "update", "both"}
+    assert "PL01" in {finding["code"] for finding in found["findings"]}
+    tiny = "env: agentrl.envs.calculator:Calculator\nmodel: {tiny: {}}\noptim: {lr: 4.0e-4}\n"
+    yaml.write_text(tiny)
+    assert CliRunner().invoke(app, ["plan", str(yaml)]).exit_code == 0
+
+
+def test_a_model_that_is_none_is_one_error(tmp_path: Path):
+    with pytest.raises(ConfigError, match=r"has no config\.json"):
+        ModelShape.of_directory(tmp_path)
+    (tmp_path / "config.json").write_text('{"model_type": "nothing"}')
+    with pytest.raises(ConfigError, match=r"config\.json: "):
+        ModelShape.of_directory(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("number", "text"), [(12, "12 B"), (2048, "2 KiB"), (3 * GIB, "3 GiB"), (1536 * GIB, "1.5 TiB")]
+)
+def test_sizes_are_for_people(number: int, text: str):
+    assert size(number) == text
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        {"model_type": "llama"},
+        {"model_type": "llama", "attention_bias": True, "mlp_bias": True, "tie_word_embeddings": True},
+        {"model_type": "mistral", "head_dim": 24},
+        {"model_type": "qwen2", "tie_word_embeddings": True},
+        {"model_type": "qwen2", "attention_bias": True, "mlp_bias": True},
+        {"model_type": "qwen3", "head_dim": 24, "attention_bias": True},
+        {"model_type": "qwen3"},
+        {"model_type": "qwen3", "head_dim": None},
+    ],
+)
+def test_arithmetic_counts_what_transformers_counts(tmp_path: Path, config: dict[str, Any], monkeypatch):
+    sizes = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 3, "num_attention_heads": 4}
+    sizes |= {"num_key_value_heads": 2, "vocab_size": 320, "max_position_embeddings": 128}
+    (tmp_path / "config.json").write_text(json.dumps(sizes | config))
+
+    def counted() -> ModelShape | str:
+        try:
+            return ModelShape.of_directory(tmp_path)
+        except ConfigError as e:
+            return str(e)
+
+    quick = counted()
+    monkeypatch.setattr("agentrl.preflight.shape.KNOWN", ())
+    assert counted() == quick
+
+
+@pytest.mark.parametrize("heads", [4, 1, 3])
+def test_a_tiny_model_is_counted_as_it_is_made(tmp_path: Path, heads: int):
+    from agentrl.config.run import TinyModel
+    from agentrl.models.tiny import make_tiny_model
+
+    tiny = TinyModel(hidden=48, heads=heads, layers=2, intermediate=64, vocab=320)
+    made = make_tiny_model(tmp_path / "made", ["some text for the tokenizer"], tiny, seed=0)
+    directory = made if isinstance(made, Path) else tmp_path / "made"
+    found, planned = ModelShape.of_directory(directory), ModelShape.of_tiny(tiny)
+    assert (found.block, found.linear) == (planned.block, planned.linear)
+    assert found.parameters - planned.parameters == (found.vocab - planned.vocab) * 48
+
+
+def test_planning_imports_neither_torch_nor_transformers(tmp_path: Path):
+    yaml = tmp_path / "tools.yaml"
+    model(tmp_path / "model", "0.6B")
+    yaml.write_text("env: agentrl.envs.calculator:Calculator\nmodel: {path: model}\n")
+    code = (
+        "import sys\nfrom agentrl.cli.app import app\n"
+        f"app(['plan', {str(yaml)!r}], standalone_mode=False)\n"
+        "print('imported', sorted({'torch', 'transformers', 'openai', 'numpy'} & sys.modules.keys()))\n"
+    )
+    env = os.environ | {"CUDA_VISIBLE_DEVICES": ""}
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=env)
+    assert done.stdout.splitlines()[-1] == "imported []", done.stderr

@@ -1,0 +1,304 @@
+"""Progress on a terminal and elsewhere, the summary, the curve."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import os
+import pty
+import re
+import struct
+import sys
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from agentrl.reporting.display import (
+    LiveDisplay,
+    PlainDisplay,
+    Progress,
+    duration,
+    make_display,
+    sparkline,
+    summary_text,
+)
+from agentrl.reporting.report import Summary
+from agentrl.run_folder.curve import _reward_names, smooth, write_curve
+from agentrl.run_folder.files import write_atomic
+
+METRICS = {"solved": 0.625, "reward": 0.6, "reward/correct": 0.625, "reward/cost": -0.025, "tokens_per_s": 3210.7}
+
+
+class Clock:
+    """A clock that the test turns."""
+
+    def __init__(self) -> None:
+        self.now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def console(*, terminal: bool, width: int = 100) -> Console:
+    return Console(file=io.StringIO(), force_terminal=terminal, width=width, _environ={"TERM": "xterm"})
+
+
+def written(to: Console) -> str:
+    assert isinstance(to.file, io.StringIO)
+    return to.file.getvalue()
+
+
+def test_plain_lines_have_everything_and_no_escapes():
+    out, clock = console(terminal=False, width=40), Clock()
+    display = PlainDisplay(out, again="agentrl train t.yaml", clock=clock)
+    display.phase("train", total=120)
+    for _ in range(2):
+        clock.now += 3.0
+        display.step(METRICS)
+    display.step({})
+    display.note("[bold]checkpoint[/bold] saved")
+    assert written(out).splitlines() == [
+        "train: begins, 120 to do",
+        "train 1/120  solved 62.5 %  reward 0.600  correct 0.625  cost -0.025  3,211 tokens/s  5:57 left",
+        "train 2/120  solved 62.5 %  reward 0.600  correct 0.625  cost -0.025  3,211 tokens/s  5:54 left",
+        "note: [bold]checkpoint[/bold] saved",
+    ]
+
+
+def test_units_of_a_warm_up_share_a_line():
+    out, clock = console(terminal=False, width=80), Clock()
+    display = PlainDisplay(out, again="", clock=clock)
+    display.phase("warm-up", total=20)
+    for _ in range(20):
+        clock.now += 1.0
+        display.step({"loss": 0.5})
+    said = [line.split()[1] for line in written(out).splitlines()[1:]]
+    assert said == ["5/20", "10/20", "15/20", "20/20"]
+
+
+def test_a_reward_that_is_the_only_one_is_said_once():
+    out = console(terminal=False)
+    display = PlainDisplay(out, again="", clock=Clock())
+    display.phase("train")
+    display.step({"reward": 0.5, "reward/correct": 0.5})
+    display.step({"reward": 0.5, "reward/correct": 0.5, "reward/cost": 0.0})
+    assert written(out).splitlines()[1:] == [
+        "train 1  reward 0.500",
+        "train 2  reward 0.500  correct 0.500  cost 0.000",
+    ]
+
+
+def test_a_resumed_phase_estimates_from_its_own_steps():
+    clock = Clock()
+    progress = Progress(clock)
+    progress.begin("train", 100, done=90)
+    assert progress.seconds_left() is None
+    clock.now += 2.0
+    progress.advance({})
+    assert progress.seconds_left() == pytest.approx(18.0)
+    clock.now += 1.0  # time passes within the next step
+    assert progress.seconds_left() == pytest.approx(17.0)
+    assert progress.count() == "91/100"
+
+
+def test_the_live_screen_shows_the_step_the_rewards_and_the_time():
+    out, clock = console(terminal=True), Clock()
+    display = LiveDisplay("calculator", out, again="", clock=clock)
+    with display:
+        display.phase("train", total=10)
+        clock.now += 5.0
+        display.step(METRICS | {"held_out": 0.5})
+        display.note("a note")
+        shown = Console(file=io.StringIO(), width=100)
+        shown.print(display.screen(100))
+        text = written(shown)
+        display.phase("evaluate", total=200)
+    for part in (
+        "calculator",
+        "train 1/10",
+        "62.5 %",
+        "50.0 %",
+        "correct",
+        "-0.025",
+        "3,211",
+        "0:45 left",
+        "0:05 so far",
+    ):
+        assert part in text
+    assert "a note" in written(out)
+    assert "train: 1/10 in 0:05, solved 62.5 %" in written(out)
+    assert written(out).count("\x1b[?25l") == written(out).count("\x1b[?25h") == 1  # the cursor is back
+
+
+def test_an_error_gives_the_terminal_back():
+    out = console(terminal=True)
+    with pytest.raises(ZeroDivisionError), make_display("r", again="", console=out):
+        assert 1 / 0
+    assert written(out).count("\x1b[?25h") == 1
+
+
+def test_the_terminal_decides_which_display():
+    assert isinstance(make_display("r", again="", console=console(terminal=True)), LiveDisplay)
+    assert isinstance(make_display("r", again="", console=console(terminal=False)), PlainDisplay)
+    dumb = Console(file=io.StringIO(), force_terminal=True, _environ={"TERM": "dumb"})
+    assert isinstance(make_display("r", again="", console=dumb), PlainDisplay)
+
+
+def test_the_summary_names_every_failure(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+    monkeypatch.chdir(tmp_path)
+    summary = Summary(
+        run=str(tmp_path / "runs/calculator"), steps=120, held_out_before=0.485, held_out_after=0.97,
+        warmup_seconds=31, train_seconds=113, wall_seconds=170, episodes=2000, sampled_tokens=184320,
+        malformed=41, limits=3, infra_failures=1,
+    )  # fmt: skip
+    lines = [line.split("  ") for line in summary_text(summary, again="x").plain.splitlines()]
+    found = {line[1].strip(): " ".join(line[2:]).split() for line in lines if len(line) > 2}
+    assert found["solved before"][:2] == ["48.5", "%"]
+    assert found["solved after"] == ["97.0", "%"]
+    assert found["wall time"] == ["2:50", "cold", "start", "0:31,", "training", "1:53"]
+    assert found["malformed"][:3] == ["41", "(2.1", "%)"]
+    assert found["limits"][:3] == ["3", "(0.1", "%)"]
+    assert found["infra failures"][:3] == ["1", "(0.1", "%)"]
+    assert found["run folder"] == ["runs/calculator"]
+    assert "agentrl eval runs/calculator" in summary_text(summary, again="x").plain
+    cut = Summary(run="/elsewhere/r", steps=7, finished=False)
+    text = summary_text(cut, again="agentrl train t.yaml").plain
+    assert "stopped by request after 7 steps" in text
+    assert "next:  agentrl train t.yaml" in text
+    assert "solved before   –" in text
+    spaced = summary_text(Summary(run="/elsewhere/my run", steps=7, held_out_after=0.5), again="x").plain
+    assert "agentrl eval '/elsewhere/my run'" in spaced
+    assert "agentrl show '/elsewhere/my run' --worst" in spaced
+    without = summary_text(Summary(run="r", steps=7), again="x").plain  # no held-out tasks, nothing to eval
+    assert "next:  agentrl show r --worst" in without
+    assert "agentrl eval" not in without
+
+
+def test_small_words():
+    assert [duration(s) for s in (0, 7.4, 754, 11109)] == ["0:00", "0:07", "12:34", "3:05:09"]
+    assert sparkline([0.0, 0.5, 1.0], 10) == "▁▅█"
+    assert sparkline([0.0, 1.0] * 48, 4) == "▅▅▅▅"
+    assert sparkline([], 5) == ""
+    assert smooth([0, 1, 2, 3], span=2) == [0, 0.5, 1.5, 2.5]
+
+
+def test_the_curve_is_a_picture_of_both_panels(tmp_path: Path):
+    assert write_curve(tmp_path) is None
+    write_atomic(
+        tmp_path / "metrics.jsonl", b'{"step": 0, "held_out": 0.5}\n{"step": 1, "solved": 0.5, "x": null}\n'
+    )
+    path = write_curve(tmp_path)
+    assert path == tmp_path / "reward_curve.png"
+    one = struct.unpack(">II", path.read_bytes()[16:24])
+    lines = b'{"step": 2, "solved": 0.75, "reward": 0.7, "reward/cost": -0.05}\n{"step": 3, "reward": null}\n'
+    write_atomic(tmp_path / "metrics.jsonl", (tmp_path / "metrics.jsonl").read_bytes() + lines)
+    assert write_curve(tmp_path) == path
+    assert path.read_bytes().startswith(b"\x89PNG")
+    two = struct.unpack(">II", path.read_bytes()[16:24])
+    assert two[1] > one[1] > 300  # rewards add a panel
+
+
+def test_a_curve_is_drawn_once():
+    same = [{"step": 1, "solved": 0.5, "reward": 0.5, "reward/solved": 0.5}]
+    assert _reward_names(same) == []
+    assert _reward_names([{"step": 1, "reward": 0.5, "reward/speed": 0.5}]) == ["reward/speed"]
+    several = [{"step": 1, "solved": 1.0, "reward": 0.9, "reward/cost": -0.1, "reward/solved": 1.0}]
+    assert _reward_names(several) == ["reward", "reward/cost"]
+
+
+def test_a_repeated_note_is_one_line_with_its_count():
+    out = console(terminal=False)
+    with PlainDisplay(out, again="", clock=Clock()) as display:
+        display.phase("train", total=40)
+        for step in range(1, 41):
+            display.note(f"step {step}: nothing to learn from")
+        display.note("another note")
+    assert written(out).splitlines()[1:] == [
+        "note: step 1: nothing to learn from",
+        "note: another note",
+        "note: step 40: nothing to learn from (40 times)",
+    ]
+    screen = console(terminal=True)
+    with LiveDisplay("r", screen, again="", clock=Clock()) as live:
+        for step in range(1, 41):
+            live.note(f"step {step}: nothing to learn from")
+        shown = console(terminal=False)
+        shown.print(live.screen(100))
+    assert "step 40: nothing to learn from (40 times)" in written(shown)
+    assert written(screen).count("step 7: nothing") == 0
+
+
+def test_a_long_wait_says_what_is_being_done():
+    out, clock = console(terminal=False), Clock()
+    display = PlainDisplay(out, again="", clock=clock)
+    display.phase("start")
+    display.within("starting 2 sglang servers")
+    clock.now += 29.0
+    display.remind()
+    clock.now += 31.0
+    display.remind()
+    display.phase("train", total=9)
+    display.within("episodes", 12, 64)
+    clock.now += 40.0
+    display.remind()
+    assert written(out).splitlines() == [
+        "start: begins",
+        "start: starting 2 sglang servers",
+        "start: starting 2 sglang servers, 1:00 so far",
+        "train: begins, 9 to do",
+        "train 0/9: episodes 12/64, 0:40 so far",
+    ]
+
+
+def test_the_live_screen_shows_the_update_and_what_is_done_within_a_step():
+    out = console(terminal=True, width=80)
+    with LiveDisplay("r", out, again="", clock=Clock()) as display:
+        display.phase("start")
+        display.within("importing torch")
+        shown = console(terminal=False, width=80)
+        shown.print(display.screen(80))
+        display.phase("train", total=10)
+        display.step(METRICS | {"loss": 0.0123, "kl": 0.004, "lr": 3e-4})
+        display.within("episodes", 12, 64)
+        shown.print(display.screen(80))
+    lines = [" ".join(line.split()) for line in written(shown).splitlines()]
+    assert lines[0].startswith("r start ")
+    for line in ("now importing torch", "now episodes 12/64", "loss 0.0123", "kl 0.004", "lr 0.0003"):
+        assert line in lines
+
+
+PTY = """
+import os, subprocess, sys, time
+from agentrl.reporting.display import LiveDisplay, make_display
+with make_display("calc", again="") as display:
+    assert isinstance(display, LiveDisplay)
+    display.phase("train", total=3)
+    subprocess.run(["sh", "-c", "echo child one >&2; echo child two"])
+    os.write(1, b"a library" + bytes([10]))
+    print("python")
+    time.sleep(0.6)
+print("after", flush=True)
+os.write(2, b"and stderr" + bytes([10]))
+"""
+
+
+def test_what_others_print_does_not_tear_the_screen():
+    """Lines of child processes and libraries appear above the live lines, whole, each once."""
+    pid, terminal = pty.fork()
+    if pid == 0:
+        os.environ["TERM"] = "xterm"
+        os.execv(sys.executable, [sys.executable, "-c", PTY])
+    data = b""
+    with contextlib.suppress(OSError):  # how Linux ends a terminal that nobody has open
+        while chunk := os.read(terminal, 4096):
+            data += chunk
+    os.close(terminal)
+    assert os.waitpid(pid, 0)[1] == 0, data.decode()
+    lines = re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", data.decode()).replace("\r", "\n").split("\n")
+    said = [line.strip() for line in lines]
+    for line in ("child one", "child two", "a library", "python", "after", "and stderr"):
+        assert said.count(line) == 1, data.decode()
+    for line in ("child one", "a library"):
+        at = data.index(line.encode())
+        assert data.rindex(b"\x1b[2K", 0, at) > data.rfind(b"calc", 0, at)  # the live lines were erased before

@@ -1,0 +1,372 @@
+"""The run folder: whole after any crash, resumable, held by one process."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from agentrl.config import RunConfig, load_config
+from agentrl.config.run import LearnerConfig
+from agentrl.errors import CheckpointError, ConfigError
+from agentrl.reporting.report import Summary
+from agentrl.run_folder import checkpoints
+from agentrl.run_folder.records import EpisodeRecord, read_episodes, read_records, recorded_steps
+from agentrl.run_folder.store import _PLACE, RunStore, find_checkpoint
+from agentrl.types import (
+    CallRecord,
+    Episode,
+    Image,
+    Message,
+    Segment,
+    StopReason,
+    Task,
+    ToolCall,
+    Turn,
+)
+
+
+def config(**changes: object) -> RunConfig:
+    return RunConfig.model_validate({"name": "r", "env": "m:E", "model": {"tiny": {}}} | changes)
+
+
+def episode(number: int = 0) -> Episode:
+    call = ToolCall("c1", "calculator", {"expression": "1 / 3", "deep": {"list": [1, 2.5, None, "é"]}})
+    asked = Message("assistant", "let me", (call,), reasoning="hm", parse_errors=("half a call",))
+    answer = Message("tool", "0.333", tool_call_id="c1", name="calculator")
+    return Episode(
+        id=f"g0/e{number}",
+        task=Task("t", {"question": "1/3?"}, seed=3),
+        messages=(Message("user", ("look", Image(b"\xff\x00"))), asked, answer),
+        turns=(Turn(asked, (answer,), 0.5, "stop", 2, 0.1, 0.2, (CallRecord(call, "0.333", "ok", 0.1),)),),
+        segments=(
+            Segment((1, 2, 3), "prompt", -1, 0),
+            Segment((4, 5), "sampled", 0, 1, (-0.1, -1e-9), (7, 8)),
+            Segment((6,), "observation", 1, 2),
+        ),
+        stop_reason=StopReason.MAX_TURNS,
+        reward=0.1 + 0.2,
+        rewards={"solved": 0.25, "cost": 0.05},
+        metrics={"parse_error": 1.0},
+        seconds=1.5,
+        tools=({"type": "function", "function": {"name": "calculator"}},),
+    )
+
+
+def test_episodes_come_back_exactly(tmp_path: Path):
+    failed = dataclasses.replace(episode(1), reward=None, error="SandboxError: gone", stop_reason=StopReason.INFRA)
+    records = [EpisodeRecord.of(12, 0, episode(), -1.25), EpisodeRecord.of(12, 0, failed, None)]
+    with RunStore.open(config(), tmp_path / "r") as store:
+        store.write_episodes(12, records)
+    assert (tmp_path / "r/episodes/step-000012.jsonl.zst").is_file()
+    assert read_records(tmp_path / "r", 12) == records
+    assert read_episodes(tmp_path / "r", 12) == [episode(), failed]
+    assert records[0].advantages == (-1.25,)
+    assert records[1].advantages == ()
+
+
+def test_numbers_json_does_not_know_and_odd_rows_survive(tmp_path: Path):
+    import numpy as np
+
+    odd = dataclasses.replace(
+        episode(),
+        task=Task("t", {"n": np.int64(3), "path": Path("a/b")}),
+        segments=(Segment((1,), "sampled", -1, 0, (float("-inf"),), (0,)),),
+    )
+    with RunStore.open(config(), tmp_path / "r") as store:
+        store.write_episodes(1, [EpisodeRecord.of(1, 0, odd, float("inf"))])
+    [record] = read_records(tmp_path / "r", 1)
+    assert record.episode.task.row == {"n": 3, "path": "a/b"}
+    assert record.episode.segments[0].logprobs == (float("-inf"),)
+    assert record.advantages == (float("inf"),)
+
+
+def test_a_cut_episodes_file_says_so(tmp_path: Path):
+    with RunStore.open(config(), tmp_path / "r") as store:
+        store.write_episodes(1, [EpisodeRecord.of(1, 0, episode(i), 0.0) for i in range(50)])
+    path = tmp_path / "r/episodes/step-000001.jsonl.zst"
+    path.write_bytes(path.read_bytes()[:-20])
+    with pytest.raises(CheckpointError, match=r"step-000001\.jsonl\.zst:1: damaged after"):
+        read_episodes(tmp_path / "r", 1)
+    with pytest.raises(CheckpointError, match="no episodes of step 9; it has steps 1 to 1"):
+        read_episodes(tmp_path / "r", 9)
+
+
+def test_a_torn_line_is_dropped_and_resuming_doubles_no_step(tmp_path: Path):
+    with RunStore.open(config(), tmp_path / "r") as store:
+        assert not store.resumed
+        for step in range(1, 6):
+            store.log_metrics(step, {"solved": step / 10, "bad": float("nan")})
+            store.write_episodes(step, [EpisodeRecord.of(step, 0, episode(), 0.0)])
+    path = tmp_path / "r/metrics.jsonl"
+    path.write_bytes(path.read_bytes() + b'{"step": 6, "sol')
+
+    with RunStore.open(config(), tmp_path / "r") as store:
+        assert store.resumed
+        assert [line["step"] for line in store.metrics()] == [1, 2, 3, 4, 5]
+        store.rewind(3)
+        store.log_metrics(4, {"solved": 1.0})
+    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    assert [line["step"] for line in lines] == [1, 2, 3, 4]
+    assert lines[-1] == {"step": 4, "solved": 1.0}
+    assert lines[0] == {"step": 1, "solved": 0.1, "bad": None}
+    assert recorded_steps(tmp_path / "r") == [1, 2, 3]
+
+
+def test_another_configuration_is_refused_with_the_difference(tmp_path: Path):
+    with RunStore.open(config(), tmp_path / "r") as store:
+        store.log_metrics(1, {"solved": 0.5})
+    with pytest.raises(ConfigError) as refused:
+        RunStore.open(config(rollout={"group_size": 16}), tmp_path / "r")
+    text = str(refused.value)
+    assert "rollout.group_size: 8 -> 16" in text
+    assert "--fresh" in text
+    assert "seed" not in text
+    with RunStore.open(config(), tmp_path / "r") as store:  # the refusal has let the lock go
+        assert store.resumed
+
+
+def test_a_folder_without_a_step_blocks_no_other_configuration(tmp_path: Path):
+    """A run that was refused, or killed, before its first step: the corrected file runs under the same name."""
+    with RunStore.open(config(), tmp_path / "r") as store:
+        store.log_metrics(0, {"held_out": 0.0})
+        (store.path / "start").mkdir()
+    with RunStore.open(config(seed=1), tmp_path / "r") as store:
+        assert (store.resumed, store.set_aside) == (False, None)
+        assert store.metrics() == []
+        assert not (store.path / "start").exists()
+    assert load_config(tmp_path / "r/config.yaml") == config(seed=1)
+    assert list(tmp_path.iterdir()) == [tmp_path / "r"]
+
+
+def test_a_cold_start_without_a_step_is_kept_beside_the_other_configuration(tmp_path: Path):
+    with RunStore.open(config(warmup={}), tmp_path / "r") as store:
+        (store.path / "start").mkdir()
+        store.discard()
+    with RunStore.open(config(warmup={}, seed=1), tmp_path / "r") as store:
+        assert store.set_aside is not None
+        assert (store.set_aside / "start").is_dir()
+
+
+def test_a_refused_run_leaves_nothing_and_gives_an_earlier_one_its_name_back(tmp_path: Path):
+    with RunStore.open(config(), tmp_path / "r") as store:
+        store.discard()
+        store.event("too late")
+    assert list(tmp_path.iterdir()) == []
+    with RunStore.open(config(), tmp_path / "r") as store:
+        store.log_metrics(1, {"solved": 0.5})
+        store.discard()  # it has a step
+    with RunStore.open(config(seed=1), tmp_path / "r", fresh=True) as store:
+        store.discard()
+    assert list(tmp_path.iterdir()) == [tmp_path / "r"]
+    assert load_config(tmp_path / "r/config.yaml") == config()
+    with RunStore.open(config(), tmp_path / "r") as store:
+        assert store.metrics()[0]["solved"] == 0.5
+
+
+def test_files_of_others_in_the_folder_of_a_refused_run_stay(tmp_path: Path):
+    with RunStore.open(config(), tmp_path / "r") as store:
+        (store.path / "notes.txt").write_text("mine")
+        store.discard()
+    assert (tmp_path / "r/notes.txt").read_text() == "mine"
+
+
+def test_fresh_starts_over_and_keeps_the_old_folder(tmp_path: Path):
+    with RunStore.open(config(), tmp_path / "r") as store:
+        store.log_metrics(1, {"solved": 0.5})
+    with RunStore.open(config(seed=1), tmp_path / "r", fresh=True) as store:
+        assert not store.resumed
+        assert store.metrics() == []
+    [kept] = tmp_path.glob("r.before-*")
+    assert '"solved": 0.5' in (kept / "metrics.jsonl").read_text()
+    assert load_config(tmp_path / "r/config.yaml") == config(seed=1)
+
+
+def test_a_folder_with_other_things_is_left_alone(tmp_path: Path):
+    (tmp_path / "thesis.tex").write_text("x")
+    with pytest.raises(ConfigError, match=r"is not a run folder \(it holds thesis.tex\)"):
+        RunStore.open(config(), tmp_path)
+    assert sorted(p.name for p in tmp_path.iterdir() if not p.name.startswith(".")) == ["thesis.tex"]
+
+
+def test_two_processes_cannot_hold_one_folder(tmp_path: Path):
+    code = (
+        "import sys; from pathlib import Path; from agentrl.config import RunConfig\n"
+        "from agentrl.run_folder.store import RunStore\n"
+        "store = RunStore.open(RunConfig.model_validate_json(sys.argv[1]), Path(sys.argv[2]))\n"
+        "print('held', flush=True); sys.stdin.read()"
+    )
+    command = [sys.executable, "-c", code, config().model_dump_json(), str(tmp_path / "r")]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as other:
+        assert other.stdout is not None
+        assert other.stdout.readline() == "held\n"
+        with pytest.raises(ConfigError, match=f"held by process {other.pid} on"):
+            RunStore.open(config(), tmp_path / "r")
+        with pytest.raises(ConfigError, match="held by"):
+            RunStore.open(config(), tmp_path / "r", fresh=True)
+        other.kill()  # a killed process does not keep it
+        other.wait()
+    with RunStore.open(config(), tmp_path / "r") as store:
+        assert store.resumed
+
+
+def save(store: RunStore, step: int, keep: int = 2, text: str = "w") -> Path:
+    with store.checkpoint(step, keep) as folder:
+        (folder / "optimizer").mkdir()
+        (folder / "model.safetensors").write_text(text * 1000)
+        (folder / "optimizer/state.pt").write_text(text)
+    return store.path / "checkpoints" / f"step-{step}"
+
+
+def test_checkpoints_are_sealed_and_only_the_newest_stay(tmp_path: Path):
+    with RunStore.open(config(), tmp_path / "r") as store:
+        for step in (5, 10, 100):
+            path = save(store, step)
+        assert checkpoints.steps_saved(store.path / "checkpoints") == [10, 100]
+        manifest = json.loads((path / "manifest.json").read_text())
+        assert set(manifest["files"]) == {"config.yaml", "model.safetensors", "optimizer/state.pt"}
+        latest = store.latest_checkpoint()
+        assert latest is not None
+        assert (latest.step, latest.path) == (100, path)
+    assert find_checkpoint(tmp_path / "r").step == 100
+    assert find_checkpoint(path).path == path
+
+
+def test_the_best_stays_too_and_has_a_name(tmp_path: Path):
+    with RunStore.open(config(), tmp_path / "r") as store:
+        folder = store.path / "checkpoints"
+        for step, score in enumerate((0.5, 0.9, 0.9, None, 0.2, 0.3), start=1):
+            store.log_metrics(step, {} if score is None else {"held_out": score})
+            with store.checkpoint(step, keep=1, best=True) as temp:
+                (temp / "weights").write_text(str(step))
+        assert checkpoints.steps_saved(folder) == [3, 6]
+        assert (folder / "best" / "weights").read_text() == "3"
+        assert find_checkpoint(folder / "best").step == 3
+        latest = store.latest_checkpoint()
+        assert latest is not None
+        assert latest.step == 6
+
+
+def test_a_run_may_go_on_in_another_place(tmp_path: Path):
+    """How many ranks compute is not what is computed; what is computed stays."""
+    with RunStore.open(config(), tmp_path / "r") as store:
+        save(store, 1)
+    moved = config().model_copy(update={"learner": LearnerConfig(ranks=4, checkpoint_activations=True)})
+    with RunStore.open(moved, tmp_path / "r") as store:
+        assert store.resumed
+    assert "ranks: 4" in (tmp_path / "r" / "config.yaml").read_text()
+    other = moved.model_copy(update={"learner": LearnerConfig(ranks=4, precision="bfloat16")})
+    with pytest.raises(ConfigError, match="precision"):
+        RunStore.open(other, tmp_path / "r")
+
+
+def test_a_checkpoint_that_fails_half_way_leaves_nothing(tmp_path: Path):
+    with RunStore.open(config(), tmp_path / "r") as store:
+        save(store, 1)
+        with pytest.raises(ZeroDivisionError), store.checkpoint(2, keep=1) as folder:
+            (folder / "half").write_text(f"{1 / 0}")
+        assert [p.name for p in (store.path / "checkpoints").iterdir()] == ["step-1"]
+
+
+@pytest.mark.parametrize("damage", ["cut", "changed", "missing", "manifest"])
+def test_a_damaged_checkpoint_is_put_aside_with_a_warning(tmp_path: Path, damage: str):
+    with RunStore.open(config(), tmp_path / "r") as store:
+        save(store, 1)
+        weights = save(store, 2) / "model.safetensors"
+        if damage == "cut":
+            weights.write_text("w")
+        elif damage == "changed":
+            weights.write_text("x" + "w" * 999)
+        elif damage == "missing":
+            weights.unlink()
+        else:
+            (weights.parent / "manifest.json").unlink()
+        if damage != "manifest":
+            with pytest.raises(CheckpointError, match=r"model\.safetensors"):
+                find_checkpoint(weights.parent)
+        assert find_checkpoint(store.path).step == 1
+        with pytest.warns(UserWarning, match="falling back to the checkpoint before it"):
+            latest = store.latest_checkpoint()
+        assert latest is not None
+        assert latest.step == 1
+        assert (store.path / "checkpoints/step-2.damaged").is_dir()
+        save(store, 2)  # the resumed run saves its own
+        again = store.latest_checkpoint()
+        assert again is not None
+        assert again.step == 2
+
+
+CRASH = """
+import os, signal, sys
+from pathlib import Path
+from agentrl.config import RunConfig
+from agentrl.run_folder.store import RunStore
+store = RunStore.open(RunConfig.model_validate_json(sys.argv[1]), Path(sys.argv[2]))
+moment, calls = int(sys.argv[3]), 0
+def killer(real):
+    def call(*args, **kwargs):
+        global calls
+        calls += 1
+        if calls == moment:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return real(*args, **kwargs)
+    return call
+for name in ("fsync", "rename", "replace", "unlink", "rmdir"):
+    setattr(os, name, killer(getattr(os, name)))
+for step in (1, 2, 2):
+    with store.checkpoint(step, keep=1) as folder:
+        (folder / "weights").write_text(f"weights of {step}")
+    store.log_metrics(step, {})
+print("done", calls)
+"""
+
+
+def test_kill_9_at_any_moment_of_saving_leaves_a_good_checkpoint(tmp_path: Path):
+    """Kill the process before each system call that changes the folder, then reopen it."""
+    moment, seen = 1, set()
+    while True:
+        folder = tmp_path / f"r{moment}"
+        command = [sys.executable, "-c", CRASH, config().model_dump_json(), str(folder), str(moment)]
+        process = subprocess.run(command, stdout=subprocess.PIPE, text=True)
+        if process.returncode == 0:
+            break
+        assert process.returncode == -signal.SIGKILL
+        with RunStore.open(config(), folder) as store:
+            steps = [line["step"] for line in store.metrics()]
+            latest = store.latest_checkpoint()
+            if steps:
+                assert latest is not None
+                assert latest.step >= steps[-1]
+            if latest is not None:
+                seen.add(latest.step)
+                assert (latest.path / "weights").read_text() == f"weights of {latest.step}"
+            leftovers = [p.name for p in (folder / "checkpoints").iterdir() if p.name.startswith(".")]
+            assert leftovers == []
+        moment += 1
+    assert moment > 15
+    assert seen == {1, 2}
+
+
+def test_the_summary_round_trips(tmp_path: Path):
+    with RunStore.open(config(), tmp_path / "r") as store:
+        assert store.read_summary() is None
+        summary = Summary(run=str(store.path), steps=3, held_out_before=0.5, held_out_after=0.96, malformed=4)
+        store.write_summary(summary)
+        assert store.read_summary() == summary
+        data = json.loads((store.path / "summary.json").read_text())
+    wanted = {"held_out_before", "held_out_after", "train_seconds", "wall_seconds", "malformed", "limits"}
+    assert wanted | {"infra_failures", "steps", "run"} <= data.keys()
+    assert os.listdir(tmp_path) == ["r"]
+
+
+def test_the_docs_say_all_that_may_change_on_resuming():
+    page = (Path(__file__).parents[2] / "docs/rollouts.md").read_text()
+    said = page.partition("## Resuming")[2].partition("\n## ")[0]
+    assert [name for name in _PLACE if f"`{name}`" not in said] == []
+    assert "`steps`" in said

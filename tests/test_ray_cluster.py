@@ -1,0 +1,49 @@
+"""A Ray that does not come up leaves nothing behind, and ends in one error."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from agentrl.errors import WorkerLost
+from agentrl.ray_cluster import STARTS, connect
+
+
+class SlowRay:
+    """Starts a part of itself and then gives up, as Ray does on a machine that is too busy."""
+
+    def __init__(self, home: Path) -> None:
+        self.__file__ = str(home / "__init__.py")
+        self.home, self.parts = home, []
+
+    def is_initialized(self) -> bool:
+        return False
+
+    def init(self, **options: object) -> None:
+        wait = "import time; time.sleep(600)"
+        self.parts.append(subprocess.Popen([sys.executable, "-c", wait, str(self.home / "gcs_server")]))
+        while not Path(f"/proc/{self.parts[-1].pid}/cmdline").read_bytes():
+            time.sleep(0.01)
+        raise Exception("The current node timed out during startup")
+
+    def shutdown(self) -> None:
+        """It does not know of its parts."""
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="needs /proc")
+def test_parts_of_a_ray_that_did_not_start_are_ended(tmp_path: Path):
+    ray, other = SlowRay(tmp_path), subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
+    try:
+        with pytest.raises(WorkerLost, match=r"Ray did not start on this machine: The current node timed out"):
+            connect(ray, None, cpus=2, key="learner.ray")
+        assert len(ray.parts) == STARTS
+        assert [part.wait(timeout=30) for part in ray.parts] == [-9] * STARTS
+        assert other.poll() is None, "what is not Ray's goes on"
+    finally:
+        for process in (other, *ray.parts):
+            process.kill()
+            process.wait()
