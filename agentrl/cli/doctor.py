@@ -62,7 +62,7 @@ def _run(run: Path) -> None:
     """Which episodes of a run were lost to the infrastructure, and whether that was blind to the policy."""
     from agentrl.clean import visible
     from agentrl.errors import ConfigError
-    from agentrl.redraws import Redraws, read_redraws
+    from agentrl.run_folder.redraws import Redraws, read_redraws
 
     if not (run / "config.yaml").is_file():
         raise ConfigError(f"doctor {run}: write `all`, `sandbox`, or the path of a run folder")

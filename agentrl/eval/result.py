@@ -14,9 +14,9 @@ import numpy as np
 
 from agentrl.errors import CheckpointError
 from agentrl.eval.stats import Estimate, estimate, pass_all, pass_at
-from agentrl.redraws import Redraws
 from agentrl.rollout.metrics import is_malformed, reward_parts
 from agentrl.run_folder.records import EpisodeRecord
+from agentrl.run_folder.redraws import Redraws
 from agentrl.types import LIMITS, Episode, Group
 
 RESULTS_FILE = "results.json"

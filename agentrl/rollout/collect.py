@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from agentrl.env.curriculum import TaskSampler
-from agentrl.redraws import Guard
 from agentrl.rollout.admission import Admission
 from agentrl.rollout.group import GroupPlayer, Plays
 from agentrl.rollout.scheduler import Scheduler
+from agentrl.run_folder.redraws import Guard
 from agentrl.types import Episode, Group, Task
 
 

@@ -11,9 +11,9 @@ from typing import Protocol
 from agentrl.env.env import Env
 from agentrl.env.toolenv.env import ToolEnv
 from agentrl.errors import InfraError, RewardError
-from agentrl.redraws import Guard
 from agentrl.rollout.frame import Whereabouts, draw_seed
 from agentrl.rollout.rewards.model import RewardModel
+from agentrl.run_folder.redraws import Guard
 from agentrl.types import Episode, Group, StopReason, Task
 
 BEGIN_AT_ONCE = 256

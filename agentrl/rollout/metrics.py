@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Sequence
 
-from agentrl.redraws import Redraws, fault_metrics
+from agentrl.run_folder.redraws import Redraws, fault_metrics
 from agentrl.types import LIMITS, Episode, Group, StopReason
 
 MALFORMED = ("parse_error", "unknown_tool", "invalid_args")

@@ -23,10 +23,10 @@ from agentrl.env.rows import load_rows, read_jsonl
 from agentrl.env.solved import NOT_DECLARED, rule_of
 from agentrl.env.toolenv.env import ToolEnv
 from agentrl.errors import AgentRLError, CheckpointError, ConfigError
-from agentrl.redraws import Guard
 from agentrl.rollout.episode import Player, TokenCheck
 from agentrl.rollout.frame import Limits
 from agentrl.rollout.oracle import author_method, oracle_demonstrations
+from agentrl.run_folder.redraws import Guard
 from agentrl.types import EVERY_TOKEN, Filters, Message, Sampling, Task, ToolCall
 
 RENDERER_FILE = "renderer.json"

@@ -32,7 +32,6 @@ from typing import IO, Self
 from agentrl.clean import clean_text
 from agentrl.config import RunConfig, config_diff, dump_config, load_config
 from agentrl.errors import CheckpointError, ConfigError
-from agentrl.redraws import Redraws, read_redraws, redraws_file, redraws_line
 from agentrl.reporting.report import Summary
 from agentrl.run_folder import checkpoints
 from agentrl.run_folder.files import fsync_dir, write_atomic
@@ -46,6 +45,7 @@ from agentrl.run_folder.records import (
     read_records,
     recorded_steps,
 )
+from agentrl.run_folder.redraws import Redraws, read_redraws, redraws_file, redraws_line
 
 __all__ = ["Checkpoint", "RunStore", "find_checkpoint", "read_episodes", "read_metrics", "read_records"]
 

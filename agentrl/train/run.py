@@ -26,7 +26,6 @@ from agentrl.errors import AgentRLError, ConfigError
 from agentrl.learner.driver import Driver
 from agentrl.learner.memory import keep_freed_memory
 from agentrl.learner.split import Update
-from agentrl.redraws import Redraws
 from agentrl.reporting.report import Reporter, Summary
 from agentrl.rollout.admission import Admission, Batch
 from agentrl.rollout.collect import collect
@@ -51,6 +50,7 @@ from agentrl.rollout.setup import (
 )
 from agentrl.run_folder.curve import write_curve
 from agentrl.run_folder.records import EpisodeRecord
+from agentrl.run_folder.redraws import Redraws
 from agentrl.run_folder.store import RunStore
 from agentrl.sandbox import close_pools
 from agentrl.train.advantages import Scores

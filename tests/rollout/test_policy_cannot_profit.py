@@ -13,10 +13,10 @@ import pytest
 from agentrl.chat.template import Renderer
 from agentrl.envs.python_code import PythonCode
 from agentrl.envs.python_code.problems import describe
-from agentrl.redraws import Guard
 from agentrl.rollout.collect import collect
 from agentrl.rollout.episode import Player
 from agentrl.rollout.frame import Limits
+from agentrl.run_folder.redraws import Guard
 from agentrl.sandbox import close_pools
 from agentrl.testing.engine import ScriptedEngine
 from agentrl.testing.policy import call

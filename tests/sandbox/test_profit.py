@@ -18,10 +18,10 @@ from agentrl.chat.template import Renderer
 from agentrl.env import ToolEnv, reward, tool
 from agentrl.envs.python_code import PythonCode
 from agentrl.models.tiny import make_tokenizer
-from agentrl.redraws import Guard
 from agentrl.rollout.collect import collect
 from agentrl.rollout.episode import Player
 from agentrl.rollout.frame import Limits
+from agentrl.run_folder.redraws import Guard
 from agentrl.sandbox import Sandbox, Session, close_pools
 from agentrl.testing import call, say
 from agentrl.testing.engine import ScriptedEngine

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from agentrl.errors import AgentRLError, EnvError
-from agentrl.redraws import Guard, Redraws, read_redraws, redraws_file, redraws_line
+from agentrl.run_folder.redraws import Guard, Redraws, read_redraws, redraws_file, redraws_line
 from agentrl.types import Episode, Group, Message, StopReason, Task, Turn
 
 TURN = Turn(Message("assistant", "x"), (), 0.0, "stop", 1, 0.0, 0.0)
