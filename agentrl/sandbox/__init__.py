@@ -21,8 +21,9 @@ from agentrl.sandbox.errors import (
     SandboxDied,
     SandboxUnavailable,
 )
-from agentrl.sandbox.pool import SandboxPool, close_pools, pool_for
+from agentrl.sandbox.pool import SandboxPool
 from agentrl.sandbox.session import QueryResult, Session
+from agentrl.sandbox.shared_pools import close_pools, pool_for
 
 __all__ = [
     "PROMISES",

@@ -10,7 +10,6 @@ import itertools
 import logging
 import os
 import time
-import weakref
 from collections.abc import AsyncIterator
 from typing import cast
 
@@ -18,7 +17,7 @@ from agentrl.errors import ConfigError, SandboxError
 from agentrl.sandbox import canary
 from agentrl.sandbox.box import Box
 from agentrl.sandbox.contract import Backend, Capabilities, Sandbox
-from agentrl.sandbox.errors import PoolExhausted, SandboxDied, SandboxUnavailable
+from agentrl.sandbox.errors import PoolExhausted, SandboxUnavailable
 
 log = logging.getLogger(__name__)
 
@@ -173,6 +172,11 @@ class SandboxPool:
         if self._leased.pop(box, None) is None:
             return
         await asyncio.shield(self._spawn(self._discard(box)))
+
+    @property
+    def is_closed(self) -> bool:
+        """Whether `close` was called; a closed pool leases no more."""
+        return self._closed
 
     async def close(self) -> None:
         """End all sandboxes, the leased ones too, and the back-end; idempotent."""
@@ -349,28 +353,3 @@ class SandboxPool:
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
         return task
-
-
-_shared: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, dict[Sandbox, SandboxPool]]
-_shared = weakref.WeakKeyDictionary()
-
-
-def pool_for(spec: Sandbox, *, min_idle: int = 2, max_total: int = 256) -> SandboxPool:
-    """The pool that everybody in this event loop shares for a spec; made by the first who asks.
-
-    `close_pools` ends them all.
-    """
-    pools = _shared.setdefault(asyncio.get_running_loop(), {})
-    pool = pools.get(spec)
-    if pool is None or pool._closed:
-        pool = pools[spec] = SandboxPool(spec, min_idle=min_idle, max_total=max_total)
-    return pool
-
-
-async def close_pools() -> None:
-    """Close every pool that `pool_for` made for this event loop."""
-    pools = _shared.pop(asyncio.get_running_loop(), {})
-    await asyncio.gather(*(pool.close() for pool in pools.values()))
-
-
-__all__ = ["SandboxDied", "SandboxPool", "close_pools", "make_backend", "pool_for"]

@@ -20,7 +20,7 @@ from agentrl.errors import ConfigError, SandboxError
 from agentrl.sandbox import Sandbox, SandboxPool, SandboxUnavailable
 from agentrl.sandbox.inside import leftovers
 from agentrl.sandbox.link import StreamLink
-from agentrl.sandboxes.docker import AttachedLink, Backend
+from agentrl.sandboxes.docker import LABEL, AttachedLink, Backend
 from agentrl.sandboxes.docker.door import Door
 from tests.sandbox.sandbox_specs import docker_answers
 
@@ -41,12 +41,15 @@ def connect() -> Any:
     return docker.APIClient(version="auto", **docker.utils.kwargs_from_env())
 
 
-def containers() -> list[str]:
+def containers(owner: int | None = None) -> list[str]:
+    """Containers of one process, this one by default; another run may use the same engine."""
     client = connect()
     try:
-        return [found["Id"] for found in client.containers(all=True, filters={"label": "agentrl.run"})]
+        found = client.containers(all=True, filters={"label": LABEL})
     finally:
         client.close()
+    prefix = f"{os.getpid() if owner is None else owner}-"
+    return [container["Id"] for container in found if container["Labels"][LABEL].startswith(prefix)]
 
 
 async def test_a_container_is_hardened() -> None:
@@ -240,12 +243,12 @@ def test_a_killed_harness_leaves_no_container() -> None:
     harness = subprocess.Popen([sys.executable, "-c", HARNESS], stdout=subprocess.PIPE, text=True)
     assert harness.stdout is not None
     assert harness.stdout.readline() == "ready\n"
-    assert len(containers()) == 1
+    assert len(containers(harness.pid)) == 1
     harness.send_signal(signal.SIGKILL)
     harness.wait()
     harness.stdout.close()
     deadline = time.monotonic() + 10
-    while containers():
+    while containers(harness.pid):
         assert time.monotonic() < deadline
         time.sleep(0.1)
 

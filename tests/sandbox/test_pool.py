@@ -24,7 +24,7 @@ from agentrl.sandbox import (
     pool_for,
 )
 from agentrl.sandbox.doctor import examine
-from agentrl.sandbox.local import LocalBackend
+from agentrl.sandbox.local import LocalBackend, LocalProcess
 from tests.sandbox.sandbox_specs import spec_for
 
 
@@ -127,6 +127,19 @@ async def test_closing_the_pool_ends_leased_boxes_and_waiting_leases() -> None:
     with pytest.raises(SandboxUnavailable):
         await pool.acquire()
     await pool.close()
+
+
+def test_shared_pools_end_with_their_event_loop() -> None:
+    async def forget() -> tuple[SandboxPool, int]:
+        pool = pool_for(Sandbox(), min_idle=1)
+        box = await pool.acquire()
+        assert isinstance(box._process, LocalProcess)
+        return pool, box._process.pid
+
+    for _ in range(2):
+        pool, pid = asyncio.run(forget())
+        assert pool.is_closed
+        assert not Path(f"/proc/{pid}").exists()
 
 
 async def test_one_pool_serves_a_spec_and_a_loop() -> None:

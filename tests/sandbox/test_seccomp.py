@@ -10,7 +10,7 @@ import pytest
 
 from agentrl.sandbox import Sandbox, SandboxPool
 from agentrl.sandbox.inside import kernel
-from agentrl.sandboxes.docker import PROFILE, USER, seccomp_option
+from agentrl.sandboxes.docker import PROFILE, USER, Container, seccomp_option
 from agentrl.sandboxes.docker.seccomp import HEADERS, known_calls, profile
 from tests.sandbox.sandbox_specs import docker_answers
 
@@ -134,9 +134,9 @@ async def test_the_back_end_gives_it_to_its_containers() -> None:
         pytest.skip("no Docker engine answers (scripts/ci-docker starts one)")
     import docker
 
-    async with SandboxPool(Sandbox(backend="docker"), min_idle=0) as pool, pool.lease():
+    async with SandboxPool(Sandbox(backend="docker"), min_idle=0) as pool, pool.lease() as box:
+        assert isinstance(box._process, Container)
         client = docker.APIClient(version="auto", **docker.utils.kwargs_from_env())
-        (found,) = client.containers(filters={"label": "agentrl.run"})
-        options = client.inspect_container(found["Id"])["HostConfig"]["SecurityOpt"]
+        options = client.inspect_container(box._process.identity)["HostConfig"]["SecurityOpt"]
         client.close()
     assert options == ["no-new-privileges:true", seccomp_option()]

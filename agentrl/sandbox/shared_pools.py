@@ -1,0 +1,46 @@
+"""Pools that everyone in an event loop shares, one for each spec; they close with the loop at the latest."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncGenerator
+
+from agentrl.sandbox.contract import Sandbox
+from agentrl.sandbox.pool import SandboxPool
+
+_pools: dict[asyncio.AbstractEventLoop, dict[Sandbox, SandboxPool]] = {}
+_at_the_end: dict[asyncio.AbstractEventLoop, AsyncGenerator[None, None]] = {}
+
+
+def pool_for(spec: Sandbox, *, min_idle: int = 2, max_total: int = 256) -> SandboxPool:
+    """The pool of the running event loop for a spec; the first caller makes it, with these sizes.
+
+    `close_pools` closes them all. A loop that ends without it (`asyncio.run` of a script, a test) closes them as
+    it shuts down, so that no sandbox outlives its loop.
+    """
+    loop = asyncio.get_running_loop()
+    pools = _pools.setdefault(loop, {})
+    if loop not in _at_the_end:
+        _at_the_end[loop] = _close_when_the_loop_ends()
+        with contextlib.suppress(StopIteration):  # run it up to its `yield`: the loop then knows it
+            _at_the_end[loop].__anext__().send(None)
+    pool = pools.get(spec)
+    if pool is None or pool.is_closed:
+        pool = pools[spec] = SandboxPool(spec, min_idle=min_idle, max_total=max_total)
+    return pool
+
+
+async def close_pools() -> None:
+    """Close every pool that `pool_for` made in this event loop."""
+    pools = _pools.pop(asyncio.get_running_loop(), {})
+    await asyncio.gather(*(pool.close() for pool in pools.values()))
+
+
+async def _close_when_the_loop_ends() -> AsyncGenerator[None, None]:
+    """Wait at the `yield` until `loop.shutdown_asyncgens`, which `asyncio.run` calls before it closes the loop."""
+    try:
+        yield
+    finally:
+        await close_pools()
+        del _at_the_end[asyncio.get_running_loop()]
