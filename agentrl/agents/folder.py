@@ -26,7 +26,7 @@ from starlette.routing import Route
 from starlette.types import ASGIApp
 
 from agentrl.agents.recorder import Recorder, Recording, no_episode
-from agentrl.engine.chat_client import to_wire
+from agentrl.chat.messages import write_message
 from agentrl.env.solved import BY_NAME
 from agentrl.errors import ConfigError
 from agentrl.run_folder.files import write_atomic
@@ -147,7 +147,7 @@ class RecordFolder:
             {
                 "id": recording.id,
                 "turns": recording.num_turns,
-                "messages": [to_wire(message) for message in recording.ledger.messages],
+                "messages": [write_message(message) for message in recording.ledger.messages],
                 "tokens": sum(len(s.ids) for s in recording.ledger.segments),
                 "metrics": recording.metrics(),
             }

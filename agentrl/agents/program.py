@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
-from agentrl.engine.chat_client import to_wire
+from agentrl.chat.messages import write_message
 from agentrl.types import Message, Task
 
 if TYPE_CHECKING:
@@ -95,7 +95,7 @@ class AgentTask:
             "seed": self.task.seed,
             "row": dict(self.task.row),
             "prompt": self.prompt,
-            "messages": [to_wire(message) for message in self.messages],
+            "messages": [write_message(message) for message in self.messages],
             "tools": [dict(tool) for tool in self.tools],
         }
 

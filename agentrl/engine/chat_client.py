@@ -7,17 +7,16 @@ unknown model, a parameter that the model refuses) is the user's to mend: a `Con
 
 from __future__ import annotations
 
-import base64
-import json
 import os
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
+from agentrl.chat.messages import read_message, write_message
 from agentrl.config.address import address_problem
 from agentrl.errors import ConfigError, EngineError
-from agentrl.types import Image, Message, ToolCall
+from agentrl.types import Message
 
 Tools = Sequence[Mapping[str, Any]]
 
@@ -156,16 +155,19 @@ class ChatClient:
             said = getattr(answer, "error", None) or answer
             raise EngineError(f"{self.endpoint.base_url}: an answer without a message: {str(said)[:300]}")
         raw = choices[0].message
-        calls, errors, wired = _read_calls(raw.tool_calls or ())
+        wired = _wire_calls(raw.tool_calls or ())
         extra: dict[str, Any] = {k: v for k in _ECHOED if (v := getattr(raw, k, None)) is not None}
         content = raw.content if raw.content is not None else (getattr(raw, "refusal", None) or "")
-        reasoning = next((extra[k] for k in _ECHOED[:2] if isinstance(extra.get(k), str)), None)
         wire: dict[str, Any] = {"role": "assistant", "content": raw.content or (None if wired else content)}
         wire |= ({"tool_calls": wired} if wired else {}) | extra
+        readable = {k: v for k, v in wire.items() if k not in _ECHOED or isinstance(v, str)}
+        read = read_message(readable)
+        calls = tuple(c for n, c in enumerate(read.message.tool_calls) if n not in read.malformed)
+        errors = tuple(f"tool call {n}: {why}" for n, why in read.malformed.items())
         usage = answer.usage
         details = getattr(usage, "prompt_tokens_details", None)
         reply = Reply(
-            Message("assistant", content, calls, reasoning=reasoning, parse_errors=errors),
+            replace(read.message, content=content, tool_calls=calls, parse_errors=errors),
             choices[0].finish_reason or "stop",
             usage.prompt_tokens if usage else 0,
             usage.completion_tokens if usage else 0,
@@ -190,7 +192,7 @@ class Conversation:
     def extend(self, messages: Sequence[Message]) -> None:
         """Add what came after the last answer."""
         for message in messages:
-            data = to_wire(message)
+            data = write_message(message)
             if message.role == "tool" and message.tool_call_id is None:
                 data = (
                     data | {"tool_call_id": self._malformed.pop(0)}
@@ -214,53 +216,17 @@ class Conversation:
         return reply
 
 
-def to_wire(message: Message) -> dict[str, Any]:
-    """A message as OpenAI's chat API has it."""
-    content: Any = message.content
-    if not isinstance(content, str):
-        content = [_part(part) for part in content]
-    data: dict[str, Any] = {"role": message.role, "content": content}
-    if message.tool_calls:
-        data["content"] = content or None
-        data["tool_calls"] = [
-            {
-                "id": call.id,
-                "type": "function",
-                "function": {"name": call.name, "arguments": json.dumps(dict(call.arguments), ensure_ascii=False)},
-            }
-            for call in message.tool_calls
-        ]
-    if message.tool_call_id is not None:
-        data["tool_call_id"] = message.tool_call_id
-    return data
-
-
-def _part(part: str | Image) -> dict[str, Any]:
-    if isinstance(part, str):
-        return {"type": "text", "text": part}
-    url = f"data:{part.mime_type};base64,{base64.b64encode(part.data).decode()}"
-    return {"type": "image_url", "image_url": {"url": url}}
-
-
-def _read_calls(raw: Sequence[Any]) -> tuple[tuple[ToolCall, ...], tuple[str, ...], list[dict[str, Any]]]:
-    """The calls that can be read, what is wrong with the others, and all of them for the wire, with unique ids."""
-    calls, errors, wired, seen = list[ToolCall](), list[str](), list[dict[str, Any]](), set[str]()
+def _wire_calls(raw: Sequence[Any]) -> list[dict[str, Any]]:
+    """The calls of an answer in the wire's form, with unique ids."""
+    wired: list[dict[str, Any]] = []
+    seen: set[str] = set()
     for number, call in enumerate(raw):
         function = getattr(call, "function", None)
         name, text = getattr(function, "name", None) or "", getattr(function, "arguments", None) or ""
         id = call.id if call.id and call.id not in seen else f"call_{number}_{len(seen)}"
         seen.add(id)
         wired.append({"id": id, "type": "function", "function": {"name": name, "arguments": text}})
-        try:
-            arguments = json.loads(text) if text.strip() else {}
-        except ValueError as e:
-            errors.append(f"tool call {number}: the arguments are not JSON: {e}")
-            continue
-        if not isinstance(arguments, dict):
-            errors.append(f"tool call {number}: the arguments must be a JSON object, got {text[:80]}")
-            continue
-        calls.append(ToolCall(id, name, arguments))
-    return tuple(calls), tuple(errors), wired
+    return wired
 
 
 def _error_text(e: Any) -> str:

@@ -23,6 +23,7 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
+from agentrl.chat.messages import MessageFormatError, read_well_formed
 from agentrl.env.env import Env
 from agentrl.env.load import load_object
 from agentrl.env.mcp import McpServer
@@ -273,10 +274,9 @@ def _takes(function: Callable[..., Any], name: str) -> bool:
     return name in parameters or any(p.kind is p.VAR_KEYWORD for p in parameters.values())
 
 
-def _message(value: Any, task: str) -> Message:
-    role = value.get("role") if isinstance(value, Mapping) else None
-    if role not in ("system", "user", "assistant") or not isinstance(value.get("content"), str):
-        raise ConfigError(
-            f'task {task!r}: a prompt is a list of {{"role": "user", "content": "..."}}, got {shorten(value)}'
-        )
-    return Message(role, value["content"])
+def _message(value: object, task: str) -> Message:
+    try:
+        return read_well_formed(value)
+    except MessageFormatError as e:
+        shape = 'a prompt is a list of {"role": "user", "content": "..."}'
+        raise ConfigError(f"task {task!r}: {shape}; {e}, got {shorten(value)}") from None

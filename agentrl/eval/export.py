@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-from agentrl.engine.chat_client import to_wire
+from agentrl.chat.messages import write_message
 from agentrl.env.solved import NOT_DECLARED
 from agentrl.errors import ConfigError
 from agentrl.rollout.metrics import is_malformed
@@ -117,13 +117,8 @@ def openai_rows(records: Iterable[EpisodeRecord]) -> Iterator[dict[str, Any]]:
         for messages in conversations(record.episode):
             said = max((n for n, m in enumerate(messages) if m.role == "assistant"), default=-1)
             if said >= 0:
-                row: dict[str, Any] = {"messages": [_wire(m) for m in messages[: said + 1]]}
+                row: dict[str, Any] = {"messages": [write_message(m, extended=True) for m in messages[: said + 1]]}
                 yield row | ({"tools": list(record.episode.tools)} if record.episode.tools else {})
-
-
-def _wire(message: Message) -> dict[str, Any]:
-    extra = {"reasoning_content": message.reasoning} if message.reasoning is not None else {}
-    return to_wire(message) | ({"name": message.name} if message.name is not None else {}) | extra
 
 
 def export(records: Iterable[EpisodeRecord], format: Format) -> Iterator[bytes]:

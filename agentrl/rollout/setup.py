@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from agentrl.chat.check import Watch
+from agentrl.chat.messages import MessageFormatError, read_well_formed
 from agentrl.chat.parsers import Parser
 from agentrl.chat.proof import prove
 from agentrl.chat.template import Renderer
@@ -27,7 +28,7 @@ from agentrl.rollout.episode import Player, TokenCheck
 from agentrl.rollout.frame import Limits
 from agentrl.rollout.oracle import author_method, oracle_demonstrations
 from agentrl.run_folder.redraws import Guard
-from agentrl.types import EVERY_TOKEN, Filters, Message, Sampling, Task, ToolCall
+from agentrl.types import EVERY_TOKEN, Filters, Message, Sampling, Task
 
 RENDERER_FILE = "renderer.json"
 """In a checkpoint: the hash of the renderer that it was trained with."""
@@ -207,45 +208,16 @@ def _messages(row: Mapping[str, Any], where: str) -> Sequence[Mapping[str, Any]]
     return messages
 
 
-def message_of(data: Mapping[str, Any], where: str) -> Message:
-    """A message from its OpenAI-style JSON form.
+def message_of(data: object, where: str) -> Message:
+    """A message of a demonstration, from its OpenAI-style JSON form.
 
     Raises:
-        ConfigError: role, content or a tool call is not as it should be.
+        ConfigError: role, content or a tool call is not valid.
     """
-    if not isinstance(data, Mapping):
-        raise ConfigError(f"{where}: a message is an object, got {data!r}")
-    role, content = data.get("role"), data.get("content") or ""
-    if role not in ("system", "user", "assistant", "tool") or not isinstance(content, str):
-        raise ConfigError(
-            f"{where}: a message needs a role (system, user, assistant, tool) and text as content: {data}"
-        )
-    calls = tuple(_call_of(call, number, where) for number, call in enumerate(data.get("tool_calls") or ()))
-    return Message(
-        role,
-        content,
-        tool_calls=calls,
-        tool_call_id=data.get("tool_call_id"),
-        name=data.get("name"),
-        reasoning=data.get("reasoning_content"),
-    )
-
-
-def _call_of(data: Any, number: int, where: str) -> ToolCall:
-    function = data.get("function", data) if isinstance(data, Mapping) else None
-    if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
-        raise ConfigError(
-            f'{where}: a tool call is {{"function": {{"name": ..., "arguments": ...}}}}, got {data!r}'
-        )
-    arguments = function.get("arguments") or {}
-    if isinstance(arguments, str):
-        try:
-            arguments = json.loads(arguments)
-        except ValueError as e:
-            raise ConfigError(f"{where}: arguments of a tool call are not JSON: {e}") from None
-    if not isinstance(arguments, dict):
-        raise ConfigError(f"{where}: arguments of a tool call must be an object, got {arguments!r}")
-    return ToolCall(str(data.get("id") or f"call{number:05d}"), function["name"], arguments)
+    try:
+        return read_well_formed(data)
+    except MessageFormatError as e:
+        raise ConfigError(f"{where}: {e}") from None
 
 
 def corpus(content: Content, num: int = 2000) -> Iterable[str]:

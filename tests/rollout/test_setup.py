@@ -207,13 +207,25 @@ class TestDemonstrations:
         [
             ({}, 'a demonstration is an object with a list under "messages"'),
             ({"messages": "hello"}, 'a list under "messages"'),
-            ({"messages": ["hello"]}, "a message is an object, got 'hello'"),
-            ({"messages": [{"role": "robot"}]}, "a message needs a role"),
-            ({"messages": [{"role": "user", "content": [{"type": "image"}]}]}, "text as content"),
-            ({"messages": [{"role": "assistant", "tool_calls": ["add"]}]}, "a tool call is "),
-            ({"messages": [{"role": "assistant", "tool_calls": [{"function": {}}]}]}, "a tool call is "),
+            ({"messages": ["hello"]}, "a message must be an object, got 'hello'"),
+            (
+                {"messages": [{"role": "robot"}]},
+                "role: must be one of system, developer, user, assistant, tool, got 'robot'",
+            ),
+            (
+                {"messages": [{"role": "user", "content": [{"type": "image"}]}]},
+                "content[0].type: 'image' is not supported",
+            ),
+            ({"messages": [{"role": "assistant", "tool_calls": ["add"]}]}, "tool_calls[0]: must be {"),
+            (
+                {"messages": [{"role": "assistant", "tool_calls": [{"function": {}}]}]},
+                "tool_calls[0].function.name: must be text",
+            ),
             ({"messages": [{"role": "assistant", "tool_calls": [{"name": "a", "arguments": "{"}]}]}, "not JSON"),
-            ({"messages": [{"role": "assistant", "tool_calls": [{"name": "a", "arguments": "3"}]}]}, "an object"),
+            (
+                {"messages": [{"role": "assistant", "tool_calls": [{"name": "a", "arguments": "3"}]}]},
+                "must be a JSON object",
+            ),
         ],
     )
     def test_a_bad_one_is_named_by_its_line(self, load, tmp_path: Path, row: Any, said: str):
