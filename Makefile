@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check install -q -c constraints.txt
 
-.PHONY: quickstart test lint fix clean
+.PHONY: quickstart test lint fix docs clean
 
 quickstart: $(VENV)/.train  ## install, then train a tool-calling policy on this machine
 	$(BIN)/agentrl train examples/calculator/tools.yaml
@@ -18,6 +18,9 @@ lint: $(VENV)/.dev  ## format, lint, types, imports
 fix: $(VENV)/.dev  ## format, and mend what ruff can
 	$(BIN)/ruff check --fix-only -q . && $(BIN)/ruff format -q .
 
+docs: $(VENV)/.docs  ## the documentation site, into build/site; broken links are errors
+	$(BIN)/python scripts/docs-site
+
 $(VENV)/.train: pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(PIP) -e '.[train]'
@@ -27,6 +30,10 @@ $(VENV)/.dev: pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(PIP) -e '.[train,docker,hf,lora,mcp,parquet,ray,repair,serve,dev]'
 	touch $@ $(VENV)/.train
+
+$(VENV)/.docs: $(VENV)/.train
+	$(PIP) -e '.[docs]'
+	touch $@
 
 clean:
 	rm -rf $(VENV)

@@ -114,7 +114,9 @@ def write(found: dict[int, dict[str, Any]], table: str, note: str) -> None:
     (HERE / "results" / "quickstart.md").write_text(
         f"""# The quickstart, by seed
 
-    python bench/quickstart.py --write
+```sh
+python bench/quickstart.py --write
+```
 
 `examples/calculator/tools.yaml` as it is, with `--set seed=N`: greedy success on 200 held-out tasks before and
 after {any_run["steps"]} steps of {per_step} episodes, with `tokenization_check: strict`. {note}
