@@ -9,16 +9,21 @@ With pytest: parametrise over `sandbox_checks(...)` and await `check.run(stage)`
 
 from __future__ import annotations
 
+import asyncio
 import time
-from collections.abc import Collection
+from collections.abc import Collection, Coroutine, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from agentrl.sandbox import PROMISES, Sandbox
 from agentrl.sandbox.pool import SandboxPool
 from agentrl.testing.sandbox_suite import chaos, conformance, fidelity, hostile, sabotage
 from agentrl.testing.sandbox_suite.stage import Check, Stage, Unseen
 
-__all__ = ["Check", "Report", "Stage", "check_sandbox", "sandbox_checks"]
+__all__ = ["SMALL_LIMITS", "Check", "CheckRun", "Report", "Stage", "check_sandbox", "sandbox_checks"]
+
+SMALL_LIMITS: dict[str, Any] = {"memory_mb": 160, "workspace_mb": 48, "inodes": 4000}
+"""Limits for a `Sandbox` under test: programs that use up memory or the disk get there sooner."""
 
 
 def sandbox_checks() -> list[Check]:
@@ -60,33 +65,77 @@ def not_promised(check: Check, stage: Stage) -> str | None:
     return "files" if check.isolating and "files" not in kept else None
 
 
-async def check_sandbox(spec: Sandbox, *, only: Collection[str] | None = None) -> Report:
+class CheckRun:
+    """Checks under way on one stage: several at a time, then those that must be alone, one by one."""
+
+    def __init__(self, stage: Stage, checks: Sequence[Check], *, at_once: int) -> None:
+        self._stage = stage
+        self._places = asyncio.Semaphore(at_once)
+        self._turn = asyncio.Lock()
+        self._together = [self._start(self._play(check), check) for check in checks if not check.alone]
+        tasks = [
+            *self._together,
+            *(self._start(self._play_alone(check), check) for check in checks if check.alone),
+        ]
+        self._tasks = {task.get_name(): task for task in tasks}
+
+    async def result(self, check: Check) -> None:
+        """Wait for a check; raises what it raised: AssertionError where it failed, Unseen where it cannot tell."""
+        await self._tasks[check.name]
+
+    async def close(self) -> None:
+        """Stop the checks that still run."""
+        for task in self._tasks.values():
+            task.cancel()
+        await asyncio.gather(*self._tasks.values(), return_exceptions=True)
+
+    def _start(self, work: Coroutine[None, None, None], check: Check) -> asyncio.Task[None]:
+        return asyncio.get_running_loop().create_task(work, name=check.name)
+
+    async def _play(self, check: Check) -> None:
+        async with self._places:
+            await check.run(self._stage)
+
+    async def _play_alone(self, check: Check) -> None:
+        if self._together:
+            await asyncio.wait(self._together)
+        async with self._turn:
+            await check.run(self._stage)
+
+
+async def check_sandbox(spec: Sandbox, *, only: Collection[str] | None = None, at_once: int = 3) -> Report:
     """Run the suite on a back-end.
 
     Args:
-        spec: which; its limits are the ones that the hostile programs run against.
-        only: names of checks, if not all.
+        spec: the sandbox to test; hostile programs run against its limits.
+        only: names of checks; None: all.
+        at_once: how many checks run at the same time.
     """
     results: dict[str, str | None] = {}
     skipped: dict[str, str] = {}
     began = time.monotonic()
     async with SandboxPool(spec, min_idle=2) as pool:
         stage = Stage(pool)
+        wanted = []
+        for check in sandbox_checks():
+            if only is not None and check.name not in only:
+                continue
+            missing = not_promised(check, stage)
+            if missing is not None:
+                skipped[check.name] = missing
+            else:
+                wanted.append(check)
+        run = CheckRun(stage, wanted, at_once=at_once)
         try:
-            for check in sandbox_checks():
-                if only is not None and check.name not in only:
-                    continue
-                missing = not_promised(check, stage)
-                if missing is not None:
-                    skipped[check.name] = missing
-                    continue
+            for check in wanted:
                 try:
-                    await check.run(stage)
+                    await run.result(check)
                     results[check.name] = None
                 except Unseen:
                     skipped[check.name] = "not visible from outside"
                 except Exception as error:  # everything a check meets is a finding
                     results[check.name] = f"{type(error).__name__}: {error}"
         finally:
+            await run.close()
             stage.close()
     return Report(spec.backend, results, skipped, time.monotonic() - began)

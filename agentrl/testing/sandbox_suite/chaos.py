@@ -108,4 +108,4 @@ def checks() -> list[Check]:
     functions = (
         death_in_mid_call, death_between_calls, death_while_idle, many_leases_with_deaths, random_cancellations
     )  # fmt: skip
-    return [Check(f.__name__, "chaos", f) for f in functions]
+    return [Check(f.__name__, "chaos", f, alone=True) for f in functions]

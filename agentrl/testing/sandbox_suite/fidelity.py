@@ -65,6 +65,6 @@ async def streams_at_every_end(stage: Stage) -> None:
 def checks() -> list[Check]:
     """All of them."""
     functions = (exit_codes, signals, a_quick_death_is_no_timeout, streams_at_every_end)
-    found = [Check(f.__name__, "fidelity", f) for f in functions]
+    found = [Check(f.__name__, "fidelity", f, alone=f is streams_at_every_end) for f in functions]
     found.append(Check("running_out_of_memory", "fidelity", running_out_of_memory, "memory", isolating=True))
     return found

@@ -18,6 +18,8 @@ from agentrl.testing.sandbox_suite.stage import Check, Stage, expect
 
 LONGEST_S = 30.0
 """Seconds that a call may keep us waiting after its sandbox has been tampered with; its own limit is 2."""
+ACT_S = 1.0
+"""Seconds that an act of sabotage may run."""
 
 
 @dataclass(frozen=True)
@@ -31,10 +33,10 @@ class Sabotage:
     async def act(self, box: Box) -> None:
         """Do it."""
         if self.runs_in == "fresh":
-            await box.python(self.code, wall_s=2)
+            await box.python(self.code, wall_s=ACT_S)
         else:
             session = await box.session(self.runs_in)
-            await session.run(self.code, wall_s=2)
+            await session.run(self.code, wall_s=ACT_S)
 
 
 HUNTER = """

@@ -141,6 +141,8 @@ class Check:
     promise: str | None = None
     isolating: bool = False
     """Makes sense only where programs are confined (not for the trusted `process` back-end)."""
+    alone: bool = False
+    """Measures time or tampers with the pool, so no other check may run at the same time."""
 
 
 def expect(condition: bool, what: object) -> None:

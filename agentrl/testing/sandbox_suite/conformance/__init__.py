@@ -6,6 +6,13 @@ from agentrl.testing.sandbox_suite.conformance import files, life, programs
 from agentrl.testing.sandbox_suite.stage import Check
 
 CONFINED = (programs.not_root, files.permissions)
+TIMED = (
+    programs.stdin,
+    programs.timeouts,
+    programs.timeouts_kill_the_tree,
+    life.python_session,
+    life.bash_session,
+)
 
 
 def checks() -> list[Check]:
@@ -58,4 +65,4 @@ def checks() -> list[Check]:
         life.closing,
         life.limits_of_the_box_stay,
     )
-    return [Check(f.__name__, "conformance", f, isolating=f in CONFINED) for f in functions]
+    return [Check(f.__name__, "conformance", f, isolating=f in CONFINED, alone=f in TIMED) for f in functions]

@@ -45,6 +45,7 @@ def checks() -> list[Check]:
         async def run(stage: Stage) -> None:
             await play(stage, program)
 
-        return Check(f"hostile_{program.name}", "hostile", run, program.promise, isolating=program not in TIME)
+        timed = program in TIME
+        return Check(f"hostile_{program.name}", "hostile", run, program.promise, isolating=not timed, alone=timed)
 
     return [make(program) for program in PROGRAMS]
