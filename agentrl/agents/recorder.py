@@ -32,8 +32,7 @@ from starlette.types import ASGIApp
 
 from agentrl.chat.template import Renderer
 from agentrl.chat.transcript import Transcript
-from agentrl.engine.base import Engine
-from agentrl.engine.streaming import Watch, WatchedEngine
+from agentrl.engine.base import Engine, GenerateOptions
 from agentrl.env.toolenv.observe import plain_text
 from agentrl.errors import EngineError
 from agentrl.rollout.frame import Limits, draw_seed
@@ -292,12 +291,12 @@ class RecordingTalk(Talk):
     """Which limit a prompt meets that leaves no room."""
 
 
-class _Capped:
+class _CappedEngine(Engine):
     """An engine with a smaller context: the token budget of an episode."""
 
     def __init__(self, engine: Engine, max_context: int) -> None:
         self._engine, self.max_context = engine, max_context
-        self.release = engine.release
+        self.capabilities = engine.capabilities
 
     @property
     def policy_version(self) -> int:
@@ -306,21 +305,13 @@ class _Capped:
     async def generate(self, ids: Sequence[int], sampling: Sampling, *, session: str | None = None) -> Completion:
         return await self._engine.generate(ids, sampling, session=session)
 
-
-class _CappedWatched(_Capped):
-    """The same of an engine that can be watched."""
-
-    @property
-    def masks(self) -> bool:
-        engine: Any = self._engine
-        return bool(engine.masks)
-
-    async def generate_watched(
-        self, ids: Sequence[int], sampling: Sampling, watch: Watch, *, session: str | None = None
+    async def generate_streaming(
+        self, ids: Sequence[int], sampling: Sampling, options: GenerateOptions, *, session: str | None = None
     ) -> Completion:
-        engine: Any = self._engine
-        completion: Completion = await engine.generate_watched(ids, sampling, watch, session=session)
-        return completion
+        return await self._engine.generate_streaming(ids, sampling, options, session=session)
+
+    async def release(self, session: str) -> None:
+        await self._engine.release(session)
 
 
 class Recorder:
@@ -335,8 +326,7 @@ class Recorder:
     def __init__(self, engine: Engine, renderer: Renderer, limits: Limits) -> None:
         self.engine, self.renderer, self.limits = engine, renderer, limits
         budget = limits.token_budget
-        kind = _CappedWatched if isinstance(engine, WatchedEngine) else _Capped
-        capped: Any = engine if engine.max_context <= budget else kind(engine, budget)
+        capped = engine if engine.max_context <= budget else _CappedEngine(engine, budget)
         self._talk = RecordingTalk(capped, renderer, gate=Gate(NO_LIMIT), metrics=Metrics())
         if engine.max_context > budget:
             self._talk.when_full = StopReason.TOKEN_BUDGET

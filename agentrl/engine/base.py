@@ -1,27 +1,103 @@
-"""The contract of an engine: token ids in, token ids out."""
+"""The contract of an engine: token ids in, token ids out.
+
+`Engine` is all there is: five members to implement, and default methods for what not every engine can do. What an
+engine can do beyond them is stated in its `capabilities`; callers look there and never at its class.
+
+Shapes: V vocabulary.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Protocol, runtime_checkable
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Protocol
 
+from agentrl.errors import EngineError
 from agentrl.types import Completion, Sampling
 
 if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
     from torch import Tensor
 
 
-class Completer(Protocol):
-    """Samples completions from the current policy. Safe to call from many tasks of one event loop."""
+@dataclass(frozen=True, slots=True)
+class Capabilities:
+    """What an engine can do beyond sampling whole completions.
 
-    @property
-    def policy_version(self) -> int:
-        """Version of the weights that the next token is drawn with; 0 before the first update."""
+    Attributes:
+        weights: `update_weights` works; without it the engine samples from a fixed policy and cannot train one.
+        streaming: `generate_streaming` reports each token as it is sampled, with alternatives.
+        masks: `generate_streaming` obeys `GenerateOptions.mask`.
+        prompt_logprobs: `prompt_logprobs` scores given tokens.
+        separate_weights: the weights live outside this process, so the run compares `logprobs_by_server` with the
+            learner after each update.
+        sleep: `sleep` frees GPU memory.
+    """
+
+    weights: bool = True
+    streaming: bool = False
+    masks: bool = False
+    prompt_logprobs: bool = False
+    separate_weights: bool = False
+    sleep: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class TokenLogprob:
+    """One token, with its log-probability and policy version as in `Completion`.
+
+    `top` holds (id, logprob) of the most likely tokens at its position, best first.
+    """
+
+    id: int
+    logprob: float
+    version: int
+    top: tuple[tuple[int, float], ...] = ()
+
+
+class Mask(Protocol):
+    """Which tokens may come next in one completion. Called on the engine's own thread."""
+
+    def allowed(self) -> NDArray[np.bool_]:
+        """(V,) True where a token may be sampled now; at least one is."""
         ...
 
+    def take(self, id: int) -> None:
+        """Advance past a token that was sampled."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class GenerateOptions:
+    """What one call wants besides its completion.
+
+    Attributes:
+        on_token: called with each token in order, on the caller's event loop.
+        top: how many alternatives to report with each token.
+        mask: restricts the completion to a grammar. Log-probabilities remain unrestricted.
+    """
+
+    on_token: Callable[[TokenLogprob], None] | None = None
+    top: int = 0
+    mask: Mask | None = None
+
+
+class Engine(ABC):
+    """Holds the policy and samples from it. Safe to call from many tasks of one event loop."""
+
+    capabilities: Capabilities = Capabilities()
+    """What this engine can do; constant over its life."""
     max_context: int
     """Largest number of tokens (prompt and completion together) of one sequence."""
 
+    @property
+    @abstractmethod
+    def policy_version(self) -> int:
+        """Version of the weights that the next token is sampled with; 0 before the first update."""
+
+    @abstractmethod
     async def generate(self, ids: Sequence[int], sampling: Sampling, *, session: str | None = None) -> Completion:
         """Continue `ids` until a stop id, `sampling.max_tokens`, or the end of the context.
 
@@ -32,46 +108,68 @@ class Completer(Protocol):
             EngineError: the engine is lost.
             ValueError: `ids` is empty or leaves no room for a single token.
         """
-        ...
-
-    async def release(self, session: str) -> None:
-        """Forget what is kept for `session`; unknown sessions are fine."""
-        ...
-
-
-class Engine(Completer, Protocol):
-    """Holds the policy that it samples from; the run hands it the weights, and closes it."""
 
     async def update_weights(self, weights: Mapping[str, Tensor], version: int) -> None:
         """Replace the weights in place (names as in the Hugging Face state dict) and set the version.
 
-        Requests in flight go on with the new weights; kept states computed with the old ones are dropped.
+        Requests in flight continue with the new weights; cached states of the old weights are dropped.
+
+        Raises:
+            EngineError: the engine is lost, or `capabilities.weights` is False.
         """
-        ...
+        raise self._cannot("replace its weights")
 
-    async def close(self) -> None:
+    async def release(self, session: str) -> None:  # noqa: B027  (an engine that keeps nothing need not implement it)
+        """Forget what is kept for `session`; unknown sessions are ignored."""
+
+    async def close(self) -> None:  # noqa: B027
         """Stop and free everything; idempotent."""
-        ...
-
-
-@runtime_checkable
-class Interrupted(Protocol):
-    """An engine that may have to wait for its servers; other engines answer at all times."""
 
     @property
     def ready(self) -> bool:
-        """Whether a request would be answered now."""
-        ...
+        """Whether a request would be answered now, rather than wait for a server to come back."""
+        return True
 
+    @property
+    def outage_s(self) -> float:
+        """Total seconds during which no request could be answered, for reasons outside the episodes."""
+        return 0.0
 
-@runtime_checkable
-class Sleeper(Protocol):
-    """An engine that can free its GPU memory while a learner on the same GPU works."""
-
-    async def sleep(self) -> None:
-        """Free it until the next `update_weights`; what is asked meanwhile waits.
+    async def generate_streaming(
+        self, ids: Sequence[int], sampling: Sampling, options: GenerateOptions, *, session: str | None = None
+    ) -> Completion:
+        """Like `generate`; `options.on_token` has been called with every token when this returns.
 
         Raises:
-            EngineError: requests are in flight.
+            EngineError: the engine is lost, or `capabilities.streaming` is False.
+            ValueError: as for `generate`, or `options.mask` is set and `capabilities.masks` is False.
         """
-        ...
+        raise self._cannot("stream tokens")
+
+    async def prompt_logprobs(self, ids: Sequence[int], *, top: int = 0) -> list[TokenLogprob]:
+        """Return each token of `ids` but the first, with its logprob (temperature 1) given those before it.
+
+        Raises:
+            EngineError: the engine is lost, or `capabilities.prompt_logprobs` is False.
+            ValueError: `ids` is empty or contains an id outside the vocabulary.
+        """
+        raise self._cannot("score given tokens")
+
+    async def logprobs_by_server(self, rows: Sequence[Sequence[int]]) -> list[list[list[float]]]:
+        """Return, per server, the logprob (temperature 1) of each token of each row but the first.
+
+        Raises:
+            EngineError: the engine is lost, or `capabilities.prompt_logprobs` is False.
+        """
+        return [[[token.logprob for token in await self.prompt_logprobs(row)] for row in rows]]
+
+    async def sleep(self) -> None:
+        """Free GPU memory until the next `update_weights`; requests wait until then.
+
+        Raises:
+            EngineError: requests are in flight, or `capabilities.sleep` is False.
+        """
+        raise self._cannot("sleep")
+
+    def _cannot(self, what: str) -> EngineError:
+        return EngineError(f"{type(self).__name__} cannot {what}: its capabilities say so")

@@ -51,13 +51,13 @@ async def open_engine(
 
     if config.kind == "local":
         from agentrl.engine.local.engine import LocalEngine
-        from agentrl.engine.local.process import EngineApart
+        from agentrl.engine.local.process import ProcessEngine
 
         device = pick_device(config.device)
         if config.cuda_graphs == "off" and device.type != "cuda":
             raise ConfigError(f"engine.cuda_graphs has no effect on the device {device}; remove it")
         if apart and device.type == "cpu" and not multiprocessing.current_process().daemon:  # which can have none
-            return await EngineApart.start(model, dtype=config.resolved_dtype, max_slots=config.max_slots)
+            return await ProcessEngine.start(model, dtype=config.resolved_dtype, max_slots=config.max_slots)
         return LocalEngine.from_directory(
             model,
             dtype=config.resolved_dtype,

@@ -9,7 +9,7 @@ from typing import Any
 
 from agentrl.chat.template import Renderer
 from agentrl.chat.transcript import Transcript
-from agentrl.engine.base import Completer
+from agentrl.engine.base import Engine
 from agentrl.errors import EngineError
 from agentrl.types import Message, Sampling
 
@@ -29,7 +29,7 @@ class PolicyBranch:
     """
 
     def __init__(
-        self, engine: Completer, renderer: Renderer, ledger: Transcript, sampling: Sampling, session: str
+        self, engine: Engine, renderer: Renderer, ledger: Transcript, sampling: Sampling, session: str
     ) -> None:
         self._engine, self._renderer, self._ledger = engine, renderer, ledger
         self._sampling, self._session = sampling, session

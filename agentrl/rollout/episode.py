@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from agentrl.chat.check import Mode, Watch
 from agentrl.chat.template import Renderer
 from agentrl.chat.transcript import Transcript
-from agentrl.engine.base import Completer
+from agentrl.engine.base import Engine
 from agentrl.env.env import Env
 from agentrl.env.toolenv.env import ToolEnv
 from agentrl.errors import EngineError
@@ -23,7 +23,7 @@ from agentrl.types import Episode, Sampling, StopReason, Task, Turn
 class Player:
     """Everything that plays episodes: where tokens come from and how text becomes tokens."""
 
-    engine: Completer
+    engine: Engine
     renderer: Renderer
     make_env: Callable[[], Env]
     limits: Limits
@@ -70,11 +70,11 @@ async def run_episode(
     where = where or Whereabouts(episode_id, task.id)
 
     async def play(env: Env, progress: Progress) -> None:
-        outage_s = _outage_s(player)
+        outage_s = player.engine.outage_s
         try:
             await _play(player, env, task, progress, where, seed)
         except asyncio.CancelledError:
-            if _outage_s(player) > outage_s:
+            if player.engine.outage_s > outage_s:
                 progress.outside = "an episode during which no server could answer"
             raise
 
@@ -86,11 +86,6 @@ async def run_episode(
         play, task, make_env=player.make_env, timeout_s=player.limits.timeout_s, where=where, release=release
     )
     return checked(player.token_check, episode, progress.transcript)
-
-
-def _outage_s(player: Player) -> float:
-    """Seconds that the engine could not answer at all, where it is one that counts them."""
-    return float(getattr(player.engine, "outage_s", 0.0))
 
 
 def checked(check: TokenCheck | None, episode: Episode, transcript: Transcript | None) -> Episode:

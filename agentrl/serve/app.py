@@ -25,8 +25,7 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from agentrl.engine.base import Interrupted
-from agentrl.engine.streaming import Drawn
+from agentrl.engine.base import TokenLogprob
 from agentrl.errors import EngineError
 from agentrl.serve.dialects import chat, responses
 from agentrl.serve.dialects.completions import TextJob, TextWriter
@@ -72,7 +71,7 @@ class Settings:
 class StreamJob(Protocol):
     """What is sampled for one request."""
 
-    async def run(self, emit: Callable[[int, list[Delta], Sequence[Drawn]], None] | None = None) -> Any:
+    async def run(self, emit: Callable[[int, list[Delta], Sequence[TokenLogprob]], None] | None = None) -> Any:
         """Sample it."""
         ...
 
@@ -88,7 +87,7 @@ class Writer(Protocol):
         """Events before the first piece."""
         ...
 
-    def chunks(self, index: int, deltas: Sequence[Delta], drawn: Sequence[Drawn]) -> list[Any]:
+    def chunks(self, index: int, deltas: Sequence[Delta], drawn: Sequence[TokenLogprob]) -> list[Any]:
         """Events of some pieces."""
         ...
 
@@ -182,7 +181,7 @@ class Endpoint:
     async def health(self, request: Request) -> Response:
         """200 where requests are answered, 503 while they would wait for the engine."""
         engine = self.talk.engine
-        ready = engine.ready if isinstance(engine, Interrupted) else True
+        ready = engine.ready
         body = {"status": "ok" if ready else "waiting", "policy_version": engine.policy_version}
         return JSONResponse(body, 200 if ready else 503)
 
@@ -342,7 +341,7 @@ class _Streaming:
         self._task = asyncio.ensure_future(job.run(self._take))
         self._task.add_done_callback(lambda task: self._ready.set())
 
-    def _take(self, index: int, deltas: list[Delta], drawn: Sequence[Drawn]) -> None:
+    def _take(self, index: int, deltas: list[Delta], drawn: Sequence[TokenLogprob]) -> None:
         if not self._ready.is_set() and self._started:
             self._talk.metrics.first_token_seconds.observe(time.monotonic() - self._started)
             self._started = 0.0

@@ -8,8 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol
 
-from agentrl.engine.base import Engine
-from agentrl.engine.streaming import Drawn, Mask, Watch, WatchedEngine
+from agentrl.engine.base import Engine, GenerateOptions, Mask, TokenLogprob
 from agentrl.errors import EngineError
 from agentrl.serve.reader import Delta
 from agentrl.types import Completion, Sampling
@@ -55,7 +54,7 @@ class Sampled:
     """A completion, and its tokens with their alternatives where those were asked for."""
 
     completion: Completion
-    drawn: tuple[Drawn, ...]
+    drawn: tuple[TokenLogprob, ...]
 
 
 async def generate(
@@ -65,22 +64,22 @@ async def generate(
     reader: Reading,
     *,
     session: str | None,
-    on_deltas: Callable[[list[Delta], Sequence[Drawn]], None] | None = None,
+    on_deltas: Callable[[list[Delta], Sequence[TokenLogprob]], None] | None = None,
 ) -> Sampled:
     """Draw a completion and read it; it ends early where the reader cuts it. Cancelling frees the engine's slot.
 
     Args:
-        on_deltas: told the pieces as they come, with the tokens since the last time. An engine that cannot be
-            watched tells all at the end.
+        on_deltas: called with the pieces as they come and the tokens since the last call. An engine that cannot
+            stream reports everything at the end.
 
     Raises:
         EngineError: the engine is lost.
     """
     follow = _Following(reader, on_deltas)
-    watched = order.top > 0 or order.mask is not None or on_deltas is not None or reader.may_cut
-    if watched and isinstance(engine, WatchedEngine):
-        watch = Watch(follow.take, order.top, order.mask)
-        sampling = engine.generate_watched(ids, order.sampling, watch, session=session)
+    streaming = order.top > 0 or order.mask is not None or on_deltas is not None or reader.may_cut
+    if streaming and engine.capabilities.streaming:
+        options = GenerateOptions(follow.take, order.top, order.mask)
+        sampling = engine.generate_streaming(ids, order.sampling, options, session=session)
         completion = await follow.until_cut(asyncio.ensure_future(sampling))
     else:
         completion = await engine.generate(ids, order.sampling, session=session)
@@ -94,14 +93,16 @@ async def generate(
 class _Following:
     """What was drawn so far, and what the reader made of it."""
 
-    def __init__(self, reader: Reading, on_deltas: Callable[[list[Delta], Sequence[Drawn]], None] | None) -> None:
+    def __init__(
+        self, reader: Reading, on_deltas: Callable[[list[Delta], Sequence[TokenLogprob]], None] | None
+    ) -> None:
         self.reader, self._on_deltas = reader, on_deltas
-        self.drawn: list[Drawn] = []
-        self._untold: list[Drawn] = []
+        self.drawn: list[TokenLogprob] = []
+        self._untold: list[TokenLogprob] = []
         self._cut = asyncio.Event()
         self._trouble: BaseException | None = None
 
-    def take(self, drawn: Drawn) -> None:
+    def take(self, drawn: TokenLogprob) -> None:
         """Read a token. Runs as a callback of the loop, so trouble is kept for `until_cut`."""
         if self.reader.cut or self._trouble is not None:
             return
@@ -117,7 +118,7 @@ class _Following:
     def take_all(self, completion: Completion) -> None:
         """Read a completion that is there as a whole."""
         drawn = [
-            Drawn(id, logprob, version)
+            TokenLogprob(id, logprob, version)
             for id, logprob, version in zip(completion.ids, completion.logprobs, completion.versions, strict=True)
         ]
         if self.reader.may_cut:

@@ -22,7 +22,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from agentrl.chat.template import Renderer
-from agentrl.engine.streaming import Mask
+from agentrl.engine.base import Mask
 from agentrl.errors import TemplateError
 from agentrl.types import Message, ToolCall
 

@@ -11,8 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from agentrl.chat.template import Renderer
-from agentrl.engine.base import Engine
-from agentrl.engine.streaming import Drawn, WatchedEngine
+from agentrl.engine.base import Engine, TokenLogprob
 from agentrl.errors import TemplateError
 from agentrl.serve.errors import ApiError, context_exceeded, invalid, overloaded, unsupported
 from agentrl.serve.generate import Order, Sampled, generate
@@ -28,7 +27,7 @@ LONG_TEXT = 50_000
 COLDEST = 1e-3
 """Temperatures below are greedy: logits divided by them would not be finite."""
 
-Emit = Callable[[int, list[Delta], Sequence[Drawn]], None]
+Emit = Callable[[int, list[Delta], Sequence[TokenLogprob]], None]
 """Told the pieces of choice `index` as they come, with their tokens."""
 
 
@@ -84,7 +83,7 @@ class Spoken:
     turn: Turn
     sent: Incoming
     finish: Literal["stop", "length", "tool_calls"]
-    drawn: tuple[Drawn, ...]
+    drawn: tuple[TokenLogprob, ...]
 
 
 @dataclass(slots=True)
@@ -150,16 +149,15 @@ class Talk:
             raise invalid("tool_choice", f"{ask.named!r} is not among the tools")
         if ask.choice == "required" and not names:
             raise invalid("tool_choice", "'required' needs tools")
-        watched = isinstance(self.engine, WatchedEngine)
-        if ask.top and not watched:
-            raise unsupported("top_logprobs", "this engine does not tell alternatives")
-        masked = isinstance(self.engine, WatchedEngine) and self.engine.masks
+        if ask.top and not self.engine.capabilities.streaming:
+            raise unsupported("top_logprobs", "this engine does not report alternatives")
+        masked = self.engine.capabilities.masks
         if (ask.choice in ("required", "named") or ask.format) and not masked:
             param = "response_format" if ask.format else "tool_choice"
             raise unsupported(
                 param,
-                "this engine cannot be held to a grammar: a server would give the log-probabilities under it, not "
-                "the policy's; use engine.kind local",
+                "this engine does not support grammars, under which a server's log-probabilities would not be the "
+                "policy's; use engine.kind local",
             )
 
     async def _prompt(self, ask: Ask, session: Session) -> Prompt:

@@ -8,7 +8,7 @@ from typing import Any
 
 from agentrl.chat.demonstrate import completion_of
 from agentrl.chat.template import Renderer
-from agentrl.engine.streaming import Drawn, Watch
+from agentrl.engine.base import Capabilities, Engine, GenerateOptions, TokenLogprob
 from agentrl.errors import EngineError
 from agentrl.types import Completion, Message, Sampling
 
@@ -25,7 +25,7 @@ def raw_completion(renderer: Renderer, text: str) -> Completion:
     return Completion(ids, (0.0,) * len(ids), (0,) * len(ids), "stop")
 
 
-class ScriptedEngine:
+class ScriptedEngine(Engine):
     """Says the same script in every session. Safe to call from many tasks.
 
     Args:
@@ -34,6 +34,8 @@ class ScriptedEngine:
         tools: the tools of the env, where the template writes calls by them.
         delay_s: how long each completion takes.
     """
+
+    capabilities = Capabilities(streaming=True, masks=True)
 
     def __init__(
         self,
@@ -44,12 +46,17 @@ class ScriptedEngine:
         delay_s: float = 0.0,
         max_context: int = 32_768,
     ) -> None:
-        self.policy_version = 0
+        self._version = 0
         self.max_context = max_context
         self.released: list[str] = []
         self._renderer, self._tools, self._delay_s = renderer, tools, delay_s
         self._script: Script = script if callable(script) else lambda turn: script[turn]
         self._turns: dict[str | None, int] = {}
+
+    @property
+    def policy_version(self) -> int:
+        """The version of the last update."""
+        return self._version
 
     async def generate(self, ids: Sequence[int], sampling: Sampling, *, session: str | None = None) -> Completion:
         """The next line of the script; cut at `sampling.max_tokens`. Raises EngineError at its end."""
@@ -71,17 +78,14 @@ class ScriptedEngine:
         kept = completion.ids[: sampling.max_tokens]
         return Completion(kept, (0.0,) * len(kept), (0,) * len(kept), "length")
 
-    masks = True
-    """It takes them, and says what the script says."""
-
-    async def generate_watched(
-        self, ids: Sequence[int], sampling: Sampling, watch: Watch, *, session: str | None = None
+    async def generate_streaming(
+        self, ids: Sequence[int], sampling: Sampling, options: GenerateOptions, *, session: str | None = None
     ) -> Completion:
-        """As `generate`, told token by token; the script knows no grammar, and is its own only alternative."""
+        """Like `generate`, token by token; masks are ignored, and each token is its only alternative."""
         completion = await self.generate(ids, sampling, session=session)
         for id, logprob, version in zip(completion.ids, completion.logprobs, completion.versions, strict=True):
-            if watch.on_token is not None:
-                watch.on_token(Drawn(id, logprob, version, ((id, logprob),) if watch.top else ()))
+            if options.on_token is not None:
+                options.on_token(TokenLogprob(id, logprob, version, ((id, logprob),) if options.top else ()))
             await asyncio.sleep(0)
         return completion
 
@@ -92,7 +96,7 @@ class ScriptedEngine:
 
     async def update_weights(self, weights: Mapping[str, Any], version: int) -> None:
         """There are no weights; the version counts."""
-        self.policy_version = version
+        self._version = version
 
     async def close(self) -> None:
         """Nothing to free."""

@@ -18,7 +18,7 @@ from agentrl.agents.players import players
 from agentrl.algo.correction import DriftGate
 from agentrl.chat.template import Renderer
 from agentrl.config.run import RunConfig
-from agentrl.engine.base import Engine, Sleeper
+from agentrl.engine.base import Engine
 from agentrl.env.images import refuse_images
 from agentrl.env.solved import NOT_DECLARED
 from agentrl.env.toolenv.rewards import weight_of_nothing
@@ -61,7 +61,7 @@ from agentrl.train.room import too_long
 from agentrl.train.samples import penalised
 from agentrl.train.signals import StoppedEarly, StopRequest, stop_requested, unless_stopped
 from agentrl.train.start import copy_tokenizer, make_learner, make_start, sent_weights
-from agentrl.train.verify import Synced, WeightCheck, check_rows
+from agentrl.train.verify import WeightCheck, check_rows
 from agentrl.types import Group, Sample
 
 P = ParamSpec("P")
@@ -99,7 +99,7 @@ class Run:
     async def update(self, samples: Sequence[Sample], scores: Scores) -> Update:
         """One step of the learner, on its own thread, so that the event loop goes on."""
         self.in_step.pause("update")
-        if isinstance(self.engine, Sleeper) and self.config.engine.server.sleep:
+        if self.config.engine.server.sleep:
             await self.engine.sleep()
         with self._timed("update_seconds"):
             return await self._in_learner(self.learner.step, samples, scores)
@@ -372,7 +372,7 @@ def _weight_check(
     config: RunConfig, engine: Engine, renderer: Renderer, content: Content, learner: Driver, thread: Executor
 ) -> WeightCheck | None:
     """Needed where weights travel to other processes."""
-    if not isinstance(engine, Synced):
+    if not engine.capabilities.separate_weights:
         return None
 
     async def ask(samples: Sequence[Sample]) -> list[list[float]]:

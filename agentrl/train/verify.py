@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import json
 from collections.abc import Awaitable, Callable, Sequence
-from typing import Protocol, runtime_checkable
 
 from agentrl.chat.template import Renderer
+from agentrl.engine.base import Engine
 from agentrl.env.env import Env
 from agentrl.errors import AgentRLError
 from agentrl.types import Sample
@@ -14,15 +14,6 @@ from agentrl.types import Sample
 TEXT = "The 7 wizards quickly jinxed 5,240 gnomes; {'vapour': [1, 2.5, null]} is what they left behind."
 """Beside the schemas of the env's tools: common words, digits, punctuation."""
 MOST_TOKENS = 256
-
-
-@runtime_checkable
-class Synced(Protocol):
-    """An engine whose weights live in other processes."""
-
-    async def logprobs_by_server(self, rows: Sequence[Sequence[int]]) -> list[list[list[float]]]:
-        """By server, the logprob (temperature 1) of each token of each row but the first."""
-        ...
 
 
 class WeightCheck:
@@ -34,7 +25,7 @@ class WeightCheck:
 
     def __init__(
         self,
-        engine: Synced,
+        engine: Engine,
         learner: Callable[[Sequence[Sample]], Awaitable[list[list[float]]]],
         rows: Sequence[Sequence[int]],
         tolerance: float,

@@ -18,7 +18,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from agentrl.engine.local.engine import LocalEngine
-from agentrl.engine.local.process import EngineApart
+from agentrl.engine.local.process import ProcessEngine
 from agentrl.errors import ConfigError, EngineError
 from agentrl.types import Sampling
 
@@ -27,13 +27,13 @@ GREEDY = Sampling(temperature=0.0, max_tokens=8)
 
 
 @pytest_asyncio.fixture
-async def engine(models: dict[str, Path]) -> AsyncIterator[EngineApart]:
-    engine = await EngineApart.start(models["qwen3"], max_context=200, max_slots=4)
+async def engine(models: dict[str, Path]) -> AsyncIterator[ProcessEngine]:
+    engine = await ProcessEngine.start(models["qwen3"], max_context=200, max_slots=4)
     yield engine
     await engine.close()
 
 
-async def test_completions_are_those_of_the_engine_in_this_process(engine: EngineApart, models: dict[str, Path]):
+async def test_completions_are_those_of_the_engine_in_this_process(engine: ProcessEngine, models: dict[str, Path]):
     here = LocalEngine.from_directory(models["qwen3"])
     for turn in range(3):
         asked = [
@@ -54,7 +54,7 @@ async def test_completions_are_those_of_the_engine_in_this_process(engine: Engin
     await here.close()
 
 
-async def test_new_weights_are_used_from_the_next_token_on(engine: EngineApart, models: dict[str, Path]):
+async def test_new_weights_are_used_from_the_next_token_on(engine: ProcessEngine, models: dict[str, Path]):
     before = await engine.generate(PROMPT, GREEDY)
     torch.manual_seed(5)
     other = AutoModelForCausalLM.from_pretrained(models["qwen3"])
@@ -72,7 +72,7 @@ async def test_new_weights_are_used_from_the_next_token_on(engine: EngineApart, 
     assert list(after.ids) == expected[0, len(PROMPT) :].tolist()
 
 
-async def test_a_cancelled_call_frees_its_slot(engine: EngineApart):
+async def test_a_cancelled_call_frees_its_slot(engine: ProcessEngine):
     endless = [
         asyncio.ensure_future(engine.generate([*PROMPT, n], Sampling(max_tokens=190, seed=n))) for n in range(4)
     ]
@@ -86,14 +86,14 @@ async def test_a_cancelled_call_frees_its_slot(engine: EngineApart):
     assert not engine._waiting
 
 
-async def test_signals_that_stop_a_run_leave_its_engine_alone(engine: EngineApart):
+async def test_signals_that_stop_a_run_leave_its_engine_alone(engine: ProcessEngine):
     assert engine._process.pid is not None
     for wish in (signal.SIGINT, signal.SIGTERM):
         os.kill(engine._process.pid, wish)
     assert len((await engine.generate(PROMPT, GREEDY)).ids) == 8
 
 
-async def test_bad_requests_are_refused_here(engine: EngineApart):
+async def test_bad_requests_are_refused_here(engine: ProcessEngine):
     with pytest.raises(ValueError, match="ids is empty"):
         await engine.generate([], GREEDY)
     with pytest.raises(ValueError, match="the prompt has 200 tokens and max_context is 200"):
@@ -102,11 +102,11 @@ async def test_bad_requests_are_refused_here(engine: EngineApart):
 
 async def test_a_directory_that_is_none_is_said_as_ever(tmp_path: Path):
     with pytest.raises(ConfigError, match="does not exist; give the path of a Hugging Face model directory"):
-        await EngineApart.start(tmp_path / "nowhere")
+        await ProcessEngine.start(tmp_path / "nowhere")
 
 
 async def test_closing_ends_what_runs_with_what_it_has(models: dict[str, Path]):
-    engine = await EngineApart.start(models["qwen3"])
+    engine = await ProcessEngine.start(models["qwen3"])
     call = asyncio.ensure_future(engine.generate(PROMPT, Sampling(max_tokens=20_000, seed=1)))
     await engine.generate(PROMPT, GREEDY)
     await engine.close()
@@ -119,7 +119,7 @@ async def test_closing_ends_what_runs_with_what_it_has(models: dict[str, Path]):
 
 
 async def test_a_killed_process_is_told_to_everybody_who_waits(models: dict[str, Path]):
-    engine = await EngineApart.start(models["qwen3"])
+    engine = await ProcessEngine.start(models["qwen3"])
     call = asyncio.ensure_future(engine.generate(PROMPT, Sampling(max_tokens=20_000, seed=1)))
     await engine.generate(PROMPT, GREEDY)
     assert engine._process.pid is not None
@@ -145,11 +145,11 @@ def test_a_script_needs_no_guard_and_leaves_nothing_behind(ending: str, models: 
     script.write_text(
         textwrap.dedent(f"""
         import asyncio, os, signal
-        from agentrl.engine.local.process import EngineApart
+        from agentrl.engine.local.process import ProcessEngine
         from agentrl.types import Sampling
 
         async def main():
-            engine = await EngineApart.start({str(models["qwen3"])!r})
+            engine = await ProcessEngine.start({str(models["qwen3"])!r})
             completion = await engine.generate([1, 2, 3], Sampling(max_tokens=4))
             print(len(completion.ids), engine._process.pid, flush=True)
             asyncio.ensure_future(engine.generate([1, 2, 3], Sampling(max_tokens=20_000)))

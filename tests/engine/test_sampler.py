@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 import torch
 
-from agentrl.engine.local.sampler import Draw, check_sampling, sample, uniforms
+from agentrl.engine.checks import check_sampling
+from agentrl.engine.local.sampler import Draw, sample, uniforms
 from agentrl.types import Sampling
 from tests.engine.engine_models import assert_follows
 

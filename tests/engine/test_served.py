@@ -17,13 +17,13 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from agentrl.engine.base import GenerateOptions, TokenLogprob
 from agentrl.engine.servers.client import Listener
 from agentrl.engine.servers.engine import ServedEngine, ServedLimits
 from agentrl.engine.servers.launch.hosts import GivenHost
 from agentrl.engine.servers.sglang import SGLangServer
 from agentrl.engine.servers.streams import SGLangStream
 from agentrl.engine.servers.weight_sync import AdapterSync, DiskSync, TensorSync, WeightSync, buckets, distinct
-from agentrl.engine.streaming import Drawn, ScoringEngine, Watch, WatchedEngine
 from agentrl.errors import EngineError
 from agentrl.testing.server import LoopbackServer
 from agentrl.types import Sampling
@@ -441,10 +441,9 @@ async def test_logprobs_of_given_tokens_by_server(model: Path) -> None:
 
 async def test_a_prompt_is_scored_with_alternatives_by_whichever_server_lives(model: Path) -> None:
     async with servers(2) as (a, b), engine_over(model, a, b) as engine:
-        assert isinstance(engine, ScoringEngine)
         await engine.update_weights(weights(1), version=3)
         first, second = await engine.prompt_logprobs([7, 2, 3], top=2)
-        assert first == Drawn(2, -1.02, 3, ((3, -0.1), (4, -0.2)))
+        assert first == TokenLogprob(2, -1.02, 3, ((3, -0.1), (4, -0.2)))
         assert (second.id, second.logprob, len(second.top)) == (3, -1.03, 2)
         assert [one.top for one in await engine.prompt_logprobs([7, 2, 3])] == [(), ()]
         for server in (a, b):
@@ -471,45 +470,46 @@ def test_tied_parameters_are_found_by_their_memory() -> None:
     assert list(distinct({"x": a, "y": a, "z": torch.zeros(3)})) == ["x", "z"]
 
 
-def heard(told: list[Drawn]) -> tuple[tuple[int, ...], tuple[float, ...]]:
+def heard(told: list[TokenLogprob]) -> tuple[tuple[int, ...], tuple[float, ...]]:
     return tuple(one.id for one in told), tuple(one.logprob for one in told)
 
 
 @pytest.mark.parametrize("incremental", [False, True])
 async def test_tokens_are_told_while_they_are_drawn(model: Path, incremental: bool):
     async with LoopbackServer(token_s=0.01) as server, engine_over(model, server) as engine:
-        assert isinstance(engine, WatchedEngine)
-        assert not engine.masks
+        assert not engine.capabilities.masks
         server.incremental = incremental
-        told: list[Drawn] = []
+        told: list[TokenLogprob] = []
         half = asyncio.Event()
 
-        def hear(drawn: Drawn) -> None:
+        def hear(drawn: TokenLogprob) -> None:
             told.append(drawn)
             if len(told) == 5:
                 assert len(next(iter(server.running.values())).ids) < 10  # it is still drawing
                 half.set()
 
         sampling = Sampling(max_tokens=10)
-        completion = await engine.generate_watched(PROMPT, sampling, Watch(hear, top=2))
+        completion = await engine.generate_streaming(PROMPT, sampling, GenerateOptions(hear, top=2))
         assert half.is_set()
         assert list(completion.ids) == expected(PROMPT, 10)
         assert heard(told) == (completion.ids, completion.logprobs)
         assert completion == await engine.generate(PROMPT, sampling)
         assert told[3].top == tuple((((told[3].id + n) % 97), pytest.approx(-0.1 * n)) for n in (1, 2))
         stop = completion.ids[4]
-        stopped = await engine.generate_watched(PROMPT, Sampling(stop_ids=frozenset([stop])), Watch(told.append))
+        stopped = await engine.generate_streaming(
+            PROMPT, Sampling(stop_ids=frozenset([stop])), GenerateOptions(told.append)
+        )
         assert (stopped.ids, stopped.finish) == (completion.ids[:5], "stop")
-        with pytest.raises(ValueError, match="cannot be held to a mask"):
-            await engine.generate_watched(PROMPT, sampling, Watch(mask=object()))  # type: ignore[arg-type]
+        with pytest.raises(ValueError, match="do not support grammar masks"):
+            await engine.generate_streaming(PROMPT, sampling, GenerateOptions(mask=object()))  # type: ignore[arg-type]
 
 
 async def test_a_stream_that_breaks_off_is_gone_on_with_and_nothing_is_told_twice(model: Path):
     said: list[str] = []
     async with LoopbackServer() as server, engine_over(model, server, said=said) as engine:
         server.break_after = 6
-        told: list[Drawn] = []
-        completion = await engine.generate_watched(PROMPT, Sampling(max_tokens=10), Watch(told.append))
+        told: list[TokenLogprob] = []
+        completion = await engine.generate_streaming(PROMPT, Sampling(max_tokens=10), GenerateOptions(told.append))
         assert list(completion.ids) == expected(PROMPT, 10)
         assert heard(told) == (completion.ids, completion.logprobs)
         assert [len(prompt) for prompt in server.prompts] == [3, 9]  # what was told is not drawn again
@@ -518,8 +518,8 @@ async def test_a_stream_that_breaks_off_is_gone_on_with_and_nothing_is_told_twic
 async def test_nobody_listens_any_more_so_the_server_is_told_to_stop(model: Path):
     async with LoopbackServer(token_s=0.02) as server, engine_over(model, server) as engine:
         first = asyncio.Event()
-        watch = Watch(lambda drawn: first.set())
-        task = asyncio.create_task(engine.generate_watched(PROMPT, Sampling(max_tokens=200), watch))
+        watch = GenerateOptions(lambda drawn: first.set())
+        task = asyncio.create_task(engine.generate_streaming(PROMPT, Sampling(max_tokens=200), watch))
         await first.wait()
         task.cancel()
         with pytest.raises(asyncio.CancelledError):
@@ -531,15 +531,17 @@ async def test_nobody_listens_any_more_so_the_server_is_told_to_stop(model: Path
 
 async def test_new_weights_in_the_middle_of_a_stream_are_told_of(model: Path):
     async with LoopbackServer(token_s=0.02) as server, engine_over(model, server) as engine:
-        told: list[Drawn] = []
+        told: list[TokenLogprob] = []
         some = asyncio.Event()
 
-        def hear(drawn: Drawn) -> None:
+        def hear(drawn: TokenLogprob) -> None:
             told.append(drawn)
             if len(told) == 4:
                 some.set()
 
-        task = asyncio.create_task(engine.generate_watched(PROMPT, Sampling(max_tokens=20), Watch(hear)))
+        task = asyncio.create_task(
+            engine.generate_streaming(PROMPT, Sampling(max_tokens=20), GenerateOptions(hear))
+        )
         await some.wait()
         await engine.update_weights(weights(1), version=7)
         completion = await task
@@ -553,7 +555,7 @@ async def test_events_that_are_no_completion_end_a_stream_with_an_error(model: P
     async with LoopbackServer() as server, engine_over(model, server) as engine:
         server.refuse["/generate"] = (400, {"error": {"message": "top_logprobs_num is too large"}})
         with pytest.raises(EngineError, match="top_logprobs_num is too large"):
-            await engine.generate_watched(PROMPT, Sampling(max_tokens=4), Watch())
+            await engine.generate_streaming(PROMPT, Sampling(max_tokens=4), GenerateOptions())
     for event, error in (
         ({"error": {"message": "grammar", "code": 400}}, "grammar"),
         ({"output_ids": [1]}, "no completion"),

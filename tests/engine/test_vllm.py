@@ -14,9 +14,9 @@ from safetensors.torch import save_file
 
 from agentrl.config.engine import EngineConfig, ServerConfig
 from agentrl.config.run import LoRAConfig
+from agentrl.engine.base import GenerateOptions, TokenLogprob
 from agentrl.engine.make import _recipe, open_engine
 from agentrl.engine.servers.engine import ServedEngine
-from agentrl.engine.streaming import Drawn, Watch
 from agentrl.errors import ConfigError, EngineError
 from agentrl.testing.server import LoopbackVLLM
 from agentrl.types import Sampling
@@ -154,14 +154,14 @@ def test_vllm_starts_with_room_for_two_adapters(model: Path) -> None:
 
 async def test_tokens_are_told_while_they_are_drawn_with_alternatives(model: Path) -> None:
     async with LoopbackVLLM(token_s=0.01) as server, opened(model, server) as engine:
-        told: list[Drawn] = []
+        told: list[TokenLogprob] = []
         running: list[int] = []
 
-        def hear(drawn: Drawn) -> None:
+        def hear(drawn: TokenLogprob) -> None:
             told.append(drawn)
             running.append(len(server.running))
 
-        completion = await engine.generate_watched(PROMPT, Sampling(max_tokens=6), Watch(hear, top=2))
+        completion = await engine.generate_streaming(PROMPT, Sampling(max_tokens=6), GenerateOptions(hear, top=2))
         assert list(completion.ids) == expected(PROMPT, 6)
         assert (completion.finish, completion.cached_tokens) == ("length", 2)
         assert [(one.id, one.logprob) for one in told] == list(
@@ -175,15 +175,17 @@ async def test_tokens_are_told_while_they_are_drawn_with_alternatives(model: Pat
 
 async def test_a_stream_that_an_update_ends_is_gone_on_with(model: Path) -> None:
     async with LoopbackVLLM(token_s=0.02) as server, opened(model, server) as engine:
-        told: list[Drawn] = []
+        told: list[TokenLogprob] = []
         some = asyncio.Event()
 
-        def hear(drawn: Drawn) -> None:
+        def hear(drawn: TokenLogprob) -> None:
             told.append(drawn)
             if len(told) == 3:
                 some.set()
 
-        task = asyncio.create_task(engine.generate_watched(PROMPT, Sampling(max_tokens=12), Watch(hear)))
+        task = asyncio.create_task(
+            engine.generate_streaming(PROMPT, Sampling(max_tokens=12), GenerateOptions(hear))
+        )
         await some.wait()
         await engine.update_weights({"a": torch.ones(2)}, version=4)
         completion = await task

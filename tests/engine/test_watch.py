@@ -8,8 +8,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from agentrl.engine.base import GenerateOptions, TokenLogprob
 from agentrl.engine.local.engine import LocalEngine
-from agentrl.engine.streaming import Drawn, ScoringEngine, Watch, WatchedEngine
 from agentrl.types import Sampling
 from tests.engine.engine_models import VOCABULARY, logprobs_of, reference
 
@@ -36,10 +36,8 @@ async def test_tokens_are_told_in_order_before_the_completion_with_its_logprobs(
     models: dict[str, Path], temperature: float
 ):
     engine = LocalEngine.from_directory(models["qwen3"])
-    assert isinstance(engine, WatchedEngine)
-    assert isinstance(engine, ScoringEngine)
     sampling = Sampling(temperature=temperature, max_tokens=6, seed=3)
-    told: list[Drawn] = []
+    told: list[TokenLogprob] = []
     seen_early: list[int] = []
 
     async def other() -> None:
@@ -49,7 +47,7 @@ async def test_tokens_are_told_in_order_before_the_completion_with_its_logprobs(
     try:
         plain = await engine.generate(PROMPT, sampling)
         watched, _ = await asyncio.gather(
-            engine.generate_watched(PROMPT, sampling, Watch(told.append, top=3)), other()
+            engine.generate_streaming(PROMPT, sampling, GenerateOptions(told.append, top=3)), other()
         )
     finally:
         await engine.close()
@@ -67,8 +65,8 @@ async def test_a_mask_holds_the_completion_and_leaves_the_logprobs_alone(models:
     engine = LocalEngine.from_directory(models["qwen3"])
     mask = Digits()
     try:
-        completion = await engine.generate_watched(
-            PROMPT, Sampling(temperature=1.0, max_tokens=8, seed=5), Watch(mask=mask)
+        completion = await engine.generate_streaming(
+            PROMPT, Sampling(temperature=1.0, max_tokens=8, seed=5), GenerateOptions(mask=mask)
         )
     finally:
         await engine.close()

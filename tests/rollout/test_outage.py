@@ -22,10 +22,14 @@ class Stuck(ScriptedEngine):
 
     def __init__(self, renderer: Renderer, *, outage: bool) -> None:
         super().__init__(renderer, [])
-        self.outage_s, self._outage = 12.0, outage
+        self._outage_s, self._outage = 12.0, outage
+
+    @property
+    def outage_s(self) -> float:
+        return self._outage_s
 
     async def generate(self, ids: Sequence[int], sampling: Sampling, *, session: str | None = None) -> Completion:
-        self.outage_s += 1.0 if self._outage else 0.0
+        self._outage_s += 1.0 if self._outage else 0.0
         await asyncio.Event().wait()
         raise AssertionError
 

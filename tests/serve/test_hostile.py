@@ -10,7 +10,7 @@ import httpx
 import pytest
 
 from agentrl.chat.template import Renderer
-from agentrl.engine.streaming import Drawn, Watch
+from agentrl.engine.base import GenerateOptions, TokenLogprob
 from agentrl.errors import EngineError
 from agentrl.serve import listen
 from agentrl.testing.engine import ScriptedEngine
@@ -170,7 +170,7 @@ class Endless(ScriptedEngine):
             self.cancelled += 1
             raise
 
-    async def generate_watched(self, *args: Any, **options: Any) -> Any:
+    async def generate_streaming(self, *args: Any, **options: Any) -> Any:
         return await self.generate()
 
 
@@ -197,13 +197,13 @@ class Unhurried(ScriptedEngine):
     """Says a word now and then, for ever."""
 
     async def generate(self, ids: Any, sampling: Any, *, session: str | None = None) -> Any:
-        return await self.generate_watched(ids, sampling, Watch())
+        return await self.generate_streaming(ids, sampling, GenerateOptions())
 
-    async def generate_watched(self, ids: Any, sampling: Any, watch: Any, *, session: str | None = None) -> Any:
+    async def generate_streaming(self, ids: Any, sampling: Any, watch: Any, *, session: str | None = None) -> Any:
         while True:
             for id in self._renderer.vocabulary.encode_text("word "):
                 if watch.on_token is not None:
-                    watch.on_token(Drawn(id, 0.0, 0))
+                    watch.on_token(TokenLogprob(id, 0.0, 0))
             await asyncio.sleep(0.01)
 
 
@@ -287,12 +287,16 @@ async def test_a_lost_engine_is_a_503_and_the_next_request_is_answered(renderer:
 
 async def test_health_is_a_503_while_requests_would_wait_for_the_engine(renderer: Renderer):
     class Restarting(ScriptedEngine):
-        ready = True
+        up = True
+
+        @property
+        def ready(self) -> bool:
+            return self.up
 
     engine = Restarting(renderer, [])
     async with serving(engine, renderer) as served, httpx.AsyncClient() as client:
         for ready, status, said in ((False, 503, "waiting"), (True, 200, "ok")):
-            engine.ready = ready
+            engine.up = ready
             answer = await client.get(served.url + "/health")
             assert (answer.status_code, answer.json()) == (status, {"status": said, "policy_version": 0})
 

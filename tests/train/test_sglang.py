@@ -25,6 +25,7 @@ from transformers import AutoModelForCausalLM
 
 from agentrl.config.engine import EngineConfig, ServerConfig
 from agentrl.config.run import LoRAConfig, RunConfig
+from agentrl.engine.base import GenerateOptions, TokenLogprob
 from agentrl.engine.make import _recipe, open_engine
 from agentrl.engine.servers.engine import ServedEngine, load_folder
 from agentrl.engine.servers.launch import guard
@@ -32,7 +33,6 @@ from agentrl.engine.servers.launch.hosts import GivenHost
 from agentrl.engine.servers.launch.launcher import free_port
 from agentrl.engine.servers.sglang import SGLangServer
 from agentrl.engine.servers.weight_sync import BroadcastSync, DiskSync, TensorSync, WeightSync
-from agentrl.engine.streaming import Drawn, Watch
 from agentrl.models.tiny import make_tiny_model
 from agentrl.reporting.report import Silent, Summary
 from agentrl.run_folder.store import RunStore
@@ -130,9 +130,11 @@ async def test_tokens_are_told_while_the_server_draws_them(url: str, folders: li
     engine = _engine(url, folders[0], DiskSync(folders[0], tmp_path))
     await engine.start()
     try:
-        told: list[Drawn] = []
+        told: list[TokenLogprob] = []
         task = asyncio.create_task(
-            engine.generate_watched(PROMPT, Sampling(temperature=0.7, max_tokens=100), Watch(told.append, top=3))
+            engine.generate_streaming(
+                PROMPT, Sampling(temperature=0.7, max_tokens=100), GenerateOptions(told.append, top=3)
+            )
         )
         while not told:  # noqa: ASYNC110 - tokens are told between two turns of the loop
             await asyncio.sleep(0.001)
@@ -149,7 +151,9 @@ async def test_tokens_are_told_while_the_server_draws_them(url: str, folders: li
         assert torch.tensor([[value for _, value in one.top] for one in told]) == pytest.approx(
             best.values, abs=AGREE
         )
-        cut = asyncio.create_task(engine.generate_watched(PROMPT, Sampling(max_tokens=200), Watch(told.append)))
+        cut = asyncio.create_task(
+            engine.generate_streaming(PROMPT, Sampling(max_tokens=200), GenerateOptions(told.append))
+        )
         while len(told) < 104:  # noqa: ASYNC110
             await asyncio.sleep(0.001)
         cut.cancel()

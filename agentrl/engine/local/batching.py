@@ -15,11 +15,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from agentrl.engine.base import GenerateOptions
 from agentrl.engine.local.cache import CachedAttention, CacheShape, KVCache, Span
-from agentrl.engine.local.constrained import sample_watched, tell
+from agentrl.engine.local.constrained import sample_constrained, tell
 from agentrl.engine.local.decode import Capture, Forward, ReplayedDecode
 from agentrl.engine.local.slots import IntArray, Request, SlotTable
-from agentrl.engine.streaming import Watch
 from agentrl.errors import EngineError
 from agentrl.types import Completion
 
@@ -176,12 +176,12 @@ class Scheduler:
 
     def _draw(self, slots: IntArray, logits: Tensor) -> None:
         table = self.table
-        watched = np.flatnonzero(table.watched[slots])
-        watches = {int(row): self._watch(int(slots[row])) for row in watched}
-        ids, logprobs = sample_watched(logits, table.draw(slots), watches)
+        special = np.flatnonzero(table.special[slots])
+        by_row = {int(row): self._options(int(slots[row])) for row in special}
+        ids, logprobs = sample_constrained(logits, table.draw(slots), by_row)
         finite = torch.isfinite(logprobs).cpu().numpy()
         finished = table.append(slots, ids.cpu().numpy(), logprobs.cpu().numpy(), self.version)
-        tell(watches, logits, table.temperature[slots], ids, logprobs, self.version)
+        tell(by_row, logits, table.temperature[slots], ids, logprobs, self.version)
         for slot in slots[~finite].tolist():
             request = self._leave(slot)
             request.deliver(EngineError(f"the model's logits are not finite (policy version {self.version})"))
@@ -194,11 +194,11 @@ class Scheduler:
             stopped = int(request.ids[-1]) in request.sampling.stop_ids
             request.deliver(self._completion(request, "stop" if stopped else "length"))
 
-    def _watch(self, slot: int) -> Watch:
+    def _options(self, slot: int) -> GenerateOptions:
         request = self.table.request[slot]
         assert request is not None
-        assert request.watch is not None
-        return request.watch
+        assert request.options is not None
+        return request.options
 
     def _clean(self) -> None:
         """Numbers that are not finite must not stay in the cache, where masked places meet a zero weight."""

@@ -1,4 +1,4 @@
-"""Drawing for requests that are watched: grammar masks before the draw, alternatives after it."""
+"""Drawing for requests that are special: grammar masks before the draw, alternatives after it."""
 
 from __future__ import annotations
 
@@ -9,13 +9,15 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from agentrl.engine.base import GenerateOptions, TokenLogprob
 from agentrl.engine.local.sampler import Draw, sample
-from agentrl.engine.streaming import Drawn, Watch
 
 
-def sample_watched(logits_BV: Tensor, draw: Draw, watches: Mapping[int, Watch]) -> tuple[Tensor, Tensor]:
-    """As `sample`, with the masks of the watched rows; logprobs are those of the unrestricted distribution."""
-    masks = {row: watch.mask for row, watch in watches.items() if watch.mask is not None}
+def sample_constrained(
+    logits_BV: Tensor, draw: Draw, by_row: Mapping[int, GenerateOptions]
+) -> tuple[Tensor, Tensor]:
+    """As `sample`, with the masks of the special rows; logprobs are those of the unrestricted distribution."""
+    masks = {row: options.mask for row, options in by_row.items() if options.mask is not None}
     if not masks:
         return sample(logits_BV, draw)
     restricted_BV = logits_BV.clone()
@@ -35,7 +37,7 @@ def sample_watched(logits_BV: Tensor, draw: Draw, watches: Mapping[int, Watch]) 
 
 
 def tell(
-    watches: Mapping[int, Watch],
+    by_row: Mapping[int, GenerateOptions],
     logits_BV: Tensor,
     temperature_B: NDArray[np.float64],
     ids_B: Tensor,
@@ -43,21 +45,21 @@ def tell(
     version: int,
 ) -> None:
     """Tell the watchers what was drawn, with the alternatives that they asked for."""
-    for row, watch in watches.items():
-        if watch.on_token is None:
+    for row, options in by_row.items():
+        if options.on_token is None:
             continue
         top: tuple[tuple[int, float], ...] = ()
-        if watch.top:
-            top = most_likely(scaled_logprobs(logits_BV[row][None], temperature_B[[row]])[0], watch.top)
-        watch.on_token(Drawn(int(ids_B[row]), float(logprobs_B[row]), version, top))
+        if options.top:
+            top = most_likely(scaled_logprobs(logits_BV[row][None], temperature_B[[row]])[0], options.top)
+        options.on_token(TokenLogprob(int(ids_B[row]), float(logprobs_B[row]), version, top))
 
 
-def scored(logprobs_TV: Tensor, ids: Sequence[int], top: int, version: int) -> list[Drawn]:
+def scored(logprobs_TV: Tensor, ids: Sequence[int], top: int, version: int) -> list[TokenLogprob]:
     """The given tokens with their logprobs, and the `top` most likely ones at each place."""
     target_T1 = torch.tensor(ids, dtype=torch.long, device=logprobs_TV.device)[:, None]
     own = logprobs_TV.gather(1, target_T1)[:, 0].tolist()
     return [
-        Drawn(id, logprob, version, most_likely(row_V, top) if top else ())
+        TokenLogprob(id, logprob, version, most_likely(row_V, top) if top else ())
         for id, logprob, row_V in zip(ids, own, logprobs_TV, strict=True)
     ]
 

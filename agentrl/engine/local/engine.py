@@ -20,18 +20,17 @@ from functools import partial
 from pathlib import Path
 from typing import TypedDict, TypeVar, Unpack
 
-import numpy as np
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from agentrl.engine.base import Capabilities, Engine, GenerateOptions, TokenLogprob
+from agentrl.engine.checks import check_ids, check_prompt, check_sampling
 from agentrl.engine.local.batching import Limits, Recording, Scheduler
 from agentrl.engine.local.constrained import scored
 from agentrl.engine.local.decode import cuda_capture
 from agentrl.engine.local.model import FlatModel, load_model
-from agentrl.engine.local.sampler import check_sampling
-from agentrl.engine.local.slots import IntArray, Request
-from agentrl.engine.streaming import Drawn, Watch
+from agentrl.engine.local.slots import Request
 from agentrl.errors import ConfigError, EngineError
 from agentrl.types import Completion, Sampling
 
@@ -99,7 +98,7 @@ class EngineCore:
         self.scheduler.drop_states(version)
 
 
-class LocalEngine:
+class LocalEngine(Engine):
     """An `Engine` over a transformers model in this process.
 
     Sequences are batched continuously: a request joins at the next token and leaves as soon as it ends. What a
@@ -107,6 +106,8 @@ class LocalEngine:
     is computed once. `temperature` 0 and a fixed `seed` give the same tokens whatever else is in the batch, up to
     the rounding of the matrix products.
     """
+
+    capabilities = Capabilities(streaming=True, masks=True, prompt_logprobs=True)
 
     def __init__(self, model: PreTrainedModel, *, cuda_graphs: bool = True, **bounds: Unpack[Bounds]) -> None:
         """Take over `model`: its attention is replaced, and nobody else may use or change it.
@@ -157,38 +158,33 @@ class LocalEngine:
         """Version of the weights that the next token is drawn with."""
         return self._scheduler.version
 
-    @property
-    def masks(self) -> bool:
-        """It obeys grammars."""
-        return True
-
     async def generate(self, ids: Sequence[int], sampling: Sampling, *, session: str | None = None) -> Completion:
         """Continue `ids`; see `Engine.generate`. Without a seed every call draws differently."""
         return await self._generate(ids, sampling, session, None)
 
-    async def generate_watched(
-        self, ids: Sequence[int], sampling: Sampling, watch: Watch, *, session: str | None = None
+    async def generate_streaming(
+        self, ids: Sequence[int], sampling: Sampling, options: GenerateOptions, *, session: str | None = None
     ) -> Completion:
-        """Continue `ids` and tell each token as it is drawn; see `WatchedEngine`."""
-        loop, on_token = asyncio.get_running_loop(), watch.on_token
+        """Continue `ids` and report each token as it is sampled; see `Engine.generate_streaming`."""
+        loop, on_token = asyncio.get_running_loop(), options.on_token
         if on_token is not None:
             tell = on_token  # from the engine's thread to the caller's loop, in order and before the completion
 
-            def note(drawn: Drawn) -> None:
+            def note(drawn: TokenLogprob) -> None:
                 self._answers.setdefault(loop, []).append(partial(tell, drawn))
 
-            watch = replace(watch, on_token=note)
-        return await self._generate(ids, sampling, session, watch)
+            options = replace(options, on_token=note)
+        return await self._generate(ids, sampling, session, options)
 
     async def _generate(
-        self, ids: Sequence[int], sampling: Sampling, session: str | None, watch: Watch | None
+        self, ids: Sequence[int], sampling: Sampling, session: str | None, options: GenerateOptions | None
     ) -> Completion:
         check_sampling(sampling)
-        prompt = check_prompt(check_ids(ids, self._core.vocabulary), self.max_context)
+        prompt = check_prompt(ids, self._core.vocabulary, self.max_context)
         loop = asyncio.get_running_loop()
         future: asyncio.Future[Completion] = loop.create_future()
         seed = secrets.randbits(64) if sampling.seed is None else sampling.seed % 2**64
-        request = Request(prompt, sampling, seed, session, partial(self._answer, loop, future), watch)
+        request = Request(prompt, sampling, seed, session, partial(self._answer, loop, future), options)
         self._post(partial(self._scheduler.submit, request), request.deliver)
         try:
             return await future
@@ -230,11 +226,11 @@ class LocalEngine:
 
         return await self._call(score)
 
-    async def prompt_logprobs(self, ids: Sequence[int], *, top: int = 0) -> list[Drawn]:
-        """Score tokens that were not drawn; see `ScoringEngine`."""
+    async def prompt_logprobs(self, ids: Sequence[int], *, top: int = 0) -> list[TokenLogprob]:
+        """Score given tokens; see `Engine.prompt_logprobs`."""
         row = check_ids(ids, self._core.vocabulary).tolist()
 
-        def score() -> list[Drawn]:
+        def score() -> list[TokenLogprob]:
             logprobs_TV = torch.log_softmax(self._model.packed([row]).float(), -1)[:-1]
             return scored(logprobs_TV, row[1:], top, self.policy_version)
 
@@ -326,27 +322,6 @@ class LocalEngine:
         for loop, resolves in answers.items():
             with contextlib.suppress(RuntimeError):  # that loop is closed: nobody waits any more
                 loop.call_soon_threadsafe(run_all, resolves)
-
-
-def check_ids(ids: Sequence[int], vocabulary: int) -> IntArray:
-    """The ids as an array. Raises ValueError where there are none, or one is outside the vocabulary."""
-    array = np.asarray(ids, dtype=np.int64)
-    if array.size == 0:
-        raise ValueError("ids is empty: there is nothing to continue")
-    low, high = int(array.min()), int(array.max())
-    if low < 0 or high >= vocabulary:
-        wrong = low if low < 0 else high
-        raise ValueError(f"token id {wrong} is outside the model's vocabulary of {vocabulary}")
-    return array
-
-
-def check_prompt(ids: IntArray, max_context: int) -> IntArray:
-    """The same ids. Raises ValueError where they leave no room for a new one."""
-    if ids.size >= max_context:
-        raise ValueError(
-            f"the prompt has {ids.size} tokens and max_context is {max_context}: no room for a single new token"
-        )
-    return ids
 
 
 _running: weakref.WeakSet[LocalEngine] = weakref.WeakSet()

@@ -28,8 +28,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from agentrl.engine.local.engine import Bounds, EngineCore, check_ids, check_prompt, run_all
-from agentrl.engine.local.sampler import check_sampling
+from agentrl.engine.base import Engine
+from agentrl.engine.checks import check_prompt, check_sampling
+from agentrl.engine.local.engine import Bounds, EngineCore, run_all
 from agentrl.engine.local.slots import IntArray, Request
 from agentrl.errors import AgentRLError, EngineError
 from agentrl.types import Completion, Sampling
@@ -85,8 +86,8 @@ Order = Generate | Cancel | Release | Update | None
 Answer = tuple[int, Completion | Exception | None]
 
 
-class EngineApart:
-    """An `Engine`: a `LocalEngine` in another process."""
+class ProcessEngine(Engine):
+    """A `LocalEngine` in another process. It reports whole completions only."""
 
     def __init__(self, process: multiprocessing.process.BaseProcess, pipe: Connection, ready: Ready) -> None:
         """Take over a process that has said `ready`; see `start`."""
@@ -108,7 +109,7 @@ class EngineApart:
         _running.add(self)
 
     @classmethod
-    async def start(cls, path: str | Path, *, dtype: str = "float32", **bounds: Unpack[Bounds]) -> EngineApart:
+    async def start(cls, path: str | Path, *, dtype: str = "float32", **bounds: Unpack[Bounds]) -> ProcessEngine:
         """Load the model in a new process.
 
         Raises:
@@ -125,7 +126,7 @@ class EngineApart:
     async def generate(self, ids: Sequence[int], sampling: Sampling, *, session: str | None = None) -> Completion:
         """Continue `ids`; see `Engine.generate`. Without a seed every call draws differently."""
         check_sampling(sampling)
-        prompt = check_prompt(check_ids(ids, self._vocabulary), self.max_context)
+        prompt = check_prompt(ids, self._vocabulary, self.max_context)
         seed = secrets.randbits(64) if sampling.seed is None else sampling.seed % 2**64
         number, future = self._expect()
         self._orders.put(Generate(number, prompt, sampling, seed, session))
@@ -359,7 +360,7 @@ class _Desk:
         return None
 
 
-_running: weakref.WeakSet[EngineApart] = weakref.WeakSet()
+_running: weakref.WeakSet[ProcessEngine] = weakref.WeakSet()
 
 
 def _end_running() -> None:

@@ -13,24 +13,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from agentrl.types import Sampling
-
 _LOGITS_AT_ONCE = {"cpu": 1 << 22, "cuda": 1 << 25}
 """How many logits are worked on at a time; bounds the float64 scratch to 32 MiB, on a GPU to 256 MiB."""
-
-
-def check_sampling(sampling: Sampling) -> None:
-    """Raise ValueError for parameters outside their range."""
-    if not sampling.temperature >= 0.0:
-        raise ValueError(f"temperature must be 0 (greedy) or more, got {sampling.temperature}")
-    if not 0.0 < sampling.top_p <= 1.0:
-        raise ValueError(f"top_p must be in (0, 1], got {sampling.top_p}")
-    if sampling.top_k < 0:
-        raise ValueError(f"top_k must be 0 (off) or more, got {sampling.top_k}")
-    if not 0.0 <= sampling.min_p < 1.0:
-        raise ValueError(f"min_p must be in [0, 1), got {sampling.min_p}")
-    if sampling.max_tokens < 1:
-        raise ValueError(f"max_tokens must be at least 1, got {sampling.max_tokens}")
 
 
 def uniforms(seeds_B: NDArray[np.uint64], positions_B: NDArray[np.int64]) -> NDArray[np.float64]:

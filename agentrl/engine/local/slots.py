@@ -9,8 +9,8 @@ from typing import cast
 import numpy as np
 from numpy.typing import NDArray
 
+from agentrl.engine.base import GenerateOptions
 from agentrl.engine.local.sampler import Draw, uniforms
-from agentrl.engine.streaming import Watch
 from agentrl.types import Completion, Sampling
 
 IntArray = NDArray[np.int64]
@@ -26,7 +26,7 @@ class Request:
     session: str | None
     deliver: Callable[[Completion | Exception], None]
     """Called once, on the engine's thread."""
-    watch: Watch | None = None
+    options: GenerateOptions | None = None
     """What the caller wants besides; its `on_token` is called on the engine's thread here."""
     prompt: int = field(init=False)
     """Number of prompt tokens; what follows in `ids` was sampled."""
@@ -64,7 +64,7 @@ class SlotTable:
         self.limit = np.zeros(slots, dtype=np.int64)
         self.stamp = np.zeros(slots, dtype=np.int64)
         self.active = np.zeros(slots, dtype=np.bool_)
-        self.watched = np.zeros(slots, dtype=np.bool_)
+        self.special = np.zeros(slots, dtype=np.bool_)
         self.temperature = np.ones(slots, dtype=np.float64)
         self.top_p = np.ones(slots, dtype=np.float64)
         self.top_k = np.zeros(slots, dtype=np.int64)
@@ -84,7 +84,7 @@ class SlotTable:
         "limit",
         "stamp",
         "active",
-        "watched",
+        "special",
     )
     _SAMPLING = ("temperature", "top_p", "top_k", "min_p", "seed", "stops")
 
@@ -97,7 +97,7 @@ class SlotTable:
         self.known[slot], self.computed[slot] = known, computed
         self.prompt[slot], self.limit[slot], self.stamp[slot] = prompt, limit, stamp
         self.active[slot] = True
-        self.watched[slot] = request.watch is not None
+        self.special[slot] = request.options is not None
         sampling = request.sampling
         self.temperature[slot], self.top_p[slot] = sampling.temperature, sampling.top_p
         self.top_k[slot], self.min_p[slot] = sampling.top_k, sampling.min_p

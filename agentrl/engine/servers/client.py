@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal, Protocol
 
-from agentrl.engine.streaming import Drawn
+from agentrl.engine.base import TokenLogprob
 from agentrl.types import Sampling
 
 if TYPE_CHECKING:
@@ -51,7 +51,7 @@ class Listener:
     The versions told are those known when a token arrives; the ones of the `Answer` count.
     """
 
-    tell: Callable[[Sequence[Drawn]], None]
+    tell: Callable[[Sequence[TokenLogprob]], None]
     top: int = 0
 
 

@@ -14,12 +14,12 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from agentrl.engine.local.sampler import check_sampling
+from agentrl.engine.base import Capabilities, Engine, GenerateOptions, TokenLogprob
+from agentrl.engine.checks import check_prompt, check_sampling
 from agentrl.engine.servers.client import Answer, InferenceServer, Listener
 from agentrl.engine.servers.connection import ServerRefused
 from agentrl.engine.servers.pool import LOST, Host, Replica, ReplicaPool
 from agentrl.engine.servers.weight_sync import WeightSync, distinct, vocabulary_of
-from agentrl.engine.streaming import Drawn, Watch
 from agentrl.errors import EngineError
 from agentrl.types import Completion, Sampling
 
@@ -37,12 +37,14 @@ class ServedLimits:
     health_timeout_s: float = 30.0
 
 
-class ServedEngine:
-    """An `Engine` over one or more inference servers; make it with `open`.
+class ServedEngine(Engine):
+    """Samples from one or more inference servers; make it with `open_engine`.
 
     A request goes to the server that its session used before, else to the least loaded one; what a lost server was
     asked is asked again by its token ids. While a server starts again, requests wait.
     """
+
+    capabilities = Capabilities(streaming=True, prompt_logprobs=True, separate_weights=True, sleep=True)
 
     def __init__(
         self,
@@ -112,43 +114,37 @@ class ServedEngine:
         """Seconds, so far, in which no server could answer: time that no episode is to blame for."""
         return self._pool.outage_s
 
-    @property
-    def masks(self) -> bool:
-        """A server's logits are its own."""
-        return False
-
     async def generate(self, ids: Sequence[int], sampling: Sampling, *, session: str | None = None) -> Completion:
-        """Continue `ids`; see `Engine.generate`. A completion that a server gave up half-way is gone on with."""
+        """Continue `ids`; see `Engine.generate`. Completions that a server abandons are continued on another."""
         return await self._generate(ids, sampling, session, None)
 
-    async def generate_watched(
-        self, ids: Sequence[int], sampling: Sampling, watch: Watch, *, session: str | None = None
+    async def generate_streaming(
+        self, ids: Sequence[int], sampling: Sampling, options: GenerateOptions, *, session: str | None = None
     ) -> Completion:
-        """Continue `ids` and tell the tokens as they arrive; see `WatchedEngine`.
+        """Continue `ids` and report the tokens as they arrive; see `Engine.generate_streaming`.
 
-        What was told stays: a server that is lost meanwhile is followed by another that goes on from there.
+        Reported tokens are final: if a server is lost meanwhile, another continues from there.
 
         Raises:
             EngineError: no server is left.
             ValueError: there is a mask, or as of `generate`.
         """
-        if watch.mask is not None:
-            raise ValueError("an engine over servers cannot be held to a mask")
-        return await self._generate(ids, sampling, session, watch)
+        if options.mask is not None:
+            raise ValueError("server engines do not support grammar masks")
+        return await self._generate(ids, sampling, session, options)
 
     async def _generate(
-        self, ids: Sequence[int], sampling: Sampling, session: str | None, watch: Watch | None
+        self, ids: Sequence[int], sampling: Sampling, session: str | None, options: GenerateOptions | None
     ) -> Completion:
         check_sampling(sampling)
-        self._check_ids(ids)
-        prompt = list(ids)
+        prompt = check_prompt(ids, self._vocabulary, self.max_context).tolist()
         room = min(sampling.max_tokens, self.max_context - len(prompt))
         parts: list[Answer] = []
         while True:
             done = sum(len(part.ids) for part in parts)
             rest = [token for part in parts for token in part.ids]
             asked = replace(sampling, max_tokens=room - done, seed=_moved(sampling.seed, done))
-            part = await self._ask(prompt + rest, asked, session, watch)
+            part = await self._ask(prompt + rest, asked, session, options)
             parts.append(part)
             if part.ids and part.ids[-1] in sampling.stop_ids:
                 return _completion(parts, "stop")
@@ -157,16 +153,17 @@ class ServedEngine:
             if not part.ids and len(parts) > 8:
                 raise EngineError(f"a server ended a completion after {done} tokens, again and again")
 
-    async def prompt_logprobs(self, ids: Sequence[int], *, top: int = 0) -> list[Drawn]:
-        """Score tokens that were not drawn; see `ScoringEngine`.
+    async def prompt_logprobs(self, ids: Sequence[int], *, top: int = 0) -> list[TokenLogprob]:
+        """Score given tokens; see `Engine.prompt_logprobs`.
 
         Raises:
             EngineError: no server is left.
         """
-        self._check_ids(ids)
-        row = list(ids)
+        row = check_prompt(ids, self._vocabulary, self.max_context).tolist()
         scored = await self._pool.call(None, lambda server: server.score(row, top=top))
-        return [Drawn(id, one.logprob, self._version, one.top) for id, one in zip(row[1:], scored, strict=True)]
+        return [
+            TokenLogprob(id, one.logprob, self._version, one.top) for id, one in zip(row[1:], scored, strict=True)
+        ]
 
     async def release(self, session: str) -> None:
         """Forget which server had the session; what it has cached goes when room is needed."""
@@ -194,11 +191,10 @@ class ServedEngine:
 
         For finding out whether the weights of servers and learner are the same.
         """
-        for row in rows:
-            self._check_ids(row)
+        checked = [check_prompt(row, self._vocabulary, self.max_context).tolist() for row in rows]
 
         async def ask(server: InferenceServer) -> list[list[float]]:
-            return [[one.logprob for one in await server.score(row)] for row in rows]
+            return [[one.logprob for one in await server.score(row)] for row in checked]
 
         servers = [r.server for r in self._pool.ready if r.server is not None]
         return list(await asyncio.gather(*map(ask, servers)))
@@ -231,32 +227,18 @@ class ServedEngine:
 
     # -- requests ----------------------------------------------------------------------------------------------
 
-    def _check_ids(self, ids: Sequence[int]) -> None:
-        """Servers must not see ids outside the vocabulary: SGLang dies of them."""
-        if not ids:
-            raise ValueError("ids is empty: there is nothing to continue")
-        if len(ids) >= self.max_context:
-            raise ValueError(
-                f"the prompt has {len(ids)} tokens and max_context is {self.max_context}: "
-                "no room for a single new token"
-            )
-        low, high = min(ids), max(ids)
-        if low < 0 or high >= self._vocabulary:
-            wrong = low if low < 0 else high
-            raise ValueError(f"token id {wrong} is outside the model's vocabulary of {self._vocabulary}")
-
     async def _ask(
-        self, ids: list[int], sampling: Sampling, session: str | None, watch: Watch | None = None
+        self, ids: list[int], sampling: Sampling, session: str | None, options: GenerateOptions | None = None
     ) -> Answer:
-        told: list[Drawn] = []
+        told: list[TokenLogprob] = []
 
-        def tell(drawn: Sequence[Drawn]) -> None:
+        def tell(drawn: Sequence[TokenLogprob]) -> None:
             told.extend(drawn)
-            if watch is not None and watch.on_token is not None:
+            if options is not None and options.on_token is not None:
                 for one in drawn:
-                    watch.on_token(one)
+                    options.on_token(one)
 
-        listener = None if watch is None else Listener(tell, watch.top)
+        listener = None if options is None else Listener(tell, options.top)
 
         async def ask(server: InferenceServer) -> Answer:
             if told:  # by a server that was lost since then: what is known stays
@@ -355,7 +337,7 @@ def _moved(seed: int | None, done: int) -> int | None:
     return seed if seed is None or not done else (seed + 0x9E3779B97F4A7C15 * done) % 2**63
 
 
-def _told(drawn: Sequence[Drawn]) -> Answer:
+def _told(drawn: Sequence[TokenLogprob]) -> Answer:
     """What came of a request before its server was lost, as if that had given it up there."""
     return Answer(
         tuple(one.id for one in drawn),

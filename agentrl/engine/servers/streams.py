@@ -12,9 +12,9 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from agentrl.engine.base import TokenLogprob
 from agentrl.engine.servers.client import Listener
 from agentrl.engine.servers.connection import ServerLost, ServerRefused
-from agentrl.engine.streaming import Drawn
 from agentrl.errors import EngineError
 
 _TOKEN = "token_id:"
@@ -48,7 +48,9 @@ class SGLangStream:
                 ids, logprobs, tops = ids[done:], logprobs[done:], tops[done:]
             version = int(meta["weight_version"]) if self._version is None else self._version
             drawn = [
-                Drawn(token, _finite(entry[0], self._where), version, best_of(tops, place, self._listener.top))
+                TokenLogprob(
+                    token, _finite(entry[0], self._where), version, best_of(tops, place, self._listener.top)
+                )
                 for place, (token, entry) in enumerate(zip(ids, logprobs, strict=True))
             ]
         except (TypeError, KeyError, IndexError, ValueError) as e:
@@ -87,7 +89,9 @@ class VLLMStream:
             found = choice.get("logprobs") or {}
             logprobs, tops = found.get("token_logprobs") or (), found.get("top_logprobs") or ()
             drawn = [
-                Drawn(token, _finite(value, self._where), self._version, _named(tops, place, self._listener.top))
+                TokenLogprob(
+                    token, _finite(value, self._where), self._version, _named(tops, place, self._listener.top)
+                )
                 for place, (token, value) in enumerate(zip(ids, logprobs, strict=True))
             ]
         except (TypeError, KeyError, IndexError, AttributeError, ValueError) as e:

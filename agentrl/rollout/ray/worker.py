@@ -11,7 +11,7 @@ import itertools
 import platform
 import tempfile
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 
 from agentrl.chat.check import Mode, Report, Watch
 from agentrl.config.run import RunConfig
+from agentrl.engine.base import Capabilities, Engine
 from agentrl.env.load import load_env
 from agentrl.errors import AgentRLError, ConfigError, EngineError
 from agentrl.rollout.episode import Player, TokenCheck, run_episode
@@ -77,19 +78,26 @@ class Answer:
     error: tuple[str, str] = ("", "")
 
 
-@dataclass
-class RemoteEngine:
-    """The engine as a worker sees it: it samples; weights reach it from the learner."""
+class RemoteEngine(Engine):
+    """The engine as a worker sees it: it samples; its weights are updated elsewhere."""
 
-    max_context: int
-    policy_version: int = 0
-    _numbers: itertools.count[int] = field(default_factory=itertools.count)
-    _open: dict[int, asyncio.Future[Completion]] = field(default_factory=dict)
-    _asked: list[Request] = field(default_factory=list)
-    _some: asyncio.Event = field(default_factory=asyncio.Event)
+    capabilities = Capabilities(weights=False)
+
+    def __init__(self, max_context: int) -> None:
+        self.max_context = max_context
+        self._version = 0
+        self._numbers: itertools.count[int] = itertools.count()
+        self._open: dict[int, asyncio.Future[Completion]] = {}
+        self._asked: list[Request] = []
+        self._some = asyncio.Event()
+
+    @property
+    def policy_version(self) -> int:
+        """Version of the newest completion."""
+        return self._version
 
     async def generate(self, ids: Sequence[int], sampling: Sampling, *, session: str | None = None) -> Completion:
-        """Ask, and wait for the answer; see `Completer.generate`."""
+        """Ask, and wait for the answer; see `Engine.generate`."""
         number = next(self._numbers)
         future: asyncio.Future[Completion] = asyncio.get_running_loop().create_future()
         self._open[number] = future
@@ -120,6 +128,7 @@ class RemoteEngine:
             if future is None or future.done():
                 continue
             if answer.completion is not None:
+                self._version = max((self._version, *answer.completion.versions))
                 future.set_result(answer.completion)
             else:
                 name, text = answer.error

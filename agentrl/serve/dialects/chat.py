@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from agentrl.chat.template import Renderer
-from agentrl.engine.streaming import Drawn
+from agentrl.engine.base import TokenLogprob
 from agentrl.serve.dialects.messages import incoming_of, tools_of
 from agentrl.serve.dialects.wire import ChatRequest, ResponseFormat
 from agentrl.serve.errors import invalid, unsupported
@@ -123,12 +123,12 @@ class ChatWriter:
             choice["token_ids"] = list(one.turn.completion.ids)
         return choice
 
-    def _tokens(self, one: Spoken) -> Sequence[Drawn]:
+    def _tokens(self, one: Spoken) -> Sequence[TokenLogprob]:
         return [drawn for drawn in one.drawn if drawn.id not in self._renderer.stop_ids]
 
     # -- chunks ------------------------------------------------------------------------------------------------
 
-    def chunks(self, index: int, deltas: Sequence[Delta], drawn: Sequence[Drawn]) -> list[dict[str, Any]]:
+    def chunks(self, index: int, deltas: Sequence[Delta], drawn: Sequence[TokenLogprob]) -> list[dict[str, Any]]:
         """Pieces of choice `index`; the tokens go with the last of them."""
         bodies = [self._delta(delta) for delta in deltas]
         tokens = [token for token in drawn if token.id not in self._renderer.stop_ids]
@@ -182,7 +182,7 @@ class ChatWriter:
         assert isinstance(delta, ArgumentsDelta)
         return {"tool_calls": [{"index": delta.index, "function": {"arguments": delta.text}}]}
 
-    def _logprobs_of(self, drawn: Sequence[Drawn]) -> dict[str, Any]:
+    def _logprobs_of(self, drawn: Sequence[TokenLogprob]) -> dict[str, Any]:
         def entry(id: int, logprob: float) -> dict[str, Any]:
             raw = self._renderer.vocabulary.token_bytes(id)
             return {"token": raw.decode("utf-8", "replace"), "logprob": logprob, "bytes": list(raw)}

@@ -11,8 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from agentrl.chat.template import Renderer
-from agentrl.engine.base import Engine
-from agentrl.engine.streaming import Drawn, ScoringEngine, WatchedEngine
+from agentrl.engine.base import Engine, TokenLogprob
 from agentrl.serve.dialects.wire import CompletionRequest
 from agentrl.serve.errors import context_exceeded, invalid, unsupported
 from agentrl.serve.generate import Order, Sampled, generate
@@ -23,7 +22,7 @@ from agentrl.types import Completion, Sampling
 MAX_CHOICES = 2048
 """Completions in one request, of all its prompts together."""
 
-Emit = Callable[[int, list[Delta], Sequence[Drawn]], None]
+Emit = Callable[[int, list[Delta], Sequence[TokenLogprob]], None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,7 +30,7 @@ class Continued:
     """One finished choice: its prompt with the logprobs of it (where they were asked for), and what followed."""
 
     prompt: tuple[int, ...]
-    scored: tuple[Drawn, ...]
+    scored: tuple[TokenLogprob, ...]
     sampled: Sampled
     text: str
 
@@ -48,9 +47,9 @@ class TextJob:
         self._engine, self._renderer, self.request = engine, renderer, request
         if request.best_of is not None and request.best_of != (request.n or 1):
             raise unsupported("best_of", "must equal n: completions are not ranked here")
-        if request.logprobs and not isinstance(engine, WatchedEngine):
+        if request.logprobs and not engine.capabilities.streaming:
             raise unsupported("logprobs", "this engine does not tell alternatives")
-        if request.echo and request.logprobs is not None and not isinstance(engine, ScoringEngine):
+        if request.echo and request.logprobs is not None and not engine.capabilities.prompt_logprobs:
             raise unsupported("echo", "this engine cannot score a prompt: leave out logprobs")
         self.max_tokens = 16 if request.max_tokens is None else request.max_tokens
         self.prompts = [self._ids(prompt) for prompt in self._listed()]
@@ -98,10 +97,9 @@ class TextJob:
 
     async def _choice(self, prompt: tuple[int, ...], index: int, copy: int, emit: Emit | None) -> Continued:
         request, reader = self.request, TextReader(self._renderer, self.request.stops)
-        scored: list[Drawn] = []
+        scored: list[TokenLogprob] = []
         if request.echo:
             if request.logprobs is not None:
-                assert isinstance(self._engine, ScoringEngine)
                 scored = await self._engine.prompt_logprobs(prompt, top=request.logprobs)
             if emit is not None:
                 emit(index, [ContentDelta(self._renderer.decode(prompt))], ())
@@ -164,7 +162,7 @@ class TextWriter:
         """Nothing is said before the first piece."""
         return []
 
-    def chunks(self, index: int, deltas: Sequence[Delta], drawn: Sequence[Drawn]) -> list[dict[str, Any]]:
+    def chunks(self, index: int, deltas: Sequence[Delta], drawn: Sequence[TokenLogprob]) -> list[dict[str, Any]]:
         """Pieces of choice `index`; the tokens go with the first of them."""
         chunks = [self._chunk(index, delta.text) for delta in deltas if isinstance(delta, ContentDelta)]
         if not chunks and self._request.logprobs is not None:
@@ -210,7 +208,7 @@ class TextWriter:
 
     # The stop token is among the tokens though not in the text: harnesses count on one entry for each token drawn.
 
-    def _logprobs(self, first: int | None, drawn: Sequence[Drawn], offset: int) -> dict[str, Any]:
+    def _logprobs(self, first: int | None, drawn: Sequence[TokenLogprob], offset: int) -> dict[str, Any]:
         """Lists by token; `first` is a prompt's first token, which nothing stands before."""
         names = [] if first is None else [self._name(first)]
         values: list[float | None] = [None] * len(names)

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from agentrl.engine.streaming import Drawn
+from agentrl.engine.base import TokenLogprob
 from agentrl.serve.dialects.messages import incoming_of, tools_of
 from agentrl.serve.dialects.wire import CalledFunction, Function, Part, WireCall, WireMessage, WireTool
 from agentrl.serve.dialects.wire_responses import Item, ResponsesRequest, TextOptions
@@ -288,7 +288,7 @@ class ResponseWriter:
             self._event("response.in_progress", response=self._response("in_progress")),
         ]
 
-    def chunks(self, index: int, deltas: Sequence[Delta], drawn: Sequence[Drawn]) -> list[dict[str, Any]]:
+    def chunks(self, index: int, deltas: Sequence[Delta], drawn: Sequence[TokenLogprob]) -> list[dict[str, Any]]:
         """Pieces of the turn."""
         return [event for delta in deltas for event in self._piece(delta)]
 

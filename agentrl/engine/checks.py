@@ -1,0 +1,54 @@
+"""Checks of a request that all engines share: what is wrong with it is the same error everywhere."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from agentrl.types import Sampling
+
+
+def check_sampling(sampling: Sampling) -> None:
+    """Raise ValueError for parameters outside their range."""
+    if not sampling.temperature >= 0.0:
+        raise ValueError(f"temperature must be 0 (greedy) or more, got {sampling.temperature}")
+    if not 0.0 < sampling.top_p <= 1.0:
+        raise ValueError(f"top_p must be in (0, 1], got {sampling.top_p}")
+    if sampling.top_k < 0:
+        raise ValueError(f"top_k must be 0 (off) or more, got {sampling.top_k}")
+    if not 0.0 <= sampling.min_p < 1.0:
+        raise ValueError(f"min_p must be in [0, 1), got {sampling.min_p}")
+    if sampling.max_tokens < 1:
+        raise ValueError(f"max_tokens must be at least 1, got {sampling.max_tokens}")
+
+
+def check_ids(ids: Sequence[int], vocabulary: int) -> NDArray[np.int64]:
+    """The ids as an array.
+
+    Raises:
+        ValueError: there are none, or one is outside the vocabulary.
+    """
+    array = np.asarray(ids, dtype=np.int64)
+    if array.size == 0:
+        raise ValueError("ids is empty: there is nothing to continue")
+    low, high = int(array.min()), int(array.max())
+    if low < 0 or high >= vocabulary:
+        wrong = low if low < 0 else high
+        raise ValueError(f"token id {wrong} is outside the model's vocabulary of {vocabulary}")
+    return array
+
+
+def check_prompt(ids: Sequence[int], vocabulary: int, max_context: int) -> NDArray[np.int64]:
+    """The ids as an array.
+
+    Raises:
+        ValueError: as for `check_ids`, or they leave no room for a single new token.
+    """
+    array = check_ids(ids, vocabulary)
+    if array.size >= max_context:
+        raise ValueError(
+            f"the prompt has {array.size} tokens and max_context is {max_context}: no room for a single new token"
+        )
+    return array
