@@ -9,9 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Literal, NamedTuple, get_args
 
-import torch
-from torch import Tensor
-
+from agentrl.algo.late import Tensor, torch
 from agentrl.algo.segments import num_segments, segment_sum
 
 Aggregation = Literal[
@@ -42,14 +40,6 @@ def totals_of_tokens(loss_mask_T: Tensor, sequence_T: Tensor) -> Totals:
     return Totals(int(count_S.sum()), int((count_S > 0).sum()))
 
 
-def merge_totals(parts: Iterable[Totals]) -> Totals:
-    """Totals of several micro-batches or ranks; each episode lies in exactly one of them."""
-    tokens, sequences = 0, 0
-    for part in parts:
-        tokens, sequences = tokens + part.num_tokens, sequences + part.num_sequences
-    return Totals(tokens, sequences)
-
-
 def aggregation_weights(
     kind: str,
     loss_mask_T: Tensor,
@@ -59,7 +49,7 @@ def aggregation_weights(
     world_size: int = 1,
     scale: float | None = None,
     lengths_S: Sequence[int] | Tensor | None = None,
-    dtype: torch.dtype = torch.float32,
+    dtype: torch.dtype | None = None,
 ) -> Tensor:
     """The weight of each token in the loss: [T], 0 where the token is not trained.
 
@@ -75,11 +65,12 @@ def aggregation_weights(
             episode may sample; it must not depend on the batch.
         lengths_S: trained tokens of each episode by sequence number. Needed by seq-mean-token-mean only
             where the rows of an episode are spread over several micro-batches; counted here otherwise.
-        dtype: of the weights.
+        dtype: of the weights; float32 by default.
 
     Raises:
         ValueError: unknown kind; seq-mean-token-sum-norm without a positive `scale`.
     """
+    dtype = dtype or torch.float32
     mask_T = loss_mask_T.to(dtype)
     tokens, sequences = max(totals.num_tokens, 1), max(totals.num_sequences, 1)
     if kind == "token-mean":

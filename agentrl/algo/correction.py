@@ -16,10 +16,8 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, fields
 from typing import Literal, NamedTuple, get_args
 
-import torch
-from torch import Tensor
-
 from agentrl.algo.kl import bounded_exp
+from agentrl.algo.late import Tensor, torch
 from agentrl.algo.metrics import Metrics, max_of, mean_of, min_of
 from agentrl.algo.segments import (
     num_segments,
@@ -48,7 +46,7 @@ STATISTICS: tuple[str, ...] = get_args(Statistic)
 
 
 @dataclass(frozen=True, slots=True)
-class Drift:
+class LogprobDrift:
     """Sums over trained tokens of d = learner logprob - sampler logprob; parts add up over ranks.
 
     The learner evaluates the tokens under the very weights that sampled them: without error d is 0.
@@ -70,10 +68,10 @@ class Drift:
     sum_sequence_ppl_ratio: float = 0.0
     """Of the learner's over the sampler's perplexity, exp(-mean d), of each sequence."""
 
-    def __add__(self, other: Drift) -> Drift:
+    def __add__(self, other: LogprobDrift) -> LogprobDrift:
         merged = {f.name: getattr(self, f.name) + getattr(other, f.name) for f in fields(self)}
         merged["max_abs_d"] = largest(self.max_abs_d, other.max_abs_d)
-        return Drift(**merged)
+        return LogprobDrift(**merged)
 
     def metrics(self) -> dict[str, float]:
         """The numbers to log; empty where no token was trained.
@@ -103,7 +101,7 @@ def largest(a: float, b: float) -> float:
     return math.nan if math.isnan(a) or math.isnan(b) else max(a, b)
 
 
-def drift(learner_T: Tensor, sampler_T: Tensor, sequence_T: Tensor, loss_mask_T: Tensor) -> Drift:
+def drift(learner_T: Tensor, sampler_T: Tensor, sequence_T: Tensor, loss_mask_T: Tensor) -> LogprobDrift:
     """Measure the drift of one micro-batch.
 
     Args:
@@ -114,7 +112,7 @@ def drift(learner_T: Tensor, sampler_T: Tensor, sequence_T: Tensor, loss_mask_T:
     """
     learner_N, sampler_N, seq_N = trained(loss_mask_T, learner_T.detach(), sampler_T.detach(), sequence_T)
     if not seq_N.numel():
-        return Drift()
+        return LogprobDrift()
     d_N = learner_N.double() - sampler_N.double()
     ratio_N = bounded_exp(d_N)
     mean_d_S = segment_mean(d_N, seq_N)[segment_count(seq_N) > 0]
@@ -131,12 +129,12 @@ def drift(learner_T: Tensor, sampler_T: Tensor, sequence_T: Tensor, loss_mask_T:
             bounded_exp(-mean_d_S).sum(),
         ]
     )
-    return Drift(float(d_N.numel()), float(mean_d_S.numel()), *measured.tolist())
+    return LogprobDrift(float(d_N.numel()), float(mean_d_S.numel()), *measured.tolist())
 
 
-def merge_drift(parts: Iterable[Drift]) -> Drift:
+def merge_drift(parts: Iterable[LogprobDrift]) -> LogprobDrift:
     """The drift of several micro-batches or ranks together."""
-    return sum(parts, start=Drift())
+    return sum(parts, start=LogprobDrift())
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,7 +147,7 @@ class DriftGate:
     ess: float | None = None
     """Lowest effective sample size, as a share of the tokens."""
 
-    def exceeded(self, measured: Drift) -> str | None:
+    def exceeded(self, measured: LogprobDrift) -> str | None:
         """Which limits are passed, in words; None where all hold. A drift that is nan passes every limit."""
         return self.exceeded_in(measured.metrics())
 

@@ -1,29 +1,11 @@
-"""Entropy of the policy at each token, and what is done with it.
-
-These take all logits of their tokens at once; a learner with a large vocabulary calls them on chunks of tokens.
-"""
+"""Training only the tokens of highest entropy."""
 
 from __future__ import annotations
 
 import math
 
-import torch
-from torch import Tensor
-
+from agentrl.algo.late import Tensor
 from agentrl.algo.segments import trained
-
-
-def entropy_from_logits(logits_TV: Tensor) -> Tensor:
-    """[T] entropy in nats of each token's distribution. A logit of -inf is a probability of exactly 0."""
-    logprobs_TV = torch.log_softmax(logits_TV, dim=-1)
-    probs_TV = logprobs_TV.exp()
-    # 0 * -inf would be nan; the masked value keeps the gradient finite as well.
-    return -(probs_TV * logprobs_TV.masked_fill(probs_TV == 0, 0.0)).sum(-1)
-
-
-def sum_pi_squared_from_logits(logits_TV: Tensor) -> Tensor:
-    """[T] sum of the squared probabilities of each token's distribution, for the optimal token baseline."""
-    return torch.softmax(logits_TV, dim=-1).square().sum(-1)
 
 
 def entropy_threshold(entropy_N: Tensor, top_fraction: float) -> float:

@@ -17,8 +17,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 
-import torch
-from torch import Tensor
+from agentrl.algo.late import Tensor, torch
 
 KL_KINDS: tuple[str, ...] = ("unbiased", "k1", "abs", "k2", "k3", "k1+", "abs+", "k2+", "k3+")
 

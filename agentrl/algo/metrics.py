@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Literal, NamedTuple
 
-import torch
-from torch import Tensor
+from agentrl.algo.late import Tensor, torch
 
 
 class Metric(NamedTuple):

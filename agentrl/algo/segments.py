@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import torch
-from torch import Tensor
+from agentrl.algo.late import Tensor, torch
 
 
 def num_segments(sequence_T: Tensor) -> int:
@@ -23,9 +22,9 @@ def segment_sum(values_T: Tensor, sequence_T: Tensor, size: int | None = None) -
     return values_T.new_zeros(size).index_add(0, sequence_T, values_T)
 
 
-def segment_count(sequence_T: Tensor, size: int | None = None, *, dtype: torch.dtype = torch.float32) -> Tensor:
-    """[S] number of tokens of each sequence."""
-    return segment_sum(torch.ones_like(sequence_T, dtype=dtype), sequence_T, size)
+def segment_count(sequence_T: Tensor, size: int | None = None, *, dtype: torch.dtype | None = None) -> Tensor:
+    """[S] number of tokens of each sequence, as float32 by default."""
+    return segment_sum(torch.ones_like(sequence_T, dtype=dtype or torch.float32), sequence_T, size)
 
 
 def segment_mean(values_T: Tensor, sequence_T: Tensor, size: int | None = None) -> Tensor:

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import torch
-from torch import Tensor
-
+from agentrl.algo.late import Tensor, torch
 from agentrl.algo.metrics import Metrics, mean_of
 from agentrl.algo.segments import trained
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from agentrl.algo.correction import Drift, merge_drift
+from agentrl.algo.correction import LogprobDrift, merge_drift
 from agentrl.algo.metrics import Metric, Metrics, merge_metrics, to_host
 from agentrl.config.algorithm import AlgorithmConfig, CriticConfig
 from agentrl.config.run import LearnerConfig, LoRAConfig, OptimConfig
@@ -136,7 +136,7 @@ class Learner(Driver):
         self._set_lr()
         said = {} if self.critic is None else self.critic.work(critic_portions)
         updates: list[Metrics] = []
-        drifts: list[Drift] = []
+        drifts: list[LogprobDrift] = []
         if self.steps_done >= self.first_step:
             for number, portion in enumerate(portions):
                 metrics, found = self._learn(portion, first_update=number == 0)
@@ -151,10 +151,10 @@ class Learner(Driver):
             updates,
         )
 
-    def _learn(self, portion: Portion, *, first_update: bool) -> tuple[Metrics, Drift]:
+    def _learn(self, portion: Portion, *, first_update: bool) -> tuple[Metrics, LogprobDrift]:
         """One optimizer update of the policy."""
         metrics: list[Metrics] = []
-        drifts: list[Drift] = []
+        drifts: list[LogprobDrift] = []
         for rows in portion.micro_batches:
             packed = packed_rows(rows, portion.columns, self.device, self._dtype)
             loss = self._policy_part(packed, portion, first_update=first_update)

@@ -50,7 +50,7 @@ def token_stats(
     """
 
     def read(logits_CV: Tensor, ids_C: Tensor) -> Tensor:
-        return _columns(logits_CV, ids_C, temperature, wanted, entropy_gradient)
+        return token_columns(logits_CV, ids_C, temperature, wanted, entropy_gradient)
 
     if chunk and packed.ids_N.numel() > chunk:
         found_NC = _chunked(model, packed, chunk, read)
@@ -67,7 +67,10 @@ def know_head(model: PreTrainedModel, device: torch.device, dtype: torch.dtype) 
     two = Sample((0, 0), (False, True), (0.0, 0.0), (0.0, 0.0), (0, 0), episode_id="")
     with torch.no_grad():
         _chunked(
-            model, pack([two], device, dtype), 1, lambda l_CV, i_C: _columns(l_CV, i_C, 1.0, frozenset(), False)
+            model,
+            pack([two], device, dtype),
+            1,
+            lambda l_CV, i_C: token_columns(l_CV, i_C, 1.0, frozenset(), False),
         )
 
 
@@ -84,7 +87,7 @@ def forward(model: PreTrainedModel, packed: Packed) -> Tensor:
     return logits
 
 
-def _columns(
+def token_columns(
     logits_CV: Tensor, ids_C: Tensor, temperature: float, wanted: Wanted, entropy_gradient: bool
 ) -> Tensor:
     """[C, 1 to 3] log-probability of each id, entropy in nats, sum of squared probabilities; nan if not wanted."""

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from agentrl.algo.aggregate import Totals, aggregate, aggregation_weights
-from agentrl.algo.correction import Drift, believed_sequences, correct, drift, off_policy_sequences
+from agentrl.algo.correction import LogprobDrift, believed_sequences, correct, drift, off_policy_sequences
 from agentrl.algo.kl import kl_per_token
 from agentrl.algo.metrics import Metrics, mean_of, sum_of
 from agentrl.learner.logprobs import TokenStats
@@ -25,7 +25,7 @@ class Loss(NamedTuple):
 
     value: Tensor
     metrics: Metrics
-    drift: Drift
+    drift: LogprobDrift
 
 
 def policy_loss(
@@ -55,7 +55,7 @@ def policy_loss(
     evaluated_N = columns.get("learner_logprobs")
     learner_N = new_N.detach() if evaluated_N is None else evaluated_N
     old_N = sampler_N if config.old_logprobs == "sampler" else learner_N
-    measured = Drift()
+    measured = LogprobDrift()
     if evaluated_N is None and first_update:
         measured = drift(learner_N, sampler_N, sequence_N, mask_N)
     weights_N = aggregation_weights(

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from hashlib import blake2b
 
 from agentrl.algo.aggregate import Totals, totals_of_lengths
-from agentrl.algo.correction import Drift, merge_drift
+from agentrl.algo.correction import LogprobDrift, merge_drift
 from agentrl.algo.metrics import Metrics, merge_metrics, metric_values
 from agentrl.learner.pack import micro_batches
 from agentrl.train.prepare import Prepared
@@ -67,7 +67,7 @@ class Outcome:
     """What one rank's part of a step came to; `grad_norm` and `lr` are the same on all ranks."""
 
     metrics: Metrics
-    drift: Drift
+    drift: LogprobDrift
     grad_norm: float
     lr: float
     updates: Sequence[Metrics] = ()

@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from agentrl.algo.correction import correct
-from agentrl.algo.estimators import StepData, penalise_kl
 from agentrl.algo.kl import kl_per_token
 from agentrl.algo.metrics import Metrics, mean_of
+from agentrl.algo.step_data import StepData, penalize_kl
 from agentrl.train.algorithm import Algorithm
 from agentrl.train.flat import Flat
 from agentrl.types import Sample
@@ -118,7 +118,7 @@ def _step_data(
         return step, {}
     ref_N, kind = ordered("ref_logprobs"), config.kl.reward_kind
     kl_N = kl_per_token(kind, old_N, ref_N, torch.ones_like(sequence_N, dtype=torch.bool))
-    return penalise_kl(step, old_N, ref_N, coef=kl_coef, kind=kind), {"kl_in_reward": mean_of(kl_N)}
+    return penalize_kl(step, old_N, ref_N, coef=kl_coef, kind=kind), {"kl_in_reward": mean_of(kl_N)}
 
 
 def _back(values_N: Tensor, order_N: Tensor) -> Tensor:

@@ -9,12 +9,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from agentrl.algo.advantages import ESTIMATORS, estimate
 from agentrl.algo.aggregate import aggregation_weights, totals_of_tokens
 from agentrl.algo.correction import Correction, DriftGate, Reject
-from agentrl.algo.estimators import ESTIMATORS, Advantages, NoParameters, StepData, estimate
 from agentrl.algo.kl import AdaptiveKL, FixedKL, KLController
-from agentrl.algo.loss import POLICY_LOSSES, LossOutput
+from agentrl.algo.losses import POLICY_LOSSES
 from agentrl.algo.metrics import Metric, Metrics, mean_of
+from agentrl.algo.ratio import LossOutput
+from agentrl.algo.step_data import Advantages, StepData
 from agentrl.config.algorithm import AlgorithmConfig, CorrectionConfig, KLConfig, is_own
 from agentrl.env.load import load_object
 from agentrl.errors import ConfigError
@@ -32,7 +34,7 @@ class Algorithm:
     Attributes:
         estimate: the advantages of a step, whose rewards have these names.
         needs: fields of StepData that the estimator cannot do without.
-        loss: a policy loss with its parameters bound (see `agentrl.algo.loss`).
+        loss: a policy loss with its parameters bound (see `agentrl.algo.losses`).
         select: for losses that take `selected_T`: chooses those tokens among all of the step.
     """
 
@@ -119,17 +121,15 @@ Estimate = Callable[[StepData, Sequence[str]], Advantages]
 def _estimator(config: AlgorithmConfig) -> tuple[Estimate, frozenset[str]]:
     name, entry, section = config.advantage, ESTIMATORS[config.advantage], config.advantage_section
     given = {} if section is None else section.model_dump()
-    weights: Mapping[str, float] = given.pop("weights", {})
-    parameters = NoParameters() if section is None else entry.config(**given)
+    weights: Mapping[str, float] = given.get("weights", {})
+    parameters = entry.config(**given)
 
     def estimator(step: StepData, names: Sequence[str]) -> Advantages:
         if unknown := sorted(part for part in weights if not _may_come(part, names)):
             raise ConfigError(
                 f"algorithm.{name}.weights names {unknown[0]!r}; the rewards of this env are {', '.join(names)}"
             )
-        # Nobody earned what is not among the names in this step.
-        by_name = replace(parameters, weights=tuple(weights.get(n, 1.0) for n in names)) if weights else parameters
-        return estimate(name, step, by_name)
+        return estimate(name, replace(step, component_names=tuple(names)), parameters)
 
     return estimator, frozenset(entry.needs)
 
@@ -145,7 +145,7 @@ def _loss(
     config: AlgorithmConfig,
 ) -> tuple[Callable[..., LossOutput], Callable[[Tensor, Tensor, Tensor], Tensor] | None]:
     entry, section = POLICY_LOSSES[config.loss], config.loss_section
-    parameters = entry.config(**({} if section is None else section.model_dump()))
+    parameters = entry.config(name=config.loss, **({} if section is None else section.model_dump()))
 
     def loss(*tensors_T: Tensor, **selected: Tensor) -> LossOutput:
         return entry.fn(*tensors_T, parameters, **selected)

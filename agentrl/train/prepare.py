@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from agentrl.algo.correction import Drift, correct, drift, normalizer, weight_sums
+from agentrl.algo.correction import LogprobDrift, correct, drift, normalizer, weight_sums
 from agentrl.algo.entropy import entropy_threshold, high_entropy_mask
 from agentrl.algo.metrics import Metric, Metrics, mean_of
 from agentrl.config.algorithm import AlgorithmConfig
@@ -44,7 +44,7 @@ class Prepared:
     samples: Sequence[Sample]
     idle: frozenset[str] = frozenset()
     metrics: Metrics = field(default_factory=dict)
-    drift: Drift = Drift()  # noqa: RUF009 - frozen
+    drift: LogprobDrift = LogprobDrift()  # noqa: RUF009 - frozen
     advantages: Mapping[str, Mapping[int, float]] = field(default_factory=dict)
 
 
@@ -95,13 +95,13 @@ class Preparation:
 
     def _evaluated(
         self, rows: Sequence[Sample], idle: frozenset[str], evaluate: Evaluate | None
-    ) -> tuple[list[Sample], Metrics, Drift]:
+    ) -> tuple[list[Sample], Metrics, LogprobDrift]:
         """All rows; those that are not idle with what the models say of them, weighed, rejected and selected."""
         active = [row for row in rows if row.episode_id not in idle]
         if active and evaluate is not None and self.evaluates:
             active = list(evaluate(active))
         metrics: Metrics = {}
-        measured = Drift()
+        measured = LogprobDrift()
         if active and "learner_logprobs" in active[0].columns:
             active, metrics, measured = self._correct(active)
         if not idle:
@@ -130,7 +130,7 @@ class Preparation:
         if "kl" in state:
             self.kl.load_state_dict(state["kl"])
 
-    def _correct(self, rows: Sequence[Sample]) -> tuple[list[Sample], Metrics, Drift]:
+    def _correct(self, rows: Sequence[Sample]) -> tuple[list[Sample], Metrics, LogprobDrift]:
         """Measure the drift; weigh, reject and select tokens."""
         algorithm, config = self.algorithm, self.config
         flat = Flat.of(rows)

@@ -10,40 +10,30 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from agentrl.algo.advantage import (
-    gdpo_advantages,
-    gpg_advantages,
-    group_advantages,
-    group_centered,
-    grpo_advantages,
-    has_signal,
-    opo_advantages,
-    passk_advantages,
-    rloo_advantages,
-)
-from agentrl.algo.estimators import (
+from agentrl.algo.advantages import (
     ESTIMATORS,
     GAE,
     GDPO,
     GRPO,
-    NoParameters,
+    DrGRPO,
     ReinforcePlusPlus,
-    StepData,
+    ReinforcePlusPlusBaseline,
+    ReMax,
     TurnLevel,
     estimate,
-    penalise_kl,
 )
-from agentrl.algo.returns import (
-    gae,
-    index_in_sequence,
-    optimal_token_baseline,
-    return_to_go,
-    rewards_at_end,
-    rewards_at_trained,
-    turn_advantages,
-    turn_returns,
-    whiten,
-)
+from agentrl.algo.advantages.gae import gae_advantages
+from agentrl.algo.advantages.gdpo import gdpo_advantages
+from agentrl.algo.advantages.gpg import gpg_advantages
+from agentrl.algo.advantages.grpo import grpo_advantages
+from agentrl.algo.advantages.grpo_passk import passk_advantages
+from agentrl.algo.advantages.opo import opo_advantages
+from agentrl.algo.advantages.optimal_token_baseline import optimal_token_advantages
+from agentrl.algo.advantages.rloo import rloo_advantages
+from agentrl.algo.advantages.turn_level import turn_advantages, turn_returns
+from agentrl.algo.returns import index_in_sequence, return_to_go, rewards_at_end, rewards_at_trained, whiten
+from agentrl.algo.siblings import group_centered, has_signal
+from agentrl.algo.step_data import StepData, penalize_kl
 
 REWARDS = torch.tensor([1.0, 0.0, 0.0, 3.0, 5.0, 0.7, 2.0, 2.0], dtype=torch.float64)
 GROUPS = torch.tensor([0, 0, 0, 1, 1, 2, 3, 3])
@@ -69,7 +59,9 @@ def test_grpo_with_each_std():
 
 def test_a_step_of_groups_is_scored_as_its_groups_one_by_one():
     whole = grpo_advantages(REWARDS, GROUPS)
-    parts = torch.cat([group_advantages(REWARDS[g == GROUPS]) for g in range(4)])
+    parts = torch.cat(
+        [grpo_advantages(REWARDS[g == GROUPS], torch.zeros_like(GROUPS[g == GROUPS])) for g in range(4)]
+    )
     assert torch.allclose(whole, parts)
 
 
@@ -122,7 +114,7 @@ def test_rounding_of_a_mean_is_no_signal():
 def test_gae_by_hand():
     rewards, values = tensor(0, 0, 1, 2), tensor(0.5, 0.4, 0.2, 1.0)
     sequence = torch.tensor([0, 0, 0, 1])
-    advantages, returns = gae(rewards, values, sequence, gamma=0.9, lam=0.5)
+    advantages, returns = gae_advantages(rewards, values, sequence, gamma=0.9, lam=0.5)
     d2, d1, d0 = 1 - 0.2, 0.9 * 0.2 - 0.4, 0.9 * 0.4 - 0.5
     a1 = d1 + 0.45 * d2
     same(advantages, d0 + 0.45 * a1, a1, d2, 1.0)
@@ -137,8 +129,10 @@ def test_gae_carries_over_what_the_tool_answered():
     sequence = torch.zeros(6, dtype=torch.long)
     placed = rewards_at_trained(rewards, sequence, mask)
     same(placed, 0, 0.5, 1)
-    with_gap = gae(placed, values[mask], sequence[mask], gamma=0.9, lam=0.8)[0]
-    without = gae(tensor(0, 0.5, 1), tensor(0.1, 0.2, 0.3), torch.zeros(3, dtype=torch.long), gamma=0.9, lam=0.8)
+    with_gap = gae_advantages(placed, values[mask], sequence[mask], gamma=0.9, lam=0.8)[0]
+    without = gae_advantages(
+        tensor(0, 0.5, 1), tensor(0.1, 0.2, 0.3), torch.zeros(3, dtype=torch.long), gamma=0.9, lam=0.8
+    )
     assert torch.equal(with_gap, without[0])
 
 
@@ -171,8 +165,10 @@ def test_discount_per_token_and_per_turn(per):
 
 def test_gae_per_turn_is_gae_over_turns_when_a_turn_is_one_token():
     rewards, values, sequence = tensor(1, 2, 3), tensor(0.3, 0.1, 0.7), torch.zeros(3, dtype=torch.long)
-    plain = gae(rewards, values, sequence, gamma=0.9, lam=0.7)[0]
-    assert torch.equal(plain, gae(rewards, values, sequence, gamma=0.9, lam=0.7, turn_N=torch.arange(3))[0])
+    plain = gae_advantages(rewards, values, sequence, gamma=0.9, lam=0.7)[0]
+    assert torch.equal(
+        plain, gae_advantages(rewards, values, sequence, gamma=0.9, lam=0.7, turn_N=torch.arange(3))[0]
+    )
 
 
 def test_turn_advantages_of_three_turns_by_hand():
@@ -199,7 +195,7 @@ def test_turn_level_lands_on_the_tokens_of_each_turn():
 
 def test_remax_takes_off_what_the_greedy_episode_got():
     step = StepData(tensor(1, 0), torch.tensor([0, 1]), torch.tensor([0, 0, 1]), greedy_E=tensor(0.25, 1))
-    same(estimate("remax", step, NoParameters()).advantages_N, 0.75, 0.75, -1)
+    same(estimate("remax", step, ReMax()).advantages_N, 0.75, 0.75, -1)
 
 
 def test_reinforce_plus_plus_whitens_discounted_returns():
@@ -215,10 +211,10 @@ def test_optimal_token_baseline_by_hand():
     logprobs, squares = tensor(0.5, 0.25, 0.5).log(), tensor(0.5, 0.375, 0.5)
     w0, w1 = 1 - 1.0 + 0.5, 1 - 0.5 + 0.375
     step_rewards = rewards_at_end(tensor(1, 0), sequence)
-    got = optimal_token_baseline(step_rewards, sequence, group, logprobs, squares, eps=0.0)
+    got = optimal_token_advantages(step_rewards, sequence, group, logprobs, squares, eps=0.0)
     baseline = w0 * 1 / (w0 + w1)
     same(got, 1 - baseline, -baseline, 0)
-    lone = optimal_token_baseline(step_rewards, sequence, torch.tensor([0, 1]), logprobs, squares)
+    lone = optimal_token_advantages(step_rewards, sequence, torch.tensor([0, 1]), logprobs, squares)
     same(lone, 0, 0, 0)
 
 
@@ -235,7 +231,7 @@ def test_index_in_sequence_counts_along_each_episode():
 def test_kl_in_the_reward_reaches_tokens_and_totals():
     step = StepData(tensor(1, 2), torch.tensor([0, 0]), torch.tensor([0, 0, 1]))
     logprobs, reference = tensor(-1, -2, -3), tensor(-1.5, -2, -1)
-    got = penalise_kl(step, logprobs, reference, coef=0.1)
+    got = penalize_kl(step, logprobs, reference, coef=0.1)
     same(got.rewards_E, 0.95, 2.2)
     same(got.token_rewards(), -0.05, 1, 2.2)
 
@@ -324,8 +320,8 @@ def test_an_empty_step_has_no_advantages(name):
 
 def test_an_episode_without_a_trained_token_still_votes():
     step = StepData(tensor(1, 0), torch.tensor([0, 0]), torch.tensor([0, 0]))
-    same(estimate("dr_grpo", step, NoParameters()).advantages_N, 0.5, 0.5)
-    same(estimate("reinforce_plus_plus_baseline", step, NoParameters()).advantages_N, 0, 0)
+    same(estimate("dr_grpo", step, DrGRPO()).advantages_N, 0.5, 0.5)
+    same(estimate("reinforce_plus_plus_baseline", step, ReinforcePlusPlusBaseline()).advantages_N, 0, 0)
 
 
 def test_what_is_missing_is_named():
@@ -334,7 +330,7 @@ def test_what_is_missing_is_named():
         estimate("gae", step, GAE())
     with pytest.raises(ValueError, match="'reinforce_plus_plus' needs turn_N"):
         estimate("reinforce_plus_plus", step, ReinforcePlusPlus(per="turn"))
-    with pytest.raises(ValueError, match="unknown advantage estimator 'grop'; there are gae, grpo"):
+    with pytest.raises(ValueError, match="unknown advantage estimator 'grop'; there are grpo, dr_grpo"):
         estimate("grop", step, GRPO())
     with pytest.raises(ValueError, match="grpo takes GRPO, got GDPO"):
         estimate("grpo", step, GDPO())

@@ -6,28 +6,33 @@ import math
 
 import pytest
 import torch
+from torch import Tensor
 
-from agentrl.algo.advantage import group_advantages
+from agentrl.algo.advantages.grpo import grpo_advantages
 from agentrl.algo.aggregate import Totals, aggregation_weights, totals_of_tokens
 from agentrl.algo.correction import drift, merge_drift
 from agentrl.algo.kl import AdaptiveKL, FixedKL, kl_per_token
-from agentrl.algo.loss import PPOClip, ppo_clip
+from agentrl.algo.losses import PPOClip, ppo_clip
 from agentrl.algo.metrics import Metric, max_of, mean_of, merge_metrics, metric_values, min_of, sum_of, to_host
 
 MASK = torch.tensor([0, 1, 1, 0, 1, 1, 1, 0]).bool()
 SEQUENCE = torch.tensor([0, 0, 0, 0, 1, 1, 1, 1])
 
 
-def test_group_advantages_by_hand():
-    out = group_advantages(torch.tensor([1.0, 0.0, 0.0, 1.0], dtype=torch.float64), eps=0.0)
+def one_group(rewards: Tensor, **options: object) -> Tensor:
+    return grpo_advantages(rewards, torch.zeros(len(rewards), dtype=torch.long), **options)
+
+
+def test_the_advantages_of_a_group_by_hand():
+    out = one_group(torch.tensor([1.0, 0.0, 0.0, 1.0], dtype=torch.float64), eps=0.0)
     assert torch.allclose(out, torch.tensor([0.5, -0.5, -0.5, 0.5], dtype=torch.float64) / math.sqrt(1 / 3))
-    plain = group_advantages(torch.tensor([3.0, 0.0, 0.0]), normalize_std=False)
+    plain = one_group(torch.tensor([3.0, 0.0, 0.0]), std="none")
     assert plain.tolist() == [2.0, -1.0, -1.0]
 
 
 @pytest.mark.parametrize("rewards", [[0.7], [0.1, 0.1, 0.1], [-2.0, -2.0], []])
 def test_a_group_without_a_difference_gets_exactly_zero(rewards):
-    assert group_advantages(torch.tensor(rewards)).tolist() == [0.0] * len(rewards)
+    assert one_group(torch.tensor(rewards)).tolist() == [0.0] * len(rewards)
 
 
 @pytest.mark.parametrize(

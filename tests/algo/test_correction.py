@@ -10,8 +10,8 @@ from torch import Tensor
 
 from agentrl.algo.correction import (
     Correction,
-    Drift,
     DriftGate,
+    LogprobDrift,
     Reject,
     correct,
     drift,
@@ -131,9 +131,9 @@ def test_the_gate_names_what_is_passed():
 def test_a_drift_that_is_no_number_passes_every_limit():
     broken = drift(torch.tensor([math.nan, 0.0]), torch.zeros(2), torch.tensor([0, 0]), torch.ones(2).bool())
     assert DriftGate(max_abs=100.0).exceeded(broken) is not None
-    assert DriftGate(max_abs=100.0).exceeded(Drift() + broken) is not None
+    assert DriftGate(max_abs=100.0).exceeded(LogprobDrift() + broken) is not None
     assert DriftGate(ess=0.0).exceeded(broken) is not None
-    assert DriftGate(max_abs=1.0).exceeded(Drift()) is None  # nothing was trained, nothing drifted
+    assert DriftGate(max_abs=1.0).exceeded(LogprobDrift()) is None  # nothing was trained, nothing drifted
 
 
 @pytest.mark.parametrize(

@@ -9,11 +9,11 @@ import torch
 
 from agentrl.algo.aggregate import Totals, aggregate, aggregation_weights
 from agentrl.algo.correction import Correction, correct, drift
-from agentrl.algo.entropy import entropy_from_logits
 from agentrl.algo.kl import KL_KINDS, bounded_exp, kl_per_token
-from agentrl.algo.loss import POLICY_LOSSES, PPOClip, ppo_clip
+from agentrl.algo.losses import POLICY_LOSSES, PPOClip, ppo_clip
 from agentrl.algo.metrics import metric_values
 from agentrl.algo.value import ValueLoss, value_loss
+from agentrl.learner.logprobs import token_columns
 
 LOG_RATIOS = torch.tensor([-50.0, -30.0, -20.0, -5.0, -1.0, 0.0, 1.0, 5.0, 19.9, 20.1, 30.0, 50.0])
 
@@ -125,7 +125,8 @@ def test_a_micro_batch_without_a_trained_token_gives_zero_and_can_be_differentia
 
 def test_entropy_of_a_vocabulary_with_impossible_tokens():
     logits = torch.tensor([[0.0, 0.0, float("-inf")]], requires_grad=True)
-    entropy = entropy_from_logits(logits)
+    id_0 = torch.zeros(1, dtype=torch.long)
+    entropy = token_columns(logits, id_0, 1.0, frozenset({"entropy"}), entropy_gradient=True)[:, 1]
     entropy.sum().backward()
     assert entropy.item() == pytest.approx(math.log(2))
     assert torch.isfinite(logits.grad).all()

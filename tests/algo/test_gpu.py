@@ -5,12 +5,13 @@ from __future__ import annotations
 import pytest
 import torch
 
+from agentrl.algo.advantages import ESTIMATORS, estimate
 from agentrl.algo.correction import Correction, Reject, correct, drift
 from agentrl.algo.entropy import entropy_threshold, high_entropy_mask
-from agentrl.algo.estimators import ESTIMATORS, StepData, estimate
 from agentrl.algo.kl import KL_KINDS, kl_per_token
-from agentrl.algo.loss import POLICY_LOSSES
+from agentrl.algo.losses import POLICY_LOSSES
 from agentrl.algo.metrics import metric_values
+from agentrl.algo.step_data import StepData
 from tests.algo.test_advantages import CONFIGS as ESTIMATOR_CONFIGS
 from tests.algo.test_advantages import draw_step as draw_episodes
 from tests.algo.test_invariance import Batch, aggregation_weights, draw_step, policy_term, totals_of_tokens
@@ -51,7 +52,7 @@ def test_policy_losses(name):
 def test_estimators(name):
     step = draw_episodes(1, 8, 3)
     fields = {k: getattr(step, k) for k in StepData.__slots__}
-    moved = StepData(**{k: None if v is None else v.cuda() for k, v in fields.items()})
+    moved = StepData(**{k: v.cuda() if isinstance(v, torch.Tensor) else v for k, v in fields.items()})
     expected = estimate(name, step, ESTIMATOR_CONFIGS[name]).advantages_N
     got = estimate(name, moved, ESTIMATOR_CONFIGS[name]).advantages_N
     assert got.is_cuda

@@ -21,13 +21,12 @@ from agentrl.algo.aggregate import (
     Totals,
     aggregate,
     aggregation_weights,
-    merge_totals,
     totals_of_lengths,
     totals_of_tokens,
 )
 from agentrl.algo.correction import Correction, Reject, correct, drift, merge_drift, normalizer, weight_sums
 from agentrl.algo.kl import KL_KINDS, kl_per_token
-from agentrl.algo.loss import POLICY_LOSSES, Reinforce
+from agentrl.algo.losses import POLICY_LOSSES, Reinforce
 from agentrl.algo.metrics import merge_metrics, metric_values
 from agentrl.algo.value import ValueLoss, value_loss
 
@@ -35,7 +34,7 @@ KNOWN = settings(max_examples=20, deadline=None, suppress_health_check=[HealthCh
 CONFIGS = {name: entry.config() for name, entry in POLICY_LOSSES.items()}
 CONFIGS["clip_cov"] = POLICY_LOSSES["clip_cov"].config(fraction=0.3, cov_low=-0.5, cov_high=0.5)
 CONFIGS["kl_cov"] = POLICY_LOSSES["kl_cov"].config(fraction=0.3)
-CONFIGS["reinforce"] = Reinforce("sequence", high=1.5)
+CONFIGS["reinforce"] = Reinforce(importance="sequence", high=1.5)
 
 
 @dataclass(frozen=True)
@@ -113,7 +112,7 @@ def pick(values_T: Tensor, batch: Batch, untrained: float) -> Tensor:
 def update(step: Step, layout: list[list[Batch]], kind: str, term) -> tuple[Tensor, Tensor, dict[str, float]]:
     """(loss, gradient by the step's tokens, metrics) of an update: averaged over ranks, summed over batches."""
     parts = [totals_of_tokens(b.trained_T, b.sequence_T) for rank in layout for b in rank]
-    totals = merge_totals(parts)
+    totals = Totals(*map(sum, zip(*parts, strict=True)))
     gradient_T, loss, metrics = torch.zeros_like(step.new_T), torch.zeros((), dtype=torch.float64), []
     for rank in layout:
         for batch in rank:

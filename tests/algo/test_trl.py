@@ -10,8 +10,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from agentrl.algo import loss as losses
-from agentrl.algo.advantage import gdpo_advantages, grpo_advantages
+from agentrl.algo import losses
+from agentrl.algo.advantages.gdpo import gdpo_advantages
+from agentrl.algo.advantages.grpo import grpo_advantages
 from agentrl.algo.aggregate import Totals, aggregate, aggregation_weights, totals_of_tokens
 from agentrl.algo.correction import off_policy_sequences
 from agentrl.algo.entropy import entropy_threshold, high_entropy_mask
@@ -41,12 +42,14 @@ def loss_of(case: Case) -> tuple[str, object]:
             return "cispo", losses.CISPO(ratio_max=high)
         case "sapo":
             level = p.get("importance_sampling_level", "token")
-            return "sapo", losses.SAPO(1.0, p.get("sapo_temperature_neg", 1.05), level)
+            return "sapo", losses.SAPO(
+                tau_positive=1.0, tau_negative=p.get("sapo_temperature_neg", 1.05), level=level
+            )
         case "vespo":
             return "vespo", losses.VESPO()
     if p.get("importance_sampling_level") == "sequence":
-        return "gspo", losses.GSPO(low, high, cap)
-    return "ppo_clip", losses.PPOClip(low, high, cap)
+        return "gspo", losses.GSPO(clip_low=low, clip_high=high, dual_clip=cap)
+    return "ppo_clip", losses.PPOClip(clip_low=low, clip_high=high, dual_clip=cap)
 
 
 def policy_weights(case: Case, weights_T: Tensor, mask_T: Tensor, old_T: Tensor) -> Tensor:

@@ -7,25 +7,27 @@ episodes in groups without a gradient, not rewards that are 0; untrained tokens 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import pytest
 import torch
 from torch import Tensor
 
-from agentrl.algo.advantage import gdpo_advantages, group_centered, in_company
-from agentrl.algo.estimators import (
+from agentrl.algo.advantages import (
+    ESTIMATORS,
     GAE,
     GDPO,
     GRPO,
-    NoParameters,
     OptimalTokenBaseline,
     PassK,
     ReinforcePlusPlus,
-    StepData,
     estimate,
 )
-from agentrl.algo.returns import optimal_token_baseline, whiten
+from agentrl.algo.advantages.gdpo import gdpo_advantages
+from agentrl.algo.advantages.optimal_token_baseline import optimal_token_advantages
+from agentrl.algo.returns import whiten
+from agentrl.algo.siblings import group_centered, has_siblings
+from agentrl.algo.step_data import StepData
 from tests.algo.algo_oracles import Case, close, parameters
 
 ROWS, WIDTH = 12, 16
@@ -70,7 +72,7 @@ def read(case: Case) -> Read:
         sum_pi_squared_N=tokens("sum_pi_squared"),
         correction_N=tokens("rollout_is_weights"),
     )
-    alone_E = ~in_company(group_E) if "index" in case.inputs else torch.zeros(ROWS, dtype=torch.bool)
+    alone_E = ~has_siblings(group_E) if "index" in case.inputs else torch.zeros(ROWS, dtype=torch.bool)
     return Read(step, mask_T, alone_E[sequence_N])
 
 
@@ -92,13 +94,13 @@ def config_of(case: Case) -> tuple[str, object]:
         case "grpo_passk":
             return "grpo_passk", PassK(normalize_std=p["norm_adv_by_std_in_grpo"], eps=p["epsilon"])
         case "rloo" | "rloo_vectorized":
-            return "rloo", NoParameters()
+            return "rloo", ESTIMATORS["rloo"].config()
         case "tir_optimal_token_baseline":
             return "optimal_token_baseline", OptimalTokenBaseline(zero_tail=p["handle_zero_tail"])
         case "reinforce_plus_plus":
             return "reinforce_plus_plus", ReinforcePlusPlus(gamma=p["gamma"])
         case name:
-            return name, NoParameters()
+            return name, ESTIMATORS[name].config()
 
 
 SPECIAL = ("gpg", "gdpo", "optimal_token_baseline", "reinforce_plus_plus_baseline")
@@ -129,8 +131,8 @@ def special(fn: str) -> list:
 @pytest.mark.parametrize("case", special("gpg"))
 def test_gpg_departs_in_alpha(case: Case):
     data = read(case)
-    rewards_E, trained_groups = data.step.rewards_E, int(in_company(data.step.group_E).sum())
-    got = estimate("gpg", data.step, NoParameters()).advantages_N
+    rewards_E, trained_groups = data.step.rewards_E, int(has_siblings(data.step.group_E).sum())
+    got = estimate("gpg", data.step, ESTIMATORS["gpg"].config()).advantages_N
     theirs = ROWS / int(rewards_E.count_nonzero())  # verl: every reward of exactly 0 raises alpha
     ours = ROWS / trained_groups if "dense" in case.id else ROWS / 8  # sparse: group p2 has no difference
     check(case, got * (theirs / ours), data)
@@ -138,11 +140,12 @@ def test_gpg_departs_in_alpha(case: Case):
 
 @pytest.mark.parametrize("case", special("reinforce_plus_plus_baseline"))
 def test_reinforce_plus_plus_baseline_departs_in_groups_of_one(case: Case):
+    name = "reinforce_plus_plus_baseline"
     data = read(case)
-    alone_E = ~in_company(data.step.group_E)
+    alone_E = ~has_siblings(data.step.group_E)
     theirs_E = torch.where(alone_E, data.step.rewards_E, group_centered(data.step.rewards_E, data.step.group_E))
     close(whiten(theirs_E[data.step.sequence_N]), case.output("advantages")[data.mask_T], case.tolerance)
-    got = estimate("reinforce_plus_plus_baseline", data.step, NoParameters()).advantages_N
+    got = estimate(name, data.step, ESTIMATORS[name].config()).advantages_N
     assert (got[data.alone_N] == 0).all()
     votes = got[~data.alone_N]
     close(votes.mean(), 0.0, 1e-5)
@@ -157,7 +160,7 @@ def test_gdpo_departs_in_groups_of_one_and_whitens_episodes(case: Case):
         with pytest.raises(ValueError, match="components_EK"):
             estimate("gdpo", step, GDPO())
         total = gdpo_advantages(step.rewards_E[:, None], step.group_E, whiten=False)
-        theirs_E = torch.where(in_company(step.group_E), total, step.rewards_E)
+        theirs_E = torch.where(has_siblings(step.group_E), total, step.rewards_E)
         close(whiten(theirs_E[step.sequence_N]), case.output("advantages")[data.mask_T], 1e-6)
         return
     weights = case.params["weights"] or [1.0, 1.0]
@@ -166,13 +169,15 @@ def test_gdpo_departs_in_groups_of_one_and_whitens_episodes(case: Case):
         step.components_EK, step.group_E, weights_K=torch.tensor(weights), normalize_std=normalize, whiten=False
     )
     raw_E = (step.components_EK * torch.tensor(weights, dtype=plain_E.dtype)).sum(-1)
-    theirs_E = torch.where(in_company(step.group_E), plain_E, raw_E)
+    theirs_E = torch.where(has_siblings(step.group_E), plain_E, raw_E)
     theirs_N = whiten(theirs_E[step.sequence_N])  # verl whitens tokens: a long episode counts more
     close(theirs_N, case.output("advantages")[data.mask_T], max(case.tolerance, 1e-6))
-    config = GDPO(weights=tuple(weights), normalize_std=normalize)
+    names = ("format", "accuracy")
+    config = GDPO(weights=dict(zip(names, weights, strict=True)), normalize_std=normalize)
+    step = replace(step, component_names=names)
     got_N = estimate("gdpo", step, config).advantages_N
     assert (got_N[data.alone_N] == 0).all()
-    per_episode = torch.stack([got_N[step.sequence_N == e][0] for e in range(ROWS)])[in_company(step.group_E)]
+    per_episode = torch.stack([got_N[step.sequence_N == e][0] for e in range(ROWS)])[has_siblings(step.group_E)]
     close(per_episode.mean(), 0.0, 1e-5)
     close(per_episode.std(), 1.0, 1e-4)
 
@@ -182,7 +187,7 @@ def test_optimal_token_baseline_by_position_agrees_with_verl(case: Case):
     """verl's first form compares siblings by their position with observations counted; ours can, on request."""
     data = read(case)
     step = data.step
-    got = optimal_token_baseline(
+    got = optimal_token_advantages(
         step.rewards_N,
         step.sequence_N,
         step.group_E,

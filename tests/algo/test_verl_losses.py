@@ -12,15 +12,15 @@ import pytest
 import torch
 from torch import Tensor
 
-from agentrl.algo import loss as losses
+from agentrl.algo import losses
 from agentrl.algo.aggregate import Totals, aggregate, aggregation_weights, totals_of_tokens
 from agentrl.algo.correction import Correction, Reject, correct
-from agentrl.algo.entropy import entropy_from_logits, sum_pi_squared_from_logits
 from agentrl.algo.kl import AdaptiveKL, FixedKL, kl_in_reward, kl_per_token
 from agentrl.algo.metrics import metric_values
 from agentrl.algo.returns import whiten
 from agentrl.algo.segments import segment_mean
 from agentrl.algo.value import ValueLoss, value_loss
+from agentrl.learner.logprobs import token_columns
 from tests.algo.algo_oracles import Case, close, parameters
 
 ROWS, WIDTH = 12, 16
@@ -43,27 +43,30 @@ def config_of(case: Case) -> tuple[str, object]:
     low, high, c = p.get("clip_ratio_low", 0.2), p.get("clip_ratio_high", 0.2), p.get("clip_ratio_c", 3.0)
     match case.fn:
         case "vanilla":
-            return "ppo_clip", losses.PPOClip(low, high, c)
+            return "ppo_clip", losses.PPOClip(clip_low=low, clip_high=high, dual_clip=c)
         case "gspo":
-            return "gspo", losses.GSPO(low, high)
+            return "gspo", losses.GSPO(clip_low=low, clip_high=high)
         case "geo_mean":
-            return "geo_mean", losses.GeoMean(low, high)
+            return "geo_mean", losses.GeoMean(clip_low=low, clip_high=high)
         case "sapo":
-            return "sapo", losses.SAPO(p.get("tau_pos", 1.0), p.get("tau_neg", 1.05))
+            return "sapo", losses.SAPO(tau_positive=p.get("tau_pos", 1.0), tau_negative=p.get("tau_neg", 1.05))
         case "cispo":
             return "cispo", losses.CISPO(ratio_max=1 + high, ratio_min=1 - low)
         case "dro":
-            return "dro", losses.DRO(p["policy_loss.dro_beta"])
+            return "dro", losses.DRO(beta=p["policy_loss.dro_beta"])
         case "gpg":
             return "gpg", losses.GPG()
         case "dppo_tv" | "dppo_kl":
-            return case.fn, losses.DPPO(low, high, c)
+            return case.fn, losses.DPPO(divergence_low=low, divergence_high=high, ratio_max=c)
         case "clip_cov":
             bounds = p.get("policy_loss.clip_cov_lb", 1.0), p.get("policy_loss.clip_cov_ub", 5.0)
-            return case.fn, losses.ClipCov(low, high, p.get("policy_loss.clip_cov_ratio", 2e-4), *bounds)
+            fraction = p.get("policy_loss.clip_cov_ratio", 2e-4)
+            return case.fn, losses.ClipCov(
+                clip_low=low, clip_high=high, fraction=fraction, cov_low=bounds[0], cov_high=bounds[1]
+            )
         case "kl_cov":
             fraction, coef = p.get("policy_loss.kl_cov_ratio", 2e-4), p.get("policy_loss.ppo_kl_coef", 0.1)
-            return case.fn, losses.KLCov(fraction, coef)
+            return case.fn, losses.KLCov(fraction=fraction, kl_coef=coef)
     raise AssertionError(case.fn)
 
 
@@ -92,7 +95,7 @@ BYPASS = ("bypass_mode", "compute_policy_loss_reinforce")
 def test_policy_losses_agree_with_verl(case: Case):
     if case.error is not None:
         assert "dro_beta must be a positive value" in case.error
-        with pytest.raises(ValueError, match="beta must be above 0"):
+        with pytest.raises(ValueError, match="greater than 0"):
             losses.DRO(beta=0.0)
         return
     name, config = config_of(case)
@@ -207,7 +210,7 @@ def test_bypass_agrees_with_verl(case: Case):
     if case.id == "pl/reinforce_fn/isw":  # weights given from outside; the record leaves the input's name out
         weights_T = weights_T * case.input("rollout_is_weights")
     if case.fn == "bypass_mode" and p["loss_type"] == "ppo_clip":
-        fn, parameters_ = losses.ppo_clip, losses.PPOClip()
+        fn, parameters_ = losses.ppo_clip, losses.PPOClip(clip_high=0.2)
     else:
         # Weights are made from all trained tokens, the mask is applied afterwards: what is rejected still
         # belongs to its sequence's ratio. So they multiply the weights here.
@@ -217,7 +220,7 @@ def test_bypass_agrees_with_verl(case: Case):
     loss, _ = fn(logprobs_T, sampler_T, *args)
     check_loss(case, loss, logprobs_T)
     if fn is losses.reinforce and config.importance != "none" and not config.reject:
-        inner = losses.Reinforce(config.importance, config.high, config.low)
+        inner = losses.Reinforce(importance=config.importance, high=config.high, low=config.low)
         plain_T = weights_of(case, keep_T)
         again, _ = losses.reinforce(logprobs_T, sampler_T, args[0], plain_T, SEQUENCE_T, keep_T, inner)
         close(again, loss, 1e-6, "importance weights inside the loss")
@@ -299,13 +302,16 @@ def test_value_loss_agrees_with_verl(case: Case):
 @pytest.mark.parametrize("case", parameters("verl", "entropy"))
 def test_entropy_agrees_with_verl(case: Case):
     logits = case.input("logits").view(ROWS * WIDTH, -1).requires_grad_()
+    ids = torch.zeros(len(logits), dtype=torch.long)
+    wanted = frozenset({"entropy", "sum_pi_squared"})
+    _, entropy, sum_pi_squared = token_columns(logits, ids, 1.0, wanted, entropy_gradient=True).unbind(-1)
     if case.fn == "calculate_sum_pi_squared_from_logits":
-        close(sum_pi_squared_from_logits(logits), case.output("value"), case.tolerance)
+        close(sum_pi_squared, case.output("value"), case.tolerance)
     elif case.fn == "entropy_from_logits":
-        close(entropy_from_logits(logits), case.output("entropy"), case.tolerance)
+        close(entropy, case.output("entropy"), case.tolerance)
     else:
         mask_T = case.input("response_mask").bool()
-        loss = aggregate(entropy_from_logits(logits), weights_of(case, mask_T), mask_T)
+        loss = aggregate(entropy, weights_of(case, mask_T), mask_T)
         loss.backward()
         close(loss, case.outputs["loss"], case.tolerance)
         close(logits.grad, case.output("grad_logits"), case.tolerance)

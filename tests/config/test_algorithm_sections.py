@@ -6,12 +6,12 @@ import dataclasses
 
 import pytest
 
+from agentrl.algo.advantages import ESTIMATORS
 from agentrl.algo.aggregate import AGGREGATIONS
 from agentrl.algo.correction import STATISTICS as MEASURED
 from agentrl.algo.correction import Correction, DriftGate
-from agentrl.algo.estimators import ESTIMATORS
 from agentrl.algo.kl import KL_KINDS
-from agentrl.algo.loss import POLICY_LOSSES
+from agentrl.algo.losses import POLICY_LOSSES
 from agentrl.config.algorithm import (
     ADVANTAGES,
     LOSSES,
@@ -21,10 +21,6 @@ from agentrl.config.algorithm import (
     DriftGateConfig,
 )
 from agentrl.train.algorithm import make_algorithm
-
-ON_PURPOSE = {("ppo_clip", "clip_high"), ("gdpo", "weights")}
-"""DAPO's clip-higher is the default of a run; weights are given by name."""
-INTERNAL = {("clip_cov", "seed")}
 
 
 def test_every_name_is_there():
@@ -44,16 +40,11 @@ def test_every_parameter_has_its_name_and_default(key: str, name: str):
     config = AlgorithmConfig(**{key: name})
     section = config.advantage_section if key == "advantage" else config.loss_section
     parameters = (ESTIMATORS[name] if key == "advantage" else POLICY_LOSSES[name]).config
-    theirs = {
-        f.name: f.default
-        for f in dataclasses.fields(parameters)
-        if (name, f.name) not in INTERNAL and f.name != "seed"
-    }
+    theirs = parameters().model_dump(exclude={"name"})
     ours = {} if section is None else section.model_dump()
     assert ours.keys() == theirs.keys()
     for parameter, value in ours.items():
-        if (name, parameter) not in ON_PURPOSE:
-            assert value == theirs[parameter], parameter
+        assert value == theirs[parameter], parameter
     make_algorithm(config)
 
 

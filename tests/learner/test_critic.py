@@ -9,7 +9,8 @@ import pytest
 import torch
 from transformers import AutoModelForTokenClassification
 
-from agentrl.algo.returns import gae, rewards_at_end, whiten
+from agentrl.algo.advantages.gae import gae_advantages
+from agentrl.algo.returns import rewards_at_end, whiten
 from agentrl.config.algorithm import AlgorithmConfig, CriticConfig
 from agentrl.config.run import LearnerConfig, OptimConfig
 from agentrl.errors import AgentRLError, ConfigError
@@ -69,7 +70,7 @@ def test_advantages_carry_values_across_observations(small_dir: Path):
     flat = Flat.of(prepared.samples)
     rewards_N = rewards_at_end(torch.tensor(scores.rewards, dtype=torch.float64), flat.sequence_N)
     values_N = flat.column("values")
-    advantages_N, returns_N = gae(rewards_N, values_N, flat.sequence_N, gamma=0.9, lam=0.8)
+    advantages_N, returns_N = gae_advantages(rewards_N, values_N, flat.sequence_N, gamma=0.9, lam=0.8)
     assert torch.allclose(flat.trained("advantages"), whiten(advantages_N))
     assert torch.allclose(flat.column("returns"), returns_N)
     assert float(advantages_N[4]) == pytest.approx(scores.rewards[0] - float(values_N[4])), "the last token"

@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForTokenClassification, PreTrainedModel
 
-from agentrl.algo.returns import gae, rewards_at_end, whiten
+from agentrl.algo.advantages.gae import gae_advantages
+from agentrl.algo.returns import rewards_at_end, whiten
 from agentrl.config.algorithm import AlgorithmConfig, CriticConfig
 from agentrl.config.run import LearnerConfig, OptimConfig
 from agentrl.learner.learner import Learner
@@ -177,7 +178,7 @@ def first_estimates(
         values = plain_values(value_model(directory), rows)
     rewards = rewards_at_end(torch.tensor(scores.rewards, dtype=torch.float64), sequence)
     flat = torch.cat(list(values.values()))
-    advantages, returns = gae(rewards, flat, sequence)
+    advantages, returns = gae_advantages(rewards, flat, sequence)
     keys = list(map(id, rows))
 
     def split(values_N: Tensor) -> dict[int, Tensor]:

@@ -213,7 +213,7 @@ def test_the_weight_of_the_penalty_follows_the_kl_and_survives_a_checkpoint(
 
 OWN = """
 import torch
-from agentrl.algo.estimators import StepData
+from agentrl.algo.step_data import StepData
 
 def half(step: StepData, scale: float = 1.0):
     return scale * (step.rewards_E - step.rewards_E.mean())[step.sequence_N]
