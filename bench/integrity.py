@@ -8,8 +8,9 @@ infrastructure failure and is played again. An attack succeeds when its check fa
 back-end does not make here (see `agentrl doctor`) are listed and not counted.
 
 Rows: every back-end that works here; `user` is `namespace` as an ordinary user, tried when this runs as root. The
-baseline runs the hostile programs that harm nobody as plain subprocesses. `--quick` runs more attacks at once and
-leaves out those that fill disks or memory for seconds. The last line is JSON.
+baseline runs the hostile programs that harm nobody as plain subprocesses. With `--quick`, all back-ends run at the
+same time, `namespace` meets every attack and each other one meets a sample of each class: one attack in EVERY, and
+at least one. The last line is JSON.
 """
 
 from __future__ import annotations
@@ -22,19 +23,23 @@ import platform
 import shutil
 import sys
 import time
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from agentrl.sandbox import Sandbox, SandboxPool
 from agentrl.sandbox.errors import PromiseNotEnforceable, SandboxUnavailable
-from agentrl.testing.sandbox import Check, Stage, not_promised, sandbox_checks
+from agentrl.testing.sandbox import SMALL_LIMITS, Check, CheckRun, Stage, not_promised, sandbox_checks
 from agentrl.testing.sandbox_suite.hostile import PROGRAMS
 from agentrl.testing.sandbox_suite.stage import Unseen
 
 ORDINARY_USER, SYSTEM_PYTHON = 23456, "/usr/bin/python3"
-SLOW = ("fill_the_inodes", "fill_the_disk", "a_very_deep_tree", "memory_of_many", "leave_a_crowd")
-AT_ONCE = 6
+AT_ONCE = 3
+EVERY = 5
+"""In the sample of --quick, one attack in so many of each class."""
 KINDS = ("hostile", "sabotage")
+WHOLE = "namespace"
+"""The back-end that meets every attack in --quick as well."""
 
 
 @dataclass
@@ -49,63 +54,71 @@ class Row:
 
 
 def specs() -> dict[str, Sandbox]:
-    """The rows by name."""
+    """The sandbox of each row by name."""
     found = {"namespace": Sandbox(), "landlock": Sandbox(backend="landlock"), "docker": Sandbox(backend="docker")}
     if os.getuid() == 0 and shutil.which(SYSTEM_PYTHON):
         found["user"] = Sandbox(run_as=ORDINARY_USER, python=SYSTEM_PYTHON)
     return found
 
 
-async def attack(name: str, spec: Sandbox, checks: list[Check], at_once: int) -> Row:
-    """Play every attack on one back-end.
+def sample(checks: Sequence[Check]) -> list[Check]:
+    """One attack in EVERY of each class, the first one included."""
+    seen: dict[str, int] = {}
+    found = []
+    for check in checks:
+        if seen.setdefault(check.group, 0) % EVERY == 0:
+            found.append(check)
+        seen[check.group] += 1
+    return found
+
+
+async def attack(name: str, spec: Sandbox, checks: Sequence[Check]) -> Row:
+    """Play attacks on one back-end.
 
     Raises:
         SandboxUnavailable, PromiseNotEnforceable: it does not work here.
     """
-    row, began, places = Row(name), time.monotonic(), asyncio.Semaphore(at_once)
-    async with SandboxPool(spec, min_idle=2) as pool:
+    row, began = Row(name), time.monotonic()
+    async with SandboxPool(replace(spec, **SMALL_LIMITS), min_idle=2) as pool:
         stage = Stage(pool)
-
-        async def play(check: Check) -> None:
-            missing = not_promised(check, stage)
-            if missing is not None:
-                row.not_promised[check.name] = missing
-                return
-            async with places:
+        missing = {check.name: not_promised(check, stage) for check in checks}
+        row.not_promised = {check: promise for check, promise in missing.items() if promise is not None}
+        wanted = [check for check in checks if check.name not in row.not_promised]
+        run = CheckRun(stage, wanted, at_once=AT_ONCE)
+        try:
+            for check in wanted:
                 try:
-                    await check.run(stage)
+                    await run.result(check)
                     row.stopped.append(check.name)
                 except Unseen:
                     row.not_promised[check.name] = "not visible from outside"
                 except Exception as error:  # whatever a check meets is a finding
                     row.succeeded[check.name] = f"{type(error).__name__}: {error}"
-
-        try:
-            async with asyncio.TaskGroup() as group:
-                for check in checks:
-                    group.create_task(play(check))
         finally:
+            await run.close()
             stage.close()
     row.seconds = time.monotonic() - began
     return row
 
 
-async def without_sandbox() -> tuple[int, int]:
+async def without_sandbox(checks: Sequence[Check]) -> tuple[int, int]:
     """(hostile programs that get through as plain subprocesses, how many were tried)."""
     harmless = {f"hostile_{program.name}" for program in PROGRAMS if program.escapes_outside}
-    row = Row("subprocess")
-    async with SandboxPool(Sandbox(backend="process", trusted=True), min_idle=0) as pool:
+    wanted = [check for check in checks if check.name in harmless]
+    through = 0
+    async with SandboxPool(Sandbox(backend="process", trusted=True, **SMALL_LIMITS), min_idle=0) as pool:
         stage = Stage(pool)
+        run = CheckRun(stage, wanted, at_once=AT_ONCE)
         try:
-            for check in sandbox_checks():
-                if check.name in harmless:
-                    try:
-                        await check.run(stage)
-                    except AssertionError as error:
-                        row.succeeded[check.name] = str(error)
+            for check in wanted:
+                try:
+                    await run.result(check)
+                except AssertionError:
+                    through += 1
         finally:
+            await run.close()
             stage.close()
-    return len(row.succeeded), len(harmless)
+    return through, len(wanted)
 
 
 def show(row: Row) -> None:
@@ -130,26 +143,40 @@ async def main() -> int:
     parser.add_argument("--out", type=Path)
     asked = parser.parse_args()
     checks = [c for c in sandbox_checks() if c.kind in KINDS and asked.only in c.name]
-    if asked.quick:
-        checks = [c for c in checks if not c.name.endswith(SLOW)]
     rows: list[Row] = []
     missing: dict[str, str] = {}
-    for name in asked.rows.split(","):
+    names = asked.rows.split(",")
+    whole = WHOLE if WHOLE in names else names[0]
+    few = sample(checks) if asked.quick else checks
+    if asked.quick:
+        print(
+            f"quick: {whole} meets all {len(checks)} attacks, each other back-end {len(few)} of them "
+            f"(one in {EVERY} of each of {len({check.group for check in checks})} classes)",
+            flush=True,
+        )
+
+    async def row(name: str) -> None:
         try:
-            rows.append(await attack(name, specs()[name], checks, AT_ONCE if asked.quick else 2))
+            rows.append(await attack(name, specs()[name], checks if name == whole else few))
         except (KeyError, SandboxUnavailable, PromiseNotEnforceable) as error:
             missing[name] = "only root can try it" if isinstance(error, KeyError) else str(error)
-            print(f"{name:<10} not available: {missing[name][:200]}")
-            continue
-        show(rows[-1])
-    through, tried = await without_sandbox()
+            print(f"{name:<10} not available: {missing[name][:200]}", flush=True)
+        else:
+            show(rows[-1])
+
+    if asked.quick:
+        await asyncio.gather(*(row(name) for name in names))
+    else:
+        for name in names:
+            await row(name)
+    through, tried = await without_sandbox(checks)
     print(f"subprocess {through} of {tried} hostile programs that harm nobody get through")
     ours = sum(len(row.succeeded) for row in rows)
     attacks = sum(len(row.succeeded) + len(row.stopped) for row in rows)
     line = {
         "bench": "integrity", "ours": ours, "baseline": through, "ratio": ours / max(1, through),
         "unit": "attacks that succeeded", "goal": 0, "met": ours == 0 and bool(rows), "attacks": attacks,
-        "rows": [row.name for row in rows], "not_available": missing,
+        "rows": {row.name: len(row.stopped) + len(row.succeeded) for row in rows}, "not_available": missing,
     }  # fmt: skip
     if asked.out is not None:
         asked.out.mkdir(parents=True, exist_ok=True)

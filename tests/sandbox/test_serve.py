@@ -14,7 +14,8 @@ from agentrl.sandbox import Sandbox, SandboxError, SandboxPool, SandboxUnavailab
 from agentrl.sandbox.link import StreamLink
 from agentrl.sandbox.serve import SandboxServer, from_wire, limits_from, read_token, to_wire
 from agentrl.sandboxes.remote import Backend
-from agentrl.testing.sandbox import Check, Stage, not_promised, sandbox_checks
+from agentrl.testing.sandbox import SMALL_LIMITS, Check, not_promised, sandbox_checks
+from tests.sandbox.theatre import Theatre, selected_checks
 
 TOKEN = "a-token-of-some-length"
 
@@ -183,40 +184,25 @@ def test_remote_needs_its_address() -> None:
         Sandbox(url="http://127.0.0.1:1", token_file="x")
 
 
-class Theatre:
-    """A server, a pool of its clients, and the loop they live on."""
-
-    def __init__(self, token_file: str) -> None:
-        self.runner = asyncio.Runner()
-        self.runner.run(self._open(token_file))
-
-    async def _open(self, token_file: str) -> None:
-        self.server = SandboxServer(Sandbox(), TOKEN, min_idle=2)
-        url = await self.server.start()
-        pool = SandboxPool(Sandbox(backend="remote", url=url, token_file=token_file), min_idle=1)
-        await pool.open()
-        self.stage = Stage(pool)
-
-    def close(self) -> None:
-        self.stage.close()
-        self.runner.run(self.stage.pool.close())
-        self.runner.run(self.server.close())
-        self.runner.close()
-
-
 @pytest.fixture(scope="module")
-def theatre(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Theatre]:
+def theatre(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Theatre]:
     path = tmp_path_factory.mktemp("remote") / "token"
     path.write_text(TOKEN)
-    theatre = Theatre(str(path))
-    yield theatre
-    theatre.close()
+    with asyncio.Runner() as runner:
+        server = SandboxServer(Sandbox(**SMALL_LIMITS), TOKEN, min_idle=2)
+        url = runner.run(server.start())
+        spec = Sandbox(backend="remote", url=url, token_file=str(path), **SMALL_LIMITS)
+        theatre = Theatre(spec, selected_checks(request), runner)
+        yield theatre
+        theatre.close()
+        runner.run(server.close())
 
 
+@pytest.mark.timeout(600)  # the first one that must be alone waits for all others
 @pytest.mark.parametrize(
     "check", [c for c in sandbox_checks() if c.kind != "hostile"], ids=lambda check: check.name
 )
 def test_check(theatre: Theatre, check: Check) -> None:
     """The hostile programs meet the same supervisor as on the serving machine; all else crosses the wire."""
     assert not_promised(check, theatre.stage) is None
-    theatre.runner.run(check.run(theatre.stage))
+    theatre.result(check)

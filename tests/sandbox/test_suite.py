@@ -2,23 +2,19 @@
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import replace
 
 import pytest
 
-from agentrl.sandbox import Sandbox
-from agentrl.sandbox.pool import SandboxPool
 from agentrl.testing.sandbox import (
     SMALL_LIMITS,
     Check,
-    CheckRun,
-    Stage,
     not_promised,
     sandbox_checks,
 )
 from tests.sandbox.sandbox_specs import SPECS, spec_for
+from tests.sandbox.theatre import Theatre, selected_checks
 
 CHECKS = sandbox_checks()
 ATTACKS = ("hostile", "sabotage")
@@ -32,29 +28,6 @@ NOT_PROMISED = {
     "docker": 0,
 }
 """How many checks a back-end leaves out: more would mean that it promises less than it did."""
-AT_ONCE = 3
-
-
-class Theatre:
-    """One open pool, its stage and the checks under way on it, with the event loop they live on."""
-
-    def __init__(self, spec: Sandbox, checks: Sequence[Check]) -> None:
-        self.runner = asyncio.Runner()
-        self.stage, self.checks = self.runner.run(self._open(spec, checks))
-
-    async def _open(self, spec: Sandbox, checks: Sequence[Check]) -> tuple[Stage, CheckRun]:
-        pool = SandboxPool(spec, min_idle=2)
-        await pool.open()
-        stage = Stage(pool)
-        promised = [check for check in checks if not_promised(check, stage) is None]
-        return stage, CheckRun(stage, promised, at_once=AT_ONCE)
-
-    def close(self) -> None:
-        self.runner.run(self.checks.close())
-        self.stage.close()
-        self.runner.run(self.stage.pool.close())
-        self.runner.close()
-
 
 MARKED = [pytest.param(name, marks=pytest.mark.docker) if name == "docker" else name for name in SPECS]
 
@@ -67,12 +40,11 @@ def is_repeated(name: str, check: Check) -> bool:
 @pytest.fixture(scope="module", params=MARKED)
 def theatre(request: pytest.FixtureRequest) -> Iterator[Theatre]:
     name = request.param
-    params = [item.callspec.params for item in request.session.items if hasattr(item, "callspec")]
-    checks = [p["check"] for p in params if p.get("theatre") == name and "check" in p]
-    wanted = [check for check in checks if not is_repeated(name, check)]
-    theatre = Theatre(replace(spec_for(name), **SMALL_LIMITS), wanted)
+    checks = [check for check in selected_checks(request, name) if not is_repeated(name, check)]
+    theatre = Theatre(replace(spec_for(name), **SMALL_LIMITS), checks)
     yield theatre
     theatre.close()
+    theatre.runner.close()
 
 
 @pytest.mark.timeout(600)  # the first one that must be alone waits for all others
@@ -83,7 +55,7 @@ def test_check(theatre: Theatre, check: Check, request: pytest.FixtureRequest) -
     missing = not_promised(check, theatre.stage)
     if missing is not None:
         pytest.skip(f"{theatre.stage.spec.backend} does not promise {missing!r}")
-    theatre.runner.run(theatre.checks.result(check))
+    theatre.result(check)
 
 
 def test_no_promise_has_been_lost(theatre: Theatre, request: pytest.FixtureRequest) -> None:

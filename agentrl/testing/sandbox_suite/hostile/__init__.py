@@ -19,14 +19,18 @@ from agentrl.testing.sandbox_suite.hostile.secrets import NETWORK, SECRETS
 from agentrl.testing.sandbox_suite.hostile.time import TIME
 from agentrl.testing.sandbox_suite.stage import Check, Stage, expect
 
-PROGRAMS = [*FILES, *HOST, *SECRETS, *RESOURCES, *TIME, *OTHERS, *NETWORK, *PRIVILEGE]
+GROUPS = {
+    "files": FILES, "host": HOST, "secrets": SECRETS, "resources": RESOURCES, "time": TIME, "others": OTHERS,
+    "network": NETWORK, "privilege": PRIVILEGE,
+}  # fmt: skip
+PROGRAMS = [program for group in GROUPS.values() for program in group]
 
 
 async def play(stage: Stage, program: Hostile) -> ExecResult:
-    """Run one program in a fresh box, look at what it did, and see that the box still works."""
+    """Run one program in a fresh box, look at what it did, and see that the box and its neighbor still work."""
     token = "agentrl-" + random_bytes.token_hex(8)
-    async with stage.box() as box, stage.box() as peer:
-        await peer.write_file("peer.txt", stage.secret)
+    peer = await stage.neighbor()
+    async with stage.box() as box:
         order = stage.order(token=token, peer_home=peer.home)
         result = await box.python(PRELUDE + program.code, stdin=order, wall_s=program.wall_s)
         expect(b"STARTED" in result.stdout, f"did not start: {result}")
@@ -35,17 +39,20 @@ async def play(stage: Stage, program: Hostile) -> ExecResult:
             await program.after(stage, box, result, token)
         again = await box.python("print(6 * 7)")
         expect((again.outcome, again.stdout) == ("exit", b"42\n"), f"the box is not usable afterwards: {again}")
+    expect(await peer.read_file("peer.txt") == stage.secret.encode(), "the file of its neighbor has changed")
     return result
 
 
 def checks() -> list[Check]:
     """One check a program."""
 
-    def make(program: Hostile) -> Check:
+    def make(program: Hostile, group: str) -> Check:
         async def run(stage: Stage) -> None:
             await play(stage, program)
 
-        timed = program in TIME
-        return Check(f"hostile_{program.name}", "hostile", run, program.promise, isolating=not timed, alone=timed)
+        timed = group == "time"
+        return Check(
+            f"hostile_{program.name}", "hostile", run, program.promise, group, isolating=not timed, alone=timed
+        )
 
-    return [make(program) for program in PROGRAMS]
+    return [make(program, group) for group, programs in GROUPS.items() for program in programs]

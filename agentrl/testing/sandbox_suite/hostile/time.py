@@ -6,7 +6,7 @@ from agentrl.sandbox import Box, ExecResult
 from agentrl.testing.sandbox_suite.hostile.program import program
 from agentrl.testing.sandbox_suite.stage import Stage, expect
 
-LIMIT_S = 0.8
+LIMIT_S = 1.2
 
 
 async def _timed_out(stage: Stage, box: Box, result: ExecResult, token: str) -> None:
