@@ -70,7 +70,7 @@ class Stage:
             yield box
 
     async def neighbor(self) -> Box:
-        """A sandbox that outlives the checks, with the secret in peer.txt; a new one where a check has ended it."""
+        """A sandbox that outlives the checks, with the secret in peer.txt; replaced where a check has ended it."""
         async with self._moving_in:
             if self._neighbor is not None and not await self._neighbor.alive():
                 await self.pool.release(self._neighbor)
