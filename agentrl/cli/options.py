@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
+
+if TYPE_CHECKING:
+    from agentrl.config.facts import Command
 
 YamlFile = Annotated[
     Path, typer.Argument(metavar="TOOLS.YAML", help="The YAML file of the run.", show_default=False)
@@ -33,9 +36,6 @@ PlayOverrides = Annotated[
         show_default=False,
     ),
 ]
-
-OF_UPDATES = ("engine.sync_tolerance", "engine.server.sleep")
-"""Settings of how weights are updated: nothing to those who only sample."""
 
 
 def policy_folder(target: Path) -> Path:
@@ -78,22 +78,23 @@ def new_file(path: Path, *, overwrite: bool = False) -> Path:
     return path
 
 
-def check_effect(overrides: Sequence[str], sections: Collection[str], what: str) -> None:
-    """See that every `--set` changes something for who only samples from a policy.
+def check_effect(overrides: Sequence[str], command: Command, what: str) -> None:
+    """See that every `--set` changes something for a command that only samples from a policy.
 
     Args:
-        sections: those of a run's configuration that `what` looks at.
+        command: the name by which keys say that they mean nothing to it.
+        what: what it does, for errors.
 
     Raises:
         ConfigError: one of them has no effect.
     """
-    from agentrl.config import RunConfig
+    from agentrl.config.facts import UnusedBy, facts
+    from agentrl.config.schema import field_at
     from agentrl.errors import ConfigError
 
     for text in overrides:
-        key = text.partition("=")[0].strip()
-        section = key.partition(".")[0]
-        if section in RunConfig.model_fields and section not in sections:
-            raise ConfigError(f"--set {text}: `{section}` has no effect on {what}; leave it out")
-        if key in OF_UPDATES:
-            raise ConfigError(f"--set {text}: has no effect on {what}, which updates no weights; leave it out")
+        loc = tuple(part.strip() for part in text.partition("=")[0].split("."))
+        for end in range(1, len(loc) + 1):
+            field = field_at(loc[:end])
+            if field is not None and any(command in fact.commands for fact in facts(field, UnusedBy)):
+                raise ConfigError(f"--set {text}: `{'.'.join(loc[:end])}` has no effect on {what}; leave it out")

@@ -13,6 +13,7 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import AfterValidator, Field, model_validator
 
+from agentrl.config.facts import MayChangeOnResume, NamesCode, PathTo
 from agentrl.config.options import (
     Above0,
     CISPOOptions,
@@ -121,7 +122,7 @@ def _check_rule(statistic: str, limit: float | tuple[float, float]) -> None:
 class CriticConfig(Section):
     """The critic of `advantage: gae`: a value model that learns beside the policy."""
 
-    path: str | None = None
+    path: Annotated[str | None, PathTo("folder", hub=True)] = None
     """Model directory that it begins with; by default the one that the policy begins with."""
     lr: Above0 = 1e-5
     """Peak learning rate; it rises and falls as that of the policy."""
@@ -139,7 +140,7 @@ class CriticConfig(Section):
     """How the errors of tokens become one number; by default as the losses of the policy."""
     aggregation_scale: Above0 | None = None
     """As `algorithm.aggregation_scale`; by default the same."""
-    ranks: Count = 0
+    ranks: Annotated[Count, MayChangeOnResume()] = 0
     """Ray workers of the critic's own, each with a shard of it; 0 keeps it beside the policy, on its ranks. With
     ranks of its own the policy is on Ray as well, whatever its number of ranks."""
 
@@ -225,13 +226,13 @@ class DriftGateConfig(Section):
 class AlgorithmConfig(Section):
     """How rewards become gradients. docs/algorithms.md says what each name is."""
 
-    advantage: Annotated[str, AfterValidator(_choice(ADVANTAGES))] = "grpo"
+    advantage: Annotated[str, AfterValidator(_choice(ADVANTAGES)), NamesCode("function", or_word=True)] = "grpo"
     """What an episode did better than expected: grpo, dr_grpo, rloo, turn_level, gae, reinforce_plus_plus,
     reinforce_plus_plus_baseline, remax, opo, gpg, gdpo, grpo_passk, optimal_token_baseline; or your own,
     `module:function`."""
     advantage_options: dict[str, Any] = Field(default_factory=dict)
     """Keyword arguments of your own estimator."""
-    loss: Annotated[str, AfterValidator(_choice(LOSSES))] = "ppo_clip"
+    loss: Annotated[str, AfterValidator(_choice(LOSSES)), NamesCode("function", or_word=True)] = "ppo_clip"
     """The policy loss: ppo_clip, gspo, geo_mean, cispo, sapo, reinforce, gpg, dro, dppo_tv, dppo_kl, clip_cov,
     kl_cov, vespo; or your own, `module:function`."""
     loss_options: dict[str, Any] = Field(default_factory=dict)

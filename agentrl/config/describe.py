@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any, get_origin
 
+from pydantic import ValidationError
 from pydantic.fields import FieldInfo
 
 from agentrl.config.dump import yaml_value
+from agentrl.config.facts import MayChangeOnResume, NamesCode, PathTo, effects, facts
 from agentrl.config.run import RunConfig
 from agentrl.config.schema import alternatives, bounds, kind_name, section_of
 from agentrl.config.section import Section
@@ -47,6 +49,9 @@ model:
 ```
 
 - Any value can be changed on the command line: `agentrl train tools.yaml --set optim.lr=1e-5 --set warmup=null`.
+- `--set KEY=null` takes back what the file says about a key, so that its default applies.
+- A key that has no effect in the chosen set-up is an error, even where it is written with its default value. Files
+  that agentrl wrote itself (`config show`, a run folder's `config.yaml`) load again as they are.
 - Relative paths in the file are relative to the file; relative paths given by `--set` to the current folder.
 - An unknown key, a wrong value or a missing file stops the run before it starts, all mistakes at once, each with
   `file:line:column`.
@@ -71,7 +76,7 @@ def _section(name: str, field: FieldInfo, section: type[Section]) -> Iterator[st
     yield f"## `{name}:`\n"
     yield (section.__doc__ or "").strip().replace("\n    ", "\n") + "\n"
     if type(None) in alternatives(field.annotation):
-        yield f"Off unless the section is there; `{name}: {{}}` switches it on with its defaults.\n"
+        yield f"{_optional(name, field, section)}\n"
     if name in EXTRA:
         yield EXTRA[name] + "\n"
     yield from _rows(section)
@@ -83,6 +88,17 @@ def _section(name: str, field: FieldInfo, section: type[Section]) -> Iterator[st
             yield from _rows(inner)
 
 
+def _optional(name: str, field: FieldInfo, section: type[Section]) -> str:
+    """How to switch an optional section on."""
+    if conditions := [fact.condition() for fact in effects(field)]:
+        return f"{' '.join(conditions)} Without the section its defaults apply."
+    try:
+        section.model_validate({})
+    except ValidationError:
+        return f"Off unless the section is there; `{name}: {{}}` is not enough: the table below says what it needs."
+    return f"Off unless the section is there; `{name}: {{}}` switches it on with its defaults."
+
+
 def _rows(section: type[Section], *, own: bool = False) -> Iterator[str]:
     """The table of a section; `own` leaves its inner sections to pages of their own."""
     yield "| key | type | default | |"
@@ -90,7 +106,9 @@ def _rows(section: type[Section], *, own: bool = False) -> Iterator[str]:
     for name, field in section.model_fields.items():
         if own and section_of(field) is not None:
             continue
-        about = " ".join((field.description or "").split()).replace("|", "\\|")
+        known = [fact.condition() for fact in effects(field)]
+        known += ["*May change on resuming.*" for _ in facts(field, MayChangeOnResume)]
+        about = " ".join([*(field.description or "").split(), *known]).replace("|", "\\|")
         yield f"| `{name}` | {_kind(field)} | {_default(field)} | {about} |"
 
 
@@ -101,6 +119,10 @@ def _kind(field: FieldInfo) -> str:
     limits = bounds(field)
     if get_origin(field.annotation) is dict:
         return "keys and values"
+    if any(facts(field, PathTo)):
+        return " or ".join(f"path of a {fact.kind}" for fact in facts(field, PathTo))
+    if any(facts(field, NamesCode)):
+        return "name"
     return kind_name(field.annotation).replace("'", "`") + (f" {limits}" if limits else "")
 
 

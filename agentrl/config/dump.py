@@ -10,10 +10,13 @@ from typing import Any
 
 from agentrl.config.run import RunConfig
 
+RESOLVED = "# Written by agentrl with all defaults. A value that equals its default counts as not written."
+"""The first line of such a file: a default of a key that has no effect is no mistake there."""
+
 
 def dump_config(config: RunConfig) -> str:
     """The whole configuration as YAML, defaults included; `load_config` reads an equal one from it."""
-    return "".join(f"{line}\n" for line in _block(config.model_dump(), ""))
+    return "".join(f"{line}\n" for line in (RESOLVED, *_block(config.model_dump(), "")))
 
 
 def _block(data: dict[str, Any], indent: str) -> Iterator[str]:

@@ -7,6 +7,7 @@ from typing import Annotated, Literal, Self
 from pydantic import Field, field_validator, model_validator
 
 from agentrl.config.address import address_problem
+from agentrl.config.facts import NeverWhen, NeverWith, OnlyWhen, PathTo, UnusedBy
 from agentrl.config.section import Count, Device, Positive, Section
 from agentrl.gpu import gpus_here
 
@@ -18,20 +19,20 @@ class ServerConfig(Section):
 
     urls: list[str] = Field(default_factory=list)
     """Servers that run already, as `http://host:port`; empty: the run starts its own and ends them."""
-    replicas: Positive = 1
+    replicas: Annotated[Positive, NeverWith("urls")] = 1
     """Servers that are started; requests are spread over them."""
     tensor_parallel: Positive = 1
     """GPUs that the model of one server is split over."""
-    gpu_memory_utilization: Annotated[float, Field(gt=0, lt=1)] | None = None
+    gpu_memory_utilization: Annotated[Annotated[float, Field(gt=0, lt=1)] | None, NeverWith("urls")] = None
     """Share of a GPU's memory for weights and KV cache; the server's own default where nothing is given."""
-    ray: str | None = None
+    ray: Annotated[str | None, NeverWith("urls")] = None
     """Start the servers as actors on this Ray cluster: its address, `auto`, or `local` for one started on this
     machine. Without it they are child processes of the run. Their nodes must see the model's directory."""
-    python: str | None = None
+    python: Annotated[str | None, PathTo("file"), NeverWith("urls")] = None
     """Python of the environment that the server is installed in; this one's where nothing is given."""
-    args: list[str] = Field(default_factory=list)
+    args: Annotated[list[str], NeverWith("urls")] = Field(default_factory=list)
     """More arguments for the server's command line."""
-    environment: dict[str, str] = Field(default_factory=dict)
+    environment: Annotated[dict[str, str], NeverWith("urls")] = Field(default_factory=dict)
     """More environment variables for the server."""
     start_timeout_s: Seconds = 600.0
     """How long a server may take until it answers."""
@@ -41,11 +42,11 @@ class ServerConfig(Section):
     """How often a server from which nothing comes is asked whether it lives."""
     restarts: Count = 3
     """How often a lost server is started again (or waited for) before it has answered anything."""
-    sync_folder: str | None = None
-    """`sync: disk` and `lora`: a folder that run and servers both see; a temporary one where nothing is given."""
-    bucket_mb: Positive = 512
-    """`sync: tensor` and `broadcast`: weights on their way at once."""
-    sleep: bool = False
+    sync_folder: Annotated[str | None, OnlyWhen("sync", "disk", "lora")] = None
+    """Folder that the run and the servers can both read; a temporary one by default."""
+    bucket_mb: Annotated[Positive, OnlyWhen("sync", "tensor", "broadcast")] = 512
+    """Megabytes of weights in flight at once."""
+    sleep: Annotated[bool, UnusedBy("eval", "serve")] = False
     """Free the servers' GPU memory while the learner works on the same GPU."""
 
     @field_validator("urls")
@@ -55,11 +56,6 @@ class ServerConfig(Section):
             if problem := address_problem(url):
                 raise ValueError(f"{url}: {problem}; give an address such as http://127.0.0.1:30000")
         return urls
-
-    def changed(self) -> set[str]:
-        """Names of the fields that differ from their defaults."""
-        default = type(self)()
-        return {name for name in type(self).model_fields if getattr(self, name) != getattr(default, name)}
 
 
 class EngineConfig(Section):
@@ -71,70 +67,43 @@ class EngineConfig(Section):
     """`cpu`, `cuda`, `cuda:N`, or `auto`: CUDA where there is one."""
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     """Precision of the sampler's weights. `auto`: bfloat16 on CUDA, float32 on a CPU, where bfloat16 is slower."""
-    cuda_graphs: Literal["auto", "off"] = "auto"
+    cuda_graphs: Annotated[Literal["auto", "off"], OnlyWhen("kind", "local"), NeverWhen("device", "cpu")] = "auto"
     """`local` on CUDA records its decode steps and replays them; `off` computes each anew: slower, less memory."""
     max_slots: Positive = 256
     """Sequences held in the KV cache at once; of servers, in each."""
-    sync: Literal["auto", "disk", "tensor", "broadcast", "lora"] = "auto"
+    sync: Annotated[Literal["auto", "disk", "tensor", "broadcast", "lora"], NeverWhen("kind", "local")] = "auto"
     """How weights reach servers: a folder, tensors in a request, a process group, or (`lora`) the adapter of
     `learner.lora` alone. `auto`: `tensor` for servers that the run starts (vLLM: `disk`), `disk` for given."""
-    sync_tolerance: Annotated[float, Field(gt=0)] | None = None
+    sync_tolerance: Annotated[
+        Annotated[float, Field(gt=0)] | None, NeverWhen("kind", "local"), UnusedBy("eval", "serve")
+    ] = None
     """Mean difference of the log-probabilities of fixed tokens between servers and learner, after each sync, above
     which the run stops; 0.002 in float32 and 0.1 in bfloat16 where nothing is given."""
-    server: ServerConfig = ServerConfig()
+    server: Annotated[ServerConfig, NeverWhen("kind", "local")] = ServerConfig()
     """The servers of `sglang` and `vllm`."""
 
     @model_validator(mode="after")
-    def _no_dead_keys(self) -> Self:
-        server, changed = self.server, self.server.changed()
-        if self.cuda_graphs != "auto" and (self.kind != "local" or self.device == "cpu"):
-            why = (
-                "device is cpu" if self.kind == "local" else f"kind is {self.kind}: give the server's own in args"
-            )
-            raise ValueError(f"cuda_graphs has no effect while {why}; remove it")
+    def _sync_fits(self) -> Self:
         if self.kind == "local":
-            for name, dead in (
-                ("sync", self.sync != "auto"),
-                ("sync_tolerance", self.sync_tolerance is not None),
-                (f"server.{next(iter(changed), '')}", bool(changed)),
-            ):
-                if dead:
-                    raise ValueError(f"{name} has no effect while kind is local: remove it, or set kind")
             return self
-        if server.urls:
-            dead_keys = {
-                "replicas",
-                "tensor_parallel",
-                "gpu_memory_utilization",
-                "python",
-                "args",
-                "environment",
-                "ray",
-            }
-            if self.sync == "broadcast":
-                dead_keys -= {"tensor_parallel"}  # how many ranks each of them is
-            for key in sorted(changed & dead_keys):
-                raise ValueError(f"server.{key} has no effect on servers given by server.urls: remove one of them")
-        self._check_sync(changed)
-        return self
-
-    def _check_sync(self, changed: set[str]) -> None:
-        sync = self.resolved_sync
-        if "sync_folder" in changed and sync not in ("disk", "lora"):
-            raise ValueError(f"server.sync_folder has no effect while sync is {sync}: remove one of them")
-        if "bucket_mb" in changed and sync in ("disk", "lora"):
-            raise ValueError(f"server.bucket_mb has no effect while sync is {sync}: remove one of them")
+        sync, server = self.resolved_sync, self.server
+        if server.urls and "tensor_parallel" in server.written and sync != "broadcast":
+            raise ValueError(
+                f"server.tensor_parallel has no effect while server.urls is given and sync is {sync}: remove one "
+                "of them"
+            )
         if self.kind == "vllm" and sync not in ("disk", "lora"):
             raise ValueError(f"sync {sync} does not exist for vllm: use disk or lora")
         if sync == "lora" and self.server.sleep:
             raise ValueError(
-                "sync lora sends no model, which a server that has slept needs anew: use another sync, or leave "
-                "server.sleep out"
+                "sync: lora sends only the adapter, but a server that slept needs the full weights again: use "
+                "another sync, or leave server.sleep out"
             )
         if sync == "tensor" and self.server.urls and self.device.startswith("cuda"):
             raise ValueError(
                 "sync tensor reaches a GPU of this machine only, not server.urls: use disk or broadcast"
             )
+        return self
 
     @property
     def resolved_sync(self) -> Literal["disk", "tensor", "broadcast", "lora"]:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import difflib
 import os
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, get_args, get_origin
 
@@ -18,42 +18,28 @@ from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
 from agentrl.config.datafiles import data_files, is_dataset_name
+from agentrl.config.dump import RESOLVED
 from agentrl.config.engine import EngineConfig
+from agentrl.config.facts import DataFiles, NamesCode, PathTo, facts
 from agentrl.config.hub import cached_snapshot, how_to_get, is_hub_id
 from agentrl.config.run import RunConfig
-from agentrl.config.schema import alternatives, bounds, field_at, fields, kind_name, section_of, unknown_key
+from agentrl.config.schema import (
+    alternatives,
+    bounds,
+    field_at,
+    fields,
+    first_sentence,
+    kind_name,
+    section_of,
+    unknown_key,
+)
+from agentrl.config.section import DeadKey, DeadKeys, Section, dead_keys
 from agentrl.config.source import Loc, Problem, Source, Spot, dotted, excerpt, read_source, read_value
 from agentrl.errors import ConfigError
 
-PATHS: Mapping[tuple[str, ...], Literal["file", "folder"]] = {
-    ("model", "path"): "folder",
-    ("model", "chat_template"): "file",
-    ("warmup", "demonstrations"): "file",
-    ("agent", "cwd"): "folder",
-    ("engine", "server", "python"): "file",
-    ("critic", "path"): "folder",
-    ("reward_model", "path"): "folder",
-    ("learner", "lora", "adapter"): "folder",
-}
-"""Fields that hold a path."""
-
-_DATA: Mapping[tuple[str, str], Literal["train", "held_out"]] = {
-    ("data", "train"): "train",
-    ("data", "held_out"): "held_out",
-}
-
+COMPOSED = "agentrl.env.compose:ComposedEnv"
 LARGEST = 10**9
 """No number of a run is larger: it would be a slip that fills the memory."""
-HUB_IDS = frozenset(
-    {("model", "path"), ("critic", "path"), ("reward_model", "path"), ("learner", "lora", "adapter")}
-)
-"""Fields that may name a model in the local Hugging Face cache instead."""
-
-FUNCTIONS = (("algorithm", "advantage"), ("algorithm", "loss"))
-"""Fields that may name a function of the user's own."""
-
-NAMES: Mapping[tuple[str, ...], frozenset[str]] = {("model", "chat_template"): frozenset({"chatml"})}
-"""Words that may stand for a path and are kept as they are: templates that the house ships."""
 
 
 def load_config(
@@ -90,6 +76,8 @@ def make_config(
 
 
 def _run_config(source: Source, overrides: Sequence[str], folder: Path, check_paths: bool) -> RunConfig:
+    if source.lines[:1] == [RESOLVED]:
+        _drop_defaults(source.data, RunConfig)
     for number, override in enumerate(overrides):
         _override(source, override, number)
     _blank_sections(source)
@@ -100,10 +88,9 @@ def _run_config(source: Source, overrides: Sequence[str], folder: Path, check_pa
     try:
         config = RunConfig.model_validate(source.data)
     except ValidationError as e:
-        known = {problem.loc for problem in source.problems}
-        for error in e.errors(include_url=False):
-            if error["loc"] not in known:
-                source.problems.append(_problem(source, error))
+        _add_errors(source, e, ())
+    if config is not None:
+        _add_dead_keys(source, dead_keys(config, strict=True), ())
     if source.problems or config is None:
         raise ConfigError(_report(source))
     return config
@@ -132,13 +119,22 @@ def load_engine(overrides: Sequence[str], outside: str) -> EngineConfig:
     try:
         config = EngineConfig.model_validate(source.data.get("engine", {}))
     except ValidationError as e:
-        for error in e.errors(include_url=False):
-            problem = _problem(source, {**error, "loc": ("engine", *error["loc"])})
-            if problem.loc not in {known.loc for known in source.problems}:
-                source.problems.append(problem)
+        _add_errors(source, e, ("engine",))
     if source.problems or config is None:
         raise ConfigError(_report(source))
     return config
+
+
+def _drop_defaults(data: dict[str, Any], section: type[Section]) -> None:
+    """Take the defaults out of a file that agentrl wrote with all of them: nobody has asked for these."""
+    for name, field in section.model_fields.items():
+        inner, value = section_of(field), data.get(name)
+        if inner is not None and isinstance(value, dict):
+            _drop_defaults(value, inner)
+        elif name in data and not field.is_required():
+            default = field.get_default(call_default_factory=True)
+            if value == (list(default) if isinstance(default, tuple) else default):
+                del data[name]
 
 
 # --- overrides -------------------------------------------------------------------------------------------------
@@ -165,7 +161,11 @@ def _override(source: Source, text: str, number: int) -> None:
         data = inner
     source.forget(loc)
     source.problems = [problem for problem in source.problems if problem.loc[: len(loc)] != loc]
-    data[loc[-1]] = read_value(value, flag)
+    given, field = read_value(value, flag), field_at(loc)
+    if given is None and field is not None and type(None) not in alternatives(field.annotation):
+        data.pop(loc[-1], None)  # back to the default, as if the file did not have the key
+        return
+    data[loc[-1]] = given
     source.spots[loc] = Spot(key_line=number, flag=flag)
 
 
@@ -210,52 +210,57 @@ def _numbers(source: Source) -> None:
 
 
 def _paths(source: Source, folder: Path, *, check: bool) -> None:
-    """Make the paths absolute and see whether they exist."""
-    for loc, kind in PATHS.items():
-        text = _get(source.data, loc)
-        if not isinstance(text, str) or text in NAMES.get(loc, ()):
-            continue
-        path = _absolute(text, source.spot(loc), folder)
-        if loc in HUB_IDS and not _exists(path, "folder"):
-            path = cached_snapshot(text) or path
-        _get(source.data, loc[:-1])[loc[-1]] = str(path)
-        exists = _exists(path, kind)
-        if check and not exists:
-            if kind == "file" and _exists(path, "folder"):
-                problem = f"must be a file, {path} is a folder; name a file in it"
-            elif kind == "folder" and _exists(path, "file"):
-                problem = f"must be a folder, {path} is a file"
-            else:
-                problem = f"there is no {kind} {path}{_neighbours(path)}"
-                if loc in HUB_IDS and is_hub_id(text):
-                    problem += f", and {how_to_get(text)}"
-            source.problems.append(Problem(loc, problem, source.spot(loc)))
-    _data_paths(source, folder, check=check)
-    _env_path(source, folder, check=check)
-    _agent_path(source, folder, check=check)
-    for own in FUNCTIONS:
-        _function_path(source, own, folder, check=check)
+    """Make the paths absolute and see whether they exist, for every key that says that it holds one."""
+    for loc, field in fields():
+        for path_to in facts(field, PathTo):
+            _path(source, loc, path_to, folder, check=check)
+        for files in facts(field, DataFiles):
+            _data_path(source, loc, files.split, folder, check=check)
+        for code in facts(field, NamesCode):
+            _code_path(source, loc, code, folder, check=check)
 
 
-def _data_paths(source: Source, folder: Path, *, check: bool) -> None:
+def _path(source: Source, loc: tuple[str, ...], path_to: PathTo, folder: Path, *, check: bool) -> None:
+    text = _get(source.data, loc)
+    if not isinstance(text, str) or text in path_to.names:
+        return
+    path = _absolute(text, source.spot(loc), folder)
+    if path_to.hub and not _exists(path, "folder"):
+        path = cached_snapshot(text) or path
+    _get(source.data, loc[:-1])[loc[-1]] = str(path)
+    if not check or _exists(path, path_to.kind):
+        return
+    if path_to.kind == "file" and _exists(path, "folder"):
+        problem = f"must be a file, {path} is a folder; name a file in it"
+    elif path_to.kind == "folder" and _exists(path, "file"):
+        problem = f"must be a folder, {path} is a file"
+    else:
+        problem = f"there is no {path_to.kind} {path}{_neighbours(path)}"
+        if path_to.hub and is_hub_id(text):
+            problem += f", and {how_to_get(text)}"
+    source.problems.append(Problem(loc, problem, source.spot(loc)))
+
+
+def _data_path(
+    source: Source, loc: tuple[str, ...], split: Literal["train", "held_out"], folder: Path, *, check: bool
+) -> None:
     """Files, lists of files, patterns and names of datasets."""
-    for loc, split in _DATA.items():
-        given = _get(source.data, loc)
-        texts = given if isinstance(given, list) else [given]
-        if given is None or not all(isinstance(text, str) for text in texts):
-            continue
-        base = Path.cwd() if (spot := source.spot(loc)) is not None and spot.flag else folder
-        found = [text if is_dataset_name(text, base) else str(_absolute(text, spot, folder)) for text in texts]
-        source.data["data"][loc[1]] = found if isinstance(given, list) else found[0]
-        for text in found if check else ():
-            try:
-                data_files(text, split)
-            except ConfigError as e:
-                path = Path(text)
-                near = "" if path.exists() or is_dataset_name(text, base) else _neighbours(path)
-                source.problems.append(Problem(loc, f"{e}{near}", source.spot(loc)))
-        if not found:
-            source.problems.append(Problem(loc, "names no file: the list is empty", source.spot(loc)))
+    given = _get(source.data, loc)
+    texts = given if isinstance(given, list) else [given]
+    if given is None or not all(isinstance(text, str) for text in texts):
+        return
+    base = Path.cwd() if (spot := source.spot(loc)) is not None and spot.flag else folder
+    found = [text if is_dataset_name(text, base) else str(_absolute(text, spot, folder)) for text in texts]
+    _get(source.data, loc[:-1])[loc[-1]] = found if isinstance(given, list) else "".join(found)
+    for text in found if check else ():
+        try:
+            data_files(text, split)
+        except ConfigError as e:
+            path = Path(text)
+            near = "" if path.exists() or is_dataset_name(text, base) else _neighbours(path)
+            source.problems.append(Problem(loc, f"{e}{near}", source.spot(loc)))
+    if not found:
+        source.problems.append(Problem(loc, "names no file: the list is empty", source.spot(loc)))
 
 
 def _exists(path: Path, kind: Literal["file", "folder"]) -> bool:
@@ -265,60 +270,29 @@ def _exists(path: Path, kind: Literal["file", "folder"]) -> bool:
         return False
 
 
-def _function_path(source: Source, loc: tuple[str, str], folder: Path, *, check: bool) -> None:
-    """`path/to/file.py:function` of the user's own."""
+def _code_path(source: Source, loc: Loc, code: NamesCode, folder: Path, *, check: bool) -> None:
+    """`module:Name` or `path/to/file.py:Name`; a section that such a key stands for may be written as its text."""
+    short = isinstance(_get(source.data, loc[:-1]), str) and len(loc) > 1
+    loc = loc[:-1] if short else loc  # `env: file.py:Class`
     text = _get(source.data, loc)
-    module, colon, name = text.rpartition(":") if isinstance(text, str) else ("", "", "")
-    if not colon or not module.endswith(".py"):
+    if not isinstance(text, str) or (code.or_word and ":" not in text):
         return
-    path = _absolute(module, source.spot(loc), folder)
-    source.data[loc[0]][loc[1]] = f"{path}:{name}"
-    if check and not _exists(path, "file"):
-        source.problems.append(Problem(loc, f"there is no file {path}{_neighbours(path)}", source.spot(loc)))
-
-
-def _env_path(source: Source, folder: Path, *, check: bool) -> None:
-    """`env: file.py:Class`, in its short and its long form."""
-    loc: Loc = ("env",) if isinstance(source.data.get("env"), str) else ("env", "use")
-    use = _get(source.data, loc)
-    if not isinstance(use, str):
+    module, colon, name = text.rpartition(":")
+    if not colon or not module or not all(part.isidentifier() for part in name.split(".")):
+        what = code.kind.capitalize() if code.kind == "class" else code.kind
+        problem = f"must be `module:{what}` or `path/to/file.py:{what}`, got {text!r}"
+        source.problems.append(Problem(loc, problem, source.spot(loc)))
         return
-    module, colon, name = use.rpartition(":")
-    if not colon or not name.isidentifier() or not module:
-        text = f"must be `module:Class` or `path/to/file.py:Class`, got {use!r}"
-        source.problems.append(Problem(loc, text, source.spot(loc)))
-        return
-    if use == "agentrl.env.compose:ComposedEnv" and isinstance(source.data["env"], dict):
+    if text == COMPOSED and isinstance(source.data["env"], dict):
         options = source.data["env"].setdefault("options", {})
         if isinstance(options, dict):
             options.setdefault("base", str(folder))  # its tools and rewards are named by paths as well
     if not module.endswith(".py"):
         return
     path = _absolute(module, source.spot(loc), folder)
-    if loc == ("env",):
-        source.data["env"] = f"{path}:{name}"
-    else:
-        source.data["env"]["use"] = f"{path}:{name}"
+    _get(source.data, loc[:-1])[loc[-1]] = f"{path}:{name}"
     if check and not _exists(path, "file"):
         source.problems.append(Problem(loc, f"there is no file {path}{_neighbours(path)}", source.spot(loc)))
-
-
-def _agent_path(source: Source, folder: Path, *, check: bool) -> None:
-    """`agent.use: file.py:function`."""
-    loc: Loc = ("agent", "use")
-    use = _get(source.data, loc)
-    if not isinstance(use, str):
-        return
-    module, colon, name = use.rpartition(":")
-    if not colon or not name.isidentifier() or not module:
-        text = f"must be `module:function` or `path/to/file.py:function`, got {use!r}"
-        source.problems.append(Problem(loc, text, source.spot(loc)))
-        return
-    if module.endswith(".py"):
-        path = _absolute(module, source.spot(loc), folder)
-        source.data["agent"]["use"] = f"{path}:{name}"
-        if check and not _exists(path, "file"):
-            source.problems.append(Problem(loc, f"there is no file {path}{_neighbours(path)}", source.spot(loc)))
 
 
 def _absolute(text: str, spot: Spot | None, folder: Path) -> Path:
@@ -349,13 +323,32 @@ def _name(source: Source, folder: Path) -> None:
 # --- what pydantic found, in words -----------------------------------------------------------------------------
 
 
+def _add_errors(source: Source, invalid: ValidationError, around: Loc) -> None:
+    """Add what pydantic found, unless that place is known to be wrong."""
+    for error in invalid.errors(include_url=False):
+        cause = error.get("ctx", {}).get("error")
+        loc = (*around, *error["loc"])
+        if isinstance(cause, DeadKeys):
+            _add_dead_keys(source, cause.found, tuple(map(str, loc)))
+        elif loc not in {known.loc for known in source.problems}:
+            source.problems.append(_problem(source, {**error, "loc": loc}))
+
+
+def _add_dead_keys(source: Source, found: Iterable[DeadKey], around: tuple[str, ...]) -> None:
+    """Add keys without effect; `around` leads to the section in which they were found."""
+    for key in found:
+        loc = (*around, *key.loc)
+        if loc not in {known.loc for known in source.problems}:
+            source.problems.append(Problem(loc, key.text(around), source.spot(loc), on_key=True))
+
+
 def _problem(source: Source, error: ErrorDetails) -> Problem:
     loc, kind = error["loc"], error["type"]
     if kind == "extra_forbidden":
         return Problem(loc, unknown_key(loc), source.spot(loc), on_key=True)
     if kind == "missing":
         field = field_at(loc)
-        hint = f": {field.description.split(chr(10))[0]}" if field is not None and field.description else ""
+        hint = f": {first_sentence(field.description)}" if field is not None and field.description else ""
         return Problem(loc, f"is missing{hint}", source.spot(loc[:-1]), on_key=True)
     if kind == "value_error":
         text = error["msg"].removeprefix("Value error, ")
@@ -432,7 +425,7 @@ def _report(source: Source) -> str:
 
 def _line(source: Source, problem: Problem) -> str:
     key = dotted(problem.loc)
-    joint = " " if problem.text.startswith(("must ", "is ")) else ": "
+    joint = " " if problem.text.startswith(("must ", "is ", "has ")) else ": "
     what = f"{key}{joint}{problem.text}" if key and not problem.text.startswith(key) else problem.text
     spot = problem.spot
     if spot is None:

@@ -9,6 +9,17 @@ from pydantic import Field, model_validator
 
 from agentrl.config.algorithm import ALONE, AlgorithmConfig, CriticConfig, is_own
 from agentrl.config.engine import EngineConfig
+from agentrl.config.facts import (
+    DataFiles,
+    MayChangeOnResume,
+    NamesCode,
+    NeverWhen,
+    NeverWith,
+    OnlyWhen,
+    OnlyWith,
+    PathTo,
+    UnusedBy,
+)
 from agentrl.config.reward_model import RewardModelConfig
 from agentrl.config.section import Count, Device, Fraction, Positive, Section
 
@@ -48,16 +59,16 @@ class TinyModel(Section):
 class ModelConfig(Section):
     """Which policy is trained: a Hugging Face directory, or a tiny model made on the spot."""
 
-    path: str | None = None
+    path: Annotated[str | None, PathTo("folder", hub=True)] = None
     """Directory with config.json, weights, tokenizer.json and a chat template, relative to the YAML file; or a
     Hugging Face id (`Qwen/Qwen3-0.6B`, `...@revision`) in the local cache: nothing is downloaded."""
     tiny: TinyModel | None = None
     """Make a tiny model instead of loading one."""
-    chat_template: str | None = None
+    chat_template: Annotated[str | None, PathTo("file", names=("chatml",))] = None
     """File with a chat template that replaces the tokenizer's own."""
     history: Literal["keep", "fork"] = "keep"
     """Where the template rewrites earlier turns: keep them as sampled, or give each context its own sample."""
-    parser: str = "auto"
+    parser: Annotated[str, NamesCode("class", or_word=True)] = "auto"
     """Tool-call format: a name of docs/tokens.md, `module:Name` or `path/to/file.py:Name` of your own, or `auto`:
     the first that reads back the calls that the chat template writes."""
     template_options: dict[str, Any] = Field(default_factory=dict)
@@ -73,7 +84,7 @@ class ModelConfig(Section):
 class EnvConfig(Section):
     """Which environment is played."""
 
-    use: str
+    use: Annotated[str, NamesCode("class")]
     """`module:Class` or `path/to/file.py:Class`; a path is relative to the YAML file."""
     options: dict[str, Any] = Field(default_factory=dict)
     """Keyword arguments for the class."""
@@ -89,11 +100,11 @@ class EnvConfig(Section):
 class AgentConfig(Section):
     """A program of your own that plays the episodes: it talks to the policy as to any OpenAI endpoint."""
 
-    use: str | None = None
+    use: Annotated[str | None, NamesCode("function")] = None
     """`module:function` or `path/to/file.py:function`, relative to the YAML file: `async def f(task, access)`."""
     command: list[str] = Field(default_factory=list)
     """Or a command and its arguments, started for each episode with OPENAI_BASE_URL and OPENAI_API_KEY set."""
-    cwd: str | None = None
+    cwd: Annotated[str | None, PathTo("folder"), OnlyWith("command")] = None
     """Folder in which the command runs; the current one by default."""
     max_running: Positive = 64
     """Episodes that are played at the same time."""
@@ -106,8 +117,6 @@ class AgentConfig(Section):
     def _one_program(self) -> Self:
         if (self.use is None) == (not self.command):
             raise ValueError("give exactly one of `use` (a Python function) and `command` (a program)")
-        if self.cwd is not None and not self.command:
-            raise ValueError("agent.cwd has no effect without agent.command: remove it")
         return self
 
 
@@ -116,46 +125,29 @@ class SamplerConfig(Section):
 
     order: Literal["sequential", "shuffled", "weighted"] = "sequential"
     """One after another; in a new random order each round; or at random, by how often each is solved lately."""
-    window: Positive = 8
-    """`weighted`: groups of one task that its solve rate is made of."""
-    floor: Annotated[float, Field(gt=0, le=1)] = 0.1
-    """`weighted`: weight of a task that is always or never solved; one that is solved half of the time has 1."""
-
-    @model_validator(mode="after")
-    def _no_dead_keys(self) -> Self:
-        for key in ("window", "floor"):
-            if self.order != "weighted" and getattr(self, key) != type(self).model_fields[key].default:
-                raise ValueError(
-                    f"data.sampler.{key} has no effect unless data.sampler.order is weighted: remove one of them"
-                )
-        return self
+    window: Annotated[Positive, OnlyWhen("order", "weighted")] = 8
+    """Groups of a task over which its solve rate is measured."""
+    floor: Annotated[float, Field(gt=0, le=1), OnlyWhen("order", "weighted")] = 0.1
+    """Weight of a task that is always or never solved; a task solved half of the time has weight 1."""
 
 
 class DataConfig(Section):
     """Where tasks come from: files of rows, or (by default) the env's own `tasks` generator."""
 
-    train: str | list[str] | None = None
+    train: Annotated[str | list[str] | None, DataFiles("train")] = None
     """Training rows, each with the arguments of `setup`: a .jsonl, .json or .parquet file, a list of files, a
     pattern (`rows/*.parquet`), a folder, or `owner/name` (`owner/name:main/train-*`) of a dataset in the Hugging
     Face cache."""
-    held_out: str | list[str] | None = None
+    held_out: Annotated[str | list[str] | None, DataFiles("held_out")] = None
     """Rows that are only evaluated, given like `train`."""
-    columns: dict[str, str] = Field(default_factory=dict)
+    columns: Annotated[dict[str, str], OnlyWith("train", "held_out")] = Field(default_factory=dict)
     """Argument of `setup` to the column that holds it, where the names differ: `{prompt: question}`."""
-    options: dict[str, Any] = Field(default_factory=dict)
+    options: Annotated[dict[str, Any], NeverWith("train")] = Field(default_factory=dict)
     """Keyword arguments for the env's `tasks` generator."""
     sampler: SamplerConfig = SamplerConfig()
     """Which task comes next."""
     overlong_prompts: Literal["refuse", "drop"] | None = None
     """Render all tasks at start and refuse to run, or leave out those whose prompt leaves no room to answer."""
-
-    @model_validator(mode="after")
-    def _no_dead_keys(self) -> Self:
-        if self.train is not None and self.options:
-            raise ValueError("data.options has no effect while data.train names a file: remove one of them")
-        if self.columns and self.train is None and self.held_out is None:
-            raise ValueError("data.columns has no effect without data.train or data.held_out: remove it")
-        return self
 
 
 class WarmupConfig(Section):
@@ -165,12 +157,12 @@ class WarmupConfig(Section):
     task needs: something to reinforce everywhere, and much left to learn.
     """
 
-    demonstrations: str | None = None
+    demonstrations: Annotated[str | None, PathTo("file")] = None
     """JSON-lines file of {"messages": [...]}; without it the env's own `demonstrations` are used, or what its
     `oracle` plays on training tasks."""
-    options: dict[str, Any] = Field(default_factory=dict)
+    options: Annotated[dict[str, Any], NeverWith("demonstrations")] = Field(default_factory=dict)
     """Keyword arguments for the env's `demonstrations` generator."""
-    num: Positive = 600
+    num: Annotated[Positive, NeverWith("demonstrations")] = 600
     """Number of demonstration episodes."""
     max_epochs: Positive = 16
     """Passes over the demonstrations at most."""
@@ -190,18 +182,6 @@ class WarmupConfig(Section):
     """Learning rate: reached in 20 steps, then held until the anneal."""
     batch_episodes: Positive = 16
     """Demonstrations in one optimizer step."""
-
-    @model_validator(mode="after")
-    def _no_dead_keys(self) -> Self:
-        """A file holds its own demonstrations."""
-        for key in ("options", "num"):
-            field = type(self).model_fields[key]
-            default = field.get_default(call_default_factory=True)
-            if self.demonstrations is not None and getattr(self, key) != default:
-                raise ValueError(
-                    f"warmup.{key} has no effect while warmup.demonstrations names a file: remove one of them"
-                )
-        return self
 
     @model_validator(mode="after")
     def _anneal_fits(self) -> Self:
@@ -231,12 +211,12 @@ class RolloutConfig(Section):
     """Wall-clock limit of one episode."""
     tokenization_check: Literal["strict", "ignore_strippable", "disable"] = "ignore_strippable"
     """Compares each episode's token ids with a fresh rendering; an episode that fails does not train."""
-    tokenization_stop_above: Fraction | None = 0.2
+    tokenization_stop_above: Annotated[Fraction | None, NeverWhen("tokenization_check", "disable")] = 0.2
     """Share of failed episodes above which the run stops, once it has seen 20; `null` never stops it."""
     overlong: Literal["train", "mask", "penalise"] = "train"
     """Episodes cut by a limit: trained with their reward, kept out of the loss, or trained with less reward."""
-    overlong_penalty: Annotated[float, Field(gt=0)] = 0.5
-    """What `overlong: penalise` takes from the reward of such an episode; logged as the reward `overlong`."""
+    overlong_penalty: Annotated[float, Field(gt=0), OnlyWhen("overlong", "penalise")] = 0.5
+    """Subtracted from the reward of such an episode; logged as the reward `overlong`."""
     refill_zero_signal: Count = 0
     """Groups a step may play beyond `groups_per_step`, in place of such whose episodes all scored the same."""
     infra_retries: Count = 2
@@ -250,10 +230,10 @@ class RolloutConfig(Section):
     max_staleness: Count = 0
     """Steps that an episode's weights may be older than those it trains: 0 samples and trains in turn, 1 samples
     one step ahead, more is asynchronous. Groups begin only where the bound can be kept; none is dropped for it."""
-    groups_ahead: Count | None = None
+    groups_ahead: Annotated[Count | None, NeverWhen("max_staleness", 0)] = None
     """Groups under way at most beyond those of the next step; by default `max_staleness` steps of them. Fewer are
     fresher, and let quick groups go before slow ones (over-sampling; what is left over is trained later)."""
-    workers: Count = 0
+    workers: Annotated[Count, NeverWith("agent")] = 0
     """Ray actors that play the episodes, so that tokenising, tools and rewards use more cores than one; 0 plays
     them in the process that trains. One that dies is replaced, its episodes are played again."""
     ray: str | None = None
@@ -263,19 +243,7 @@ class RolloutConfig(Section):
     """How long a step waits for episodes before a note names the oldest one and where it waits."""
 
     @model_validator(mode="after")
-    def _no_dead_keys(self) -> Self:
-        given = "tokenization_stop_above" in self.model_fields_set and self.tokenization_stop_above is not None
-        default = type(self).model_fields["tokenization_stop_above"].default
-        if self.tokenization_check == "disable" and given and self.tokenization_stop_above != default:
-            raise ValueError(
-                "rollout.tokenization_stop_above has no effect while rollout.tokenization_check is disable: "
-                "remove one of them"
-            )
-        penalty = type(self).model_fields["overlong_penalty"].default
-        if self.overlong != "penalise" and self.overlong_penalty != penalty:
-            raise ValueError(
-                "rollout.overlong_penalty has no effect unless rollout.overlong is penalise: remove one of them"
-            )
+    def _groups_fit(self) -> Self:
         ahead = self.max_staleness * self.groups_per_step
         if (self.groups_ahead or 0) > ahead:
             raise ValueError(
@@ -297,7 +265,7 @@ class OptimConfig(Section):
     """Decay rates of the two moments."""
     weight_decay: Annotated[float, Field(ge=0)] = 0.0
     """Decoupled weight decay."""
-    warmup_steps: Count = 5
+    warmup_steps: Annotated[Count, NeverWith("warmup_ratio")] = 5
     """Steps over which the learning rate rises linearly."""
     warmup_ratio: Fraction | None = None
     """The same as a share of all steps, rounded down; in place of `warmup_steps`."""
@@ -305,13 +273,6 @@ class OptimConfig(Section):
     """What the learning rate does after the warm-up (linear and cosine fall to a tenth at the last step)."""
     max_grad_norm: Annotated[float, Field(gt=0)] = 1.0
     """Gradients are scaled down to this norm."""
-
-    @model_validator(mode="after")
-    def _one_warmup(self) -> Self:
-        default = type(self).model_fields["warmup_steps"].default
-        if self.warmup_ratio is not None and self.warmup_steps != default:
-            raise ValueError("optim.warmup_steps has no effect beside optim.warmup_ratio: remove one of them")
-        return self
 
     def warmup_of(self, steps: int) -> int:
         """Steps over which the learning rate rises in a run of so many."""
@@ -329,7 +290,7 @@ class LoRAConfig(Section):
     """Scale by alpha / sqrt(rank) instead (rsLoRA, arXiv:2312.03732)."""
     targets: Literal["all-linear"] | list[str] = "all-linear"
     """Layers by the ends of their names (`q_proj`), or all linear ones of the blocks."""
-    adapter: str | None = None
+    adapter: Annotated[str | None, PathTo("folder", hub=True)] = None
     """Folder of a LoRA adapter, as peft writes it, to continue from; its base is `model.path`. Its rank, alpha and
     scale must be those given here. Adapters of other kinds (DoRA, biases, whole modules, ...) are refused."""
 
@@ -342,43 +303,37 @@ class LoRAConfig(Section):
 class LearnerConfig(Section):
     """How the update is computed."""
 
-    device: Device = "auto"
+    device: Annotated[Device, MayChangeOnResume()] = "auto"
     """`cpu`, `cuda`, `cuda:N`, or `auto`: CUDA where there is one."""
-    tokens_per_micro_batch: Positive = 16384
+    tokens_per_micro_batch: Annotated[Positive, MayChangeOnResume()] = 16384
     """Token budget of one forward and backward pass of one rank; gradients accumulate over as many as needed."""
-    logits_at_once: Count = 1024
+    logits_at_once: Annotated[Count, MayChangeOnResume()] = 1024
     """Tokens whose logits exist at once, so that memory does not grow with vocabulary times batch; 0: all."""
-    ranks: Positive = 1
+    ranks: Annotated[Positive, MayChangeOnResume()] = 1
     """1 computes in this process; more are Ray workers, one per GPU (or CPU), each with a shard of the model."""
-    reference_ranks: Count = 0
+    reference_ranks: Annotated[
+        Count, MayChangeOnResume(), NeverWith("lora"), NeverWhen("algorithm.kl.coef", 0)
+    ] = 0
     """Ray workers of the reference's own, each with a shard of it; 0 keeps it beside the policy, on its ranks.
     With ranks of its own the policy is on Ray as well, whatever its number of ranks."""
-    ray: str | None = None
+    ray: Annotated[str | None, MayChangeOnResume()] = None
     """Address of the Ray cluster that the ranks live in, or `auto`; without it one is started on this machine."""
     precision: Literal["float32", "bfloat16"] = "float32"
     """What is computed in; parameters, gradient sums and optimiser are float32 either way."""
-    attention: Literal["auto", "sdpa", "flex", "flash"] = "auto"
+    attention: Annotated[Literal["auto", "sdpa", "flex", "flash"], MayChangeOnResume()] = "auto"
     """PyTorch's `sdpa`; its `flex` attention, on GPUs; or `flash`, the package flash-attn, on GPUs in bfloat16.
     `auto` is `sdpa` on a CPU, and on a GPU `flash` where that works, else `flex`, else `sdpa`."""
-    checkpoint_activations: bool = False
+    checkpoint_activations: Annotated[bool, MayChangeOnResume()] = False
     """Keep only what enters each block and compute the rest again in the backward pass: less memory, more time."""
-    offload_activations: bool = False
+    offload_activations: Annotated[bool, MayChangeOnResume(), NeverWhen("device", "cpu")] = False
     """Keep what the backward pass needs in host memory meanwhile; for GPUs."""
-    cpu_offload: bool = False
+    cpu_offload: Annotated[bool, MayChangeOnResume(), NeverWhen("device", "cpu")] = False
     """Keep parameters, gradients and optimiser state in host memory, and update there; for GPUs."""
     lora: LoRAConfig | None = None
     """Train adapters instead of the whole model."""
 
     @model_validator(mode="after")
     def _effective(self) -> Self:
-        if self.reference_ranks and self.lora is not None:
-            raise ValueError(
-                "learner.reference_ranks has no effect with learner.lora: the reference is the policy without its "
-                "adapters, no second model; remove one of them"
-            )
-        for key in ("cpu_offload", "offload_activations"):
-            if getattr(self, key) and self.device == "cpu":
-                raise ValueError(f"learner.{key} has no effect on the CPU: remove it, or change learner.device")
         if self.attention in ("flex", "flash") and self.device == "cpu":
             raise ValueError(f"learner.attention {self.attention} needs a GPU: use auto, or change learner.device")
         if self.attention == "flash" and self.precision == "float32":
@@ -415,26 +370,28 @@ class CheckpointConfig(Section):
 class RunConfig(Section):
     """Everything a run needs; one YAML file."""
 
-    name: str = Field(default="", pattern=r"^[A-Za-z0-9._-]*$", max_length=200)
+    name: Annotated[str, UnusedBy("eval")] = Field(default="", pattern=r"^[A-Za-z0-9._-]*$", max_length=200)
     """Name of the run folder under `runs/`; the YAML file's folder name when empty."""
-    seed: Annotated[int, Field(ge=-(2**63), lt=2**63)] = 0
+    seed: Annotated[int, Field(ge=-(2**63), lt=2**63), UnusedBy("serve")] = 0
     """Seeds tasks, model making, sampling and data order."""
-    steps: Positive = 100
+    steps: Annotated[Positive, UnusedBy("eval", "serve")] = 100
     """Optimizer steps."""
-    env: EnvConfig
-    agent: AgentConfig | None = None
-    model: ModelConfig
-    data: DataConfig = DataConfig()
-    warmup: WarmupConfig | None = None
-    rollout: RolloutConfig = RolloutConfig()
-    engine: EngineConfig = EngineConfig()
-    algorithm: AlgorithmConfig = AlgorithmConfig()
-    critic: CriticConfig | None = None
-    reward_model: RewardModelConfig | None = None
-    optim: OptimConfig = OptimConfig()
-    learner: LearnerConfig = LearnerConfig()
-    eval: EvalConfig = EvalConfig()
-    checkpoint: CheckpointConfig = CheckpointConfig()
+    env: Annotated[EnvConfig, UnusedBy("serve")]
+    agent: Annotated[AgentConfig | None, UnusedBy("serve")] = None
+    model: Annotated[ModelConfig, UnusedBy("eval --base-url")]
+    data: Annotated[DataConfig, UnusedBy("serve")] = DataConfig()
+    warmup: Annotated[WarmupConfig | None, UnusedBy("eval", "serve")] = None
+    rollout: Annotated[RolloutConfig, UnusedBy("serve")] = RolloutConfig()
+    engine: Annotated[EngineConfig, UnusedBy("eval --base-url")] = EngineConfig()
+    algorithm: Annotated[AlgorithmConfig, UnusedBy("eval", "serve")] = AlgorithmConfig()
+    critic: Annotated[CriticConfig | None, OnlyWhen("algorithm.advantage", "gae"), UnusedBy("eval", "serve")] = (
+        None
+    )
+    reward_model: Annotated[RewardModelConfig | None, UnusedBy("eval", "serve")] = None
+    optim: Annotated[OptimConfig, UnusedBy("eval", "serve")] = OptimConfig()
+    learner: Annotated[LearnerConfig, UnusedBy("eval", "serve")] = LearnerConfig()
+    eval: Annotated[EvalConfig, UnusedBy("serve")] = EvalConfig()
+    checkpoint: Annotated[CheckpointConfig, MayChangeOnResume(), UnusedBy("eval", "serve")] = CheckpointConfig()
 
     @model_validator(mode="before")
     @classmethod
@@ -487,15 +444,8 @@ def _check_models(config: RunConfig) -> None:
             "learner.ray has no effect while learner.ranks is 1 and nothing else has ranks: remove it, or use "
             "more ranks"
         )
-    if learner.reference_ranks and config.algorithm.kl.coef == 0:
-        raise ValueError(
-            "learner.reference_ranks has no effect while algorithm.kl.coef is 0: there is no reference; remove "
-            "one of them"
-        )
     if config.engine.sync == "lora" and learner.lora is None:
         raise ValueError("engine.sync lora sends the adapter alone, and there is none: set learner.lora")
-    if config.critic is not None and config.algorithm.advantage != "gae":
-        raise ValueError("critic.lr and its siblings have no effect unless algorithm.advantage is gae: remove one")
 
 
 def _check_group_size(config: RunConfig) -> None:
@@ -531,8 +481,7 @@ def _check_step(config: RunConfig) -> None:
             f"rollout.refill_zero_signal puts aside groups whose episodes all scored the same, and {why} would be "
             "valid signal; remove it"
         )
-    default = type(config.optim).model_fields["warmup_steps"].default
-    if config.optim.warmup_steps != default and config.optim.warmup_steps > config.steps:
+    if "warmup_steps" in config.optim.written and config.optim.warmup_steps > config.steps:
         raise ValueError(
             f"optim.warmup_steps is {config.optim.warmup_steps}, and the run has {config.steps} steps: the "
             "learning rate would never reach optim.lr; lower it, or raise steps"
@@ -563,8 +512,6 @@ def _check_places(config: RunConfig) -> None:
             f"engine.server.sleep needs servers without work during an update, and rollout.max_staleness is "
             f"{rollout.max_staleness}: set it to 0, or leave sleep out"
         )
-    if config.agent is not None and rollout.workers:
-        raise ValueError("rollout.workers has no effect while `agent` plays the episodes: remove one of them")
 
 
 def _check_clusters(config: RunConfig) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from types import UnionType
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
@@ -10,6 +11,7 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin
 import annotated_types
 from pydantic.fields import FieldInfo
 
+from agentrl.config.facts import metadata
 from agentrl.config.run import RunConfig
 from agentrl.config.section import Section
 from agentrl.config.source import Loc
@@ -60,6 +62,11 @@ def fields(
             yield from fields(inner, (*loc, name))
 
 
+def first_sentence(text: str) -> str:
+    """The first sentence of a description, on one line."""
+    return re.split(r"(?<=[.;:]) ", " ".join(text.split()), maxsplit=1)[0].rstrip(".;:")
+
+
 FILTERS = ("top_p", "top_k", "min_p", "typical_p", "repetition_penalty", "presence_penalty", "frequency_penalty")
 """What other programs sample with in training."""
 
@@ -106,7 +113,7 @@ def bounds(field: FieldInfo) -> str | None:
     """The allowed range of a number in words ("in (0, 1)", "at least 1"), None without bounds."""
     low: tuple[str, Any] | None = None
     high: tuple[str, Any] | None = None
-    for item in _metadata(field):
+    for item in metadata(field):
         if isinstance(item, annotated_types.Gt):
             low = ("(", item.gt)
         elif isinstance(item, annotated_types.Ge):
@@ -122,14 +129,6 @@ def bounds(field: FieldInfo) -> str | None:
     if high:
         return f"{'less than' if high[0] == ')' else 'at most'} {_number(high[1])}"
     return None
-
-
-def _metadata(field: FieldInfo) -> Iterator[Any]:
-    """What is known of the field's value, also where it is an alternative to null."""
-    yield from field.metadata
-    for kind in get_args(field.annotation):
-        for extra in get_args(kind)[1:] if get_origin(kind) is Annotated else ():
-            yield from extra.metadata if isinstance(extra, FieldInfo) else (extra,)
 
 
 def _number(value: Any) -> str:

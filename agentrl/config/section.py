@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Annotated, Self
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+from agentrl.config.facts import Effect, effects
 
 Fraction = Annotated[float, Field(ge=0.0, le=1.0)]
 Positive = Annotated[int, Field(gt=0)]
@@ -13,6 +17,111 @@ Device = Annotated[str, Field(pattern=r"^(auto|cpu|cuda(:[0-9]+)?)$")]
 
 
 class Section(BaseModel):
-    """A part of the configuration: frozen, and every key is known."""
+    """A part of the configuration: frozen, every key is known, and every key that is written has an effect."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True, allow_inf_nan=False)
+
+    @model_validator(mode="after")
+    def _keys_have_effects(self) -> Self:
+        if found := list(dead_keys(self)):
+            raise DeadKeys(found)
+        return self
+
+    @property
+    def written(self) -> frozenset[str]:
+        """The keys that somebody wrote; of a dump, which has all keys, those off their defaults."""
+        if len(self.model_fields_set) < len(type(self).model_fields):
+            return frozenset(self.model_fields_set)
+        known = type(self).model_fields
+        return frozenset(
+            name
+            for name, field in known.items()
+            if field.is_required() or getattr(self, name) != field.get_default(call_default_factory=True)
+        )
+
+
+def problems_of(invalid: ValidationError) -> Iterator[tuple[tuple[str | int, ...], str]]:
+    """The place and the text of each problem that pydantic found, keys without effect one by one."""
+    for error in invalid.errors(include_url=False):
+        loc, cause = error["loc"], error.get("ctx", {}).get("error")
+        if isinstance(cause, DeadKeys):
+            around = tuple(map(str, loc))
+            for key in cause.found:
+                yield (*loc, *key.loc), f"{'.'.join((*around, *key.loc))} {key.text(around)}"
+        else:
+            yield loc, error["msg"]
+
+
+@dataclass(frozen=True, slots=True)
+class DeadKey:
+    """A key that was written and has no effect. `loc` and `others` count from the section that was checked."""
+
+    loc: tuple[str, ...]
+    others: tuple[tuple[str, ...], ...]
+    values: tuple[object, ...]
+    fact: Effect
+
+    def text(self, around: tuple[str, ...] = ()) -> str:
+        """What to say about it; `around` leads to the section that was checked."""
+        names = tuple(".".join((*around, *other)) for other in self.others)
+        return f"has no effect {self.fact.why(names, *self.values)}: remove one of them"
+
+
+class DeadKeys(ValueError):
+    """Keys of a section that were written and have no effect."""
+
+    def __init__(self, found: Sequence[DeadKey]) -> None:
+        super().__init__("; ".join(f"{'.'.join(key.loc)} {key.text()}" for key in found))
+        self.found = tuple(found)
+
+
+def dead_keys(section: Section, *, strict: bool = False) -> Iterator[DeadKey]:
+    """The keys of a section, and of those in it, that were written and have no effect.
+
+    Args:
+        strict: a section that names all its keys is no exception; see `Section.written`.
+    """
+    return _dead_keys((section,), (), strict)
+
+
+def _dead_keys(around: tuple[Section, ...], loc: tuple[str, ...], strict: bool) -> Iterator[DeadKey]:
+    """See `dead_keys`; `around` ends with the section, and `loc` leads there from the first of them."""
+    section = around[-1]
+    for name, field in type(section).model_fields.items():
+        value = getattr(section, name)
+        if name not in section.model_fields_set or value is None:
+            continue
+        here = (*loc, name)
+        for fact in effects(field):
+            places = [_look_up(around, loc, key) for key in fact.keys]
+            found = [place for place in places if place is not None]
+            values = tuple(value for _, value in found)
+            if len(found) < len(places) or not fact.dead(*values):
+                continue
+            others = tuple(other for other, _ in found)
+            if isinstance(value, Section) and field.default is not None:
+                keys = value.model_fields_set if strict else value.written
+                yield from (DeadKey((*here, key), others, values, fact) for key in sorted(keys))
+            elif strict or name in section.written:
+                yield DeadKey(here, others, values, fact)
+            break
+        else:
+            if isinstance(value, Section):
+                yield from _dead_keys((*around, value), here, strict)
+
+
+def _look_up(around: tuple[Section, ...], loc: tuple[str, ...], key: str) -> tuple[tuple[str, ...], object] | None:
+    """The place and the value of a key, seen from inside the last section; None where none of them has it."""
+    first, *rest = key.split(".")
+    for depth in range(len(around) - 1, -1, -1):
+        section = around[depth]
+        if first not in type(section).model_fields:
+            continue
+        value = getattr(section, f"resolved_{first}", None) if not rest else None
+        value = getattr(section, first) if value is None else value
+        for part in rest:
+            value = getattr(value, part)
+        if isinstance(value, Section) and "name" in type(value).model_fields:
+            value = getattr(value, "name", None)  # `loss: gspo` is short for `loss: {name: gspo}`
+        return (*loc[:depth], first, *rest), value
+    return None

@@ -12,6 +12,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from agentrl.config.run import RunConfig
+from agentrl.config.section import dead_keys, problems_of
 from agentrl.import_verl.found import Imported, Note
 from agentrl.import_verl.objective import import_objective
 from agentrl.import_verl.read import read_keys
@@ -41,12 +42,12 @@ def _refusals(found: Imported) -> None:
     """Values that agentrl refuses are left out, each with a note; so the result loads."""
     for _ in range(20):
         try:
-            RunConfig.model_validate(found.config)
-            return
+            dead = list(dead_keys(RunConfig.model_validate(found.config), strict=True))
+            left_out = [_leave_out(found, key.loc, f"{'.'.join(key.loc)} {key.text()}") for key in dead]
         except ValidationError as e:
-            left_out = [_leave_out(found, error["loc"], error["msg"]) for error in e.errors(include_url=False)]
-            if not any(left_out):
-                return
+            left_out = [_leave_out(found, loc, text) for loc, text in problems_of(e)]
+        if not any(left_out):
+            return
 
 
 _KEY = re.compile(r"\b[a-z_]+(?:\.[a-z_]+)+\b")

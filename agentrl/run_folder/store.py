@@ -27,10 +27,12 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 from types import TracebackType
-from typing import IO, Self
+from typing import IO, Self, TypeVar
 
 from agentrl.clean import clean_text
 from agentrl.config import RunConfig, config_diff, dump_config, load_config
+from agentrl.config.facts import MayChangeOnResume, facts
+from agentrl.config.section import Section
 from agentrl.errors import CheckpointError, ConfigError
 from agentrl.reporting.report import Summary
 from agentrl.run_folder import checkpoints
@@ -48,6 +50,9 @@ from agentrl.run_folder.records import (
 from agentrl.run_folder.redraws import Redraws, read_redraws, redraws_file, redraws_line
 
 __all__ = ["Checkpoint", "RunStore", "find_checkpoint", "read_episodes", "read_metrics", "read_records"]
+
+
+SectionT = TypeVar("SectionT", bound=Section)
 
 
 @dataclass(frozen=True, slots=True)
@@ -403,22 +408,15 @@ def _claim(path: Path, config: RunConfig) -> bool:
     return True
 
 
-_PLACE = (
-    *("ranks", "reference_ranks", "ray", "device", "tokens_per_micro_batch", "logits_at_once"),
-    *("attention", "checkpoint_activations", "offload_activations", "cpu_offload"),
-)
-"""Settings of the learner that say where and in which pieces it computes, not what."""
-
-
-def _elsewhere(old: RunConfig, new: RunConfig) -> RunConfig:
+def _elsewhere(old: SectionT, new: SectionT) -> SectionT:
     """`old`, with the settings of `new` that do not change what is computed."""
-    place = {name: getattr(new.learner, name) for name in _PLACE}
-    found: dict[str, object] = {"learner": old.learner.model_copy(update=place), "checkpoint": new.checkpoint}
-    if old.critic is not None and new.critic is not None:
-        found["critic"] = old.critic.model_copy(update={"ranks": new.critic.ranks})
-    if old.reward_model is not None and new.reward_model is not None:
-        where = {name: getattr(new.reward_model, name) for name in ("workers", "device", "batch_size")}
-        found["reward_model"] = old.reward_model.model_copy(update=where)
+    found: dict[str, object] = {}
+    for name, field in type(old).model_fields.items():
+        before, after = getattr(old, name), getattr(new, name)
+        if any(facts(field, MayChangeOnResume)):
+            found[name] = after
+        elif isinstance(before, Section) and type(before) is type(after):
+            found[name] = _elsewhere(before, after)
     return old.model_copy(update=found)
 
 

@@ -46,7 +46,7 @@ def test_a_dump_reads_back_equal(tmp_path: Path, **drawn: Any):
 
 def test_a_dump_names_every_key_in_the_order_of_the_schema(tmp_path: Path):
     lines = dump_config(config()).splitlines()
-    top = [line.split(":")[0] for line in lines if not line.startswith((" ", "-"))]
+    top = [line.split(":")[0] for line in lines if not line.startswith((" ", "-", "#"))]
     assert top == list(RunConfig.model_fields)
     assert "  lr: 1e-06" in lines
 
@@ -62,3 +62,15 @@ def test_a_diff_has_a_line_for_each_key_that_changed():
     assert "env.options.d: (absent) -> 'x'" in lines
     assert "warmup.num: (absent) -> 5" in lines
     assert config_diff(old, old) == ""
+
+
+def test_a_config_that_was_written_with_its_defaults_loads_again(tmp_path: Path):
+    path = tmp_path / "config.yaml"
+    for changes in ({}, {"engine": {"kind": "sglang", "server": {"urls": ["http://127.0.0.1:1"]}}}, {"steps": 3}):
+        made = config(**changes)
+        assert RunConfig.model_validate_json(made.model_dump_json()) == made
+        path.write_text(dump_config(made), encoding="utf-8")
+        assert load_config(path, check_paths=False) == made
+    # Its defaults are not what a user has written: another engine may be chosen.
+    path.write_text(dump_config(config(engine={"kind": "sglang"})), encoding="utf-8")
+    assert load_config(path, ["engine.kind=local"], check_paths=False) == config()

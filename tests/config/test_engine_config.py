@@ -18,29 +18,35 @@ URLS = ["http://127.0.0.1:1"]
     ("data", "match"),
     [
         ({"sync": "disk"}, "sync has no effect while kind is local"),
+        ({"sync": "auto"}, "sync has no effect while kind is local"),
         ({"sync_tolerance": 0.1}, "sync_tolerance has no effect"),
+        ({"server": {"replicas": 1}}, "server.replicas has no effect while kind is local"),
+        ({"server": {"urls": []}}, "server.urls has no effect while kind is local"),
         ({"server": {"replicas": 2}}, "server.replicas has no effect while kind is local"),
         (
             {"kind": "sglang", "server": {"urls": URLS, "replicas": 2}},
-            "server.replicas has no effect on servers given",
+            "replicas has no effect while urls is given",
         ),
         (
             {"kind": "sglang", "server": {"urls": URLS, "args": ["--x"]}},
-            "server.args has no effect on servers given",
+            "args has no effect while urls is given",
         ),
         (
             {"kind": "sglang", "server": {"urls": URLS, "tensor_parallel": 2}},
             "server.tensor_parallel has no effect",
         ),
-        ({"kind": "sglang", "server": {"sync_folder": "/x"}}, "sync_folder has no effect while sync is tensor"),
+        (
+            {"kind": "sglang", "server": {"sync_folder": "/x"}},
+            "sync_folder has no effect unless",
+        ),
         ({"kind": "sglang", "sync": "disk", "server": {"bucket_mb": 1}}, "bucket_mb has no effect"),
         ({"kind": "sglang", "sync": "tensor", "device": "cuda", "server": {"urls": URLS}}, "this machine only"),
         ({"kind": "vllm", "sync": "broadcast"}, "does not exist for vllm"),
         ({"sync": "lora"}, "sync has no effect while kind is local"),
         ({"kind": "sglang", "sync": "lora", "server": {"bucket_mb": 1}}, "bucket_mb has no effect"),
-        ({"kind": "sglang", "sync": "lora", "server": {"sleep": True}}, "sync lora sends no model"),
+        ({"kind": "sglang", "sync": "lora", "server": {"sleep": True}}, "sync: lora sends only the adapter"),
         ({"device": "cpu", "cuda_graphs": "off"}, "cuda_graphs has no effect while device is cpu"),
-        ({"kind": "vllm", "cuda_graphs": "off"}, "cuda_graphs has no effect while kind is vllm"),
+        ({"kind": "vllm", "cuda_graphs": "off"}, r"cuda_graphs has no effect unless kind is local \(it is vllm\)"),
     ],
 )
 def test_dead_settings_are_errors(data: dict[str, Any], match: str) -> None:

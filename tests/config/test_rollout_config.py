@@ -17,7 +17,7 @@ def config(rollout: dict[str, Any], **more: Any) -> RunConfig:
 @pytest.mark.parametrize(
     ("rollout", "more", "message"),
     [
-        ({"groups_ahead": 1}, {}, "groups_ahead is 1"),
+        ({"groups_ahead": 1}, {}, "groups_ahead has no effect while max_staleness is 0"),
         ({"groups_ahead": 65, "max_staleness": 2}, {}, "groups_ahead is 65"),
         ({"ray": "auto"}, {}, "rollout.workers is 0"),
         ({"ray": "auto", "workers": 2}, {"learner": {"ray": "auto", "ranks": 2}}, "learner.ray names the cluster"),
@@ -54,8 +54,11 @@ SCORER = {"kind": "classifier", "path": "x", "workers": 1}
             {"learner": {"ray": "auto"}},
             "learner.ray has no effect while learner.ranks is 1 and nothing else has ranks",
         ),
-        ({"learner": {"reference_ranks": 1}, "algorithm": {"kl": {"coef": 0.0}}}, "there is no reference"),
-        ({"learner": {"reference_ranks": 1, "lora": {}}}, "no second model"),
+        (
+            {"learner": {"reference_ranks": 1}, "algorithm": {"kl": {"coef": 0.0}}},
+            "while algorithm.kl.coef is 0",
+        ),
+        ({"learner": {"reference_ranks": 1, "lora": {}}}, "reference_ranks has no effect while lora is given"),
         ({"critic": {"ranks": 1}}, "unless algorithm.advantage is gae"),
     ],
 )

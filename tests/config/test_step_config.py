@@ -42,7 +42,10 @@ def run(**given: Any) -> RunConfig:
             r"algorithm.advantage gae compares no siblings",
         ),
         ({"steps": 20, "optim": {"warmup_steps": 21}}, r"optim.warmup_steps is 21, and the run has 20 steps"),
-        ({"optim": {"warmup_steps": 9, "warmup_ratio": 0.1}}, r"no effect beside optim.warmup_ratio"),
+        (
+            {"optim": {"warmup_steps": 9, "warmup_ratio": 0.1}},
+            "no effect while warmup_ratio is given",
+        ),
         (
             {"algorithm": PPO, "critic": {"aggregation_scale": 64.0}},
             r"critic.aggregation_scale has no effect without critic.aggregation: seq-mean-token-sum-norm",

@@ -1,0 +1,209 @@
+"""What a key means beyond its type, written on the key: `path: Annotated[str, PathTo("folder")]`.
+
+The loader, the run folder, the command line and the docs generator all read these facts from the key.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import Annotated, Any, Literal, TypeVar, get_args, get_origin
+
+from pydantic.fields import FieldInfo
+
+Command = Literal["eval", "eval --base-url", "serve"]
+
+
+@dataclass(frozen=True, slots=True)
+class PathTo:
+    """The text is a path, relative to the YAML file (or to the current folder where a flag gives it).
+
+    Attributes:
+        hub: it may name a model in the local Hugging Face cache instead.
+        names: words with a meaning of their own, which are not paths.
+    """
+
+    kind: Literal["file", "folder"]
+    hub: bool = False
+    names: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class DataFiles:
+    """The text names files of rows, or a dataset in the Hugging Face cache."""
+
+    split: Literal["train", "held_out"]
+
+
+@dataclass(frozen=True, slots=True)
+class NamesCode:
+    """The text names Python code: `module:Name` or `path/to/file.py:Name`.
+
+    Attributes:
+        kind: what stands there.
+        or_word: a name without a colon is one that agentrl knows.
+    """
+
+    kind: Literal["class", "function"]
+    or_word: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class MayChangeOnResume:
+    """The key says where or in which pieces something is computed, not what: a resumed run may change it."""
+
+
+@dataclass(frozen=True, slots=True)
+class UnusedBy:
+    """Commands for which the key has no effect."""
+
+    commands: tuple[Command, ...]
+
+    def __init__(self, *commands: Command) -> None:
+        object.__setattr__(self, "commands", commands)
+
+
+@dataclass(frozen=True, slots=True)
+class OnlyWhen:
+    """The key has an effect only while another key has one of these values.
+
+    The other key is looked up in the key's own section, then in the sections around it.
+    """
+
+    key: str
+    values: tuple[object, ...]
+
+    def __init__(self, key: str, *values: object) -> None:
+        object.__setattr__(self, "key", key)
+        object.__setattr__(self, "values", values)
+
+    @property
+    def keys(self) -> tuple[str, ...]:
+        """The keys that it depends on."""
+        return (self.key,)
+
+    def dead(self, *found: object) -> bool:
+        """Whether the key has no effect, from the values of `keys`."""
+        return found[0] not in self.values
+
+    def why(self, names: tuple[str, ...], *found: object) -> str:
+        """The reason, with the keys called as in `names`."""
+        return f"unless {names[0]} is {_either(self.values)} (it is {_shown(found[0])})"
+
+    def condition(self) -> str:
+        """When the key has an effect, for the docs."""
+        return f"Only with {_either(f'`{self.key}: {_shown(value)}`' for value in self.values)}."
+
+
+@dataclass(frozen=True, slots=True)
+class NeverWhen:
+    """The key has no effect while another key has one of these values; see `OnlyWhen`."""
+
+    key: str
+    values: tuple[object, ...]
+
+    def __init__(self, key: str, *values: object) -> None:
+        object.__setattr__(self, "key", key)
+        object.__setattr__(self, "values", values)
+
+    @property
+    def keys(self) -> tuple[str, ...]:
+        """The keys that it depends on."""
+        return (self.key,)
+
+    def dead(self, *found: object) -> bool:
+        """Whether the key has no effect, from the values of `keys`."""
+        return found[0] in self.values
+
+    def why(self, names: tuple[str, ...], *found: object) -> str:
+        """The reason, with the keys called as in `names`."""
+        return f"while {names[0]} is {_shown(found[0])}"
+
+    def condition(self) -> str:
+        """When the key has an effect, for the docs."""
+        return f"Not with {_either(f'`{self.key}: {_shown(value)}`' for value in self.values)}."
+
+
+@dataclass(frozen=True, slots=True)
+class OnlyWith:
+    """The key has an effect only where one of these other keys is given."""
+
+    keys: tuple[str, ...]
+
+    def __init__(self, *keys: str) -> None:
+        object.__setattr__(self, "keys", keys)
+
+    def dead(self, *found: object) -> bool:
+        """Whether the key has no effect, from the values of `keys`."""
+        return not any(map(_given, found))
+
+    def why(self, names: tuple[str, ...], *found: object) -> str:
+        """The reason, with the keys called as in `names`."""
+        return f"without {_either(names)}"
+
+    def condition(self) -> str:
+        """When the key has an effect, for the docs."""
+        return f"Only with {_either(f'`{key}`' for key in self.keys)}."
+
+
+@dataclass(frozen=True, slots=True)
+class NeverWith:
+    """The key has no effect where one of these other keys is given."""
+
+    keys: tuple[str, ...]
+
+    def __init__(self, *keys: str) -> None:
+        object.__setattr__(self, "keys", keys)
+
+    def dead(self, *found: object) -> bool:
+        """Whether the key has no effect, from the values of `keys`."""
+        return any(map(_given, found))
+
+    def why(self, names: tuple[str, ...], *found: object) -> str:
+        """The reason, with the keys called as in `names`."""
+        return f"while {_either(name for name, value in zip(names, found, strict=True) if _given(value))} is given"
+
+    def condition(self) -> str:
+        """When the key has an effect, for the docs."""
+        return f"Not with {_either(f'`{key}`' for key in self.keys)}."
+
+
+Effect = OnlyWhen | NeverWhen | OnlyWith | NeverWith
+"""Facts that say when a key has an effect."""
+
+Fact = TypeVar("Fact")
+
+
+def facts(field: FieldInfo, kind: type[Fact]) -> Iterator[Fact]:
+    """The facts of a kind that are written on a key."""
+    for item in metadata(field):
+        if isinstance(item, kind):
+            yield item
+
+
+def effects(field: FieldInfo) -> Iterator[Effect]:
+    """The facts that say when a key has an effect."""
+    for item in metadata(field):
+        if isinstance(item, OnlyWhen | NeverWhen | OnlyWith | NeverWith):
+            yield item
+
+
+def metadata(field: FieldInfo) -> Iterator[Any]:
+    """All that `Annotated` adds to the type of a key, also where the type is an alternative to null."""
+    yield from field.metadata
+    for kind in get_args(field.annotation):
+        for extra in get_args(kind)[1:] if get_origin(kind) is Annotated else ():
+            yield from extra.metadata if isinstance(extra, FieldInfo) else (extra,)
+
+
+def _given(value: object) -> bool:
+    return value is not None and value is not False and value != [] and value != {}
+
+
+def _either(items: Iterable[object]) -> str:
+    names = [item if isinstance(item, str) else _shown(item) for item in items]
+    return " or ".join([", ".join(names[:-1]), names[-1]] if len(names) > 1 else names)
+
+
+def _shown(value: object) -> str:
+    return "null" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
