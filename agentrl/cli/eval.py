@@ -233,9 +233,9 @@ def find(
 
 def _check_overrides(overrides: list[str], endpoint: Endpoint | None) -> None:
     """See that every flag changes something here. Raises ConfigError."""
-    check_effect(overrides, "eval", "an evaluation")
+    check_effect(overrides, "eval", "on an evaluation")
     if endpoint is not None:
-        check_effect(overrides, "eval --base-url", f"the model behind --base-url {endpoint.base_url}")
+        check_effect(overrides, "eval --base-url", f"with --base-url {endpoint.base_url}")
 
 
 def _bare(model: str, changes: list[str], *, exists: bool = True) -> RunConfig:

@@ -83,7 +83,7 @@ def check_effect(overrides: Sequence[str], command: Command, what: str) -> None:
 
     Args:
         command: the name by which keys say that they mean nothing to it.
-        what: what it does, for errors.
+        what: on what it would have an effect, for errors: `on serving`.
 
     Raises:
         ConfigError: one of them has no effect.
@@ -97,4 +97,6 @@ def check_effect(overrides: Sequence[str], command: Command, what: str) -> None:
         for end in range(1, len(loc) + 1):
             field = field_at(loc[:end])
             if field is not None and any(command in fact.commands for fact in facts(field, UnusedBy)):
-                raise ConfigError(f"--set {text}: `{'.'.join(loc[:end])}` has no effect on {what}; leave it out")
+                why = ", which updates no weights" if end > 1 else ""
+                key = ".".join(loc[:end])
+                raise ConfigError(f"--set {text}: `{key}` has no effect {what}{why}; leave it out")

@@ -116,7 +116,7 @@ def _find(target: Path, overrides: list[str]) -> _Policy:
     from agentrl.rollout.setup import check_renderer, load_renderer
     from agentrl.run_folder.store import find_checkpoint
 
-    check_effect(overrides, "serve", "serving")
+    check_effect(overrides, "serve", "on serving")
     named, target = target, policy_folder(target)
     for run in (target, target.absolute().parent.parent):
         if (run / "config.yaml").is_file():

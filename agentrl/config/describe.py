@@ -95,7 +95,9 @@ def _optional(name: str, field: FieldInfo, section: type[Section]) -> str:
     try:
         section.model_validate({})
     except ValidationError:
-        return f"Off unless the section is there; `{name}: {{}}` is not enough: the table below says what it needs."
+        return (
+            f"Off unless the section is there; `{name}: {{}}` is not enough: the table below says what it needs."
+        )
     return f"Off unless the section is there; `{name}: {{}}` switches it on with its defaults."
 
 

@@ -250,7 +250,7 @@ def test_the_example_is_a_good_configuration():
     [
         ({}, "exactly one of `use`"),
         ({"use": "m:f", "command": ["x"]}, "exactly one of `use`"),
-        ({"use": "m:f", "cwd": "/"}, "agent.cwd has no effect without agent.command"),
+        ({"use": "m:f", "cwd": "/"}, "cwd has no effect without command"),
     ],
 )
 def test_settings_that_do_not_fit(agent: dict[str, Any], text: str):

@@ -221,7 +221,9 @@ def test_what_eval_plays(trained: Path, tmp_path: Path, monkeypatch: pytest.Monk
     subject, config, base = find(None, "a:B", [], endpoint)
     assert (config.env.use, base) == ("a:B", Path("runs/eval"))
     assert find(None, "a:B", ["rollout.max_turns=3"], endpoint)[1].rollout.max_turns == 3
-    with pytest.raises(ConfigError, match=r"--set engine\.max_slots=7: has no effect with --base-url http://127"):
+    with pytest.raises(
+        ConfigError, match=r"--set engine\.max_slots=7: `engine` has no effect with --base-url http://127"
+    ):
         find(run, None, ["engine.max_slots=7"], endpoint)
     with pytest.raises(ConfigError, match="name what is played: --env module:Class"):
         find(None, None, [], endpoint)
