@@ -344,7 +344,7 @@ class LearnerConfig(Section):
 
 
 class EvalConfig(Section):
-    """Greedy evaluation on held-out tasks."""
+    """Evaluation on held-out tasks: greedy by default, or sampled as a deployment would."""
 
     every: Count = 0
     """Steps between evaluations; 0 evaluates before and after training only."""
@@ -352,6 +352,32 @@ class EvalConfig(Section):
     """Held-out tasks played."""
     before_training: bool = True
     """Evaluate before the first step as well."""
+    attempts: Annotated[int, Field(gt=0, le=65_536)] = 1
+    """Episodes of each held-out task. With more than one, `held_out` is the mean over all of them and
+    `held_out_pass` the share of tasks solved at least once (pass@n)."""
+    temperature: Annotated[float, Field(ge=0)] = 0.0
+    """Sampling temperature; 0 is greedy."""
+    top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
+    """Sample from the most likely tokens that together have this probability; 1 is off."""
+    top_k: Count = 0
+    """Sample from this many of the most likely tokens; 0 is off."""
+    min_p: Annotated[float, Field(ge=0, lt=1)] = 0.0
+    """Sample from tokens with at least this share of the largest probability; 0 is off."""
+
+    @model_validator(mode="after")
+    def _no_dead_keys(self) -> Self:
+        if self.temperature == 0 and self.attempts > 1:
+            raise ValueError(
+                f"eval.attempts is {self.attempts}, and greedy episodes of one task are all the same: set "
+                "eval.temperature above 0, or remove eval.attempts"
+            )
+        for key in ("top_p", "top_k", "min_p"):
+            if self.temperature == 0 and getattr(self, key) != type(self).model_fields[key].default:
+                raise ValueError(
+                    f"eval.{key} has no effect while eval.temperature is 0 (greedy): set a temperature, or "
+                    f"remove eval.{key}"
+                )
+        return self
 
 
 class CheckpointConfig(Section):
@@ -511,6 +537,11 @@ def _check_places(config: RunConfig) -> None:
         raise ValueError(
             f"engine.server.sleep needs servers without work during an update, and rollout.max_staleness is "
             f"{rollout.max_staleness}: set it to 0, or leave sleep out"
+        )
+    evaluation = config.eval
+    if config.agent is not None and (evaluation.top_p < 1 or evaluation.top_k or evaluation.min_p):
+        raise ValueError(
+            "eval.top_p, eval.top_k and eval.min_p do not reach the completions of an `agent`: remove them"
         )
 
 

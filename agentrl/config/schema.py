@@ -78,7 +78,8 @@ def unknown_key(loc: Loc) -> str:
         return (
             f"training samples from the whole distribution (at rollout.temperature): with {key} the learner's "
             "log-probabilities would be those of another distribution than the one sampled from; remove it. "
-            "`agentrl eval` takes --top-p, --top-k and --min-p"
+            "evaluations take filters: `eval.top_p`, `eval.top_k`, `eval.min_p`, and the same flags of `agentrl "
+            "eval`"
         )
     known = list((section_at(tuple(parent)) or RunConfig).model_fields)
 

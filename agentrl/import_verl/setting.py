@@ -14,7 +14,7 @@ from agentrl.import_verl.found import Imported
 from agentrl.import_verl.read import read_yaml
 from agentrl.import_verl.rows import ACTOR, MODEL, ROLLOUT
 
-_TURNS = ROLLOUT + "multi_turn."
+_TURNS, _VAL = ROLLOUT + "multi_turn.", ROLLOUT + "val_kwargs."
 _UNBOUNDED_TURNS = 100
 _BUILT_IN_SCORE = "agentrl.env.verl_scores:compute_score"
 
@@ -49,6 +49,7 @@ def _run(found: Imported) -> None:
         found.say("trainer.test_freq", "no effect", "there are no data.val_files")
     if not found.flag("trainer.val_before_train"):
         found.set("eval.before_training", False)
+    _evaluation(found)
     found.set("checkpoint.every", max(0, found.whole("trainer.save_freq")))
     if kept := found.whole("trainer.max_actor_ckpt_to_keep"):
         found.set("checkpoint.keep", max(1, kept))
@@ -59,6 +60,28 @@ def _run(found: Imported) -> None:
         found.say(
             "trainer.resume_mode", "by hand", "give the run a new `name`: a run of the same folder is continued"
         )
+
+
+def _evaluation(found: Imported) -> None:
+    """How held-out tasks are played. verl ignores the temperature where `do_sample` is false."""
+    if (tasks := found.whole("data.val_max_samples")) and tasks > 0:
+        found.set("eval.tasks", tasks)
+    given, temperature = f"{_VAL}do_sample", found.number(f"{_VAL}temperature") or 0.0
+    attempts = found.whole(f"{_VAL}n") or 1
+    if temperature <= 0 or (found.has(given) and not found.flag(given)):
+        for key in ("temperature", "top_p", "top_k", "min_p"):
+            found.say(_VAL + key, "no effect", "evaluation is greedy")
+        found.say(given, "same" if not found.flag(given) else "no effect", "evaluation is greedy")
+        if attempts > 1:
+            found.say(f"{_VAL}n", "no effect", "greedy episodes of one task are all the same")
+        return
+    found.set("eval.temperature", temperature)
+    if attempts > 1:
+        found.set("eval.attempts", attempts)
+    for key, off in (("top_p", 1.0), ("top_k", 0), ("min_p", 0.0)):
+        value = found.whole(_VAL + key) if key == "top_k" else found.number(_VAL + key)
+        if value is not None and max(value, 0) != off:
+            found.set(f"eval.{key}", max(value, 0))
 
 
 def _steps(found: Imported) -> None:

@@ -192,8 +192,9 @@ class PlainDisplay(Display):
 
     def within(self, doing: str, done: int = 0, total: int | None = None) -> None:
         """Write what is done in a phase without units; otherwise it shows only where it takes long."""
+        news = doing != self.progress.doing
         self.progress.within(doing, done, total)
-        if self.progress.total is None and not done:
+        if self.progress.total is None and not done and news:
             self._line(f"{self.progress.name}: {doing}")
 
     def remind(self) -> None:
@@ -382,7 +383,7 @@ def _before_and_after(summary: Summary) -> list[tuple[str, str, str, str]]:
         name, after = "reward", f"{summary.held_out_reward_after:.3f}"
         before = "-" if summary.held_out_reward_before is None else f"{summary.held_out_reward_before:.3f}"
     return [
-        (f"{name} before", before, "held-out tasks, greedy", ""),
+        (f"{name} before", before, "held-out tasks", ""),
         (f"{name} after", after, "", "bold green"),
     ]
 

@@ -76,7 +76,7 @@ def _draw_solved(panel: Axes, lines: Sequence[Mapping[str, float]]) -> None:
         panel.plot(steps, smooth(values), color="tab:green", lw=1.8, label="their running mean")
     steps, values = _series(lines, "held_out")
     if steps:
-        panel.plot(steps, values, "o--", color="tab:blue", lw=1, ms=5, label="held-out tasks, greedy")
+        panel.plot(steps, values, "o--", color="tab:blue", lw=1, ms=5, label="held-out tasks")
     panel.set_ylim(-0.02, 1.02)
     panel.set_ylabel("solved")
     panel.legend(frameon=False, fontsize=8, loc="lower right")

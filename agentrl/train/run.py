@@ -30,7 +30,15 @@ from agentrl.reporting.report import Reporter, Summary
 from agentrl.rollout.admission import Admission, Batch
 from agentrl.rollout.collect import collect
 from agentrl.rollout.group import GroupPlayer, Plays
-from agentrl.rollout.metrics import episode_metrics, mean_reward, reward_parts, set_aside, solved, staleness
+from agentrl.rollout.metrics import (
+    episode_metrics,
+    mean_reward,
+    passed,
+    reward_parts,
+    set_aside,
+    solved,
+    staleness,
+)
 from agentrl.rollout.prompts import fitting
 from agentrl.rollout.rewards.model import RewardModel, make_reward_model
 from agentrl.rollout.scheduler import Scheduler, Stall
@@ -62,7 +70,7 @@ from agentrl.train.samples import penalised
 from agentrl.train.signals import StoppedEarly, StopRequest, stop_requested, unless_stopped
 from agentrl.train.start import copy_tokenizer, make_learner, make_start, sent_weights
 from agentrl.train.verify import WeightCheck, check_rows
-from agentrl.types import Group, Sample
+from agentrl.types import Filters, Group, Sample
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -84,7 +92,7 @@ class Run:
     learner_thread: Executor
     disk_thread: Executor
     renderer: Renderer
-    greedy: Plays
+    examined: Plays
     start: Path
     in_step: InStep
     rewards: RewardWatch
@@ -113,22 +121,23 @@ class Run:
             self._seconds["sync_gap"] = await self.check.gap(version)
 
     async def held_out(self, step: int) -> dict[str, float]:
-        """Of the held-out tasks, played greedily: `held_out`, the share that is solved (where that is declared),
-        and `held_out_reward`, the mean reward. Empty where there are no such tasks.
+        """Of the held-out tasks: `held_out`, the share of episodes that are solved (where that is declared),
+        `held_out_reward`, their mean reward, and with several attempts `held_out_pass`, the share of tasks solved
+        at least once. Empty where there are no such tasks.
 
         The loop waits meanwhile, so all tokens are drawn with the weights of this step, and no training episode
         begins (those in flight go on).
         """
-        tasks = self.content.held_out_tasks[: self.config.eval.tasks]
+        tasks, attempts = self.content.held_out_tasks[: self.config.eval.tasks], self.config.eval.attempts
         if not tasks:
             return {}
         self.in_step.pause("held-out tasks")
         retries, seed = self.config.rollout.infra_retries, self.config.seed
-        count = counting(self.reporter, "held-out tasks", len(tasks))
+        count = counting(self.reporter, "held-out tasks", len(tasks) * attempts)
         groups = await collect(
-            self.greedy,
+            self.examined,
             tasks,
-            group_size=1,
+            group_size=attempts,
             label=f"held-out-{step}",
             seed=seed,
             infra_retries=retries,
@@ -136,7 +145,10 @@ class Run:
             guard=make_guard(self.config, self.reporter.note),
         )
         share = solved(groups)
-        return {"held_out_reward": mean_reward(groups)} | ({} if share is None else {"held_out": share})
+        found = {"held_out_reward": mean_reward(groups)}
+        if share is not None:
+            found |= {"held_out": share} | ({"held_out_pass": passed(groups)} if attempts > 1 else {})
+        return found
 
     def begin(self) -> None:
         """The clock of the first step starts."""
@@ -347,7 +359,7 @@ async def _train_run(
                     learner_thread=thread,
                     disk_thread=disk,
                     renderer=renderer,
-                    greedy=greedy,
+                    examined=make(temperature=config.eval.temperature, filters=_filters(config)),
                     start=start,
                     in_step=in_step,
                     rewards=RewardWatch(content.make_env()),
@@ -366,6 +378,11 @@ async def _train_run(
     store.write_summary(summary)
     write_curve(store.path)
     return summary
+
+
+def _filters(config: RunConfig) -> Filters:
+    """Which tokens the evaluations of the run may draw."""
+    return Filters(config.eval.top_p, config.eval.top_k, config.eval.min_p)
 
 
 def _weight_check(

@@ -67,7 +67,7 @@ def test_an_unknown_key_shows_its_line_and_the_nearest_one(tmp_path: Path):
         ("lr: 1", "lr: unknown key; `lr` belongs under `warmup:` or `critic:` or `optim:`"),
         ("groupsize: 4", "groupsize: unknown key; did you mean `group_size`, which belongs under `rollout:`?"),
         ("rollout: {top_p: 0.9}", "rollout.top_p: training samples from the whole distribution"),
-        ("rollout: {min_p: 0.1}", "`agentrl eval` takes --top-p, --top-k and --min-p"),
+        ("rollout: {min_p: 0.1}", "and the same flags of `agentrl eval`"),
         ("rollout.group_size: 4", "unknown key; write `rollout:` and, indented below it, `group_size:`"),
         ("eval: {qqq: 4}", "eval.qqq: unknown key; the keys here are every, tasks"),
     ],

@@ -207,6 +207,38 @@ def test_two_tasks_of_one_id_are_told_and_both_are_played(tmp_path: Path):
     assert sorted(e.task.row["number"] for e in read_episodes(tmp_path / "run", 1)) == [1, 1, 2, 2]
 
 
+def test_held_out_tasks_are_sampled_as_the_eval_section_says(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    seen: list[Group] = []
+
+    async def watched(*args: Any, label: str, **kwargs: Any) -> list[Group]:
+        groups = await collect(*args, label=label, **kwargs)
+        seen.extend(groups if label == "held-out-0" else [])
+        return groups
+
+    monkeypatch.setattr("agentrl.train.run.collect", watched)
+    (tmp_path / "envs.py").write_text(ENVS)
+
+    def played(name: str, **changes: float) -> tuple[list[str], dict[str, float]]:
+        config = RunConfig(
+            name=name,
+            steps=1,
+            env=f"{tmp_path}/envs.py:Words",
+            model={"tiny": {"hidden": 16, "layers": 1, "heads": 2, "intermediate": 32, "vocab": 300}},
+            rollout={"groups_per_step": 1, "group_size": 2, "max_tokens": 8, "token_budget": 400},
+            eval={"tasks": 2, "attempts": 3, "temperature": 1.0, **changes},
+        )
+        seen.clear()
+        _, lines = run(config, tmp_path / name)
+        return [str([s.ids for s in e.segments]) for g in seen for e in g.episodes], lines[0]
+
+    whole, line = played("whole")
+    assert len(whole) == 6, "three attempts at each of two tasks"
+    assert len({*whole}) == 6, "attempts at one task are drawn apart"
+    assert line["held_out_pass"] >= line["held_out"]
+    narrow, _ = played("narrow", top_k=1)
+    assert len({*narrow[:3]}) == len({*narrow[3:]}) == 1, "top_k 1 leaves one token to draw"
+
+
 @pytest.mark.slow
 class TestWholeRun:
     def test_the_summary_says_everything(self, finished):
