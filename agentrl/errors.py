@@ -85,3 +85,10 @@ def traceback_of(error: BaseException) -> str:
     trace.__cause__ = trace.__context__ = None
     text = "".join(trace.format()).rstrip()
     return text if len(text) <= _TRACE_CHARS else "[...] " + text[-_TRACE_CHARS:]
+
+
+def first_error(error: BaseException) -> BaseException:
+    """The first single error inside a group; any other error unchanged. One cause is enough to read."""
+    while isinstance(error, BaseExceptionGroup):
+        error = error.exceptions[0]
+    return error

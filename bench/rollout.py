@@ -46,8 +46,9 @@ from agentrl.chat.template import Renderer
 from agentrl.env.curriculum import TaskSampler
 from agentrl.models.tiny import make_tokenizer
 from agentrl.rollout.admission import Admission
-from agentrl.rollout.episode import Limits, Player
+from agentrl.rollout.episode import Player
 from agentrl.rollout.group import GroupPlayer
+from agentrl.rollout.limits import EpisodeLimits
 from agentrl.rollout.scheduler import Scheduler
 from agentrl.testing.policy import call, say
 from agentrl.types import Completion, Message, Sampling, Task
@@ -241,7 +242,9 @@ async def play(
     """Wall and CPU seconds of playing this many episodes, `concurrent` of them at once, in four or more steps."""
     engine = SimulatedEngine(make_completions(renderer, env().tools), slots, step_s)
     sampling = Sampling(max_tokens=512, stop_ids=renderer.stop_ids)
-    player = Player(engine, renderer, env, Limits(max_turns=TURNS, timeout_s=3600, token_budget=16_384), sampling)
+    player = Player(
+        engine, renderer, env, EpisodeLimits(max_turns=TURNS, timeout_s=3600, token_budget=16_384), sampling
+    )
     tasks = [Task(f"t{n}", {"number": n}) for n in range(episodes // GROUP)]
     per_step = max(1, concurrent // GROUP // 4)
     admission = Admission(

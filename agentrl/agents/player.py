@@ -5,15 +5,23 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Literal
 
 from agentrl.agents.program import Access, Agent, AgentCrashedError, AgentTask, Clients
 from agentrl.agents.recorder import Recorder, Recording
-from agentrl.env.env import Env
-from agentrl.env.toolenv.env import ToolEnv
+from agentrl.env.env import Env, PolicyAccess
 from agentrl.errors import EngineError, InfraError
 from agentrl.rollout.episode import TokenCheck
-from agentrl.rollout.frame import Progress, Whereabouts, reset_env, run_framed
+from agentrl.rollout.lifecycle import (
+    EpisodeStatus,
+    OpenEpisode,
+    attribution,
+    closing,
+    episode_clock,
+    reset_env,
+    score_env,
+)
 from agentrl.types import Episode, StopReason, Task
 
 
@@ -46,62 +54,65 @@ class AgentPlayer:
     token_check: TokenCheck | None = None
     clients: Clients = field(default_factory=Clients)
 
-    async def play(self, task: Task, *, episode_id: str, seed: int, where: Whereabouts | None = None) -> Episode:
+    async def play(
+        self, task: Task, *, episode_id: str, seed: int, status: EpisodeStatus | None = None
+    ) -> Episode:
         """Play one episode; infrastructure failures become its `error`."""
-        where = where or Whereabouts(episode_id, task.id)
-        where.now("a place among agent.max_running")
+        status = status or EpisodeStatus(episode_id, task.id)
+        status.now("a place among agent.max_running")
         async with self.places:
-            where.started = where.since
-            return await self._episode(task, where, seed)
+            status.started = status.since
+            return await self._run_episode(OpenEpisode(task, status), seed)
 
-    async def _episode(self, task: Task, where: Whereabouts, seed: int) -> Episode:
-        recorder = self.recorder
+    async def _run_episode(self, episode: OpenEpisode, seed: int) -> Episode:
+        recorder, renderer = self.recorder, self.recorder.renderer
+        timeout_s = recorder.limits.timeout_s
         recording = recorder.open(temperature=self.temperature, seed=seed)
+        release = partial(recorder.close, recording)
+        with attribution(episode):
+            async with closing(self.make_env, episode, timeout_s, release=release) as env:
+                async with episode_clock(episode, timeout_s):
+                    count_tokens = lambda text: len(renderer.encode_text(text))  # noqa: E731
+                    env.bind(PolicyAccess(count_tokens=count_tokens, decode=renderer.vocabulary.decode_plain))
+                    opening = await reset_env(env, episode)
+                    episode.transcript = recording.ledger
+                    env.outcome = await self._run_agent(
+                        AgentTask(episode.task, opening, env.tools), episode, recording
+                    )
+                await score_env(env, episode, timeout_s)
+        return self._checked(episode.result(), recording)
 
-        async def play(env: Env, progress: Progress) -> None:
-            await self._play(env, task, progress, where, recording)
+    async def _run_agent(self, task: AgentTask, episode: OpenEpisode, recording: Recording) -> str:
+        """Run the program, and take over its turns from the recording; returns what the program returned.
 
-        async def release() -> None:
-            await recorder.close(recording)
-
-        episode, _ = await run_framed(
-            play, task, make_env=self.make_env, timeout_s=recorder.limits.timeout_s, where=where, release=release
-        )
-        return self._checked(episode, recording)
-
-    async def _play(
-        self, env: Env, task: Task, progress: Progress, where: Whereabouts, recording: Recording
-    ) -> None:
-        where.now("env.reset")
-        if isinstance(env, ToolEnv):
-            env.count_tokens = lambda text: len(self.recorder.renderer.encode_text(text))
-            env.decode = self.recorder.renderer.vocabulary.decode_plain
-        opening = await reset_env(env, task)
-        progress.transcript = recording.ledger
+        Raises:
+            InfraError: the policy could not answer, or the program failed and `crash` says so.
+        """
+        episode.status.now("the agent")
         access = Access(self.address + recording.path, recording.key, clients=self.clients)
-        where.now("the agent")
         outcome, crashed = "", ""
         try:
-            outcome = await self.agent.run(AgentTask(task, opening, env.tools), access)
+            outcome = await self.agent.run(task, access)
         except AgentCrashedError as e:
             crashed = str(e)
         finally:  # also when its time is up
             recording.seal()
-            progress.turns[:] = recording.turns()
-            progress.tools = recording.tools
-            progress.count(recording.metrics())
+            episode.turns[:] = recording.turns()
+            episode.tools = recording.tools
+            episode.count(recording.metrics())
         if recording.trouble is not None:
             raise EngineError(recording.trouble)
-        if crashed and recording.stop is None and (self.crash == "infra" or not progress.turns):
+        if crashed and recording.stop is None and (self.crash == "infra" or not episode.turns):
             raise InfraError(f"the agent crashed after {recording.num_turns} turns: {crashed}")
-        if not progress.turns:
-            raise InfraError("the agent ended without a completion of the policy: is it given the base URL?")
-        progress.count({"agent/crashed": float(bool(crashed))} if crashed else {})
-        if isinstance(env, ToolEnv):
-            env.outcome = outcome
-        last = progress.turns[-1]
+        if not episode.turns:
+            raise InfraError(
+                "the agent ended without a completion of the policy: does it use the base URL it is given?"
+            )
+        episode.count({"agent/crashed": 1.0} if crashed else {})
+        last = episode.turns[-1]
         ended = StopReason.TERMINATED if last.message.tool_calls else StopReason.ANSWERED
-        progress.stop = recording.stop or (StopReason.MAX_TOKENS if last.finish == "length" else ended)
+        episode.stop = recording.stop or (StopReason.MAX_TOKENS if last.finish == "length" else ended)
+        return outcome
 
     def _checked(self, episode: Episode, recording: Recording) -> Episode:
         """The episode with the counts of the token check over all its branches."""

@@ -13,11 +13,10 @@ from agentrl.config.run import AgentConfig, RunConfig
 from agentrl.engine.base import Engine
 from agentrl.env.env import Env
 from agentrl.env.load import load_object
-from agentrl.env.toolenv.env import ToolEnv
 from agentrl.errors import ConfigError
 from agentrl.rollout.episode import Player, TokenCheck
-from agentrl.rollout.frame import Limits
 from agentrl.rollout.group import Plays
+from agentrl.rollout.limits import EpisodeLimits
 from agentrl.rollout.ray.workers import placed
 from agentrl.rollout.setup import make_player
 from agentrl.types import EVERY_TOKEN, Filters
@@ -100,9 +99,8 @@ async def _agent_players(
     except ImportError as e:
         raise ConfigError(f"agent: the recorder needs {e.name}: pip install 'agentrl-train[serve]'") from e
     _check_env(make_env())
-    program, rollout = make_agent(agent), config.rollout
-    limits = Limits(rollout.max_turns, rollout.max_tokens, rollout.token_budget, rollout.timeout_s)
-    recorder, places = Recorder(engine, renderer, limits), asyncio.Semaphore(agent.max_running)
+    program, places = make_agent(agent), asyncio.Semaphore(agent.max_running)
+    recorder = Recorder(engine, renderer, EpisodeLimits.of(config))
     clients = Clients()
     async with running(recorder.app()) as address:
 
@@ -138,10 +136,9 @@ def make_agent(config: AgentConfig) -> Agent:
 
 
 def _check_env(env: Env) -> None:
-    if isinstance(env, ToolEnv):
-        per_turn = [reward.name for reward in env.spec().rewards if reward.mark.per == "turn"]
-        if per_turn:
-            raise ConfigError(
-                f"agent: reward {per_turn[0]!r} of {type(env).__name__} is asked for each turn, and the env takes "
-                "no part in the turns of an agent: use rewards per episode or group"
-            )
+    per_turn = [name for name, reward in (env.declared_rewards() or {}).items() if reward.per == "turn"]
+    if per_turn:
+        raise ConfigError(
+            f"agent: reward {per_turn[0]!r} of {type(env).__name__} is asked for each turn, and the env takes "
+            "no part in the turns of an agent: use rewards per episode or group"
+        )

@@ -4,7 +4,7 @@ A request goes on from the turn that it is recognised to follow (`agentrl.serve.
 is a branch of its own in the tree, and every difference is counted by kind. The client cannot choose how
 tokens are drawn: temperature, filters and seed are those of the run, because the learner has to know them.
 
-    recorder = Recorder(engine, renderer, Limits(...))
+    recorder = Recorder(engine, renderer, EpisodeLimits(...))
     async with running(recorder.app()) as address:
         recording = recorder.open(temperature=1.0, seed=7)
         ...                      # a program talks to address + recording.path with recording.key
@@ -34,8 +34,9 @@ from agentrl.chat.template import Renderer
 from agentrl.chat.transcript import Transcript
 from agentrl.engine.base import Engine, GenerateOptions
 from agentrl.env.toolenv.observe import plain_text
-from agentrl.errors import EngineError
-from agentrl.rollout.frame import Limits, draw_seed
+from agentrl.errors import EngineError, first_error
+from agentrl.rollout.limits import EpisodeLimits
+from agentrl.rollout.seeds import draw_seed
 from agentrl.serve.app import Endpoint, Guard, Settings, with_errors
 from agentrl.serve.errors import ApiError, unsupported
 from agentrl.serve.metrics import Metrics
@@ -60,7 +61,7 @@ class Recording:
         stop: the limit that a request met; None where none did.
     """
 
-    def __init__(self, renderer: Renderer, limits: Limits, *, temperature: float, seed: int) -> None:
+    def __init__(self, renderer: Renderer, limits: EpisodeLimits, *, temperature: float, seed: int) -> None:
         self.id, self.key = secrets.token_hex(8), f"sk-{secrets.token_urlsafe(24)}"
         self.ledger = Transcript(renderer)
         self.session = Session(renderer, ledger=self.ledger)
@@ -241,7 +242,7 @@ class RecordedJob(Job):
             spoken = await super().run(emit)
         except BaseException as e:
             recording.jobs.pop(key, None)
-            trouble = e.exceptions[0] if isinstance(e, BaseExceptionGroup) else e
+            trouble = first_error(e)
             if isinstance(trouble, EngineError):
                 recording.failed(key, str(trouble))
             raise
@@ -323,7 +324,7 @@ class Recorder:
         limits: of each episode.
     """
 
-    def __init__(self, engine: Engine, renderer: Renderer, limits: Limits) -> None:
+    def __init__(self, engine: Engine, renderer: Renderer, limits: EpisodeLimits) -> None:
         self.engine, self.renderer, self.limits = engine, renderer, limits
         budget = limits.token_budget
         capped = engine if engine.max_context <= budget else _CappedEngine(engine, budget)

@@ -221,12 +221,14 @@ async def _record(policy: _Policy, key: str | None, host: str, port: int, folder
     """Record episodes until a signal comes, and write them."""
     from agentrl.agents.folder import RecordFolder
     from agentrl.agents.recorder import Recorder
-    from agentrl.rollout.frame import Limits
+    from agentrl.rollout.limits import EpisodeLimits
     from agentrl.serve.listen import running
 
     async def use(engine: Engine, ended: asyncio.Event) -> None:
         room = engine.max_context
-        recorder = Recorder(engine, policy.renderer, Limits(max_turns=1 << 30, max_tokens=room, token_budget=room))
+        recorder = Recorder(
+            engine, policy.renderer, EpisodeLimits(max_turns=1 << 30, max_tokens=room, token_budget=room)
+        )
         episodes = RecordFolder(recorder, folder, api_key=key, temperature=1.0)
         try:
             async with running(episodes.app(), host=host, port=port) as url:

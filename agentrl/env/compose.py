@@ -169,6 +169,9 @@ class ComposedEnv(ToolEnv):
             if name.split("/")[0] not in known:
                 raise ConfigError(f"no reward named {name!r}; the rewards are: {', '.join(known) or 'none'}")
 
+    def check_solved_at(self, thresholds: Mapping[str, float]) -> None:
+        """Nothing is checked: the parts of a composed reward are known once it has scored an episode."""
+
     def _make_tools(self, entry: Loaded) -> Sequence[BoundTool]:
         if isinstance(entry, McpServer):
             return self._connect(entry)

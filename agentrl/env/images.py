@@ -6,7 +6,7 @@ import inspect
 from typing import Any, get_args, get_type_hints
 
 from agentrl.env.env import Env
-from agentrl.env.toolenv.env import ToolEnv
+from agentrl.env.toolenv.dispatch import BoundTool
 from agentrl.env.toolenv.spec import MethodTool
 from agentrl.errors import ConfigError
 from agentrl.types import Image
@@ -14,20 +14,20 @@ from agentrl.types import Image
 
 def refuse_images(env: Env) -> None:
     """Raises ConfigError where the return type of a tool names `Image`, which a text model cannot read."""
-    if not isinstance(env, ToolEnv):
-        return
-    for name, bound in env._bound().items():
-        if isinstance(bound, MethodTool) and _returns_image(bound.function):
-            raise ConfigError(
-                f"{type(env).__name__}: tool {name!r} returns an Image by its type, and the chat template of this "
-                "model takes text only: return text, leave the tool out, or play with a model that sees "
-                "(agentrl eval --base-url)"
-            )
+    for name in env.image_tools():
+        raise ConfigError(
+            f"{type(env).__name__}: tool {name!r} returns an Image by its type, and the chat template of this "
+            "model takes text only: return text, leave the tool out, or play with a model that sees "
+            "(agentrl eval --base-url)"
+        )
 
 
-def _returns_image(function: Any) -> bool:
+def returns_image(tool: BoundTool) -> bool:
+    """Whether a tool's return type names `Image`; only methods have one."""
+    if not isinstance(tool, MethodTool):
+        return False
     try:
-        returned = get_type_hints(inspect.unwrap(function)).get("return")
+        returned = get_type_hints(inspect.unwrap(tool.function)).get("return")
     except (NameError, TypeError):
         return False
     return _mentions(returned)

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any, Literal, Protocol, runtime_checkable
 
 from agentrl.config.address import address_problem
+from agentrl.env.env import PolicyModel
 from agentrl.env.judge_text import fenced, form_of, neutral, read_score, schema_of
 from agentrl.env.toolenv.asked import found_unusable, waits_for
 from agentrl.env.toolenv.dispatch import within
@@ -37,15 +38,6 @@ class ChatModel(Protocol):
 
     async def chat(self, messages: Sequence[Message]) -> Message:
         """The next assistant message. Raises InfraError where there is none to be had."""
-
-
-class PolicyModel(Protocol):
-    """What `self.model` of an env is: a branch of the policy itself."""
-
-    async def chat(
-        self, messages: Sequence[Message], *, tools: Sequence[Mapping[str, Any]] = (), train: bool = False
-    ) -> Message:
-        """The policy's answer in a conversation of its own; with `train` its tokens train with the episode."""
 
 
 @dataclass

@@ -15,7 +15,6 @@ from types import ModuleType
 from typing import Any
 
 from agentrl.env.env import Env
-from agentrl.env.toolenv.env import ToolEnv
 from agentrl.env.toolenv.observe import error_text
 from agentrl.errors import ConfigError
 from agentrl.types import Task
@@ -40,8 +39,7 @@ def load_env(spec: str, *, base: Path | None = None) -> type[Env]:
     if inspect.isabstract(found):
         missing = ", ".join(sorted(found.__abstractmethods__))
         raise ConfigError(f"env {spec!r}: {found.__name__} does not implement {missing}")
-    if issubclass(found, ToolEnv):
-        found.spec()
+    found.check_class()
     return found
 
 

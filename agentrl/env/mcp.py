@@ -21,7 +21,7 @@ from agentrl.env.toolenv.dispatch import within
 from agentrl.env.toolenv.jsonschema import check_arguments
 from agentrl.env.toolenv.observe import ToolError, error_text
 from agentrl.env.toolenv.threads import CallTimeout
-from agentrl.errors import ConfigError, InfraError
+from agentrl.errors import ConfigError, InfraError, first_error
 from agentrl.types import Image, Part
 
 if TYPE_CHECKING:
@@ -316,6 +316,5 @@ def _content(items: Sequence[Any]) -> str | tuple[Part, ...]:
 
 def _first(error: BaseException) -> Exception:
     """The first plain error inside the exception groups that task groups make."""
-    while isinstance(error, BaseExceptionGroup):
-        error = error.exceptions[0]
-    return error if isinstance(error, Exception) else InfraError(error_text(error))
+    first = first_error(error)
+    return first if isinstance(first, Exception) else InfraError(error_text(first))

@@ -10,7 +10,6 @@ from typing import Any
 
 from agentrl.config.datafiles import SAVED, data_files
 from agentrl.env.env import Env
-from agentrl.env.toolenv.env import ToolEnv
 from agentrl.errors import ConfigError
 from agentrl.types import Task
 
@@ -160,7 +159,7 @@ def load_rows(
         before = len(tasks)
         for number, given in read_rows(path):
             row = _renamed(given, columns or {}, f"{path}:{number}")
-            if issubclass(env, ToolEnv) and (problem := env.spec().setup.problem(row)):
+            if problem := env.row_problem(row):
                 raise ConfigError(f"{path}:{number}: {problem}")
             tasks.append(Task(f"{names[path]}-{number}", row, seed + before + number))
         if len(tasks) == before:

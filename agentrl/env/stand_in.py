@@ -6,7 +6,6 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from agentrl.env.env import Env
-from agentrl.env.toolenv.env import ToolEnv
 from agentrl.types import Message
 
 
@@ -22,6 +21,6 @@ class StandInModel:
 
 def with_stand_in(env: Env) -> Env:
     """The env itself, able to call `self.model`; one that has a model keeps it."""
-    if isinstance(env, ToolEnv) and env.model is None:
+    if env.model is None:
         env.model = StandInModel()
     return env

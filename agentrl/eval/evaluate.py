@@ -26,13 +26,14 @@ from agentrl.engine.chat_client import ChatClient, Endpoint
 from agentrl.env.env import Env
 from agentrl.env.solved import NOT_DECLARED
 from agentrl.env.tasks import Split
-from agentrl.errors import AgentRLError, ConfigError, EngineError, InfraError
+from agentrl.errors import AgentRLError, ConfigError, EngineError, InfraError, first_error
 from agentrl.eval.result import RESULTS_FILE, EvalResult, EvalSpec, Prices, result_of
 from agentrl.extras import require
 from agentrl.reporting.report import Reporter
 from agentrl.rollout.chat_endpoint import ChatPlayer
-from agentrl.rollout.frame import Limits, Whereabouts
 from agentrl.rollout.group import GroupPlayer, Plays
+from agentrl.rollout.lifecycle import EpisodeStatus
+from agentrl.rollout.limits import EpisodeLimits
 from agentrl.rollout.prompts import fitting
 from agentrl.rollout.setup import (
     Content,
@@ -271,8 +272,7 @@ async def _play(
                 progress.reporter.note("data.overlong_prompts is not looked at: an endpoint does not count tokens")
             request = {**subject.endpoint.request, **_given(options.filters)}
             client = ChatClient(replace(subject.endpoint, request=request))
-            rollout = config.rollout
-            limits = Limits(rollout.max_turns, rollout.max_tokens, rollout.token_budget, rollout.timeout_s)
+            limits = EpisodeLimits.of(config)
             try:
                 await _play_tasks(
                     ChatPlayer(client, content.make_env, limits, spec.temperature),
@@ -314,6 +314,7 @@ async def _play_tasks(
         config.rollout.infra_retries,
         progress.on_episode,
         guard=make_guard(config, progress.reporter.note),
+        timeout_s=config.rollout.timeout_s,
     )
     waiting = iter([number for number in range(len(tasks)) if number not in progress.done])
     progress.reporter.phase("evaluate", len(tasks) * options.attempts, len(progress.done) * options.attempts)
@@ -332,15 +333,7 @@ async def _play_tasks(
             for _ in range(min(len(tasks), math.ceil(options.concurrency / options.attempts))):
                 workers.create_task(work())
     except BaseExceptionGroup as several:
-        raise _first(several) from several
-
-
-def _first(several: BaseExceptionGroup[BaseException]) -> BaseException:
-    """The first single error inside (one cause is enough to read)."""
-    error: BaseException = several
-    while isinstance(error, BaseExceptionGroup):
-        error = error.exceptions[0]
-    return error
+        raise first_error(several) from several
 
 
 @dataclass
@@ -359,10 +352,12 @@ class AtMost:
         """Makes the env."""
         return self.player.make_env
 
-    async def play(self, task: Task, *, episode_id: str, seed: int, where: Whereabouts | None = None) -> Episode:
+    async def play(
+        self, task: Task, *, episode_id: str, seed: int, status: EpisodeStatus | None = None
+    ) -> Episode:
         """Play one episode as soon as there is a place; its clock begins then."""
         async with self._places:
-            return await self.player.play(task, episode_id=episode_id, seed=seed)
+            return await self.player.play(task, episode_id=episode_id, seed=seed, status=status)
 
 
 class _Progress:

@@ -19,13 +19,11 @@ from agentrl.chat.template import Renderer, same_meaning
 from agentrl.chat.transcript import Transcript
 from agentrl.config.algorithm import AlgorithmConfig
 from agentrl.config.run import RunConfig
-from agentrl.env import Env
+from agentrl.env.env import Env, PolicyAccess
 from agentrl.env.images import refuse_images
 from agentrl.env.load import load_env, said_by
 from agentrl.env.solved import NOT_DECLARED
-from agentrl.env.toolenv.env import ToolEnv
-from agentrl.env.toolenv.held_back import acts_outside
-from agentrl.env.toolenv.rewards import weight_of, weight_of_nothing
+from agentrl.env.toolenv.rewards import weight_of_nothing
 from agentrl.errors import ConfigError, EnvError, InfraError, RewardError
 from agentrl.models.tiny import make_tokenizer
 from agentrl.reporting.report import Silent
@@ -103,7 +101,7 @@ def rehearse(config: RunConfig, *, play_outside: bool = False) -> Rehearsal:
     """
     content = load_content(config)
     check_held_out(config, content)
-    held_back = () if play_outside else _outside(content.make_env())
+    held_back = () if play_outside else tuple(content.make_env().outside_tools())
     if held_back:
         content = replace(content, make_env=partial(_holding_back, content.make_env))
     with tempfile.TemporaryDirectory(prefix="agentrl-check-") as temp:
@@ -121,17 +119,9 @@ def rehearse(config: RunConfig, *, play_outside: bool = False) -> Rehearsal:
     return replace(found, notes=(*found.notes, note))
 
 
-def _outside(env: Env) -> tuple[str, ...]:
-    """Names of the tools that reach others than the episode."""
-    if not isinstance(env, ToolEnv):
-        return ()
-    return tuple(name for name, tool in env._bound().items() if acts_outside(tool))
-
-
 def _holding_back(make_env: Callable[[], Env]) -> Env:
     env = make_env()
-    if isinstance(env, ToolEnv):
-        env.hold_back, env._tools = True, None
+    env.hold_back = True
     return env
 
 
@@ -244,8 +234,7 @@ async def _episode(
     rollout = config.rollout
     async with asyncio.timeout(rollout.timeout_s):
         env = content.make_env()
-        if isinstance(env, ToolEnv):
-            env.reads_images = False  # as in the rollout: a renderer knows text only
+        env.bind(PolicyAccess(reads_images=False))  # as in the rollout: renderers take text only
         episode = await play(env, task, policy, max_turns=rollout.max_turns, episode_id=name)
     transcript = imitate(renderer, episode.messages, episode.tools)
     sampled = [segment for segment in transcript.segments if segment.origin == "sampled"]
@@ -384,10 +373,7 @@ def _solved_line(env: Env, scripted: Episode) -> str:
 def _reward_names(env: Env, scripted: Episode) -> tuple[str, ...]:
     """The rewards in the order in which they are declared, each with what is not usual about it."""
     names = dict.fromkeys(scripted.rewards, "")
-    if isinstance(env, ToolEnv):
-        for spec in env.spec().rewards:
-            weight = weight_of(spec, env.settings.reward_weights)
-            names[spec.name] = ("" if spec.mark.per == "episode" else f" per {spec.mark.per}") + (
-                "" if weight == 1 else f" (weight {weight:g})"
-            )
+    for name, reward in (env.declared_rewards() or {}).items():
+        per = "" if reward.per == "episode" else f" per {reward.per}"
+        names[name] = per + ("" if reward.weight == 1 else f" (weight {reward.weight:g})")
     return tuple(name + more for name, more in names.items())

@@ -7,10 +7,19 @@ from dataclasses import dataclass
 from typing import Any
 
 from agentrl.engine.chat_client import ChatClient, ContextFullError, Conversation, Reply
-from agentrl.env.env import Env
-from agentrl.env.toolenv.env import ToolEnv
+from agentrl.env.env import Env, PolicyAccess
 from agentrl.errors import EngineError
-from agentrl.rollout.frame import Limits, Progress, Whereabouts, reset_env, run_framed, step_env
+from agentrl.rollout.lifecycle import (
+    EpisodeStatus,
+    OpenEpisode,
+    attribution,
+    closing,
+    episode_clock,
+    reset_env,
+    score_env,
+    step_env,
+)
+from agentrl.rollout.limits import EpisodeLimits
 from agentrl.types import Episode, Message, StopReason, Task, Turn
 
 
@@ -27,61 +36,54 @@ class ChatPlayer:
 
     client: ChatClient
     make_env: Callable[[], Env]
-    limits: Limits
+    limits: EpisodeLimits
     temperature: float = 0.0
 
-    async def play(self, task: Task, *, episode_id: str, seed: int, where: Whereabouts | None = None) -> Episode:
+    async def play(
+        self, task: Task, *, episode_id: str, seed: int, status: EpisodeStatus | None = None
+    ) -> Episode:
         """Play one episode; `seed` has no effect, because most endpoints do not take one."""
-        where = where or Whereabouts(episode_id, task.id)
-
-        async def play(env: Env, progress: Progress) -> None:
-            await self._play(env, task, progress, where)
-
-        episode, _ = await run_framed(
-            play, task, make_env=self.make_env, timeout_s=self.limits.timeout_s, where=where
-        )
-        return episode
-
-    async def _play(self, env: Env, task: Task, progress: Progress, where: Whereabouts) -> None:
         limits = self.limits
-        if isinstance(env, ToolEnv):
-            env.model = _Branch(self, progress)
-        where.now("env.reset")
-        observed = await reset_env(env, task)
-        conversation = Conversation(self.client, env.tools)
-        messages = progress.messages = list(observed)
-        used = 0
-        while progress.stop is None:
-            conversation.extend(observed)
-            room = min(limits.max_tokens, limits.token_budget - used)
-            if room < 1:
-                progress.stop = StopReason.TOKEN_BUDGET
-                return
-            where.now(f"the endpoint (turn {len(progress.turns)})")
-            try:
-                reply = await self.ask(conversation, progress, room)
-            except ContextFullError:
-                progress.stop = StopReason.CONTEXT_FULL
-                return
-            where.now(f"env.step (turn {len(progress.turns)})")
-            used = reply.prompt_tokens + reply.completion_tokens
-            message = reply.message
-            messages.append(message)
-            turn = Turn(message, (), 0.0, reply.finish, reply.completion_tokens, reply.seconds, 0.0)
-            if reply.finish == "length":
-                progress.turns.append(turn)
-                cut_by_budget = room < limits.max_tokens
-                progress.stop = StopReason.TOKEN_BUDGET if cut_by_budget else StopReason.MAX_TOKENS
-                return
-            observed = await step_env(env, turn, progress, limits.max_turns)
-            messages += observed
+        episode = OpenEpisode(task, status or EpisodeStatus(episode_id, task.id))
+        with attribution(episode):
+            async with closing(self.make_env, episode, limits.timeout_s) as env:
+                async with episode_clock(episode, limits.timeout_s):
+                    env.bind(PolicyAccess(model=_Branch(self, episode)))
+                    observed = await reset_env(env, episode)
+                    conversation = Conversation(self.client, env.tools)
+                    messages = episode.messages = list(observed)
+                    used = 0
+                    while episode.stop is None:
+                        conversation.extend(observed)
+                        room = min(limits.max_tokens, limits.token_budget - used)
+                        if room < 1:
+                            episode.stop = StopReason.TOKEN_BUDGET
+                            break
+                        episode.status.now(f"the endpoint (turn {len(episode.turns)})")
+                        try:
+                            reply = await self.ask(conversation, episode, room)
+                        except ContextFullError:
+                            episode.stop = StopReason.CONTEXT_FULL
+                            break
+                        episode.status.now(f"env.step (turn {len(episode.turns)})")
+                        used = reply.prompt_tokens + reply.completion_tokens
+                        messages.append(reply.message)
+                        turn = _turn(reply)
+                        if reply.finish == "length":
+                            by_budget = room < limits.max_tokens
+                            episode.cut(turn, StopReason.TOKEN_BUDGET if by_budget else StopReason.MAX_TOKENS)
+                            break
+                        observed = await step_env(env, turn, episode, limits.max_turns)
+                        messages += observed
+                await score_env(env, episode, limits.timeout_s)
+        return episode.result()
 
-    async def ask(self, conversation: Conversation, progress: Progress, max_tokens: int) -> Reply:
+    async def ask(self, conversation: Conversation, episode: OpenEpisode, max_tokens: int) -> Reply:
         """One answer, its tokens counted; while it is waited for, time is not the policy's."""
-        progress.outside = f"{self.client.endpoint.base_url} ({self.client.endpoint.model})"
+        episode.outside = f"{self.client.endpoint.base_url} ({self.client.endpoint.model})"
         reply = await conversation.answer(temperature=self.temperature, max_tokens=max_tokens)
-        progress.outside = ""
-        progress.count(
+        episode.outside = ""
+        episode.count(
             {
                 "usage/prompt_tokens": reply.prompt_tokens,
                 "usage/completion_tokens": reply.completion_tokens,
@@ -91,12 +93,16 @@ class ChatPlayer:
         return reply
 
 
+def _turn(reply: Reply) -> Turn:
+    return Turn(reply.message, (), 0.0, reply.finish, reply.completion_tokens, reply.seconds, 0.0)
+
+
 @dataclass(frozen=True, slots=True)
 class _Branch:
-    """What an env sees as `self.model`: the endpoint in a conversation of its own."""
+    """What an env has as `self.model`: separate conversations with the endpoint."""
 
     player: ChatPlayer
-    progress: Progress
+    episode: OpenEpisode
 
     async def chat(
         self, messages: Sequence[Message], *, tools: Sequence[Mapping[str, Any]] = (), train: bool = False
@@ -109,6 +115,6 @@ class _Branch:
         conversation = Conversation(self.player.client, tools)
         conversation.extend(messages)
         try:
-            return (await self.player.ask(conversation, self.progress, self.player.limits.max_tokens)).message
+            return (await self.player.ask(conversation, self.episode, self.player.limits.max_tokens)).message
         except ContextFullError as e:
             raise EngineError(f"self.model: {e}") from e

@@ -22,6 +22,7 @@ async def collect(
     infra_retries: int = 2,
     on_episode: Callable[[Episode], None] | None = None,
     guard: Guard | None = None,
+    timeout_s: float = 300.0,
 ) -> list[Group]:
     """Play `group_size` episodes of every task at once and return complete groups in the order of `tasks`.
 
@@ -34,6 +35,7 @@ async def collect(
         infra_retries: how often one place is refilled.
         on_episode: told of every episode that ends.
         guard: stops where too many are lost.
+        timeout_s: limit of the rewards per group.
 
     Raises:
         InfraError: one place failed `infra_retries + 1` times; the last error is in the text.
@@ -41,6 +43,8 @@ async def collect(
     if not tasks:
         return []
     admission = Admission(TaskSampler(tasks), groups_per_step=len(tasks), last_step=1, label=label)
-    groups = GroupPlayer(player, group_size, seed, infra_retries, on_episode, guard=guard or Guard())
+    groups = GroupPlayer(
+        player, group_size, seed, infra_retries, on_episode, guard=guard or Guard(), timeout_s=timeout_s
+    )
     async with Scheduler(groups, admission, version=lambda: 0) as scheduler:
         return [group async for batch in scheduler.batches() for group in batch.groups]

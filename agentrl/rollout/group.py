@@ -9,10 +9,11 @@ from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 from agentrl.env.env import Env
-from agentrl.env.toolenv.env import ToolEnv
-from agentrl.errors import InfraError, RewardError
-from agentrl.rollout.frame import Whereabouts, draw_seed
+from agentrl.env.toolenv.asked import asking
+from agentrl.errors import AgentRLError, InfraError, JudgeError, RewardError, first_error, traceback_of
+from agentrl.rollout.lifecycle import EpisodeStatus, close_env, finite, is_ours
 from agentrl.rollout.rewards.model import RewardModel
+from agentrl.rollout.seeds import draw_seed
 from agentrl.run_folder.redraws import Guard
 from agentrl.types import Episode, Group, StopReason, Task
 
@@ -28,7 +29,9 @@ class Plays(Protocol):
         """Makes the env; one that is never set up gives the rewards per group."""
         ...
 
-    async def play(self, task: Task, *, episode_id: str, seed: int, where: Whereabouts | None = None) -> Episode:
+    async def play(
+        self, task: Task, *, episode_id: str, seed: int, status: EpisodeStatus | None = None
+    ) -> Episode:
         """Play one episode; infrastructure failures become its `error`."""
         ...
 
@@ -46,6 +49,7 @@ class GroupPlayer:
         greedy: plays one more episode of each task, whose reward the others are compared with.
         reward_model: scores every episode.
         guard: stops a run that loses too many episodes, or whose rewards keep raising.
+        timeout_s: limit of the rewards per group.
     """
 
     player: Plays
@@ -56,7 +60,8 @@ class GroupPlayer:
     greedy: Plays | None = None
     reward_model: RewardModel | None = None
     guard: Guard = field(default_factory=Guard)
-    playing: dict[str, Whereabouts] = field(default_factory=dict)
+    timeout_s: float = 300.0
+    playing: dict[str, EpisodeStatus] = field(default_factory=dict)
     """The episodes in flight by their names, those that began first first."""
 
     async def play(self, task: Task, label: str, number: int) -> Group:
@@ -104,17 +109,17 @@ class GroupPlayer:
         for attempt in range(self.infra_retries + 1):
             suffix = f"r{attempt}" if attempt else ""
             name = index if isinstance(index, str) else f"e{index}"
-            where = Whereabouts(f"{label}/g{number}/{name}{suffix}", task.id)
-            self.playing[where.episode_id] = where
+            status = EpisodeStatus(f"{label}/g{number}/{name}{suffix}", task.id)
+            self.playing[status.episode_id] = status
             try:
                 async with self._beginning:
                     await asyncio.sleep(0)
                 seed = draw_seed(self.seed, label, number, index, attempt)
-                episode = await player.play(task, episode_id=where.episode_id, seed=seed, where=where)
+                episode = await player.play(task, episode_id=status.episode_id, seed=seed, status=status)
                 if self.reward_model is not None:
                     episode = await self.reward_model.judged(episode)
             finally:
-                del self.playing[where.episode_id]
+                del self.playing[status.episode_id]
             if self.on_episode:
                 self.on_episode(episode)
             self.guard.ended(episode)
@@ -129,34 +134,37 @@ class GroupPlayer:
 
     async def _group_rewards(self, episodes: Sequence[Episode]) -> Sequence[Episode]:
         """Add the rewards per group, where the env has any. Raises InfraError when they cannot be had."""
-        if not self._judged:
+        if not self._scores_groups:
             return episodes
         for _ in range(self.infra_retries):
             with suppress(InfraError):
-                return await with_group_rewards(self.player.make_env(), episodes)
-        return await with_group_rewards(self.player.make_env(), episodes)
+                return await with_group_rewards(self.player.make_env(), episodes, self.timeout_s)
+        return await with_group_rewards(self.player.make_env(), episodes, self.timeout_s)
 
     def __post_init__(self) -> None:
         # Thousands that begin in one turn of the event loop would hold up those that are being played for seconds.
         self._beginning = asyncio.Semaphore(BEGIN_AT_ONCE)
-        env = self.player.make_env()
-        self._judged = isinstance(env, ToolEnv) and any(r.mark.per == "group" for r in env.spec().rewards)
+        self._scores_groups = self.player.make_env().scores_groups
 
 
-async def with_group_rewards(env: Env, episodes: Sequence[Episode]) -> Sequence[Episode]:
-    """The scored episodes of one task with the rewards per group that an env which was never set up gives them.
+async def with_group_rewards(env: Env, episodes: Sequence[Episode], timeout_s: float = 300.0) -> Sequence[Episode]:
+    """The scored episodes of one task with the rewards per group that the env gives them.
+
+    Rewards that raise, take too long or are not finite numbers count 0 and become faults.
+
+    Args:
+        env: never set up; closed afterwards.
+        episodes: all of one task.
+        timeout_s: limit of `score_group`.
 
     Raises:
-        InfraError: they cannot be had.
+        InfraError: a judge cannot be reached.
     """
-    if not isinstance(env, ToolEnv):
-        return episodes
-    faults: Mapping[str, str] = {}
+    faults: dict[str, str] = {}
     try:
-        found: Sequence[Mapping[str, float]] = await env.score_group(episodes)
-    except RewardError as e:
-        faults = e.faults
-        found = [] if isinstance(e.rewards, Mapping) else e.rewards
+        found = await _group_rewards(env, episodes, timeout_s, faults)
+    finally:
+        await close_env(env, timeout_s)
     return [
         e
         if e.stop_reason in (StopReason.SANDBOX_BROKEN, StopReason.FAULT)  # its reward is fixed
@@ -170,9 +178,30 @@ async def with_group_rewards(env: Env, episodes: Sequence[Episode]) -> Sequence[
     ]
 
 
-def first_error(several: BaseExceptionGroup[BaseException]) -> BaseException:
-    """The first single error inside (one cause is enough to read)."""
-    error: BaseException = several
-    while isinstance(error, BaseExceptionGroup):
-        error = error.exceptions[0]
-    return error
+async def _group_rewards(
+    env: Env, episodes: Sequence[Episode], timeout_s: float, faults: dict[str, str]
+) -> Sequence[Mapping[str, float]]:
+    """One mapping per episode; notes what went wrong in `faults`."""
+    where = f"{type(env).__name__}.score_group"
+    found: Sequence[Mapping[str, float]] = ()
+    with asking() as asked:
+        try:
+            async with asyncio.timeout(timeout_s) as clock:
+                found = await env.score_group(episodes)
+        except RewardError as e:
+            faults.update(e.faults)
+            found = () if isinstance(e.rewards, Mapping) else e.rewards
+        except AgentRLError:
+            raise
+        except Exception as e:
+            if clock.expired() and asked.waiting:
+                raise JudgeError(f"{where}: no answer of {asked.waiting[0]} in {timeout_s:g} s") from None
+            if not clock.expired() and is_ours(env, "score_group"):
+                raise
+            said = f"took longer than {timeout_s:g} s" if clock.expired() else f"raised {type(e).__name__}: {e}"
+            faults["score_group"] = f"{where} {said}\n{traceback_of(e)}"
+    if len(found) != len(episodes):
+        if not faults:
+            faults["score_group"] = f"{where} returned {len(found)} mappings for {len(episodes)} episodes"
+        return [{} for _ in episodes]
+    return [finite(rewards, where, faults) for rewards in found]

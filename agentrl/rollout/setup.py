@@ -16,16 +16,14 @@ from agentrl.chat.template import Renderer
 from agentrl.config.algorithm import is_own
 from agentrl.config.run import RunConfig
 from agentrl.engine.base import Engine
-from agentrl.env.compose import ComposedEnv
 from agentrl.env.env import Env
 from agentrl.env.images import refuse_images
 from agentrl.env.load import load_env, load_object, said_by
 from agentrl.env.rows import load_rows, read_jsonl
-from agentrl.env.solved import NOT_DECLARED, rule_of
-from agentrl.env.toolenv.env import ToolEnv
+from agentrl.env.solved import NOT_DECLARED
 from agentrl.errors import AgentRLError, CheckpointError, ConfigError
 from agentrl.rollout.episode import Player, TokenCheck
-from agentrl.rollout.frame import Limits
+from agentrl.rollout.limits import EpisodeLimits
 from agentrl.rollout.oracle import author_method, oracle_demonstrations
 from agentrl.run_folder.redraws import Guard
 from agentrl.types import EVERY_TOKEN, Filters, Message, Sampling, Task
@@ -77,17 +75,10 @@ def env_factory(env_class: type[Env], config: RunConfig) -> Callable[[], Env]:
     """Makes envs with the options and settings of the run; one is made at once to see that it can be."""
     options, settings, weights = config.env.options, config.env.settings, config.env.reward_weights
     at = config.env.solved_at
-    if (settings or weights) and not issubclass(env_class, ToolEnv):
-        raise ConfigError(f"env.settings and env.reward_weights have no effect: {config.env.use} is no ToolEnv")
 
     def make() -> Env:
         env = env_class(**options)
-        if isinstance(env, ToolEnv) and (settings or weights):
-            env.settings = env.settings.changed({**settings, "reward_weights": weights} if weights else settings)
-            env.check_weights()
-        if at is not None:
-            env.solved_at = at
-            _check_solved_at(env, at)
+        env.configure(settings, weights, at)
         return env
 
     try:
@@ -99,19 +90,6 @@ def env_factory(env_class: type[Env], config: RunConfig) -> Callable[[], Env]:
     except Exception as e:
         raise ConfigError(f"{config.env.use} cannot be made: {said_by(e)}") from e
     return make
-
-
-def _check_solved_at(env: Env, at: float | Mapping[str, float]) -> None:
-    """Raises ConfigError where `env.solved_at` is none, or names a reward that the class does not have."""
-    rule_of(at, "env.solved_at")
-    if not isinstance(at, Mapping) or not isinstance(env, ToolEnv) or isinstance(env, ComposedEnv):
-        return  # the parts of a composed reward show when it is asked
-    known = [spec.name for spec in env.spec().rewards if spec.mark.per == "episode"]
-    if unknown := [name for name in at if name not in known]:
-        raise ConfigError(
-            f"env.solved_at: {unknown[0]!r} is no reward per episode of {type(env).__name__}; "
-            f"they are: {', '.join(known) or 'none'}"
-        )
 
 
 def require_solved(content: Content, what: str) -> None:
@@ -148,7 +126,7 @@ def _tasks(
         raise ConfigError(
             f"{where}: a sequence of Task is wanted (a list, or agentrl.env.tasks.generated), got {got}"
         )
-    if issubclass(env_class, ToolEnv) and (problem := env_class.spec().setup.problem(first.row)):
+    if problem := env_class.row_problem(first.row):
         raise ConfigError(f"{where}: task {first.id!r}: {problem}")
     found: Sequence[Task] = tasks
     return found
@@ -328,18 +306,17 @@ def make_player(
 ) -> Player:
     """What plays the episodes of this run, at this temperature. Raises ConfigError where a tool returns images."""
     refuse_images(make_env())
-    rollout = config.rollout
     return Player(
         engine=engine,
         renderer=renderer,
         make_env=make_env,
-        limits=Limits(rollout.max_turns, rollout.max_tokens, rollout.token_budget, rollout.timeout_s),
+        limits=EpisodeLimits.of(config),
         sampling=Sampling(
             temperature=temperature,
             top_p=filters.top_p,
             top_k=filters.top_k,
             min_p=filters.min_p,
-            max_tokens=rollout.max_tokens,
+            max_tokens=config.rollout.max_tokens,
             stop_ids=renderer.stop_ids,
         ),
         token_check=token_check,

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from agentrl.env.env import Env
-from agentrl.env.toolenv.env import ToolEnv
 from agentrl.errors import ConfigError
 from agentrl.rollout.metrics import reward_parts
 from agentrl.types import Episode
@@ -25,7 +24,8 @@ def rewarded(episodes: Iterable[Episode]) -> bool:
 
 def no_reward(env: Env, episodes: Iterable[Episode]) -> str:
     """What to say of an env that declares no reward and gave none to these episodes; else empty."""
-    if not isinstance(env, ToolEnv) or env.spec().rewards or rewarded(episodes):
+    declared = env.declared_rewards()
+    if declared is None or declared or rewarded(episodes):
         return ""
     return f"{type(env).__name__} gives no reward, so there is nothing to learn from: {ADVICE}"
 

@@ -429,6 +429,7 @@ def _scheduler(
             greedy=greedy if config.algorithm.advantage == "remax" else None,
             reward_model=reward_model,
             guard=make_guard(config, tell),
+            timeout_s=rollout.timeout_s,
         ),
         admission,
         version=lambda: engine.policy_version,

@@ -23,17 +23,17 @@ from agentrl.chat.check import Watch
 from agentrl.chat.template import Renderer
 from agentrl.config import load_config
 from agentrl.config.run import AgentConfig, RunConfig
-from agentrl.env import ToolEnv, reward
+from agentrl.env import Env, ToolEnv, reward
 from agentrl.envs.calculator.env import Calculator
 from agentrl.errors import ConfigError, EngineError
 from agentrl.models.tiny import make_tokenizer
 from agentrl.rollout.collect import collect
 from agentrl.rollout.episode import Player, TokenCheck, run_episode
-from agentrl.rollout.frame import Limits
+from agentrl.rollout.limits import EpisodeLimits
 from agentrl.serve.listen import running
 from agentrl.testing.engine import ScriptedEngine
 from agentrl.testing.policy import call, say
-from agentrl.types import Message, Sampling, StopReason, Task
+from agentrl.types import Episode, Message, Sampling, StopReason, Task
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "agent"
 TASK = Task("t", {"start": 4, "operations": [["+", 7]]})
@@ -72,7 +72,7 @@ async def playing(
     crash: Any = "infra",
     **limits: Any,
 ) -> AsyncIterator[AgentPlayer]:
-    recorder = Recorder(engine, renderer, Limits(**({"token_budget": 4096, "timeout_s": 30.0} | limits)))
+    recorder = Recorder(engine, renderer, EpisodeLimits(**({"token_budget": 4096, "timeout_s": 30.0} | limits)))
     program = agent if isinstance(agent, CommandAgent) else FunctionAgent(agent)  # type: ignore[arg-type]
     check = TokenCheck("strict", Watch(None))
     async with running(recorder.app()) as address:
@@ -83,7 +83,7 @@ async def playing(
 
 async def test_the_episode_is_that_of_the_built_in_loop_to_the_token(renderer: Renderer):
     sampling = Sampling(max_tokens=256, stop_ids=renderer.stop_ids)
-    builtin = Player(engine_of(renderer), renderer, Calculator, Limits(token_budget=4096), sampling)
+    builtin = Player(engine_of(renderer), renderer, Calculator, EpisodeLimits(token_budget=4096), sampling)
     expected = await run_episode(builtin, TASK, episode_id="e", seed=1)
     engine = engine_of(renderer)
     async with playing(engine, renderer, example().solve) as player:
@@ -126,6 +126,27 @@ async def ask(access: Any, **options: Any) -> Any:
     messages: list[Any] = [{"role": "user", "content": "hi"}]
     client = access.client().with_options(max_retries=0)
     return await client.chat.completions.create(model="m", messages=messages, **options)
+
+
+async def test_a_plain_env_reads_the_outcome_and_counts_tokens(renderer: Renderer):
+    class Plain(Env):
+        async def reset(self, task: Task) -> Any:
+            return [Message("user", "go")], {}
+
+        async def step(self, message: Message) -> Any:
+            raise AssertionError("the program plays")
+
+        async def score(self, episode: Episode) -> dict[str, float]:
+            return {"said": float(self.outcome == "out"), "tokens": float(self.count_tokens("good"))}
+
+    async def agent(task: Any, access: Any) -> str:
+        await ask(access)
+        return "out"
+
+    async with playing(engine_of(renderer), renderer, agent, make_env=Plain) as player:
+        found = await player.play(TASK, episode_id="e", seed=1)
+    assert (found.error, found.faults) == (None, {})
+    assert found.rewards == {"said": 1.0, "tokens": float(len(renderer.encode_text("good")))}
 
 
 class TestTrouble:
@@ -181,7 +202,9 @@ class TestTrouble:
     async def test_an_agent_that_never_asks_is_told_apart(self, renderer: Renderer):
         async with playing(engine_of(renderer), renderer, lambda task, access: "11") as player:
             found = await player.play(TASK, episode_id="e", seed=1)
-        assert "ended without a completion of the policy: is it given the base URL?" in (found.error or "")
+        assert "ended without a completion of the policy: does it use the base URL it is given?" in (
+            found.error or ""
+        )
 
     async def test_a_lost_place_in_a_group_is_played_again_alone(self, renderer: Renderer):
         tries = []

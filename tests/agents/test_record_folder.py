@@ -15,7 +15,7 @@ from agentrl.agents.folder import PARTIAL_FILE, RecordFolder
 from agentrl.agents.recorder import Recorder
 from agentrl.chat.template import Renderer
 from agentrl.models.tiny import make_tokenizer
-from agentrl.rollout.frame import Limits
+from agentrl.rollout.limits import EpisodeLimits
 from agentrl.run_folder.records import read_episodes, read_records
 from agentrl.serve.listen import running
 from agentrl.testing.engine import ScriptedEngine
@@ -32,7 +32,7 @@ async def server(folder: Path, *, api_key: str | None = None) -> AsyncIterator[h
         make_tokenizer(tokenizer, ["Use the calculator, then answer. "] * 4, vocab=330, max_context=2048)
     renderer = Renderer.from_directory(tokenizer)
     engine = ScriptedEngine(renderer, lambda turn: say("3"))
-    episodes = RecordFolder(Recorder(engine, renderer, Limits()), folder, api_key=api_key, temperature=1.0)
+    episodes = RecordFolder(Recorder(engine, renderer, EpisodeLimits()), folder, api_key=api_key, temperature=1.0)
     async with running(episodes.app()) as address, httpx.AsyncClient(base_url=address) as http:
         yield http
     await episodes.close()

@@ -17,7 +17,7 @@ from agentrl.agents.recorder import Recorder, Recording
 from agentrl.chat.template import Renderer
 from agentrl.errors import EngineError
 from agentrl.models.tiny import make_tokenizer
-from agentrl.rollout.frame import Limits
+from agentrl.rollout.limits import EpisodeLimits
 from agentrl.serve.listen import running
 from agentrl.testing.engine import ScriptedEngine
 from agentrl.testing.policy import call, say
@@ -66,7 +66,7 @@ async def recorded(
     renderer: Renderer, script: Any, *, delay_s: float = 0.0, temperature: float = 1.0, **limits: Any
 ) -> AsyncIterator[Recorded]:
     engine = ScriptedEngine(renderer, script, tools=TOOLS, delay_s=delay_s)
-    recorder = Recorder(engine, renderer, Limits(**({"token_budget": 100_000} | limits)))
+    recorder = Recorder(engine, renderer, EpisodeLimits(**({"token_budget": 100_000} | limits)))
     async with running(recorder.app()) as address:
         one = Recorded(recorder, recorder.open(temperature=temperature, seed=1), address)
         try:
@@ -153,7 +153,7 @@ async def test_the_run_decides_how_tokens_are_drawn(renderer: Renderer):
             return await super().generate(ids, sampling, session=session)
 
     engine = Engine(renderer, [say("a"), say("b")])
-    recorder = Recorder(engine, renderer, Limits(max_tokens=64, token_budget=10_000))
+    recorder = Recorder(engine, renderer, EpisodeLimits(max_tokens=64, token_budget=10_000))
     async with running(recorder.app()) as address:
         one = Recorded(recorder, recorder.open(temperature=1.0, seed=1), address)
         await one.chat([USER], temperature=0.1, top_p=0.3, seed=5, max_tokens=9999)

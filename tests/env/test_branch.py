@@ -9,7 +9,7 @@ from agentrl.chat.transcript import rows_of
 from agentrl.env import ToolEnv, reward, tool
 from agentrl.models.tiny import make_tokenizer
 from agentrl.rollout.episode import Player, run_episode
-from agentrl.rollout.frame import Limits
+from agentrl.rollout.limits import EpisodeLimits
 from agentrl.testing.engine import ScriptedEngine
 from agentrl.testing.policy import call, say
 from agentrl.types import Message, Sampling, StopReason, Task
@@ -62,7 +62,7 @@ def script(turn: int) -> Message:
 @pytest.mark.parametrize("env", [Delegate, TrainedDelegate])
 async def test_branches_answer_and_train_by_choice(renderer, env):
     engine = Engine(renderer, script, tools=env().tools)
-    player = Player(engine, renderer, env, Limits(), Sampling())
+    player = Player(engine, renderer, env, EpisodeLimits(), Sampling())
     episode = await run_episode(player, Task("t"), episode_id="e", seed=0)
     assert episode.error is None
     assert (episode.reward, episode.stop_reason) == (1.0, StopReason.ANSWERED)
@@ -106,7 +106,7 @@ async def test_a_conversation_of_several_turns_keeps_its_ids_and_trains_once(ren
         Records(renderer, lambda turn: say("like this" if turn >= 10 else "Done.")),
         renderer,
         Talks,
-        Limits(),
+        EpisodeLimits(),
         Sampling(),
     )
     episode = await run_episode(player, Task("t"), episode_id="e", seed=0)

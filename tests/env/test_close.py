@@ -12,7 +12,7 @@ from agentrl.env.toolenv.threads import stuck
 from agentrl.errors import EngineError, SandboxError
 from agentrl.models.tiny import make_tokenizer
 from agentrl.rollout.episode import Player, run_episode
-from agentrl.rollout.frame import Limits
+from agentrl.rollout.limits import EpisodeLimits
 from agentrl.testing.engine import ScriptedEngine
 from agentrl.testing.policy import call, say
 from agentrl.types import Sampling, StopReason, Task
@@ -77,7 +77,7 @@ def nothing_closed():
 
 def player(renderer, script, timeout_s=5.0, **options) -> Player:
     engine = ScriptedEngine(renderer, script, tools=Counter().tools, **options)
-    return Player(engine, renderer, Counter, Limits(timeout_s=timeout_s), Sampling())
+    return Player(engine, renderer, Counter, EpisodeLimits(timeout_s=timeout_s), Sampling())
 
 
 async def test_three_calls_count_to_three(renderer):

@@ -16,7 +16,16 @@ from agentrl.env.compose import ComposedEnv
 from agentrl.env.toolenv import threads
 from agentrl.env.toolenv.threads import EpisodeThread, stuck
 from agentrl.errors import InfraError
-from agentrl.rollout.frame import Whereabouts, run_framed, step_env
+from agentrl.rollout.lifecycle import (
+    EpisodeStatus,
+    OpenEpisode,
+    attribution,
+    closing,
+    episode_clock,
+    reset_env,
+    score_env,
+    step_env,
+)
 from agentrl.testing.policy import ScriptedPolicy, call, play, say
 from agentrl.types import Message, StopReason, Task, ToolCall, Turn
 
@@ -81,18 +90,17 @@ class Interruptible(Sql):
 async def play_framed(env: ToolEnv, messages: list[Message], timeout_s: float = 60.0):
     """One episode as the rollout plays it: what fails is in `error`."""
 
-    async def drive(env, progress) -> None:
-        opening, _ = await env.reset(Task("t"))
-        progress.messages = list(opening)
-        for message in messages:
-            if progress.stop is None:
-                await step_env(env, Turn(message, (), 0.0, "stop", 0, 0.0, 0.0), progress, 10)
-        progress.stop = progress.stop or StopReason.MAX_TURNS
-
-    episode, _ = await run_framed(
-        drive, Task("t"), make_env=lambda: env, timeout_s=timeout_s, where=Whereabouts("e", "t")
-    )
-    return episode
+    episode = OpenEpisode(Task("t"), EpisodeStatus("e", "t"))
+    with attribution(episode):
+        async with closing(lambda: env, episode, timeout_s):
+            async with episode_clock(episode, timeout_s):
+                episode.messages = list(await reset_env(env, episode))
+                for message in messages:
+                    if episode.stop is None:
+                        await step_env(env, Turn(message, (), 0.0, "stop", 0, 0.0, 0.0), episode, 10)
+                episode.stop = episode.stop or StopReason.MAX_TURNS
+            await score_env(env, episode, timeout_s)
+    return episode.result()
 
 
 @pytest.fixture

@@ -11,7 +11,8 @@ from agentrl.env import ToolEnv, reward, tool
 from agentrl.errors import ConfigError
 from agentrl.models.tiny import make_tokenizer
 from agentrl.rollout.collect import collect
-from agentrl.rollout.episode import Limits, Player
+from agentrl.rollout.episode import Player
+from agentrl.rollout.limits import EpisodeLimits
 from agentrl.rollout.setup import make_player
 from agentrl.testing.engine import ScriptedEngine
 from agentrl.testing.policy import ScriptedPolicy, call, play
@@ -58,7 +59,7 @@ async def test_an_image_becomes_a_note_in_an_episode_that_trains(tmp_path):
     make_tokenizer(tmp_path, [json.dumps(tools)] * 4, vocab=400, max_context=4096)
     renderer = Renderer.from_directory(tmp_path)
     engine = ScriptedEngine(renderer, [call("look"), "a cat"], tools=tools)
-    player = Player(engine, renderer, Camera, Limits(), Sampling())
+    player = Player(engine, renderer, Camera, EpisodeLimits(), Sampling())
     (group,) = await collect(player, [Task("t")], group_size=2, label="l", seed=0)
     assert group.failed == ()
     for episode in group.episodes:

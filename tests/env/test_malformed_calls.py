@@ -20,7 +20,7 @@ from agentrl.env import ToolEnv, ToolSettings, tool
 from agentrl.env.toolenv.dispatch import MISTAKES
 from agentrl.models.tiny import make_tokenizer
 from agentrl.rollout.episode import Player, run_episode
-from agentrl.rollout.frame import Limits
+from agentrl.rollout.limits import EpisodeLimits
 from agentrl.testing.engine import ScriptedEngine
 from agentrl.testing.policy import random_arguments
 from agentrl.types import Message, Sampling, StopReason, Task, ToolCall
@@ -315,7 +315,7 @@ async def test_two_thousand_raw_completions_through_the_rollout_are_each_a_turn_
         script = [raw_malformed(rng) for _ in range(100)]
         env = Desk()
         engine = ScriptedEngine(renderer, script, tools=TOOLS, max_context=1 << 20)
-        limits = Limits(max_turns=100, max_tokens=1 << 16, token_budget=1 << 20, timeout_s=600)
+        limits = EpisodeLimits(max_turns=100, max_tokens=1 << 16, token_budget=1 << 20, timeout_s=600)
         player = Player(engine, renderer, lambda env=env: env, limits, Sampling())
         episode = await run_episode(player, Task("t"), episode_id=f"e{number}", seed=0)
         assert (episode.error, episode.stop_reason, len(episode.turns)) == (None, StopReason.MAX_TURNS, 100)
@@ -336,7 +336,7 @@ async def test_a_call_inside_a_think_block_that_never_closes_does_not_run(render
     script = [f"<think>\nI might {SOUND['hermes']}", "Fine."]
     engine = ScriptedEngine(renderer, script, tools=TOOLS, max_context=1 << 20)
     player = Player(
-        engine, renderer, lambda: env, Limits(max_turns=2, max_tokens=4096, token_budget=9999), Sampling()
+        engine, renderer, lambda: env, EpisodeLimits(max_turns=2, max_tokens=4096, token_budget=9999), Sampling()
     )
     episode = await run_episode(player, Task("t"), episode_id="e", seed=0)
     assert (env.ran, episode.metrics["parse_error"], episode.turns[0].calls) == (0, 1.0, ())
@@ -355,6 +355,6 @@ async def test_each_mistake_may_end_or_cost_the_episode_as_raw_text_too(renderer
             return env
 
         engine = ScriptedEngine(renderer, [bad] * 3, tools=TOOLS)
-        player = Player(engine, renderer, make, Limits(max_turns=3), Sampling())
+        player = Player(engine, renderer, make, EpisodeLimits(max_turns=3), Sampling())
         episode = await run_episode(player, Task("t"), episode_id="e", seed=0)
         assert (episode.reward, episode.stop_reason) == (reward, stop)

@@ -13,7 +13,7 @@ from agentrl.errors import ConfigError
 from agentrl.models.tiny import make_tokenizer
 from agentrl.rollout.collect import collect
 from agentrl.rollout.episode import Player, run_episode
-from agentrl.rollout.frame import Limits
+from agentrl.rollout.limits import EpisodeLimits
 from agentrl.rollout.setup import env_factory
 from agentrl.testing.engine import ScriptedEngine
 from agentrl.testing.policy import call, say
@@ -141,7 +141,7 @@ class Answers:
 
 def player(renderer, make_env, script) -> Player:
     engine = ScriptedEngine(renderer, script, tools=make_env().tools)
-    return Player(engine, renderer, make_env, Limits(token_budget=30_000), Sampling())
+    return Player(engine, renderer, make_env, EpisodeLimits(token_budget=30_000), Sampling())
 
 
 async def test_rewards_per_group_join_those_of_the_episode(renderer):

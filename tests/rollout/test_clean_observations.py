@@ -5,7 +5,7 @@ from __future__ import annotations
 from agentrl.chat.template import Renderer
 from agentrl.env import ToolEnv, reward, tool
 from agentrl.rollout.episode import Player, run_episode
-from agentrl.rollout.frame import Limits
+from agentrl.rollout.limits import EpisodeLimits
 from agentrl.run_folder.records import EpisodeRecord, decode, encode
 from agentrl.testing.engine import ScriptedEngine
 from agentrl.testing.policy import call, say
@@ -38,7 +38,7 @@ class Nasty(ToolEnv):
 
 async def test_observations_errors_and_faults_are_clean(renderer: Renderer):
     engine = ScriptedEngine(renderer, [call("look"), call("fail"), say("done")], tools=Nasty().tools)
-    player = Player(engine, renderer, Nasty, Limits(), Sampling())
+    player = Player(engine, renderer, Nasty, EpisodeLimits(), Sampling())
     episode = await run_episode(player, Task("t"), episode_id="e", seed=0)
     said = [message.content for message in episode.messages if message.role in ("user", "tool")]
     assert said == [f"Read {CLEAN}", CLEAN, f"Error: OSError: {CLEAN}"]

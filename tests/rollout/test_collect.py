@@ -15,7 +15,8 @@ from agentrl.env.env import Env, StepInfo
 from agentrl.errors import InfraError, SandboxError
 from agentrl.rollout.collect import collect
 from agentrl.rollout.episode import Player
-from agentrl.rollout.frame import Limits, draw_seed
+from agentrl.rollout.limits import EpisodeLimits
+from agentrl.rollout.seeds import draw_seed
 from agentrl.testing.engine import ScriptedEngine
 from agentrl.testing.policy import say
 from agentrl.types import Episode, Message, Sampling, StopReason, Task
@@ -63,7 +64,11 @@ class Room(Env):
 
 def make_player(renderer: Renderer, world: World, timeout_s: float = 5.0) -> Player:
     return Player(
-        ScriptedEngine(renderer, [say("yes")]), renderer, world.make, Limits(timeout_s=timeout_s), Sampling()
+        ScriptedEngine(renderer, [say("yes")]),
+        renderer,
+        world.make,
+        EpisodeLimits(timeout_s=timeout_s),
+        Sampling(),
     )
 
 
@@ -166,7 +171,7 @@ class TestSeeds:
 
         world = World(lambda task, number: SandboxError("x") if fails and number == 0 else None)
         engine = Seeds(renderer, [say("yes")])
-        player = Player(engine, renderer, world.make, Limits(), Sampling())
+        player = Player(engine, renderer, world.make, EpisodeLimits(), Sampling())
         await collect(player, TASKS, group_size=3, label=label, seed=seed)
         return engine.asked
 

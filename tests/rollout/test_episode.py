@@ -18,7 +18,7 @@ from agentrl.env.env import Env, StepInfo
 from agentrl.envs.calculator import Calculator
 from agentrl.errors import EngineError, InfraError, JudgeError, SandboxError
 from agentrl.rollout.episode import Player, run_episode
-from agentrl.rollout.frame import Limits
+from agentrl.rollout.limits import EpisodeLimits
 from agentrl.rollout.metrics import episode_metrics
 from agentrl.testing.engine import ScriptedEngine
 from agentrl.testing.policy import call, calls, say
@@ -45,7 +45,7 @@ def make_player(
     renderer: Renderer, make_env: Callable[[], Env], script: Any, *, max_context: int = 4096, **limits: Any
 ) -> Player:
     engine = Recording(renderer, script, max_context=max_context)
-    return Player(engine, renderer, make_env, Limits(**limits), Sampling(temperature=0.8, top_p=0.9))
+    return Player(engine, renderer, make_env, EpisodeLimits(**limits), Sampling(temperature=0.8, top_p=0.9))
 
 
 class Scene(Env):

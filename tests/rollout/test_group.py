@@ -13,8 +13,8 @@ from agentrl.env import ToolEnv, reward
 from agentrl.env.env import Env, StepInfo
 from agentrl.errors import InfraError, JudgeError
 from agentrl.rollout.episode import Player
-from agentrl.rollout.frame import Limits
 from agentrl.rollout.group import GroupPlayer
+from agentrl.rollout.limits import EpisodeLimits
 from agentrl.rollout.metrics import episode_metrics
 from agentrl.rollout.rewards.model import RewardModel
 from agentrl.testing.engine import ScriptedEngine
@@ -41,7 +41,7 @@ class Said(Env):
 
 
 def player(renderer: Renderer, answer: str) -> Player:
-    return Player(ScriptedEngine(renderer, [say(answer)]), renderer, Said, Limits(), Sampling())
+    return Player(ScriptedEngine(renderer, [say(answer)]), renderer, Said, EpisodeLimits(), Sampling())
 
 
 async def test_a_greedy_episode_is_compared_with_and_does_not_train(renderer: Renderer):
@@ -72,7 +72,7 @@ class Compared(ToolEnv):
 
 async def test_rewards_per_group_are_in_the_baseline_of_remax(renderer: Renderer):
     def say_number(answer: str) -> Player:
-        return Player(ScriptedEngine(renderer, [say(answer)]), renderer, Compared, Limits(), Sampling())
+        return Player(ScriptedEngine(renderer, [say(answer)]), renderer, Compared, EpisodeLimits(), Sampling())
 
     better = await GroupPlayer(say_number("1"), 2, 0, greedy=say_number("5")).play(Task("t"), "s1", 0)
     assert [e.reward for e in better.episodes] == [0.0, 0.0]

@@ -10,7 +10,7 @@ import pytest
 from agentrl.chat.template import Renderer
 from agentrl.envs.calculator import Calculator
 from agentrl.rollout.episode import Player, run_episode
-from agentrl.rollout.frame import Limits
+from agentrl.rollout.limits import EpisodeLimits
 from agentrl.testing.engine import ScriptedEngine
 from agentrl.types import Completion, Sampling, StopReason, Task
 
@@ -38,7 +38,7 @@ class Stuck(ScriptedEngine):
 async def test_running_out_of_time_during_an_outage_is_an_infrastructure_failure(
     renderer: Renderer, outage: bool, stop: StopReason
 ) -> None:
-    player = Player(Stuck(renderer, outage=outage), renderer, Calculator, Limits(timeout_s=1.0), Sampling())
+    player = Player(Stuck(renderer, outage=outage), renderer, Calculator, EpisodeLimits(timeout_s=1.0), Sampling())
     episode = await run_episode(player, TASK, episode_id="e", seed=0)
     assert episode.stop_reason is stop, episode.error
     assert (episode.reward is None) == outage

@@ -15,7 +15,7 @@ from agentrl.envs.python_code import PythonCode
 from agentrl.envs.python_code.problems import describe
 from agentrl.rollout.collect import collect
 from agentrl.rollout.episode import Player
-from agentrl.rollout.frame import Limits
+from agentrl.rollout.limits import EpisodeLimits
 from agentrl.run_folder.redraws import Guard
 from agentrl.sandbox import close_pools
 from agentrl.testing.engine import ScriptedEngine
@@ -93,7 +93,7 @@ def source(task: Task) -> str:
 async def test_breaking_things_earns_what_being_wrong_earns(renderer: Renderer, way: str):
     tasks = [PythonCode.tasks("train", 3)[number] for number in range(GROUPS)]
     engine = Flawed(renderer, tasks, WAYS[way])
-    player = Player(engine, renderer, Code, Limits(token_budget=150_000, max_tokens=50_000), Sampling())
+    player = Player(engine, renderer, Code, EpisodeLimits(token_budget=150_000, max_tokens=50_000), Sampling())
     guard = Guard(redrawn_above=0.1, faults_above=0.5)
     try:
         groups = await collect(player, tasks, group_size=SIZE, label="s", seed=0, guard=guard)

@@ -12,7 +12,7 @@ from agentrl.env import ToolEnv, reward
 from agentrl.errors import TemplateError
 from agentrl.rollout.collect import collect
 from agentrl.rollout.episode import Player, TokenCheck, run_episode
-from agentrl.rollout.frame import Limits
+from agentrl.rollout.limits import EpisodeLimits
 from agentrl.testing.engine import ScriptedEngine
 from agentrl.testing.policy import say
 from agentrl.train.samples import to_samples
@@ -47,7 +47,7 @@ def forgetful(renderer: Renderer) -> Renderer:
 def player(renderer: Renderer, stop_above: float | None = None) -> Player:
     check = TokenCheck("strict", Watch(stop_above, at_least=2))
     engine = ScriptedEngine(renderer, lambda turn: say("fine words"))
-    return Player(engine, renderer, Echo, Limits(), Sampling(), token_check=check)
+    return Player(engine, renderer, Echo, EpisodeLimits(), Sampling(), token_check=check)
 
 
 async def test_an_episode_whose_ledger_is_the_rendering_says_so(renderer: Renderer):

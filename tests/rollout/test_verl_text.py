@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from agentrl.env.compose import ComposedEnv
 from agentrl.rollout.episode import Player, run_episode
-from agentrl.rollout.frame import Limits
+from agentrl.rollout.limits import EpisodeLimits
 from agentrl.testing.engine import ScriptedEngine
 from agentrl.testing.policy import ScriptedPolicy, call, play, say
 from agentrl.types import Message, Sampling, Task
@@ -36,7 +36,7 @@ def composed() -> ComposedEnv:
 async def test_the_solution_is_the_sampled_text_with_calls_and_thinking(renderer):
     SEEN.clear()
     engine = ScriptedEngine(renderer, SCRIPT, max_context=4096)
-    player = Player(engine, renderer, composed, Limits(), Sampling())
+    player = Player(engine, renderer, composed, EpisodeLimits(), Sampling())
     episode = await run_episode(player, Task("t", ROW), episode_id="e", seed=0)
     assert episode.error is None, episode.error
     [seen] = SEEN

@@ -21,7 +21,7 @@ from agentrl.models.tiny import make_tokenizer
 from agentrl.reporting.report import Silent
 from agentrl.rollout.collect import collect
 from agentrl.rollout.episode import Player
-from agentrl.rollout.frame import Limits
+from agentrl.rollout.limits import EpisodeLimits
 from agentrl.rollout.ray.worker import pack_kit
 from agentrl.rollout.ray.workers import Workers
 from agentrl.rollout.rewards.model import make_reward_model
@@ -120,7 +120,7 @@ async def main(folder: Path) -> dict[str, Any]:
     make_env = env_factory(load_env(use), config)
     engine = Counting(renderer, [call("find", key="it"), say("done")], tools=make_env().tools, delay_s=0.02)
     sampling = Sampling(stop_ids=renderer.stop_ids)
-    player = Player(engine, renderer, make_env, Limits(timeout_s=60), sampling, make_token_check(config))
+    player = Player(engine, renderer, make_env, EpisodeLimits(timeout_s=60), sampling, make_token_check(config))
     kit = pack_kit(config, model, engine.max_context)
     tasks = [Task(f"t{n}", {"number": n}) for n in range(4)]
     how: dict[str, Any] = {"group_size": 4, "seed": 0}

@@ -20,7 +20,7 @@ from agentrl.envs.python_code import PythonCode
 from agentrl.models.tiny import make_tokenizer
 from agentrl.rollout.collect import collect
 from agentrl.rollout.episode import Player
-from agentrl.rollout.frame import Limits
+from agentrl.rollout.limits import EpisodeLimits
 from agentrl.run_folder.redraws import Guard
 from agentrl.sandbox import Sandbox, Session, close_pools
 from agentrl.testing import call, say
@@ -114,7 +114,7 @@ async def played(renderer: Renderer, make_env: type[ToolEnv], script_of: Callabl
     tools = env.tools
     await env.close()
     engine = Policy(renderer, script_of, tools)
-    limits = Limits(max_turns=4, max_tokens=8192, token_budget=60_000, timeout_s=120)
+    limits = EpisodeLimits(max_turns=4, max_tokens=8192, token_budget=60_000, timeout_s=120)
     return await play(Player(engine, renderer, make_env, limits, Sampling()), tasks)
 
 

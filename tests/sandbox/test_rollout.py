@@ -12,7 +12,7 @@ from agentrl.env import ToolEnv, reward, tool
 from agentrl.models.tiny import make_tokenizer
 from agentrl.rollout.collect import collect
 from agentrl.rollout.episode import Player
-from agentrl.rollout.frame import Limits
+from agentrl.rollout.limits import EpisodeLimits
 from agentrl.sandbox import Sandbox, close_pools, pool_for
 from agentrl.testing import call, say
 from agentrl.testing.engine import ScriptedEngine
@@ -51,7 +51,7 @@ async def player(tmp_path: Path) -> AsyncIterator[Player]:
     make_tokenizer(tmp_path, words * 20, vocab=320, max_context=4096)
     renderer = Renderer.from_directory(tmp_path)
     engine = ScriptedEngine(renderer, [call("work"), say("done")], tools=Worker().tools)
-    yield Player(engine, renderer, Worker, Limits(timeout_s=30), Sampling())
+    yield Player(engine, renderer, Worker, EpisodeLimits(timeout_s=30), Sampling())
     await close_pools()
 
 

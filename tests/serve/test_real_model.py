@@ -19,7 +19,8 @@ from agentrl.chat.template import Renderer
 from agentrl.config.run import TinyModel
 from agentrl.engine.local.engine import LocalEngine
 from agentrl.models.tiny import make_tiny_model
-from agentrl.rollout.episode import Limits, Player, run_episode
+from agentrl.rollout.episode import Player, run_episode
+from agentrl.rollout.limits import EpisodeLimits
 from agentrl.types import Message, Sampling, Task, ToolCall
 from tests.serve.serve_kit import CORPUS, TOOLS, Served, serving
 
@@ -137,7 +138,7 @@ async def test_greedy_episodes_have_the_ids_of_the_trainer(served: Served, strea
         talk.engine,
         talk.renderer,
         Adder,
-        Limits(max_turns=4, max_tokens=60, token_budget=1024),
+        EpisodeLimits(max_turns=4, max_tokens=60, token_budget=1024),
         Sampling(temperature=0.0, max_tokens=60, stop_ids=talk.renderer.stop_ids),
     )
     turns = []

@@ -12,7 +12,7 @@ from typing import Any, Protocol, TypeVar
 
 from agentrl.engine.servers.client import Answer, InferenceServer
 from agentrl.engine.servers.connection import ServerLost
-from agentrl.errors import EngineError
+from agentrl.errors import EngineError, first_error
 
 ATTEMPTS = 6
 """How often one request is sent before its caller is told that the engine cannot answer it."""
@@ -138,10 +138,7 @@ class ReplicaPool:
                     starting.create_task(self._start(replica))
         except BaseExceptionGroup as several:
             await self.close()
-            error: BaseException = several
-            while isinstance(error, BaseExceptionGroup):
-                error = error.exceptions[0]
-            raise error from None
+            raise first_error(several) from None
         except BaseException:
             await self.close()
             raise

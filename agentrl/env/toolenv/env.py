@@ -14,19 +14,17 @@ from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-from agentrl.env.env import Env, StepInfo
-from agentrl.env.judge import PolicyModel
+from agentrl.env.env import DeclaredReward, Env, StepInfo
+from agentrl.env.images import returns_image
 from agentrl.env.mcp import McpConnection, McpServer, mcp_tools
-from agentrl.env.solved import SolvedRule
+from agentrl.env.solved import SolvedAt, SolvedRule
 from agentrl.env.toolenv import toolbox
 from agentrl.env.toolenv.asked import asking
 from agentrl.env.toolenv.dispatch import BoundTool, Mistake, Outcome, call_function, run_call
 from agentrl.env.toolenv.held_back import HeldBack, acts_outside
 from agentrl.env.toolenv.observe import (
-    CountTokens,
     cut_content,
     error_text,
-    estimate_tokens,
     plain_text,
     text_only,
     to_content,
@@ -42,7 +40,6 @@ from agentrl.types import CallRecord, Episode, Message, StopReason, Task, ToolCa
 HOOK_S = 2.0
 """How long an `on_timeout` may take."""
 
-Decode = Callable[[Sequence[int]], str]
 Step = tuple[Sequence[Message], float, bool, bool, StepInfo]
 
 
@@ -59,21 +56,6 @@ class ToolEnv(Env):
     work in `self.box` where the class declares a sandbox, else in one of their own."""
     mcp: Sequence[McpServer] = ()
     """MCP servers whose tools join the declared ones; each episode has sessions of its own."""
-    model: PolicyModel | None = None
-    """The policy in a conversation of its own: `await self.model.chat(messages)`. Set by the rollout."""
-    count_tokens: CountTokens = staticmethod(estimate_tokens)
-    """Counts the tokens of a text; the rollout sets it to the policy's tokenizer."""
-    decode: Decode | None = None
-    """Text of sampled ids without special tokens; set by the rollout, None where an episode has no tokens."""
-
-    hold_back: bool = False
-    """Whether tools that act outside of the episode (MCP, HTTP) answer without being called; `agentrl check`."""
-    reads_images: bool = True
-    """Whether the policy sees images; set by the rollout. Where not, a note replaces those that tools return."""
-
-    outcome: str | None = None
-    """What the program under `agent:` said at its end, for rewards to read; None where no program plays."""
-
     task: Task
     rng: random.Random
     """Seeded with the task's seed before `setup`: the only source of randomness an episode needs."""
@@ -145,6 +127,48 @@ class ToolEnv(Env):
 
     # The contract.
 
+    @classmethod
+    def check_class(cls) -> None:
+        """Raises ConfigError where a tool, a reward or `setup` is declared in a way that cannot be used."""
+        cls.spec()
+
+    @classmethod
+    def row_problem(cls, row: Mapping[str, Any]) -> str:
+        """Why a data row does not fit the arguments of `setup`; empty where it does."""
+        return cls.spec().setup.problem(row) or ""
+
+    def configure(
+        self, settings: Mapping[str, Any], reward_weights: Mapping[str, float], solved_at: SolvedAt = None
+    ) -> None:
+        """Apply the settings, reward weights and `solved_at` of a run; see `Env.configure`."""
+        weights = {"reward_weights": reward_weights} if reward_weights else {}
+        if settings or weights:
+            self.settings = self.settings.changed({**settings, **weights})
+            self.check_weights()
+        super().configure({}, {}, solved_at)
+        if isinstance(solved_at, Mapping):
+            self.check_solved_at(solved_at)
+
+    def declared_rewards(self) -> Mapping[str, DeclaredReward]:
+        """The methods marked `@reward`, in the order of definition."""
+        weights = self.settings.reward_weights
+        return {r.name: DeclaredReward(r.mark.per, weight_of(r, weights)) for r in self.spec().rewards}
+
+    @property
+    def scores_groups(self) -> bool:
+        """Whether a reward per group is declared, or `score_group` overridden."""
+        return type(self).score_group is not ToolEnv.score_group or any(
+            reward.mark.per == "group" for reward in self.spec().rewards
+        )
+
+    def outside_tools(self) -> Sequence[str]:
+        """Tools of MCP servers, and those of toolboxes that say `outside = True`."""
+        return [name for name, tool in self._bound().items() if acts_outside(tool)]
+
+    def image_tools(self) -> Sequence[str]:
+        """Methods whose return type names `Image`."""
+        return [name for name, tool in self._bound().items() if returns_image(tool)]
+
     @property
     def tools(self) -> Sequence[Mapping[str, Any]]:
         """Schemas of all tools, in the order of definition."""
@@ -190,6 +214,15 @@ class ToolEnv(Env):
     def check_weights(self) -> None:
         """Raises ConfigError when a weight of the run names no reward."""
         unknown_weights(self.spec(), self.settings.reward_weights, f"reward weights of {type(self).__name__}")
+
+    def check_solved_at(self, thresholds: Mapping[str, float]) -> None:
+        """Raises ConfigError when a threshold of the run names no reward per episode."""
+        known = [name for name, reward in self.declared_rewards().items() if reward.per == "episode"]
+        if unknown := [name for name in thresholds if name not in known]:
+            raise ConfigError(
+                f"env.solved_at: {unknown[0]!r} is no reward per episode of {type(self).__name__}; "
+                f"they are: {', '.join(known) or 'none'}"
+            )
 
     async def prepare(self) -> None:
         """Acquire what the class declares (a sandbox, tool servers); runs before `setup`."""

@@ -3,21 +3,15 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from typing import Any
 
 from pydantic_core import PydanticSerializationError, to_jsonable_python
 
+from agentrl.env.env import CountTokens
 from agentrl.env.toolenv.declare import Content, is_content
 from agentrl.types import Part
 
-CountTokens = Callable[[str], int]
 LEFT_OUT = "[an image, which this model cannot read, was left out]"
-
-
-def estimate_tokens(text: str) -> int:
-    """Tokens of `text` where no tokenizer is at hand: one for every three bytes, rounded up."""
-    return -(-len(text.encode("utf-8", "replace")) // 3)
 
 
 def to_content(value: Any) -> Content:

@@ -23,7 +23,7 @@ from agentrl.engine.base import Capabilities, Engine
 from agentrl.env.load import load_env
 from agentrl.errors import AgentRLError, ConfigError, EngineError
 from agentrl.rollout.episode import Player, TokenCheck, run_episode
-from agentrl.rollout.frame import Limits
+from agentrl.rollout.limits import EpisodeLimits
 from agentrl.rollout.setup import env_factory, load_renderer
 from agentrl.sandbox import close_pools
 from agentrl.types import Completion, Episode, Sampling, Task
@@ -54,7 +54,7 @@ class Order:
     task: Task
     episode_id: str
     seed: int
-    limits: Limits
+    limits: EpisodeLimits
     sampling: Sampling
     token_check: Mode | None
 

@@ -25,8 +25,8 @@ from agentrl.env.env import Env
 from agentrl.errors import ConfigError, InfraError, WorkerLost
 from agentrl.ray_cluster import connect, import_ray
 from agentrl.rollout.episode import Player
-from agentrl.rollout.frame import Whereabouts
 from agentrl.rollout.group import Plays
+from agentrl.rollout.lifecycle import EpisodeStatus
 from agentrl.rollout.ray.worker import Answer, EnvWorker, Kit, Order, Request, pack_kit
 from agentrl.types import Completion, Episode, StopReason, Task
 
@@ -78,7 +78,7 @@ class Workers:
         self._started = False
         self._tasks = asyncio.TaskGroup()
         self._workers: list[_Worker] = []
-        self.waiting: dict[str, Whereabouts] = {}
+        self.waiting: dict[str, EpisodeStatus] = {}
         """Where the episodes stand, by name; kept current with what they ask of the engine."""
 
     async def start(self) -> None:
@@ -110,7 +110,7 @@ class Workers:
         """Plays as `player` does, but on the workers."""
         return RemotePlayer(self, player)
 
-    async def play(self, order: Order, where: Whereabouts) -> Any:
+    async def play(self, order: Order, status: EpisodeStatus) -> Any:
         """Episode and report of one order, from the worker with the fewest episodes.
 
         Raises:
@@ -118,13 +118,13 @@ class Workers:
         """
         worker = min(self._workers, key=lambda w: len(w.episodes))
         worker.episodes.add(order.episode_id)
-        self.waiting[order.episode_id] = where
+        self.waiting[order.episode_id] = status
         try:
             try:
                 await worker.ready()
             except ConfigError as e:  # its predecessor could: this node is not as the others
                 raise WorkerLost(f"env worker {worker.number} did not start again: {e}") from e
-            where.now(worker.name)
+            status.now(worker.name)
             return await worker.play(order)
         finally:
             worker.episodes.discard(order.episode_id)
@@ -143,7 +143,9 @@ class RemotePlayer:
         """Makes envs in this process (for rewards per group)."""
         return self.player.make_env
 
-    async def play(self, task: Task, *, episode_id: str, seed: int, where: Whereabouts | None = None) -> Episode:
+    async def play(
+        self, task: Task, *, episode_id: str, seed: int, status: EpisodeStatus | None = None
+    ) -> Episode:
         """Play one episode on a worker; the loss of the worker is an infrastructure failure.
 
         Raises:
@@ -152,9 +154,9 @@ class RemotePlayer:
         player, check = self.player, self.player.token_check
         mode = None if check is None else check.mode
         order = Order(task, episode_id, seed, player.limits, replace(player.sampling, stop_ids=frozenset()), mode)
-        where = where or Whereabouts(episode_id, task.id)
+        status = status or EpisodeStatus(episode_id, task.id)
         try:
-            episode, report = await self.workers.play(order, where)
+            episode, report = await self.workers.play(order, status)
         except InfraError as e:
             error = f"{type(e).__name__}: {e}"
             return Episode(episode_id, task, (), (), (), StopReason.INFRA, None, error=error)
@@ -255,9 +257,9 @@ class _Worker:
     async def _sample(self, request: Request, sampling: dict[int, asyncio.Task[None]]) -> None:
         assert request.ids is not None
         assert request.sampling is not None
-        where = self.workers.waiting.get(request.session or "")
-        if where is not None:
-            where.now("the engine")
+        status = self.workers.waiting.get(request.session or "")
+        if status is not None:
+            status.now("the engine")
         completion: Completion | None = None
         error = ("", "")
         try:
@@ -267,8 +269,8 @@ class _Worker:
             error = (type(e).__name__, str(e))
         finally:
             del sampling[request.number]
-        if where is not None:
-            where.now(self.name)
+        if status is not None:
+            status.now(self.name)
         self._answers.append(Answer(request.number, completion, error))
         self._some.set()
 

@@ -1,0 +1,412 @@
+"""What every episode needs, whoever plays it: a clock, an env that is closed, rewards, and blame for failures.
+
+`rollout/episode.py` plays with our engine, `rollout/chat_endpoint.py` through a chat endpoint; in
+`agents/player.py` the user's program plays. Each is one function built from these parts:
+
+    with attribution(episode):
+        async with closing(make_env, episode, timeout_s) as env:
+            async with episode_clock(episode, timeout_s):
+                observed = await reset_env(env, episode)
+                ...                                               # turns, until `episode.stop` is set
+            await score_env(env, episode, timeout_s)
+    return episode.result()
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import time
+import warnings
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
+from contextlib import asynccontextmanager, contextmanager, suppress
+from dataclasses import dataclass, field, replace
+from numbers import Real
+from typing import Any
+
+from agentrl.chat.transcript import Transcript
+from agentrl.clean import clean_message, clean_text
+from agentrl.env.env import Env
+from agentrl.env.toolenv.asked import asking
+from agentrl.errors import (
+    AgentRLError,
+    EngineError,
+    EnvError,
+    InfraError,
+    JudgeError,
+    RewardError,
+    TemplateError,
+    traceback_of,
+)
+from agentrl.sandbox import SandboxBroken
+from agentrl.types import Episode, Message, StopReason, Task, Turn
+
+_NAME = 200
+"""Longest name of a reward or metric, in characters."""
+
+
+@dataclass(slots=True)
+class EpisodeStatus:
+    """What an episode in flight waits for, and since when (`time.monotonic`)."""
+
+    episode_id: str
+    task_id: str
+    doing: str = "starting"
+    started: float = field(default_factory=time.monotonic)
+    since: float = field(default_factory=time.monotonic)
+
+    def now(self, doing: str) -> float:
+        """Note what the episode waits for from now on; returns the time."""
+        self.doing, self.since = doing, time.monotonic()
+        return self.since
+
+    def __str__(self) -> str:
+        now = time.monotonic()
+        return (
+            f"episode {self.episode_id} (task {self.task_id}), started {now - self.started:.0f} s ago, has been "
+            f"waiting for {self.doing} for {now - self.since:.0f} s"
+        )
+
+
+@dataclass(slots=True)
+class OpenEpisode:
+    """An episode while it is played; `result` makes the `Episode` of it.
+
+    Attributes:
+        env: once it is made.
+        transcript: its tokens, once the env is set up; None for policies without tokens.
+        messages: the conversation, where there is no transcript.
+        tools: schemas that the policy saw, where they are not the env's.
+        stop: why the episode ended; None while it is played.
+        outside: what the episode waits for that is not the policy's doing; running out of time there is an
+            infrastructure failure, not a limit.
+        faults: what raised because of what the policy did, by name; see `Episode`.
+        error: the infrastructure failure that ended it.
+    """
+
+    task: Task
+    status: EpisodeStatus
+    env: Env | None = None
+    transcript: Transcript | None = None
+    messages: list[Message] | None = None
+    tools: Sequence[Mapping[str, Any]] | None = None
+    turns: list[Turn] = field(default_factory=list)
+    metrics: dict[str, float] = field(default_factory=dict)
+    rewards: Mapping[str, float] = field(default_factory=dict)
+    solved: bool | None = None
+    stop: StopReason | None = None
+    outside: str = ""
+    faults: dict[str, str] = field(default_factory=dict)
+    error: str | None = None
+
+    @property
+    def began(self) -> bool:
+        """Whether the env has been set up."""
+        return self.transcript is not None or self.messages is not None
+
+    @property
+    def total(self) -> float:
+        """All rewards so far."""
+        return float(sum(turn.reward for turn in self.turns) + sum(self.rewards.values()))
+
+    def count(self, metrics: Mapping[str, float]) -> None:
+        """Add counts of a turn."""
+        for name, count in metrics.items():
+            self.metrics[name] = self.metrics.get(name, 0.0) + count
+
+    def cut(self, turn: Turn, reason: StopReason) -> None:
+        """End with a completion that met a limit, which the env never sees."""
+        self.turns.append(turn)
+        self.stop = reason
+
+    def judge_solved(self) -> None:
+        """Decide whether the episode is solved; one with a fault or a broken sandbox is not. Raises JudgeError."""
+        if self.env is None:
+            return
+        if not self.faults and self.stop is not StopReason.SANDBOX_BROKEN:
+            self.solved = self.env.solved_verdict(self.rewards, self.total)
+            return
+        rule = self.env.solved_rule()
+        self.solved = False if rule is not None and rule.strict else None
+
+    def unscored(self) -> Episode:
+        """The episode as rewards see it."""
+        transcript = self.transcript
+        messages = transcript.messages if transcript else self.messages or ()
+        tools = self.tools if self.tools is not None else self.env.tools if self.env is not None else ()
+        return Episode(
+            id=self.status.episode_id,
+            task=self.task,
+            messages=tuple(messages),
+            turns=tuple(self.turns),
+            segments=tuple(transcript.segments) if transcript else (),
+            stop_reason=self.stop or StopReason.INFRA,
+            reward=None,
+            metrics=_clean_names(self.metrics),
+            seconds=time.monotonic() - self.status.started,
+            tools=tuple(tools) if self.began else (),
+            faults={clean_text(name)[:_NAME]: clean_text(text) for name, text in self.faults.items()},
+        )
+
+    def result(self) -> Episode:
+        """The finished episode. It has a reward exactly when it has no error."""
+        total = min(self.total, 0.0) if self.stop is StopReason.FAULT else self.total  # a fault never pays
+        return replace(
+            self.unscored(),
+            reward=None if self.error else total,
+            rewards=_clean_names(self.rewards),
+            error=None if self.error is None else clean_text(self.error),
+            solved=self.solved,
+        )
+
+
+def _clean_names(numbers: Mapping[str, float]) -> dict[str, float]:
+    return {clean_text(name)[:_NAME]: number for name, number in numbers.items()}
+
+
+@contextmanager
+def attribution(episode: OpenEpisode) -> Iterator[None]:
+    """Decide whose fault it was when the episode ends early.
+
+    An infrastructure failure is noted as its error. A sandbox that the policy broke, an env that raised after the
+    policy had acted, and a template that refuses what the policy wrote end the episode, which is scored.
+
+    Raises:
+        ConfigError: the user's input cannot be used; every other episode would fail in the same way.
+        TemplateError: the chat template refuses the opening.
+        Exception: a bug of agentrl, unchanged: it must not pass for an infrastructure failure.
+    """
+    try:
+        yield
+    except SandboxBroken as e:
+        if not episode.turns:  # only the env has run anything in it
+            _lose(episode, e)
+            return
+        episode.stop = StopReason.SANDBOX_BROKEN
+        episode.count({"sandbox_broken": 1.0})
+        correction = e.reward - sum(turn.reward for turn in episode.turns)
+        episode.rewards = {"sandbox_broken": correction} if correction else {}
+        episode.judge_solved()
+    except InfraError as e:  # this episode is lost, its siblings are not
+        _lose(episode, e)
+    except (EnvError, TemplateError) as e:
+        if isinstance(e, TemplateError) and not episode.turns:
+            raise
+        episode.faults["step" if isinstance(e, EnvError) else "template"] = str(e)
+        episode.stop = StopReason.FAULT
+        episode.judge_solved()
+
+
+def _lose(episode: OpenEpisode, error: InfraError) -> None:
+    episode.error = f"{type(error).__name__}: {error}"
+    episode.stop = StopReason.INFRA
+
+
+@asynccontextmanager
+async def episode_clock(
+    episode: OpenEpisode, timeout_s: float, *, outage_s: Callable[[], float] = lambda: 0.0
+) -> AsyncIterator[None]:
+    """Limit the block to `timeout_s`; an episode that runs out of time ends with `StopReason.TIMEOUT`.
+
+    Args:
+        episode: what the block plays.
+        timeout_s: limit of the block.
+        outage_s: seconds in which the policy could not answer at all, over the whole run.
+
+    Raises:
+        InfraError: time ran out before the env was set up, or while something other than the policy was slow.
+    """
+    before_s = outage_s()
+    try:
+        async with asyncio.timeout(timeout_s) as clock:
+            yield
+    except TimeoutError:
+        if not clock.expired():  # somebody else's
+            raise
+        if outage_s() > before_s:
+            episode.outside = "an episode during which no server could answer"
+        if episode.outside:
+            raise InfraError(f"{episode.outside} took longer than {timeout_s:g} s") from None
+        episode.stop = StopReason.TIMEOUT
+    if not episode.began:
+        raise InfraError(f"{type(episode.env).__name__}.reset took longer than {timeout_s:g} s")
+
+
+@asynccontextmanager
+async def closing(
+    make_env: Callable[[], Env],
+    episode: OpenEpisode,
+    timeout_s: float,
+    *,
+    release: Callable[[], Awaitable[None]] | None = None,
+) -> AsyncIterator[Env]:
+    """Make the env and close it whatever happens, even when the episode is cancelled, however often.
+
+    Args:
+        make_env: makes it.
+        episode: what is played.
+        timeout_s: limit of closing; a failure to close is a warning, because what was played stays valid.
+        release: frees what the policy holds for this episode; runs before the env is closed.
+
+    Raises:
+        InfraError: the env cannot be made.
+    """
+    try:
+        env = episode.env = _made(make_env)
+        yield env
+    finally:
+        episode.status.now("the env to close")
+        await _shielded(_teardown(episode.env, release, timeout_s))
+
+
+async def _teardown(env: Env | None, release: Callable[[], Awaitable[None]] | None, timeout_s: float) -> None:
+    try:
+        if release is not None:
+            with suppress(EngineError):
+                await release()
+    finally:
+        if env is not None:
+            await close_env(env, timeout_s)
+
+
+async def _shielded(work: Awaitable[None]) -> None:
+    """Finish `work` even when cancelled, and only then raise the cancellation."""
+    task = asyncio.ensure_future(work)
+    cancelled: asyncio.CancelledError | None = None
+    while not task.done():
+        try:
+            await asyncio.shield(task)
+        except asyncio.CancelledError as e:
+            cancelled = e
+    if cancelled is not None:
+        raise cancelled
+
+
+async def close_env(env: Env, timeout_s: float) -> None:
+    """Close an env; a failure is a warning."""
+    try:
+        async with asyncio.timeout(timeout_s) as clock:
+            await env.close()
+    except Exception as e:
+        said = f"took longer than {timeout_s:g} s" if clock.expired() else f"{type(e).__name__}: {e}"
+        warnings.warn(f"{type(env).__name__}.close: {said}", stacklevel=2)
+
+
+def _made(make_env: Callable[[], Env]) -> Env:
+    try:
+        return make_env()
+    except AgentRLError:
+        raise
+    except Exception as e:  # the author's: it may fail although it was made before
+        raise InfraError(f"making the env: {type(e).__name__}: {e}\n{traceback_of(e)}") from e
+
+
+async def reset_env(env: Env, episode: OpenEpisode) -> Sequence[Message]:
+    """The opening messages.
+
+    Raises:
+        InfraError: the env failed; the policy has not acted yet, so it is not its doing.
+        ConfigError: the task does not fit the env.
+    """
+    episode.status.now("env.reset")
+    try:
+        observation, _ = await env.reset(episode.task)
+    except AgentRLError:
+        raise
+    except Exception as e:
+        if is_ours(env, "reset"):
+            raise
+        text = f"{type(env).__name__}.reset: {type(e).__name__}: {e}\n{traceback_of(e)}"
+        raise InfraError(text) from e
+    return [clean_message(message) for message in observation]
+
+
+async def step_env(env: Env, turn: Turn, episode: OpenEpisode, max_turns: int) -> Sequence[Message]:
+    """Give the env the turn's message and record its answer; sets `episode.stop` where the episode ends.
+
+    Raises:
+        EnvError: it raised.
+    """
+    began = time.monotonic()
+    try:
+        observed, reward, terminated, truncated, info = await env.step(turn.message)
+    except (SandboxBroken, EnvError):
+        episode.turns.append(replace(turn, env_seconds=time.monotonic() - began))  # it trains
+        raise
+    except AgentRLError:
+        raise
+    except Exception as e:
+        if is_ours(env, "step"):
+            raise
+        episode.turns.append(replace(turn, env_seconds=time.monotonic() - began))
+        where = f"{type(env).__name__}.step"
+        raise EnvError(f"{where}: {type(e).__name__}: {e}\n{traceback_of(e)}") from e
+    observed = [clean_message(message) for message in observed]
+    episode.faults.update(info.faults)
+    if not _is_number(reward):
+        episode.faults["step"] = f"{type(env).__name__}.step returned the reward {reward!r}: not a finite number"
+        reward = 0.0
+    episode.turns.append(
+        replace(
+            turn,
+            observation=tuple(observed),
+            reward=float(reward),
+            env_seconds=time.monotonic() - began,
+            calls=tuple(replace(call, result=clean_text(call.result)) for call in info.calls),
+        )
+    )
+    episode.count(info.metrics)
+    if terminated or truncated:
+        episode.stop = info.stop_reason or (StopReason.TERMINATED if terminated else StopReason.MAX_TURNS)
+    elif len(episode.turns) >= max_turns:
+        episode.stop = StopReason.MAX_TURNS
+    return observed
+
+
+async def score_env(env: Env, episode: OpenEpisode, timeout_s: float) -> None:
+    """Add the env's rewards, and whether the episode is solved.
+
+    A reward that raises, takes too long or is not a finite number counts 0 and becomes a fault.
+
+    Raises:
+        InfraError: a judge cannot be reached.
+    """
+    episode.status.now("its rewards")
+    where = type(env).__name__
+    rewards: Mapping[str, float] = {}
+    with asking() as asked:
+        try:
+            async with asyncio.timeout(timeout_s) as clock:
+                rewards = await env.score(episode.unscored())
+        except RewardError as e:
+            episode.faults.update(e.faults)
+            rewards = e.rewards if isinstance(e.rewards, Mapping) else {}
+        except AgentRLError:
+            raise
+        except Exception as e:
+            if not clock.expired() and is_ours(env, "score"):
+                raise
+            if clock.expired() and asked.waiting:
+                raise JudgeError(f"{where}.score: no answer of {asked.waiting[0]} in {timeout_s:g} s") from None
+            late = f"took longer than {timeout_s:g} s"
+            said = late if clock.expired() else f"raised {type(e).__name__}: {e}"
+            episode.faults["score"] = f"{where}.score {said}\n{traceback_of(e)}"
+    episode.rewards = finite(rewards, where, episode.faults)
+    episode.judge_solved()
+
+
+def finite(rewards: Mapping[str, float], where: str, faults: dict[str, str]) -> dict[str, float]:
+    """The rewards with 0 for what is not a finite number, which becomes a fault."""
+    for name, value in rewards.items():
+        if not _is_number(value):
+            faults[name] = f"reward {name!r} of {where} is {value!r}: a reward must be a finite number"
+    return {name: value if _is_number(value) else 0.0 for name, value in rewards.items()}
+
+
+def is_ours(env: Env, method: str) -> bool:
+    """Whether this method of the env is agentrl's own code, so that an exception from it is a bug of agentrl."""
+    return str(getattr(type(env), method).__module__).startswith("agentrl.env.")
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, Real) and math.isfinite(value)

@@ -1,0 +1,176 @@
+"""An env that is not a ToolEnv has every hook of the contract."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from agentrl.chat.template import Renderer
+from agentrl.env.env import DeclaredReward, Env, StepInfo
+from agentrl.env.images import refuse_images
+from agentrl.env.load import load_env
+from agentrl.env.rows import load_rows
+from agentrl.env.solved import SolvedAt
+from agentrl.errors import ConfigError, JudgeError
+from agentrl.rollout.episode import Player
+from agentrl.rollout.group import GroupPlayer
+from agentrl.rollout.limits import EpisodeLimits
+from agentrl.testing.engine import ScriptedEngine
+from agentrl.testing.policy import say
+from agentrl.train.rewardless import no_reward
+from agentrl.types import Episode, Message, Sampling, Task
+
+
+class Plain(Env):
+    """Asks the policy for its opinion of the policy's answer, and pays the longest answer of a group."""
+
+    closed = 0
+
+    async def reset(self, task: Task) -> tuple[Sequence[Message], dict[str, Any]]:
+        return [Message("user", "Say something.")], {}
+
+    async def step(self, message: Message) -> tuple[Sequence[Message], float, bool, bool, StepInfo]:
+        assert self.model is not None
+        self.opinion = await self.model.chat([Message("user", str(message.content))], train=True)
+        self.tokens = self.count_tokens(str(message.content))
+        assert self.decode is not None
+        self.decoded = self.decode([])
+        return [], 0.0, True, False, StepInfo()
+
+    async def score(self, episode: Episode) -> Mapping[str, float]:
+        return {"tokens": float(self.tokens), "opinion": float(self.opinion.content == "good")}
+
+    async def score_group(self, episodes: Sequence[Episode]) -> Sequence[Mapping[str, float]]:
+        return [{"rank": float(n)} for n, _ in enumerate(episodes)]
+
+    async def close(self) -> None:
+        type(self).closed += 1
+
+
+def player(renderer: Renderer, make_env: Any = Plain) -> Player:
+    engine = ScriptedEngine(renderer, [say("good")])
+    return Player(engine, renderer, make_env, EpisodeLimits(), Sampling())
+
+
+async def test_a_plain_env_asks_the_policy_and_counts_with_its_tokenizer(renderer: Renderer):
+    episode = await player(renderer).play(Task("t"), episode_id="e", seed=1)
+    assert episode.error is None
+    assert episode.faults == {}
+    assert episode.rewards == {"tokens": float(len(renderer.encode_text("good"))), "opinion": 1.0}
+    assert sum(segment.origin == "sampled" for segment in episode.segments) == 2, "its sub-agent trains"
+
+
+async def test_a_plain_env_scores_groups_on_an_instance_that_is_closed(renderer: Renderer):
+    Plain.closed = 0
+    group = await GroupPlayer(player(renderer), 3, 0).play(Task("t"), "s", 0)
+    assert [e.rewards["rank"] for e in group.episodes] == [0.0, 1.0, 2.0]
+    assert [e.reward for e in group.episodes] == [sum(e.rewards.values()) for e in group.episodes]
+    assert Plain.closed == 4
+
+
+@pytest.mark.parametrize(
+    ("what", "fault"),
+    [
+        ("raise", "score_group raised KeyError"),
+        ("short", "returned 1 mappings for 2 episodes"),
+        ("nan", "is nan: a reward must be a finite number"),
+        ("hang", "took longer than 0.05 s"),
+    ],
+)
+async def test_group_rewards_that_fail_count_nothing(renderer: Renderer, what: str, fault: str):
+    class Failing(Plain):
+        async def score_group(self, episodes: Sequence[Episode]) -> Sequence[Mapping[str, float]]:
+            if what == "raise":
+                raise KeyError("rank")
+            if what == "hang":
+                await asyncio.sleep(60)
+            return [{"rank": float("nan")}] * (1 if what == "short" else 2)
+
+    group = await GroupPlayer(player(renderer, Failing), 2, 0, timeout_s=0.05).play(Task("t"), "s", 0)
+    for episode in group.episodes:
+        assert fault in " ".join(episode.faults.values())
+        assert episode.reward == episode.rewards["tokens"] + 1.0
+
+
+async def test_a_judge_of_groups_that_cannot_be_reached_is_asked_again(renderer: Renderer):
+    asked: list[int] = []
+
+    class Unsteady(Plain):
+        async def score_group(self, episodes: Sequence[Episode]) -> Sequence[Mapping[str, float]]:
+            asked.append(1)
+            if len(asked) == 1:
+                raise JudgeError("no answer")
+            return await super().score_group(episodes)
+
+    group = await GroupPlayer(player(renderer, Unsteady), 2, 0).play(Task("t"), "s", 0)
+    assert [e.rewards["rank"] for e in group.episodes] == [0.0, 1.0]
+    assert len(asked) == 2
+
+
+def test_an_env_without_group_rewards_is_not_asked_for_any():
+    class Alone(Plain):
+        score_group = Env.score_group
+
+    assert Plain().scores_groups
+    assert not Alone().scores_groups
+
+
+class Configured(Plain):
+    """Takes settings, declares a reward, checks its rows and tools."""
+
+    @classmethod
+    def check_class(cls) -> None:
+        if getattr(cls, "broken", False):
+            raise ConfigError("broken")
+
+    @classmethod
+    def row_problem(cls, row: Mapping[str, Any]) -> str:
+        return "" if "question" in row else "no question"
+
+    def configure(
+        self, settings: Mapping[str, Any], reward_weights: Mapping[str, float], solved_at: SolvedAt = None
+    ) -> None:
+        self.level = settings.get("level", 1)
+        super().configure({}, reward_weights, solved_at)
+
+    def declared_rewards(self) -> Mapping[str, DeclaredReward]:
+        return {}
+
+    def image_tools(self) -> Sequence[str]:
+        return ["look"]
+
+
+def test_a_plain_env_takes_the_configuration_of_a_run():
+    env = Configured()
+    env.configure({"level": 3}, {}, 0.5)
+    assert (env.level, env.solved_at) == (3, 0.5)
+    with pytest.raises(ConfigError, match=r"env.reward_weights has no effect: Configured is not a ToolEnv"):
+        env.configure({}, {"rank": 2.0})
+    with pytest.raises(ConfigError, match=r"env.settings has no effect: Plain is not a ToolEnv"):
+        Plain().configure({"level": 3}, {})
+    with pytest.raises(ConfigError, match=r"env.solved_at: 'x' must be a finite number"):
+        Plain().configure({}, {}, "x")  # type: ignore[arg-type]
+
+
+def test_a_plain_env_refuses_rows_classes_and_images(tmp_path: Path):
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text(json.dumps({"question": "1"}) + "\n" + json.dumps({"answer": "1"}) + "\n")
+    with pytest.raises(ConfigError, match=r"rows.jsonl:2: no question"):
+        load_rows(rows, Configured)
+    with pytest.raises(ConfigError, match="tool 'look' returns an Image"):
+        refuse_images(Configured())
+    (tmp_path / "mine.py").write_text(
+        "from tests.rollout.test_env_hooks import Configured\nclass Mine(Configured):\n    broken = True\n"
+    )
+    with pytest.raises(ConfigError, match="broken"):
+        load_env(f"{tmp_path}/mine.py:Mine")
+
+
+def test_an_env_that_declares_no_reward_is_reported_and_one_that_declares_nothing_is_not():
+    assert "gives no reward" in no_reward(Configured(), ())
+    assert no_reward(Plain(), ()) == ""
