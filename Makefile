@@ -1,13 +1,16 @@
-# Needs python3 (3.11 or later) and make; everything else goes into .venv.
+# You need python3 (3.11 or later) and make; everything else is installed into .venv.
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check install -q -c constraints.txt
 
-.PHONY: quickstart test lint fix docs clean
+.PHONY: quickstart quick test lint fix docs clean
 
 quickstart: $(VENV)/.train  ## install, then train a tool-calling policy on this machine
 	$(BIN)/agentrl train examples/calculator/tools.yaml
+
+quick: $(VENV)/.dev  ## the edit loop, under a minute: lint what changed, imports, types, quick unit tests
+	PATH="$(CURDIR)/$(BIN):$$PATH" scripts/quick
 
 test: $(VENV)/.dev  ## the whole test suite
 	$(BIN)/python -m pytest
@@ -15,7 +18,7 @@ test: $(VENV)/.dev  ## the whole test suite
 lint: $(VENV)/.dev  ## format, lint, types, imports
 	PATH="$(CURDIR)/$(BIN):$$PATH" scripts/check
 
-fix: $(VENV)/.dev  ## format, and mend what ruff can
+fix: $(VENV)/.dev  ## format, and fix what ruff can
 	$(BIN)/ruff check --fix-only -q . && $(BIN)/ruff format -q .
 
 docs: $(VENV)/.docs  ## the documentation site, into build/site; broken links are errors
