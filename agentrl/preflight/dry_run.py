@@ -19,9 +19,11 @@ from agentrl.chat.template import Renderer, same_meaning
 from agentrl.chat.transcript import Transcript
 from agentrl.config.algorithm import AlgorithmConfig
 from agentrl.config.run import RunConfig
+from agentrl.env.checker import EnvCheckError, check_env
 from agentrl.env.env import Env, PolicyAccess
 from agentrl.env.images import refuse_images
 from agentrl.env.load import load_env, said_by
+from agentrl.env.play import Policy, ScriptedPolicy, call, play, random_arguments
 from agentrl.env.solved import NOT_DECLARED
 from agentrl.env.toolenv.rewards import weight_of_nothing
 from agentrl.errors import ConfigError, EnvError, InfraError, RewardError
@@ -41,8 +43,6 @@ from agentrl.rollout.setup import (
 )
 from agentrl.run_folder.records import EpisodeRecord
 from agentrl.sandbox import close_pools
-from agentrl.testing.env import EnvCheckError, check_env
-from agentrl.testing.policy import Policy, ScriptedPolicy, call, play, random_arguments
 from agentrl.train.advantages import estimate_advantages
 from agentrl.train.algorithm import make_algorithm
 from agentrl.train.rewardless import no_reward

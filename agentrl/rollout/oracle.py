@@ -11,8 +11,8 @@ from typing import Any
 from agentrl.config.run import RunConfig
 from agentrl.env.env import Env
 from agentrl.env.load import said_by
+from agentrl.env.play import play
 from agentrl.errors import AgentRLError, ConfigError
-from agentrl.testing.policy import play
 from agentrl.types import Message, Task
 
 _AT_ONCE = 8

@@ -1,16 +1,17 @@
-"""What authors test with: the checker of envs, policies without a model, replay of a recorded episode.
+"""For authors' tests: the checker of envs, policies without a model, replay of a recorded episode.
 
-Beside these: `agentrl.testing.engine` (a scripted engine), `sandbox` (the checker of back-ends), `tiny_model`.
+In addition: `agentrl.testing.engine` (a scripted engine), `server` (a loopback server) and `sandbox` (the checker
+of back-ends). Nothing that runs in production imports this package.
 """
 
-from agentrl.testing.env import Difference, EnvCheckError, check_env, replay
-from agentrl.testing.policy import Policy, RandomPolicy, ScriptedPolicy, call, calls, play, say
+from agentrl.env.checker import EnvCheckError, ReplayDifference, check_env, replay
+from agentrl.env.play import Policy, RandomPolicy, ScriptedPolicy, call, calls, play, say
 
 __all__ = [
-    "Difference",
     "EnvCheckError",
     "Policy",
     "RandomPolicy",
+    "ReplayDifference",
     "ScriptedPolicy",
     "call",
     "calls",

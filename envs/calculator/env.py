@@ -10,11 +10,11 @@ from dataclasses import dataclass
 from typing import Literal
 
 from agentrl.env import ToolEnv, reward, tool
+from agentrl.env.play import ScriptedPolicy, call
 from agentrl.env.read import final_answer
 from agentrl.env.tasks import Split, generated
 from agentrl.envs.calculator.demonstrate import Style, demonstrate
 from agentrl.envs.calculator.expression import as_text, evaluate
-from agentrl.testing.policy import ScriptedPolicy, call
 from agentrl.types import Episode, Message, Task
 
 Operation = tuple[Literal["+", "-", "*"], int]

@@ -9,10 +9,10 @@ import secrets
 from collections.abc import Sequence
 
 from agentrl.env import ToolEnv, reward
+from agentrl.env.play import ScriptedPolicy, call
 from agentrl.env.tasks import Split, generated
 from agentrl.envs.files.project import build
 from agentrl.sandbox import Sandbox
-from agentrl.testing.policy import ScriptedPolicy, call
 from agentrl.tools.files import Files as FileTools
 from agentrl.tools.shell import Shell
 from agentrl.types import Message, Task

@@ -11,9 +11,9 @@ import gymnasium
 from gymnasium.envs.toy_text.frozen_lake import generate_random_map
 
 from agentrl.env.gym import GymnasiumEnv
+from agentrl.env.play import ScriptedPolicy, call
 from agentrl.env.tasks import Split, generated
 from agentrl.env.toolenv.declare import ToolResult, reward
-from agentrl.testing.policy import ScriptedPolicy, call
 from agentrl.types import Task
 
 

@@ -9,10 +9,10 @@ import secrets
 from collections.abc import Sequence
 
 from agentrl.env import Stop, ToolEnv, reward, tool
+from agentrl.env.play import ScriptedPolicy, call
 from agentrl.env.tasks import Split, generated
 from agentrl.envs.python_code.problems import describe, draw
 from agentrl.sandbox import Sandbox
-from agentrl.testing.policy import ScriptedPolicy, call
 from agentrl.tools.python import PythonProgram
 from agentrl.types import Task
 

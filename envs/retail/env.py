@@ -7,11 +7,11 @@ from collections.abc import Sequence
 from typing import Any
 
 from agentrl.env import ToolEnv, reward, tool
+from agentrl.env.play import ScriptedPolicy, call, say
 from agentrl.env.tasks import Split, generated
 from agentrl.env.toolenv.observe import plain_text
 from agentrl.envs.retail.shop import RETURN_DAYS, TODAY, Order, Refusal, ShopError, build
 from agentrl.envs.retail.user import Customer
-from agentrl.testing.policy import ScriptedPolicy, call, say
 from agentrl.types import Message, Task
 
 

@@ -9,10 +9,10 @@ from typing import Annotated
 from pydantic import Field
 
 from agentrl.env import ToolEnv, reward, tool
+from agentrl.env.play import ScriptedPolicy, call
 from agentrl.env.read import final_answer
 from agentrl.env.tasks import Split, generated
 from agentrl.envs.search.world import world
-from agentrl.testing.policy import ScriptedPolicy, call
 from agentrl.tools.bm25 import words
 from agentrl.types import Episode, Task
 

@@ -9,10 +9,10 @@ import sqlite3
 from collections.abc import Sequence
 
 from agentrl.env import Stop, ToolEnv, reward, tool
+from agentrl.env.play import ScriptedPolicy, call
 from agentrl.env.tasks import Split, generated
 from agentrl.envs.sqlite.database import SCHEMA, QueryError, as_table, build, run
 from agentrl.envs.sqlite.questions import draw
-from agentrl.testing.policy import ScriptedPolicy, call
 from agentrl.types import Task
 
 Rows = list[tuple[object, ...]]

@@ -92,7 +92,7 @@ class Fragile(Sound):
     ("env", "text"),
     [
         (Global, "played a second time it differs"),
-        (Unseeded, "replayed: Difference"),
+        (Unseeded, "replayed: ReplayDifference"),
         (Remembers, "played on one instance it differs"),
         (Generous, r"reward 3.0 is outside \[0.0, 1.0\]"),
         (Ajar, "close once after reset raised InfraError: Ajar.teardown: OSError: cannot close"),

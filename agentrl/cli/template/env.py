@@ -4,9 +4,9 @@ import random
 from collections.abc import Sequence
 
 from agentrl import Episode, Message, Task, ToolEnv, reward, tool
+from agentrl.env.play import ScriptedPolicy, call
 from agentrl.env.read import final_answer
 from agentrl.env.tasks import Split, generated
-from agentrl.testing.policy import ScriptedPolicy, call
 
 ITEMS = ("apples", "bananas", "cherries", "dates", "figs", "grapes", "lemons", "melons")
 

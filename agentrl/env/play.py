@@ -1,0 +1,191 @@
+"""Policies that need no model: a script, a random one, and the loop that plays an env with them."""
+
+from __future__ import annotations
+
+import inspect
+import random
+import re
+import time
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+from agentrl.env.env import Env
+from agentrl.env.stand_in import with_stand_in
+from agentrl.env.toolenv.observe import plain_text
+from agentrl.errors import RewardError
+from agentrl.types import Episode, Message, StopReason, Task, ToolCall, Turn
+
+Policy = Callable[[Sequence[Message]], Message | Awaitable[Message]]
+"""Reads the conversation so far, returns the next assistant message. Async ones work as well."""
+
+
+def say(text: str) -> Message:
+    """An assistant message without a call."""
+    return Message("assistant", text)
+
+
+def call(name: str, /, **arguments: Any) -> Message:
+    """An assistant message with one call; its id is set when it is played."""
+    return calls((name, arguments))
+
+
+def calls(*wanted: tuple[str, Mapping[str, Any]]) -> Message:
+    """An assistant message with several calls."""
+    return Message(
+        "assistant", tool_calls=tuple(ToolCall(f"call_{i}", n, dict(a)) for i, (n, a) in enumerate(wanted))
+    )
+
+
+class ScriptedPolicy:
+    """Plays the given messages one after another, then answers `otherwise`."""
+
+    def __init__(self, script: Iterable[Message | str], otherwise: str = "done") -> None:
+        self._script = [say(m) if isinstance(m, str) else m for m in script]
+        self._otherwise, self._next = otherwise, 0
+
+    def __call__(self, messages: Sequence[Message]) -> Message:
+        self._next += 1
+        return self._script[self._next - 1] if self._next <= len(self._script) else say(self._otherwise)
+
+
+class RandomPolicy:
+    """Calls random tools with arguments that fit their schemas, then answers with something it has read.
+
+    Texts are words of the conversation, so that it now and then names things that exist.
+    """
+
+    def __init__(self, tools: Sequence[Mapping[str, Any]], seed: int, answer_share: float = 0.25) -> None:
+        self._tools = [tool["function"] for tool in tools]
+        self._rng, self._answer_share = random.Random(seed), answer_share
+
+    def __call__(self, messages: Sequence[Message]) -> Message:
+        rng = self._rng
+        words = re.findall(r"[\w./-]+", " ".join(plain_text(m.content) for m in messages[-6:])) or ["a"]
+        if not self._tools or rng.random() < self._answer_share:
+            return say(rng.choice(words))
+        function = rng.choice(self._tools)
+        return call(function["name"], **random_arguments(function["parameters"], rng, words))
+
+
+def random_arguments(schema: Mapping[str, Any], rng: random.Random, words: Sequence[str] = ("a",)) -> Any:
+    """A random value that fits `schema` (the subset of JSON schema that typed tools produce)."""
+    return _value(schema, schema.get("$defs", {}), rng, words, 0)
+
+
+def _value(
+    schema: Mapping[str, Any], definitions: Mapping[str, Any], rng: random.Random, words: Sequence[str], depth: int
+) -> Any:
+    def inner(part: Mapping[str, Any]) -> Any:
+        return _value(part, definitions, rng, words, depth + 1)
+
+    if "$ref" in schema:
+        return inner(definitions[schema["$ref"].rsplit("/", 1)[-1]])
+    if "const" in schema:
+        return schema["const"]
+    if "enum" in schema:
+        return rng.choice(list(schema["enum"]))
+    if options := schema.get("anyOf") or schema.get("oneOf"):
+        return inner(rng.choice(list(options)))
+    kind = schema.get("type", "string")
+    if kind == "object":
+        required = schema.get("required", ())
+        properties = schema.get("properties", {})
+        chosen = [n for n in properties if n in required or (depth < 3 and rng.random() < 0.5)]
+        return {name: inner(properties[name]) for name in chosen}
+    if kind == "array":
+        if "prefixItems" in schema:
+            return [inner(part) for part in schema["prefixItems"]]
+        low = schema.get("minItems", 0)
+        high = max(low, min(schema.get("maxItems", 3), 3 if depth < 3 else 0))
+        return [inner(schema.get("items", {})) for _ in range(rng.randint(low, high))]
+    return _scalar(kind, schema, rng, words)
+
+
+def _scalar(kind: str, schema: Mapping[str, Any], rng: random.Random, words: Sequence[str]) -> Any:
+    if kind == "null":
+        return None
+    if kind == "boolean":
+        return rng.random() < 0.5
+    if kind in ("integer", "number"):
+        low = schema.get("minimum", schema.get("exclusiveMinimum", 0 if "maximum" not in schema else -10))
+        high = schema.get("maximum", schema.get("exclusiveMaximum", low + 10))
+        if kind == "integer":
+            return rng.randint(
+                int(low) + ("exclusiveMinimum" in schema), int(high) - ("exclusiveMaximum" in schema)
+            )
+        return rng.uniform(low, high)
+    text = rng.choice(list(words))
+    return (text * (schema.get("minLength", 0) // max(1, len(text)) + 1))[: schema.get("maxLength", 200)]
+
+
+async def play(
+    env: Env, task: Task, policy: Policy, *, max_turns: int = 50, close: bool = True, episode_id: str = ""
+) -> Episode:
+    """Play one episode without tokens: `segments` is empty, `tokens` of each turn 0; rewards are asked as usual.
+
+    Raises:
+        RewardError: a reward raised (in a run it would count 0).
+        InfraError: as the env raises it. The env is closed in any case (unless `close` is False).
+    """
+    start = time.perf_counter()
+    turns: list[Turn] = []
+    metrics: dict[str, float] = {}
+    stop = StopReason.MAX_TURNS
+    try:
+        opening, _ = await with_stand_in(env).reset(task)
+        messages = list(opening)
+        for number in range(max_turns):
+            said = policy(messages)
+            message = _with_ids(await said if inspect.isawaitable(said) else said, number)
+            began = time.perf_counter()
+            observation, reward, terminated, truncated, info = await env.step(message)
+            seconds = time.perf_counter() - began
+            messages += [message, *observation]
+            turns.append(Turn(message, tuple(observation), reward, "stop", 0, 0.0, seconds, info.calls))
+            if info.faults:
+                raise RewardError(info.faults)
+            for name, value in info.metrics.items():
+                metrics[name] = metrics.get(name, 0.0) + value
+            if terminated or truncated:
+                stop = info.stop_reason or StopReason.TERMINATED
+                break
+        tools = tuple(env.tools)
+        unscored = Episode(
+            episode_id or task.id, task, tuple(messages), tuple(turns), (), stop, None, {}, metrics, tools=tools
+        )
+        rewards = await env.score(unscored)
+        total = sum(t.reward for t in turns) + sum(rewards.values())
+        solved = env.solved_verdict(rewards, total)
+    finally:
+        if close:
+            await env.close()
+    return Episode(
+        unscored.id,
+        task,
+        unscored.messages,
+        unscored.turns,
+        (),
+        stop,
+        total,
+        rewards,
+        metrics,
+        seconds=time.perf_counter() - start,
+        tools=tools,
+        solved=solved,
+    )
+
+
+def _with_ids(message: Message, turn: int) -> Message:
+    renamed = tuple(
+        ToolCall(f"call_{turn}_{i}", c.name, c.arguments) if c.id == f"call_{i}" else c
+        for i, c in enumerate(message.tool_calls)
+    )
+    return Message(
+        message.role,
+        message.content,
+        renamed,
+        message.tool_call_id,
+        message.name,
+        message.reasoning,
+        message.parse_errors,
+    )
