@@ -34,14 +34,13 @@ def import_ray(key: str) -> Any:
         raise ConfigError(f"{key} needs Ray: pip install 'agentrl-train[ray]', or leave it out") from None
 
 
-def connect(ray: Any, address: str | None, *, cpus: int, key: str) -> bool:
+def connect(ray: Any, address: str | None, *, cpus: int) -> bool:
     """Connect to Ray unless this process is already; True where the caller has to shut it down.
 
     Args:
         ray: the module.
         address: of the cluster, or `auto`; None starts one on this machine.
         cpus: that a cluster started here offers at least, whatever the machine has.
-        key: the setting that names the address.
 
     Raises:
         ConfigError: there is no cluster at the address.
@@ -56,7 +55,7 @@ def connect(ray: Any, address: str | None, *, cpus: int, key: str) -> bool:
                 _knock(address)
                 ray.init(address=address, **options)
             except (OSError, ValueError, RuntimeError) as e:
-                raise ConfigError(f"{key} {address!r}: no Ray cluster answers there: {e}") from e
+                raise ConfigError(f"ray {address!r}: no Ray cluster answers there: {e}") from e
             return True
         cpus = max(os.cpu_count() or 1, cpus)
         for attempt in range(STARTS):

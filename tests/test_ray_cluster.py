@@ -39,7 +39,7 @@ def test_parts_of_a_ray_that_did_not_start_are_ended(tmp_path: Path):
     ray, other = SlowRay(tmp_path), subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
     try:
         with pytest.raises(WorkerLost, match=r"Ray did not start on this machine: The current node timed out"):
-            connect(ray, None, cpus=2, key="learner.ray")
+            connect(ray, None, cpus=2)
         assert len(ray.parts) == STARTS
         assert [part.wait(timeout=30) for part in ray.parts] == [-9] * STARTS
         assert other.poll() is None, "what is not Ray's goes on"

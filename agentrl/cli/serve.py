@@ -100,6 +100,7 @@ class _Policy:
     renderer: Renderer
     engine: EngineConfig
     digest: str
+    ray: str | None = None
 
 
 def _find(target: Path, overrides: list[str]) -> _Policy:
@@ -124,7 +125,9 @@ def _find(target: Path, overrides: list[str]) -> _Policy:
             found = find_checkpoint(target)
             renderer = load_renderer(config, found.path)
             check_renderer(renderer, found.path)
-            return _Policy(config.name, found.path, renderer, config.engine, _digest(found.path, renderer))
+            return _Policy(
+                config.name, found.path, renderer, config.engine, _digest(found.path, renderer), config.ray
+            )
     if not (target / "config.json").is_file():
         raise ConfigError(
             f"{target}: has no config.yaml and no config.json; give a run folder, a checkpoint in one, or a model "
@@ -183,7 +186,7 @@ async def _with_engine(policy: _Policy, use: Using) -> None:
     loop = asyncio.get_running_loop()
     for number in (signal.SIGINT, signal.SIGTERM):
         loop.add_signal_handler(number, ended.set)
-    opening = asyncio.ensure_future(open_engine(policy.engine, policy.directory))
+    opening = asyncio.ensure_future(open_engine(policy.engine, policy.directory, ray=policy.ray))
     leaving = asyncio.ensure_future(ended.wait())
     await asyncio.wait((opening, leaving), return_when=asyncio.FIRST_COMPLETED)
     leaving.cancel()

@@ -25,9 +25,9 @@ class ServerConfig(Section):
     """GPUs that the model of one server is split over."""
     gpu_memory_utilization: Annotated[Annotated[float, Field(gt=0, lt=1)] | None, NeverWith("urls")] = None
     """Share of a GPU's memory for weights and KV cache; the server's own default where nothing is given."""
-    ray: Annotated[str | None, NeverWith("urls")] = None
-    """Start the servers as actors on this Ray cluster: its address, `auto`, or `local` for one started on this
-    machine. Without it they are child processes of the run. Their nodes must see the model's directory."""
+    launch: Annotated[Literal["process", "ray"], NeverWith("urls")] = "process"
+    """Start the servers as child processes of the run, or as actors on the run's Ray cluster (`ray`), whose nodes
+    must see the model's directory."""
     python: Annotated[str | None, PathTo("file"), NeverWith("urls")] = None
     """Python of the environment that the server is installed in; this one's where nothing is given."""
     args: Annotated[list[str], NeverWith("urls")] = Field(default_factory=list)

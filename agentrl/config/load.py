@@ -345,7 +345,7 @@ def _add_dead_keys(source: Source, found: Iterable[DeadKey], around: tuple[str, 
 def _problem(source: Source, error: ErrorDetails) -> Problem:
     loc, kind = error["loc"], error["type"]
     if kind == "extra_forbidden":
-        return Problem(loc, unknown_key(loc), source.spot(loc), on_key=True)
+        return Problem(loc, unknown_key(loc, error["input"]), source.spot(loc), on_key=True)
     if kind == "missing":
         field = field_at(loc)
         hint = f": {first_sentence(field.description)}" if field is not None and field.description else ""

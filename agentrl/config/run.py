@@ -236,9 +236,6 @@ class RolloutConfig(Section):
     workers: Annotated[Count, NeverWith("agent")] = 0
     """Ray actors that play the episodes, so that tokenising, tools and rewards use more cores than one; 0 plays
     them in the process that trains. One that dies is replaced, its episodes are played again."""
-    ray: str | None = None
-    """Address of the Ray cluster that these workers and those of `reward_model` live in, or `auto`; without it one
-    is started on this machine. Where the learner is on Ray they live in its cluster, and this is left out."""
     note_after_s: Annotated[float, Field(gt=0)] = 120.0
     """How long a step waits for episodes before a note names the oldest one and where it waits."""
 
@@ -316,8 +313,6 @@ class LearnerConfig(Section):
     ] = 0
     """Ray workers of the reference's own, each with a shard of it; 0 keeps it beside the policy, on its ranks.
     With ranks of its own the policy is on Ray as well, whatever its number of ranks."""
-    ray: Annotated[str | None, MayChangeOnResume()] = None
-    """Address of the Ray cluster that the ranks live in, or `auto`; without it one is started on this machine."""
     precision: Literal["float32", "bfloat16"] = "float32"
     """What is computed in; parameters, gradient sums and optimiser are float32 either way."""
     attention: Annotated[Literal["auto", "sdpa", "flex", "flash"], MayChangeOnResume()] = "auto"
@@ -417,6 +412,11 @@ class RunConfig(Section):
     optim: Annotated[OptimConfig, UnusedBy("eval", "serve")] = OptimConfig()
     learner: Annotated[LearnerConfig, UnusedBy("eval", "serve")] = LearnerConfig()
     eval: Annotated[EvalConfig, UnusedBy("serve")] = EvalConfig()
+    ray: Annotated[str | None, MayChangeOnResume()] = None
+    """Address of the one Ray cluster of the run (`10.0.0.1:6379`), or `auto` for the one this machine belongs to;
+    without it a cluster is started on this machine where something needs one. What runs there is chosen by
+    other keys: the learner by `learner.ranks`, `learner.reference_ranks` and `critic.ranks`, episodes by
+    `rollout.workers`, the reward model by `reward_model.workers`, inference servers by `engine.server.launch: ray`."""
     checkpoint: Annotated[CheckpointConfig, MayChangeOnResume(), UnusedBy("eval", "serve")] = CheckpointConfig()
 
     @model_validator(mode="before")
@@ -443,7 +443,6 @@ class RunConfig(Section):
         _check_group_size(self)
         _check_step(self)
         _check_places(self)
-        _check_clusters(self)
         return self
 
     @property
@@ -453,9 +452,11 @@ class RunConfig(Section):
         return self.learner.ranks > 1 or apart > 0
 
     @property
-    def ray(self) -> str | None:
-        """Address of the Ray cluster of this run; None starts one on this machine where one is needed."""
-        return self.learner.ray or self.rollout.ray
+    def uses_ray(self) -> bool:
+        """Whether anything runs on Ray."""
+        scorers = 0 if self.reward_model is None else self.reward_model.workers
+        servers = self.engine.server.launch == "ray"
+        return self.learner_on_ray or self.rollout.workers > 0 or scorers > 0 or servers
 
 
 def _check_models(config: RunConfig) -> None:
@@ -463,12 +464,8 @@ def _check_models(config: RunConfig) -> None:
     learner = config.learner
     if learner.lora is not None and learner.lora.adapter is not None and config.warmup is not None:
         raise ValueError(
-            "learner.lora.adapter belongs to model.path, and warmup makes another policy of that: remove one"
-        )
-    if learner.ray is not None and not config.learner_on_ray:
-        raise ValueError(
-            "learner.ray has no effect while learner.ranks is 1 and nothing else has ranks: remove it, or use "
-            "more ranks"
+            "learner.lora.adapter was trained on model.path, but warmup changes those weights first: remove one "
+            "of the two"
         )
     if config.engine.sync == "lora" and learner.lora is None:
         raise ValueError("engine.sync lora sends the adapter alone, and there is none: set learner.lora")
@@ -543,30 +540,8 @@ def _check_places(config: RunConfig) -> None:
         raise ValueError(
             "eval.top_p, eval.top_k and eval.min_p do not reach the completions of an `agent`: remove them"
         )
-
-
-def _check_clusters(config: RunConfig) -> None:
-    """A run joins one Ray cluster, the first that it needs: who comes later cannot name another."""
-    learner, rollout, server = config.learner, config.rollout, config.engine.server
-    scorers = 0 if config.reward_model is None else config.reward_model.workers
-    idle = rollout.workers == 0 and scorers == 0
-    if rollout.ray is not None and (idle or learner.ray is not None):
-        other = "rollout.workers is 0" if idle else "learner.ray names the cluster"
-        raise ValueError(f"rollout.ray has no effect while {other}: remove one of them")
-    if rollout.ray is not None and config.learner_on_ray:
+    if config.ray is not None and not config.uses_ray:
         raise ValueError(
-            f"rollout.ray {rollout.ray!r} has no effect while the learner is on Ray: it comes first, without "
-            "learner.ray it starts a cluster on this machine, and a run joins one only; give the address as "
-            "learner.ray instead"
-        )
-    first = config.learner_on_ray or scorers > 0  # before the servers; env workers come after them
-    if server.ray is None or (config.ray is None and not first):
-        return
-    address = config.ray or "local"
-    if server.ray != address and ("auto" not in (server.ray, address) or "local" in (server.ray, address)):
-        key = "learner.ray" if config.learner_on_ray else "rollout.ray"
-        said = "without it a cluster is started on this machine" if config.ray is None else f"which is {address!r}"
-        raise ValueError(
-            f"engine.server.ray {server.ray!r} is another Ray cluster than that of {key}, {said}: a run joins one "
-            "only; give both the same address"
+            "ray has no effect while nothing runs on Ray: remove it, or set learner.ranks, rollout.workers, "
+            "learner.reference_ranks, critic.ranks, reward_model.workers or engine.server.launch"
         )

@@ -71,9 +71,20 @@ FILTERS = ("top_p", "top_k", "min_p", "typical_p", "repetition_penalty", "presen
 """What other programs sample with in training."""
 
 
-def unknown_key(loc: Loc) -> str:
+_RAY = "unknown key; a run has one Ray cluster, whose address is now `ray: {address}` at the top level"
+MOVED = {
+    "learner.ray": f"{_RAY}; learner.ranks above 1 puts the learner on it",
+    "rollout.ray": f"{_RAY}; rollout.workers and reward_model.workers use it",
+    "engine.server.ray": f"{_RAY}, and `engine: {{{{server: {{{{launch: ray}}}}}}}}` starts the servers on it",
+}
+"""What to say about keys of earlier versions; `{address}` is the value that was given."""
+
+
+def unknown_key(loc: Loc, value: object = None) -> str:
     """What to say about a key that its section does not have."""
     *parent, key = (str(part) for part in loc)
+    if (moved := MOVED.get(".".join((*parent, key)))) is not None:
+        return moved.format(address=value if value not in (None, "local") else "ADDRESS")
     if key in FILTERS and parent in (["rollout"], ["engine"], ["algorithm"]):
         return (
             f"training samples from the whole distribution (at rollout.temperature): with {key} the learner's "

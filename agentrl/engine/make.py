@@ -34,7 +34,12 @@ VLLM_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)
 
 
 async def open_engine(
-    config: EngineConfig, model: Path, lora: LoRAConfig | None = None, *, apart: bool = False
+    config: EngineConfig,
+    model: Path,
+    lora: LoRAConfig | None = None,
+    *,
+    apart: bool = False,
+    ray: str | None = None,
 ) -> Engine:
     """An engine over the model directory; with servers it returns when all of them answer.
 
@@ -42,6 +47,7 @@ async def open_engine(
         lora: what `sync: lora` will send adapters of; without it the directory is all there is to serve, and
             weights travel as with `sync: auto`.
         apart: on a CPU, have the local engine in a process of its own; it cannot be watched there.
+        ray: address of the cluster for servers with `launch: ray`; without it one is started on this machine.
 
     Raises:
         ConfigError: the model, the device or the server's installation cannot be used.
@@ -71,10 +77,10 @@ async def open_engine(
         config = config.model_copy(update={"sync": "auto"})
     if lora is not None and config.kind == "sglang":
         _check_targets(lora)
-    return await _open_served(config, model.absolute(), lora)
+    return await _open_served(config, model.absolute(), lora, ray)
 
 
-async def _open_served(config: EngineConfig, model: Path, lora: LoRAConfig | None) -> Engine:
+async def _open_served(config: EngineConfig, model: Path, lora: LoRAConfig | None, ray: str | None) -> Engine:
     import torch
 
     from agentrl.engine.servers.engine import ServedEngine, ServedLimits
@@ -86,7 +92,7 @@ async def _open_served(config: EngineConfig, model: Path, lora: LoRAConfig | Non
     scratch = ScratchFolder()
     folder = scratch.path
     server = config.server
-    cluster = RayCluster(server.ray) if server.ray is not None else None
+    cluster = RayCluster(ray) if server.launch == "ray" else None
 
     def clean_up() -> None:
         scratch.close()
@@ -207,7 +213,7 @@ def _recipe(config: EngineConfig, model: Path, python: str, number: int, lora: L
     server = config.server
     device = pick_device(config.device)
     # An actor of Ray sees the GPUs that it was given, counted from 0.
-    first = 0 if server.ray is not None else (device.index or 0) + number * server.tensor_parallel
+    first = 0 if server.launch == "ray" else (device.index or 0) + number * server.tensor_parallel
     make = _vllm_line if config.kind == "vllm" else _sglang_line
     command, environment = make(config, model, None if device.type == "cpu" else first)
     if lora is not None:
@@ -259,7 +265,7 @@ def _vllm_line(config: EngineConfig, model: Path, gpu: int | None) -> tuple[list
     line += ["--gpu-memory-utilization", str(share)] if share is not None else []
     line += ["--enable-sleep-mode"] if server.sleep else []
     environment = {"VLLM_SERVER_DEV_MODE": "1"}
-    if gpu is not None and server.ray is None:
+    if gpu is not None and server.launch == "process":
         environment["CUDA_VISIBLE_DEVICES"] = ",".join(str(gpu + n) for n in range(server.tensor_parallel))
     return line, environment
 

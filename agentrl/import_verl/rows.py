@@ -858,7 +858,7 @@ _REST = [
     Row("transfer_queue.*", "same", "episodes stay in the run's process or its Ray workers"),
     Row("global_profiler.*", "refused", _PROFILE),
     Row("skip.*", "refused", "rollouts are not replayed from a dump"),
-    Row("ray_kwargs.*", "by hand", "start the cluster as you need it and name it in learner.ray"),
+    Row("ray_kwargs.*", "by hand", "start the cluster as you need it and name it in `ray`"),
 ]
 
 ROWS: tuple[Row, ...] = (

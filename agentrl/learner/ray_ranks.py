@@ -1,6 +1,6 @@
 """A learner of many ranks: Ray workers, one per rank, each with a shard of the model.
 
-The workers are started on the cluster that `learner.ray` names, or on one started for the run on this machine.
+The workers are started on the cluster that `ray` names, or on one started for the run on this machine.
 Reference and critic may have ranks of their own. A worker that dies ends the run with `WorkerLost`: the others
 cannot go on without its shard, and the run folder is whole.
 """
@@ -26,6 +26,8 @@ KEYS = {"learner": "learner.ranks", "reference": "learner.reference_ranks", "cri
 class RankedLearner(Driver):
     """The learner on `config.ranks` Ray workers, and models with ranks of their own; arguments as of `Learner`.
 
+    `ray` is the address of the cluster; without it one is started on this machine.
+
     Raises:
         ConfigError: Ray is not installed, or the cluster has too little room.
         WorkerLost: a worker died while it started.
@@ -34,7 +36,7 @@ class RankedLearner(Driver):
     def __init__(
         self, policy_dir: Path, *, algorithm: AlgorithmConfig, optim: OptimConfig, config: LearnerConfig,
         temperature: float, total_steps: int, reference_dir: Path | None = None,
-        critic: CriticConfig | None = None, critic_dir: Path | None = None, seed: int = 0,
+        critic: CriticConfig | None = None, critic_dir: Path | None = None, seed: int = 0, ray: str | None = None,
     ) -> None:  # fmt: skip
         sizes = {"learner": config.ranks}
         if reference_dir is not None and config.reference_ranks:
@@ -47,7 +49,7 @@ class RankedLearner(Driver):
         )
         self._ray = import_ray(_all_of([f"{KEYS[name]}: {n}" for name, n in sizes.items()]))
         self.pools: dict[str, RankPool] = {}
-        self._started = connect(self._ray, config.ray, cpus=sum(sizes.values()), key="learner.ray")
+        self._started = connect(self._ray, ray, cpus=sum(sizes.values()))
         try:
             gpus = _has_room(self._ray, config.device, sizes)
             shape = config.model_copy(update={"device": "cuda" if gpus else "cpu"})

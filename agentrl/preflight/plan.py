@@ -203,7 +203,7 @@ def placement(config: RunConfig, gpu: bool) -> list[str]:
     if not config.learner_on_ray:
         lines.append(f"learner: in the process of the run, on its {device}")
     else:
-        cluster = f"the Ray cluster {learner.ray}" if learner.ray else "a Ray cluster on this machine"
+        cluster = f"the Ray cluster {config.ray}" if config.ray else "a Ray cluster on this machine"
         lines.append(f"learner: {_ranks(learner.ranks, device)}, on {cluster}")
     if config.algorithm.kl.coef > 0:
         how = "a frozen copy beside the policy, sharded as it is"

@@ -220,29 +220,33 @@ def devices(config: RunConfig, plan: Plan, gpu: bool) -> Iterator[Finding]:
     learner, engine = config.learner, config.engine
     there = gpus_here()
     used = {"learner.device": learner.device}
-    if engine.kind == "local" or not (engine.server.urls or engine.server.ray):
+    servers_elsewhere = bool(engine.server.urls or (engine.server.launch == "ray" and config.ray))
+    if engine.kind == "local" or not servers_elsewhere:
         used["engine.device"] = engine.device
     for key, device in used.items():
-        if not device.startswith("cuda") or (key == "learner.device" and learner.ray is not None):
+        if not device.startswith("cuda") or (key == "learner.device" and config.ray is not None):
             continue
         if int(device.partition(":")[2] or 0) >= there:
             text = f"{key} is {device}, and this machine has {there} GPUs"
             yield Finding("PL16", "error", text, f"set {key} to auto, or plan for another machine with --memory")
     needed = sum(own_devices(config, gpu).values())
-    if learner.ray is None and needed:
+    if config.ray is None and needed:
         has, kind = (there, "GPUs") if gpu else (os.cpu_count() or 1, "CPU cores")
         if needed > has:
             text = f"the ranks need {needed:,} {kind}, and this machine has {has}"
             fix = (
                 "lower learner.ranks (and the ranks of reference, critic and reward model), or name a cluster in "
             )
-            yield Finding("PL16", "error", text, fix + "learner.ray")
-    if engine.kind != "local" and gpu and not (engine.server.urls or engine.server.ray):
+            yield Finding("PL16", "error", text, fix + "`ray`")
+    if engine.kind != "local" and gpu and not servers_elsewhere:
         needed = engine.server.replicas * engine.server.tensor_parallel
         if needed > there:
             text = f"the {engine.kind} servers need {needed:,} GPUs, and this machine has {there}"
             yield Finding(
-                "PL16", "error", text, "lower engine.server.replicas or tensor_parallel, or use engine.server.ray"
+                "PL16",
+                "error",
+                text,
+                "lower engine.server.replicas or tensor_parallel, or use engine.server.launch: ray with a cluster",
             )
 
 

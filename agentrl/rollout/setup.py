@@ -274,7 +274,9 @@ async def make_engine(config: RunConfig, directory: Path, *, adapters: bool = Fa
 
     # An agent may ask for grammars and alternatives, for which the engine is watched.
     apart = config.agent is None and config.rollout.groups_per_step * config.rollout.group_size >= APART_FROM
-    return await open_engine(config.engine, directory, config.learner.lora if adapters else None, apart=apart)
+    return await open_engine(
+        config.engine, directory, config.learner.lora if adapters else None, apart=apart, ray=config.ray
+    )
 
 
 def check_renderer(renderer: Renderer, checkpoint: Path) -> None:

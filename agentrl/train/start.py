@@ -5,6 +5,7 @@ from __future__ import annotations
 import shutil
 from collections.abc import Callable
 from concurrent.futures import Executor
+from functools import partial
 from pathlib import Path
 
 from torch import Tensor
@@ -147,7 +148,7 @@ async def _cold_start(
 def make_learner(config: RunConfig, policy: Path, reference: Path | None) -> Driver:
     """The learner of the run, here or on Ray; without a reference directory it has no reference and no critic."""
     on_ray = config.learner.ranks > 1 or (reference is not None and config.learner_on_ray)
-    make: Callable[..., Driver] = RankedLearner if on_ray else Learner
+    make: Callable[..., Driver] = partial(RankedLearner, ray=config.ray) if on_ray else Learner
     critic = None if reference is None else config.critic  # the cold start needs none
     saved = policy / CRITIC_FOLDER
     critic_dir = saved if saved.is_dir() else Path((critic and critic.path) or policy)

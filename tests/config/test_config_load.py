@@ -64,6 +64,15 @@ def test_an_unknown_key_shows_its_line_and_the_nearest_one(tmp_path: Path):
     [
         ("group_size: 4", "group_size: unknown key; `group_size` belongs under `rollout:`"),
         ("algorithm: {steps: 3}", "algorithm.steps: unknown key; `steps` belongs at the top level"),
+        (
+            "learner: {ranks: 2, ray: auto}",
+            "learner.ray: unknown key; a run has one Ray cluster, whose address is now `ray: auto` at the top",
+        ),
+        (
+            "rollout: {workers: 2, ray: '1.2.3.4:6379'}",
+            "rollout.ray: unknown key; a run has one Ray cluster, whose",
+        ),
+        ("engine: {server: {ray: local}}", "`engine: {server: {launch: ray}}` starts the servers on it"),
         ("lr: 1", "lr: unknown key; `lr` belongs under `warmup:` or `critic:` or `optim:`"),
         ("groupsize: 4", "groupsize: unknown key; did you mean `group_size`, which belongs under `rollout:`?"),
         ("rollout: {top_p: 0.9}", "rollout.top_p: training samples from the whole distribution"),

@@ -34,7 +34,7 @@ asyncio.run(main())
 async def main(model: Path) -> None:
     """Two servers, one of which loses its actor while it works."""
     said: list[str] = []
-    cluster = RayCluster("local")
+    cluster = RayCluster(None)
     environment = {"PYTHONPATH": os.pathsep.join(sys.path)}
     recipe = Recipe(lambda port: [sys.executable, "-c", SERVER, "127.0.0.1", str(port)], environment)
     hosts = [

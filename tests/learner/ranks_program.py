@@ -9,6 +9,7 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -33,10 +34,10 @@ ALGORITHM = AlgorithmConfig(kl={"coef": 0.05}, updates_per_step=2, epochs=2)
 def learner(
     folder: Path, ranks: int, *, policy: str | Path = "policy", start: str = "reference",
     algorithm: AlgorithmConfig = ALGORITHM, critic: CriticConfig | None = None, critic_dir: Path | None = None,
-    on_ray: bool = False, **config,
+    on_ray: bool = False, ray: str | None = None, **config,
 ):  # fmt: skip
     """A learner of the models in the folder, with so little room that micro-batches are many and uneven."""
-    make: Callable[..., Driver] = RankedLearner if ranks > 1 or on_ray else Learner
+    make: Callable[..., Driver] = partial(RankedLearner, ray=ray) if ranks > 1 or on_ray else Learner
     return make(
         folder / policy,
         algorithm=algorithm,
@@ -103,7 +104,7 @@ def two_nodes(folder: Path, ranks: int) -> dict[str, object]:
         for _ in range(1, ranks):
             cluster.add_node(num_cpus=1)
         cluster.wait_for_nodes()
-        connect(ray, cluster.address, cpus=ranks, key="learner.ray")
+        connect(ray, cluster.address, cpus=ranks)
         adapters = {"critic": CriticConfig(lr=1e-2, warmup_steps=1), "lora": {"rank": 4, "alpha": 8}}
         return {
             "adapters and critic": handed_over(folder / "a", folder, ranks, **adapters),
@@ -163,7 +164,7 @@ def handed_over(saved: Path, folder: Path, ranks: int, critic: CriticConfig | No
 
 def apart(folder: Path, ranks: int) -> dict[str, object]:
     """PPO with reference and critic on ranks of their own, beside one process that has them all."""
-    connect(import_ray("the test"), None, cpus=ranks + 2, key="learner.ray")
+    connect(import_ray("the test"), None, cpus=ranks + 2)
     one, many = ppo(folder, 1), ppo(folder, ranks, reference=1, critic=1)
     curves, gaps = [take(one, 0, 3), take(many, 0, 3)], [gap(one, many)]
     held = {name: pool.ranks for name, pool in many.pools.items()}
@@ -283,7 +284,7 @@ def bad_input(folder: Path, ranks: int) -> dict[str, object]:
     )
     for number, (config, policy) in enumerate(cases):
         if number == 1:  # one cluster for the rest
-            connect(import_ray("the test"), None, cpus=ranks, key="")
+            connect(import_ray("the test"), None, cpus=ranks)
         try:
             learner(folder, ranks, policy=policy, **config)
         except Exception as e:

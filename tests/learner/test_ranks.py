@@ -106,6 +106,6 @@ def test_bad_input_is_one_error_and_ranks_survive_a_bad_gradient(tmp_path: Path)
     )
     assert nowhere.startswith("ConfigError: learner rank 0 on ")
     assert "sees no model in" in nowhere
-    assert cluster.startswith("ConfigError: learner.ray '127.0.0.1:1': no Ray cluster answers there")
+    assert cluster.startswith("ConfigError: ray '127.0.0.1:1': no Ray cluster answers there")
     assert gradient.startswith("AgentRLError: step 1: the gradient is nan; lower optim.lr (0.001)")
     assert found["kept"]

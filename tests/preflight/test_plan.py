@@ -228,7 +228,7 @@ def test_devices_that_this_machine_has_not_are_errors(tmp_path, monkeypatch, sec
 
 
 def test_devices_of_a_cluster_are_not_those_of_this_machine(tmp_path: Path):
-    assert "PL16" not in codes(make_plan(run(tmp_path, learner={"ranks": 64, "ray": "10.0.0.1:6379"})))
+    assert "PL16" not in codes(make_plan(run(tmp_path, learner={"ranks": 64}, ray="10.0.0.1:6379")))
 
 
 def test_an_attention_that_cannot_work_here_is_an_error(tmp_path: Path):

@@ -41,7 +41,7 @@ async def placed(config: RunConfig, model: Path, engine: Engine) -> AsyncIterato
     """Where a run plays its episodes: yields what takes a player to the workers, or leaves it here without any.
 
     Args:
-        config: of the run; `rollout.workers` and `rollout.ray` say where.
+        config: of the run; `rollout.workers` and `ray` say where.
         model: directory with the tokenizer.
         engine: samples for all of them.
 
@@ -90,7 +90,7 @@ class Workers:
         """
         self._ray = import_ray("rollout.workers")
         await self._tasks.__aenter__()
-        self._started = connect(self._ray, self._address, cpus=self._num, key="rollout.ray")
+        self._started = connect(self._ray, self._address, cpus=self._num)
         self._workers = [_Worker(number, self) for number in range(self._num)]
         for error in await asyncio.gather(*(w.ready() for w in self._workers), return_exceptions=True):
             if isinstance(error, BaseException):

@@ -75,7 +75,7 @@ class ScoringWorkers:
             WorkerLost: a worker did not start.
         """
         ray = import_ray(KEY)
-        made = cls(ray, [], connect(ray, address, cpus=config.workers, key="rollout.ray"))
+        made = cls(ray, [], connect(ray, address, cpus=config.workers))
         try:
             gpus = _on_gpus(ray, config)
             where = {"path": str(Path(config.path or "").absolute()), "device": "cuda" if gpus else "cpu"}

@@ -16,14 +16,14 @@ from agentrl.engine.servers.launch.launcher import ServerProcess, free_port
 from agentrl.errors import EngineError
 from agentrl.ray_cluster import connect, import_ray
 
-KEY = "engine.server.ray"
+KEY = "engine.server.launch: ray"
 
 
 class RayCluster:
     """The cluster that servers are started on; connects at the first use."""
 
-    def __init__(self, address: str) -> None:
-        self.local = address == "local"
+    def __init__(self, address: str | None) -> None:
+        self.local = address is None
         self._address, self._ours = address, False
         self.ray: Any = None
         self._lock = threading.Lock()  # servers are started side by side
@@ -33,7 +33,7 @@ class RayCluster:
         with self._lock:
             if self.ray is None:
                 ray = import_ray(KEY)
-                self._ours = connect(ray, None if self.local else self._address, cpus=2, key=KEY)
+                self._ours = connect(ray, self._address, cpus=2)
                 self.ray = ray
         return self.ray
 
