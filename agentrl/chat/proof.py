@@ -143,7 +143,7 @@ class Proof:
         if tools and not self.shows_tools:
             raise TemplateError(
                 "the chat template ignores tools: the policy would never see which it may call; use a template "
-                "that lists them (template: chatml is one), or describe them in the system prompt"
+                "that lists them (model.chat_template: chatml is one), or describe them in the system prompt"
             )
         if self.turns == 0:
             why = f": {self.refused[0].became}" if self.refused else ""
@@ -153,7 +153,7 @@ class Proof:
         if self.wrong:
             raise TemplateError(
                 f"what this chat template appends cannot be derived: {self.wrong[0]}; "
-                "use a template that only appends (template: chatml is one)"
+                "use a template that only appends (model.chat_template: chatml is one)"
             )
 
     def _require_calls(self) -> None:
@@ -171,7 +171,7 @@ class Proof:
             why = f": {refused[0]}" if refused else ""
             raise TemplateError(
                 f"the chat template renders no conversation in which a tool is called and answered{why}; use a "
-                "template that does (template: chatml is one)"
+                "template that does (model.chat_template: chatml is one)"
             )
 
     def summary(self) -> str:

@@ -416,7 +416,7 @@ class RunConfig(Section):
     """Address of the one Ray cluster of the run (`10.0.0.1:6379`), or `auto` for the one this machine belongs to;
     without it a cluster is started on this machine where something needs one. What runs there is chosen by
     other keys: the learner by `learner.ranks`, `learner.reference_ranks` and `critic.ranks`, episodes by
-    `rollout.workers`, the reward model by `reward_model.workers`, inference servers by `engine.server.launch: ray`."""
+    `rollout.workers`, the reward model by `reward_model.workers`, servers by `engine.server.launch: ray`."""
     checkpoint: Annotated[CheckpointConfig, MayChangeOnResume(), UnusedBy("eval", "serve")] = CheckpointConfig()
 
     @model_validator(mode="before")

@@ -218,19 +218,31 @@ def load_renderer(config: RunConfig, directory: Path) -> Renderer:
         ConfigError: `model.parser` is no parser, or `model.template_options` holds a variable that the chat
             template never reads.
     """
-    model = config.model
-    return Renderer.from_directory(
-        directory,
-        template=model.chat_template,
-        parser=own_parser(model.parser) if is_own(model.parser) else model.parser,
-        history=model.history,
-        variables=model.template_options,
-    )
+    model, own = config.model, is_own(config.model.parser)
+    try:
+        return Renderer.from_directory(
+            directory,
+            template=model.chat_template,
+            parser=own_parser(model.parser) if own else model.parser,
+            history=model.history,
+            variables=model.template_options,
+        )
+    except AgentRLError:
+        raise
+    except Exception as e:
+        if not own:
+            raise
+        raise ConfigError(
+            f"model.parser {model.parser}: raised while it was tried on what the chat template writes: {said_by(e)}"
+        ) from e
 
 
 def own_parser(spec: str) -> Parser:
     """A parser of the user's own, from `module:Name`."""
-    found = load_object(spec)
+    try:
+        found = load_object(spec)
+    except ConfigError as e:
+        raise ConfigError(f"model.parser {e}") from None
     try:
         parser = found() if isinstance(found, type) else found
     except Exception as e:

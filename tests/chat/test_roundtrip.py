@@ -14,9 +14,10 @@ from agentrl.chat.demonstrate import completion_of, imitate, with_ids
 from agentrl.chat.proof import prove
 from agentrl.chat.roundtrip import TOOL
 from agentrl.chat.template import CHATML_TEMPLATE, Renderer
+from agentrl.config import load_config
 from agentrl.config.run import RolloutConfig
 from agentrl.errors import ConfigError, TemplateError
-from agentrl.rollout.setup import own_parser, require_template
+from agentrl.rollout.setup import load_renderer, own_parser, require_template
 from agentrl.types import Message, ToolCall
 from tests.chat.chat_tokenizers import CHATML_MARKERS, CHATML_SPECIAL, make
 from tests.chat.families import KIMI_K2, LISTED, MISTRAL, QWEN3_CODER, QWEN25
@@ -58,6 +59,34 @@ def test_a_parser_of_ones_own_reads_it(tmp_path: Path):
     }
     with pytest.raises(ConfigError, match=r"must be an agentrl\.chat\.parsers\.Parser"):
         own_parser("json:dumps")
+
+
+@pytest.mark.parametrize(
+    ("parse", "said"),
+    [
+        (
+            'raise KeyError("boom")',
+            r"model\.parser .*bang\.py:Bang: raised while it was tried .* KeyError: 'boom'",
+        ),
+        ("return None", r"model\.parser .*bang\.py:Bang: raised while it was tried"),
+    ],
+)
+def test_a_parser_of_ones_own_is_tried_before_the_run(tmp_path: Path, parse: str, said: str):
+    (tmp_path / "bang.py").write_text(
+        "from agentrl.chat.parsers.lists import Hunyuan\n\n\nclass Bang(Hunyuan):\n"
+        f'    name = "bang"\n    blocks = (("!!CALL ", " LLAC!!"),)\n    def parse(self, *_, **__):\n        {parse}\n'
+    )
+    build(tmp_path / "model", BANG)
+    path = tmp_path / "tools.yaml"
+    path.write_text("env: a:B\nmodel: {path: model, parser: bang.py:Bang}\n")
+    with pytest.raises(ConfigError, match=said):
+        load_renderer(load_config(path), tmp_path / "model")
+    path.write_text("env: a:B\nmodel: {path: model, parser: bang.py:Bong}\n")
+    with pytest.raises(ConfigError, match=r"model\.parser .*has no 'Bong'; did you mean 'Bang'"):
+        load_renderer(load_config(path), tmp_path / "model")
+    path.write_text("env: a:B\nmodel: {path: model, parser: bong.py:Bang}\n")
+    with pytest.raises(ConfigError, match=r"model\.parser: there is no file .*bong\.py; did you mean .*bang\.py"):
+        load_config(path)
 
 
 def test_a_template_in_which_every_tool_conversation_is_refused_stops_the_run(tmp_path: Path):
