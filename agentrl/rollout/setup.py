@@ -233,7 +233,7 @@ def load_renderer(config: RunConfig, directory: Path) -> Renderer:
         if not own:
             raise
         raise ConfigError(
-            f"model.parser {model.parser}: raised while it was tried on what the chat template writes: {said_by(e)}"
+            f"model.parser {model.parser}: raised while it was tried on what the template writes: {said_by(e)}"
         ) from e
 
 
