@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import shutil
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -123,16 +125,30 @@ def make_agent(config: AgentConfig) -> Agent:
     """The program that a configuration names.
 
     Raises:
-        ConfigError: the function cannot be found or called.
+        ConfigError: the function cannot be found or called, or the command cannot be started.
     """
     from agentrl.agents.program import CommandAgent, FunctionAgent
 
     if config.use is None:
+        _check_command(config.command[0], config.cwd)
         return CommandAgent(config.command, config.cwd)
     function = load_object(config.use)
     if not callable(function):
         raise ConfigError(f"agent.use {config.use!r}: is no function; write `async def f(task, access)`")
     return FunctionAgent(function)
+
+
+def _check_command(program: str, cwd: str | None) -> None:
+    """Raises ConfigError where the program of `agent.command` cannot be started."""
+    if cwd is not None and not Path(cwd).is_dir():
+        raise ConfigError(f"agent.cwd {cwd}: no such folder")
+    if program == "python" or "{" in program:  # this interpreter; or filled in for each episode
+        return
+    path = program if os.sep not in program else str(Path(cwd or ".", program).absolute())
+    if shutil.which(path) is None:
+        raise ConfigError(
+            f"agent.command {program!r}: no such program; name one in PATH, or the path of an executable file"
+        )
 
 
 def _check_env(env: Env) -> None:

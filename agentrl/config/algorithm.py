@@ -154,7 +154,8 @@ class KLConfig(Section):
     """Weight of the penalty; 0 switches it off and skips the reference pass."""
     kind: Literal["auto", "unbiased", "k1", "abs", "k2", "k3", "k1+", "abs+", "k2+", "k3+"] = "auto"
     """The estimate. `auto`: `unbiased` in the loss (k3's value, an unbiased gradient that never vanishes) and
-    `k1` in the reward. A `+` has the value of the one and the gradient of k2."""
+    `k1` in the reward. A `+` has the value of the one and the gradient of k2. Without it, the gradient of `k1` in
+    the loss is 0 on average, and that of `abs` and `k3` is not that of the KL divergence either."""
     control: Literal["fixed", "adaptive"] = "fixed"
     """Keep the weight, or let it follow the measured KL; what it has become is saved in checkpoints."""
     target: Above0 = 0.1
@@ -221,6 +222,9 @@ class DriftGateConfig(Section):
     """Estimate of KL(sampler, learner) at most."""
     ess: Share | None = None
     """Effective sample size, as a share of the tokens, at least."""
+
+
+_WRONG_GRADIENT = {"k1": "on average it is 0, so nothing is penalized", "abs": "it ignores how far the policy is"}
 
 
 class AlgorithmConfig(Section):
@@ -341,6 +345,22 @@ class AlgorithmConfig(Section):
             return []
         given = section.model_fields_set - {"importance", "fraction" if self.loss == "clip_cov" else ""}
         return [f"algorithm.{LOSSES[self.loss]}.{name}" for name in sorted(given) if not name.startswith("cov_")]
+
+    def notes(self, max_staleness: int) -> list[str]:
+        """What a user should know of settings that do less than they seem to."""
+        found = []
+        if names := self.idle_parameters(max_staleness):
+            found.append(
+                f"{', '.join(names)}: no effect; with one update a step and the learner's own old "
+                "log-probabilities the policy ratio is always 1 (algorithm.updates_per_step or algorithm.epochs "
+                "above 1 changes that)"
+            )
+        if self.kl.in_loss and self.kl.kind in ("k1", "abs"):
+            found.append(
+                f"algorithm.kl.kind {self.kl.kind} in the loss: its gradient is not that of the KL divergence "
+                f"({_WRONG_GRADIENT[self.kl.kind]}); use `auto`, or {self.kl.kind}+ to keep the reported value"
+            )
+        return found
 
     @property
     def advantage_section(self) -> Section | None:

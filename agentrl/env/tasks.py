@@ -42,7 +42,13 @@ def generated(
     size: int,
     row: Callable[[random.Random], Mapping[str, Any]],
 ) -> GeneratedTasks:
-    """Tasks whose rows come from `row(rng)`, with a generator seeded by name, split, seed and position."""
+    """Tasks whose rows come from `row(rng)`, with a generator seeded by name, split, seed and position.
+
+    Raises:
+        ValueError: `size` is not a positive whole number.
+    """
+    if isinstance(size, bool) or not isinstance(size, int) or size < 1:
+        raise ValueError(f"size must be a whole number of at least 1, got {size!r}")
 
     def make(index: int) -> Task:
         rng = random.Random(f"{name}/{split}/{seed}/{index}")

@@ -64,6 +64,8 @@ def _advantage(found: Imported) -> None:
 
 def _loss(found: Imported, bypass: bool) -> None:
     mode = found.text(_MODE).replace("-", "_")
+    if found.flag(f"{ACTOR}use_gpg_loss"):
+        mode = "gpg"
     if mode == "bypass_mode":
         mode, bypass = "vanilla", True
         found.set("algorithm.old_logprobs", "sampler")

@@ -158,6 +158,7 @@ _MODEL = [
         "same",
         {
             "use_remove_padding": "rows are always packed without padding",
+            "use_rmpad": "rows are always packed without padding",
             "use_fused_kernels": "logits exist for a few tokens at once (learner.logits_at_once)",
             "fused_kernel_options.impl_backend": "logits exist for a few tokens at once (learner.logits_at_once)",
             "use_shm": "model directories are memory-mapped where they are",
@@ -200,7 +201,7 @@ _OPTIM: Texts = {
     "betas": ("optim.betas", [0.9, 0.999]),
     "weight_decay": ("optim.weight_decay", 0.01),
     "lr_warmup_steps": ("optim.warmup_steps", -1),
-    "lr_warmup_steps_ratio": ("optim.warmup_steps (share of the steps)", 0.0),
+    "lr_warmup_steps_ratio": ("optim.warmup_ratio", 0.0),
     "lr_scheduler_type": ("optim.schedule", "constant"),
     "warmup_style": "optim.schedule",
     "clip_grad": ("optim.max_grad_norm", 1.0),
@@ -229,6 +230,7 @@ _OPTIM_REST: dict[How, Texts] = {
 _ENGINE_REST: dict[How, Texts] = {
     "same": {
         "wrap_policy.*": "every block is sharded by itself",
+        "grad_offload": "gradients move with the parameters (learner.cpu_offload)",
         "reshard_after_forward": "FSDP2 reshards after the forward pass",
         "fsdp_size": "the model is sharded over all ranks of the learner",
         "forward_prefetch": "FSDP2 prefetches",
@@ -284,6 +286,7 @@ _ACTOR = [
             "policy_loss.kl_cov_ratio": ("algorithm.kl_cov.fraction", 2e-4),
             "policy_loss.ppo_kl_coef": ("algorithm.kl_cov.kl_coef", 0.1),
             "policy_loss.dro_beta": "algorithm.dro.beta",
+            "use_gpg_loss": ("algorithm.loss", False),
             "loss_agg_mode": ("algorithm.aggregation", "token-mean"),
             "loss_scale_factor": "algorithm.aggregation_scale",
             "entropy_coeff": ("algorithm.entropy_coef", 0),
@@ -560,6 +563,7 @@ _CRITIC = [
             "fsdp.dtype": "as the policy (learner.precision)",
             "model.fsdp_config.*": "as the policy (learner)",
             "model.use_remove_padding": "rows are always packed without padding",
+            "model.use_rmpad": "rows are always packed without padding",
             "model.enable_gradient_checkpointing": "as the policy (learner.checkpoint_activations)",
             "model.enable_activation_offload": "as the policy (learner.offload_activations)",
             "model.tokenizer_path": "the critic reads the policy's tokens",
@@ -684,6 +688,7 @@ _REWARD = [
             "model.input_tokenizer": "conversations are rendered with the reward model's own chat template",
             "model.fsdp_config.*": "a reward model is held whole by each worker",
             "model.use_remove_padding": "rows are scored in batches of like length",
+            "model.use_rmpad": "rows are scored in batches of like length",
             "model.use_fused_kernels": "a reward model has no logits",
             "micro_batch_size": "see reward_model.batch_size",
             "use_dynamic_bsz": "see reward_model.batch_size",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Mapping
+from importlib.util import find_spec
 from typing import Any
 
 from agentrl.config.datafiles import data_files
@@ -130,6 +131,8 @@ def _model(found: Imported) -> None:
         found.set("model.path", found.text(f"{MODEL}path"))
     else:
         found.hint(f"{MODEL}path", "name the model in model.path")
+    if found.text(f"{MODEL}tokenizer_path") in ("", found.text(f"{MODEL}path")):
+        found.say(f"{MODEL}tokenizer_path", "same", "the tokenizer of model.path")
     if template := found.text(f"{MODEL}custom_chat_template"):
         found.set("model.chat_template", template)
         if found.keys.find(template) is None:
@@ -255,6 +258,12 @@ def _tools(found: Imported) -> list[dict[str, Any]]:
                 {k: entry[k] for k in ("class_name", "config", "tool_schema") if entry.get(k) is not None}
             )
     found.say(key, "taken", f"env.options.tools ({len(tools)} tools, one instance an episode)")
+    for name in {str(tool["class_name"]) for tool in tools}:
+        if name.startswith("verl.") and find_spec("verl") is None:
+            found.hint(
+                f"{key}.class_name",
+                f"{name} is verl's own class: install verl, or give a copy of it as path/to/file.py:Name",
+            )
     return tools
 
 
@@ -331,7 +340,7 @@ def _optim(found: Imported) -> None:
     if isinstance(betas, list) and len(betas) == 2:
         found.set("optim.betas", betas)
     found.set("optim.weight_decay", found.number(f"{place}weight_decay"))
-    found.set("optim.warmup_steps", _warmup(found, place))
+    _warmup(found, place)
     style = found.text(f"{place}warmup_style") or found.text(f"{place}lr_scheduler_type")
     if style in ("constant", "linear", "cosine"):
         found.set("optim.schedule", style)
@@ -345,18 +354,15 @@ def _optim(found: Imported) -> None:
     found.set("optim.max_grad_norm", found.number(clip))
 
 
-def _warmup(found: Imported, place: str) -> int:
+def _warmup(found: Imported, place: str) -> None:
     steps, share = found.whole(f"{place}lr_warmup_steps"), found.number(f"{place}lr_warmup_steps_ratio")
     if steps > 0:
         found.say(f"{place}lr_warmup_steps_ratio", "no effect", "lr_warmup_steps wins")
-        return int(steps)
-    if not share:
-        return 0
-    total = found.get("steps")
-    if total is None:
-        found.say(f"{place}lr_warmup_steps_ratio", "by hand", f"set optim.warmup_steps to {share} of `steps`")
-        return 0
-    return int(share * total)
+        found.set("optim.warmup_steps", int(steps))
+    elif share:
+        found.set("optim.warmup_ratio", share)
+    else:
+        found.set("optim.warmup_steps", 0)
 
 
 def _gpus(found: Imported) -> int | None:
@@ -448,6 +454,8 @@ def _engine(found: Imported) -> None:
             found.say(f"{ROLLOUT}dtype", "by hand", "engine.dtype is auto, bfloat16 or float32")
         else:
             found.set("engine.dtype", known)
+    if name in ("sglang_async", "vllm_async"):  # of releases in which these were engines of their own
+        name = name.removesuffix("_async")
     if name not in ("sglang", "vllm"):
         if name and name != "hf":
             found.say(f"{ROLLOUT}name", "by hand", "engine.kind is local, sglang or vllm")

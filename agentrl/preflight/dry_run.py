@@ -12,6 +12,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from agentrl.agents.players import make_agent
 from agentrl.chat.check import check as check_ledger
 from agentrl.chat.demonstrate import imitate
 from agentrl.chat.proof import Proof, prove
@@ -101,6 +102,8 @@ def rehearse(config: RunConfig, *, play_outside: bool = False) -> Rehearsal:
     """
     content = load_content(config)
     check_held_out(config, content)
+    if config.agent is not None:
+        make_agent(config.agent)
     held_back = () if play_outside else tuple(content.make_env().outside_tools())
     if held_back:
         content = replace(content, make_env=partial(_holding_back, content.make_env))
@@ -160,8 +163,10 @@ async def _rehearse(
     prompt_tokens = await _longest_opening(content, renderer)
     findings += _length_findings(config, prompt_tokens, max_context)
     findings += _limit_findings(config, scripted)
-    if config.reward_model is None and (nothing := no_reward(content.make_env(), (scripted, silent))):
-        findings.append(nothing)
+    notes = [*repeated_ids(content), *config.algorithm.notes(config.rollout.max_staleness), *noting.notes]
+    env = content.make_env()
+    if config.reward_model is None and (nothing := no_reward(env, (scripted, silent))):
+        (notes if env.declared_rewards() is None else findings).append(nothing)
     given = {part for episode in (scripted, silent) for part in reward_parts(episode)}
     if nothing := weight_of_nothing(config.env.reward_weights, given):
         findings.append(nothing)
@@ -184,7 +189,7 @@ async def _rehearse(
         proof=proof,
         template_hash=renderer.hash,
         findings=tuple(findings),
-        notes=(*repeated_ids(content), *noting.notes),
+        notes=tuple(notes),
         decode=renderer.decode,
     )
 

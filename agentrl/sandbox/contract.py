@@ -100,13 +100,18 @@ class Limits:
             "open_files",
         ):
             value = getattr(self, name)
-            if value is not None and (isinstance(value, bool) or not isinstance(value, int | float)):
+            if value is None and name in ("cpu_s", "cpus"):
+                continue
+            if isinstance(value, bool) or not isinstance(value, int | float):
                 raise ConfigError(f"sandbox limit {name} must be a number, got {value!r}")
-            if value is not None and not (value > 0 and math.isfinite(value)):
+            if not (value > 0 and math.isfinite(value)):
                 raise ConfigError(f"sandbox limit {name} must be positive, got {value!r}")
         for name in ("stdout_bytes", "stderr_bytes", "output_total_mb"):
-            if getattr(self, name) < 0:
-                raise ConfigError(f"sandbox limit {name} must not be negative, got {getattr(self, name)!r}")
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, int):
+                raise ConfigError(f"sandbox limit {name} must be a whole number, got {value!r}")
+            if value < 0:
+                raise ConfigError(f"sandbox limit {name} must not be negative, got {value!r}")
         if self.workspace_mb > self.memory_mb:
             raise ConfigError(
                 f"sandbox limit workspace_mb={self.workspace_mb} exceeds memory_mb={self.memory_mb}: "
@@ -175,6 +180,7 @@ class Sandbox(Limits):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        _check_types(self)
         unknown = [name for name in self.require or () if name not in PROMISES]
         if unknown:
             raise ConfigError(f"sandbox require={unknown[0]!r}: not a promise; known: {', '.join(PROMISES)}")
@@ -212,6 +218,35 @@ class Sandbox(Limits):
     def limits(self) -> Limits:
         """The limits alone."""
         return Limits(**{f.name: getattr(self, f.name) for f in fields(Limits)})
+
+
+_TEXTS = ("backend", "image", "runtime", "python", "url", "token_file")
+
+
+def _check_types(spec: Sandbox) -> None:
+    """Raises ConfigError where a field of a spec has another type than its own."""
+    for name in _TEXTS:
+        value = getattr(spec, name)
+        if not isinstance(value, str) and not (value is None and name not in ("backend", "image")):
+            raise ConfigError(f"sandbox {name}={value!r}: must be text")
+    for name in ("network", "trusted"):
+        if not isinstance(getattr(spec, name), bool):
+            raise ConfigError(f"sandbox {name}={getattr(spec, name)!r}: must be True or False")
+    for name in ("readonly", "python_path", "require"):
+        value = getattr(spec, name)
+        texts = isinstance(value, tuple) and all(isinstance(item, str) for item in value)
+        if not texts and not (value is None and name == "require"):
+            raise ConfigError(f"sandbox {name}={value!r}: must be a tuple of texts")
+    pairs = spec.env if isinstance(spec.env, tuple) else (None,)
+    for pair in pairs:
+        if not (isinstance(pair, tuple) and len(pair) == 2 and all(isinstance(part, str) for part in pair)):
+            raise ConfigError(f'sandbox env={spec.env!r}: must be a tuple of pairs of texts, (("NAME", "value"),)')
+    if spec.run_as is not None and (isinstance(spec.run_as, bool) or not isinstance(spec.run_as, int)):
+        raise ConfigError(f"sandbox run_as={spec.run_as!r}: must be a user id, a whole number")
+    for name in ("ttl_s", "death_reward"):
+        value = getattr(spec, name)
+        if isinstance(value, bool) or not isinstance(value, int | float):
+            raise ConfigError(f"sandbox {name}={value!r}: must be a number")
 
 
 def narrowed(base: Limits, wall_s: float | None, limits: Limits | None) -> Limits:

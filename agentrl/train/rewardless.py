@@ -11,9 +11,15 @@ from agentrl.types import Episode
 
 STEPS = 3
 """Steps without any reward after which a run stops: tools may give rewards that no episode earned yet."""
+STEPS_RARE = 20
+"""The same for an env that cannot say which rewards it has: they may be there and rarely earned."""
 ADVICE = (
     "write a method with @reward, name a function as `reward` in env.options, return a reward from a tool, or set "
     "reward_model"
+)
+
+ADVICE_OF_ENVS = (
+    "return a reward from `step` or `score`, start from easier tasks or a cold start, or set reward_model"
 )
 
 
@@ -25,9 +31,12 @@ def rewarded(episodes: Iterable[Episode]) -> bool:
 def no_reward(env: Env, episodes: Iterable[Episode]) -> str:
     """What to say of an env that declares no reward and gave none to these episodes; else empty."""
     declared = env.declared_rewards()
-    if declared is None or declared or rewarded(episodes):
+    if declared or rewarded(episodes):
         return ""
-    return f"{type(env).__name__} gives no reward, so there is nothing to learn from: {ADVICE}"
+    name = type(env).__name__
+    if declared is not None:
+        return f"{name} gives no reward, so there is nothing to learn from: {ADVICE}"
+    return f"{name} gave every episode the reward 0, and nothing is learned from that: {ADVICE_OF_ENVS}"
 
 
 class RewardWatch:
@@ -35,16 +44,17 @@ class RewardWatch:
 
     def __init__(self, env: Env) -> None:
         self._env, self._without, self._over = env, 0, False
+        self._steps = STEPS_RARE if env.declared_rewards() is None else STEPS
 
     def see(self, step: int, episodes: Iterable[Episode]) -> None:
         """Take in the episodes of a step.
 
         Raises:
-            ConfigError: there was no reward in `STEPS` steps.
+            ConfigError: there was no reward in `STEPS` steps (`STEPS_RARE` of an env that declares none).
         """
         if self._over:
             return
         text = no_reward(self._env, episodes)
         self._over, self._without = not text, self._without + 1
-        if text and self._without == STEPS:
+        if text and self._without == self._steps:
             raise ConfigError(f"step {step}: no episode was given any reward yet; {text}")

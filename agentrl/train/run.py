@@ -14,7 +14,7 @@ from functools import partial
 from pathlib import Path
 from typing import ParamSpec, TypeVar
 
-from agentrl.agents.players import players
+from agentrl.agents.players import make_agent, players
 from agentrl.algo.correction import DriftGate
 from agentrl.chat.template import Renderer
 from agentrl.config.run import RunConfig
@@ -293,10 +293,9 @@ async def _train_run(
         raise ConfigError(said)
     content = load_content(config)
     check_held_out(config, content)
-    for note in (*repeated_ids(content), *_idle_parameters(config)):
+    for note in (*repeated_ids(content), *config.algorithm.notes(config.rollout.max_staleness)):
         reporter.note(note)
-    if config.agent is None:
-        refuse_images(content.make_env())
+    _check_who_plays(config, content)
     if (rule := content.make_env().solved_rule()) is None:
         reporter.note(f"solved: {NOT_DECLARED}; held-out tasks are compared by their reward")
     else:
@@ -380,6 +379,14 @@ async def _train_run(
     return summary
 
 
+def _check_who_plays(config: RunConfig, content: Content) -> None:
+    """Raises ConfigError where the episodes cannot be played, before any model is loaded."""
+    if config.agent is None:
+        refuse_images(content.make_env())
+    else:
+        make_agent(config.agent)
+
+
 def _filters(config: RunConfig) -> Filters:
     """Which tokens the evaluations of the run may draw."""
     return Filters(config.eval.top_p, config.eval.top_k, config.eval.min_p)
@@ -436,17 +443,6 @@ def _scheduler(
         amend=less_overlong if rollout.overlong == "penalise" else None,
         stall=Stall(rollout.note_after_s, tell),
     )
-
-
-def _idle_parameters(config: RunConfig) -> list[str]:
-    """What to say of settings of a ratio that is always 1."""
-    names = config.algorithm.idle_parameters(config.rollout.max_staleness)
-    if not names:
-        return []
-    return [
-        f"{', '.join(names)}: no effect; with one update a step and the learner's own old log-probabilities the "
-        "policy ratio is always 1 (algorithm.updates_per_step or algorithm.epochs above 1 changes that)"
-    ]
 
 
 def _weight_of_nothing(config: RunConfig, batch: Batch) -> str:

@@ -93,7 +93,9 @@ class Calculator(ToolEnv):
             problem = draw(rng, split, min_operations, max_operations)
             return {"start": problem.start, "operations": [list(o) for o in problem.operations]}
 
-        return generated("calculator", split, seed, size or (1_000_000 if split == "train" else 1_000), row)
+        return generated(
+            "calculator", split, seed, (1_000_000 if split == "train" else 1_000) if size is None else size, row
+        )
 
     @classmethod
     def oracle(cls, task: Task) -> ScriptedPolicy:

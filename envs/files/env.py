@@ -75,7 +75,9 @@ class Files(ToolEnv):
             number = rng.getrandbits(30) * 10
             return {"project": number if split == "held_out" else number + rng.randint(1, 9)}
 
-        return generated("files", split, seed, size or (1_000_000 if split == "train" else 1_000), row)
+        return generated(
+            "files", split, seed, (1_000_000 if split == "train" else 1_000) if size is None else size, row
+        )
 
     @classmethod
     def oracle(cls, task: Task) -> ScriptedPolicy:

@@ -81,7 +81,9 @@ class PythonCode(ToolEnv):
                     steps = [list(step) for step in problem.steps]
                     return {"steps": steps, "takes": problem.takes, "inputs": rng.getrandbits(30)}
 
-        return generated("python_code", split, seed, size or (1_000_000 if split == "train" else 1_000), row)
+        return generated(
+            "python_code", split, seed, (1_000_000 if split == "train" else 1_000) if size is None else size, row
+        )
 
     @classmethod
     def oracle(cls, task: Task) -> ScriptedPolicy:

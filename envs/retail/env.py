@@ -98,7 +98,9 @@ class Retail(ToolEnv):
             number = rng.getrandbits(30) * 10
             return {"shop": number if split == "held_out" else number + rng.randint(1, 9)}
 
-        return generated("retail", split, seed, size or (1_000_000 if split == "train" else 1_000), row)
+        return generated(
+            "retail", split, seed, (1_000_000 if split == "train" else 1_000) if size is None else size, row
+        )
 
     @classmethod
     def oracle(cls, task: Task) -> ScriptedPolicy:

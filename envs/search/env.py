@@ -51,7 +51,9 @@ class Search(ToolEnv):
                 corpus = _NUM_TRAIN_WORLDS + rng.randrange(10)
             return {"corpus": corpus, "fact": rng.randrange(len(world(corpus).facts))}
 
-        return generated("search", split, seed, size or (100_000 if split == "train" else 1_000), row)
+        return generated(
+            "search", split, seed, (100_000 if split == "train" else 1_000) if size is None else size, row
+        )
 
     @classmethod
     def oracle(cls, task: Task) -> ScriptedPolicy:

@@ -64,7 +64,9 @@ class Sqlite(ToolEnv):
                 if (int.from_bytes(digest) % 10 == 0) == (split == "held_out"):
                     return {"question": question.text, "sql": question.sql, "database": rng.getrandbits(30)}
 
-        return generated("sqlite", split, seed, size or (1_000_000 if split == "train" else 1_000), row)
+        return generated(
+            "sqlite", split, seed, (1_000_000 if split == "train" else 1_000) if size is None else size, row
+        )
 
     @classmethod
     def oracle(cls, task: Task) -> ScriptedPolicy:

@@ -27,6 +27,7 @@ from agentrl.env import Env, ToolEnv, reward
 from agentrl.envs.calculator.env import Calculator
 from agentrl.errors import ConfigError, EngineError
 from agentrl.models.tiny import make_tokenizer
+from agentrl.preflight.dry_run import rehearse
 from agentrl.rollout.collect import collect
 from agentrl.rollout.episode import Player, TokenCheck, run_episode
 from agentrl.rollout.limits import EpisodeLimits
@@ -299,3 +300,26 @@ async def test_rewards_for_each_turn_are_refused(renderer: Renderer):
     with pytest.raises(ConfigError, match="reward 'short' of Turns is asked for each turn"):
         async with players(config, None, engine_of(renderer), renderer, Turns):
             pass
+
+
+@pytest.mark.parametrize(
+    ("agent", "said"),
+    [
+        ({"use": "no_such_module:play"}, "no_such_module"),
+        ({"command": ["no-such-program", "x"]}, "agent.command 'no-such-program': no such program"),
+        ({"command": ["./no/program"]}, "agent.command './no/program': no such program"),
+        ({"command": ["python"], "cwd": "/no/such/folder"}, "agent.cwd /no/such/folder: no such folder"),
+    ],
+)
+def test_an_agent_that_cannot_be_started_is_refused_by_check(agent: dict[str, Any], said: str):
+    config = RunConfig(env="agentrl.envs.calculator:Calculator", model={"tiny": {}}, agent=agent)
+    with pytest.raises(ConfigError, match=said):
+        rehearse(config)
+
+
+def test_programs_that_can_be_started_are_not_refused(tmp_path: Path):
+    program = tmp_path / "play"
+    program.write_text("#!/bin/sh\n")
+    program.chmod(0o755)
+    for agent in ({"command": ["sh"]}, {"command": ["./play"], "cwd": str(tmp_path)}, {"command": [str(program)]}):
+        make_agent(AgentConfig(**agent))

@@ -3,7 +3,7 @@ import sys
 
 import pytest
 
-from agentrl.env import ToolEnv
+from agentrl.env import ToolEnv, reward, tool
 from agentrl.env.curriculum import TaskSampler, has_signal
 from agentrl.env.load import drop_overlong
 from agentrl.env.rows import load_rows
@@ -105,3 +105,16 @@ def test_long_prompts_are_dropped_or_refused_and_never_cut():
         drop_overlong(TASKS, lambda t: int(t.id[1:]), 7, "refuse")
     with pytest.raises(ConfigError, match="no task has a prompt of at most 3 tokens"):
         drop_overlong(TASKS, lambda t: 9, 3)
+
+
+@pytest.mark.parametrize("size", ["many", 0, -1, 2.5, True])
+def test_a_number_of_tasks_that_is_none_is_refused(size):
+    with pytest.raises(ValueError, match=f"size must be a whole number of at least 1, got {size!r}"):
+        generated("t", "train", 0, size, lambda rng: {})
+
+
+@pytest.mark.parametrize("make", [tool, reward])
+@pytest.mark.parametrize("name", [3, "", b"x"])
+def test_a_name_that_is_no_text_is_refused(make, name):
+    with pytest.raises(TypeError, match=rf"@{make.__name__}\(name={name!r}\): the name must be text"):
+        make(name=name)

@@ -135,7 +135,7 @@ def test_a_multi_turn_grpo_config_becomes_ours(source):
             "lr": 2e-6,
             "betas": [0.9, 0.999],
             "weight_decay": 0.01,
-            "warmup_steps": 20,
+            "warmup_ratio": 0.1,
             "schedule": "constant",
             "max_grad_norm": 1.0,
         },
@@ -325,6 +325,40 @@ def test_a_value_that_agentrl_refuses_is_left_out_with_a_note(tmp_path):
     found = imported(tmp_path, actor_rollout_ref__actor__clip_ratio_low=1.5)
     assert found.get("algorithm.ppo_clip") == {"clip_high": 0.2, "dual_clip": 3.0}
     assert "left out" in notes_of(found)["algorithm.ppo_clip.clip_low"].text
+
+
+def test_the_names_of_earlier_releases_are_known(tmp_path):
+    found = imported(
+        tmp_path,
+        actor_rollout_ref__model__use_rmpad=True,
+        actor_rollout_ref__actor__fsdp_config__grad_offload=False,
+        actor_rollout_ref__actor__use_gpg_loss=True,
+        actor_rollout_ref__rollout__name="sglang_async",
+        actor_rollout_ref__model__tokenizer_path="m",
+        critic__model__use_rmpad=True,
+    )
+    assert (found.get("algorithm.loss"), found.get("engine.kind")) == ("gpg", "sglang")
+    assert not [n.key for n in found.notes if n.kind == "by hand" and ("rmpad" in n.key or "_path" in n.key[-5:])]
+    assert notes_of(found)["actor_rollout_ref.actor.fsdp_config.grad_offload"].kind == "same"
+
+
+def test_the_tools_of_verl_itself_are_to_be_installed(tmp_path):
+    (tmp_path / "tools.yaml").write_text(TOOLS.replace("my.tools.Search", "verl.tools.gsm8k_tool.Gsm8kTool"))
+    found = imported(tmp_path, actor_rollout_ref__rollout__multi_turn__tool_config_path="tools.yaml")
+    note = notes_of(found)["actor_rollout_ref.rollout.multi_turn.tool_config_path.class_name"]
+    assert (note.kind, "verl.tools.gsm8k_tool.Gsm8kTool is verl's own class" in note.text) == ("by hand", True)
+
+
+def test_held_out_tasks_are_sampled_as_verl_samples_them(tmp_path):
+    val = "actor_rollout_ref__rollout__val_kwargs__"
+    given = {f"{val}temperature": 1.0, f"{val}top_p": 0.7, f"{val}n": 4, f"{val}top_k": -1}
+    found = imported(tmp_path, data__val_max_samples=64, **given)
+    assert found.config["eval"] == {"every": 0, "tasks": 64, "temperature": 1.0, "attempts": 4, "top_p": 0.7} or (
+        found.config["eval"] == {"tasks": 64, "temperature": 1.0, "attempts": 4, "top_p": 0.7}
+    )
+    greedy = imported(tmp_path, **given, **{f"{val}do_sample": False})
+    assert greedy.get("eval.temperature") is None
+    assert notes_of(greedy)["actor_rollout_ref.rollout.val_kwargs.n"].kind == "no effect"
 
 
 def test_settings_that_do_not_fit_together_are_left_out_too(tmp_path):

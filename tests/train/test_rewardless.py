@@ -6,7 +6,8 @@ from dataclasses import replace
 
 import pytest
 
-from agentrl.env import ToolEnv, reward, tool
+from agentrl.env import Env, ToolEnv, reward, tool
+from agentrl.env.env import StepInfo
 from agentrl.errors import ConfigError
 from agentrl.train.rewardless import RewardWatch, no_reward
 from agentrl.types import Episode, Message, StopReason, Task, Turn
@@ -49,6 +50,25 @@ def test_any_reward_is_enough(paid: Episode):
     assert no_reward(Nothing(), [EMPTY]).startswith("Nothing gives no reward")
     assert no_reward(Nothing(), [EMPTY, paid]) == ""
     assert no_reward(Something(), [EMPTY]) == ""
+
+
+class Bare(Env):
+    """No ToolEnv."""
+
+    async def reset(self, task: Task) -> tuple[list[Message], dict[str, object]]:
+        return [Message("user", "go")], {}
+
+    async def step(self, message: Message) -> tuple[list[Message], float, bool, bool, StepInfo]:
+        return [], 0.0, True, False, StepInfo()
+
+
+def test_an_env_of_any_kind_that_never_pays_stops_a_run_later():
+    watch = RewardWatch(Bare())
+    for step in range(1, 20):
+        watch.see(step, [EMPTY])
+    with pytest.raises(ConfigError, match=r"step 20: .* Bare gave every episode the reward 0"):
+        watch.see(20, [EMPTY])
+    assert no_reward(Bare(), [EMPTY, replace(EMPTY, reward=1.0)]) == ""
 
 
 def test_a_run_stops_after_three_steps_without_any():

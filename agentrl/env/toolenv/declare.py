@@ -87,6 +87,7 @@ def tool(
         inline: run a plain function on the event loop itself. For functions that take microseconds and cannot
             block: there is no timeout.
     """
+    _check_name("tool", name)
     mark = ToolMark(name, parallel, timeout_s, inline)
 
     def decorate(function: F) -> F:
@@ -137,6 +138,7 @@ def reward(
     A reward that raises, times out or returns NaN counts 0 and is noted as a fault of the episode: what the policy
     left behind may be the cause. Raise `InfraError` for what the policy cannot cause.
     """
+    _check_name("reward", name)
     solved_at = None if solved is False else 1.0 if solved is True else solved
     mark = RewardMark(name, weight, per, timeout_s, judge, solved_at)
 
@@ -145,6 +147,11 @@ def reward(
         return function
 
     return decorate if function is None else decorate(function)
+
+
+def _check_name(what: str, name: object) -> None:
+    if name is not None and not (isinstance(name, str) and name):
+        raise TypeError(f"@{what}(name={name!r}): the name must be text")
 
 
 def is_content(value: Any) -> bool:
