@@ -9,8 +9,12 @@ from __future__ import annotations
 
 import re
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
 from agentrl.types import Message
+
+if TYPE_CHECKING:
+    from pydantic import ValidationError
 
 _ALWAYS = (
     "\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f"  # C0 but tab, line feed and carriage return; DEL; C1
@@ -74,3 +78,10 @@ def clean_message(message: Message) -> Message:
     if parts == content and name == message.name:
         return message
     return replace(message, content=parts, name=name)
+
+
+def first_reason(error: ValidationError) -> str:
+    """The first thing that is wrong with a file, on one line: where in it, and why."""
+    wrong = error.errors(include_url=False, include_input=False, include_context=False)[0]
+    place = ".".join(str(part) for part in wrong["loc"])
+    return clean_text(f"{place}: {wrong['msg']}" if place else wrong["msg"])[:300]

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from agentrl.errors import ConfigError
+from agentrl.errors import CheckpointError, ConfigError
 from agentrl.eval.result import EvalResult, mean_of, task_values
 from agentrl.eval.stats import Paired, paired
 from agentrl.run_folder.records import read_records, recorded_steps
@@ -35,6 +35,12 @@ class Comparison:
     notes: Sequence[str]
 
 
+def _last_step(folder: Path) -> int:
+    if steps := recorded_steps(folder):
+        return steps[-1]
+    raise CheckpointError(f"{folder}: holds no episodes; give the folder of an evaluation")
+
+
 def compare(a: Path, b: Path) -> Comparison:
     """Compare evaluation B with evaluation A, paired by task.
 
@@ -43,7 +49,7 @@ def compare(a: Path, b: Path) -> Comparison:
         ConfigError: they have no task in common.
     """
     results = EvalResult.read(a), EvalResult.read(b)
-    in_a, in_b = (task_values(read_records(folder, recorded_steps(folder)[-1])) for folder in (a, b))
+    in_a, in_b = (task_values(read_records(folder, _last_step(folder))) for folder in (a, b))
     compared = "solved" if "solved" in in_a and "solved" in in_b else "reward"
     tasks_a, tasks_b = in_a.get(compared, {}), in_b.get(compared, {})
     common = [task for task in tasks_a if task in tasks_b]

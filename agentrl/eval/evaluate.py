@@ -26,7 +26,14 @@ from agentrl.engine.chat_client import ChatClient, Endpoint
 from agentrl.env.env import Env
 from agentrl.env.solved import NOT_DECLARED
 from agentrl.env.tasks import Split
-from agentrl.errors import AgentRLError, ConfigError, EngineError, InfraError, first_error
+from agentrl.errors import (
+    AgentRLError,
+    CheckpointError,
+    ConfigError,
+    EngineError,
+    InfraError,
+    first_error,
+)
 from agentrl.eval.result import RESULTS_FILE, EvalResult, EvalSpec, Prices, result_of
 from agentrl.extras import require
 from agentrl.reporting.report import Reporter
@@ -46,6 +53,7 @@ from agentrl.rollout.setup import (
     require_template,
 )
 from agentrl.run_folder.checkpoints import MANIFEST
+from agentrl.run_folder.files import read_bounded
 from agentrl.run_folder.records import MAX_BYTES, EpisodeRecord, bounded_lines, decode, encode
 from agentrl.run_folder.store import RunStore
 from agentrl.sandbox import close_pools
@@ -230,9 +238,11 @@ def _claim(store: RunStore, spec: EvalSpec) -> None:
     path = store.path / SPEC_FILE
     new = dataclasses.asdict(spec)
     before = dataclasses.asdict(EVERY_TOKEN)  # what folders of an earlier version do not say
-    if path.is_file():
-        old = json.loads(path.read_bytes())
-        old = before | old
+    if path.exists():
+        try:
+            old = before | dict(json.loads(read_bounded(path)))
+        except (ValueError, TypeError, RecursionError) as e:
+            raise CheckpointError(f"{path}: damaged: {e}") from None
         changed = [f"{key}: {old.get(key)} -> {value}" for key, value in new.items() if old.get(key) != value]
         if changed:
             raise ConfigError(

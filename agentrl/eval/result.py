@@ -8,13 +8,15 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 import numpy as np
+from pydantic import TypeAdapter, ValidationError
 
+from agentrl.clean import first_reason
 from agentrl.errors import CheckpointError
 from agentrl.eval.stats import Estimate, estimate, pass_all, pass_at
 from agentrl.rollout.metrics import is_malformed, reward_parts
+from agentrl.run_folder.files import read_bounded
 from agentrl.run_folder.records import EpisodeRecord
 from agentrl.run_folder.redraws import Redraws
 from agentrl.types import LIMITS, Episode, Group
@@ -115,16 +117,11 @@ class EvalResult:
         """
         path = folder / RESULTS_FILE
         try:
-            data: dict[str, Any] = json.loads(path.read_bytes())
-            data["spec"] = EvalSpec(**data["spec"])
-            data["estimates"] = {name: Estimate(**value) for name, value in data["estimates"].items()}
-            for name in ("turn_seconds", "episode_seconds"):
-                data[name] = tuple(data[name])
-            return cls(**data)
+            return TypeAdapter(cls).validate_json(read_bounded(path))
         except FileNotFoundError:
             raise CheckpointError(f"{folder}: holds no {RESULTS_FILE}; give the folder of an evaluation") from None
-        except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as e:
-            raise CheckpointError(f"{path}: damaged: {e}") from None
+        except ValidationError as e:
+            raise CheckpointError(f"{path}: damaged: {first_reason(e)}") from None
 
     def metrics(self) -> dict[str, float]:
         """The evaluation as a line of metrics.jsonl."""

@@ -6,8 +6,11 @@ import dataclasses
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol, Self
+from typing import Protocol, Self
 
+from pydantic import TypeAdapter, ValidationError
+
+from agentrl.clean import first_reason
 from agentrl.errors import CheckpointError
 
 
@@ -72,10 +75,9 @@ class Summary:
             CheckpointError: it is something else.
         """
         try:
-            data: dict[str, Any] = json.loads(text)
-            return cls(**data)
-        except (ValueError, TypeError, RecursionError) as e:
-            raise CheckpointError(f"summary.json is damaged: {e}") from None
+            return TypeAdapter(cls).validate_json(text)
+        except ValidationError as e:
+            raise CheckpointError(f"summary.json is damaged: {first_reason(e)}") from None
 
 
 class Reporter(Protocol):

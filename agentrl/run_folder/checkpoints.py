@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from agentrl.errors import CheckpointError
-from agentrl.run_folder.files import fsync_dir, write_atomic
+from agentrl.run_folder.files import fsync_dir, read_bounded, write_atomic
 
 MANIFEST = "manifest.json"
 _NAME = re.compile(r"step-(\d+)")
@@ -71,11 +71,11 @@ def verify(checkpoint: Path) -> int:
         CheckpointError: the manifest or a file is missing or was changed.
     """
     try:
-        manifest = json.loads((checkpoint / MANIFEST).read_bytes())
+        manifest = json.loads(read_bounded(checkpoint / MANIFEST))
         step, files = int(manifest["step"]), dict(manifest["files"])
     except FileNotFoundError:
         raise CheckpointError(f"{checkpoint}: has no {MANIFEST}, so it is not a finished checkpoint") from None
-    except (ValueError, KeyError, TypeError) as e:
+    except (ValueError, KeyError, TypeError, RecursionError, OverflowError) as e:
         raise CheckpointError(f"{checkpoint / MANIFEST}: damaged: {e}") from None
     for name, entry in files.items():
         path = checkpoint / name

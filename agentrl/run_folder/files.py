@@ -1,10 +1,51 @@
-"""Files that are whole or absent, whatever happens while they are written."""
+"""Files of a run folder: whole or absent when written, regular and bounded when read."""
 
 from __future__ import annotations
 
 import os
+import stat
 from collections.abc import Iterable
 from pathlib import Path
+from typing import BinaryIO
+
+from agentrl.errors import CheckpointError
+
+MAX_FILE = 64 << 20
+"""Bytes of a file that is read as a whole, such as results.json."""
+
+
+def open_regular(path: Path) -> BinaryIO:
+    """Open a file for reading. Pipes, devices and sockets, which could block or never end, are refused.
+
+    Raises:
+        FileNotFoundError: there is nothing at `path`.
+        PermissionError: it may not be read.
+        CheckpointError: it is no regular file.
+    """
+    try:
+        handle = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC | os.O_NOCTTY)
+    except (FileNotFoundError, PermissionError):
+        raise
+    except OSError as e:
+        raise CheckpointError(f"{path}: cannot be read: {e.strerror}") from None
+    if not stat.S_ISREG(os.fstat(handle).st_mode):
+        os.close(handle)
+        raise CheckpointError(f"{path}: is not a regular file")
+    return os.fdopen(handle, "rb")
+
+
+def read_bounded(path: Path, limit: int = MAX_FILE) -> bytes:
+    """The content of a regular file of at most `limit` bytes.
+
+    Raises:
+        FileNotFoundError: there is nothing at `path`.
+        CheckpointError: it is no regular file, or larger.
+    """
+    with open_regular(path) as file:
+        data = file.read(limit + 1)
+    if len(data) > limit:
+        raise CheckpointError(f"{path}: has more than {limit >> 20} MiB")
+    return data
 
 
 def fsync_dir(path: Path) -> None:

@@ -6,8 +6,11 @@ Reading needs no torch and no lock, so that a page or a command can look into a 
 from __future__ import annotations
 
 import base64
+import contextlib
 import json
 import math
+import os
+import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, fields, is_dataclass
 from functools import cache
@@ -17,8 +20,9 @@ from typing import Any
 import zstandard
 from pydantic import ConfigDict, TypeAdapter, ValidationError
 
-from agentrl.clean import clean_text
+from agentrl.clean import clean_text, first_reason
 from agentrl.errors import CheckpointError
+from agentrl.run_folder.files import open_regular
 from agentrl.types import Episode
 
 
@@ -151,13 +155,15 @@ def episodes_file(run: Path, step: int) -> Path:
     return run / "episodes" / f"step-{step:06d}.jsonl.zst"
 
 
+_EPISODES = re.compile(r"step-([0-9]{6,18})\.jsonl\.zst")
+
+
 def recorded_steps(run: Path) -> list[int]:
     """The steps of which a run folder holds episodes, in order."""
     steps = []
     for path in (run / "episodes").glob("step-*.jsonl.zst"):
-        digits = path.name.removeprefix("step-").removesuffix(".jsonl.zst")
-        if digits.isdigit():
-            steps.append(int(digits))
+        if named := _EPISODES.fullmatch(path.name):
+            steps.append(int(named[1]))
     return sorted(steps)
 
 
@@ -175,18 +181,18 @@ def iter_records(run: Path, step: int) -> Iterator[EpisodeRecord]:
         CheckpointError: the run has no episodes of this step, or the file is damaged.
     """
     path = episodes_file(run, step)
-    if not path.is_file():
-        steps = recorded_steps(run)
-        have = f"it has steps {steps[0]} to {steps[-1]}" if steps else "it has none"
-        raise CheckpointError(f"{run}: no episodes of step {step}; {have}")
     num_read = 0
     try:
         for line in _lines(path):
             yield decode(line)
             num_read += 1
+    except FileNotFoundError:
+        steps = recorded_steps(run)
+        have = f"it has steps {steps[0]} to {steps[-1]}" if steps else "it has none"
+        raise CheckpointError(f"{run}: no episodes of step {step}; {have}") from None
     except ValidationError as e:
-        reason = e.errors(include_url=False, include_input=False)[0]["msg"]
-        raise CheckpointError(f"{path}:{num_read + 1}: damaged after {num_read} episodes: {reason}") from e
+        where = f"{path}:{num_read + 1}"
+        raise CheckpointError(f"{where}: damaged after {num_read} episodes: {first_reason(e)}") from None
     except (zstandard.ZstdError, MemoryError, EOFError, RecursionError) as e:
         reason = (str(e).splitlines() or [type(e).__name__])[0]
         raise CheckpointError(f"{path}:{num_read + 1}: damaged after {num_read} episodes: {reason}") from e
@@ -201,16 +207,17 @@ _PIECE = 1 << 10
 
 
 def _lines(path: Path) -> Iterator[bytes]:
-    """The lines of an episodes file. Raises EOFError where it was cut, or holds more than any run writes."""
-    limit = max(MAX_BYTES, MAX_RATIO * path.stat().st_size)
+    """The lines of an episodes file. Raises EOFError where it was cut or holds more than a run writes."""
     stream = zstandard.ZstdDecompressor(max_window_size=1 << 27).decompressobj()
     rest: list[bytes] = []
     total = 0
-    with path.open("rb") as file:
+    with open_regular(path) as file:
+        size = os.fstat(file.fileno()).st_size
+        limit = max(MAX_BYTES, MAX_RATIO * size)
         while piece := file.read(_PIECE):
             data = stream.decompress(piece)
             if (total := total + len(data)) > limit:
-                raise EOFError(f"it holds more than {limit >> 20} MiB in {path.stat().st_size:,} bytes")
+                raise EOFError(f"it holds more than {limit >> 20} MiB in {size:,} bytes")
             first, newline, others = data.partition(b"\n")
             rest.append(first)
             if newline:
@@ -220,6 +227,10 @@ def _lines(path: Path) -> Iterator[bytes]:
                 rest = [last]
     if not stream.eof:
         raise EOFError("the file was cut")
+    if stream.unused_data:
+        raise EOFError("more data follows its end")
+    if any(rest):
+        raise EOFError("its last line has no end")
 
 
 def read_records(run: Path, step: int) -> list[EpisodeRecord]:
@@ -241,9 +252,8 @@ def read_metrics(run: Path) -> list[Mapping[str, float]]:
 
 def bounded_lines(path: Path, limit: int) -> Iterator[bytes]:
     """The lines of a file that need not be there, one at a time; one longer than `limit` bytes comes in pieces."""
-    if path.is_file():
-        with path.open("rb") as file:
-            yield from iter(lambda: file.readline(limit), b"")
+    with contextlib.suppress(FileNotFoundError), open_regular(path) as file:
+        yield from iter(lambda: file.readline(limit), b"")
 
 
 MAX_LINE = 4 << 20

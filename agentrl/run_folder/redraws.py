@@ -127,13 +127,13 @@ class Redraws:
     def of_data(cls, data: Mapping[str, Any]) -> Self:
         """From what `redraws_line` wrote; raises as int() and float() do, or KeyError, elsewhere."""
         return cls(
-            int(data["episodes"]),
+            _count(data["episodes"]),
             _counts(data["reasons"]),
-            int(data["acted"]),
+            _count(data["acted"]),
             {name: _counts(counts) for name, counts in data["tasks"].items()},
-            Moments(**{name: float(value) for name, value in data["hit"].items()}),
-            Moments(**{name: float(value) for name, value in data["clean"].items()}),
-            Counter(data["broken"]),
+            Moments(**{name: _finite(value) for name, value in data["hit"].items()}),
+            Moments(**{name: _finite(value) for name, value in data["clean"].items()}),
+            _counts(data["broken"]),
         )
 
     def worst_tasks(self, num: int) -> dict[str, dict[str, int]]:
@@ -184,7 +184,21 @@ class Redraws:
 
 
 def _counts(data: Mapping[str, Any]) -> Counter[str]:
-    return Counter({name: int(count) for name, count in data.items()})
+    return Counter({name: _count(count) for name, count in data.items()})
+
+
+def _finite(value: Any) -> float:
+    """A number that can be squared."""
+    if not abs(float(value)) < 1e100:
+        raise ValueError(f"{value!r} is too large")
+    return float(value)
+
+
+def _count(value: Any) -> int:
+    """A number of episodes of one step."""
+    if not 0 <= int(value) <= 10**7:
+        raise ValueError(f"{value!r} is no number of episodes")
+    return int(value)
 
 
 def redraws_file(run: Path) -> Path:
@@ -216,14 +230,16 @@ def _tail(k: int, n: int, p: float) -> float:
     """P(X >= k) for a binomial X of n draws with chance p."""
     if p <= 0:
         return 0.0
-    if p >= 1:
-        return 1.0
+    if p >= 1 or k <= n * p:
+        return 1.0  # not in the tail: half or so, which no caller tells from 1
     log_p, log_q = math.log(p), math.log1p(-p)
-    terms = (
-        math.lgamma(n + 1) - math.lgamma(i + 1) - math.lgamma(n - i + 1) + i * log_p + (n - i) * log_q
-        for i in range(k, n + 1)
-    )
-    return min(1.0, math.fsum(math.exp(term) for term in terms))
+    total = 0.0
+    for i in range(k, n + 1):  # beyond the mean, each term is less than the one before
+        term = math.lgamma(n + 1) - math.lgamma(i + 1) - math.lgamma(n - i + 1) + i * log_p + (n - i) * log_q
+        total += math.exp(term)
+        if math.exp(term) < 1e-18:
+            break
+    return min(1.0, total)
 
 
 @dataclass

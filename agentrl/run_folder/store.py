@@ -36,7 +36,7 @@ from agentrl.config.section import Section
 from agentrl.errors import CheckpointError, ConfigError
 from agentrl.reporting.report import Summary
 from agentrl.run_folder import checkpoints
-from agentrl.run_folder.files import fsync_dir, write_atomic
+from agentrl.run_folder.files import fsync_dir, read_bounded, write_atomic
 from agentrl.run_folder.records import (
     EpisodeRecord,
     compress,
@@ -273,7 +273,7 @@ class RunStore:
     def read_summary(self) -> Summary | None:
         """The summary of the run as it last ended, None before that."""
         path = self.path / "summary.json"
-        return Summary.from_json(path.read_bytes()) if path.is_file() else None
+        return Summary.from_json(read_bounded(path)) if path.exists() else None
 
     def write_file(self, name: str, data: bytes) -> None:
         """Write another file of the run folder, atomically."""
