@@ -14,8 +14,8 @@ from agentrl.chat.template import Renderer
 from agentrl.config.run import AgentConfig, RunConfig
 from agentrl.engine.base import Engine
 from agentrl.env.env import Env
-from agentrl.env.load import load_object
 from agentrl.errors import ConfigError
+from agentrl.importing import load_object
 from agentrl.rollout.episode import Player, TokenCheck
 from agentrl.rollout.group import Plays
 from agentrl.rollout.limits import EpisodeLimits

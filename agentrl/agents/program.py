@@ -40,7 +40,7 @@ class Clients:
         import httpx
         from openai import AsyncOpenAI
 
-        from agentrl.engine.servers.transport import SDK_LIMITS, Transport
+        from agentrl.engine.servers.http import SDK_LIMITS, Transport
 
         if self._shared is None:
             # Only this machine is asked, without TLS: reading the certificates would take most of the time.

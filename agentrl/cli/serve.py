@@ -180,7 +180,7 @@ Using = Callable[["Engine", asyncio.Event], Awaitable[None]]
 
 async def _with_engine(policy: _Policy, use: Using) -> None:
     """Load the engine, use it until a signal comes, close it; a signal while it starts ends it as well."""
-    from agentrl.engine.make import open_engine
+    from agentrl.engine.open import open_engine
 
     ended = asyncio.Event()
     loop = asyncio.get_running_loop()

@@ -2,16 +2,26 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal, Self
+import difflib
+from collections.abc import Mapping
+from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, field_validator, model_validator
 
 from agentrl.config.address import address_problem
-from agentrl.config.facts import NeverWhen, NeverWith, OnlyWhen, PathTo, UnusedBy
+from agentrl.config.algorithm import is_own
+from agentrl.config.facts import NamesCode, NeverWhen, NeverWith, OnlyWhen, PathTo, UnusedBy
 from agentrl.config.section import Count, Device, Positive, Section
 from agentrl.gpu import gpus_here
 
 Seconds = Annotated[float, Field(gt=0)]
+Sync = Literal["disk", "tensor", "broadcast", "lora"]
+
+SERVERS: Mapping[str, tuple[Sync, ...]] = {
+    "sglang": ("tensor", "disk", "broadcast", "lora"),
+    "vllm": ("disk", "lora"),
+}
+"""Kinds of servers, each with the ways weights reach it; the first is the default for servers the run starts."""
 
 
 class ServerConfig(Section):
@@ -61,8 +71,11 @@ class ServerConfig(Section):
 class EngineConfig(Section):
     """What samples the tokens."""
 
-    kind: Literal["local", "sglang", "vllm"] = "local"
-    """`local` is the embedded PyTorch engine; `sglang` and `vllm` are servers, see docs/engines.md."""
+    kind: Annotated[str, NamesCode("class", or_word=True)] = "local"
+    """`local` is the embedded PyTorch engine; `sglang` and `vllm` are servers; `module:Name` or
+    `path/to/file.py:Name` is your own engine. See docs/engines.md."""
+    options: Annotated[dict[str, Any], NeverWhen("kind", "local", *SERVERS)] = Field(default_factory=dict)
+    """Keyword arguments of your own engine."""
     device: Device = "auto"
     """`cpu`, `cuda`, `cuda:N`, or `auto`: CUDA where there is one."""
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
@@ -71,7 +84,7 @@ class EngineConfig(Section):
     """`local` on CUDA records its decode steps and replays them; `off` computes each anew: slower, less memory."""
     max_slots: Positive = 256
     """Sequences held in the KV cache at once; of servers, in each."""
-    sync: Annotated[Literal["auto", "disk", "tensor", "broadcast", "lora"], NeverWhen("kind", "local")] = "auto"
+    sync: Annotated[Literal["auto", "disk", "tensor", "broadcast", "lora"], OnlyWhen("kind", *SERVERS)] = "auto"
     """How weights reach servers: a folder, tensors in a request, a process group, or (`lora`) the adapter of
     `learner.lora` alone. `auto`: `tensor` for servers that the run starts (vLLM: `disk`), `disk` for given."""
     sync_tolerance: Annotated[
@@ -79,12 +92,22 @@ class EngineConfig(Section):
     ] = None
     """Mean difference of the log-probabilities of fixed tokens between servers and learner, after each sync, above
     which the run stops; 0.002 in float32 and 0.1 in bfloat16 where nothing is given."""
-    server: Annotated[ServerConfig, NeverWhen("kind", "local")] = ServerConfig()
+    server: Annotated[ServerConfig, OnlyWhen("kind", *SERVERS)] = ServerConfig()
     """The servers of `sglang` and `vllm`."""
+
+    @field_validator("kind")
+    @classmethod
+    def _known_kind(cls, kind: str) -> str:
+        known = ["local", *SERVERS]
+        if kind in known or is_own(kind):
+            return kind
+        near = difflib.get_close_matches(kind, known, 1, cutoff=0.5)
+        hint = f"; did you mean {near[0]!r}?" if near else ""
+        raise ValueError(f"must be one of {', '.join(known)}, or `module:Name`, got {kind!r}{hint}")
 
     @model_validator(mode="after")
     def _sync_fits(self) -> Self:
-        if self.kind == "local":
+        if not self.on_servers:
             return self
         sync, server = self.resolved_sync, self.server
         if server.urls and "tensor_parallel" in server.written and sync != "broadcast":
@@ -92,8 +115,9 @@ class EngineConfig(Section):
                 f"server.tensor_parallel has no effect while server.urls is given and sync is {sync}: remove one "
                 "of them"
             )
-        if self.kind == "vllm" and sync not in ("disk", "lora"):
-            raise ValueError(f"sync {sync} does not exist for vllm: use disk or lora")
+        if sync not in SERVERS[self.kind]:
+            ways = " or ".join(SERVERS[self.kind])
+            raise ValueError(f"sync {sync} does not exist for {self.kind}: use {ways}")
         if sync == "lora" and self.server.sleep:
             raise ValueError(
                 "sync: lora sends only the adapter, but a server that slept needs the full weights again: use "
@@ -106,11 +130,21 @@ class EngineConfig(Section):
         return self
 
     @property
-    def resolved_sync(self) -> Literal["disk", "tensor", "broadcast", "lora"]:
-        """What `auto` means here."""
+    def on_servers(self) -> bool:
+        """Whether inference servers sample."""
+        return self.kind in SERVERS
+
+    @property
+    def own(self) -> bool:
+        """Whether `kind` names the user's own engine."""
+        return is_own(self.kind)
+
+    @property
+    def resolved_sync(self) -> Sync:
+        """What `auto` means here; without servers it means nothing."""
         if self.sync != "auto":
             return self.sync
-        return "disk" if self.server.urls or self.kind == "vllm" else "tensor"
+        return "disk" if self.server.urls or not self.on_servers else SERVERS[self.kind][0]
 
     @property
     def resolved_dtype(self) -> Literal["float32", "bfloat16"]:

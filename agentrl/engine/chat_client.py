@@ -82,7 +82,7 @@ class ChatClient:
         import httpx
         from openai import AsyncOpenAI
 
-        from agentrl.engine.servers.transport import SDK_LIMITS, Transport
+        from agentrl.engine.servers.http import SDK_LIMITS, Transport
 
         self.endpoint = endpoint
         self._limit_field = "max_tokens"  # newer models of some endpoints want max_completion_tokens

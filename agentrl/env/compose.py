@@ -25,7 +25,6 @@ from typing import Any
 
 from agentrl.chat.messages import MessageFormatError, read_well_formed
 from agentrl.env.env import Env
-from agentrl.env.load import load_object
 from agentrl.env.mcp import McpServer
 from agentrl.env.solved import BY_NAME, SolvedRule
 from agentrl.env.toolenv.declare import TOOL_MARK, RewardMark
@@ -37,6 +36,7 @@ from agentrl.env.toolenv.schema import shorten
 from agentrl.env.toolenv.spec import MethodTool, RewardSpec, tool_from
 from agentrl.env.verl import VerlTool, VerlToolEntry, is_compute_score, score_arguments, verl_names
 from agentrl.errors import ConfigError, InfraError
+from agentrl.importing import load_object
 from agentrl.sandbox import Sandbox
 from agentrl.types import Episode, Message
 

@@ -21,12 +21,12 @@ from pathlib import Path
 from typing import Any
 from uuid import uuid4
 
-from agentrl.env.load import load_object
 from agentrl.env.toolenv.declare import ToolResult, tool
 from agentrl.env.toolenv.dispatch import call_function
 from agentrl.env.toolenv.jsonschema import check_arguments
 from agentrl.env.toolenv.observe import plain_text
 from agentrl.errors import ConfigError
+from agentrl.importing import load_object
 from agentrl.types import Episode, Image, Message, Segment
 
 

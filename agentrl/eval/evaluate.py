@@ -299,7 +299,7 @@ async def _play(
         renderer = load_renderer(config, directory)
         require_template(renderer, content.make_env().tools)
         check_renderer(renderer, directory)
-        progress.reporter.within("loading the model" if config.engine.kind == "local" else "starting servers")
+        progress.reporter.within("starting servers" if config.engine.on_servers else "loading the model")
         engine = await make_engine(config, directory)
         try:
             content = await fitting(content, config, renderer, engine.max_context, progress.reporter)

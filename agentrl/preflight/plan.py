@@ -14,6 +14,7 @@ from typing import Any
 
 from agentrl.config.datafiles import data_files
 from agentrl.config.run import RunConfig
+from agentrl.engine.servers.kinds import KINDS
 from agentrl.errors import ConfigError
 from agentrl.gpu import gpu_memory, gpus_here
 from agentrl.learner.attention.choice import choose_attention
@@ -114,10 +115,10 @@ def make_plan(config: RunConfig, *, memory_bytes: int | None = None, gpu: bool |
     each = BFLOAT16 if config.engine.resolved_dtype == "bfloat16" else FLOAT32
     per_token = shape.kv_bytes_per_token(each)
     kv = per_token * kv_tokens(config, shape)
-    if gpu and config.engine.kind != "local" and not config.engine.server.urls and memory is not None:
+    if gpu and config.engine.on_servers and not config.engine.server.urls and memory is not None:
         kv = min(kv, _server_cache(config, shape, each, memory))
     phases = [_rollout(config, shape, kv, gpu), _update(config, shape)]
-    if not config.learner_on_ray and config.engine.kind == "local":
+    if not config.learner_on_ray and not config.engine.on_servers:
         phases.append(_together(*phases))
     phases += _apart(config, shape)
     checkpoint = checkpoint_bytes(config, shape)
@@ -165,14 +166,10 @@ def kv_tokens(config: RunConfig, shape: ModelShape) -> int:
     return min(slots, playing) * min(rollout.token_budget, shape.max_context)
 
 
-SERVER_SHARE = {"sglang": 0.85, "vllm": 0.9}
-"""Of a GPU's memory, what servers take for weights and cache unless gpu_memory_utilization says otherwise."""
-
-
 def _server_cache(config: RunConfig, shape: ModelShape, each: int, memory: int) -> int:
     """What all servers have for their caches: they take a share of each device, and what weights leave of it."""
     server = config.engine.server
-    share = server.gpu_memory_utilization or SERVER_SHARE[config.engine.kind]
+    share = server.gpu_memory_utilization or KINDS[config.engine.kind].memory_share
     split = server.tensor_parallel
     return max(0, int(share * memory) - shape.parameters * each // split) * split * _replicas(config)
 
@@ -191,7 +188,9 @@ def placement(config: RunConfig, gpu: bool) -> list[str]:
     learner, engine, server = config.learner, config.engine, config.engine.server
     device = "GPU" if gpu else "CPU"
     lines = []
-    if engine.kind == "local":
+    if engine.own:
+        lines.append(f"engine: {engine.kind}, made in the process of the run")
+    elif not engine.on_servers:
         lines.append(f"engine: in the process of the run, on its {device}")
     elif server.urls:
         lines.append(f"engine: {len(server.urls)} {engine.kind} servers that run already")
@@ -220,7 +219,7 @@ def placement(config: RunConfig, gpu: bool) -> list[str]:
     lines += _scorers(config, device)
     workers = config.rollout.workers
     lines.append(f"episodes: {workers} Ray workers" if workers else "episodes: in the process of the run")
-    if not config.learner_on_ray and engine.kind == "local":
+    if not config.learner_on_ray and not engine.on_servers:
         lines.append(
             "so engine and learner are colocated: they share the memory, and take turns"
             if config.rollout.max_staleness == 0
@@ -306,7 +305,7 @@ def disk_free(folder: Path) -> int:
 
 def _replicas(config: RunConfig) -> int:
     server = config.engine.server
-    return 1 if config.engine.kind == "local" else len(server.urls) or server.replicas
+    return 1 if not config.engine.on_servers else len(server.urls) or server.replicas
 
 
 def _trained(config: RunConfig, shape: ModelShape) -> int:
@@ -320,7 +319,7 @@ def _rollout(config: RunConfig, shape: ModelShape, kv: int, gpu: bool) -> Phase:
     split = config.engine.server.tensor_parallel
     parts = {"weights": shape.parameters * each // split, "KV cache": kv // _replicas(config) // split}
     where = (
-        "the process of the run" if config.engine.kind == "local" else f"each {'GPU of a ' if gpu else ''}server"
+        "the process of the run" if not config.engine.on_servers else f"each {'GPU of a ' if gpu else ''}server"
     )
     return Phase("rollout", where, parts)
 

@@ -221,7 +221,7 @@ def devices(config: RunConfig, plan: Plan, gpu: bool) -> Iterator[Finding]:
     there = gpus_here()
     used = {"learner.device": learner.device}
     servers_elsewhere = bool(engine.server.urls or (engine.server.launch == "ray" and config.ray))
-    if engine.kind == "local" or not servers_elsewhere:
+    if not engine.on_servers or not servers_elsewhere:
         used["engine.device"] = engine.device
     for key, device in used.items():
         if not device.startswith("cuda") or (key == "learner.device" and config.ray is not None):
@@ -238,7 +238,7 @@ def devices(config: RunConfig, plan: Plan, gpu: bool) -> Iterator[Finding]:
                 "lower learner.ranks (and the ranks of reference, critic and reward model), or name a cluster in "
             )
             yield Finding("PL16", "error", text, fix + "`ray`")
-    if engine.kind != "local" and gpu and not servers_elsewhere:
+    if engine.on_servers and gpu and not servers_elsewhere:
         needed = engine.server.replicas * engine.server.tensor_parallel
         if needed > there:
             text = f"the {engine.kind} servers need {needed:,} GPUs, and this machine has {there}"

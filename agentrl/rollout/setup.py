@@ -18,10 +18,11 @@ from agentrl.config.run import RunConfig
 from agentrl.engine.base import Engine
 from agentrl.env.env import Env
 from agentrl.env.images import refuse_images
-from agentrl.env.load import load_env, load_object, said_by
+from agentrl.env.load import load_env, said_by
 from agentrl.env.rows import load_rows, read_jsonl
 from agentrl.env.solved import NOT_DECLARED
 from agentrl.errors import AgentRLError, CheckpointError, ConfigError
+from agentrl.importing import load_object
 from agentrl.rollout.episode import Player, TokenCheck
 from agentrl.rollout.limits import EpisodeLimits
 from agentrl.rollout.oracle import author_method, oracle_demonstrations
@@ -276,19 +277,28 @@ APART_FROM = 32
 """Episodes a step from which a process of its own pays for the local engine; fewer hardly wait for one another."""
 
 
-async def make_engine(config: RunConfig, directory: Path, *, adapters: bool = False) -> Engine:
+async def make_engine(config: RunConfig, directory: Path, *, trains: bool = False) -> Engine:
     """The engine of the run, over a model directory; it is closed by the caller.
 
     Args:
-        adapters: its weights will change; with `engine.sync: lora` the directory is then what adapters are put on.
-    """
-    from agentrl.engine.make import open_engine
+        trains: its weights will change; with `engine.sync: lora` the directory is the adapters' base model.
 
-    # An agent may ask for grammars and alternatives, for which the engine is watched.
-    apart = config.agent is None and config.rollout.groups_per_step * config.rollout.group_size >= APART_FROM
-    return await open_engine(
-        config.engine, directory, config.learner.lora if adapters else None, apart=apart, ray=config.ray
-    )
+    Raises:
+        ConfigError: as for `open_engine`, or weights will change and the engine cannot take them.
+    """
+    from agentrl.engine.open import open_engine
+
+    # An agent may ask for grammars and alternatives, which need a streaming engine.
+    own_process = config.agent is None and config.rollout.groups_per_step * config.rollout.group_size >= APART_FROM
+    lora = config.learner.lora if trains else None
+    engine = await open_engine(config.engine, directory, lora, own_process=own_process, ray=config.ray)
+    if trains and not engine.capabilities.weights:
+        await engine.close()
+        raise ConfigError(
+            f"engine.kind {config.engine.kind} cannot take new weights (its capabilities.weights is False), so it "
+            "can evaluate and serve a policy but not train one"
+        )
+    return engine
 
 
 def check_renderer(renderer: Renderer, checkpoint: Path) -> None:

@@ -18,8 +18,8 @@ from agentrl.algo.metrics import Metric, Metrics, mean_of
 from agentrl.algo.ratio import LossOutput
 from agentrl.algo.step_data import Advantages, StepData
 from agentrl.config.algorithm import AlgorithmConfig, CorrectionConfig, KLConfig, is_own
-from agentrl.env.load import load_object
 from agentrl.errors import ConfigError
+from agentrl.importing import load_object
 
 OCCASIONAL = ("turns", "overlong", "reward_model")
 """Parts of the reward that no episode of a step may have."""

@@ -67,7 +67,7 @@ def counting(reporter: Reporter, doing: str, total: int) -> Callable[[Episode], 
 def starting_engine(config: RunConfig) -> str:
     """What is waited for while the engine of a run is made."""
     engine, server = config.engine, config.engine.server
-    if engine.kind == "local":
+    if not engine.on_servers:
         return "loading the engine"
     if server.urls:
         return f"connecting to {', '.join(server.urls)}"

@@ -329,7 +329,7 @@ async def _train_run(
             lora = config.learner.lora
             reporter.within(starting_engine(config))
             base = start if config.engine.sync == "lora" else policy
-            engine = await unless_stopped(lambda: bool(stop), make_engine(config, base, adapters=True))
+            engine = await unless_stopped(lambda: bool(stop), make_engine(config, base, trains=True))
             stack.push_async_callback(close_pools)
             stack.push_async_callback(engine.close)
             reporter.within("measuring prompts")

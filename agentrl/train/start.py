@@ -104,7 +104,7 @@ async def _cold_start(
     micro_batches(samples, config.learner.tokens_per_micro_batch)  # one that is too long is refused here
     learner = make_learner(config, source, None)
     reporter.within(starting_engine(config))
-    engine = await unless_stopped(stopping, make_engine(config, source, adapters=True))
+    engine = await unless_stopped(stopping, make_engine(config, source, trains=True))
     player = make_player(config, engine, renderer, content.make_env, temperature=config.rollout.temperature)
 
     async def probe() -> float:

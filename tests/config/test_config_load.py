@@ -134,7 +134,7 @@ def test_a_key_in_the_wrong_place_is_told_where_it_belongs(tmp_path: Path, text:
         ("data: {sampler: {floor: 0.2}}", "4:18: data.sampler.floor has no effect unless data.sampler.order is"),
         (
             "engine: {server: {replicas: 1}}",
-            "4:19: engine.server.replicas has no effect while engine.kind is local: remove one of them",
+            "4:19: engine.server.replicas has no effect unless engine.kind is sglang or vllm (it is local)",
         ),
         ("data: {sampler: {order: shuffled, window: 8, floor: 0.1}}", "4:35: data.sampler.window has no effect"),
         ("data: {sampler: {order: shuffled, window: 8, floor: 0.1}}", "4:46: data.sampler.floor has no effect"),

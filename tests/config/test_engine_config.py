@@ -17,12 +17,12 @@ URLS = ["http://127.0.0.1:1"]
 @pytest.mark.parametrize(
     ("data", "match"),
     [
-        ({"sync": "disk"}, "sync has no effect while kind is local"),
-        ({"sync": "auto"}, "sync has no effect while kind is local"),
+        ({"sync": "disk"}, "sync has no effect unless kind is sglang or vllm"),
+        ({"sync": "auto"}, "sync has no effect unless kind is sglang or vllm"),
         ({"sync_tolerance": 0.1}, "sync_tolerance has no effect"),
-        ({"server": {"replicas": 1}}, "server.replicas has no effect while kind is local"),
-        ({"server": {"urls": []}}, "server.urls has no effect while kind is local"),
-        ({"server": {"replicas": 2}}, "server.replicas has no effect while kind is local"),
+        ({"server": {"replicas": 1}}, "server.replicas has no effect unless kind is sglang or vllm"),
+        ({"server": {"urls": []}}, "server.urls has no effect unless kind is sglang or vllm"),
+        ({"server": {"replicas": 2}}, "server.replicas has no effect unless kind is sglang or vllm"),
         (
             {"kind": "sglang", "server": {"urls": URLS, "replicas": 2}},
             "replicas has no effect while urls is given",
@@ -42,7 +42,7 @@ URLS = ["http://127.0.0.1:1"]
         ({"kind": "sglang", "sync": "disk", "server": {"bucket_mb": 1}}, "bucket_mb has no effect"),
         ({"kind": "sglang", "sync": "tensor", "device": "cuda", "server": {"urls": URLS}}, "this machine only"),
         ({"kind": "vllm", "sync": "broadcast"}, "does not exist for vllm"),
-        ({"sync": "lora"}, "sync has no effect while kind is local"),
+        ({"sync": "lora"}, "sync has no effect unless kind is sglang or vllm"),
         ({"kind": "sglang", "sync": "lora", "server": {"bucket_mb": 1}}, "bucket_mb has no effect"),
         ({"kind": "sglang", "sync": "lora", "server": {"sleep": True}}, "sync: lora sends only the adapter"),
         ({"device": "cpu", "cuda_graphs": "off"}, "cuda_graphs has no effect while device is cpu"),

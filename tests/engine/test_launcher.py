@@ -19,11 +19,12 @@ from safetensors.torch import save_file
 
 from agentrl.config.engine import EngineConfig, ServerConfig
 from agentrl.config.run import LoRAConfig
-from agentrl.engine.make import _recipe, open_engine
+from agentrl.engine.open import open_engine
 from agentrl.engine.servers.engine import ServedEngine, ServedLimits
 from agentrl.engine.servers.launch.hosts import LaunchedHost, Recipe
 from agentrl.engine.servers.launch.launcher import ServerProcess, free_port
 from agentrl.engine.servers.launch.scratch import ScratchFolder
+from agentrl.engine.servers.opening import launch_recipe
 from agentrl.engine.servers.sglang import SGLangServer
 from agentrl.engine.servers.weight_sync import TensorSync
 from agentrl.errors import ConfigError, EngineError
@@ -196,7 +197,7 @@ def test_the_command_line_holds_what_the_configuration_says() -> None:
             sleep=True,
         ),
     )
-    recipe = _recipe(config, Path("/models/m"), "/venv/bin/python", 0)
+    recipe = launch_recipe(config, Path("/models/m"), "/venv/bin/python", 0)
     line = " ".join(recipe.command(1234))
     assert line.startswith("/venv/bin/python -m sglang.launch_server --model-path /models/m --host 127.0.0.1")
     for part in (
@@ -220,11 +221,11 @@ def test_a_server_for_adapters_is_started_with_their_rank_and_layers(tmp_path: P
         "model.layers.0.input_layernorm.weight": torch.zeros(2),
     }
     save_file(blocks | other, tmp_path / "model.safetensors")
-    line = " ".join(_recipe(config, tmp_path, "python", 0, LoRAConfig(rank=4)).command(1))
+    line = " ".join(launch_recipe(config, tmp_path, "python", 0, LoRAConfig(rank=4)).command(1))
     assert "--enable-lora --max-lora-rank 4 --lora-target-modules q_proj up_proj --max-loras-per-batch 3" in line
-    line = " ".join(_recipe(config, tmp_path, "python", 0, LoRAConfig(targets=["down_proj"])).command(1))
+    line = " ".join(launch_recipe(config, tmp_path, "python", 0, LoRAConfig(targets=["down_proj"])).command(1))
     assert "--lora-target-modules down_proj --max" in line
-    assert "lora" not in " ".join(_recipe(config, tmp_path, "python", 0).command(1))
+    assert "lora" not in " ".join(launch_recipe(config, tmp_path, "python", 0).command(1))
 
 
 @pytest.mark.parametrize(("targets", "lack"), [(["q_proj"], "v_proj"), (["up_proj", "down_proj"], "gate_proj")])

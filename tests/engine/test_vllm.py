@@ -15,8 +15,9 @@ from safetensors.torch import save_file
 from agentrl.config.engine import EngineConfig, ServerConfig
 from agentrl.config.run import LoRAConfig
 from agentrl.engine.base import GenerateOptions, TokenLogprob
-from agentrl.engine.make import _recipe, open_engine
+from agentrl.engine.open import open_engine
 from agentrl.engine.servers.engine import ServedEngine
+from agentrl.engine.servers.opening import launch_recipe
 from agentrl.errors import ConfigError, EngineError
 from agentrl.testing.server import LoopbackVLLM
 from agentrl.types import Sampling
@@ -109,7 +110,7 @@ async def test_an_answer_that_makes_no_sense_is_an_error(model: Path, answer: ob
 
 def test_the_command_line_asks_for_what_training_needs() -> None:
     config = EngineConfig(kind="vllm", device="cpu", server=ServerConfig(sleep=True, gpu_memory_utilization=0.5))
-    recipe = _recipe(config, Path("/m"), "/venv/bin/python", 0)
+    recipe = launch_recipe(config, Path("/m"), "/venv/bin/python", 0)
     line = " ".join(recipe.command(8000))
     for part in ("--logprobs-mode processed_logprobs", "--enable-sleep-mode", "--gpu-memory-utilization 0.5"):
         assert part in line
@@ -144,12 +145,12 @@ async def test_an_adapter_travels_alone(model: Path) -> None:
 
 def test_vllm_starts_with_room_for_two_adapters(model: Path) -> None:
     config = EngineConfig(kind="vllm", device="cpu", sync="lora")
-    recipe = _recipe(config, model, "python", 0, LoRAConfig(rank=12))
+    recipe = launch_recipe(config, model, "python", 0, LoRAConfig(rank=12))
     line = " ".join(recipe.command(1))
     assert "--enable-lora --max-lora-rank 16 --max-loras 2" in line
     assert recipe.environment["VLLM_ALLOW_RUNTIME_LORA_UPDATING"] == "True"
     with pytest.raises(ConfigError, match=r"learner\.lora\.rank is 600"):
-        _recipe(config, model, "python", 0, LoRAConfig(rank=600))
+        launch_recipe(config, model, "python", 0, LoRAConfig(rank=600))
 
 
 async def test_tokens_are_told_while_they_are_drawn_with_alternatives(model: Path) -> None:

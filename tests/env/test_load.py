@@ -5,10 +5,11 @@ import sys
 import pytest
 
 from agentrl.env import ToolEnv
-from agentrl.env.load import load_env, load_object
+from agentrl.env.load import load_env
 from agentrl.env.rows import load_rows
 from agentrl.envs.calculator import Calculator
 from agentrl.errors import ConfigError
+from agentrl.importing import load_object
 
 GOOD = '''
 from agentrl.env import ToolEnv, tool

@@ -60,7 +60,10 @@ def test_it_says_where_it_is_answers_and_ends_at_a_signal(model: Path, monkeypat
         (["--set", "steps=2"], "--set steps=2: `steps` has no effect on serving"),
         (["--set", "engine.server.sleep=true"], "has no effect on serving, which updates no weights"),
         (["--set", "engine.kind=sglanng"], "did you mean 'sglang'?"),
-        (["--set", "engine.server.replicas=2"], "engine.server.replicas has no effect while engine.kind is local"),
+        (
+            ["--set", "engine.server.replicas=2"],
+            "engine.server.replicas has no effect unless engine.kind is sglang or vllm",
+        ),
         (["--set", "engine.max_slotz=2"], "did you mean 'max_slots'?"),
     ],
 )

@@ -15,7 +15,7 @@ import pytest
 from agentrl.chat.template import Renderer
 from agentrl.cli.serve import _find, _with_engine
 from agentrl.config.run import TinyModel
-from agentrl.engine.make import open_engine
+from agentrl.engine.open import open_engine
 from agentrl.models.tiny import make_tiny_model
 from agentrl.testing.server import LoopbackServer
 from agentrl.types import Message

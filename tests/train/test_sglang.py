@@ -26,11 +26,12 @@ from transformers import AutoModelForCausalLM
 from agentrl.config.engine import EngineConfig, ServerConfig
 from agentrl.config.run import LoRAConfig, RunConfig
 from agentrl.engine.base import GenerateOptions, TokenLogprob
-from agentrl.engine.make import _recipe, open_engine
+from agentrl.engine.open import open_engine
 from agentrl.engine.servers.engine import ServedEngine, load_folder
 from agentrl.engine.servers.launch import guard
 from agentrl.engine.servers.launch.hosts import GivenHost
 from agentrl.engine.servers.launch.launcher import free_port
+from agentrl.engine.servers.opening import launch_recipe
 from agentrl.engine.servers.sglang import SGLangServer
 from agentrl.engine.servers.weight_sync import BroadcastSync, DiskSync, TensorSync, WeightSync
 from agentrl.models.tiny import make_tiny_model
@@ -74,7 +75,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
 def url(folders: list[Path], tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     """A server over the first policy; its guard ends it with the tests."""
     config = EngineConfig(kind="sglang", device="cpu", max_slots=32, server=ServerConfig(python=PYTHON))
-    recipe, port = _recipe(config, folders[0], PYTHON, 0), free_port()
+    recipe, port = launch_recipe(config, folders[0], PYTHON, 0), free_port()
     log = tmp_path_factory.mktemp("server") / "log"
     command = [sys.executable, guard.__file__, *recipe.command(port)]
     with (

@@ -12,11 +12,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal, Protocol
 
+from agentrl.config.engine import EngineConfig
+from agentrl.config.run import LoRAConfig
 from agentrl.engine.base import TokenLogprob
 from agentrl.types import Sampling
 
 if TYPE_CHECKING:
     from torch import Tensor
+
+CommandLine = tuple[list[str], dict[str, str]]
+"""Arguments after `python -m`, and environment variables."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,3 +158,21 @@ class InferenceServer(Protocol):
     async def close(self) -> None:
         """Drop the connections; the server goes on."""
         ...
+
+
+@dataclass(frozen=True, slots=True)
+class ServerKind:
+    """A kind of server that `engine.kind` can name: how it is started, and how the engine talks to it.
+
+    Attributes:
+        connect: a client for the server at a URL.
+        command: how to start a server over a model directory on the first of its GPUs; None stands for the CPU.
+            The port is appended as `--port`.
+        adapters: more of that command where weights arrive as LoRA adapters of the model.
+        memory_share: of a GPU's memory, what a server takes where `gpu_memory_utilization` is not set.
+    """
+
+    connect: Callable[[str, EngineConfig], InferenceServer]
+    command: Callable[[EngineConfig, Path, int | None], CommandLine]
+    adapters: Callable[[EngineConfig, LoRAConfig, Path, int | None], CommandLine]
+    memory_share: float

@@ -17,7 +17,7 @@ from torch import Tensor
 from agentrl.engine.base import Capabilities, Engine, GenerateOptions, TokenLogprob
 from agentrl.engine.checks import check_prompt, check_sampling
 from agentrl.engine.servers.client import Answer, InferenceServer, Listener
-from agentrl.engine.servers.connection import ServerRefused
+from agentrl.engine.servers.http import ServerRefused
 from agentrl.engine.servers.pool import LOST, Host, Replica, ReplicaPool
 from agentrl.engine.servers.weight_sync import WeightSync, distinct, vocabulary_of
 from agentrl.errors import EngineError

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeVar
 
 from agentrl.engine.servers.client import Answer, InferenceServer
-from agentrl.engine.servers.connection import ServerLost
+from agentrl.engine.servers.http import ServerLost
 from agentrl.errors import EngineError, first_error
 
 ATTEMPTS = 6

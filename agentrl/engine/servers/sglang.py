@@ -17,11 +17,21 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
+from agentrl.config.engine import EngineConfig
+from agentrl.config.run import LoRAConfig
 from agentrl.engine.servers.adapters import Adapter, AdapterStand
-from agentrl.engine.servers.client import Answer, Description, GroupPlace, Listener, Scored
-from agentrl.engine.servers.connection import HttpServer, ServerRefused
+from agentrl.engine.servers.client import (
+    Answer,
+    CommandLine,
+    Description,
+    GroupPlace,
+    Listener,
+    Scored,
+    ServerKind,
+)
+from agentrl.engine.servers.http import HttpServer, ServerRefused
 from agentrl.engine.servers.streams import SGLangStream, best_of
-from agentrl.errors import EngineError
+from agentrl.errors import ConfigError, EngineError
 from agentrl.types import Sampling
 
 if TYPE_CHECKING:
@@ -29,6 +39,14 @@ if TYPE_CHECKING:
 
 RESERVED = 6
 """Tokens of the context that SGLang keeps for itself: longer prompts are refused, longer completions are cut."""
+_CPU_ENVIRONMENT = {
+    "SGLANG_USE_CPU_ENGINE": "1",
+    # Ten times faster than two threads, which wait for one another at every small operation.
+    "OMP_NUM_THREADS": "1",
+    "MKL_NUM_THREADS": "1",
+}
+_CPU_TOKENS = 262_144
+"""Bound of SGLang's cache in host memory, which would take most of it otherwise."""
 _TAGS = {"weights": "weights", "cache": "kv_cache"}
 
 
@@ -331,3 +349,83 @@ def _serialized(tensors: Mapping[str, Tensor]) -> str:
         # that cannot reach it dies. clone(): a view would carry its whole storage along.
         pickle.Pickler(buffer, pickle.HIGHEST_PROTOCOL).dump([(name, tensor.clone()) for name, tensor in named])
     return base64.b64encode(buffer.getvalue()).decode()
+
+
+# -- how a run starts it ----------------------------------------------------------------------------------------
+
+
+def _command(config: EngineConfig, model: Path, gpu: int | None) -> CommandLine:
+    server, share = config.server, config.server.gpu_memory_utilization
+    # fmt: off
+    line = [
+        "sglang.launch_server", "--model-path", str(model), "--host", "127.0.0.1",
+        "--dtype", config.resolved_dtype, "--tp-size", str(server.tensor_parallel),
+        "--max-running-requests", str(config.max_slots), "--weight-version", "0",
+        "--skip-tokenizer-init", "--skip-server-warmup", "--log-level", "warning", "--sleep-on-idle",
+        "--incremental-streaming-output",  # else each event of a stream repeats all before it
+    ]
+    # fmt: on
+    environment = {}
+    if gpu is None:
+        line += ["--device", "cpu", "--attention-backend", "torch_native", "--disable-cuda-graph"]
+        line += ["--disable-overlap-schedule", "--max-total-tokens", str(_CPU_TOKENS)]
+        environment, share = _CPU_ENVIRONMENT, share or 0.1
+    else:
+        line += ["--device", "cuda", "--base-gpu-id", str(gpu)]
+    line += ["--mem-fraction-static", str(share)] if share is not None else []
+    line += ["--enable-memory-saver"] if server.sleep else []
+    return line, environment
+
+
+def _adapters(config: EngineConfig, lora: LoRAConfig, model: Path, gpu: int | None) -> CommandLine:
+    """Room for two adapters; SGLang counts requests without one (health checks) as a third."""
+    check_targets(lora)
+    targets = linear_names(model) if lora.targets == "all-linear" else sorted(set(lora.targets))
+    line = ["--enable-lora", "--max-lora-rank", str(lora.rank), "--lora-target-modules", *targets]
+    line += ["--max-loras-per-batch", "3"]
+    return line + (["--lora-backend", "torch_native"] if gpu is None else []), {}
+
+
+def check_targets(lora: LoRAConfig) -> None:
+    """SGLang 0.5 joins layers that read the same input, and drops or refuses an adapter of only some of them."""
+    has = set(lora.targets) if isinstance(lora.targets, list) else set()
+    needed = {"q_proj", "v_proj"} if has & {"q_proj", "k_proj", "v_proj"} else set()
+    needed |= {"gate_proj"} if "up_proj" in has else set()
+    if missing := sorted(needed - has):
+        raise ConfigError(
+            f"learner.lora.targets {lora.targets} lack {', '.join(missing)}, without which SGLang cannot serve "
+            "them: add what is missing, or use another engine.sync, which sends merged weights"
+        )
+
+
+def linear_names(model: Path) -> list[str]:
+    """The linear layers in the blocks of a model directory, by the ends of their names."""
+    from safetensors import safe_open
+
+    names = set()
+    for file in sorted(model.glob("*.safetensors")):
+        with safe_open(file, "pt") as tensors:
+            for name in tensors.keys():  # noqa: SIM118  (it is no mapping)
+                if (
+                    name.endswith(".weight")
+                    and ".layers." in name
+                    and len(tensors.get_slice(name).get_shape()) == 2
+                ):
+                    names.add(name.split(".")[-2])
+    if not names:
+        raise ConfigError(f"{model} has no linear layers in blocks: name them in learner.lora.targets")
+    return sorted(names)
+
+
+def _connect(url: str, config: EngineConfig) -> SGLangServer:
+    timeout_s = config.server.request_timeout_s
+    return SGLangServer(
+        url,
+        timeout_s=timeout_s,
+        update_timeout_s=timeout_s,
+        tensor_parallel=config.server.tensor_parallel,
+        adapters=config.sync == "lora",
+    )
+
+
+SGLANG = ServerKind(connect=_connect, command=_command, adapters=_adapters, memory_share=0.85)

@@ -14,7 +14,7 @@ from typing import Any
 
 from agentrl.engine.base import TokenLogprob
 from agentrl.engine.servers.client import Listener
-from agentrl.engine.servers.connection import ServerLost, ServerRefused
+from agentrl.engine.servers.http import ServerLost, ServerRefused
 from agentrl.errors import EngineError
 
 _TOKEN = "token_id:"

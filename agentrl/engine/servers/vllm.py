@@ -18,16 +18,28 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
+from agentrl.config.engine import EngineConfig
+from agentrl.config.run import LoRAConfig
 from agentrl.engine.servers.adapters import Adapter, AdapterStand
-from agentrl.engine.servers.client import Answer, Description, GroupPlace, Listener, Scored
-from agentrl.engine.servers.connection import HttpServer, ServerRefused
+from agentrl.engine.servers.client import (
+    Answer,
+    CommandLine,
+    Description,
+    GroupPlace,
+    Listener,
+    Scored,
+    ServerKind,
+)
+from agentrl.engine.servers.http import HttpServer, ServerRefused
 from agentrl.engine.servers.streams import VLLMStream
-from agentrl.errors import EngineError
+from agentrl.errors import ConfigError, EngineError
 from agentrl.types import Sampling
 
 if TYPE_CHECKING:
     from torch import Tensor
 
+RANKS = (8, 16, 32, 64, 128, 256, 320, 512)
+"""Ranks of adapters that vLLM has kernels for; smaller adapters are padded."""
 _TAGS = {"weights": "weights", "cache": "kv_cache"}
 
 
@@ -222,3 +234,45 @@ def _scored(token: int, entry: Mapping[str, Any], top: int) -> Scored:
     """A token of the prompt: `entry` holds its log-probability and those of the likeliest, by id."""
     pairs = sorted(((int(id), float(one["logprob"])) for id, one in entry.items()), key=lambda pair: -pair[1])
     return Scored(float(entry[str(token)]["logprob"]), tuple(pairs[:top]))
+
+
+# -- how a run starts it ----------------------------------------------------------------------------------------
+
+
+def _command(config: EngineConfig, model: Path, gpu: int | None) -> CommandLine:
+    server, share = config.server, config.server.gpu_memory_utilization
+    # fmt: off
+    line = [
+        "vllm.entrypoints.openai.api_server", "--model", str(model), "--served-model-name", "policy",
+        "--host", "127.0.0.1", "--dtype", config.resolved_dtype,
+        "--tensor-parallel-size", str(server.tensor_parallel), "--max-num-seqs", str(config.max_slots),
+        "--logprobs-mode", "processed_logprobs", "--generation-config", "vllm",
+        "--enable-prompt-tokens-details",
+    ]
+    # fmt: on
+    line += ["--gpu-memory-utilization", str(share)] if share is not None else []
+    line += ["--enable-sleep-mode"] if server.sleep else []
+    environment = {"VLLM_SERVER_DEV_MODE": "1"}
+    if gpu is not None and server.launch == "process":
+        environment["CUDA_VISIBLE_DEVICES"] = ",".join(str(gpu + n) for n in range(server.tensor_parallel))
+    return line, environment
+
+
+def _adapters(config: EngineConfig, lora: LoRAConfig, model: Path, gpu: int | None) -> CommandLine:
+    """Room for the current adapter and the next one."""
+    rank = next((rank for rank in RANKS if rank >= lora.rank), None)
+    if rank is None:
+        raise ConfigError(
+            f"learner.lora.rank is {lora.rank}, and vLLM serves ranks up to {RANKS[-1]}: lower it, or use "
+            "engine.sync disk, which sends merged weights"
+        )
+    line = ["--enable-lora", "--max-lora-rank", str(rank), "--max-loras", "2"]
+    return line, {"VLLM_ALLOW_RUNTIME_LORA_UPDATING": "True"}
+
+
+def _connect(url: str, config: EngineConfig) -> VLLMServer:
+    timeout_s = config.server.request_timeout_s
+    return VLLMServer(url, timeout_s=timeout_s, update_timeout_s=timeout_s, adapters=config.sync == "lora")
+
+
+VLLM = ServerKind(connect=_connect, command=_command, adapters=_adapters, memory_share=0.9)

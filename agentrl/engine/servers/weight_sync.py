@@ -22,7 +22,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from agentrl.engine.servers.client import GroupPlace, InferenceServer
-from agentrl.engine.servers.connection import ServerLost
+from agentrl.engine.servers.http import ServerLost
 from agentrl.engine.servers.launch.launcher import free_port
 from agentrl.errors import EngineError
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from agentrl.engine.servers.client import InferenceServer
-from agentrl.engine.servers.connection import ServerRefused
+from agentrl.engine.servers.http import ServerRefused
 from agentrl.engine.servers.launch.launcher import ServerProcess, free_port
 from agentrl.errors import EngineError
 

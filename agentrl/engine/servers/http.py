@@ -1,15 +1,25 @@
-"""JSON over HTTP to one inference server, with every failure told apart: it is gone, or it said no."""
+"""JSON over HTTP to one inference server: every failure is either "it is gone" or "it refused".
+
+httpx shields its clean-up from cancellation by anyio, not from `Task.cancel()`: a request cancelled while it
+closes idle connections leaves the rest of them open forever, and a client closed while a request connects never
+learns of that connection. In `Transport` each request and each clean-up has its own task, which anyio
+cancels.
+"""
 
 from __future__ import annotations
 
+import asyncio
 import json
-from collections.abc import AsyncGenerator, Mapping
+from collections.abc import AsyncGenerator, AsyncIterator, Coroutine, Mapping
 from typing import Any
 
+import anyio
 import httpx
 
-from agentrl.engine.servers.transport import Transport
 from agentrl.errors import EngineError
+
+SDK_LIMITS = httpx.Limits(max_connections=1000, max_keepalive_connections=100, keepalive_expiry=5.0)
+"""Those of the official `openai` client."""
 
 
 class ServerLost(EngineError):
@@ -137,3 +147,90 @@ class HttpServer:
     def _refused(self, path: str, answer: httpx.Response) -> EngineError:
         text = f"{self.url}{path}: HTTP {answer.status_code}: {answer.text[:300]}"
         return ServerLost(text) if answer.status_code >= 500 else ServerRefused(text, answer.status_code)
+
+
+class Transport(httpx.AsyncBaseTransport):
+    """For an `httpx.AsyncClient` whose callers may be cancelled at any time. Of one event loop."""
+
+    def __init__(self, *, limits: httpx.Limits, verify: bool = True) -> None:
+        """Connect lazily.
+
+        Args:
+            limits: how many connections, and for how long they are kept.
+            verify: whether certificates are read; False saves the time where there is no TLS.
+        """
+        self._inner = httpx.AsyncHTTPTransport(verify=verify, limits=limits)
+        self._tasks: set[asyncio.Task[Any]] = set()
+        self._asking: set[anyio.CancelScope] = set()
+
+    async def handle_async_request(self, request: httpx.Request) -> httpx.Response:
+        """Ask.
+
+        Raises:
+            httpx.ReadError: the client has been closed meanwhile.
+            httpx.TransportError: as of httpx.
+        """
+        scope = anyio.CancelScope()
+
+        async def ask() -> httpx.Response | None:
+            with scope:
+                return await self._inner.handle_async_request(request)
+            return None
+
+        self._asking.add(scope)
+        task = self._apart(ask())
+        try:
+            answer = await asyncio.shield(task)
+        except asyncio.CancelledError:
+            scope.cancel()
+            task.add_done_callback(self._drop)
+            raise
+        finally:
+            self._asking.discard(scope)
+        if answer is None:
+            raise httpx.ReadError("the client has been closed", request=request)
+        stream = answer.stream
+        assert isinstance(stream, httpx.AsyncByteStream)
+        return httpx.Response(
+            answer.status_code,
+            headers=answer.headers,
+            stream=_Stream(stream, self),
+            extensions=answer.extensions,
+        )
+
+    async def aclose(self) -> None:
+        """End what is asked, then drop all connections."""
+        for scope in list(self._asking):
+            scope.cancel()
+        while self._tasks:
+            await asyncio.gather(*self._tasks, return_exceptions=True)
+        await self._inner.aclose()
+
+    async def clean_up(self, work: Coroutine[Any, Any, None]) -> None:
+        """Await what goes on even where nobody awaits it any more."""
+        await asyncio.shield(self._apart(work))
+
+    def _apart(self, work: Coroutine[Any, Any, Any]) -> asyncio.Task[Any]:
+        task = asyncio.get_running_loop().create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        return task
+
+    def _drop(self, task: asyncio.Task[httpx.Response | None]) -> None:
+        """An answer, or an error, that nobody waits for."""
+        if not task.cancelled() and task.exception() is None and (answer := task.result()) is not None:
+            self._apart(answer.aclose())
+
+
+class _Stream(httpx.AsyncByteStream):
+    """The body of an answer, whose end is a clean-up."""
+
+    def __init__(self, inner: httpx.AsyncByteStream, transport: Transport) -> None:
+        self._inner, self._transport = inner, transport
+
+    async def __aiter__(self) -> AsyncIterator[bytes]:
+        async for part in self._inner:
+            yield part
+
+    async def aclose(self) -> None:
+        await self._transport.clean_up(self._inner.aclose())

@@ -6,7 +6,7 @@ import asyncio
 
 import pytest
 
-from agentrl.engine.servers.connection import HttpServer, ServerLost
+from agentrl.engine.servers.http import HttpServer, ServerLost
 from agentrl.testing.server import LoopbackServer
 
 

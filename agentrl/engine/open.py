@@ -1,0 +1,62 @@
+"""From the configuration to an engine that samples."""
+
+from __future__ import annotations
+
+import multiprocessing
+from pathlib import Path
+
+from agentrl.config.engine import EngineConfig
+from agentrl.config.run import LoRAConfig
+from agentrl.engine.base import Engine
+from agentrl.errors import ConfigError
+
+
+async def open_engine(
+    config: EngineConfig,
+    model: Path,
+    lora: LoRAConfig | None = None,
+    *,
+    own_process: bool = False,
+    ray: str | None = None,
+) -> Engine:
+    """An engine over the model directory; with servers it returns when all of them answer.
+
+    Args:
+        lora: what `sync: lora` will send adapters of; without it the directory is all there is to serve, and
+            weights travel as with `sync: auto`.
+        own_process: on a CPU, run the local engine in its own process; it cannot stream tokens there.
+        ray: address of the cluster for servers with `launch: ray`; without it one is started on this machine.
+
+    Raises:
+        ConfigError: the model, the device, the server's installation or the user's own engine cannot be used.
+        EngineError: a server did not start.
+    """
+    if config.on_servers:
+        from agentrl.engine.servers.opening import open_served
+
+        return await open_served(config, model.absolute(), lora, ray)
+    if config.own:
+        from agentrl.engine.own import open_own
+
+        return await open_own(config, model.absolute())
+    return await _open_local(config, model, own_process)
+
+
+async def _open_local(config: EngineConfig, model: Path, own_process: bool) -> Engine:
+    from agentrl.engine.local.engine import LocalEngine
+    from agentrl.engine.local.process import ProcessEngine
+    from agentrl.models.device import pick_device
+
+    device = pick_device(config.device)
+    if config.cuda_graphs == "off" and device.type != "cuda":
+        raise ConfigError(f"engine.cuda_graphs has no effect on the device {device}; remove it")
+    can_fork = not multiprocessing.current_process().daemon
+    if own_process and device.type == "cpu" and can_fork:
+        return await ProcessEngine.start(model, dtype=config.resolved_dtype, max_slots=config.max_slots)
+    return LocalEngine.from_directory(
+        model,
+        dtype=config.resolved_dtype,
+        device=str(device),
+        cuda_graphs=config.cuda_graphs == "auto",
+        max_slots=config.max_slots,
+    )

@@ -1,0 +1,141 @@
+"""An engine of the user's own, by `module:Name`; it is tried on a few tokens before a run relies on it."""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import json
+import math
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from agentrl.config.engine import EngineConfig
+from agentrl.engine.base import Engine, GenerateOptions, TokenLogprob
+from agentrl.errors import AgentRLError, ConfigError
+from agentrl.importing import load_object
+from agentrl.types import Completion, Sampling
+
+TRIAL_S = 120.0
+"""How long each request of the trial may take."""
+TRIAL_IDS = (1, 2)
+TRIAL_TOKENS = 4
+TRIAL_TOLERANCE = 0.2
+"""Largest mean difference between the log-probabilities of sampled tokens and those of scoring them afterwards."""
+
+
+async def open_own(config: EngineConfig, model: Path) -> Engine:
+    """Make the engine that `engine.kind` names, as `Name(model, config, **engine.options)`, and try it.
+
+    `Name` is a class or a function; what it returns may be awaitable.
+
+    Raises:
+        ConfigError: it cannot be imported or made, is not an `Engine`, or fails the trial.
+    """
+    where = f"engine.kind {config.kind}"
+    make = load_object(config.kind)
+    if missing := sorted(getattr(make, "__abstractmethods__", ())):
+        raise ConfigError(f"{where}: does not implement {', '.join(missing)}")
+    try:
+        made: Any = make(model, config, **config.options)
+        engine = await made if inspect.isawaitable(made) else made
+    except AgentRLError:
+        raise
+    except Exception as e:
+        raise ConfigError(
+            f"{where}: {getattr(make, '__name__', make)}(model, config, **engine.options) raised "
+            f"{type(e).__name__}: {e}"
+        ) from e
+    if not isinstance(engine, Engine):
+        raise ConfigError(f"{where}: must be an agentrl.engine.base.Engine, got {type(engine).__name__}")
+    try:
+        await _try(engine, _vocabulary(model), where)
+    except BaseException:
+        await engine.close()
+        raise
+    return engine
+
+
+def _vocabulary(model: Path) -> int | None:
+    """How many token ids the model directory knows; None where it does not say."""
+    try:
+        config = json.loads((model / "config.json").read_text())
+        return int((config.get("text_config") or config)["vocab_size"])
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+
+
+async def _try(engine: Engine, vocabulary: int | None, where: str) -> None:
+    """Sample a few tokens, and use each capability that can be tried without new weights.
+
+    Raises:
+        ConfigError: what the engine did wrong.
+    """
+    max_context, version = getattr(engine, "max_context", None), engine.policy_version
+    if not isinstance(max_context, int) or max_context < len(TRIAL_IDS) + TRIAL_TOKENS:
+        raise ConfigError(f"{where}: max_context must be a number of tokens, got {max_context!r}")
+    if version != 0:
+        raise ConfigError(f"{where}: policy_version must be 0 before the first update, got {version!r}")
+    sampling = Sampling(temperature=1.0, max_tokens=TRIAL_TOKENS, seed=0)
+    told: list[TokenLogprob] = []
+    method = "generate"
+    try:
+        async with asyncio.timeout(TRIAL_S):
+            completion = await engine.generate(TRIAL_IDS, sampling, session="trial")
+            _check_completion(completion, vocabulary, f"{where}: generate")
+            await engine.release("trial")
+            if engine.capabilities.streaming:
+                method = "generate_streaming"
+                streamed = await engine.generate_streaming(TRIAL_IDS, sampling, GenerateOptions(told.append))
+                _check_completion(streamed, vocabulary, f"{where}: generate_streaming")
+                if tuple(token.id for token in told) != tuple(streamed.ids):
+                    raise ConfigError(
+                        f"{where}: generate_streaming reported the tokens {[t.id for t in told]} and returned "
+                        f"{list(streamed.ids)}"
+                    )
+            if engine.capabilities.prompt_logprobs:
+                method = "prompt_logprobs"
+                scored = await engine.prompt_logprobs([*TRIAL_IDS, *completion.ids])
+                _check_scores(scored, completion, where)
+    except ConfigError:
+        raise
+    except TimeoutError:
+        raise ConfigError(f"{where}: {method} did not return within {TRIAL_S:g} s on trial tokens") from None
+    except Exception as e:
+        raise ConfigError(f"{where}: {method} raised on trial tokens: {type(e).__name__}: {e}") from e
+
+
+def _check_completion(completion: Completion, vocabulary: int | None, where: str) -> None:
+    if not isinstance(completion, Completion):
+        raise ConfigError(f"{where} must return an agentrl.types.Completion, got {completion!r:.200}")
+    ids, logprobs, versions = completion.ids, completion.logprobs, completion.versions
+    if not len(ids) == len(logprobs) == len(versions):
+        raise ConfigError(
+            f"{where} returned {len(ids)} ids, {len(logprobs)} logprobs and {len(versions)} versions; one of each "
+            "per token is needed"
+        )
+    if not 1 <= len(ids) <= TRIAL_TOKENS:
+        raise ConfigError(f"{where} returned {len(ids)} tokens with max_tokens {TRIAL_TOKENS} and no stop ids")
+    if wrong := [id for id in ids if id < 0 or (vocabulary is not None and id >= vocabulary)]:
+        raise ConfigError(f"{where} returned the id {wrong[0]}, outside the model's vocabulary of {vocabulary}")
+    if odd := [p for p in logprobs if not math.isfinite(p) or p > 1e-3]:
+        raise ConfigError(f"{where} returned the log-probability {odd[0]}; finite numbers up to 0 are expected")
+    if set(versions) != {0}:
+        raise ConfigError(f"{where} returned the policy versions {sorted(set(versions))} before the first update")
+    if completion.finish not in ("stop", "length"):
+        raise ConfigError(f"{where} returned finish {completion.finish!r}; expected 'stop' or 'length'")
+
+
+def _check_scores(scored: Sequence[TokenLogprob], completion: Completion, where: str) -> None:
+    expected = [*TRIAL_IDS[1:], *completion.ids]
+    if [token.id for token in scored] != expected:
+        raise ConfigError(
+            f"{where}: prompt_logprobs returned the tokens {[token.id for token in scored]}, expected {expected}"
+        )
+    last = scored[-len(completion.ids) :]
+    gap = sum(abs(a.logprob - b) for a, b in zip(last, completion.logprobs, strict=True)) / len(last)
+    if not gap <= TRIAL_TOLERANCE:
+        raise ConfigError(
+            f"{where}: generate and prompt_logprobs differ by {gap:.3g} per token on the same tokens at "
+            "temperature 1: log-probabilities must be those of the distribution sampled from"
+        )

@@ -1,0 +1,142 @@
+"""From the configuration to an engine over running servers."""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from functools import partial
+from pathlib import Path
+
+import torch
+
+from agentrl.config.engine import EngineConfig
+from agentrl.config.run import LoRAConfig
+from agentrl.engine.servers.client import InferenceServer, ServerKind
+from agentrl.engine.servers.engine import ServedEngine, ServedLimits
+from agentrl.engine.servers.kinds import KINDS
+from agentrl.engine.servers.launch.hosts import Connect, GivenHost, LaunchedHost, Recipe
+from agentrl.engine.servers.launch.ray_host import RayCluster, RayHost
+from agentrl.engine.servers.launch.scratch import ScratchFolder
+from agentrl.engine.servers.pool import Host
+from agentrl.engine.servers.weight_sync import AdapterSync, BroadcastSync, DiskSync, TensorSync, WeightSync
+from agentrl.errors import ConfigError
+from agentrl.models.device import pick_device
+
+
+async def open_served(config: EngineConfig, model: Path, lora: LoRAConfig | None, ray: str | None) -> ServedEngine:
+    """Start the servers, or connect to those given; see `agentrl.engine.open.open_engine`."""
+    if config.sync != "lora":
+        lora = None
+    elif lora is None:
+        config = config.model_copy(update={"sync": "auto"})
+    if lora is not None:  # what the servers would refuse later
+        KINDS[config.kind].adapters(config, lora, model, None)
+    if not (model / "config.json").is_file():
+        raise ConfigError(f"{model} has no config.json, so it is not a Hugging Face model directory")
+    scratch = ScratchFolder()
+    server = config.server
+    cluster = RayCluster(ray) if server.launch == "ray" else None
+
+    def clean_up() -> None:
+        scratch.close()
+        if cluster is not None:
+            cluster.close()
+
+    try:
+        engine = ServedEngine(
+            _hosts(config, model, scratch.path, cluster, lora),
+            _sync(config, model, scratch.path, lora),
+            model=model,
+            dtype={"float32": torch.float32, "bfloat16": torch.bfloat16}[config.resolved_dtype],
+            given=bool(server.urls) and lora is None,
+            limits=ServedLimits(
+                capacity=config.max_slots, restarts=server.restarts, health_every_s=server.health_every_s
+            ),
+            on_close=clean_up,
+        )
+    except BaseException:
+        clean_up()
+        raise
+    await engine.start()
+    return engine
+
+
+def _hosts(
+    config: EngineConfig, model: Path, folder: Path, cluster: RayCluster | None, lora: LoRAConfig | None
+) -> list[Host]:
+    server, kind = config.server, KINDS[config.kind]
+    connect: Connect = partial(_connect, kind, config)
+    wait_s = server.start_timeout_s
+    if server.urls:
+        return [GivenHost(url, connect, start_timeout_s=wait_s) for url in server.urls]
+    python = _python(config)
+    recipes = {
+        f"{config.kind} server {number}": launch_recipe(config, model, python, number, lora)
+        for number in range(server.replicas)
+    }
+    if cluster is not None:
+        gpus = 0 if pick_device(config.device).type == "cpu" else server.tensor_parallel
+        return [
+            RayHost(name, recipe, connect, cluster=cluster, gpus=gpus, start_timeout_s=wait_s)
+            for name, recipe in recipes.items()
+        ]
+    return [
+        LaunchedHost(name, recipe, connect, log=folder / f"server-{number}.log", start_timeout_s=wait_s)
+        for number, (name, recipe) in enumerate(recipes.items())
+    ]
+
+
+def _connect(kind: ServerKind, config: EngineConfig, url: str) -> InferenceServer:
+    return kind.connect(url, config)
+
+
+def _sync(config: EngineConfig, model: Path, folder: Path, lora: LoRAConfig | None) -> WeightSync:
+    server = config.server
+    shared = Path(server.sync_folder) if server.sync_folder else folder
+    if lora is not None:
+        return AdapterSync(model, shared, alpha=lora.plain_alpha)
+    if config.resolved_sync == "disk":
+        return DiskSync(model, shared)
+    if config.resolved_sync == "tensor":
+        return TensorSync(bucket_bytes=server.bucket_mb << 20)
+    return BroadcastSync(
+        backend="nccl" if pick_device(config.device).type == "cuda" else "gloo",
+        bucket_bytes=server.bucket_mb << 20,
+        ranks_per_server=server.tensor_parallel,
+        timeout_s=server.request_timeout_s,
+    )
+
+
+def _python(config: EngineConfig) -> str:
+    """The Python that has the server. Raises ConfigError if this one is meant but does not have it."""
+    if config.server.python is not None:
+        return config.server.python
+    if importlib.util.find_spec(config.kind) is None:
+        raise ConfigError(
+            f"engine.kind is {config.kind}, which is not installed here: set engine.server.python to the Python "
+            f"of an environment that has it, or engine.server.urls to running servers, or `pip install "
+            f"{config.kind}`; see docs/engines.md"
+        )
+    return sys.executable
+
+
+def launch_recipe(
+    config: EngineConfig, model: Path, python: str, number: int, lora: LoRAConfig | None = None
+) -> Recipe:
+    """The command line and environment of server `number`.
+
+    Raises:
+        ConfigError: the server cannot serve such adapters.
+    """
+    server, kind = config.server, KINDS[config.kind]
+    device = pick_device(config.device)
+    # An actor of Ray sees the GPUs that it was given, counted from 0.
+    first = 0 if server.launch == "ray" else (device.index or 0) + number * server.tensor_parallel
+    gpu = None if device.type == "cpu" else first
+    command, environment = kind.command(config, model, gpu)
+    if lora is not None:
+        more, switches = kind.adapters(config, lora, model, gpu)
+        command, environment = [*command, *more], environment | switches
+    command = [python, "-m", *command, *server.args]
+    environment = {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"} | environment | server.environment
+    return Recipe(lambda port: [*command, "--port", str(port)], environment)

@@ -1,0 +1,56 @@
+"""The worked example of docs/engines.md, and engines that do something wrong."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+from pathlib import Path
+
+from agentrl.engine.base import Capabilities, Engine
+
+DOCS = Path(__file__).parents[2] / "docs" / "engines.md"
+EXAMPLE = re.search(r"```python\n(.*?)```", DOCS.read_text(encoding="utf-8"), re.DOTALL)[1]
+exec(compile(EXAMPLE, str(DOCS), "exec"))
+PlainEngine = globals()["PlainEngine"]
+
+
+async def make_plain(model, config):
+    """Engines may be made by a coroutine."""
+    return PlainEngine(model, config, max_context=64)
+
+
+class Fixed(PlainEngine):
+    """Cannot take new weights."""
+
+    capabilities = Capabilities(weights=False, prompt_logprobs=True)
+
+
+class WrongLogprobs(PlainEngine):
+    """Reports log-probabilities of another distribution."""
+
+    async def generate(self, ids, sampling, *, session=None):
+        found = await super().generate(ids, sampling, session=session)
+        return replace(found, logprobs=tuple(p - 1.0 for p in found.logprobs))
+
+
+class Short(PlainEngine):
+    """Loses a log-probability."""
+
+    async def generate(self, ids, sampling, *, session=None):
+        found = await super().generate(ids, sampling, session=session)
+        return replace(found, logprobs=found.logprobs[1:])
+
+
+class Boastful(PlainEngine):
+    """States what it does not implement."""
+
+    capabilities = Capabilities(streaming=True)
+
+
+class Partial(Engine):
+    """Does not implement the contract."""
+
+
+def not_an_engine(model, config):
+    """Something else."""
+    return object()
