@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from agentrl.env.toolenv.declare import tool
-from agentrl.sandbox import Box, Sandbox, Session
+from agentrl.sandbox import Box, BoxSession, Sandbox
 from agentrl.tools.observation import observation
 
 
@@ -12,7 +12,7 @@ class Python:
 
     sandbox = Sandbox()
     box: Box
-    _session: Session | None = None
+    _session: BoxSession | None = None
 
     async def setup(self) -> None:
         """A new episode has no interpreter yet."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from agentrl.env.toolenv.declare import tool
-from agentrl.sandbox import Box, QueryResult, Sandbox, Session
+from agentrl.sandbox import Box, BoxSession, QueryResult, Sandbox
 from agentrl.tools.observation import ending, observation, shorten
 
 MAX_ROWS = 50
@@ -15,7 +15,7 @@ class Sql:
     sandbox = Sandbox()
     box: Box
     database = "data.db"
-    _session: Session | None = None
+    _session: BoxSession | None = None
 
     async def setup(self) -> None:
         """A new episode has no connection yet."""

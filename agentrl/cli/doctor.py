@@ -53,7 +53,7 @@ def doctor(
         print()
     sys.stdout.flush()
 
-    from agentrl.sandbox.doctor import doctor as sandboxes
+    from agentrl.sandbox.survey import doctor as sandboxes
 
     print(sandboxes(), end="")
 

@@ -2,17 +2,17 @@
 
 from agentrl.errors import SandboxError
 from agentrl.sandbox.box import Box, met_inside
+from agentrl.sandbox.box_session import BoxSession, QueryResult
 from agentrl.sandbox.contract import (
     PROMISES,
+    BoxSnapshot,
     Capabilities,
     ExecResult,
     FileInfo,
-    Limits,
     Sandbox,
-    Snapshot,
+    SandboxLimits,
     Usage,
 )
-from agentrl.sandbox.doctor import doctor
 from agentrl.sandbox.errors import (
     PoolExhausted,
     PromiseNotEnforceable,
@@ -22,12 +22,16 @@ from agentrl.sandbox.errors import (
     SandboxUnavailable,
 )
 from agentrl.sandbox.pool import SandboxPool
-from agentrl.sandbox.session import QueryResult, Session
 from agentrl.sandbox.shared_pools import close_pools, pool_for
+from agentrl.sandbox.survey import doctor
+
+Limits, Session, Snapshot = SandboxLimits, BoxSession, BoxSnapshot  # their former names
 
 __all__ = [
     "PROMISES",
     "Box",
+    "BoxSession",
+    "BoxSnapshot",
     "Capabilities",
     "ExecResult",
     "FileInfo",
@@ -40,6 +44,7 @@ __all__ = [
     "SandboxCreateTimeout",
     "SandboxDied",
     "SandboxError",
+    "SandboxLimits",
     "SandboxPool",
     "SandboxUnavailable",
     "Session",

@@ -10,25 +10,25 @@ from typing import Any
 
 from agentrl.errors import SandboxError
 from agentrl.sandbox import trees
+from agentrl.sandbox.box_session import BoxSession
 from agentrl.sandbox.contract import (
     GRACE_S,
     Backend,
+    BoxSnapshot,
     CallLimits,
     ExecResult,
     FileInfo,
-    Limits,
     Link,
     Process,
     Sandbox,
+    SandboxLimits,
     SessionKind,
-    Snapshot,
     Usage,
     narrowed,
 )
 from agentrl.sandbox.errors import SandboxBroken, SandboxCreateTimeout, SandboxDied
 from agentrl.sandbox.inside import frames
-from agentrl.sandbox.report import result_of
-from agentrl.sandbox.session import Session
+from agentrl.sandbox.results import result_of
 
 CHUNK = 2 << 20
 FILE_LIMITS: CallLimits = (60.0, 0, 4 << 20, 4 << 20)
@@ -126,7 +126,7 @@ class Box:
         cwd: str | None = None,
         env: Mapping[str, str] | None = None,
         wall_s: float | None = None,
-        limits: Limits | None = None,
+        limits: SandboxLimits | None = None,
     ) -> ExecResult:
         """Run a program and wait for its end; a string is a bash command line.
 
@@ -153,7 +153,7 @@ class Box:
         cwd: str | None = None,
         env: Mapping[str, str] | None = None,
         wall_s: float | None = None,
-        limits: Limits | None = None,
+        limits: SandboxLimits | None = None,
     ) -> ExecResult:
         """Run a whole Python program in a fresh interpreter state (a child forked and warmed beforehand)."""
         order: dict[str, Any] = {
@@ -162,13 +162,15 @@ class Box:
         source = code.encode("utf-8", "surrogatepass")
         return await self._execute(order, source, stdin, narrowed(self.spec, wall_s, limits))
 
-    async def session(self, kind: SessionKind) -> Session:
+    async def session(self, kind: SessionKind) -> BoxSession:
         """Begin a program that keeps its state between calls."""
-        session = Session(self, kind)
+        session = BoxSession(self, kind)
         await session.restart()
         return session
 
-    async def _execute(self, order: dict[str, Any], code: bytes, stdin: bytes, limits: Limits) -> ExecResult:
+    async def _execute(
+        self, order: dict[str, Any], code: bytes, stdin: bytes, limits: SandboxLimits
+    ) -> ExecResult:
         order["rlimits"] = limits.rlimits()
         framed = frames.pack(order, code)  # as the program reads it: the supervisor only passes it on
         self._used = True
@@ -380,14 +382,14 @@ class Box:
 
     # The box as a whole
 
-    async def snapshot(self, *, max_bytes: int = 256 << 20, max_files: int = 100_000) -> Snapshot:
+    async def snapshot(self, *, max_bytes: int = 256 << 20, max_files: int = 100_000) -> BoxSnapshot:
         """The files of the home directory as they are now."""
         data = await self._pack(self.home, max_bytes, max_files)
         with _met_inside(self.name):
             await asyncio.to_thread(trees.read, data, max_bytes=max_bytes, max_files=max_files)
-        return Snapshot(data)
+        return BoxSnapshot(data)
 
-    async def reset(self, to: Snapshot | None = None) -> None:
+    async def reset(self, to: BoxSnapshot | None = None) -> None:
         """Become a new sandbox: nothing of what ran here remains; then put the files of a snapshot back.
 
         Sessions of before are over. Names, contents, modes, times of change and links are those of the snapshot.

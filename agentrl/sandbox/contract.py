@@ -58,7 +58,7 @@ CallLimits = tuple[float, int, int, int]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Limits:
+class SandboxLimits:
     """What a program may use. The first group can be narrowed call by call, the second belongs to the sandbox."""
 
     wall_s: float = 10.0
@@ -134,7 +134,7 @@ PER_CALL = ("wall_s", "cpu_s", "stdout_bytes", "stderr_bytes", "output_total_mb"
 
 
 @dataclass(frozen=True, kw_only=True)
-class Sandbox(Limits):
+class Sandbox(SandboxLimits):
     """Which sandbox an environment wants: written on the class, leased from a pool for each episode.
 
     `sandbox = Sandbox(cpu_s=10, memory_mb=512)`. Two equal specs share a pool.
@@ -215,9 +215,9 @@ class Sandbox(Limits):
         return 24 + 3 * (self.stdout_bytes + self.stderr_bytes >> 20)
 
     @property
-    def limits(self) -> Limits:
+    def limits(self) -> SandboxLimits:
         """The limits alone."""
-        return Limits(**{f.name: getattr(self, f.name) for f in fields(Limits)})
+        return SandboxLimits(**{f.name: getattr(self, f.name) for f in fields(SandboxLimits)})
 
 
 _TEXTS = ("backend", "image", "runtime", "python", "url", "token_file")
@@ -249,14 +249,14 @@ def _check_types(spec: Sandbox) -> None:
             raise ConfigError(f"sandbox {name}={value!r}: must be a number")
 
 
-def narrowed(base: Limits, wall_s: float | None, limits: Limits | None) -> Limits:
+def narrowed(base: SandboxLimits, wall_s: float | None, limits: SandboxLimits | None) -> SandboxLimits:
     """The limits of one call.
 
     Raises:
         ConfigError: `limits` changes one that belongs to the sandbox as a whole.
     """
     if limits is not None:
-        for f in fields(Limits):
+        for f in fields(SandboxLimits):
             asked = getattr(limits, f.name)
             if f.name not in PER_CALL and asked != getattr(base, f.name) and asked != f.default:
                 raise ConfigError(
@@ -333,7 +333,7 @@ class FileInfo:
 
 
 @dataclass(frozen=True, slots=True)
-class Snapshot:
+class BoxSnapshot:
     """The files of a sandbox's home directory at one moment, links included: for `Box.reset`."""
 
     data: bytes

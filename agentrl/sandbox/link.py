@@ -27,7 +27,7 @@ class StreamLink(asyncio.Protocol):
 
     def __init__(self, name: str) -> None:
         self.name = name
-        self._frames = frames.Reader()
+        self._frames = frames.FrameReader()
         self._transport: asyncio.Transport | None = None
         self._waiting: dict[int, asyncio.Future[Answer]] = {}
         self._parts: dict[int, _Parts] = {}

@@ -62,7 +62,7 @@ def answer_of(result: ExecResult, order: Mapping[str, Any], sent: bytes, came: b
 
 
 def _told(data: bytes) -> list[Any]:
-    """See `files.Stream.told`."""
+    """See `files.ByteStream.told`."""
     return [len(data), hashlib.blake2b(data, digest_size=DIGEST_BYTES).hexdigest()]
 
 

@@ -20,7 +20,7 @@ from agentrl.sandbox.pool import SandboxPool
 from agentrl.testing.sandbox_suite import chaos, conformance, fidelity, hostile, sabotage
 from agentrl.testing.sandbox_suite.stage import Check, Stage, Unseen
 
-__all__ = ["SMALL_LIMITS", "Check", "CheckRun", "Report", "Stage", "check_sandbox", "sandbox_checks"]
+__all__ = ["SMALL_LIMITS", "Check", "CheckRun", "Stage", "SuiteReport", "check_sandbox", "sandbox_checks"]
 
 SMALL_LIMITS: dict[str, Any] = {"memory_mb": 160, "workspace_mb": 48, "inodes": 4000}
 """Limits for a `Sandbox` under test: programs that use up memory or the disk get there sooner."""
@@ -32,7 +32,7 @@ def sandbox_checks() -> list[Check]:
 
 
 @dataclass(frozen=True)
-class Report:
+class SuiteReport:
     """What became of each check: None, or what went wrong; `skipped` says which promise was not made."""
 
     backend: str
@@ -103,7 +103,7 @@ class CheckRun:
             await check.run(self._stage)
 
 
-async def check_sandbox(spec: Sandbox, *, only: Collection[str] | None = None, at_once: int = 3) -> Report:
+async def check_sandbox(spec: Sandbox, *, only: Collection[str] | None = None, at_once: int = 3) -> SuiteReport:
     """Run the suite on a back-end.
 
     Args:
@@ -138,4 +138,4 @@ async def check_sandbox(spec: Sandbox, *, only: Collection[str] | None = None, a
         finally:
             await run.close()
             stage.close()
-    return Report(spec.backend, results, skipped, time.monotonic() - began)
+    return SuiteReport(spec.backend, results, skipped, time.monotonic() - began)

@@ -101,7 +101,7 @@ def test_frames_survive_any_cutting() -> None:
     chance = random.Random(1)
     sent = [({"n": i, "text": "ü" * i}, chance.randbytes(chance.randrange(3000))) for i in range(50)]
     stream = b"".join(frames.pack(header, payload) for header, payload in sent)
-    reader, got = frames.Reader(), []
+    reader, got = frames.FrameReader(), []
     while stream:
         size = chance.choice((1, 7, 100, 5000))
         got += reader.feed(stream[:size])
@@ -111,14 +111,14 @@ def test_frames_survive_any_cutting() -> None:
 
 def test_what_is_no_frame_is_refused() -> None:
     with pytest.raises(ValueError):
-        frames.Reader().feed(b"\xff" * 8)
+        frames.FrameReader().feed(b"\xff" * 8)
     with pytest.raises(ValueError):
-        frames.Reader().feed(struct.pack(">II", 3, 0) + b"no!")
+        frames.FrameReader().feed(struct.pack(">II", 3, 0) + b"no!")
     for head in (b"[1]", b'{"a":1}}', b'{"a":1} ', b"\xff" * 10, b"\xff" * 60):
         with pytest.raises(ValueError):
-            frames.Reader().feed(frames.pack_raw(head, b""))
+            frames.FrameReader().feed(frames.pack_raw(head, b""))
     with pytest.raises(ValueError, match="frame of"):
-        frames.Reader().feed(struct.pack(">II", frames.MAX_HEADER + 1, 0))
+        frames.FrameReader().feed(struct.pack(">II", frames.MAX_HEADER + 1, 0))
 
 
 @pytest.mark.parametrize("limit", [0, 1, 2, 7, 1000])

@@ -7,11 +7,11 @@ from collections.abc import AsyncIterator
 
 import pytest
 
-from agentrl.sandbox import Box, Limits, SandboxPool
+from agentrl.sandbox import Box, SandboxLimits, SandboxPool
 from tests.sandbox.sandbox_specs import spec_for
 
 PRINT = "print('x' * 1000)"
-SHORT = Limits(stdout_bytes=100)
+SHORT = SandboxLimits(stdout_bytes=100)
 
 
 @pytest.fixture

@@ -14,17 +14,17 @@ from agentrl.errors import ConfigError, InfraError, SandboxError
 from agentrl.sandbox import (
     PROMISES,
     Capabilities,
-    Limits,
     PoolExhausted,
     PromiseNotEnforceable,
     Sandbox,
+    SandboxLimits,
     SandboxPool,
     SandboxUnavailable,
     close_pools,
     pool_for,
 )
-from agentrl.sandbox.doctor import examine
 from agentrl.sandbox.local import LocalBackend, LocalProcess
+from agentrl.sandbox.survey import examine
 from tests.sandbox.sandbox_specs import spec_for
 
 
@@ -270,8 +270,8 @@ async def test_a_promise_that_cannot_be_kept_raises_when_the_pool_opens() -> Non
 def test_equal_specs_are_equal_and_limits_come_from_one_place() -> None:
     assert Sandbox(cpu_s=10, memory_mb=512) == Sandbox(memory_mb=512, cpu_s=10)
     assert hash(Sandbox()) == hash(Sandbox())
-    assert Sandbox(memory_mb=512).limits == Limits(memory_mb=512)
-    assert Limits(cpu_s=1.2).rlimits()["CPU"] == 2
+    assert Sandbox(memory_mb=512).limits == SandboxLimits(memory_mb=512)
+    assert SandboxLimits(cpu_s=1.2).rlimits()["CPU"] == 2
 
 
 async def test_the_table_in_the_docs_is_what_this_machine_says() -> None:

@@ -22,7 +22,7 @@ from agentrl.rollout.collect import collect
 from agentrl.rollout.episode import Player
 from agentrl.rollout.limits import EpisodeLimits
 from agentrl.run_folder.redraws import Guard
-from agentrl.sandbox import Sandbox, Session, close_pools
+from agentrl.sandbox import BoxSession, Sandbox, close_pools
 from agentrl.testing import call, say
 from agentrl.testing.engine import ScriptedEngine
 from agentrl.testing.sandbox_suite.sabotage import WAYS, Sabotage
@@ -63,7 +63,7 @@ class Shell(ToolEnv):
     sandbox = Sandbox(wall_s=2.0, memory_mb=128)
 
     def setup(self) -> str:
-        self.session: Session | None = None
+        self.session: BoxSession | None = None
         return "Go."
 
     @tool

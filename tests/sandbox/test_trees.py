@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from agentrl.sandbox import Sandbox, SandboxDied, SandboxPool, Snapshot, trees
+from agentrl.sandbox import BoxSnapshot, Sandbox, SandboxDied, SandboxPool, trees
 from agentrl.sandbox.contract import ExecResult
 from agentrl.sandbox.inside import frames, leftovers, packing
 from agentrl.sandbox.link import StreamLink
@@ -148,7 +148,7 @@ async def test_a_snapshot_from_elsewhere_is_looked_at_before_the_box_is_reset() 
     async with SandboxPool(Sandbox(), min_idle=0) as pool, pool.lease() as box:
         await box.write_file("kept", "x")
         with pytest.raises(OSError, match="no tree of files"):
-            await box.reset(Snapshot(tree(file(b"../x"))))
+            await box.reset(BoxSnapshot(tree(file(b"../x"))))
         assert await box.read_file("kept") == b"x"
 
 

@@ -58,7 +58,7 @@ def _hand_down(place: str, enable: str) -> None:
     _write(f"{place}/cgroup.subtree_control", enable)
 
 
-class Group:
+class ControlGroup:
     """The group of one sandbox."""
 
     def __init__(self, places: dict[str, str], version: int) -> None:
@@ -140,7 +140,7 @@ class Groups:
                 _write(f"{root}/{run_name()}/cgroup.subtree_control", enable)
         self.bases = {name: f"{root}/{run_name()}" for name, root in roots.items()}
 
-    def create(self, name: str, *, memory_mb: int, pids: int, cpus: float | None) -> Group:
+    def create(self, name: str, *, memory_mb: int, pids: int, cpus: float | None) -> ControlGroup:
         """A new group with its limits.
 
         Raises:
@@ -162,7 +162,7 @@ class Groups:
                 _write(f"{places['cpu']}/cpu.cfs_quota_us", quota)
             else:
                 _write(f"{places['cpu']}/cpu.max", f"{quota} 100000")
-        return Group(places, self.version)
+        return ControlGroup(places, self.version)
 
     def close(self) -> None:
         """Delete what belongs to this run."""

@@ -24,7 +24,7 @@ CHUNK = 1 << 18
 DIGEST_BYTES = 16
 
 
-class Stream:
+class ByteStream:
     """One of the two streams of data, counted."""
 
     def __init__(self, fd: int) -> None:
@@ -63,7 +63,7 @@ class Stream:
 def perform(order: dict[str, Any]) -> int:
     """Do one operation; the exit status is 0 when the answer on stderr is not an error."""
     answer: dict[str, Any]
-    taken, sent = Stream(0), Stream(1)
+    taken, sent = ByteStream(0), ByteStream(1)
     try:
         answer = OPERATIONS[order["op"]](order, taken, sent)
         answer["taken"], answer["sent"] = taken.told(), sent.told()
@@ -92,7 +92,7 @@ def _open_regular(path: str, flags: int, mode: int = 0o644) -> int:
     return fd
 
 
-def read(order: dict[str, Any], taken: Stream, sent: Stream) -> dict[str, Any]:
+def read(order: dict[str, Any], taken: ByteStream, sent: ByteStream) -> dict[str, Any]:
     """Bytes `offset` to `offset + max_bytes` of a regular file on stdout."""
     fd = _open_regular(order["path"], os.O_RDONLY)
     size = os.fstat(fd).st_size
@@ -107,7 +107,7 @@ def read(order: dict[str, Any], taken: Stream, sent: Stream) -> dict[str, Any]:
     return {"size": size}
 
 
-def write(order: dict[str, Any], taken: Stream, sent: Stream) -> dict[str, Any]:
+def write(order: dict[str, Any], taken: ByteStream, sent: ByteStream) -> dict[str, Any]:
     """Write stdin to a regular file; `offset` says where, and how long the file must be by then."""
     path, offset = order["path"], order["offset"]
     if order["parents"] and os.path.dirname(path):
@@ -133,19 +133,19 @@ def _describe(path: str) -> dict[str, Any]:
     return {"kind": kind, "size": info.st_size, "mode": stat.S_IMODE(info.st_mode), "mtime": info.st_mtime}
 
 
-def describe(order: dict[str, Any], taken: Stream, sent: Stream) -> dict[str, Any]:
+def describe(order: dict[str, Any], taken: ByteStream, sent: ByteStream) -> dict[str, Any]:
     """What is at the path; links are not followed."""
     return _describe(order["path"])
 
 
-def entries(order: dict[str, Any], taken: Stream, sent: Stream) -> dict[str, Any]:
+def entries(order: dict[str, Any], taken: ByteStream, sent: ByteStream) -> dict[str, Any]:
     """The sorted entries of a directory, at most `max_entries` of them."""
     names = sorted(os.listdir(order["path"]))
     shown = names[: order["max_entries"]]
     return {"entries": [[n, _describe(os.path.join(order["path"], n))] for n in shown], "total": len(names)}
 
 
-def remove(order: dict[str, Any], taken: Stream, sent: Stream) -> dict[str, Any]:
+def remove(order: dict[str, Any], taken: ByteStream, sent: ByteStream) -> dict[str, Any]:
     """Delete a file, or a directory with all that is in it."""
     path = order["path"]
     if stat.S_ISDIR(os.lstat(path).st_mode):
@@ -158,13 +158,13 @@ def remove(order: dict[str, Any], taken: Stream, sent: Stream) -> dict[str, Any]
     return {}
 
 
-def make_directory(order: dict[str, Any], taken: Stream, sent: Stream) -> dict[str, Any]:
+def make_directory(order: dict[str, Any], taken: ByteStream, sent: ByteStream) -> dict[str, Any]:
     """Create a directory and its parents."""
     os.makedirs(order["path"], exist_ok=True)
     return {}
 
 
-def pack_tree(order: dict[str, Any], taken: Stream, sent: Stream) -> dict[str, Any]:
+def pack_tree(order: dict[str, Any], taken: ByteStream, sent: ByteStream) -> dict[str, Any]:
     """Regular files, directories and links below `path` on stdout, within both limits; see `packing`.
 
     What its owner has locked by its mode is opened all the same, and locked again.
@@ -224,7 +224,7 @@ def _unlock(name: bytes | str, fd: int | None, bits: int) -> int:
     return mode
 
 
-def _send_content(fd: int, name: bytes, mode: int, most: int, sent: Stream, too_much: OSError) -> int:
+def _send_content(fd: int, name: bytes, mode: int, most: int, sent: ByteStream, too_much: OSError) -> int:
     """The pieces of a file, however long it turns out to be; bytes."""
     flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC
     try:
@@ -245,7 +245,7 @@ def _send_content(fd: int, name: bytes, mode: int, most: int, sent: Stream, too_
     return size
 
 
-def unpack_tree(order: dict[str, Any], taken: Stream, sent: Stream) -> dict[str, Any]:
+def unpack_tree(order: dict[str, Any], taken: ByteStream, sent: ByteStream) -> dict[str, Any]:
     """Write the tree on stdin below `path`. No entry is reached through a link, and what was there gives way."""
     os.makedirs(order["path"], exist_ok=True)
     root = os.open(order["path"], os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)

@@ -35,7 +35,7 @@ def pack_raw(head: bytes, payload: bytes) -> bytes:
     return LENGTHS.pack(len(head), len(payload)) + head + payload
 
 
-class Reader:
+class FrameReader:
     """Cuts a byte stream into frames."""
 
     def __init__(self) -> None:

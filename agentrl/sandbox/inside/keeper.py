@@ -53,10 +53,12 @@ def base_env(home: str, tmp: str, extra: dict[str, str]) -> dict[str, str]:
     }  # fmt: skip
 
 
-class Box:
+class KeptBox:
     """What the keeper knows of one sandbox."""
 
-    def __init__(self, name: str, pid: int, uid: int, group: cgroups.Group | None, folder: str | None) -> None:
+    def __init__(
+        self, name: str, pid: int, uid: int, group: cgroups.ControlGroup | None, folder: str | None
+    ) -> None:
         self.name, self.pid, self.uid, self.group, self.folder = name, pid, uid, group, folder
         self.pidfd = os.pidfd_open(pid)
         self.host_oom_kills = cgroups.host_oom_kills() if group is None else 0
@@ -70,8 +72,8 @@ class Keeper:
         self.parent_fd = os.pidfd_open(parent)
         self.privileged = os.geteuid() == 0
         self.groups = cgroups.Groups()
-        self.boxes: dict[int, Box] = {}
-        self.garbage: list[cgroups.Group] = []
+        self.boxes: dict[int, KeptBox] = {}
+        self.garbage: list[cgroups.ControlGroup] = []
         self.count = 0
         self.folder: str | None = None
         self.poll = select.poll()
@@ -149,7 +151,7 @@ class Keeper:
                 self.garbage.append(group)
             raise
         os.close(go_r)
-        box = Box(order["box"], pid, uid, group, folder)
+        box = KeptBox(order["box"], pid, uid, group, folder)
         self.boxes[box.pidfd] = box
         self.poll.register(box.pidfd, select.POLLIN)
         if group is not None:
@@ -186,7 +188,7 @@ class Keeper:
         os.chown(folder, uid, gid)
         return folder
 
-    def end(self, box: Box) -> None:
+    def end(self, box: KeptBox) -> None:
         """A sandbox has ended. Whatever it has left behind, the keeper of all the others goes on."""
         try:
             self.bury(box)
@@ -196,7 +198,7 @@ class Keeper:
             os.write(2, f"sandbox {box.name}: could not be cleaned up: {type(error).__name__}: {error}\n".encode())
             self.tell({"box": box.name, "exit": 0, "oom_kills": 0, "at_limit": True})
 
-    def bury(self, box: Box) -> None:
+    def bury(self, box: KeptBox) -> None:
         """Collect a sandbox that has ended and remove what was its own."""
         _, status = os.waitpid(box.pid, 0)
         self.poll.unregister(box.pidfd)
@@ -215,7 +217,7 @@ class Keeper:
             leftovers.remove_tree(box.folder)
         self.tell({"box": box.name, "exit": status, "oom_kills": oom_kills, "at_limit": at_limit})
 
-    def oom_kills(self, box: Box) -> tuple[int, bool]:
+    def oom_kills(self, box: KeptBox) -> tuple[int, bool]:
         """(processes killed for want of memory, whether the sandbox's own limit may be why).
 
         Without a control group nobody counts for a sandbox alone: all kills of the host since it began.
@@ -243,7 +245,13 @@ class Keeper:
 
 
 def become(
-    order: dict[str, Any], link: int, go: int, group: cgroups.Group | None, folder: str | None, uid: int, gid: int
+    order: dict[str, Any],
+    link: int,
+    go: int,
+    group: cgroups.ControlGroup | None,
+    folder: str | None,
+    uid: int,
+    gid: int,
 ) -> NoReturn:
     """In the new process: build the jail, give up every privilege, supervise. Says on the link what fails."""
     try:

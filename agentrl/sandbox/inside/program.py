@@ -135,14 +135,14 @@ class Program:
                 setattr(self, name, -1)
 
 
-Limits = tuple[float, int, int, int]
+CallLimits = tuple[float, int, int, int]
 """Seconds, bytes of stdout and of stderr that are kept, bytes of both that end the program."""
 
 
-class Call:
+class ProgramCall:
     """The order that runs now."""
 
-    def __init__(self, header: frames.Header, program: Program, stdin: bytes, limits: Limits) -> None:
+    def __init__(self, header: frames.Header, program: Program, stdin: bytes, limits: CallLimits) -> None:
         self.id: int = header["id"]
         self.retried = False
         self.order = b""

@@ -17,7 +17,7 @@ from collections.abc import Callable
 from typing import NoReturn
 
 from . import child, frames, ipc, tree
-from .program import READ_SIZE, Call, Limits, Program, Tail
+from .program import READ_SIZE, CallLimits, Program, ProgramCall, Tail
 
 INTERRUPT_GRACE_S = 0.3
 STATUSES = frozenset(b"%d" % status for status in range(256))
@@ -50,17 +50,17 @@ class Supervisor:
         self.confinement, self.owns_all, self.meter = confinement, owns_all, meter
         self.ttl_s = ttl_s
         self.expires = time.monotonic() + ttl_s
-        self.reader = frames.Reader()
+        self.reader = frames.FrameReader()
         self.poll = select.poll()
         self.handlers: dict[int, Callable[[], None]] = {}
         self.spare: Program | None = None
-        self.call: Call | None = None
+        self.call: ProgramCall | None = None
         self.sessions: dict[str, Program] = {}
         self.spare_is_wanted = False
         self.used = False
         """Whether a program has run here: from then on, what fails is an outcome of its calls and no fault."""
         self.cpu_s = 0.0
-        self.limits: Limits = (0.0, 0, 0, 0)
+        self.limits: CallLimits = (0.0, 0, 0, 0)
         """What calls are held to: told with the first one, and with each that differs from the one before."""
         self.wakeup = -1
         """Where ends of children are told by signal: written to, it has them looked for."""
@@ -281,7 +281,7 @@ class Supervisor:
                 program.order(b"%d\0%s\0" % (header["id"], payload.replace(b"\0", b"")))
             else:
                 program.order(frames.pack_raw(b"%d" % header["id"], payload))
-            self._prepare(program, Call(header, program, b"", self.limits))  # while it works already
+            self._prepare(program, ProgramCall(header, program, b"", self.limits))  # while it works already
             return
         if "stream" in header:
             self._still(signal.SIGSTOP)
@@ -292,9 +292,9 @@ class Supervisor:
             self._refuse(header["id"], f"cannot start a process: {error.strerror}")
             return
         size = header["order_bytes"]
-        self._launch(Call(header, program, payload[size:], self.limits), payload[:size])
+        self._launch(ProgramCall(header, program, payload[size:], self.limits), payload[:size])
 
-    def _prepare(self, program: Program, call: Call) -> None:
+    def _prepare(self, program: Program, call: ProgramCall) -> None:
         """The books of a session's next call: what it wrote since the last one comes first."""
         self.call = call
         for fd in (program.stdout, program.stderr):
@@ -318,7 +318,7 @@ class Supervisor:
         report = frames.REPORT.pack(number, 0, flags, 126, 0, len(text), 0.0, 0.0, 0, self.meter.end(), 0)
         self._write(frames.pack_raw(report, text))
 
-    def _launch(self, call: Call, order: bytes) -> None:
+    def _launch(self, call: ProgramCall, order: bytes) -> None:
         """Hand a fresh call to its program."""
         program = call.program
         self.call, call.order = call, order
@@ -339,7 +339,7 @@ class Supervisor:
             elif fd not in program.ended:
                 self._watch(fd, functools.partial(self._drain, program, name))
 
-    def _read_as_it_comes(self, call: Call) -> None:
+    def _read_as_it_comes(self, call: ProgramCall) -> None:
         call.is_quick = False
         self._watch_output(call.program)
 
@@ -398,7 +398,7 @@ class Supervisor:
             if not everything or len(data) < READ_SIZE:  # a pipe gives less than asked only when it is empty
                 return
 
-    def _at_the_end(self, call: Call) -> None:
+    def _at_the_end(self, call: ProgramCall) -> None:
         """stderr, which is closed last, has ended. A program that says it has come to its end has nothing more to
         do: with nobody else about, it is answered for before it is waited for."""
         program = call.program
@@ -532,7 +532,7 @@ class Supervisor:
         if unstarted and os.WIFSIGNALED(program.status or 0) and not call.retried:
             # Somebody killed the spare before it took the order: nothing of the order has happened.
             program.close()
-            again = Call(call.header, Program(self.confinement), call.given, self.limits)
+            again = ProgramCall(call.header, Program(self.confinement), call.given, self.limits)
             again.retried = True
             self._launch(again, call.order)
             return
@@ -559,7 +559,7 @@ class Supervisor:
             if self.owns_all and not self.sessions and not is_file:
                 ipc.clear()
 
-    def _session_status(self, call: Call) -> tuple[int | None, bool]:
+    def _session_status(self, call: ProgramCall) -> tuple[int | None, bool]:
         """(exit status in the coding of wait, whether the session is over)."""
         line = call.answer.partition(b"\n")[0].split()
         program = call.program
@@ -572,7 +572,7 @@ class Supervisor:
             _, program.status, program.rusage = os.wait4(program.pid, 0)
         return program.status, True
 
-    def _report(self, call: Call, status: int | None, lost: bool, oom_kills: int, reaped: int) -> bytes:
+    def _report(self, call: ProgramCall, status: int | None, lost: bool, oom_kills: int, reaped: int) -> bytes:
         """The frame that says what became of a call, with its output."""
         assert status is not None
         wall_s, usage, verdict = time.monotonic() - call.started, call.program.rusage, call.verdict

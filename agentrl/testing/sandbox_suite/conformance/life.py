@@ -6,7 +6,7 @@ import asyncio
 import secrets
 
 from agentrl.errors import ConfigError
-from agentrl.sandbox import Limits
+from agentrl.sandbox import SandboxLimits
 from agentrl.sandbox.errors import SandboxDied
 from agentrl.testing.sandbox_suite.stage import Stage, expect
 
@@ -167,7 +167,7 @@ async def closing(stage: Stage) -> None:
 async def limits_of_the_box_stay(stage: Stage) -> None:
     async with stage.box() as box:
         try:
-            await box.run(["true"], limits=Limits(memory_mb=9999, workspace_mb=1))
+            await box.run(["true"], limits=SandboxLimits(memory_mb=9999, workspace_mb=1))
         except ConfigError:
             return
         raise AssertionError("a call changed the memory of the box")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import secrets
 import time
 
-from agentrl.sandbox import Limits
+from agentrl.sandbox import SandboxLimits
 from agentrl.testing.sandbox_suite.conformance.files import ALL_BYTES
 from agentrl.testing.sandbox_suite.stage import Stage, expect
 
@@ -61,7 +61,7 @@ async def large_output_is_exact(stage: Stage) -> None:
 
 async def output_is_cut_in_the_middle(stage: Stage) -> None:
     async with stage.box() as box:
-        result = await box.run("echo BEGIN; seq 100000; echo END", limits=Limits(stdout_bytes=1000))
+        result = await box.run("echo BEGIN; seq 100000; echo END", limits=SandboxLimits(stdout_bytes=1000))
         expect(result.truncated and result.stdout_total == 588_905, result.stdout_total)
         expect(result.stdout.startswith(b"BEGIN\n1\n") and result.stdout.endswith(b"100000\nEND\n"), result.stdout)
         expect(len(result.stdout) < 1100, len(result.stdout))
@@ -69,7 +69,7 @@ async def output_is_cut_in_the_middle(stage: Stage) -> None:
 
 async def endless_output_ends(stage: Stage) -> None:
     async with stage.box() as box:
-        result = await box.run("yes", limits=Limits(output_total_mb=2))
+        result = await box.run("yes", limits=SandboxLimits(output_total_mb=2))
         expect(result.outcome == "output_limit" and result.exit_code is None, result.outcome)
         expect(result.stdout.startswith(b"y\ny\n"), "the output is lost")
 
@@ -85,7 +85,7 @@ async def large_commands(stage: Stage) -> None:
 async def stdin(stage: Stage) -> None:
     async with stage.box() as box:
         for data in (b"", b"line\n", ALL_BYTES, b"$(touch x) `id` ; & | < >\n", secrets.token_bytes(3 << 20)):
-            result = await box.run(["cat"], stdin=data, limits=Limits(stdout_bytes=8 << 20))
+            result = await box.run(["cat"], stdin=data, limits=SandboxLimits(stdout_bytes=8 << 20))
             expect(result.stdout == data, f"{len(data)} bytes of stdin changed")
         result = await box.run(["true"], stdin=b"x" * (4 << 20))
         expect(result.ok and result.wall_s < 2, "unread stdin holds the call")
@@ -153,7 +153,7 @@ async def timeouts_kill_the_tree(stage: Stage) -> None:
 
 async def cpu_limit(stage: Stage) -> None:
     async with stage.box() as box:
-        result = await box.python("while True: pass", limits=Limits(cpu_s=1, wall_s=45))
+        result = await box.python("while True: pass", limits=SandboxLimits(cpu_s=1, wall_s=45))
         # Its processor time says which limit it was: on a busy machine a second of it takes long. What is reported
         # can be less than the limit: 0.88 was seen for 1.
         expect(result.outcome == "timeout" and 0.7 <= result.cpu_s < 2.5 and result.wall_s < 45, result)

@@ -8,14 +8,14 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from agentrl.errors import SandboxError
-from agentrl.sandbox.contract import GRACE_S, ExecResult, Limits, SessionKind, narrowed
-from agentrl.sandbox.report import result_of
+from agentrl.sandbox.contract import GRACE_S, ExecResult, SandboxLimits, SessionKind, narrowed
+from agentrl.sandbox.results import result_of
 
 if TYPE_CHECKING:
     from agentrl.sandbox.box import Box
 
 
-class Session:
+class BoxSession:
     """A program of a box that keeps its state; see Box.session."""
 
     def __init__(self, box: Box, kind: SessionKind) -> None:
@@ -36,7 +36,9 @@ class Session:
                  "session": self._name, "rlimits": limits}, b"", GRACE_S,
             )  # fmt: skip
 
-    async def run(self, command: str, *, wall_s: float | None = None, limits: Limits | None = None) -> ExecResult:
+    async def run(
+        self, command: str, *, wall_s: float | None = None, limits: SandboxLimits | None = None
+    ) -> ExecResult:
         """Hand it a command line, or Python code. A time-out interrupts it; where that does not help it is lost.
 
         The background jobs of a session live as long as the session.
@@ -62,7 +64,7 @@ class Session:
             return QueryResult(result=result, **json.loads(result.stdout))
         return QueryResult(result=result)
 
-    async def _call(self, code: bytes, limits: Limits) -> ExecResult:
+    async def _call(self, code: bytes, limits: SandboxLimits) -> ExecResult:
         box, told = self.box, limits.call_limits()
         box._used = True
         async with box._lock:
@@ -90,7 +92,7 @@ class Session:
                 async with self.box._lock:
                     await self.box._exchange({"op": "close", "session": name}, b"", GRACE_S)
 
-    async def __aenter__(self) -> Session:
+    async def __aenter__(self) -> BoxSession:
         return self
 
     async def __aexit__(self, *_: object) -> None:

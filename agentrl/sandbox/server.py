@@ -23,7 +23,7 @@ from typing import Any
 
 from agentrl.errors import AgentRLError, ConfigError
 from agentrl.sandbox.box import Box
-from agentrl.sandbox.contract import Limits, Sandbox
+from agentrl.sandbox.contract import Sandbox, SandboxLimits
 from agentrl.sandbox.inside import frames
 from agentrl.sandbox.link import StreamLink
 from agentrl.sandbox.pool import SandboxPool
@@ -41,7 +41,7 @@ LOCAL_ONLY = (
 )  # fmt: skip
 """What a client does not ask for: the server's own spec says it, or it concerns the client alone."""
 
-BOUNDS = (*(f.name for f in fields(Limits)), "ttl_s")
+BOUNDS = (*(f.name for f in fields(SandboxLimits)), "ttl_s")
 """What a client can ask for up to what the server's own spec says."""
 UNBOUNDED = ("cpu_s", "cpus")
 """Limits that may be None. A client that names none has the server's."""
