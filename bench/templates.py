@@ -20,7 +20,7 @@ from agentrl.chat.roundtrip import TOOL, calls_of
 from agentrl.chat.template import Renderer
 from agentrl.chat.transcript import Transcript
 from agentrl.errors import AgentRLError, TemplateError
-from agentrl.rollout.setup import require_template
+from agentrl.rollout.renderer import require_template
 from agentrl.types import Message, ToolCall
 
 FOLDER = Path(__file__).parent / "templates"

@@ -187,7 +187,7 @@ def run_config(shape: Shape, model: Mapping[str, Any], **changes: Any) -> RunCon
 
 def make_model(shape: Shape, folder: str) -> None:
     """Make the tiny model and cold-start it; the folder then holds it under `start`."""
-    from agentrl.rollout.setup import load_content
+    from agentrl.rollout.content import load_content
     from agentrl.train.start import make_start
 
     options = {"quality": 0.8, "min_operations": shape.operations, "max_operations": shape.operations}

@@ -25,7 +25,7 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 from starlette.types import ASGIApp
 
-from agentrl.agents.recorder import Recorder, Recording, no_episode
+from agentrl.agents.recorder import EpisodeRecording, Recorder, no_episode
 from agentrl.chat.messages import write_message
 from agentrl.env.solved import BY_NAME
 from agentrl.errors import ConfigError
@@ -68,7 +68,7 @@ class EndRequest(_Body):
 
 @dataclass
 class _Open:
-    recording: Recording
+    recording: EpisodeRecording
     task: Task
     began: float = field(default_factory=time.monotonic)
 

@@ -9,7 +9,7 @@ from functools import partial
 from typing import Literal
 
 from agentrl.agents.program import Access, Agent, AgentCrashedError, AgentTask, Clients
-from agentrl.agents.recorder import Recorder, Recording
+from agentrl.agents.recorder import EpisodeRecording, Recorder
 from agentrl.env.env import Env, PolicyAccess
 from agentrl.errors import EngineError, InfraError
 from agentrl.rollout.episode import TokenCheck
@@ -82,7 +82,7 @@ class AgentPlayer:
                 await score_env(env, episode, timeout_s)
         return self._checked(episode.result(), recording)
 
-    async def _run_agent(self, task: AgentTask, episode: OpenEpisode, recording: Recording) -> str:
+    async def _run_agent(self, task: AgentTask, episode: OpenEpisode, recording: EpisodeRecording) -> str:
         """Run the program, and take over its turns from the recording; returns what the program returned.
 
         Raises:
@@ -114,7 +114,7 @@ class AgentPlayer:
         episode.stop = recording.stop or (StopReason.MAX_TOKENS if last.finish == "length" else ended)
         return outcome
 
-    def _checked(self, episode: Episode, recording: Recording) -> Episode:
+    def _checked(self, episode: Episode, recording: EpisodeRecording) -> Episode:
         """The episode with the counts of the token check over all its branches."""
         if self.token_check is None or episode.error is not None:
             return episode

@@ -16,11 +16,11 @@ from agentrl.engine.base import Engine
 from agentrl.env.env import Env
 from agentrl.errors import ConfigError
 from agentrl.importing import load_object
+from agentrl.rollout.build import make_player
 from agentrl.rollout.episode import Player, TokenCheck
 from agentrl.rollout.group import Plays
 from agentrl.rollout.limits import EpisodeLimits
 from agentrl.rollout.ray.workers import placed
-from agentrl.rollout.setup import make_player
 from agentrl.types import EVERY_TOKEN, Filters
 
 if TYPE_CHECKING:

@@ -50,7 +50,7 @@ NO_LIMIT = 1 << 30
 """Completions at once: the engine queues what it cannot take, and a refused request would only come again."""
 
 
-class Recording:
+class EpisodeRecording:
     """One episode as it is recorded.
 
     Attributes:
@@ -193,7 +193,7 @@ def _turn(turn: SessionTurn, child: SessionTurn | None, seconds: float) -> Turn:
 class RecordedSeat(Seat):
     """The seat of one request: `again` says that it may be one that came before, under `key` if it has one."""
 
-    recording: Recording = field(kw_only=False, default=None)  # type: ignore[assignment]
+    recording: EpisodeRecording = field(kw_only=False, default=None)  # type: ignore[assignment]
     again: bool = False
     key: str = ""
 
@@ -201,7 +201,7 @@ class RecordedSeat(Seat):
 class RecordedJob(Job):
     """A completion that is sampled once, however often it is asked for."""
 
-    def __init__(self, job: Job, recording: Recording, key: str) -> None:
+    def __init__(self, job: Job, recording: EpisodeRecording, key: str) -> None:
         super().__init__(job.talk, job.ask, job.session, job.prompt, job.limit)
         self._recording, self._key = recording, key
         self._task: asyncio.Future[list[Spoken]] | None = None
@@ -332,15 +332,15 @@ class Recorder:
         if engine.max_context > budget:
             self._talk.when_full = StopReason.TOKEN_BUDGET
         self._settings = Settings(names=("policy",), accept_any_model=True)
-        self._open: dict[str, Recording] = {}
+        self._open: dict[str, EpisodeRecording] = {}
 
-    def open(self, *, temperature: float, seed: int) -> Recording:
+    def open(self, *, temperature: float, seed: int) -> EpisodeRecording:
         """Begin an episode; `close` it in any case."""
-        recording = Recording(self.renderer, self.limits, temperature=temperature, seed=seed)
+        recording = EpisodeRecording(self.renderer, self.limits, temperature=temperature, seed=seed)
         self._open[recording.id] = recording
         return recording
 
-    async def close(self, recording: Recording) -> None:
+    async def close(self, recording: EpisodeRecording) -> None:
         """Forget an episode and free what the engine keeps for it; idempotent."""
         recording.seal()
         self._open.pop(recording.id, None)
@@ -359,7 +359,7 @@ class Recorder:
         routes = endpoint.api_routes(prefix, self.find_seat)
         return [route for route in routes if route.path != f"{prefix}/completions"]
 
-    def find(self, request: Request) -> Recording:
+    def find(self, request: Request) -> EpisodeRecording:
         """The recording that a request is for. Raises ApiError where the key is not its own."""
         recording = self._open.get(request.path_params["episode"])
         kind, _, given = request.headers.get("authorization", "").partition(" ")

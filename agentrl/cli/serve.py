@@ -73,7 +73,7 @@ def serve(
     require("serve", "agentrl serve")
     require("train", "agentrl serve")
 
-    from agentrl.rollout.setup import quiet_transformers
+    from agentrl.reporting.display import quiet_transformers
     from agentrl.serve.app import Settings
 
     key = _key(host, api_key_env)
@@ -114,7 +114,7 @@ def _find(target: Path, overrides: list[str]) -> _Policy:
     from agentrl.config import load_config
     from agentrl.config.load import load_engine
     from agentrl.errors import ConfigError
-    from agentrl.rollout.setup import check_renderer, load_renderer
+    from agentrl.rollout.renderer import check_renderer, load_renderer
     from agentrl.run_folder.store import find_checkpoint
 
     check_effect(overrides, "serve", "on serving")

@@ -36,22 +36,16 @@ from agentrl.errors import (
 )
 from agentrl.eval.result import RESULTS_FILE, EvalResult, EvalSpec, Prices, result_of
 from agentrl.extras import require
+from agentrl.reporting.display import quiet_transformers
 from agentrl.reporting.report import Reporter
+from agentrl.rollout.build import make_engine, make_guard
 from agentrl.rollout.chat_endpoint import ChatPlayer
+from agentrl.rollout.content import Content, load_content
 from agentrl.rollout.group import GroupPlayer, Plays
 from agentrl.rollout.lifecycle import EpisodeStatus
 from agentrl.rollout.limits import EpisodeLimits
 from agentrl.rollout.prompts import fitting
-from agentrl.rollout.setup import (
-    Content,
-    check_renderer,
-    load_content,
-    load_renderer,
-    make_engine,
-    make_guard,
-    quiet_transformers,
-    require_template,
-)
+from agentrl.rollout.renderer import check_renderer, load_renderer, require_template
 from agentrl.run_folder.checkpoints import MANIFEST
 from agentrl.run_folder.files import read_bounded
 from agentrl.run_folder.records import MAX_BYTES, EpisodeRecord, bounded_lines, decode, encode

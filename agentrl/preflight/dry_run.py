@@ -30,18 +30,12 @@ from agentrl.env.toolenv.rewards import weight_of_nothing
 from agentrl.errors import ConfigError, EnvError, InfraError, RewardError
 from agentrl.models.tiny import make_tokenizer
 from agentrl.reporting.report import Silent
+from agentrl.rollout.content import Content, check_held_out, corpus, load_content, repeated_ids
 from agentrl.rollout.group import with_group_rewards
 from agentrl.rollout.metrics import reward_parts
 from agentrl.rollout.oracle import author_method
 from agentrl.rollout.prompts import fitting, prompt_tokens
-from agentrl.rollout.setup import (
-    Content,
-    check_held_out,
-    corpus,
-    load_content,
-    load_renderer,
-    repeated_ids,
-)
+from agentrl.rollout.renderer import load_renderer
 from agentrl.run_folder.records import EpisodeRecord
 from agentrl.sandbox import close_pools
 from agentrl.train.advantages import estimate_advantages

@@ -55,7 +55,7 @@ class Phase:
 
 
 @dataclass(frozen=True, slots=True)
-class Finding:
+class PlanFinding:
     """A rule that speaks. `level`: error (it will fail), warning (it will hurt), note."""
 
     code: str
@@ -80,7 +80,7 @@ class Plan:
     memory_bytes: int | None
     here: bool
     """Whether the run is planned for this machine."""
-    findings: list[Finding]
+    findings: list[PlanFinding]
 
     def to_dict(self) -> dict[str, Any]:
         """As JSON."""

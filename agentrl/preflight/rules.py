@@ -10,21 +10,21 @@ from agentrl.config.run import RunConfig
 from agentrl.errors import ConfigError
 from agentrl.gpu import gpus_here
 from agentrl.learner.attention.choice import choose_attention
-from agentrl.preflight.plan import Finding, Phase, Plan, disk_free, own_devices, size
+from agentrl.preflight.plan import Phase, Plan, PlanFinding, disk_free, own_devices, size
 
-Rule = Callable[[RunConfig, Plan, bool], Iterator[Finding]]
+Rule = Callable[[RunConfig, Plan, bool], Iterator[PlanFinding]]
 BILLION = 1_000_000_000
 TOO_FULL = 0.9
 """Share of a device's memory beyond which a plan does not count as fitting: allocators need the rest."""
 
 
-def findings(config: RunConfig, plan: Plan, gpu: bool) -> list[Finding]:
+def findings(config: RunConfig, plan: Plan, gpu: bool) -> list[PlanFinding]:
     """What every rule has to say, errors first."""
     found = [finding for rule in RULES for finding in rule(config, plan, gpu)]
     return sorted(found, key=lambda f: ("error", "warning", "note").index(f.level))
 
 
-def memory(config: RunConfig, plan: Plan, gpu: bool) -> Iterator[Finding]:
+def memory(config: RunConfig, plan: Plan, gpu: bool) -> Iterator[PlanFinding]:
     """PL01: a phase does not fit."""
     if plan.memory_bytes is None:
         return
@@ -34,7 +34,7 @@ def memory(config: RunConfig, plan: Plan, gpu: bool) -> Iterator[Finding]:
         if phase.total > TOO_FULL * plan.memory_bytes:
             name, most = max(phase.parts.items(), key=lambda part: part[1])
             text = f"{phase.name} needs {size(phase.total)} in {phase.where}, which has {size(plan.memory_bytes)}"
-            yield Finding(
+            yield PlanFinding(
                 "PL01", "error", f"{text}; most of it is {name} ({size(most)})", _relief(phase, name, config)
             )
 
@@ -62,23 +62,25 @@ def _relief(phase: Phase, name: str, config: RunConfig) -> str:
     return "raise learner.ranks, or use learner.lora or learner.cpu_offload"
 
 
-def one_episode(config: RunConfig, plan: Plan, gpu: bool) -> Iterator[Finding]:
+def one_episode(config: RunConfig, plan: Plan, gpu: bool) -> Iterator[PlanFinding]:
     """PL02: an episode is larger than a micro-batch, which is never cut."""
     budget, room = config.rollout.token_budget, config.learner.tokens_per_micro_batch
     if min(budget, plan.model.max_context) > room:
         text = f"an episode may have {budget:,} tokens, a micro-batch takes {room:,}"
-        yield Finding("PL02", "error", text, "raise learner.tokens_per_micro_batch, or lower rollout.token_budget")
+        yield PlanFinding(
+            "PL02", "error", text, "raise learner.tokens_per_micro_batch, or lower rollout.token_budget"
+        )
 
 
-def context(config: RunConfig, plan: Plan, gpu: bool) -> Iterator[Finding]:
+def context(config: RunConfig, plan: Plan, gpu: bool) -> Iterator[PlanFinding]:
     """PL03: episodes that the model's context cuts."""
     budget, limit = config.rollout.token_budget, plan.model.max_context
     if budget > limit:
         text = f"rollout.token_budget is {budget:,}, the model's context {limit:,}: episodes end there"
-        yield Finding("PL03", "warning", text, f"lower rollout.token_budget to {limit}, or take another model")
+        yield PlanFinding("PL03", "warning", text, f"lower rollout.token_budget to {limit}, or take another model")
 
 
-def turns(config: RunConfig, plan: Plan, gpu: bool) -> Iterator[Finding]:
+def turns(config: RunConfig, plan: Plan, gpu: bool) -> Iterator[PlanFinding]:
     """PL04: the budget of the episode leaves less than a turn, prompt and observations not counted."""
     rollout = config.rollout
     wanted = rollout.max_turns * rollout.max_tokens
@@ -88,30 +90,32 @@ def turns(config: RunConfig, plan: Plan, gpu: bool) -> Iterator[Finding]:
             f"{rollout.max_turns} turns of {rollout.max_tokens} tokens are {wanted:,}, more than "
             f"rollout.token_budget = {rollout.token_budget:,} with prompt and observations: long episodes are cut"
         )
-        yield Finding("PL04", level, text, "raise rollout.token_budget, or see the limits in `agentrl show`")
+        yield PlanFinding("PL04", level, text, "raise rollout.token_budget, or see the limits in `agentrl show`")
 
 
-def division(config: RunConfig, plan: Plan, gpu: bool) -> Iterator[Finding]:
+def division(config: RunConfig, plan: Plan, gpu: bool) -> Iterator[PlanFinding]:
     """PL05: ranks without work, or updates of unlike size."""
     batch, ranks = plan.batch, config.learner.ranks
     if batch.episodes_per_update < ranks:
         text = f"an update has {batch.episodes_per_update:g} episodes for {ranks} ranks: some have nothing to do"
-        yield Finding(
+        yield PlanFinding(
             "PL05", "warning", text, "lower algorithm.updates_per_step or learner.ranks, or play more groups"
         )
     if config.algorithm.updates_per_step > batch.episodes:
         text = f"{config.algorithm.updates_per_step} updates a step, but only {batch.episodes} episodes"
-        yield Finding("PL05", "warning", text, "lower algorithm.updates_per_step")
+        yield PlanFinding("PL05", "warning", text, "lower algorithm.updates_per_step")
 
 
-def double_kl(config: RunConfig, plan: Plan, gpu: bool) -> Iterator[Finding]:
+def double_kl(config: RunConfig, plan: Plan, gpu: bool) -> Iterator[PlanFinding]:
     """PL06: the reference pulls twice."""
     if config.algorithm.kl.coef > 0 and config.algorithm.kl.where == "both":
         text = "the KL penalty is in the loss and in the reward"
-        yield Finding("PL06", "warning", text, "set algorithm.kl.where to loss or reward unless both are meant")
+        yield PlanFinding(
+            "PL06", "warning", text, "set algorithm.kl.where to loss or reward unless both are meant"
+        )
 
 
-def reference(config: RunConfig, plan: Plan, gpu: bool) -> Iterator[Finding]:
+def reference(config: RunConfig, plan: Plan, gpu: bool) -> Iterator[PlanFinding]:
     """PL07: what the reference costs, and which one it is."""
     if config.algorithm.kl.coef == 0:
         return
@@ -123,19 +127,19 @@ def reference(config: RunConfig, plan: Plan, gpu: bool) -> Iterator[Finding]:
         )
     else:
         text = "the reference is a frozen copy: one more forward pass, about a quarter of an update"
-    yield Finding("PL07", "note", text, "set algorithm.kl.coef to 0 to do without")
+    yield PlanFinding("PL07", "note", text, "set algorithm.kl.coef to 0 to do without")
 
 
-def waves(config: RunConfig, plan: Plan, gpu: bool) -> Iterator[Finding]:
+def waves(config: RunConfig, plan: Plan, gpu: bool) -> Iterator[PlanFinding]:
     """PL08: larger steps stress the engine before the learner."""
     slots = max(1, plan.kv_bytes // max(1, plan.kv_bytes_per_token * config.rollout.token_budget))
     if plan.batch.episodes > 4 * slots:
         times = plan.batch.episodes / slots
         text = f"{plan.batch.episodes:,} episodes share {slots} slots: they are played in {times:.0f} waves"
-        yield Finding("PL08", "warning", text, "raise engine.max_slots or engine.server.replicas")
+        yield PlanFinding("PL08", "warning", text, "raise engine.max_slots or engine.server.replicas")
 
 
-def bypass(config: RunConfig, plan: Plan, gpu: bool) -> Iterator[Finding]:
+def bypass(config: RunConfig, plan: Plan, gpu: bool) -> Iterator[PlanFinding]:
     """PL09: ratios against another program's numbers."""
     algorithm = config.algorithm
     if algorithm.decided(config.rollout.max_staleness).old_logprobs == "sampler":
@@ -144,36 +148,36 @@ def bypass(config: RunConfig, plan: Plan, gpu: bool) -> Iterator[Finding]:
         if algorithm.old_logprobs == "auto":
             text += f", because episodes may be {config.rollout.max_staleness} steps old"
             fix = "nothing, unless you want them corrected otherwise: then set algorithm.correction.importance"
-        yield Finding("PL09", "note", text, f"watch drift/mean_abs; {fix}")
+        yield PlanFinding("PL09", "note", text, f"watch drift/mean_abs; {fix}")
     if (
         config.rollout.max_staleness > 0
         and algorithm.correction.importance == "none"
         and algorithm.old_logprobs == "learner"
     ):
         text = f"episodes may be {config.rollout.max_staleness} steps old and nothing corrects for it"
-        yield Finding("PL09", "warning", text, "leave algorithm.old_logprobs to auto")
+        yield PlanFinding("PL09", "warning", text, "leave algorithm.old_logprobs to auto")
 
 
-def learning_rate(config: RunConfig, plan: Plan, gpu: bool) -> Iterator[Finding]:
+def learning_rate(config: RunConfig, plan: Plan, gpu: bool) -> Iterator[PlanFinding]:
     """PL10: learning rates of another size than usual."""
     lr, large = config.optim.lr, plan.model.parameters >= BILLION // 2
     if config.learner.lora is not None and lr < 5e-6 and large:
         text = f"optim.lr is {lr:g}: adapters usually need ten times what the whole model takes"
-        yield Finding("PL10", "warning", text, "try 1e-5 to 1e-4")
+        yield PlanFinding("PL10", "warning", text, "try 1e-5 to 1e-4")
     if config.learner.lora is None and lr > 1e-5 and large:
         text = (
             f"optim.lr is {lr:g} for all {plan.model.parameters:,} parameters: policies this large usually break"
         )
-        yield Finding("PL10", "warning", text, "try 1e-6")
+        yield PlanFinding("PL10", "warning", text, "try 1e-6")
     if not large and lr == type(config.optim).model_fields["lr"].default:
         text = f"optim.lr is {lr:g}, the default for large models; small ones hardly move"
-        yield Finding("PL10", "warning", text, "try 1e-4 to 1e-3 for a model of a few million parameters")
+        yield PlanFinding("PL10", "warning", text, "try 1e-4 to 1e-3 for a model of a few million parameters")
 
 
-def precision(config: RunConfig, plan: Plan, gpu: bool) -> Iterator[Finding]:
+def precision(config: RunConfig, plan: Plan, gpu: bool) -> Iterator[PlanFinding]:
     """PL11: float32 on GPUs."""
     if gpu and config.learner.precision == "float32" and plan.model.parameters >= BILLION // 2:
-        yield Finding(
+        yield PlanFinding(
             "PL11",
             "warning",
             "the learner computes in float32 on a GPU: several times slower",
@@ -181,39 +185,39 @@ def precision(config: RunConfig, plan: Plan, gpu: bool) -> Iterator[Finding]:
         )
 
 
-def disk(config: RunConfig, plan: Plan, gpu: bool) -> Iterator[Finding]:
+def disk(config: RunConfig, plan: Plan, gpu: bool) -> Iterator[PlanFinding]:
     """PL12: checkpoints do not fit on the disk."""
     free = disk_free(Path("runs").absolute() / config.name)
     if plan.checkpoints_bytes > free:
         text = f"checkpoints take up to {size(plan.checkpoints_bytes)}, the disk has {size(free)} left"
-        yield Finding("PL12", "error", text, "lower checkpoint.keep, or put the run elsewhere with --run-dir")
+        yield PlanFinding("PL12", "error", text, "lower checkpoint.keep, or put the run elsewhere with --run-dir")
 
 
-def critic(config: RunConfig, plan: Plan, gpu: bool) -> Iterator[Finding]:
+def critic(config: RunConfig, plan: Plan, gpu: bool) -> Iterator[PlanFinding]:
     """PL13: a critic that follows too fast."""
     if config.critic is not None and config.critic.lr > 100 * config.optim.lr and config.critic.warmup_steps == 0:
         text = f"critic.lr is {config.critic.lr:g}, over a hundred times optim.lr, without warm-up: it may spike"
-        yield Finding("PL13", "warning", text, "lower critic.lr first, or set critic.warmup_steps")
+        yield PlanFinding("PL13", "warning", text, "lower critic.lr first, or set critic.warmup_steps")
 
 
-def signal(config: RunConfig, plan: Plan, gpu: bool) -> Iterator[Finding]:
+def signal(config: RunConfig, plan: Plan, gpu: bool) -> Iterator[PlanFinding]:
     """PL14: groups too small to tell chance from skill."""
     if 1 < config.rollout.group_size < 4 and config.algorithm.advantage in ("grpo", "rloo", "dr_grpo"):
         text = f"groups of {config.rollout.group_size}: most score all the same and teach nothing"
-        yield Finding("PL14", "warning", text, "set rollout.group_size to 8, with fewer groups if need be")
+        yield PlanFinding("PL14", "warning", text, "set rollout.group_size to 8, with fewer groups if need be")
 
 
-def attention(config: RunConfig, plan: Plan, gpu: bool) -> Iterator[Finding]:
+def attention(config: RunConfig, plan: Plan, gpu: bool) -> Iterator[PlanFinding]:
     """PL15: an attention that cannot work here."""
     if gpu and not gpus_here():
         return
     try:
         choose_attention(config.learner, "cuda" if gpu else "cpu", {plan.model.head_dim})
     except ConfigError as e:
-        yield Finding("PL15", "error", str(e), "set learner.attention to auto")
+        yield PlanFinding("PL15", "error", str(e), "set learner.attention to auto")
 
 
-def devices(config: RunConfig, plan: Plan, gpu: bool) -> Iterator[Finding]:
+def devices(config: RunConfig, plan: Plan, gpu: bool) -> Iterator[PlanFinding]:
     """PL16: devices that this machine has not."""
     if not plan.here:
         return
@@ -228,7 +232,9 @@ def devices(config: RunConfig, plan: Plan, gpu: bool) -> Iterator[Finding]:
             continue
         if int(device.partition(":")[2] or 0) >= there:
             text = f"{key} is {device}, and this machine has {there} GPUs"
-            yield Finding("PL16", "error", text, f"set {key} to auto, or plan for another machine with --memory")
+            yield PlanFinding(
+                "PL16", "error", text, f"set {key} to auto, or plan for another machine with --memory"
+            )
     needed = sum(own_devices(config, gpu).values())
     if config.ray is None and needed:
         has, kind = (there, "GPUs") if gpu else (os.cpu_count() or 1, "CPU cores")
@@ -237,12 +243,12 @@ def devices(config: RunConfig, plan: Plan, gpu: bool) -> Iterator[Finding]:
             fix = (
                 "lower learner.ranks (and the ranks of reference, critic and reward model), or name a cluster in "
             )
-            yield Finding("PL16", "error", text, fix + "`ray`")
+            yield PlanFinding("PL16", "error", text, fix + "`ray`")
     if engine.on_servers and gpu and not servers_elsewhere:
         needed = engine.server.replicas * engine.server.tensor_parallel
         if needed > there:
             text = f"the {engine.kind} servers need {needed:,} GPUs, and this machine has {there}"
-            yield Finding(
+            yield PlanFinding(
                 "PL16",
                 "error",
                 text,

@@ -462,3 +462,10 @@ def _short(run: str) -> str:
     """The run folder as the user would type it from here."""
     path, here = Path(run), Path.cwd()
     return str(path.relative_to(here)) if path.is_relative_to(here) else run
+
+
+def quiet_transformers() -> None:
+    """No progress bars of transformers across ours: they would tear the display."""
+    from transformers.utils import logging
+
+    logging.disable_progress_bar()  # type: ignore[no-untyped-call]

@@ -8,7 +8,7 @@ from agentrl.env.curriculum import TaskSampler
 from agentrl.rollout.admission import Admission
 from agentrl.rollout.group import GroupPlayer, Plays
 from agentrl.rollout.scheduler import Scheduler
-from agentrl.run_folder.redraws import Guard
+from agentrl.run_folder.redraws import RedrawGuard
 from agentrl.types import Episode, Group, Task
 
 
@@ -21,7 +21,7 @@ async def collect(
     seed: int,
     infra_retries: int = 2,
     on_episode: Callable[[Episode], None] | None = None,
-    guard: Guard | None = None,
+    guard: RedrawGuard | None = None,
     timeout_s: float = 300.0,
 ) -> list[Group]:
     """Play `group_size` episodes of every task at once and return complete groups in the order of `tasks`.
@@ -44,7 +44,7 @@ async def collect(
         return []
     admission = Admission(TaskSampler(tasks), groups_per_step=len(tasks), last_step=1, label=label)
     groups = GroupPlayer(
-        player, group_size, seed, infra_retries, on_episode, guard=guard or Guard(), timeout_s=timeout_s
+        player, group_size, seed, infra_retries, on_episode, guard=guard or RedrawGuard(), timeout_s=timeout_s
     )
     async with Scheduler(groups, admission, version=lambda: 0) as scheduler:
         return [group async for batch in scheduler.batches() for group in batch.groups]

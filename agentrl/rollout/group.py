@@ -14,7 +14,7 @@ from agentrl.errors import AgentRLError, InfraError, JudgeError, RewardError, fi
 from agentrl.rollout.lifecycle import EpisodeStatus, close_env, finite, is_ours
 from agentrl.rollout.rewards.model import RewardModel
 from agentrl.rollout.seeds import draw_seed
-from agentrl.run_folder.redraws import Guard
+from agentrl.run_folder.redraws import RedrawGuard
 from agentrl.types import Episode, Group, StopReason, Task
 
 BEGIN_AT_ONCE = 256
@@ -59,7 +59,7 @@ class GroupPlayer:
     on_episode: Callable[[Episode], None] | None = None
     greedy: Plays | None = None
     reward_model: RewardModel | None = None
-    guard: Guard = field(default_factory=Guard)
+    guard: RedrawGuard = field(default_factory=RedrawGuard)
     timeout_s: float = 300.0
     playing: dict[str, EpisodeStatus] = field(default_factory=dict)
     """The episodes in flight by their names, those that began first first."""

@@ -13,7 +13,7 @@ from agentrl.env.load import drop_overlong
 from agentrl.env.stand_in import with_stand_in
 from agentrl.errors import AgentRLError, ConfigError, InfraError
 from agentrl.reporting.report import Reporter
-from agentrl.rollout.setup import Content
+from agentrl.rollout.content import Content
 from agentrl.types import Task
 
 MOST_TASKS = 100_000

@@ -243,7 +243,7 @@ def _tail(k: int, n: int, p: float) -> float:
 
 
 @dataclass
-class Guard:
+class RedrawGuard:
     """Watches episodes as they end; stops a run that loses too many, or whose rewards keep raising.
 
     Args:

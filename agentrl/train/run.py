@@ -28,7 +28,9 @@ from agentrl.learner.memory import keep_freed_memory
 from agentrl.learner.split import Update
 from agentrl.reporting.report import Reporter, Summary
 from agentrl.rollout.admission import Admission, Batch
+from agentrl.rollout.build import make_engine, make_guard, make_token_check
 from agentrl.rollout.collect import collect
+from agentrl.rollout.content import Content, check_held_out, load_content, repeated_ids, require_solved
 from agentrl.rollout.group import GroupPlayer, Plays
 from agentrl.rollout.metrics import (
     episode_metrics,
@@ -40,22 +42,9 @@ from agentrl.rollout.metrics import (
     staleness,
 )
 from agentrl.rollout.prompts import fitting
+from agentrl.rollout.renderer import RENDERER_FILE, check_renderer, load_renderer, require_template
 from agentrl.rollout.rewards.model import RewardModel, make_reward_model
 from agentrl.rollout.scheduler import Scheduler, Stall
-from agentrl.rollout.setup import (
-    RENDERER_FILE,
-    Content,
-    check_held_out,
-    check_renderer,
-    load_content,
-    load_renderer,
-    make_engine,
-    make_guard,
-    make_token_check,
-    repeated_ids,
-    require_solved,
-    require_template,
-)
 from agentrl.run_folder.curve import write_curve
 from agentrl.run_folder.records import EpisodeRecord
 from agentrl.run_folder.redraws import Redraws

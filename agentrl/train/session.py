@@ -47,7 +47,7 @@ def start_run(
         display.phase("start")
         display.within("importing torch")  # many seconds on a cold disk
         try:
-            from agentrl.rollout.setup import quiet_transformers
+            from agentrl.reporting.display import quiet_transformers
             from agentrl.train.run import train_run
 
             quiet_transformers()

@@ -20,18 +20,12 @@ from agentrl.learner.pack import micro_batches
 from agentrl.learner.ray_ranks import RankedLearner
 from agentrl.models.tiny import make_tiny_model
 from agentrl.reporting.report import Reporter
+from agentrl.rollout.build import make_engine, make_player
 from agentrl.rollout.collect import collect
+from agentrl.rollout.content import Content, corpus, require_solved
 from agentrl.rollout.metrics import passed, undeclared
 from agentrl.rollout.prompts import fitting
-from agentrl.rollout.setup import (
-    Content,
-    corpus,
-    load_renderer,
-    make_engine,
-    make_player,
-    require_solved,
-    require_template,
-)
+from agentrl.rollout.renderer import load_renderer, require_template
 from agentrl.train.in_step import counting, starting_engine
 from agentrl.train.signals import StoppedEarly, unless_stopped
 from agentrl.train.warmup import cold_start, demonstration_samples

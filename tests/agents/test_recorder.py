@@ -13,7 +13,7 @@ import openai
 import pytest
 from openai import AsyncOpenAI
 
-from agentrl.agents.recorder import Recorder, Recording
+from agentrl.agents.recorder import EpisodeRecording, Recorder
 from agentrl.chat.template import Renderer
 from agentrl.errors import EngineError
 from agentrl.models.tiny import make_tokenizer
@@ -47,7 +47,7 @@ def renderer(tmp_path_factory: pytest.TempPathFactory) -> Renderer:
 class Recorded:
     """A recorder on a port with one episode, and the official client of that episode."""
 
-    def __init__(self, recorder: Recorder, recording: Recording, address: str) -> None:
+    def __init__(self, recorder: Recorder, recording: EpisodeRecording, address: str) -> None:
         self.recorder, self.recording, self.address = recorder, recording, address
         self.client = self.new_client()
 

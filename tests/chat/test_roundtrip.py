@@ -17,7 +17,7 @@ from agentrl.chat.template import CHATML_TEMPLATE, Renderer
 from agentrl.config import load_config
 from agentrl.config.run import RolloutConfig
 from agentrl.errors import ConfigError, TemplateError
-from agentrl.rollout.setup import load_renderer, own_parser, require_template
+from agentrl.rollout.renderer import load_renderer, own_parser, require_template
 from agentrl.types import Message, ToolCall
 from tests.chat.chat_tokenizers import CHATML_MARKERS, CHATML_SPECIAL, make
 from tests.chat.families import KIMI_K2, LISTED, MISTRAL, QWEN3_CODER, QWEN25

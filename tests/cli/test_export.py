@@ -12,7 +12,7 @@ import pytest
 from agentrl.cli import main
 from agentrl.config import RunConfig
 from agentrl.eval.export import conversations
-from agentrl.rollout.setup import load_content, message_of
+from agentrl.rollout.content import load_content, message_of
 from agentrl.run_folder.records import EpisodeRecord, decode, read_records
 from agentrl.run_folder.store import RunStore
 from agentrl.types import CallRecord, Episode, Image, Message, Segment, StopReason, Task, ToolCall, Turn

@@ -14,7 +14,7 @@ from agentrl.engine.local.engine import LocalEngine
 from agentrl.engine.open import open_engine
 from agentrl.engine.servers.kinds import KINDS
 from agentrl.errors import ConfigError
-from agentrl.rollout.setup import make_engine
+from agentrl.rollout.build import make_engine
 from agentrl.types import Sampling
 
 HERE = "tests.engine.own_engine"

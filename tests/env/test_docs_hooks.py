@@ -15,7 +15,7 @@ from agentrl.config.run import RunConfig
 from agentrl.env import ToolEnv, ToolSettings
 from agentrl.env.judge import Judge
 from agentrl.errors import ConfigError, EnvError, JudgeError
-from agentrl.rollout.setup import load_content
+from agentrl.rollout.content import load_content
 from agentrl.testing.env import check_env
 from agentrl.testing.policy import ScriptedPolicy, call, play, say
 from agentrl.types import Message, StopReason, Task

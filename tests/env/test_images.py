@@ -10,10 +10,10 @@ from agentrl.config import RunConfig
 from agentrl.env import ToolEnv, reward, tool
 from agentrl.errors import ConfigError
 from agentrl.models.tiny import make_tokenizer
+from agentrl.rollout.build import make_player
 from agentrl.rollout.collect import collect
 from agentrl.rollout.episode import Player
 from agentrl.rollout.limits import EpisodeLimits
-from agentrl.rollout.setup import make_player
 from agentrl.testing.engine import ScriptedEngine
 from agentrl.testing.policy import ScriptedPolicy, call, play
 from agentrl.types import Image, Sampling, Task

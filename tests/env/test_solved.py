@@ -15,7 +15,7 @@ from agentrl.errors import ConfigError, JudgeError
 from agentrl.eval.export import Selection
 from agentrl.eval.report import result_text
 from agentrl.eval.result import EvalSpec, result_of
-from agentrl.rollout.setup import Content, env_factory, require_solved
+from agentrl.rollout.content import Content, env_factory, require_solved
 from agentrl.run_folder.records import EpisodeRecord, decode, encode
 from agentrl.run_folder.store import RunStore
 from agentrl.testing.policy import ScriptedPolicy, play, say

@@ -12,9 +12,9 @@ from agentrl.env.read import final_answer
 from agentrl.errors import ConfigError
 from agentrl.models.tiny import make_tokenizer
 from agentrl.rollout.collect import collect
+from agentrl.rollout.content import env_factory
 from agentrl.rollout.episode import Player, run_episode
 from agentrl.rollout.limits import EpisodeLimits
-from agentrl.rollout.setup import env_factory
 from agentrl.testing.engine import ScriptedEngine
 from agentrl.testing.policy import call, say
 from agentrl.types import Episode, Sampling, Task

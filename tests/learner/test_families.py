@@ -18,7 +18,7 @@ from agentrl.errors import ConfigError
 from agentrl.learner.critic import load_critic
 from agentrl.learner.model import checkpoint_activations, load_policy
 from agentrl.models.probe import boundaries, with_near_boundaries
-from agentrl.rollout.rewards.model import Classifier
+from agentrl.rollout.rewards.classifier import Classifier
 
 BENCH = Path(__file__).parents[2] / "bench" / "families.py"
 

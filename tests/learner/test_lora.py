@@ -20,7 +20,7 @@ from agentrl.errors import ConfigError
 from agentrl.learner.learner import Learner
 from agentrl.models.tiny import make_tiny_model
 from agentrl.reporting.report import Silent
-from agentrl.rollout.setup import corpus, load_content
+from agentrl.rollout.content import corpus, load_content
 from agentrl.run_folder.store import RunStore
 from agentrl.train.run import train_run
 from tests.learner.train_models import make_batch, padded_logprobs, plain_model

@@ -7,7 +7,7 @@ import pytest
 from agentrl.config import load_config
 from agentrl.env import Stop, ToolEnv, reward, tool
 from agentrl.errors import ConfigError
-from agentrl.rollout.setup import load_content
+from agentrl.rollout.content import load_content
 from agentrl.testing.policy import ScriptedPolicy, call
 from agentrl.types import Task
 

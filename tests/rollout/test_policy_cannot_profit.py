@@ -16,7 +16,7 @@ from agentrl.envs.python_code.problems import describe
 from agentrl.rollout.collect import collect
 from agentrl.rollout.episode import Player
 from agentrl.rollout.limits import EpisodeLimits
-from agentrl.run_folder.redraws import Guard
+from agentrl.run_folder.redraws import RedrawGuard
 from agentrl.sandbox import close_pools
 from agentrl.testing.engine import ScriptedEngine
 from agentrl.testing.policy import call
@@ -94,7 +94,7 @@ async def test_breaking_things_earns_what_being_wrong_earns(renderer: Renderer, 
     tasks = [PythonCode.tasks("train", 3)[number] for number in range(GROUPS)]
     engine = Flawed(renderer, tasks, WAYS[way])
     player = Player(engine, renderer, Code, EpisodeLimits(token_budget=150_000, max_tokens=50_000), Sampling())
-    guard = Guard(redrawn_above=0.1, faults_above=0.5)
+    guard = RedrawGuard(redrawn_above=0.1, faults_above=0.5)
     try:
         groups = await collect(player, tasks, group_size=SIZE, label="s", seed=0, guard=guard)
     finally:

@@ -18,7 +18,9 @@ from agentrl.config.reward_model import RewardModelConfig
 from agentrl.config.run import TinyModel
 from agentrl.errors import ConfigError
 from agentrl.models.tiny import make_tiny_model
-from agentrl.rollout.rewards.model import Classifier, conversation_text, make_reward_model, plain_roles
+from agentrl.rollout.rewards.classifier import Classifier
+from agentrl.rollout.rewards.model import make_reward_model
+from agentrl.rollout.rewards.text import conversation_text, plain_roles
 from agentrl.types import Episode, Message, Segment, StopReason, Task, ToolCall
 
 MESSAGES = (

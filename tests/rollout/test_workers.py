@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from agentrl.config.run import RunConfig
-from agentrl.rollout.ray.worker import pack_kit
+from agentrl.rollout.ray.worker import pack_setup
 
 pytest.importorskip("ray")
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
@@ -88,7 +88,7 @@ def test_the_code_of_an_env_named_by_path_travels_with_its_neighbours(tmp_path: 
     (tmp_path / "tokenizer.json").write_text("{}")
     (tmp_path / "model.safetensors").write_bytes(b"heavy")
     config = RunConfig(env=f"{tmp_path}/env.py:E", model={"path": str(tmp_path)})
-    kit = pack_kit(config, tmp_path, 10)
+    kit = pack_setup(config, tmp_path, 10)
     assert kit.code == {"env.py": b"import other", "other.py": b"X = 1"}
     assert set(kit.tokenizer) == {"tokenizer.json"}
-    assert not pack_kit(RunConfig(env="a.b:E", model={"tiny": {}}), tmp_path, 10).code
+    assert not pack_setup(RunConfig(env="a.b:E", model={"tiny": {}}), tmp_path, 10).code

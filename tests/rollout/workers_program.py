@@ -19,13 +19,15 @@ from agentrl.env.load import load_env
 from agentrl.errors import ConfigError, EngineError
 from agentrl.models.tiny import make_tokenizer
 from agentrl.reporting.report import Silent
+from agentrl.rollout.build import make_token_check
 from agentrl.rollout.collect import collect
+from agentrl.rollout.content import env_factory
 from agentrl.rollout.episode import Player
 from agentrl.rollout.limits import EpisodeLimits
-from agentrl.rollout.ray.worker import pack_kit
+from agentrl.rollout.ray.worker import pack_setup
 from agentrl.rollout.ray.workers import Workers
+from agentrl.rollout.renderer import load_renderer
 from agentrl.rollout.rewards.model import make_reward_model
-from agentrl.rollout.setup import env_factory, load_renderer, make_token_check
 from agentrl.run_folder.records import read_episodes
 from agentrl.run_folder.store import RunStore
 from agentrl.testing.engine import ScriptedEngine
@@ -121,7 +123,7 @@ async def main(folder: Path) -> dict[str, Any]:
     engine = Counting(renderer, [call("find", key="it"), say("done")], tools=make_env().tools, delay_s=0.02)
     sampling = Sampling(stop_ids=renderer.stop_ids)
     player = Player(engine, renderer, make_env, EpisodeLimits(timeout_s=60), sampling, make_token_check(config))
-    kit = pack_kit(config, model, engine.max_context)
+    kit = pack_setup(config, model, engine.max_context)
     tasks = [Task(f"t{n}", {"number": n}) for n in range(4)]
     how: dict[str, Any] = {"group_size": 4, "seed": 0}
     here = await collect(player, tasks, label="a", **how)

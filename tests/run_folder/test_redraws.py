@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from agentrl.errors import AgentRLError, EnvError
-from agentrl.run_folder.redraws import Guard, Redraws, read_redraws, redraws_file, redraws_line
+from agentrl.run_folder.redraws import RedrawGuard, Redraws, read_redraws, redraws_file, redraws_line
 from agentrl.types import Episode, Group, Message, StopReason, Task, Turn
 
 TURN = Turn(Message("assistant", "x"), (), 0.0, "stop", 1, 0.0, 0.0)
@@ -77,7 +77,7 @@ def test_a_loss_that_follows_low_reward_or_one_task_is_told():
 
 
 def test_a_run_that_loses_too_many_is_stopped_with_counts_and_reasons():
-    guard = Guard(redrawn_above=0.1)
+    guard = RedrawGuard(redrawn_above=0.1)
     for number in range(300):
         guard.ended(episode(f"t{number}", 1.0))
     for number in range(33):
@@ -91,7 +91,7 @@ def test_a_run_that_loses_too_many_is_stopped_with_counts_and_reasons():
 
 
 def test_a_few_losses_stop_no_small_run():
-    guard = Guard(redrawn_above=0.0, faults_above=0.0)
+    guard = RedrawGuard(redrawn_above=0.0, faults_above=0.0)
     for _ in range(19):
         guard.ended(episode("t", None, "SandboxDied: gone"))
         guard.scored([episode("t", 0.0, faults={"solved": "reward 'solved' raised"})])
@@ -99,7 +99,10 @@ def test_a_few_losses_stop_no_small_run():
 
 def test_a_reward_that_keeps_raising_stops_the_run_with_its_traceback_and_a_rare_one_is_told_once():
     told: list[str] = []
-    guard, faulty = Guard(faults_above=0.5, tell=told.append), {"solved": "raised KeyError: 'x'\nTraceback ..."}
+    guard, faulty = (
+        RedrawGuard(faults_above=0.5, tell=told.append),
+        {"solved": "raised KeyError: 'x'\nTraceback ..."},
+    )
     for number in range(400):
         guard.scored([episode("t", 0.0, faults=faulty if number % 3 == 0 else {})])
     assert len(told) == 1

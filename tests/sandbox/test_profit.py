@@ -21,7 +21,7 @@ from agentrl.models.tiny import make_tokenizer
 from agentrl.rollout.collect import collect
 from agentrl.rollout.episode import Player
 from agentrl.rollout.limits import EpisodeLimits
-from agentrl.run_folder.redraws import Guard
+from agentrl.run_folder.redraws import RedrawGuard
 from agentrl.sandbox import BoxSession, Sandbox, close_pools
 from agentrl.testing import call, say
 from agentrl.testing.engine import ScriptedEngine
@@ -93,7 +93,7 @@ async def renderer(tmp_path: Path) -> AsyncIterator[Renderer]:
 
 
 async def play(player: Player, tasks: Sequence[Task]) -> list[Group]:
-    limits = Guard(redrawn_above=0.0, faults_above=0.0)
+    limits = RedrawGuard(redrawn_above=0.0, faults_above=0.0)
     return await collect(player, tasks, group_size=GROUP, label="s", seed=5, guard=limits)
 
 

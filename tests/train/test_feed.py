@@ -12,8 +12,8 @@ from agentrl.env.toolenv.env import ToolEnv
 from agentrl.errors import CheckpointError, ConfigError
 from agentrl.models.tiny import make_tokenizer
 from agentrl.rollout.admission import Admission, Batch
+from agentrl.rollout.content import Content
 from agentrl.rollout.prompts import fitting, prompt_tokens
-from agentrl.rollout.setup import Content
 from agentrl.train.feed import SAMPLER_FILE, load_feed, make_admission, save_feed
 from agentrl.types import Episode, Group, Message, StopReason, Task, Turn
 

@@ -13,7 +13,7 @@ from agentrl.config.run import LearnerConfig, ModelConfig, RunConfig
 from agentrl.env import ToolEnv, reward
 from agentrl.errors import ConfigError
 from agentrl.reporting.report import Silent
-from agentrl.rollout.setup import load_content
+from agentrl.rollout.content import load_content
 from agentrl.run_folder.store import RunStore
 from agentrl.train.room import too_long
 from agentrl.train.run import train_run

@@ -45,7 +45,7 @@ class ToolMark:
     inline: bool
 
 
-class Scorer(Protocol):
+class RewardJudge(Protocol):
     """What `@reward(judge=...)` takes: `agentrl.env.judge.Judge`, or anything of its kind."""
 
     async def score(self, question: str, /) -> float:
@@ -58,7 +58,7 @@ class RewardMark:
     weight: float
     per: Per
     timeout_s: float | None
-    judge: Scorer | None = None
+    judge: RewardJudge | None = None
     solved_at: float | None = None
 
 
@@ -106,7 +106,7 @@ def reward(
     per: Per = "episode",
     name: str | None = None,
     timeout_s: float | None = None,
-    judge: Scorer | None = None,
+    judge: RewardJudge | None = None,
     solved: bool | float = False,
 ) -> Callable[[F], F]: ...
 def reward(
@@ -116,7 +116,7 @@ def reward(
     per: Per = "episode",
     name: str | None = None,
     timeout_s: float | None = None,
-    judge: Scorer | None = None,
+    judge: RewardJudge | None = None,
     solved: bool | float = False,
 ) -> F | Callable[[F], F]:
     """Make a method a reward, logged under its name and multiplied with `weight`.

@@ -65,7 +65,7 @@ class BoundTool(Protocol):
 
 
 @dataclass(slots=True)
-class Outcome:
+class CallOutcome:
     """What one call came to."""
 
     call: ToolCall
@@ -78,7 +78,7 @@ class Outcome:
     metrics: Mapping[str, float] = field(default_factory=dict)
 
 
-async def run_call(tools: Mapping[str, BoundTool], call: ToolCall, default_timeout_s: float) -> Outcome:
+async def run_call(tools: Mapping[str, BoundTool], call: ToolCall, default_timeout_s: float) -> CallOutcome:
     """Validate and run one call.
 
     Raises:
@@ -87,44 +87,44 @@ async def run_call(tools: Mapping[str, BoundTool], call: ToolCall, default_timeo
     bound = tools.get(call.name)
     if bound is None:
         known = ", ".join(tools) or "none"
-        return Outcome(call, f"Error: unknown tool {call.name[:80]!r}; the tools are: {known}", "unknown_tool")
+        return CallOutcome(call, f"Error: unknown tool {call.name[:80]!r}; the tools are: {known}", "unknown_tool")
     try:
         arguments = bound.validate(call.arguments)
     except InvalidArguments as e:
-        return Outcome(call, f"Error: invalid arguments: {e}", "invalid_args")
+        return CallOutcome(call, f"Error: invalid arguments: {e}", "invalid_args")
     timeout_s = bound.timeout_s if bound.timeout_s is not None else default_timeout_s
     start = time.perf_counter()
     try:
         outcome = _read_result(call, await bound.call(arguments, timeout_s))
     except CallTimeout as e:
-        outcome = Outcome(call, f"Error: {call.name} timed out: {e}", "tool_timeout")
+        outcome = CallOutcome(call, f"Error: {call.name} timed out: {e}", "tool_timeout")
     except InfraError:
         raise
     except asyncio.CancelledError:
         task = asyncio.current_task()
         if task is not None and task.cancelling():
             raise
-        outcome = Outcome(call, "Error: CancelledError", "tool_exception")  # raised by the tool itself
+        outcome = CallOutcome(call, "Error: CancelledError", "tool_exception")  # raised by the tool itself
     except ToolRaised as e:
-        outcome = Outcome(call, answered_error(e.cause), "tool_exception")
+        outcome = CallOutcome(call, answered_error(e.cause), "tool_exception")
     except Exception as e:
-        outcome = Outcome(call, answered_error(e), "tool_exception")
+        outcome = CallOutcome(call, answered_error(e), "tool_exception")
     outcome.seconds = time.perf_counter() - start
     return outcome
 
 
-def _read_result(call: ToolCall, value: Any) -> Outcome:
+def _read_result(call: ToolCall, value: Any) -> CallOutcome:
     if isinstance(value, Stop):
-        return Outcome(call, to_content(value.content), reward=value.reward, stop=True)
+        return CallOutcome(call, to_content(value.content), reward=value.reward, stop=True)
     if isinstance(value, ToolResult):
-        return Outcome(
+        return CallOutcome(
             call,
             to_content(value.content),
             reward=value.reward,
             stop=value.stop,
             metrics=value.metrics,
         )
-    return Outcome(call, to_content(value))
+    return CallOutcome(call, to_content(value))
 
 
 async def call_function(

@@ -20,7 +20,7 @@ from agentrl.env.mcp import McpConnection, McpServer, mcp_tools
 from agentrl.env.solved import SolvedAt, SolvedRule
 from agentrl.env.toolenv import toolbox
 from agentrl.env.toolenv.asked import asking
-from agentrl.env.toolenv.dispatch import BoundTool, Mistake, Outcome, call_function, run_call
+from agentrl.env.toolenv.dispatch import BoundTool, CallOutcome, Mistake, call_function, run_call
 from agentrl.env.toolenv.held_back import HeldBack, acts_outside
 from agentrl.env.toolenv.observe import (
     cut_content,
@@ -31,7 +31,7 @@ from agentrl.env.toolenv.observe import (
 )
 from agentrl.env.toolenv.rewards import BadReward, Rewards, TurnView, check_group, check_number, weight_of
 from agentrl.env.toolenv.settings import ToolSettings
-from agentrl.env.toolenv.spec import ClassSpec, RewardSpec, class_spec, unknown_weights
+from agentrl.env.toolenv.spec import ClassSpec, RewardSpec, class_spec, reserve_names, unknown_weights
 from agentrl.env.toolenv.threads import CallTimeout, EpisodeThread, ToolRaised, current
 from agentrl.errors import ConfigError, EnvError, InfraError, JudgeError, RewardError, traceback_of
 from agentrl.sandbox import Box, Sandbox, pool_for
@@ -500,15 +500,15 @@ class ToolEnv(Env):
         limit = self.settings.max_tool_calls
         return limit is not None and self._num_calls > limit
 
-    async def _run_calls(self, calls: Sequence[ToolCall]) -> list[Outcome]:
+    async def _run_calls(self, calls: Sequence[ToolCall]) -> list[CallOutcome]:
         """Run the calls in order; neighbours whose tools are parallel at the same time; all are answered."""
-        outcomes: list[Outcome] = []
+        outcomes: list[CallOutcome] = []
         position = 0
         while position < len(calls):
             batch = self._next_batch(calls, position)
             position += len(batch)
             if any(o.stop for o in outcomes):
-                outcomes += [Outcome(c, "Not run: the episode has ended.", "not_run") for c in batch]
+                outcomes += [CallOutcome(c, "Not run: the episode has ended.", "not_run") for c in batch]
             elif len(batch) == 1:
                 outcomes.append(await self._run_one(batch[0], len(outcomes)))
             else:
@@ -522,20 +522,20 @@ class ToolEnv(Env):
             end += 1
         return calls[start : max(end, start + 1)]
 
-    async def _run_one(self, call: ToolCall, position: int) -> Outcome:
+    async def _run_one(self, call: ToolCall, position: int) -> CallOutcome:
         self._num_calls += 1
         if position >= self.settings.max_calls_per_turn:
             text = f"Error: not run: more than {self.settings.max_calls_per_turn} calls in one message"
-            return Outcome(call, text, "too_many_calls")
+            return CallOutcome(call, text, "too_many_calls")
         if self._over_limit():
             text = f"Error: not run: more than {self.settings.max_tool_calls} calls in this episode"
-            return Outcome(call, text, "too_many_calls")
+            return CallOutcome(call, text, "too_many_calls")
         if await self._thread.held():
             text = f"Error: not run: {self._thread.lost} ran out of time and could not be ended"
-            return Outcome(call, text, "tool_timeout")
+            return CallOutcome(call, text, "tool_timeout")
         return await run_call(self._bound(), call, self.settings.tool_timeout_s)
 
-    def _earned(self, outcome: Outcome, faults: dict[str, str]) -> float:
+    def _earned(self, outcome: CallOutcome, faults: dict[str, str]) -> float:
         """What the tool gave for this call; 0 where that is no number."""
         try:
             return 0.0 if outcome.reward is None else check_number(outcome.reward)
@@ -578,12 +578,15 @@ class ToolEnv(Env):
             await rewards.ask(spec, function, argument, read)
 
 
+reserve_names(ToolEnv)
+
+
 def _add(metrics: dict[str, float], more: Mapping[str, float]) -> None:
     for name, value in more.items():
         metrics[name] = metrics.get(name, 0.0) + value
 
 
-async def _together(calls: Sequence[Awaitable[Outcome]]) -> list[Outcome]:
+async def _together(calls: Sequence[Awaitable[CallOutcome]]) -> list[CallOutcome]:
     """Run them at the same time; where one fails, stop the others and raise its error as it is."""
     tasks = [asyncio.ensure_future(call) for call in calls]
     try:

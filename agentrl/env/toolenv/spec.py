@@ -167,7 +167,7 @@ def class_spec(cls: type) -> ClassSpec:
     _check_attributes(cls)
     for attribute, function in _members(cls).items():
         where = place_of(function, cls, attribute)
-        if attribute in _own_names() and (hasattr(function, TOOL_MARK) or hasattr(function, REWARD_MARK)):
+        if attribute in _OWN_NAMES and (hasattr(function, TOOL_MARK) or hasattr(function, REWARD_MARK)):
             raise ConfigError(
                 f"{where}: `{attribute}` is a part of ToolEnv itself, which a tool or reward would replace; name "
                 f"the method otherwise and say `name={attribute!r}` in the decorator"
@@ -235,14 +235,14 @@ def _check_attributes(cls: type) -> None:
         refuse("toolboxes", "a tuple of classes (imported, not named as text)", toolboxes)
 
 
-@functools.cache
-def _own_names() -> frozenset[str]:
-    """What ToolEnv, and Env under it, are made of."""
-    from agentrl.env.toolenv.env import ToolEnv  # imports this module
+_OWN_NAMES: set[str] = set()
+"""What ToolEnv, and Env under it, are made of."""
 
-    return frozenset(
-        name for base in ToolEnv.__mro__ for name in (*vars(base), *vars(base).get("__annotations__", {}))
-    )
+
+def reserve_names(cls: type) -> None:
+    """Keep the names of this class and its bases from being used for something else by subclasses."""
+    for base in cls.__mro__:
+        _OWN_NAMES.update(vars(base), vars(base).get("__annotations__", {}))
 
 
 def _members(cls: type) -> dict[str, Any]:

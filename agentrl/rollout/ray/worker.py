@@ -1,6 +1,6 @@
 """An env worker: plays whole episodes in a process of its own and asks the engine, which lives with the learner.
 
-Nothing here imports Ray: `rollout/workers.py` makes actors of `EnvWorker` and passes on what it asks for.
+Nothing here imports Ray: `rollout/ray/workers.py` makes actors of `EnvWorker` and passes on what it asks for.
 """
 
 from __future__ import annotations
@@ -22,15 +22,16 @@ from agentrl.config.run import RunConfig
 from agentrl.engine.base import Capabilities, Engine
 from agentrl.env.load import load_env
 from agentrl.errors import AgentRLError, ConfigError, EngineError
+from agentrl.rollout.content import env_factory
 from agentrl.rollout.episode import Player, TokenCheck, run_episode
 from agentrl.rollout.limits import EpisodeLimits
-from agentrl.rollout.setup import env_factory, load_renderer
+from agentrl.rollout.renderer import load_renderer
 from agentrl.sandbox import close_pools
 from agentrl.types import Completion, Episode, Sampling, Task
 
 
 @dataclass(frozen=True, slots=True)
-class Kit:
+class WorkerSetup:
     """What a worker makes its players from; it pickles.
 
     Attributes:
@@ -48,7 +49,7 @@ class Kit:
 
 
 @dataclass(frozen=True, slots=True)
-class Order:
+class EpisodeRequest:
     """How one episode is to be played."""
 
     task: Task
@@ -60,7 +61,7 @@ class Order:
 
 
 @dataclass(frozen=True, slots=True)
-class Request:
+class EngineRequest:
     """What a worker asks of the engine: a completion, or (without ids) to forget a session or a request."""
 
     number: int
@@ -70,7 +71,7 @@ class Request:
 
 
 @dataclass(frozen=True, slots=True)
-class Answer:
+class EngineReply:
     """What came of a request: a completion, or the name and text of the engine's error."""
 
     number: int
@@ -88,7 +89,7 @@ class RemoteEngine(Engine):
         self._version = 0
         self._numbers: itertools.count[int] = itertools.count()
         self._open: dict[int, asyncio.Future[Completion]] = {}
-        self._asked: list[Request] = []
+        self._asked: list[EngineRequest] = []
         self._some = asyncio.Event()
 
     @property
@@ -101,27 +102,27 @@ class RemoteEngine(Engine):
         number = next(self._numbers)
         future: asyncio.Future[Completion] = asyncio.get_running_loop().create_future()
         self._open[number] = future
-        self._ask(Request(number, session, np.asarray(ids, dtype=np.int32), sampling))
+        self._ask(EngineRequest(number, session, np.asarray(ids, dtype=np.int32), sampling))
         try:
             return await future
         except asyncio.CancelledError:
-            self._ask(Request(number, None))
+            self._ask(EngineRequest(number, None))
             raise
         finally:
             del self._open[number]
 
     async def release(self, session: str) -> None:
         """Tell the engine to forget the session; does not wait for it."""
-        self._ask(Request(-1, session))
+        self._ask(EngineRequest(-1, session))
 
-    async def asked(self) -> list[Request]:
+    async def asked(self) -> list[EngineRequest]:
         """What was asked since the last call; waits until there is something."""
         await self._some.wait()
         self._some.clear()
         found, self._asked = self._asked, []
         return found
 
-    def answer(self, answers: Sequence[Answer]) -> None:
+    def answer(self, answers: Sequence[EngineReply]) -> None:
         """Hand answers to who waits for them."""
         for answer in answers:
             future = self._open.get(answer.number)
@@ -134,7 +135,7 @@ class RemoteEngine(Engine):
                 name, text = answer.error
                 future.set_exception(ValueError(text) if name == "ValueError" else EngineError(text))
 
-    def _ask(self, request: Request) -> None:
+    def _ask(self, request: EngineRequest) -> None:
         self._asked.append(request)
         self._some.set()
 
@@ -152,7 +153,7 @@ class _Reports(Watch):
 class EnvWorker:
     """The actor: plays many episodes at once in one event loop."""
 
-    def __init__(self, kit: Kit) -> None:
+    def __init__(self, kit: WorkerSetup) -> None:
         """Import the env and load the tokenizer.
 
         What is wrong with them is kept for `ready`: Ray reports an error of this method as the death of the actor.
@@ -167,7 +168,7 @@ class EnvWorker:
         except AgentRLError as e:
             self._error = e
 
-    def _load(self, kit: Kit, folder: Path) -> None:
+    def _load(self, kit: WorkerSetup, folder: Path) -> None:
         config = _with_code(kit, folder)
         for name, content in kit.tokenizer.items():
             (folder / name).parent.mkdir(parents=True, exist_ok=True)
@@ -185,7 +186,7 @@ class EnvWorker:
             raise ConfigError(f"rollout.workers: on {platform.node()}: {self._error}") from self._error
         self._proxy()
 
-    async def play(self, order: Order) -> tuple[Episode, Report | None]:
+    async def play(self, order: EpisodeRequest) -> tuple[Episode, Report | None]:
         """One episode, and what its token check found."""
         reports = _Reports()
         player = Player(
@@ -205,11 +206,11 @@ class EnvWorker:
         finally:
             del self._playing[order.episode_id]
 
-    async def asked(self) -> list[Request]:
+    async def asked(self) -> list[EngineRequest]:
         """What the episodes ask of the engine; waits until there is something."""
         return await self._proxy().asked()
 
-    async def answer(self, answers: Sequence[Answer]) -> None:
+    async def answer(self, answers: Sequence[EngineReply]) -> None:
         """What the engine answered."""
         self._proxy().answer(answers)
 
@@ -234,7 +235,7 @@ class EnvWorker:
         return self._engine
 
 
-def pack_kit(config: RunConfig, model: Path, max_context: int) -> Kit:
+def pack_setup(config: RunConfig, model: Path, max_context: int) -> WorkerSetup:
     """The kit of a run whose tokenizer lies in the directory `model`."""
     text = ("*.json", "*.jinja", "*.txt", "*.model", "additional_chat_templates/*")
     files = {file for pattern in text for file in model.glob(pattern) if file.is_file()}
@@ -243,7 +244,7 @@ def pack_kit(config: RunConfig, model: Path, max_context: int) -> Kit:
     if (env := _env_file(config)) is not None:
         with contextlib.suppress(OSError):
             code = {file.name: file.read_bytes() for file in env.parent.glob("*.py")}
-    return Kit(config, tokenizer, code, max_context)
+    return WorkerSetup(config, tokenizer, code, max_context)
 
 
 def _env_file(config: RunConfig) -> Path | None:
@@ -252,7 +253,7 @@ def _env_file(config: RunConfig) -> Path | None:
     return Path(name).expanduser().absolute() if name.endswith(".py") or "/" in name else None
 
 
-def _with_code(kit: Kit, folder: Path) -> RunConfig:
+def _with_code(kit: WorkerSetup, folder: Path) -> RunConfig:
     """The configuration with an env that can be imported here: in place, or from the files that were sent."""
     env = _env_file(kit.config)
     if env is None or (env.is_file() and env.read_bytes() == kit.code.get(env.name)):

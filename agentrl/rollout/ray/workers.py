@@ -27,7 +27,14 @@ from agentrl.ray_cluster import connect, import_ray
 from agentrl.rollout.episode import Player
 from agentrl.rollout.group import Plays
 from agentrl.rollout.lifecycle import EpisodeStatus
-from agentrl.rollout.ray.worker import Answer, EnvWorker, Kit, Order, Request, pack_kit
+from agentrl.rollout.ray.worker import (
+    EngineReply,
+    EngineRequest,
+    EnvWorker,
+    EpisodeRequest,
+    WorkerSetup,
+    pack_setup,
+)
 from agentrl.types import Completion, Episode, StopReason, Task
 
 START_S, STOP_S = 300.0, 30.0
@@ -53,7 +60,7 @@ async def placed(config: RunConfig, model: Path, engine: Engine) -> AsyncIterato
     if num == 0:
         yield lambda player: player
         return
-    kit = pack_kit(config, model, engine.max_context)
+    kit = pack_setup(config, model, engine.max_context)
     workers = Workers(num, kit, engine, address=config.ray)
     try:
         await workers.start()
@@ -72,7 +79,7 @@ class Workers:
         address: of the Ray cluster; None starts one on this machine, unless this process is connected to one.
     """
 
-    def __init__(self, num: int, kit: Kit, engine: Engine, *, address: str | None = None) -> None:
+    def __init__(self, num: int, kit: WorkerSetup, engine: Engine, *, address: str | None = None) -> None:
         self._num, self._kit, self._engine, self._address = num, kit, engine, address
         self._ray: Any = None
         self._started = False
@@ -110,7 +117,7 @@ class Workers:
         """Plays as `player` does, but on the workers."""
         return RemotePlayer(self, player)
 
-    async def play(self, order: Order, status: EpisodeStatus) -> Any:
+    async def play(self, order: EpisodeRequest, status: EpisodeStatus) -> Any:
         """Episode and report of one order, from the worker with the fewest episodes.
 
         Raises:
@@ -153,7 +160,9 @@ class RemotePlayer:
         """
         player, check = self.player, self.player.token_check
         mode = None if check is None else check.mode
-        order = Order(task, episode_id, seed, player.limits, replace(player.sampling, stop_ids=frozenset()), mode)
+        order = EpisodeRequest(
+            task, episode_id, seed, player.limits, replace(player.sampling, stop_ids=frozenset()), mode
+        )
         status = status or EpisodeStatus(episode_id, task.id)
         try:
             episode, report = await self.workers.play(order, status)
@@ -176,7 +185,7 @@ class _Worker:
     _actor: Any = None
     _pumps: list[asyncio.Task[None]] = field(default_factory=list)
     _sampling: dict[int, asyncio.Task[None]] = field(default_factory=dict)
-    _answers: list[Answer] = field(default_factory=list)
+    _answers: list[EngineReply] = field(default_factory=list)
     _some: asyncio.Event = field(default_factory=asyncio.Event)
     _starting: asyncio.Lock = field(default_factory=asyncio.Lock)
 
@@ -208,7 +217,7 @@ class _Worker:
             create = self.workers._tasks.create_task
             self._pumps = [create(self._listen(actor)), create(self._tell(actor))]
 
-    async def play(self, order: Order) -> Any:
+    async def play(self, order: EpisodeRequest) -> Any:
         """Play there; see `Workers.play`."""
         actor, errors = self._actor, self.workers._ray.exceptions
         try:
@@ -244,7 +253,7 @@ class _Worker:
         except self.workers._ray.exceptions.RayError as e:
             self._lost(actor, e)
 
-    async def _take(self, request: Request) -> None:
+    async def _take(self, request: EngineRequest) -> None:
         if request.ids is not None:
             sampling = self._sampling
             sampling[request.number] = self.workers._tasks.create_task(self._sample(request, sampling))
@@ -254,7 +263,7 @@ class _Worker:
         elif request.number in self._sampling:
             self._sampling[request.number].cancel()
 
-    async def _sample(self, request: Request, sampling: dict[int, asyncio.Task[None]]) -> None:
+    async def _sample(self, request: EngineRequest, sampling: dict[int, asyncio.Task[None]]) -> None:
         assert request.ids is not None
         assert request.sampling is not None
         status = self.workers.waiting.get(request.session or "")
@@ -271,7 +280,7 @@ class _Worker:
             del sampling[request.number]
         if status is not None:
             status.now(self.name)
-        self._answers.append(Answer(request.number, completion, error))
+        self._answers.append(EngineReply(request.number, completion, error))
         self._some.set()
 
     async def _tell(self, actor: Any) -> None:

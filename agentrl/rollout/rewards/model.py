@@ -7,22 +7,21 @@ what the tools answered. A classifier with the very tokenizer of the policy is g
 from __future__ import annotations
 
 import asyncio
-import json
 import math
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol
 
-from agentrl.chat.transcript import rows_of
 from agentrl.config.reward_model import RewardModelConfig
 from agentrl.env.judge import Judge, RewardApi
-from agentrl.env.judge_text import fenced, neutral
+from agentrl.env.judge_text import fenced
 from agentrl.env.toolenv.asked import asking
-from agentrl.env.toolenv.observe import cut_text, plain_text
-from agentrl.errors import ConfigError, InfraError, JudgeAnswerError, JudgeError
+from agentrl.env.toolenv.observe import cut_text
+from agentrl.errors import ConfigError, InfraError, JudgeAnswerError
+from agentrl.rollout.rewards.classifier import Classifier
 from agentrl.rollout.rewards.scorers import ScoringWorkers
-from agentrl.types import Episode, Message, StopReason
+from agentrl.rollout.rewards.text import conversation_text
+from agentrl.types import Episode, StopReason
 
 
 class Scorer(Protocol):
@@ -156,151 +155,6 @@ class _ServerScorer:
 
     async def close(self) -> None:
         """Nothing is held."""
-
-
-@dataclass
-class Classifier:
-    """A sequence-classification model with one label; episodes that wait are scored together."""
-
-    model: Any
-    encode: Callable[[Episode], list[int]]
-    max_tokens: int
-    batch_size: int
-    pad_id: int
-    _waiting: list[tuple[list[int], asyncio.Future[float]]] = field(default_factory=list)
-    _turn: asyncio.Lock = field(default_factory=asyncio.Lock)
-
-    @classmethod
-    def load(cls, config: RewardModelConfig, policy: Path) -> Classifier:
-        """From a model directory.
-
-        Raises:
-            ConfigError: there is no such model, it has several labels, or its head has no weights.
-        """
-        import torch
-        from transformers import AutoModelForSequenceClassification, AutoTokenizer
-
-        from agentrl.models.device import pick_device
-        from agentrl.models.probe import refuse_adapter
-
-        directory = Path(config.path or "")
-        refuse_adapter(directory, f"reward_model.path {directory}")
-        try:
-            loaded: Any = AutoModelForSequenceClassification.from_pretrained(
-                directory,
-                dtype=torch.float32,
-                local_files_only=True,
-                trust_remote_code=False,
-                output_loading_info=True,
-            )
-            tokenizer: Any = AutoTokenizer.from_pretrained(
-                directory, local_files_only=True, trust_remote_code=False
-            )
-        except (OSError, ValueError, KeyError) as e:
-            raise ConfigError(
-                f"reward_model.path {directory} cannot be loaded: {' '.join(str(e).split())[:300]}"
-            ) from e
-        model, report = loaded
-        if model.config.num_labels != 1 or report["missing_keys"]:
-            what = f"{model.config.num_labels} labels" if model.config.num_labels != 1 else "no trained head"
-            raise ConfigError(f"reward_model.path {directory}: has {what}; it must give one number a conversation")
-        pad_id = model.config.pad_token_id if model.config.pad_token_id is not None else tokenizer.pad_token_id
-        if pad_id is None:
-            raise ConfigError(f"reward_model.path {directory}: neither model nor tokenizer has a padding token")
-        model.config.pad_token_id = pad_id
-        limit = int(getattr(model.config, "max_position_embeddings", 1 << 20))
-        return cls(
-            model=model.to(pick_device(config.device)).eval(),
-            encode=_encoder(tokenizer, directory, policy),
-            max_tokens=min(config.max_tokens or limit, limit),
-            batch_size=config.batch_size,
-            pad_id=pad_id,
-        )
-
-    async def score(self, episode: Episode) -> float:
-        """The model's number for an episode."""
-        ids = await asyncio.to_thread(self.encode, episode)
-        if len(ids) > self.max_tokens:
-            half = self.max_tokens // 2
-            ids = ids[:half] + ids[len(ids) - (self.max_tokens - half) :]
-        mine: tuple[list[int], asyncio.Future[float]] = (ids, asyncio.get_running_loop().create_future())
-        self._waiting.append(mine)
-        try:
-            async with self._turn:
-                if not mine[1].done():
-                    await self._score_some()
-        finally:
-            if mine in self._waiting:
-                self._waiting.remove(mine)
-        return mine[1].result()
-
-    async def close(self) -> None:
-        """Nothing to end: it lives in this process."""
-
-    async def _score_some(self) -> None:
-        """One forward pass over those that have waited longest, the one that leads among them."""
-        while self._waiting:
-            some = self._waiting[: self.batch_size]
-            try:
-                scores = await asyncio.to_thread(self._forward, [ids for ids, _ in some])
-            except RuntimeError as e:  # out of memory, a lost device
-                raise JudgeError(f"the reward model failed: {str(e)[:300]}") from e
-            for (_, future), score in zip(some, scores, strict=True):
-                if not future.done():
-                    future.set_result(score)
-            self._waiting = [waiting for waiting in self._waiting if not waiting[1].done()]
-
-    def _forward(self, batch: Sequence[list[int]]) -> list[float]:
-        import torch
-
-        width, device = max(map(len, batch)), self.model.device
-        rows = torch.tensor([ids + [self.pad_id] * (width - len(ids)) for ids in batch], device=device)
-        real = torch.tensor([[1] * len(ids) + [0] * (width - len(ids)) for ids in batch], device=device)
-        with torch.inference_mode():
-            scores = self.model(input_ids=rows, attention_mask=real).logits[:, 0].float()
-        found: list[float] = scores.tolist()
-        return found
-
-
-def _encoder(tokenizer: Any, directory: Path, policy: Path) -> Callable[[Episode], list[int]]:
-    """The classifier's ids of an episode."""
-    ours, theirs = policy / "tokenizer.json", directory / "tokenizer.json"
-    if ours.is_file() and theirs.is_file() and ours.read_bytes() == theirs.read_bytes():
-        return lambda episode: max((list(row.ids) for row in rows_of(episode.segments)), key=len, default=[])
-    if tokenizer.chat_template is None:
-        return lambda episode: list(tokenizer(conversation_text(episode.messages))["input_ids"])
-
-    def by_template(episode: Episode) -> list[int]:
-        text = tokenizer.apply_chat_template(plain_roles(episode.messages), tokenize=False)
-        return list(tokenizer(text, add_special_tokens=False)["input_ids"])
-
-    return by_template
-
-
-def conversation_text(messages: Sequence[Message]) -> str:
-    """A conversation as text: each message under its role, calls as JSON."""
-    return "\n\n".join(
-        f"{m.role}{f' {m.name}' if m.role == 'tool' and m.name else ''}:\n{_body(m)}" for m in messages
-    )
-
-
-def plain_roles(messages: Sequence[Message]) -> list[dict[str, str]]:
-    """A conversation in the roles that every chat template knows: what tools answered is said by the user."""
-    out: list[dict[str, str]] = []
-    for message in messages:
-        role = "user" if message.role == "tool" else message.role
-        body = f"Tool result: {_body(message)}" if message.role == "tool" else _body(message)
-        if out and out[-1]["role"] == role:
-            out[-1]["content"] += f"\n{body}"
-        else:
-            out.append({"role": role, "content": body})
-    return out
-
-
-def _body(message: Message) -> str:
-    calls = [json.dumps({"name": c.name, "arguments": dict(c.arguments)}, default=str) for c in message.tool_calls]
-    said = "\n".join(part for part in (plain_text(message.content), *(f"call: {call}" for call in calls)) if part)
-    return neutral(said)
 
 
 def _cut(text: str, max_tokens: int | None) -> str:

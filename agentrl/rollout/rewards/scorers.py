@@ -5,15 +5,13 @@ from __future__ import annotations
 import asyncio
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from agentrl.config.reward_model import RewardModelConfig
 from agentrl.errors import ConfigError, InfraError, WorkerLost
 from agentrl.ray_cluster import connect, import_ray
+from agentrl.rollout.rewards.classifier import Classifier
 from agentrl.types import Episode
-
-if TYPE_CHECKING:
-    from agentrl.rollout.rewards.model import Classifier
 
 KEY = "reward_model.workers"
 START_S = 300.0
@@ -45,8 +43,6 @@ class ScoringWorker:
 
     def _loaded(self) -> Classifier:
         """The model; one that was started again loads it with the first score."""
-        from agentrl.rollout.rewards.model import Classifier
-
         if self._model is None:
             for folder in (self._policy, Path(self._config.path or "")):
                 if not folder.is_dir():

@@ -10,7 +10,7 @@ import pytest
 from agentrl.chat.template import CHATML_TEMPLATE, Renderer
 from agentrl.errors import CheckpointError
 from agentrl.models.tiny import make_tokenizer
-from agentrl.rollout.setup import RENDERER_FILE, check_renderer
+from agentrl.rollout.renderer import RENDERER_FILE, check_renderer
 
 
 @pytest.fixture(scope="module")

@@ -11,7 +11,7 @@ import pytest
 from agentrl.config.run import RunConfig
 from agentrl.env.toolenv.env import ToolEnv
 from agentrl.errors import ConfigError
-from agentrl.rollout.setup import load_content, message_of
+from agentrl.rollout.content import load_content, message_of
 from agentrl.types import Message, ToolCall
 
 ENVS = '''

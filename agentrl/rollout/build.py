@@ -1,0 +1,85 @@
+"""From a configuration to what plays its episodes: engine, player, token check, guard."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+from agentrl.chat.check import Watch
+from agentrl.chat.template import Renderer
+from agentrl.config.run import RunConfig
+from agentrl.engine.base import Engine
+from agentrl.env.env import Env
+from agentrl.env.images import refuse_images
+from agentrl.errors import ConfigError
+from agentrl.rollout.episode import Player, TokenCheck
+from agentrl.rollout.limits import EpisodeLimits
+from agentrl.run_folder.redraws import RedrawGuard
+from agentrl.types import EVERY_TOKEN, Filters, Sampling
+
+APART_FROM = 32
+"""Episodes a step from which a process of its own pays for the local engine; fewer hardly wait for one another."""
+
+
+async def make_engine(config: RunConfig, directory: Path, *, trains: bool = False) -> Engine:
+    """The engine of the run, over a model directory; it is closed by the caller.
+
+    Args:
+        trains: its weights will change; with `engine.sync: lora` the directory is the adapters' base model.
+
+    Raises:
+        ConfigError: as for `open_engine`, or weights will change and the engine cannot take them.
+    """
+    from agentrl.engine.open import open_engine
+
+    # An agent may ask for grammars and alternatives, which need a streaming engine.
+    own_process = config.agent is None and config.rollout.groups_per_step * config.rollout.group_size >= APART_FROM
+    lora = config.learner.lora if trains else None
+    engine = await open_engine(config.engine, directory, lora, own_process=own_process, ray=config.ray)
+    if trains and not engine.capabilities.weights:
+        await engine.close()
+        raise ConfigError(
+            f"engine.kind {config.engine.kind} cannot take new weights (its capabilities.weights is False), so it "
+            "can evaluate and serve a policy but not train one"
+        )
+    return engine
+
+
+def make_player(
+    config: RunConfig,
+    engine: Engine,
+    renderer: Renderer,
+    make_env: Callable[[], Env],
+    *,
+    temperature: float,
+    filters: Filters = EVERY_TOKEN,
+    token_check: TokenCheck | None = None,
+) -> Player:
+    """What plays the episodes of this run, at this temperature. Raises ConfigError where a tool returns images."""
+    refuse_images(make_env())
+    return Player(
+        engine=engine,
+        renderer=renderer,
+        make_env=make_env,
+        limits=EpisodeLimits.of(config),
+        sampling=Sampling(
+            temperature=temperature,
+            top_p=filters.top_p,
+            top_k=filters.top_k,
+            min_p=filters.min_p,
+            max_tokens=config.rollout.max_tokens,
+            stop_ids=renderer.stop_ids,
+        ),
+        token_check=token_check,
+    )
+
+
+def make_token_check(config: RunConfig) -> TokenCheck | None:
+    """The run's comparison of ledgers with fresh renderings."""
+    mode = config.rollout.tokenization_check
+    return None if mode == "disable" else TokenCheck(mode, Watch(config.rollout.tokenization_stop_above))
+
+
+def make_guard(config: RunConfig, tell: Callable[[str], None]) -> RedrawGuard:
+    """What stops the run where too many episodes are lost, or rewards keep raising."""
+    return RedrawGuard(config.rollout.redrawn_stop_above, config.rollout.faults_stop_above, tell)

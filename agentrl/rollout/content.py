@@ -1,0 +1,198 @@
+"""The env of a run with its tasks and demonstrations, checked before a model is loaded."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from agentrl.chat.messages import MessageFormatError, read_well_formed
+from agentrl.config.run import RunConfig
+from agentrl.env.env import Env
+from agentrl.env.load import load_env, said_by
+from agentrl.env.rows import load_rows, read_jsonl
+from agentrl.env.solved import NOT_DECLARED
+from agentrl.errors import AgentRLError, ConfigError
+from agentrl.rollout.oracle import author_method, oracle_demonstrations
+from agentrl.types import Message, Task
+
+
+@dataclass(frozen=True, slots=True)
+class Content:
+    """The env of a run with its tasks and demonstrations."""
+
+    make_env: Callable[[], Env]
+    train_tasks: Sequence[Task]
+    held_out_tasks: Sequence[Task]
+    demonstrations: Sequence[Sequence[Message]]
+
+
+def load_content(config: RunConfig) -> Content:
+    """Import the env, read or generate tasks and demonstrations; everything is checked before a model is loaded.
+
+    Raises:
+        ConfigError: with what, where and what to do.
+    """
+    env_class = load_env(config.env.use)
+    make_env = env_factory(env_class, config)
+    train = _tasks(env_class, config, "train", config.data.train)
+    return Content(
+        make_env,
+        train,
+        _tasks(env_class, config, "held_out", config.data.held_out),
+        _demonstrations(env_class, config, make_env, train),
+    )
+
+
+def check_held_out(config: RunConfig, content: Content) -> None:
+    """Settings of an evaluation need tasks. Raises ConfigError where there are none."""
+    default = type(config.eval)()
+    for key in ("every", "tasks"):
+        value = getattr(config.eval, key)
+        if not content.held_out_tasks and value != getattr(default, key):
+            raise ConfigError(
+                f"eval.{key} is {value}, and there are no held-out tasks: name a file under data.held_out, or "
+                "remove the key"
+            )
+
+
+def require_solved(content: Content, what: str) -> None:
+    """Raises ConfigError where nothing declares when an episode is solved, which `what` has to know."""
+    env = content.make_env()
+    if env.solved_rule() is None:
+        raise ConfigError(f"{what} has to know when an episode of {type(env).__name__} is solved: {NOT_DECLARED}")
+
+
+def repeated_ids(content: Content) -> list[str]:
+    """What to say of tasks of one split that share their id; of tasks made on demand nothing is known here.
+
+    Nothing is lost by it: what is played is told apart by position. Who reads cannot tell.
+    """
+    said = []
+    for split, tasks in (("train", content.train_tasks), ("held_out", content.held_out_tasks)):
+        first: dict[str, int] = {}
+        for place, task in enumerate(tasks if isinstance(tasks, list | tuple) else ()):
+            if first.setdefault(task.id, place) != place:
+                said.append(
+                    f"two {split} tasks have the id {task.id!r} (number {first[task.id]} and number {place}, "
+                    "counted from 0): `show` names them alike, and `eval --compare` pairs them by their order; "
+                    "give each an id of its own"
+                )
+                break
+    return said
+
+
+def corpus(content: Content, num: int = 2000) -> Iterable[str]:
+    """Text of the env for a tokenizer: tools, opening messages of training tasks, demonstrations."""
+    env = content.make_env()
+    schemas = json.dumps(list(env.tools))
+    yield from [schemas] * 20
+    for messages in content.demonstrations[:num]:
+        for message in messages:
+            yield message.content if isinstance(message.content, str) else ""
+            for call in message.tool_calls:
+                yield json.dumps({"name": call.name, "arguments": dict(call.arguments)})
+    yield from ["system", "user", "assistant", "tool", "# Tools", "Error: ", "To call one:"] * 20
+
+
+def env_factory(env_class: type[Env], config: RunConfig) -> Callable[[], Env]:
+    """Makes envs with the options and settings of the run; one is made at once to see that it can be."""
+    options, settings, weights = config.env.options, config.env.settings, config.env.reward_weights
+    at = config.env.solved_at
+
+    def make() -> Env:
+        env = env_class(**options)
+        env.configure(settings, weights, at)
+        return env
+
+    try:
+        make()
+    except (TypeError, ValueError, OSError) as e:
+        raise ConfigError(f"env.options {dict(options)} do not fit {config.env.use}: {e}") from e
+    except AgentRLError:
+        raise
+    except Exception as e:
+        raise ConfigError(f"{config.env.use} cannot be made: {said_by(e)}") from e
+    return make
+
+
+def _tasks(
+    env_class: type[Env], config: RunConfig, split: str, files: str | Sequence[str] | None
+) -> Sequence[Task]:
+    if files is not None:
+        return load_rows(files, env_class, seed=config.seed, columns=config.data.columns, split=split)
+    if config.data.train is not None and split == "held_out":
+        return ()
+    generator = author_method(env_class, "tasks")
+    if generator is None:
+        raise ConfigError(
+            f"{config.env.use} has no `tasks` classmethod: name a JSON-lines file under data.{split}, or add "
+            "`@classmethod def tasks(cls, split, seed, **options)` that returns a sequence of Task"
+        )
+    where = f"{config.env.use}.tasks({split!r}, ...)"
+    try:
+        tasks: Any = generator(split, config.seed if split == "train" else 0, **config.data.options)
+        first = tasks[0] if hasattr(tasks, "__getitem__") else None
+    except AgentRLError:
+        raise
+    except Exception as e:
+        said = "it gives no task" if isinstance(e, IndexError) else said_by(e)
+        raise ConfigError(f"{where} with data.options {dict(config.data.options)}: {said}") from e
+    if not isinstance(first, Task):
+        got = f"a {type(tasks).__name__}" + ("" if first is None else f" of {type(first).__name__}")
+        raise ConfigError(
+            f"{where}: a sequence of Task is wanted (a list, or agentrl.env.tasks.generated), got {got}"
+        )
+    if problem := env_class.row_problem(first.row):
+        raise ConfigError(f"{where}: task {first.id!r}: {problem}")
+    found: Sequence[Task] = tasks
+    return found
+
+
+def _demonstrations(
+    env_class: type[Env], config: RunConfig, make_env: Callable[[], Env], tasks: Sequence[Task]
+) -> Sequence[Sequence[Message]]:
+    warmup = config.warmup
+    if warmup is None:
+        return ()
+    if warmup.demonstrations is not None:
+        return [
+            [
+                message_of(m, f"{warmup.demonstrations}:{line}")
+                for m in _messages(row, f"{warmup.demonstrations}:{line}")
+            ]
+            for line, row in read_jsonl(Path(warmup.demonstrations))
+        ]
+    generator = author_method(env_class, "demonstrations")
+    if generator is None:
+        return oracle_demonstrations(env_class, config, make_env, tasks)
+    try:
+        found: Sequence[Sequence[Message]] = generator(config.seed, warmup.num, **warmup.options)
+    except AgentRLError:
+        raise
+    except Exception as e:
+        raise ConfigError(
+            f"{config.env.use}.demonstrations with warmup.options {dict(warmup.options)}: {said_by(e)}"
+        ) from e
+    return found
+
+
+def _messages(row: Mapping[str, Any], where: str) -> Sequence[Mapping[str, Any]]:
+    messages = row.get("messages")
+    if not isinstance(messages, list) or not messages:
+        raise ConfigError(f'{where}: a demonstration is an object with a list under "messages"')
+    return messages
+
+
+def message_of(data: object, where: str) -> Message:
+    """A message of a demonstration, from its OpenAI-style JSON form.
+
+    Raises:
+        ConfigError: role, content or a tool call is not valid.
+    """
+    try:
+        return read_well_formed(data)
+    except MessageFormatError as e:
+        raise ConfigError(f"{where}: {e}") from None

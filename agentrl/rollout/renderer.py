@@ -1,0 +1,87 @@
+"""The renderer of a run, and whether a chat template and a checkpoint fit it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from agentrl.chat.parsers import Parser
+from agentrl.chat.proof import prove
+from agentrl.chat.template import Renderer
+from agentrl.config.algorithm import is_own
+from agentrl.config.run import RunConfig
+from agentrl.env.load import said_by
+from agentrl.errors import AgentRLError, CheckpointError, ConfigError
+from agentrl.importing import load_object
+
+RENDERER_FILE = "renderer.json"
+"""In a checkpoint: the hash of the renderer that it was trained with."""
+
+
+def load_renderer(config: RunConfig, directory: Path) -> Renderer:
+    """The renderer of the run: the same for training, evaluation, serving and check.
+
+    Raises:
+        ConfigError: `model.parser` is no parser, or `model.template_options` holds a variable that the chat
+            template never reads.
+    """
+    model, own = config.model, is_own(config.model.parser)
+    try:
+        return Renderer.from_directory(
+            directory,
+            template=model.chat_template,
+            parser=own_parser(model.parser) if own else model.parser,
+            history=model.history,
+            variables=model.template_options,
+        )
+    except AgentRLError:
+        raise
+    except Exception as e:
+        if not own:
+            raise
+        raise ConfigError(
+            f"model.parser {model.parser}: raised while it was tried on what the template writes: {said_by(e)}"
+        ) from e
+
+
+def own_parser(spec: str) -> Parser:
+    """A parser of the user's own, from `module:Name`."""
+    try:
+        found = load_object(spec)
+    except ConfigError as e:
+        raise ConfigError(f"model.parser {e}") from None
+    try:
+        parser = found() if isinstance(found, type) else found
+    except Exception as e:
+        raise ConfigError(f"model.parser {spec}: cannot be made: {said_by(e)}") from e
+    if not isinstance(parser, Parser):
+        raise ConfigError(f"model.parser {spec}: must be an agentrl.chat.parsers.Parser, got {found!r}")
+    return parser
+
+
+def require_template(renderer: Renderer, tools: Sequence[Mapping[str, Any]]) -> None:
+    """See that the chat template can be used, and that the calls of its tools would be read.
+
+    Raises:
+        TemplateError: why not, and what to do.
+    """
+    prove(renderer).require(tools=bool(tools))
+
+
+def check_renderer(renderer: Renderer, checkpoint: Path) -> None:
+    """See that a checkpoint was trained on what this renderer writes.
+
+    Raises:
+        CheckpointError: tokenizer, template, parser or history differ from those of the checkpoint.
+    """
+    file = checkpoint / RENDERER_FILE
+    if not file.is_file():
+        return
+    trained = json.loads(file.read_text())["hash"]
+    if trained != renderer.hash:
+        raise CheckpointError(
+            f"{checkpoint}: was trained with another tokenizer, chat template, parser or history (renderer hash "
+            f"{trained}, here {renderer.hash}): put back what was changed, or start over with --fresh"
+        )
