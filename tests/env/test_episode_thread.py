@@ -304,6 +304,7 @@ async def test_no_thread_is_an_infrastructure_failure_and_no_answer_of_a_tool(mo
             """Work."""
             return "done"
 
+    monkeypatch.setattr(threads, "_idle", [])
     monkeypatch.setattr(threading.Thread, "start", full)
     episode = await play_framed(Plain(), [call("work"), say("x")])
     assert (episode.stop_reason, episode.turns) == (StopReason.INFRA, ())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import gc
 import subprocess
 import sys
@@ -59,8 +60,9 @@ async def test_an_idle_thread_keeps_no_env_alive():
     assert gone() is None
     assert ident[0].is_alive()
     await thread.close()
-    ident[0].join(20)
-    assert not ident[0].is_alive()
+    another = EpisodeThread()
+    assert await another.run(threading.current_thread, None) is ident[0], "it waits for another episode"
+    await another.close()
 
 
 async def test_a_closed_thread_starts_again_when_it_is_used_again():
@@ -71,11 +73,52 @@ async def test_a_closed_thread_starts_again_when_it_is_used_again():
     await thread.close()
 
 
-async def test_the_thread_of_an_env_that_nobody_closed_ends_with_it():
+async def test_the_thread_of_an_env_that_nobody_closed_is_given_back():
     thread = EpisodeThread()
     found = await thread.run(threading.current_thread, None)
     del thread
     gc.collect()
+    another = EpisodeThread()
+    assert await another.run(threading.current_thread, None) is found
+    await another.close()
+
+
+async def test_two_episodes_at_a_time_never_share_a_thread():
+    one, other = EpisodeThread(), EpisodeThread()
+    threads = [await thread.run(threading.current_thread, None) for thread in (one, other, one)]
+    assert threads[0] is threads[2] is not threads[1]
+    await one.close()
+    await other.close()
+
+
+async def test_what_an_episode_left_in_its_thread_is_gone_for_the_next_and_freed_soon(monkeypatch):
+    monkeypatch.setattr("agentrl.env.toolenv.threads.CLEAN_AFTER_S", 0.01)
+    local, thread = threading.local(), EpisodeThread()
+
+    def leave() -> threading.Thread:
+        local.env = Env()
+        gone.append(weakref.ref(local.env))
+        return threading.current_thread()
+
+    gone: list[weakref.ref[Env]] = []
+    home = await thread.run(leave, None)
+    await thread.close()
+    other = EpisodeThread()
+    assert await other.run(lambda: (threading.current_thread(), hasattr(local, "env")), None) == (home, False)
+    await other.run(leave, None)
+    await other.close()
+    for _ in range(500):
+        if gone[1]() is None:
+            break
+        await asyncio.sleep(0.02)
+    assert [ref() for ref in gone] == [None, None]
+
+
+async def test_threads_beyond_those_that_may_wait_end(monkeypatch):
+    monkeypatch.setattr("agentrl.env.toolenv.threads.MAX_IDLE", 0)
+    thread = EpisodeThread()
+    found = await thread.run(threading.current_thread, None)
+    await thread.close()
     found.join(20)
     assert not found.is_alive()
 

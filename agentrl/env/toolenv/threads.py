@@ -1,12 +1,14 @@
 """Plain functions run off the event loop: all of one episode on one thread, in order.
 
 SQLite connections, browsers and many SDKs may only be used on the thread that made them, so `setup`, tools,
-rewards and `teardown` of an episode share one. It starts with the first call, keeps thread-local state and context
-variables between calls, and ends with the episode; no other episode ever runs on it.
+rewards and `teardown` of an episode share one. It is leased with the first call, keeps thread-local state and
+context variables between calls, and runs no other episode meanwhile. When the episode ends, the thread waits for
+another one; before that begins, what was left in thread-local and context variables is dropped, as if the thread
+had ended.
 
 A call that outlives its limit is ended in steps: the env's `on_timeout` is asked first, then the thread is told to
 raise, which ends Python code but not a blocking C call. Where that does not help within `GRACE_S` seconds, the
-thread is given up: what follows runs on a new one, and the old one ends with its call.
+thread is given up: what follows runs on another one, and the old one ends with its call.
 """
 
 from __future__ import annotations
@@ -36,6 +38,10 @@ GRACE_S = 3.0
 """How long a call that was told to end may take to do so before its thread is given up."""
 PROMPT_S = 1.0
 """How long a timeout waits for its call to end before it is reported all the same."""
+MAX_IDLE = 256
+"""Threads that wait for another episode at most; further ones end with theirs."""
+CLEAN_AFTER_S = 0.5
+"""How long a waiting thread may keep the thread-local variables of its last episode."""
 MAX_STUCK = 64
 """Threads of this process that may hang in calls which cannot be ended; no further plain function runs then."""
 
@@ -57,7 +63,7 @@ class ToolRaised(Exception):
 
 
 class EpisodeThread:
-    """The thread of one episode; the system's thread starts with the first call.
+    """The thread of one episode; the system's thread is leased with the first call.
 
     Args:
         on_timeout: asked before a call that outlived its limit is told to raise.
@@ -68,6 +74,7 @@ class EpisodeThread:
         """The name of the function that could not be ended, once a thread had to be given up for it."""
         self.on_timeout = on_timeout
         self._worker: _Worker | None = None
+        self._lease: weakref.finalize[Any, EpisodeThread] | None = None
         self._ending: asyncio.Task[None] | None = None
         self._order = asyncio.Lock()
 
@@ -81,8 +88,9 @@ class EpisodeThread:
         async with self._order:
             await self.held()
             if self._worker is None or not self._worker.thread.is_alive():  # threads do not survive a fork
-                self._worker = _start_worker()
-                weakref.finalize(self, self._worker.end).atexit = False
+                self._worker = _lease_worker()
+                self._lease = weakref.finalize(self, self._worker.give_back)
+                self._lease.atexit = False
             worker, job = self._worker, _Job(function)
             worker.queue.put(job)
             try:
@@ -106,11 +114,15 @@ class EpisodeThread:
         return bool(self.lost)
 
     async def close(self) -> None:
-        """End the thread. A later call starts a new one."""
+        """Give the thread back. A later call leases one again."""
         await self.held()
+        self._give_back()
+        _clean_later()
+
+    def _give_back(self) -> None:
         worker, self._worker = self._worker, None
-        if worker is not None:
-            worker.end()
+        if worker is not None and self._lease is not None and self._lease.detach():
+            worker.give_back()
 
     async def _end(self, worker: _Worker, job: _Job) -> None:
         if (
@@ -123,6 +135,8 @@ class EpisodeThread:
         if await _settled(job.future, GRACE_S):
             return
         self.lost, self._worker = job.name, None
+        if self._lease is not None:
+            self._lease.detach()
         with _lock:
             _stuck[worker] = job.name
         worker.end()  # it forgets itself when the call returns after all
@@ -180,16 +194,38 @@ class _Worker:
     """A thread that performs jobs one after another and keeps nothing of them; it knows no `EpisodeThread`."""
 
     def __init__(self) -> None:
-        self.queue: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
+        self.queue: queue.SimpleQueue[_Job | _Clean | None] = queue.SimpleQueue()
         self.thread = threading.Thread(target=self._work, name=f"agentrl-tool-{next(_numbers)}", daemon=True)
-        self._context = contextvars.copy_context()
-        self._context.run(current.set, None)
+        self.used = False
+        self.renew()
         self._job: _Job | None = None  # what is performed now; changes under the lock
         self._lock = threading.Lock()
+
+    def renew(self) -> None:
+        """Take the caller's context variables for the next episode; the thread must be waiting."""
+        self.clean()
+        self._context = contextvars.copy_context()
+        self._context.run(current.set, None)
 
     def end(self) -> None:
         """Let the thread end after the jobs that it has been given."""
         self.queue.put(None)
+
+    def give_back(self) -> None:
+        """The episode is over: let the thread wait for another one, or end where enough of them wait."""
+        with _lock:
+            kept = len(_idle) < MAX_IDLE
+            if kept:
+                self._context, self.used = contextvars.Context(), True
+                _idle.append(self)
+        if not kept:
+            self.end()
+
+    def clean(self) -> None:
+        """Let the thread drop what an episode left in its thread-local variables."""
+        if self.used:
+            self.used = False
+            self.queue.put(_Clean())
 
     def tell(self, job: _Job) -> None:
         """Raise `Abandoned` in the thread, once, if it still performs `job`."""
@@ -201,8 +237,11 @@ class _Worker:
     def _work(self) -> None:
         try:
             while (job := self.queue.get()) is not None:
-                self._perform(job)
-                mailbox_of(job.loop).post(job)
+                if isinstance(job, _Clean):
+                    _forget_locals()
+                else:
+                    self._perform(job)
+                    mailbox_of(job.loop).post(job)
                 job = None  # an idle thread keeps nobody's env alive
         finally:
             _forget(self)
@@ -229,6 +268,10 @@ class _Worker:
             # A StopIteration cannot leave a coroutine, and SystemExit must not leave through the loop.
             plain = isinstance(e, Exception) and not isinstance(e, StopIteration)
             job.result = e if plain else ToolRaised(e)
+
+
+class _Clean:
+    """Asks a worker to forget its episode."""
 
 
 class _Mailbox:
@@ -263,8 +306,10 @@ current: contextvars.ContextVar[EpisodeThread | None] = contextvars.ContextVar("
 _numbers = itertools.count(1)
 _lock = threading.Lock()
 _alive: set[_Worker] = set()
+_idle: list[_Worker] = []
 _stuck: dict[_Worker, str] = {}
 _endings: set[asyncio.Task[None]] = set()
+_cleaning: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, asyncio.TimerHandle] = weakref.WeakKeyDictionary()
 _mailboxes: dict[asyncio.AbstractEventLoop, _Mailbox] = {}
 
 
@@ -286,13 +331,20 @@ def name_of(function: Callable[..., Any]) -> str:
     return getattr(function, "__name__", type(function).__name__)
 
 
-def _start_worker() -> _Worker:
+def _lease_worker() -> _Worker:
+    """A worker that waits, or a new one. Raises InfraError where no thread can be had."""
     names = stuck()
     if len(names) >= MAX_STUCK:
         raise InfraError(
             f"{len(names)} threads hang in calls that outlived their limits and cannot be ended (the last one: "
             f"{names[-1]}); end such calls in the env's `on_timeout`, or make the method async"
         )
+    with _lock:
+        while _idle:
+            worker = _idle.pop()  # the newest: its stack is the warmest
+            if worker.thread.is_alive():
+                worker.renew()
+                return worker
     worker = _Worker()
     with _lock:
         _alive.add(worker)
@@ -311,18 +363,34 @@ def _forget(worker: _Worker) -> None:
     with _lock:
         _alive.discard(worker)
         _stuck.pop(worker, None)
+        if worker in _idle:
+            _idle.remove(worker)
 
 
 def _ended_apart(thread: EpisodeThread, ending: asyncio.Task[None]) -> None:
     _endings.discard(ending)
-    if thread._worker is not None:
-        thread._worker.end()
+    thread._give_back()
 
 
 async def _settled(future: asyncio.Future[Any], timeout_s: float | None) -> bool:
     """Whether `future` is done within `timeout_s`; it is never cancelled."""
-    if not future.done():
-        await asyncio.wait({future}, timeout=timeout_s)
+    if future.done():
+        return True
+    loop = asyncio.get_running_loop()
+    waiter = loop.create_future()
+
+    def wake(settled: object = None) -> None:
+        if not waiter.done():
+            waiter.set_result(None)
+
+    future.add_done_callback(wake)
+    timer = None if timeout_s is None else loop.call_later(timeout_s, wake)
+    try:
+        await waiter  # asyncio.wait does the same at twice the price
+    finally:
+        future.remove_done_callback(wake)
+        if timer is not None:
+            timer.cancel()
     return future.done()
 
 
@@ -330,6 +398,31 @@ def _raise_in(ident: int | None, what: type[BaseException] | None) -> None:
     assert ident is not None
     value = None if what is None else ctypes.py_object(what)
     ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(ident), value)
+
+
+def _clean_later() -> None:
+    """Free what episodes left in threads that are not leased again soon; one that is cleans up then."""
+    loop = asyncio.get_running_loop()
+    if _cleaning.get(loop) is None:
+        _cleaning[loop] = loop.call_later(CLEAN_AFTER_S, _clean_idle, loop)
+
+
+def _clean_idle(loop: asyncio.AbstractEventLoop) -> None:
+    _cleaning.pop(loop, None)
+    with _lock:
+        for worker in _idle:
+            worker.clean()
+
+
+def _forget_locals() -> None:
+    """Drop the values of all `threading.local` of this thread, as happens when a thread ends."""
+    address = _thread_dict()
+    if address:
+        ctypes.cast(address, ctypes.py_object).value.clear()
+
+
+_thread_dict = ctypes.pythonapi.PyThreadState_GetDict
+_thread_dict.restype = ctypes.c_void_p
 
 
 def _close_threads(patience_s: float = 1.0) -> None:
@@ -347,6 +440,7 @@ def _forget_all() -> None:
     global _lock
     _lock = threading.Lock()
     _alive.clear()
+    _idle.clear()
     _stuck.clear()
     _mailboxes.clear()
 
