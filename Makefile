@@ -31,7 +31,7 @@ $(VENV)/.train: pyproject.toml constraints.txt
 
 $(VENV)/.dev: pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(PIP) -e '.[train,docker,hf,lora,mcp,parquet,ray,repair,serve,dev]'
+	$(PIP) -e '.[train,docker,hf,lora,mcp,parquet,ray,serve,dev]'
 	touch $@ $(VENV)/.train
 
 $(VENV)/.docs: $(VENV)/.train

@@ -18,7 +18,6 @@ EXTRAS: Mapping[str, tuple[str, ...]] = {
     "mcp": ("mcp",),
     "hf": ("datasets",),
     "parquet": ("pyarrow",),
-    "repair": ("json_repair",),
     "sglang": ("sglang",),
 }
 """The modules that each extra of the distribution installs."""

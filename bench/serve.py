@@ -36,7 +36,7 @@ from agentrl.models.tiny import make_tokenizer
 from agentrl.serve.app import Settings, create_app
 from agentrl.serve.listen import running
 from agentrl.serve.metrics import Metrics
-from agentrl.serve.talk import Gate, Talk
+from agentrl.serve.talk import Gate, ChatService
 from agentrl.types import Completion, Message, Sampling, ToolCall
 
 TOOL = {
@@ -207,7 +207,7 @@ async def bench(only: str | None, quick: bool) -> dict[str, Any]:
         renderer = make_renderer(Path(folder))
     said = Message("assistant", "The answer is 5.", (ToolCall("c", "calculator", {"expression": "5"}),))
     engine = NoOpEngine(completion_of(renderer, said, [TOOL]))
-    talk = Talk(engine, renderer, gate=Gate(1024), metrics=Metrics())
+    talk = ChatService(engine, renderer, gate=Gate(1024), metrics=Metrics())
     app = create_app(talk, Settings(names=("noop",)), session=talk.open_session(100_000))
     found: dict[str, Any] = {"bench": "serve", "load": os.getloadavg()[0], "quick": quick}
     async with running(app) as url:

@@ -31,7 +31,7 @@ from agentrl.env.solved import BY_NAME
 from agentrl.errors import ConfigError
 from agentrl.run_folder.files import write_atomic
 from agentrl.run_folder.records import EpisodeRecord, compress, decode, encode, episodes_file
-from agentrl.serve.app import Guard, Settings, error_response, with_errors
+from agentrl.serve.app import ApiKeyGuard, Settings, error_response, with_errors
 from agentrl.serve.errors import ApiError, from_validation
 from agentrl.types import Episode, StopReason, Task
 
@@ -107,7 +107,7 @@ class RecordFolder:
             Route("/episodes/{episode}", self._answering(self._show), methods=["GET"]),
             Route("/episodes/{episode}/end", self._answering(self._end), methods=["POST"]),
         ]
-        return Guard(with_errors([*routes, *self.recorder.routes()]), Settings(names=("policy",)))
+        return ApiKeyGuard(with_errors([*routes, *self.recorder.routes()]), Settings(names=("policy",)))
 
     async def close(self) -> None:
         """End what is open without a reward, and write the episodes file."""

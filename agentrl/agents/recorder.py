@@ -37,13 +37,13 @@ from agentrl.env.toolenv.observe import plain_text
 from agentrl.errors import EngineError, first_error
 from agentrl.rollout.limits import EpisodeLimits
 from agentrl.rollout.seeds import draw_seed
-from agentrl.serve.app import Endpoint, Guard, Settings, with_errors
+from agentrl.serve.app import ApiEndpoint, ApiKeyGuard, Settings, with_errors
 from agentrl.serve.errors import ApiError, unsupported
 from agentrl.serve.metrics import Metrics
 from agentrl.serve.reader import ArgumentsDelta, CallBegun, ContentDelta, Delta, ReasoningDelta
-from agentrl.serve.session import Matched, Session
-from agentrl.serve.session import Turn as SessionTurn
-from agentrl.serve.talk import Ask, Emit, Gate, Job, Seat, Spoken, Talk
+from agentrl.serve.session import Conversations, Matched
+from agentrl.serve.session import ServedTurn as SessionTurn
+from agentrl.serve.talk import ChatService, Choice, Client, Emit, Gate, GenerationRequest, Job
 from agentrl.types import CallRecord, Completion, Message, Sampling, StopReason, Turn
 
 NO_LIMIT = 1 << 30
@@ -64,13 +64,13 @@ class EpisodeRecording:
     def __init__(self, renderer: Renderer, limits: EpisodeLimits, *, temperature: float, seed: int) -> None:
         self.id, self.key = secrets.token_hex(8), f"sk-{secrets.token_urlsafe(24)}"
         self.ledger = Transcript(renderer)
-        self.session = Session(renderer, ledger=self.ledger)
+        self.session = Conversations(renderer, ledger=self.ledger)
         self.stop: StopReason | None = None
         self.jobs: dict[str, RecordedJob] = {}
         self.lock = asyncio.Lock()
         self._limits, self._temperature, self._seed = limits, temperature, seed
         self._asked = itertools.count()
-        self._said: list[tuple[Spoken, float]] = []
+        self._said: list[tuple[Choice, float]] = []
         self._trouble: dict[str, str] = {}
         self._counts: Counter[str] = Counter()
         self._sealed = False
@@ -102,15 +102,15 @@ class EpisodeRecording:
         for job in self.jobs.values():
             job.drop()
 
-    def seat(self, request: Request) -> RecordedSeat:
-        """The seat of one request. Raises ApiError when the episode is over."""
+    def client(self, request: Request) -> RecordedClient:
+        """The client of one request. Raises ApiError when the episode is over."""
         if self._sealed:
             raise ApiError(410, "This episode has ended.", code="episode_ended")
         key = request.headers.get("idempotency-key", "")
         again = request.headers.get("x-stainless-retry-count", "0") != "0" or bool(key)
-        return RecordedSeat(self.session, self._adjust, self, again, key)
+        return RecordedClient(self.session, self._adjust, self, again, key)
 
-    def admit(self, ask: Ask) -> None:
+    def admit(self, ask: GenerationRequest) -> None:
         """Refuse what an episode may not do.
 
         Raises:
@@ -129,7 +129,7 @@ class EpisodeRecording:
         for tool in ask.tools:
             self._tools.setdefault(str(tool), tool)
 
-    def add(self, spoken: Sequence[Spoken], seconds: float) -> None:
+    def add(self, spoken: Sequence[Choice], seconds: float) -> None:
         """A completion is there."""
         for one in spoken:
             self._said.append((one, seconds))
@@ -172,7 +172,7 @@ class EpisodeRecording:
         """Names of its sessions in the engine."""
         return {spoken.turn.conversation for spoken, _ in self._said}
 
-    def _adjust(self, ask: Ask) -> Ask:
+    def _adjust(self, ask: GenerationRequest) -> GenerationRequest:
         """The request with the sampling of the run."""
         limit = min(ask.limit or self._limits.max_tokens, self._limits.max_tokens)
         seed = draw_seed(self._seed, next(self._asked))
@@ -190,8 +190,8 @@ def _turn(turn: SessionTurn, child: SessionTurn | None, seconds: float) -> Turn:
 
 
 @dataclass(frozen=True, slots=True)
-class RecordedSeat(Seat):
-    """The seat of one request: `again` says that it may be one that came before, under `key` if it has one."""
+class RecordedClient(Client):
+    """The client of one request: `again` says that it may be one that came before, under `key` if it has one."""
 
     recording: EpisodeRecording = field(kw_only=False, default=None)  # type: ignore[assignment]
     again: bool = False
@@ -202,12 +202,12 @@ class RecordedJob(Job):
     """A completion that is sampled once, however often it is asked for."""
 
     def __init__(self, job: Job, recording: EpisodeRecording, key: str) -> None:
-        super().__init__(job.talk, job.ask, job.session, job.prompt, job.limit)
+        super().__init__(job.service, job.ask, job.session, job.prompt, job.limit)
         self._recording, self._key = recording, key
-        self._task: asyncio.Future[list[Spoken]] | None = None
+        self._task: asyncio.Future[list[Choice]] | None = None
         self._waiting = 0
 
-    async def run(self, emit: Emit | None = None) -> list[Spoken]:
+    async def run(self, emit: Emit | None = None) -> list[Choice]:
         """Sample it, or wait for who samples it already; dropped when nobody waits any more.
 
         Raises:
@@ -235,7 +235,7 @@ class RecordedJob(Job):
         if self._task is not None and not self._task.done():
             self._task.cancel()
 
-    async def _sample(self, emit: Emit | None) -> list[Spoken]:
+    async def _sample(self, emit: Emit | None) -> list[Choice]:
         began = time.monotonic()
         recording, key = self._recording, self._key
         try:
@@ -251,7 +251,7 @@ class RecordedJob(Job):
         return spoken
 
 
-def _deltas(spoken: Spoken) -> list[Delta]:
+def _deltas(spoken: Choice) -> list[Delta]:
     """A whole turn as the pieces that a client is told."""
     message = spoken.sent.message
     deltas: list[Delta] = [ReasoningDelta(message.reasoning)] if message.reasoning else []
@@ -262,25 +262,25 @@ def _deltas(spoken: Spoken) -> list[Delta]:
     return deltas
 
 
-class RecordingTalk(Talk):
+class RecordingService(ChatService):
     """Answers requests of episodes."""
 
-    async def prepare(self, ask: Ask, seat: Seat) -> Job:
+    async def prepare(self, ask: GenerationRequest, client: Client) -> Job:
         """Check and render a request; one that came before and was answered gets the same answer.
 
         Raises:
             ApiError: it cannot be answered, or the episode has met a limit.
         """
-        assert isinstance(seat, RecordedSeat)
-        recording = seat.recording
-        key = f"{seat.key} {hashlib.sha256(repr(ask).encode()).hexdigest()}"
+        assert isinstance(client, RecordedClient)
+        recording = client.recording
+        key = f"{client.key} {hashlib.sha256(repr(ask).encode()).hexdigest()}"
         async with recording.lock:
-            if seat.again and (earlier := recording.jobs.get(key)) is not None:
+            if client.again and (earlier := recording.jobs.get(key)) is not None:
                 recording.count("agent/retries")
                 return earlier
             recording.admit(ask)
             try:
-                job = RecordedJob(await super().prepare(ask, seat), recording, key)
+                job = RecordedJob(await super().prepare(ask, client), recording, key)
             except ApiError as e:
                 if e.code == "context_length_exceeded":
                     recording.stop = self.when_full
@@ -328,7 +328,7 @@ class Recorder:
         self.engine, self.renderer, self.limits = engine, renderer, limits
         budget = limits.token_budget
         capped = engine if engine.max_context <= budget else _CappedEngine(engine, budget)
-        self._talk = RecordingTalk(capped, renderer, gate=Gate(NO_LIMIT), metrics=Metrics())
+        self._talk = RecordingService(capped, renderer, gate=Gate(NO_LIMIT), metrics=Metrics())
         if engine.max_context > budget:
             self._talk.when_full = StopReason.TOKEN_BUDGET
         self._settings = Settings(names=("policy",), accept_any_model=True)
@@ -350,13 +350,13 @@ class Recorder:
 
     def app(self, extra_routes: Sequence[Route] = ()) -> ASGIApp:
         """The application: OpenAI's chat and responses dialects under the address of each episode."""
-        return Guard(with_errors([*self.routes(), *extra_routes]), self._settings)
+        return ApiKeyGuard(with_errors([*self.routes(), *extra_routes]), self._settings)
 
     def routes(self) -> list[Route]:
         """OpenAI's routes; text completions are not among them, because they have no conversation."""
-        endpoint = Endpoint(self._talk, self._settings)
+        endpoint = ApiEndpoint(self._talk, self._settings)
         prefix = "/episodes/{episode}/v1"
-        routes = endpoint.api_routes(prefix, self.find_seat)
+        routes = endpoint.api_routes(prefix, self.find_client)
         return [route for route in routes if route.path != f"{prefix}/completions"]
 
     def find(self, request: Request) -> EpisodeRecording:
@@ -368,9 +368,9 @@ class Recorder:
             raise no_episode()
         return recording
 
-    def find_seat(self, request: Request) -> Seat:
-        """The seat of a request. Raises ApiError where it is nobody's, or the episode is over."""
-        return self.find(request).seat(request)
+    def find_client(self, request: Request) -> Client:
+        """The client of a request. Raises ApiError where it is nobody's, or the episode is over."""
+        return self.find(request).client(request)
 
 
 def no_episode() -> ApiError:

@@ -25,7 +25,7 @@ Mode = Literal["strict", "ignore_strippable", "disable"]
 MODES: tuple[Mode, ...] = ("strict", "ignore_strippable", "disable")
 
 
-class Drift(StrEnum):
+class TokenDrift(StrEnum):
     """What a difference between the ledger and a fresh rendering is."""
 
     IDENTICAL = "identical"
@@ -43,10 +43,10 @@ class Drift(StrEnum):
 
 
 @dataclass(frozen=True, slots=True)
-class Difference:
+class TokenDifference:
     """One differing window: `message` counts within the branch, `at` is the ledger's first differing token."""
 
-    drift: Drift
+    drift: TokenDrift
     message: int | None
     at: int
     ledger: str
@@ -58,23 +58,23 @@ class Difference:
 
 
 @dataclass(frozen=True, slots=True)
-class Report:
+class TokenReport:
     """What a check found. `failed` says that the mode does not let this transcript train."""
 
     mode: Mode
-    differences: tuple[Difference, ...] = ()
+    differences: tuple[TokenDifference, ...] = ()
     tolerates_rewrites: bool = False
 
     @property
-    def counts(self) -> Mapping[Drift, int]:
+    def counts(self) -> Mapping[TokenDrift, int]:
         """Windows by class; {IDENTICAL: 1} where there are none."""
-        return Counter(d.drift for d in self.differences) or Counter({Drift.IDENTICAL: 1})
+        return Counter(d.drift for d in self.differences) or Counter({TokenDrift.IDENTICAL: 1})
 
     @property
-    def worst(self) -> Drift:
+    def worst(self) -> TokenDrift:
         """The gravest class found."""
-        order = list(Drift)
-        return max((d.drift for d in self.differences), key=order.index, default=Drift.IDENTICAL)
+        order = list(TokenDrift)
+        return max((d.drift for d in self.differences), key=order.index, default=TokenDrift.IDENTICAL)
 
     @property
     def failed(self) -> bool:
@@ -82,16 +82,16 @@ class Report:
 
         A rewritten history that the user chose to keep (`history: keep`) fails in strict mode only.
         """
-        bad = {Drift.CONTENT}
+        bad = {TokenDrift.CONTENT}
         if self.mode == "strict":
-            bad |= {Drift.BOUNDARY, Drift.HISTORY_REWRITE}
+            bad |= {TokenDrift.BOUNDARY, TokenDrift.HISTORY_REWRITE}
         elif self.mode == "ignore_strippable" and not self.tolerates_rewrites:
-            bad |= {Drift.HISTORY_REWRITE}
+            bad |= {TokenDrift.HISTORY_REWRITE}
         return self.mode != "disable" and any(d.drift in bad for d in self.differences)
 
 
 @dataclass(slots=True)
-class Watch:
+class TokenCheckBudget:
     """Counts reports over a run and stops it where too many fail.
 
     Attributes:
@@ -103,9 +103,9 @@ class Watch:
     at_least: int = 20
     checked: int = 0
     failed: int = 0
-    counts: Counter[Drift] = field(default_factory=Counter)
+    counts: Counter[TokenDrift] = field(default_factory=Counter)
 
-    def add(self, report: Report, name: str) -> bool:
+    def add(self, report: TokenReport, name: str) -> bool:
         """Count one report; True where the transcript may train.
 
         Raises:
@@ -132,10 +132,10 @@ class Watch:
     def metrics(self) -> dict[str, float]:
         """Fraction of failed transcripts, and windows of each class per transcript."""
         total = max(1, self.checked)
-        return {"failed": self.failed / total} | {str(d): self.counts[d] / total for d in Drift}
+        return {"failed": self.failed / total} | {str(d): self.counts[d] / total for d in TokenDrift}
 
 
-def check(transcript: Transcript, mode: Mode) -> Report:
+def check(transcript: Transcript, mode: Mode) -> TokenReport:
     """Compare the branch with a fresh rendering of its messages.
 
     Messages that the template refuses to render are a difference of class content.
@@ -146,18 +146,18 @@ def check(transcript: Transcript, mode: Mode) -> Report:
     if mode not in MODES:
         raise ValueError(f"tokenization_check must be one of {', '.join(MODES)}, got {mode!r}")
     if mode == "disable":
-        return Report(mode)
+        return TokenReport(mode)
     renderer = transcript.renderer
     context = transcript.context
     try:
         fresh = renderer.encode(context, transcript.tools, generation_prompt=transcript.prompted)
         differences = compare(transcript, fresh)
     except TemplateError as e:
-        differences = [Difference(Drift.CONTENT, None, 0, renderer.decode(transcript.ids[:40]), str(e))]
-    return Report(mode, tuple(differences), tolerates_rewrites=transcript.history == "keep")
+        differences = [TokenDifference(TokenDrift.CONTENT, None, 0, renderer.decode(transcript.ids[:40]), str(e))]
+    return TokenReport(mode, tuple(differences), tolerates_rewrites=transcript.history == "keep")
 
 
-def compare(transcript: Transcript, fresh: Sequence[int]) -> list[Difference]:
+def compare(transcript: Transcript, fresh: Sequence[int]) -> list[TokenDifference]:
     """The differing windows between the branch's ids and `fresh`, in order."""
     ledger = transcript.ids
     if tuple(fresh[: len(ledger)]) == ledger and (
@@ -253,7 +253,7 @@ class _Judge:
         self._rewrites: bool | None = None
         self._agrees: bool | None = None
 
-    def classify(self, runs: Sequence[_Run], fresh: tuple[int, ...]) -> Difference:
+    def classify(self, runs: Sequence[_Run], fresh: tuple[int, ...]) -> TokenDifference:
         ledger = tuple(id for run in runs for id in run.ids)
         same = _common(ledger, fresh)
         end = _common(ledger[same:][::-1], fresh[same:][::-1])
@@ -261,27 +261,31 @@ class _Judge:
         after = self._text(fresh[same : len(fresh) - end])
         start = runs[0].start if runs else 0
         sampled = next((run.message for run in runs if run.message is not None), None)
-        return Difference(self._drift(runs, fresh, sampled, before + after), sampled, start + same, before, after)
+        return TokenDifference(
+            self._drift(runs, fresh, sampled, before + after), sampled, start + same, before, after
+        )
 
-    def _drift(self, runs: Sequence[_Run], fresh: tuple[int, ...], sampled: int | None, changed: str) -> Drift:
+    def _drift(
+        self, runs: Sequence[_Run], fresh: tuple[int, ...], sampled: int | None, changed: str
+    ) -> TokenDrift:
         was = self._text([id for run in runs for id in run.ids])
         became = self._text(fresh)
         if was == became and sampled is not None:
-            return Drift.RETOKENISED
+            return TokenDrift.RETOKENISED
         inside = None
         if len(runs) == 1 and sampled is not None:
             lead = self._text(runs[0].ids[: runs[0].lead])
             if became.startswith(lead) and not (became.startswith(was) and not became[len(was) :].strip()):
                 inside = became[len(lead) :]
         if inside is not None and self._means_the_same(runs[0], inside):
-            return Drift.RESERIALISED
+            return TokenDrift.RESERIALISED
         if inside is None and not changed.strip():
-            return Drift.BOUNDARY
+            return TokenDrift.BOUNDARY
         if not self._agree():
-            return Drift.CONTENT
+            return TokenDrift.CONTENT
         if inside is not None and sampled is not None:  # it is the template that says something else
-            return Drift.RESERIALISED if self.context[sampled].parse_errors else Drift.HISTORY_REWRITE
-        return Drift.HISTORY_REWRITE if self._rewritten() else Drift.CONTENT
+            return TokenDrift.RESERIALISED if self.context[sampled].parse_errors else TokenDrift.HISTORY_REWRITE
+        return TokenDrift.HISTORY_REWRITE if self._rewritten() else TokenDrift.CONTENT
 
     def _text(self, ids: Sequence[int]) -> str:
         """What `ids` say; composed, as many tokenizers do to what they encode and no policy has to do."""

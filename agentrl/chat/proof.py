@@ -64,7 +64,7 @@ _WORDS = (
 
 
 @dataclass(frozen=True, slots=True)
-class Conversation:
+class ProbeConversation:
     """A named, generated conversation."""
 
     shape: str
@@ -73,7 +73,7 @@ class Conversation:
 
 
 @dataclass(frozen=True, slots=True)
-class Finding:
+class TemplateFinding:
     """The first place where one conversation's ledger and the template's rendering part.
 
     `kind` is "rewrite" (the template writes an earlier message otherwise than when it was the newest),
@@ -104,7 +104,7 @@ class Proof:
 
     conversations: int
     turns: int
-    findings: tuple[Finding, ...]
+    findings: tuple[TemplateFinding, ...]
     shows_tools: bool = True
     """Whether a prompt changes when tools are offered."""
     called: int = 0
@@ -115,17 +115,17 @@ class Proof:
     """The parser, and who chose it."""
 
     @property
-    def rewrites(self) -> tuple[Finding, ...]:
+    def rewrites(self) -> tuple[TemplateFinding, ...]:
         """Conversations in which the template rewrites earlier turns."""
         return tuple(f for f in self.findings if f.kind == "rewrite")
 
     @property
-    def wrong(self) -> tuple[Finding, ...]:
+    def wrong(self) -> tuple[TemplateFinding, ...]:
         """Conversations in which what the template appends was not derived rightly."""
         return tuple(f for f in self.findings if f.kind == "append")
 
     @property
-    def refused(self) -> tuple[Finding, ...]:
+    def refused(self) -> tuple[TemplateFinding, ...]:
         """Conversations that the template does not render."""
         return tuple(f for f in self.findings if f.kind == "refused")
 
@@ -182,7 +182,7 @@ class Proof:
         if not self.shows_tools:
             lines.append("the template ignores tools")
         for kind, what in (("wrong", "derived wrongly"), ("rewrites", "rewritten"), ("refused", "refused")):
-            found: tuple[Finding, ...] = getattr(self, kind)
+            found: tuple[TemplateFinding, ...] = getattr(self, kind)
             if found:
                 lines.append(f"{len(found)} {what}; the first: {found[0]}")
         if self.round_trip.readable and self.round_trip.misread:
@@ -199,7 +199,7 @@ class Proof:
         return "\n".join(lines)
 
 
-def prove(renderer: Renderer, conversations: Iterable[Conversation] | None = None) -> Proof:
+def prove(renderer: Renderer, conversations: Iterable[ProbeConversation] | None = None) -> Proof:
     """Compare ledger and template over `conversations` (by default one of every shape, with two seeds)."""
     from agentrl.chat.demonstrate import with_ids
 
@@ -219,7 +219,7 @@ def prove(renderer: Renderer, conversations: Iterable[Conversation] | None = Non
     return Proof(len(given), turns, tuple(findings), shows_tools, called, renderer.round_trip, by)
 
 
-def _prove_one(renderer: Renderer, conversation: Conversation) -> tuple[int, Finding | None]:
+def _prove_one(renderer: Renderer, conversation: ProbeConversation) -> tuple[int, TemplateFinding | None]:
     """Turns that agreed, and the first finding."""
     from agentrl.chat.demonstrate import completion_of
     from agentrl.chat.transcript import Transcript
@@ -227,7 +227,7 @@ def _prove_one(renderer: Renderer, conversation: Conversation) -> tuple[int, Fin
     messages, tools = conversation.messages, conversation.tools
     transcript = Transcript(renderer, tools, history="keep")
     turns, start = 0, 0
-    found: Finding | None = None
+    found: TemplateFinding | None = None
     for n, message in enumerate(messages):
         if message.role != "assistant":
             continue
@@ -245,7 +245,7 @@ def _prove_one(renderer: Renderer, conversation: Conversation) -> tuple[int, Fin
             completion = completion_of(renderer, message, tools)
             transcript.complete(completion, message=_as_read(transcript, completion, message))
         except TemplateError as e:
-            return turns, found or Finding("refused", conversation.shape, n, message.role, 0, "", str(e))
+            return turns, found or TemplateFinding("refused", conversation.shape, n, message.role, 0, "", str(e))
         turns, start = turns + 1, n + 1
     return turns, found or _at_end(transcript, conversation)
 
@@ -265,27 +265,29 @@ def _as_read(transcript: Transcript, completion: Completion, message: Message) -
 
 def _only_rewritten(transcript: Transcript) -> bool:
     """Whether all that differs from a fresh rendering is what the template writes otherwise than before."""
-    from agentrl.chat.check import Drift
+    from agentrl.chat.check import TokenDrift
 
-    grave = {Drift.CONTENT, Drift.BOUNDARY}
+    grave = {TokenDrift.CONTENT, TokenDrift.BOUNDARY}
     return all(difference.drift not in grave for difference in transcript.check("strict").differences)
 
 
-def _at_end(transcript: Transcript, conversation: Conversation) -> Finding | None:
+def _at_end(transcript: Transcript, conversation: ProbeConversation) -> TemplateFinding | None:
     """What the check of a finished episode would say, where it is more than other words for the same."""
-    from agentrl.chat.check import Drift
+    from agentrl.chat.check import TokenDrift
 
     for difference in transcript.check("strict").differences:
-        if difference.drift in (Drift.HISTORY_REWRITE, Drift.CONTENT):
-            kind: Kind = "rewrite" if difference.drift is Drift.HISTORY_REWRITE else "append"
+        if difference.drift in (TokenDrift.HISTORY_REWRITE, TokenDrift.CONTENT):
+            kind: Kind = "rewrite" if difference.drift is TokenDrift.HISTORY_REWRITE else "append"
             at = len(conversation.messages) - 1 if difference.message is None else difference.message
             role = conversation.messages[at].role
             was, became = difference.ledger[:60], difference.fresh[:60]
-            return Finding(kind, conversation.shape, at, role, difference.at, was, became)
+            return TemplateFinding(kind, conversation.shape, at, role, difference.at, was, became)
     return None
 
 
-def _compare(transcript: Transcript, fresh: Sequence[int], conversation: Conversation) -> Finding | None:
+def _compare(
+    transcript: Transcript, fresh: Sequence[int], conversation: ProbeConversation
+) -> TemplateFinding | None:
     renderer, ledger = transcript.renderer, transcript.ids
     if _agree(renderer, ledger, fresh):
         return None
@@ -313,8 +315,8 @@ def _ends_with(transcript: Transcript, fresh: Sequence[int], new: Sequence[int])
 
 
 def _finding(
-    kind: Kind, transcript: Transcript, fresh: Sequence[int], conversation: Conversation, at: int
-) -> Finding:
+    kind: Kind, transcript: Transcript, fresh: Sequence[int], conversation: ProbeConversation, at: int
+) -> TemplateFinding:
     branch = transcript.branch
     ends = accumulate(len(segment.ids) for segment in branch)
     place = next((n for n, end in enumerate(ends) if end > at), len(branch))
@@ -322,7 +324,7 @@ def _finding(
     message = named[0] if named else len(transcript.messages)
     decode = transcript.renderer.decode
     was, became = decode(transcript.ids[at : at + 12]), decode(fresh[at : at + 12])
-    return Finding(kind, conversation.shape, message, conversation.messages[message].role, at, was, became)
+    return TemplateFinding(kind, conversation.shape, message, conversation.messages[message].role, at, was, became)
 
 
 def _rewritten(transcript: Transcript) -> bool:
@@ -338,7 +340,7 @@ def _rewritten(transcript: Transcript) -> bool:
     return False
 
 
-def shapes(seed: int) -> Iterator[Conversation]:
+def shapes(seed: int) -> Iterator[ProbeConversation]:
     """One conversation of every shape that a run can meet; texts and lengths vary with `seed`."""
     rng = random.Random(seed)
     make = _Maker(rng)
@@ -346,27 +348,29 @@ def shapes(seed: int) -> Iterator[Conversation]:
     one = call("look_up")
     two = call("look_up", "add")
     plain = call("add", content="")
-    yield Conversation("no system", (user(), say(), user(), say()))
-    yield Conversation("system", (system(), user(), say(), user(), say()))
-    yield Conversation("tools", (system(), user(), one, *tool(one), say()), TOOLS)
-    yield Conversation("tools without system", (user(), one, *tool(one), say()), TOOLS)
-    yield Conversation("parallel calls", (user(), two, *tool(two), say()), TOOLS)
-    yield Conversation(
+    yield ProbeConversation("no system", (user(), say(), user(), say()))
+    yield ProbeConversation("system", (system(), user(), say(), user(), say()))
+    yield ProbeConversation("tools", (system(), user(), one, *tool(one), say()), TOOLS)
+    yield ProbeConversation("tools without system", (user(), one, *tool(one), say()), TOOLS)
+    yield ProbeConversation("parallel calls", (user(), two, *tool(two), say()), TOOLS)
+    yield ProbeConversation(
         "several tool turns", (user(), one, *tool(one), two, *tool(two), plain, *tool(plain), say()), TOOLS
     )
-    yield Conversation(
+    yield ProbeConversation(
         "tools, then the user again", (user(), one, *tool(one), say(), user(), say(), user(), say()), TOOLS
     )
-    yield Conversation("tool error", (user(), one, *tool(one, "Error: ValueError: no such row"), say()), TOOLS)
-    yield Conversation("long tool text", (user(), one, *tool(one, make.text(400)), say()), TOOLS)
-    yield Conversation("empty tool text", (user(), one, *tool(one, ""), say()), TOOLS)
-    yield Conversation("empty content", (user(""), say(""), user(), say()))
-    yield Conversation("unicode", (user("Grüße 👩‍🔬 日本語 ﷽"), say("🎉 naïve"), user(), say()))
-    yield Conversation("consecutive users", (user(), user(), say(), user(), user(), say()))
+    yield ProbeConversation(
+        "tool error", (user(), one, *tool(one, "Error: ValueError: no such row"), say()), TOOLS
+    )
+    yield ProbeConversation("long tool text", (user(), one, *tool(one, make.text(400)), say()), TOOLS)
+    yield ProbeConversation("empty tool text", (user(), one, *tool(one, ""), say()), TOOLS)
+    yield ProbeConversation("empty content", (user(""), say(""), user(), say()))
+    yield ProbeConversation("unicode", (user("Grüße 👩‍🔬 日本語 ﷽"), say("🎉 naïve"), user(), say()))
+    yield ProbeConversation("consecutive users", (user(), user(), say(), user(), user(), say()))
     thought = make.say(reasoning=make.text(8))
-    yield Conversation("thinking", (user(), thought))
+    yield ProbeConversation("thinking", (user(), thought))
     thinking = call("look_up", reasoning=make.text(6))
-    yield Conversation(
+    yield ProbeConversation(
         "thinking and tools",
         (
             user(),
@@ -376,19 +380,21 @@ def shapes(seed: int) -> Iterator[Conversation]:
         ),
         TOOLS,
     )
-    yield Conversation(
+    yield ProbeConversation(
         "thinking, then the user again", (user(), thought, user(), make.say(reasoning="and"), user(), say())
     )
-    yield Conversation("system and tools", (system(), user(), one, *tool(one), say(), user(), say()), TOOLS)
-    yield Conversation("system and parallel calls", (system(), user(), two, *tool(two), say()), TOOLS)
+    yield ProbeConversation("system and tools", (system(), user(), one, *tool(one), say(), user(), say()), TOOLS)
+    yield ProbeConversation("system and parallel calls", (system(), user(), two, *tool(two), say()), TOOLS)
     empty = make.say(reasoning="")
-    yield Conversation("empty thinking", (user(), empty, user(), make.say(reasoning="")))
+    yield ProbeConversation("empty thinking", (user(), empty, user(), make.say(reasoning="")))
     hasty = call("look_up", reasoning="")
-    yield Conversation("empty thinking and tools", (user(), hasty, *tool(hasty), make.say(reasoning="")), TOOLS)
+    yield ProbeConversation(
+        "empty thinking and tools", (user(), hasty, *tool(hasty), make.say(reasoning="")), TOOLS
+    )
     silent = call("look_up", content="")
-    yield Conversation("a call without text", (user(), silent, *tool(silent), say()), TOOLS)
+    yield ProbeConversation("a call without text", (user(), silent, *tool(silent), say()), TOOLS)
     asked = user("Again?")
-    yield Conversation("the same user turn twice", (asked, thought, asked, make.say(reasoning="and")))
+    yield ProbeConversation("the same user turn twice", (asked, thought, asked, make.say(reasoning="and")))
 
 
 class _Maker:

@@ -15,7 +15,6 @@ import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -107,20 +106,14 @@ class Renderer:
         parser: str | Parser = "auto",
         history: History = "keep",
         variables: Mapping[str, Any] | None = None,
-        repair: bool = False,
         eos_ids: Iterable[int] = (),
         tokenizer_digest: str = "",
     ) -> None:
         if history not in ("keep", "fork"):
             raise ConfigError(f"history must be 'keep' or 'fork', got {history!r}")
-        if repair and find_spec("json_repair") is None:
-            raise ConfigError(
-                "repair: json-repair is not installed; `pip install json-repair`, or leave repair off"
-            )
         self.vocabulary = vocabulary
         self.template = template
         self.history: History = history
-        self.repair = repair
         self._variables = {**vocabulary.special_tokens, **(variables or {})}
         _known_variables(template, variables or {}, vocabulary.special_tokens)
         self._render = compile_template(template)
@@ -139,7 +132,7 @@ class Renderer:
             sorted(vocabulary.special_tokens.items()),
             self.parser.name,
             *(["inline"] if self.habits.inline_calls else []),
-            repair,
+            False,  # a setting that is gone; the hash is stored in checkpoints
             history,
             sorted(self.stop_ids),
         ]
@@ -201,7 +194,6 @@ class Renderer:
         parser: str | Parser = "auto",
         history: History = "keep",
         variables: Mapping[str, Any] | None = None,
-        repair: bool = False,
     ) -> Renderer:
         """Load the tokenizer and template of a Hugging Face model directory.
 
@@ -211,7 +203,6 @@ class Renderer:
                 `agentrl.chat.parsers`, or a parser.
             history: what to do where the template rewrites earlier turns ("keep" or "fork").
             variables: further template variables, such as {"enable_thinking": False}.
-            repair: mend malformed JSON in tool calls with json-repair, and say so in each call.
 
         Raises:
             ConfigError: the directory or an argument cannot be used.
@@ -229,7 +220,6 @@ class Renderer:
             parser=parser,
             history=history,
             variables=variables,
-            repair=repair,
             eos_ids=eos_ids(folder, vocabulary),
             tokenizer_digest=digest,
         )
@@ -492,13 +482,13 @@ class Renderer:
         """As `parse`, with the spans of calls and errors in the completion's text."""
         thinking = self.habits.thinks if thinking is None else thinking
         text = self.decode(self.unstopped(ids))
-        return self.parser.parse(text, tools=tools, thinking=thinking, repair=self.repair)
+        return self.parser.parse(text, tools=tools, thinking=thinking)
 
     def read_text(self, text: str, *, tools: Tools = ()) -> Message:
         """As `parse`, for the text of a completion, with or without its stop token."""
         for id in self.stop_ids:
             text = text.removesuffix(self.vocabulary.token(id) or "")
-        return to_message(self.parser.parse(text, tools=tools, thinking=self.habits.thinks, repair=self.repair), 0)
+        return to_message(self.parser.parse(text, tools=tools, thinking=self.habits.thinks), 0)
 
     def unstopped(self, ids: Sequence[int]) -> Sequence[int]:
         """`ids` without the stop token that ends them."""

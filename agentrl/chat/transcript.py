@@ -14,12 +14,12 @@ from agentrl.chat.ids import GrowingIds, Ids
 from agentrl.types import Completion, Message, Origin, Segment
 
 if TYPE_CHECKING:
-    from agentrl.chat.check import Mode, Report
+    from agentrl.chat.check import Mode, TokenReport
     from agentrl.chat.template import Addition, History, Renderer
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
+class TrainingRow:
     """One context from root to leaf; all tuples but `spans` have the length of `ids`.
 
     `loss_mask` is True on the sampled tokens that this row trains; `logprobs` and `versions` are those of the
@@ -204,13 +204,13 @@ class Transcript:
             other._move(node, self._context[:keep])
         return other
 
-    def check(self, mode: Mode = "strict") -> Report:
+    def check(self, mode: Mode = "strict") -> TokenReport:
         """Compare this branch with a fresh rendering of its messages (see `agentrl.chat.check`)."""
         from agentrl.chat.check import check
 
         return check(self, mode)
 
-    def rows(self) -> list[Row]:
+    def rows(self) -> list[TrainingRow]:
         """The whole episode, every branch, as rows for training (see `rows_of`)."""
         return rows_of(self._segments)
 
@@ -268,7 +268,7 @@ class Transcript:
         self._before = None
 
 
-def rows_of(segments: Sequence[Segment]) -> list[Row]:
+def rows_of(segments: Sequence[Segment]) -> list[TrainingRow]:
     """Linearise a tree of segments leaf by leaf; each sampled token is trained in exactly one row.
 
     A token that several leaves share is trained with the first of them and is context in the others. A branch
@@ -297,7 +297,7 @@ def _path(segments: Sequence[Segment], node: int) -> list[int]:
     return path[::-1]
 
 
-def _row(segments: Sequence[Segment], path: Sequence[int], trained: set[int]) -> Row:
+def _row(segments: Sequence[Segment], path: Sequence[int], trained: set[int]) -> TrainingRow:
     ids: list[int] = []
     mask: list[bool] = []
     logprobs: list[float] = []
@@ -313,4 +313,4 @@ def _row(segments: Sequence[Segment], path: Sequence[int], trained: set[int]) ->
         sampled = segment.origin == "sampled"
         logprobs += segment.logprobs if sampled else [0.0] * count
         versions += segment.versions if sampled else [-1] * count
-    return Row(tuple(ids), tuple(mask), tuple(logprobs), tuple(versions), tuple(spans))
+    return TrainingRow(tuple(ids), tuple(mask), tuple(logprobs), tuple(versions), tuple(spans))

@@ -207,11 +207,11 @@ async def _serve(
     from agentrl.serve.app import create_app
     from agentrl.serve.listen import running
     from agentrl.serve.metrics import Metrics
-    from agentrl.serve.talk import Gate, Talk
+    from agentrl.serve.talk import ChatService, Gate
 
     async def use(engine: Engine, ended: asyncio.Event) -> None:
-        talk = Talk(engine, policy.renderer, gate=Gate(max_requests), metrics=Metrics())
-        app = create_app(talk, settings, session=talk.open_session(memory_tokens))
+        service = ChatService(engine, policy.renderer, gate=Gate(max_requests), metrics=Metrics())
+        app = create_app(service, settings, session=service.open_session(memory_tokens))
         async with running(app, host=host, port=port) as url:
             key = "" if settings.api_key is None else " (with the key)"
             print(f"{settings.names[0]} at {url}/v1{key}; {policy.directory}; Ctrl-C ends", flush=True)

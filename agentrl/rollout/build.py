@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
-from agentrl.chat.check import Watch
+from agentrl.chat.check import TokenCheckBudget
 from agentrl.chat.template import Renderer
 from agentrl.config.run import RunConfig
 from agentrl.engine.base import Engine
@@ -77,7 +77,7 @@ def make_player(
 def make_token_check(config: RunConfig) -> TokenCheck | None:
     """The run's comparison of ledgers with fresh renderings."""
     mode = config.rollout.tokenization_check
-    return None if mode == "disable" else TokenCheck(mode, Watch(config.rollout.tokenization_stop_above))
+    return None if mode == "disable" else TokenCheck(mode, TokenCheckBudget(config.rollout.tokenization_stop_above))
 
 
 def make_guard(config: RunConfig, tell: Callable[[str], None]) -> RedrawGuard:

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 
-from agentrl.chat.check import Mode, Watch
+from agentrl.chat.check import Mode, TokenCheckBudget
 from agentrl.chat.template import Renderer
 from agentrl.chat.transcript import Transcript
 from agentrl.engine.base import Engine
@@ -128,7 +128,7 @@ class TokenCheck:
     """How transcripts are compared with fresh renderings, and the differences found in this run."""
 
     mode: Mode
-    watch: Watch
+    watch: TokenCheckBudget
 
     def metrics(self, transcript: Transcript, episode_id: str) -> dict[str, float]:
         """Counts of differing windows by class; `tokens/failed` where the transcript must not train.

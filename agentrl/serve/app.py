@@ -1,6 +1,6 @@
 """The endpoint as an ASGI application: routes, keys, limits, and errors in one form.
 
-    app = create_app(Talk(engine, renderer, ...), Settings(names=("my-model",)))
+    app = create_app(ChatService(engine, renderer, ...), Settings(names=("my-model",)))
 
 `api_routes` gives the same routes over other sessions: a recorder mounts them under the address of each episode.
 """
@@ -34,14 +34,14 @@ from agentrl.serve.dialects.wire_responses import ResponsesRequest
 from agentrl.serve.errors import ApiError, from_validation
 from agentrl.serve.openapi import describe
 from agentrl.serve.reader import Delta
-from agentrl.serve.session import Session
+from agentrl.serve.session import Conversations
 from agentrl.serve.stream import EventStream, GoneError, event, gone, while_there
-from agentrl.serve.talk import Seat, Talk, now
+from agentrl.serve.talk import ChatService, Client, now
 
 log = logging.getLogger(__name__)
 
 Body = TypeVar("Body", bound=BaseModel)
-FindSeat = Callable[[Request], Seat]
+FindClient = Callable[[Request], Client]
 """Whose request it is. Raises ApiError where it is nobody's."""
 
 
@@ -96,18 +96,20 @@ class Writer(Protocol):
         ...
 
 
-def create_app(talk: Talk, settings: Settings, *, session: Session, extra_routes: Sequence[Route] = ()) -> ASGIApp:
+def create_app(
+    service: ChatService, settings: Settings, *, session: Conversations, extra_routes: Sequence[Route] = ()
+) -> ASGIApp:
     """The application; `session` remembers the conversations of all its clients together."""
-    seat = Seat(session)
-    endpoint = Endpoint(talk, settings)
+    client = Client(session)
+    endpoint = ApiEndpoint(service, settings)
     routes = [
         Route("/health", endpoint.health, methods=["GET"]),
         Route("/metrics", endpoint.metrics, methods=["GET"]),
         Route("/openapi.json", endpoint.openapi, methods=["GET"]),
-        *endpoint.api_routes("/v1", lambda request: seat),
+        *endpoint.api_routes("/v1", lambda request: client),
         *extra_routes,
     ]
-    return Guard(with_errors(routes), settings)
+    return ApiKeyGuard(with_errors(routes), settings)
 
 
 def with_errors(routes: Sequence[Route]) -> Starlette:
@@ -115,7 +117,7 @@ def with_errors(routes: Sequence[Route]) -> Starlette:
     return Starlette(routes=routes, exception_handlers={HTTPException: _http_error})
 
 
-class Guard:
+class ApiKeyGuard:
     """Stands before the application: the key is checked and every answer gets its request id."""
 
     def __init__(self, app: ASGIApp, settings: Settings) -> None:
@@ -150,23 +152,23 @@ class Guard:
         return hmac.compare_digest(key, (self._key or "").encode())
 
 
-class Endpoint:
+class ApiEndpoint:
     """Answers requests of every dialect."""
 
-    def __init__(self, talk: Talk, settings: Settings) -> None:
-        self.talk, self.settings = talk, settings
+    def __init__(self, service: ChatService, settings: Settings) -> None:
+        self.service, self.settings = service, settings
         self._created = now()
 
-    def api_routes(self, prefix: str, find_seat: FindSeat) -> list[Route]:
-        """The OpenAI routes under `prefix`, for the sessions that `find_seat` names.
+    def api_routes(self, prefix: str, find_client: FindClient) -> list[Route]:
+        """The OpenAI routes under `prefix`, for the sessions that `find_client` names.
 
         Args:
-            prefix: may hold path parameters, which `find_seat` reads from the request.
+            prefix: may hold path parameters, which `find_client` reads from the request.
         """
 
-        def route(path: str, handle: Callable[[Request, Seat], Awaitable[Any]], method: str) -> Route:
+        def route(path: str, handle: Callable[[Request, Client], Awaitable[Any]], method: str) -> Route:
             async def answer(request: Request) -> Any:
-                return await self._answered(request, path, handle, find_seat)
+                return await self._answered(request, path, handle, find_client)
 
             return Route(f"{prefix}{path}", answer, methods=[method])
 
@@ -180,15 +182,15 @@ class Endpoint:
 
     async def health(self, request: Request) -> Response:
         """200 where requests are answered, 503 while they would wait for the engine."""
-        engine = self.talk.engine
+        engine = self.service.engine
         ready = engine.ready
         body = {"status": "ok" if ready else "waiting", "policy_version": engine.policy_version}
         return JSONResponse(body, 200 if ready else 503)
 
     async def metrics(self, request: Request) -> Response:
         """Counters in Prometheus' form."""
-        self.talk.metrics.running.set(self.talk.gate.running)
-        return Response(self.talk.metrics.text(), media_type="text/plain; version=0.0.4; charset=utf-8")
+        self.service.metrics.running.set(self.service.gate.running)
+        return Response(self.service.metrics.text(), media_type="text/plain; version=0.0.4; charset=utf-8")
 
     async def openapi(self, request: Request) -> Response:
         """The description of all this."""
@@ -197,13 +199,17 @@ class Endpoint:
     # -- one request -------------------------------------------------------------------------------------------
 
     async def _answered(
-        self, request: Request, route: str, handle: Callable[[Request, Seat], Awaitable[Any]], find_seat: FindSeat
+        self,
+        request: Request,
+        route: str,
+        handle: Callable[[Request, Client], Awaitable[Any]],
+        find_client: FindClient,
     ) -> Any:
         """The answer of `handle`, or what went wrong with it; nothing escapes."""
         started = time.monotonic()
         answer: Any
         try:
-            answer = await handle(request, find_seat(request))
+            answer = await handle(request, find_client(request))
         except (GoneError, ClientDisconnect):
             answer = Response(status_code=499)  # nobody reads it
         except asyncio.CancelledError:  # only the end of the server cancels a request
@@ -215,8 +221,8 @@ class Endpoint:
         except Exception as e:
             answer = error_response(_explained(e))
         status = getattr(answer, "status_code", 200)
-        self.talk.metrics.requests.labels(route, str(status)).inc()
-        seconds = self.talk.metrics.seconds.labels(route)
+        self.service.metrics.requests.labels(route, str(status)).inc()
+        seconds = self.service.metrics.seconds.labels(route)
         if isinstance(answer, EventStream):
             answer.at_end(lambda: seconds.observe(time.monotonic() - started))
         else:
@@ -255,10 +261,10 @@ class Endpoint:
                 code="model_not_found",
             )
 
-    async def _models(self, request: Request, seat: Seat) -> Response:
+    async def _models(self, request: Request, client: Client) -> Response:
         return JSONResponse({"object": "list", "data": [self._described(name) for name in self.settings.names]})
 
-    async def _model(self, request: Request, seat: Seat) -> Response:
+    async def _model(self, request: Request, client: Client) -> Response:
         name = request.path_params["model"]
         self._known_model(name, None)
         return JSONResponse(self._described(name))
@@ -269,28 +275,28 @@ class Endpoint:
             "object": "model",
             "created": self._created,
             "owned_by": "agentrl",
-            "max_model_len": self.talk.engine.max_context,
+            "max_model_len": self.service.engine.max_context,
         }
 
-    async def _chat(self, request: Request, seat: Seat) -> Any:
+    async def _chat(self, request: Request, client: Client) -> Any:
         body = await self._body(request, ChatRequest)
         self._known_model(body.model)
-        job = await self.talk.prepare(chat.ask_of(body), seat)
-        writer = chat.ChatWriter(body, job, fingerprint=self.settings.fingerprint, renderer=self.talk.renderer)
+        job = await self.service.prepare(chat.request_of(body), client)
+        writer = chat.ChatWriter(body, job, fingerprint=self.settings.fingerprint, renderer=self.service.renderer)
         return await self._play(request, job, writer, job.ask.n, bool(body.stream), _data_only, "[DONE]")
 
-    async def _completions(self, request: Request, seat: Seat) -> Any:
+    async def _completions(self, request: Request, client: Client) -> Any:
         body = await self._body(request, CompletionRequest)
         self._known_model(body.model)
-        job = TextJob(self.talk.engine, self.talk.renderer, body)
-        writer = TextWriter(job, self.talk.renderer, self.settings.fingerprint)
+        job = TextJob(self.service.engine, self.service.renderer, body)
+        writer = TextWriter(job, self.service.renderer, self.settings.fingerprint)
         return await self._play(request, job, writer, job.count, bool(body.stream), _data_only, "[DONE]")
 
-    async def _responses(self, request: Request, seat: Seat) -> Any:
+    async def _responses(self, request: Request, client: Client) -> Any:
         body = await self._body(request, ResponsesRequest)
         self._known_model(body.model)
-        earlier = responses.earlier_of(body, seat.session)
-        job = await self.talk.prepare(responses.ask_of(body, earlier), seat)
+        earlier = responses.earlier_of(body, client.session)
+        job = await self.service.prepare(responses.request_of(body, earlier), client)
         writer = responses.ResponseWriter(body, job)
         return await self._play(request, job, writer, 1, bool(body.stream), _named, None)
 
@@ -305,14 +311,14 @@ class Endpoint:
         last: str | None,
     ) -> Any:
         """Sample the job and write its answer, whole or as it comes."""
-        gate = self.talk.gate
+        gate = self.service.gate
         gate.enter(count)
         if not stream:
             try:
                 return JSONResponse(writer.whole(await while_there(request, job.run())))
             finally:
                 gate.leave(count)
-        streaming = _Streaming(job, writer, framed, last, self.talk)
+        streaming = _Streaming(job, writer, framed, last, self.service)
         try:
             await streaming.first(request)
         except BaseException:
@@ -332,12 +338,17 @@ class _Streaming:
     """A job that is sampled while its answer is being sent."""
 
     def __init__(
-        self, job: StreamJob, writer: Writer, framed: Callable[[Any], bytes], last: str | None, talk: Talk
+        self,
+        job: StreamJob,
+        writer: Writer,
+        framed: Callable[[Any], bytes],
+        last: str | None,
+        service: ChatService,
     ) -> None:
         self._writer, self._framed, self._last = writer, framed, last
         self._ready = asyncio.Event()
         self._chunks: list[Any] = list(writer.opening())
-        self._started, self._talk = time.monotonic(), talk
+        self._started, self._talk = time.monotonic(), service
         self._task = asyncio.ensure_future(job.run(self._take))
         self._task.add_done_callback(lambda task: self._ready.set())
 

@@ -41,7 +41,7 @@ class Reading(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Order:
+class CompletionOptions:
     """How one completion is drawn: `top` alternatives with each token, held to a grammar by `mask`."""
 
     sampling: Sampling
@@ -60,7 +60,7 @@ class Sampled:
 async def generate(
     engine: Engine,
     ids: Sequence[int],
-    order: Order,
+    order: CompletionOptions,
     reader: Reading,
     *,
     session: str | None,

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from agentrl.chat.parsers.base import Begun, Call, Event, Fragment, Malformed, Reasoning, Text, collect
+from agentrl.chat.parsers.base import Begun, Event, Fragment, Malformed, ParsedCall, Reasoning, Text, collect
 from agentrl.chat.template import Renderer, to_message
 from agentrl.serve.session import Incoming, arguments_text
 from agentrl.types import Message, ToolCall
@@ -185,7 +185,7 @@ class TextReader:
         return [ContentDelta(text)] if text else []
 
 
-class Reader:
+class MessageReader:
     """Reads one completion as an assistant message.
 
     Args:
@@ -213,9 +213,7 @@ class Reader:
         self._read_calls, self._one_call = read_calls, one_call
         self._detokenizer = Detokenizer(renderer.decode)
         self._stops = StopTexts(stops)
-        self._parser = renderer.parser.stream(
-            tools=tools, thinking=thinking, repair=renderer.repair, partial=read_calls
-        )
+        self._parser = renderer.parser.stream(tools=tools, thinking=thinking, partial=read_calls)
         self._text: list[str] = []
         self._events: list[Event] = []
         self._said = _Said()
@@ -300,7 +298,7 @@ class Reader:
             return []
         return self._whole(event)
 
-    def _whole(self, call: Call) -> list[Delta]:
+    def _whole(self, call: ParsedCall) -> list[Delta]:
         """A call that is complete: what was not told of it yet."""
         if not self._read_calls:
             return [ContentDelta("".join(self._text)[slice(*call.span)])]

@@ -1,9 +1,9 @@
 """Which tokens a client's messages are: turns that were sampled here are recognised, and keep their ids.
 
 A client sends the whole conversation again with every request, and every client library writes the assistant turn
-back a little differently: arguments serialised anew, reasoning dropped, white space added. A `Session` holds the
-turns that it sampled and finds the newest one that a request goes on from. What follows it is appended to its
-tokens, exactly as in training; nothing before it is rendered again.
+back a little differently: arguments serialized again, reasoning dropped, white space added. `Conversations`
+holds the turns that it sampled and finds the newest one that a request continues. What follows is appended to the
+tokens of that turn, exactly as in training; nothing before it is rendered again.
 
     prompt = session.prompt(incoming, tools)          # a branch of the transcript tree, ready for its completion
     completion = await engine.generate(prompt.ids, sampling, session=prompt.conversation)
@@ -71,7 +71,7 @@ class DriftKind(StrEnum):
 
 
 @dataclass(frozen=True, slots=True)
-class Drift:
+class EchoDifference:
     """One difference; `message` counts in the request, `turn` is the number of our turn where it is one."""
 
     kind: DriftKind
@@ -105,7 +105,7 @@ class UnrenderableError(ValueError):
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Turn:
+class ServedTurn:
     """One completion that was sampled in this session.
 
     Attributes:
@@ -130,7 +130,7 @@ class Turn:
     parent: int | None
     conversation: str
     matched: Matched
-    drift: tuple[Drift, ...]
+    drift: tuple[EchoDifference, ...]
     chain: bytes
     tools: bytes
     raw_arguments: tuple[str, ...]
@@ -144,7 +144,7 @@ class Prompt:
     parent: int | None
     conversation: str
     matched: Matched
-    drift: tuple[Drift, ...]
+    drift: tuple[EchoDifference, ...]
     chain: bytes
     tools: bytes
 
@@ -158,16 +158,16 @@ class Prompt:
 class _Known:
     """The turns that are remembered, by what they are recognised by."""
 
-    turns: OrderedDict[int, Turn] = field(default_factory=OrderedDict)  # least recently used first
-    by_chain: dict[bytes, list[Turn]] = field(default_factory=dict)
-    by_tokens: dict[bytes, list[Turn]] = field(default_factory=dict)
-    by_call: dict[str, Turn] = field(default_factory=dict)
+    turns: OrderedDict[int, ServedTurn] = field(default_factory=OrderedDict)  # least recently used first
+    by_chain: dict[bytes, list[ServedTurn]] = field(default_factory=dict)
+    by_tokens: dict[bytes, list[ServedTurn]] = field(default_factory=dict)
+    by_call: dict[str, ServedTurn] = field(default_factory=dict)
     by_name: dict[str, tuple[Incoming, ...]] = field(default_factory=dict)  # conversations that end with a turn
     names: dict[int, list[str]] = field(default_factory=dict)
     ends: Counter[tuple[int, int]] = field(default_factory=Counter)  # (tokens, last id) of the turns
     tokens: int = 0
 
-    def add(self, turn: Turn) -> None:
+    def add(self, turn: ServedTurn) -> None:
         ids = np.asarray(turn.branch.ids)
         self.turns[turn.number] = turn
         self.by_chain.setdefault(turn.chain, []).append(turn)
@@ -177,7 +177,7 @@ class _Known:
         self.ends[len(ids), int(ids[-1])] += 1
         self.tokens += len(ids)
 
-    def drop_oldest(self) -> Turn:
+    def drop_oldest(self) -> ServedTurn:
         _, turn = self.turns.popitem(last=False)
         ids = np.asarray(turn.branch.ids)
         _take_out(self.by_chain, turn.chain, turn)
@@ -193,14 +193,14 @@ class _Known:
         self.tokens -= len(ids)
         return turn
 
-    def of(self, one: Incoming) -> Turn | None:
+    def of(self, one: Incoming) -> ServedTurn | None:
         """The turn that an assistant message says it is, by its number or by the ids of its calls."""
         if one.turn is not None:
             return self.turns.get(one.turn)
         ids = [call.id for call in one.message.tool_calls]
         return next((self.by_call[id] for id in ids if id in self.by_call), None)
 
-    def begins(self, ids: Sequence[int], offered: bytes) -> Turn | None:
+    def begins(self, ids: Sequence[int], offered: bytes) -> ServedTurn | None:
         """The turn with most tokens that `ids` begin with and go beyond; the newest of several."""
         array = np.asarray(ids)
         ends = [count for count, id in enumerate(array[:-1].tolist(), 1) if (count, id) in self.ends]
@@ -211,7 +211,7 @@ class _Known:
         return found
 
 
-def _take_out(turns: dict[bytes, list[Turn]], key: bytes, turn: Turn) -> None:
+def _take_out(turns: dict[bytes, list[ServedTurn]], key: bytes, turn: ServedTurn) -> None:
     same = turns[key]
     same.remove(turn)
     if not same:
@@ -225,7 +225,7 @@ def _token_hash(tools: bytes, ids: NDArray[np.int64]) -> hashlib.blake2b:
     return hashed
 
 
-class Session:
+class Conversations:
     """The conversations that one or many clients have with the policy.
 
     Not safe across threads: one `prompt` or `add` at a time. Who runs one of them in a thread holds `lock`.
@@ -260,7 +260,7 @@ class Session:
         self._conversations: Counter[str] = Counter()
 
     @property
-    def turns(self) -> tuple[Turn, ...]:
+    def turns(self) -> tuple[ServedTurn, ...]:
         """The turns that are remembered; with a ledger, all of them in the order in which they were sampled."""
         return tuple(self._known.turns.values())
 
@@ -315,7 +315,7 @@ class Session:
         number: int | None = None,
         message: Message | None = None,
         sent: Incoming | None = None,
-    ) -> Turn:
+    ) -> ServedTurn:
         """Remember a completion of `prompt`.
 
         Args:
@@ -333,7 +333,7 @@ class Session:
         if sent is None:
             calls = tuple(replace(call, id=self.call_id(number, n)) for n, call in enumerate(message.tool_calls))
             sent = Incoming(replace(message, tool_calls=calls), tuple(arguments_text(call) for call in calls))
-        turn = Turn(
+        turn = ServedTurn(
             number,
             branch,
             message,
@@ -353,7 +353,7 @@ class Session:
         self._forget()
         return turn
 
-    def keep(self, name: str, turn: Turn, before: Sequence[Incoming]) -> None:
+    def keep(self, name: str, turn: ServedTurn, before: Sequence[Incoming]) -> None:
         """Let a conversation be gone on from by name for as long as its last turn is remembered.
 
         Args:
@@ -373,11 +373,6 @@ class Session:
     def remembers(self, conversation: str) -> bool:
         """Whether a turn of this conversation is remembered; `on_forgotten` is told of it only then."""
         return self._conversations[conversation] > 0
-
-    def forget_all(self) -> None:
-        """Forget every turn; engine sessions are told of through `on_forgotten`."""
-        while self._known.turns:
-            self._drop_oldest()
 
     def _forget(self) -> None:
         if self._max_tokens is not None:
@@ -405,7 +400,9 @@ class Session:
                 places |= {call.id: f"{number}/{n}" for n, call in enumerate(one.message.tool_calls)}
         return chains
 
-    def _find(self, incoming: Sequence[Incoming], chains: Sequence[bytes]) -> tuple[Turn | None, int, Matched]:
+    def _find(
+        self, incoming: Sequence[Incoming], chains: Sequence[bytes]
+    ) -> tuple[ServedTurn | None, int, Matched]:
         """The newest turn of ours that the request goes on from, its place, and how it was recognised."""
         assistants = [n for n, one in enumerate(incoming) if one.message.role == "assistant"]
         for at in reversed(assistants):
@@ -421,24 +418,24 @@ class Session:
         return None, -1, Matched.FORK if assistants else Matched.OPENING
 
     def _drift(
-        self, incoming: Sequence[Incoming], offered: bytes, found: Turn | None, at: int
-    ) -> tuple[Drift, ...]:
+        self, incoming: Sequence[Incoming], offered: bytes, found: ServedTurn | None, at: int
+    ) -> tuple[EchoDifference, ...]:
         """What differs: the turn that was found in its wording, every assistant turn after it in its origin."""
         events = []
         if found is not None and _wording(incoming[at]) != _wording(Incoming(found.sent, found.raw_arguments)):
-            events.append(Drift(DriftKind.ECHO, at, found.number))
+            events.append(EchoDifference(DriftKind.ECHO, at, found.number))
         for number, one in enumerate(incoming[at + 1 :], at + 1):
             if one.message.role != "assistant":
                 continue
             ours = self._known.of(one)
             if ours is None:
-                events.append(Drift(DriftKind.FOREIGN, number))
+                events.append(EchoDifference(DriftKind.FOREIGN, number))
             elif _form(one, {}) != _form(Incoming(ours.sent, ours.raw_arguments), {}):
-                events.append(Drift(DriftKind.REWORDED, number, ours.number))
+                events.append(EchoDifference(DriftKind.REWORDED, number, ours.number))
             elif ours.tools != offered:
-                events.append(Drift(DriftKind.TOOLS, number, ours.number))
+                events.append(EchoDifference(DriftKind.TOOLS, number, ours.number))
             else:
-                events.append(Drift(DriftKind.HISTORY, number, ours.number))
+                events.append(EchoDifference(DriftKind.HISTORY, number, ours.number))
         return tuple(events)
 
     def _with_own_ids(self, message: Message, ours: Mapping[str, str]) -> Message:
@@ -489,7 +486,7 @@ def arguments_text(call: ToolCall) -> str:
     return json.dumps(dict(call.arguments), ensure_ascii=False)
 
 
-def _renamed(theirs: Message, turn: Turn) -> dict[str, str]:
+def _renamed(theirs: Message, turn: ServedTurn) -> dict[str, str]:
     """The transcript's id of each call of a turn, by the id in `theirs`; calls correspond by their order.
 
     A call that was told and turned out malformed is none of the transcript's.

@@ -14,11 +14,11 @@ from agentrl.chat.template import Renderer
 from agentrl.engine.base import Engine, TokenLogprob
 from agentrl.errors import TemplateError
 from agentrl.serve.errors import ApiError, context_exceeded, invalid, overloaded, unsupported
-from agentrl.serve.generate import Order, Sampled, generate
+from agentrl.serve.generate import CompletionOptions, Sampled, generate
 from agentrl.serve.grammar import AnswerFormat, GrammarError, Grammars
 from agentrl.serve.metrics import Metrics
-from agentrl.serve.reader import Delta, Reader
-from agentrl.serve.session import Incoming, Prompt, Session, Turn, UnrenderableError
+from agentrl.serve.reader import Delta, MessageReader
+from agentrl.serve.session import Conversations, Incoming, Prompt, ServedTurn, UnrenderableError
 from agentrl.types import Sampling
 
 LONG_TEXT = 50_000
@@ -32,7 +32,7 @@ Emit = Callable[[int, list[Delta], Sequence[TokenLogprob]], None]
 
 
 @dataclass(frozen=True, slots=True)
-class Ask:
+class GenerationRequest:
     """What a client wants, in no dialect.
 
     Attributes:
@@ -69,18 +69,18 @@ class Ask:
 
 
 @dataclass(frozen=True, slots=True)
-class Seat:
+class Client:
     """Whose request it is: the session that remembers its turns, and what is changed about what it asks."""
 
-    session: Session
-    adjust: Callable[[Ask], Ask] = field(default=lambda ask: ask)
+    session: Conversations
+    adjust: Callable[[GenerationRequest], GenerationRequest] = field(default=lambda ask: ask)
 
 
 @dataclass(frozen=True, slots=True)
-class Spoken:
+class Choice:
     """One finished choice: `sent` is what the client was told, `finish` as OpenAI names it."""
 
-    turn: Turn
+    turn: ServedTurn
     sent: Incoming
     finish: Literal["stop", "length", "tool_calls"]
     drawn: tuple[TokenLogprob, ...]
@@ -108,7 +108,7 @@ class Gate:
         self.running -= count
 
 
-class Talk:
+class ChatService:
     """Everything that answers requests: engine, renderer, grammars, counters."""
 
     def __init__(self, engine: Engine, renderer: Renderer, *, gate: Gate, metrics: Metrics) -> None:
@@ -116,7 +116,7 @@ class Talk:
         self.grammars = Grammars(renderer)
         self._releasing: set[asyncio.Task[None]] = set()
 
-    def open_session(self, max_tokens: int) -> Session:
+    def open_session(self, max_tokens: int) -> Conversations:
         """A session for many conversations; what it forgets, the engine forgets as well."""
 
         def forgotten(conversation: str) -> None:
@@ -124,26 +124,26 @@ class Talk:
             self._releasing.add(task)
             task.add_done_callback(self._releasing.discard)
 
-        return Session(self.renderer, max_tokens=max_tokens, on_forgotten=forgotten)
+        return Conversations(self.renderer, max_tokens=max_tokens, on_forgotten=forgotten)
 
-    async def prepare(self, ask: Ask, seat: Seat) -> Job:
+    async def prepare(self, ask: GenerationRequest, client: Client) -> Job:
         """Check and render a request; everything that is the client's mistake is found here.
 
         Raises:
             ApiError: it cannot be answered.
         """
-        ask = seat.adjust(ask)
+        ask = client.adjust(ask)
         self._check(ask)
-        prompt = await self._prompt(ask, seat.session)
+        prompt = await self._prompt(ask, client.session)
         room = self.engine.max_context - len(prompt.ids)
         if room < 1:
             raise context_exceeded(ask.param, len(prompt.ids), self.engine.max_context)
         self.metrics.matched.labels(prompt.matched.value).inc()
         for event in prompt.drift:
             self.metrics.drift.labels(event.kind.value).inc()
-        return Job(self, ask, seat.session, prompt, min(room, ask.limit or room))
+        return Job(self, ask, client.session, prompt, min(room, ask.limit or room))
 
-    def _check(self, ask: Ask) -> None:
+    def _check(self, ask: GenerationRequest) -> None:
         names = [tool["function"]["name"] for tool in ask.tools]
         if ask.choice == "named" and ask.named not in names:
             raise invalid("tool_choice", f"{ask.named!r} is not among the tools")
@@ -160,7 +160,7 @@ class Talk:
                 "policy's; use engine.kind local",
             )
 
-    async def _prompt(self, ask: Ask, session: Session) -> Prompt:
+    async def _prompt(self, ask: GenerationRequest, session: Conversations) -> Prompt:
         size = sum(len(str(one.message.content)) + sum(map(len, one.raw_arguments)) for one in ask.messages)
         try:
             async with session.lock:
@@ -177,21 +177,21 @@ class Talk:
 class Job:
     """A request that is ready to be sampled: `prompt` is its tokens, `limit` those of each completion at most."""
 
-    talk: Talk
-    ask: Ask
-    session: Session
+    service: ChatService
+    ask: GenerationRequest
+    session: Conversations
     prompt: Prompt
     limit: int
-    spoken: list[Spoken] = field(default_factory=list)
+    spoken: list[Choice] = field(default_factory=list)
 
-    async def run(self, emit: Emit | None = None) -> list[Spoken]:
+    async def run(self, emit: Emit | None = None) -> list[Choice]:
         """Sample every choice and remember the turns.
 
         Raises:
             EngineError: the engine is lost.
             ApiError: a grammar cannot be made.
         """
-        metrics = self.talk.metrics
+        metrics = self.service.metrics
         prompt_tokens = len(self.prompt.ids)
         if self.ask.n == 1:
             self.spoken = [await self._choice(0, emit)]
@@ -202,7 +202,7 @@ class Job:
         metrics.tokens.labels("prompt").inc(prompt_tokens)
         metrics.tokens.labels("cached").inc(self.cached_tokens)
         metrics.tokens.labels("sampled").inc(self.completion_tokens)
-        metrics.version.set(self.talk.engine.policy_version)
+        metrics.version.set(self.service.engine.policy_version)
         return self.spoken
 
     @property
@@ -220,11 +220,11 @@ class Job:
         """Tokens of the prompt that were not computed again."""
         return max((spoken.turn.completion.cached_tokens for spoken in self.spoken), default=0)
 
-    async def _choice(self, index: int, emit: Emit | None) -> Spoken:
-        ask, session, talk = self.ask, self.session, self.talk
+    async def _choice(self, index: int, emit: Emit | None) -> Choice:
+        ask, session, service = self.ask, self.session, self.service
         number = session.number()
-        reader = Reader(
-            talk.renderer,
+        reader = MessageReader(
+            service.renderer,
             tools=ask.tools,
             thinking=self.prompt.branch.thinking,
             stops=ask.stops,
@@ -238,19 +238,19 @@ class Job:
         order = await self._order(index)
         try:
             sampled = await generate(
-                talk.engine, self.prompt.ids, order, reader, session=name, on_deltas=on_deltas
+                service.engine, self.prompt.ids, order, reader, session=name, on_deltas=on_deltas
             )
         except BaseException:
             if not index and not session.remembers(name):  # it will never be forgotten, so nobody else frees it
-                await talk.engine.release(name)
+                await service.engine.release(name)
             raise
         finally:
             if index:
-                await talk.engine.release(name)
+                await service.engine.release(name)
         async with session.lock:
             return self._remember(number, reader, sampled)
 
-    async def _order(self, index: int) -> Order:
+    async def _order(self, index: int) -> CompletionOptions:
         ask = self.ask
         seed = None if ask.seed is None else _seed(ask.seed, index)
         sampling = Sampling(
@@ -258,11 +258,11 @@ class Job:
             top_p=ask.top_p,
             top_k=ask.top_k,
             max_tokens=self.limit,
-            stop_ids=self.talk.renderer.stop_ids,
+            stop_ids=self.service.renderer.stop_ids,
             seed=seed,
         )
         try:
-            mask = await self.talk.grammars.mask(
+            mask = await self.service.grammars.mask(
                 ask.format,
                 tools=ask.tools if ask.choice in ("required", "named") else (),
                 named=ask.named or None,
@@ -271,9 +271,9 @@ class Job:
             )
         except GrammarError as e:
             raise unsupported(e.param, str(e)) from None
-        return Order(sampling, ask.top, mask)
+        return CompletionOptions(sampling, ask.top, mask)
 
-    def _remember(self, number: int, reader: Reader, sampled: Sampled) -> Spoken:
+    def _remember(self, number: int, reader: MessageReader, sampled: Sampled) -> Choice:
         sent = reader.sent()
         turn = self.session.add(
             self.prompt,
@@ -287,7 +287,7 @@ class Job:
             finish = "length"
         elif sent.message.tool_calls:
             finish = "tool_calls"
-        return Spoken(turn, sent, finish, sampled.drawn)
+        return Choice(turn, sent, finish, sampled.drawn)
 
 
 def _seed(seed: int, index: int) -> int:

@@ -19,7 +19,7 @@ from agentrl.agents.player import AgentPlayer
 from agentrl.agents.players import make_agent, players
 from agentrl.agents.program import Agent, CommandAgent, FunctionAgent
 from agentrl.agents.recorder import Recorder
-from agentrl.chat.check import Watch
+from agentrl.chat.check import TokenCheckBudget
 from agentrl.chat.template import Renderer
 from agentrl.config import load_config
 from agentrl.config.run import AgentConfig, RunConfig
@@ -75,7 +75,7 @@ async def playing(
 ) -> AsyncIterator[AgentPlayer]:
     recorder = Recorder(engine, renderer, EpisodeLimits(**({"token_budget": 4096, "timeout_s": 30.0} | limits)))
     program = agent if isinstance(agent, CommandAgent) else FunctionAgent(agent)  # type: ignore[arg-type]
-    check = TokenCheck("strict", Watch(None))
+    check = TokenCheck("strict", TokenCheckBudget(None))
     async with running(recorder.app()) as address:
         player = AgentPlayer(recorder, address, program, make_env, 1.0, asyncio.Semaphore(64), crash, check)
         yield player

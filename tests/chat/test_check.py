@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from agentrl.chat.check import Difference, Drift, Report, Watch
+from agentrl.chat.check import TokenCheckBudget, TokenDifference, TokenDrift, TokenReport
 from agentrl.chat.proof import TOOLS
 from agentrl.chat.template import CHATML_TEMPLATE, Renderer
 from agentrl.chat.transcript import Transcript
@@ -104,18 +104,21 @@ def changed_answer(message: Message) -> Message:
 COMPACT = '<tool_call>{"name":"add","arguments":{"terms":[1,2]}}</tool_call>'
 WITH_CALL = (f"Let me see.\n{CALL}", "It is 3.")
 
-DRIFTS: dict[str, tuple[Drift, Callable[[Renderer], Transcript]]] = {
-    "nothing": (Drift.IDENTICAL, lambda r: conversation(r, *WITH_CALL)),
-    "ends with a prompt": (Drift.IDENTICAL, waiting),
-    "cut by length": (Drift.IDENTICAL, cut),
-    "other ids": (Drift.RETOKENISED, lambda r: conversation(r, "the answer", "the number", spelled=True)),
-    "control spelled": (Drift.RETOKENISED, lambda r: conversation(r, "a <|im_start|> b", "c")),
-    "other JSON spacing": (Drift.RESERIALISED, lambda r: conversation(r, COMPACT, "It is 3.")),
-    "other white space": (Drift.RESERIALISED, lambda r: conversation(r, f"So: \n\n\n{CALL}\n", "3")),
-    "malformed": (Drift.RESERIALISED, lambda r: conversation(r, f"{CALL}\n<tool_call>x</tool_call>\nwell", "3")),
-    "line break lost": (Drift.BOUNDARY, lambda r: without_newline(conversation(r, *WITH_CALL))),
-    "calls cleared": (Drift.CONTENT, lambda r: tampered(conversation(r, *WITH_CALL), drop_calls, 2)),
-    "answer changed": (Drift.CONTENT, lambda r: tampered(conversation(r, CALL, "3"), changed_answer, 3)),
+DRIFTS: dict[str, tuple[TokenDrift, Callable[[Renderer], Transcript]]] = {
+    "nothing": (TokenDrift.IDENTICAL, lambda r: conversation(r, *WITH_CALL)),
+    "ends with a prompt": (TokenDrift.IDENTICAL, waiting),
+    "cut by length": (TokenDrift.IDENTICAL, cut),
+    "other ids": (TokenDrift.RETOKENISED, lambda r: conversation(r, "the answer", "the number", spelled=True)),
+    "control spelled": (TokenDrift.RETOKENISED, lambda r: conversation(r, "a <|im_start|> b", "c")),
+    "other JSON spacing": (TokenDrift.RESERIALISED, lambda r: conversation(r, COMPACT, "It is 3.")),
+    "other white space": (TokenDrift.RESERIALISED, lambda r: conversation(r, f"So: \n\n\n{CALL}\n", "3")),
+    "malformed": (
+        TokenDrift.RESERIALISED,
+        lambda r: conversation(r, f"{CALL}\n<tool_call>x</tool_call>\nwell", "3"),
+    ),
+    "line break lost": (TokenDrift.BOUNDARY, lambda r: without_newline(conversation(r, *WITH_CALL))),
+    "calls cleared": (TokenDrift.CONTENT, lambda r: tampered(conversation(r, *WITH_CALL), drop_calls, 2)),
+    "answer changed": (TokenDrift.CONTENT, lambda r: tampered(conversation(r, CALL, "3"), changed_answer, 3)),
 }
 
 
@@ -125,7 +128,7 @@ def test_each_drift_has_its_class(name: str, appending: Renderer):
     report = make_transcript(appending).check("strict")
     assert {d.drift for d in report.differences} <= {expected}, [str(d) for d in report.differences]
     assert report.worst is expected
-    assert report.failed == (expected in (Drift.BOUNDARY, Drift.CONTENT))
+    assert report.failed == (expected in (TokenDrift.BOUNDARY, TokenDrift.CONTENT))
 
 
 @pytest.mark.parametrize("name", ["nothing", "other ids", "other JSON spacing"])
@@ -133,7 +136,7 @@ def test_each_drift_has_its_class(name: str, appending: Renderer):
 def test_qwen3_in_a_tool_loop_makes_no_noise(name: str):
     renderer = qwen3()
     report = DRIFTS[name][1](renderer).check("ignore_strippable")
-    assert report.worst in (Drift.IDENTICAL, Drift.RETOKENISED, Drift.RESERIALISED)
+    assert report.worst in (TokenDrift.IDENTICAL, TokenDrift.RETOKENISED, TokenDrift.RESERIALISED)
     assert not report.failed
 
 
@@ -148,19 +151,19 @@ def test_a_difference_names_message_token_and_both_texts(appending: Renderer):
 def test_a_rewritten_history_is_found_and_the_choice_to_keep_it_is_respected(rewriting: Renderer):
     transcript = conversation(rewriting, "<think>\nHm.\n</think>\n\nFour.", "<think>\nSo.\n</think>\n\nFive.")
     report = transcript.check("strict")
-    assert [d.drift for d in report.differences] == [Drift.HISTORY_REWRITE]
+    assert [d.drift for d in report.differences] == [TokenDrift.HISTORY_REWRITE]
     assert report.differences[0].message == 2
     assert "Hm." in report.differences[0].ledger
     assert report.failed
     assert not transcript.check("ignore_strippable").failed
-    assert transcript.check("disable") == Report("disable")
+    assert transcript.check("disable") == TokenReport("disable")
 
 
 def test_the_border_of_a_generation_prompt_is_no_drift_of_content(tmp_path: Path):
     renderer = Renderer.from_directory(LLAMA3_JSON.directory(tmp_path))
     transcript = conversation(renderer, '{"name":"add", "parameters": {"terms": [1]}}', "\n\nIt is 1.")
     report = transcript.check("strict")
-    assert report.worst <= Drift.RETOKENISED or not report.failed
+    assert report.worst <= TokenDrift.RETOKENISED or not report.failed
     assert not report.failed, [str(d) for d in report.differences]
 
 
@@ -168,7 +171,7 @@ def test_messages_that_the_template_refuses_are_a_difference_not_a_crash(tmp_pat
     refusing = CHATML_TEMPLATE + "{% if messages | length > 3 %}{{ raise_exception('too long') }}{% endif %}"
     renderer = build(refusing, tmp_path)
     [difference] = conversation(renderer, "a", "b").check("strict").differences
-    assert difference.drift is Drift.CONTENT
+    assert difference.drift is TokenDrift.CONTENT
     assert "too long" in difference.fresh
 
 
@@ -178,9 +181,9 @@ def test_a_mode_that_is_none_is_refused(appending: Renderer):
 
 
 def test_a_watch_counts_masks_and_stops_above_its_rate():
-    fine = Report("strict")
-    bad = Report("strict", (Difference(Drift.CONTENT, 2, 7, "a", "b"),))
-    watch = Watch(stop_above=0.25, at_least=4)
+    fine = TokenReport("strict")
+    bad = TokenReport("strict", (TokenDifference(TokenDrift.CONTENT, 2, 7, "a", "b"),))
+    watch = TokenCheckBudget(stop_above=0.25, at_least=4)
     assert [watch.add(r, "e") for r in (bad, fine, fine, fine)] == [False, True, True, True]
     assert watch.metrics()["failed"] == 0.25
     assert watch.metrics()["content"] == 0.25
@@ -196,7 +199,7 @@ def test_the_check_is_linear_in_the_conversation(appending: Renderer):
         transcript = conversation(appending, *said, "done")
         started = time.process_time()
         report = transcript.check()
-        assert report.counts[Drift.RESERIALISED] == turns
+        assert report.counts[TokenDrift.RESERIALISED] == turns
         return time.process_time() - started
 
     short, long = min(seconds(40) for _ in range(3)), min(seconds(320) for _ in range(3))

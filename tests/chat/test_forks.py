@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from agentrl.chat.template import CHATML_TEMPLATE, History, Renderer
-from agentrl.chat.transcript import Row, Transcript
+from agentrl.chat.transcript import TrainingRow, Transcript
 from agentrl.types import Completion, Message, Segment
 from tests.chat.chat_tokenizers import CHATML_MARKERS, CHATML_SPECIAL, make
 from tests.chat.test_check import DROPS_THINKING
@@ -33,12 +33,12 @@ def say(transcript: Transcript, text: str) -> tuple[tuple[int, ...], Completion]
     return context, completion
 
 
-def trained(rows: list[Row]) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:
+def trained(rows: list[TrainingRow]) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:
     """(context, completion) of everything that the rows train, in the order of the rows."""
     return [(row.ids[:start], row.ids[start:stop]) for row in rows for _, start, stop in row.spans]
 
 
-def exactly(rows: list[Row], said: list[tuple[tuple[int, ...], Completion]]) -> None:
+def exactly(rows: list[TrainingRow], said: list[tuple[tuple[int, ...], Completion]]) -> None:
     assert sorted(trained(rows)) == sorted((tuple(context), completion.ids) for context, completion in said)
     assert sum(sum(row.loss_mask) for row in rows) == sum(len(c.ids) for _, c in said)
     for row in rows:
@@ -163,7 +163,7 @@ def test_splitting_an_episode_into_rows_does_not_change_the_gradient(renderer: R
         }
     )
 
-    def gradient(rows: list[Row]) -> list[object]:
+    def gradient(rows: list[TrainingRow]) -> list[object]:
         model.zero_grad()
         for row in rows:
             hidden, _ = model["gru"](model["embed"](torch.tensor([row.ids])))
@@ -176,14 +176,16 @@ def test_splitting_an_episode_into_rows_does_not_change_the_gradient(renderer: R
     def same(a: list[object], b: list[object]) -> bool:
         return all(torch.allclose(x, y, rtol=1e-9, atol=1e-12) for x, y in zip(a, b, strict=True))
 
-    def split(transcript: Transcript) -> list[Row]:
+    def split(transcript: Transcript) -> list[TrainingRow]:
         """Each completion a row of its own, in the context that it was sampled in."""
         rows = []
         for row in transcript.rows():
             for index, start, stop in row.spans:
                 mask = (False,) * start + (True,) * (stop - start)
                 rows.append(
-                    Row(row.ids[:stop], mask, row.logprobs[:stop], row.versions[:stop], ((index, start, stop),))
+                    TrainingRow(
+                        row.ids[:stop], mask, row.logprobs[:stop], row.versions[:stop], ((index, start, stop),)
+                    )
                 )
         return rows
 

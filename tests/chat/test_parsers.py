@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from agentrl.chat.parsers import Call, Malformed, Parser, choose_parser, collect, parser_names, signs_of
+from agentrl.chat.parsers import Malformed, ParsedCall, Parser, choose_parser, collect, parser_names, signs_of
 from agentrl.chat.proof import TOOLS
 from agentrl.chat.template import Renderer
 from agentrl.errors import ConfigError
@@ -190,18 +190,6 @@ def test_a_closing_marker_inside_a_json_string_is_text():
     assert parsed.content == "done"
 
 
-def test_repair_happens_only_where_asked_and_says_so():
-    text = '<tool_call>{"name": "f", "arguments": {"a": 1,}}</tool_call>'
-    hermes = choose_parser("hermes")
-    assert hermes.parse(text).calls == ()
-    [call] = hermes.parse(text, repair=True).calls
-    assert call.arguments == {"a": 1}
-    assert call.repaired is not None
-    assert "character" in call.repaired
-    sound = hermes.parse('<tool_call>{"name": "f", "arguments": {"a": 1}}</tool_call>', repair=True).calls
-    assert [c.repaired for c in sound] == [None]
-
-
 def test_values_follow_the_schema_where_the_format_has_no_types():
     text = "<tool_call>look_up\n<arg_key>query</arg_key>\n<arg_value>12</arg_value>\n<arg_key>limit</arg_key>\n<arg_value>12</arg_value>\n</tool_call>"
     [call] = choose_parser("glm").parse(text, tools=TOOLS).calls
@@ -243,7 +231,7 @@ def test_a_stream_tells_early():
     seen = [type(e).__name__ for e in stream.feed("Let me ")] + [type(e).__name__ for e in stream.feed("see.\n")]
     assert seen == ["Text", "Text"]
     [call] = stream.feed('<tool_call>{"name": "f", "arguments": {}}</tool_call>')
-    assert isinstance(call, Call)
+    assert isinstance(call, ParsedCall)
     stream.feed("<tool_call>{")
     assert any(isinstance(event, Malformed) for event in stream.close())
 

@@ -7,7 +7,7 @@ import random
 
 import pytest
 
-from agentrl.chat.parsers import Call, Malformed, choose_parser, collect
+from agentrl.chat.parsers import Malformed, ParsedCall, choose_parser, collect
 from agentrl.chat.parsers.base import Begun, Event, Fragment, Text
 from agentrl.chat.proof import TOOLS
 from agentrl.chat.template import Renderer
@@ -90,7 +90,7 @@ def test_arguments_come_before_their_call_is_complete():
         [Fragment(" two")],
         [Fragment('"}')],
     ]
-    assert [type(event) for event in seen[4]] == [Call]
+    assert [type(event) for event in seen[4]] == [ParsedCall]
 
 
 def test_a_call_that_turns_out_malformed_does_not_come_as_text_again():
@@ -108,7 +108,7 @@ def test_a_name_inside_the_arguments_is_no_call():
     stream = choose_parser("hermes").stream(partial=True)
     events = [*stream.feed(text), *stream.close()]
     assert told(events) == []
-    assert [event.name for event in events if isinstance(event, Call)] == ["add"]
+    assert [event.name for event in events if isinstance(event, ParsedCall)] == ["add"]
 
 
 def test_a_long_argument_costs_in_proportion_to_its_length():

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from agentrl.chat.proof import Conversation, prove, shapes
+from agentrl.chat.proof import ProbeConversation, prove, shapes
 from agentrl.chat.template import CHATML_TEMPLATE, Renderer
 from agentrl.errors import TemplateError
 from agentrl.types import Message
@@ -48,7 +48,7 @@ def test_a_rewrite_is_reported_with_message_and_token(tmp_path: Path):
     renderer = Renderer.from_directory(make(tmp_path, DROPS_THINKING, CHATML_SPECIAL, CHATML_MARKERS))
     thought = Message("assistant", "Four.", reasoning="Two and two.")
     messages = (Message("user", "2+2?"), thought, Message("user", "Sure?"), Message("assistant", "Yes."))
-    proof = prove(renderer, [Conversation("asked twice", messages)])
+    proof = prove(renderer, [ProbeConversation("asked twice", messages)])
     [finding] = proof.rewrites
     assert (finding.message, finding.role) == (1, "assistant")
     start = renderer.decode(renderer.encode(messages)[: finding.token])

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from agentrl.chat.check import Drift
+from agentrl.chat.check import TokenDrift
 from agentrl.chat.proof import TOOLS
 from agentrl.chat.template import Renderer
 from agentrl.chat.transcript import Transcript
@@ -106,7 +106,9 @@ def is_what_the_template_renders(transcript: Transcript) -> None:
     assert rendered.startswith(ledger), (ledger[-80:], rendered[len(ledger) - 80 : len(ledger) + 20])
     assert not rendered[len(ledger) :].strip()
     report = transcript.check("strict")
-    assert set(report.counts) <= {Drift.IDENTICAL, Drift.RETOKENISED}, [str(d) for d in report.differences]
+    assert set(report.counts) <= {TokenDrift.IDENTICAL, TokenDrift.RETOKENISED}, [
+        str(d) for d in report.differences
+    ]
 
 
 @needs_qwen3

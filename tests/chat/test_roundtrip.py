@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from agentrl.chat.check import Drift
+from agentrl.chat.check import TokenDrift
 from agentrl.chat.demonstrate import completion_of, imitate, with_ids
 from agentrl.chat.proof import prove
 from agentrl.chat.roundtrip import TOOL
@@ -156,7 +156,7 @@ def test_the_system_prompt_in_the_last_user_turn_is_a_rewrite_and_trains(tmp_pat
     messages = [Message("system", "Be brief."), Message("user", "u"), CALLED, ANSWER, Message("assistant", "3")]
     transcript = imitate(renderer, messages, [TOOL])
     report = transcript.check("ignore_strippable")
-    assert report.worst is Drift.HISTORY_REWRITE, [str(d) for d in report.differences]
+    assert report.worst is TokenDrift.HISTORY_REWRITE, [str(d) for d in report.differences]
     assert not report.failed
     assert transcript.check("strict").failed
     assert any("system" in finding.shape for finding in prove(renderer).rewrites)

@@ -10,10 +10,10 @@ import pytest
 import torch
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from agentrl.engine.local.batching import Limits, Recording, Scheduler
+from agentrl.engine.local.batching import Batcher, BatchLimits, DecodeRecording
 from agentrl.engine.local.decode import DecodeStep, bucket_of
 from agentrl.engine.local.model import FlatModel, load_model
-from agentrl.engine.local.slots import Request
+from agentrl.engine.local.slots import BatchRequest
 from agentrl.errors import EngineError
 from agentrl.types import Completion, Sampling
 from tests.engine.engine_models import VOCABULARY
@@ -31,14 +31,14 @@ def prompt(length: int, seed: int) -> list[int]:
 class Rollout:
     """Two turns of many sequences with gaps between them, in a cache that grows, with new weights half-way."""
 
-    def __init__(self, path: Path, recording: Recording | None, **limits: int) -> None:
+    def __init__(self, path: Path, recording: DecodeRecording | None, **limits: int) -> None:
         bounds = {"max_slots": 12, "max_context": 512, "budget_tokens": 100_000, "prefill_chunk": 512} | limits
         self.model = FlatModel(load_model(path, dtype="float32", device="cpu"))
-        self.scheduler = Scheduler(self.model, self.model.shape, Limits(**bounds), recording)
-        self.answers: dict[Request, Completion | Exception] = {}
+        self.scheduler = Batcher(self.model, self.model.shape, BatchLimits(**bounds), recording)
+        self.answers: dict[BatchRequest, Completion | Exception] = {}
 
-    def submit(self, ids: list[int], sampling: Sampling, session: str) -> Request:
-        request = Request(
+    def submit(self, ids: list[int], sampling: Sampling, session: str) -> BatchRequest:
+        request = BatchRequest(
             np.array(ids), sampling, sampling.seed or 0, session, lambda r: self.answers.update({request: r})
         )
         self.scheduler.submit(request)
@@ -71,7 +71,7 @@ class Rollout:
 @pytest.mark.parametrize("kind", ["qwen3", "mistral"])  # fused, and by the model's own modules with a window
 def test_recorded_steps_give_the_same_tokens_over_gaps_growth_and_new_weights(models: dict[str, Path], kind: str):
     plain = Rollout(models[kind], None).play()
-    recorded = Rollout(models[kind], Recording(VOCABULARY, traced))
+    recorded = Rollout(models[kind], DecodeRecording(VOCABULARY, traced))
     ours = recorded.play()
     assert len(ours) == len(plain) == 14
     assert recorded.scheduler.replayed is not None
@@ -84,7 +84,7 @@ def test_recorded_steps_give_the_same_tokens_over_gaps_growth_and_new_weights(mo
 
 @torch.no_grad()
 def test_rows_that_do_not_decode_touch_no_slot(models: dict[str, Path]):
-    rollout = Rollout(models["qwen3"], Recording(VOCABULARY, None))
+    rollout = Rollout(models["qwen3"], DecodeRecording(VOCABULARY, None))
     for n in range(6):
         rollout.submit(prompt(20 + n, n), Sampling(max_tokens=40, seed=n), f"{n}")
     for _ in range(3):
@@ -106,14 +106,14 @@ def test_what_cannot_be_recorded_is_computed_all_the_same(models: dict[str, Path
     def refusing(run: Callable[[], None]) -> Callable[[], None]:
         raise RuntimeError("operation not permitted when stream is capturing")
 
-    rollout = Rollout(models["qwen3"], Recording(VOCABULARY, refusing))
+    rollout = Rollout(models["qwen3"], DecodeRecording(VOCABULARY, refusing))
     with pytest.warns(UserWarning, match="decoding without CUDA graphs: operation not permitted"):
         ours = rollout.play()
     assert [a.ids for a in ours] == [b.ids for b in Rollout(models["qwen3"], None).play()]
 
 
 def test_logits_that_are_not_finite_leave_nothing_behind_in_a_recorded_rollout(models: dict[str, Path]):
-    rollout = Rollout(models["qwen3"], Recording(VOCABULARY, traced))
+    rollout = Rollout(models["qwen3"], DecodeRecording(VOCABULARY, traced))
     with torch.no_grad():
         good = {name: tensor.clone() for name, tensor in rollout.model.module.state_dict().items()}
         rollout.model.update({name: tensor * torch.nan for name, tensor in good.items()})

@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from agentrl.engine.local.attention import AttentionPlan
-from agentrl.engine.local.batching import Limits, Scheduler
+from agentrl.engine.local.batching import Batcher, BatchLimits
 from agentrl.engine.local.model import FlatModel, load_model
-from agentrl.engine.local.slots import Request
+from agentrl.engine.local.slots import BatchRequest
 from agentrl.types import Completion, Sampling
 from tests.engine.engine_models import VOCABULARY, logprobs_of, reference
 
@@ -22,9 +22,9 @@ class Steps:
     def __init__(self, path: Path, **limits: int) -> None:
         self.model = FlatModel(load_model(path, dtype="float32", device="cpu"))
         bounds = {"max_slots": 64, "max_context": 512, "budget_tokens": 100_000, "prefill_chunk": 64} | limits
-        self.scheduler = Scheduler(self._forward, self.model.shape, Limits(**bounds))
+        self.scheduler = Batcher(self._forward, self.model.shape, BatchLimits(**bounds))
         self.passes: list[int] = []
-        self.answers: dict[Request, Completion | Exception] = {}
+        self.answers: dict[BatchRequest, Completion | Exception] = {}
 
     def _forward(
         self, ids_N: torch.Tensor, positions_N: torch.Tensor, plan: AttentionPlan, keep_k: torch.Tensor
@@ -32,8 +32,8 @@ class Steps:
         self.passes.append(len(ids_N))
         return self.model(ids_N, positions_N, plan, keep_k)
 
-    def submit(self, ids: list[int], sampling: Sampling, session: str | None = None) -> Request:
-        request = Request(
+    def submit(self, ids: list[int], sampling: Sampling, session: str | None = None) -> BatchRequest:
+        request = BatchRequest(
             np.array(ids), sampling, sampling.seed or 0, session, lambda r: self.answers.update({request: r})
         )
         self.scheduler.submit(request)
@@ -47,7 +47,7 @@ class Steps:
         while self.scheduler.busy:
             self.step()
 
-    def sampled(self, request: Request) -> int:
+    def sampled(self, request: BatchRequest) -> int:
         slot = request.slot
         assert slot is not None
         return int(self.scheduler.table.known[slot]) - request.prompt

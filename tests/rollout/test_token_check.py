@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from agentrl.chat.check import Watch
+from agentrl.chat.check import TokenCheckBudget
 from agentrl.chat.template import CHATML_TEMPLATE, Renderer
 from agentrl.env import ToolEnv, reward
 from agentrl.errors import TemplateError
@@ -45,7 +45,7 @@ def forgetful(renderer: Renderer) -> Renderer:
 
 
 def player(renderer: Renderer, stop_above: float | None = None) -> Player:
-    check = TokenCheck("strict", Watch(stop_above, at_least=2))
+    check = TokenCheck("strict", TokenCheckBudget(stop_above, at_least=2))
     engine = ScriptedEngine(renderer, lambda turn: say("fine words"))
     return Player(engine, renderer, Echo, EpisodeLimits(), Sampling(), token_check=check)
 

@@ -16,8 +16,8 @@ from agentrl.models.tiny import make_tokenizer
 from agentrl.serve.app import Settings, create_app
 from agentrl.serve.listen import running
 from agentrl.serve.metrics import Metrics
-from agentrl.serve.session import Incoming, Session
-from agentrl.serve.talk import Gate, Talk
+from agentrl.serve.session import Conversations, Incoming
+from agentrl.serve.talk import ChatService, Gate
 from agentrl.testing.engine import ScriptedEngine
 from agentrl.types import Completion, Message, Sampling, ToolCall
 
@@ -72,11 +72,13 @@ async def serving(engine: Engine, renderer: Renderer, **settings: Any) -> AsyncI
     """The endpoint over an engine, on a port of its own."""
     limit = settings.pop("max_requests", 64)
     head_timeout_s = settings.pop("head_timeout_s", 30.0)
-    talk = Talk(engine, renderer, gate=Gate(limit), metrics=Metrics())
-    session = talk.open_session(200_000)
-    app = create_app(talk, Settings(**{"names": ("tiny",), "fingerprint": "fp_test", **settings}), session=session)
+    service = ChatService(engine, renderer, gate=Gate(limit), metrics=Metrics())
+    session = service.open_session(200_000)
+    app = create_app(
+        service, Settings(**{"names": ("tiny",), "fingerprint": "fp_test", **settings}), session=session
+    )
     async with running(app, head_timeout_s=head_timeout_s) as url:
-        yield Served(url, talk, session)
+        yield Served(url, service, session)
 
 
 @dataclass(frozen=True)
@@ -84,8 +86,8 @@ class Served:
     """Where it is, and what is behind it."""
 
     url: str
-    talk: Talk
-    session: Session
+    service: ChatService
+    session: Conversations
 
     @property
     def base_url(self) -> str:
@@ -111,3 +113,9 @@ class Fixed(ScriptedEngine):
             versions=(0,) * kept,
             finish=finish,
         )
+
+
+def forget_all(session: Conversations) -> None:
+    """Forget every turn, as `Conversations` does one by one when its memory is full."""
+    while session.turns:
+        session._drop_oldest()

@@ -188,7 +188,7 @@ async def test_a_client_that_vanishes_frees_its_slot(renderer: Renderer, stream:
         for client in clients:
             client.cancel()
         async with asyncio.timeout(20):
-            while engine.cancelled < 2 or served.talk.gate.running:  # noqa: ASYNC110 - as above
+            while engine.cancelled < 2 or served.service.gate.running:  # noqa: ASYNC110 - as above
                 await asyncio.sleep(0.01)
         assert len(set(engine.released)) == 2, "both conversations: nobody goes on with them"
 
@@ -246,7 +246,7 @@ async def test_who_is_being_answered_when_the_server_ends_is_told_so(
             plain = asyncio.ensure_future(client.post(served.base_url + path, json=body))
             await begun.wait()
             async with asyncio.timeout(20):
-                while served.talk.gate.running < 2:  # noqa: ASYNC110 - the gate counts, it tells nobody
+                while served.service.gate.running < 2:  # noqa: ASYNC110 - the gate counts, it tells nobody
                     await asyncio.sleep(0.01)
         last = (await streamed).strip().splitlines()
     assert json.loads(last[-1].removeprefix("data: "))["error"]["code"] == "server_ending"
@@ -254,7 +254,7 @@ async def test_who_is_being_answered_when_the_server_ends_is_told_so(
     answer = await plain
     assert (answer.status_code, answer.json()["error"]["code"]) == (503, "server_ending")
     assert [record.message for record in caplog.records if record.exc_info] == []
-    assert served.talk.gate.running == 0
+    assert served.service.gate.running == 0
 
 
 async def test_a_client_that_stops_reading_does_not_hold_the_engine(renderer: Renderer):
@@ -267,7 +267,7 @@ async def test_a_client_that_stops_reading_does_not_hold_the_engine(renderer: Re
         writer.write(head.encode() + body)
         assert b"200" in await reader.readline()
         async with asyncio.timeout(50):
-            while served.talk.gate.running:  # noqa: ASYNC110 - the gate counts, it tells nobody
+            while served.service.gate.running:  # noqa: ASYNC110 - the gate counts, it tells nobody
                 await asyncio.sleep(0.05)
         writer.close()
         assert (await post(served, GOOD)).status_code == 200
@@ -282,7 +282,7 @@ async def test_a_lost_engine_is_a_503_and_the_next_request_is_answered(renderer:
         assert (lost.status_code, lost.json()["error"]["code"]) == (503, "engine_error")
         back = await post(served, {**GOOD, "stream": stream})
         assert (back.status_code, '"finish_reason":"stop"' in back.text) == (200, True)
-        assert served.talk.gate.running == 0
+        assert served.service.gate.running == 0
 
 
 async def test_health_is_a_503_while_requests_would_wait_for_the_engine(renderer: Renderer):

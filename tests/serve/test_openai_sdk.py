@@ -12,7 +12,7 @@ from openai import AsyncOpenAI, BadRequestError, NotFoundError
 from agentrl.chat.template import Renderer
 from agentrl.testing.engine import ScriptedEngine
 from agentrl.types import Message
-from tests.serve.serve_kit import TOOLS, call, serving
+from tests.serve.serve_kit import TOOLS, call, forget_all, serving
 
 SCRIPT = [call(2, 3), Message("assistant", "The answer is 5.")]
 ASKED: list[dict[str, Any]] = [
@@ -215,7 +215,7 @@ async def test_a_response_that_is_not_here_is_a_400_that_says_so(renderer: Rende
         stored = await sdk.responses.create(model="tiny", input="Are you there?")
         assert (unstored.store, stored.store) == (False, True)
         await sdk.responses.create(model="tiny", input="Sure?", previous_response_id=stored.id, store=False)
-        served.session.forget_all()
+        forget_all(served.session)
         for id in ("resp_unknown", unstored.id, stored.id):
             with pytest.raises(BadRequestError) as missing:
                 await sdk.responses.create(model="tiny", input="Sure?", previous_response_id=id)

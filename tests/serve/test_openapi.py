@@ -18,8 +18,8 @@ from agentrl.chat.template import Renderer
 from agentrl.serve.app import Settings, create_app
 from agentrl.serve.metrics import Metrics
 from agentrl.serve.openapi import describe
-from agentrl.serve.session import Session
-from agentrl.serve.talk import Gate, Talk
+from agentrl.serve.session import Conversations
+from agentrl.serve.talk import ChatService, Gate
 from tests.serve.serve_kit import Fixed
 
 schemathesis = pytest.importorskip("schemathesis")
@@ -31,9 +31,9 @@ CASES = int(os.environ.get("AGENTRL_SCHEMA_CASES", "40"))
 @pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/completions", "/v1/responses"])
 @pytest.mark.parametrize("mode", ["positive", "negative"])
 def test_no_request_is_answered_with_a_5xx(renderer: Renderer, path: str, mode: str):
-    talk = Talk(Fixed(renderer), renderer, gate=Gate(4096), metrics=Metrics())
-    session = Session(renderer, max_tokens=10_000)
-    app = create_app(talk, Settings(names=("tiny",), accept_any_model=True), session=session)
+    service = ChatService(Fixed(renderer), renderer, gate=Gate(4096), metrics=Metrics())
+    session = Conversations(renderer, max_tokens=10_000)
+    app = create_app(service, Settings(names=("tiny",), accept_any_model=True), session=session)
     schema = schemathesis.openapi.from_dict(describe())
     generation = getattr(schemathesis.GenerationMode, mode.upper())
     seen: dict[int, int] = {}

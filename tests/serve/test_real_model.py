@@ -133,13 +133,13 @@ async def play_with_sdk(client: AsyncOpenAI, env: Adder, task: Task, *, stream: 
 
 @pytest.mark.parametrize("stream", [False, True], ids=["plain", "stream"])
 async def test_greedy_episodes_have_the_ids_of_the_trainer(served: Served, stream: bool):
-    talk = served.talk
+    service = served.service
     player = Player(
-        talk.engine,
-        talk.renderer,
+        service.engine,
+        service.renderer,
         Adder,
         EpisodeLimits(max_turns=4, max_tokens=60, token_budget=1024),
-        Sampling(temperature=0.0, max_tokens=60, stop_ids=talk.renderer.stop_ids),
+        Sampling(temperature=0.0, max_tokens=60, stop_ids=service.renderer.stop_ids),
     )
     turns = []
     async with sdk(served) as client:
@@ -170,8 +170,8 @@ async def test_logprobs_name_every_token_with_its_alternatives(served: Served):
         choice = answer.choices[0]
         assert choice.logprobs is not None
         entries = choice.logprobs.content or []
-        vocabulary = served.talk.renderer.vocabulary
-        ids = [id for id in choice.token_ids if id not in served.talk.renderer.stop_ids]
+        vocabulary = served.service.renderer.vocabulary
+        ids = [id for id in choice.token_ids if id not in served.service.renderer.stop_ids]
         assert [bytes(entry.bytes or []) for entry in entries] == [vocabulary.token_bytes(id) for id in ids]
         assert all(entry.logprob == pytest.approx(entry.top_logprobs[0].logprob) for entry in entries)
         assert all(len(entry.top_logprobs) == 3 for entry in entries)
@@ -187,7 +187,7 @@ async def test_logprobs_name_every_token_with_its_alternatives(served: Served):
 
 
 async def test_a_prompt_is_scored_as_harnesses_ask_for_it(served: Served):
-    prompt = list(served.talk.renderer.vocabulary.encode_text("What is 2 plus 3? The answer is 5."))
+    prompt = list(served.service.renderer.vocabulary.encode_text("What is 2 plus 3? The answer is 5."))
     async with sdk(served) as client:
         answer = await client.completions.create(
             model="tiny", prompt=[prompt], echo=True, logprobs=1, max_tokens=1, temperature=0
@@ -200,7 +200,7 @@ async def test_a_prompt_is_scored_as_harnesses_ask_for_it(served: Served):
     assert free.choices[0].logprobs is not None
     assert found.token_logprobs is not None
     assert found.token_logprobs[0] is None
-    engine = served.talk.engine
+    engine = served.service.engine
     assert isinstance(engine, LocalEngine)
     (expected,) = await engine.token_logprobs([prompt])
     np.testing.assert_allclose(found.token_logprobs[1 : len(prompt)], expected, atol=2e-3)

@@ -10,14 +10,14 @@ import pytest
 
 from agentrl.chat.template import CHATML_TEMPLATE, Renderer
 from agentrl.chat.transcript import Transcript
-from agentrl.serve.session import DriftKind, Incoming, Matched, Session, UnrenderableError
+from agentrl.serve.session import Conversations, DriftKind, Incoming, Matched, UnrenderableError
 from agentrl.types import Message
-from tests.serve.serve_kit import TOOLS, call, incoming, make_renderer, said
+from tests.serve.serve_kit import TOOLS, call, forget_all, incoming, make_renderer, said
 
 OPENING = [incoming("system", "Be brief."), incoming("user", "What is 2 plus 3?")]
 
 
-def echo(session: Session, **changes: object) -> tuple[list[Incoming], tuple[int, ...]]:
+def echo(session: Conversations, **changes: object) -> tuple[list[Incoming], tuple[int, ...]]:
     """One call answered by its result: the second request, and the ids that training would continue."""
     prompt = session.prompt(OPENING, TOOLS)
     turn = session.add(prompt, said(session.renderer, call(2, 3)))
@@ -54,7 +54,7 @@ def reworded(turn: Incoming) -> Incoming:
     ],
 )
 def test_an_echoed_turn_keeps_its_ids_however_it_is_written(renderer: Renderer, changes: dict[str, object]):
-    session = Session(renderer)
+    session = Conversations(renderer)
     request, trained = echo(session, **changes)
     prompt = session.prompt(request, TOOLS)
     assert tuple(prompt.ids) == trained
@@ -72,7 +72,7 @@ def test_an_echoed_turn_keeps_its_ids_however_it_is_written(renderer: Renderer, 
     ],
 )
 def test_what_was_not_sampled_here_is_a_branch_from_an_empty_context(renderer: Renderer, spoil, kind):
-    session = Session(renderer)
+    session = Conversations(renderer)
     request, _ = echo(session)
     changed = spoil(request)
     prompt = session.prompt(changed, TOOLS)
@@ -86,7 +86,7 @@ def test_what_was_not_sampled_here_is_a_branch_from_an_empty_context(renderer: R
 
 
 def test_other_tools_are_another_branch(renderer: Renderer):
-    session = Session(renderer)
+    session = Conversations(renderer)
     request, _ = echo(session)
     prompt = session.prompt(request, [])
     assert prompt.parent is None
@@ -95,7 +95,7 @@ def test_other_tools_are_another_branch(renderer: Renderer):
 
 
 def test_the_same_words_sampled_twice_are_told_apart_by_their_call_ids(renderer: Renderer):
-    session = Session(renderer)
+    session = Conversations(renderer)
     prompt = session.prompt(OPENING, TOOLS)
     first = session.add(prompt, said(renderer, call(2, 3)))
     second = session.add(prompt, said(renderer, call(2, 3)))
@@ -107,7 +107,7 @@ def test_the_same_words_sampled_twice_are_told_apart_by_their_call_ids(renderer:
 
 
 def test_a_ledger_holds_every_branch_and_trains_each_sampled_token_once(renderer: Renderer):
-    session = Session(renderer, ledger=Transcript(renderer))
+    session = Conversations(renderer, ledger=Transcript(renderer))
     request, _ = echo(session)
     one = session.add(session.prompt(request, TOOLS), said(renderer, Message("assistant", "It is 5.")))
     two = session.add(session.prompt(request, TOOLS), said(renderer, Message("assistant", "The answer is 5.")))
@@ -120,18 +120,18 @@ def test_a_ledger_holds_every_branch_and_trains_each_sampled_token_once(renderer
 
 def test_old_turns_are_forgotten_and_their_conversations_told(renderer: Renderer):
     gone: list[str] = []
-    session = Session(renderer, max_tokens=400, on_forgotten=gone.append)
+    session = Conversations(renderer, max_tokens=400, on_forgotten=gone.append)
     for number in range(50):
         prompt = session.prompt([incoming("user", f"What is {number} plus 3?")])
         session.add(prompt, said(renderer, Message("assistant", "The answer is 5.")))
     assert sum(len(turn.branch.ids) for turn in session.turns) <= 400
     assert len(gone) == 50 - len(session.turns)
-    session.forget_all()
+    forget_all(session)
     assert len(gone) == 50
 
 
 def test_arguments_that_are_no_object_are_refused_only_where_they_must_be_rendered(renderer: Renderer):
-    session = Session(renderer)
+    session = Conversations(renderer)
     request, _ = echo(session)
     broken = replace(request[2], raw_arguments=("{",), problem="arguments are no JSON object")
     with pytest.raises(UnrenderableError) as caught:
@@ -140,7 +140,7 @@ def test_arguments_that_are_no_object_are_refused_only_where_they_must_be_render
 
 
 def test_what_only_the_template_leaves_out_is_recognised_by_its_tokens(renderer: Renderer):
-    session = Session(renderer)
+    session = Conversations(renderer)
     opening = [incoming("user", "What is 2 plus 3?")]
     turn = session.add(session.prompt(opening), said(renderer, Message("assistant", "The answer is 5.")))
     named = replace(opening[0], message=replace(opening[0].message, name="bob"))
@@ -154,7 +154,7 @@ def test_what_only_the_template_leaves_out_is_recognised_by_its_tokens(renderer:
 
 
 def test_of_several_turns_that_a_request_begins_with_the_longest_is_gone_on_from(renderer: Renderer):
-    session = Session(renderer, max_tokens=10_000)
+    session = Conversations(renderer, max_tokens=10_000)
     ask = [incoming("user", "What is 2 plus 3?")]
     first = session.add(session.prompt(ask), said(renderer, Message("assistant", "The answer is 5.")))
     more = [*ask, incoming("assistant", "The answer is 5."), incoming("user", "Sure?")]
@@ -164,7 +164,7 @@ def test_of_several_turns_that_a_request_begins_with_the_longest_is_gone_on_from
     named = replace(ask[0], message=replace(ask[0].message, name="bob"))
     longer = [named, *more[1:], incoming("assistant", "Yes."), incoming("user", "Really?")]
     assert (session.prompt(longer).matched, session.prompt(longer).parent) == (Matched.TOKENS, second.number)
-    session.forget_all()
+    forget_all(session)
     assert session.prompt(longer).matched is Matched.FORK
     known = session._known
     left = [known.by_tokens, known.by_chain, known.by_call, known.ends, known.turns]
@@ -180,7 +180,7 @@ def test_a_first_prompt_is_the_same_with_and_without_a_ledger(renderer: Renderer
     before, head, after = CHATML_TEMPLATE.rpartition("<|im_start|>assistant\\n")
     changed = Renderer.from_directory(tmp_path, template=before + head + opens.replace("\n", "\\n") + after)
     request = [*OPENING, incoming("assistant", "5 it <think> is."), incoming("user", "Sure? <think>")]
-    kept, bare = (Session(changed, ledger=ledger) for ledger in (Transcript(changed), None))
+    kept, bare = (Conversations(changed, ledger=ledger) for ledger in (Transcript(changed), None))
     prompts = [session.prompt(request, TOOLS) for session in (kept, bare)]
     assert tuple(prompts[0].ids) == tuple(prompts[1].ids)
     assert [prompt.branch.thinking for prompt in prompts] == [opens == "<think>\n"] * 2

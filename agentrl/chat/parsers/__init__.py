@@ -2,17 +2,27 @@
 
 from __future__ import annotations
 
-from agentrl.chat.parsers.base import Call, Event, Malformed, Parsed, Parser, Reasoning, Stream, Text, collect
+from agentrl.chat.parsers.base import (
+    Event,
+    Malformed,
+    Parsed,
+    ParsedCall,
+    Parser,
+    ParserStream,
+    Reasoning,
+    Text,
+    collect,
+)
 from agentrl.chat.parsers.choose import all_parsers, choose_parser, parser_names, signs_of
 
 __all__ = [
-    "Call",
     "Event",
     "Malformed",
     "Parsed",
+    "ParsedCall",
     "Parser",
+    "ParserStream",
     "Reasoning",
-    "Stream",
     "Text",
     "all_parsers",
     "choose_parser",

@@ -10,7 +10,7 @@ import json
 import re
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, ClassVar
 
 Span = tuple[int, int]
@@ -39,14 +39,13 @@ class Reasoning:
 
 
 @dataclass(frozen=True, slots=True)
-class Call:
-    """A complete tool call; `id` where the format carries one; `repaired` says what json-repair was needed for."""
+class ParsedCall:
+    """A complete tool call; `id` where the format carries one."""
 
     name: str
     arguments: Mapping[str, Any]
     span: Span
     id: str | None = None
-    repaired: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +58,7 @@ class Malformed:
 
 @dataclass(frozen=True, slots=True)
 class Begun:
-    """A call of this tool is being written; its `Call` or `Malformed` follows. Only in partial streams."""
+    """A call of this tool is being written; its `ParsedCall` or `Malformed` follows. Only in partial streams."""
 
     name: str
 
@@ -71,7 +70,7 @@ class Fragment:
     text: str
 
 
-Event = Text | Reasoning | Call | Malformed | Begun | Fragment
+Event = Text | Reasoning | ParsedCall | Malformed | Begun | Fragment
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,7 +79,7 @@ class Parsed:
 
     content: str
     reasoning: str | None
-    calls: tuple[Call, ...]
+    calls: tuple[ParsedCall, ...]
     errors: tuple[Malformed, ...]
 
 
@@ -99,9 +98,7 @@ class Parser(ABC):
     misspelt: ClassVar[bool] = False
 
     @abstractmethod
-    def stream(
-        self, *, tools: Tools = (), thinking: bool = False, repair: bool = False, partial: bool = False
-    ) -> Stream:
+    def stream(self, *, tools: Tools = (), thinking: bool = False, partial: bool = False) -> ParserStream:
         """A reader that takes a completion piece by piece; the arguments are those of `parse`.
 
         Args:
@@ -109,16 +106,15 @@ class Parser(ABC):
                 malformed call that was told so does not come as text again.
         """
 
-    def parse(self, text: str, *, tools: Tools = (), thinking: bool = False, repair: bool = False) -> Parsed:
+    def parse(self, text: str, *, tools: Tools = (), thinking: bool = False) -> Parsed:
         """Read a whole completion (stop token already removed).
 
         Args:
             text: the completion, control tokens included.
             tools: the schemas offered, for formats whose values are typed by them.
             thinking: the generation prompt has already opened the think block.
-            repair: mend malformed JSON with json-repair; each mended call says so.
         """
-        stream = self.stream(tools=tools, thinking=thinking, repair=repair)
+        stream = self.stream(tools=tools, thinking=thinking)
         return collect([*stream.feed(text), *stream.close()])
 
     def call_id(self, name: str, number: int) -> str:
@@ -134,7 +130,7 @@ class Parser(ABC):
         return None
 
 
-class Stream(ABC):
+class ParserStream(ABC):
     """Reads one completion piece by piece."""
 
     @abstractmethod
@@ -152,7 +148,7 @@ def collect(events: Sequence[Event]) -> Parsed:
     return Parsed(
         content="".join(event.text for event in events if isinstance(event, Text)),
         reasoning="".join(reasoning) if reasoning else None,
-        calls=tuple(event for event in events if isinstance(event, Call)),
+        calls=tuple(event for event in events if isinstance(event, ParsedCall)),
         errors=tuple(event for event in events if isinstance(event, Malformed)),
     )
 
@@ -164,25 +160,19 @@ class Json:
     value: Any = None
     error: str = ""
     at: int = 0
-    repaired: str | None = field(default=None)
 
 
-def read_json(text: str, repair: bool = False) -> Json:
-    """Strict JSON (no NaN, no lone surrogates); with `repair`, json-repair gets a second try."""
+def read_json(text: str) -> Json:
+    """Strict JSON: no NaN, no lone surrogates."""
     try:
         value = json.loads(text, parse_constant=_no_constant)
-        found = Json(value, error=unsound(value))
+        return Json(value, error=unsound(value))
     except json.JSONDecodeError as e:
-        found = Json(error=f"{e.msg} at character {e.pos}{_near(text, e.pos)}", at=e.pos)
+        return Json(error=f"{e.msg} at character {e.pos}{_near(text, e.pos)}", at=e.pos)
     except RecursionError:
         return Json(error="nested too deeply")
     except ValueError as e:
-        found = Json(error=str(e).split(";")[0])
-    if found.error and repair:
-        mended = _repaired(text)
-        if isinstance(mended, dict | list) and not unsound(mended):
-            return Json(mended, repaired=found.error)
-    return found
+        return Json(error=str(e).split(";")[0])
 
 
 def read_leading_json(text: str, at: int) -> tuple[Json, int]:
@@ -198,16 +188,16 @@ def read_leading_json(text: str, at: int) -> tuple[Json, int]:
         return Json(error=str(e).split(";")[0]), at
 
 
-def read_arguments(name: str, text: str, span: Span, repair: bool, *, id: str | None = None) -> Call | Malformed:
+def read_arguments(name: str, text: str, span: Span, *, id: str | None = None) -> ParsedCall | Malformed:
     """A call from its name and the JSON text of its arguments."""
     if not name:
         return Malformed("the tool's name is missing", span)
-    found = read_json(text, repair)
+    found = read_json(text)
     if found.error:
         return Malformed(f"call of {name[:80]!r}: arguments are not valid JSON: {found.error}", span)
     if not isinstance(found.value, dict):
         return Malformed(f"call of {name[:80]!r}: arguments must be a JSON object, got {_kind(found.value)}", span)
-    return Call(name, found.value, span, id=id or None, repaired=found.repaired)
+    return ParsedCall(name, found.value, span, id=id or None)
 
 
 def unsound(value: Any) -> str:
@@ -229,7 +219,7 @@ def unsound(value: Any) -> str:
     return f"nested more than {MAX_DEPTH} deep"
 
 
-def call_from_json(value: Any, span: Span, *, arguments: Sequence[str] = ("arguments",)) -> Call | Malformed:
+def call_from_json(value: Any, span: Span, *, arguments: Sequence[str] = ("arguments",)) -> ParsedCall | Malformed:
     """A call from {"name": ..., "arguments": {...}}; `arguments` lists the accepted spellings of the key."""
     if not isinstance(value, dict):
         return Malformed(f"a call must be a JSON object, got {_kind(value)}", span)
@@ -243,7 +233,7 @@ def call_from_json(value: Any, span: Span, *, arguments: Sequence[str] = ("argum
     if not isinstance(value[key], dict):
         return Malformed(f'call of {name[:80]!r}: "{key}" must be a JSON object, got {_kind(value[key])}', span)
     id = value.get("id")
-    return Call(name, value[key], span, id=id if isinstance(id, str) and id else None)
+    return ParsedCall(name, value[key], span, id=id if isinstance(id, str) and id else None)
 
 
 def _no_constant(name: str) -> None:
@@ -267,12 +257,3 @@ def _kind(value: Any) -> str:
         dict: "an object",
     }
     return names.get(type(value), "null")
-
-
-def _repaired(text: str) -> Any:
-    from json_repair import repair_json
-
-    try:
-        return repair_json(text, return_objects=True, skip_json_loads=True)
-    except (RecursionError, ValueError):
-        return None

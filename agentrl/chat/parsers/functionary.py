@@ -7,12 +7,12 @@ from collections.abc import Iterator
 
 from agentrl.chat.parsers.base import (
     Begun,
-    Call,
     Event,
     Fragment,
     Malformed,
+    ParsedCall,
     Parser,
-    Stream,
+    ParserStream,
     Text,
     Tools,
     read_arguments,
@@ -28,12 +28,12 @@ class FunctionaryV31(BlockParser):
     json_body = True
     call_head = re.compile(r"\A(?P<name>[^<>\s]++)>\s*+(?=\{)")
 
-    def calls(self, body: str, tools: Tools, repair: bool) -> Iterator[Call | Malformed]:
+    def calls(self, body: str, tools: Tools) -> Iterator[ParsedCall | Malformed]:
         name, found, arguments = body.partition(">")
         if not found:
             yield Malformed(f"expected <function=name>{{...}}, got {body.strip()[:40]!r}", (0, len(body)))
             return
-        yield read_arguments(name.strip(), arguments, (0, len(body)), repair)
+        yield read_arguments(name.strip(), arguments, (0, len(body)))
 
 
 _HEAD = re.compile(r"(?:>>>)?([A-Za-z_][\w.\-]{0,127})\n")
@@ -46,17 +46,15 @@ class FunctionaryV32(Parser):
     name = "functionary_v32"
     think = ("", "")
 
-    def stream(
-        self, *, tools: Tools = (), thinking: bool = False, repair: bool = False, partial: bool = False
-    ) -> Stream:
-        return _Recipients(repair, partial)
+    def stream(self, *, tools: Tools = (), thinking: bool = False, partial: bool = False) -> ParserStream:
+        return _Recipients(partial)
 
 
-class _Recipients(Stream):
+class _Recipients(ParserStream):
     """Text goes to the recipient named last; what stands before the first name is content."""
 
-    def __init__(self, repair: bool, partial: bool) -> None:
-        self._repair, self._partial = repair, partial
+    def __init__(self, partial: bool) -> None:
+        self._partial = partial
         self._buffer, self._offset = "", 0
         self._to, self._begun = "all", False  # _begun: the first name has been looked for
         self._body: list[str] = []  # of a call, until it is complete
@@ -114,7 +112,7 @@ class _Recipients(Stream):
         if self._to == "all":
             return []
         self._calls += 1
-        found = read_arguments(self._to, "".join(self._body).strip(), (self._started, at), self._repair)
+        found = read_arguments(self._to, "".join(self._body).strip(), (self._started, at))
         self._to, self._body = "all", []
         if isinstance(found, Malformed):
             return [Malformed(f"tool call {self._calls}: {found.message}", found.span)]

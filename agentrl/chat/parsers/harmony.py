@@ -11,8 +11,8 @@ from agentrl.chat.parsers.base import (
     Fragment,
     Malformed,
     Parser,
+    ParserStream,
     Reasoning,
-    Stream,
     Text,
     Tools,
     read_arguments,
@@ -29,17 +29,15 @@ class Harmony(Parser):
     name = "harmony"
     think = ("", "")
 
-    def stream(
-        self, *, tools: Tools = (), thinking: bool = False, repair: bool = False, partial: bool = False
-    ) -> Stream:
-        return _HarmonyStream(repair, partial)
+    def stream(self, *, tools: Tools = (), thinking: bool = False, partial: bool = False) -> ParserStream:
+        return _HarmonyStream(partial)
 
 
-class _HarmonyStream(Stream):
+class _HarmonyStream(ParserStream):
     """Alternates between a message's header and its text."""
 
-    def __init__(self, repair: bool, partial: bool) -> None:
-        self._repair, self._partial = repair, partial
+    def __init__(self, partial: bool) -> None:
+        self._partial = partial
         self._buffer = ""
         self._offset = 0
         self._scan = 0
@@ -125,7 +123,7 @@ class _HarmonyStream(Stream):
         if not self._in_header and self._recipient is not None:
             self._calls += 1
             name = self._recipient.removeprefix("functions.")
-            found = read_arguments(name, "".join(self._body), (self._started, at), self._repair)
+            found = read_arguments(name, "".join(self._body), (self._started, at))
             if isinstance(found, Malformed):
                 found = replace(found, message=f"tool call {self._calls}: {found.message}")
             self._events.append(found)

@@ -5,10 +5,9 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
 from typing import Any
 
-from agentrl.chat.parsers.base import Call, Malformed, Tools, call_from_json, read_json
+from agentrl.chat.parsers.base import Malformed, ParsedCall, Tools, call_from_json, read_json
 from agentrl.chat.parsers.stream import BlockParser
 
 
@@ -18,14 +17,13 @@ class Hermes(BlockParser):
     json_body = True
     call_head = re.compile(r'\A\s*+\{\s*+"name"\s*+:\s*+"(?P<name>[^"\\]++)"\s*+,\s*+"arguments"\s*+:\s*+(?=\{)')
 
-    def calls(self, body: str, tools: Tools, repair: bool) -> Iterator[Call | Malformed]:
+    def calls(self, body: str, tools: Tools) -> Iterator[ParsedCall | Malformed]:
         span = (0, len(body))
-        found = read_json(body, repair)
+        found = read_json(body)
         if found.error:
             yield Malformed(f"not valid JSON: {found.error}", span)
             return
-        call = call_from_json(found.value, span)
-        yield replace(call, repaired=found.repaired) if isinstance(call, Call) else call
+        yield call_from_json(found.value, span)
 
     def write(self, calls: Sequence[tuple[str, Mapping[str, Any]]]) -> str:
         shown = (json.dumps({"name": name, "arguments": dict(given)}, ensure_ascii=False) for name, given in calls)

@@ -5,12 +5,11 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
 from typing import Any, ClassVar
 
 from agentrl.chat.parsers.base import (
-    Call,
     Malformed,
+    ParsedCall,
     Tools,
     call_from_json,
     read_json,
@@ -35,23 +34,20 @@ class JsonCalls(BlockParser):
         r"\s*+:\s*+(?=\{)"
     )
 
-    def calls(self, body: str, tools: Tools, repair: bool) -> Iterator[Call | Malformed]:
+    def calls(self, body: str, tools: Tools) -> Iterator[ParsedCall | Malformed]:
         at = self._past(body, 0)
         if at == len(body):
             yield Malformed("expected a JSON object or list of calls, got nothing", (0, len(body)))
         while at < len(body):
             found, end = read_leading_json(body, at)
-            if found.error and repair:
-                found, end = read_json(body[at:], repair), len(body)
             if found.error:
                 yield Malformed(f"not valid JSON: {found.error}", (at, len(body)))
                 return
             for value in found.value if isinstance(found.value, list) else [found.value]:
-                call = self.one(value, (at, end))
-                yield replace(call, repaired=found.repaired) if isinstance(call, Call) else call
+                yield self.one(value, (at, end))
             at = self._past(body, end)
 
-    def one(self, value: Any, span: tuple[int, int]) -> Call | Malformed:
+    def one(self, value: Any, span: tuple[int, int]) -> ParsedCall | Malformed:
         """The call that one JSON value stands for."""
         return call_from_json(_read_text_arguments(value), span, arguments=_ARGUMENTS)
 
@@ -149,9 +145,9 @@ class Xlam(JsonCalls):
 
     _looks = re.compile(r'\s*+\[\s*+\{\s*+"(?:name|arguments|parameters)"')
 
-    def calls(self, body: str, tools: Tools, repair: bool) -> Iterator[Call | Malformed]:
+    def calls(self, body: str, tools: Tools) -> Iterator[ParsedCall | Malformed]:
         if self._looks.match(body):
-            yield from super().calls(body, tools, repair)
+            yield from super().calls(body, tools)
         elif body.lstrip()[:1] != "[":
             yield Malformed(f"expected a JSON list of calls, got {body.strip()[:40]!r}", (0, len(body)))
 
@@ -167,7 +163,7 @@ class Apertus(JsonCalls):
     blocks = (("<|tools_prefix|>", "<|tools_suffix|>"),)
     call_head = None
 
-    def one(self, value: Any, span: tuple[int, int]) -> Call | Malformed:
+    def one(self, value: Any, span: tuple[int, int]) -> ParsedCall | Malformed:
         if isinstance(value, dict) and len(value) == 1:
             [(name, arguments)] = value.items()
             value = {"name": name, "arguments": arguments}
@@ -187,7 +183,7 @@ class Cohere(JsonCalls):
     unseen = ("<|START_RESPONSE|>", "<|END_RESPONSE|>", "<|START_TEXT|>", "<|END_TEXT|>")
     call_head = None
 
-    def one(self, value: Any, span: tuple[int, int]) -> Call | Malformed:
+    def one(self, value: Any, span: tuple[int, int]) -> ParsedCall | Malformed:
         if isinstance(value, dict) and "tool_name" in value:
             value = {**value, "name": value["tool_name"]}
         return super().one(value, span)

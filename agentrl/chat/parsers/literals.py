@@ -7,8 +7,8 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, ClassVar
 
-from agentrl.chat.parsers.base import MAX_DEPTH, Call, Malformed, Tools, unsound
-from agentrl.chat.parsers.notation import NAME, WORDS, Reader, Wrong, python_value
+from agentrl.chat.parsers.base import MAX_DEPTH, Malformed, ParsedCall, Tools, unsound
+from agentrl.chat.parsers.notation import NAME, WORDS, NotationReader, Wrong, python_value
 from agentrl.chat.parsers.stream import BlockParser
 from agentrl.chat.parsers.typed import untexted
 
@@ -25,14 +25,14 @@ class Pythonic(BlockParser):
 
     _looks = re.compile(r"\s*+\[\s*+[^\W\d][\w.]*+\(")
 
-    def calls(self, body: str, tools: Tools, repair: bool) -> Iterator[Call | Malformed]:
+    def calls(self, body: str, tools: Tools) -> Iterator[ParsedCall | Malformed]:
         if not self._looks.match(body):
             if body.lstrip()[:1] != "[":
                 yield Malformed(f"expected [name(key=value)], got {body.strip()[:40]!r}", (0, len(body)))
             return  # a list that holds no call is an answer
-        reader = Reader(body)
+        reader = NotationReader(body)
         reader.need("[")
-        found: list[Call | Malformed] = []
+        found: list[ParsedCall | Malformed] = []
         try:
             reader.items("]", lambda: found.append(_python_call(reader)))
             reader.skip()
@@ -42,8 +42,8 @@ class Pythonic(BlockParser):
             found = [Malformed(str(e), (0, len(body)))]
         for call in found:
             yield (
-                Call(call.name, untexted(call.arguments, tools, call.name), call.span)
-                if isinstance(call, Call)
+                ParsedCall(call.name, untexted(call.arguments, tools, call.name), call.span)
+                if isinstance(call, ParsedCall)
                 else call
             )
 
@@ -56,7 +56,7 @@ class Pythonic(BlockParser):
         return f"{opening}[{', '.join(shown)}]{closing}"
 
 
-def _python_call(reader: Reader) -> Call | Malformed:
+def _python_call(reader: NotationReader) -> ParsedCall | Malformed:
     reader.skip()
     start = reader.at
     name = reader.match(NAME)
@@ -79,7 +79,7 @@ def _python_call(reader: Reader) -> Call | Malformed:
     return (
         Malformed(f"call of {name.group()[:80]!r}: {problem}", span)
         if problem
-        else Call(name.group(), arguments, span)
+        else ParsedCall(name.group(), arguments, span)
     )
 
 
@@ -115,13 +115,13 @@ class Gemma(BlockParser):
     _key = re.compile(r"[^\s:{}\[\],<]++")
     _bare = re.compile(r"[^,{}\[\]<]++")
 
-    def calls(self, body: str, tools: Tools, repair: bool) -> Iterator[Call | Malformed]:
+    def calls(self, body: str, tools: Tools) -> Iterator[ParsedCall | Malformed]:
         span = (0, len(body))
         head = self._head.match(body)
         if head is None:
             yield Malformed(f"expected call:name{{...}}, got {body.strip()[:40]!r}", span)
             return
-        reader = Reader(body, head.end())
+        reader = NotationReader(body, head.end())
         try:
             arguments = self._value(reader, 1)
             reader.skip()
@@ -131,9 +131,9 @@ class Gemma(BlockParser):
             yield Malformed(f"call of {head.group(1)[:80]!r}: {e}", span)
             return
         problem = unsound(arguments)
-        yield Malformed(problem, span) if problem else Call(head.group(1), arguments, span)
+        yield Malformed(problem, span) if problem else ParsedCall(head.group(1), arguments, span)
 
-    def _value(self, reader: Reader, depth: int) -> Any:
+    def _value(self, reader: NotationReader, depth: int) -> Any:
         if depth > MAX_DEPTH:
             raise reader.wrong(f"nested more than {MAX_DEPTH} deep")
         if reader.take("{"):
@@ -169,7 +169,7 @@ class Gemma(BlockParser):
             return word
         return value if isinstance(value, int | float) and value == value and abs(value) != float("inf") else word
 
-    def _text(self, reader: Reader) -> str | None:
+    def _text(self, reader: NotationReader) -> str | None:
         for quote in self.quotes:
             if reader.take(quote):
                 end = reader.text.find(quote, reader.at)

@@ -9,8 +9,8 @@ from dataclasses import replace
 from typing import ClassVar
 
 from agentrl.chat.parsers.base import (
-    Call,
     Malformed,
+    ParsedCall,
     Span,
     Tools,
     call_from_json,
@@ -26,7 +26,7 @@ class _Listed(BlockParser):
 
     item: tuple[str, str]
 
-    def calls(self, body: str, tools: Tools, repair: bool) -> Iterator[Call | Malformed]:
+    def calls(self, body: str, tools: Tools) -> Iterator[ParsedCall | Malformed]:
         opening, closing = self.item
         at = 0
         while (start := body.find(opening, at)) >= 0:
@@ -36,11 +36,11 @@ class _Listed(BlockParser):
                 yield Malformed(f"{closing} is missing", (start, len(body)))
                 return
             at = end + len(closing)
-            yield self.one(body[inside:end], (start, at), repair)
+            yield self.one(body[inside:end], (start, at))
         if at == 0:
             yield Malformed(f"no {opening} in the section of tool calls", (0, len(body)))
 
-    def one(self, text: str, span: Span, repair: bool) -> Call | Malformed:
+    def one(self, text: str, span: Span) -> ParsedCall | Malformed:
         """Read what stands between the two markers."""
         raise NotImplementedError
 
@@ -54,11 +54,11 @@ class DeepSeekV31(_Listed):
     separator = "<｜tool▁sep｜>"
     call_head = re.compile(r"<｜tool▁call▁begin｜>\s*+(?P<name>[^<]++)<｜tool▁sep｜>\s*+(?=\{)")
 
-    def one(self, text: str, span: Span, repair: bool) -> Call | Malformed:
+    def one(self, text: str, span: Span) -> ParsedCall | Malformed:
         name, found, arguments = text.partition(self.separator)
         if not found:
             return Malformed(f"{self.separator} is missing between name and arguments", span)
-        return read_arguments(name.strip(), arguments, span, repair)
+        return read_arguments(name.strip(), arguments, span)
 
 
 class DeepSeekV3(DeepSeekV31):
@@ -67,7 +67,7 @@ class DeepSeekV3(DeepSeekV31):
     name = "deepseek_v3"
     call_head = re.compile(r"function\s*+<｜tool▁sep｜>\s*+(?P<name>[^`\s]++)\s*+```json\s*+(?=\{)")
 
-    def one(self, text: str, span: Span, repair: bool) -> Call | Malformed:
+    def one(self, text: str, span: Span) -> ParsedCall | Malformed:
         kind, found, rest = text.partition(self.separator)
         if not found or kind.strip() != "function":
             return Malformed(f"a call must begin with function{self.separator}", span)
@@ -75,7 +75,7 @@ class DeepSeekV3(DeepSeekV31):
         arguments, closed, _ = arguments.rpartition("```")
         if not fence or not closed:
             return Malformed(f"call of {name.strip()[:80]!r}: arguments must stand in a ```json block", span)
-        return read_arguments(name.strip(), arguments, span, repair)
+        return read_arguments(name.strip(), arguments, span)
 
 
 class KimiK2(_Listed):
@@ -96,7 +96,7 @@ class KimiK2(_Listed):
         head, _, index = id.rpartition(":")
         return head.removeprefix("functions.") == name and index.isdecimal()
 
-    def one(self, text: str, span: Span, repair: bool) -> Call | Malformed:
+    def one(self, text: str, span: Span) -> ParsedCall | Malformed:
         id, found, arguments = text.partition(self.separator)
         if not found:
             return Malformed(f"{self.separator} is missing between id and arguments", span)
@@ -104,8 +104,8 @@ class KimiK2(_Listed):
         name, colon, index = id.removeprefix("functions.").rpartition(":")
         if not colon or not index.isdecimal():
             return Malformed(f"the id {id[:80]!r} must look like functions.name:0", span)
-        call = read_arguments(name, arguments, span, repair)
-        return replace(call, id=id) if isinstance(call, Call) else call
+        call = read_arguments(name, arguments, span)
+        return replace(call, id=id) if isinstance(call, ParsedCall) else call
 
 
 class Mistral(BlockParser):
@@ -125,9 +125,9 @@ class Mistral(BlockParser):
     _head = re.compile(r"\s*+([^\[\]{}\s]++)\s*+(?:\[CALL_ID\]([^\[\]\s]*+))?\s*+(?:\[ARGS\])?\s*+(?=\{)")
     _between = re.compile(r"\s*+(?:\[TOOL_CALLS\])?\s*+")
 
-    def calls(self, body: str, tools: Tools, repair: bool) -> Iterator[Call | Malformed]:
+    def calls(self, body: str, tools: Tools) -> Iterator[ParsedCall | Malformed]:
         if body.lstrip().startswith("["):
-            yield from self._list(body, repair)
+            yield from self._list(body)
             return
         at = 0
         while at == 0 or at < len(body):
@@ -140,13 +140,13 @@ class Mistral(BlockParser):
             if value.error:
                 yield Malformed(f"call of {match.group(1)[:80]!r}: not valid JSON: {value.error}", (at, len(body)))
                 return
-            yield read_arguments(match.group(1), body[match.end() : end], (at, end), repair, id=match.group(2))
+            yield read_arguments(match.group(1), body[match.end() : end], (at, end), id=match.group(2))
             between = self._between.match(body, end)
             at = between.end() if between else end
 
-    def _list(self, body: str, repair: bool) -> Iterator[Call | Malformed]:
+    def _list(self, body: str) -> Iterator[ParsedCall | Malformed]:
         span = (0, len(body))
-        found = read_json(body, repair)
+        found = read_json(body)
         if found.error:
             yield Malformed(f"not valid JSON: {found.error}", span)
         elif not isinstance(found.value, list):
@@ -154,7 +154,7 @@ class Mistral(BlockParser):
         else:
             for value in found.value:
                 call = call_from_json(value, span)
-                yield replace(call, repaired=found.repaired) if isinstance(call, Call) else call
+                yield call
 
 
 class Llama3Json(BlockParser):
@@ -170,7 +170,7 @@ class Llama3Json(BlockParser):
     _more = re.compile(r"[^\s;,]")
     _looks = re.compile(r'\s*+\{\s*+"(?:name|type|parameters|arguments|function)"')
 
-    def calls(self, body: str, tools: Tools, repair: bool) -> Iterator[Call | Malformed]:
+    def calls(self, body: str, tools: Tools) -> Iterator[ParsedCall | Malformed]:
         at = 0
         if not self._looks.match(body):
             if body.lstrip()[:1] == "{" and _is_json(body):
@@ -181,13 +181,10 @@ class Llama3Json(BlockParser):
         while (more := self._more.search(body, at)) is not None:
             start = more.start()
             value, end = read_leading_json(body, start)
-            if value.error and repair:
-                value, end = read_json(body[start:], repair), len(body)
             if value.error:
                 yield Malformed(f"not valid JSON: {value.error}", (start, len(body)))
                 return
-            call = call_from_json(value.value, (start, end), arguments=("parameters", "arguments"))
-            yield replace(call, repaired=value.repaired) if isinstance(call, Call) else call
+            yield call_from_json(value.value, (start, end), arguments=("parameters", "arguments"))
             at = end
 
 
@@ -198,8 +195,8 @@ class Llama4Json(Llama3Json):
     blocks = (("<|python_end|>", ""), ("<|python_tag|>", ""))
     unseen = ("<|python_start|>",)
 
-    def calls(self, body: str, tools: Tools, repair: bool) -> Iterator[Call | Malformed]:
-        return super().calls(body, tools, repair) if body.strip() else iter(())
+    def calls(self, body: str, tools: Tools) -> Iterator[ParsedCall | Malformed]:
+        return super().calls(body, tools) if body.strip() else iter(())
 
 
 class Plain(BlockParser):
@@ -208,7 +205,7 @@ class Plain(BlockParser):
     name = "plain"
     blocks = ()
 
-    def calls(self, body: str, tools: Tools, repair: bool) -> Iterator[Call | Malformed]:
+    def calls(self, body: str, tools: Tools) -> Iterator[ParsedCall | Malformed]:
         return iter(())
 
 

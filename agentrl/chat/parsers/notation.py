@@ -26,7 +26,7 @@ class Wrong(Exception):
         self.at = at
 
 
-class Reader:
+class NotationReader:
     """A position in a text, and what may stand there."""
 
     def __init__(self, text: str, at: int = 0) -> None:
@@ -67,7 +67,7 @@ class Reader:
                 return
 
 
-def python_value(reader: Reader, depth: int) -> Any:
+def python_value(reader: NotationReader, depth: int) -> Any:
     if depth > MAX_DEPTH:
         raise reader.wrong(f"nested more than {MAX_DEPTH} deep")
     if (listed := reader.match(_LIST)) is not None:
@@ -111,7 +111,7 @@ def _unescape(match: re.Match[str]) -> str:
     return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
 
 
-def _number(text: str, reader: Reader) -> int | float:
+def _number(text: str, reader: NotationReader) -> int | float:
     try:
         return int(text) if text.lstrip("+-").isdecimal() else float(text)
     except ValueError:
@@ -124,7 +124,7 @@ def read_literal(text: str) -> Any:
     Raises:
         Wrong: `text` is not one.
     """
-    reader = Reader(text)
+    reader = NotationReader(text)
     value = python_value(reader, 1)
     reader.skip()
     if reader.at < len(text):

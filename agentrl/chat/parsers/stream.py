@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import ClassVar
 
-from agentrl.chat.parsers.base import Call, Event, Malformed, Parser, Reasoning, Stream, Text, Tools
+from agentrl.chat.parsers.base import Event, Malformed, ParsedCall, Parser, ParserStream, Reasoning, Text, Tools
 from agentrl.chat.parsers.partial import PartialCalls
 
 _WINDOW = 4096  # white space looked through before a completion counts as beginning with text
@@ -32,22 +32,18 @@ class BlockParser(Parser):
     unseen: ClassVar[tuple[str, ...]] = ()
 
     @abstractmethod
-    def calls(self, body: str, tools: Tools, repair: bool) -> Iterator[Call | Malformed]:
+    def calls(self, body: str, tools: Tools) -> Iterator[ParsedCall | Malformed]:
         """Read the inside of one block; spans are relative to it."""
 
-    def stream(
-        self, *, tools: Tools = (), thinking: bool = False, repair: bool = False, partial: bool = False
-    ) -> Stream:
-        return BlockStream(self, tools=tools, thinking=thinking, repair=repair, partial=partial)
+    def stream(self, *, tools: Tools = (), thinking: bool = False, partial: bool = False) -> ParserStream:
+        return BlockStream(self, tools=tools, thinking=thinking, partial=partial)
 
 
-class BlockStream(Stream):
+class BlockStream(ParserStream):
     """Splits a completion at the markers of `parser`; every character is looked at a bounded number of times."""
 
-    def __init__(
-        self, parser: BlockParser, *, tools: Tools, thinking: bool, repair: bool, partial: bool = False
-    ) -> None:
-        self._parser, self._tools, self._repair = parser, tools, repair
+    def __init__(self, parser: BlockParser, *, tools: Tools, thinking: bool, partial: bool = False) -> None:
+        self._parser, self._tools = parser, tools
         self._close_of = dict(parser.blocks)
         self._openers = [opener for opener in (parser.think[0], *self._close_of, *parser.unseen) if opener]
         self._opener = re.compile("|".join(map(re.escape, sorted(self._openers, key=len, reverse=True))) or "(?!)")
@@ -165,9 +161,9 @@ class BlockStream(Stream):
         whole = (at - len(self._opening), at + len(body) + len(closing))
         if self._partial is not None:
             self._events += self._partial.read(body)
-        found: list[Call | Malformed]
+        found: list[ParsedCall | Malformed]
         if closed:
-            found = list(self._parser.calls(body, self._tools, self._repair))
+            found = list(self._parser.calls(body, self._tools))
         else:
             marker = self._close_of.get(self._opening, "")
             found = [Malformed(f"{marker} is missing: the call was cut off", (0, len(body)))]

@@ -9,7 +9,7 @@ import re
 from collections.abc import Iterator
 from typing import Any, ClassVar
 
-from agentrl.chat.parsers.base import Call, Malformed, Span, Tools
+from agentrl.chat.parsers.base import Malformed, ParsedCall, Span, Tools
 from agentrl.chat.parsers.stream import BlockParser
 from agentrl.chat.parsers.typed import from_json, schema_of, typed
 
@@ -26,7 +26,7 @@ class Qwen3Coder(BlockParser):
     _parameter = re.compile(r"\s*+<parameter=([^<>\n]+)>\n?")
     _end = re.compile(r"\s*+</function>\s*\Z")
 
-    def calls(self, body: str, tools: Tools, repair: bool) -> Iterator[Call | Malformed]:
+    def calls(self, body: str, tools: Tools) -> Iterator[ParsedCall | Malformed]:
         span = (0, len(body))
         head = self._function.match(body)
         if head is None:
@@ -59,7 +59,7 @@ class MiniMaxM2(BlockParser):
     _parameter = re.compile(r"\s*+<parameter name=\"([^\"<>]+)\">")
     _end = re.compile(r"\s*+\Z")
 
-    def calls(self, body: str, tools: Tools, repair: bool) -> Iterator[Call | Malformed]:
+    def calls(self, body: str, tools: Tools) -> Iterator[ParsedCall | Malformed]:
         at = 0
         while at == 0 or _MORE.search(body, at):
             head = self._invoke.match(body, at)
@@ -105,7 +105,7 @@ class Glm(BlockParser):
     _key = re.compile(r"\s*+<arg_key>([^<>]*)</arg_key>\s*<arg_value>")
     _end = re.compile(r"\s*+\Z")
 
-    def calls(self, body: str, tools: Tools, repair: bool) -> Iterator[Call | Malformed]:
+    def calls(self, body: str, tools: Tools) -> Iterator[ParsedCall | Malformed]:
         span = (0, len(body))
         at = body.find("<")
         at = len(body) if at < 0 else at
@@ -125,7 +125,7 @@ def _tagged(
     closing: str,
     end: re.Pattern[str],
     tools: Tools,
-) -> Call | Malformed:
+) -> ParsedCall | Malformed:
     """Read arguments: `opening` matches the tag with the key, `closing` ends the value, `end` ends the call."""
     arguments: dict[str, Any] = {}
     properties = schema_of(tools, name)
@@ -150,4 +150,4 @@ def _tagged(
             arguments[key] = value if said == "true" else from_json(value)
     if end.match(body, at) is None:
         return Malformed(f"call of {name[:80]!r}: unexpected {body[at : at + 40].strip()!r}", span)
-    return Call(name, arguments, span)
+    return ParsedCall(name, arguments, span)

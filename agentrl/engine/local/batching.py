@@ -16,10 +16,10 @@ import torch
 from torch import Tensor
 
 from agentrl.engine.base import GenerateOptions
-from agentrl.engine.local.cache import CachedAttention, CacheShape, KVCache, Span
+from agentrl.engine.local.cache import CachedAttention, CacheShape, CacheSpan, KVCache
 from agentrl.engine.local.constrained import sample_constrained, tell
 from agentrl.engine.local.decode import Capture, Forward, ReplayedDecode
-from agentrl.engine.local.slots import IntArray, Request, SlotTable
+from agentrl.engine.local.slots import BatchRequest, IntArray, SlotTable
 from agentrl.errors import EngineError
 from agentrl.types import Completion
 
@@ -33,7 +33,7 @@ CAPACITY_STEP = 128
 
 
 @dataclass(frozen=True, slots=True)
-class Limits:
+class BatchLimits:
     """Bounds of the scheduler.
 
     `budget_tokens` is what the cache may hold over all slots. Idle slots between those that decode are read over:
@@ -49,18 +49,18 @@ class Limits:
 
 
 @dataclass(frozen=True, slots=True)
-class Recording:
+class DecodeRecording:
     """Decode in steps that can be recorded, and record them with `capture` (None: only compute them so)."""
 
     vocabulary: int
     capture: Capture | None
 
 
-class Scheduler:
+class Batcher:
     """Requests in, completions out, one step at a time."""
 
     def __init__(
-        self, forward: Forward, shape: CacheShape, limits: Limits, recording: Recording | None = None
+        self, forward: Forward, shape: CacheShape, limits: BatchLimits, recording: DecodeRecording | None = None
     ) -> None:
         self.forward = forward
         self.limits = limits
@@ -76,7 +76,7 @@ class Scheduler:
             else ReplayedDecode(forward, self.cache, recording.vocabulary, recording.capture)
         )
         self.table = SlotTable(slots, capacity)
-        self.waiting: OrderedDict[Request, None] = OrderedDict()
+        self.waiting: OrderedDict[BatchRequest, None] = OrderedDict()
         self.sessions: dict[str, int] = {}
         self._stamps = itertools.count(1)
 
@@ -87,11 +87,11 @@ class Scheduler:
         """Whether `step` has anything to do."""
         return bool(self.waiting) or bool(self.table.active.any())
 
-    def submit(self, request: Request) -> None:
+    def submit(self, request: BatchRequest) -> None:
         """Queue a request; it is answered by a later `step`."""
         self.waiting[request] = None
 
-    def cancel(self, request: Request) -> None:
+    def cancel(self, request: BatchRequest) -> None:
         """Drop a request, wherever it is; its slot is free at once. No answer is delivered."""
         self.waiting.pop(request, None)
         if request.slot is not None:
@@ -137,13 +137,13 @@ class Scheduler:
 
     # -- one forward pass --------------------------------------------------------------------------------------
 
-    def _spans(self, slots: IntArray, offset: int) -> tuple[list[Span], list[Span]]:
+    def _spans(self, slots: IntArray, offset: int) -> tuple[list[CacheSpan], list[CacheSpan]]:
         """Chunks of the slots that have several tokens to compute, first come first served, and those that end."""
         spans, ready, room = [], [], self.limits.prefill_chunk
         for slot in slots[np.argsort(self.table.stamp[slots])].tolist():
             start = int(self.table.computed[slot])
             pending = int(self.table.known[slot]) - start
-            span = Span(slot, start, min(pending, room), offset)
+            span = CacheSpan(slot, start, min(pending, room), offset)
             spans.append(span)
             if span.count == pending:
                 ready.append(span)
@@ -152,7 +152,7 @@ class Scheduler:
                 break
         return spans, ready
 
-    def _run(self, decode: IntArray, spans: Sequence[Span], ready: Sequence[Span]) -> Tensor:
+    def _run(self, decode: IntArray, spans: Sequence[CacheSpan], ready: Sequence[CacheSpan]) -> Tensor:
         table, device = self.table, self.cache.shape.device
         if self.replayed is not None and not spans:
             positions = table.computed[decode]
@@ -206,7 +206,7 @@ class Scheduler:
         self.drop_states(self.version)
 
     @staticmethod
-    def _completion(request: Request, finish: Literal["stop", "length", "abort"]) -> Completion:
+    def _completion(request: BatchRequest, finish: Literal["stop", "length", "abort"]) -> Completion:
         return Completion(
             ids=tuple(request.ids[request.prompt :].tolist()),
             logprobs=tuple(request.logprobs.tolist()),
@@ -231,7 +231,7 @@ class Scheduler:
             if not self._place(request) and request.leader is None:
                 return
 
-    def _place(self, request: Request) -> bool:
+    def _place(self, request: BatchRequest) -> bool:
         """Give the request a slot with as much of its prompt as is there already; False if it has to wait.
 
         Waiting is for a free slot, or (then `request.leader` is set) for a prefix that is being computed.
@@ -267,7 +267,7 @@ class Scheduler:
         del self.waiting[request]
         return True
 
-    def _own_slot(self, request: Request) -> int | None:
+    def _own_slot(self, request: BatchRequest) -> int | None:
         """The idle slot that is kept for the request's session."""
         slot = None if request.session is None else self.sessions.get(request.session)
         return None if slot is None or self.table.active[slot] else slot
@@ -295,7 +295,7 @@ class Scheduler:
             return int(idle[table.stamp[idle].argmin()])
         return None
 
-    def _leave(self, slot: int) -> Request:
+    def _leave(self, slot: int) -> BatchRequest:
         self.table.stamp[slot] = next(self._stamps)
         return self.table.vacate(slot)
 

@@ -94,7 +94,7 @@ class KVCache:
 
 
 @dataclass(frozen=True, slots=True)
-class Span:
+class CacheSpan:
     """A run of new tokens of one slot: positions `start` to `start + count`, at `offset` of the flat batch."""
 
     slot: int
@@ -111,7 +111,7 @@ class CachedAttention:
     """
 
     def __init__(
-        self, cache: KVCache, slots_N: Tensor, positions_N: Tensor, decoding: int, spans: Sequence[Span]
+        self, cache: KVCache, slots_N: Tensor, positions_N: Tensor, decoding: int, spans: Sequence[CacheSpan]
     ) -> None:
         """Slot and position of each token; the first `decoding` tokens are those that decode, slots ascending."""
         self.cache = cache
@@ -167,7 +167,7 @@ class CachedAttention:
 
     def _prefill(
         self,
-        span: Span,
+        span: CacheSpan,
         query_LHD: Tensor,
         keys_KDC: Tensor,
         values_KCD: Tensor,
@@ -191,11 +191,11 @@ class CachedAttention:
         return out.view(kv_heads, count, group, -1).transpose(0, 1).reshape(count, heads, -1)
 
 
-def _pieces(span: Span, heads: int) -> list[Span]:
+def _pieces(span: CacheSpan, heads: int) -> list[CacheSpan]:
     """The span cut so that the scores of one piece stay within `SCORES` numbers."""
     size = max(1, SCORES // (heads * (span.start + span.count)))
     return [
-        Span(span.slot, span.start + at, min(size, span.count - at), span.offset + at)
+        CacheSpan(span.slot, span.start + at, min(size, span.count - at), span.offset + at)
         for at in range(0, span.count, size)
     ]
 

@@ -26,11 +26,11 @@ from transformers import PreTrainedModel
 
 from agentrl.engine.base import Capabilities, Engine, GenerateOptions, TokenLogprob
 from agentrl.engine.checks import check_ids, check_prompt, check_sampling
-from agentrl.engine.local.batching import Limits, Recording, Scheduler
+from agentrl.engine.local.batching import Batcher, BatchLimits, DecodeRecording
 from agentrl.engine.local.constrained import scored
 from agentrl.engine.local.decode import cuda_capture
 from agentrl.engine.local.model import FlatModel, load_model
-from agentrl.engine.local.slots import Request
+from agentrl.engine.local.slots import BatchRequest
 from agentrl.errors import ConfigError, EngineError
 from agentrl.types import Completion, Sampling
 
@@ -69,7 +69,7 @@ class EngineCore:
     def __init__(self, model: PreTrainedModel, *, cuda_graphs: bool = True, **bounds: Unpack[Bounds]) -> None:
         """See `LocalEngine`."""
         self.model = FlatModel(model)
-        self.scheduler = Scheduler(
+        self.scheduler = Batcher(
             self.model, self.model.shape, _limits(self.model, bounds), _recording(self.model, cuda_graphs)
         )
         self.max_context = self.scheduler.limits.max_context
@@ -184,7 +184,7 @@ class LocalEngine(Engine):
         loop = asyncio.get_running_loop()
         future: asyncio.Future[Completion] = loop.create_future()
         seed = secrets.randbits(64) if sampling.seed is None else sampling.seed % 2**64
-        request = Request(prompt, sampling, seed, session, partial(self._answer, loop, future), options)
+        request = BatchRequest(prompt, sampling, seed, session, partial(self._answer, loop, future), options)
         self._post(partial(self._scheduler.submit, request), request.deliver)
         try:
             return await future
@@ -352,7 +352,7 @@ def run_all(functions: Sequence[Callable[[], None]]) -> None:
         function()
 
 
-def _limits(model: FlatModel, bounds: Bounds) -> Limits:
+def _limits(model: FlatModel, bounds: Bounds) -> BatchLimits:
     for name, value in bounds.items():
         if isinstance(value, int) and value < 1:
             raise ConfigError(f"{name} must be at least 1, got {value}")
@@ -376,7 +376,7 @@ def _limits(model: FlatModel, bounds: Bounds) -> Limits:
             f"({model.shape.bytes_per_token} bytes each), fewer than one sequence of "
             f"{min(wanted, max_context or SMALLEST_CONTEXT)} tokens; raise cache_mb or lower max_context"
         )
-    return Limits(
+    return BatchLimits(
         max_slots=bounds.get("max_slots") or 256,
         max_context=min(wanted, budget),
         budget_tokens=budget,
@@ -386,7 +386,7 @@ def _limits(model: FlatModel, bounds: Bounds) -> Limits:
     )
 
 
-def _recording(model: FlatModel, cuda_graphs: bool) -> Recording | None:
+def _recording(model: FlatModel, cuda_graphs: bool) -> DecodeRecording | None:
     if model.device.type != "cuda":
         return None
-    return Recording(model.vocabulary, cuda_capture(model.device)) if cuda_graphs else None
+    return DecodeRecording(model.vocabulary, cuda_capture(model.device)) if cuda_graphs else None

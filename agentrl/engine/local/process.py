@@ -31,7 +31,7 @@ from torch import Tensor
 from agentrl.engine.base import Engine
 from agentrl.engine.checks import check_prompt, check_sampling
 from agentrl.engine.local.engine import Bounds, EngineCore, run_all
-from agentrl.engine.local.slots import IntArray, Request
+from agentrl.engine.local.slots import BatchRequest, IntArray
 from agentrl.errors import AgentRLError, EngineError
 from agentrl.types import Completion, Sampling
 
@@ -65,7 +65,7 @@ class Release:
 
 
 @dataclass(frozen=True, slots=True)
-class Update:
+class UpdateWeights:
     """Order: new weights, as bytes of each tensor in the order of the state dict that the engine told."""
 
     number: int
@@ -81,7 +81,7 @@ class Ready:
     vocabulary: int
 
 
-Order = Generate | Cancel | Release | Update | None
+Order = Generate | Cancel | Release | UpdateWeights | None
 """None ends the engine."""
 Answer = tuple[int, Completion | Exception | None]
 
@@ -146,7 +146,7 @@ class ProcessEngine(Engine):
         """Replace the weights between two steps; see `LocalEngine.update_weights`."""
         sent = {name: (tensor.dtype, tuple(tensor.shape), _bytes(tensor)) for name, tensor in weights.items()}
         number, future = self._expect()
-        self._orders.put(Update(number, sent, version))
+        self._orders.put(UpdateWeights(number, sent, version))
         await future
         self._version = version
 
@@ -311,7 +311,7 @@ class _Desk:
 
     def __init__(self, core: EngineCore) -> None:
         self._core = core
-        self._requests: dict[int, Request] = {}
+        self._requests: dict[int, BatchRequest] = {}
         self._answers: list[Answer] = []
 
     def take(self, orders: Sequence[Order]) -> bool:
@@ -320,7 +320,7 @@ class _Desk:
         for order in orders:
             match order:
                 case Generate(number, ids, sampling, seed, session):
-                    request = Request(ids, sampling, seed, session, partial(self._answer, number))
+                    request = BatchRequest(ids, sampling, seed, session, partial(self._answer, number))
                     self._requests[number] = request
                     scheduler.submit(request)
                 case Cancel(number):
@@ -328,7 +328,7 @@ class _Desk:
                         scheduler.cancel(wanted)
                 case Release(session):
                     scheduler.release(session)
-                case Update(number, weights, version):
+                case UpdateWeights(number, weights, version):
                     self._answer(number, self._update(weights, version))
                 case None:
                     return False

@@ -17,7 +17,7 @@ IntArray = NDArray[np.int64]
 
 
 @dataclass(eq=False, slots=True)
-class Request:
+class BatchRequest:
     """One call of `generate` on its way: `ids` grows by what was sampled when the request is pre-empted."""
 
     ids: IntArray
@@ -35,7 +35,7 @@ class Request:
     slot: int | None = None
     cached_tokens: int | None = None
     """How many prompt tokens were not computed for this request; None before it got a slot."""
-    leader: Request | None = None
+    leader: BatchRequest | None = None
     """Another request that is computing `shared` tokens of this prompt just now: waiting for it is cheaper."""
     shared: int = 0
 
@@ -71,7 +71,7 @@ class SlotTable:
         self.min_p = np.zeros(slots, dtype=np.float64)
         self.seed = np.zeros(slots, dtype=np.uint64)
         self.stops = np.full((slots, 1), -1, dtype=np.int64)
-        self.request: list[Request | None] = [None] * slots
+        self.request: list[BatchRequest | None] = [None] * slots
         self.session: list[str | None] = [None] * slots
 
     _COLUMNS = (
@@ -88,7 +88,7 @@ class SlotTable:
     )
     _SAMPLING = ("temperature", "top_p", "top_k", "min_p", "seed", "stops")
 
-    def occupy(self, slot: int, request: Request, *, computed: int, limit: int, stamp: int) -> None:
+    def occupy(self, slot: int, request: BatchRequest, *, computed: int, limit: int, stamp: int) -> None:
         """Give the slot, whose first `computed` tokens are already right, to a request."""
         known, prompt = len(request.ids), request.prompt
         self.tokens[slot, :known] = request.ids
@@ -112,7 +112,7 @@ class SlotTable:
         self.request[slot], self.session[slot] = request, request.session
         request.slot = slot
 
-    def vacate(self, slot: int) -> Request:
+    def vacate(self, slot: int) -> BatchRequest:
         """Take the request out of its slot, with what it has sampled so far; the slot keeps its tokens."""
         request = self.request[slot]
         assert request is not None

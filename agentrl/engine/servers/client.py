@@ -35,7 +35,7 @@ class Description:
 
 
 @dataclass(frozen=True, slots=True)
-class Answer:
+class ServerAnswer:
     """What came of one request: sampled ids, their log-probabilities, and the version that drew each of them.
 
     `retractions` counts how often the server took the sequence out of its cache for lack of memory.
@@ -53,7 +53,7 @@ class Answer:
 class Listener:
     """Who wants to hear of tokens while they are drawn: `tell` gets each once, with `top` alternatives.
 
-    The versions told are those known when a token arrives; the ones of the `Answer` count.
+    The versions told are those known when a token arrives; the ones of the `ServerAnswer` count.
     """
 
     tell: Callable[[Sequence[TokenLogprob]], None]
@@ -98,7 +98,7 @@ class InferenceServer(Protocol):
 
     async def generate(
         self, ids: Sequence[int], sampling: Sampling, *, request: str, listener: Listener | None = None
-    ) -> Answer:
+    ) -> ServerAnswer:
         """Continue `ids`; `request` names the request for `abort`."""
         ...
 

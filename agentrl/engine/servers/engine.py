@@ -16,7 +16,7 @@ from torch import Tensor
 
 from agentrl.engine.base import Capabilities, Engine, GenerateOptions, TokenLogprob
 from agentrl.engine.checks import check_prompt, check_sampling
-from agentrl.engine.servers.client import Answer, InferenceServer, Listener
+from agentrl.engine.servers.client import InferenceServer, Listener, ServerAnswer
 from agentrl.engine.servers.http import ServerRefused
 from agentrl.engine.servers.pool import LOST, Host, Replica, ReplicaPool
 from agentrl.engine.servers.weight_sync import WeightSync, distinct, vocabulary_of
@@ -139,7 +139,7 @@ class ServedEngine(Engine):
         check_sampling(sampling)
         prompt = check_prompt(ids, self._vocabulary, self.max_context).tolist()
         room = min(sampling.max_tokens, self.max_context - len(prompt))
-        parts: list[Answer] = []
+        parts: list[ServerAnswer] = []
         while True:
             done = sum(len(part.ids) for part in parts)
             rest = [token for part in parts for token in part.ids]
@@ -229,7 +229,7 @@ class ServedEngine(Engine):
 
     async def _ask(
         self, ids: list[int], sampling: Sampling, session: str | None, options: GenerateOptions | None = None
-    ) -> Answer:
+    ) -> ServerAnswer:
         told: list[TokenLogprob] = []
 
         def tell(drawn: Sequence[TokenLogprob]) -> None:
@@ -240,7 +240,7 @@ class ServedEngine(Engine):
 
         listener = None if options is None else Listener(tell, options.top)
 
-        async def ask(server: InferenceServer) -> Answer:
+        async def ask(server: InferenceServer) -> ServerAnswer:
             if told:  # by a server that was lost since then: what is known stays
                 return _told(told)
             request = uuid.uuid4().hex
@@ -337,9 +337,9 @@ def _moved(seed: int | None, done: int) -> int | None:
     return seed if seed is None or not done else (seed + 0x9E3779B97F4A7C15 * done) % 2**63
 
 
-def _told(drawn: Sequence[TokenLogprob]) -> Answer:
+def _told(drawn: Sequence[TokenLogprob]) -> ServerAnswer:
     """What came of a request before its server was lost, as if that had given it up there."""
-    return Answer(
+    return ServerAnswer(
         tuple(one.id for one in drawn),
         tuple(one.logprob for one in drawn),
         tuple(one.version for one in drawn),
@@ -347,7 +347,7 @@ def _told(drawn: Sequence[TokenLogprob]) -> Answer:
     )
 
 
-def _completion(parts: Sequence[Answer], finish: str) -> Completion:
+def _completion(parts: Sequence[ServerAnswer], finish: str) -> Completion:
     return Completion(
         ids=tuple(token for part in parts for token in part.ids),
         logprobs=tuple(value for part in parts for value in part.logprobs),

@@ -10,7 +10,7 @@ from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeVar
 
-from agentrl.engine.servers.client import Answer, InferenceServer
+from agentrl.engine.servers.client import InferenceServer, ServerAnswer
 from agentrl.engine.servers.http import ServerLost
 from agentrl.errors import EngineError, first_error
 
@@ -82,7 +82,7 @@ class Replica:
         """Learn from an answer: is there memory for as many sequences?"""
         self.answered, self.left = time.monotonic(), self.restarts
         self.pardoned = max(0, self.pardoned - 1)
-        retractions = answer.retractions if isinstance(answer, Answer) else 0
+        retractions = answer.retractions if isinstance(answer, ServerAnswer) else 0
         if retractions and updates_before == self.updates:  # new weights retract everything
             if not self.pardoned:
                 self.limit = max(1.0, min(self.limit, float(self.running)) * SHRINK)

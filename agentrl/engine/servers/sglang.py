@@ -21,12 +21,12 @@ from agentrl.config.engine import EngineConfig
 from agentrl.config.run import LoRAConfig
 from agentrl.engine.servers.adapters import Adapter, AdapterStand
 from agentrl.engine.servers.client import (
-    Answer,
     CommandLine,
     Description,
     GroupPlace,
     Listener,
     Scored,
+    ServerAnswer,
     ServerKind,
 )
 from agentrl.engine.servers.http import HttpServer, ServerRefused
@@ -96,7 +96,7 @@ class SGLangServer:
 
     async def generate(
         self, ids: Sequence[int], sampling: Sampling, *, request: str, listener: Listener | None = None
-    ) -> Answer:
+    ) -> ServerAnswer:
         """One completion with the log-probability and the weights' version of each token."""
         body = {
             "input_ids": list(ids),
@@ -287,7 +287,7 @@ def _sampling_params(sampling: Sampling) -> dict[str, Any]:
     return params
 
 
-def _read_answer(answer: Any, url: str, version: int | None = None) -> Answer:
+def _read_answer(answer: Any, url: str, version: int | None = None) -> ServerAnswer:
     """Check everything that training relies on; what is wrong must not become a gradient.
 
     Args:
@@ -315,7 +315,7 @@ def _read_answer(answer: Any, url: str, version: int | None = None) -> Answer:
         )
     if not all(map(math.isfinite, logprobs)):
         raise EngineError(f"{where}: a log-probability is not finite: the weights or the cache are damaged")
-    return Answer(ids, logprobs, _versions(spans, len(ids), where), kind, cached, retractions)
+    return ServerAnswer(ids, logprobs, _versions(spans, len(ids), where), kind, cached, retractions)
 
 
 def _versions(spans: Any, count: int, where: str) -> tuple[int, ...]:

@@ -22,12 +22,12 @@ from agentrl.config.engine import EngineConfig
 from agentrl.config.run import LoRAConfig
 from agentrl.engine.servers.adapters import Adapter, AdapterStand
 from agentrl.engine.servers.client import (
-    Answer,
     CommandLine,
     Description,
     GroupPlace,
     Listener,
     Scored,
+    ServerAnswer,
     ServerKind,
 )
 from agentrl.engine.servers.http import HttpServer, ServerRefused
@@ -83,7 +83,7 @@ class VLLMServer:
 
     async def generate(
         self, ids: Sequence[int], sampling: Sampling, *, request: str, listener: Listener | None = None
-    ) -> Answer:
+    ) -> ServerAnswer:
         """One completion; all its tokens are drawn with the same weights."""
         await self._go.wait()
         body = {
@@ -116,7 +116,7 @@ class VLLMServer:
             raise EngineError(f"{self.url}: {len(tokens)} tokens and {len(logprobs)} log-probabilities")
         if not all(map(math.isfinite, logprobs)):
             raise EngineError(f"{self.url}: a log-probability is not finite: weights or cache are damaged")
-        return Answer(tokens, logprobs, (version,) * len(tokens), kind, cached)
+        return ServerAnswer(tokens, logprobs, (version,) * len(tokens), kind, cached)
 
     async def abort(self, request: str) -> None:
         """Nothing to do: vLLM ends a request whose connection is closed."""

@@ -17,7 +17,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from agentrl.chat.check import Mode, Report, Watch
+from agentrl.chat.check import Mode, TokenCheckBudget, TokenReport
 from agentrl.config.run import RunConfig
 from agentrl.engine.base import Capabilities, Engine
 from agentrl.env.load import load_env
@@ -140,12 +140,12 @@ class RemoteEngine(Engine):
         self._some.set()
 
 
-class _Reports(Watch):
+class _Reports(TokenCheckBudget):
     """Keeps the report of an episode for the driver, which counts and decides."""
 
-    last: Report | None = None
+    last: TokenReport | None = None
 
-    def add(self, report: Report, name: str) -> bool:
+    def add(self, report: TokenReport, name: str) -> bool:
         self.last = report
         return not report.failed
 
@@ -186,7 +186,7 @@ class EnvWorker:
             raise ConfigError(f"rollout.workers: on {platform.node()}: {self._error}") from self._error
         self._proxy()
 
-    async def play(self, order: EpisodeRequest) -> tuple[Episode, Report | None]:
+    async def play(self, order: EpisodeRequest) -> tuple[Episode, TokenReport | None]:
         """One episode, and what its token check found."""
         reports = _Reports()
         player = Player(

@@ -1,4 +1,4 @@
-"""POST /v1/chat/completions: the request as an `Ask`, the answer as JSON or as chunks.
+"""POST /v1/chat/completions: the request as an `GenerationRequest`, the answer as JSON or as chunks.
 
 Source: the OpenAI API reference. Extensions: `reasoning_content` (as vLLM, SGLang and DeepSeek name it), and with
 `return_token_ids` the ids of prompt and choices (vLLM).
@@ -16,10 +16,10 @@ from agentrl.serve.dialects.wire import ChatRequest, ResponseFormat
 from agentrl.serve.errors import invalid, unsupported
 from agentrl.serve.grammar import AnswerFormat
 from agentrl.serve.reader import ArgumentsDelta, CallBegun, ContentDelta, Delta, ReasoningDelta
-from agentrl.serve.talk import Ask, Job, Spoken, fresh_id, now
+from agentrl.serve.talk import Choice, GenerationRequest, Job, fresh_id, now
 
 
-def ask_of(request: ChatRequest) -> Ask:
+def request_of(request: ChatRequest) -> GenerationRequest:
     """What the request asks for.
 
     Raises:
@@ -30,7 +30,7 @@ def ask_of(request: ChatRequest) -> Ask:
     choice, named = _choice(request.tool_choice)
     if choice in ("required", "named") and request.response_format and request.response_format.type != "text":
         raise unsupported("response_format", "a forced call and a response format exclude one another")
-    return Ask(
+    return GenerationRequest(
         messages=incoming_of(request.messages),
         tools=tools,
         choice=choice,  # type: ignore[arg-type]
@@ -85,7 +85,7 @@ class ChatWriter:
             "system_fingerprint": fingerprint,
         }
 
-    def whole(self, spoken: Sequence[Spoken]) -> dict[str, Any]:
+    def whole(self, spoken: Sequence[Choice]) -> dict[str, Any]:
         """The answer as one object."""
         body = {
             **self._head,
@@ -97,7 +97,7 @@ class ChatWriter:
             body["prompt_token_ids"] = list(self._job.prompt.ids)
         return body
 
-    def _choice(self, index: int, one: Spoken) -> dict[str, Any]:
+    def _choice(self, index: int, one: Choice) -> dict[str, Any]:
         sent = one.sent.message
         calls = [
             {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": raw}}
@@ -123,7 +123,7 @@ class ChatWriter:
             choice["token_ids"] = list(one.turn.completion.ids)
         return choice
 
-    def _tokens(self, one: Spoken) -> Sequence[TokenLogprob]:
+    def _tokens(self, one: Choice) -> Sequence[TokenLogprob]:
         return [drawn for drawn in one.drawn if drawn.id not in self._renderer.stop_ids]
 
     # -- chunks ------------------------------------------------------------------------------------------------
@@ -151,7 +151,7 @@ class ChatWriter:
             chunks[0]["prompt_token_ids"] = list(self._job.prompt.ids)
         return chunks
 
-    def closing(self, spoken: Sequence[Spoken]) -> list[dict[str, Any]]:
+    def closing(self, spoken: Sequence[Choice]) -> list[dict[str, Any]]:
         """The chunks that say why each choice ended, and what it all cost where that was asked for."""
         chunks = [self._chunk(index, {}, one.finish) for index, one in enumerate(spoken)]
         if self._wants_usage:

@@ -14,7 +14,7 @@ from agentrl.chat.template import Renderer
 from agentrl.engine.base import Engine, TokenLogprob
 from agentrl.serve.dialects.wire import CompletionRequest
 from agentrl.serve.errors import context_exceeded, invalid, unsupported
-from agentrl.serve.generate import Order, Sampled, generate
+from agentrl.serve.generate import CompletionOptions, Sampled, generate
 from agentrl.serve.reader import ContentDelta, Delta, TextReader
 from agentrl.serve.talk import COLDEST, fresh_id, now
 from agentrl.types import Completion, Sampling
@@ -115,7 +115,7 @@ class TextJob:
             seed=None if request.seed is None else (request.seed + copy) % 2**63,
         )
         on_deltas = None if emit is None else lambda deltas, drawn: emit(index, deltas, drawn)
-        order = Order(sampling, top=request.logprobs or 0)
+        order = CompletionOptions(sampling, top=request.logprobs or 0)
         sampled = await generate(self._engine, prompt, order, reader, session=None, on_deltas=on_deltas)
         return Continued(prompt, tuple(scored), sampled, reader.text)
 

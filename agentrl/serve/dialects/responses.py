@@ -16,11 +16,11 @@ from agentrl.serve.dialects.wire_responses import Item, ResponsesRequest, TextOp
 from agentrl.serve.errors import ApiError, invalid, unsupported
 from agentrl.serve.grammar import AnswerFormat
 from agentrl.serve.reader import ArgumentsDelta, CallBegun, ContentDelta, Delta, ReasoningDelta
-from agentrl.serve.session import Incoming, Session
-from agentrl.serve.talk import Ask, Job, Spoken, fresh_id, now
+from agentrl.serve.session import Conversations, Incoming
+from agentrl.serve.talk import Choice, GenerationRequest, Job, fresh_id, now
 
 
-def ask_of(request: ResponsesRequest, earlier: Sequence[Incoming] = ()) -> Ask:
+def request_of(request: ResponsesRequest, earlier: Sequence[Incoming] = ()) -> GenerationRequest:
     """What the request asks for.
 
     Args:
@@ -35,7 +35,7 @@ def ask_of(request: ResponsesRequest, earlier: Sequence[Incoming] = ()) -> Ask:
     answer = _format(request.text)
     if choice in ("required", "named") and answer is not None:
         raise unsupported("text.format", "a forced call and a response format exclude one another")
-    return Ask(
+    return GenerationRequest(
         messages=_conversation(request, earlier),
         tools=tools,
         choice=choice,  # type: ignore[arg-type]
@@ -81,7 +81,7 @@ def _format(text: TextOptions | None) -> AnswerFormat | None:
     return AnswerFormat(format.schema_)
 
 
-def earlier_of(request: ResponsesRequest, session: Session) -> tuple[Incoming, ...]:
+def earlier_of(request: ResponsesRequest, session: Conversations) -> tuple[Incoming, ...]:
     """The conversation that the request goes on from; empty where it names none.
 
     Raises:
@@ -207,14 +207,14 @@ class ResponseWriter:
         self._items: list[_Open] = []
         self._number = 0
 
-    def whole(self, spoken: Sequence[Spoken]) -> dict[str, Any]:
+    def whole(self, spoken: Sequence[Choice]) -> dict[str, Any]:
         """The answer as one object."""
         (one,) = spoken
         self._absorb(one)
         self._keep(one)
         return self._response(self._status(one), one)
 
-    def _keep(self, one: Spoken) -> None:
+    def _keep(self, one: Choice) -> None:
         """Let the next request go on from here; before the client is told, who may ask at once."""
         if self._stored:
             before = self._job.ask.messages[bool(self._request.instructions) :]
@@ -224,7 +224,7 @@ class ResponseWriter:
     def _stored(self) -> bool:
         return self._request.store is not False
 
-    def _absorb(self, one: Spoken) -> None:
+    def _absorb(self, one: Choice) -> None:
         """The items of a turn that was not streamed."""
         sent = one.sent.message
         if sent.reasoning:
@@ -236,10 +236,10 @@ class ResponseWriter:
             self._items.append(_Open("function_call", fresh_id("fc_"), raw, call.id, call.name))
 
     @staticmethod
-    def _status(one: Spoken) -> str:
+    def _status(one: Choice) -> str:
         return "incomplete" if one.finish == "length" else "completed"
 
-    def _response(self, status: str, one: Spoken | None = None) -> dict[str, Any]:
+    def _response(self, status: str, one: Choice | None = None) -> dict[str, Any]:
         request, job = self._request, self._job
         format = request.text.format if request.text else None
         done = one is not None
@@ -325,7 +325,7 @@ class ResponseWriter:
             events.append(self._event("response.content_part.added", **where, part=item.part()))
         return events
 
-    def closing(self, spoken: Sequence[Spoken]) -> list[dict[str, Any]]:
+    def closing(self, spoken: Sequence[Choice]) -> list[dict[str, Any]]:
         """Every item is complete, and so is the response."""
         (one,) = spoken
         self._keep(one)

@@ -129,7 +129,7 @@ class StreamOptions(Wire):
     include_usage: bool | None = None
 
 
-class Request(Wire):
+class WireRequest(Wire):
     """What all requests have in common."""
 
     model_config = ConfigDict(extra="allow")
@@ -165,7 +165,7 @@ class Request(Wire):
                 raise unsupported(name, "is not supported here; leave it out")
 
 
-class ChatRequest(Request):
+class ChatRequest(WireRequest):
     """POST /v1/chat/completions."""
 
     messages: Annotated[list[WireMessage], Field(min_length=1)]
@@ -193,7 +193,7 @@ class ChatRequest(Request):
         return self
 
 
-class CompletionRequest(Request):
+class CompletionRequest(WireRequest):
     """POST /v1/completions."""
 
     prompt: str | list[str] | list[int] | list[list[int]]
