@@ -36,7 +36,7 @@ from agentrl.models.tiny import make_tokenizer
 from agentrl.serve.app import Settings, create_app
 from agentrl.serve.listen import running
 from agentrl.serve.metrics import Metrics
-from agentrl.serve.talk import Gate, ChatService
+from agentrl.serve.talk import ChatService, Gate
 from agentrl.types import Completion, Message, Sampling, ToolCall
 
 TOOL = {

@@ -15,6 +15,7 @@ import tempfile
 from collections import Counter
 from pathlib import Path
 
+from agentrl.chat.check import check_tokens
 from agentrl.chat.demonstrate import imitate
 from agentrl.chat.roundtrip import TOOL, calls_of
 from agentrl.chat.template import Renderer
@@ -103,7 +104,7 @@ def _trouble(renderer: Renderer, transcript: Transcript) -> str:
                 return f"a call is read as {read}"
             if segment.ids[-1] not in renderer.stop_ids or any(id in renderer.stop_ids for id in segment.ids[:-1]):
                 return f"no policy samples {renderer.decode(segment.ids)!r}"
-    report = transcript.check("ignore_strippable")
+    report = check_tokens(transcript, "ignore_strippable")
     return "; ".join(map(str, report.differences)) if report.failed else ""
 
 

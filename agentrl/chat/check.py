@@ -14,12 +14,12 @@ from enum import StrEnum
 from typing import TYPE_CHECKING, Literal
 
 from agentrl.chat.template import same_meaning
+from agentrl.chat.transcript import Transcript
 from agentrl.errors import TemplateError
 from agentrl.types import Completion, Message
 
 if TYPE_CHECKING:
     from agentrl.chat.template import Renderer
-    from agentrl.chat.transcript import Transcript
 
 Mode = Literal["strict", "ignore_strippable", "disable"]
 MODES: tuple[Mode, ...] = ("strict", "ignore_strippable", "disable")
@@ -135,7 +135,7 @@ class TokenCheckBudget:
         return {"failed": self.failed / total} | {str(d): self.counts[d] / total for d in TokenDrift}
 
 
-def check(transcript: Transcript, mode: Mode) -> TokenReport:
+def check_tokens(transcript: Transcript, mode: Mode = "strict") -> TokenReport:
     """Compare the branch with a fresh rendering of its messages.
 
     Messages that the template refuses to render are a difference of class content.
@@ -331,8 +331,6 @@ def agrees(transcript: Transcript) -> bool:
     Completions must read as their messages, and the messages, appended again turn by turn, must give the same ids.
     A branch that goes on in a context that was rendered whole (`resume`, `history: fork`) is only read.
     """
-    from agentrl.chat.transcript import Transcript
-
     branch, place = transcript.branch, transcript.places
     completions = {place[s.message]: s for s in branch if s.origin == "sampled" and s.message is not None}
     begun = [n for n, segment in enumerate(branch) if segment.origin == "sampled"]

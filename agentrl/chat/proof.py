@@ -13,14 +13,17 @@ from dataclasses import dataclass, field, replace
 from itertools import accumulate
 from typing import TYPE_CHECKING, Any, Literal
 
+from agentrl.chat.check import TokenDrift, check_tokens
+from agentrl.chat.demonstrate import completion_of, with_ids
 from agentrl.chat.parsers import parser_names
 from agentrl.chat.roundtrip import RoundTrip
+from agentrl.chat.template import Renderer, same_meaning
+from agentrl.chat.transcript import Transcript
 from agentrl.errors import TemplateError
 from agentrl.types import Completion, Message, ToolCall
 
 if TYPE_CHECKING:
     from agentrl.chat.template import Renderer
-    from agentrl.chat.transcript import Transcript
 
 Kind = Literal["rewrite", "append", "refused"]
 
@@ -200,9 +203,10 @@ class Proof:
 
 
 def prove(renderer: Renderer, conversations: Iterable[ProbeConversation] | None = None) -> Proof:
-    """Compare ledger and template over `conversations` (by default one of every shape, with two seeds)."""
-    from agentrl.chat.demonstrate import with_ids
+    """Compare ledger and template over `conversations` (by default one of every shape, with two seeds).
 
+    By default it also settles `renderer.appends_only`.
+    """
     given = list(conversations) if conversations is not None else [*shapes(0), *shapes(1)]
     findings = []
     turns = called = 0
@@ -216,13 +220,14 @@ def prove(renderer: Renderer, conversations: Iterable[ProbeConversation] | None 
     asked = [Message("user", "u")]
     shows_tools = renderer.habits.needs_tools or renderer.render(asked, TOOLS) != renderer.render(asked)
     by = f"the parser {renderer.parser.name}" + (" (model.parser)" if renderer.chosen else " (model.parser: auto)")
-    return Proof(len(given), turns, tuple(findings), shows_tools, called, renderer.round_trip, by)
+    proof = Proof(len(given), turns, tuple(findings), shows_tools, called, renderer.round_trip, by)
+    if conversations is None:
+        renderer.appends_only = not proof.rewrites
+    return proof
 
 
 def _prove_one(renderer: Renderer, conversation: ProbeConversation) -> tuple[int, TemplateFinding | None]:
     """Turns that agreed, and the first finding."""
-    from agentrl.chat.demonstrate import completion_of
-    from agentrl.chat.transcript import Transcript
 
     messages, tools = conversation.messages, conversation.tools
     transcript = Transcript(renderer, tools, history="keep")
@@ -252,8 +257,6 @@ def _prove_one(renderer: Renderer, conversation: ProbeConversation) -> tuple[int
 
 def _as_read(transcript: Transcript, completion: Completion, message: Message) -> Message:
     """What an episode would keep of the completion: a template may have left out some of `message`."""
-    from agentrl.chat.template import same_meaning
-
     read = transcript.renderer.parse(completion.ids, tools=transcript.tools, thinking=transcript.thinking)
     if same_meaning(read, message):
         return message
@@ -265,17 +268,13 @@ def _as_read(transcript: Transcript, completion: Completion, message: Message) -
 
 def _only_rewritten(transcript: Transcript) -> bool:
     """Whether all that differs from a fresh rendering is what the template writes otherwise than before."""
-    from agentrl.chat.check import TokenDrift
-
     grave = {TokenDrift.CONTENT, TokenDrift.BOUNDARY}
-    return all(difference.drift not in grave for difference in transcript.check("strict").differences)
+    return all(difference.drift not in grave for difference in check_tokens(transcript).differences)
 
 
 def _at_end(transcript: Transcript, conversation: ProbeConversation) -> TemplateFinding | None:
     """What the check of a finished episode would say, where it is more than other words for the same."""
-    from agentrl.chat.check import TokenDrift
-
-    for difference in transcript.check("strict").differences:
+    for difference in check_tokens(transcript).differences:
         if difference.drift in (TokenDrift.HISTORY_REWRITE, TokenDrift.CONTENT):
             kind: Kind = "rewrite" if difference.drift is TokenDrift.HISTORY_REWRITE else "append"
             at = len(conversation.messages) - 1 if difference.message is None else difference.message

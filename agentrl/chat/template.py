@@ -96,6 +96,8 @@ class Renderer:
         template: source of the chat template.
         parser: the tool-call parser in use.
         chosen: the parser was named, not found out.
+        appends_only: the template is known to leave earlier turns alone, so that a transcript with `history: fork`
+            need not look; set by `agentrl.chat.proof.prove`.
     """
 
     def __init__(
@@ -125,6 +127,7 @@ class Renderer:
         self.chosen = parser != "auto"
         self._settle(parser, frozenset(eos_ids))
         self.stop_ids = self.habits.stop_ids
+        self.appends_only = False
         parts = [
             tokenizer_digest,
             template,
@@ -177,13 +180,6 @@ class Renderer:
         from agentrl.chat.roundtrip import round_trip
 
         return round_trip(self)
-
-    @cached_property
-    def appends_only(self) -> bool:
-        """Whether the template leaves earlier turns alone, in every conversation that the proof knows."""
-        from agentrl.chat.proof import prove
-
-        return not prove(self).rewrites
 
     @classmethod
     def from_directory(

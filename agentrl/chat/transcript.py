@@ -14,7 +14,6 @@ from agentrl.chat.ids import GrowingIds, Ids
 from agentrl.types import Completion, Message, Origin, Segment
 
 if TYPE_CHECKING:
-    from agentrl.chat.check import Mode, TokenReport
     from agentrl.chat.template import Addition, History, Renderer
 
 
@@ -203,12 +202,6 @@ class Transcript:
                 raise ValueError(f"fork(keep={keep}): message {keep - 1} of this branch is not a completion")
             other._move(node, self._context[:keep])
         return other
-
-    def check(self, mode: Mode = "strict") -> TokenReport:
-        """Compare this branch with a fresh rendering of its messages (see `agentrl.chat.check`)."""
-        from agentrl.chat.check import check
-
-        return check(self, mode)
 
     def rows(self) -> list[TrainingRow]:
         """The whole episode, every branch, as rows for training (see `rows_of`)."""

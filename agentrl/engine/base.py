@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, slots=True)
-class Capabilities:
+class EngineCapabilities:
     """What an engine can do beyond sampling whole completions.
 
     Attributes:
@@ -87,7 +87,7 @@ class GenerateOptions:
 class Engine(ABC):
     """Holds the policy and samples from it. Safe to call from many tasks of one event loop."""
 
-    capabilities: Capabilities = Capabilities()
+    capabilities: EngineCapabilities = EngineCapabilities()
     """What this engine can do; constant over its life."""
     max_context: int
     """Largest number of tokens (prompt and completion together) of one sequence."""

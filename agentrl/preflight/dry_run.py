@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from agentrl.agents.players import make_agent
-from agentrl.chat.check import check as check_ledger
+from agentrl.chat.check import check_tokens
 from agentrl.chat.demonstrate import imitate
 from agentrl.chat.proof import Proof, prove
 from agentrl.chat.template import Renderer, same_meaning
@@ -256,7 +256,7 @@ async def _env_findings(content: Content) -> list[str]:
 def _ledger_findings(renderer: Renderer, transcript: Transcript) -> list[str]:
     """The ledger agrees with a fresh rendering, and the parser reads what the template writes."""
     findings = []
-    report = check_ledger(transcript, "ignore_strippable")
+    report = check_tokens(transcript, "ignore_strippable")
     if report.failed:
         findings += [f"tokens of the episode and a fresh rendering differ: {d}" for d in report.differences]
     for segment in transcript.segments:

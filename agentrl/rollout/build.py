@@ -77,7 +77,9 @@ def make_player(
 def make_token_check(config: RunConfig) -> TokenCheck | None:
     """The run's comparison of ledgers with fresh renderings."""
     mode = config.rollout.tokenization_check
-    return None if mode == "disable" else TokenCheck(mode, TokenCheckBudget(config.rollout.tokenization_stop_above))
+    return (
+        None if mode == "disable" else TokenCheck(mode, TokenCheckBudget(config.rollout.tokenization_stop_above))
+    )
 
 
 def make_guard(config: RunConfig, tell: Callable[[str], None]) -> RedrawGuard:

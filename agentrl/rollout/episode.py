@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 
-from agentrl.chat.check import Mode, TokenCheckBudget
+from agentrl.chat.check import Mode, TokenCheckBudget, check_tokens
 from agentrl.chat.template import Renderer
 from agentrl.chat.transcript import Transcript
 from agentrl.engine.base import Engine
@@ -136,7 +136,7 @@ class TokenCheck:
         Raises:
             TemplateError: too many of the run's transcripts failed.
         """
-        report = transcript.check(self.mode)
+        report = check_tokens(transcript, self.mode)
         trains = self.watch.add(report, episode_id)
         found = {f"tokens/{drift.value}": float(count) for drift, count in report.counts.items()}
         return found | ({} if trains else {"tokens/failed": 1.0})

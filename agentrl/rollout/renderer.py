@@ -29,13 +29,16 @@ def load_renderer(config: RunConfig, directory: Path) -> Renderer:
     """
     model, own = config.model, is_own(config.model.parser)
     try:
-        return Renderer.from_directory(
+        renderer = Renderer.from_directory(
             directory,
             template=model.chat_template,
             parser=own_parser(model.parser) if own else model.parser,
             history=model.history,
             variables=model.template_options,
         )
+        if model.history == "fork":
+            prove(renderer)  # whether transcripts have to look for rewritten turns at all
+        return renderer
     except AgentRLError:
         raise
     except Exception as e:

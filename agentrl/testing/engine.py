@@ -8,7 +8,7 @@ from typing import Any
 
 from agentrl.chat.demonstrate import completion_of
 from agentrl.chat.template import Renderer
-from agentrl.engine.base import Capabilities, Engine, GenerateOptions, TokenLogprob
+from agentrl.engine.base import Engine, EngineCapabilities, GenerateOptions, TokenLogprob
 from agentrl.errors import EngineError
 from agentrl.types import Completion, Message, Sampling
 
@@ -35,7 +35,7 @@ class ScriptedEngine(Engine):
         delay_s: how long each completion takes.
     """
 
-    capabilities = Capabilities(streaming=True, masks=True)
+    capabilities = EngineCapabilities(streaming=True, masks=True)
 
     def __init__(
         self,

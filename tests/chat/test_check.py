@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from agentrl.chat.check import TokenCheckBudget, TokenDifference, TokenDrift, TokenReport
+from agentrl.chat.check import TokenCheckBudget, TokenDifference, TokenDrift, TokenReport, check_tokens
 from agentrl.chat.proof import TOOLS
 from agentrl.chat.template import CHATML_TEMPLATE, Renderer
 from agentrl.chat.transcript import Transcript
@@ -125,7 +125,7 @@ DRIFTS: dict[str, tuple[TokenDrift, Callable[[Renderer], Transcript]]] = {
 @pytest.mark.parametrize("name", DRIFTS)
 def test_each_drift_has_its_class(name: str, appending: Renderer):
     expected, make_transcript = DRIFTS[name]
-    report = make_transcript(appending).check("strict")
+    report = check_tokens(make_transcript(appending))
     assert {d.drift for d in report.differences} <= {expected}, [str(d) for d in report.differences]
     assert report.worst is expected
     assert report.failed == (expected in (TokenDrift.BOUNDARY, TokenDrift.CONTENT))
@@ -135,14 +135,14 @@ def test_each_drift_has_its_class(name: str, appending: Renderer):
 @needs_qwen3
 def test_qwen3_in_a_tool_loop_makes_no_noise(name: str):
     renderer = qwen3()
-    report = DRIFTS[name][1](renderer).check("ignore_strippable")
+    report = check_tokens(DRIFTS[name][1](renderer), "ignore_strippable")
     assert report.worst in (TokenDrift.IDENTICAL, TokenDrift.RETOKENISED, TokenDrift.RESERIALISED)
     assert not report.failed
 
 
 def test_a_difference_names_message_token_and_both_texts(appending: Renderer):
     transcript = tampered(conversation(appending, CALL, "3"), lambda m: Message("tool", "4"), 3)
-    [difference] = transcript.check().differences
+    [difference] = check_tokens(transcript).differences
     assert "'3' became '4'" in str(difference)
     token = transcript.ids[difference.at]
     assert appending.decode([token]) == "3"
@@ -150,19 +150,19 @@ def test_a_difference_names_message_token_and_both_texts(appending: Renderer):
 
 def test_a_rewritten_history_is_found_and_the_choice_to_keep_it_is_respected(rewriting: Renderer):
     transcript = conversation(rewriting, "<think>\nHm.\n</think>\n\nFour.", "<think>\nSo.\n</think>\n\nFive.")
-    report = transcript.check("strict")
+    report = check_tokens(transcript)
     assert [d.drift for d in report.differences] == [TokenDrift.HISTORY_REWRITE]
     assert report.differences[0].message == 2
     assert "Hm." in report.differences[0].ledger
     assert report.failed
-    assert not transcript.check("ignore_strippable").failed
-    assert transcript.check("disable") == TokenReport("disable")
+    assert not check_tokens(transcript, "ignore_strippable").failed
+    assert check_tokens(transcript, "disable") == TokenReport("disable")
 
 
 def test_the_border_of_a_generation_prompt_is_no_drift_of_content(tmp_path: Path):
     renderer = Renderer.from_directory(LLAMA3_JSON.directory(tmp_path))
     transcript = conversation(renderer, '{"name":"add", "parameters": {"terms": [1]}}', "\n\nIt is 1.")
-    report = transcript.check("strict")
+    report = check_tokens(transcript)
     assert report.worst <= TokenDrift.RETOKENISED or not report.failed
     assert not report.failed, [str(d) for d in report.differences]
 
@@ -170,14 +170,14 @@ def test_the_border_of_a_generation_prompt_is_no_drift_of_content(tmp_path: Path
 def test_messages_that_the_template_refuses_are_a_difference_not_a_crash(tmp_path: Path):
     refusing = CHATML_TEMPLATE + "{% if messages | length > 3 %}{{ raise_exception('too long') }}{% endif %}"
     renderer = build(refusing, tmp_path)
-    [difference] = conversation(renderer, "a", "b").check("strict").differences
+    [difference] = check_tokens(conversation(renderer, "a", "b")).differences
     assert difference.drift is TokenDrift.CONTENT
     assert "too long" in difference.fresh
 
 
 def test_a_mode_that_is_none_is_refused(appending: Renderer):
     with pytest.raises(ValueError, match="strict, ignore_strippable, disable, got 'loose'"):
-        conversation(appending, "a").check("loose")  # type: ignore[arg-type]
+        check_tokens(conversation(appending, "a"), "loose")  # type: ignore[arg-type]
 
 
 def test_a_watch_counts_masks_and_stops_above_its_rate():
@@ -198,7 +198,7 @@ def test_the_check_is_linear_in_the_conversation(appending: Renderer):
         said = [f'<tool_call>{{"name":"add","arguments":{{"terms":[{n}]}}}}</tool_call>' for n in range(turns)]
         transcript = conversation(appending, *said, "done")
         started = time.process_time()
-        report = transcript.check()
+        report = check_tokens(transcript)
         assert report.counts[TokenDrift.RESERIALISED] == turns
         return time.process_time() - started
 

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from agentrl.chat.check import check_tokens
 from agentrl.chat.template import CHATML_TEMPLATE, History, Renderer
 from agentrl.chat.transcript import TrainingRow, Transcript
 from agentrl.types import Completion, Message, Segment
@@ -142,7 +143,7 @@ def test_keep_trains_one_row_and_fork_one_for_each_rewritten_context(tmp_path: P
     exactly(forked.rows(), said)
     for n, (context, _) in enumerate(said):  # every context is what the template itself would have shown
         assert context == tuple(renderer.encode(forked.context[: 2 * n + 1], generation_prompt=True))
-    assert not forked.check("strict").failed
+    assert not check_tokens(forked).failed
 
 
 def test_fork_does_nothing_where_the_template_only_appends(tmp_path: Path):

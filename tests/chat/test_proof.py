@@ -26,10 +26,12 @@ ONE_WAY = {
 
 @pytest.mark.parametrize("family", FAMILIES, ids=lambda f: f.name)
 def test_what_each_family_appends_is_derived(family: Family, tmp_path: Path):
-    proof = prove(Renderer.from_directory(family.directory(tmp_path)))
+    renderer = Renderer.from_directory(family.directory(tmp_path))
+    proof = prove(renderer)
     assert proof.wrong == ()
     refused = {f.shape for f in proof.refused}
     assert bool(proof.rewrites) != family.appends
+    assert renderer.appends_only == family.appends
     if family.parser in ONE_WAY:
         assert all(ONE_WAY[family.parser] in f.became for f in proof.refused), refused
     else:
@@ -58,6 +60,7 @@ def test_a_rewrite_is_reported_with_message_and_token(tmp_path: Path):
     assert "the template rewrites message 1 (assistant) from token" in proof.summary()
     assert "history: fork" in proof.summary()
     proof.require()
+    assert prove(renderer).rewrites
     assert not renderer.appends_only
 
 

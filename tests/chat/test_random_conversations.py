@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from agentrl.chat.check import TokenDrift
+from agentrl.chat.check import TokenDrift, check_tokens
 from agentrl.chat.proof import TOOLS
 from agentrl.chat.template import Renderer
 from agentrl.chat.transcript import Transcript
@@ -105,7 +105,7 @@ def is_what_the_template_renders(transcript: Transcript) -> None:
     rendered = unicodedata.normalize("NFC", renderer.text(transcript.context, transcript.tools))
     assert rendered.startswith(ledger), (ledger[-80:], rendered[len(ledger) - 80 : len(ledger) + 20])
     assert not rendered[len(ledger) :].strip()
-    report = transcript.check("strict")
+    report = check_tokens(transcript)
     assert set(report.counts) <= {TokenDrift.IDENTICAL, TokenDrift.RETOKENISED}, [
         str(d) for d in report.differences
     ]

@@ -6,7 +6,7 @@ import re
 from dataclasses import replace
 from pathlib import Path
 
-from agentrl.engine.base import Capabilities, Engine
+from agentrl.engine.base import Engine, EngineCapabilities
 
 DOCS = Path(__file__).parents[2] / "docs" / "engines.md"
 EXAMPLE = re.search(r"```python\n(.*?)```", DOCS.read_text(encoding="utf-8"), re.DOTALL)[1]
@@ -22,7 +22,7 @@ async def make_plain(model, config):
 class Fixed(PlainEngine):
     """Cannot take new weights."""
 
-    capabilities = Capabilities(weights=False, prompt_logprobs=True)
+    capabilities = EngineCapabilities(weights=False, prompt_logprobs=True)
 
 
 class WrongLogprobs(PlainEngine):
@@ -44,7 +44,7 @@ class Short(PlainEngine):
 class Boastful(PlainEngine):
     """States what it does not implement."""
 
-    capabilities = Capabilities(streaming=True)
+    capabilities = EngineCapabilities(streaming=True)
 
 
 class Partial(Engine):

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import pytest
 
-from agentrl.engine.base import Capabilities, Engine, GenerateOptions
+from agentrl.engine.base import Engine, EngineCapabilities, GenerateOptions
 from agentrl.engine.local.engine import LocalEngine
 from agentrl.engine.local.process import ProcessEngine
 from agentrl.engine.servers.engine import ServedEngine
@@ -34,7 +34,7 @@ def test_an_engine_implements_what_its_capabilities_state_and_nothing_else(kind:
 class Smallest(Engine):
     """Only what is abstract."""
 
-    capabilities = Capabilities(weights=False)
+    capabilities = EngineCapabilities(weights=False)
     max_context = 8
 
     @property

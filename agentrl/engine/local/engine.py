@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from agentrl.engine.base import Capabilities, Engine, GenerateOptions, TokenLogprob
+from agentrl.engine.base import Engine, EngineCapabilities, GenerateOptions, TokenLogprob
 from agentrl.engine.checks import check_ids, check_prompt, check_sampling
 from agentrl.engine.local.batching import Batcher, BatchLimits, DecodeRecording
 from agentrl.engine.local.constrained import scored
@@ -107,7 +107,7 @@ class LocalEngine(Engine):
     the rounding of the matrix products.
     """
 
-    capabilities = Capabilities(streaming=True, masks=True, prompt_logprobs=True)
+    capabilities = EngineCapabilities(streaming=True, masks=True, prompt_logprobs=True)
 
     def __init__(self, model: PreTrainedModel, *, cuda_graphs: bool = True, **bounds: Unpack[Bounds]) -> None:
         """Take over `model`: its attention is replaced, and nobody else may use or change it.

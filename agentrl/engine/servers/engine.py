@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from agentrl.engine.base import Capabilities, Engine, GenerateOptions, TokenLogprob
+from agentrl.engine.base import Engine, EngineCapabilities, GenerateOptions, TokenLogprob
 from agentrl.engine.checks import check_prompt, check_sampling
 from agentrl.engine.servers.client import InferenceServer, Listener, ServerAnswer
 from agentrl.engine.servers.http import ServerRefused
@@ -44,7 +44,7 @@ class ServedEngine(Engine):
     asked is asked again by its token ids. While a server starts again, requests wait.
     """
 
-    capabilities = Capabilities(streaming=True, prompt_logprobs=True, separate_weights=True, sleep=True)
+    capabilities = EngineCapabilities(streaming=True, prompt_logprobs=True, separate_weights=True, sleep=True)
 
     def __init__(
         self,

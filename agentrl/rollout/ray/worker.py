@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 
 from agentrl.chat.check import Mode, TokenCheckBudget, TokenReport
 from agentrl.config.run import RunConfig
-from agentrl.engine.base import Capabilities, Engine
+from agentrl.engine.base import Engine, EngineCapabilities
 from agentrl.env.load import load_env
 from agentrl.errors import AgentRLError, ConfigError, EngineError
 from agentrl.rollout.content import env_factory
@@ -82,7 +82,7 @@ class EngineReply:
 class RemoteEngine(Engine):
     """The engine as a worker sees it: it samples; its weights are updated elsewhere."""
 
-    capabilities = Capabilities(weights=False)
+    capabilities = EngineCapabilities(weights=False)
 
     def __init__(self, max_context: int) -> None:
         self.max_context = max_context
