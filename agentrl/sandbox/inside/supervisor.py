@@ -7,17 +7,18 @@ foreign code itself: it forks a spare child beforehand and hands the order to it
 from __future__ import annotations
 
 import contextlib
-import functools
 import gc
 import os
 import select
 import signal
 import time
-from collections.abc import Callable
 from typing import NoReturn
 
 from . import child, frames, ipc, tree
+from .loop import LinkLost
 from .program import READ_SIZE, CallLimits, Program, ProgramCall, Tail
+from .programs import Programs, end_with_all_below
+from .reports import report
 
 INTERRUPT_GRACE_S = 0.3
 STATUSES = frozenset(b"%d" % status for status in range(256))
@@ -29,11 +30,7 @@ QUICK_S = 0.001
 """The output of a call that ends within this time is looked at once, at its end; that of others as it comes."""
 
 
-class LinkLost(Exception):
-    """The other side is gone, or the time to live is over."""
-
-
-class Supervisor:
+class Supervisor(Programs):
     """See the module. `link` is the stream to the outside."""
 
     def __init__(
@@ -46,24 +43,16 @@ class Supervisor:
         meter: tree.Meter,
         ttl_s: float,
     ) -> None:
-        self.link_in, self.link_out = link_in, link_out
-        self.confinement, self.owns_all, self.meter = confinement, owns_all, meter
+        super().__init__(link_in, link_out, confinement, owns_all)
+        self.meter = meter
         self.ttl_s = ttl_s
         self.expires = time.monotonic() + ttl_s
         self.reader = frames.FrameReader()
-        self.poll = select.poll()
-        self.handlers: dict[int, Callable[[], None]] = {}
-        self.spare: Program | None = None
-        self.call: ProgramCall | None = None
-        self.sessions: dict[str, Program] = {}
-        self.spare_is_wanted = False
         self.used = False
-        """Whether a program has run here: from then on, what fails is an outcome of its calls and no fault."""
+        """Whether a program has run here: from then on, a failure is an outcome of its calls."""
         self.cpu_s = 0.0
         self.limits: CallLimits = (0.0, 0, 0, 0)
-        """What calls are held to: told with the first one, and with each that differs from the one before."""
-        self.wakeup = -1
-        """Where ends of children are told by signal: written to, it has them looked for."""
+        """Limits of the calls: they come with the first one, and with each that differs from the one before."""
 
     # The loop
 
@@ -105,65 +94,13 @@ class Supervisor:
             with contextlib.suppress(OSError):  # the sandbox may be full of a session's jobs
                 self.spare = Program(self.confinement)
 
-    def _wants_spare(self) -> bool:
-        """Whether a spare should wait; with sessions around, only where the kernel protects it from them."""
-        return self.spare_is_wanted and self.call is None and (self.confinement.fences or not self.sessions)
-
     def _mishap(self, error: Exception) -> None:
         """After an exception: end all that runs here and answer the call. The sandbox itself goes on."""
-        call, self.call = self.call, None
+        call = self.call
         self.used = self.used or (call is not None and (call.session is not None or call.program.has_accepted()))
-        programs = {call.program} if call is not None else set()
-        programs |= {*self.sessions.values(), *([self.spare] if self.spare is not None else [])}
-        self.sessions.clear()
-        self.spare = None
-        for program in programs:
-            self._unwatch_program(program)
-        tree.kill_all(self.owns_all)
-        tree.reap([])
-        for program in programs:
-            program.close()
+        self._end_all()
         if call is not None:
             self._refuse(call.id, f"{type(error).__name__}: {error}", lost=call.session is not None)
-
-    def _still(self, number: int) -> None:
-        """Stop (SIGSTOP) what sessions run during a file operation, or let it go on (SIGCONT), where nothing else
-        keeps their hands off the child that does it."""
-        if self.sessions and self.owns_all and not self.confinement.fences:
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(-1, number)
-
-    def _watch(self, fd: int, handler: Callable[[], None], events: int = select.POLLIN) -> None:
-        self.poll.register(fd, events)
-        self.handlers[fd] = handler
-
-    def _watch_signalled_ends(self) -> None:
-        """Without pidfds, learn of ended children by their signal."""
-        probe = tree.pidfd(os.getpid())
-        if probe >= 0:
-            os.close(probe)
-            return
-        ends, self.wakeup = tree.signalled_ends()
-        self.confinement.signalled_ends = True
-
-        def look() -> None:
-            os.read(ends, READ_SIZE)
-            running = [self.call.program] if self.call is not None else []
-            for program in {*running, *self.sessions.values()}:
-                if program.status is None and tree.is_over(program.pid):
-                    self._ended(program)
-
-        self._watch(ends, look)
-
-    def _watch_end(self, program: Program) -> None:
-        if program.pidfd >= 0:
-            self._watch(program.pidfd, lambda: self._ended(program))
-        else:
-            os.write(self.wakeup, b".")  # it may have ended before anybody looked
-
-    def _unwatch(self, fd: int) -> None:
-        if self.handlers.pop(fd, None) is not None:
-            self.poll.unregister(fd)
 
     def _timeout_ms(self) -> float:
         now = time.monotonic()
@@ -195,16 +132,6 @@ class Supervisor:
             self._stop("timeout")
         elif self.meter.must_watch and self.meter.over():
             self._stop("oom")
-
-    def send(self, header: frames.Header, payload: bytes = b"") -> None:
-        """One frame to the outside; waits while the outside does not read."""
-        self._write(frames.pack(header, payload))
-
-    def _write(self, frame: bytes) -> None:
-        try:
-            frames.write_all(self.link_out, frame)
-        except OSError as error:
-            raise LinkLost(str(error)) from None
 
     def _receive(self) -> None:
         try:
@@ -249,21 +176,6 @@ class Supervisor:
             self.send({"id": header["id"]})
 
     # Orders
-
-    def _take_spare(self) -> Program:
-        program, self.spare = self.spare, None
-        if program is not None and not program.is_alive():
-            program.close()
-            program = None
-        return program if program is not None else Program(self.confinement)
-
-    def _drop_spare(self) -> None:
-        if self.spare is not None:
-            if self.spare.is_alive():
-                tree.kill(self.spare.pid)
-                os.waitpid(self.spare.pid, 0)
-            self.spare.close()
-            self.spare = None
 
     def _start(self, header: frames.Header, payload: bytes) -> None:
         self.limits = header.get("limits", self.limits)
@@ -331,21 +243,9 @@ class Supervisor:
             os.close(program.stdin)
             program.stdin = -1
 
-    def _watch_output(self, program: Program) -> None:
-        for name in ("stdout", "stderr"):
-            fd = getattr(program, name)
-            if fd in self.handlers:
-                self.poll.modify(fd, select.POLLIN)
-            elif fd not in program.ended:
-                self._watch(fd, functools.partial(self._drain, program, name))
-
     def _read_as_it_comes(self, call: ProgramCall) -> None:
         call.is_quick = False
         self._watch_output(call.program)
-
-    def _unwatch_program(self, program: Program) -> None:
-        for fd in (program.stdout, program.stderr, program.pidfd, program.stdin, program.control.fileno()):
-            self._unwatch(fd)
 
     def _feed_stdin(self) -> None:
         call = self.call
@@ -460,19 +360,6 @@ class Supervisor:
         if b"\n" in call.answer or len(call.answer) > 100:
             self._finish()
 
-    def _close_session(self, name: str) -> None:
-        program = self.sessions.pop(name, None)
-        if program is None:
-            return
-        self._unwatch_program(program)
-        if program.status is None:
-            for pid in tree.below(program.pid):
-                tree.kill(pid)
-            tree.kill(program.pid)
-            os.waitpid(program.pid, 0)
-        self._kill_strays()
-        program.close()
-
     # Ends
 
     def _stop(self, verdict: str) -> None:
@@ -491,16 +378,6 @@ class Supervisor:
             call.interrupted_at = time.monotonic()
             return
         self._finish()
-
-    def _kill_strays(self) -> int:
-        """Kill whatever belongs to no session; the number of processes that had to be."""
-        keep = [p.pid for p in self.sessions.values() if p.status is None]
-        if not keep and self.spare is None:
-            return tree.kill_all(self.owns_all)
-        if self.spare is not None:
-            keep.append(self.spare.pid)
-        known = [p.pid for p in self.sessions.values()] + ([self.spare.pid] if self.spare is not None else [])
-        return tree.kill_except(keep, known)
 
     def _finish(self, early: bool = False) -> None:
         """Close the running call: kill its tree, collect its output, report.
@@ -547,7 +424,9 @@ class Supervisor:
             self._refuse(call.id, f"the program could not be started: {text or 'no word from it'}")
         else:
             self.used = self.used or not is_file
-            self._write(self._report(call, status, lost, oom_kills, reaped))
+            usage = program.rusage
+            self.cpu_s += usage.ru_utime + usage.ru_stime if usage is not None else 0.0
+            self._write(report(call, status, lost, oom_kills, reaped))
         if session is not None and not lost:
             self._watch_output(program)
         if early:
@@ -566,41 +445,5 @@ class Supervisor:
         if program.status is None and len(line) == 2 and line[0] == b"%d" % call.id and line[1] in STATUSES:
             return int(line[1]) << 8, False
         if program.status is None:
-            for pid in tree.below(program.pid):
-                tree.kill(pid)
-            tree.kill(program.pid)
-            _, program.status, program.rusage = os.wait4(program.pid, 0)
+            end_with_all_below(program)
         return program.status, True
-
-    def _report(self, call: ProgramCall, status: int | None, lost: bool, oom_kills: int, reaped: int) -> bytes:
-        """The frame that says what became of a call, with its output."""
-        assert status is not None
-        wall_s, usage, verdict = time.monotonic() - call.started, call.program.rusage, call.verdict
-        cpu_s, max_rss_kb = 0.0, 0
-        if usage is not None:
-            cpu_s, max_rss_kb = usage.ru_utime + usage.ru_stime, usage.ru_maxrss
-            self.cpu_s += cpu_s
-        signalled = os.WIFSIGNALED(status)
-        code, flags = (os.WTERMSIG(status), frames.SIGNAL) if signalled else (os.WEXITSTATUS(status), 0)
-        if verdict is None and signalled and code == signal.SIGXCPU:
-            verdict = "timeout"
-        if verdict in (None, "oom") and oom_kills:
-            verdict = "oom"
-        outcome = frames.OUTCOMES.index(verdict or ("signal" if signalled else "exit"))
-        if verdict in ("timeout", "cancelled", "output_limit") and (
-            call.session or (signalled and code in (9, 24))
-        ):
-            code, flags = 0, frames.NO_CODE  # our own doing, not the program's
-        out, err, cuts = call.out, call.err, b""
-        if out.is_cut or err.is_cut:
-            parts = (*out.parts(), *err.parts())
-            flags |= frames.CUT
-            cuts, output = frames.CUTS.pack(*map(len, parts)), b"".join(parts)
-        else:
-            output = out.whole() + err.whole()
-        if lost:
-            flags |= frames.LOST
-        report = frames.REPORT.pack(
-            call.id, outcome, flags, code, out.total, err.total, wall_s, cpu_s, max_rss_kb, oom_kills, reaped
-        )
-        return frames.pack_raw(report + cuts, output)
