@@ -9,7 +9,6 @@ reasoning is found once, by probing (`agentrl.chat.probe`). See docs/design/appe
 
 from __future__ import annotations
 
-import difflib
 import hashlib
 import json
 from collections.abc import Iterable, Mapping, Sequence
@@ -25,6 +24,7 @@ from agentrl.chat.parsers import Parsed, Parser, choose_parser
 from agentrl.chat.parsers.markers import Plain
 from agentrl.chat.vocabulary import SENTINEL, Vocabulary
 from agentrl.errors import ConfigError, TemplateError
+from agentrl.suggest import did_you_mean
 from agentrl.types import Message, ToolCall
 
 if TYPE_CHECKING:
@@ -499,8 +499,7 @@ def _known_variables(template: str, variables: Mapping[str, Any], special: Mappi
             raise ConfigError(f"model.template_options.{name}: is set by the renderer; remove it")
         if name not in reads:
             known = sorted(reads - _OURS - set(special))
-            close = difflib.get_close_matches(name, known, 1)
-            hint = f"did you mean {close[0]!r}?" if close else f"it reads {', '.join(known) or 'none'}"
+            hint = did_you_mean(name, known, otherwise=f"it reads {', '.join(known) or 'none'}")
             raise ConfigError(f"model.template_options.{name}: the chat template never reads this; {hint}")
 
 

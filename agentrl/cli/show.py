@@ -56,11 +56,11 @@ def show(
 
 def _named(run: Path, name: str, steps: list[int]) -> list[EpisodeRecord]:
     """The episode of this id; the step in its name (s12/...) is read first, then later steps before earlier."""
-    import difflib
     import re
 
     from agentrl.errors import ConfigError
     from agentrl.run_folder.records import read_records
+    from agentrl.suggest import did_you_mean
 
     said = re.match(r"s(\d+)/", name)
     likely = int(said[1]) if said else steps[-1]
@@ -70,7 +70,7 @@ def _named(run: Path, name: str, steps: list[int]) -> list[EpisodeRecord]:
         if found := [record for record in records if record.episode.id == name]:
             return found
         ids = ids or [record.episode.id for record in records]
-    near = difflib.get_close_matches(name, ids, n=1, cutoff=0.3) or ids[:1]
-    hint = f"; did you mean {near[0]!r}?" if near else ""
+    hint = did_you_mean(name, ids, cutoff=0.3, otherwise=f"there is {ids[0]!r}" if ids else "")
+    hint = f"; {hint}" if hint else ""
     where = f"not in step {steps[0]}" if len(steps) == 1 else "not in any step"
     raise ConfigError(f"--episode {name}: {where} of {run}{hint}")

@@ -7,7 +7,6 @@ wherever it is read.
 
 from __future__ import annotations
 
-import difflib
 import os
 import re
 from collections.abc import Iterable, Mapping, Sequence
@@ -36,6 +35,7 @@ from agentrl.config.schema import (
 from agentrl.config.section import DeadKey, DeadKeys, Section, dead_keys
 from agentrl.config.source import Loc, Problem, Source, Spot, dotted, excerpt, read_source, read_value
 from agentrl.errors import ConfigError
+from agentrl.suggest import did_you_mean, nearest
 
 COMPOSED = "agentrl.env.compose:ComposedEnv"
 LARGEST = 10**9
@@ -305,8 +305,8 @@ def _neighbours(path: Path) -> str:
     for parent in path.parents:
         if _exists(parent, "folder"):
             wanted = path.relative_to(parent).parts[0]
-            near = difflib.get_close_matches(wanted, os.listdir(parent), n=1, cutoff=0.6)
-            return f"; did you mean {parent / near[0]}?" if near else f" ({parent} has no {wanted!r})"
+            near = nearest(wanted, os.listdir(parent))
+            return f"; did you mean {parent / near}?" if near else f" ({parent} has no {wanted!r})"
     return ""
 
 
@@ -389,8 +389,8 @@ _TYPE_ERRORS = {
 
 def _nearest_choice(annotation: Any, value: Any) -> str:
     choices = [str(c) for kind in alternatives(annotation) if get_origin(kind) is Literal for c in get_args(kind)]
-    near = difflib.get_close_matches(str(value), choices, n=1, cutoff=0.5)
-    return f"; did you mean {near[0]!r}?" if near else ""
+    near = did_you_mean(str(value), choices, cutoff=0.5)
+    return f"; {near}" if near else ""
 
 
 def _mentioned(source: Source, text: str) -> Loc:

@@ -352,26 +352,20 @@ class EvalConfig(Section):
     `held_out_pass` the share of tasks solved at least once (pass@n)."""
     temperature: Annotated[float, Field(ge=0)] = 0.0
     """Sampling temperature; 0 is greedy."""
-    top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
+    top_p: Annotated[float, Field(gt=0, le=1), NeverWhen("temperature", 0)] = 1.0
     """Sample from the most likely tokens that together have this probability; 1 is off."""
-    top_k: Count = 0
+    top_k: Annotated[Count, NeverWhen("temperature", 0)] = 0
     """Sample from this many of the most likely tokens; 0 is off."""
-    min_p: Annotated[float, Field(ge=0, lt=1)] = 0.0
+    min_p: Annotated[float, Field(ge=0, lt=1), NeverWhen("temperature", 0)] = 0.0
     """Sample from tokens with at least this share of the largest probability; 0 is off."""
 
     @model_validator(mode="after")
-    def _no_dead_keys(self) -> Self:
+    def _attempts_differ(self) -> Self:
         if self.temperature == 0 and self.attempts > 1:
             raise ValueError(
                 f"eval.attempts is {self.attempts}, and greedy episodes of one task are all the same: set "
                 "eval.temperature above 0, or remove eval.attempts"
             )
-        for key in ("top_p", "top_k", "min_p"):
-            if self.temperature == 0 and getattr(self, key) != type(self).model_fields[key].default:
-                raise ValueError(
-                    f"eval.{key} has no effect while eval.temperature is 0 (greedy): set a temperature, or "
-                    f"remove eval.{key}"
-                )
         return self
 
 

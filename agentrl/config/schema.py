@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from types import UnionType
@@ -15,6 +14,7 @@ from agentrl.config.facts import metadata
 from agentrl.config.run import RunConfig
 from agentrl.config.section import Section
 from agentrl.config.source import Loc
+from agentrl.suggest import did_you_mean, nearest
 
 
 def section_of(field: FieldInfo) -> type[Section] | None:
@@ -97,22 +97,17 @@ def unknown_key(loc: Loc, value: object = None) -> str:
     if "." in key and field_at((*parent, *key.split("."))) is not None:
         section, _, rest = key.partition(".")
         return f"unknown key; write `{section}:` and, indented below it, `{rest}:`"
-    near = difflib.get_close_matches(key, known, n=1, cutoff=0.75)
-    if near:
-        return f"unknown key; did you mean {near[0]!r}?"
+    if near := did_you_mean(key, known, cutoff=0.75):
+        return f"unknown key; {near}"
     elsewhere = [path for path, _ in fields() if path[-1] == key]
     if elsewhere:
         return f"unknown key; `{key}` belongs {_under(elsewhere)}"
     by_name: dict[str, list[tuple[str, ...]]] = {}
     for path, _ in fields():
         by_name.setdefault(path[-1], []).append(path)
-    far = difflib.get_close_matches(key, by_name, n=1, cutoff=0.8)
-    if far:
-        return f"unknown key; did you mean `{far[0]}`, which belongs {_under(by_name[far[0]])}?"
-    near = difflib.get_close_matches(key, known, n=1, cutoff=0.6)
-    if near:
-        return f"unknown key; did you mean {near[0]!r}?"
-    return f"unknown key; the keys here are {', '.join(known)}"
+    if far := nearest(key, by_name, cutoff=0.8):
+        return f"unknown key; did you mean `{far}`, which belongs {_under(by_name[far])}?"
+    return "unknown key; " + did_you_mean(key, known, otherwise=f"the keys here are {', '.join(known)}")
 
 
 def _under(paths: list[tuple[str, ...]]) -> str:

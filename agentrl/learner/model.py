@@ -6,13 +6,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from agentrl.errors import ConfigError
 from agentrl.learner.attention.packed import PACKED_ATTENTION, check_attention, register_attention
-from agentrl.models.probe import read_config
+from agentrl.models.folder import load_causal_lm
 
 
 def load_policy(directory: Path, device: torch.device) -> PreTrainedModel:
@@ -21,35 +19,10 @@ def load_policy(directory: Path, device: torch.device) -> PreTrainedModel:
     Raises:
         ConfigError: the directory is missing or holds no model, or one that cannot be computed on packed rows.
     """
-    read_config(directory, f"model directory {directory}")
+    where = f"model directory {directory}"
     register_attention()
-    try:
-        loaded: Any = AutoModelForCausalLM.from_pretrained(
-            directory,
-            dtype=torch.float32,
-            attn_implementation=PACKED_ATTENTION,
-            local_files_only=True,
-            trust_remote_code=False,
-            output_loading_info=True,
-            ignore_mismatched_sizes=True,  # reported below, in one line
-        )
-    except (OSError, ValueError, KeyError, RuntimeError, AttributeError, TypeError, SafetensorError) as e:
-        raise ConfigError(f"model directory {directory} cannot be loaded: {' '.join(str(e).split())[:300]}") from e
-    model: PreTrainedModel
-    model, report = loaded
-    if absent := sorted(report["missing_keys"]):
-        raise ConfigError(
-            f"model directory {directory} holds no weights for {absent[0]}"
-            + (f" and {len(absent) - 1} others" if absent[1:] else "")
-            + ": config.json and weights are not of the same model, or a file is missing"
-        )
-    if other := sorted(report["mismatched_keys"]):
-        name, found, wanted = other[0]
-        raise ConfigError(
-            f"model directory {directory} does not fit itself: {name} has shape {list(found)} where config.json "
-            f"asks for {list(wanted)}"
-        )
-    check_attention(model, f"model directory {directory}")
+    model = load_causal_lm(directory, where, dtype=torch.float32, attention=PACKED_ATTENTION)
+    check_attention(model, where)
     model.to(device)  # type: ignore[arg-type]
     return model
 

@@ -20,6 +20,7 @@ from transformers.initialization import no_init_weights
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
 from agentrl.errors import ConfigError
+from agentrl.models.folder import check_model_folder
 
 NEAR = 8
 """Tokens at which the boundaries lie in the second try."""
@@ -118,8 +119,7 @@ def read_config(directory: Path, where: str) -> PretrainedConfig:
             learner nor the local engine can compute.
     """
     refuse_adapter(directory, where, "name its base as model.path and this folder as learner.lora.adapter, or ")
-    if not (Path(directory) / "config.json").is_file():
-        raise ConfigError(f"{where} has no config.json: give the folder of a Hugging Face model")
+    check_model_folder(directory, where)
     try:
         config: PretrainedConfig = AutoConfig.from_pretrained(
             directory, local_files_only=True, trust_remote_code=False

@@ -28,6 +28,7 @@ from agentrl.env.play import Policy, ScriptedPolicy, call, play, random_argument
 from agentrl.env.solved import NOT_DECLARED
 from agentrl.env.toolenv.rewards import weight_of_nothing
 from agentrl.errors import ConfigError, EnvError, InfraError, RewardError
+from agentrl.models.folder import check_model_folder
 from agentrl.models.tiny import make_tokenizer
 from agentrl.reporting.report import Silent
 from agentrl.rollout.content import Content, check_held_out, corpus, load_content, repeated_ids
@@ -195,10 +196,9 @@ def _tokenizer(config: RunConfig, content: Content, temp: Path) -> tuple[Path, i
         make_tokenizer(temp, corpus(content), vocab=tiny.vocab, max_context=tiny.max_context)
         return temp, tiny.max_context
     folder = Path(config.model.path or "")
+    check_model_folder(folder, f"model.path {folder}")
     try:
         model = json.loads((folder / "config.json").read_bytes())
-    except FileNotFoundError:
-        raise ConfigError(f"model.path {folder}: has no config.json, so it is not a Hugging Face model") from None
     except ValueError as e:
         raise ConfigError(f"{folder / 'config.json'}: not JSON: {e}") from None
     length = model.get("max_position_embeddings")

@@ -9,6 +9,7 @@ from typing import Any
 
 from agentrl.config.run import TinyModel
 from agentrl.errors import ConfigError
+from agentrl.models.folder import check_model_folder
 
 FLOAT32, BFLOAT16 = 4, 2
 
@@ -43,8 +44,7 @@ class ModelShape:
         Raises:
             ConfigError: it is missing, no JSON, or of a model that transformers does not know.
         """
-        if not (directory / "config.json").is_file():
-            raise ConfigError(f"model directory {directory} has no config.json: give the folder of a model")
+        check_model_folder(directory, f"model directory {str(directory)!r}")
         if (known := _known_decoder(directory / "config.json")) is not None:
             return known
         from huggingface_hub.errors import StrictDataclassError

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Callable, Iterator
 
 from agentrl.chat.parsers.base import Parser
@@ -25,6 +24,7 @@ from agentrl.chat.parsers.literals import Gemma, Lfm2, Pythonic
 from agentrl.chat.parsers.markers import DeepSeekV3, DeepSeekV31, KimiK2, Llama3Json, Llama4Json, Mistral, Plain
 from agentrl.chat.parsers.tagged import DeepSeekV32, Glm, MiniMaxM2, Qwen3Coder, SeedOss
 from agentrl.errors import ConfigError
+from agentrl.suggest import did_you_mean
 
 _LLAMA = "<|start_header_id|>"
 _LLAMA4 = "<|header_start|>"
@@ -90,7 +90,7 @@ def choose_parser(name: str) -> Parser:
     for parser, _ in _SIGNS:
         if parser.name == name:
             return parser()
-    close = difflib.get_close_matches(name, parser_names(), 1)
     names = ", ".join(["auto", *parser_names()])
-    hint = f"did you mean {close[0]!r}?" if close else f"choose one of {names}, or name your own as module:Name"
+    choices = f"choose one of {names}, or name your own as module:Name"
+    hint = did_you_mean(name, parser_names(), otherwise=choices)
     raise ConfigError(f"model.parser: unknown name {name!r}; {hint}")

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, cast
 
 import torch
 from torch import Tensor
-from transformers import AutoModelForCausalLM, PreTrainedModel
-from transformers.utils import logging
+from transformers import PreTrainedModel
 
 from agentrl.engine.local.attention import (
     ATTENTION,
@@ -21,7 +20,8 @@ from agentrl.engine.local.attention import (
 from agentrl.engine.local.cache import CacheShape
 from agentrl.engine.local.fused import FusedDecoder, can_fuse
 from agentrl.errors import ConfigError
-from agentrl.models.probe import ALONE, ENDS, SHARED, probe, read_config
+from agentrl.models.folder import check_model_folder, load_causal_lm
+from agentrl.models.probe import ALONE, ENDS, SHARED, probe
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -37,38 +37,12 @@ def load_model(path: str | Path, *, dtype: str, device: str) -> PreTrainedModel:
     """
     if dtype not in DTYPES:
         raise ConfigError(f"dtype must be one of {', '.join(DTYPES)}, got {dtype!r}")
-    directory = Path(path)
-    if not directory.is_dir():
-        raise ConfigError(
-            f"model directory {str(path)!r} does not exist; give the path of a Hugging Face model directory "
-            "(config.json, model.safetensors, tokenizer files); agentrl.models.tiny makes a small one"
-        )
+    directory, where = Path(path), f"model directory {str(path)!r}"
+    check_model_folder(directory, where)
     if device.startswith("cuda") and not torch.cuda.is_available():
         raise ConfigError(f"device is {device!r}, but torch finds no CUDA device; use device cpu")
-    read_config(directory, f"model directory {str(path)!r}")
     register_attention()
-    bars = logging.is_progress_bar_enabled()
-    logging.disable_progress_bar()  # type: ignore[no-untyped-call]
-    try:
-        loaded: Any = AutoModelForCausalLM.from_pretrained(
-            directory,
-            dtype=DTYPES[dtype],
-            attn_implementation=ATTENTION,
-            local_files_only=True,
-            trust_remote_code=False,
-            output_loading_info=True,
-        )
-    except (OSError, ValueError, KeyError, RuntimeError, AttributeError, TypeError) as error:
-        raise ConfigError(f"cannot load a causal language model from {str(path)!r}: {error}") from error
-    finally:
-        if bars:
-            logging.enable_progress_bar()  # type: ignore[no-untyped-call]
-    model, report = loaded
-    if absent := sorted(report["missing_keys"]):
-        raise ConfigError(
-            f"model directory {str(path)!r} holds no weights for {_some(absent)}: config.json and weights are "
-            "not of the same model, or a file is missing"
-        )
+    model = load_causal_lm(directory, where, dtype=DTYPES[dtype], attention=ATTENTION)
     module = cast(torch.nn.Module, model)
     return cast(PreTrainedModel, module.to(device))
 

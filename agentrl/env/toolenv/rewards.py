@@ -6,7 +6,6 @@ import asyncio
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from difflib import get_close_matches
 from typing import Any
 
 from agentrl.env.toolenv.asked import Asked, asking, waits_for
@@ -16,6 +15,7 @@ from agentrl.env.toolenv.spec import RewardSpec
 from agentrl.env.toolenv.threads import CallTimeout, ToolRaised
 from agentrl.errors import ConfigError, InfraError, JudgeError, RewardError, traceback_of
 from agentrl.sandbox import met_inside
+from agentrl.suggest import did_you_mean
 from agentrl.types import SANDBOX_FAULT, CallRecord, Message
 
 
@@ -160,8 +160,7 @@ def weight_of_nothing(weights: Mapping[str, float], given: Iterable[str]) -> str
     found = sorted(given)
     for name in weights:
         if "/" in name and name not in found:
-            near = get_close_matches(name, found, 1)
-            hint = f"did you mean {near[0]!r}?" if near else "name one of them"
+            hint = did_you_mean(name, found, otherwise="name one of them")
             return (
                 f"env.reward_weights: no episode had the part {name!r}, so its weight has no effect; the parts "
                 f"were: {', '.join(found) or 'none'}; {hint}"

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
-from difflib import get_close_matches
 from typing import Any, Literal
 
 from agentrl.config.typed import check_types
 from agentrl.env.toolenv.dispatch import MISTAKES
 from agentrl.errors import ConfigError
+from agentrl.suggest import did_you_mean
 
 MistakePolicy = Literal["observe", "penalise", "terminate"]
 
@@ -45,8 +45,7 @@ class ToolSettings:
         known = [f.name for f in fields(self)]
         for name in values:
             if name not in known:
-                near = get_close_matches(name, known, 1)
-                hint = f"did you mean {near[0]!r}?" if near else f"the settings are: {', '.join(known)}"
+                hint = did_you_mean(name, known, otherwise=f"the settings are: {', '.join(known)}")
                 raise ConfigError(f"settings.{name}: unknown; {hint}")
         check_types(type(self), values, "settings")
         return replace(self, **values)
