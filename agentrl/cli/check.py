@@ -1,4 +1,4 @@
-"""`agentrl check`: look a run over without its model."""
+"""`agentrl check`: validate a run without loading its model."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ def check(
         bool, typer.Option("--play", help="Also call tools of MCP servers and HTTP, with generated arguments.")
     ] = False,
 ) -> None:
-    """Look a run over without its model: needs no weights and no GPU.
+    """Validate a run without loading its model; no weights or GPU needed.
 
-    Reads the YAML, imports the env, validates its tools, tasks and rewards by playing, proves the chat template,
-    and prints the tokens of one episode: prompt, sampled and observation, with the advantage that each would get.
+    Reads the YAML, imports the env, runs episodes to validate its tools, tasks and rewards, verifies the chat
+    template, and prints the tokens of one episode (prompt, sampled, observation) with their advantages.
     """
     from rich.console import Console
     from rich.markup import escape

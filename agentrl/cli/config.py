@@ -1,4 +1,4 @@
-"""`agentrl config`: what can be written into a YAML file, and what it comes to."""
+"""`agentrl config`: inspect, diff and document run configurations."""
 
 from __future__ import annotations
 
@@ -10,19 +10,20 @@ import typer
 
 from agentrl.cli.options import Overrides, YamlFile, new_file
 
-app = typer.Typer(help="What can be written into a run's YAML file, and what it comes to.", no_args_is_help=True)
+app = typer.Typer(help="Inspect, diff and document run configurations.", no_args_is_help=True)
 
 
 @app.command("schema")
 def schema(
     out: Annotated[
-        Path | None, typer.Option("--out", "-o", help="Write it there instead of printing it.", show_default=False)
+        Path | None,
+        typer.Option("--out", "-o", help="Write to this file instead of printing.", show_default=False),
     ] = None,
 ) -> None:
-    """The JSON schema of the YAML file, for editors.
+    """Print the JSON schema of the YAML file, for editors.
 
     Put `# yaml-language-server: $schema=agentrl.schema.json` on the first line of a YAML file: editors that speak
-    the YAML language server then complete its keys and explain them.
+    the YAML language server then complete and explain its keys.
     """
     from agentrl.config.describe import json_schema
 
@@ -35,7 +36,7 @@ def schema(
 
 @app.command("show")
 def show(path: YamlFile, overrides: Overrides = []) -> None:  # noqa: B006
-    """The whole configuration of a run, defaults included."""
+    """Print the whole configuration of a run, defaults included."""
     from agentrl.config import dump_config, load_config
 
     print(dump_config(load_config(path, overrides, check_paths=False)), end="")
@@ -44,9 +45,9 @@ def show(path: YamlFile, overrides: Overrides = []) -> None:  # noqa: B006
 @app.command("diff")
 def diff(
     old: Annotated[Path, typer.Argument(help="A YAML file.", show_default=False)],
-    new: Annotated[Path, typer.Argument(help="Another one.", show_default=False)],
+    new: Annotated[Path, typer.Argument(help="The YAML file to compare it with.", show_default=False)],
 ) -> None:
-    """What differs between two runs, defaults included."""
+    """Print what differs between two configurations, defaults included."""
     from agentrl.config import config_diff, load_config
 
     changes = config_diff(load_config(old, check_paths=False), load_config(new, check_paths=False))

@@ -1,4 +1,4 @@
-"""`agentrl eval`: play tasks with a checkpoint or a model behind an endpoint, and compare such evaluations."""
+"""`agentrl eval`: evaluate a checkpoint or a model behind an endpoint, and compare evaluations."""
 
 from __future__ import annotations
 
@@ -37,13 +37,17 @@ Target = Annotated[
 ]
 EnvName = Annotated[
     str | None,
-    typer.Option(help="Another env: `module:Class` or `file.py:Class`. [default: the run's]", show_default=False),
+    typer.Option(
+        help="Env to use instead: `module:Class` or `file.py:Class`. [default: the run's]", show_default=False
+    ),
 ]
 Tasks = Annotated[
     int | None,
-    typer.Option(min=1, help="How many tasks. [default: eval.tasks of the run]", show_default=False),
+    typer.Option(min=1, help="Number of tasks. [default: eval.tasks of the run]", show_default=False),
 ]
-Attempts = Annotated[int, typer.Option("--attempts", "-k", min=1, help="Episodes of each task: pass@k, pass^k.")]
+Attempts = Annotated[
+    int, typer.Option("--attempts", "-k", min=1, help="Episodes per task, for pass@k and pass^k.")
+]
 Temperature = Annotated[
     float | None,
     typer.Option(
@@ -54,23 +58,31 @@ Temperature = Annotated[
 ]
 TopP = Annotated[
     float | None,
-    typer.Option(max=1.0, help="Draw among the fewest tokens of this probability together.", show_default=False),
+    typer.Option(
+        max=1.0, help="Sample from the most likely tokens that together have this probability.", show_default=False
+    ),
 ]
-TopK = Annotated[int | None, typer.Option(min=1, help="Draw among so many tokens.", show_default=False)]
+TopK = Annotated[
+    int | None, typer.Option(min=1, help="Sample from this many of the most likely tokens.", show_default=False)
+]
 MinP = Annotated[
     float | None,
     typer.Option(
-        min=0.0, max=1.0, help="Draw among tokens with this share of the largest probability.", show_default=False
+        min=0.0,
+        max=1.0,
+        help="Sample from tokens with at least this share of the largest probability.",
+        show_default=False,
     ),
 ]
 Concurrency = Annotated[
     int | None,
-    typer.Option(min=1, help="Episodes at once. [default: 16 for an endpoint, else engine.max_slots]"),
+    typer.Option(min=1, help="Concurrent episodes. [default: 16 for an endpoint, else engine.max_slots]"),
 ]
 BaseUrl = Annotated[
     str | None,
     typer.Option(
-        help="An OpenAI-compatible endpoint that plays instead, e.g. http://127.0.0.1:8000/v1.", show_default=False
+        help="Evaluate the model behind this OpenAI-compatible endpoint, e.g. http://127.0.0.1:8000/v1.",
+        show_default=False,
     ),
 ]
 ApiKeyEnv = Annotated[
@@ -79,22 +91,22 @@ ApiKeyEnv = Annotated[
 Request = Annotated[
     list[str],
     typer.Option(
-        metavar="KEY=VALUE", help="Another field of each request, e.g. reasoning_effort=low.", show_default=False
+        metavar="KEY=VALUE", help="Extra field for each request, e.g. reasoning_effort=low.", show_default=False
     ),
 ]
-Price = Annotated[float | None, typer.Option(min=0.0, help="Dollars for a million tokens.", show_default=False)]
+Price = Annotated[float | None, typer.Option(min=0.0, help="Dollars per million tokens.", show_default=False)]
 Minimum = Annotated[
     list[str],
     typer.Option(
         "--min",
         metavar="NAME=VALUE",
-        help="Exit with 1 where `solved`, `reward`, `reward/NAME`, `pass@K` or `pass^K` stays below.",
+        help="Exit with 1 if `solved`, `reward`, `reward/NAME`, `pass@K` or `pass^K` is below this.",
         show_default=False,
     ),
 ]
 Compare = Annotated[
     tuple[Path, Path] | None,
-    typer.Option(metavar="A B", help="Play nothing: compare two evaluations task by task.", show_default=False),
+    typer.Option(metavar="A B", help="Compare two finished evaluations task by task.", show_default=False),
 ]
 
 
@@ -102,7 +114,7 @@ def evaluate(
     target: Target = None,
     env: EnvName = None,
     tasks: Tasks = None,
-    split: Annotated[Split, typer.Option(help="Which tasks.")] = Split.HELD_OUT,
+    split: Annotated[Split, typer.Option(help="Tasks to evaluate.")] = Split.HELD_OUT,
     attempts: Attempts = 1,
     temperature: Temperature = None,
     top_p: TopP = None,
@@ -122,16 +134,16 @@ def evaluate(
     compare: Compare = None,
     out: Annotated[
         Path | None,
-        typer.Option(
-            help="Folder of the evaluation. [default: RUN/eval/..., or runs/eval/...]", show_default=False
-        ),
+        typer.Option(help="Folder for the results. [default: RUN/eval/..., or runs/eval/...]", show_default=False),
     ] = None,
-    fresh: Annotated[bool, typer.Option("--fresh", help="Play everything anew, also what is done.")] = False,
+    fresh: Annotated[
+        bool, typer.Option("--fresh", help="Start over, even if some episodes are already done.")
+    ] = False,
     overrides: PlayOverrides = [],  # noqa: B006
 ) -> None:
-    """Play tasks with a trained policy, or any model behind an endpoint, and say how many it solves.
+    """Evaluate a trained policy, or any model behind an endpoint, on the tasks of an env.
 
-    The same command again goes on where it was stopped.
+    Run the same command again to resume.
     """
     from rich.console import Console
 

@@ -30,23 +30,23 @@ def export(
         typer.Option(help="openai: chat rows as JSON lines; hf: the same as parquet; jsonl: the whole records."),
     ] = Format.OPENAI,
     out: Annotated[
-        Path | None, typer.Option("--out", help="The file; standard output otherwise.", show_default=False)
+        Path | None, typer.Option("--out", help="File to write. [default: stdout]", show_default=False)
     ] = None,
     steps: Annotated[
-        str, typer.Option(metavar="FROM:TO", help="Only these steps, e.g. 80: or 10:20 or 90.", show_default=False)
+        str, typer.Option(metavar="FROM:TO", help="Steps to export, e.g. 80: or 10:20 or 90.", show_default=False)
     ] = "",
     min_reward: Annotated[
         float | None, typer.Option(help="Only episodes with at least this reward.", show_default=False)
     ] = None,
     solved: Annotated[bool, typer.Option("--solved", help="Only solved episodes.")] = False,
     malformed: Annotated[
-        bool, typer.Option("--malformed", help="Also episodes with a call that cannot be read or is invalid.")
+        bool, typer.Option("--malformed", help="Include episodes with malformed or invalid calls.")
     ] = False,
     baselines: Annotated[
-        bool, typer.Option("--baselines", help="Also the greedy episodes that advantage `remax` compares with.")
+        bool, typer.Option("--baselines", help="Include the greedy baseline episodes of advantage `remax`.")
     ] = False,
 ) -> None:
-    """Write episodes as conversations for supervised fine-tuning; tools included."""
+    """Export episodes as conversations for supervised fine-tuning, tools included."""
     from agentrl.errors import ConfigError
     from agentrl.eval.export import Selection
     from agentrl.eval.export import export as export_records

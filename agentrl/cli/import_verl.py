@@ -1,4 +1,4 @@
-"""`agentrl import-verl`: a verl configuration as one of ours, and what became of each key."""
+"""`agentrl import-verl`: translate a verl configuration and report what became of each key."""
 
 from __future__ import annotations
 
@@ -12,13 +12,15 @@ import typer
 def import_verl(
     source: Annotated[
         Path,
-        typer.Argument(metavar="FILE", help="A YAML file, or a script that sets key=value.", show_default=False),
+        typer.Argument(
+            metavar="FILE", help="A YAML file, or a shell script that sets key=value.", show_default=False
+        ),
     ],
     out: Annotated[
-        Path | None, typer.Option("--out", help="Where the YAML goes; standard output otherwise.")
+        Path | None, typer.Option("--out", help="File to write the YAML to. [default: stdout]", show_default=False)
     ] = None,
 ) -> None:
-    """Turn a verl configuration into a tools.yaml; standard error says what became of each key."""
+    """Translate a verl configuration into a tools.yaml; stderr reports what became of each key."""
     from io import StringIO
 
     from ruamel.yaml import YAML
@@ -27,7 +29,7 @@ def import_verl(
     from agentrl.import_verl import import_verl as translate
 
     if out is not None and out.exists():
-        raise ConfigError(f"{out}: is there already; nothing was changed, choose another name")
+        raise ConfigError(f"{out}: already exists; nothing was changed, choose another name")
     if out is not None and not out.absolute().parent.is_dir():
         raise ConfigError(f"{out}: there is no folder {out.parent}; make it first, or choose another place")
     imported = translate(source)

@@ -10,9 +10,11 @@ import typer
 
 
 def new(
-    folder: Annotated[Path, typer.Argument(metavar="FOLDER", help="Made if it is not there.", show_default=False)],
+    folder: Annotated[
+        Path, typer.Argument(metavar="FOLDER", help="Created if it does not exist.", show_default=False)
+    ],
 ) -> None:
-    """Start an environment of your own: env.py, tools.yaml, tests and a README that already pass and train."""
+    """Create an environment: env.py, tools.yaml, tests and a README, ready to train."""
     from importlib.resources import files
 
     from agentrl.errors import ConfigError

@@ -20,8 +20,8 @@ Overrides = Annotated[
     typer.Option(
         "--set",
         metavar="KEY=VALUE",
-        help="Change one value, e.g. `--set optim.lr=1e-5`. The value is read as YAML; a path is relative to the "
-        "current folder. May be given several times.",
+        help="Override one value, e.g. `--set optim.lr=1e-5`; `KEY=null` restores the default. Values are "
+        "parsed as YAML; paths are relative to the current folder. Repeatable.",
         show_default=False,
     ),
 ]
@@ -31,8 +31,7 @@ PlayOverrides = Annotated[
     typer.Option(
         "--set",
         metavar="KEY=VALUE",
-        help="Change one value, e.g. `--set engine.max_slots=64`; only those that say how the policy samples"
-        " and plays. May be given several times.",
+        help="Override one value, e.g. `--set engine.max_slots=64`; only keys that affect sampling. Repeatable.",
         show_default=False,
     ),
 ]
@@ -70,7 +69,7 @@ def new_file(path: Path, *, overwrite: bool = False) -> Path:
         if path.is_dir():
             raise ConfigError(f"{path}: is a folder; name a file in it")
         if path.exists() and not overwrite:
-            raise ConfigError(f"{path}: is there already; nothing was changed, choose another name")
+            raise ConfigError(f"{path}: already exists; nothing was changed, choose another name")
         if not path.parent.is_dir():
             raise ConfigError(f"{path}: there is no folder {path.parent}; make it first")
     except OSError as e:

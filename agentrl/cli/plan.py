@@ -1,4 +1,4 @@
-"""`agentrl plan`: what a run will cost and where it will run."""
+"""`agentrl plan`: estimate what a run will cost and where it will run."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ def plan(
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
     memory_gib: Annotated[
         float | None,
-        typer.Option("--memory", help="GiB of one GPU, for a machine that is not this one.", show_default=False),
+        typer.Option("--memory", help="GiB per GPU, to plan for another machine.", show_default=False),
     ] = None,
 ) -> None:
-    """Work out batches, memory, checkpoints and placement from the YAML and the model's config.json.
+    """Estimate batches, memory, checkpoints and placement from the YAML and the model's config.json.
 
-    Needs no weights and no GPU. Ends with what is likely to go wrong; the exit code is 2 where something will.
+    Needs no weights or GPU. Lists likely problems last; exits with 2 if the run would fail.
     """
     from agentrl.config import load_config
     from agentrl.preflight.plan import GIB, lines, make_plan

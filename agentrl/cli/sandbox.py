@@ -1,4 +1,4 @@
-"""`agentrl sandbox`: sandboxes for other machines."""
+"""`agentrl sandbox`: share this machine's sandboxes over the network."""
 
 from __future__ import annotations
 
@@ -7,32 +7,32 @@ from typing import Annotated
 
 import typer
 
-app = typer.Typer(help="Sandboxes for other machines.", no_args_is_help=True)
+app = typer.Typer(help="Share this machine's sandboxes over the network.", no_args_is_help=True)
 
 
 @app.callback()
 def group() -> None:
-    """Sandboxes for other machines."""
+    """Share this machine's sandboxes over the network."""
 
 
 @app.command("serve")
 def serve(
     token_file: Annotated[
-        Path, typer.Argument(help="File with the token that clients send; nobody else may read it.")
+        Path, typer.Argument(help="File with the token that clients must send; readable only by you.")
     ],
     host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
-    port: Annotated[int, typer.Option(help="Port; 0 takes a free one.")] = 8750,
-    backend: Annotated[str, typer.Option(help="Which sandboxes: namespace, docker, landlock.")] = "namespace",
-    min_idle: Annotated[int, typer.Option(help="Sandboxes kept warm.")] = 2,
-    max_total: Annotated[int, typer.Option(help="Sandboxes at once.")] = 256,
+    port: Annotated[int, typer.Option(help="Port; 0 picks a free one.")] = 8750,
+    backend: Annotated[str, typer.Option(help="Sandbox back-end: namespace, docker or landlock.")] = "namespace",
+    min_idle: Annotated[int, typer.Option(help="Idle sandboxes to keep ready.")] = 2,
+    max_total: Annotated[int, typer.Option(help="Maximum number of sandboxes.")] = 256,
     limit: Annotated[
         list[str] | None,
-        typer.Option(help="The most that a client can ask for: memory_mb=1024, pids=256, network=true, ..."),
+        typer.Option(help="Maximum a client may request: memory_mb=1024, pids=256, network=true, ..."),
     ] = None,
 ) -> None:
-    """Serve sandboxes of this machine to others over HTTP, until Ctrl-C.
+    """Serve this machine's sandboxes over HTTP until Ctrl-C.
 
-    An env uses them with `Sandbox(backend="remote", ...)`.
+    Envs use them with `Sandbox(backend="remote", ...)`.
     """
     import asyncio
 

@@ -1,4 +1,4 @@
-"""`agentrl serve`: the policy of a run or a checkpoint behind an OpenAI-compatible endpoint."""
+"""`agentrl serve`: serve a policy through an OpenAI-compatible endpoint."""
 
 from __future__ import annotations
 
@@ -32,9 +32,9 @@ def serve(
         ),
     ],
     host: Annotated[
-        str, typer.Option(help="Address to listen on. Beyond this machine it needs --api-key-env.")
+        str, typer.Option(help="Address to listen on; any other than loopback requires --api-key-env.")
     ] = "127.0.0.1",
-    port: Annotated[int, typer.Option(min=0, max=65535, help="Port; 0 takes a free one.")] = 8000,
+    port: Annotated[int, typer.Option(min=0, max=65535, help="Port; 0 picks a free one.")] = 8000,
     api_key_env: Annotated[
         str | None,
         typer.Option(
@@ -45,29 +45,28 @@ def serve(
         list[str],
         typer.Option(
             "--model-name",
-            help="What clients call the model; the further ones are aliases. [default: the run's name]",
+            help="Model name for clients; repeat for aliases. [default: the run's name]",
             show_default=False,
         ),
     ] = [],  # noqa: B006
-    accept_any_model: Annotated[
-        bool, typer.Option("--accept-any-model", help="Answer whatever model a client names.")
-    ] = False,
+    accept_any_model: Annotated[bool, typer.Option("--accept-any-model", help="Accept any model name.")] = False,
     max_requests: Annotated[
-        int, typer.Option(min=1, help="Completions at once; more are told to come back (429).")
+        int, typer.Option(min=1, help="Maximum concurrent completions; further requests get 429.")
     ] = 256,
     memory_tokens: Annotated[
-        int, typer.Option(min=1, help="Tokens of past turns that are remembered to be continued exactly.")
+        int,
+        typer.Option(min=1, help="Tokens of past turns to keep, so that conversations continue token for token."),
     ] = 4_000_000,
     record: Annotated[
         Path | None,
         typer.Option(
-            help="Record episodes into this folder: POST /episodes opens one with an address and key of its own.",
+            help="Record episodes into this folder; POST /episodes opens one with its own URL and key.",
             show_default=False,
         ),
     ] = None,
     overrides: PlayOverrides = [],  # noqa: B006
 ) -> None:
-    """Serve a policy to anything that speaks the OpenAI API, with the tokens of its training, until Ctrl-C."""
+    """Serve a policy through an OpenAI-compatible API, with the exact tokens of its training, until Ctrl-C."""
     from agentrl.extras import require
 
     require("serve", "agentrl serve")

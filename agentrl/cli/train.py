@@ -1,4 +1,4 @@
-"""`agentrl train`: run a YAML file, or go on with it."""
+"""`agentrl train`: train a policy, or resume its training."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ def train(
         Path | None, typer.Option("--run-dir", help="The run folder. [default: runs/NAME]", show_default=False)
     ] = None,
     fresh: Annotated[
-        bool, typer.Option("--fresh", help="Start over; an earlier run of this name is kept beside the new one.")
+        bool, typer.Option("--fresh", help="Start over; an earlier run of this name is renamed and kept.")
     ] = False,
 ) -> None:
-    """Train a policy; the same command again resumes.
+    """Train a policy; run the same command again to resume.
 
-    Ctrl-C saves and leaves; a second one aborts.
+    Ctrl-C saves a checkpoint and exits; a second Ctrl-C aborts.
     """
     from agentrl.config import load_config
     from agentrl.extras import require

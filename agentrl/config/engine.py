@@ -30,26 +30,26 @@ class ServerConfig(Section):
     urls: list[str] = Field(default_factory=list)
     """Servers that run already, as `http://host:port`; empty: the run starts its own and ends them."""
     replicas: Annotated[Positive, NeverWith("urls")] = 1
-    """Servers that are started; requests are spread over them."""
+    """Number of servers to start; requests are spread over them."""
     tensor_parallel: Positive = 1
-    """GPUs that the model of one server is split over."""
+    """GPUs per server."""
     gpu_memory_utilization: Annotated[Annotated[float, Field(gt=0, lt=1)] | None, NeverWith("urls")] = None
-    """Share of a GPU's memory for weights and KV cache; the server's own default where nothing is given."""
+    """Share of a GPU's memory for weights and KV cache; the server's own default if unset."""
     launch: Annotated[Literal["process", "ray"], NeverWith("urls")] = "process"
     """Start the servers as child processes of the run, or as actors on the run's Ray cluster (`ray`), whose nodes
     must see the model's directory."""
     python: Annotated[str | None, PathTo("file"), NeverWith("urls")] = None
-    """Python of the environment that the server is installed in; this one's where nothing is given."""
+    """Python of the environment with the server installed; by default the run's own."""
     args: Annotated[list[str], NeverWith("urls")] = Field(default_factory=list)
     """More arguments for the server's command line."""
     environment: Annotated[dict[str, str], NeverWith("urls")] = Field(default_factory=dict)
     """More environment variables for the server."""
     start_timeout_s: Seconds = 600.0
-    """How long a server may take until it answers."""
+    """How long a server may take to start."""
     request_timeout_s: Seconds = 1200.0
     """How long one completion, or taking new weights, may take before the server counts as lost."""
     health_every_s: Seconds = 15.0
-    """How often a server from which nothing comes is asked whether it lives."""
+    """Interval of health checks while a server is silent."""
     restarts: Count = 3
     """How often a lost server is started again (or waited for) before it has answered anything."""
     sync_folder: Annotated[str | None, OnlyWhen("sync", "disk", "lora")] = None
@@ -57,7 +57,7 @@ class ServerConfig(Section):
     bucket_mb: Annotated[Positive, OnlyWhen("sync", "tensor", "broadcast")] = 512
     """Megabytes of weights in flight at once."""
     sleep: Annotated[bool, UnusedBy("eval", "serve")] = False
-    """Free the servers' GPU memory while the learner works on the same GPU."""
+    """Free the servers' GPU memory during the update, for a learner on the same GPU."""
 
     @field_validator("urls")
     @classmethod

@@ -57,7 +57,7 @@ class TinyModel(Section):
 
 
 class ModelConfig(Section):
-    """Which policy is trained: a Hugging Face directory, or a tiny model made on the spot."""
+    """Which policy is trained: a Hugging Face directory, or a tiny model created for the run."""
 
     path: Annotated[str | None, PathTo("folder", hub=True)] = None
     """Directory with config.json, weights, tokenizer.json and a chat template, relative to the YAML file; or a
@@ -82,7 +82,7 @@ class ModelConfig(Section):
 
 
 class EnvConfig(Section):
-    """Which environment is played."""
+    """Which environment the run uses."""
 
     use: Annotated[str, NamesCode("class")]
     """`module:Class` or `path/to/file.py:Class`; a path is relative to the YAML file."""
@@ -107,7 +107,7 @@ class AgentConfig(Section):
     cwd: Annotated[str | None, PathTo("folder"), OnlyWith("command")] = None
     """Folder in which the command runs; the current one by default."""
     max_running: Positive = 64
-    """Episodes that are played at the same time."""
+    """Maximum concurrent episodes."""
     crash: Literal["infra", "score"] = "score"
     """A program that raises or exits with a code other than 0 after the policy has answered: the episode is scored
     as it stands, or lost and played again. What the policy wrote can crash a program, so `infra` lets it have
@@ -165,23 +165,23 @@ class WarmupConfig(Section):
     num: Annotated[Positive, NeverWith("demonstrations")] = 600
     """Number of demonstration episodes."""
     max_epochs: Positive = 16
-    """Passes over the demonstrations at most."""
+    """Maximum passes over the demonstrations."""
     until_pass: Fraction = 0.9
-    """Share of probed training tasks solved by at least one of `probe_samples` episodes, at which it ends."""
+    """End the cold start once this fraction of probed tasks is solved in one of `probe_samples` episodes."""
     anneal_epochs: Count = 0
-    """Passes that follow at a falling learning rate; the last of `max_epochs` where it is never reached."""
+    """Further passes at a falling learning rate; the last of `max_epochs` if `until_pass` is never reached."""
     at_least: Fraction = 0.3
-    """The same share below which the run stops after the cold start: there would be too little to reinforce."""
+    """Stop the run if the fraction is below this after the cold start: too little to reinforce."""
     probe_every: Positive = 50
-    """Supervised steps between two looks."""
+    """Supervised steps between probes."""
     probe_tasks: Positive = 32
-    """Training tasks played at each look."""
+    """Training tasks per probe."""
     probe_samples: Positive = 8
-    """Episodes of each, sampled as in training."""
+    """Episodes per probed task, sampled as in training."""
     lr: Annotated[float, Field(gt=0)] = 1e-3
     """Learning rate: reached in 20 steps, then held until the anneal."""
     batch_episodes: Positive = 16
-    """Demonstrations in one optimizer step."""
+    """Demonstrations per optimizer step."""
 
     @model_validator(mode="after")
     def _anneal_fits(self) -> Self:
@@ -193,20 +193,20 @@ class WarmupConfig(Section):
 
 
 class RolloutConfig(Section):
-    """How episodes are played."""
+    """How episodes are sampled."""
 
     groups_per_step: Annotated[int, Field(gt=0, le=65_536)] = 32
-    """Tasks in one optimizer step."""
+    """Tasks per step."""
     group_size: Annotated[int, Field(gt=0, le=65_536)] = 8
-    """Episodes of each task; their rewards are compared with one another."""
+    """Episodes per task; their rewards are compared with one another."""
     temperature: Annotated[float, Field(gt=0)] = 1.0
     """Sampling temperature; the learner scales its logits by the same."""
     max_turns: Positive = 8
-    """Completions in one episode at most."""
+    """Maximum completions per episode."""
     max_tokens: Positive = 256
-    """Tokens in one completion at most."""
+    """Maximum tokens per completion."""
     token_budget: Positive = 4096
-    """Tokens of the whole episode (prompt, completions and observations) at most."""
+    """Maximum tokens of the whole episode: prompt, completions and observations."""
     timeout_s: Annotated[float, Field(gt=0)] = 300.0
     """Wall-clock limit of one episode."""
     tokenization_check: Literal["strict", "ignore_strippable", "disable"] = "ignore_strippable"
@@ -218,9 +218,9 @@ class RolloutConfig(Section):
     overlong_penalty: Annotated[float, Field(gt=0), OnlyWhen("overlong", "penalise")] = 0.5
     """Subtracted from the reward of such an episode; logged as the reward `overlong`."""
     refill_zero_signal: Count = 0
-    """Groups a step may play beyond `groups_per_step`, in place of such whose episodes all scored the same."""
+    """Maximum number of zero-variance groups per step that are replaced by new ones."""
     infra_retries: Count = 2
-    """How often one place in a group is refilled after infrastructure failures before the run stops."""
+    """Retries per episode after infrastructure failures before the run stops."""
     redrawn_stop_above: Fraction | None = 0.1
     """Share of the last 1,000 episodes lost to the infrastructure (and played again) above which the run stops,
     once there are 20 of them: what trains then are the survivors. `null` never stops."""
@@ -234,7 +234,7 @@ class RolloutConfig(Section):
     """Groups under way at most beyond those of the next step; by default `max_staleness` steps of them. Fewer are
     fresher, and let quick groups go before slow ones (over-sampling; what is left over is trained later)."""
     workers: Annotated[Count, NeverWith("agent")] = 0
-    """Ray actors that play the episodes, so that tokenising, tools and rewards use more cores than one; 0 plays
+    """Ray actors that play the episodes, so that tokenization, tools and rewards use more than one core; 0 plays
     them in the process that trains. One that dies is replaced, its episodes are played again."""
     note_after_s: Annotated[float, Field(gt=0)] = 120.0
     """How long a step waits for episodes before a note names the oldest one and where it waits."""
@@ -277,7 +277,7 @@ class OptimConfig(Section):
 
 
 class LoRAConfig(Section):
-    """Train small matrices beside the frozen ones; the reference is the policy without them."""
+    """Train small matrices next to the frozen ones; the reference is the policy without them."""
 
     rank: Positive = 16
     """Inner size of the matrices."""
@@ -314,7 +314,7 @@ class LearnerConfig(Section):
     """Ray workers of the reference's own, each with a shard of it; 0 keeps it beside the policy, on its ranks.
     With ranks of its own the policy is on Ray as well, whatever its number of ranks."""
     precision: Literal["float32", "bfloat16"] = "float32"
-    """What is computed in; parameters, gradient sums and optimiser are float32 either way."""
+    """What is computed in; parameters, gradient sums and optimizer are float32 either way."""
     attention: Annotated[Literal["auto", "sdpa", "flex", "flash"], MayChangeOnResume()] = "auto"
     """PyTorch's `sdpa`; its `flex` attention, on GPUs; or `flash`, the package flash-attn, on GPUs in bfloat16.
     `auto` is `sdpa` on a CPU, and on a GPU `flash` where that works, else `flex`, else `sdpa`."""
@@ -323,7 +323,7 @@ class LearnerConfig(Section):
     offload_activations: Annotated[bool, MayChangeOnResume(), NeverWhen("device", "cpu")] = False
     """Keep what the backward pass needs in host memory meanwhile; for GPUs."""
     cpu_offload: Annotated[bool, MayChangeOnResume(), NeverWhen("device", "cpu")] = False
-    """Keep parameters, gradients and optimiser state in host memory, and update there; for GPUs."""
+    """Keep parameters, gradients and optimizer state in host memory, and update there; for GPUs."""
     lora: LoRAConfig | None = None
     """Train adapters instead of the whole model."""
 
@@ -379,7 +379,7 @@ class CheckpointConfig(Section):
     best: bool = True
     """Keep the checkpoint with the best held-out score as well; `checkpoints/best` points at it."""
     background: bool = True
-    """Write beside the next steps, from a copy in host memory; else the run waits until it is written."""
+    """Write during the next steps, from a copy in host memory; otherwise the run waits for the write."""
 
 
 class RunConfig(Section):

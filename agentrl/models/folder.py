@@ -67,7 +67,7 @@ def load_causal_lm(directory: Path, where: str, *, dtype: torch.dtype, attention
         )
     except (OSError, ValueError, KeyError, RuntimeError, AttributeError, TypeError, SafetensorError) as e:
         why = " ".join(str(e).split())[:300]
-        raise ConfigError(f"cannot load a causal language model from {where}: {why}") from e
+        raise ConfigError(f"{where}: cannot load a causal language model: {why}") from e
     finally:
         if bars:
             logging.enable_progress_bar()  # type: ignore[no-untyped-call]

@@ -55,9 +55,9 @@ def run(**given: Any) -> RunConfig:
             r"critic.aggregation_scale is missing",
         ),
         ({"eval": {"attempts": 4}}, r"eval.attempts is 4, and greedy episodes of one task are all the same"),
-        ({"eval": {"top_p": 0.9}}, r"eval.top_p has no effect while eval.temperature is 0"),
-        ({"eval": {"top_k": 5}}, r"eval.top_k has no effect while eval.temperature is 0"),
-        ({"eval": {"min_p": 0.1}}, r"eval.min_p has no effect while eval.temperature is 0"),
+        ({"eval": {"top_p": 0.9}}, r"top_p has no effect while temperature is 0"),
+        ({"eval": {"top_k": 5}}, r"top_k has no effect while temperature is 0"),
+        ({"eval": {"min_p": 0.1}}, r"min_p has no effect while temperature is 0"),
         (
             {"eval": {"temperature": 0.6, "top_k": 5}, "agent": {"command": ["true"]}},
             r"eval.top_p, eval.top_k and eval.min_p do not reach the completions of an `agent`",
