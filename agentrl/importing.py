@@ -7,12 +7,12 @@ import importlib
 import importlib.util
 import re
 import sys
-from difflib import get_close_matches
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 from agentrl.errors import ConfigError
+from agentrl.suggest import did_you_mean
 
 
 def load_object(spec: str, *, base: Path | None = None) -> Any:
@@ -32,9 +32,8 @@ def load_object(spec: str, *, base: Path | None = None) -> Any:
     for part in name.split("."):
         if not hasattr(found, part):
             names = [n for n in vars(found) if not n.startswith("_")]
-            near = get_close_matches(part, names, 1)
-            hint = f"; did you mean {near[0]!r}?" if near else f"; it has: {', '.join(sorted(names)[:12])}"
-            raise ConfigError(f"{spec!r}: {module_name} has no {part!r}{hint}")
+            hint = did_you_mean(part, names, otherwise=f"it has: {', '.join(sorted(names)[:12])}")
+            raise ConfigError(f"{spec!r}: {module_name} has no {part!r}; {hint}")
         found = getattr(found, part)
     return found
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal, Self
 
@@ -13,6 +12,7 @@ from agentrl.config.algorithm import is_own
 from agentrl.config.facts import NamesCode, NeverWhen, NeverWith, OnlyWhen, PathTo, UnusedBy
 from agentrl.config.section import Count, Device, Positive, Section
 from agentrl.gpu import gpus_here
+from agentrl.suggest import did_you_mean
 
 Seconds = Annotated[float, Field(gt=0)]
 Sync = Literal["disk", "tensor", "broadcast", "lora"]
@@ -101,8 +101,8 @@ class EngineConfig(Section):
         known = ["local", *SERVERS]
         if kind in known or is_own(kind):
             return kind
-        near = difflib.get_close_matches(kind, known, 1, cutoff=0.5)
-        hint = f"; did you mean {near[0]!r}?" if near else ""
+        near = did_you_mean(kind, known, cutoff=0.5)
+        hint = f"; {near}" if near else ""
         raise ValueError(f"must be one of {', '.join(known)}, or `module:Name`, got {kind!r}{hint}")
 
     @model_validator(mode="after")

@@ -21,6 +21,7 @@ from agentrl.engine.servers.pool import Host
 from agentrl.engine.servers.weight_sync import AdapterSync, BroadcastSync, DiskSync, TensorSync, WeightSync
 from agentrl.errors import ConfigError
 from agentrl.models.device import pick_device
+from agentrl.models.folder import check_model_folder
 
 
 async def open_served(config: EngineConfig, model: Path, lora: LoRAConfig | None, ray: str | None) -> ServedEngine:
@@ -31,8 +32,7 @@ async def open_served(config: EngineConfig, model: Path, lora: LoRAConfig | None
         config = config.model_copy(update={"sync": "auto"})
     if lora is not None:  # what the servers would refuse later
         KINDS[config.kind].adapters(config, lora, model, None)
-    if not (model / "config.json").is_file():
-        raise ConfigError(f"{model} has no config.json, so it is not a Hugging Face model directory")
+    check_model_folder(model, f"model directory {str(model)!r}")
     scratch = ScratchFolder()
     server = config.server
     cluster = RayCluster(ray) if server.launch == "ray" else None
