@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import os
 import signal
+import sys
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -84,6 +85,8 @@ def serve(
         fingerprint=f"fp_{policy.digest}",
     )
     quiet_transformers()
+    if told := _about_tools(policy.renderer):
+        print(told, file=sys.stderr, flush=True)
     if record is not None:
         asyncio.run(_record(policy, key, host, port, record))
         return
@@ -136,6 +139,18 @@ def _find(target: Path, overrides: list[str]) -> _Policy:
     renderer = Renderer.from_directory(target)
     name = target.absolute().name if named == target else str(named)
     return _Policy(name, target, renderer, engine, _digest(target, renderer))
+
+
+def _about_tools(renderer: Renderer) -> str:
+    """What clients that send tools should know of the chat template; empty where their calls are read."""
+    from agentrl.chat.proof import prove
+    from agentrl.errors import TemplateError
+
+    try:
+        prove(renderer).require(tools=True)
+    except TemplateError as e:
+        return f"note: tools of clients will not work: {e}"
+    return ""
 
 
 def _digest(directory: Path, renderer: Renderer) -> str:

@@ -12,7 +12,9 @@ from pathlib import Path
 import httpx
 import pytest
 
+from agentrl.chat.template import Renderer
 from agentrl.cli import main
+from agentrl.cli.serve import _about_tools
 from agentrl.config.run import TinyModel
 from agentrl.models.tiny import make_tiny_model
 from tests.serve.serve_kit import CORPUS
@@ -76,6 +78,18 @@ def test_what_cannot_be_is_told_in_one_line(
     assert left.value.code == 2
     assert told in err
     assert len(err.splitlines()) == 1
+
+
+def test_calls_that_the_parser_cannot_read_are_said_before_anything_is_served(model: Path, tmp_path: Path):
+    assert _about_tools(Renderer.from_directory(model)) == ""
+    template = tmp_path / "odd.jinja"
+    source = (model / "chat_template.jinja").read_text()
+    template.write_text(source.replace("<tool_call>\\n", "!!CALL ").replace("\\n</tool_call>", " LLAC!!"))
+    told = _about_tools(Renderer.from_directory(model, template=str(template)))
+    assert told.startswith("note: tools of clients will not work: ")
+    assert "!!CALL" in told
+    template.write_text(source.replace("tools", "nothing"))
+    assert "ignores tools" in _about_tools(Renderer.from_directory(model, template=str(template)))
 
 
 def test_a_folder_that_is_neither_run_nor_model_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
