@@ -10,32 +10,28 @@ from __future__ import annotations
 import asyncio
 import random
 import warnings
-from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from agentrl.env.env import DeclaredReward, Env, StepInfo
+from agentrl.env.env import StepInfo
 from agentrl.env.images import returns_image
 from agentrl.env.mcp import McpConnection, McpServer, mcp_tools
-from agentrl.env.solved import SolvedAt, SolvedRule
 from agentrl.env.toolenv import toolbox
 from agentrl.env.toolenv.asked import asking
-from agentrl.env.toolenv.dispatch import BoundTool, CallOutcome, Mistake, call_function, run_call
+from agentrl.env.toolenv.calls import CallRunner, add_counts, answer
+from agentrl.env.toolenv.dispatch import BoundTool, call_function
 from agentrl.env.toolenv.held_back import HeldBack, acts_outside
 from agentrl.env.toolenv.observe import (
-    cut_content,
     error_text,
-    plain_text,
-    text_only,
     to_content,
 )
-from agentrl.env.toolenv.rewards import BadReward, Rewards, TurnView, check_group, check_number, weight_of
-from agentrl.env.toolenv.settings import ToolSettings
-from agentrl.env.toolenv.spec import ClassSpec, RewardSpec, class_spec, reserve_names, unknown_weights
+from agentrl.env.toolenv.rewards import TurnView
+from agentrl.env.toolenv.scoring import ScoredEnv
+from agentrl.env.toolenv.spec import class_spec, reserve_names
 from agentrl.env.toolenv.threads import CallTimeout, EpisodeThread, ToolRaised, current
-from agentrl.errors import ConfigError, EnvError, InfraError, JudgeError, RewardError, traceback_of
+from agentrl.errors import ConfigError, EnvError, InfraError, JudgeError, traceback_of
 from agentrl.sandbox import Box, Sandbox, pool_for
-from agentrl.types import CallRecord, Episode, Message, StopReason, Task, ToolCall
+from agentrl.types import Message, StopReason, Task
 
 HOOK_S = 2.0
 """How long an `on_timeout` may take."""
@@ -43,10 +39,9 @@ HOOK_S = 2.0
 Step = tuple[Sequence[Message], float, bool, bool, StepInfo]
 
 
-class ToolEnv(Env):
+class ToolEnv(ScoredEnv):
     """Base of environments written as typed methods; the docstring of the subclass is the system prompt."""
 
-    settings: ToolSettings = ToolSettings()
     sandbox: Sandbox | None = None
     """What `self.box` is: `sandbox = Sandbox(...)` on a class leases a fresh one for every episode."""
     box: Box
@@ -61,13 +56,10 @@ class ToolEnv(Env):
     """Seeded with the task's seed before `setup`: the only source of randomness an episode needs."""
 
     _pristine: dict[str, Any] | None = None
-    _open: bool = False
     _was_set_up: bool = False
     _leases: dict[Sandbox, Box]
     _connections: list[McpConnection]
     _toolboxes: list[Any]
-    _thread: EpisodeThread
-    _unweighted: dict[str, float]
 
     def __new__(cls, *args: Any, **kwargs: Any) -> ToolEnv:
         if (args or kwargs) and cls.__init__ is object.__init__:  # Python itself would let them pass
@@ -76,19 +68,14 @@ class ToolEnv(Env):
         env = super().__new__(cls)
         env._tools, env._leases, env._connections, env._toolboxes = None, {}, [], []
         env._turns = 0
-        env._num_calls = 0
+        env._calls = CallRunner()
         env._thread = EpisodeThread(env._interrupt)
         env._unweighted = {}
         return env
 
     _tools: dict[str, BoundTool] | None
     _turns: int
-    _num_calls: int
-
-    @classmethod
-    def spec(cls) -> ClassSpec:
-        """The declared tools, rewards and row arguments. Raises ConfigError where they cannot be used."""
-        return class_spec(cls)
+    _calls: CallRunner
 
     # What an author may write beside @tool and @reward.
 
@@ -136,30 +123,6 @@ class ToolEnv(Env):
     def row_problem(cls, row: Mapping[str, Any]) -> str:
         """Why a data row does not fit the arguments of `setup`; empty where it does."""
         return cls.spec().setup.problem(row) or ""
-
-    def configure(
-        self, settings: Mapping[str, Any], reward_weights: Mapping[str, float], solved_at: SolvedAt = None
-    ) -> None:
-        """Apply the settings, reward weights and `solved_at` of a run; see `Env.configure`."""
-        weights = {"reward_weights": reward_weights} if reward_weights else {}
-        if settings or weights:
-            self.settings = self.settings.changed({**settings, **weights})
-            self.check_weights()
-        super().configure({}, {}, solved_at)
-        if isinstance(solved_at, Mapping):
-            self.check_solved_at(solved_at)
-
-    def declared_rewards(self) -> Mapping[str, DeclaredReward]:
-        """The methods marked `@reward`, in the order of definition."""
-        weights = self.settings.reward_weights
-        return {r.name: DeclaredReward(r.mark.per, weight_of(r, weights)) for r in self.spec().rewards}
-
-    @property
-    def scores_groups(self) -> bool:
-        """Whether a reward per group is declared, or `score_group` overridden."""
-        return type(self).score_group is not ToolEnv.score_group or any(
-            reward.mark.per == "group" for reward in self.spec().rewards
-        )
 
     def outside_tools(self) -> Sequence[str]:
         """Tools of MCP servers, and those of toolboxes that say `outside = True`."""
@@ -211,19 +174,6 @@ class ToolEnv(Env):
         messages = [Message("system", text)] if text else []
         return [*messages, *self._opening(opening)], {}
 
-    def check_weights(self) -> None:
-        """Raises ConfigError when a weight of the run names no reward."""
-        unknown_weights(self.spec(), self.settings.reward_weights, f"reward weights of {type(self).__name__}")
-
-    def check_solved_at(self, thresholds: Mapping[str, float]) -> None:
-        """Raises ConfigError when a threshold of the run names no reward per episode."""
-        known = [name for name, reward in self.declared_rewards().items() if reward.per == "episode"]
-        if unknown := [name for name in thresholds if name not in known]:
-            raise ConfigError(
-                f"env.solved_at: {unknown[0]!r} is no reward per episode of {type(self).__name__}; "
-                f"they are: {', '.join(known) or 'none'}"
-            )
-
     async def prepare(self) -> None:
         """Acquire what the class declares (a sandbox, tool servers); runs before `setup`."""
         self._tools, self._toolboxes, self._connections = None, [], []  # toolboxes live as long as an episode
@@ -249,105 +199,36 @@ class ToolEnv(Env):
         Raises:
             InfraError: what the policy cannot cause.
         """
-        info, view = StepInfo(), list[Message]()
-        metrics: dict[str, float] = {}
-        penalties, fatal = 0.0, False
+        info = StepInfo()
         with self._on_thread():
-            outcomes = await self._run_calls(message.tool_calls)
-        mistakes: list[Mistake | str] = [o.outcome for o in outcomes if o.outcome not in ("ok", "not_run")]
-        records: list[CallRecord] = []
-        for outcome in outcomes:
-            content = outcome.content
-            if not self.reads_images:
-                content, left_out = text_only(content)
-                _add(metrics, {"images_left_out": 1.0} if left_out else {})
-            content, cut = cut_content(content, self.settings.observation_tokens, self.count_tokens)
-            if cut:
-                mistakes.append("output_truncated")
-            call = outcome.call
-            view.append(Message("tool", content, tool_call_id=call.id, name=call.name))
-            records.append(CallRecord(call, plain_text(content), outcome.outcome, outcome.seconds))
-            _add(metrics, outcome.metrics)
-        for error in message.parse_errors:
-            text, _ = cut_content(f"Error: {error}", self.settings.observation_tokens, self.count_tokens)
-            view.append(Message("tool", text))
-            mistakes.append("parse_error")
-        for mistake in mistakes:
-            _add(metrics, {mistake: 1.0})
-            policy = self.settings.mistakes.get(mistake, "observe")
-            penalties += self.settings.mistake_penalty if policy == "penalise" else 0.0
-            fatal |= policy == "terminate"
+            outcomes = await self._calls.run(message.tool_calls, self._bound(), self.settings, self._thread)
+        answers = answer(outcomes, message, self.settings, self.count_tokens, images=self.reads_images)
+        view, metrics = answers.view, answers.metrics
         if not outcomes and not message.parse_errors:
             view.extend(await self._ask_user(message))
             info.stop_reason = None if view else StopReason.ANSWERED
         elif any(o.stop for o in outcomes):
             info.stop_reason = StopReason.STOPPED_BY_TOOL
-        elif fatal:
+        elif answers.fatal:
             info.stop_reason = StopReason.TERMINATED
-        elif self._over_limit():
+        elif self._calls.over_limit(self.settings):
             info.stop_reason = StopReason.TOOL_CALL_LIMIT
         if self._thread.lost and info.stop_reason in (None, StopReason.TOOL_CALL_LIMIT):
             info.stop_reason = StopReason.TIMEOUT
-            _add(metrics, {"stuck_calls": 1.0})
+            add_counts(metrics, {"stuck_calls": 1.0})
         truncated = info.stop_reason in (StopReason.TOOL_CALL_LIMIT, StopReason.TIMEOUT)
         terminated = info.stop_reason is not None and not truncated
-        info.calls = tuple(records)
+        info.calls = answers.records
         turn = TurnView(self._turns, message, info.calls, tuple(view), terminated)
         info.faults = faults = dict[str, str]()
         earned = sum(self._earned(outcome, faults) for outcome in outcomes)
-        for name, part in (("reward/tools", earned), ("reward/mistakes", -penalties)):
+        for name, part in (("reward/tools", earned), ("reward/mistakes", -answers.penalty)):
             if part:
-                _add(metrics, {name: part})
-        reward = earned - penalties + await self._turn_rewards(turn, metrics, faults)
+                add_counts(metrics, {name: part})
+        reward = earned - answers.penalty + await self._turn_rewards(turn, metrics, faults)
         self._turns += 1
         info.metrics = metrics
         return view, reward, terminated, truncated, info
-
-    async def score(self, episode: Episode) -> Mapping[str, float]:
-        """Rewards of the episode by name, weighted.
-
-        Raises:
-            RewardError: one raised, ran out of time, or returned no finite number; the error holds the others.
-            InfraError: a judge cannot be reached.
-        """
-        return (await self._ask_all("episode", episode)).result()
-
-    def solved_rule(self) -> SolvedRule | None:
-        """`solved_at` where it is given, else what the rewards declare (see `agentrl.env.solved`)."""
-        return super().solved_rule() or self.spec().solved
-
-    def solved_verdict(self, rewards: Mapping[str, float], total: float) -> bool | None:
-        """As any env; parts are compared before their weights."""
-        return super().solved_verdict({**rewards, **self._unweighted}, total)
-
-    async def score_group(self, episodes: Sequence[Episode]) -> list[dict[str, float]]:
-        """Rewards per group: for each of the scored episodes of one task, weighted values by name.
-
-        The instance has what its `__init__` made, and was never set up.
-
-        Raises:
-            RewardError: as `score`, or there is not one number for each episode.
-            InfraError: a judge cannot be reached.
-        """
-        found: list[dict[str, float]] = [{} for _ in episodes]
-        rewards = Rewards(type(self).__name__, self.settings.reward_timeout_s)
-        for spec in self.spec().rewards:
-            if spec.mark.per == "group":
-                values = [0.0 for _ in episodes]
-
-                def read(value: Any, values: list[float] = values) -> Mapping[str, float]:
-                    values[:] = check_group(value, len(episodes))
-                    return {}
-
-                await self._ask_reward(rewards, spec, getattr(self, spec.attribute), episodes, read)
-                weight = weight_of(spec, self.settings.reward_weights)
-                for parts, value in zip(found, values, strict=True):
-                    parts[spec.name] = weight * value
-        if not self._open:
-            await self._thread.close()
-        if rewards.faults:
-            raise RewardError(rewards.faults, found)
-        return found
 
     async def close(self) -> None:
         """Run `teardown` once; idempotent."""
@@ -386,15 +267,6 @@ class ToolEnv(Env):
     def _plain_system(self) -> bool:
         """Whether `system` is ours, so that it needs no thread."""
         return type(self).system.__module__.startswith("agentrl.env.")
-
-    @contextmanager
-    def _on_thread(self) -> Iterator[None]:
-        """Inside, plain functions run on the thread of this episode."""
-        token = current.set(self._thread)
-        try:
-            yield
-        finally:
-            current.reset(token)
 
     async def _interrupt(self, name: str) -> bool:
         """Ask the `on_timeout` of env and toolboxes to end the method of this name; whether there is any."""
@@ -458,7 +330,7 @@ class ToolEnv(Env):
             self.__dict__.clear()
             self.__dict__.update(pristine | run)
             self._pristine = pristine
-        self._turns = self._num_calls = 0
+        self._turns, self._calls = 0, CallRunner()
         self._leases, self._unweighted = {}, {}
 
     def _opening(self, opening: Any) -> list[Message]:
@@ -496,103 +368,5 @@ class ToolEnv(Env):
         except TypeError as e:
             raise EnvError(f"{type(self).__name__}.respond: {e}") from None
 
-    def _over_limit(self) -> bool:
-        limit = self.settings.max_tool_calls
-        return limit is not None and self._num_calls > limit
-
-    async def _run_calls(self, calls: Sequence[ToolCall]) -> list[CallOutcome]:
-        """Run the calls in order; neighbours whose tools are parallel at the same time; all are answered."""
-        outcomes: list[CallOutcome] = []
-        position = 0
-        while position < len(calls):
-            batch = self._next_batch(calls, position)
-            position += len(batch)
-            if any(o.stop for o in outcomes):
-                outcomes += [CallOutcome(c, "Not run: the episode has ended.", "not_run") for c in batch]
-            elif len(batch) == 1:
-                outcomes.append(await self._run_one(batch[0], len(outcomes)))
-            else:
-                numbers = range(len(outcomes), len(outcomes) + len(batch))
-                outcomes += await _together([self._run_one(c, n) for c, n in zip(batch, numbers, strict=True)])
-        return outcomes
-
-    def _next_batch(self, calls: Sequence[ToolCall], start: int) -> Sequence[ToolCall]:
-        tools, end = self._bound(), start
-        while end < len(calls) and (bound := tools.get(calls[end].name)) is not None and bound.parallel:
-            end += 1
-        return calls[start : max(end, start + 1)]
-
-    async def _run_one(self, call: ToolCall, position: int) -> CallOutcome:
-        self._num_calls += 1
-        if position >= self.settings.max_calls_per_turn:
-            text = f"Error: not run: more than {self.settings.max_calls_per_turn} calls in one message"
-            return CallOutcome(call, text, "too_many_calls")
-        if self._over_limit():
-            text = f"Error: not run: more than {self.settings.max_tool_calls} calls in this episode"
-            return CallOutcome(call, text, "too_many_calls")
-        if await self._thread.held():
-            text = f"Error: not run: {self._thread.lost} ran out of time and could not be ended"
-            return CallOutcome(call, text, "tool_timeout")
-        return await run_call(self._bound(), call, self.settings.tool_timeout_s)
-
-    def _earned(self, outcome: CallOutcome, faults: dict[str, str]) -> float:
-        """What the tool gave for this call; 0 where that is no number."""
-        try:
-            return 0.0 if outcome.reward is None else check_number(outcome.reward)
-        except BadReward as e:
-            faults[outcome.call.name] = f"reward of tool {outcome.call.name!r} of {type(self).__name__}: it {e}"
-            return 0.0
-
-    async def _turn_rewards(self, turn: TurnView, metrics: dict[str, float], faults: dict[str, str]) -> float:
-        rewards = await self._ask_all("turn", turn)
-        faults.update(rewards.faults)
-        _add(metrics, {f"reward/{name}": value for name, value in rewards.values.items()})
-        return sum(rewards.values.values())
-
-    async def _ask_all(self, per: str, argument: Any) -> Rewards:
-        rewards = Rewards(type(self).__name__, self.settings.reward_timeout_s)
-        for spec in self.spec().rewards:
-            if spec.mark.per == per:
-                weight, name = weight_of(spec, self.settings.reward_weights), spec.name
-
-                def read(value: Any, weight: float = weight, name: str = name) -> Mapping[str, float]:
-                    number = check_number(value)
-                    if per == "episode":
-                        self._unweighted[name] = number
-                    return {name: weight * number}
-
-                await self._ask_reward(rewards, spec, getattr(self, spec.attribute), argument, read)
-        return rewards
-
-    async def _ask_reward(
-        self,
-        rewards: Rewards,
-        spec: RewardSpec,
-        function: Callable[..., Any],
-        argument: Any,
-        read: Callable[[Any], Mapping[str, float]],
-    ) -> None:
-        """Ask one reward on the thread of the episode; see `Rewards.ask`."""
-        await self._thread.held()
-        with self._on_thread():
-            await rewards.ask(spec, function, argument, read)
-
 
 reserve_names(ToolEnv)
-
-
-def _add(metrics: dict[str, float], more: Mapping[str, float]) -> None:
-    for name, value in more.items():
-        metrics[name] = metrics.get(name, 0.0) + value
-
-
-async def _together(calls: Sequence[Awaitable[CallOutcome]]) -> list[CallOutcome]:
-    """Run them at the same time; where one fails, stop the others and raise its error as it is."""
-    tasks = [asyncio.ensure_future(call) for call in calls]
-    try:
-        return await asyncio.gather(*tasks)
-    except BaseException:
-        for task in tasks:
-            task.cancel()
-        await asyncio.wait(tasks)
-        raise

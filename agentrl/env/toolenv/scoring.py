@@ -1,0 +1,166 @@
+"""How a ToolEnv is scored: its `@reward` methods, asked on the thread of the episode, weighted and checked."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+from agentrl.env.env import DeclaredReward, Env
+from agentrl.env.solved import SolvedAt, SolvedRule
+from agentrl.env.toolenv.calls import add_counts
+from agentrl.env.toolenv.dispatch import CallOutcome
+from agentrl.env.toolenv.rewards import BadReward, Rewards, TurnView, check_group, check_number, weight_of
+from agentrl.env.toolenv.settings import ToolSettings
+from agentrl.env.toolenv.spec import ClassSpec, RewardSpec, class_spec, unknown_weights
+from agentrl.env.toolenv.threads import EpisodeThread, current
+from agentrl.errors import ConfigError, RewardError
+from agentrl.types import Episode
+
+
+class ScoredEnv(Env):
+    """The part of `ToolEnv` that declares and asks rewards."""
+
+    settings: ToolSettings = ToolSettings()
+    _open: bool = False
+    _thread: EpisodeThread
+    _unweighted: dict[str, float]
+
+    @contextmanager
+    def _on_thread(self) -> Iterator[None]:
+        """Inside, plain functions run on the thread of this episode."""
+        token = current.set(self._thread)
+        try:
+            yield
+        finally:
+            current.reset(token)
+
+    @classmethod
+    def spec(cls) -> ClassSpec:
+        """The declared tools, rewards and row arguments. Raises ConfigError where they cannot be used."""
+        return class_spec(cls)
+
+    def configure(
+        self, settings: Mapping[str, Any], reward_weights: Mapping[str, float], solved_at: SolvedAt = None
+    ) -> None:
+        """Apply the settings, reward weights and `solved_at` of a run; see `Env.configure`."""
+        weights = {"reward_weights": reward_weights} if reward_weights else {}
+        if settings or weights:
+            self.settings = self.settings.changed({**settings, **weights})
+            self.check_weights()
+        super().configure({}, {}, solved_at)
+        if isinstance(solved_at, Mapping):
+            self.check_solved_at(solved_at)
+
+    def declared_rewards(self) -> Mapping[str, DeclaredReward]:
+        """The methods marked `@reward`, in the order of definition."""
+        weights = self.settings.reward_weights
+        return {r.name: DeclaredReward(r.mark.per, weight_of(r, weights)) for r in self.spec().rewards}
+
+    @property
+    def scores_groups(self) -> bool:
+        """Whether a reward per group is declared, or `score_group` overridden."""
+        return type(self).score_group is not ScoredEnv.score_group or any(
+            reward.mark.per == "group" for reward in self.spec().rewards
+        )
+
+    def check_weights(self) -> None:
+        """Raises ConfigError when a weight of the run names no reward."""
+        unknown_weights(self.spec(), self.settings.reward_weights, f"reward weights of {type(self).__name__}")
+
+    def check_solved_at(self, thresholds: Mapping[str, float]) -> None:
+        """Raises ConfigError when a threshold of the run names no reward per episode."""
+        known = [name for name, reward in self.declared_rewards().items() if reward.per == "episode"]
+        if unknown := [name for name in thresholds if name not in known]:
+            raise ConfigError(
+                f"env.solved_at: {unknown[0]!r} is no reward per episode of {type(self).__name__}; "
+                f"they are: {', '.join(known) or 'none'}"
+            )
+
+    async def score(self, episode: Episode) -> Mapping[str, float]:
+        """Rewards of the episode by name, weighted.
+
+        Raises:
+            RewardError: one raised, ran out of time, or returned no finite number; the error holds the others.
+            InfraError: a judge cannot be reached.
+        """
+        return (await self._ask_all("episode", episode)).result()
+
+    def solved_rule(self) -> SolvedRule | None:
+        """`solved_at` where it is given, else what the rewards declare (see `agentrl.env.solved`)."""
+        return super().solved_rule() or self.spec().solved
+
+    def solved_verdict(self, rewards: Mapping[str, float], total: float) -> bool | None:
+        """As any env; parts are compared before their weights."""
+        return super().solved_verdict({**rewards, **self._unweighted}, total)
+
+    async def score_group(self, episodes: Sequence[Episode]) -> list[dict[str, float]]:
+        """Rewards per group: for each of the scored episodes of one task, weighted values by name.
+
+        The instance has what its `__init__` made, and was never set up.
+
+        Raises:
+            RewardError: as `score`, or there is not one number for each episode.
+            InfraError: a judge cannot be reached.
+        """
+        found: list[dict[str, float]] = [{} for _ in episodes]
+        rewards = Rewards(type(self).__name__, self.settings.reward_timeout_s)
+        for spec in self.spec().rewards:
+            if spec.mark.per == "group":
+                values = [0.0 for _ in episodes]
+
+                def read(value: Any, values: list[float] = values) -> Mapping[str, float]:
+                    values[:] = check_group(value, len(episodes))
+                    return {}
+
+                await self._ask_reward(rewards, spec, getattr(self, spec.attribute), episodes, read)
+                weight = weight_of(spec, self.settings.reward_weights)
+                for parts, value in zip(found, values, strict=True):
+                    parts[spec.name] = weight * value
+        if not self._open:
+            await self._thread.close()
+        if rewards.faults:
+            raise RewardError(rewards.faults, found)
+        return found
+
+    def _earned(self, outcome: CallOutcome, faults: dict[str, str]) -> float:
+        """What the tool gave for this call; 0 where that is no number."""
+        try:
+            return 0.0 if outcome.reward is None else check_number(outcome.reward)
+        except BadReward as e:
+            faults[outcome.call.name] = f"reward of tool {outcome.call.name!r} of {type(self).__name__}: it {e}"
+            return 0.0
+
+    async def _turn_rewards(self, turn: TurnView, metrics: dict[str, float], faults: dict[str, str]) -> float:
+        rewards = await self._ask_all("turn", turn)
+        faults.update(rewards.faults)
+        add_counts(metrics, {f"reward/{name}": value for name, value in rewards.values.items()})
+        return sum(rewards.values.values())
+
+    async def _ask_all(self, per: str, argument: Any) -> Rewards:
+        rewards = Rewards(type(self).__name__, self.settings.reward_timeout_s)
+        for spec in self.spec().rewards:
+            if spec.mark.per == per:
+                weight, name = weight_of(spec, self.settings.reward_weights), spec.name
+
+                def read(value: Any, weight: float = weight, name: str = name) -> Mapping[str, float]:
+                    number = check_number(value)
+                    if per == "episode":
+                        self._unweighted[name] = number
+                    return {name: weight * number}
+
+                await self._ask_reward(rewards, spec, getattr(self, spec.attribute), argument, read)
+        return rewards
+
+    async def _ask_reward(
+        self,
+        rewards: Rewards,
+        spec: RewardSpec,
+        function: Callable[..., Any],
+        argument: Any,
+        read: Callable[[Any], Mapping[str, float]],
+    ) -> None:
+        """Ask one reward on the thread of the episode; see `Rewards.ask`."""
+        await self._thread.held()
+        with self._on_thread():
+            await rewards.ask(spec, function, argument, read)
