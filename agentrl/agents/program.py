@@ -135,7 +135,7 @@ class FunctionAgent:
 
 @dataclass(frozen=True, slots=True)
 class CommandAgent:
-    """A command, started for each episode in a process group of its own.
+    """A command, started for each episode in a separate process group.
 
     Its standard input is the task as JSON; OPENAI_BASE_URL, OPENAI_API_KEY and OPENAI_MODEL say where the policy
     is; in its words, `{prompt}` and `{id}` are replaced. Its standard output is its outcome.

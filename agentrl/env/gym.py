@@ -70,7 +70,7 @@ class TextGym(gymnasium.Env[str, str]):
 
     @property
     def tools(self) -> Sequence[Mapping[str, Any]]:
-        """The tool schemas that a policy needs beside the text."""
+        """The tool schemas that a policy needs in addition to the text."""
         return self._env.tools
 
     def reset(

@@ -14,7 +14,7 @@ import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal, Protocol, runtime_checkable
+from typing import Any, Literal
 
 from agentrl.config.address import address_problem
 from agentrl.env.env import PolicyModel
@@ -26,18 +26,10 @@ from agentrl.env.toolenv.threads import CallTimeout
 from agentrl.errors import ConfigError, JudgeAnswerError, JudgeError
 from agentrl.types import Message
 
-__all__ = ["ChatModel", "Judge", "PolicyModel", "RewardApi", "fenced"]
+__all__ = ["Judge", "PolicyModel", "RewardApi", "fenced"]
 
 _REFUSED = (400, 413, 422)
 """What an endpoint answers where the question itself is the trouble: too long, filtered."""
-
-
-@runtime_checkable
-class ChatModel(Protocol):
-    """Something that continues a conversation: a judge, a user simulator, or a branch of the policy."""
-
-    async def chat(self, messages: Sequence[Message]) -> Message:
-        """The next assistant message. Raises InfraError where there is none to be had."""
 
 
 @dataclass

@@ -40,7 +40,7 @@ class McpServer:
     url: str = ""
     """Address of a streamable HTTP server."""
     env: tuple[tuple[str, str], ...] = ()
-    """Environment variables of the program, beside the few that the SDK passes on."""
+    """Environment variables of the program, in addition to the few that the SDK passes on."""
     cwd: str = ""
     """Working directory of the program."""
     include: tuple[str, ...] = ()
@@ -133,7 +133,7 @@ async def _ask_tools(server: McpServer) -> tuple[_Listed, ...]:
 
 @dataclass(slots=True)
 class McpConnection:
-    """One session with a server, held open by a task of its own (the SDK ties a session to its task)."""
+    """One session with a server, held open by a separate task (the SDK ties a session to its task)."""
 
     server: McpServer
     _client: Client | None = None

@@ -166,14 +166,14 @@ def evaluate(
     fresh: bool = False,
     reporter: Reporter,
 ) -> EvalResult:
-    """Play tasks and say what came out; goes on where the folder stands.
+    """Play tasks and report the result; resumes an unfinished folder.
 
     Args:
         subject: whose answers count.
         config: the run that says which env, which limits and which seed.
         options: how much is played and how.
         folder: the folder of this evaluation.
-        fresh: play everything anew; what is there is kept beside it.
+        fresh: play everything again; the old folder is kept next to the new one.
         reporter: told of every episode that ends.
 
     Raises:

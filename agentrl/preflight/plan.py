@@ -345,7 +345,7 @@ def _update(config: RunConfig, shape: ModelShape) -> Phase:
 
 
 def _apart(config: RunConfig, shape: ModelShape) -> list[Phase]:
-    """Memory of one rank of each model that has ranks of its own, and of one worker of the reward model."""
+    """Memory of one rank of each model with separate ranks, and of one worker of the reward model."""
     learner, found = config.learner, []
     if ranks := learner.reference_ranks:
         held = {} if learner.cpu_offload else {"parameters": FLOAT32 * shape.parameters // ranks}
@@ -369,7 +369,7 @@ def _apart(config: RunConfig, shape: ModelShape) -> list[Phase]:
 
 
 def _computing(config: RunConfig, shape: ModelShape, *, backward: bool = True) -> dict[str, int]:
-    """What a pass over a micro-batch needs beside the shards that a rank holds."""
+    """What a pass over a micro-batch needs in addition to the shards that a rank holds."""
     learner, parts = config.learner, {}
     low = learner.precision == "bfloat16"
     each = BFLOAT16 if low else FLOAT32

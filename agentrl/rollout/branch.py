@@ -15,7 +15,7 @@ from agentrl.types import Message, Sampling
 
 
 class PolicyBranch:
-    """What an env sees as `self.model`: conversations of their own, each from an empty context.
+    """What an env sees as `self.model`: separate conversations, each from an empty context.
 
     A call whose messages begin with an earlier conversation, its answer included, continues that one: its ids are
     kept as sampled and extended, never rendered again.

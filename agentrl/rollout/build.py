@@ -18,7 +18,7 @@ from agentrl.run_folder.redraws import RedrawGuard
 from agentrl.types import EVERY_TOKEN, Filters, Sampling
 
 APART_FROM = 32
-"""Episodes a step from which a process of its own pays for the local engine; fewer hardly wait for one another."""
+"""Episodes per step from which the local engine gets a separate process; fewer rarely wait for each other."""
 
 
 async def make_engine(config: RunConfig, directory: Path, *, trains: bool = False) -> Engine:

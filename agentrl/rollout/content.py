@@ -66,9 +66,9 @@ def require_solved(content: Content, what: str) -> None:
 
 
 def repeated_ids(content: Content) -> list[str]:
-    """What to say of tasks of one split that share their id; of tasks made on demand nothing is known here.
+    """Notes about tasks of one split that share an id; tasks made on demand are not checked.
 
-    Nothing is lost by it: what is played is told apart by position. Who reads cannot tell.
+    Nothing is lost, because episodes are identified by position, but readers cannot tell them apart.
     """
     said = []
     for split, tasks in (("train", content.train_tasks), ("held_out", content.held_out_tasks)):

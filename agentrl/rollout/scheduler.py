@@ -20,7 +20,7 @@ from agentrl.types import Group
 
 @dataclass(frozen=True, slots=True)
 class Stall:
-    """When a step waits for an episode for too long, and who is told."""
+    """When a step has waited too long for an episode, and who is notified."""
 
     after_s: float
     tell: Callable[[str], None]

@@ -1,4 +1,4 @@
-"""An event loop in a thread of its own: lets plain code (Gymnasium's calls, class set-up) wait for async work."""
+"""An event loop in a separate thread: lets plain code (Gymnasium's calls, class set-up) wait for async work."""
 
 from __future__ import annotations
 

@@ -82,7 +82,7 @@ def tool(
         function: the method, `async` or plain. Plain ones run on the episode's thread.
         name: the tool's name, where it is not the method's.
         parallel: calls of one turn may run at the same time as their parallel neighbours. Results keep the
-            order of the calls. A plain one always runs on a thread of its own, never on the episode's.
+            order of the calls. A plain one always runs on a separate thread, never on the episode's.
         timeout_s: limit of one call in seconds; None takes `ToolSettings.tool_timeout_s`.
         inline: run a plain function on the event loop itself. For functions that take microseconds and cannot
             block: there is no timeout.

@@ -51,7 +51,7 @@ class BoundTool(Protocol):
 
     @property
     def parallel(self) -> bool:
-        """Whether it may run beside its neighbors."""
+        """Whether it may run at the same time as its neighbors."""
 
     @property
     def timeout_s(self) -> float | None:
@@ -142,11 +142,11 @@ async def call_function(
         arguments: its keyword arguments.
         timeout_s: the deadline; none where it is None.
         inline: call a plain function right here, without a deadline.
-        apart: call a plain function on a thread of its own, as is done outside of any episode.
+        apart: call a plain function on a separate thread, as outside of any episode.
 
     Raises:
         CallTimeout: the deadline is over; an async function that ignores its cancellation is left behind.
-        InfraError: there is no thread to be had.
+        InfraError: no thread can be started.
     """
     if inspect.iscoroutinefunction(function):
         return await within(function(**arguments), timeout_s)

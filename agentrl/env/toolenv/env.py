@@ -48,9 +48,9 @@ class ToolEnv(ScoredEnv):
     """The sandbox of this episode, on classes that declare one; from before `setup` until after `teardown`."""
     toolboxes: Sequence[Callable[[], Any]] = ()
     """Classes with @tool methods (those in `agentrl.tools`, for instance) whose tools join the declared ones. They
-    work in `self.box` where the class declares a sandbox, else in one of their own."""
+    work in `self.box` where the class declares a sandbox, otherwise each in a separate one."""
     mcp: Sequence[McpServer] = ()
-    """MCP servers whose tools join the declared ones; each episode has sessions of its own."""
+    """MCP servers whose tools join the declared ones; each episode has its own sessions."""
     task: Task
     rng: random.Random
     """Seeded with the task's seed before `setup`: the only source of randomness an episode needs."""
@@ -77,7 +77,7 @@ class ToolEnv(ScoredEnv):
     _turns: int
     _calls: CallRunner
 
-    # What an author may write beside @tool and @reward.
+    # What an author may write in addition to @tool and @reward.
 
     def setup(self, *args: Any, **row: Any) -> Any:
         """Begin an episode with one data row as keyword arguments; may be async.
@@ -109,7 +109,7 @@ class ToolEnv(ScoredEnv):
         return None
 
     def more_tools(self) -> Sequence[BoundTool]:
-        """Tools beside the declared ones, asked anew for each episode; for classes that make them from data."""
+        """Tools in addition to the declared ones, made for each episode; for classes that build them from data."""
         return ()
 
     # The contract.

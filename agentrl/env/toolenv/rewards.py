@@ -31,7 +31,7 @@ class TurnView:
 
 
 class BadReward(Exception):
-    """A reward is no finite number, or not one for each episode."""
+    """A reward is not a finite number, or not one for each episode."""
 
 
 MAX_PARTS = 100
@@ -44,7 +44,7 @@ class Rewards:
 
     Attributes:
         where: the env's name.
-        timeout_s: limit of a reward that has none of its own.
+        timeout_s: limit of a reward that does not set one.
         values: rewards by name, weighted.
         faults: by name, what happened to those that failed.
     """
@@ -172,7 +172,7 @@ def check_group(values: Any, num_episodes: int) -> list[float]:
     """One finite number an episode.
 
     Raises:
-        BadReward: another count, or something that is no number.
+        BadReward: another count, or something that is not a number.
     """
     if isinstance(values, str | bytes | Mapping) or not isinstance(values, Sequence):
         values = list(values) if hasattr(values, "__iter__") and not isinstance(values, str | Mapping) else values

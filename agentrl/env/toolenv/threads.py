@@ -83,7 +83,7 @@ class EpisodeThread:
 
         Raises:
             CallTimeout: the limit is over. Cancelling this coroutine ends the call in the same way.
-            InfraError: there is no thread to be had.
+            InfraError: no thread can be started.
         """
         async with self._order:
             await self.held()
@@ -147,7 +147,7 @@ async def run_apart(function: Callable[[], T], timeout_s: float | None, on_timeo
 
     Raises:
         CallTimeout: the limit is over.
-        InfraError: there is no thread to be had.
+        InfraError: no thread can be started.
     """
     thread = EpisodeThread(on_timeout)
     try:

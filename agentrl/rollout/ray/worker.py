@@ -1,4 +1,4 @@
-"""An env worker: plays whole episodes in a process of its own and asks the engine, which lives with the learner.
+"""An env worker: plays whole episodes in a separate process and asks the engine, which lives with the learner.
 
 Nothing here imports Ray: `rollout/ray/workers.py` makes actors of `EnvWorker` and passes on what it asks for.
 """
@@ -215,7 +215,7 @@ class EnvWorker:
         self._proxy().answer(answers)
 
     async def cancel(self, episode_id: str) -> None:
-        """Stop an episode that nobody waits for any more; its env is closed."""
+        """Stop an abandoned episode; its env is closed."""
         if (playing := self._playing.get(episode_id)) is not None:
             playing.cancel()
 

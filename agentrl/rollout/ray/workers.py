@@ -1,7 +1,7 @@
 """Episodes on Ray actors, so that tokenising, tools and rewards use the cores of many machines.
 
 The engine stays where it is: workers say what they want sampled in the answer to a call that waits for it, and
-completions go back in calls of their own, many in one. No ports, no polling. A worker that dies costs its
+completions go back in separate calls, many per call. No ports, no polling. A worker that dies costs its
 episodes: they are infrastructure failures, refilled alone, and another worker is started in its place.
 """
 

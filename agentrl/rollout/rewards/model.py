@@ -46,7 +46,7 @@ class RewardModel:
     _lowest: float = 0.0
 
     async def judged(self, episode: Episode) -> Episode:
-        """The episode with one more reward; one that nobody can score becomes an infrastructure failure.
+        """The episode with one more reward; one that cannot be scored becomes an infrastructure failure.
 
         A conversation that the model itself cannot score (it refuses it, or gives no finite number) gets the
         lowest score so far, 0 at most, and a fault.
