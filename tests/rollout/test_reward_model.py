@@ -128,6 +128,7 @@ def classify(directory: Path, ids: list[int]) -> float:
         return float(model(input_ids=torch.tensor([ids])).logits[0, 0])
 
 
+@pytest.mark.slow
 async def test_a_classifier_reads_text_through_its_own_tokenizer(classifier_dir: Path, tmp_path: Path):
     from transformers import AutoTokenizer
 
@@ -140,12 +141,14 @@ async def test_a_classifier_reads_text_through_its_own_tokenizer(classifier_dir:
     assert judged.rewards["reward_model"] == pytest.approx(wanted, abs=1e-5)
 
 
+@pytest.mark.slow
 async def test_a_classifier_with_the_policys_tokenizer_reads_its_tokens(classifier_dir: Path):
     config = RewardModelConfig(kind="classifier", path=str(classifier_dir), device="cpu")
     judged = await (await make_reward_model(config, classifier_dir)).judged(episode())
     assert judged.rewards["reward_model"] == pytest.approx(classify(classifier_dir, [1, 2, 3, 40, 41]), abs=1e-5)
 
 
+@pytest.mark.slow
 async def test_those_that_wait_are_scored_together(classifier_dir: Path, tmp_path: Path):
     config = RewardModelConfig(kind="classifier", path=str(classifier_dir), device="cpu", batch_size=4)
     model = await make_reward_model(config, tmp_path)
@@ -163,6 +166,7 @@ async def test_those_that_wait_are_scored_together(classifier_dir: Path, tmp_pat
     )
 
 
+@pytest.mark.slow
 async def test_what_is_no_reward_model_is_said(classifier_dir: Path, tmp_path: Path):
     base = classifier_dir.parent / "base"
     for path, said in ((tmp_path, "cannot be loaded"), (base, "labels|no trained head")):

@@ -329,6 +329,7 @@ print("done", calls)
 """
 
 
+@pytest.mark.slow
 def test_kill_9_at_any_moment_of_saving_leaves_a_good_checkpoint(tmp_path: Path):
     """Kill the process before each system call that changes the folder, then reopen it."""
     moment, seen = 1, set()
