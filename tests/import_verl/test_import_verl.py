@@ -418,7 +418,7 @@ def test_the_command_writes_a_file_that_loads_and_names_every_key(source, capsys
     assert f"next: agentrl check {out}" in said
     assert "same      data.return_raw_chat = True: messages are always kept" in noted
     assert noted.index("no effect ") < noted.index("\nsame ") < noted.index("\ntaken ")
-    assert f"{out}: is there already" in noted
+    assert f"{out}: already exists" in noted
     assert YAML(typ="safe").load(out.read_text()) == import_verl(source).config
     with pytest.raises(SystemExit):
         main(["import-verl", str(source), "--out", str(source.parent / "none" / "x.yaml")])
