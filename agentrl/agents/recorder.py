@@ -41,9 +41,10 @@ from agentrl.serve.app import ApiEndpoint, ApiKeyGuard, Settings, with_errors
 from agentrl.serve.errors import ApiError, unsupported
 from agentrl.serve.metrics import Metrics
 from agentrl.serve.reader import ArgumentsDelta, CallBegun, ContentDelta, Delta, ReasoningDelta
-from agentrl.serve.session import Conversations, Matched
-from agentrl.serve.session import ServedTurn as SessionTurn
+from agentrl.serve.session import Conversations
 from agentrl.serve.talk import ChatService, Choice, Client, Emit, Gate, GenerationRequest, Job
+from agentrl.serve.turns import Matched
+from agentrl.serve.turns import ServedTurn as SessionTurn
 from agentrl.types import CallRecord, Completion, Message, Sampling, StopReason, Turn
 
 NO_LIMIT = 1 << 30

@@ -11,7 +11,8 @@ from typing import Any
 
 from agentrl.chat.parsers.base import Begun, Event, Fragment, Malformed, ParsedCall, Reasoning, Text, collect
 from agentrl.chat.template import Renderer, to_message
-from agentrl.serve.session import Incoming, arguments_text
+from agentrl.serve.session import arguments_text
+from agentrl.serve.turns import Incoming
 from agentrl.types import Message, ToolCall
 
 _HALF = 3

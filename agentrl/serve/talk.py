@@ -18,7 +18,8 @@ from agentrl.serve.generate import CompletionOptions, Sampled, generate
 from agentrl.serve.grammar import AnswerFormat, GrammarError, Grammars
 from agentrl.serve.metrics import Metrics
 from agentrl.serve.reader import Delta, MessageReader
-from agentrl.serve.session import Conversations, Incoming, Prompt, ServedTurn, UnrenderableError
+from agentrl.serve.session import Conversations
+from agentrl.serve.turns import Incoming, Prompt, ServedTurn, UnrenderableError
 from agentrl.types import Sampling
 
 LONG_TEXT = 50_000

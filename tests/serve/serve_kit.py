@@ -16,8 +16,9 @@ from agentrl.models.tiny import make_tokenizer
 from agentrl.serve.app import Settings, create_app
 from agentrl.serve.listen import running
 from agentrl.serve.metrics import Metrics
-from agentrl.serve.session import Conversations, Incoming
+from agentrl.serve.session import Conversations
 from agentrl.serve.talk import ChatService, Gate
+from agentrl.serve.turns import Incoming
 from agentrl.testing.engine import ScriptedEngine
 from agentrl.types import Completion, Message, Sampling, ToolCall
 

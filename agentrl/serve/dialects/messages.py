@@ -9,7 +9,7 @@ from agentrl.chat.messages import MessageFormatError, read_message
 from agentrl.chat.parsers.base import unsound
 from agentrl.serve.dialects.wire import WireMessage, WireTool
 from agentrl.serve.errors import invalid, unsupported
-from agentrl.serve.session import Incoming
+from agentrl.serve.turns import Incoming
 
 
 def incoming_of(messages: Sequence[WireMessage], param: str = "messages") -> list[Incoming]:

@@ -16,8 +16,9 @@ from agentrl.serve.dialects.wire_responses import Item, ResponsesRequest, TextOp
 from agentrl.serve.errors import ApiError, invalid, unsupported
 from agentrl.serve.grammar import AnswerFormat
 from agentrl.serve.reader import ArgumentsDelta, CallBegun, ContentDelta, Delta, ReasoningDelta
-from agentrl.serve.session import Conversations, Incoming
+from agentrl.serve.session import Conversations
 from agentrl.serve.talk import Choice, GenerationRequest, Job, fresh_id, now
+from agentrl.serve.turns import Incoming
 
 
 def request_of(request: ResponsesRequest, earlier: Sequence[Incoming] = ()) -> GenerationRequest:

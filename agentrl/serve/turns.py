@@ -1,0 +1,207 @@
+"""The turns that were sampled for clients, and by what they are recognized."""
+
+from __future__ import annotations
+
+import hashlib
+from collections import Counter, OrderedDict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from agentrl.chat.transcript import Transcript
+from agentrl.types import Completion, Message
+
+Tools = Sequence[Mapping[str, Any]]
+
+
+class Matched(StrEnum):
+    """How the turn was recognised that a prompt goes on from."""
+
+    OPENING = "opening"
+    """There is no assistant turn in the request."""
+    CALL_ID = "call_id"
+    """By the ids minted for its tool calls, and the conversation before it is the one it was sampled after."""
+    NAME = "name"
+    """By the id of its response (`previous_response_id`), and the conversation before it is the same."""
+    FORM = "form"
+    """By the canonical form of the conversation up to it."""
+    TOKENS = "tokens"
+    """The request, rendered afresh, begins with the very tokens of that turn and its context."""
+    FORK = "fork"
+    """Not at all: the request is a new branch, rendered afresh."""
+
+
+class DriftKind(StrEnum):
+    """How a request differs from what was sampled here."""
+
+    ECHO = "echo"
+    """A turn of ours came back in other words of the same meaning; its ids are reused."""
+    REWORDED = "reworded"
+    """A turn of ours came back with other content, or other calls."""
+    HISTORY = "history"
+    """A turn of ours came back after other messages than it was sampled after."""
+    TOOLS = "tools"
+    """A turn of ours came back with other tools on offer."""
+    FOREIGN = "foreign"
+    """An assistant turn that was not sampled in this session."""
+
+
+@dataclass(frozen=True, slots=True)
+class EchoDifference:
+    """One difference; `message` counts in the request, `turn` is the number of our turn where it is one."""
+
+    kind: DriftKind
+    message: int
+    turn: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Incoming:
+    """One message as a client sent it.
+
+    Attributes:
+        message: what it says; tool calls carry the client's ids.
+        raw_arguments: the text of each call's arguments as sent, where `message` is an assistant turn.
+        problem: why it cannot be rendered afresh (arguments that are no JSON object); a recognised turn is not.
+        turn: number of the turn of the session that this is, where the client named it; None finds out.
+    """
+
+    message: Message
+    raw_arguments: tuple[str, ...] = ()
+    problem: str = ""
+    turn: int | None = None
+
+
+class UnrenderableError(ValueError):
+    """A message that must be rendered cannot be: `message` counts in the request."""
+
+    def __init__(self, message: int, problem: str) -> None:
+        super().__init__(problem)
+        self.message = message
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class ServedTurn:
+    """One completion that was sampled in this session.
+
+    Attributes:
+        number: counts the turns of the session.
+        branch: the transcript that ends with this completion; fork it, never extend it.
+        message: the assistant message as the renderer reads it, with the transcript's own call ids.
+        sent: the same as the client gets it, with minted call ids.
+        completion: ids, logprobs and versions.
+        prompt_tokens: how many tokens the completion continues.
+        parent: number of the turn that this one goes on from; None after an empty context.
+        conversation: the engine session that computes it.
+        matched: how `parent` was recognised.
+        drift: what differed in the request.
+    """
+
+    number: int
+    branch: Transcript
+    message: Message
+    sent: Message
+    completion: Completion
+    prompt_tokens: int
+    parent: int | None
+    conversation: str
+    matched: Matched
+    drift: tuple[EchoDifference, ...]
+    chain: bytes
+    tools: bytes
+    raw_arguments: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Prompt:
+    """A request as tokens: `branch` ends with the generation prompt. Several turns may be added to one prompt."""
+
+    branch: Transcript
+    parent: int | None
+    conversation: str
+    matched: Matched
+    drift: tuple[EchoDifference, ...]
+    chain: bytes
+    tools: bytes
+
+    @property
+    def ids(self) -> Sequence[int]:
+        """What the engine continues."""
+        return self.branch.ids
+
+
+@dataclass(slots=True)
+class KnownTurns:
+    """The turns that are remembered, by what they are recognised by."""
+
+    turns: OrderedDict[int, ServedTurn] = field(default_factory=OrderedDict)  # least recently used first
+    by_chain: dict[bytes, list[ServedTurn]] = field(default_factory=dict)
+    by_tokens: dict[bytes, list[ServedTurn]] = field(default_factory=dict)
+    by_call: dict[str, ServedTurn] = field(default_factory=dict)
+    by_name: dict[str, tuple[Incoming, ...]] = field(default_factory=dict)  # conversations that end with a turn
+    names: dict[int, list[str]] = field(default_factory=dict)
+    ends: Counter[tuple[int, int]] = field(default_factory=Counter)  # (tokens, last id) of the turns
+    tokens: int = 0
+
+    def add(self, turn: ServedTurn) -> None:
+        """Remember a turn."""
+        ids = np.asarray(turn.branch.ids)
+        self.turns[turn.number] = turn
+        self.by_chain.setdefault(turn.chain, []).append(turn)
+        self.by_tokens.setdefault(token_hash(turn.tools, ids).digest(), []).append(turn)
+        for call in turn.sent.tool_calls:
+            self.by_call[call.id] = turn
+        self.ends[len(ids), int(ids[-1])] += 1
+        self.tokens += len(ids)
+
+    def drop_oldest(self) -> ServedTurn:
+        """Forget the turn that was not used for longest."""
+        _, turn = self.turns.popitem(last=False)
+        ids = np.asarray(turn.branch.ids)
+        _take_out(self.by_chain, turn.chain, turn)
+        _take_out(self.by_tokens, token_hash(turn.tools, ids).digest(), turn)
+        for call in turn.sent.tool_calls:
+            self.by_call.pop(call.id, None)
+        for name in self.names.pop(turn.number, ()):
+            del self.by_name[name]
+        end = len(ids), int(ids[-1])
+        self.ends[end] -= 1
+        if not self.ends[end]:
+            del self.ends[end]
+        self.tokens -= len(ids)
+        return turn
+
+    def of(self, one: Incoming) -> ServedTurn | None:
+        """The turn that an assistant message says it is, by its number or by the ids of its calls."""
+        if one.turn is not None:
+            return self.turns.get(one.turn)
+        ids = [call.id for call in one.message.tool_calls]
+        return next((self.by_call[id] for id in ids if id in self.by_call), None)
+
+    def begins(self, ids: Sequence[int], offered: bytes) -> ServedTurn | None:
+        """The turn with most tokens that `ids` begin with and go beyond; the newest of several."""
+        array = np.asarray(ids)
+        ends = [count for count, id in enumerate(array[:-1].tolist(), 1) if (count, id) in self.ends]
+        found, hashed, at = None, token_hash(offered, array[:0]), 0
+        for end in ends:
+            hashed.update(array[at:end].tobytes())
+            found, at = self.by_tokens.get(hashed.digest(), [found])[-1], end
+        return found
+
+
+def _take_out(turns: dict[bytes, list[ServedTurn]], key: bytes, turn: ServedTurn) -> None:
+    same = turns[key]
+    same.remove(turn)
+    if not same:
+        del turns[key]
+
+
+def token_hash(tools: bytes, ids: NDArray[np.int64]) -> hashlib.blake2b:
+    """Of tokens and the tools that were on offer; more tokens may be added to it."""
+    hashed = hashlib.blake2b(tools, digest_size=16)
+    hashed.update(ids.tobytes())
+    return hashed
