@@ -27,7 +27,7 @@ import torch
 from transformers import AutoModelForCausalLM, ContinuousBatchingConfig, GenerationConfig, Qwen3Config
 from transformers.utils import logging
 
-from agentrl.engine.local.engine import LocalEngine
+from agentrl.engine.local.local_engine import LocalEngine
 from agentrl.types import Sampling
 
 VOCABULARY, GROUP, GOAL = 600, 8, 3.0

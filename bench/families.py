@@ -28,7 +28,7 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 from transformers.utils import logging
 
-from agentrl.engine.local.engine import LocalEngine
+from agentrl.engine.local.local_engine import LocalEngine
 from agentrl.errors import ConfigError
 from agentrl.learner.logprobs import token_stats
 from agentrl.learner.model import load_policy

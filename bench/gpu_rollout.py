@@ -27,7 +27,7 @@ import numpy as np
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from agentrl.engine.local.engine import LocalEngine
+from agentrl.engine.local.local_engine import LocalEngine
 from agentrl.types import Sampling
 
 sys.path.append(str(Path(__file__).parent))  # it is missing with `python -m` or when loaded by a path

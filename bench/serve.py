@@ -33,10 +33,10 @@ from starlette.routing import Route
 from agentrl.chat.demonstrate import completion_of
 from agentrl.chat.template import Renderer
 from agentrl.models.tiny import make_tokenizer
-from agentrl.serve.app import Settings, create_app
+from agentrl.serve.endpoint import Settings, create_app
 from agentrl.serve.listen import running
-from agentrl.serve.metrics import Metrics
-from agentrl.serve.talk import ChatService, Gate
+from agentrl.serve.prometheus import Metrics
+from agentrl.serve.service import ChatService, Gate
 from agentrl.types import Completion, Message, Sampling, ToolCall
 
 TOOL = {

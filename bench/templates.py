@@ -15,10 +15,10 @@ import tempfile
 from collections import Counter
 from pathlib import Path
 
-from agentrl.chat.check import check_tokens
 from agentrl.chat.demonstrate import imitate
 from agentrl.chat.roundtrip import TOOL, calls_of
 from agentrl.chat.template import Renderer
+from agentrl.chat.token_check import check_tokens
 from agentrl.chat.transcript import Transcript
 from agentrl.errors import AgentRLError, TemplateError
 from agentrl.rollout.renderer import require_template

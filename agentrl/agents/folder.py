@@ -31,8 +31,8 @@ from agentrl.env.solved import BY_NAME
 from agentrl.errors import ConfigError
 from agentrl.run_folder.files import write_atomic
 from agentrl.run_folder.records import EpisodeRecord, compress, decode, encode, episodes_file
-from agentrl.serve.app import ApiKeyGuard, Settings, error_response, with_errors
-from agentrl.serve.errors import ApiError, from_validation
+from agentrl.serve.api_errors import ApiError, from_validation
+from agentrl.serve.endpoint import ApiKeyGuard, Settings, error_response, with_errors
 from agentrl.types import Episode, StopReason, Task
 
 PARTIAL_FILE = "episodes/partial.jsonl"

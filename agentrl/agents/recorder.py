@@ -1,7 +1,7 @@
 """The recorder: every episode has an address and a key of its own; what any program says there is its transcript.
 
-A request goes on from the turn that it is recognised to follow (`agentrl.serve.session`); what is not recognised
-is a branch of its own in the tree, and every difference is counted by kind. The client cannot choose how
+A request continues the turn that it is recognized to follow (`agentrl.serve.conversations`); any other request
+starts its own branch in the tree, and every difference is counted by kind. The client cannot choose how
 tokens are drawn: temperature, filters and seed are those of the run, because the learner has to know them.
 
     recorder = Recorder(engine, renderer, EpisodeLimits(...))
@@ -37,12 +37,12 @@ from agentrl.env.toolenv.observe import plain_text
 from agentrl.errors import EngineError, first_error
 from agentrl.rollout.limits import EpisodeLimits
 from agentrl.rollout.seeds import draw_seed
-from agentrl.serve.app import ApiEndpoint, ApiKeyGuard, Settings, with_errors
-from agentrl.serve.errors import ApiError, unsupported
-from agentrl.serve.metrics import Metrics
+from agentrl.serve.api_errors import ApiError, unsupported
+from agentrl.serve.conversations import Conversations
+from agentrl.serve.endpoint import ApiEndpoint, ApiKeyGuard, Settings, with_errors
+from agentrl.serve.prometheus import Metrics
 from agentrl.serve.reader import ArgumentsDelta, CallBegun, ContentDelta, Delta, ReasoningDelta
-from agentrl.serve.session import Conversations
-from agentrl.serve.talk import ChatService, Choice, Client, Emit, Gate, GenerationRequest, Job
+from agentrl.serve.service import ChatService, Choice, Client, Emit, Gate, GenerationRequest, Job
 from agentrl.serve.turns import Matched
 from agentrl.serve.turns import ServedTurn as SessionTurn
 from agentrl.types import CallRecord, Completion, Message, Sampling, StopReason, Turn

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from agentrl.chat.parsers.base import unsound
+from agentrl.chat.parsers.parser import unsound
 from agentrl.types import Image, Message, Role, ToolCall
 
 _ROLES: Mapping[str, Role] = {

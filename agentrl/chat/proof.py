@@ -13,11 +13,11 @@ from dataclasses import dataclass, field, replace
 from itertools import accumulate
 from typing import TYPE_CHECKING, Any, Literal
 
-from agentrl.chat.check import TokenDrift, check_tokens
 from agentrl.chat.demonstrate import completion_of, with_ids
 from agentrl.chat.parsers import parser_names
 from agentrl.chat.roundtrip import RoundTrip
 from agentrl.chat.template import Renderer, same_meaning
+from agentrl.chat.token_check import TokenDrift, check_tokens
 from agentrl.chat.transcript import Transcript
 from agentrl.errors import TemplateError
 from agentrl.types import Completion, Message, ToolCall

@@ -18,8 +18,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from agentrl.chat.jinja import Fixed, compile_template, variables_of
-from agentrl.chat.load import CHATML_TEMPLATE, eos_ids, template_source
 from agentrl.chat.memo import Memo
+from agentrl.chat.model_folder import CHATML_TEMPLATE, eos_ids, template_source
 from agentrl.chat.parsers import Parsed, Parser, choose_parser
 from agentrl.chat.parsers.markers import Plain
 from agentrl.chat.vocabulary import SENTINEL, Vocabulary

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from agentrl.chat.template import Renderer
     from agentrl.config.engine import EngineConfig
     from agentrl.engine.base import Engine
-    from agentrl.serve.app import Settings
+    from agentrl.serve.endpoint import Settings
 
 
 def serve(
@@ -74,7 +74,7 @@ def serve(
     require("train", "agentrl serve")
 
     from agentrl.reporting.display import quiet_transformers
-    from agentrl.serve.app import Settings
+    from agentrl.serve.endpoint import Settings
 
     key = _key(host, api_key_env)
     policy = _find(target, overrides)
@@ -218,10 +218,10 @@ async def _serve(
     policy: _Policy, settings: Settings, host: str, port: int, max_requests: int, memory_tokens: int
 ) -> None:
     """Answer until a signal comes."""
-    from agentrl.serve.app import create_app
+    from agentrl.serve.endpoint import create_app
     from agentrl.serve.listen import running
-    from agentrl.serve.metrics import Metrics
-    from agentrl.serve.talk import ChatService, Gate
+    from agentrl.serve.prometheus import Metrics
+    from agentrl.serve.service import ChatService, Gate
 
     async def use(engine: Engine, ended: asyncio.Event) -> None:
         service = ChatService(engine, policy.renderer, gate=Gate(max_requests), metrics=Metrics())

@@ -43,7 +43,7 @@ async def open_engine(
 
 
 async def _open_local(config: EngineConfig, model: Path, own_process: bool) -> Engine:
-    from agentrl.engine.local.engine import LocalEngine
+    from agentrl.engine.local.local_engine import LocalEngine
     from agentrl.engine.local.process import ProcessEngine
     from agentrl.models.device import pick_device
 

@@ -32,7 +32,7 @@ from agentrl.learner.shard import World, whole
 from agentrl.learner.split import Columns, Portion, Rows
 from agentrl.learner.state import Snapshot, restore_optimizer, snapshot, whole_weights
 from agentrl.models.device import pick_device
-from agentrl.models.probe import refuse_adapter
+from agentrl.models.trial import refuse_adapter
 
 CRITIC_FOLDER = "critic"
 """In a checkpoint: the critic."""

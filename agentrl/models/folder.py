@@ -50,7 +50,7 @@ def load_causal_lm(directory: Path, where: str, *, dtype: torch.dtype, attention
     from transformers import AutoModelForCausalLM
     from transformers.utils import logging
 
-    from agentrl.models.probe import read_config
+    from agentrl.models.trial import read_config
 
     read_config(directory, where)
     bars = logging.is_progress_bar_enabled()

@@ -13,10 +13,10 @@ from pathlib import Path
 from typing import Any
 
 from agentrl.agents.players import make_agent
-from agentrl.chat.check import check_tokens
 from agentrl.chat.demonstrate import imitate
 from agentrl.chat.proof import Proof, prove
 from agentrl.chat.template import Renderer, same_meaning
+from agentrl.chat.token_check import check_tokens
 from agentrl.chat.transcript import Transcript
 from agentrl.config.algorithm import AlgorithmConfig
 from agentrl.config.run import RunConfig

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
-from agentrl.chat.check import TokenCheckBudget
 from agentrl.chat.template import Renderer
+from agentrl.chat.token_check import TokenCheckBudget
 from agentrl.config.run import RunConfig
 from agentrl.engine.base import Engine
 from agentrl.env.env import Env

@@ -6,8 +6,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 
-from agentrl.chat.check import Mode, TokenCheckBudget, check_tokens
 from agentrl.chat.template import Renderer
+from agentrl.chat.token_check import Mode, TokenCheckBudget, check_tokens
 from agentrl.chat.transcript import Transcript
 from agentrl.engine.base import Engine
 from agentrl.env.env import Env, PolicyAccess

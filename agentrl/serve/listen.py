@@ -17,7 +17,7 @@ from starlette.types import ASGIApp
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from agentrl.errors import ConfigError
-from agentrl.serve.errors import ApiError
+from agentrl.serve.api_errors import ApiError
 
 SHUTDOWN_S = 5
 """How long answers may take to end when the server stops."""

@@ -9,9 +9,9 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from agentrl.chat.parsers.base import Begun, Event, Fragment, Malformed, ParsedCall, Reasoning, Text, collect
+from agentrl.chat.parsers.parser import Begun, Event, Fragment, Malformed, ParsedCall, Reasoning, Text, collect
 from agentrl.chat.template import Renderer, to_message
-from agentrl.serve.session import arguments_text
+from agentrl.serve.conversations import arguments_text
 from agentrl.serve.turns import Incoming
 from agentrl.types import Message, ToolCall
 

@@ -19,8 +19,8 @@ from agentrl.agents.player import AgentPlayer
 from agentrl.agents.players import make_agent, players
 from agentrl.agents.program import Agent, CommandAgent, FunctionAgent
 from agentrl.agents.recorder import Recorder
-from agentrl.chat.check import TokenCheckBudget
 from agentrl.chat.template import Renderer
+from agentrl.chat.token_check import TokenCheckBudget
 from agentrl.config import load_config
 from agentrl.config.run import AgentConfig, RunConfig
 from agentrl.env import Env, ToolEnv, reward

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from agentrl.chat.check import TokenCheckBudget, TokenDifference, TokenDrift, TokenReport, check_tokens
 from agentrl.chat.proof import TOOLS
 from agentrl.chat.template import CHATML_TEMPLATE, Renderer
+from agentrl.chat.token_check import TokenCheckBudget, TokenDifference, TokenDrift, TokenReport, check_tokens
 from agentrl.chat.transcript import Transcript
 from agentrl.errors import TemplateError
 from agentrl.types import Completion, Message

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from agentrl.chat.check import check_tokens
 from agentrl.chat.template import CHATML_TEMPLATE, History, Renderer
+from agentrl.chat.token_check import check_tokens
 from agentrl.chat.transcript import TrainingRow, Transcript
 from agentrl.types import Completion, Message, Segment
 from tests.chat.chat_tokenizers import CHATML_MARKERS, CHATML_SPECIAL, make

@@ -8,7 +8,7 @@ import random
 import pytest
 
 from agentrl.chat.parsers import Malformed, ParsedCall, choose_parser, collect
-from agentrl.chat.parsers.base import Begun, Event, Fragment, Text
+from agentrl.chat.parsers.parser import Begun, Event, Fragment, Text
 from agentrl.chat.proof import TOOLS
 from agentrl.chat.template import Renderer
 from agentrl.types import Message, ToolCall

@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from agentrl.chat.check import TokenDrift, check_tokens
 from agentrl.chat.proof import TOOLS
 from agentrl.chat.template import Renderer
+from agentrl.chat.token_check import TokenDrift, check_tokens
 from agentrl.chat.transcript import Transcript
 from agentrl.types import Completion, Message
 from tests.chat.chat_tokenizers import needs_qwen3, qwen3

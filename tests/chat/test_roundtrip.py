@@ -9,11 +9,11 @@ from pathlib import Path
 
 import pytest
 
-from agentrl.chat.check import TokenDrift, check_tokens
 from agentrl.chat.demonstrate import completion_of, imitate, with_ids
 from agentrl.chat.proof import prove
 from agentrl.chat.roundtrip import TOOL
 from agentrl.chat.template import CHATML_TEMPLATE, Renderer
+from agentrl.chat.token_check import TokenDrift, check_tokens
 from agentrl.config import load_config
 from agentrl.config.run import RolloutConfig
 from agentrl.errors import ConfigError, TemplateError

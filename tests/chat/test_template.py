@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from agentrl.chat.check import check_tokens
 from agentrl.chat.proof import TOOLS, shapes
 from agentrl.chat.template import CHATML_TEMPLATE, Renderer
+from agentrl.chat.token_check import check_tokens
 from agentrl.chat.transcript import Transcript
 from agentrl.errors import ConfigError, TemplateError
 from agentrl.types import Completion, Image, Message, ToolCall

@@ -17,7 +17,7 @@ import pytest_asyncio
 import torch
 from transformers import AutoModelForCausalLM
 
-from agentrl.engine.local.engine import LocalEngine
+from agentrl.engine.local.local_engine import LocalEngine
 from agentrl.engine.local.process import ProcessEngine
 from agentrl.errors import ConfigError, EngineError
 from agentrl.types import Sampling

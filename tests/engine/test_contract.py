@@ -7,9 +7,9 @@ from collections.abc import Sequence
 import pytest
 
 from agentrl.engine.base import Engine, EngineCapabilities, GenerateOptions
-from agentrl.engine.local.engine import LocalEngine
+from agentrl.engine.local.local_engine import LocalEngine
 from agentrl.engine.local.process import ProcessEngine
-from agentrl.engine.servers.engine import ServedEngine
+from agentrl.engine.servers.server_engine import ServedEngine
 from agentrl.errors import EngineError
 from agentrl.rollout.ray.worker import RemoteEngine
 from agentrl.testing.engine import ScriptedEngine

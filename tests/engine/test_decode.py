@@ -12,7 +12,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from agentrl.engine.local.batching import Batcher, BatchLimits, DecodeRecording
 from agentrl.engine.local.decode import DecodeStep, bucket_of
-from agentrl.engine.local.model import FlatModel, load_model
+from agentrl.engine.local.flat_model import FlatModel, load_model
 from agentrl.engine.local.slots import BatchRequest
 from agentrl.errors import EngineError
 from agentrl.types import Completion, Sampling

@@ -20,11 +20,11 @@ from safetensors.torch import save_file
 from agentrl.config.engine import EngineConfig, ServerConfig
 from agentrl.config.run import LoRAConfig
 from agentrl.engine.open import open_engine
-from agentrl.engine.servers.engine import ServedEngine, ServedLimits
 from agentrl.engine.servers.launch.hosts import LaunchedHost, Recipe
 from agentrl.engine.servers.launch.launcher import ServerProcess, free_port
 from agentrl.engine.servers.launch.scratch import ScratchFolder
 from agentrl.engine.servers.opening import launch_recipe
+from agentrl.engine.servers.server_engine import ServedEngine, ServedLimits
 from agentrl.engine.servers.sglang import SGLangServer
 from agentrl.engine.servers.weight_sync import TensorSync
 from agentrl.errors import ConfigError, EngineError

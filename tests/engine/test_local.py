@@ -11,7 +11,7 @@ import pytest
 import pytest_asyncio
 import torch
 
-from agentrl.engine.local.engine import LocalEngine
+from agentrl.engine.local.local_engine import LocalEngine
 from agentrl.errors import ConfigError, EngineError
 from agentrl.types import Completion, Sampling
 from tests.engine.engine_models import VOCABULARY, assert_follows, logprobs_of, reference

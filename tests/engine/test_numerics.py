@@ -10,9 +10,9 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, Qwen3NextConfig
 
-from agentrl.engine.local.engine import LocalEngine
+from agentrl.engine.local.flat_model import FlatModel, load_model
 from agentrl.engine.local.fused import FusedDecoder
-from agentrl.engine.local.model import FlatModel, load_model
+from agentrl.engine.local.local_engine import LocalEngine
 from agentrl.errors import ConfigError
 from agentrl.types import Sampling
 from tests.engine.engine_models import VOCABULARY, logprobs_of, reference

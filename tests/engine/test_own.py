@@ -10,7 +10,7 @@ import pytest
 from agentrl.config.engine import SERVERS, EngineConfig
 from agentrl.config.load import load_config
 from agentrl.config.run import RunConfig
-from agentrl.engine.local.engine import LocalEngine
+from agentrl.engine.local.local_engine import LocalEngine
 from agentrl.engine.open import open_engine
 from agentrl.engine.servers.kinds import KINDS
 from agentrl.errors import ConfigError

@@ -10,7 +10,7 @@ import torch
 
 from agentrl.engine.local.attention import AttentionPlan
 from agentrl.engine.local.batching import Batcher, BatchLimits
-from agentrl.engine.local.model import FlatModel, load_model
+from agentrl.engine.local.flat_model import FlatModel, load_model
 from agentrl.engine.local.slots import BatchRequest
 from agentrl.types import Completion, Sampling
 from tests.engine.engine_models import VOCABULARY, logprobs_of, reference

@@ -19,8 +19,8 @@ from safetensors.torch import load_file, save_file
 
 from agentrl.engine.base import GenerateOptions, TokenLogprob
 from agentrl.engine.servers.client import Listener
-from agentrl.engine.servers.engine import ServedEngine, ServedLimits
 from agentrl.engine.servers.launch.hosts import GivenHost
+from agentrl.engine.servers.server_engine import ServedEngine, ServedLimits
 from agentrl.engine.servers.sglang import SGLangServer
 from agentrl.engine.servers.streams import SGLangStream
 from agentrl.engine.servers.weight_sync import AdapterSync, DiskSync, TensorSync, WeightSync, buckets, distinct

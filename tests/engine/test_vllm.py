@@ -16,8 +16,8 @@ from agentrl.config.engine import EngineConfig, ServerConfig
 from agentrl.config.run import LoRAConfig
 from agentrl.engine.base import GenerateOptions, TokenLogprob
 from agentrl.engine.open import open_engine
-from agentrl.engine.servers.engine import ServedEngine
 from agentrl.engine.servers.opening import launch_recipe
+from agentrl.engine.servers.server_engine import ServedEngine
 from agentrl.errors import ConfigError, EngineError
 from agentrl.testing.server import LoopbackVLLM
 from agentrl.types import Sampling

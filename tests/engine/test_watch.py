@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from agentrl.engine.base import GenerateOptions, TokenLogprob
-from agentrl.engine.local.engine import LocalEngine
+from agentrl.engine.local.local_engine import LocalEngine
 from agentrl.types import Sampling
 from tests.engine.engine_models import VOCABULARY, logprobs_of, reference
 

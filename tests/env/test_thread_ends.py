@@ -19,7 +19,7 @@ def see():  # registered first, so it runs after the hooks of the imports below
     print("left:", names)
 atexit.register(see)
 
-from agentrl.engine.local.engine import LocalEngine
+from agentrl.engine.local.local_engine import LocalEngine
 from agentrl.env.toolenv.threads import EpisodeThread
 from agentrl.types import Sampling
 from transformers import Qwen3Config, Qwen3ForCausalLM

@@ -13,11 +13,11 @@ import torch
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 from agentrl.config.reward_model import RewardModelConfig
-from agentrl.engine.local.engine import LocalEngine
+from agentrl.engine.local.local_engine import LocalEngine
 from agentrl.errors import ConfigError
 from agentrl.learner.critic import load_critic
 from agentrl.learner.model import checkpoint_activations, load_policy
-from agentrl.models.probe import boundaries, with_near_boundaries
+from agentrl.models.trial import boundaries, with_near_boundaries
 from agentrl.rollout.rewards.classifier import Classifier
 
 BENCH = Path(__file__).parents[2] / "bench" / "families.py"

@@ -15,7 +15,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from agentrl.config.run import AlgorithmConfig, LearnerConfig, OptimConfig
-from agentrl.engine.local.model import load_model
+from agentrl.engine.local.flat_model import load_model
 from agentrl.errors import AgentRLError, CheckpointError, ConfigError
 from agentrl.learner.learner import Learner
 from agentrl.learner.model import load_policy

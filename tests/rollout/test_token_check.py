@@ -6,8 +6,8 @@ from dataclasses import replace
 
 import pytest
 
-from agentrl.chat.check import TokenCheckBudget
 from agentrl.chat.template import CHATML_TEMPLATE, Renderer
+from agentrl.chat.token_check import TokenCheckBudget
 from agentrl.env import ToolEnv, reward
 from agentrl.errors import TemplateError
 from agentrl.rollout.collect import collect

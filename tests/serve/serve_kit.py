@@ -13,11 +13,11 @@ from agentrl.chat.demonstrate import completion_of
 from agentrl.chat.template import Renderer
 from agentrl.engine.base import Engine
 from agentrl.models.tiny import make_tokenizer
-from agentrl.serve.app import Settings, create_app
+from agentrl.serve.conversations import Conversations
+from agentrl.serve.endpoint import Settings, create_app
 from agentrl.serve.listen import running
-from agentrl.serve.metrics import Metrics
-from agentrl.serve.session import Conversations
-from agentrl.serve.talk import ChatService, Gate
+from agentrl.serve.prometheus import Metrics
+from agentrl.serve.service import ChatService, Gate
 from agentrl.serve.turns import Incoming
 from agentrl.testing.engine import ScriptedEngine
 from agentrl.types import Completion, Message, Sampling, ToolCall

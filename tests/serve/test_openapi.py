@@ -15,11 +15,11 @@ from hypothesis import HealthCheck, Phase, given, settings
 from starlette.testclient import TestClient
 
 from agentrl.chat.template import Renderer
-from agentrl.serve.app import Settings, create_app
-from agentrl.serve.metrics import Metrics
+from agentrl.serve.conversations import Conversations
+from agentrl.serve.endpoint import Settings, create_app
 from agentrl.serve.openapi import describe
-from agentrl.serve.session import Conversations
-from agentrl.serve.talk import ChatService, Gate
+from agentrl.serve.prometheus import Metrics
+from agentrl.serve.service import ChatService, Gate
 from tests.serve.serve_kit import Fixed
 
 schemathesis = pytest.importorskip("schemathesis")

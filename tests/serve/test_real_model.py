@@ -17,7 +17,7 @@ from agentrl import Stop, ToolEnv, reward, tool
 from agentrl.chat.demonstrate import imitate
 from agentrl.chat.template import Renderer
 from agentrl.config.run import TinyModel
-from agentrl.engine.local.engine import LocalEngine
+from agentrl.engine.local.local_engine import LocalEngine
 from agentrl.models.tiny import make_tiny_model
 from agentrl.rollout.episode import Player, run_episode
 from agentrl.rollout.limits import EpisodeLimits

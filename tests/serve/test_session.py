@@ -10,7 +10,7 @@ import pytest
 
 from agentrl.chat.template import CHATML_TEMPLATE, Renderer
 from agentrl.chat.transcript import Transcript
-from agentrl.serve.session import Conversations
+from agentrl.serve.conversations import Conversations
 from agentrl.serve.turns import DriftKind, Incoming, Matched, UnrenderableError
 from agentrl.types import Message
 from tests.serve.serve_kit import TOOLS, call, forget_all, incoming, make_renderer, said

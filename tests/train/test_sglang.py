@@ -27,11 +27,11 @@ from agentrl.config.engine import EngineConfig, ServerConfig
 from agentrl.config.run import LoRAConfig, RunConfig
 from agentrl.engine.base import GenerateOptions, TokenLogprob
 from agentrl.engine.open import open_engine
-from agentrl.engine.servers.engine import ServedEngine, load_folder
 from agentrl.engine.servers.launch import guard
 from agentrl.engine.servers.launch.hosts import GivenHost
 from agentrl.engine.servers.launch.launcher import free_port
 from agentrl.engine.servers.opening import launch_recipe
+from agentrl.engine.servers.server_engine import ServedEngine, load_folder
 from agentrl.engine.servers.sglang import SGLangServer
 from agentrl.engine.servers.weight_sync import BroadcastSync, DiskSync, TensorSync, WeightSync
 from agentrl.models.tiny import make_tiny_model

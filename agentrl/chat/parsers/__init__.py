@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from agentrl.chat.parsers.base import (
+from agentrl.chat.parsers.choose import all_parsers, choose_parser, parser_names, signs_of
+from agentrl.chat.parsers.parser import (
     Event,
     Malformed,
     Parsed,
@@ -13,7 +14,6 @@ from agentrl.chat.parsers.base import (
     Text,
     collect,
 )
-from agentrl.chat.parsers.choose import all_parsers, choose_parser, parser_names, signs_of
 
 __all__ = [
     "Event",

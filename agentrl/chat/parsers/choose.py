@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 
-from agentrl.chat.parsers.base import Parser
 from agentrl.chat.parsers.functionary import FunctionaryV31, FunctionaryV32
 from agentrl.chat.parsers.harmony import Harmony
 from agentrl.chat.parsers.hermes import Hermes
@@ -22,6 +21,7 @@ from agentrl.chat.parsers.lists import (
 )
 from agentrl.chat.parsers.literals import Gemma, Lfm2, Pythonic
 from agentrl.chat.parsers.markers import DeepSeekV3, DeepSeekV31, KimiK2, Llama3Json, Llama4Json, Mistral, Plain
+from agentrl.chat.parsers.parser import Parser
 from agentrl.chat.parsers.tagged import DeepSeekV32, Glm, MiniMaxM2, Qwen3Coder, SeedOss
 from agentrl.errors import ConfigError
 from agentrl.suggest import did_you_mean

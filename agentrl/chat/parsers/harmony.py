@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from dataclasses import replace
 
-from agentrl.chat.parsers.base import (
+from agentrl.chat.parsers.parser import (
     Begun,
     Event,
     Fragment,

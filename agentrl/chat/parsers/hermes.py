@@ -7,7 +7,7 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from agentrl.chat.parsers.base import Malformed, ParsedCall, Tools, call_from_json, read_json
+from agentrl.chat.parsers.parser import Malformed, ParsedCall, Tools, call_from_json, read_json
 from agentrl.chat.parsers.stream import BlockParser
 
 

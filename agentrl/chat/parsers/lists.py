@@ -7,7 +7,7 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, ClassVar
 
-from agentrl.chat.parsers.base import (
+from agentrl.chat.parsers.parser import (
     Malformed,
     ParsedCall,
     Tools,

@@ -7,10 +7,10 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, ClassVar
 
-from agentrl.chat.parsers.base import MAX_DEPTH, Malformed, ParsedCall, Tools, unsound
 from agentrl.chat.parsers.notation import NAME, WORDS, NotationReader, Wrong, python_value
+from agentrl.chat.parsers.parser import MAX_DEPTH, Malformed, ParsedCall, Tools, unsound
 from agentrl.chat.parsers.stream import BlockParser
-from agentrl.chat.parsers.typed import untexted
+from agentrl.chat.parsers.tagged_values import untexted
 
 
 class Pythonic(BlockParser):

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import ClassVar
 
-from agentrl.chat.parsers.base import (
+from agentrl.chat.parsers.parser import (
     Malformed,
     ParsedCall,
     Span,

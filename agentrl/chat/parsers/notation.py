@@ -6,7 +6,7 @@ import re
 from collections.abc import Callable
 from typing import Any
 
-from agentrl.chat.parsers.base import MAX_DEPTH
+from agentrl.chat.parsers.parser import MAX_DEPTH
 
 WORDS: dict[str, Any] = {"True": True, "true": True, "False": False, "false": False, "None": None, "null": None}
 _LIST = re.compile(r"[\[(]")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 
-from agentrl.chat.parsers.base import Begun, Fragment
+from agentrl.chat.parsers.parser import Begun, Fragment
 
 _INSIDE = re.compile(r"\\.|\"", re.DOTALL)
 _OUTSIDE = re.compile(r"[{}\"]")

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import ClassVar
 
-from agentrl.chat.parsers.base import Event, Malformed, ParsedCall, Parser, ParserStream, Reasoning, Text, Tools
+from agentrl.chat.parsers.parser import Event, Malformed, ParsedCall, Parser, ParserStream, Reasoning, Text, Tools
 from agentrl.chat.parsers.partial import PartialCalls
 
 _WINDOW = 4096  # white space looked through before a completion counts as beginning with text

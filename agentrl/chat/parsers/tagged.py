@@ -9,9 +9,9 @@ import re
 from collections.abc import Iterator
 from typing import Any, ClassVar
 
-from agentrl.chat.parsers.base import Malformed, ParsedCall, Span, Tools
+from agentrl.chat.parsers.parser import Malformed, ParsedCall, Span, Tools
 from agentrl.chat.parsers.stream import BlockParser
-from agentrl.chat.parsers.typed import from_json, schema_of, typed
+from agentrl.chat.parsers.tagged_values import from_json, schema_of, typed
 
 _MORE = re.compile(r"\S")
 

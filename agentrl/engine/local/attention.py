@@ -20,7 +20,7 @@ from torch import Tensor
 from transformers import AttentionInterface, PreTrainedModel
 
 from agentrl.errors import ConfigError
-from agentrl.models.probe import unusual_layers
+from agentrl.models.trial import unusual_layers
 
 ATTENTION = "agentrl"
 """Name under which the function is known to transformers after `register_attention()`."""

@@ -30,7 +30,7 @@ from torch import Tensor
 
 from agentrl.engine.base import Engine
 from agentrl.engine.checks import check_prompt, check_sampling
-from agentrl.engine.local.engine import Bounds, EngineCore, run_all
+from agentrl.engine.local.local_engine import Bounds, EngineCore, run_all
 from agentrl.engine.local.slots import BatchRequest, IntArray
 from agentrl.errors import AgentRLError, EngineError
 from agentrl.types import Completion, Sampling

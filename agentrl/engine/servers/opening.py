@@ -12,12 +12,12 @@ import torch
 from agentrl.config.engine import EngineConfig
 from agentrl.config.run import LoRAConfig
 from agentrl.engine.servers.client import InferenceServer, ServerKind
-from agentrl.engine.servers.engine import ServedEngine, ServedLimits
 from agentrl.engine.servers.kinds import KINDS
 from agentrl.engine.servers.launch.hosts import Connect, GivenHost, LaunchedHost, Recipe
 from agentrl.engine.servers.launch.ray_host import RayCluster, RayHost
 from agentrl.engine.servers.launch.scratch import ScratchFolder
-from agentrl.engine.servers.pool import Host
+from agentrl.engine.servers.replica_pool import Host
+from agentrl.engine.servers.server_engine import ServedEngine, ServedLimits
 from agentrl.engine.servers.weight_sync import AdapterSync, BroadcastSync, DiskSync, TensorSync, WeightSync
 from agentrl.errors import ConfigError
 from agentrl.models.device import pick_device

@@ -21,7 +21,7 @@ from transformers.masking_utils import AttentionMaskInterface
 from agentrl.config.run import LearnerConfig
 from agentrl.errors import ConfigError
 from agentrl.learner.attention.choice import Kind, choose_attention
-from agentrl.models.probe import ALONE, ENDS, SHARED, probe
+from agentrl.models.trial import ALONE, ENDS, SHARED, probe
 
 NAMES: dict[Kind, str] = {"sdpa": "agentrl_packed", "flex": "agentrl_blocks", "flash": "agentrl_sequences"}
 """Known to transformers by these; a name with sdpa or flash in it would be taken for one of its own."""

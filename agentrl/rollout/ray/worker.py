@@ -17,7 +17,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from agentrl.chat.check import Mode, TokenCheckBudget, TokenReport
+from agentrl.chat.token_check import Mode, TokenCheckBudget, TokenReport
 from agentrl.config.run import RunConfig
 from agentrl.engine.base import Engine, EngineCapabilities
 from agentrl.env.load import load_env

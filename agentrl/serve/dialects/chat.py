@@ -11,12 +11,12 @@ from typing import Any
 
 from agentrl.chat.template import Renderer
 from agentrl.engine.base import TokenLogprob
+from agentrl.serve.api_errors import invalid, unsupported
 from agentrl.serve.dialects.messages import incoming_of, tools_of
 from agentrl.serve.dialects.wire import ChatRequest, ResponseFormat
-from agentrl.serve.errors import invalid, unsupported
 from agentrl.serve.grammar import AnswerFormat
 from agentrl.serve.reader import ArgumentsDelta, CallBegun, ContentDelta, Delta, ReasoningDelta
-from agentrl.serve.talk import Choice, GenerationRequest, Job, fresh_id, now
+from agentrl.serve.service import Choice, GenerationRequest, Job, fresh_id, now
 
 
 def request_of(request: ChatRequest) -> GenerationRequest:

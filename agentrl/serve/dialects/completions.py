@@ -12,11 +12,11 @@ from typing import Any
 
 from agentrl.chat.template import Renderer
 from agentrl.engine.base import Engine, TokenLogprob
+from agentrl.serve.api_errors import context_exceeded, invalid, unsupported
 from agentrl.serve.dialects.wire import CompletionRequest
-from agentrl.serve.errors import context_exceeded, invalid, unsupported
 from agentrl.serve.generate import CompletionOptions, Sampled, generate
 from agentrl.serve.reader import ContentDelta, Delta, TextReader
-from agentrl.serve.talk import COLDEST, fresh_id, now
+from agentrl.serve.service import COLDEST, fresh_id, now
 from agentrl.types import Completion, Sampling
 
 MAX_CHOICES = 2048

@@ -6,9 +6,9 @@ from collections.abc import Sequence
 from typing import Any
 
 from agentrl.chat.messages import MessageFormatError, read_message
-from agentrl.chat.parsers.base import unsound
+from agentrl.chat.parsers.parser import unsound
+from agentrl.serve.api_errors import invalid, unsupported
 from agentrl.serve.dialects.wire import WireMessage, WireTool
-from agentrl.serve.errors import invalid, unsupported
 from agentrl.serve.turns import Incoming
 
 

@@ -10,14 +10,14 @@ from dataclasses import dataclass
 from typing import Any
 
 from agentrl.engine.base import TokenLogprob
+from agentrl.serve.api_errors import ApiError, invalid, unsupported
+from agentrl.serve.conversations import Conversations
 from agentrl.serve.dialects.messages import incoming_of, tools_of
 from agentrl.serve.dialects.wire import CalledFunction, Function, Part, WireCall, WireMessage, WireTool
 from agentrl.serve.dialects.wire_responses import Item, ResponsesRequest, TextOptions
-from agentrl.serve.errors import ApiError, invalid, unsupported
 from agentrl.serve.grammar import AnswerFormat
 from agentrl.serve.reader import ArgumentsDelta, CallBegun, ContentDelta, Delta, ReasoningDelta
-from agentrl.serve.session import Conversations
-from agentrl.serve.talk import Choice, GenerationRequest, Job, fresh_id, now
+from agentrl.serve.service import Choice, GenerationRequest, Job, fresh_id, now
 from agentrl.serve.turns import Incoming
 
 

@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-from agentrl.serve.errors import invalid, unsupported
+from agentrl.serve.api_errors import invalid, unsupported
 
 HARMLESS: dict[str, tuple[Any, ...]] = {
     "add_generation_prompt": (True,),

@@ -6,8 +6,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import ConfigDict, Field, JsonValue
 
+from agentrl.serve.api_errors import unsupported
 from agentrl.serve.dialects.wire import Part, Tokens, Wire
-from agentrl.serve.errors import unsupported
 
 KINDS: list[JsonValue] = ["message", "function_call", "function_call_output", "reasoning"]
 

@@ -29,7 +29,7 @@ from agentrl.engine.checks import check_ids, check_prompt, check_sampling
 from agentrl.engine.local.batching import Batcher, BatchLimits, DecodeRecording
 from agentrl.engine.local.constrained import scored
 from agentrl.engine.local.decode import cuda_capture
-from agentrl.engine.local.model import FlatModel, load_model
+from agentrl.engine.local.flat_model import FlatModel, load_model
 from agentrl.engine.local.slots import BatchRequest
 from agentrl.errors import ConfigError, EngineError
 from agentrl.types import Completion, Sampling

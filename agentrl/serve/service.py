@@ -13,12 +13,12 @@ from typing import Any, Literal
 from agentrl.chat.template import Renderer
 from agentrl.engine.base import Engine, TokenLogprob
 from agentrl.errors import TemplateError
-from agentrl.serve.errors import ApiError, context_exceeded, invalid, overloaded, unsupported
+from agentrl.serve.api_errors import ApiError, context_exceeded, invalid, overloaded, unsupported
+from agentrl.serve.conversations import Conversations
 from agentrl.serve.generate import CompletionOptions, Sampled, generate
 from agentrl.serve.grammar import AnswerFormat, GrammarError, Grammars
-from agentrl.serve.metrics import Metrics
+from agentrl.serve.prometheus import Metrics
 from agentrl.serve.reader import Delta, MessageReader
-from agentrl.serve.session import Conversations
 from agentrl.serve.turns import Incoming, Prompt, ServedTurn, UnrenderableError
 from agentrl.types import Sampling
 

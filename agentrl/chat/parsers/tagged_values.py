@@ -6,8 +6,8 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
-from agentrl.chat.parsers.base import Tools, unsound
 from agentrl.chat.parsers.notation import Wrong, read_literal
+from agentrl.chat.parsers.parser import Tools, unsound
 
 
 def schema_of(tools: Tools, name: str) -> Mapping[str, Any]:

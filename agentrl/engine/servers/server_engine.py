@@ -18,7 +18,7 @@ from agentrl.engine.base import Engine, EngineCapabilities, GenerateOptions, Tok
 from agentrl.engine.checks import check_prompt, check_sampling
 from agentrl.engine.servers.client import InferenceServer, Listener, ServerAnswer
 from agentrl.engine.servers.http import ServerRefused
-from agentrl.engine.servers.pool import LOST, Host, Replica, ReplicaPool
+from agentrl.engine.servers.replica_pool import LOST, Host, Replica, ReplicaPool
 from agentrl.engine.servers.weight_sync import WeightSync, distinct, vocabulary_of
 from agentrl.errors import EngineError
 from agentrl.types import Completion, Sampling

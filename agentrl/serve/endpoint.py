@@ -27,16 +27,16 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from agentrl.engine.base import TokenLogprob
 from agentrl.errors import EngineError
+from agentrl.serve.api_errors import ApiError, from_validation
+from agentrl.serve.conversations import Conversations
 from agentrl.serve.dialects import chat, responses
 from agentrl.serve.dialects.completions import TextJob, TextWriter
 from agentrl.serve.dialects.wire import ChatRequest, CompletionRequest
 from agentrl.serve.dialects.wire_responses import ResponsesRequest
-from agentrl.serve.errors import ApiError, from_validation
+from agentrl.serve.event_stream import EventStream, GoneError, event, gone, while_there
 from agentrl.serve.openapi import describe
 from agentrl.serve.reader import Delta
-from agentrl.serve.session import Conversations
-from agentrl.serve.stream import EventStream, GoneError, event, gone, while_there
-from agentrl.serve.talk import ChatService, Client, now
+from agentrl.serve.service import ChatService, Client, now
 
 log = logging.getLogger(__name__)
 

@@ -26,7 +26,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from agentrl.chat.parsers.base import unsound
+from agentrl.chat.parsers.parser import unsound
 from agentrl.chat.template import Renderer
 from agentrl.chat.transcript import Transcript
 from agentrl.serve.turns import (

@@ -21,7 +21,7 @@ from agentrl.engine.local.cache import CacheShape
 from agentrl.engine.local.fused import FusedDecoder, can_fuse
 from agentrl.errors import ConfigError
 from agentrl.models.folder import check_model_folder, load_causal_lm
-from agentrl.models.probe import ALONE, ENDS, SHARED, probe
+from agentrl.models.trial import ALONE, ENDS, SHARED, probe
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
