@@ -51,6 +51,8 @@ class Supervisor(Programs):
         self.used = False
         """Whether a program has run here: from then on, a failure is an outcome of its calls."""
         self.cpu_s = 0.0
+        self.asked: int | None = None
+        """A question for the usage that is answered when the interrupted call is over."""
         self.limits: CallLimits = (0.0, 0, 0, 0)
         """Limits of the calls: they come with the first one, and with each that differs from the one before."""
 
@@ -99,6 +101,8 @@ class Supervisor(Programs):
         call = self.call
         self.used = self.used or (call is not None and (call.session is not None or call.program.has_accepted()))
         self._end_all()
+        if self.asked is not None:
+            self._tell_usage(self.asked)
         if call is not None:
             self._refuse(call.id, f"{type(error).__name__}: {error}", lost=call.session is not None)
 
@@ -164,7 +168,10 @@ class Supervisor(Programs):
             self._close_session(header["session"])
             self.send({"id": header["id"]})
         elif op == "usage":
-            self.send({"id": header["id"], "cpu_s": self.cpu_s, **self.meter.usage()})
+            if self.call is not None and self.call.interrupted_at is not None:
+                self.asked = header["id"]  # a cancelled session's call: who asks waits for its end
+            else:
+                self._tell_usage(header["id"])
         elif op == "wake":
             # Answer first: the spare is forked while the caller prepares its order.
             self.spare_is_wanted = True
@@ -175,12 +182,16 @@ class Supervisor(Programs):
             self._drop_spare()
             self.send({"id": header["id"]})
 
+    def _tell_usage(self, number: int) -> None:
+        self.asked = None
+        self.send({"id": number, "cpu_s": self.cpu_s, **self.meter.usage()})
+
     # Orders
 
     def _start(self, header: frames.Header, payload: bytes) -> None:
         self.limits = header.get("limits", self.limits)
         if self.call is not None:
-            self.send({"id": header["id"], "fault": "an order came while another was running"})
+            self.send({"id": header["id"], "fault": "an order came while another was running", "used": self.used})
             return
         self.meter.begin()
         session = header.get("session")
@@ -427,6 +438,8 @@ class Supervisor(Programs):
             usage = program.rusage
             self.cpu_s += usage.ru_utime + usage.ru_stime if usage is not None else 0.0
             self._write(report(call, status, lost, oom_kills, reaped))
+        if self.asked is not None:
+            self._tell_usage(self.asked)
         if session is not None and not lost:
             self._watch_output(program)
         if early:

@@ -6,6 +6,7 @@ SandboxBroken, which scores the episode. Any other SandboxError would be an infr
 
 from __future__ import annotations
 
+import asyncio
 import textwrap
 import time
 from collections.abc import Awaitable, Callable
@@ -358,8 +359,39 @@ async def _in_session(box: Box, kind: Literal["bash", "sqlite"], command: str) -
     await session.close()
 
 
+CANCELLED = (
+    "fork_bomb", "memory", "lock_home", "a_flood", "stop_oneself", "kill_newcomers", "stop_newcomers",
+    "a_thread_that_fights", "answers_of_nonsense", "become_another_program",
+)  # fmt: skip
+"""Ways that are under way, or leave something that is, when their call is cancelled."""
+
+
+async def cancelled_midway(stage: Stage) -> None:
+    """Each act is cancelled while it runs; what follows must be as after an act that came to its end."""
+    for number, way in enumerate(way for way in WAYS if way.name in CANCELLED):
+        async with stage.box() as box:
+            act = asyncio.create_task(way.act(box))
+            await asyncio.sleep(0.05 * (number % 4 + 1))
+            act.cancel()
+            try:
+                await act
+            except (asyncio.CancelledError, SandboxBroken):
+                pass
+            except SandboxError as error:
+                raise AssertionError(f"{way.name}: became an infrastructure failure: {error}") from error
+            result = None
+            try:
+                await box.write_file("answer.txt", b"7")
+                result = await box.python("print(6 * 7)", wall_s=2)
+            except (SandboxBroken, OSError):
+                continue
+            except SandboxError as error:
+                raise AssertionError(f"{way.name}: became an infrastructure failure: {error}") from error
+            expect(result.outcome != "cancelled", f"{way.name}: {result}")
+
+
 def checks() -> list[Check]:
-    """One check a way."""
+    """One check a way, and one that cancels some of them."""
 
     def make(way: Sabotage) -> Check:
         async def run(stage: Stage) -> None:
@@ -377,4 +409,7 @@ def checks() -> list[Check]:
 
         return Check(f"sabotage_{way.name}", "sabotage", run, group=f"sabotage, {way.runs_in}", isolating=True)
 
-    return [make(way) for way in WAYS]
+    cancelled = Check(
+        "sabotage_cancelled_midway", "sabotage", cancelled_midway, group="sabotage, cancelled", isolating=True
+    )
+    return [*(make(way) for way in WAYS), cancelled]

@@ -61,6 +61,17 @@ PRIVILEGE = [
             if result >= 0 or code not in (errno.EPERM, errno.ENOSYS):
                 escaped("%s: %d %s" % (name, result, errno.errorcode.get(code)))
     """),
+    program("mount_propagation", "privileges", """
+        for flags in (1 << 20, 1 << 19, 1 << 18, 1 << 17, 4096):  # shared, slave, private, unbindable, bind
+            for place in (b"/", b".", b"/proc"):
+                done = libc.mount(place, place, None, flags | 16384, None)
+                escaped((place, flags)) if done == 0 else print("stopped:", os.strerror(ctypes.get_errno()))
+        tree, code = syscall(428, 428, -100, ctypes.addressof(ctypes.create_string_buffer(b"/")), 1) 
+        escaped("open_tree") if tree >= 0 else print("stopped:", os.strerror(code))
+        escaped("umount") if libc.umount2(b"/proc", 2) == 0 else print("stopped:", os.strerror(ctypes.get_errno()))
+        for name in ("fuse", "userfaultfd", "cuse"):
+            attempt(lambda: os.open("/dev/" + name, os.O_RDWR))
+    """),
     program("x32_table", "syscalls", """
         if not ARM:
             result, code = syscall(0x40000000 + 39, 0)
