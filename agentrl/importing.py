@@ -7,6 +7,7 @@ import importlib
 import importlib.util
 import re
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -36,6 +37,36 @@ def load_object(spec: str, *, base: Path | None = None) -> Any:
             raise ConfigError(f"{spec!r}: {module_name} has no {part!r}; {hint}")
         found = getattr(found, part)
     return found
+
+
+def load_function(spec: str, where: str) -> Callable[..., Any]:
+    """The function named as `module:Name` or `path/to/file.py:Name`.
+
+    Args:
+        where: the setting that names it, for messages.
+
+    Raises:
+        ConfigError: it cannot be loaded, or is not a function.
+    """
+    found = load_object(spec)
+    if not callable(found):
+        raise ConfigError(f"{where}: is a {type(found).__name__}, not a function")
+    function: Callable[..., Any] = found
+    return function
+
+
+def try_function(call: Callable[[], object], where: str) -> None:
+    """Call a user's function once, before a run depends on it.
+
+    Raises:
+        ConfigError: it raised an exception.
+    """
+    try:
+        call()
+    except ConfigError:
+        raise
+    except Exception as e:
+        raise ConfigError(f"{where}: a first call with a few tokens raised {type(e).__name__}: {e}") from e
 
 
 def load_file(path: Path) -> ModuleType:

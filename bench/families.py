@@ -31,8 +31,8 @@ from transformers.utils import logging
 from agentrl.engine.local.local_engine import LocalEngine
 from agentrl.errors import ConfigError
 from agentrl.learner.logprobs import token_stats
-from agentrl.learner.model import load_policy
 from agentrl.learner.pack import pack
+from agentrl.learner.policy_model import load_policy
 from agentrl.types import Sample, Sampling
 
 RESULTS = Path(__file__).parent / "results" / "families.json"

@@ -24,6 +24,7 @@ Source: PaLM, arXiv:2204.02311, appendix B. The last line is JSON.
 from __future__ import annotations
 
 import argparse
+import asyncio
 import contextlib
 import gc
 import json
@@ -44,6 +45,9 @@ from agentrl.config.run import LearnerConfig, LoRAConfig, OptimConfig
 from agentrl.learner.attention.packed import NAMES, PACKED_ATTENTION, register_attention
 from agentrl.learner.learner import Learner
 from agentrl.learner.lora import add_adapter
+from agentrl.learner.policy_rank import LocalPolicyRank
+from agentrl.learner.rank import InProcess, LearnerSpec
+from agentrl.learner.split import StepRows
 from agentrl.preflight.shape import ModelShape
 from agentrl.types import Sample
 
@@ -57,8 +61,8 @@ PEAKS = {"H100 PCIe": 756.0, "H100": 989.4, "H200": 989.4, "B200": 2250.0, "A100
 LORA = LoRAConfig(rank=16, alpha=32)
 
 
-class RandomLearner(Learner):
-    """The learner, with weights that are made at random where they stay."""
+class RandomPolicyRank(LocalPolicyRank):
+    """A rank of the policy, with weights that are made at random where they stay."""
 
     def _load(
         self, directory: Path, lora: LoRAConfig | None = None, adapter: Path | None = None
@@ -127,7 +131,7 @@ def measured(shape: str, length: int, lora: bool, args: argparse.Namespace) -> d
     gpu = not args.smoke
     with tempfile.TemporaryDirectory() as temp:
         sizes = write_config(shape, length, Path(temp))
-        learner = RandomLearner(
+        spec = LearnerSpec(
             Path(temp),
             algorithm=AlgorithmConfig(kl={"coef": 0.0}),
             optim=OptimConfig(lr=1e-6, warmup_steps=0),
@@ -143,20 +147,22 @@ def measured(shape: str, length: int, lora: bool, args: argparse.Namespace) -> d
             temperature=1.0,
             total_steps=100,
         )
+        rank = RandomPolicyRank(spec)
+        learner = Learner(spec, InProcess(rank, rank))
         try:
             names = {name: kind for kind, name in NAMES.items()}
-            cell["attention"] = names[learner.policy.config._attn_implementation]
+            cell["attention"] = names[rank.policy.config._attn_implementation]
             seconds, flops = [], 0.0
             for number in range(args.steps + 1):  # the first warms up, and compiles
                 rows = make_rows(2 * tokens // length, length, sizes.vocab, number)
                 flops = model_flops(sizes, rows, lora)
                 started = time.perf_counter()
-                learner.step(rows)
+                asyncio.run(learner.step(StepRows(rows)))
                 if gpu:
                     torch.cuda.synchronize()
                 seconds.append(time.perf_counter() - started)
         finally:
-            learner.close()
+            asyncio.run(learner.close())
     step_s, peak = statistics.median(seconds[1:]), peak_tflops(args)
     cell |= {
         "tokens": sum(len(row.ids) for row in rows),

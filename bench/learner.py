@@ -18,6 +18,7 @@ Peak memory is measured on a larger vocabulary: the resident memory of the proce
 from __future__ import annotations
 
 import argparse
+import asyncio
 import json
 import os
 import random
@@ -112,11 +113,13 @@ def ours(shape: Shape, directory: Path) -> Callable[[Sequence[Sample]], None]:
     """agentrl's learner."""
     from agentrl.config.algorithm import AlgorithmConfig
     from agentrl.config.run import LearnerConfig, OptimConfig
-    from agentrl.learner.learner import Learner
     from agentrl.learner.memory import keep_freed_memory
+    from agentrl.learner.policy_rank import local_learner
+    from agentrl.learner.rank import LearnerSpec
+    from agentrl.learner.split import StepRows
 
     keep_freed_memory()
-    learner = Learner(
+    spec = LearnerSpec(
         directory,
         algorithm=AlgorithmConfig(kl={"coef": 0.0}),
         optim=OptimConfig(lr=LR, warmup_steps=0),
@@ -126,7 +129,8 @@ def ours(shape: Shape, directory: Path) -> Callable[[Sequence[Sample]], None]:
         temperature=1.0,
         total_steps=100,
     )
-    return lambda rows: learner.step(rows) and None
+    learner = local_learner(spec)
+    return lambda rows: asyncio.run(learner.step(StepRows(rows))) and None
 
 
 def padded_batches(shape: Shape, rows: Sequence[Sample]) -> list[list[Sample]]:

@@ -13,6 +13,7 @@ hour on two cores.
 from __future__ import annotations
 
 import argparse
+import asyncio
 import json
 import os
 import signal
@@ -27,7 +28,8 @@ from typing import Any
 import torch
 
 from agentrl.config import RunConfig
-from agentrl.learner.driver import Driver
+from agentrl.learner.learner import Learner
+from agentrl.learner.split import StepResult, StepRows
 from agentrl.reporting.report import Silent
 from agentrl.run_folder.records import read_metrics
 from agentrl.run_folder.store import RunStore
@@ -60,7 +62,6 @@ WAYS = (
     ("saved on 4, 1 process", 1, True),
 )
 """Ranks that take the recorded steps, and whether from what 4 ranks saved at half way."""
-Step = tuple[Sequence[Any], Any]
 
 
 def main() -> int:
@@ -135,24 +136,27 @@ def made_start(folder: Path) -> Path:
 
 def recorded(
     config: RunConfig, folder: Path
-) -> tuple[list[Step], list[dict[str, float]], dict[str, torch.Tensor]]:
+) -> tuple[list[StepRows], list[dict[str, float]], dict[str, torch.Tensor]]:
     """Train in this process: what the learner was given, what it said, and the parameters at the end."""
-    steps: list[Step] = []
+    steps: list[StepRows] = []
     curve: list[dict[str, float]] = []
-    learners: list[Driver] = []
+    weights: dict[str, torch.Tensor] = {}
 
-    def recording(*given: Any) -> Driver:
-        learner = make_learner(*given)
-        step = learner.step
+    async def recording(*given: Any) -> Learner:
+        learner = await make_learner(*given)
+        step, close = learner.step, learner.close
 
-        def keep(samples: Sequence[Any], scores: Any = None) -> Any:
-            update = step(samples, scores)
-            steps.append((samples, scores))
-            curve.append(shown(update.metrics))
-            return update
+        async def keep(rows: StepRows) -> StepResult:
+            result = await step(rows)
+            steps.append(rows)
+            curve.append(shown(result.metrics))
+            return result
 
-        learner.step = keep  # type: ignore[method-assign]
-        learners.append(learner)
+        async def closing() -> None:
+            weights.update({name: value.clone() for name, value in (await learner.weights()).items()})
+            await close()
+
+        learner.step, learner.close = keep, closing  # type: ignore[method-assign]
         return learner
 
     runs.make_learner, kept = recording, runs.make_learner
@@ -161,11 +165,30 @@ def recorded(
             runs.train_run(config, store, Silent())
     finally:
         runs.make_learner = kept
-    return steps, curve, {name: value.clone() for name, value in learners[-1].weights().items()}
+    return steps, curve, weights
+
+
+async def steps_of(
+    config: RunConfig, saved: Path, steps: Sequence[StepRows], start: Path, *, first: int, half: int
+) -> tuple[list[dict[str, float]], dict[str, torch.Tensor]]:
+    """The steps from `first` on, and the parameters at the end; 4 ranks save at half way."""
+    learner = await make_learner(config, saved if first else start, start)
+    try:
+        if first:
+            await learner.load(saved)
+        said = []
+        for number, rows in enumerate(steps[first:], first):
+            if number == half and config.learner.ranks == 4:
+                saved.mkdir()
+                await learner.save(saved, {})
+            said.append(shown((await learner.step(rows)).metrics))
+        return said, await learner.weights()
+    finally:
+        await learner.close()
 
 
 def replayed(
-    config: RunConfig, start: Path, steps: Sequence[Step], curve: Sequence[Mapping[str, float]],
+    config: RunConfig, start: Path, steps: Sequence[StepRows], curve: Sequence[Mapping[str, float]],
     weights: Mapping[str, torch.Tensor], folder: Path, *, ways: Sequence[tuple[str, int, bool]] = WAYS,
 ) -> dict[str, Any]:  # fmt: skip
     """The same steps on 2 and on 4 ranks, and on 2 and on 1 from what the 4 saved at half way."""
@@ -173,19 +196,7 @@ def replayed(
     for name, ranks, halfway in ways:
         first = half if halfway else 0
         shape = config.model_copy(update={"learner": config.learner.model_copy(update={"ranks": ranks})})
-        learner = make_learner(shape, saved if first else start, start)
-        try:
-            if first:
-                learner.load_optimizer(saved)
-            said = []
-            for number, (samples, scores) in enumerate(steps[first:], first):
-                if number == half and ranks == 4:
-                    saved.mkdir()
-                    learner.save(saved)
-                said.append(shown(learner.step(samples, scores).metrics))
-            ours = learner.weights()
-        finally:
-            learner.close()
+        said, ours = asyncio.run(steps_of(shape, saved, steps, start, first=first, half=half))
         apart = max(float((ours[key] - value).abs().max()) for key, value in weights.items() if key in ours)
         off = {key: max(abs(a[key] - b[key]) for a, b in zip(said, curve[first:], strict=True)) for key in CURVE}
         found[name] = {"steps": len(said), "parameters_apart": apart, "curve_apart": off, "met": apart < GOAL}

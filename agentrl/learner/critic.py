@@ -7,7 +7,7 @@ head that says 0 everywhere at first. It has its own optimiser, and its checkpoi
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from logging import ERROR
 from pathlib import Path
 from typing import Any
@@ -21,16 +21,15 @@ from transformers.utils import logging
 from agentrl.algo.aggregate import Totals, aggregation_weights
 from agentrl.algo.metrics import Metrics, max_of, merge_metrics, to_host
 from agentrl.algo.value import ValueLoss, value_loss
-from agentrl.config.algorithm import AlgorithmConfig, CriticConfig
-from agentrl.config.run import LearnerConfig, OptimConfig
 from agentrl.errors import AgentRLError, CheckpointError, ConfigError
 from agentrl.learner.attention.packed import PACKED_ATTENTION, check_attention, register_attention
-from agentrl.learner.model import checkpoint_activations
+from agentrl.learner.micro_batch import annotated, lr_factor, packed_rows, saving, working_dtype
 from agentrl.learner.pack import Packed
-from agentrl.learner.rank import lr_factor, packed_rows, said_of, saving, working_dtype
+from agentrl.learner.policy_model import checkpoint_activations
+from agentrl.learner.rank import LearnerSpec, Note
 from agentrl.learner.shard import World, whole
-from agentrl.learner.split import Columns, Portion, Rows
-from agentrl.learner.state import Snapshot, restore_optimizer, snapshot, whole_weights
+from agentrl.learner.split import Columns, MicroBatches, Rows
+from agentrl.learner.state import TrainingState, copy_state, restore_optimizer, whole_weights
 from agentrl.models.device import pick_device
 from agentrl.models.trial import refuse_adapter
 
@@ -90,28 +89,21 @@ def empty_critic(directory: Path) -> PreTrainedModel:
 
 
 class Critic:
-    """One rank's part of the critic; all ranks must be called alike.
+    """One rank of the critic with its optimizer; all ranks must be called alike.
 
-    Beside the policy it is led by the learner of its rank; on ranks of its own it does its part by itself
-    (`evaluate`, `work` and what ends in `_part`).
+    If it shares the policy's ranks, the policy's rank calls it; on ranks to itself it is a `CriticRank`.
     """
 
-    def __init__(
-        self,
-        directory: Path,
-        *,
-        critic: CriticConfig,
-        algorithm: AlgorithmConfig,
-        optim: OptimConfig,
-        config: LearnerConfig,
-        total_steps: int,
-        world: World,
-    ) -> None:
+    def __init__(self, spec: LearnerSpec, world: World) -> None:
+        directory, critic, optim, config = spec.critic_dir, spec.critic, spec.optim, spec.config
+        assert directory is not None
+        assert critic is not None
+
         def make(values: bool) -> PreTrainedModel:
             return load_critic(directory) if values else empty_critic(directory)
 
-        self.critic, self.algorithm, self.optim, self.config = critic, algorithm, optim, config
-        self.world, self.total_steps = world, total_steps
+        self.critic, self.algorithm, self.optim, self.config = critic, spec.algorithm, optim, config
+        self.world, self.total_steps = world, spec.total_steps
         self.device = pick_device(config.device)
         self.model = world.place(make, config, self.device)
         if config.checkpoint_activations:
@@ -121,15 +113,15 @@ class Critic:
             self.model.parameters(), lr=critic.lr, betas=optim.betas, weight_decay=optim.weight_decay, fused=True
         )
         self.steps_done = 0
-        self._taken: Snapshot | None = None
+        self._state: TrainingState | None = None
 
-    def evaluate(self, batches: Sequence[Rows], wanted: frozenset[str]) -> list[Columns]:
-        """`values` of the rows of this rank."""
-        return said_of(
+    def annotate(self, batches: Sequence[Rows], names: frozenset[str]) -> list[Columns]:
+        """`values` of this rank's rows."""
+        return annotated(
             batches, self.device, working_dtype(self.model), lambda packed: {"values": self.values(packed)}
         )
 
-    def work(self, portions: Sequence[Portion]) -> Metrics:
+    def update(self, work: Sequence[MicroBatches]) -> Metrics:
         """This rank's part of a step; every rank is at work at the same time.
 
         Raises:
@@ -137,15 +129,15 @@ class Critic:
         """
         factor, dtype = lr_factor(self.optim, self.steps_done, self.total_steps), working_dtype(self.model)
         metrics: list[Metrics] = []
-        for portion in portions:
-            for rows in portion.micro_batches:
-                packed = packed_rows(rows, portion.columns, self.device, dtype)
-                metrics.append(self.learn(packed, portion.totals))
-            metrics.append(self.update(f"step {self.steps_done + 1}", factor))
+        for micro_batches in work:
+            for rows in micro_batches.rows:
+                packed = packed_rows(rows, micro_batches.columns, self.device, dtype)
+                metrics.append(self.backward(packed, micro_batches.totals))
+            metrics.append(self.optimizer_step(f"step {self.steps_done + 1}", factor))
         self.steps_done += 1
         return to_host(merge_metrics(metrics))
 
-    def learn(self, packed: Packed, totals: Totals) -> Metrics:
+    def backward(self, packed: Packed, totals: Totals) -> Metrics:
         """The value loss of a micro-batch; its gradient is added to what is there."""
         with saving(self.config):
             value, found = self.loss(packed, totals)
@@ -180,7 +172,7 @@ class Critic:
         )
         return loss, {f"critic/{name}": metric for name, metric in metrics.items()}
 
-    def update(self, when: str, factor: float) -> Metrics:
+    def optimizer_step(self, when: str, factor: float) -> Metrics:
         """One optimizer update with the clipped gradient, at `factor` times the learning rate.
 
         Raises:
@@ -198,12 +190,12 @@ class Critic:
         self.optimizer.zero_grad(set_to_none=True)
         return {"critic/grad_norm": max_of(norm[None])}
 
-    def snapshot(self, note: Mapping[str, Any]) -> Snapshot:
-        """Copy this rank's part for a checkpoint."""
-        return snapshot(self.model, whole_weights(self.model, self.world), self.optimizer, self.world, note)
+    def state(self, note: Note) -> TrainingState:
+        """A copy of this rank's part for a checkpoint."""
+        return copy_state(self.model, whole_weights(self.model, self.world), self.optimizer, self.world, note)
 
-    def restore(self, directory: Path) -> None:
-        """Take up the optimiser's state of a checkpoint.
+    def restore(self, directory: Path) -> Note:
+        """Restore the optimizer's state from the critic's folder in a checkpoint; returns its note.
 
         Raises:
             CheckpointError: the files are missing or belong to another model.
@@ -213,21 +205,22 @@ class Critic:
             self.steps_done = int(note["steps_done"])
         except (KeyError, TypeError, ValueError) as e:
             raise CheckpointError(f"checkpoint {directory} cannot be resumed: {e}") from e
+        return note
 
-    def snapshot_part(self, note: Mapping[str, Any]) -> None:
-        """Copy this rank's part of a checkpoint, for `write_part`."""
-        self._taken = self.snapshot({**note, "steps_done": self.steps_done})
+    def snapshot(self, note: Note) -> None:
+        """Copy this rank's part of a checkpoint, for `write`."""
+        self._state = self.state({**note, "steps_done": self.steps_done})
 
-    def write_part(self, directory: Path) -> None:
-        """Write what `snapshot_part` copied, and forget it."""
-        assert self._taken is not None
+    def write(self, directory: Path) -> None:
+        """Write what `snapshot` copied, and forget it."""
+        assert self._state is not None
         (directory / CRITIC_FOLDER).mkdir(exist_ok=True)
-        self._taken.write(directory / CRITIC_FOLDER)
-        self._taken = None
+        self._state.write(directory / CRITIC_FOLDER)
+        self._state = None
 
-    def load_part(self, directory: Path) -> None:
-        """Take up this rank's part of a checkpoint of the run; see `restore`."""
-        self.restore(directory / CRITIC_FOLDER)
+    def load(self, directory: Path) -> Note:
+        """Restore this rank's part of a checkpoint of the run; see `restore`."""
+        return self.restore(directory / CRITIC_FOLDER)
 
     def close(self) -> None:
         """Leave the other ranks; idempotent."""

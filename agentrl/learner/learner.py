@@ -1,357 +1,256 @@
-"""The learner: one rank, in process. Packs samples, computes the loss, steps the optimiser."""
+"""The learner: splits each step over its ranks and merges what they did.
+
+The ranks are in this process or in Ray workers; the step is the same. Reference and critic share the policy's
+ranks, or have ranks to themselves that work at the same time.
+"""
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+import asyncio
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, ParamSpec, TypeVar
 
-import torch
-from torch import Tensor
-from transformers import PreTrainedModel
-
-from agentrl.algo.correction import LogprobDrift, merge_drift
-from agentrl.algo.metrics import Metric, Metrics, merge_metrics, to_host
-from agentrl.config.algorithm import AlgorithmConfig, CriticConfig
-from agentrl.config.run import LearnerConfig, LoRAConfig, OptimConfig
-from agentrl.errors import AgentRLError, CheckpointError
-from agentrl.learner.critic import CRITIC_FOLDER, Critic
-from agentrl.learner.driver import Driver
-from agentrl.learner.logprobs import TokenStats, Wanted, know_head, token_stats
-from agentrl.learner.lora import (
-    ADAPTER_FOLDER,
-    adapted_names,
-    adapter_state,
-    adapters_off,
-    add_adapter,
-    merged_weights,
-    write_adapter,
+from agentrl.config.algorithm import CriticConfig
+from agentrl.learner.pack import in_pack_order
+from agentrl.learner.rank import Annotator, Checkpointed, CriticRank, LearnerSpec, Note, PolicyRank, Ranks
+from agentrl.learner.split import (
+    Columns,
+    MicroBatches,
+    Passes,
+    Rows,
+    StepResult,
+    StepRows,
+    merge_results,
+    split_rows,
+    split_step,
 )
-from agentrl.learner.model import checkpoint_activations, empty_policy, load_policy
-from agentrl.learner.objective import Loss, policy_loss
-from agentrl.learner.pack import Packed
-from agentrl.learner.rank import lr_factor, packed_rows, said_of, saving, working_dtype
-from agentrl.learner.shard import World, check_offload, whole
-from agentrl.learner.split import Columns, Outcome, Portion, Rows
-from agentrl.learner.state import Snapshot, restore_optimizer, snapshot, whole_weights
-from agentrl.models.device import pick_device
+from agentrl.types import Sample
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+P = ParamSpec("P")
+T = TypeVar("T")
+S = TypeVar("S", bound=StepRows)
+THREAD = "agentrl-learner"
 
 
-class Learner(Driver):
-    """One rank: holds the policy that is trained and, for the KL term, its frozen reference; drives itself.
+class Learner:
+    """What a run trains with. Every method runs in the learner's own thread, so the event loop never waits for it.
 
-    Methods that end in `_part`, `evaluate` and `work` do one rank's part; all ranks must be called alike.
-    Reference and critic may have ranks of their own: then this one is given no directory of theirs.
+    Attributes:
+        reference_apart: whether the reference has ranks to itself, so its log-probabilities must be annotated.
     """
 
     def __init__(
         self,
-        policy_dir: Path,
+        spec: LearnerSpec,
+        policy: Ranks[PolicyRank],
         *,
-        algorithm: AlgorithmConfig,
-        optim: OptimConfig,
-        config: LearnerConfig,
-        temperature: float,
-        total_steps: int,
-        reference_dir: Path | None = None,
-        critic: CriticConfig | None = None,
-        critic_dir: Path | None = None,
-        world: World | None = None,
-        seed: int = 0,
+        reference: Ranks[Annotator] | None = None,
+        critic: Ranks[CriticRank] | None = None,
+        disconnect: Callable[[], None] | None = None,
     ) -> None:
-        here = None if critic_dir is None else critic
-        super().__init__(algorithm, config, ranks=1, critic=here, seed=seed)
-        self.optim_config, self.temperature, self.total_steps = optim, temperature, total_steps
-        self.device = pick_device(config.device)
-        self.world = world or _own_world(config, self.device)
-        try:
-            self._make(policy_dir, reference_dir, critic, critic_dir)
-        except BaseException:
-            self.world.leave()
-            raise
-        self.steps_done = 0
-        self.first_step = 0 if critic is None else critic.warmup_steps
-        """The step at which the policy begins to learn."""
-        self._snapshots: dict[str, Snapshot] = {}
-        self._adapter: dict[str, Tensor] = {}
-
-    def _make(
-        self, policy_dir: Path, reference_dir: Path | None, critic: CriticConfig | None, critic_dir: Path | None
-    ) -> None:
-        """The models and their optimisers."""
-        algorithm, optim, config = self.algorithm, self.optim_config, self.config
-        self.policy = self._load_policy(policy_dir, reference_dir)
-        if config.checkpoint_activations:
-            checkpoint_activations(self.policy)
-        self.reference: PreTrainedModel | None = None
-        if algorithm.kl.coef > 0 and reference_dir is not None:
-            self.reference = self.policy if config.lora else self._load(reference_dir).requires_grad_(False)
-        trained = [p for p in self.policy.parameters() if p.requires_grad]
-        self.optimizer = torch.optim.AdamW(
-            trained, lr=optim.lr, betas=optim.betas, weight_decay=optim.weight_decay, fused=True
-        )
-        self.critic: Critic | None = None
-        if critic is not None and critic_dir is not None:
-            self.critic = Critic(
-                critic_dir,
-                critic=critic,
-                algorithm=algorithm,
-                optim=optim,
-                config=config,
-                total_steps=self.total_steps,
-                world=self.world,
-            )
-        self._know_heads()
-
-    def evaluate(self, batches: Sequence[Rows], wanted: frozenset[str]) -> list[Columns]:
-        """What the models say of the rows of this rank before the first update."""
-
-        def say(packed: Packed) -> dict[str, Tensor]:
-            found: dict[str, Tensor] = {}
-            if wanted & {"learner_logprobs", "entropy", "sum_pi_squared"}:
-                stats = self._stats(self.policy, packed, wanted & {"entropy", "sum_pi_squared"})
-                found = {"learner_logprobs": stats.logprobs_N}
-                found |= {} if stats.entropy_N is None else {"entropy": stats.entropy_N}
-                found |= {} if stats.sum_pi_squared_N is None else {"sum_pi_squared": stats.sum_pi_squared_N}
-            if "ref_logprobs" in wanted and self.reference is not None:
-                with self._as_reference():
-                    found["ref_logprobs"] = self._stats(self.reference, packed).logprobs_N
-            if "values" in wanted and self.critic is not None:
-                found["values"] = self.critic.values(packed)
-            return found
-
-        return said_of(batches, self.device, self._dtype, say)
-
-    def work(self, portions: Sequence[Portion], critic_portions: Sequence[Portion] = ()) -> Outcome:
-        """This rank's part of a step; every rank is at work at the same time.
+        """Train with these ranks, which the learner owns from now on.
 
         Args:
-            critic_portions: what the critic learns from, where it is beside the policy.
+            reference: ranks of the reference, if it does not share the policy's.
+            critic: ranks of the critic, if it does not share the policy's.
+            disconnect: called after the ranks have ended.
+        """
+        passes = Passes(spec.algorithm.updates_per_step, spec.algorithm.epochs, spec.seed)
+        self._max_tokens = spec.config.tokens_per_micro_batch
+        self._passes = passes
+        self._critic_passes = passes if spec.critic is None else critic_passes(spec.critic, passes)
+        self._policy, self._reference, self._critic = policy, reference, critic
+        self._shares_critic = spec.critic_dir is not None and spec.critic is not None and critic is None
+        self._disconnect = disconnect
+        self._thread, self._closed = ThreadPoolExecutor(1, THREAD), False
+        self.reference_apart = reference is not None
+
+    async def annotate(self, rows: S, names: frozenset[str]) -> S:
+        """The same rows with the named columns, except those of idle episodes; models evaluate side by side.
+
+        Args:
+            names: `learner_logprobs`, `ref_logprobs`, `values`, `entropy`, `sum_pi_squared`.
+        """
+        return await self._in_thread(self._annotate, rows, names) if names else rows
+
+    async def step(self, rows: StepRows) -> StepResult:
+        """One step on a batch: `epochs` times `updates_per_step` optimizer updates with global normalization.
 
         Raises:
             AgentRLError: the gradient is not finite.
+            WorkerLost: a rank died.
         """
-        self._set_lr()
-        said = {} if self.critic is None else self.critic.work(critic_portions)
-        updates: list[Metrics] = []
-        drifts: list[LogprobDrift] = []
-        if self.steps_done >= self.first_step:
-            for number, portion in enumerate(portions):
-                metrics, found = self._learn(portion, first_update=number == 0)
-                updates.append(metrics)
-                drifts.append(found)
-        self.steps_done += 1
-        return Outcome(
-            merge_metrics([*updates, said]),
-            merge_drift(drifts),
-            max((float(metrics["grad_norm"].value) for metrics in updates), default=0.0),
-            self.optimizer.param_groups[0]["lr"],
-            updates,
-        )
+        return await self._in_thread(self._step, rows)
 
-    def _learn(self, portion: Portion, *, first_update: bool) -> tuple[Metrics, LogprobDrift]:
-        """One optimizer update of the policy."""
-        metrics: list[Metrics] = []
-        drifts: list[LogprobDrift] = []
-        for rows in portion.micro_batches:
-            packed = packed_rows(rows, portion.columns, self.device, self._dtype)
-            loss = self._policy_part(packed, portion, first_update=first_update)
-            metrics.append(loss.metrics)
-            drifts.append(loss.drift)
-        norm = self._update(f"step {self.steps_done + 1}", f"lower optim.lr ({self.optim_config.lr:g})")
-        return to_host(merge_metrics(metrics)) | {"grad_norm": Metric("max", norm)}, merge_drift(drifts)
-
-    def _policy_part(self, packed: Packed, portion: Portion, *, first_update: bool) -> Loss:
-        """The policy loss of a micro-batch; its gradient is added to what is there."""
-        with saving(self.config):
-            loss = policy_loss(
-                self.preparation.algorithm,
-                packed,
-                self._stats(self.policy, packed, frozenset({"entropy"})),
-                portion.totals,
-                ref_logprobs_N=self._reference_logprobs(packed),
-                kl_coef=portion.kl_coef,
-                first_update=first_update,
-            )
-        loss.value.backward()  # type: ignore[no-untyped-call]
-        return loss
-
-    def _know_heads(self) -> None:
-        """See at once, on all ranks alike, whether the models' logits are what their output layers give."""
-        if self.config.logits_at_once:
-            for model in (self.policy, self.reference):
-                if model is not None:
-                    know_head(model, self.device, self._dtype)
-
-    @property
-    def _dtype(self) -> torch.dtype:
-        """What is computed with behind the models."""
-        return working_dtype(self.policy)
-
-    def _stats(self, model: PreTrainedModel, packed: Packed, wanted: Wanted = frozenset()) -> TokenStats:
-        return token_stats(
-            model,
-            packed,
-            temperature=self.temperature,
-            chunk=self.config.logits_at_once,
-            wanted=wanted,
-            entropy_gradient=self.algorithm.entropy_coef > 0,
-        )
-
-    def _reference_logprobs(self, packed: Packed) -> Tensor | None:
-        """[N] under the reference, where the loss has a KL penalty."""
-        if not self.algorithm.kl.in_loss:
-            return None
-        if "ref_logprobs" in packed.columns:
-            return packed.columns["ref_logprobs"]
-        if self.reference is None:
-            return None
-        with torch.no_grad(), self._as_reference():
-            return self._stats(self.reference, packed).logprobs_N
-
-    def _as_reference(self) -> AbstractContextManager[None]:
-        """Where adapters are trained, the reference is the policy without them."""
-        return adapters_off(self.policy) if self.config.lora else nullcontext()
-
-    def logprobs(self, model: PreTrainedModel, packed: Packed) -> Tensor:
-        """[N] log-probabilities of the trained tokens, at the sampling temperature."""
-        return self._stats(model, packed).logprobs_N
-
-    def imitate_part(self, batches: Sequence[Rows], total: int, lr: float) -> float:
-        """This rank's part of a supervised step on `total` trained tokens; returns its part of the loss.
+    async def imitate(self, samples: Sequence[Sample], lr: float) -> float:
+        """One supervised step: returns the mean negative log-likelihood of the tokens under the mask.
 
         Raises:
             AgentRLError: the gradient is not finite.
+            WorkerLost: a rank died.
         """
-        value = 0.0
-        for rows in batches:
-            packed = packed_rows(rows, (), self.device, self._dtype)
-            stats = token_stats(self.policy, packed, chunk=self.config.logits_at_once)
-            loss = -stats.logprobs_N.sum() / total
-            loss.backward()  # type: ignore[no-untyped-call]
-            value += float(loss.detach())
-        for group in self.optimizer.param_groups:
-            group["lr"] = lr
-        self._update("warm-up", "lower warmup.lr")
-        return value
+        return await self._in_thread(self._imitate, samples, lr)
 
-    def _update(self, when: str, advice: str) -> float:
-        """One optimizer update with the clipped gradient; returns its norm before clipping.
+    async def probe(self, samples: Sequence[Sample]) -> list[list[float]]:
+        """The log-probabilities (temperature 1) of the trained tokens of each row under the current policy."""
+        return await self._in_thread(self._probe, samples)
+
+    async def weights(self) -> dict[str, Tensor]:
+        """The policy's parameters by their Hugging Face names; tied parameters have one of their names."""
+        call = self._policy_call(lambda rank, _: rank.weights(), "gathering weights")
+        return (await self._in_thread(call))[0]
+
+    async def adapter(self) -> dict[str, Tensor]:
+        """The adapter's matrices in host memory, named as peft names them in a file."""
+        call = self._policy_call(lambda rank, _: rank.adapter(), "gathering the adapter")
+        return (await self._in_thread(call))[0]
+
+    async def snapshot(self, note: Note) -> Callable[[Path], None]:
+        """Copy everything that a checkpoint holds.
+
+        Args:
+            note: saved with it, for `load` to return.
+
+        Returns:
+            A function that writes the copy into a directory; training may continue meanwhile. It blocks.
+        """
+        await self._in_thread(self._kept, lambda rank, _: rank.snapshot(note), "taking a snapshot")
+        return self._write
+
+    async def save(self, directory: Path, note: Note) -> None:
+        """Write a checkpoint: the policy as a Hugging Face model, and what training needs to resume."""
+        write = await self.snapshot(note)
+        await self._in_thread(write, directory)
+
+    async def load(self, directory: Path) -> Note:
+        """Restore what a checkpoint holds besides the weights, however many ranks wrote it; returns its note.
 
         Raises:
-            AgentRLError: the gradient is not finite; the policy is left as it was.
+            CheckpointError: the files are missing or damaged, or belong to another model.
         """
-        norm = float(
-            whole(torch.nn.utils.clip_grad_norm_(self.policy.parameters(), self.optim_config.max_grad_norm))
+        folder = directory.absolute()
+        return await self._in_thread(self._kept, lambda rank, _: rank.load(folder), "loading a checkpoint")
+
+    async def export(self, directory: Path) -> None:
+        """Write the policy as a Hugging Face model, and nothing else."""
+        folder = directory.absolute()
+        await self._in_thread(self._policy_call(lambda rank, _: rank.export(folder), "exporting the policy"))
+
+    async def close(self) -> None:
+        """End the ranks once the current call is done; idempotent."""
+        if not self._closed:
+            self._closed = True
+            await self._in_thread(self._close)
+            self._thread.shutdown(wait=False)
+
+    async def _in_thread(self, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+        return await asyncio.get_running_loop().run_in_executor(self._thread, partial(function, *args, **kwargs))
+
+    # --- in the learner's thread ---------------------------------------------------------------------------------
+
+    def _step(self, step: StepRows) -> StepResult:
+        nothing: list[list[MicroBatches]] = [[] for _ in range(self._policy.size)]
+        beside = self._split(step, self._critic_passes, self._policy.size) if self._shares_critic else nothing
+        own = self._split(step, self._passes, self._policy.size)
+        policy = self._policy.start(
+            lambda rank, work: rank.update(*work), list(zip(own, beside, strict=True)), doing="the update"
         )
-        if math.isfinite(norm):
-            self.optimizer.step()
-        self.optimizer.zero_grad(set_to_none=True)
-        if not math.isfinite(norm):
-            raise AgentRLError(f"{when}: the gradient is {norm}; {advice}")
-        return norm
+        values = None
+        if self._critic is not None:
+            shares = self._split(step, self._critic_passes, self._critic.size)
+            values = self._critic.start(lambda rank, work: rank.update(work), shares, doing="the update")
+        results = policy()
+        return merge_results(step, results, [] if values is None else values(), epochs=self._passes.epochs)
 
-    def weights_part(self) -> dict[str, Tensor]:
-        """Parameters by their Hugging Face names, views where nothing is sharded; {} but on rank 0."""
-        if self.world.mesh is None and self.config.lora is None:
-            return {name: value.detach() for name, value in self.policy.state_dict().items()}
-        return self._whole()
+    def _split(self, step: StepRows, passes: Passes, ranks: int) -> list[list[MicroBatches]]:
+        return split_step(step, passes, ranks=ranks, max_tokens=self._max_tokens)
 
-    def adapter_part(self) -> dict[str, Tensor]:
-        """The adapter alone; {} but on rank 0."""
-        state = adapter_state(self.policy)
-        return state if self.world.rank == 0 else {}
+    def _annotate(self, step: S, names: frozenset[str]) -> S:
+        rows = [row for row in step.samples if row.episode_id not in step.idle]
+        if not rows:
+            return step
+        columns: list[dict[str, tuple[float, ...]]] = [{} for _ in rows]
+        for found in [wait() for wait in self._evaluating(rows, names)]:
+            for known, new in zip(columns, found, strict=True):
+                known |= new
+        annotated = iter(
+            [replace(row, columns={**row.columns, **new}) for row, new in zip(rows, columns, strict=True)]
+        )
+        samples = [row if row.episode_id in step.idle else next(annotated) for row in step.samples]
+        return replace(step, samples=samples)
 
-    def _whole(self) -> dict[str, Tensor]:
-        """The policy without shards and adapters; {} but on rank 0."""
-        return (merged_weights if self.config.lora else whole_weights)(self.policy, self.world)
+    def _evaluating(self, rows: Sequence[Sample], names: frozenset[str]) -> list[Callable[[], list[Columns]]]:
+        """Start every model that knows one of the columns; what is returned waits for the columns of each row."""
+        models: list[tuple[Ranks[Annotator], frozenset[str]]] = [(self._policy, names)]
+        for apart, own in ((self._reference, {"ref_logprobs"}), (self._critic, {"values"})):
+            if apart is not None:
+                models[0] = (self._policy, models[0][1] - own)
+                models.append((apart, names & own))
+        return [self._evaluate(ranks, rows, wanted) for ranks, wanted in models if wanted]
 
-    def probe_part(self, batches: Sequence[Rows]) -> list[Columns]:
-        """This rank's part of a probe: `logprobs` (temperature 1) of its rows."""
+    def _evaluate(
+        self, ranks: Ranks[Annotator], rows: Sequence[Sample], names: frozenset[str]
+    ) -> Callable[[], list[Columns]]:
+        shares = split_rows(rows, ranks=ranks.size, max_tokens=self._max_tokens)
+        wait = ranks.start(lambda rank, share: rank.annotate(share, names), shares, doing="evaluating rows")
+        return lambda: _by_row(rows, shares, wait())
 
-        def say(packed: Packed) -> dict[str, Tensor]:
-            return {"logprobs": token_stats(self.policy, packed, chunk=self.config.logits_at_once).logprobs_N}
+    def _imitate(self, samples: Sequence[Sample], lr: float) -> float:
+        total = sum(sum(s.loss_mask) for s in samples)
+        shares = split_rows(samples, ranks=self._policy.size, max_tokens=self._max_tokens)
+        wait = self._policy.start(
+            lambda rank, share: rank.imitate(share, total, lr), shares, doing="a supervised step"
+        )
+        return sum(wait())
 
-        return said_of(batches, self.device, self._dtype, say)
+    def _probe(self, samples: Sequence[Sample]) -> list[list[float]]:
+        shares = split_rows(samples, ranks=self._policy.size, max_tokens=self._max_tokens)
+        wait = self._policy.start(lambda rank, share: rank.probe(share), shares, doing="evaluating rows")
+        return [list(columns["logprobs"]) for columns in _by_row(samples, shares, wait())]
 
-    def snapshot_part(self, note: Mapping[str, Any]) -> None:
-        """Copy this rank's part of a checkpoint, for `write_part`."""
-        weights = self._whole()
-        note = {**note, "steps_done": self.steps_done}
-        self._adapter = adapter_state(self.policy) if self.config.lora else {}
-        self._snapshots = {"": snapshot(self.policy, weights, self.optimizer, self.world, note)}
-        if self.critic is not None:
-            self._snapshots[CRITIC_FOLDER] = self.critic.snapshot(note)
+    def _write(self, directory: Path) -> None:
+        folder = directory.absolute()
+        self._kept(lambda rank, _: rank.write(folder), "writing a checkpoint", writes=True)
 
-    def _write_adapter(self, directory: Path) -> None:
-        if self.config.lora is not None and self.world.rank == 0:
-            write_adapter(directory / ADAPTER_FOLDER, self._adapter, self.config.lora, adapted_names(self.policy))
+    def _kept(self, call: Callable[[Checkpointed, None], T], doing: str, *, writes: bool = False) -> T:
+        """Call all ranks that are part of a checkpoint; returns the answer of the policy's first rank."""
+        kept: list[Ranks[Checkpointed]] = [self._policy, *([] if self._critic is None else [self._critic])]
+        waits = [ranks.start(call, [None] * ranks.size, doing=doing, writes=writes) for ranks in kept]
+        answers = [wait() for wait in waits]
+        return answers[0][0]
 
-    def write_part(self, directory: Path) -> None:
-        """Write what `snapshot_part` copied, and forget it."""
-        self._write_adapter(directory)
-        for name, taken in self._snapshots.items():
-            (directory / name).mkdir(exist_ok=True)
-            taken.write(directory / name)
-        self._snapshots = {}
+    def _policy_call(self, call: Callable[[PolicyRank, None], T], doing: str) -> Callable[[], list[T]]:
+        return lambda: self._policy.start(call, [None] * self._policy.size, doing=doing)()
 
-    def load_part(self, directory: Path) -> dict[str, Any]:
-        """Take up this rank's part of a checkpoint; returns its note.
-
-        Raises:
-            CheckpointError: the files are missing or belong to another model.
-        """
-        note = restore_optimizer(self.policy, self.optimizer, directory, self.world)
-        try:
-            self.steps_done = int(note["steps_done"])
-        except (KeyError, TypeError, ValueError) as e:
-            raise CheckpointError(f"checkpoint {directory} cannot be resumed: {e}") from e
-        if self.critic is not None:
-            self.critic.restore(directory / CRITIC_FOLDER)
-        return note
-
-    def export_part(self, directory: Path) -> None:
-        """Write the policy as a Hugging Face model; rank 0 writes."""
-        weights = self._whole()
-        if self.world.rank == 0:
-            self.policy.save_pretrained(directory, state_dict=weights)
-
-    def close(self) -> None:
-        """Leave the other ranks; idempotent."""
-        self.world.leave()
-
-    def ask(self, method: str, parts: Sequence[tuple[Any, ...]]) -> Callable[[], list[Any]]:
-        """Nothing is done before the answer is waited for: others that were asked are at work meanwhile."""
-        return lambda: [getattr(self, method)(*part) for part in parts]
-
-    def _load_policy(self, directory: Path, start: Path | None) -> PreTrainedModel:
-        """The policy; with adapters it is the one that training began with, and those of a checkpoint."""
-        lora = self.config.lora
-        if lora is None:
-            return self._load(directory)
-        saved = directory / ADAPTER_FOLDER
-        given = None if lora.adapter is None else Path(lora.adapter)
-        return self._load(start or directory, lora, saved if saved.is_dir() else given)
-
-    def _load(
-        self, directory: Path, lora: LoRAConfig | None = None, adapter: Path | None = None
-    ) -> PreTrainedModel:
-        def make(values: bool) -> PreTrainedModel:
-            model = load_policy(directory, torch.device("cpu")) if values else empty_policy(directory)
-            return model if lora is None else add_adapter(model, lora, adapter, values=values)
-
-        return self.world.place(make, self.config, self.device)
-
-    def _set_lr(self) -> None:
-        """Set the learning rate of this step, the same for all of its updates."""
-        factor = lr_factor(self.optim_config, self.steps_done, self.total_steps)
-        for group in self.optimizer.param_groups:
-            group["lr"] = self.optim_config.lr * factor
+    def _close(self) -> None:
+        for ranks in (self._policy, self._reference, self._critic):
+            if ranks is not None:
+                ranks.close()
+        disconnect, self._disconnect = self._disconnect, None
+        if disconnect is not None:
+            disconnect()
 
 
-def _own_world(config: LearnerConfig, device: torch.device) -> World:
-    """One rank; sharded by itself where it computes in another precision than it keeps, or offloads."""
-    check_offload(config, device.type)
-    return World.alone(device) if config.precision != "float32" or config.cpu_offload else World()
+def critic_passes(critic: CriticConfig, policy: Passes) -> Passes:
+    """Those of the critic; what it leaves out is as for the policy."""
+    return Passes(critic.updates_per_step or policy.updates, critic.epochs or policy.epochs, policy.seed)
+
+
+def _by_row(
+    samples: Sequence[Sample], shares: Sequence[Sequence[Rows]], found: Sequence[Sequence[Columns]]
+) -> list[Columns]:
+    """The columns that ranks returned, in the order of `samples`."""
+    place = {id(sample): index for index, sample in enumerate(samples)}
+    out: list[Columns] = [{} for _ in samples]
+    for share, columns in zip(shares, found, strict=True):
+        laid = [row for batch in share for row in in_pack_order(batch)]
+        for row, values in zip(laid, columns, strict=True):
+            out[place[id(row)]] = values
+    return out

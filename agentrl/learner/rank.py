@@ -1,65 +1,190 @@
-"""What every rank does, whichever model it holds: read rows, say things of their tokens, follow the schedule."""
+"""What one rank of a model does for the learner, and how the learner reaches all ranks of a model at once."""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
-from dataclasses import replace
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
 
-import torch
-from torch import Tensor, nn
-
+from agentrl.config.algorithm import AlgorithmConfig, CriticConfig
 from agentrl.config.run import LearnerConfig, OptimConfig
-from agentrl.learner.pack import Packed, in_pack_order, pack
-from agentrl.learner.split import NOTHING, Columns, Rows
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from agentrl.algo.metrics import Metrics
+    from agentrl.learner.split import Columns, MicroBatches, RankResult, Rows
+
+Rank = TypeVar("Rank")
+Rank_co = TypeVar("Rank_co", covariant=True)
+Part = TypeVar("Part")
+Result = TypeVar("Result")
+Note = Mapping[str, Any]
+"""Counters and other small things in a checkpoint, as JSON."""
 
 
-def working_dtype(model: nn.Module) -> torch.dtype:
-    """What is computed with behind a model."""
-    return torch.promote_types(torch.float32, next(model.parameters()).dtype)
+@dataclass(frozen=True, slots=True)
+class LearnerSpec:
+    """What a learner is made of.
+
+    Attributes:
+        policy_dir: a Hugging Face model directory.
+        temperature: the sampling temperature.
+        total_steps: of the run, for the learning-rate schedule.
+        reference_dir: the frozen model of the KL penalty; None where there is none.
+        critic_dir: what the critic starts from; None where there is no critic.
+        seed: of the order in which episodes are dealt out over updates.
+        ray: address of the Ray cluster; without it one is started on this machine.
+    """
+
+    policy_dir: Path
+    algorithm: AlgorithmConfig
+    optim: OptimConfig
+    config: LearnerConfig
+    temperature: float
+    total_steps: int
+    reference_dir: Path | None = None
+    critic: CriticConfig | None = None
+    critic_dir: Path | None = None
+    seed: int = 0
+    ray: str | None = None
+
+    @property
+    def folders(self) -> tuple[Path, ...]:
+        """The model directories."""
+        return tuple(d for d in (self.policy_dir, self.reference_dir, self.critic_dir) if d is not None)
 
 
-def packed_rows(rows: Rows, columns: Sequence[str], device: torch.device, dtype: torch.dtype) -> Packed:
-    """The rows of a micro-batch, or what is computed where there are none, with the columns of the others."""
-    packed = pack(rows or NOTHING, device, dtype)
-    if rows:
-        return packed
-    empty_N = torch.zeros(0, dtype=dtype, device=device)
-    return replace(packed, columns=dict.fromkeys(columns, empty_N))
+class Annotator(Protocol):
+    """One rank of a model that evaluates rows."""
+
+    def annotate(self, batches: Sequence[Rows], names: frozenset[str]) -> list[Columns]:
+        """The named columns of this rank's rows, in the order of `in_pack_order`."""
+        ...
 
 
-def said_of(
-    batches: Sequence[Rows],
-    device: torch.device,
-    dtype: torch.dtype,
-    say: Callable[[Packed], Mapping[str, Tensor]],
-) -> list[Columns]:
-    """What `say` gives for the trained tokens of each row, rows in the order of `in_pack_order`; no gradients."""
-    with torch.no_grad():
-        return [
-            columns for rows in batches for columns in _by_row(rows, say(packed_rows(rows, (), device, dtype)))
-        ]
+class Checkpointed(Protocol):
+    """One rank of a model that is part of a checkpoint."""
+
+    def snapshot(self, note: Note) -> None:
+        """Copy this rank's part of a checkpoint, for `write`."""
+        ...
+
+    def write(self, directory: Path) -> None:
+        """Write what `snapshot` copied, and forget it."""
+        ...
+
+    def load(self, directory: Path) -> Note:
+        """Restore this rank's part of a checkpoint; returns its note.
+
+        Raises:
+            CheckpointError: the files are missing or belong to another model.
+        """
+        ...
 
 
-def lr_factor(optim: OptimConfig, step: int, total_steps: int) -> float:
-    """The share of the peak learning rate in a step; steps count from 0."""
-    rise = optim.warmup_of(total_steps)
-    if optim.schedule == "constant" or step < rise:
-        return min(1.0, (step + 1) / max(1, rise))
-    done = (step - rise) / max(1, total_steps - 1 - rise)
-    fall = done if optim.schedule == "linear" else (1 - math.cos(math.pi * done)) / 2
-    return 1 - 0.9 * fall
+class PolicyRank(Annotator, Checkpointed, Protocol):
+    """One rank of the policy that is trained; all ranks must be called alike."""
+
+    def update(self, work: Sequence[MicroBatches], critic_work: Sequence[MicroBatches] = ()) -> RankResult:
+        """This rank's part of a step.
+
+        Args:
+            critic_work: for the critic, if it shares the policy's ranks.
+
+        Raises:
+            AgentRLError: the gradient is not finite.
+        """
+        ...
+
+    def imitate(self, batches: Sequence[Rows], total: int, lr: float) -> float:
+        """This rank's part of a supervised step on `total` trained tokens; returns its part of the loss.
+
+        Raises:
+            AgentRLError: the gradient is not finite.
+        """
+        ...
+
+    def probe(self, batches: Sequence[Rows]) -> list[Columns]:
+        """`logprobs` (temperature 1) of this rank's rows."""
+        ...
+
+    def weights(self) -> dict[str, Tensor]:
+        """Parameters by their Hugging Face names; {} except on rank 0."""
+        ...
+
+    def adapter(self) -> dict[str, Tensor]:
+        """The adapter's matrices; {} except on rank 0."""
+        ...
+
+    def export(self, directory: Path) -> None:
+        """Write the policy as a Hugging Face model; rank 0 writes."""
+        ...
 
 
-def saving(config: LearnerConfig) -> AbstractContextManager[object]:
-    """Where the backward pass finds what it needs: on the device, or in host memory."""
-    offload = config.offload_activations
-    return torch.autograd.graph.save_on_cpu(pin_memory=True) if offload else nullcontext()
+class CriticRank(Annotator, Checkpointed, Protocol):
+    """One rank of a critic that has ranks to itself."""
+
+    def update(self, work: Sequence[MicroBatches]) -> Metrics:
+        """This rank's part of a step.
+
+        Raises:
+            AgentRLError: the gradient is not finite.
+        """
+        ...
 
 
-def _by_row(rows: Rows, found: Mapping[str, Tensor]) -> list[Columns]:
-    """The columns of each row, from tensors over the trained tokens of all."""
-    counts = [sum(row.loss_mask) for row in in_pack_order(rows)]
-    parts = {name: torch.split(values_N, counts) for name, values_N in found.items()}
-    return [{name: tuple(part[n].tolist()) for name, part in parts.items()} for n in range(len(counts))]
+class Ranks(Protocol[Rank_co]):
+    """All ranks of one model."""
+
+    @property
+    def size(self) -> int:
+        """How many ranks there are."""
+        ...
+
+    def start(
+        self, call: Callable[[Rank_co, Part], Result], parts: Sequence[Part], *, doing: str, writes: bool = False
+    ) -> Callable[[], list[Result]]:
+        """Call every rank at the same time, each with its own part.
+
+        Args:
+            call: applied to each rank; it must not capture anything that cannot be pickled.
+            doing: what is being done, for error messages.
+            writes: whether this only writes files, so that it may run while the ranks compute.
+
+        Returns:
+            A function that waits for the results. It raises what the ranks raise, or WorkerLost if one died.
+        """
+        ...
+
+    def close(self) -> None:
+        """End the ranks; idempotent."""
+        ...
+
+
+class Closing(Protocol):
+    """Something that can be closed."""
+
+    def close(self) -> None:
+        """Free what it holds; idempotent."""
+        ...
+
+
+class InProcess(Generic[Rank]):
+    """One rank, in this process."""
+
+    size = 1
+
+    def __init__(self, rank: Rank, closing: Closing) -> None:
+        self.rank, self._closing = rank, closing
+
+    def start(
+        self, call: Callable[[Rank, Part], Result], parts: Sequence[Part], *, doing: str, writes: bool = False
+    ) -> Callable[[], list[Result]]:
+        """Nothing is computed until the results are waited for, so ranks in other processes work meanwhile."""
+        return lambda: [call(self.rank, part) for part in parts]
+
+    def close(self) -> None:
+        """Leave the process group; idempotent."""
+        self._closing.close()

@@ -1,38 +1,50 @@
-"""Ray workers that hold one model between them: a rank each, on a GPU (or CPU) of its own."""
+"""Ray workers that hold one model together: one rank each, with a GPU (or a CPU core) to itself."""
 
 from __future__ import annotations
 
 import os
 import socket
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from importlib import import_module
-from pathlib import Path
-from typing import Any
+from typing import Any, Generic, Protocol, TypeVar
 
 from agentrl.errors import AgentRLError, ConfigError, WorkerLost
+from agentrl.learner.memory import keep_freed_memory
+from agentrl.learner.rank import LearnerSpec, Part, Rank, Result
+from agentrl.learner.shard import World
+from agentrl.models.device import pick_device
+
+Made_co = TypeVar("Made_co", covariant=True)
 
 START_S, GRACE_S, EXCHANGE_S = 300.0, 15.0, 1800.0
 """Wait for the cluster to have room; for the other ranks once one has failed; for the slowest rank to meet."""
 
 
-class RankPool:
-    """The ranks of one model, in a placement group of their own.
+class MakeRank(Protocol[Made_co]):
+    """Makes one rank of a model."""
+
+    def __call__(self, spec: LearnerSpec, world: World) -> Made_co: ...
+
+
+class RankPool(Generic[Rank]):
+    """The Ray workers of one model, in one placement group: its `Ranks`.
 
     Args:
         ray: the module, connected.
-        model: `learner`, `reference` or `critic`, as messages call it and `RankWorker` makes it.
-        ranks: how many.
+        model: `learner`, `reference` or `critic`, for messages.
+        make: makes the rank inside its worker.
+        size: how many ranks.
         gpus: whether each has a GPU.
     """
 
-    def __init__(self, ray: Any, model: str, ranks: int, *, gpus: bool) -> None:
-        self._ray, self.model, self.ranks, self._gpus = ray, model, ranks, gpus
+    def __init__(self, ray: Any, model: str, make: MakeRank[Rank], size: int, *, gpus: bool) -> None:
+        self._ray, self.model, self._make, self.size, self._gpus = ray, model, make, size, gpus
         self._workers: list[_Worker] = []
         each = {"GPU": 1, "CPU": 1} if gpus else {"CPU": 1}
-        self.group: Any = import_module("ray.util").placement_group([each] * ranks, strategy="PACK")
+        self.group: Any = import_module("ray.util").placement_group([each] * size, strategy="PACK")
 
-    def start(self) -> None:
+    def launch(self) -> None:
         """Start the workers once the cluster has room for them, on as few nodes as possible.
 
         Raises:
@@ -41,45 +53,46 @@ class RankPool:
         """
         if not self.group.wait(START_S):
             raise ConfigError(
-                f"the Ray cluster had no room for {self.ranks} ranks of the {self.model}, each with one "
+                f"the Ray cluster had no room for {self.size} ranks of the {self.model}, each with one "
                 f"{'GPU' if self._gpus else 'CPU'}, within {START_S:g} s: others hold it"
             )
         strategy = import_module("ray.util.scheduling_strategies").PlacementGroupSchedulingStrategy
         actor = self._ray.remote(concurrency_groups={"disk": 1})(RankWorker)
-        for rank in range(self.ranks):
+        for rank in range(self.size):
             place = strategy(self.group, placement_group_bundle_index=rank)
             options = actor.options(num_cpus=1, num_gpus=int(self._gpus), scheduling_strategy=place)
-            self._workers.append(_Worker(rank, options.remote(self.model, rank, self.ranks)))
+            self._workers.append(_Worker(rank, options.remote(self.model, rank, self.size)))
         places = self._gather([w.actor.where.remote() for w in self._workers], "start")
         for worker, (host, pid) in zip(self._workers, places, strict=True):
             worker.place = f"process {pid} on {host}"
 
-    def load(self, arguments: Mapping[str, Any]) -> Callable[[], list[Any]]:
-        """Have every rank load its shard; what is returned waits.
-
-        Args:
-            arguments: of the class that holds the model, but its `world`.
-        """
+    def load(self, spec: LearnerSpec) -> Callable[[], None]:
+        """Start loading a shard on every rank; what is returned waits."""
         address = self._gather([self._workers[0].actor.address.remote()], "start")[0]
-        refs = [worker.actor.join.remote(address, arguments) for worker in self._workers]
-        return lambda: self._gather(refs, "start")
+        refs = [worker.actor.join.remote(address, self._make, spec) for worker in self._workers]
 
-    def ask(self, method: str, parts: Sequence[tuple[Any, ...]]) -> Callable[[], list[Any]]:
-        """Call a method on every rank; see `agentrl.learner.driver.Ranks`."""
+        def wait() -> None:
+            self._gather(refs, "start")
+
+        return wait
+
+    def start(
+        self, call: Callable[[Rank, Part], Result], parts: Sequence[Part], *, doing: str, writes: bool = False
+    ) -> Callable[[], list[Result]]:
+        """Call every rank, each with its own part; see `agentrl.learner.rank.Ranks`."""
         if not self._workers:
             raise WorkerLost(f"the ranks of the {self.model} have ended; run the same command again to resume")
         refs = []
         for worker, part in zip(self._workers, parts, strict=True):
-            call = worker.actor.call
-            group = "disk" if method == "write_part" else None
-            refs.append((call.options(concurrency_group=group) if group else call).remote(method, *part))
-        return lambda: self._gather(refs, method)
+            remote = worker.actor.call.options(concurrency_group="disk") if writes else worker.actor.call
+            refs.append(remote.remote(call, part))
+        return lambda: self._gather(refs, doing)
 
     def close(self) -> None:
         """End the workers; idempotent."""
         workers, self._workers = self._workers, []
         if workers and self._ray.is_initialized():
-            leaving = [worker.actor.call.remote("close") for worker in workers]
+            leaving = [worker.actor.leave.remote() for worker in workers]
             self._ray.wait(leaving, num_returns=len(leaving), timeout=GRACE_S)
             self._kill(workers)
         group, self.group = self.group, None
@@ -123,7 +136,7 @@ class RankPool:
             if not isinstance(error, exceptions.RayTaskError):
                 reason = " ".join(str(error).split())
                 return WorkerLost(
-                    f"{self.model} rank {rank} of {self.ranks} ({workers[rank].place}) died in {what}: "
+                    f"{self.model} rank {rank} of {self.size} ({workers[rank].place}) died in {what}: "
                     f"{reason[:400]}. No finished checkpoint is lost: run the same command again to resume"
                 )
         ours = [cause for cause in causes if isinstance(cause, AgentRLError)]
@@ -146,7 +159,8 @@ class RankWorker:
 
     def __init__(self, model: str, rank: int, size: int) -> None:
         self.model, self.rank, self.size = model, rank, size
-        self._held: Any = None
+        self._world = World()
+        self._held: object = None
 
     def where(self) -> tuple[str, int]:
         """(address of the node, process)."""
@@ -159,34 +173,29 @@ class RankWorker:
             probe.bind((host, 0))
             return f"tcp://{host}:{probe.getsockname()[1]}"
 
-    def join(self, address: str, arguments: Mapping[str, Any]) -> None:
+    def join(self, address: str, make: MakeRank[object], spec: LearnerSpec) -> None:
         """Meet the other ranks and load this one's shard.
 
         Raises:
-            ConfigError: the model directory cannot be used, or is not seen from here.
+            ConfigError: a model directory cannot be used, or does not exist on this node.
         """
-        from agentrl.learner.critic import Critic
-        from agentrl.learner.learner import Learner
-        from agentrl.learner.memory import keep_freed_memory
-        from agentrl.learner.reference import Reference
-        from agentrl.learner.shard import World
-        from agentrl.models.device import pick_device
-
         keep_freed_memory()
-        for folder in arguments.values():
-            if isinstance(folder, Path) and not (folder / "config.json").is_file():
+        for folder in spec.folders:
+            if not (folder / "config.json").is_file():
                 raise ConfigError(
                     f"{self.model} rank {self.rank} on {_node_address()} sees no model in {folder}: models and "
-                    "run folder must lie where all nodes of the cluster see them under the same path"
+                    "run folder must be visible to all nodes of the cluster under the same path"
                 )
-        make: Callable[..., Any] = {"learner": Learner, "reference": Reference, "critic": Critic}[self.model]
-        device = pick_device(arguments["config"].device)
-        world = World.join(self.rank, self.size, device, address, EXCHANGE_S)
-        self._held = make(**arguments, world=world)
+        self._world = World.join(self.rank, self.size, pick_device(spec.config.device), address, EXCHANGE_S)
+        self._held = make(spec, self._world)
 
-    def call(self, method: str, *arguments: Any) -> Any:
-        """Call a method of what holds the model."""
-        return None if self._held is None else getattr(self._held, method)(*arguments)
+    def call(self, function: Callable[[Any, Part], Result], part: Part) -> Result:
+        """Call a function with this rank, which it was written for (`Ranks.start` checks that), and its part."""
+        return function(self._held, part)
+
+    def leave(self) -> None:
+        """Leave the other ranks; idempotent."""
+        self._world.leave()
 
 
 def _node_address() -> str:

@@ -1,6 +1,6 @@
 """The work of one step, split over updates, ranks and micro-batches before any of it is done.
 
-Whoever drives the ranks splits; they only compute. Counts that normalise the loss are those of the whole update,
+The learner splits and the ranks only compute. Counts that normalise the loss are those of the whole update,
 so that neither the number of ranks nor the split changes the gradient.
 """
 
@@ -14,7 +14,6 @@ from agentrl.algo.aggregate import Totals, totals_of_lengths
 from agentrl.algo.correction import LogprobDrift, merge_drift
 from agentrl.algo.metrics import Metrics, merge_metrics, metric_values
 from agentrl.learner.pack import micro_batches
-from agentrl.train.prepare import Prepared
 from agentrl.types import Sample
 
 Rows = tuple[Sample, ...]
@@ -29,49 +28,66 @@ UNEVEN = 1.1
 
 
 @dataclass(frozen=True, slots=True)
-class Update:
+class StepRows:
+    """The rows of a step, ready for the loss.
+
+    Attributes:
+        samples: every row that counts, with the columns that the loss reads.
+        idle: episodes that count but add nothing to the gradient, so their rows need no forward pass.
+        kl_coef: weight of the KL penalty in this step.
+        metrics: what was measured while the rows were prepared.
+        drift: between sampler and learner, if it was measured while the rows were prepared.
+    """
+
+    samples: Sequence[Sample]
+    idle: frozenset[str] = frozenset()
+    kl_coef: float = 0.0
+    metrics: Metrics = field(default_factory=dict)
+    drift: LogprobDrift = LogprobDrift()  # noqa: RUF009 - frozen
+
+
+@dataclass(frozen=True, slots=True)
+class StepResult:
     """What one step did.
 
     Attributes:
         metrics: to log.
-        tokens: that went through the model.
+        tokens: tokens that went through the model.
         trained: tokens under the loss.
-        advantages: of each episode's sampled segments, by their number, where the step estimated them.
     """
 
     metrics: Mapping[str, float]
     tokens: int
     trained: int
-    advantages: Mapping[str, Mapping[int, float]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
-class Portion:
+class MicroBatches:
     """One rank's part of one optimizer update.
 
     Attributes:
-        micro_batches: as many on every rank, so that all take part in the same exchanges; some may be empty.
+        rows: by micro-batch; every rank has the same number, so that collectives match, and some may be empty.
         totals: counts of the whole update, over all ranks.
         kl_coef: weight of the KL penalty in this step.
         columns: names of the columns that the rows of this step have.
     """
 
-    micro_batches: tuple[Rows, ...]
+    rows: tuple[Rows, ...]
     totals: Totals
     kl_coef: float = 0.0
     columns: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
-class Outcome:
-    """What one rank's part of a step came to; `grad_norm` and `lr` are the same on all ranks."""
+class RankResult:
+    """The result of one rank's part of a step; `grad_norm` and `lr` are the same on all ranks."""
 
     metrics: Metrics
     drift: LogprobDrift
     grad_norm: float
     lr: float
     updates: Sequence[Metrics] = ()
-    """What each optimizer update came to, in `OF_UPDATE`."""
+    """The metrics of each optimizer update, those in `OF_UPDATE`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,9 +118,7 @@ class Passes:
         return blake2b(f"{self.seed}/{epoch}/{episode}".encode(), digest_size=16).digest()
 
 
-def split_step(
-    prepared: Prepared, passes: Passes, *, ranks: int, max_tokens: int, kl_coef: float = 0.0
-) -> list[list[Portion]]:
+def split_step(step: StepRows, passes: Passes, *, ranks: int, max_tokens: int) -> list[list[MicroBatches]]:
     """For each rank its part of each optimizer update: episodes whole, tokens balanced.
 
     Idle episodes have their places in the mini-batches and their counts, and no rows.
@@ -112,11 +126,11 @@ def split_step(
     Raises:
         ConfigError: one episode alone has more than `max_tokens` tokens.
     """
-    by_rank: list[list[Portion]] = [[] for _ in range(ranks)]
-    lengths = trained_by_episode(prepared.samples)
+    by_rank: list[list[MicroBatches]] = [[] for _ in range(ranks)]
+    lengths = trained_by_episode(step.samples)
     rows_of: dict[str, list[tuple[int, Sample]]] = {name: [] for name in lengths}
-    for place, sample in enumerate(prepared.samples):
-        if sample.episode_id not in prepared.idle:
+    for place, sample in enumerate(step.samples):
+        if sample.episode_id not in step.idle:
             rows_of[sample.episode_id].append((place, sample))
     columns = next((tuple(rows[0][1].columns) for rows in rows_of.values() if rows), ())
     for episodes in passes.mini_batches(list(lengths)) or [[]]:
@@ -125,7 +139,7 @@ def split_step(
         for rank, rows in enumerate(split_rows(part, ranks=ranks, max_tokens=max_tokens)):
             # A gradient of 0 is one as well: the optimizer goes on by its momentum.
             rows = rows or ((),) if totals.num_tokens else rows
-            by_rank[rank].append(Portion(rows, totals, kl_coef, columns))
+            by_rank[rank].append(MicroBatches(rows, totals, step.kl_coef, columns))
     return by_rank
 
 
@@ -150,24 +164,28 @@ def balanced(samples: Sequence[Sample], ranks: int) -> list[list[Sample]]:
     return _shares(samples, ranks, lambda s: s.episode_id)
 
 
-def merge_outcomes(
-    outcomes: Sequence[Outcome], prepared: Prepared, apart: Sequence[Metrics] = (), *, epochs: int = 1
-) -> Update:
-    """The step as a whole, from what was prepared, what every rank did, and the metrics of ranks apart."""
-    values = metric_values(merge_metrics([prepared.metrics, *(o.metrics for o in outcomes), *apart]))
-    measured = merge_drift([prepared.drift, *(o.drift for o in outcomes)])
+def merge_results(
+    step: StepRows, results: Sequence[RankResult], critic: Sequence[Metrics] = (), *, epochs: int = 1
+) -> StepResult:
+    """The step as a whole, from what was measured beforehand and what every rank did.
+
+    Args:
+        critic: metrics of the critic's own ranks.
+    """
+    values = metric_values(merge_metrics([step.metrics, *(r.metrics for r in results), *critic]))
+    measured = merge_drift([step.drift, *(r.drift for r in results)])
     values |= {f"drift/{k}": v for k, v in measured.metrics().items()}
-    values |= {"grad_norm": outcomes[0].grad_norm, "lr": outcomes[0].lr}
-    updates = [merge_metrics(parts) for parts in zip(*(o.updates for o in outcomes), strict=True)]
+    values |= {"grad_norm": results[0].grad_norm, "lr": results[0].lr}
+    updates = [merge_metrics(parts) for parts in zip(*(r.updates for r in results), strict=True)]
     if "loss" in values:
         values["loss"] /= max(len(updates), 1)
     if len(updates) > 1:
         for number, found in enumerate(updates, 1):
             of_update = {name: metric for name, metric in found.items() if name in OF_UPDATE}
             values |= {f"update/{number}/{name}": value for name, value in metric_values(of_update).items()}
-    trained = sum(sum(s.loss_mask) for s in prepared.samples)
-    passed = sum(len(s.ids) for s in prepared.samples if s.episode_id not in prepared.idle)
-    return Update(values, passed * epochs, trained, prepared.advantages)
+    trained = sum(sum(s.loss_mask) for s in step.samples)
+    passed = sum(len(s.ids) for s in step.samples if s.episode_id not in step.idle)
+    return StepResult(values, passed * epochs, trained)
 
 
 def trained_by_episode(samples: Sequence[Sample]) -> dict[str, int]:

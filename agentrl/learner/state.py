@@ -28,7 +28,7 @@ NOTE = "learner.json"
 
 
 @dataclass(frozen=True, slots=True)
-class Snapshot:
+class TrainingState:
     """A learner at one moment, copied to host memory: it can be written while training goes on.
 
     Attributes:
@@ -56,13 +56,13 @@ class Snapshot:
         save_file(dict(self.optimizer), file, metadata=dict(self.offsets))
 
 
-def snapshot(
+def copy_state(
     model: PreTrainedModel,
     weights: Mapping[str, Tensor],
     optimizer: Optimizer,
     world: World,
     note: Mapping[str, Any],
-) -> Snapshot:
+) -> TrainingState:
     """Copy what a learner is to host memory.
 
     Args:
@@ -70,7 +70,7 @@ def snapshot(
     """
     state, offsets = _optimizer_state(model, optimizer)
     state |= {f"rng/{name}": value for name, value in _generators().items()}
-    return Snapshot(world, note, model, {k: _copy(v) for k, v in weights.items()}, state, offsets)
+    return TrainingState(world, note, model, {k: _copy(v) for k, v in weights.items()}, state, offsets)
 
 
 def whole_weights(model: nn.Module, world: World) -> dict[str, Tensor]:

@@ -39,11 +39,10 @@ from agentrl.rollout.prompts import fitting, prompt_tokens
 from agentrl.rollout.renderer import load_renderer
 from agentrl.run_folder.records import EpisodeRecord
 from agentrl.sandbox import close_pools
-from agentrl.train.advantages import estimate_advantages
-from agentrl.train.algorithm import make_algorithm
+from agentrl.train.algorithm import Algorithm
 from agentrl.train.rewardless import no_reward
 from agentrl.train.room import too_long
-from agentrl.train.samples import to_records, to_samples
+from agentrl.train.samples import to_records
 from agentrl.types import LIMITS, Episode, Group, Message, Segment, Task
 
 PROBED_TASKS = 32
@@ -304,12 +303,10 @@ async def _compared(
     if faults := {name: text for episode in episodes for name, text in episode.faults.items()}:
         raise RewardError(faults)
     groups = [Group(scripted.task, tuple(episodes))]
-    algorithm = make_algorithm(config.algorithm)
-    if algorithm.late or "greedy_E" in algorithm.needs:
-        algorithm = make_algorithm(AlgorithmConfig(advantage="dr_grpo"))
-    samples, scores = to_samples(groups, overlong="train")
-    found = estimate_advantages(samples, scores, algorithm, kl_coef=0.0).by_segment
-    records = to_records(groups, found, step=0)
+    algorithm = Algorithm(config.algorithm)
+    if algorithm.late or "greedy_E" in algorithm.estimator.needs:
+        algorithm = Algorithm(AlgorithmConfig(advantage="dr_grpo"))
+    records = to_records(groups, algorithm.advantages(algorithm.rows(groups)).by_segment, step=0)
     first, last = records[0], records[-1]
     return (
         replace(first, episode=replace(first.episode, id=scripted.id)),

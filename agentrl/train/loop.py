@@ -2,19 +2,25 @@
 
 from __future__ import annotations
 
-from agentrl.train.run import Run
-from agentrl.train.samples import to_records, to_samples
+from asyncio import to_thread
+
+from agentrl.train.training_run import Run
 
 
 async def train(run: Run) -> None:
     """Train until the last step, or until somebody asks the run to stop."""
-    config = run.config
+    algorithm, learner = run.algorithm, run.learner
     async with run.scheduler:
         async for batch in run.scheduler.batches():  # admission keeps staleness <= rollout.max_staleness
-            samples, scores = to_samples(batch.groups, overlong=config.rollout.overlong)
-            update = await run.update(samples, scores)  # advantages, packing, loss, optimizer
-            await run.publish(version=batch.step)
+            async with run.updating():
+                rows = await to_thread(algorithm.rows, batch.groups)  # sampled tokens, and who earned what
+                rows = await learner.annotate(rows, algorithm.advantage_needs)  # values, old and ref logprobs
+                rows = await to_thread(algorithm.advantages, rows)  # group baseline or critic, KL in the reward
+                rows = await learner.annotate(rows, algorithm.loss_needs)  # old logprobs of the rows that train
+                rows = await to_thread(algorithm.corrections, rows)  # importance weights, rejected tokens
+                update = await learner.step(rows)  # pack, loss, AdamW; counts of the whole step
 
-            await run.finish(batch, to_records(batch.groups, update.advantages, step=batch.step), update)
+            await run.publish(version=batch.step)
+            await run.finish(batch, rows, update)
             if run.stop:
                 return

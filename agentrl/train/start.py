@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import shutil
 from collections.abc import Callable
-from concurrent.futures import Executor
-from functools import partial
 from pathlib import Path
 
 from torch import Tensor
@@ -14,10 +13,11 @@ from agentrl.config.run import RunConfig, WarmupConfig
 from agentrl.env.solved import NOT_DECLARED
 from agentrl.errors import ConfigError
 from agentrl.learner.critic import CRITIC_FOLDER
-from agentrl.learner.driver import Driver
 from agentrl.learner.learner import Learner
 from agentrl.learner.pack import micro_batches
-from agentrl.learner.ray_ranks import RankedLearner
+from agentrl.learner.policy_rank import local_learner
+from agentrl.learner.rank import LearnerSpec
+from agentrl.learner.ray_learner import ray_learner
 from agentrl.models.tiny import make_tiny_model
 from agentrl.reporting.report import Reporter
 from agentrl.rollout.build import make_engine, make_player
@@ -43,7 +43,6 @@ async def make_start(
     content: Content,
     run: Path,
     *,
-    learner_thread: Executor,
     reporter: Reporter,
     stopping: Callable[[], bool],
 ) -> Path | None:
@@ -69,7 +68,7 @@ async def make_start(
         source.rename(start)
         return start
     try:
-        await _cold_start(config, config.warmup, content, source, aside, learner_thread, reporter, stopping)
+        await _cold_start(config, config.warmup, content, source, aside, reporter, stopping)
     except StoppedEarly:
         return None
     if stopping():
@@ -85,7 +84,6 @@ async def _cold_start(
     content: Content,
     source: Path,
     target: Path,
-    learner_thread: Executor,
     reporter: Reporter,
     stopping: Callable[[], bool],
 ) -> None:
@@ -96,13 +94,13 @@ async def _cold_start(
     require_template(renderer, tools)
     samples = demonstration_samples(renderer, content.demonstrations, tools)
     micro_batches(samples, config.learner.tokens_per_micro_batch)  # one that is too long is refused here
-    learner = make_learner(config, source, None)
+    learner = await make_learner(config, source, None)
     reporter.within(starting_engine(config))
     engine = await unless_stopped(stopping, make_engine(config, source, trains=True))
     player = make_player(config, engine, renderer, content.make_env, temperature=config.rollout.temperature)
 
     async def probe() -> float:
-        await engine.update_weights(sent_weights(config, learner), version=0)
+        await engine.update_weights(await sent_weights(config, learner), version=0)
         samples = warmup.probe_samples
         groups = await collect(
             player,
@@ -126,27 +124,25 @@ async def _cold_start(
             samples,
             warmup,
             probe,
-            thread=learner_thread,
             seed=config.seed,
             reporter=reporter,
             stopping=stopping,
         )
         target.mkdir()
-        learner.export(target)
+        await learner.export(target)
     finally:
         await engine.close()
-        learner.close()
+        await learner.close()
     copy_tokenizer(source, target)
 
 
-def make_learner(config: RunConfig, policy: Path, reference: Path | None) -> Driver:
+async def make_learner(config: RunConfig, policy: Path, reference: Path | None) -> Learner:
     """The learner of the run, here or on Ray; without a reference directory it has no reference and no critic."""
     on_ray = config.learner.ranks > 1 or (reference is not None and config.learner_on_ray)
-    make: Callable[..., Driver] = partial(RankedLearner, ray=config.ray) if on_ray else Learner
     critic = None if reference is None else config.critic  # the cold start needs none
     saved = policy / CRITIC_FOLDER
     critic_dir = saved if saved.is_dir() else Path((critic and critic.path) or policy)
-    return make(
+    spec = LearnerSpec(
         policy,
         algorithm=config.algorithm.decided(config.rollout.max_staleness),
         optim=config.optim,
@@ -157,12 +153,14 @@ def make_learner(config: RunConfig, policy: Path, reference: Path | None) -> Dri
         critic=critic,
         critic_dir=None if critic is None else critic_dir,
         seed=config.seed,
+        ray=config.ray,
     )
+    return await asyncio.to_thread(ray_learner if on_ray else local_learner, spec)
 
 
-def sent_weights(config: RunConfig, learner: Driver) -> dict[str, Tensor]:
-    """What engines take up: the policy, or with `engine.sync: lora` its adapter alone."""
-    return learner.adapter() if config.engine.sync == "lora" else learner.weights()
+async def sent_weights(config: RunConfig, learner: Learner) -> dict[str, Tensor]:
+    """What engines receive: the policy, or only its adapter with `engine.sync: lora`."""
+    return await (learner.adapter() if config.engine.sync == "lora" else learner.weights())
 
 
 def copy_tokenizer(source: Path, target: Path) -> None:

@@ -6,18 +6,16 @@ end at the first look at which enough of them are solved at least now and then.
 
 from __future__ import annotations
 
-import asyncio
 import math
 import random
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from concurrent.futures import Executor
 from typing import Any
 
 from agentrl.chat.demonstrate import imitate
 from agentrl.chat.template import Renderer
 from agentrl.config.run import WarmupConfig
 from agentrl.errors import ConfigError, TemplateError
-from agentrl.learner.driver import Driver
+from agentrl.learner.learner import Learner
 from agentrl.reporting.report import Reporter
 from agentrl.types import Message, Sample
 
@@ -53,12 +51,11 @@ def lr_factor(step: int, end: int, anneal: int) -> float:
 
 
 async def cold_start(
-    learner: Driver,
+    learner: Learner,
     samples: Sequence[Sample],
     config: WarmupConfig,
     probe: Callable[[], Awaitable[float]],
     *,
-    thread: Executor,
     seed: int,
     reporter: Reporter,
     stopping: Callable[[], bool],
@@ -70,7 +67,6 @@ async def cold_start(
         samples: rows of the demonstrations.
         config: see `WarmupConfig`.
         probe: plays training tasks with the learner's present weights and returns the share solved at least once.
-        thread: where the learner works.
         seed: of the order of the demonstrations.
         reporter: told of every probe.
         stopping: asked after every step.
@@ -78,7 +74,7 @@ async def cold_start(
     Raises:
         ConfigError: the success at the end is below `at_least`.
     """
-    loop, rng = asyncio.get_running_loop(), random.Random(f"{seed}/warmup")
+    rng = random.Random(f"{seed}/warmup")
     per_epoch = math.ceil(len(samples) / config.batch_episodes)
     end, anneal = per_epoch * config.max_epochs, per_epoch * config.anneal_epochs
     reporter.phase("warm-up", end)
@@ -90,7 +86,7 @@ async def cold_start(
             rng.shuffle(fresh)
             order += fresh
         batch, order = order[: config.batch_episodes], order[config.batch_episodes :]
-        loss = await loop.run_in_executor(thread, learner.imitate, batch, config.lr * lr_factor(step, end, anneal))
+        loss = await learner.imitate(batch, config.lr * lr_factor(step, end, anneal))
         metrics = {"loss": loss}
         step += 1
         if step == end or step % config.probe_every == 0:

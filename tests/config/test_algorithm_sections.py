@@ -20,7 +20,7 @@ from agentrl.config.algorithm import (
     CorrectionConfig,
     DriftGateConfig,
 )
-from agentrl.train.algorithm import make_algorithm
+from agentrl.train.algorithm import Algorithm
 
 
 def test_every_name_is_there():
@@ -45,7 +45,7 @@ def test_every_parameter_has_its_name_and_default(key: str, name: str):
     assert ours.keys() == theirs.keys()
     for parameter, value in ours.items():
         assert value == theirs[parameter], parameter
-    make_algorithm(config)
+    Algorithm(config)
 
 
 def test_corrections_and_the_gate_have_the_same_fields():

@@ -9,7 +9,7 @@ from pydantic import ValidationError
 
 from agentrl.config.algorithm import AlgorithmConfig
 from agentrl.config.run import OptimConfig, RunConfig
-from agentrl.learner.rank import lr_factor
+from agentrl.learner.micro_batch import lr_factor
 
 PPO = {"advantage": "gae"}
 

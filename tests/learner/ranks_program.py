@@ -6,25 +6,22 @@ import json
 import os
 import signal
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
-from functools import partial
 from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 import torch
+from direct import DirectLearner
 from train_models import make_batch, scored, write_model
 
 from agentrl.config.algorithm import AlgorithmConfig, CriticConfig
 from agentrl.config.run import LearnerConfig, OptimConfig
 from agentrl.errors import WorkerLost
 from agentrl.learner import rank_pool as pools
-from agentrl.learner.driver import Driver
-from agentrl.learner.learner import Learner
 from agentrl.learner.rank_pool import RankPool, RankWorker
-from agentrl.learner.ray_ranks import RankedLearner
 from agentrl.ray_cluster import connect, import_ray
 
 STEPS = 4
@@ -37,9 +34,10 @@ def learner(
     on_ray: bool = False, ray: str | None = None, **config,
 ):  # fmt: skip
     """A learner of the models in the folder, with so little room that micro-batches are many and uneven."""
-    make: Callable[..., Driver] = partial(RankedLearner, ray=ray) if ranks > 1 or on_ray else Learner
-    return make(
+    return DirectLearner(
         folder / policy,
+        on_ray=ranks > 1 or on_ray,
+        ray=ray,
         algorithm=algorithm,
         optim=OptimConfig(lr=1e-3, warmup_steps=2, schedule="linear"),
         config=LearnerConfig(**{"device": "cpu", "ranks": ranks, "tokens_per_micro_batch": 150} | config),
@@ -51,7 +49,7 @@ def learner(
     )
 
 
-def steps(driver: Driver, first: int, last: int) -> list[dict[str, float]]:
+def steps(driver: DirectLearner, first: int, last: int) -> list[dict[str, float]]:
     return [dict(driver.step(make_batch(seed, groups=2)).metrics) for seed in range(first, last)]
 
 
@@ -60,7 +58,7 @@ def process_of(pool: RankPool) -> int:
     return int(pool._workers[-1].place.split()[1])
 
 
-def gap(one: Driver, other: Driver) -> float:
+def gap(one: DirectLearner, other: DirectLearner) -> float:
     """The largest difference between two parameters."""
     ours, theirs = one.weights(), other.weights()
     return max(float((ours[name] - theirs[name]).abs().max()) for name in theirs.keys() & ours.keys())
@@ -119,7 +117,7 @@ def handed_over(saved: Path, folder: Path, ranks: int, critic: CriticConfig | No
     """Two steps in one process, two on ranks, one in one process again, beside one that is never handed over."""
     algorithm = AlgorithmConfig(**{"kl": {"coef": 0.05}} | ({"advantage": "gae"} if critic else {}))
 
-    def make(ranks: int, policy: Path) -> Driver:
+    def make(ranks: int, policy: Path) -> DirectLearner:
         trained = policy / "critic"
         where = trained if trained.is_dir() else policy
         return learner(
@@ -133,7 +131,7 @@ def handed_over(saved: Path, folder: Path, ranks: int, critic: CriticConfig | No
             **config,
         )
 
-    def take(driver: Driver, first: int, last: int) -> list[dict[str, float]]:
+    def take(driver: DirectLearner, first: int, last: int) -> list[dict[str, float]]:
         rows = [make_batch(seed, groups=2) for seed in range(first, last)]
         given = [scored(batch) if critic else (batch, None) for batch in rows]
         return [dict(driver.step(*step).metrics) for step in given]
@@ -149,7 +147,7 @@ def handed_over(saved: Path, folder: Path, ranks: int, critic: CriticConfig | No
     many = make(ranks, saved / "one")
     many.load_optimizer(saved / "one")
     nodes = (
-        import_module("ray.util").placement_group_table(many.pools["learner"].group)["bundles_to_node_id"].values()
+        import_module("ray.util").placement_group_table(many.learner._policy.group)["bundles_to_node_id"].values()
     )
     handed = take(many, 2, 4)
     many.save(saved / "many")
@@ -167,12 +165,14 @@ def apart(folder: Path, ranks: int) -> dict[str, object]:
     connect(import_ray("the test"), None, cpus=ranks + 2)
     one, many = ppo(folder, 1), ppo(folder, ranks, reference=1, critic=1)
     curves, gaps = [take(one, 0, 3), take(many, 0, 3)], [gap(one, many)]
-    held = {name: pool.ranks for name, pool in many.pools.items()}
+    held = {
+        pool.model: pool.size for pool in (many.learner._policy, many.learner._reference, many.learner._critic)
+    }
     for name, driver in (("by-one", one), ("by-many", many)):
         (folder / name).mkdir()
         driver.save(folder / name)
     wanted = take(one, 3, 5)
-    victim = process_of(many.pools["critic"])
+    victim = process_of(many.learner._critic)
     os.kill(victim, signal.SIGKILL)
     said = ""
     try:
@@ -193,7 +193,9 @@ def apart(folder: Path, ranks: int) -> dict[str, object]:
     return found
 
 
-def ppo(folder: Path, ranks: int, *, reference: int = 0, critic: int = 0, saved: Path | None = None) -> Driver:
+def ppo(
+    folder: Path, ranks: int, *, reference: int = 0, critic: int = 0, saved: Path | None = None
+) -> DirectLearner:
     """PPO with two updates a step, from the start or from a checkpoint."""
     made = learner(
         folder,
@@ -210,7 +212,7 @@ def ppo(folder: Path, ranks: int, *, reference: int = 0, critic: int = 0, saved:
     return made
 
 
-def take(driver: Driver, first: int, last: int) -> list[dict[str, float]]:
+def take(driver: DirectLearner, first: int, last: int) -> list[dict[str, float]]:
     """Steps on rows with scores."""
     rows = [scored(make_batch(seed, groups=2)) for seed in range(first, last)]
     return [dict(driver.step(*step).metrics) for step in rows]
@@ -239,13 +241,13 @@ def doubled() -> Iterator[None]:
     """Models are loaded in float64; their norms too, which transformers computes in float32."""
     from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
 
-    from agentrl.learner import critic, learner, reference
+    from agentrl.learner import critic, policy_rank, reference
 
     def norm(self, hidden: torch.Tensor) -> torch.Tensor:
         return self.weight * hidden * torch.rsqrt(hidden.square().mean(-1, keepdim=True) + self.variance_epsilon)
 
     kept = []
-    for module in (critic, learner, reference):
+    for module in (critic, policy_rank, reference):
         for name in ("load_policy", "empty_policy", "load_critic", "empty_critic"):
             if (load := getattr(module, name, None)) is not None:
                 kept.append((module, name, load))
@@ -260,7 +262,7 @@ def a_rank_dies(folder: Path, ranks: int) -> dict[str, object]:
     """Killed between two steps, as the kernel would."""
     many = learner(folder, ranks)
     steps(many, 0, 1)
-    victim = process_of(many.pools["learner"])
+    victim = process_of(many.learner._policy)
     os.kill(victim, signal.SIGKILL)
     said = []
     for _ in range(2):

@@ -31,11 +31,11 @@ from agentrl.learner.attention.choice import choose_attention
 from agentrl.learner.attention.flex import BLOCK, block_mask
 from agentrl.learner.attention.packed import NAMES
 from agentrl.learner.critic import load_critic
-from agentrl.learner.learner import Learner
 from agentrl.learner.logprobs import token_stats
-from agentrl.learner.model import checkpoint_activations, load_policy
 from agentrl.learner.pack import pack
+from agentrl.learner.policy_model import checkpoint_activations, load_policy
 from agentrl.types import Sample
+from tests.learner.direct import DirectLearner
 from tests.learner.train_models import VOCABULARY, gradients, make_batch, make_sample, relative
 
 CPU = torch.device("cpu")
@@ -201,7 +201,7 @@ def test_all_memory_savers_together_change_nothing(models, kind: str):
 
 
 def a_step(directory: Path, **config: Any) -> Any:
-    learner = Learner(
+    learner = DirectLearner(
         directory,
         algorithm=AlgorithmConfig(kl={"coef": 0.0}),
         optim=OptimConfig(lr=1e-3, warmup_steps=0),

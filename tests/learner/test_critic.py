@@ -15,9 +15,9 @@ from agentrl.config.algorithm import AlgorithmConfig, CriticConfig
 from agentrl.config.run import LearnerConfig, OptimConfig
 from agentrl.errors import AgentRLError, ConfigError
 from agentrl.learner.critic import load_critic
-from agentrl.learner.learner import Learner
 from agentrl.learner.pack import pack
-from agentrl.train.flat import Flat
+from agentrl.train.samples import Flat
+from tests.learner.direct import DirectLearner
 from tests.learner.train_models import make_batch, make_sample, relative, scored, write_model
 
 
@@ -33,8 +33,8 @@ def make(
     critic_dir: Path | None = None,
     gae: dict[str, Any] | None = None,
     **critic: Any,
-) -> Learner:
-    return Learner(
+) -> DirectLearner:
+    return DirectLearner(
         policy,
         algorithm=AlgorithmConfig(advantage="gae", gae=gae or {}, kl={"coef": 0.0}),
         optim=OptimConfig(lr=1e-3, warmup_steps=0, max_grad_norm=1e9),
@@ -66,7 +66,7 @@ def test_advantages_carry_values_across_observations(small_dir: Path):
         learner.critic.model.score.weight.normal_()
     samples = [make_sample(range(10, 22), {2, 3, 4, 8, 9}, episode=e, group=g) for g, e in enumerate("ab")]
     rows, scores = scored(samples)
-    prepared = learner.preparation.prepare(rows, scores, learner._evaluate)
+    prepared = learner.prepared(rows, scores)
     flat = Flat.of(prepared.samples)
     rewards_N = rewards_at_end(torch.tensor(scores.rewards, dtype=torch.float64), flat.sequence_N)
     values_N = flat.column("values")

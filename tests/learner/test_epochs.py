@@ -15,10 +15,10 @@ from agentrl.algo.advantages.gae import gae_advantages
 from agentrl.algo.returns import rewards_at_end, whiten
 from agentrl.config.algorithm import AlgorithmConfig, CriticConfig
 from agentrl.config.run import LearnerConfig, OptimConfig
-from agentrl.learner.learner import Learner
 from agentrl.learner.split import Passes
-from agentrl.train.advantages import Scores
+from agentrl.train.samples import Scores
 from agentrl.types import Sample
+from tests.learner.direct import DirectLearner
 from tests.learner.train_models import make_batch, padded_logprobs, plain_model, scored, write_model
 
 KL, LR, CRITIC_LR, CLIP, SEED = 0.05, 2e-3, 1e-2, (0.2, 0.28, 3.0), 7
@@ -35,9 +35,11 @@ def other_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_model(tmp_path_factory.mktemp("epochs_reference"), seed=4, layers=1)
 
 
-def make(policy: Path, reference: Path, *, tokens: int = 16384, double: bool = True, **algorithm: Any) -> Learner:
+def make(
+    policy: Path, reference: Path, *, tokens: int = 16384, double: bool = True, **algorithm: Any
+) -> DirectLearner:
     critic = CriticConfig(lr=CRITIC_LR, **algorithm.pop("critic", {})) if "critic" in algorithm else None
-    learner = Learner(
+    learner = DirectLearner(
         policy,
         algorithm=AlgorithmConfig(kl={"coef": KL, "kind": "k3"}, **algorithm),
         optim=OptimConfig(lr=LR, warmup_steps=0, max_grad_norm=0.5, **OPTIM),
@@ -95,7 +97,7 @@ def plain_loop(
     return model
 
 
-def same_weights(learner: Learner, model: PreTrainedModel, tolerance: float = 1e-6) -> None:
+def same_weights(learner: DirectLearner, model: PreTrainedModel, tolerance: float = 1e-6) -> None:
     wanted = dict(model.named_parameters())
     for name, value in learner.policy.named_parameters():
         assert float((value - wanted[name]).detach().abs().max()) < tolerance, name

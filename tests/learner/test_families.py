@@ -16,7 +16,7 @@ from agentrl.config.reward_model import RewardModelConfig
 from agentrl.engine.local.local_engine import LocalEngine
 from agentrl.errors import ConfigError
 from agentrl.learner.critic import load_critic
-from agentrl.learner.model import checkpoint_activations, load_policy
+from agentrl.learner.policy_model import checkpoint_activations, load_policy
 from agentrl.models.trial import boundaries, with_near_boundaries
 from agentrl.rollout.rewards.classifier import Classifier
 

@@ -17,9 +17,9 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from agentrl.config.run import AlgorithmConfig, LearnerConfig, OptimConfig
 from agentrl.engine.local.flat_model import load_model
 from agentrl.errors import AgentRLError, CheckpointError, ConfigError
-from agentrl.learner.learner import Learner
-from agentrl.learner.model import load_policy
+from agentrl.learner.policy_model import load_policy
 from agentrl.types import Sample
+from tests.learner.direct import DirectLearner
 from tests.learner.train_models import (
     gradients,
     make_batch,
@@ -43,8 +43,8 @@ def make_learner(
     tokens: int = 16384,
     total_steps: int = 100,
     **optim: object,
-) -> Learner:
-    return Learner(
+) -> DirectLearner:
+    return DirectLearner(
         policy,
         algorithm=algorithm or AlgorithmConfig(kl={"coef": 0.0 if reference is None else KL}),
         optim=OptimConfig(**{"lr": 1e-3, "warmup_steps": 0, "max_grad_norm": NO_CLIP} | optim),
@@ -55,7 +55,7 @@ def make_learner(
     )
 
 
-def record(learner: Learner) -> list[tuple[Tensor, list[Tensor]]]:
+def record(learner: DirectLearner) -> list[tuple[Tensor, list[Tensor]]]:
     """Collects (gradient, parameters) as they are right before each optimizer update."""
     seen: list[tuple[Tensor, list[Tensor]]] = []
 
@@ -262,7 +262,7 @@ class TestUpdates:
 
 class TestSaving:
     @pytest.fixture
-    def saved(self, policy_dir: Path, reference_dir: Path, tmp_path: Path) -> tuple[Learner, Path]:
+    def saved(self, policy_dir: Path, reference_dir: Path, tmp_path: Path) -> tuple[DirectLearner, Path]:
         learner = make_learner(policy_dir, reference_dir, schedule="linear")
         for seed in range(2):
             learner.step(make_batch(seed))
@@ -271,7 +271,7 @@ class TestSaving:
         learner.save(folder)
         return learner, folder
 
-    def test_going_on_is_the_same_to_the_bit(self, saved: tuple[Learner, Path], reference_dir: Path):
+    def test_going_on_is_the_same_to_the_bit(self, saved: tuple[DirectLearner, Path], reference_dir: Path):
         learner, folder = saved
         other = make_learner(folder, reference_dir, schedule="linear")
         other.load_optimizer(folder)
@@ -283,7 +283,7 @@ class TestSaving:
         without.step(make_batch(2))
         assert not torch.equal(without.weights()["model.norm.weight"], ours["model.norm.weight"])
 
-    def test_what_is_saved_is_a_model_of_transformers(self, saved: tuple[Learner, Path]):
+    def test_what_is_saved_is_a_model_of_transformers(self, saved: tuple[DirectLearner, Path]):
         learner, folder = saved
         model = AutoModelForCausalLM.from_pretrained(folder)
         assert model.config.architectures == ["Qwen3ForCausalLM"]
@@ -298,7 +298,7 @@ class TestSaving:
             ours = learner.logprobs(learner.policy, pack([sample]))
         assert torch.allclose(ours, found.gather(1, ids[0, 1:, None])[:, 0], atol=1e-5)
 
-    def test_a_checkpoint_of_another_model_is_refused(self, saved: tuple[Learner, Path], tmp_path: Path):
+    def test_a_checkpoint_of_another_model_is_refused(self, saved: tuple[DirectLearner, Path], tmp_path: Path):
         _, folder = saved
         for other, said in (
             (write_model(tmp_path / "small", seed=0, layers=1), "is not a parameter of this model"),
@@ -308,7 +308,7 @@ class TestSaving:
                 make_learner(other).load_optimizer(folder)
 
     @pytest.mark.parametrize("name", ["learner.json", "optimizer.safetensors"])
-    def test_a_damaged_checkpoint_is_named(self, saved: tuple[Learner, Path], policy_dir: Path, name: str):
+    def test_a_damaged_checkpoint_is_named(self, saved: tuple[DirectLearner, Path], policy_dir: Path, name: str):
         _, folder = saved
         (folder / name).write_bytes((folder / name).read_bytes()[:10])
         with pytest.raises(CheckpointError, match="step-2 cannot be resumed: "):

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from agentrl.learner.logprobs import TokenStats, forward, know_head, token_stats
-from agentrl.learner.model import load_policy
 from agentrl.learner.pack import pack
+from agentrl.learner.policy_model import load_policy
 from tests.learner.train_models import VOCABULARY, gradients, make_batch
 
 EVERYTHING = frozenset({"entropy", "sum_pi_squared"})

@@ -17,19 +17,19 @@ from agentrl.config.algorithm import AlgorithmConfig
 from agentrl.config.run import LearnerConfig, OptimConfig, RunConfig, TinyModel
 from agentrl.engine.servers.weight_sync import AdapterSync
 from agentrl.errors import ConfigError
-from agentrl.learner.learner import Learner
 from agentrl.models.tiny import make_tiny_model
 from agentrl.reporting.report import Silent
 from agentrl.rollout.content import corpus, load_content
 from agentrl.run_folder.store import RunStore
 from agentrl.train.run import train_run
+from tests.learner.direct import DirectLearner
 from tests.learner.train_models import make_batch, padded_logprobs, plain_model
 
 pytest.importorskip("peft", reason="peft is not installed (extra: lora)")
 
 
-def make_learner(policy: Path, start: Path | None, **lora: Any) -> Learner:
-    return Learner(
+def make_learner(policy: Path, start: Path | None, **lora: Any) -> DirectLearner:
+    return DirectLearner(
         policy,
         algorithm=AlgorithmConfig(kl={"coef": 0.05}),
         optim=OptimConfig(lr=1e-2, warmup_steps=0),
@@ -41,7 +41,7 @@ def make_learner(policy: Path, start: Path | None, **lora: Any) -> Learner:
 
 
 @pytest.fixture
-def trained(policy_dir: Path, tmp_path: Path) -> tuple[Learner, Path]:
+def trained(policy_dir: Path, tmp_path: Path) -> tuple[DirectLearner, Path]:
     learner = make_learner(policy_dir, policy_dir)
     for seed in range(2):
         learner.step(make_batch(seed))
@@ -66,7 +66,7 @@ def test_it_begins_as_the_base_and_trains_the_adapters_only(policy_dir: Path):
     assert sum(p.requires_grad for p in learner.policy.parameters()) == 2 * 7 * 2
 
 
-def test_merged_weights_and_the_saved_model_say_the_same_as_the_policy(trained: tuple[Learner, Path]):
+def test_merged_weights_and_the_saved_model_say_the_same_as_the_policy(trained: tuple[DirectLearner, Path]):
     learner, folder = trained
     samples = make_batch(5)
     own = learner.probe(samples)
@@ -77,7 +77,9 @@ def test_merged_weights_and_the_saved_model_say_the_same_as_the_policy(trained: 
 
 
 @pytest.mark.parametrize("sent", [False, True])
-def test_the_adapter_is_one_of_peft(trained: tuple[Learner, Path], policy_dir: Path, tmp_path: Path, sent: bool):
+def test_the_adapter_is_one_of_peft(
+    trained: tuple[DirectLearner, Path], policy_dir: Path, tmp_path: Path, sent: bool
+):
     """The one in a checkpoint, and the one that servers are given."""
     from peft import PeftModel
 
@@ -96,7 +98,7 @@ def test_the_adapter_is_one_of_peft(trained: tuple[Learner, Path], policy_dir: P
         assert torch.allclose(torch.tensor(ours), row, atol=1e-4)
 
 
-def test_going_on_is_the_same_to_the_bit(trained: tuple[Learner, Path], policy_dir: Path):
+def test_going_on_is_the_same_to_the_bit(trained: tuple[DirectLearner, Path], policy_dir: Path):
     learner, folder = trained
     other = make_learner(folder, policy_dir)
     other.load_optimizer(folder)
@@ -106,7 +108,7 @@ def test_going_on_is_the_same_to_the_bit(trained: tuple[Learner, Path], policy_d
     assert all(torch.equal(ours[name], theirs[name]) for name in ours)
 
 
-def test_an_adapter_of_another_run_can_be_continued(trained: tuple[Learner, Path], policy_dir: Path):
+def test_an_adapter_of_another_run_can_be_continued(trained: tuple[DirectLearner, Path], policy_dir: Path):
     learner, folder = trained
     other = make_learner(policy_dir, policy_dir, adapter=str(folder / "adapter"))
     assert other.probe(make_batch(5)) == learner.probe(make_batch(5))

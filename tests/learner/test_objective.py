@@ -15,9 +15,9 @@ from agentrl.algo.kl import AdaptiveKL
 from agentrl.config.algorithm import ADVANTAGES, LOSSES, AlgorithmConfig
 from agentrl.config.run import LearnerConfig, OptimConfig
 from agentrl.errors import ConfigError
-from agentrl.learner.learner import Learner
-from agentrl.train.advantages import Scores
+from agentrl.train.samples import Scores
 from agentrl.types import Sample
+from tests.learner.direct import DirectLearner
 from tests.learner.train_models import gradients, make_batch, padded_logprobs, plain_model, relative, write_model
 
 LOOSE: dict[str, dict[str, Any]] = {
@@ -38,9 +38,9 @@ def other_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def make(
     policy: Path, reference: Path | None = None, *, tokens: int = 16384, logits: int = 0, **algorithm: Any
-) -> Learner:
+) -> DirectLearner:
     given = {"kl": {"coef": 0.05 if reference else 0.0}} | algorithm
-    learner = Learner(
+    learner = DirectLearner(
         policy,
         algorithm=AlgorithmConfig(**given),
         optim=OptimConfig(lr=1e-3, warmup_steps=0, max_grad_norm=1e9),
@@ -56,7 +56,7 @@ def make(
 
 
 def gradients_of(
-    learner: Learner, samples: list[Sample], scores: Scores | None = None
+    learner: DirectLearner, samples: list[Sample], scores: Scores | None = None
 ) -> tuple[list[Tensor], dict[str, float]]:
     """The gradient of every update of a step, and its metrics."""
     seen: list[Tensor] = []
@@ -208,7 +208,7 @@ def test_the_weight_of_the_penalty_follows_the_kl_and_survives_a_checkpoint(
     other = make(small_dir, other_dir, kl=kl)
     other.policy.float()
     other.load_optimizer(tmp_path)
-    assert other.preparation.kl.coef == control.coef
+    assert other.steps.kl.coef == control.coef
 
 
 OWN = """
@@ -263,12 +263,12 @@ def test_your_own_estimator_and_loss(small_dir: Path, tmp_path: Path):
     ],
 )
 def test_your_own_function_is_tried_before_the_run(tmp_path: Path, key: str, name: str, said: str):
-    from agentrl.train.algorithm import make_algorithm
+    from agentrl.train.algorithm import Algorithm
 
     file = tmp_path / "own.py"
     file.write_text(OWN)
     with pytest.raises(ConfigError, match=said):
-        make_algorithm(AlgorithmConfig(**{key: f"{file}:{name}"}))
+        Algorithm(AlgorithmConfig(**{key: f"{file}:{name}"}))
 
 
 def test_what_is_not_trained_has_no_gradient(small_dir: Path):

@@ -11,8 +11,8 @@ from torch import Tensor
 
 from agentrl.errors import ConfigError
 from agentrl.learner.logprobs import forward as forward_logits
-from agentrl.learner.model import load_policy
 from agentrl.learner.pack import micro_batches, pack
+from agentrl.learner.policy_model import load_policy
 from agentrl.types import Sample
 from tests.learner.train_models import VOCABULARY, gradients, make_batch, make_sample, plain_model, relative
 

@@ -15,14 +15,14 @@ from torch.distributed.fsdp import CPUOffloadPolicy
 from agentrl.config.algorithm import AlgorithmConfig
 from agentrl.config.run import LearnerConfig, OptimConfig
 from agentrl.errors import ConfigError
-from agentrl.learner.learner import Learner
 from agentrl.learner.shard import World
+from tests.learner.direct import DirectLearner
 from tests.learner.train_models import make_batch
 
 
 @contextmanager
-def learner(policy: Path, start: Path, world: World | None = None, **config: Any) -> Iterator[Learner]:
-    made = Learner(
+def learner(policy: Path, start: Path, world: World | None = None, **config: Any) -> Iterator[DirectLearner]:
+    made = DirectLearner(
         policy,
         algorithm=AlgorithmConfig(kl={"coef": 0.05}),
         optim=OptimConfig(lr=1e-3, warmup_steps=0),
@@ -38,7 +38,7 @@ def learner(policy: Path, start: Path, world: World | None = None, **config: Any
         made.close()
 
 
-def after_three_steps(made: Learner, saved: Path) -> tuple[dict[str, torch.Tensor], list[dict[str, float]]]:
+def after_three_steps(made: DirectLearner, saved: Path) -> tuple[dict[str, torch.Tensor], list[dict[str, float]]]:
     """Its parameters and metrics; it is saved and takes up what it saved on the way."""
     metrics = [dict(made.step(make_batch(seed)).metrics) for seed in range(2)]
     made.save(saved)
@@ -71,7 +71,7 @@ def test_offloading_changes_nothing(
 
 
 def test_offloading_without_a_gpu_is_refused(policy_dir: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("agentrl.learner.learner.pick_device", lambda name: torch.device("cpu"))
+    monkeypatch.setattr("agentrl.learner.policy_rank.pick_device", lambda name: torch.device("cpu"))
     for key in ("cpu_offload", "offload_activations"):
         with (
             pytest.raises(ConfigError, match=rf"learner\.{key} has no effect on the CPU"),

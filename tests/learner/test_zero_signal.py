@@ -16,9 +16,9 @@ from torch import Tensor
 
 from agentrl.config.algorithm import AlgorithmConfig
 from agentrl.config.run import LearnerConfig, OptimConfig
-from agentrl.learner.learner import Learner
-from agentrl.train.advantages import Scores
+from agentrl.train.samples import Scores
 from agentrl.types import Sample
+from tests.learner.direct import DirectLearner
 from tests.learner.train_models import gradients, make_batch, padded_logprobs, plain_model, relative, write_model
 
 KL, ENTROPY, BETA = 0.05, 0.02, 0.1
@@ -34,8 +34,8 @@ def other_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_model(tmp_path_factory.mktemp("zero_reference"), seed=4, layers=1)
 
 
-def make(policy: Path, reference: Path | None = None, *, tokens: int = 16384, **algorithm: Any) -> Learner:
-    learner = Learner(
+def make(policy: Path, reference: Path | None = None, *, tokens: int = 16384, **algorithm: Any) -> DirectLearner:
+    learner = DirectLearner(
         policy,
         algorithm=AlgorithmConfig(
             **{"kl": {"coef": KL, "kind": "k3"} if reference else {"coef": 0.0}} | algorithm
@@ -66,7 +66,7 @@ def two_groups(equal: Sequence[int] = (1,), groups: int = 2) -> tuple[list[Sampl
     return rows, Scores(episodes, rewards, [group_of[e] for e in episodes], None, parts)
 
 
-def found(learner: Learner, step: tuple[list[Sample], Scores]) -> tuple[list[Tensor], dict[str, float]]:
+def found(learner: DirectLearner, step: tuple[list[Sample], Scores]) -> tuple[list[Tensor], dict[str, float]]:
     seen: list[Tensor] = []
     learner.optimizer.register_step_pre_hook(lambda *_: seen.append(gradients(learner.policy)))
     update = learner.step(*step)
@@ -181,12 +181,10 @@ def test_skipped_rows_change_nothing(small_dir: Path, updates: int):
     """Without penalties, rows of no advantage need no pass: the updates and the optimizer are the same."""
     step = two_groups(equal=(0, 2), groups=3)
     skips = make(small_dir, updates_per_step=updates)
-    assert skips.preparation.algorithm.skips
+    assert skips.steps.skips
     passes = make(small_dir, updates_per_step=updates)
-    passes.preparation.algorithm = replace(
-        passes.preparation.algorithm, config=passes.algorithm.model_copy(update={"entropy_coef": 1e-300})
-    )
-    assert not passes.preparation.algorithm.skips
+    passes.steps.config = passes.algorithm.model_copy(update={"entropy_coef": 1e-300})
+    assert not passes.steps.skips
     for _ in range(2):
         first, second = skips.step(*step), passes.step(*step)
     assert first.tokens < second.tokens

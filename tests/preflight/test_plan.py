@@ -17,8 +17,8 @@ from agentrl.cli.app import app
 from agentrl.config.run import RunConfig
 from agentrl.errors import ConfigError
 from agentrl.learner.logprobs import token_stats
-from agentrl.learner.model import load_policy
 from agentrl.learner.pack import pack
+from agentrl.learner.policy_model import load_policy
 from agentrl.preflight.plan import GIB, make_plan, size
 from agentrl.preflight.shape import ModelShape
 from tests.learner.train_models import make_sample, write_model

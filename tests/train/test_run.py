@@ -340,7 +340,7 @@ def test_ahead_of_the_learner_no_token_is_older_than_allowed_and_no_group_is_los
         held_out[label] = {v for g in groups for e in g.episodes for s in e.segments for v in s.versions}
         return groups
 
-    monkeypatch.setattr("agentrl.train.run.collect", watched)
+    monkeypatch.setattr("agentrl.train.held_out.collect", watched)
     config = buttons(tmp_path)
     config = config.model_copy(update={"rollout": config.rollout.model_copy(update={"max_staleness": 2})})
     folder = tmp_path / "run"

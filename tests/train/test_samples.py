@@ -12,10 +12,8 @@ from agentrl.config.run import AlgorithmConfig
 from agentrl.errors import ConfigError
 from agentrl.rollout.metrics import episode_metrics
 from agentrl.run_folder.records import EpisodeRecord
-from agentrl.train.advantages import estimate_advantages
-from agentrl.train.algorithm import make_algorithm
+from agentrl.train.algorithm import Algorithm
 from agentrl.train.samples import episode_samples, penalised, segment_turns, to_records
-from agentrl.train.samples import to_samples as rows_and_scores
 from agentrl.types import LIMITS, Episode, Group, Message, Sample, Segment, StopReason, Task, Turn
 
 PROMPT = Segment((1, 2), "prompt", -1, 0)
@@ -50,9 +48,9 @@ def to_samples(
     groups: list[Group], config: AlgorithmConfig, *, overlong: str, step: int
 ) -> tuple[list[Sample], list[EpisodeRecord]]:
     """Rows with advantages, and records, as a step of the learner makes them."""
-    rows, scores = rows_and_scores(groups, overlong=overlong)
-    found = estimate_advantages(rows, scores, make_algorithm(config), kl_coef=0.0)
-    return found.samples, to_records(groups, found.by_segment, step=step)
+    algorithm = Algorithm(config, overlong=overlong)
+    found = algorithm.advantages(algorithm.rows(groups))
+    return list(found.samples), to_records(groups, found.by_segment, step=step)
 
 
 def advantages(rewards: list[float], config: AlgorithmConfig) -> list[float]:
@@ -150,8 +148,8 @@ def test_gdpo_counts_a_part_that_is_0():
     for i, (turns, goal) in enumerate(zip(earned, solved, strict=True)):
         one = episode(f"e{i}", turns + goal, rewards={"solved": goal})
         episodes.append(replace(one, turns=(replace(one.turns[0], reward=turns),)))
-    samples, scores = rows_and_scores([Group(Task("t"), tuple(episodes))], overlong="train")
-    found = estimate_advantages(samples, scores, make_algorithm(algorithm("gdpo")), kl_coef=0.0).samples
+    gdpo = Algorithm(algorithm("gdpo"))
+    found = gdpo.advantages(gdpo.rows([Group(Task("t"), tuple(episodes))])).samples
     table = torch.tensor([earned, solved], dtype=torch.float64).T
     total = ((table - table.mean(0)) / (table.std(0) + 1e-6)).sum(1)
     wanted = (total - total.mean()) / (total.std() + 1e-6)
@@ -162,14 +160,14 @@ def test_gdpo_counts_a_part_that_is_0():
 def test_gdpo_counts_an_overlong_penalty_that_only_some_have():
     cut = episode("cut", 1.0, stop=StopReason.MAX_TURNS, rewards={"solved": 1.0})
     pair = penalised([Group(Task("t"), (cut, episode("whole", 1.0, rewards={"solved": 1.0})))], 0.25)
-    samples, scores = rows_and_scores(pair, overlong="penalise")
     weighed = AlgorithmConfig(advantage="gdpo", gdpo={"weights": {"overlong": 2.0, "turns": 1.0}})
-    found = estimate_advantages(samples, scores, make_algorithm(weighed), kl_coef=0.0).samples
+    gdpo = Algorithm(weighed, overlong="penalise")
+    found = gdpo.advantages(gdpo.rows(pair)).samples
     first, second = (s.advantages[-1] for s in found)
     assert first < 0 < second
-    misspelt = make_algorithm(AlgorithmConfig(advantage="gdpo", gdpo={"weights": {"overlog": 2.0}}))
+    misspelt = Algorithm(AlgorithmConfig(advantage="gdpo", gdpo={"weights": {"overlog": 2.0}}))
     with pytest.raises(ConfigError, match="'overlog'; the rewards of this env are"):
-        estimate_advantages(samples, scores, misspelt, kl_coef=0.0)
+        misspelt.advantages(misspelt.rows(pair))
 
 
 def test_limits_are_what_cuts_an_episode():

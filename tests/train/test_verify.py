@@ -11,9 +11,9 @@ import torch
 
 from agentrl.config.run import AlgorithmConfig, LearnerConfig, OptimConfig
 from agentrl.errors import AgentRLError
-from agentrl.learner.learner import Learner
 from agentrl.train.verify import WeightCheck
 from agentrl.types import Sample
+from tests.learner.direct import DirectLearner
 from tests.learner.train_models import VOCABULARY, make_sample, plain_model
 
 ROWS = [[5, 3, 96, 1, 40, 12], [7, 8]]
@@ -40,7 +40,7 @@ class Server:
 
 
 def check(policy_dir: Path, *servers: Path, tolerance: float = 1e-3) -> WeightCheck:
-    learner = Learner(
+    learner = DirectLearner(
         policy_dir,
         algorithm=AlgorithmConfig(),
         optim=OptimConfig(),
@@ -48,11 +48,7 @@ def check(policy_dir: Path, *servers: Path, tolerance: float = 1e-3) -> WeightCh
         temperature=0.7,
         total_steps=1,
     )
-
-    async def ask(samples: Sequence[Sample]) -> list[list[float]]:
-        return learner.probe(samples)
-
-    return WeightCheck(Server(*servers), ask, ROWS, tolerance)
+    return WeightCheck(Server(*servers), learner.learner.probe, ROWS, tolerance)
 
 
 async def test_equal_weights_agree_to_rounding_whatever_the_sampling_temperature(policy_dir: Path) -> None:
@@ -79,7 +75,7 @@ def test_probes_do_not_depend_on_the_sampling_temperature(policy_dir: Path) -> N
     sample = make_sample([1, 2, VOCABULARY - 1], [1, 2])
     found = []
     for temperature in (0.5, 1.0):
-        learner = Learner(
+        learner = DirectLearner(
             policy_dir,
             algorithm=AlgorithmConfig(),
             optim=OptimConfig(),

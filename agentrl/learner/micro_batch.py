@@ -1,0 +1,67 @@
+"""What every rank does, whichever model it holds: pack rows, evaluate their tokens, follow the schedule."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
+
+import torch
+from torch import Tensor, nn
+
+from agentrl.config.run import LearnerConfig, OptimConfig
+from agentrl.learner.pack import Packed, in_pack_order, pack
+from agentrl.learner.split import NOTHING, Columns, Rows
+
+
+def working_dtype(model: nn.Module) -> torch.dtype:
+    """What is computed with behind a model."""
+    return torch.promote_types(torch.float32, next(model.parameters()).dtype)
+
+
+def packed_rows(rows: Rows, columns: Sequence[str], device: torch.device, dtype: torch.dtype) -> Packed:
+    """The rows of a micro-batch, or what is computed where there are none, with the columns of the others."""
+    packed = pack(rows or NOTHING, device, dtype)
+    if rows:
+        return packed
+    empty_N = torch.zeros(0, dtype=dtype, device=device)
+    return replace(packed, columns=dict.fromkeys(columns, empty_N))
+
+
+def annotated(
+    batches: Sequence[Rows],
+    device: torch.device,
+    dtype: torch.dtype,
+    evaluate: Callable[[Packed], Mapping[str, Tensor]],
+) -> list[Columns]:
+    """What `evaluate` gives for the trained tokens of each row, in the order of `in_pack_order`; no gradients."""
+    with torch.no_grad():
+        return [
+            columns
+            for rows in batches
+            for columns in _by_row(rows, evaluate(packed_rows(rows, (), device, dtype)))
+        ]
+
+
+def lr_factor(optim: OptimConfig, step: int, total_steps: int) -> float:
+    """The share of the peak learning rate in a step; steps count from 0."""
+    rise = optim.warmup_of(total_steps)
+    if optim.schedule == "constant" or step < rise:
+        return min(1.0, (step + 1) / max(1, rise))
+    done = (step - rise) / max(1, total_steps - 1 - rise)
+    fall = done if optim.schedule == "linear" else (1 - math.cos(math.pi * done)) / 2
+    return 1 - 0.9 * fall
+
+
+def saving(config: LearnerConfig) -> AbstractContextManager[object]:
+    """Where the backward pass finds what it needs: on the device, or in host memory."""
+    offload = config.offload_activations
+    return torch.autograd.graph.save_on_cpu(pin_memory=True) if offload else nullcontext()
+
+
+def _by_row(rows: Rows, found: Mapping[str, Tensor]) -> list[Columns]:
+    """The columns of each row, from tensors over the trained tokens of all."""
+    counts = [sum(row.loss_mask) for row in in_pack_order(rows)]
+    parts = {name: torch.split(values_N, counts) for name, values_N in found.items()}
+    return [{name: tuple(part[n].tolist()) for name, part in parts.items()} for n in range(len(counts))]

@@ -1,0 +1,211 @@
+"""The policy loss of a micro-batch.
+
+Every token's weight comes from counts over the whole update, so that the losses of its micro-batches, on however
+many ranks, add up to the loss of the update.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from agentrl.algo.aggregate import Totals, aggregate, aggregation_weights, totals_of_tokens
+from agentrl.algo.correction import (
+    Correction,
+    LogprobDrift,
+    Reject,
+    believed_sequences,
+    correct,
+    drift,
+    off_policy_sequences,
+)
+from agentrl.algo.kl import kl_per_token
+from agentrl.algo.losses import POLICY_LOSSES
+from agentrl.algo.metrics import Metric, Metrics, mean_of, sum_of
+from agentrl.algo.ratio import LossOutput
+from agentrl.config.algorithm import AlgorithmConfig, CorrectionConfig, is_own
+from agentrl.errors import ConfigError
+from agentrl.importing import load_function, try_function
+from agentrl.learner.logprobs import TokenStats
+from agentrl.learner.pack import Packed
+
+
+@dataclass(frozen=True, slots=True)
+class ConfiguredLoss:
+    """The policy loss that a configuration names.
+
+    Attributes:
+        loss: with its parameters bound (see `agentrl.algo.losses`).
+        select: for losses that take `selected_T`: chooses those tokens among all tokens of a step.
+        correction: between sampler and learner.
+        silent: whether an episode whose advantages are all 0 adds nothing to the gradient.
+    """
+
+    config: AlgorithmConfig
+    loss: Callable[..., LossOutput]
+    select: Callable[[Tensor, Tensor, Tensor], Tensor] | None
+    correction: Correction
+    silent: bool
+
+
+class Loss(NamedTuple):
+    """A micro-batch's part of the loss, its metrics, and the drift where it was measured here."""
+
+    value: Tensor
+    metrics: Metrics
+    drift: LogprobDrift
+
+
+def policy_loss(
+    configured: ConfiguredLoss,
+    packed: Packed,
+    stats: TokenStats,
+    totals: Totals,
+    *,
+    ref_logprobs_N: Tensor | None = None,
+    kl_coef: float = 0.0,
+    first_update: bool = True,
+) -> Loss:
+    """The policy loss of one micro-batch with its penalties.
+
+    Args:
+        packed: its tokens; `columns` may hold learner_logprobs (before the first update; the current ones are
+            taken where there are none), correction weights, and selected (see `agentrl.train.algorithm`).
+        stats: of the policy that is trained, with gradients.
+        totals: counts of the whole update.
+        ref_logprobs_N: under the reference, where the loss has a KL penalty.
+        kl_coef: its weight now.
+        first_update: whether the policy is still the one that the step began with.
+    """
+    config, columns = configured.config, packed.columns
+    new_N, sequence_N, sampler_N = stats.logprobs_N, packed.sequence_N, packed.sampler_logprobs_N
+    mask_N = torch.ones_like(packed.ids_N, dtype=torch.bool)
+    evaluated_N = columns.get("learner_logprobs")
+    learner_N = new_N.detach() if evaluated_N is None else evaluated_N
+    old_N = sampler_N if config.old_logprobs == "sampler" else learner_N
+    measured = LogprobDrift()
+    if evaluated_N is None and first_update:
+        measured = drift(learner_N, sampler_N, sequence_N, mask_N)
+    weights_N = aggregation_weights(
+        config.aggregation, mask_N, sequence_N, totals, scale=config.aggregation_scale, dtype=new_N.dtype
+    )
+    metrics: Metrics = {}
+    loss_weights_N = weights_N * columns.get("high_entropy", 1.0)
+    if "correction" in columns:
+        loss_weights_N = loss_weights_N * columns["correction"]
+    elif configured.correction.importance != "none":
+        corrected = correct(learner_N, sampler_N, sequence_N, mask_N, configured.correction)
+        loss_weights_N, metrics = loss_weights_N * corrected.weights_T, corrected.metrics
+    kept_N = mask_N
+    if config.ratio_veto is not None:
+        kept_N = believed_sequences(new_N, old_N, sequence_N, mask_N, limit=config.ratio_veto)
+        metrics = metrics | {"ratio_veto": mean_of(~kept_N)}
+    if config.correction.off_policy is not None:
+        near_N = off_policy_sequences(
+            new_N, old_N, packed.advantages_N, sequence_N, mask_N, threshold=config.correction.off_policy
+        )
+        kept_N, metrics = kept_N & near_N, metrics | {"off_policy_masked": mean_of(~near_N)}
+    selected = {} if configured.select is None else {"selected_T": columns["selected"].bool()}
+    loss, found = configured.loss(
+        new_N, old_N, packed.advantages_N, loss_weights_N, sequence_N, kept_N, **selected
+    )
+    metrics = metrics | found
+    if ref_logprobs_N is not None and kl_coef > 0:
+        kl_N = kl_per_token(config.kl.loss_kind, new_N, ref_logprobs_N, mask_N)
+        loss = loss + kl_coef * aggregate(kl_N, weights_N, mask_N)
+        metrics["kl"] = mean_of(kl_N)
+    if stats.entropy_N is not None:
+        metrics["entropy"] = mean_of(stats.entropy_N)
+        if config.entropy_coef > 0:
+            loss = loss - config.entropy_coef * aggregate(stats.entropy_N, weights_N, mask_N)
+    metrics["loss"] = sum_of(loss)
+    return Loss(loss, metrics, measured)
+
+
+def make_policy_loss(config: AlgorithmConfig) -> ConfiguredLoss:
+    """The policy loss that the configuration names; a function of the user's own is tried on a few tokens.
+
+    Raises:
+        ConfigError: a function of the user's own cannot be loaded, or does not do what it should.
+    """
+    correction = make_correction(config.correction)
+    if is_own(config.loss):
+        return ConfiguredLoss(config, _own_loss(config), None, correction, silent=False)
+    return _built_in(config, correction)
+
+
+def make_correction(config: CorrectionConfig) -> Correction:
+    """The correction between sampler and learner."""
+    rules = tuple(
+        Reject(name, limit[1], limit[0]) if isinstance(limit, tuple) else Reject(name, limit)  # type: ignore[arg-type]
+        for name, limit in config.reject.items()
+    )
+    return Correction(config.importance, config.high, config.low, config.normalize, rules, config.veto)
+
+
+def _built_in(config: AlgorithmConfig, correction: Correction) -> ConfiguredLoss:
+    entry, section = POLICY_LOSSES[config.loss], config.loss_section
+    parameters = entry.config(name=config.loss, **({} if section is None else section.model_dump()))
+
+    loss = partial(entry.fn, config=parameters)
+    choose: Callable[..., Tensor] | None = entry.select
+    select = None if choose is None else partial(choose, config=parameters)
+    return ConfiguredLoss(config, loss, select, correction, entry.silent)
+
+
+def _own_loss(config: AlgorithmConfig) -> Callable[..., LossOutput]:
+    where, options = f"algorithm.loss {config.loss!r}", config.loss_options
+    function = load_function(config.loss, where)
+
+    def loss(*tensors_T: Tensor) -> LossOutput:
+        found = function(*tensors_T, **options)
+        value, metrics = found if isinstance(found, tuple) else (found, {})
+        return value, _metrics(metrics)
+
+    try_function(lambda: _check_loss(loss, where), where)
+    return loss
+
+
+def _metrics(given: Mapping[str, Any]) -> Metrics:
+    """Metrics as they are; plain tensors count as the mean of their values."""
+    return {name: m if isinstance(m, Metric) else mean_of(torch.as_tensor(m)) for name, m in given.items()}
+
+
+def _check_loss(loss: Callable[..., LossOutput], where: str) -> None:
+    """A scalar with a gradient, that adds up over micro-batches."""
+    random = torch.Generator().manual_seed(0)
+    sequence_T = torch.tensor([0, 0, 0, 1, 1, 1, 1])
+    mask_T = torch.ones_like(sequence_T, dtype=torch.bool)
+    old_T = -torch.rand(7, generator=random, dtype=torch.float64)
+    new_T = old_T + 0.1 * torch.randn(7, generator=random, dtype=torch.float64)
+    advantages_T = torch.randn(7, generator=random, dtype=torch.float64)
+    totals = totals_of_tokens(mask_T, sequence_T)
+    weights_T = aggregation_weights("token-mean", mask_T, sequence_T, totals, dtype=torch.float64)
+
+    def of(part: slice) -> tuple[Tensor, Tensor]:
+        leaf_T = new_T[part].clone().requires_grad_()
+        sequence = sequence_T[part] - sequence_T[part][0]
+        value, _ = loss(leaf_T, old_T[part], advantages_T[part], weights_T[part], sequence, mask_T[part])
+        if not isinstance(value, Tensor) or value.shape != () or not bool(value.isfinite()):
+            raise ConfigError(f"{where}: must return a finite scalar tensor (or that and metrics), got {value!r}")
+        if not value.requires_grad:
+            raise ConfigError(f"{where}: its value does not depend on logprobs_T: there is nothing to train")
+        value.backward()  # type: ignore[no-untyped-call]
+        assert leaf_T.grad is not None
+        return value.detach(), leaf_T.grad
+
+    whole, gradient_T = of(slice(0, 7))
+    (first, first_T), (second, second_T) = of(slice(0, 3)), of(slice(3, 7))
+    if not torch.allclose(whole, first + second, 1e-6) or not torch.allclose(
+        gradient_T, torch.cat([first_T, second_T]), 1e-6
+    ):
+        raise ConfigError(
+            f"{where}: its value over two episodes ({float(whole):.6g}) is not the sum of its values over each "
+            f"({float(first + second):.6g}): it would change with the micro-batches; return "
+            "(weights_T * your_token_loss_T).sum()"
+        )

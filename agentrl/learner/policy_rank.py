@@ -1,0 +1,328 @@
+"""One rank of the policy: packs rows, computes the loss, steps the optimizer."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from agentrl.algo.correction import LogprobDrift, merge_drift
+from agentrl.algo.metrics import Metric, Metrics, merge_metrics, to_host
+from agentrl.config.run import LearnerConfig, LoRAConfig
+from agentrl.errors import AgentRLError, CheckpointError
+from agentrl.learner.critic import CRITIC_FOLDER, Critic
+from agentrl.learner.learner import Learner
+from agentrl.learner.logprobs import TokenStats, Wanted, know_head, token_stats
+from agentrl.learner.lora import (
+    ADAPTER_FOLDER,
+    adapted_names,
+    adapter_state,
+    adapters_off,
+    add_adapter,
+    merged_weights,
+    write_adapter,
+)
+from agentrl.learner.micro_batch import annotated, lr_factor, packed_rows, saving, working_dtype
+from agentrl.learner.pack import Packed
+from agentrl.learner.policy_loss import make_policy_loss, policy_loss
+from agentrl.learner.policy_model import checkpoint_activations, empty_policy, load_policy
+from agentrl.learner.rank import InProcess, LearnerSpec, Note
+from agentrl.learner.shard import World, check_offload, whole
+from agentrl.learner.split import Columns, MicroBatches, RankResult, Rows
+from agentrl.learner.state import TrainingState, copy_state, restore_optimizer, whole_weights
+from agentrl.models.device import pick_device
+
+
+class LocalPolicyRank:
+    """One rank of the policy in this process, with its optimizer: a `PolicyRank`.
+
+    It also holds the reference and the critic, unless they have ranks to themselves.
+    """
+
+    def __init__(self, spec: LearnerSpec, world: World | None = None) -> None:
+        self.algorithm, self.config = spec.algorithm, spec.config
+        self.optim_config, self.temperature, self.total_steps = spec.optim, spec.temperature, spec.total_steps
+        self.policy_loss = make_policy_loss(spec.algorithm)
+        self.device = pick_device(spec.config.device)
+        self.world = world or _own_world(spec.config, self.device)
+        try:
+            self._make(spec)
+        except BaseException:
+            self.world.leave()
+            raise
+        self.steps_done = 0
+        self.first_step = 0 if spec.critic is None else spec.critic.warmup_steps
+        """The step at which the policy begins to learn."""
+        self._states: dict[str, TrainingState] = {}
+        self._adapter: dict[str, Tensor] = {}
+
+    def _make(self, spec: LearnerSpec) -> None:
+        """Load the models and make their optimizers."""
+        optim, config = spec.optim, spec.config
+        self.policy = self._load_policy(spec.policy_dir, spec.reference_dir)
+        if config.checkpoint_activations:
+            checkpoint_activations(self.policy)
+        self.reference: PreTrainedModel | None = None
+        if spec.algorithm.kl.coef > 0 and spec.reference_dir is not None:
+            shared = config.lora is not None
+            self.reference = self.policy if shared else self._load(spec.reference_dir).requires_grad_(False)
+        trained = [p for p in self.policy.parameters() if p.requires_grad]
+        self.optimizer = torch.optim.AdamW(
+            trained, lr=optim.lr, betas=optim.betas, weight_decay=optim.weight_decay, fused=True
+        )
+        has_critic = spec.critic is not None and spec.critic_dir is not None
+        self.critic = Critic(spec, self.world) if has_critic else None
+        self._know_heads()
+
+    def annotate(self, batches: Sequence[Rows], names: frozenset[str]) -> list[Columns]:
+        """The named columns of this rank's rows, under the models as they are before the first update."""
+
+        def evaluate(packed: Packed) -> dict[str, Tensor]:
+            found: dict[str, Tensor] = {}
+            if names & {"learner_logprobs", "entropy", "sum_pi_squared"}:
+                stats = self._stats(self.policy, packed, names & {"entropy", "sum_pi_squared"})
+                found = {"learner_logprobs": stats.logprobs_N}
+                found |= {} if stats.entropy_N is None else {"entropy": stats.entropy_N}
+                found |= {} if stats.sum_pi_squared_N is None else {"sum_pi_squared": stats.sum_pi_squared_N}
+            if "ref_logprobs" in names and self.reference is not None:
+                with self._as_reference():
+                    found["ref_logprobs"] = self._stats(self.reference, packed).logprobs_N
+            if "values" in names and self.critic is not None:
+                found["values"] = self.critic.values(packed)
+            return found
+
+        return annotated(batches, self.device, self._dtype, evaluate)
+
+    def update(self, work: Sequence[MicroBatches], critic_work: Sequence[MicroBatches] = ()) -> RankResult:
+        """This rank's part of a step; every rank is at work at the same time.
+
+        Args:
+            critic_work: for the critic, if it shares the policy's ranks.
+
+        Raises:
+            AgentRLError: the gradient is not finite.
+        """
+        self._set_lr()
+        values = {} if self.critic is None else self.critic.update(critic_work)
+        updates: list[Metrics] = []
+        drifts: list[LogprobDrift] = []
+        if self.steps_done >= self.first_step:
+            for number, micro_batches in enumerate(work):
+                metrics, found = self._update_once(micro_batches, first_update=number == 0)
+                updates.append(metrics)
+                drifts.append(found)
+        self.steps_done += 1
+        return RankResult(
+            merge_metrics([*updates, values]),
+            merge_drift(drifts),
+            max((float(metrics["grad_norm"].value) for metrics in updates), default=0.0),
+            self.optimizer.param_groups[0]["lr"],
+            updates,
+        )
+
+    def _update_once(self, micro_batches: MicroBatches, *, first_update: bool) -> tuple[Metrics, LogprobDrift]:
+        """One optimizer update: the gradients of all micro-batches add up to that of the whole batch."""
+        metrics: list[Metrics] = []
+        drifts: list[LogprobDrift] = []
+        for rows in micro_batches.rows:
+            packed = packed_rows(rows, micro_batches.columns, self.device, self._dtype)
+            with saving(self.config):
+                loss = policy_loss(
+                    self.policy_loss,
+                    packed,
+                    self._stats(self.policy, packed, frozenset({"entropy"})),
+                    micro_batches.totals,
+                    ref_logprobs_N=self._reference_logprobs(packed),
+                    kl_coef=micro_batches.kl_coef,
+                    first_update=first_update,
+                )
+            loss.value.backward()  # type: ignore[no-untyped-call]
+            metrics.append(loss.metrics)
+            drifts.append(loss.drift)
+        norm = self._optimizer_step(f"step {self.steps_done + 1}", f"lower optim.lr ({self.optim_config.lr:g})")
+        return to_host(merge_metrics(metrics)) | {"grad_norm": Metric("max", norm)}, merge_drift(drifts)
+
+    def _know_heads(self) -> None:
+        """See at once, on all ranks alike, whether the models' logits are what their output layers give."""
+        if self.config.logits_at_once:
+            for model in (self.policy, self.reference):
+                if model is not None:
+                    know_head(model, self.device, self._dtype)
+
+    @property
+    def _dtype(self) -> torch.dtype:
+        """What is computed with behind the models."""
+        return working_dtype(self.policy)
+
+    def _stats(self, model: PreTrainedModel, packed: Packed, wanted: Wanted = frozenset()) -> TokenStats:
+        return token_stats(
+            model,
+            packed,
+            temperature=self.temperature,
+            chunk=self.config.logits_at_once,
+            wanted=wanted,
+            entropy_gradient=self.algorithm.entropy_coef > 0,
+        )
+
+    def _reference_logprobs(self, packed: Packed) -> Tensor | None:
+        """[N] under the reference, where the loss has a KL penalty."""
+        if not self.algorithm.kl.in_loss:
+            return None
+        if "ref_logprobs" in packed.columns:
+            return packed.columns["ref_logprobs"]
+        if self.reference is None:
+            return None
+        with torch.no_grad(), self._as_reference():
+            return self._stats(self.reference, packed).logprobs_N
+
+    def _as_reference(self) -> AbstractContextManager[None]:
+        """Where adapters are trained, the reference is the policy without them."""
+        return adapters_off(self.policy) if self.config.lora else nullcontext()
+
+    def logprobs(self, model: PreTrainedModel, packed: Packed) -> Tensor:
+        """[N] log-probabilities of the trained tokens, at the sampling temperature."""
+        return self._stats(model, packed).logprobs_N
+
+    def imitate(self, batches: Sequence[Rows], total: int, lr: float) -> float:
+        """This rank's part of a supervised step on `total` trained tokens; returns its part of the loss.
+
+        Raises:
+            AgentRLError: the gradient is not finite.
+        """
+        value = 0.0
+        for rows in batches:
+            packed = packed_rows(rows, (), self.device, self._dtype)
+            stats = token_stats(self.policy, packed, chunk=self.config.logits_at_once)
+            loss = -stats.logprobs_N.sum() / total
+            loss.backward()  # type: ignore[no-untyped-call]
+            value += float(loss.detach())
+        for group in self.optimizer.param_groups:
+            group["lr"] = lr
+        self._optimizer_step("warm-up", "lower warmup.lr")
+        return value
+
+    def _optimizer_step(self, when: str, advice: str) -> float:
+        """One optimizer update with the clipped gradient; returns its norm before clipping.
+
+        Raises:
+            AgentRLError: the gradient is not finite; the policy is left as it was.
+        """
+        norm = float(
+            whole(torch.nn.utils.clip_grad_norm_(self.policy.parameters(), self.optim_config.max_grad_norm))
+        )
+        if math.isfinite(norm):
+            self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)
+        if not math.isfinite(norm):
+            raise AgentRLError(f"{when}: the gradient is {norm}; {advice}")
+        return norm
+
+    def weights(self) -> dict[str, Tensor]:
+        """Parameters by their Hugging Face names, views where nothing is sharded; {} but on rank 0."""
+        if self.world.mesh is None and self.config.lora is None:
+            return {name: value.detach() for name, value in self.policy.state_dict().items()}
+        return self._whole()
+
+    def adapter(self) -> dict[str, Tensor]:
+        """The adapter alone; {} but on rank 0."""
+        state = adapter_state(self.policy)
+        return state if self.world.rank == 0 else {}
+
+    def _whole(self) -> dict[str, Tensor]:
+        """The policy without shards and adapters; {} but on rank 0."""
+        return (merged_weights if self.config.lora else whole_weights)(self.policy, self.world)
+
+    def probe(self, batches: Sequence[Rows]) -> list[Columns]:
+        """This rank's part of a probe: `logprobs` (temperature 1) of its rows."""
+
+        def evaluate(packed: Packed) -> dict[str, Tensor]:
+            return {"logprobs": token_stats(self.policy, packed, chunk=self.config.logits_at_once).logprobs_N}
+
+        return annotated(batches, self.device, self._dtype, evaluate)
+
+    def snapshot(self, note: Note) -> None:
+        """Copy this rank's part of a checkpoint, for `write`."""
+        weights = self._whole()
+        note = {**note, "steps_done": self.steps_done}
+        self._adapter = adapter_state(self.policy) if self.config.lora else {}
+        self._states = {"": copy_state(self.policy, weights, self.optimizer, self.world, note)}
+        if self.critic is not None:
+            self._states[CRITIC_FOLDER] = self.critic.state(note)
+
+    def _write_adapter(self, directory: Path) -> None:
+        if self.config.lora is not None and self.world.rank == 0:
+            write_adapter(directory / ADAPTER_FOLDER, self._adapter, self.config.lora, adapted_names(self.policy))
+
+    def write(self, directory: Path) -> None:
+        """Write what `snapshot` copied, and forget it."""
+        self._write_adapter(directory)
+        for name, state in self._states.items():
+            (directory / name).mkdir(exist_ok=True)
+            state.write(directory / name)
+        self._states = {}
+
+    def load(self, directory: Path) -> Note:
+        """Restore this rank's part of a checkpoint; returns its note.
+
+        Raises:
+            CheckpointError: the files are missing or belong to another model.
+        """
+        note = restore_optimizer(self.policy, self.optimizer, directory, self.world)
+        try:
+            self.steps_done = int(note["steps_done"])
+        except (KeyError, TypeError, ValueError) as e:
+            raise CheckpointError(f"checkpoint {directory} cannot be resumed: {e}") from e
+        if self.critic is not None:
+            self.critic.restore(directory / CRITIC_FOLDER)
+        return note
+
+    def export(self, directory: Path) -> None:
+        """Write the policy as a Hugging Face model; rank 0 writes."""
+        weights = self._whole()
+        if self.world.rank == 0:
+            self.policy.save_pretrained(directory, state_dict=weights)
+
+    def close(self) -> None:
+        """Leave the other ranks; idempotent."""
+        self.world.leave()
+
+    def _load_policy(self, directory: Path, start: Path | None) -> PreTrainedModel:
+        """The policy; with adapters it is the one that training began with, and those of a checkpoint."""
+        lora = self.config.lora
+        if lora is None:
+            return self._load(directory)
+        saved = directory / ADAPTER_FOLDER
+        given = None if lora.adapter is None else Path(lora.adapter)
+        return self._load(start or directory, lora, saved if saved.is_dir() else given)
+
+    def _load(
+        self, directory: Path, lora: LoRAConfig | None = None, adapter: Path | None = None
+    ) -> PreTrainedModel:
+        def make(values: bool) -> PreTrainedModel:
+            model = load_policy(directory, torch.device("cpu")) if values else empty_policy(directory)
+            return model if lora is None else add_adapter(model, lora, adapter, values=values)
+
+        return self.world.place(make, self.config, self.device)
+
+    def _set_lr(self) -> None:
+        """Set the learning rate of this step, the same for all of its updates."""
+        factor = lr_factor(self.optim_config, self.steps_done, self.total_steps)
+        for group in self.optimizer.param_groups:
+            group["lr"] = self.optim_config.lr * factor
+
+
+def local_learner(spec: LearnerSpec) -> Learner:
+    """A learner of one rank in this process, which also holds reference and critic."""
+    rank = LocalPolicyRank(spec)
+    return Learner(spec, InProcess(rank, rank))
+
+
+def _own_world(config: LearnerConfig, device: torch.device) -> World:
+    """One rank; sharded by itself where it computes in another precision than it keeps, or offloads."""
+    check_offload(config, device.type)
+    return World.alone(device) if config.precision != "float32" or config.cpu_offload else World()

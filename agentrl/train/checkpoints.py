@@ -1,0 +1,86 @@
+"""The checkpoints of a run: the policy, what training needs to resume, and where the tasks stand."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from concurrent.futures import Executor
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+
+from agentrl.chat.template import Renderer
+from agentrl.config.run import CheckpointConfig
+from agentrl.errors import CheckpointError
+from agentrl.learner.learner import Learner
+from agentrl.rollout.admission import Admission
+from agentrl.rollout.renderer import RENDERER_FILE
+from agentrl.run_folder.store import RunStore
+from agentrl.train.algorithm import Algorithm
+from agentrl.train.feed import save_feed
+from agentrl.train.start import copy_tokenizer
+
+
+@dataclass
+class Checkpoints:
+    """Writes the checkpoints of a run.
+
+    Args:
+        start: the directory of the start policy, whose tokenizer is copied.
+        disk_thread: where files are written.
+    """
+
+    config: CheckpointConfig
+    store: RunStore
+    learner: Learner
+    algorithm: Algorithm
+    admission: Admission
+    renderer: Renderer
+    start: Path
+    disk_thread: Executor
+    _saving: asyncio.Future[None] | None = None
+
+    async def save(self, step: int) -> None:
+        """Write checkpoint `step`: a Hugging Face directory with its tokenizer, and the optimizer's state.
+
+        It holds the present state; with `checkpoint.background` it is written while the next steps run.
+        """
+        await self.saved()
+        with ExitStack() as stack:
+            folder = stack.enter_context(self.store.checkpoint(step, self.config.keep, best=self.config.best))
+            copy_tokenizer(self.start, folder)
+            save_feed(self.admission, folder)
+            (folder / RENDERER_FILE).write_text(json.dumps({"hash": self.renderer.hash}))
+            write = await self.learner.snapshot(self.algorithm.state_dict())
+            rest = stack.pop_all()
+
+        def finish() -> None:
+            with rest:
+                write(folder)
+
+        self._saving = asyncio.get_running_loop().run_in_executor(self.disk_thread, finish)
+        if not self.config.background:
+            await self.saved()
+
+    async def saved(self) -> None:
+        """Wait for the checkpoint that is being written, if there is one.
+
+        Raises:
+            OSError: it could not be written, and was removed.
+        """
+        saving, self._saving = self._saving, None
+        if saving is not None:
+            await saving
+
+
+async def resume(learner: Learner, algorithm: Algorithm, directory: Path) -> None:
+    """Restore learner and algorithm from a checkpoint, except for the weights, which the learner was loaded with.
+
+    Raises:
+        CheckpointError: the files are missing or damaged, or belong to another model.
+    """
+    note = await learner.load(directory)
+    try:
+        algorithm.load_state_dict(note)
+    except (KeyError, TypeError, ValueError) as e:
+        raise CheckpointError(f"checkpoint {directory} cannot be resumed: {e}") from e

@@ -1,0 +1,112 @@
+"""The advantage estimator that a configuration names, with its parameters; your own are tried out first."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, fields
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from agentrl.algo.advantages import ESTIMATORS
+from agentrl.algo.step_data import Advantages, StepData
+from agentrl.config.algorithm import AlgorithmConfig, is_own
+from agentrl.errors import ConfigError
+from agentrl.importing import load_function, try_function
+
+OCCASIONAL = ("turns", "overlong", "reward_model")
+"""Parts of the reward that may be missing from every episode of a step."""
+
+
+@dataclass(frozen=True, slots=True)
+class NamedEstimator:
+    """An estimator with its parameters bound.
+
+    Attributes:
+        estimate: the advantages of a step.
+        needs: fields of StepData that may not be None.
+        check: raises ConfigError if the parameters do not fit rewards of these names.
+    """
+
+    estimate: Callable[[StepData], Advantages]
+    needs: frozenset[str]
+    check: Callable[[Sequence[str]], None] = lambda names: None
+
+
+def make_estimator(config: AlgorithmConfig) -> NamedEstimator:
+    """The estimator that the configuration names; a function of the user's own is tried on a few tokens.
+
+    Raises:
+        ConfigError: a function of the user's own cannot be loaded, or does not do what it should.
+    """
+    return _own_estimator(config) if is_own(config.advantage) else _built_in(config)
+
+
+def _built_in(config: AlgorithmConfig) -> NamedEstimator:
+    name, entry, section = config.advantage, ESTIMATORS[config.advantage], config.advantage_section
+    given = {} if section is None else section.model_dump()
+    weights: Mapping[str, float] = given.get("weights", {})
+    parameters = entry.config(**given)
+
+    function: Callable[..., Advantages] = entry.fn
+
+    def check(names: Sequence[str]) -> None:
+        if unknown := sorted(part for part in weights if not _may_come(part, names)):
+            raise ConfigError(
+                f"algorithm.{name}.weights names {unknown[0]!r}; the rewards of this env are {', '.join(names)}"
+            )
+
+    return NamedEstimator(partial(function, config=parameters), frozenset(entry.needs), check)
+
+
+def _may_come(part: str, names: Sequence[str]) -> bool:
+    """Whether a part of the reward is among these names, or may be missing from some steps: because its function
+    returns several rewards, or only some episodes earn it."""
+    function = part.partition("/")[0] if "/" in part else None
+    return part in (*names, *OCCASIONAL) or function in {name.partition("/")[0] for name in names if "/" in name}
+
+
+def _own_estimator(config: AlgorithmConfig) -> NamedEstimator:
+    where, options = f"algorithm.advantage {config.advantage!r}", config.advantage_options
+    function = load_function(config.advantage, where)
+    needs = getattr(function, "needs", ())
+    known = {f.name for f in fields(StepData)}
+    if not isinstance(needs, Sequence) or isinstance(needs, str) or not set(needs) <= known - {"values_N"}:
+        raise ConfigError(
+            f"{where}: `needs` must list fields of StepData ({', '.join(sorted(known))}; values_N is there with "
+            f"advantage: gae only), got {needs!r}"
+        )
+
+    def estimate(step: StepData) -> Advantages:
+        found = function(step, **options)
+        advantages = found if isinstance(found, Advantages) else Advantages(found)
+        values_N = advantages.advantages_N
+        if not isinstance(values_N, Tensor) or values_N.shape != step.sequence_N.shape:
+            got = tuple(values_N.shape) if isinstance(values_N, Tensor) else type(values_N).__name__
+            raise ConfigError(
+                f"{where}: must return one advantage for each token, a tensor of shape "
+                f"{tuple(step.sequence_N.shape)}, got {got}"
+            )
+        if not bool(values_N.isfinite().all()):
+            raise ConfigError(f"{where}: returned advantages that are not finite")
+        return advantages
+
+    try_function(lambda: estimate(_small_step()), where)
+    return NamedEstimator(estimate, frozenset(needs))
+
+
+def _small_step() -> StepData:
+    """Two groups of two episodes of two turns."""
+    sequence_N = torch.tensor([0, 0, 0, 1, 1, 2, 2, 2, 2, 3])
+    random = torch.Generator().manual_seed(0)
+    return StepData(
+        rewards_E=torch.tensor([1.0, 0.0, 0.5, 0.25], dtype=torch.float64),
+        group_E=torch.tensor([0, 0, 1, 1]),
+        sequence_N=sequence_N,
+        turn_N=torch.tensor([0, 0, 1, 0, 1, 0, 0, 1, 1, 0]),
+        greedy_E=torch.zeros(4, dtype=torch.float64),
+        components_EK=torch.rand(4, 2, generator=random, dtype=torch.float64),
+        old_logprobs_N=-torch.rand(10, generator=random, dtype=torch.float64),
+        sum_pi_squared_N=torch.rand(10, generator=random, dtype=torch.float64),
+    )

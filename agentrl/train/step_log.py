@@ -1,0 +1,130 @@
+"""What a run writes down and says about each step: metrics, episodes, notes, and when the sampler has drifted."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from concurrent.futures import Executor
+from dataclasses import dataclass, field
+
+from agentrl.algo.correction import DriftGate
+from agentrl.config.run import RunConfig
+from agentrl.env.toolenv.rewards import weight_of_nothing
+from agentrl.errors import AgentRLError
+from agentrl.learner.split import StepResult
+from agentrl.reporting.report import Reporter
+from agentrl.rollout.admission import Batch
+from agentrl.rollout.metrics import episode_metrics, reward_parts, set_aside, staleness
+from agentrl.run_folder.curve import write_curve
+from agentrl.run_folder.records import EpisodeRecord
+from agentrl.run_folder.redraws import Redraws
+from agentrl.run_folder.store import RunStore
+from agentrl.train.rewardless import RewardWatch
+from agentrl.train.samples import TrainingRows, to_records
+
+DRAW_EVERY_S = 20.0
+
+
+@dataclass
+class StepLog:
+    """Writes to the run folder and tells the reporter.
+
+    Args:
+        redraws: of the steps before, if the run was resumed.
+        disk_thread: where the curve is drawn.
+    """
+
+    config: RunConfig
+    store: RunStore
+    reporter: Reporter
+    rewards: RewardWatch
+    redraws: Redraws
+    disk_thread: Executor
+    _warned: set[str] = field(default_factory=set)
+    _drawn: float | None = None
+
+    def metrics(self, batch: Batch, update: StepResult, timing: Mapping[str, float]) -> dict[str, float]:
+        """The metrics of a step; `timing` has its `seconds`."""
+        found = episode_metrics(batch.groups, batch.aside) | staleness(batch.groups, batch.step - 1)
+        found |= {**update.metrics, **batch.metrics, **timing}
+        found |= {
+            "trained_tokens": float(update.trained),
+            "learner_tokens": float(update.tokens),
+            "tokens_per_s": found["sampled_tokens"] / found["seconds"],
+        }
+        if self.config.rollout.refill_zero_signal:
+            found |= set_aside(batch.aside)
+        return found
+
+    def episodes(self, batch: Batch, rows: TrainingRows) -> None:
+        """Write the episodes of a step, and note what is wrong with them.
+
+        Raises:
+            ConfigError: the first steps had no reward at all.
+        """
+        step = batch.step
+        records = to_records(batch.groups, rows.by_segment, step=step)
+        self.store.write_episodes(step, [*records, *_records_aside(batch)])
+        self._note_redraws(batch)
+        if step == 1 and (nothing := _weight_of_nothing(self.config, batch)):
+            self.reporter.note(f"step 1: {nothing}")
+        self.rewards.see(step, [episode for group in batch.groups for episode in group.episodes])
+
+    def step(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Write the metrics of a step and show them."""
+        if metrics["groups_with_signal"] == 0 and self.config.algorithm.compares:
+            self.reporter.note(
+                f"step {step}: all episodes of every group scored the same; no reward to learn from"
+            )
+        self.store.log_metrics(step, metrics)
+        self.reporter.step({"step": step, **metrics})
+
+    def draw(self) -> None:
+        """Draw the curve in the background, at most once every `DRAW_EVERY_S`."""
+        now = time.monotonic()
+        if self._drawn is None or now - self._drawn >= DRAW_EVERY_S:
+            self._drawn = now
+            self.disk_thread.submit(write_curve, self.store.path)
+
+    def _note_redraws(self, batch: Batch) -> None:
+        """Keep what the step lost, and warn if what was lost depends on what the policy did."""
+        found = Redraws.of([*batch.groups, *batch.aside])
+        self.store.log_redraws(batch.step, found)
+        self.redraws += found
+        for kind, text in self.redraws.findings().items() if found.redrawn else ():
+            if kind not in self._warned:
+                self._warned.add(kind)
+                self.reporter.note(f"step {batch.step}: {text}")
+                self.store.event(text)
+
+
+def check_drift(config: RunConfig, step: int, metrics: Mapping[str, float]) -> None:
+    """Stop if sampler and learner disagree; a step with stale tokens cannot tell, because its policy has moved.
+
+    Raises:
+        AgentRLError: they disagree by more than `algorithm.drift_gate` allows.
+    """
+    if metrics.get("staleness/max", 0.0) > 0:
+        return
+    measured = {k.removeprefix("drift/"): v for k, v in metrics.items() if k.startswith("drift/")}
+    passed = DriftGate(**config.algorithm.drift_gate.model_dump()).exceeded_in(measured)
+    if passed:
+        raise AgentRLError(
+            f"step {step}: sampler and learner disagree too much: {passed} (algorithm.drift_gate). What is "
+            "trained is not what was sampled; look at engine.dtype, or raise the limit if you know why"
+        )
+
+
+def _weight_of_nothing(config: RunConfig, batch: Batch) -> str:
+    """What to say of a weight of a part that none of these episodes had; empty where there is none."""
+    given = {part for group in batch.groups for episode in group.episodes for part in reward_parts(episode)}
+    return weight_of_nothing(config.env.reward_weights, given)
+
+
+def _records_aside(batch: Batch) -> list[EpisodeRecord]:
+    """The episodes of groups that were put aside, and the failed ones among them, numbered after the batch's."""
+    return [
+        EpisodeRecord(batch.step, number, episode, set_aside=True)
+        for number, group in enumerate(batch.aside, len(batch.groups))
+        for episode in (*group.episodes, *group.failed)
+    ]

@@ -1,0 +1,48 @@
+"""The summary of a run folder."""
+
+from __future__ import annotations
+
+from agentrl.config.run import RunConfig
+from agentrl.reporting.report import Summary
+from agentrl.run_folder.store import RunStore
+
+
+def summarize(store: RunStore, config: RunConfig, wall_seconds: float) -> Summary:
+    """Sum up the metrics lines of a run folder."""
+    lines = store.metrics()
+    redraws = store.redraws()
+    first = next((line for line in lines if line["step"] == 0), {})
+    steps = [line for line in lines if line["step"] > 0]
+
+    def total(name: str) -> int:
+        return int(sum(line.get(name) or 0 for line in steps))
+
+    return Summary(
+        run=str(store.path),
+        steps=len(steps),
+        held_out_before=first.get("held_out"),
+        held_out_after=next((line["held_out"] for line in reversed(steps) if "held_out" in line), None),
+        held_out_reward_before=first.get("held_out_reward"),
+        held_out_reward_after=next(
+            (r["held_out_reward"] for r in reversed(steps) if "held_out_reward" in r), None
+        ),
+        warmup_seconds=first.get("warmup_seconds", 0.0),
+        train_seconds=sum(line.get("seconds") or 0.0 for line in steps),
+        wall_seconds=wall_seconds,
+        episodes=total("episodes"),
+        sampled_tokens=total("sampled_tokens"),
+        malformed=total("malformed"),
+        limits=total("limits"),
+        infra_failures=total("infra_failures"),
+        env=config.env.use,
+        redrawn=dict(redraws.reasons.most_common()),
+        redrawn_tasks=redraws.worst_tasks(20),
+        biased=list(redraws.findings().values()),
+        sandbox_broken=redraws.broken.total(),
+        sandbox_broken_tasks=dict(redraws.broken.most_common(20)),
+        faults={
+            name.removeprefix("faults/"): total(name)
+            for name in sorted({name for line in steps for name in line if name.startswith("faults/")})
+        },
+        finished=len(steps) >= config.steps,
+    )

@@ -1,0 +1,99 @@
+"""A run in training: what the loop works with."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager, contextmanager
+from dataclasses import dataclass, field
+
+from agentrl.config.run import RunConfig
+from agentrl.engine.base import Engine
+from agentrl.learner.learner import Learner
+from agentrl.learner.split import StepResult
+from agentrl.rollout.admission import Batch
+from agentrl.rollout.scheduler import Scheduler
+from agentrl.train.algorithm import Algorithm
+from agentrl.train.checkpoints import Checkpoints
+from agentrl.train.held_out import HeldOut
+from agentrl.train.in_step import InStep
+from agentrl.train.samples import TrainingRows
+from agentrl.train.signals import StopRequest
+from agentrl.train.start import sent_weights
+from agentrl.train.step_log import StepLog, check_drift
+from agentrl.train.verify import WeightCheck
+
+
+@dataclass
+class Run:
+    """Everything the loop uses. Steps count from 1: step N is the N-th optimizer step.
+
+    Args:
+        check: compares the servers' weights with the learner's, if the engine has servers.
+    """
+
+    config: RunConfig
+    scheduler: Scheduler
+    algorithm: Algorithm
+    learner: Learner
+    engine: Engine
+    held_out: HeldOut
+    checkpoints: Checkpoints
+    log: StepLog
+    in_step: InStep
+    stop: StopRequest
+    check: WeightCheck | None = None
+    _mark: float = field(default_factory=time.monotonic)
+    _seconds: dict[str, float] = field(default_factory=dict)
+
+    def begin(self) -> None:
+        """Start the clock of the first step."""
+        self.log.reporter.phase("train", self.config.steps, self.scheduler.admission.next_step - 1)
+        self.in_step.resume()
+        self._mark = time.monotonic()
+
+    @asynccontextmanager
+    async def updating(self) -> AsyncIterator[None]:
+        """While the learner works; servers that share its GPUs sleep."""
+        self.in_step.pause("update")
+        if self.config.engine.server.sleep:
+            await self.engine.sleep()
+        with self._timed("update_seconds"):
+            yield
+
+    async def publish(self, version: int) -> None:
+        """Hand the learner's weights to the engine; completions that are being sampled continue with them."""
+        self.in_step.pause("sending weights")
+        with self._timed("publish_seconds"):
+            await self.engine.update_weights(await sent_weights(self.config, self.learner), version=version)
+        if self.check is not None:
+            self._seconds["sync_gap"] = await self.check.gap(version)
+
+    async def finish(self, batch: Batch, rows: TrainingRows, update: StepResult) -> None:
+        """Log the step, and evaluate and save when due.
+
+        Raises:
+            AgentRLError: sampler and learner disagree, or the first steps had no reward at all.
+        """
+        step, config = batch.step, self.config
+        timing = self._seconds | {"seconds": time.monotonic() - self._mark}
+        metrics = self.log.metrics(batch, update, timing)
+        metrics |= self.algorithm.observe(update.metrics, rows.num_episodes)
+        self.log.episodes(batch, rows)
+        last = step == config.steps
+        if last or (config.eval.every and step % config.eval.every == 0):
+            metrics |= await self.held_out.play(step)
+        self.log.step(step, metrics)
+        if last or self.stop or (config.checkpoint.every and step % config.checkpoint.every == 0):
+            self.in_step.pause("checkpoint")
+            await self.checkpoints.save(step)
+        check_drift(config, step, metrics)
+        self.log.draw()
+        self.in_step.taken(batch)
+        self._mark = time.monotonic()
+
+    @contextmanager
+    def _timed(self, name: str) -> Iterator[None]:
+        started = time.monotonic()
+        yield
+        self._seconds[name] = time.monotonic() - started
