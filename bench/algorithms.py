@@ -40,7 +40,7 @@ ALGORITHMS: dict[str, dict[str, Any]] = {
     "ppo": {"algorithm": {"advantage": "gae"}, "critic": {"lr": 1e-3, "warmup_steps": 3}},
     "gspo": {
         "algorithm": {
-            "loss": "gspo", "gspo": {"clip_low": 0.05, "clip_high": 0.05}, "aggregation": "seq-mean-token-mean",
+            "loss": {"name": "gspo", "clip_low": 0.05, "clip_high": 0.05}, "aggregation": "seq-mean-token-mean",
             "updates_per_step": 2,
         }
     },

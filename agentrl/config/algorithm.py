@@ -1,99 +1,27 @@
-"""How rewards become gradients: the estimator, the loss, the penalties, the corrections, each by its name.
+"""How rewards become gradients: the estimator, the loss, the penalties and the corrections.
 
-The parameters of a name stand in a section of their own (`loss: gspo` and `gspo: {clip_high: 1e-3}`); a section
-whose name was not chosen would have no effect and is an error.
+Estimators and losses are chosen by name: `loss: gspo`, or `loss: {name: gspo, clip_high: 1e-3}` with parameters.
+Their parameters are the classes in `agentrl.algo`.
 """
 
 from __future__ import annotations
 
 import difflib
-import re
-from collections.abc import Callable, Mapping
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import AfterValidator, Field, model_validator
+from pydantic import Field, model_validator
 
-from agentrl.config.facts import MayChangeOnResume, NamesCode, PathTo
-from agentrl.config.options import (
-    Above0,
-    CISPOOptions,
-    ClipCovOptions,
-    DPPOOptions,
-    DROOptions,
-    GAEOptions,
-    GDPOOptions,
-    GeoMeanOptions,
-    GRPOOptions,
-    GSPOOptions,
-    KLCovOptions,
-    NonNegative,
-    OptimalTokenBaselineOptions,
-    PassKOptions,
-    PPOClipOptions,
-    ReinforceOptions,
-    ReinforcePlusPlusOptions,
-    SAPOOptions,
-    Share,
-    TurnLevelOptions,
-    VESPOOptions,
-    check_band,
-)
+from agentrl.algo.advantages import ESTIMATORS
+from agentrl.algo.advantages.grpo import GRPO
+from agentrl.algo.losses import POLICY_LOSSES
+from agentrl.algo.losses.ppo_clip import PPOClip
+from agentrl.algo.parameters import Above0, Named, NonNegative, Share, check_band
+from agentrl.config.choice import OneOf, OwnFunction
+from agentrl.config.facts import MayChangeOnResume, PathTo
 from agentrl.config.section import Count, Positive, Section
 
-ADVANTAGES: Mapping[str, str | None] = {
-    "grpo": "grpo",
-    "dr_grpo": None,
-    "rloo": None,
-    "turn_level": "turn_level",
-    "gae": "gae",
-    "reinforce_plus_plus": "reinforce_plus_plus",
-    "reinforce_plus_plus_baseline": None,
-    "remax": None,
-    "opo": None,
-    "gpg": None,
-    "gdpo": "gdpo",
-    "grpo_passk": "grpo_passk",
-    "optimal_token_baseline": "optimal_token_baseline",
-}
-"""The estimators by name, with the section of their parameters."""
-
-LOSSES: Mapping[str, str | None] = {
-    "ppo_clip": "ppo_clip",
-    "gspo": "gspo",
-    "geo_mean": "geo_mean",
-    "cispo": "cispo",
-    "sapo": "sapo",
-    "reinforce": "reinforce",
-    "gpg": None,
-    "dro": "dro",
-    "dppo_tv": "dppo",
-    "dppo_kl": "dppo",
-    "clip_cov": "clip_cov",
-    "kl_cov": "kl_cov",
-    "vespo": "vespo",
-}
-"""The policy losses by name, with the section of their parameters."""
-
-ALONE = frozenset({"gae", "reinforce_plus_plus", "remax"})
+ALONE = frozenset(name for name, estimator in ESTIMATORS.items() if not estimator.compares)
 """Estimators that need no siblings to compare with."""
-
-_OWN = re.compile(r"[^\s:]+:[A-Za-z_][\w.]*")
-
-
-def is_own(name: str) -> bool:
-    """Whether a name is the user's own function, `module:function` or `path/to/file.py:function`."""
-    return ":" in name
-
-
-def _choice(known: Mapping[str, str | None]) -> Callable[[str], str]:
-    def check(name: str) -> str:
-        if name in known or _OWN.fullmatch(name):
-            return name
-        near = difflib.get_close_matches(name, known, 1, cutoff=0.5)
-        hint = f"; did you mean {near[0]!r}?" if near else ""
-        raise ValueError(f"must be one of {', '.join(known)}, or `module:function`, got {name!r}{hint}")
-
-    return check
 
 
 Aggregation = Literal[
@@ -230,17 +158,16 @@ _WRONG_GRADIENT = {"k1": "on average it is 0, so nothing is penalized", "abs": "
 class AlgorithmConfig(Section):
     """How rewards become gradients. docs/algorithms.md says what each name is."""
 
-    advantage: Annotated[str, AfterValidator(_choice(ADVANTAGES)), NamesCode("function", or_word=True)] = "grpo"
-    """What an episode did better than expected: grpo, dr_grpo, rloo, turn_level, gae, reinforce_plus_plus,
-    reinforce_plus_plus_baseline, remax, opo, gpg, gdpo, grpo_passk, optimal_token_baseline; or your own,
-    `module:function`."""
-    advantage_options: dict[str, Any] = Field(default_factory=dict)
-    """Keyword arguments of your own estimator."""
-    loss: Annotated[str, AfterValidator(_choice(LOSSES)), NamesCode("function", or_word=True)] = "ppo_clip"
-    """The policy loss: ppo_clip, gspo, geo_mean, cispo, sapo, reinforce, gpg, dro, dppo_tv, dppo_kl, clip_cov,
-    kl_cov, vespo; or your own, `module:function`."""
-    loss_options: dict[str, Any] = Field(default_factory=dict)
-    """Keyword arguments of your own loss."""
+    advantage: Annotated[
+        Named | OwnFunction, OneOf({name: entry.config for name, entry in ESTIMATORS.items()}, "grpo")
+    ] = GRPO()
+    """What an episode did better than expected: a name, or a section with `name` and its parameters; or your own,
+    `module:function`. See [algorithms](algorithms.md#advantages)."""
+    loss: Annotated[
+        Named | OwnFunction, OneOf({name: entry.config for name, entry in POLICY_LOSSES.items()}, "ppo_clip")
+    ] = PPOClip()
+    """The policy loss: a name, or a section with `name` and its parameters; or your own, `module:function`. See
+    [algorithms](algorithms.md#policy-losses)."""
     aggregation: Aggregation = "token-mean"
     """How token losses become one number."""
     aggregation_scale: Above0 | None = None
@@ -270,58 +197,10 @@ class AlgorithmConfig(Section):
     """What is done about the difference between sampler and learner."""
     drift_gate: DriftGateConfig = DriftGateConfig()
     """Limits of the difference between sampler and learner."""
-    grpo: GRPOOptions | None = None
-    """Parameters of `advantage: grpo`."""
-    turn_level: TurnLevelOptions | None = None
-    """Parameters of `advantage: turn_level`."""
-    gae: GAEOptions | None = None
-    """Parameters of `advantage: gae`."""
-    reinforce_plus_plus: ReinforcePlusPlusOptions | None = None
-    """Parameters of `advantage: reinforce_plus_plus`."""
-    gdpo: GDPOOptions | None = None
-    """Parameters of `advantage: gdpo`."""
-    grpo_passk: PassKOptions | None = None
-    """Parameters of `advantage: grpo_passk`."""
-    optimal_token_baseline: OptimalTokenBaselineOptions | None = None
-    """Parameters of `advantage: optimal_token_baseline`."""
-    ppo_clip: PPOClipOptions | None = None
-    """Parameters of `loss: ppo_clip`."""
-    gspo: GSPOOptions | None = None
-    """Parameters of `loss: gspo`."""
-    geo_mean: GeoMeanOptions | None = None
-    """Parameters of `loss: geo_mean`."""
-    cispo: CISPOOptions | None = None
-    """Parameters of `loss: cispo`."""
-    sapo: SAPOOptions | None = None
-    """Parameters of `loss: sapo`."""
-    reinforce: ReinforceOptions | None = None
-    """Parameters of `loss: reinforce`."""
-    dro: DROOptions | None = None
-    """Parameters of `loss: dro`."""
-    dppo: DPPOOptions | None = None
-    """Parameters of `loss: dppo_tv` and `loss: dppo_kl`."""
-    clip_cov: ClipCovOptions | None = None
-    """Parameters of `loss: clip_cov`."""
-    kl_cov: KLCovOptions | None = None
-    """Parameters of `loss: kl_cov`."""
-    vespo: VESPOOptions | None = None
-    """Parameters of `loss: vespo`."""
-
-    @model_validator(mode="before")
-    @classmethod
-    def _chosen_sections(cls, data: Any) -> Any:
-        """The sections of the chosen names are there, with their defaults where the user wrote none."""
-        if not isinstance(data, dict):
-            return data
-        chosen = (
-            ADVANTAGES.get(str(data.get("advantage", "grpo"))),
-            LOSSES.get(str(data.get("loss", "ppo_clip"))),
-        )
-        return data | {name: {} for name in chosen if name and data.get(name) is None}
 
     @model_validator(mode="after")
     def _no_dead_keys(self) -> Self:
-        for problem in (*_wrong_sections(self), *_dead_keys(self)):
+        for problem in _dead_keys(self):
             raise ValueError(problem)
         return self
 
@@ -336,15 +215,16 @@ class AlgorithmConfig(Section):
     def compares(self) -> bool:
         """Whether an episode is compared with its siblings, so that equal rewards say nothing. Of a function of
         the user's own nobody knows."""
-        return self.advantage not in ALONE and not is_own(self.advantage)
+        return isinstance(self.advantage, Named) and self.advantage.name not in ALONE
 
     def idle_parameters(self, max_staleness: int) -> list[str]:
         """The parameters of the loss that the user gave, where the ratio is always 1 and they have no effect."""
-        section, sampler = self.loss_section, self.decided(max_staleness).old_logprobs == "sampler"
-        if section is None or sampler or self.updates_per_step * self.epochs > 1:
+        sampler = self.decided(max_staleness).old_logprobs == "sampler"
+        if isinstance(self.loss, OwnFunction) or sampler or self.updates_per_step * self.epochs > 1:
             return []
-        given = section.model_fields_set - {"importance", "fraction" if self.loss == "clip_cov" else ""}
-        return [f"algorithm.{LOSSES[self.loss]}.{name}" for name in sorted(given) if not name.startswith("cov_")]
+        unrelated = {"name", "importance", *(("fraction",) if self.loss.name == "clip_cov" else ())}
+        given = sorted(self.loss.model_fields_set - unrelated)
+        return [f"algorithm.loss.{name}" for name in given if not name.startswith("cov_")]
 
     def notes(self, max_staleness: int) -> list[str]:
         """What a user should know of settings that do less than they seem to."""
@@ -362,36 +242,6 @@ class AlgorithmConfig(Section):
             )
         return found
 
-    @property
-    def advantage_section(self) -> Section | None:
-        """The parameters of the chosen estimator."""
-        return _section(self, ADVANTAGES.get(self.advantage))
-
-    @property
-    def loss_section(self) -> Section | None:
-        """The parameters of the chosen loss."""
-        return _section(self, LOSSES.get(self.loss))
-
-
-def _section(config: AlgorithmConfig, name: str | None) -> Section | None:
-    found = getattr(config, name) if name else None
-    assert found is None or isinstance(found, Section)
-    return found
-
-
-def _wrong_sections(config: AlgorithmConfig) -> list[str]:
-    """What to say of sections whose name was not chosen."""
-    found = []
-    for key, known, chosen in (("advantage", ADVANTAGES, config.advantage), ("loss", LOSSES, config.loss)):
-        for section in dict.fromkeys(known.values()):
-            if section and section != known.get(chosen) and getattr(config, section) is not None:
-                names = " or ".join(name for name, own in known.items() if own == section)
-                found.append(
-                    f"algorithm.{section} has no effect unless algorithm.{key} is {names} (it is {chosen}): "
-                    "remove one of them"
-                )
-    return found
-
 
 def _dead_keys(config: AlgorithmConfig) -> list[str]:
     """What to say of single keys without effect, or that are missing."""
@@ -399,17 +249,15 @@ def _dead_keys(config: AlgorithmConfig) -> list[str]:
     norm, bypass = config.aggregation == "seq-mean-token-sum-norm", config.old_logprobs == "sampler"
     weighs = correction.importance != "none"
     checks = (
-        (config.advantage_options and not is_own(config.advantage), "advantage_options", "your own advantage"),
-        (config.loss_options and not is_own(config.loss), "loss_options", "your own loss"),
         (config.aggregation_scale and not norm, "aggregation_scale", "aggregation: seq-mean-token-sum-norm"),
         (kl.coef == 0 and kl.where != "loss", "kl.where", "a kl.coef above 0"),
         (kl.coef == 0 and kl.kind != "auto", "kl.kind", "a kl.coef above 0"),
         (kl.coef == 0 and kl.control != "fixed", "kl.control", "a kl.coef above 0"),
         (kl.control == "fixed" and kl.target != _default(kl, "target"), "kl.target", "kl.control: adaptive"),
         (kl.control == "fixed" and kl.horizon != _default(kl, "horizon"), "kl.horizon", "kl.control: adaptive"),
-        (kl.in_reward and config.advantage == "gdpo", "kl.where", "another advantage than gdpo"),
+        (kl.in_reward and config.advantage.name == "gdpo", "kl.where", "another advantage than gdpo"),
         (
-            config.drop_zero_signal_groups and config.advantage == "gae",
+            config.drop_zero_signal_groups and config.advantage.name == "gae",
             "drop_zero_signal_groups",
             "an advantage that compares episodes",
         ),

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from typing import Any, get_origin
 
-from pydantic import ValidationError
+from pydantic import BaseModel, ValidationError
 from pydantic.fields import FieldInfo
 
+from agentrl.config.choice import OneOf, choice_of
 from agentrl.config.dump import yaml_value
 from agentrl.config.facts import MayChangeOnResume, NamesCode, PathTo, effects, facts
 from agentrl.config.run import RunConfig
-from agentrl.config.schema import alternatives, bounds, kind_name, section_of
+from agentrl.config.schema import alternatives, bounds, field_at, kind_name, section_of
 from agentrl.config.section import Section
 
 
@@ -72,6 +74,43 @@ def page() -> str:
     return "\n".join(parts) + "\n"
 
 
+def with_kinds(text: str) -> str:
+    """A page with the kinds that KEY chooses from between `<!-- kinds: KEY -->` and `<!-- end of kinds -->`.
+
+    Raises:
+        ValueError: KEY does not choose between kinds.
+    """
+
+    def tables(match: re.Match[str]) -> str:
+        field = field_at(tuple(match["key"].split(".")))
+        choice = choice_of(field) if field is not None else None
+        if choice is None:
+            raise ValueError(f"{match['key']} does not choose between kinds")
+        return "\n".join([f"<!-- kinds: {match['key']} -->", *_kinds(choice), "<!-- end of kinds -->"])
+
+    return re.sub(r"<!-- kinds: (?P<key>[\w.]+) -->\n.*?<!-- end of kinds -->", tables, text, flags=re.DOTALL)
+
+
+def _kinds(choice: OneOf) -> Iterator[str]:
+    """What each kind is, and the parameters of each."""
+    names: dict[type[BaseModel], list[str]] = {}
+    for name in choice.names:
+        names.setdefault(choice.kinds[name], []).append(f"`{name}`")
+    yield "| name | what it is | source |"
+    yield "|---|---|---|"
+    for kind, called in names.items():
+        about, _, source = " ".join((kind.__doc__ or "").split()).replace("|", "\\|").partition(" Source: ")
+        yield f"| {', '.join(called)} | {about.rstrip('.')} | {source.rstrip('.')} |"
+    yield ""
+    yield "| name | parameter | type | default | |"
+    yield "|---|---|---|---|---|"
+    for kind, called in names.items():
+        for name, field in kind.model_fields.items():
+            if name != "name":
+                about = " ".join((field.description or "").split()).replace("|", "\\|")
+                yield f"| {', '.join(called)} | `{name}` | {_kind(field)} | {_default(field)} | {about} |"
+
+
 def _section(name: str, field: FieldInfo, section: type[Section]) -> Iterator[str]:
     yield f"## `{name}:`\n"
     yield (section.__doc__ or "").strip().replace("\n    ", "\n") + "\n"
@@ -118,6 +157,8 @@ def _kind(field: FieldInfo) -> str:
     inner = section_of(field)
     if inner is not None:
         return "section"
+    if choice_of(field) is not None:
+        return "name or section"
     limits = bounds(field)
     if get_origin(field.annotation) is dict:
         return "keys and values"
@@ -134,4 +175,6 @@ def _default(field: FieldInfo) -> str:
     if section_of(field) is not None:
         return ""
     value = field.get_default(call_default_factory=True)
+    if (choice := choice_of(field)) is not None:
+        value = choice.default
     return "" if value is None else f"`{yaml_value(value)}`"

@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import Field, field_validator, model_validator
 
 from agentrl.config.address import address_problem
-from agentrl.config.algorithm import is_own
+from agentrl.config.choice import is_own
 from agentrl.config.facts import NamesCode, NeverWhen, NeverWith, OnlyWhen, PathTo, UnusedBy
 from agentrl.config.section import Count, Device, Positive, Section
 from agentrl.gpu import gpus_here

@@ -13,9 +13,10 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, get_args, get_origin
 
-from pydantic import ValidationError
+from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
+from agentrl.config.choice import choice_of, is_own
 from agentrl.config.datafiles import data_files, is_dataset_name
 from agentrl.config.dump import RESOLVED
 from agentrl.config.engine import EngineConfig
@@ -31,8 +32,9 @@ from agentrl.config.schema import (
     kind_name,
     section_of,
     unknown_key,
+    without_kinds,
 )
-from agentrl.config.section import DeadKey, DeadKeys, Section, dead_keys
+from agentrl.config.section import DeadKey, DeadKeys, dead_keys
 from agentrl.config.source import Loc, Problem, Source, Spot, dotted, excerpt, read_source, read_value
 from agentrl.errors import ConfigError
 from agentrl.suggest import did_you_mean, nearest
@@ -125,11 +127,18 @@ def load_engine(overrides: Sequence[str], outside: str) -> EngineConfig:
     return config
 
 
-def _drop_defaults(data: dict[str, Any], section: type[Section]) -> None:
+def _drop_defaults(data: dict[str, Any], section: type[BaseModel]) -> None:
     """Take the defaults out of a file that agentrl wrote with all of them: nobody has asked for these."""
     for name, field in section.model_fields.items():
         inner, value = section_of(field), data.get(name)
-        if inner is not None and isinstance(value, dict):
+        choice = choice_of(field)
+        if choice is not None and isinstance(value, dict):
+            kind = choice.kind_of(value)
+            if kind is not None:
+                _drop_defaults(value, choice.kinds[kind])
+            if kind in choice.names and kind != choice.default:
+                value["name"] = kind
+        elif inner is not None and isinstance(value, dict):
             _drop_defaults(value, inner)
         elif name in data and not field.is_required():
             default = field.get_default(call_default_factory=True)
@@ -153,9 +162,9 @@ def _override(source: Source, text: str, number: int) -> None:
         if inner is None:
             inner = data[part] = {}
             source.spots[loc[:depth]] = Spot(key_line=number, flag=flag)
-        elif isinstance(inner, str) and loc[:depth] == ("env",):
-            inner = data[part] = {"use": inner}  # the short form `env: module:Class`
-            source.spots[("env", "use")] = source.spots[("env",)]
+        elif isinstance(inner, str) and (long := _stands_for(loc[:depth], inner)) is not None:
+            inner = data[part] = {long: inner}  # the short form `env: module:Class` or `loss: gspo`
+            source.spots[(*loc[:depth], long)] = source.spots[loc[:depth]]
         elif not isinstance(inner, dict):
             raise ConfigError(f"{flag}: {dotted(loc[:depth])} is {_show(inner)}, not a section; it has no keys")
         data = inner
@@ -167,6 +176,14 @@ def _override(source: Source, text: str, number: int) -> None:
         return
     data[loc[-1]] = given
     source.spots[loc] = Spot(key_line=number, flag=flag)
+
+
+def _stands_for(loc: Loc, text: str) -> str | None:
+    """The key of a section that its short form, a text, gives; None where a section has no short form."""
+    field = field_at(loc)
+    if field is not None and choice_of(field) is not None:
+        return "use" if is_own(text) else "name"
+    return "use" if loc == ("env",) else None
 
 
 # --- checks that pydantic does not make ------------------------------------------------------------------------
@@ -194,7 +211,7 @@ def _blank_sections(source: Source) -> None:
 
 def _numbers(source: Source) -> None:
     """Pydantic would read `true` as 1 and the text "8" as 8."""
-    for loc, field in fields():
+    for loc, field in fields(data=source.data):
         value, kinds = _get(source.data, loc), alternatives(field.annotation)
         if isinstance(value, bool | str) and (int in kinds or float in kinds) and type(value) not in kinds:
             text = f"must be {kind_name(field.annotation)}, got {_show(value)}"
@@ -211,7 +228,7 @@ def _numbers(source: Source) -> None:
 
 def _paths(source: Source, folder: Path, *, check: bool) -> None:
     """Make the paths absolute and see whether they exist, for every key that says that it holds one."""
-    for loc, field in fields():
+    for loc, field in list(fields(data=source.data)):
         for path_to in facts(field, PathTo):
             _path(source, loc, path_to, folder, check=check)
         for files in facts(field, DataFiles):
@@ -330,7 +347,7 @@ def _add_errors(source: Source, invalid: ValidationError, around: Loc) -> None:
         loc = (*around, *error["loc"])
         if isinstance(cause, DeadKeys):
             _add_dead_keys(source, cause.found, tuple(map(str, loc)))
-        elif loc not in {known.loc for known in source.problems}:
+        elif without_kinds(loc) not in {known.loc for known in source.problems}:
             source.problems.append(_problem(source, {**error, "loc": loc}))
 
 
@@ -343,17 +360,18 @@ def _add_dead_keys(source: Source, found: Iterable[DeadKey], around: tuple[str, 
 
 
 def _problem(source: Source, error: ErrorDetails) -> Problem:
-    loc, kind = error["loc"], error["type"]
+    tagged, kind = error["loc"], error["type"]
+    loc = without_kinds(tagged)
     if kind == "extra_forbidden":
-        return Problem(loc, unknown_key(loc, error["input"]), source.spot(loc), on_key=True)
+        return Problem(loc, unknown_key(tagged, error["input"]), source.spot(loc), on_key=True)
     if kind == "missing":
-        field = field_at(loc)
+        field = field_at(tagged)
         hint = f": {first_sentence(field.description)}" if field is not None and field.description else ""
         return Problem(loc, f"is missing{hint}", source.spot(loc[:-1]), on_key=True)
     if kind == "value_error":
         text = error["msg"].removeprefix("Value error, ")
         return Problem(loc, text, source.spot(_mentioned(source, text) or loc), on_key=True)
-    return Problem(loc, _wrong_value(loc, error), source.spot(loc))
+    return Problem(loc, _wrong_value(tagged, error), source.spot(loc))
 
 
 def _wrong_value(loc: Loc, error: ErrorDetails) -> str:

@@ -7,7 +7,8 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, model_validator
 
-from agentrl.config.algorithm import ALONE, AlgorithmConfig, CriticConfig, is_own
+from agentrl.config.algorithm import ALONE, AlgorithmConfig, CriticConfig
+from agentrl.config.choice import OwnFunction, choice_of
 from agentrl.config.engine import EngineConfig
 from agentrl.config.facts import (
     DataFiles,
@@ -428,7 +429,10 @@ class RunConfig(Section):
         advantage = (
             algorithm.get("advantage") if isinstance(algorithm, dict) else getattr(algorithm, "advantage", None)
         )
-        return data | {"critic": {}} if advantage == "gae" and data.get("critic") is None else data
+        choice = choice_of(AlgorithmConfig.model_fields["advantage"])
+        assert choice is not None
+        with_critic = choice.kind_of(advantage) == "gae" and data.get("critic") is None
+        return data | {"critic": {}} if with_critic else data
 
     @model_validator(mode="after")
     def _sections_agree(self) -> Self:
@@ -467,8 +471,10 @@ def _check_models(config: RunConfig) -> None:
 
 def _check_group_size(config: RunConfig) -> None:
     """An episode without siblings needs an advantage that does without."""
-    advantage = config.algorithm.advantage
-    if config.rollout.group_size == 1 and not (advantage in ALONE or is_own(advantage)):
+    advantage = config.algorithm.advantage.name
+    if config.rollout.group_size == 1 and not (
+        advantage in ALONE or isinstance(config.algorithm.advantage, OwnFunction)
+    ):
         raise ValueError(
             "rollout.group_size is 1: a group of one has no advantage; use at least 2, or choose an "
             f"algorithm.advantage that needs no siblings ({', '.join(sorted(ALONE))})"
@@ -488,11 +494,11 @@ def _check_step(config: RunConfig) -> None:
                 f"{key} is {updates}, and a step has {episodes} episodes (rollout.groups_per_step x group_size): "
                 "each update needs at least one; lower it"
             )
-    if rollout.refill_zero_signal and (rollout.group_size == 1 or algorithm.advantage in ALONE):
+    if rollout.refill_zero_signal and (rollout.group_size == 1 or algorithm.advantage.name in ALONE):
         why = (
             "rollout.group_size is 1: the episode of each group"
             if rollout.group_size == 1
-            else f"algorithm.advantage {algorithm.advantage} compares no siblings: a group whose episodes"
+            else f"algorithm.advantage {algorithm.advantage.name} compares no siblings: a group whose episodes"
         )
         raise ValueError(
             f"rollout.refill_zero_signal puts aside groups whose episodes all scored the same, and {why} would be "

@@ -8,8 +8,11 @@ from types import UnionType
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 import annotated_types
+from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
+from agentrl.config.choice import choice_of
+from agentrl.config.dump import yaml_value
 from agentrl.config.facts import metadata
 from agentrl.config.run import RunConfig
 from agentrl.config.section import Section
@@ -18,7 +21,9 @@ from agentrl.suggest import did_you_mean, nearest
 
 
 def section_of(field: FieldInfo) -> type[Section] | None:
-    """The section that a field holds (also as `Section | None`), or None for a plain value."""
+    """The section that a field holds (also as `Section | None`), or None for a plain value and for a choice."""
+    if choice_of(field) is not None:
+        return None
     for kind in alternatives(field.annotation):
         if isinstance(kind, type) and issubclass(kind, Section):
             return kind
@@ -33,33 +38,70 @@ def alternatives(annotation: Any) -> tuple[Any, ...]:
 
 def field_at(loc: Loc) -> FieldInfo | None:
     """The field at a location, None where the location is unknown or below a field (an item of a dict)."""
-    section: type[Section] | None = RunConfig
+    return _walk(loc)[1]
+
+
+def section_at(loc: Loc) -> type[BaseModel] | None:
+    """The section at a location, None where there is none."""
+    return _walk(loc)[0]
+
+
+def _walk(loc: Loc) -> tuple[type[BaseModel] | None, FieldInfo | None]:
+    """The section and the field at a location. What pydantic says of a choice has the kind in its location:
+    `algorithm.loss.gspo.clip_low`; without it the first kind with such a key is meant."""
+    section: type[BaseModel] | None = RunConfig
     field: FieldInfo | None = None
     for part in loc:
+        kinds = choice.kinds if field is not None and (choice := choice_of(field)) is not None else {}
+        if section is None and part in kinds:
+            section = kinds[str(part)]
+            continue
+        if section is None:
+            section = next((kind for kind in kinds.values() if part in kind.model_fields), None)
         if section is None or not isinstance(part, str) or part not in section.model_fields:
-            return None
+            return None, None
         field = section.model_fields[part]
         section = section_of(field)
-    return field
+    return section, field
 
 
-def section_at(loc: Loc) -> type[Section] | None:
-    """The section at a location, None where there is none."""
-    if not loc:
-        return RunConfig
-    field = field_at(loc)
-    return section_of(field) if field is not None else None
+def without_kinds(loc: Loc) -> Loc:
+    """A location of pydantic's as the user wrote it: without the kinds of choices."""
+    found: list[str | int] = []
+    for end, part in enumerate(loc):
+        before = field_at(loc[:end]) if end else None
+        choice = choice_of(before) if before is not None else None
+        if choice is None or part not in choice.kinds or (end > 1 and loc[end - 1] in choice.kinds):
+            found.append(part)
+    return tuple(found)
 
 
 def fields(
-    section: type[Section] = RunConfig, loc: tuple[str, ...] = ()
+    section: type[BaseModel] = RunConfig, loc: tuple[str, ...] = (), data: Any = None
 ) -> Iterator[tuple[tuple[str, ...], FieldInfo]]:
-    """Every field below a section with its location, parents first."""
+    """Every field below a section with its location, parents first.
+
+    Args:
+        data: the section as written; where it chooses a kind, the fields of that kind are among them.
+    """
     for name, field in section.model_fields.items():
         yield (*loc, name), field
-        inner = section_of(field)
+        inner: type[BaseModel] | None = section_of(field)
+        value = data.get(name) if isinstance(data, dict) else None
+        choice = choice_of(field)
+        if choice is not None and value is not None:
+            inner = choice.kinds.get(choice.kind_of(value) or "")
         if inner is not None:
-            yield from fields(inner, (*loc, name))
+            yield from fields(inner, (*loc, name), value)
+
+
+def _every_key() -> Iterator[tuple[str, ...]]:
+    """The location of every key, also of the kinds of choices."""
+    for loc, field in fields():
+        yield loc
+        choice = choice_of(field)
+        kinds = choice.kinds.values() if choice is not None else ()
+        yield from dict.fromkeys((*loc, key) for kind in kinds for key in kind.model_fields if key != "name")
 
 
 def first_sentence(text: str) -> str:
@@ -80,11 +122,14 @@ MOVED = {
 """What to say about keys of earlier versions; `{address}` is the value that was given."""
 
 
-def unknown_key(loc: Loc, value: object = None) -> str:
-    """What to say about a key that its section does not have."""
+def unknown_key(loc: Loc, value: Any = None) -> str:
+    """What to say about a key with this value that its section does not have."""
     *parent, key = (str(part) for part in loc)
     if (moved := MOVED.get(".".join((*parent, key)))) is not None:
         return moved.format(address=value if value not in (None, "local") else "ADDRESS")
+    section = section_at(tuple(parent)) or RunConfig
+    if outside := _section_beside_a_name(section, key, value):
+        return outside
     if key in FILTERS and parent in (["rollout"], ["engine"], ["algorithm"]):
         return (
             f"training samples from the whole distribution (at rollout.temperature): with {key} the learner's "
@@ -92,22 +137,39 @@ def unknown_key(loc: Loc, value: object = None) -> str:
             "evaluations take filters: `eval.top_p`, `eval.top_k`, `eval.min_p`, and the same flags of `agentrl "
             "eval`"
         )
-    known = list((section_at(tuple(parent)) or RunConfig).model_fields)
+    known = list(section.model_fields)
 
     if "." in key and field_at((*parent, *key.split("."))) is not None:
-        section, _, rest = key.partition(".")
-        return f"unknown key; write `{section}:` and, indented below it, `{rest}:`"
+        first, _, rest = key.partition(".")
+        return f"unknown key; write `{first}:` and, indented below it, `{rest}:`"
     if near := did_you_mean(key, known, cutoff=0.75):
         return f"unknown key; {near}"
-    elsewhere = [path for path, _ in fields() if path[-1] == key]
+    elsewhere = [path for path in _every_key() if path[-1] == key]
     if elsewhere:
         return f"unknown key; `{key}` belongs {_under(elsewhere)}"
     by_name: dict[str, list[tuple[str, ...]]] = {}
-    for path, _ in fields():
+    for path in _every_key():
         by_name.setdefault(path[-1], []).append(path)
     if far := nearest(key, by_name, cutoff=0.8):
         return f"unknown key; did you mean `{far}`, which belongs {_under(by_name[far])}?"
     return "unknown key; " + did_you_mean(key, known, otherwise=f"the keys here are {', '.join(known)}")
+
+
+def _section_beside_a_name(section: type[BaseModel], key: str, value: Any) -> str | None:
+    """What to say about parameters outside the choice that they belong to: `gspo: {...}` next to `loss: gspo`."""
+    for name, field in section.model_fields.items():
+        choice = choice_of(field)
+        if choice is None:
+            continue
+        written = value if isinstance(value, dict) else {}
+        if key == f"{name}_options":
+            short = yaml_value({"use": "module:function", "options": written})
+            return f"unknown key; options stand with the function: write `{name}: {short}`"
+        kind = "dppo_tv" if key == "dppo" else key
+        if kind in choice.names:
+            spelled = yaml_value({"name": kind, **written})
+            return f"unknown key; parameters stand with the name: write `{name}: {spelled}`"
+    return None
 
 
 def _under(paths: list[tuple[str, ...]]) -> str:

@@ -121,7 +121,7 @@ def _look_up(around: tuple[Section, ...], loc: tuple[str, ...], key: str) -> tup
         value = getattr(section, first) if value is None else value
         for part in rest:
             value = getattr(value, part)
-        if isinstance(value, Section) and "name" in type(value).model_fields:
-            value = getattr(value, "name", None)  # `loss: gspo` is short for `loss: {name: gspo}`
+        if isinstance(value, BaseModel):
+            value = getattr(value, "name", value)  # `loss: gspo` is short for `loss: {name: gspo}`
         return (*loc[:depth], first, *rest), value
     return None

@@ -12,6 +12,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from agentrl.config.run import RunConfig
+from agentrl.config.schema import without_kinds
 from agentrl.config.section import dead_keys, problems_of
 from agentrl.import_verl.found import Imported, Note
 from agentrl.import_verl.objective import import_objective
@@ -45,7 +46,7 @@ def _refusals(found: Imported) -> None:
             dead = list(dead_keys(RunConfig.model_validate(found.config), strict=True))
             left_out = [_leave_out(found, key.loc, f"{'.'.join(key.loc)} {key.text()}") for key in dead]
         except ValidationError as e:
-            left_out = [_leave_out(found, loc, text) for loc, text in problems_of(e)]
+            left_out = [_leave_out(found, without_kinds(loc), text) for loc, text in problems_of(e)]
         if not any(left_out):
             return
 

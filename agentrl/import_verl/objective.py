@@ -5,7 +5,9 @@ from __future__ import annotations
 import re
 from typing import Any
 
-from agentrl.config.algorithm import ADVANTAGES, ALONE, LOSSES, STATISTICS
+from agentrl.algo.advantages import ESTIMATORS
+from agentrl.algo.losses import POLICY_LOSSES
+from agentrl.config.algorithm import ALONE, STATISTICS
 from agentrl.import_verl.found import Imported
 from agentrl.import_verl.rows import ACTOR
 
@@ -33,27 +35,28 @@ def _advantage(found: Imported) -> None:
     name = name.removesuffix("_vectorized").removeprefix("tir_")
     with_std = found.flag("algorithm.norm_adv_by_std_in_grpo")
     ours = "dr_grpo" if name == "grpo" and not with_std else name
-    if ours not in ADVANTAGES:
-        found.say("algorithm.adv_estimator", "by hand", f"choose algorithm.advantage: {', '.join(ADVANTAGES)}")
+    if ours not in ESTIMATORS:
+        found.say("algorithm.adv_estimator", "by hand", f"choose algorithm.advantage: {', '.join(ESTIMATORS)}")
         ours = "grpo"
-    found.set("algorithm.advantage", ours)
+    options: dict[str, Any] = {}
     if ours == "grpo_passk" and not with_std:
-        found.set("algorithm.grpo_passk.normalize_std", False)
+        options["normalize_std"] = False
     for key, readers in (("gamma", ("gae", "reinforce_plus_plus")), ("lam", ("gae",))):
         if ours not in readers:
             found.say(f"algorithm.{key}", "no effect", f"{ours} has no discount")
         elif (value := found.number(f"algorithm.{key}")) is not None:
-            found.set(f"algorithm.{ours}.{key}", value)
+            options[key] = value
+    found.set("algorithm.advantage", {"name": ours, **options} if options else ours)
     if ours == "gdpo":
         keys, weights = found.value("algorithm.gdpo_reward_keys"), found.value("algorithm.gdpo_reward_weights")
         if isinstance(keys, list):
             found.hint(
                 "algorithm.gdpo_reward_keys",
                 "gdpo compares every reward by itself: return these parts from a reward function "
-                "`f(episode) -> dict`, and weigh them in algorithm.gdpo.weights as FUNCTION/PART",
+                "`f(episode) -> dict`, and weigh them in algorithm.advantage.weights as FUNCTION/PART",
             )
             if isinstance(weights, list):
-                found.say("algorithm.gdpo_reward_weights", "by hand", "write them in algorithm.gdpo.weights")
+                found.say("algorithm.gdpo_reward_weights", "by hand", "write them in algorithm.advantage.weights")
     elif ours not in ALONE and found.whole(_ROLLOUT_N) == 1:
         found.hint(
             _ROLLOUT_N,
@@ -72,12 +75,13 @@ def _loss(found: Imported, bypass: bool) -> None:
     loss = "ppo_clip" if mode == "vanilla" else mode
     if bypass and _corrected(found, "loss_type") == "reinforce":
         loss = "reinforce"
-    if loss not in LOSSES:
-        found.say(_MODE, "by hand", f"choose algorithm.loss: {', '.join(LOSSES)}; or name a function of your own")
+    if loss not in POLICY_LOSSES:
+        found.say(
+            _MODE, "by hand", f"choose algorithm.loss: {', '.join(POLICY_LOSSES)}; or name a function of your own"
+        )
         loss = "ppo_clip"
-    found.set("algorithm.loss", loss)
-    for key, value in _options(found, loss).items():
-        found.set(f"algorithm.{LOSSES[loss]}.{key}", value)
+    options = _options(found, loss)
+    found.set("algorithm.loss", {"name": loss, **options} if options else loss)
     used = _KEYS_OF.get(loss, ())
     for key in dict.fromkeys(key for keys in _KEYS_OF.values() for key in keys):
         if key not in used:

@@ -536,7 +536,7 @@ def _sync(found: Imported, name: str) -> None:
 
 
 def _critic(found: Imported) -> None:
-    if found.get("algorithm.advantage") != "gae":
+    if "gae" not in (found.get("algorithm.advantage"), found.get("algorithm.advantage.name")):
         found.say_below("critic.", "no effect", "there is a critic with adv_estimator gae only")
         found.say("trainer.critic_warmup", "no effect", "there is a critic with adv_estimator gae only")
         return

@@ -27,8 +27,10 @@ from agentrl.algo.correction import (
 from agentrl.algo.kl import kl_per_token
 from agentrl.algo.losses import POLICY_LOSSES
 from agentrl.algo.metrics import Metric, Metrics, mean_of, sum_of
+from agentrl.algo.parameters import Named
 from agentrl.algo.ratio import LossOutput
-from agentrl.config.algorithm import AlgorithmConfig, CorrectionConfig, is_own
+from agentrl.config.algorithm import AlgorithmConfig, CorrectionConfig
+from agentrl.config.choice import OwnFunction
 from agentrl.errors import ConfigError
 from agentrl.importing import load_function, try_function
 from agentrl.learner.logprobs import TokenStats
@@ -134,9 +136,9 @@ def make_policy_loss(config: AlgorithmConfig) -> ConfiguredLoss:
         ConfigError: a function of the user's own cannot be loaded, or does not do what it should.
     """
     correction = make_correction(config.correction)
-    if is_own(config.loss):
-        return ConfiguredLoss(config, _own_loss(config), None, correction, silent=False)
-    return _built_in(config, correction)
+    if isinstance(config.loss, OwnFunction):
+        return ConfiguredLoss(config, _own_loss(config.loss), None, correction, silent=False)
+    return _built_in(config, config.loss, correction)
 
 
 def make_correction(config: CorrectionConfig) -> Correction:
@@ -148,19 +150,17 @@ def make_correction(config: CorrectionConfig) -> Correction:
     return Correction(config.importance, config.high, config.low, config.normalize, rules, config.veto)
 
 
-def _built_in(config: AlgorithmConfig, correction: Correction) -> ConfiguredLoss:
-    entry, section = POLICY_LOSSES[config.loss], config.loss_section
-    parameters = entry.config(name=config.loss, **({} if section is None else section.model_dump()))
-
+def _built_in(config: AlgorithmConfig, parameters: Named, correction: Correction) -> ConfiguredLoss:
+    entry = POLICY_LOSSES[parameters.name]
     loss = partial(entry.fn, config=parameters)
     choose: Callable[..., Tensor] | None = entry.select
     select = None if choose is None else partial(choose, config=parameters)
     return ConfiguredLoss(config, loss, select, correction, entry.silent)
 
 
-def _own_loss(config: AlgorithmConfig) -> Callable[..., LossOutput]:
-    where, options = f"algorithm.loss {config.loss!r}", config.loss_options
-    function = load_function(config.loss, where)
+def _own_loss(own: OwnFunction) -> Callable[..., LossOutput]:
+    where, options = f"algorithm.loss {own.use!r}", own.options
+    function = load_function(own.use, where)
 
     def loss(*tensors_T: Tensor) -> LossOutput:
         found = function(*tensors_T, **options)

@@ -305,7 +305,7 @@ async def _compared(
     groups = [Group(scripted.task, tuple(episodes))]
     algorithm = Algorithm(config.algorithm)
     if algorithm.late or "greedy_E" in algorithm.estimator.needs:
-        algorithm = Algorithm(AlgorithmConfig(advantage="dr_grpo"))
+        algorithm = Algorithm(AlgorithmConfig.model_validate({"advantage": "dr_grpo"}))
     records = to_records(groups, algorithm.advantages(algorithm.rows(groups)).by_segment, step=0)
     first, last = records[0], records[-1]
     return (

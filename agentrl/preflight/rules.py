@@ -202,7 +202,7 @@ def critic(config: RunConfig, plan: Plan, gpu: bool) -> Iterator[PlanFinding]:
 
 def signal(config: RunConfig, plan: Plan, gpu: bool) -> Iterator[PlanFinding]:
     """PL14: groups too small to tell chance from skill."""
-    if 1 < config.rollout.group_size < 4 and config.algorithm.advantage in ("grpo", "rloo", "dr_grpo"):
+    if 1 < config.rollout.group_size < 4 and config.algorithm.advantage.name in ("grpo", "rloo", "dr_grpo"):
         text = f"groups of {config.rollout.group_size}: most score all the same and teach nothing"
         yield PlanFinding("PL14", "warning", text, "set rollout.group_size to 8, with fewer groups if need be")
 

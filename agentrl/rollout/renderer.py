@@ -10,7 +10,7 @@ from typing import Any
 from agentrl.chat.parsers import Parser
 from agentrl.chat.proof import prove
 from agentrl.chat.template import Renderer
-from agentrl.config.algorithm import is_own
+from agentrl.config.choice import is_own
 from agentrl.config.run import RunConfig
 from agentrl.env.load import said_by
 from agentrl.errors import AgentRLError, CheckpointError, ConfigError

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
 from functools import partial
 
@@ -10,8 +10,11 @@ import torch
 from torch import Tensor
 
 from agentrl.algo.advantages import ESTIMATORS
+from agentrl.algo.advantages.gdpo import GDPO
+from agentrl.algo.parameters import Named
 from agentrl.algo.step_data import Advantages, StepData
-from agentrl.config.algorithm import AlgorithmConfig, is_own
+from agentrl.config.algorithm import AlgorithmConfig
+from agentrl.config.choice import OwnFunction
 from agentrl.errors import ConfigError
 from agentrl.importing import load_function, try_function
 
@@ -40,21 +43,20 @@ def make_estimator(config: AlgorithmConfig) -> NamedEstimator:
     Raises:
         ConfigError: a function of the user's own cannot be loaded, or does not do what it should.
     """
-    return _own_estimator(config) if is_own(config.advantage) else _built_in(config)
+    chosen = config.advantage
+    return _own_estimator(chosen) if isinstance(chosen, OwnFunction) else _built_in(chosen)
 
 
-def _built_in(config: AlgorithmConfig) -> NamedEstimator:
-    name, entry, section = config.advantage, ESTIMATORS[config.advantage], config.advantage_section
-    given = {} if section is None else section.model_dump()
-    weights: Mapping[str, float] = given.get("weights", {})
-    parameters = entry.config(**given)
+def _built_in(parameters: Named) -> NamedEstimator:
+    entry = ESTIMATORS[parameters.name]
+    weights = parameters.weights if isinstance(parameters, GDPO) else {}
 
     function: Callable[..., Advantages] = entry.fn
 
     def check(names: Sequence[str]) -> None:
         if unknown := sorted(part for part in weights if not _may_come(part, names)):
             raise ConfigError(
-                f"algorithm.{name}.weights names {unknown[0]!r}; the rewards of this env are {', '.join(names)}"
+                f"algorithm.advantage.weights names {unknown[0]!r}; the rewards of this env are {', '.join(names)}"
             )
 
     return NamedEstimator(partial(function, config=parameters), frozenset(entry.needs), check)
@@ -67,9 +69,9 @@ def _may_come(part: str, names: Sequence[str]) -> bool:
     return part in (*names, *OCCASIONAL) or function in {name.partition("/")[0] for name in names if "/" in name}
 
 
-def _own_estimator(config: AlgorithmConfig) -> NamedEstimator:
-    where, options = f"algorithm.advantage {config.advantage!r}", config.advantage_options
-    function = load_function(config.advantage, where)
+def _own_estimator(own: OwnFunction) -> NamedEstimator:
+    where, options = f"algorithm.advantage {own.use!r}", own.options
+    function = load_function(own.use, where)
     needs = getattr(function, "needs", ())
     known = {f.name for f in fields(StepData)}
     if not isinstance(needs, Sequence) or isinstance(needs, str) or not set(needs) <= known - {"values_N"}:

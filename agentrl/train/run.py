@@ -216,7 +216,7 @@ def _group_player(
         config.seed,
         config.rollout.infra_retries,
         on_episode=in_step.ended,
-        greedy=greedy if config.algorithm.advantage == "remax" else None,
+        greedy=greedy if config.algorithm.advantage.name == "remax" else None,
         reward_model=reward_model,
         guard=make_guard(config, lambda text: _tell(setting, text)),
         timeout_s=config.rollout.timeout_s,

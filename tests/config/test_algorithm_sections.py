@@ -1,8 +1,12 @@
-"""The names and parameters of the configuration are those of the functions."""
+"""Losses and estimators are chosen by name, with their parameters next to it; `algo` holds the only defaults."""
 
 from __future__ import annotations
 
 import dataclasses
+import json
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 
@@ -12,40 +16,144 @@ from agentrl.algo.correction import STATISTICS as MEASURED
 from agentrl.algo.correction import Correction, DriftGate
 from agentrl.algo.kl import KL_KINDS
 from agentrl.algo.losses import POLICY_LOSSES
-from agentrl.config.algorithm import (
-    ADVANTAGES,
-    LOSSES,
-    STATISTICS,
-    AlgorithmConfig,
-    CorrectionConfig,
-    DriftGateConfig,
-)
+from agentrl.config import config_diff, dump_config, load_config
+from agentrl.config.algorithm import STATISTICS, AlgorithmConfig, CorrectionConfig, DriftGateConfig, KLConfig
+from agentrl.config.choice import choice_of
+from agentrl.config.describe import json_schema
+from agentrl.errors import ConfigError
 from agentrl.train.algorithm import Algorithm
+
+HEAD = "env: agentrl.envs.calculator:Calculator\nmodel: {tiny: {}}\n"
+CHOICES = [("advantage", n, e.config) for n, e in ESTIMATORS.items()] + [
+    ("loss", n, e.config) for n, e in POLICY_LOSSES.items()
+]
+
+
+def write(folder: Path, algorithm: str) -> Path:
+    path = folder / "tools.yaml"
+    path.write_text(f"{HEAD}algorithm: {algorithm}\n")
+    return path
+
+
+def complaint(folder: Path, algorithm: str, *flags: str) -> str:
+    with pytest.raises(ConfigError) as error:
+        load_config(write(folder, algorithm), flags)
+    return str(error.value)
 
 
 def test_every_name_is_there():
-    assert set(ADVANTAGES) == set(ESTIMATORS)
-    assert set(LOSSES) == set(POLICY_LOSSES)
     assert set(STATISTICS) == set(MEASURED)
     described = AlgorithmConfig.model_fields
     assert set(described["aggregation"].annotation.__args__) == set(AGGREGATIONS)
-    for key, names in (("advantage", ADVANTAGES), ("loss", LOSSES)):
-        assert all(name in (described[key].description or "") for name in names)
-    kinds = AlgorithmConfig().kl.__class__.model_fields["kind"].annotation.__args__
-    assert set(kinds) == {"auto", *KL_KINDS}
+    assert set(KLConfig.model_fields["kind"].annotation.__args__) == {"auto", *KL_KINDS}
+    for key, known in (("advantage", ESTIMATORS), ("loss", POLICY_LOSSES)):
+        choice = choice_of(described[key])
+        assert choice is not None
+        assert choice.names == tuple(known)
 
 
-@pytest.mark.parametrize(("key", "name"), [("advantage", n) for n in ADVANTAGES] + [("loss", n) for n in LOSSES])
-def test_every_parameter_has_its_name_and_default(key: str, name: str):
-    config = AlgorithmConfig(**{key: name})
-    section = config.advantage_section if key == "advantage" else config.loss_section
-    parameters = (ESTIMATORS[name] if key == "advantage" else POLICY_LOSSES[name]).config
-    theirs = parameters().model_dump(exclude={"name"})
-    ours = {} if section is None else section.model_dump()
-    assert ours.keys() == theirs.keys()
-    for parameter, value in ours.items():
-        assert value == theirs[parameter], parameter
-    Algorithm(config)
+@pytest.mark.parametrize(("key", "name", "parameters"), CHOICES)
+def test_a_name_stands_for_its_parameters(key: str, name: str, parameters: type):
+    short, long = AlgorithmConfig(**{key: name}), AlgorithmConfig(**{key: {"name": name}})
+    assert short == long
+    assert getattr(short, key) == parameters(name=name)
+    Algorithm(short)
+
+
+@pytest.mark.parametrize(("key", "name", "parameters"), CHOICES)
+def test_every_kind_survives_a_dump(tmp_path: Path, key: str, name: str, parameters: type):
+    critic = "critic: {}\n" if name == "gae" else ""
+    path = write(tmp_path, f"{{{key}: {name}}}\n{critic}")
+    config = load_config(path)
+    path.write_text(dump_config(config))
+    again = load_config(path)
+    assert again == config
+    assert config_diff(again, config) == ""
+
+
+def test_parameters_come_with_the_name_or_from_a_flag(tmp_path: Path):
+    path = write(tmp_path, "{loss: {name: gspo, clip_low: 1.0e-3}}")
+    loss = load_config(path).algorithm.loss
+    assert loss.model_dump() == {"name": "gspo", "clip_low": 1e-3, "clip_high": 4e-4, "dual_clip": None}
+    assert load_config(path, ["algorithm.loss.clip_low=2e-3"]).algorithm.loss.clip_low == 2e-3
+    assert load_config(path, ["algorithm.loss=cispo"]).algorithm.loss.name == "cispo"
+    short = write(tmp_path, "{loss: gspo}")
+    assert load_config(short, ["algorithm.loss.dual_clip=4"]).algorithm.loss.dual_clip == 4
+    bare = write(tmp_path, "{}")
+    assert load_config(bare, ["algorithm.loss.clip_low=0.1"]).algorithm.loss.model_dump() == {
+        **{"name": "ppo_clip", "clip_low": 0.1, "clip_high": 0.28, "dual_clip": 3.0}
+    }
+    diff = config_diff(load_config(bare), load_config(bare, ["algorithm.loss=gspo"]))
+    assert "algorithm.loss.name: 'ppo_clip' -> 'gspo'" in diff.splitlines()
+
+
+def test_your_own_function_takes_options(tmp_path: Path):
+    (tmp_path / "own.py").write_text("def plain(): ...\n")
+    path = write(tmp_path, "{loss: {use: own.py:plain, options: {power: 2}}, advantage: own.py:plain}")
+    config = load_config(path)
+    assert config.algorithm.loss.model_dump() == {"use": f"{tmp_path}/own.py:plain", "options": {"power": 2}}
+    assert config.algorithm.advantage.use == f"{tmp_path}/own.py:plain"
+    changed = load_config(path, ["algorithm.advantage.options.scale=2"]).algorithm.advantage
+    assert changed.options == {"scale": 2}
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "said"),
+    [
+        ("{loss: gsop}", "3:13: algorithm.loss must be one of ppo_clip, gspo"),
+        ("{loss: {name: gsop}}", "got 'gsop'; did you mean 'gspo'?"),
+        ("{loss:  }", "algorithm.loss must be a name or a section with `name`, got nothing"),
+        ("{loss: 3}", "algorithm.loss must be a name or a section with `name`, got 3"),
+        (
+            "{loss: {name: gspo, clip_lwo: 1}}",
+            "3:32: algorithm.loss.clip_lwo: unknown key; did you mean 'clip_low'?",
+        ),
+        ("{loss: {clip_low: 2.0}}", "3:30: algorithm.loss.clip_low must be in (0, 1), got 2.0"),
+        ("{loss: {clip_low: '0.1'}}", "3:30: algorithm.loss.clip_low must be a number, got '0.1'"),
+        ("{loss: {clip_low: true}}", "3:30: algorithm.loss.clip_low must be a number, got true"),
+        ("{loss: {name: sapo, level: turn}}", "must be 'token' or 'sequence', got 'turn'"),
+        ("{loss: {name: cispo, ratio_min: 9}}", "ratio_min = 9.0 must be below ratio_max = 5.0"),
+        ("{loss: gspo, clip_low: 1}", "unknown key; `clip_low` belongs under `algorithm.loss:`"),
+        ("{loss: {use: own.py:f}}", "algorithm.loss.use: there is no file"),
+        ("{loss: {use: plain}}", "or `path/to/file.py:function`, got 'plain'"),
+        (
+            "{loss: gspo, gspo: {clip_low: 0.1}}",
+            "algorithm.gspo: unknown key; parameters stand with the name: write `loss: {name: gspo, clip_low: 0.1",
+        ),
+        ("{dppo: {ratio_max: 3}}", "write `loss: {name: dppo_tv, ratio_max: 3}`"),
+        (
+            "{gae: {lam: 0.9}}",
+            "3:13: algorithm.gae: unknown key; parameters stand with the name: write `advantage: ",
+        ),
+        (
+            "{loss: a:b, loss_options: {power: 2}}",
+            "write `loss: {use: module:function, options: {power: 2}}`",
+        ),
+    ],
+)
+def test_what_is_wrong_is_shown_with_its_place(tmp_path: Path, algorithm: str, said: str):
+    assert said in complaint(tmp_path, algorithm)
+
+
+def test_a_flag_for_a_parameter_of_another_loss_is_refused(tmp_path: Path):
+    said = complaint(tmp_path, "{loss: gspo}", "algorithm.loss.ratio_max=3")
+    assert "--set algorithm.loss.ratio_max=3: algorithm.loss.ratio_max: unknown key" in said
+
+
+def test_the_json_schema_knows_every_loss():
+    schema = json_schema()
+    options = schema["$defs"]["AlgorithmConfig"]["properties"]["loss"]["anyOf"]
+    assert options[0]["type"] == "string"
+    assert {"$ref": "#/$defs/GSPO"} in options
+    assert json.loads(json.dumps(schema)) == schema
+
+
+def test_the_configuration_loads_without_torch():
+    code = (
+        "import sys, agentrl.config.load; print(sorted({'torch', 'numpy', 'transformers'} & sys.modules.keys()))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout == "[]\n"
 
 
 def test_corrections_and_the_gate_have_the_same_fields():

@@ -52,8 +52,8 @@ def test_the_words_of_yaml_1_2(tmp_path: Path):
 
 
 def test_an_unknown_key_shows_its_line_and_the_nearest_one(tmp_path: Path):
-    assert complaint(tmp_path, GOOD + "algorithm:\n  ppo_clip:\n    clip_lwo: 0.2\n") == (
-        "tools.yaml:6:5: algorithm.ppo_clip.clip_lwo: unknown key; did you mean 'clip_low'?\n"
+    assert complaint(tmp_path, GOOD + "algorithm:\n  loss:\n    clip_lwo: 0.2\n") == (
+        "tools.yaml:6:5: algorithm.loss.clip_lwo: unknown key; did you mean 'clip_low'?\n"
         "    6 |     clip_lwo: 0.2\n"
         "      |     ^"
     )
@@ -88,7 +88,7 @@ def test_a_key_in_the_wrong_place_is_told_where_it_belongs(tmp_path: Path, text:
 @pytest.mark.parametrize(
     ("text", "said"),
     [
-        ("algorithm: {ppo_clip: {clip_low: 2.0}}", "4:34: algorithm.ppo_clip.clip_low must be in (0, 1), got 2.0"),
+        ("algorithm: {loss: {clip_low: 2.0}}", "4:30: algorithm.loss.clip_low must be in (0, 1), got 2.0"),
         ("optim: {lr: -1}", "4:13: optim.lr must be greater than 0, got -1"),
         ("eval: {every: -1}", "4:15: eval.every must be at least 0, got -1"),
         ("steps: many", "4:8: steps must be a whole number, got 'many'"),
@@ -116,7 +116,8 @@ def test_a_key_in_the_wrong_place_is_told_where_it_belongs(tmp_path: Path, text:
         ("algorithm: {loss: gsop}", "or `module:function`, got 'gsop'; did you mean 'gspo'?"),
         (
             "algorithm: {gspo: {clip_low: 0.1}}",
-            "4:13: algorithm.gspo has no effect unless algorithm.loss is gspo (it is ppo_clip): remove",
+            "4:13: algorithm.gspo: unknown key; parameters stand with the name: "
+            "write `loss: {name: gspo, clip_low: 0.1}`",
         ),
         (
             "algorithm: {correction: {reject: {seq_k1: 2}}}",
@@ -384,6 +385,6 @@ class TestPaths:
 def test_a_function_of_ones_own_is_found_beside_the_file(tmp_path: Path):
     (tmp_path / "own.py").write_text("def plain(): ...\n")
     config = load_config(write(tmp_path, GOOD + "algorithm: {loss: own.py:plain, advantage: pkg.mod:f}\n"))
-    assert config.algorithm.loss == f"{tmp_path}/own.py:plain"
-    assert config.algorithm.advantage == "pkg.mod:f"
+    assert config.algorithm.loss.use == f"{tmp_path}/own.py:plain"
+    assert config.algorithm.advantage.use == "pkg.mod:f"
     assert "there is no file" in complaint(tmp_path, GOOD + "algorithm: {loss: owm.py:plain}\n")

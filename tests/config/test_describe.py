@@ -30,7 +30,7 @@ def test_the_script_says_whether_it_is_current(tmp_path: Path):
     script = ROOT / "scripts/config-docs"
     result = subprocess.run([sys.executable, script, "--check"], capture_output=True, text=True)
     assert result.returncode == 0
-    assert result.stdout == "configuration.md is current\n"
+    assert result.stdout == "configuration.md is current\nalgorithms.md is current\n"
 
 
 def test_the_json_schema_takes_both_forms_of_env_and_refuses_unknown_keys():

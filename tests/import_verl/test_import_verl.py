@@ -125,9 +125,8 @@ def test_a_multi_turn_grpo_config_becomes_ours(source):
         },
         "algorithm": {
             "advantage": "grpo",
-            "loss": "ppo_clip",
             "kl": {"coef": 0.001, "kind": "k3"},
-            "ppo_clip": {"clip_low": 0.2, "clip_high": 0.28, "dual_clip": 10.0},
+            "loss": {"name": "ppo_clip", "clip_low": 0.2, "clip_high": 0.28, "dual_clip": 10.0},
             "aggregation": "token-mean",
             "updates_per_step": 2,
         },
@@ -181,8 +180,8 @@ def test_no_key_has_two_rows_and_the_page_names_them_all():
 @pytest.mark.parametrize(
     ("keys", "path", "wanted"),
     [
-        ({"actor_rollout_ref__actor__clip_ratio": 0.1}, "algorithm.ppo_clip.clip_high", 0.1),
-        ({"actor_rollout_ref__actor__clip_ratio_low": 0.1}, "algorithm.ppo_clip.clip_high", 0.2),
+        ({"actor_rollout_ref__actor__clip_ratio": 0.1}, "algorithm.loss.clip_high", 0.1),
+        ({"actor_rollout_ref__actor__clip_ratio_low": 0.1}, "algorithm.loss.clip_high", 0.2),
         ({}, "algorithm.kl.coef", 0.0),
         ({"algorithm__use_kl_in_reward": True}, "algorithm.kl", {"coef": 0.001, "kind": "k1", "where": "reward"}),
         (
@@ -235,10 +234,10 @@ def test_no_key_has_two_rows_and_the_page_names_them_all():
                 "actor_rollout_ref__actor__policy_loss__loss_mode": "cispo",
                 "actor_rollout_ref__actor__clip_ratio_low": 10,
             },
-            "algorithm.cispo",
-            {"ratio_max": 1.2, "ratio_min": 0.0},
+            "algorithm.loss",
+            {"name": "cispo", "ratio_max": 1.2, "ratio_min": 0.0},
         ),
-        ({"actor_rollout_ref__actor__policy_loss__loss_mode": "kl-cov"}, "algorithm.kl_cov.kl_coef", 0.1),
+        ({"actor_rollout_ref__actor__policy_loss__loss_mode": "kl-cov"}, "algorithm.loss.kl_coef", 0.1),
         (
             {
                 "actor_rollout_ref__actor__loss_agg_mode": "seq-mean-token-sum-norm",
@@ -248,7 +247,7 @@ def test_no_key_has_two_rows_and_the_page_names_them_all():
             800,
         ),
         ({"algorithm__norm_adv_by_std_in_grpo": False}, "algorithm.advantage", "dr_grpo"),
-        ({"algorithm__adv_estimator": "gae", "algorithm__lam": 0.95}, "algorithm.gae.lam", 0.95),
+        ({"algorithm__adv_estimator": "gae", "algorithm__lam": 0.95}, "algorithm.advantage.lam", 0.95),
         ({"algorithm__adv_estimator": "gae"}, "critic.value_clip", 0.5),
         ({"reward_model__enable": True, "reward_model__model__path": "rm"}, "reward_model.path", "rm"),
         (
@@ -323,8 +322,8 @@ def test_what_is_said_of_a_key_is_true(tmp_path, key, value, kind, said):
 
 def test_a_value_that_agentrl_refuses_is_left_out_with_a_note(tmp_path):
     found = imported(tmp_path, actor_rollout_ref__actor__clip_ratio_low=1.5)
-    assert found.get("algorithm.ppo_clip") == {"clip_high": 0.2, "dual_clip": 3.0}
-    assert "left out" in notes_of(found)["algorithm.ppo_clip.clip_low"].text
+    assert found.get("algorithm.loss") == {"name": "ppo_clip", "clip_high": 0.2, "dual_clip": 3.0}
+    assert "left out" in notes_of(found)["algorithm.loss.clip_low"].text
 
 
 def test_the_names_of_earlier_releases_are_known(tmp_path):

@@ -162,7 +162,9 @@ def test_strings_of_settings_removals_and_comments_in_a_command(tmp_path):
     assert "data.seed" not in keys
     assert "trainer.nnodes" not in keys
     assert "critic.clip_ratio_low" not in keys
-    assert found.config["algorithm"]["dppo"] == {"divergence_low": 0.15, "divergence_high": 0.15, "ratio_max": 3.0}
+    assert found.config["algorithm"]["loss"] == {
+        **{"name": "dppo_tv", "divergence_low": 0.15, "divergence_high": 0.15, "ratio_max": 3.0}
+    }
     assert found.config["rollout"]["max_turns"] > 1
     assert found.config["name"] == "run"
     said = {note.key: note for note in found.notes}

@@ -11,8 +11,10 @@ from typing import Any
 import pytest
 from torch import Tensor
 
+from agentrl.algo.advantages import ESTIMATORS
 from agentrl.algo.kl import AdaptiveKL
-from agentrl.config.algorithm import ADVANTAGES, LOSSES, AlgorithmConfig
+from agentrl.algo.losses import POLICY_LOSSES
+from agentrl.config.algorithm import AlgorithmConfig
 from agentrl.config.run import LearnerConfig, OptimConfig
 from agentrl.errors import ConfigError
 from agentrl.train.samples import Scores
@@ -95,12 +97,10 @@ def shuffled(samples: list[Sample], seed: int = 1) -> list[Sample]:
     return out
 
 
-@pytest.mark.parametrize("loss", list(LOSSES))
+@pytest.mark.parametrize("loss", list(POLICY_LOSSES))
 @pytest.mark.parametrize("aggregation", ["token-mean", "seq-mean-token-mean"])
 def test_no_split_and_no_order_changes_a_loss(small_dir: Path, other_dir: Path, loss: str, aggregation: str):
-    section = LOSSES[loss]
-    options = {section: LOOSE.get(loss, {})} if section else {}
-    algorithm = {"loss": loss, "aggregation": aggregation, "entropy_coef": 0.01, **options}
+    algorithm = {"loss": {"name": loss, **LOOSE.get(loss, {})}, "aggregation": aggregation, "entropy_coef": 0.01}
     samples = make_batch(3, groups=2, size=3)
     (wanted,), first = gradients_of(make(small_dir, other_dir, **algorithm), samples)
     (found,), second = gradients_of(
@@ -114,9 +114,8 @@ def test_no_split_and_no_order_changes_a_loss(small_dir: Path, other_dir: Path, 
 @pytest.mark.parametrize("loss", ["ppo_clip", "gspo", "clip_cov", "vespo"])
 def test_the_second_update_is_as_independent_of_the_split(small_dir: Path, loss: str):
     """It is off policy: the ratio matters. Which episodes it trains depends on their order, so that is kept."""
-    options = {loss: LOOSE[loss]} if loss in LOOSE else {}
     samples = make_batch(4, groups=2, size=3)
-    algorithm = {"loss": loss, "updates_per_step": 2, **options}
+    algorithm = {"loss": {"name": loss, **LOOSE.get(loss, {})}, "updates_per_step": 2}
     wanted, _ = gradients_of(make(small_dir, **algorithm), samples)
     found, _ = gradients_of(make(small_dir, tokens=70, **algorithm), samples)
     assert [relative(f, w) < 1e-6 for f, w in zip(found, wanted, strict=True)] == [True, True]
@@ -147,7 +146,7 @@ def test_no_split_and_no_order_changes_a_correction(small_dir: Path, name: str):
     assert "drift/mean_abs" in first
 
 
-@pytest.mark.parametrize("advantage", [name for name in ADVANTAGES if name != "gae"])
+@pytest.mark.parametrize("advantage", [name for name in ESTIMATORS if name != "gae"])
 @pytest.mark.parametrize("kl", ["loss", "reward"])
 def test_every_estimator_trains_and_does_not_see_the_split(
     small_dir: Path, other_dir: Path, advantage: str, kl: str
@@ -240,10 +239,8 @@ def test_your_own_estimator_and_loss(small_dir: Path, tmp_path: Path):
     file = tmp_path / "own.py"
     file.write_text(OWN)
     own = {
-        "advantage": f"{file}:half",
-        "advantage_options": {"scale": 2.0},
-        "loss": f"{file}:plain",
-        "loss_options": {"power": 1.0},
+        "advantage": {"use": f"{file}:half", "options": {"scale": 2.0}},
+        "loss": {"use": f"{file}:plain", "options": {"power": 1.0}},
     }
     rows, scores = scored(make_batch(6, groups=2, size=3))
     (wanted,), metrics = gradients_of(make(small_dir, **own), rows, scores)
@@ -297,7 +294,7 @@ def test_one_impossible_token_does_not_drown_the_others(small_dir: Path, loss: s
     place = victim.loss_mask.index(True)
     wrong = tuple(-1e4 if t == place else v for t, v in enumerate(victim.logprobs))
     broken = [replace(victim, logprobs=wrong), *samples[1:]]
-    algorithm = {"loss": loss, loss: options, "old_logprobs": "sampler"}
+    algorithm = {"loss": {"name": loss, **options}, "old_logprobs": "sampler"}
     (wanted,), _ = gradients_of(make(small_dir, **algorithm), samples)
     (found,), metrics = gradients_of(make(small_dir, **algorithm), broken)
     assert found.norm() < 2 * wanted.norm()

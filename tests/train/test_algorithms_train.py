@@ -106,8 +106,7 @@ ALGORITHMS: dict[str, dict[str, Any]] = {
     },
     "gspo": {
         "algorithm": {
-            "loss": "gspo",
-            "gspo": {"clip_low": 0.05, "clip_high": 0.05},
+            "loss": {"name": "gspo", "clip_low": 0.05, "clip_high": 0.05},
             "aggregation": "seq-mean-token-mean",
             "updates_per_step": 2,
         }

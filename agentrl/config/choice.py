@@ -1,0 +1,118 @@
+"""A key that chooses one of several kinds by name: `loss: gspo` is short for `loss: {name: gspo}`."""
+
+from __future__ import annotations
+
+import difflib
+import re
+from collections.abc import Iterator, Mapping
+from typing import Annotated, Any
+
+from pydantic import BaseModel, Field, GetCoreSchemaHandler, GetJsonSchemaHandler
+from pydantic.fields import FieldInfo
+from pydantic.json_schema import JsonSchemaValue
+from pydantic_core import CoreSchema, core_schema
+
+from agentrl.config.facts import NamesCode
+from agentrl.config.section import Section
+
+
+def is_own(name: str) -> bool:
+    """Whether a name is the user's own code, `module:name` or `path/to/file.py:name`."""
+    return ":" in name
+
+
+OWN = "own function"
+"""The kind that `use` names."""
+
+_CODE = re.compile(r"[^\s:]+:[A-Za-z_][\w.]*")
+
+
+class OwnFunction(Section):
+    """A function of your own."""
+
+    use: Annotated[str, NamesCode("function")]
+    """`module:function` or `path/to/file.py:function`."""
+    options: dict[str, Any] = Field(default_factory=dict)
+    """Its keyword arguments."""
+
+    @property
+    def name(self) -> str:
+        """How messages call it."""
+        return self.use
+
+
+class OneOf:
+    """Written on a key (`Annotated[..., OneOf(...)]`): its value is the name of a kind, or a section with `name`.
+
+    A function of the user's own is `module:function`, or `{use: module:function, options: {...}}`.
+
+    Attributes:
+        kinds: the parameters of each kind, by name.
+        default: the name where a section gives none.
+    """
+
+    def __init__(self, kinds: Mapping[str, type[BaseModel]], default: str) -> None:
+        self.kinds: Mapping[str, type[BaseModel]] = {**kinds, OWN: OwnFunction}
+        self.names = tuple(kinds)
+        self.default = default
+
+    def spelled_out(self, value: Any) -> Any:
+        """The short forms as sections.
+
+        Raises:
+            ValueError: no such name.
+        """
+        if isinstance(value, BaseModel):
+            return value
+        if isinstance(value, str):
+            value = {"use": value} if is_own(value) else {"name": value}
+        if not isinstance(value, dict):
+            raise ValueError(
+                f"must be a name or a section with `name`, got {'nothing' if value is None else value}"
+            )
+        if "use" in value:
+            if isinstance(value["use"], str) and not _CODE.fullmatch(value["use"]):
+                raise ValueError(
+                    f"use must be `module:function` or `path/to/file.py:function`, got {value['use']!r}"
+                )
+            return value
+        name = value.get("name", self.default)
+        if name not in self.names:
+            near = difflib.get_close_matches(str(name), self.names, 1, cutoff=0.5)
+            hint = f"; did you mean {near[0]!r}?" if near else ""
+            raise ValueError(f"must be one of {', '.join(self.names)}, or `module:function`, got {name!r}{hint}")
+        return {"name": name, **value}
+
+    def kind_of(self, value: Any) -> str | None:
+        """The name of the kind that a value chooses, as far as it can be told."""
+        if isinstance(value, OwnFunction):
+            return OWN
+        if isinstance(value, BaseModel):
+            return str(getattr(value, "name", ""))
+        try:
+            spelled = self.spelled_out(value)
+        except ValueError:
+            return None
+        return OWN if "use" in spelled else str(spelled["name"])
+
+    def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
+        kinds = {name: handler.generate_schema(kind) for name, kind in self.kinds.items()}
+        chosen = core_schema.tagged_union_schema(kinds, discriminator=self.kind_of)
+        return core_schema.no_info_before_validator_function(self.spelled_out, chosen)
+
+    def __get_pydantic_json_schema__(self, schema: CoreSchema, handler: GetJsonSchemaHandler) -> JsonSchemaValue:
+        short = {"type": "string", "description": f"{', '.join(self.names)}, or `module:function`"}
+        return {"anyOf": [short, *_options(handler(schema))]}
+
+
+def _options(schema: JsonSchemaValue) -> Iterator[Any]:
+    seen: list[Any] = []
+    for option in schema.get("oneOf", [schema]):
+        if option not in seen:  # a kind with two names
+            seen.append(option)
+            yield option
+
+
+def choice_of(field: FieldInfo) -> OneOf | None:
+    """The kinds that a field chooses from; None for every other field."""
+    return next((item for item in field.metadata if isinstance(item, OneOf)), None)
