@@ -36,7 +36,7 @@ def make(
 ) -> DirectLearner:
     return DirectLearner(
         policy,
-        algorithm=AlgorithmConfig(advantage="gae", gae=gae or {}, kl={"coef": 0.0}),
+        algorithm=AlgorithmConfig(advantage={"name": "gae", **(gae or {})}, kl={"coef": 0.0}),
         optim=OptimConfig(lr=1e-3, warmup_steps=0, max_grad_norm=1e9),
         config=LearnerConfig(device="cpu", tokens_per_micro_batch=tokens),
         temperature=1.0,

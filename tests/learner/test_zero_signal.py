@@ -170,7 +170,7 @@ def test_dro_holds_every_episode_back(small_dir: Path):
     for row, own_T in zip(rows, values, strict=True):
         each = iter((own_T - 0.5).tolist())
         moved.append(replace(row, logprobs=tuple(next(each) if on else 0.0 for on in row.loss_mask)))
-    learner = make(small_dir, loss="dro", dro={"beta": BETA}, old_logprobs="sampler")
+    learner = make(small_dir, loss={"name": "dro", "beta": BETA}, old_logprobs="sampler")
     ((gradient,), _) = found(learner, (moved, scores))
     wanted = expected(small_dir, None, two_groups(), token_loss=dro)
     assert relative(gradient, wanted) < 1e-6

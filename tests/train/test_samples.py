@@ -160,12 +160,12 @@ def test_gdpo_counts_a_part_that_is_0():
 def test_gdpo_counts_an_overlong_penalty_that_only_some_have():
     cut = episode("cut", 1.0, stop=StopReason.MAX_TURNS, rewards={"solved": 1.0})
     pair = penalised([Group(Task("t"), (cut, episode("whole", 1.0, rewards={"solved": 1.0})))], 0.25)
-    weighed = AlgorithmConfig(advantage="gdpo", gdpo={"weights": {"overlong": 2.0, "turns": 1.0}})
+    weighed = AlgorithmConfig(advantage={"name": "gdpo", "weights": {"overlong": 2.0, "turns": 1.0}})
     gdpo = Algorithm(weighed, overlong="penalise")
     found = gdpo.advantages(gdpo.rows(pair)).samples
     first, second = (s.advantages[-1] for s in found)
     assert first < 0 < second
-    misspelt = Algorithm(AlgorithmConfig(advantage="gdpo", gdpo={"weights": {"overlog": 2.0}}))
+    misspelt = Algorithm(AlgorithmConfig(advantage={"name": "gdpo", "weights": {"overlog": 2.0}}))
     with pytest.raises(ConfigError, match="'overlog'; the rewards of this env are"):
         misspelt.advantages(misspelt.rows(pair))
 
@@ -212,7 +212,7 @@ class TestTurnLevel:
     @pytest.mark.parametrize("discount", [1.0, 0.5])
     def test_each_turn_is_compared_by_what_came_after_it(self, discount: float):
         pair = Group(Task("t"), (self.two_turns("a", 1.0, 2.0), self.two_turns("b", 0.0, 0.0)))
-        config = AlgorithmConfig(advantage="turn_level", turn_level={"gamma": discount})
+        config = AlgorithmConfig(advantage={"name": "turn_level", "gamma": discount})
         samples, records = to_samples([pair], config, overlong="train", step=1)
         returns = [1 + 2 * discount, 2.0, 0.0, 0.0]
         mean = sum(returns) / 4
