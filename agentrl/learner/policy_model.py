@@ -10,7 +10,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from agentrl.learner.attention.packed import PACKED_ATTENTION, check_attention, register_attention
-from agentrl.models.folder import load_causal_lm
+from agentrl.models.loading import load_causal_lm
 
 
 def load_policy(directory: Path, device: torch.device) -> PreTrainedModel:

@@ -3,20 +3,12 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, TypedDict, cast
+from typing import TYPE_CHECKING
 
 from agentrl.errors import ConfigError
 
 if TYPE_CHECKING:
-    import torch
-    from transformers import PreTrainedModel
-
-
-class LoadingReport(TypedDict):
-    """What transformers says about the weights that it has loaded."""
-
-    missing_keys: set[str]
-    mismatched_keys: set[tuple[str, tuple[int, ...], tuple[int, ...]]]
+    pass
 
 
 def check_model_folder(directory: str | Path, where: str) -> None:
@@ -34,54 +26,3 @@ def check_model_folder(directory: str | Path, where: str) -> None:
         raise ConfigError(
             f"{where}: has no config.json, so it is not a Hugging Face model directory; give the folder of a model"
         )
-
-
-def load_causal_lm(directory: Path, where: str, *, dtype: torch.dtype, attention: str) -> PreTrainedModel:
-    """The causal language model of a folder, on the CPU, every weight there.
-
-    Args:
-        where: names the folder in errors.
-        attention: the attention that it computes with, as registered in transformers.
-
-    Raises:
-        ConfigError: the folder holds no such model, or its weights are not those of its config.json.
-    """
-    from safetensors import SafetensorError
-    from transformers import AutoModelForCausalLM
-    from transformers.utils import logging
-
-    from agentrl.models.trial import read_config
-
-    read_config(directory, where)
-    bars = logging.is_progress_bar_enabled()
-    logging.disable_progress_bar()  # type: ignore[no-untyped-call]
-    try:
-        loaded: object = AutoModelForCausalLM.from_pretrained(
-            directory,
-            dtype=dtype,
-            attn_implementation=attention,
-            local_files_only=True,
-            trust_remote_code=False,
-            output_loading_info=True,
-            ignore_mismatched_sizes=True,  # reported below, in one line
-        )
-    except (OSError, ValueError, KeyError, RuntimeError, AttributeError, TypeError, SafetensorError) as e:
-        why = " ".join(str(e).split())[:300]
-        raise ConfigError(f"{where}: cannot load a causal language model: {why}") from e
-    finally:
-        if bars:
-            logging.enable_progress_bar()  # type: ignore[no-untyped-call]
-    model, report = cast("tuple[PreTrainedModel, LoadingReport]", loaded)
-    if absent := sorted(report["missing_keys"]):
-        more = f" and {len(absent) - 3} others" if absent[3:] else ""
-        raise ConfigError(
-            f"{where} holds no weights for {', '.join(map(repr, absent[:3]))}{more}: config.json and weights are "
-            "not of the same model, or a file is missing"
-        )
-    if report["mismatched_keys"]:
-        name, found, wanted = sorted(report["mismatched_keys"])[0]
-        raise ConfigError(
-            f"{where} does not fit itself: {name} has shape {list(found)} where config.json asks for "
-            f"{list(wanted)}"
-        )
-    return model

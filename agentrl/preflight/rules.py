@@ -10,7 +10,7 @@ from agentrl.config.run import RunConfig
 from agentrl.errors import ConfigError
 from agentrl.gpu import gpus_here
 from agentrl.learner.attention.choice import choose_attention
-from agentrl.preflight.plan import Phase, Plan, PlanFinding, disk_free, own_devices, size
+from agentrl.preflight.estimate import Phase, Plan, PlanFinding, disk_free, own_devices, size
 
 Rule = Callable[[RunConfig, Plan, bool], Iterator[PlanFinding]]
 BILLION = 1_000_000_000

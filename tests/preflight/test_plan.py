@@ -19,7 +19,8 @@ from agentrl.errors import ConfigError
 from agentrl.learner.logprobs import token_stats
 from agentrl.learner.pack import pack
 from agentrl.learner.policy_model import load_policy
-from agentrl.preflight.plan import GIB, make_plan, size
+from agentrl.preflight.estimate import size
+from agentrl.preflight.plan import GIB, make_plan
 from agentrl.preflight.shape import ModelShape
 from tests.learner.train_models import make_sample, write_model
 

@@ -20,7 +20,8 @@ from agentrl.engine.local.attention import (
 from agentrl.engine.local.cache import CacheShape
 from agentrl.engine.local.fused import FusedDecoder, can_fuse
 from agentrl.errors import ConfigError
-from agentrl.models.folder import check_model_folder, load_causal_lm
+from agentrl.models.folder import check_model_folder
+from agentrl.models.loading import load_causal_lm
 from agentrl.models.trial import ALONE, ENDS, SHARED, probe
 
 if TYPE_CHECKING:
