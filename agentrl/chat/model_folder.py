@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 from agentrl.chat.vocabulary import Vocabulary, read_json
@@ -13,6 +14,9 @@ CHATML_TEMPLATE = (Path(__file__).parent / "chatml.jinja").read_text(encoding="u
 
 def template_source(folder: Path, template: str | None) -> str:
     """Jinja source: the directory's own, or what `template` names (see `Renderer.from_directory`).
+
+    Of a directory with a template named `tool_use` it is one source that chooses for each conversation, as
+    transformers does.
 
     Raises:
         ConfigError: there is none, or it cannot be read.
@@ -28,20 +32,50 @@ def template_source(folder: Path, template: str | None) -> str:
             raise ConfigError(
                 f"chat template {template!r}: not 'chatml', and no file that can be read: {e}"
             ) from e
-    for file in (folder / "additional_chat_templates" / "tool_use.jinja", folder / "chat_template.jinja"):
-        if file.is_file():
-            return file.read_text(encoding="utf-8")
+    named = _named_templates(folder)
+    if not named.keys() & {"default", "tool_use"}:
+        has = f"; there are only the templates {', '.join(sorted(named))}" if named else ""
+        raise ConfigError(
+            f"{folder}: no chat template there (chat_template.jinja, or chat_template in tokenizer_config.json)"
+            f"{has}; choose one, for example 'chatml'"
+        )
+    default, with_tools = named.get("default"), named.get("tool_use")
+    if with_tools is None or with_tools == default:
+        return str(default)
+    parts = (_ONE_OF_TWO, "{% if tools %}", _inside(with_tools) + "{%+ else %}", _inside(default or _NO_DEFAULT))
+    return "\n".join(parts) + "{%+ endif %}"
+
+
+def is_one_of_two(source: str) -> bool:
+    """Whether `template_source` joined two templates, of which the tools of a conversation choose one."""
+    return source.startswith(_ONE_OF_TWO)
+
+
+_ONE_OF_TWO = "{# tool_use where tools are offered, else default #}"
+_NO_DEFAULT = "{{ raise_exception('the model has a chat template for conversations with tools only (tool_use)') }}"
+
+
+def _inside(source: str) -> str:
+    """The source for a place between tags: Jinja drops the line break that ends a template."""
+    return re.sub(r"\r?\n\Z", "", source)
+
+
+def _named_templates(folder: Path) -> dict[str, str]:
+    """The directory's templates by name; a single one is the default. Files replace those of the JSON, as for
+    transformers, but for a default that only the JSON has."""
     found = read_json(folder / "tokenizer_config.json").get("chat_template")
     found = found or read_json(folder / "chat_template.json").get("chat_template")
-    if isinstance(found, list):
-        named = {entry["name"]: entry["template"] for entry in found}
-        found = named.get("tool_use", named.get("default"))
-    if not isinstance(found, str):
-        raise ConfigError(
-            f"{folder}: no chat template there (chat_template.jinja, or chat_template in tokenizer_config.json); "
-            "choose one, for example 'chatml'"
-        )
-    return found
+    if isinstance(found, str):
+        found = {"default": found}
+    elif isinstance(found, list):
+        found = {entry["name"]: entry["template"] for entry in found}
+    files = {file.stem: file for file in (folder / "additional_chat_templates").glob("*.jinja")}
+    if (folder / "chat_template.jinja").is_file():
+        files["default"] = folder / "chat_template.jinja"
+    named: dict[str, str] = found if isinstance(found, dict) else {}
+    if files:
+        named = {name: named[name] for name in named.keys() & {"default"}}
+    return named | {name: file.read_text(encoding="utf-8") for name, file in files.items()}
 
 
 def eos_ids(folder: Path, vocabulary: Vocabulary) -> set[int]:

@@ -36,15 +36,18 @@ def probe(renderer: Renderer, eos_ids: frozenset[int]) -> Habits:
     """
     offered = _offered(renderer)
     json_arguments = _wants_json(renderer)
+    ways: list[Offered] = [offered, [_TOOL]] if renderer.one_of_two and not offered else [offered]
     habits = replace(
         renderer.habits,
         json_arguments=bool(json_arguments),
         shows_calls=renderer.habits.inline_calls or json_arguments is not None,
-        inline_think=not _shows_reasoning(renderer, offered),
+        inline_think=not all(_shows_reasoning(renderer, tools) for tools in ways),
         needs_tools=bool(offered),
     )
-    closers, last = _closers(renderer, offered)
-    closes_itself = _closes(renderer, offered)
+    ends = [_closers(renderer, tools) for tools in ways]
+    closers = frozenset(id for inside, _ in ends for id in inside)
+    last = frozenset(id for _, newest in ends for id in newest)
+    closes_itself = all(_closes(renderer, tools) for tools in ways)
     if closes_itself:
         last |= _call_end(renderer, habits.json_arguments)
     stop_ids = eos_ids | last
@@ -56,7 +59,7 @@ def probe(renderer: Renderer, eos_ids: frozenset[int]) -> Habits:
             f"(after the assistant's text it writes {after!r}), so the end of a completion cannot be told; use a "
             "template whose turns end with a special token"
         )
-    opened = renderer.render([_USER], offered, generation_prompt=True)
+    opened = renderer.render([_USER], ways[-1], generation_prompt=True)
     opening, closing = renderer.parser.think
     habits = replace(
         habits,

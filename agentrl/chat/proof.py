@@ -90,6 +90,8 @@ class TemplateFinding:
     token: int
     was: str
     became: str
+    tools: bool = False
+    """Whether the conversation offers tools."""
 
     def __str__(self) -> str:
         if self.kind == "refused":
@@ -116,6 +118,10 @@ class Proof:
     """Which calls come back as they were written."""
     written_by: str = ""
     """The parser, and who chose it."""
+    rendered: frozenset[bool] = frozenset((True, False))
+    """Whether tools were offered in the conversations of which a turn was rendered."""
+    one_of_two: bool = False
+    """Tools choose between two templates, so what is wrong with the other one does not matter."""
 
     @property
     def rewrites(self) -> tuple[TemplateFinding, ...]:
@@ -148,14 +154,16 @@ class Proof:
                 "the chat template ignores tools: the policy would never see which it may call; use a template "
                 "that lists them (model.chat_template: chatml is one), or describe them in the system prompt"
             )
-        if self.turns == 0:
-            why = f": {self.refused[0].became}" if self.refused else ""
+        if self.turns == 0 or (self.one_of_two and tools not in self.rendered):
+            refused = [f for f in self.refused if f.tools == tools] or self.refused
+            why = f": {refused[0].became}" if refused else ""
             raise TemplateError(f"the chat template renders none of the conversations of the proof{why}")
         if tools:
             self._require_calls()
-        if self.wrong:
+        wrong = [f for f in self.wrong if f.tools == tools or not self.one_of_two]
+        if wrong:
             raise TemplateError(
-                f"what this chat template appends cannot be derived: {self.wrong[0]}; "
+                f"what this chat template appends cannot be derived: {wrong[0]}; "
                 "use a template that only appends (model.chat_template: chatml is one)"
             )
 
@@ -208,22 +216,44 @@ def prove(renderer: Renderer, conversations: Iterable[ProbeConversation] | None 
     By default it also settles `renderer.appends_only`.
     """
     given = list(conversations) if conversations is not None else [*shapes(0), *shapes(1)]
-    findings = []
+    if conversations is None and renderer.one_of_two:  # the plain ones show each of the two
+        given += [
+            replace(plain, shape=f"{plain.shape}, tools offered", tools=TOOLS)
+            for plain in given
+            if not plain.tools
+        ]
+    findings, rendered = [], set()
     turns = called = 0
     for conversation in given:
         conversation = replace(conversation, messages=tuple(with_ids(renderer, conversation.messages)))
         done, finding = _prove_one(renderer, conversation)
         turns += done
+        rendered |= {bool(conversation.tools)} if done else set()
         called += done >= 2 and any(message.tool_calls for message in conversation.messages[:2])
         if finding is not None:
-            findings.append(finding)
-    asked = [Message("user", "u")]
-    shows_tools = renderer.habits.needs_tools or renderer.render(asked, TOOLS) != renderer.render(asked)
+            findings.append(replace(finding, tools=bool(conversation.tools)))
+    shows_tools = renderer.habits.needs_tools or _shows_tools(renderer)
     by = f"the parser {renderer.parser.name}" + (" (model.parser)" if renderer.chosen else " (model.parser: auto)")
-    proof = Proof(len(given), turns, tuple(findings), shows_tools, called, renderer.round_trip, by)
+    proof = Proof(
+        len(given),
+        turns,
+        tuple(findings),
+        shows_tools,
+        called,
+        renderer.round_trip,
+        by,
+        frozenset(rendered),
+        renderer.one_of_two,
+    )
     if conversations is None:
         renderer.appends_only = not proof.rewrites
     return proof
+
+
+def _shows_tools(renderer: Renderer) -> bool:
+    """Whether a prompt changes with the tools that are offered."""
+    asked, other = [Message("user", "u")], TOOLS[:1] if renderer.one_of_two else ()
+    return renderer.render(asked, TOOLS) != renderer.render(asked, other)
 
 
 def _prove_one(renderer: Renderer, conversation: ProbeConversation) -> tuple[int, TemplateFinding | None]:

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from agentrl.chat.jinja import Fixed, compile_template, variables_of
 from agentrl.chat.memo import Memo
-from agentrl.chat.model_folder import CHATML_TEMPLATE, eos_ids, template_source
+from agentrl.chat.model_folder import CHATML_TEMPLATE, eos_ids, is_one_of_two, template_source
 from agentrl.chat.parsers import Parsed, Parser, choose_parser
 from agentrl.chat.parsers.markers import Plain
 from agentrl.chat.vocabulary import SENTINEL, Vocabulary
@@ -94,6 +94,7 @@ class Renderer:
         stop_ids: ids that end a completion.
         history: what a transcript does where the template rewrites earlier turns.
         template: source of the chat template.
+        one_of_two: it joins two templates, one for conversations with tools and one for those without.
         parser: the tool-call parser in use.
         chosen: the parser was named, not found out.
         appends_only: the template is known to leave earlier turns alone, so that a transcript with `history: fork`
@@ -115,6 +116,7 @@ class Renderer:
             raise ConfigError(f"history must be 'keep' or 'fork', got {history!r}")
         self.vocabulary = vocabulary
         self.template = template
+        self.one_of_two = is_one_of_two(template)
         self.history: History = history
         self._variables = {**vocabulary.special_tokens, **(variables or {})}
         _known_variables(template, variables or {}, vocabulary.special_tokens)

@@ -27,7 +27,7 @@ def completion_ids(renderer: Renderer, message: Message, tools: Sequence[Mapping
     text = _after_prompt(renderer, message, tools)
     if not renderer.habits.closes_itself:
         answer = Message("tool", "t", tool_call_id=message.tool_calls[0].id) if message.tool_calls else None
-        text += _next_turn(renderer, message, answer or _USER)
+        text += _next_turn(renderer, message, answer or _USER, tools)
     vocabulary, stop_ids = renderer.vocabulary, renderer.stop_ids
     for _, end, id in vocabulary.split_control(text):
         if id in stop_ids:
@@ -52,9 +52,9 @@ def _says_more(renderer: Renderer, text: str, tools: Sequence[Mapping[str, Any]]
     return text.strip() != usual.strip() and bool((said + text[at:]).strip())
 
 
-def _next_turn(renderer: Renderer, message: Message, answer: Message) -> str:
+def _next_turn(renderer: Renderer, message: Message, answer: Message, tools: Sequence[Mapping[str, Any]]) -> str:
     user = renderer.data(_USER)
-    shown = renderer.render_data([user, renderer.stand_in(message, [answer]), renderer.data(answer)], ())
+    shown = renderer.render_data([user, renderer.stand_in(message, [answer]), renderer.data(answer)], tools)
     return renderer.after_sentinel(shown)[1][0]
 
 

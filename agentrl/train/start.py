@@ -169,3 +169,6 @@ def copy_tokenizer(source: Path, target: Path) -> None:
         weights = file.name.endswith((".safetensors", ".bin", ".index.json"))
         if file.is_file() and not weights and not (target / file.name).exists():
             shutil.copyfile(file, target / file.name)
+    templates = source / "additional_chat_templates"
+    if templates.is_dir():
+        shutil.copytree(templates, target / templates.name, dirs_exist_ok=True)

@@ -7,11 +7,13 @@ from pathlib import Path
 
 import pytest
 
-from agentrl.chat.proof import TOOLS, shapes
+from agentrl.chat.demonstrate import completion_of
+from agentrl.chat.proof import TOOLS, prove, shapes
 from agentrl.chat.template import CHATML_TEMPLATE, Renderer
 from agentrl.chat.token_check import check_tokens
 from agentrl.chat.transcript import Transcript
 from agentrl.errors import ConfigError, TemplateError
+from agentrl.train.start import copy_tokenizer
 from agentrl.types import Completion, Image, Message, ToolCall
 from tests.chat.chat_tokenizers import QWEN3, make, needs_qwen3, qwen3
 from tests.chat.families import FAMILIES, QWEN25, Family
@@ -87,10 +89,115 @@ def test_templates_of_older_directories_are_found(tmp_path: Path):
     config = json.loads((folder / "tokenizer_config.json").read_text())
     for template in (
         CHATML_TEMPLATE,
-        [{"name": "default", "template": "x"}, {"name": "tool_use", "template": CHATML_TEMPLATE}],
+        [{"name": "default", "template": CHATML_TEMPLATE}, {"name": "rag", "template": "x"}],
+        [{"name": "default", "template": CHATML_TEMPLATE}, {"name": "tool_use", "template": CHATML_TEMPLATE}],
     ):
         (folder / "tokenizer_config.json").write_text(json.dumps(config | {"chat_template": template}))
         assert Renderer.from_directory(folder).template == CHATML_TEMPLATE
+
+
+PLAIN_TEMPLATE = """
+{%- for message in messages %}
+<|im_start|>{{ message.role }}: {{ message.content }}<|im_end|>
+{% endfor %}
+{%- if add_generation_prompt %}<|im_start|>assistant: {% endif %}
+   
+"""
+"""Knows no tools; line breaks and spaces at its ends are part of it."""
+
+
+def named(folder: Path, where: str, default: str | None, tool_use: str | None) -> Path:
+    """A directory with templates of these names."""
+    make(folder, "")
+    (folder / "chat_template.jinja").unlink()
+    templates = {name: t for name, t in (("default", default), ("tool_use", tool_use)) if t is not None}
+    if where == "list":
+        file = folder / "tokenizer_config.json"
+        entries = [{"name": name, "template": template} for name, template in templates.items()]
+        file.write_text(json.dumps(json.loads(file.read_text()) | {"chat_template": entries}))
+        return folder
+    (folder / "additional_chat_templates").mkdir()
+    for name, template in templates.items():
+        file = "chat_template" if name == "default" else f"additional_chat_templates/{name}"
+        (folder / f"{file}.jinja").write_text(template)
+    return folder
+
+
+@pytest.mark.parametrize("where", ["list", "files"])
+@pytest.mark.parametrize("swapped", [False, True], ids=["", "swapped"])
+def test_of_named_templates_each_conversation_takes_the_one_that_transformers_takes(
+    tmp_path: Path, where: str, swapped: bool
+):
+    transformers = pytest.importorskip("transformers")
+    pair = (CHATML_TEMPLATE, PLAIN_TEMPLATE) if swapped else (PLAIN_TEMPLATE, CHATML_TEMPLATE)
+    folder = named(tmp_path, where, *pair)
+    theirs = transformers.PreTrainedTokenizerFast.from_pretrained(folder)
+    ours = Renderer.from_directory(folder)
+    for conversation in shapes(3):
+        if any(m.tool_calls or m.reasoning is not None for m in conversation.messages):
+            continue
+        data = [as_dict(m) for m in conversation.messages]
+        for tools in ([], [dict(t) for t in TOOLS]):
+            for prompt in (False, True):
+                expected = theirs.apply_chat_template(
+                    data, tools=tools or None, add_generation_prompt=prompt, tokenize=False
+                )
+                assert ours.text(conversation.messages, tools, generation_prompt=prompt) == expected
+    shown = ours.text([Message("user", "u")], TOOLS)
+    assert ("look_up" in shown) != swapped
+
+
+def test_named_templates_are_proven_for_the_conversations_of_the_run(tmp_path: Path):
+    counting = CHATML_TEMPLATE.replace(
+        "'<|im_start|>' + message.role", "'<|im_start|>' + message.role + ' ' + (loop.index | string)"
+    )
+    assert counting != CHATML_TEMPLATE
+    both = Renderer.from_directory(named(tmp_path / "both", "files", PLAIN_TEMPLATE, CHATML_TEMPLATE))
+    prove(both).require(tools=True)
+    prove(both).require()
+    bad = prove(Renderer.from_directory(named(tmp_path / "bad", "files", counting, CHATML_TEMPLATE)))
+    bad.require(tools=True)
+    with pytest.raises(TemplateError, match="cannot be derived"):
+        bad.require()
+    bad = prove(Renderer.from_directory(named(tmp_path / "worse", "files", PLAIN_TEMPLATE, counting)))
+    bad.require()
+    with pytest.raises(TemplateError, match="cannot be derived"):
+        bad.require(tools=True)
+    blind = prove(Renderer.from_directory(named(tmp_path / "blind", "files", CHATML_TEMPLATE, PLAIN_TEMPLATE)))
+    with pytest.raises(TemplateError, match="ignores tools"):
+        blind.require(tools=True)
+    alone = prove(Renderer.from_directory(named(tmp_path / "alone", "list", None, CHATML_TEMPLATE)))
+    alone.require(tools=True)
+    with pytest.raises(TemplateError, match=r"for conversations with tools only \(tool_use\)"):
+        alone.require()
+    single = Renderer.from_directory(named(tmp_path / "single", "files", CHATML_TEMPLATE, None))
+    assert single.template == CHATML_TEMPLATE
+    folder = named(tmp_path / "rag", "files", None, None)
+    (folder / "additional_chat_templates" / "rag.jinja").write_text("x")
+    with pytest.raises(ConfigError, match="there are only the templates rag"):
+        Renderer.from_directory(folder)
+
+
+def test_named_templates_go_with_the_tokenizer(tmp_path: Path):
+    folder = named(tmp_path / "a", "files", PLAIN_TEMPLATE, CHATML_TEMPLATE)
+    (tmp_path / "b").mkdir()
+    for _ in range(2):
+        copy_tokenizer(folder, tmp_path / "b")
+    assert Renderer.from_directory(tmp_path / "b").hash == Renderer.from_directory(folder).hash
+
+
+def test_a_transcript_with_tools_is_written_by_the_template_for_tools(tmp_path: Path):
+    renderer = Renderer.from_directory(named(tmp_path, "list", PLAIN_TEMPLATE.rstrip(), CHATML_TEMPLATE))
+    texts = []
+    for tools in ((), TOOLS):
+        transcript = Transcript(renderer, tools)
+        transcript.extend([Message("user", "2+2?")])
+        transcript.complete(completion_of(renderer, Message("assistant", "4"), tools))
+        transcript.extend([Message("user", "Sure?")])
+        assert not check_tokens(transcript).differences
+        texts.append(renderer.decode(transcript.ids))
+    assert texts[0].endswith("<|im_start|>user: Sure?<|im_end|>\n<|im_start|>assistant: ")
+    assert texts[1].endswith("<|im_start|>user\nSure?<|im_end|>\n<|im_start|>assistant\n")
 
 
 def test_reasoning_reaches_templates_that_have_no_field_for_it(tmp_path: Path):
