@@ -41,19 +41,26 @@ def policy_folder(target: Path) -> Path:
     """The folder that an argument means: itself, or the snapshot of a Hugging Face id in the local cache.
 
     Raises:
-        ConfigError: it is neither there nor in the cache.
+        ConfigError: it is neither there nor in the cache, or holds an adapter alone.
     """
     from agentrl.config.hub import cached_snapshot, how_to_get, is_hub_id
     from agentrl.errors import ConfigError
+    from agentrl.models.folder import refuse_adapter
 
     text = str(target)
     if target.exists() or not is_hub_id(text):
+        trained = (target.absolute().parent / "manifest.json").is_file()
+        merged = (
+            f"name the checkpoint, {target.parent}, which has it merged into the model, or " if trained else ""
+        )
+        refuse_adapter(target, text, merged)
         return target
     if (snapshot := cached_snapshot(text)) is None:
         raise ConfigError(
             f"{text}: no such folder; give a run folder, a checkpoint or a model. If it is a Hugging Face id: "
             f"{how_to_get(text)}"
         )
+    refuse_adapter(snapshot, text)
     return snapshot
 
 

@@ -31,7 +31,7 @@ from agentrl.learner.shard import World, whole
 from agentrl.learner.split import Columns, MicroBatches, Rows
 from agentrl.learner.state import TrainingState, copy_state, restore_optimizer, whole_weights
 from agentrl.models.device import pick_device
-from agentrl.models.model_config import refuse_adapter
+from agentrl.models.folder import refuse_adapter
 
 CRITIC_FOLDER = "critic"
 """In a checkpoint: the critic."""

@@ -1,14 +1,10 @@
-"""Folders of Hugging Face models: whether one is there, and the causal language model in it."""
+"""Folders of Hugging Face models: whether one is there, and whether it holds a whole model."""
 
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from agentrl.errors import ConfigError
-
-if TYPE_CHECKING:
-    pass
 
 
 def check_model_folder(directory: str | Path, where: str) -> None:
@@ -25,4 +21,17 @@ def check_model_folder(directory: str | Path, where: str) -> None:
     if not (Path(directory) / "config.json").is_file():
         raise ConfigError(
             f"{where}: has no config.json, so it is not a Hugging Face model directory; give the folder of a model"
+        )
+
+
+def refuse_adapter(directory: Path, where: str, instead: str = "") -> None:
+    """Refuse a folder whose weights are those of an adapter: transformers would look for its base elsewhere.
+
+    Raises:
+        ConfigError: the folder has an adapter_config.json.
+    """
+    if (Path(directory) / "adapter_config.json").is_file():
+        raise ConfigError(
+            f"{where}: holds an adapter (adapter_config.json), not a model: {instead}merge the adapter into its "
+            "base with peft (merge_and_unload, save_pretrained) and name the result"
         )

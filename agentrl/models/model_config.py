@@ -10,7 +10,7 @@ from transformers import AutoConfig, PretrainedConfig
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
 from agentrl.errors import ConfigError
-from agentrl.models.folder import check_model_folder
+from agentrl.models.folder import check_model_folder, refuse_adapter
 
 
 def refuse_config(config: PretrainedConfig, where: str) -> None:
@@ -73,19 +73,6 @@ def read_config(directory: Path, where: str) -> PretrainedConfig:
             "what it computes on packed rows cannot be controlled; use Qwen, Llama or Mistral"
         )
     return config
-
-
-def refuse_adapter(directory: Path, where: str, instead: str = "") -> None:
-    """Refuse a folder whose weights are those of an adapter: transformers would look for its base elsewhere.
-
-    Raises:
-        ConfigError: the folder has an adapter_config.json.
-    """
-    if (Path(directory) / "adapter_config.json").is_file():
-        raise ConfigError(
-            f"{where}: holds an adapter (adapter_config.json), not a model: {instead}merge the adapter into its "
-            "base with peft (merge_and_unload, save_pretrained) and name the result"
-        )
 
 
 def config_sections(config: PretrainedConfig) -> Iterator[dict[str, Any]]:

@@ -159,3 +159,28 @@ def test_the_configuration_loads_without_torch():
 def test_corrections_and_the_gate_have_the_same_fields():
     assert {f.name for f in dataclasses.fields(Correction)} | {"off_policy"} == set(CorrectionConfig.model_fields)
     assert {f.name for f in dataclasses.fields(DriftGate)} == set(DriftGateConfig.model_fields)
+
+
+@pytest.mark.parametrize(
+    ("kl", "reason"),
+    [
+        ({"kind": "k1"}, "on average it is 0, so nothing is penalized"),
+        ({"kind": "abs"}, "it ignores how far the policy is"),
+        ({"kind": "k1", "where": "both"}, "on average it is 0"),
+        *[({"kind": kind}, None) for kind in ("auto", "unbiased", "k2", "k3", "k1+", "abs+", "k2+", "k3+")],
+        *[({"kind": kind, "where": "reward"}, None) for kind in ("k1", "abs")],
+    ],
+)
+def test_an_estimate_whose_gradient_penalizes_nothing_is_noted(
+    tmp_path: Path, kl: dict[str, str], reason: str | None
+):
+    config = load_config(write(tmp_path, json.dumps({"kl": kl})))
+    found = [note for note in config.algorithm.notes(config.rollout.max_staleness) if "kl" in note]
+    if reason is None:
+        assert found == []
+    else:
+        [note] = found
+        assert f"algorithm.kl.kind {kl['kind']} in the loss: its gradient is not that of the KL divergence" in note
+        assert reason in note
+        instead = load_config(write(tmp_path, json.dumps({"kl": kl | {"kind": f"{kl['kind']}+"}})))
+        assert f"or {instead.algorithm.kl.kind} to keep the reported value" in note

@@ -96,3 +96,27 @@ def test_a_folder_that_is_neither_run_nor_model_is_named(tmp_path: Path, capsys:
     with pytest.raises(SystemExit):
         main(["serve", str(tmp_path)])
     assert f"{tmp_path}: has no config.yaml and no config.json" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("kind", ["use_rslora", "use_dora"])
+@pytest.mark.parametrize("command", ["serve", "eval"])
+@pytest.mark.parametrize("with_config", [False, True])
+def test_an_adapter_that_peft_wrote_is_refused_by_name(
+    model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], kind: str, command: str, with_config: bool
+):
+    """Its scale and kind are peft's to merge; nothing is loaded from the base that it names."""
+    peft = pytest.importorskip("peft")
+    folder = tmp_path / "adapter"
+    peft.LoraConfig(r=4, lora_alpha=6, target_modules=["q_proj"], **{kind: True}).save_pretrained(folder)
+    if with_config:
+        for file in model.glob("*.json*"):
+            (folder / file.name).write_bytes(file.read_bytes())
+    with pytest.raises(SystemExit) as left:
+        main([command, str(folder)])
+    err = capsys.readouterr().err
+    assert left.value.code == 2
+    assert f"{folder}: holds an adapter (adapter_config.json), not a model: merge the adapter into its base" in err
+    (tmp_path / "manifest.json").write_text("{}")
+    with pytest.raises(SystemExit):
+        main([command, str(folder)])
+    assert f"name the checkpoint, {tmp_path}, which has it merged into the model" in capsys.readouterr().err

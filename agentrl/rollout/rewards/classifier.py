@@ -38,7 +38,7 @@ class Classifier:
         from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
         from agentrl.models.device import pick_device
-        from agentrl.models.model_config import refuse_adapter
+        from agentrl.models.folder import refuse_adapter
 
         directory = Path(config.path or "")
         refuse_adapter(directory, f"reward_model.path {directory}")
