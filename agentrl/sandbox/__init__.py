@@ -1,4 +1,4 @@
-"""Sandboxes for the programs that a policy writes: the contract, the pool, the limits."""
+"""Sandboxes for policy-written programs: contract, pool and limits."""
 
 from agentrl.errors import SandboxError
 from agentrl.sandbox.box import Box, met_inside
@@ -25,7 +25,7 @@ from agentrl.sandbox.pool import SandboxPool
 from agentrl.sandbox.shared_pools import close_pools, pool_for
 from agentrl.sandbox.survey import doctor
 
-Limits, Session, Snapshot = SandboxLimits, BoxSession, BoxSnapshot  # their former names
+Limits, Session, Snapshot = SandboxLimits, BoxSession, BoxSnapshot  # former names
 
 __all__ = [
     "PROMISES",

@@ -1,4 +1,4 @@
-"""A leased sandbox: run programs, talk to sessions, handle files, all through its supervisor."""
+"""A leased sandbox: run programs, use sessions and handle files, all through its supervisor."""
 
 from __future__ import annotations
 
@@ -32,16 +32,17 @@ from agentrl.sandbox.results import result_of
 
 CHUNK = 2 << 20
 FILE_LIMITS: CallLimits = (60.0, 0, 4 << 20, 4 << 20)
-"""File contents travel in pieces of this size."""
+"""File contents are transferred in chunks of this size."""
 
 CAUSE_TIMEOUT_S = 10.0
-"""How long the back-end may look for what ended a sandbox."""
+"""Time limit for the back-end to find out what ended a sandbox."""
 
 PATIENCE_S = 20.0
-"""Extra wait for a supervisor once a program has run: a busy host must not look like a broken sandbox."""
+"""Extra wait for a supervisor after a program has run, so that a busy host is not mistaken for a broken
+sandbox."""
 
 MAX_INPUT = 8 << 20
-"""Bytes of program and stdin that one call can take; the supervisor holds them in memory of its own."""
+"""Maximum bytes of program text plus stdin per call; the supervisor holds them in its own memory."""
 
 
 _NOTE = "met by a file operation in sandbox "
@@ -57,7 +58,7 @@ def _met_inside(name: str) -> Iterator[None]:
 
 
 def met_inside(error: BaseException) -> bool:
-    """Whether this error, or one that it follows from, was met by a file operation inside a sandbox."""
+    """Return whether this error, or one in its cause chain, was raised by a file operation inside a sandbox."""
     link: BaseException | None = error
     while link is not None:
         if any(note.startswith(_NOTE) for note in getattr(link, "__notes__", ())):
@@ -67,11 +68,10 @@ def met_inside(error: BaseException) -> bool:
 
 
 class Box:
-    """One sandbox. Calls queue up: one program runs at a time; sessions stay alive between their calls.
+    """One leased sandbox. Calls are queued: one program runs at a time, and sessions stay alive between calls.
 
-    Whatever a program does is an ExecResult. Every method raises SandboxError when the sandbox itself is gone;
-    after that, all of them do. Once a program has run, that is a SandboxBroken unless the back-end knows of
-    something outside the sandbox that ended it.
+    Program failures are returned as ExecResult. Every method raises SandboxError once the sandbox itself is gone.
+    If a program had already run, the error is SandboxBroken unless the back-end knows of an outside cause.
     """
 
     def __init__(self, spec: Sandbox, backend: Backend, name: str) -> None:
@@ -80,26 +80,27 @@ class Box:
         self._process: Process | None = None
         self._link: Link | None = None
         self.home = ""
-        """Directory where programs start, as they see it; relative paths begin here."""
+        """Working directory of programs, as they see it; relative paths start here."""
         self.facts: Mapping[str, Any] = {}
-        """What the supervisor said of itself."""
+        """What the supervisor reported at startup."""
         self._lock = asyncio.Lock()
         self._dead: SandboxError | None = None
         self._awaited: tuple[str, float, float] | None = None
-        """The order that waits for its answer, for how long at most, and until when."""
+        """The order awaiting its answer, its time limit and its deadline."""
         self._timer: asyncio.TimerHandle | None = None
         self._told: CallLimits | None = None
-        """The limits that the supervisor holds calls to unless it is told others."""
+        """The limits that the supervisor currently enforces."""
         self._used = False
-        """Whether a program may have run in it, or left the files in it: its death may be the policy's doing."""
+        """Whether a program may have run in it or left files in it, so that the policy may have caused its
+        death."""
         self._generation = 0
         self._sessions = 0
 
     async def start(self, timeout_s: float = 30.0) -> None:
-        """Build it and wait for its supervisor.
+        """Create the sandbox and wait for its supervisor.
 
         Raises:
-            SandboxUnavailable: it could not be built.
+            SandboxUnavailable: it could not be created.
         """
         self._generation += 1
         self._told = None
@@ -128,15 +129,15 @@ class Box:
         wall_s: float | None = None,
         limits: SandboxLimits | None = None,
     ) -> ExecResult:
-        """Run a program and wait for its end; a string is a bash command line.
+        """Run a program and wait for it to finish; a string is a bash command line.
 
         Args:
             command: the program and its arguments, or a line for `bash -c`.
-            stdin: what it can read.
-            cwd: where it starts; None: the home directory.
-            env: variables added to the sandbox's own.
-            wall_s: short for the limit of that name.
-            limits: others of the limits that a call can narrow.
+            stdin: data for its standard input.
+            cwd: working directory; None: the home directory.
+            env: variables added to the sandbox's environment.
+            wall_s: shorthand for the limit of the same name.
+            limits: other limits to narrow for this call.
         """
         argv = ["bash", "-c", command] if isinstance(command, str) else list(command)
         if not argv:
@@ -155,7 +156,7 @@ class Box:
         wall_s: float | None = None,
         limits: SandboxLimits | None = None,
     ) -> ExecResult:
-        """Run a whole Python program in a fresh interpreter state (a child forked and warmed beforehand)."""
+        """Run a complete Python program in a fresh interpreter (a pre-forked, warmed-up child)."""
         order: dict[str, Any] = {
             "kind": "python", "argv": list(argv), "cwd": cwd or self.home, "env": dict(env or {})
         }  # fmt: skip
@@ -163,7 +164,7 @@ class Box:
         return await self._execute(order, source, stdin, narrowed(self.spec, wall_s, limits))
 
     async def session(self, kind: SessionKind) -> BoxSession:
-        """Begin a program that keeps its state between calls."""
+        """Start a program that keeps its state between calls."""
         session = BoxSession(self, kind)
         await session.restart()
         return session
@@ -172,7 +173,7 @@ class Box:
         self, order: dict[str, Any], code: bytes, stdin: bytes, limits: SandboxLimits
     ) -> ExecResult:
         order["rlimits"] = limits.rlimits()
-        framed = frames.pack(order, code)  # as the program reads it: the supervisor only passes it on
+        framed = frames.pack(order, code)  # in the program's own format: the supervisor only forwards it
         self._used = True
         header = {"op": "call", "order_bytes": len(framed)}
         async with self._lock:
@@ -182,7 +183,7 @@ class Box:
     async def _call(
         self, header: dict[str, Any], payload: bytes, limits: CallLimits
     ) -> tuple[dict[str, Any], bytes]:
-        """Run a program and await its answer, under the lock. Limits stand until others are told."""
+        """Run a program and await its answer, holding the lock. Limits stay in force until they are changed."""
         if limits != self._told:
             header["limits"], self._told = limits, None
         answer = await self._exchange(header, payload, limits[0] + GRACE_S)
@@ -192,7 +193,7 @@ class Box:
     async def _exchange(
         self, header: dict[str, Any], payload: bytes, timeout_s: float
     ) -> tuple[dict[str, Any], bytes]:
-        """One order and its answer, under the lock. A cancelled wait leaves a quiet box."""
+        """Send one order and await its answer, holding the lock. Cancelling the wait leaves the sandbox idle."""
         if self._dead is not None:
             raise self._dead
         if len(payload) > MAX_INPUT:
@@ -220,7 +221,7 @@ class Box:
         return answer, output
 
     async def _died(self, error: SandboxError) -> SandboxError:
-        """Note its death and decide whose doing it was; only evidence from outside the sandbox counts."""
+        """Record its death and decide what caused it; only evidence from outside the sandbox counts."""
         if self._dead is None and self._used:
             cause, process = None, self._process
             if process is not None:
@@ -240,7 +241,7 @@ class Box:
         )
 
     async def _cancel(self, link: Link, header: dict[str, Any], payload: bytes) -> None:
-        """Stop what the abandoned order runs; a sandbox that cannot is destroyed."""
+        """Stop what the abandoned order is running; destroy the sandbox if that fails."""
         try:
             async with asyncio.timeout(GRACE_S + (PATIENCE_S if self._used else 0.0)):
                 link.send({"op": "cancel", "target": header["id"]}).cancel()
@@ -250,7 +251,8 @@ class Box:
             await self._destroy()
 
     def _wait(self, what: str, timeout_s: float) -> None:
-        """Give the supervisor that long to answer. One timer serves many calls: most end long before it rings."""
+        """Set a deadline for the supervisor's answer. Calls share one timer, because most finish well before
+        it."""
         loop = asyncio.get_running_loop()
         until = loop.time() + timeout_s
         self._awaited = what, timeout_s, until
@@ -259,7 +261,7 @@ class Box:
             self._timer = loop.call_at(until, self._ring)
 
     def _ring(self) -> None:
-        """Where the supervisor is not answering, give up on it."""
+        """Give up on the supervisor if it does not answer."""
         self._timer = None
         if self._awaited is None:
             return
@@ -279,13 +281,13 @@ class Box:
             self._timer.cancel()
             self._timer = None
 
-    # Files, handled by a child with the rights of the programs inside
+    # Files, handled by a child process with the same rights as the programs inside
 
     async def read_file(self, path: str, *, max_bytes: int = 1 << 20, offset: int = 0) -> bytes:
-        """The bytes of a regular file from `offset` on, at most `max_bytes`.
+        """Read up to `max_bytes` bytes of a regular file, starting at `offset`.
 
         Raises:
-            OSError: as `open` would (FileNotFoundError, IsADirectoryError, PermissionError, ...).
+            OSError: same as `open` (FileNotFoundError, IsADirectoryError, PermissionError, ...).
         """
         parts: list[bytes] = []
         done = 0
@@ -300,11 +302,11 @@ class Box:
         return b"".join(parts)
 
     async def write_file(self, path: str, data: bytes | str, *, mode: int = 0o644, parents: bool = True) -> None:
-        """Write a regular file; text is UTF-8.
+        """Write a regular file; text is encoded as UTF-8.
 
         Raises:
-            OSError: as `open` and `write` would; ENOSPC when the disk of the sandbox is full; EIO when what was
-                written is not what was sent.
+            OSError: same as `open` and `write`; ENOSPC if the sandbox's disk is full, EIO if the data written
+            differs from the data sent.
         """
         raw = data.encode() if isinstance(data, str) else data
         for begin in range(0, len(raw) or 1, CHUNK):
@@ -316,17 +318,17 @@ class Box:
             await self._file(order, part)
 
     async def list_dir(self, path: str = ".", *, max_entries: int = 10_000) -> list[FileInfo]:
-        """What is in a directory, sorted by name."""
+        """List a directory, sorted by name."""
         answer, _ = await self._file({"op": "list", "path": path, "max_entries": max_entries})
         return trees.listing(answer, path, max_entries)
 
     async def stat(self, path: str) -> FileInfo:
-        """What is at a path; links are not followed."""
+        """Describe the entry at a path; links are not followed."""
         answer, _ = await self._file({"op": "stat", "path": path})
         return trees.file_info(os.path.basename(path.rstrip("/")) or path, answer)
 
     async def remove(self, path: str, *, recursive: bool = False) -> None:
-        """Delete a file, or a directory (with `recursive`, whatever is in it)."""
+        """Delete a file, or a directory (with `recursive`, including its contents)."""
         await self._file({"op": "remove", "path": path, "recursive": recursive})
 
     async def make_dir(self, path: str) -> None:
@@ -334,23 +336,23 @@ class Box:
         await self._file({"op": "mkdir", "path": path})
 
     async def put_tree(self, files: Mapping[str, bytes | str], path: str = ".") -> None:
-        """Write many files below `path` in one go; names are relative and may not leave it.
+        """Write many files below `path` in one operation; names are relative and may not leave it.
 
-        A file or link that is in the way gives way. A link in place of a directory does not: nothing is written
-        through it.
+        Existing files and links at the target names are replaced. A link in place of a directory is an error:
+        nothing is written through it.
 
         Raises:
-            OSError: as for `write_file`; ENOTDIR where a link stands in place of a directory.
+            OSError: same as `write_file`; ENOTDIR if a link takes the place of a directory.
         """
         await self._unpack(path, trees.of_files(files))
 
     async def get_tree(
         self, path: str = ".", *, max_bytes: int = 16 << 20, max_files: int = 10_000
     ) -> dict[str, bytes]:
-        """The regular files below `path` by relative name; links, devices and pipes are left out.
+        """Read the regular files below `path`, keyed by relative name; links, devices and pipes are skipped.
 
         Raises:
-            OSError: there is more than `max_bytes` or `max_files`, or what came is no tree.
+            OSError: the tree exceeds `max_bytes` or `max_files`, or the answer is not a valid tree.
         """
         data = await self._pack(path, max_bytes, max_files)
         with _met_inside(self.name):
@@ -362,15 +364,15 @@ class Box:
         return data
 
     async def _unpack(self, path: str, entries: Sequence[trees.Entry]) -> None:
-        """Write a tree below `path`, in portions: the supervisor holds no more than one of them."""
+        """Write a tree below `path` in portions, so that the supervisor holds only one portion at a time."""
         for portion in trees.portions(entries, CHUNK):
             await self._file({"op": "unpack", "path": path}, portion)
 
     async def _file(self, order: dict[str, Any], data: bytes = b"", most: int = 0) -> tuple[dict[str, Any], bytes]:
-        """One file operation: its answer and its data; the errors that it met as OSError.
+        """Run one file operation and return its answer and data; errors it encountered are raised as OSError.
 
         Args:
-            most: bytes that may come. More of them end the operation while they arrive.
+            most: maximum bytes to receive; a longer answer aborts the operation.
         """
         framed = frames.pack({"kind": "file", "file": order, "rlimits": {}})
         header = {"op": "call", "order_bytes": len(framed), "stream": most}
@@ -380,19 +382,19 @@ class Box:
         with _met_inside(self.name):
             return trees.answer_of(result_of(answer, output), order, data, streamed), streamed
 
-    # The box as a whole
+    # The sandbox as a whole
 
     async def snapshot(self, *, max_bytes: int = 256 << 20, max_files: int = 100_000) -> BoxSnapshot:
-        """The files of the home directory as they are now."""
+        """Capture the files of the home directory in their current state."""
         data = await self._pack(self.home, max_bytes, max_files)
         with _met_inside(self.name):
             await asyncio.to_thread(trees.read, data, max_bytes=max_bytes, max_files=max_files)
         return BoxSnapshot(data)
 
     async def reset(self, to: BoxSnapshot | None = None) -> None:
-        """Become a new sandbox: nothing of what ran here remains; then put the files of a snapshot back.
+        """Reset to a fresh sandbox, with nothing left of what ran here, then restore the files of a snapshot.
 
-        Sessions of before are over. Names, contents, modes, times of change and links are those of the snapshot.
+        All sessions end. Names, contents, modes, modification times and links are restored from the snapshot.
         """
         size = len(to.data) if to is not None else 0
         entries = trees.read(to.data, max_bytes=size, max_files=size) if to is not None else []
@@ -402,17 +404,17 @@ class Box:
             await self.start()
             await self._wake()
         if entries:
-            self._used = True  # what a program left may be in it
+            self._used = True  # programs may have left files in it
             await self._unpack(self.home, entries)
 
     async def usage(self) -> Usage:
-        """What it holds now."""
+        """Return its current resource usage."""
         async with self._lock:
             answer, _ = await self._exchange({"op": "usage"}, b"", GRACE_S)
         return Usage(**{name: answer[name] for name in Usage.__slots__})
 
     async def wake(self) -> None:
-        """Make sure that it answers, start its time to live anew, and have a spare child ready."""
+        """Check that it responds, restart its lifetime timer, and have a spare child ready."""
         async with self._lock:
             await self._wake()
 
@@ -420,12 +422,12 @@ class Box:
         await self._exchange({"op": "wake", "ttl_s": self.spec.ttl_s}, b"", GRACE_S)
 
     async def park(self) -> None:
-        """Give the spare child up: an idle sandbox is one process."""
+        """Discard the spare child, so that an idle sandbox is a single process."""
         async with self._lock:
             await self._exchange({"op": "park"}, b"", GRACE_S)
 
     async def alive(self) -> bool:
-        """Whether it still answers."""
+        """Return whether it still responds."""
         try:
             await self.usage()
         except SandboxError:
@@ -433,7 +435,7 @@ class Box:
         return True
 
     async def close(self) -> None:
-        """End it and everything in it; idempotent, and finishes even when the caller is cancelled."""
+        """Destroy the sandbox and everything in it; idempotent, and completes even if the caller is cancelled."""
         self._dead = self._dead or SandboxDied(f"sandbox {self.name} has been closed")
         await asyncio.shield(asyncio.ensure_future(self._destroy()))
 

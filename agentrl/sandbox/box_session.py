@@ -1,4 +1,4 @@
-"""A program of a sandbox that keeps its state between calls: a shell, an interpreter, a database."""
+"""A program in a sandbox that keeps its state between calls: a shell, an interpreter or a database."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ if TYPE_CHECKING:
 
 
 class BoxSession:
-    """A program of a box that keeps its state; see Box.session."""
+    """A program in a box that keeps its state between calls; see Box.session."""
 
     def __init__(self, box: Box, kind: SessionKind) -> None:
         self.box, self.kind = box, kind
         self._name = ""
 
     async def restart(self) -> None:
-        """End it, if it runs, and begin anew."""
+        """End the program if it is running, and start a new one."""
         box = self.box
         limits = {name: value for name, value in box.spec.rlimits().items() if name != "CPU"}
         async with box._lock:
@@ -39,9 +39,9 @@ class BoxSession:
     async def run(
         self, command: str, *, wall_s: float | None = None, limits: SandboxLimits | None = None
     ) -> ExecResult:
-        """Hand it a command line, or Python code. A time-out interrupts it; where that does not help it is lost.
+        """Run a command line or Python code. A timeout interrupts it; if that does not help, the session is lost.
 
-        The background jobs of a session live as long as the session.
+        Background jobs live as long as their session.
         """
         return await self._call(command.encode("utf-8", "surrogatepass"), narrowed(self.box.spec, wall_s, limits))
 
@@ -54,7 +54,7 @@ class BoxSession:
         max_rows: int = 1000,
         wall_s: float | None = None,
     ) -> QueryResult:
-        """Run SQL in a sqlite session; several statements at once where there are no parameters."""
+        """Run SQL in a sqlite session; multiple statements are allowed if there are no parameters."""
         if self.kind != "sqlite":
             raise ValueError(f"query on a {self.kind} session: open one of kind 'sqlite'")
         order = {"database": database, "sql": sql, "parameters": parameters, "max_rows": max_rows}
@@ -76,7 +76,7 @@ class BoxSession:
             async with box._lock:
                 answer, output = await box._call({"op": "call", "session": self._name}, code, told)
         if answer.get("gone"):
-            # New sessions could not begin: what runs in the sandbox leaves no room for another process.
+            # New sessions could not start: what runs in the sandbox leaves no room for another process.
             text = b"sandbox: the session could not begin: no process can be started\n"
             return ExecResult("exit", 126, None, b"", text, 0, len(text), 0.0, 0.0, session_lost=True)
         result = result_of(answer, output)
@@ -85,7 +85,7 @@ class BoxSession:
         return result
 
     async def close(self) -> None:
-        """End it and everything it started; fine when the sandbox is gone already."""
+        """End the session and everything it started; does nothing if the sandbox is already gone."""
         name, self._name = self._name, ""
         if name:
             with contextlib.suppress(SandboxError):
@@ -100,7 +100,7 @@ class BoxSession:
 
 
 class QueryResult:
-    """Rows of a query; `result` is the program's outcome, with the error of the database in its stderr."""
+    """Rows of a query; `result` is the program's outcome, with database errors in its stderr."""
 
     def __init__(
         self,

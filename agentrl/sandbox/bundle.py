@@ -1,4 +1,4 @@
-"""The far side's programs as one text, so that they run where agentrl is not installed."""
+"""Bundle the inside programs into one text, so that they run where agentrl is not installed."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ sys.meta_path.insert(0, finder)
 
 
 def sources() -> dict[str, str]:
-    """The modules of the far side by name."""
+    """Return the inside modules by name."""
     found = {}
     for entry in resources.files("agentrl.sandbox.inside").iterdir():
         name, dot, kind = entry.name.partition(".")
@@ -38,13 +38,14 @@ def sources() -> dict[str, str]:
 
 @functools.cache
 def program(module: str) -> str:
-    """Python text that makes the far side importable as `agentrl_inside` and calls `main` of one of its modules.
+    """Return Python code that makes the inside modules importable as `agentrl_inside` and calls `main` of one of
+    them.
 
     The text ends in an open call: append arguments and a closing parenthesis.
     """
     packed = base64.b85encode(zlib.compress(repr(sources()).encode(), 9)).decode()
     return (
-        "import sys\nsys.path[:] = [place for place in sys.path if place]\n"  # nothing from where it is started
+        "import sys\nsys.path[:] = [place for place in sys.path if place]\n"  # not from the working directory
         f"import base64, zlib, ast\nPACKAGE = {PACKAGE!r}\n"
         f"SOURCES = ast.literal_eval(zlib.decompress(base64.b85decode({packed!r})).decode())\n"
         f"{_LOADER}\nfrom {PACKAGE} import {module}\n"

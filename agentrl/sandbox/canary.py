@@ -1,4 +1,4 @@
-"""The canary: a program that tries, in a fresh sandbox, to break the promises; what it cannot break is kept."""
+"""The canary: a program that tries to break each promise in a fresh sandbox; unbroken promises count as kept."""
 
 from __future__ import annotations
 
@@ -95,7 +95,7 @@ async def probe(spec: Sandbox, backend: Backend, box: Box) -> Capabilities:
     """Run the canary in a started box.
 
     Raises:
-        SandboxUnavailable: it did not run at all.
+        SandboxUnavailable: it could not run at all.
     """
     server = socket.create_server(("127.0.0.1", 0))
     variable = "AGENTRL_CANARY"
@@ -134,10 +134,10 @@ async def probe(spec: Sandbox, backend: Backend, box: Box) -> Capabilities:
 
 
 def require(spec: Sandbox, capabilities: Capabilities, always: frozenset[str]) -> None:
-    """Hold the machine to what the spec asks for.
+    """Check that this machine keeps the promises that the spec requires.
 
     Raises:
-        PromiseNotEnforceable: a promise is asked for that does not hold here.
+        PromiseNotEnforceable: a required promise does not hold here.
     """
     asked = set(spec.require) if spec.require is not None else set(always)
     if spec.network:

@@ -1,7 +1,8 @@
-"""The words that every back-end and every caller share: limits, results, capabilities, the spec of a sandbox.
+"""Types shared by all back-ends and callers: limits, results, capabilities and sandbox specs.
 
-What a program does is data (`ExecResult`); what a file operation meets is a plain OSError; only trouble of the
-sandbox itself is a `SandboxError`, and that is an infrastructure failure.
+Program failures are data (`ExecResult`) and file errors are plain OSErrors. Only failures of the sandbox itself
+are
+`SandboxError`, an infrastructure failure.
 """
 
 from __future__ import annotations
@@ -18,10 +19,10 @@ Outcome = Literal["exit", "signal", "timeout", "oom", "output_limit", "cancelled
 SessionKind = Literal["bash", "python", "sqlite"]
 
 CUT = b"\n[... cut ...]\n"
-"""Stands between the first and the last part of output that was too long."""
+"""Separates the first and last parts of truncated output."""
 
 GRACE_S = 5.0
-"""How long after its limit a call may still be without an answer before the sandbox counts as dead."""
+"""Grace period after a call's time limit before an unresponsive sandbox counts as dead."""
 
 PROMISES: Mapping[str, str] = {
     "files": "the host's files are hidden, apart from the declared read-only ones",
@@ -37,55 +38,55 @@ PROMISES: Mapping[str, str] = {
     "own_quotas": "one sandbox cannot use up inotify instances, pipe pages or pending signals for another",
     "cpu_share": "all processes together get at most `cpus` processors",
 }
-"""What a back-end may promise, beyond the limits of time and output that all of them keep."""
+"""Promises a back-end may make in addition to the time and output limits, which every back-end enforces."""
 
 
 USER_RLIMITS = {"SIGPENDING": 1024, "MSGQUEUE": 1 << 20}
-"""What the kernel counts for a user as a whole, and one sandbox must not use up for all of that user."""
+"""Resources that the kernel counts per user and that one sandbox must not exhaust for that user."""
 
 WATCHED = (
     "no control group: watched every 20 ms and limited per process; page tables and the buffers of pipes and "
     "sockets are not counted"
 )
-"""Why `memory` is not promised there."""
+"""Why such back-ends do not promise `memory`."""
 
 SHARED_USER = "all sandboxes run as one user, and these are counted for each user"
-"""Why `own_quotas` is not promised there."""
+"""Why such back-ends do not promise `own_quotas`."""
 
 
 CallLimits = tuple[float, int, int, int]
-"""Seconds, bytes of stdout that are kept, the same of stderr, and the bytes of both that end the program."""
+"""Seconds, bytes of stdout kept, bytes of stderr kept, and total output bytes at which the program is ended."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class SandboxLimits:
-    """What a program may use. The first group can be narrowed call by call, the second belongs to the sandbox."""
+    """Resource limits of programs. The first group can be narrowed per call; the second belongs to the sandbox."""
 
     wall_s: float = 10.0
     """Seconds until the program and everything it started are killed."""
     cpu_s: float | None = None
-    """CPU seconds of one process; None: bounded by `wall_s` only."""
+    """CPU seconds per process; None: bounded by `wall_s` only."""
     stdout_bytes: int = 1 << 20
-    """Bytes of stdout to keep: half from the beginning, half from the end."""
+    """Bytes of stdout to keep, half from the beginning and half from the end."""
     stderr_bytes: int = 1 << 20
-    """Bytes of stderr to keep, in the same way."""
+    """Bytes of stderr to keep, half from the beginning and half from the end."""
     output_total_mb: int = 256
-    """MiB of output, kept or not, after which the program ends with outcome `output_limit`."""
+    """MiB of output, kept or not, at which the program is ended with outcome `output_limit`."""
     file_mb: int = 64
-    """Largest size of one file, in MiB."""
+    """Maximum size of one file, in MiB."""
     open_files: int = 256
-    """Open file descriptors of one process."""
+    """Open file descriptors per process."""
 
     memory_mb: int = 256
-    """MiB of memory for all processes together, including the files on the sandbox's disk, which is in memory."""
+    """MiB of memory for all processes together, including files on the sandbox's in-memory disk."""
     pids: int = 64
-    """Processes and threads that may exist at the same time."""
+    """Maximum number of simultaneous processes and threads."""
     cpus: float | None = None
     """CPU cores for all processes together, fractions allowed; None: no limit."""
     workspace_mb: int = 64
-    """MiB on the writable disk (`/workspace`, `/tmp` and `/dev/shm` share it; docker: see Back-ends)."""
+    """MiB of writable disk, shared by `/workspace`, `/tmp` and `/dev/shm` (docker: see Back-ends)."""
     inodes: int = 20_000
-    """Files and directories on the writable disk."""
+    """Maximum number of files and directories on the writable disk."""
 
     def __post_init__(self) -> None:
         for name in (
@@ -119,14 +120,14 @@ class SandboxLimits:
             )
 
     def rlimits(self) -> dict[str, int]:
-        """The resource limits of one process, by name."""
+        """Return the per-process resource limits by name."""
         limits = {"FSIZE": self.file_mb << 20, "NOFILE": self.open_files, "CORE": 0}
         if self.cpu_s is not None:
             limits["CPU"] = max(1, math.ceil(self.cpu_s))
         return limits
 
     def call_limits(self) -> CallLimits:
-        """What the supervisor holds a call to; see `CallLimits`."""
+        """Return the limits that the supervisor enforces for a call; see `CallLimits`."""
         return self.wall_s, self.stdout_bytes, self.stderr_bytes, self.output_total_mb << 20
 
 
@@ -135,19 +136,19 @@ PER_CALL = ("wall_s", "cpu_s", "stdout_bytes", "stderr_bytes", "output_total_mb"
 
 @dataclass(frozen=True, kw_only=True)
 class Sandbox(SandboxLimits):
-    """Which sandbox an environment wants: written on the class, leased from a pool for each episode.
+    """The sandbox an environment needs: declared on the class, leased from a pool for each episode.
 
-    `sandbox = Sandbox(cpu_s=10, memory_mb=512)`. Two equal specs share a pool.
+    For example, `sandbox = Sandbox(cpu_s=10, memory_mb=512)`. Equal specs share a pool.
     """
 
     backend: str = "namespace"
-    """namespace, docker, landlock, remote, process, or `module:Name` of your own back-end."""
+    """namespace, docker, landlock, remote, process, or `module:Name` for a custom back-end."""
     network: bool = False
-    """True gives programs the host's network (docker: a bridge network)."""
+    """Give programs access to the host's network (docker: a bridge network)."""
     require: tuple[str, ...] | None = None
     """Promises that must hold, by name (see Back-ends); None: those the back-end always makes."""
     readonly: tuple[str, ...] = ()
-    """Absolute host paths that appear inside at the same path, read-only. Every user must be able to read them."""
+    """Absolute host paths mounted read-only at the same path inside. Every user must be able to read them."""
     python_path: tuple[str, ...] = ()
     """Directories, visible inside, to append to the module search path of `box.python` and Python sessions."""
     env: tuple[tuple[str, str], ...] = ()
@@ -155,27 +156,27 @@ class Sandbox(SandboxLimits):
     image: str = "agentrl/sandbox:latest"
     """docker: the image; it needs `python3`, version 3.9 or later."""
     runtime: str | None = None
-    """docker: the runtime, for instance `runsc`; None: the engine's default."""
+    """docker: the runtime, for example `runsc`; None: the engine's default."""
     trusted: bool = False
-    """process: must be True, because that back-end isolates nothing."""
+    """process: must be True, because that back-end provides no isolation."""
     python: str | None = None
-    """Path of the interpreter that local back-ends use; None: the one running this program."""
+    """Path of the interpreter for local back-ends; None: the interpreter running this program."""
     run_as: int | None = None
-    """namespace, landlock: run everything as this user id; only root can choose an id other than its own."""
+    """namespace, landlock: run everything as this user id; only root can choose a different user id."""
     url: str | None = None
-    """remote: address of `agentrl sandbox serve`, `http://host:port`; several, separated by commas, take turns."""
+    """remote: address of `agentrl sandbox serve`, `http://host:port`; comma-separated servers are used in turn."""
     token_file: str | None = None
-    """remote: path of the file with the server's token."""
+    """remote: path of the file that holds the server's token."""
     ttl_s: float = 3600.0
-    """Seconds after which a leased sandbox ends on its own, in case nobody releases it."""
+    """Seconds after which a leased sandbox ends automatically if it is never released."""
     on_death: Literal["score", "infra"] = "score"
-    """What happens to an episode whose sandbox dies after a program has run in it, for no known outside cause.
+    """How to handle an episode whose sandbox dies, for no known outside cause, after a program has run in it.
 
-    `"score"` ends it with stop reason `sandbox_broken` and reward `death_reward`. `"infra"` plays it again, which
-    lets a policy escape a bad episode by breaking its sandbox.
+    `"score"` ends it with stop reason `sandbox_broken` and reward `death_reward`. `"infra"` replays it, which lets
+    a policy escape a bad episode by breaking its sandbox.
     """
     death_reward: float = 0.0
-    """Total reward of an episode that ends with `sandbox_broken`. If your env's rewards go below 0, set it to the
+    """Total reward of an episode that ends with `sandbox_broken`. If your env's rewards can be negative, use the
     lowest of them."""
 
     def __post_init__(self) -> None:
@@ -211,12 +212,12 @@ class Sandbox(SandboxLimits):
 
     @property
     def supervisor_mb(self) -> int:
-        """Memory that the supervisor may use beside what the programs may: itself, output, pieces of files."""
+        """Memory the supervisor may use on top of the programs' limit: its own, output, chunks of files."""
         return 24 + 3 * (self.stdout_bytes + self.stderr_bytes >> 20)
 
     @property
     def limits(self) -> SandboxLimits:
-        """The limits alone."""
+        """Return only the limits."""
         return SandboxLimits(**{f.name: getattr(self, f.name) for f in fields(SandboxLimits)})
 
 
@@ -224,7 +225,7 @@ _TEXTS = ("backend", "image", "runtime", "python", "url", "token_file")
 
 
 def _check_types(spec: Sandbox) -> None:
-    """Raises ConfigError where a field of a spec has another type than its own."""
+    """Raise ConfigError for the first field of a spec with the wrong type."""
     for name in _TEXTS:
         value = getattr(spec, name)
         if not isinstance(value, str) and not (value is None and name not in ("backend", "image")):
@@ -250,10 +251,10 @@ def _check_types(spec: Sandbox) -> None:
 
 
 def narrowed(base: SandboxLimits, wall_s: float | None, limits: SandboxLimits | None) -> SandboxLimits:
-    """The limits of one call.
+    """Return the limits of one call.
 
     Raises:
-        ConfigError: `limits` changes one that belongs to the sandbox as a whole.
+        ConfigError: `limits` changes a limit of the sandbox as a whole.
     """
     if limits is not None:
         for f in fields(SandboxLimits):
@@ -269,49 +270,50 @@ def narrowed(base: SandboxLimits, wall_s: float | None, limits: SandboxLimits | 
 
 @dataclass(frozen=True, slots=True)
 class ExecResult:
-    """What became of one program. Exactly one `outcome`; what it printed is there whatever the outcome."""
+    """The result of one program. There is exactly one `outcome`; output is kept whatever the outcome."""
 
     outcome: Outcome
     exit_code: int | None
-    """0 to 255 where the program ended by itself; a number like 137 or 124 is the program's own."""
+    """0 to 255 if the program exited; values such as 137 or 124 come from the program itself."""
     signal: int | None
-    """The signal that ended it."""
+    """The signal that killed it."""
     stdout: bytes
-    """Everything, or the first and last part with a mark of the cut between them."""
+    """All output, or its first and last parts with a mark between them."""
     stderr: bytes
     stdout_total: int
-    """Bytes it printed, kept or not."""
+    """Bytes printed, kept or not."""
     stderr_total: int
     wall_s: float
     cpu_s: float
     """CPU seconds of the program and the children it waited for."""
     max_rss_kb: int = 0
     oom_kills: int = 0
-    """Processes killed for want of memory; above 0 the outcome is "oom" even if the program ended well."""
+    """Processes killed by the out-of-memory killer; above 0 the outcome is "oom" even if the program exited
+    normally."""
     reaped: int = 0
     """Processes it left behind, which were killed."""
     truncated: bool = False
-    """Some of what it printed was dropped; CUT marks the place."""
+    """Whether output was dropped; CUT marks the place."""
     session_lost: bool = False
-    """The session ended with this call; the next call begins a new one with nothing in it."""
+    """Whether the session ended with this call; the next call starts a new, empty one."""
 
     @property
     def ok(self) -> bool:
-        """It ended by itself with exit code 0."""
+        """Whether it exited with code 0."""
         return self.outcome == "exit" and self.exit_code == 0
 
     def text(self) -> str:
-        """stdout as text; bytes that are not UTF-8 become replacement characters."""
+        """Return stdout as text; invalid UTF-8 becomes replacement characters."""
         return self.stdout.decode("utf-8", "replace")
 
     def error_text(self) -> str:
-        """stderr as text."""
+        """Return stderr as text; invalid UTF-8 becomes replacement characters."""
         return self.stderr.decode("utf-8", "replace")
 
 
 @dataclass(frozen=True, slots=True)
 class Usage:
-    """What a sandbox holds now."""
+    """Current resource usage of a sandbox."""
 
     cpu_s: float
     """CPU seconds of all finished calls."""
@@ -323,7 +325,7 @@ class Usage:
 
 @dataclass(frozen=True, slots=True)
 class FileInfo:
-    """One entry of the sandbox's file system."""
+    """One entry in the sandbox's file system."""
 
     name: str
     kind: Literal["file", "directory", "link", "other"]
@@ -334,59 +336,59 @@ class FileInfo:
 
 @dataclass(frozen=True, slots=True)
 class BoxSnapshot:
-    """The files of a sandbox's home directory at one moment, links included: for `Box.reset`."""
+    """The files of a sandbox's home directory at one point in time, links included; see `Box.reset`."""
 
     data: bytes
-    """As they came from the sandbox, see `inside.packing`; checked when they came."""
+    """Packed as received from the sandbox (see `inside.packing`) and validated on receipt."""
 
 
 @dataclass(frozen=True, slots=True)
 class Capabilities:
-    """What a back-end keeps on this machine, found out by trying. `notes` says how, or why not."""
+    """What a back-end can enforce on this machine, determined by testing. `notes` explains how, or why not."""
 
     backend: str
     kept: frozenset[str]
     notes: Mapping[str, str] = field(default_factory=dict)
 
     def missing(self, asked: frozenset[str]) -> list[str]:
-        """The promises of `asked` that are not kept, in the order of PROMISES."""
+        """Return the promises in `asked` that are not kept, in the order of PROMISES."""
         return [name for name in PROMISES if name in asked and name not in self.kept]
 
 
 class Process(Protocol):
-    """One started sandbox, as its back-end sees it."""
+    """One started sandbox, as seen by its back-end."""
 
     async def kill(self) -> None:
-        """End it at once, whatever it does, and wait until nothing of it is left; idempotent."""
+        """Kill it immediately and wait until nothing of it is left; idempotent."""
         ...
 
     async def cause(self) -> str | None:
-        """What ended it, as known from outside it: `kill`, an engine or node that is gone, a host out of memory.
+        """Return what ended it, as seen from outside: `kill`, a lost engine or node, or a host out of memory.
 
-        None where nothing outside explains its end. The sandbox's own word never counts: it may be a lie.
+        None if nothing outside explains its end. The sandbox's own reports never count, because they may be false.
         """
         ...
 
 
 class Backend(Protocol):
-    """Starts sandboxes of one spec."""
+    """Start sandboxes of one spec."""
 
     name: str
 
     async def open(self) -> None:
-        """Get ready; raises SandboxUnavailable where that is impossible."""
+        """Prepare the back-end; raises SandboxUnavailable if it cannot run here."""
         ...
 
     async def start(self, name: str) -> tuple[Process, Link, str]:
-        """Start one: its process, the link to its supervisor, its home directory."""
+        """Start one and return its process, the link to its supervisor, and its home directory."""
         ...
 
     def promises(self) -> tuple[frozenset[str], frozenset[str]]:
-        """(promises that it always makes, promises that this machine seems to allow it); a canary tests them."""
+        """Return (promises always kept, promises this machine seems to allow); a canary tests them."""
         ...
 
     async def close(self) -> None:
-        """End everything it started; idempotent."""
+        """Stop everything it started; idempotent."""
         ...
 
 
@@ -394,15 +396,15 @@ class Link(Protocol):
     """Frames to and from one supervisor."""
 
     async def hello(self) -> Mapping[str, Any]:
-        """The supervisor's first word; raises SandboxUnavailable when it says that it cannot start."""
+        """Return the supervisor's first message; raises SandboxUnavailable if it reports that it cannot start."""
         ...
 
     def send(self, header: dict[str, Any], payload: bytes = b"") -> asyncio.Future[tuple[dict[str, Any], bytes]]:
-        """Send an order; the future is its answer, or SandboxDied when the link breaks."""
+        """Send an order; the future resolves to its answer, or raises SandboxDied if the link breaks."""
         ...
 
     def fail(self, error: SandboxError) -> None:
-        """Break the link: everybody who waits gets this error."""
+        """Break the link and fail all waiters with this error."""
         ...
 
     def close(self) -> None:

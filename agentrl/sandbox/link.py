@@ -1,4 +1,4 @@
-"""The near end of a supervisor's stream: orders go out with a number, answers find their future."""
+"""The host end of a supervisor's stream: numbered orders go out, and each answer resolves its future."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ Answer = tuple[dict[str, Any], bytes]
 
 
 class _Parts:
-    """What has come of an answer that is streamed, and how much more of it may come."""
+    """The part of a streamed answer received so far, and how much more may arrive."""
 
     def __init__(self, left: int) -> None:
         self.left = left
@@ -23,7 +23,7 @@ class _Parts:
 
 
 class StreamLink(asyncio.Protocol):
-    """Frames over one asyncio transport."""
+    """Exchange frames over one asyncio transport."""
 
     def __init__(self, name: str) -> None:
         self.name = name
@@ -38,7 +38,7 @@ class StreamLink(asyncio.Protocol):
 
     @classmethod
     async def over(cls, sock: socket.socket, name: str) -> StreamLink:
-        """A link over a connected socket, which it owns from now on."""
+        """Create a link over a connected socket and take ownership of it."""
         sock.setblocking(False)
         _, link = await asyncio.get_running_loop().create_connection(lambda: cls(name), sock=sock)
         return link
@@ -49,7 +49,7 @@ class StreamLink(asyncio.Protocol):
         return self._lost is None
 
     async def hello(self) -> Mapping[str, Any]:
-        """The supervisor's first word."""
+        """Wait for the supervisor's first message."""
         said = await asyncio.shield(self._hello)
         if not said.get("hello"):
             raise SandboxUnavailable(f"sandbox {self.name} could not be built: {said.get('error')}")
@@ -61,7 +61,7 @@ class StreamLink(asyncio.Protocol):
         return said
 
     def send(self, header: dict[str, Any], payload: bytes = b"") -> asyncio.Future[Answer]:
-        """Send an order; its answer is the future's result."""
+        """Send an order and return a future for its answer."""
         future: asyncio.Future[Answer] = asyncio.get_running_loop().create_future()
         if self._lost is not None or self._transport is None:
             future.set_exception(self._lost or SandboxDied(f"sandbox {self.name} is not connected"))
@@ -75,14 +75,15 @@ class StreamLink(asyncio.Protocol):
         return future
 
     def hand_over(self, sink: Callable[[bytes], None], lost: Callable[[], None]) -> Callable[[bytes], None]:
-        """Pass every further byte to `sink` and the end to `lost`; returns what writes bytes to the supervisor."""
+        """Forward all further bytes to `sink` and the end to `lost`; return a function that writes to the
+        supervisor."""
         if self._lost is not None or self._transport is None:
             raise self._lost or SandboxDied(f"sandbox {self.name} is not connected")
         self._tap = sink, lost
         return self._transport.write
 
     def fail(self, error: SandboxError) -> None:
-        """Break the link; the supervisor ends everything when it notices. Everybody who waits gets this error."""
+        """Break the link, failing all waiters with this error; the supervisor then ends everything."""
         self._fail(error)
         if self._transport is not None:
             self._transport.abort()
@@ -94,11 +95,11 @@ class StreamLink(asyncio.Protocol):
     # asyncio.Protocol
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        """asyncio says that the stream is up."""
+        """Called by asyncio when the connection is made."""
         self._transport = cast(asyncio.Transport, transport)
 
     def data_received(self, data: bytes) -> None:
-        """Cut into frames and hand them to those who wait."""
+        """Split into frames and dispatch them to the waiters."""
         if self._tap is not None:
             self._tap[0](data)
             return
@@ -109,10 +110,10 @@ class StreamLink(asyncio.Protocol):
             self.fail(SandboxDied(f"sandbox {self.name} sent something that is no frame: {error}"))
 
     def _take(self, header: dict[str, Any], payload: bytes) -> None:
-        """Hand a frame to whom it concerns.
+        """Dispatch a frame to its waiter.
 
         Raises:
-            ValueError: it concerns nobody, or is more than was asked for.
+            ValueError: nothing is waiting for it, or it is larger than requested.
         """
         if "hello" in header:
             if not self._hello.done():
@@ -135,11 +136,11 @@ class StreamLink(asyncio.Protocol):
             future.set_result((header, payload))
 
     def eof_received(self) -> bool:
-        """The supervisor is gone."""
+        """Called by asyncio when the supervisor is gone."""
         return False
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """Everybody who waits learns that the sandbox has died."""
+        """Tell every waiter that the sandbox has died."""
         self._fail(SandboxDied(f"sandbox {self.name} died: " + (str(exc) if exc else "its supervisor is gone")))
 
     def _fail(self, error: SandboxError) -> None:

@@ -1,4 +1,4 @@
-"""Back-ends on this machine: the near side of the keeper, which forks the sandboxes."""
+"""Back-ends on this machine: the host side of the keeper, which forks the sandboxes."""
 
 from __future__ import annotations
 
@@ -22,23 +22,23 @@ from agentrl.sandbox.link import StreamLink
 
 OPEN_TIMEOUT_S, KILL_TIMEOUT_S = 30.0, 20.0
 END_TIMEOUT_S = 8.0
-"""How long after its link has broken a sandbox may take to end."""
+"""Seconds a sandbox may take to end after its link breaks."""
 
 
 class LocalProcess:
-    """One sandbox below the keeper."""
+    """One sandbox managed by the keeper."""
 
     def __init__(self, backend: LocalBackend, name: str) -> None:
         self._backend, self.name = backend, name
         self.ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self.pid = 0
-        """Process id of the supervisor, as this machine sees it."""
+        """Process id of the supervisor on this machine."""
         self._killed = False
         self.end: Mapping[str, Any] | None = None
-        """What the keeper saw of its end: wait status, and what its control group counted."""
+        """The keeper's record of its end: wait status, and the counters of its control group."""
 
     async def cause(self) -> str | None:
-        """See contract.Process: our own kill, the keeper's end, or a signal that nothing inside can send."""
+        """See contract.Process: killed by us, the keeper ended, or a signal that nothing inside can send."""
         if self._killed:
             return "it was killed by the program that leased it"
         with contextlib.suppress(TimeoutError):
@@ -50,7 +50,7 @@ class LocalProcess:
             return "the keeper of the sandboxes is gone"
         if not self._backend.shields_supervisor or not os.WIFSIGNALED(self.end["exit"]):
             return None
-        # Only a process outside its namespace, or the kernel for want of memory, can kill the first one in it.
+        # Only a process outside the namespace, or the kernel's OOM killer, can kill its first process.
         if os.WTERMSIG(self.end["exit"]) != signal.SIGKILL:
             return None
         if self.end["oom_kills"] == 0:
@@ -58,7 +58,7 @@ class LocalProcess:
         return None if self.end["at_limit"] else "the host ran out of memory below the sandbox's own limit"
 
     def _stopped_from_outside(self) -> str | None:
-        """A supervisor that nothing inside can stop, and that is stopped."""
+        """Whether the supervisor is stopped although nothing inside can stop it."""
         if not self._backend.shields_supervisor:
             return None
         try:
@@ -69,7 +69,7 @@ class LocalProcess:
         return "its supervisor was stopped from outside the sandbox" if state in (b"T", b"t") else None
 
     async def kill(self) -> None:
-        """SIGKILL to its PID 1, which takes everything with it; returns when the keeper has cleaned up."""
+        """Send SIGKILL to its PID 1, which ends everything in it; return when the keeper has cleaned up."""
         self._killed = True
         if not self.ended.done():
             self._backend.tell({"op": "kill", "box": self.name})
@@ -79,15 +79,15 @@ class LocalProcess:
 
 
 class LocalBackend:
-    """Sandboxes forked by a keeper process. Subclasses say in which mode, and what that is worth."""
+    """Sandboxes forked by a keeper process. Subclasses define the mode and what it guarantees."""
 
     name: ClassVar[str]
     always: ClassVar[frozenset[str]]
-    """Promises that the mode makes on every machine where it starts."""
+    """Promises that the mode keeps on every machine where it starts."""
     shields_supervisor: ClassVar[bool] = True
-    """Whether the kernel keeps every signal of what runs inside from the supervisor (PID 1 of a namespace)."""
+    """Whether the kernel blocks every signal from inside to the supervisor (PID 1 of a namespace)."""
     binds_before_it_drops: ClassVar[bool] = True
-    """Whether files reach the sandbox whatever directories lie above them."""
+    """Whether files reach the sandbox regardless of the permissions of their parent directories."""
 
     def __init__(self, spec: Sandbox) -> None:
         self.spec = spec
@@ -103,7 +103,7 @@ class LocalBackend:
         """Start the keeper.
 
         Raises:
-            SandboxUnavailable: it did not come up.
+            SandboxUnavailable: it did not start.
         """
         if not sys.platform.startswith("linux"):
             raise SandboxUnavailable(f"sandbox backend {self.name!r} needs Linux, this is {sys.platform}")
@@ -131,7 +131,7 @@ class LocalBackend:
         self.controllers, self.why_no_cgroup = frozenset(said["controllers"]), said["why_no_cgroup"]
 
     def _interpreter(self) -> str:
-        """The interpreter of this program; where the sandbox's user could not read it, the system's."""
+        """Return this program's interpreter, or the system's if the sandbox's user cannot read it."""
         own = str(getattr(sys, "_base_executable", sys.executable))
         other = shutil.which("python3", path="/usr/bin:/usr/local/bin")
         if self.binds_before_it_drops or os.getuid() != 0 or other is None or _is_public(own):
@@ -160,13 +160,13 @@ class LocalBackend:
             pipe.write(text)
 
     def tell(self, message: dict[str, Any]) -> None:
-        """One order to the keeper, without an answer."""
+        """Send one order to the keeper, without waiting for an answer."""
         if self._control is not None:
             with contextlib.suppress(OSError):
                 self._control.send(json.dumps(message).encode())
 
     async def start(self, name: str) -> tuple[LocalProcess, StreamLink, str]:
-        """Have one forked; see contract.Backend."""
+        """Fork a sandbox; see contract.Backend."""
         if self._control is None:
             raise SandboxUnavailable("the keeper is not running")
         spec = self.spec
@@ -185,7 +185,7 @@ class LocalBackend:
             process = self._boxes[name] = LocalProcess(self, name)
             try:
                 socket.send_fds(self._control, [json.dumps(order).encode()], [theirs.fileno()])
-                theirs.close()  # a supervisor that dies before its first word has to be seen
+                theirs.close()  # notice a supervisor that dies before its first message
                 process.pid = await self._pending[name]
                 home = str((await link.hello())["home"])
             except BaseException as error:
@@ -233,7 +233,7 @@ class LocalBackend:
             process.ended.set_result(None)
 
     def _keeper_is_gone(self) -> None:
-        """Whatever the keeper kept has died with it."""
+        """Mark every sandbox of the keeper as dead, because they die with it."""
         self._drop_control()
         words = "the keeper of the sandboxes is gone" + self._last_words()
         if self._ready is not None and not self._ready.done():
@@ -258,7 +258,7 @@ class LocalBackend:
             self._control = None
 
     async def close(self) -> None:
-        """End the keeper, and with it every sandbox; idempotent."""
+        """Stop the keeper and every sandbox with it; idempotent."""
         self._drop_control()
         keeper, self._keeper = self._keeper, None
         if keeper is not None:
@@ -271,19 +271,19 @@ class LocalBackend:
         more = {name for name, controller in (("memory", "memory"), ("pids", "pids"), ("cpu_share", "cpu"))
                 if controller in self.controllers}  # fmt: skip
         always = self.always if "memory" in self.controllers else self.always - {"memory"}
-        if self.spec.run_as or os.getuid() != 0:  # only root can give each sandbox a user of its own
+        if self.spec.run_as or os.getuid() != 0:  # only root can give each sandbox a separate user
             always -= {"own_quotas"}
         return always, (always | more) & frozenset(PROMISES)
 
     def notes(self) -> dict[str, str]:
-        """How memory is held here."""
+        """Describe how memory is limited here."""
         if "memory" in self.controllers:
             return {"memory": "control group"}
         return {"memory": f"{WATCHED} ({self.why_no_cgroup})"}
 
 
 def _is_public(path: str) -> bool:
-    """Whether every user can reach a file: all directories above it let others pass."""
+    """Return whether every user can reach a file, that is, whether all its parent directories are searchable."""
     real = os.path.realpath(path)
     while real != "/":
         real = os.path.dirname(real)

@@ -1,4 +1,4 @@
-"""A pool of sandboxes: warm ones ahead of need, bounded, each handed out once and then destroyed."""
+"""A pool of sandboxes: started ahead of need, bounded in number, each leased once and then destroyed."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ _numbers = itertools.count(1)
 
 
 def make_backend(spec: Sandbox) -> Backend:
-    """The back-end that the spec names: a shipped one, or `module:Name`.
+    """Return the back-end that the spec names: a built-in one, or `module:Name`.
 
     Raises:
-        ConfigError: there is none of that name.
+        ConfigError: no back-end has that name.
     """
     module, colon, name = spec.backend.partition(":")
     if not colon:
@@ -49,14 +49,14 @@ def make_backend(spec: Sandbox) -> Backend:
 
 
 class SandboxPool:
-    """Leases of sandboxes of one spec. Use it from one event loop.
+    """Lease sandboxes of one spec. Use a pool from a single event loop.
 
     Args:
-        spec: what every sandbox of the pool is.
-        min_idle: how many wait ready; a lease takes one of them and another is made meanwhile.
-        max_total: the most that exist at once, idle ones included; further leases wait in order of arrival.
-        create_concurrency: how many are made at the same time.
-        acquire_timeout_s: how long a lease waits before PoolExhausted.
+        spec: the spec of every sandbox in the pool.
+        min_idle: number of sandboxes to keep ready; each lease takes one and a replacement is created.
+        max_total: maximum number of sandboxes, including idle ones; further leases wait in order of arrival.
+        create_concurrency: how many sandboxes may be created at the same time.
+        acquire_timeout_s: how long a lease waits before raising PoolExhausted.
     """
 
     def __init__(
@@ -77,7 +77,7 @@ class SandboxPool:
         self.min_idle, self.max_total = min_idle, max_total
         self.acquire_timeout_s = acquire_timeout_s
         self.capabilities: Capabilities | None = None
-        """What the back-end keeps here; known after `open`."""
+        """What the back-end can enforce here; available after `open`."""
         self.name = f"{os.getpid()}-{next(_numbers)}"
         self._backend = make_backend(spec)
         self._creating = asyncio.Semaphore(create_concurrency)
@@ -96,10 +96,10 @@ class SandboxPool:
         self._wait_s = 0.0
 
     async def open(self) -> None:
-        """Start the back-end and try what it keeps; idempotent, and done by the first lease if not before.
+        """Start the back-end and test its promises; idempotent, and called by the first lease if necessary.
 
         Raises:
-            PromiseNotEnforceable: the spec asks for what cannot be kept on this machine.
+            PromiseNotEnforceable: the spec requires a promise that this machine cannot keep.
             SandboxUnavailable: the back-end does not work here.
         """
         async with self._opening:
@@ -135,7 +135,7 @@ class SandboxPool:
 
     @contextlib.asynccontextmanager
     async def lease(self, episode: str = "") -> AsyncIterator[Box]:
-        """A sandbox for as long as the block lasts."""
+        """Lease a sandbox for the duration of the block."""
         box = await self.acquire(episode)
         try:
             yield box
@@ -143,11 +143,11 @@ class SandboxPool:
             await self.release(box)
 
     async def acquire(self, episode: str = "") -> Box:
-        """A sandbox that nobody has used before. Give it back with `release`.
+        """Lease a sandbox that has never been used. Return it with `release`.
 
         Raises:
             PoolExhausted: none became free within `acquire_timeout_s`.
-            SandboxUnavailable: none could be made.
+            SandboxUnavailable: none could be created.
         """
         if not self._is_open or self._closed:
             await self.open()
@@ -168,18 +168,18 @@ class SandboxPool:
         return box
 
     async def release(self, box: Box) -> None:
-        """Destroy a leased sandbox, whatever state it is in; finishes even when cancelled, and is idempotent."""
+        """Destroy a leased sandbox in any state; idempotent, and completes even if cancelled."""
         if self._leased.pop(box, None) is None:
             return
         await asyncio.shield(self._spawn(self._discard(box)))
 
     @property
     def is_closed(self) -> bool:
-        """Whether `close` was called; a closed pool leases no more."""
+        """Whether `close` was called; a closed pool grants no more leases."""
         return self._closed
 
     async def close(self) -> None:
-        """End all sandboxes, the leased ones too, and the back-end; idempotent."""
+        """Destroy all sandboxes, including leased ones, and close the back-end; idempotent."""
         self._closed = True
         for waiter in self._waiters:
             if not waiter.done():
@@ -202,7 +202,7 @@ class SandboxPool:
         await self.close()
 
     def metrics(self) -> dict[str, float]:
-        """Counts since the start, and what is there now."""
+        """Return counters since the start and current counts."""
         leases = self._counters["leases"]
         names = ("leases", "created", "died_idle", "create_failed", "exhausted", "destroyed")
         return {
@@ -213,14 +213,14 @@ class SandboxPool:
             "total": float(self._total),
         }
 
-    # Inside
+    # Internals
 
     def _new_box(self) -> Box:
         self._count += 1
         return Box(self.spec, self._backend, f"{self.name}-{self._count}")
 
     async def _next(self) -> Box:
-        """An idle box that answers, or a new one, in order of arrival."""
+        """Return an idle box that responds, or a new one, in order of arrival."""
         while True:
             box = await self._turn()
             if box is None:
@@ -228,7 +228,7 @@ class SandboxPool:
             try:
                 await box.wake()
             except SandboxError:
-                # It died while it waited, and nobody has used it: take another.
+                # It died while idle, before anybody used it: take another.
                 self._counters["died_idle"] += 1
                 await self._discard(box)
             except asyncio.CancelledError:
@@ -238,7 +238,7 @@ class SandboxPool:
                 return box
 
     async def _turn(self) -> Box | None:
-        """An idle box, or None: permission to make one, already counted in the total."""
+        """Return an idle box, or None as permission to create one that already counts toward the total."""
         if not self._waiters:
             if self._idle:
                 return self._idle.popleft()
@@ -253,7 +253,7 @@ class SandboxPool:
             with contextlib.suppress(ValueError):
                 self._waiters.remove(waiter)
             if waiter.done() and not waiter.cancelled() and waiter.exception() is None:
-                # It was our turn already: pass it on.
+                # It was already our turn: pass it on.
                 given = waiter.result()
                 if given is None:
                     self._total -= 1
@@ -263,7 +263,7 @@ class SandboxPool:
             raise
 
     def _advance(self) -> None:
-        """Serve those who wait, as far as there is something for them."""
+        """Wake waiting leases, as far as capacity allows."""
         while self._waiters:
             if self._idle:
                 given: Box | None = self._idle.popleft()
@@ -282,7 +282,7 @@ class SandboxPool:
         self._refill()
 
     async def _create(self) -> Box:
-        """Make one (the total has been counted already), ready to be used."""
+        """Create a box that is ready to use (it already counts toward the total)."""
         pause_s = self._retry_at - time.monotonic()
         try:
             if pause_s > 0:
@@ -300,7 +300,7 @@ class SandboxPool:
                     raise
         except BaseException as error:
             self._total -= 1
-            if isinstance(error, SandboxError) and pause_s <= 0:  # what is not tried prolongs no pause
+            if isinstance(error, SandboxError) and pause_s <= 0:  # without a try, do not extend the pause
                 self._counters["create_failed"] += 1
                 self._failures += 1
                 if self._failures >= 3:
@@ -312,7 +312,7 @@ class SandboxPool:
         return box
 
     def _refill(self) -> None:
-        """Begin to make as many as are missing from the idle ones."""
+        """Start creating enough boxes to restore `min_idle`."""
         if self._closed or not self._is_open or time.monotonic() < self._retry_at:
             return
         while len(self._idle) + self._refilling < self.min_idle and self._total < self.max_total:

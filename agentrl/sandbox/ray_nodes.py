@@ -1,4 +1,4 @@
-"""Sandboxes on a Ray cluster: a server on every node, so that workers lease from their own."""
+"""Sandboxes on a Ray cluster: one server per node, so that workers lease from their own node."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from agentrl.sandbox.server import SandboxServer, to_wire
 
 
 class NodeServer:
-    """The actor: one server on the node where it lives, and the token's file beside it."""
+    """The actor: one server on its node, with the token file next to it."""
 
     def __init__(self, spec: Sandbox, token: str, token_file: str, max_total: int) -> None:
         self._server = SandboxServer(spec, token, max_total=max_total)
         self._token, self._token_file = token, token_file
 
     async def start(self, host: str) -> str:
-        """Listen on `host`; the URL."""
+        """Listen on `host` and return the URL."""
         await asyncio.to_thread(self._write_token)
         return await self._server.start(host)
 
@@ -32,7 +32,7 @@ class NodeServer:
             f.write(self._token)
 
     async def stop(self) -> None:
-        """End its leases."""
+        """End all leases of this server."""
         with contextlib.suppress(FileNotFoundError):
             os.unlink(self._token_file)
         await self._server.close()
@@ -40,17 +40,17 @@ class NodeServer:
 
 @dataclass(frozen=True)
 class Nodes:
-    """The running servers. It can be sent to workers; whoever started them calls `stop`."""
+    """The running servers. Can be sent to workers; whoever started them calls `stop`."""
 
     actors: tuple[Any, ...]
     urls: tuple[tuple[str, str], ...]
     """(node id, URL) of each."""
     token_file: str
-    """On every node, at the same place."""
+    """Path of the token file, the same on every node."""
     spec: Sandbox
 
     def local_spec(self) -> Sandbox:
-        """What the cluster's spec says, leased from the node this runs on, or from others when it cannot."""
+        """The cluster's spec, leased from the current node, or from other nodes if it has no capacity."""
         import ray
 
         here = ray.get_runtime_context().get_node_id()
@@ -65,7 +65,7 @@ class Nodes:
         )
 
     async def stop(self) -> None:
-        """End all servers."""
+        """Stop all servers."""
         import ray
 
         await asyncio.gather(*(actor.stop.remote() for actor in self.actors), return_exceptions=True)
@@ -74,19 +74,19 @@ class Nodes:
 
 
 async def start(spec: Sandbox, *, max_total: int = 256) -> Nodes:
-    """Start a server of this spec on every node of the running Ray cluster.
+    """Start a server with this spec on every node of the running Ray cluster.
 
     Args:
-        spec: what the servers lease; its back-end must be one of the node's own.
-        max_total: the most sandboxes at once on each node.
+        spec: what the servers lease; its back-end must run on the node itself.
+        max_total: maximum number of simultaneous sandboxes per node.
 
     Raises:
-        ConfigError: the spec is a remote one itself.
+        ConfigError: the spec is itself a remote one.
         SandboxUnavailable: a node cannot run it.
     """
     from importlib import import_module
 
-    ray: Any = import_module("ray")  # its own types change with every version
+    ray: Any = import_module("ray")  # Ray's own types change with every version
     affinity: Any = import_module("ray.util.scheduling_strategies").NodeAffinitySchedulingStrategy
 
     if spec.backend == "remote":

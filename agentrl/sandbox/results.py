@@ -1,4 +1,4 @@
-"""The supervisor's report of a program, as the result that callers see."""
+"""Convert the supervisor's report on a program to the result that callers see."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from agentrl.sandbox.inside import frames
 
 
 def result_of(answer: dict[str, Any], output: bytes) -> ExecResult:
-    """The supervisor's report, see `frames.REPORT`, as an ExecResult."""
+    """Convert the supervisor's report (see `frames.REPORT`) to an ExecResult."""
     head = answer["report"]
     _, outcome, flags, code, out, err, wall_s, cpu_s, max_rss_kb, oom_kills, reaped = frames.REPORT.unpack_from(
         head
@@ -42,7 +42,7 @@ def result_of(answer: dict[str, Any], output: bytes) -> ExecResult:
 
 
 def _with_cuts(sizes: tuple[int, ...], output: bytes, out_total: int, err_total: int) -> tuple[bytes, bytes]:
-    """stdout and stderr, each its beginning and its end, with a mark where something is missing between."""
+    """Return stdout and stderr, each as its beginning and end with a mark where output was dropped."""
     parts, begin = [], 0
     for size in sizes:
         parts.append(output[begin : begin + size])

@@ -1,11 +1,13 @@
-"""Sandboxes of this machine for others: one HTTP request leases a box, and the connection becomes its link.
+"""Share this machine's sandboxes over HTTP: one request leases a box, and the connection becomes its link.
 
     GET  /v1/health              what this server offers
-    POST /v1/lease               body: the spec as JSON; answered with 101, then the supervisor's frames both ways
-    GET  /v1/ended/LEASE         whether that lease's sandbox has ended, and what outside it ended it
+    POST /v1/lease               body: the spec as JSON; answered with 101, then supervisor frames in both
+    directions
+    GET  /v1/ended/LEASE         whether the sandbox of that lease has ended, and the outside cause if any
 
-Every request carries `Authorization: Bearer TOKEN`. The lease ends with the connection: a client that dies leaves
-nothing behind. There is no encryption: bind it to loopback, or to a network that is yours.
+Every request carries `Authorization: Bearer TOKEN`. The lease ends with the connection, so a client that dies
+leaves
+nothing behind. There is no encryption: bind to loopback or to a private network.
 """
 
 from __future__ import annotations
@@ -34,24 +36,24 @@ MAX_BODY = 1 << 16
 REQUEST_TIMEOUT_S = 30.0
 MAX_SPECS = 32
 MAX_ENDED = 10_000
-"""Leases whose end is remembered."""
+"""Number of ended leases to remember."""
 LOCAL_ONLY = (
     "backend", "url", "token_file", "run_as", "python", "readonly", "trusted", "image", "runtime", "on_death",
     "death_reward",
 )  # fmt: skip
-"""What a client does not ask for: the server's own spec says it, or it concerns the client alone."""
+"""Settings a client cannot request: the server's spec decides them, or they concern only the client."""
 
 BOUNDS = (*(f.name for f in fields(SandboxLimits)), "ttl_s")
-"""What a client can ask for up to what the server's own spec says."""
+"""Settings a client can request up to the value in the server's spec."""
 UNBOUNDED = ("cpu_s", "cpus")
-"""Limits that may be None. A client that names none has the server's."""
+"""Limits that may be None. A client that sets none gets the server's value."""
 
 
 def limits_from(given: Sequence[str]) -> dict[str, Any]:
-    """`--limit NAME=VALUE` as fields of a spec.
+    """Parse `--limit NAME=VALUE` options into fields of a spec.
 
     Raises:
-        ConfigError: there is no such limit, or the value is none.
+        ConfigError: the limit does not exist, or its value is invalid.
     """
     found: dict[str, Any] = {}
     for text in given:
@@ -68,10 +70,10 @@ def limits_from(given: Sequence[str]) -> dict[str, Any]:
 
 
 def read_token(path: str) -> str:
-    """The token in a file.
+    """Read the token from a file.
 
     Raises:
-        ConfigError: there is none, or it is too short to be one.
+        ConfigError: the file has no token, or the token is too short.
     """
     try:
         token = Path(path).read_text().strip()
@@ -83,15 +85,15 @@ def read_token(path: str) -> str:
 
 
 def to_wire(spec: Sandbox) -> dict[str, Any]:
-    """What a client asks for."""
+    """Return the lease request for a client's spec."""
     return {f.name: getattr(spec, f.name) for f in fields(Sandbox) if f.name not in LOCAL_ONLY}
 
 
 def from_wire(asked: Mapping[str, Any], own: Sandbox) -> Sandbox:
-    """The server's spec with what the client asked for.
+    """Merge a client's request into the server's spec.
 
     Raises:
-        ConfigError: the request names something else.
+        ConfigError: the request contains any other setting.
     """
     known = {f.name for f in fields(Sandbox)} - set(LOCAL_ONLY)
     unknown = sorted(set(asked) - known)
@@ -114,17 +116,17 @@ def from_wire(asked: Mapping[str, Any], own: Sandbox) -> Sandbox:
         if changed:
             raise ConfigError(f"lease: the variable {changed[0]} is this server's, and cannot be another")
         plain["env"] = tuple((mine | env).items())
-        plain["require"] = own.require  # a client asks for more on its own side, and never for less on this one
+        plain["require"] = own.require  # The client checks its own promises, and may not lower the server's.
         return replace(own, **plain)
     except (TypeError, ValueError) as error:
         raise ConfigError(f"lease: {error}") from error
 
 
 def _within(name: str, asked: Any, most: float | None) -> Any:
-    """A limit that a client asks for, none being the server's own.
+    """Return the limit that a client requests, or the server's own if it requests none.
 
     Raises:
-        ConfigError: it is no number, or more than the server's.
+        ConfigError: it is not a number, or exceeds the server's limit.
     """
     if asked is None and name in UNBOUNDED:
         return most
@@ -139,12 +141,12 @@ def _within(name: str, asked: Any, most: float | None) -> Any:
 
 
 def _plain(value: Any) -> Any:
-    """JSON lists back to the tuples of a spec."""
+    """Convert JSON lists back to the tuples of a spec."""
     return tuple(_plain(item) for item in value) if isinstance(value, list) else value
 
 
 class SandboxServer:
-    """Serves leases from pools of one back-end, a pool for each spec that is asked for."""
+    """Serve leases from pools of one back-end, with one pool per requested spec."""
 
     def __init__(self, spec: Sandbox, token: str, *, min_idle: int = 2, max_total: int = 256) -> None:
         self.spec, self._token = spec, token
@@ -153,10 +155,10 @@ class SandboxServer:
         self._server: asyncio.Server | None = None
         self._connections: set[asyncio.Task[None]] = set()
         self._ends: dict[str, tuple[bool, str | None]] = {}
-        """(whether its sandbox has ended, what outside it ended it) of the last leases."""
+        """For recent leases: whether the sandbox has ended, and the outside cause if any."""
 
     async def start(self, host: str = "127.0.0.1", port: int = 0) -> str:
-        """Try the back-end, listen, and return the URL."""
+        """Test the back-end, start listening, and return the URL."""
         await self._pool(self.spec).open()
         self._server = await asyncio.start_server(self._connected, host, port)
         name, number = self._server.sockets[0].getsockname()[:2]
@@ -211,7 +213,7 @@ class SandboxServer:
                 await writer.wait_closed()
 
     def health(self) -> dict[str, Any]:
-        """The back-end, what it keeps, and how busy it is."""
+        """Report the back-end, its capabilities and its load."""
         capabilities = self._pools[self.spec].capabilities
         kept = sorted(capabilities.kept) if capabilities is not None else []
         leased = sum(pool.metrics()["leased"] for pool in self._pools.values())
@@ -229,13 +231,13 @@ class SandboxServer:
             return
         try:
             with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(box.spec.ttl_s):  # whatever the client says to the supervisor
+                async with asyncio.timeout(box.spec.ttl_s):  # whatever the client sends to the supervisor
                     await self._relay(box, reader, writer)
         finally:
             await pool.release(box)
 
     async def _relay(self, box: Box, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        """Bytes both ways until one side ends."""
+        """Relay bytes in both directions until one side closes."""
         link = box._link
         if not isinstance(link, StreamLink):
             raise ConfigError(f"sandbox backend {self.spec.backend!r} cannot be served: it has no stream")
@@ -259,7 +261,7 @@ class SandboxServer:
         forwarding = asyncio.create_task(forward())
         try:
             await ended.wait()
-            if not link.is_up:  # else the client has hung up
+            if not link.is_up:  # otherwise the client has disconnected
                 cause = await box._process.cause() if box._process is not None else None
                 self._ends[lease] = (True, cause)
             with contextlib.suppress(ConnectionError):
@@ -270,7 +272,7 @@ class SandboxServer:
 
 
 async def _read_head(reader: asyncio.StreamReader) -> tuple[str, str, dict[str, str]]:
-    """(method, path, headers in lower case) of a request."""
+    """Return (method, path, lower-case headers) of a request."""
     lines = (await reader.readuntil(b"\r\n\r\n")).decode("latin-1").split("\r\n")
     method, path, _ = lines[0].split(" ", 2)
     headers = {}
@@ -297,7 +299,7 @@ async def serve(
     min_idle: int = 2,
     max_total: int = 256,
 ) -> None:
-    """Serve until cancelled. Says where on the log."""
+    """Serve until cancelled. Logs the address."""
     server = SandboxServer(spec, read_token(token_file), min_idle=min_idle, max_total=max_total)
     try:
         url = await server.start(host, port)

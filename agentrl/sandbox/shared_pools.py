@@ -1,4 +1,4 @@
-"""Pools that everyone in an event loop shares, one for each spec; they close with the loop at the latest."""
+"""Sandbox pools shared within an event loop, one per spec; they close when the loop shuts down, or earlier."""
 
 from __future__ import annotations
 
@@ -14,16 +14,17 @@ _at_the_end: dict[asyncio.AbstractEventLoop, AsyncGenerator[None, None]] = {}
 
 
 def pool_for(spec: Sandbox, *, min_idle: int = 2, max_total: int = 256) -> SandboxPool:
-    """The pool of the running event loop for a spec; the first caller makes it, with these sizes.
+    """Return the running event loop's pool for a spec; the first caller creates it with these sizes.
 
-    `close_pools` closes them all. A loop that ends without it (`asyncio.run` of a script, a test) closes them as
-    it shuts down, so that no sandbox outlives its loop.
+    `close_pools` closes all pools. A loop that ends without calling it (`asyncio.run` in a script or a test)
+    closes
+    them as it shuts down, so that no sandbox outlives its loop.
     """
     loop = asyncio.get_running_loop()
     pools = _pools.setdefault(loop, {})
     if loop not in _at_the_end:
         _at_the_end[loop] = _close_when_the_loop_ends()
-        with contextlib.suppress(StopIteration):  # run it up to its `yield`: the loop then knows it
+        with contextlib.suppress(StopIteration):  # run up to the `yield`: the loop registers the generator
             _at_the_end[loop].__anext__().send(None)
     pool = pools.get(spec)
     if pool is None or pool.is_closed:
@@ -32,13 +33,13 @@ def pool_for(spec: Sandbox, *, min_idle: int = 2, max_total: int = 256) -> Sandb
 
 
 async def close_pools() -> None:
-    """Close every pool that `pool_for` made in this event loop."""
+    """Close every pool that `pool_for` created in this event loop."""
     pools = _pools.pop(asyncio.get_running_loop(), {})
     await asyncio.gather(*(pool.close() for pool in pools.values()))
 
 
 async def _close_when_the_loop_ends() -> AsyncGenerator[None, None]:
-    """Wait at the `yield` until `loop.shutdown_asyncgens`, which `asyncio.run` calls before it closes the loop."""
+    """Wait at the `yield` until `loop.shutdown_asyncgens`, which `asyncio.run` calls before closing the loop."""
     try:
         yield
     finally:

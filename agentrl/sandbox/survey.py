@@ -1,4 +1,4 @@
-"""What each back-end can promise on this machine, found out by trying, as a table."""
+"""Test what each back-end can enforce on this machine, as a table."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ BACKENDS = ("namespace", "docker", "landlock", "process")
 
 
 async def examine(backend: str) -> Capabilities | str:
-    """The capabilities of a back-end, or why it does not work here."""
+    """Return the capabilities of a back-end, or why it does not work here."""
     spec = Sandbox(backend=backend, trusted=backend == "process", require=())
     try:
         async with SandboxPool(spec, min_idle=0) as pool:
@@ -24,12 +24,12 @@ async def examine(backend: str) -> Capabilities | str:
 
 
 async def examine_all() -> dict[str, Capabilities | str]:
-    """Every shipped back-end, one after another."""
+    """Survey every built-in back-end in turn."""
     return {name: await examine(name) for name in BACKENDS}
 
 
 def table(found: dict[str, Capabilities | str]) -> str:
-    """The findings as a Markdown table with the reasons below it."""
+    """Format the findings as a Markdown table, followed by the reasons."""
     names = list(found)
     width = max(len(name) for name in PROMISES)
     lines = [
@@ -54,6 +54,6 @@ def table(found: dict[str, Capabilities | str]) -> str:
 
 
 def doctor() -> str:
-    """The table for this machine and user; starts and ends one sandbox of each kind."""
+    """Return the table for this machine and user; starts and ends one sandbox of each kind."""
     who = f"Sandboxes on this machine, as user id {os.getuid()}:"
     return f"{who}\n\n{table(asyncio.run(examine_all()))}\n"

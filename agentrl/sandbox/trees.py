@@ -1,7 +1,7 @@
-"""What file operations say and bring: nothing is believed before it has been looked at.
+"""Validate the answers and data of file operations before anything is trusted.
 
-A file operation is done by a process inside. Should foreign code have got at it, its answer may be anything: that
-is an OSError of the operation, and neither a crash nor trouble of the sandbox.
+A process inside the sandbox does the work. If untrusted code tampers with it, its answer may contain anything: the
+operation then fails with an OSError, which is neither a crash nor a sandbox failure.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from agentrl.sandbox.inside import packing
 from agentrl.sandbox.inside.files import DIGEST_BYTES
 
 ENTRY_BYTES = 512
-"""What names and heads may take for each of the files that are allowed, on average."""
+"""Average bytes allowed for names and headers per permitted file."""
 
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """One file, folder or link of a tree."""
+    """One file, folder or link in a tree."""
 
     kind: int
     """packing.FILE, FOLDER or LINK."""
@@ -37,10 +37,10 @@ class Entry:
 
 
 def answer_of(result: ExecResult, order: Mapping[str, Any], sent: bytes, came: bytes) -> dict[str, Any]:
-    """What a file operation answered, once it is sure that nobody took or added some of the data on their way.
+    """Return a file operation's answer, after verifying that no data was added or removed in transit.
 
     Raises:
-        OSError: the error that it met, or that its answer is none.
+        OSError: the operation reported an error, or its answer is invalid.
     """
     op, path = order["op"], order["path"]
     try:
@@ -67,10 +67,10 @@ def _told(data: bytes) -> list[Any]:
 
 
 def file_info(name: str, said: Any) -> FileInfo:
-    """One entry as a sandbox describes it.
+    """Parse one entry as described by a sandbox.
 
     Raises:
-        OSError: the description is none.
+        OSError: the description is invalid.
     """
     if isinstance(said, dict) and said.get("kind") in ("file", "directory", "link", "other"):
         size, mode, mtime = said.get("size"), said.get("mode"), said.get("mtime")
@@ -82,10 +82,10 @@ def file_info(name: str, said: Any) -> FileInfo:
 
 
 def listing(answer: Mapping[str, Any], path: str, max_entries: int) -> list[FileInfo]:
-    """The entries of a directory.
+    """Parse the entries of a directory.
 
     Raises:
-        OSError: the answer is no list of at most `max_entries` different names.
+        OSError: the answer is not a list of up to `max_entries` distinct names.
     """
     entries = answer.get("entries")
     if type(entries) is list and len(entries) <= max_entries:
@@ -96,10 +96,10 @@ def listing(answer: Mapping[str, Any], path: str, max_entries: int) -> list[File
 
 
 def of_files(files: Mapping[str, bytes | str]) -> list[Entry]:
-    """Files by relative name as a tree.
+    """Pack files, keyed by relative name, as a tree.
 
     Raises:
-        ValueError: a name would leave the directory, or is none.
+        ValueError: a name is invalid or would leave the directory.
     """
     entries = []
     for name, data in files.items():
@@ -113,21 +113,21 @@ def of_files(files: Mapping[str, bytes | str]) -> list[Entry]:
 
 
 def files_of(entries: Iterable[Entry]) -> dict[str, bytes]:
-    """The regular files of a tree by relative name."""
+    """Return the regular files of a tree by relative name."""
     return {entry.name: entry.content for entry in entries if entry.kind == packing.FILE}
 
 
 def stream_limit(max_bytes: int, max_files: int) -> int:
-    """Bytes that a tree within both limits may take on its way."""
+    """Return the maximum number of bytes to transfer for a tree within both limits."""
     pieces = max_bytes // packing.MAX_PIECE + 1
     return max_bytes + (max_files + 1) * ENTRY_BYTES + pieces * packing.PIECE.size
 
 
 def read(data: bytes, *, max_bytes: int, max_files: int) -> list[Entry]:
-    """The entries of a packed tree that came from a sandbox.
+    """Return the entries of a packed tree received from a sandbox.
 
     Raises:
-        OSError: it is malformed, breaks a limit, names something twice, or puts something below what is no folder.
+        OSError: it is malformed, exceeds a limit, repeats a name, or has an entry below one that is not a folder.
     """
     found: list[Entry] = []
     kinds: dict[bytes, int] = {}
@@ -154,7 +154,7 @@ def read(data: bytes, *, max_bytes: int, max_files: int) -> list[Entry]:
 
 
 def _taker(data: bytes) -> Callable[..., bytes]:
-    """A `read` for `packing.entries`; with `rest`, whatever is left."""
+    """Return a `read` function for `packing.entries`; with `rest`, it can also return all remaining data."""
     place = 0
 
     def take(count: int, rest: bool = False) -> bytes:
@@ -170,7 +170,8 @@ def _taker(data: bytes) -> Callable[..., bytes]:
 
 
 def portions(entries: Iterable[Entry], size: int) -> Iterator[bytes]:
-    """Packed trees of about `size` bytes each, large files cut; folders that nobody may enter are closed last."""
+    """Split into packed trees of about `size` bytes each, cutting large files; unreadable folders are locked
+    last."""
     buffer, count = bytearray(), 0
     closed = []
     for entry in entries:
@@ -190,7 +191,7 @@ def portions(entries: Iterable[Entry], size: int) -> Iterator[bytes]:
             if len(buffer) > size:
                 yield bytes(buffer + packing.end(count))
                 buffer, count = bytearray(), 0
-    for entry in reversed(closed):  # what is inside is written by now
+    for entry in reversed(closed):  # the contents have been written by now
         buffer += packing.head(packing.FOLDER, entry.mode, entry.mtime_ns, os.fsencode(entry.name))
         count += 1
     if count:
@@ -198,7 +199,7 @@ def portions(entries: Iterable[Entry], size: int) -> Iterator[bytes]:
 
 
 def _cut(entry: Entry, size: int) -> Iterator[tuple[int, bytes, bool]]:
-    """(kind, content, whether it is the last) of the pieces in which an entry travels."""
+    """Yield (kind, content, whether it is the last) for the chunks that make up an entry."""
     content = entry.content
     for begin in range(0, len(content) or 1, size):
         last = begin + size >= len(content)

@@ -1,8 +1,8 @@
-"""A way of our own into a container: a socket that its supervisor calls, past the relays of the engine.
+"""A direct connection to a container: a socket that its supervisor calls, bypassing the engine's relays.
 
-What goes over the stream that an engine attaches is handed on twice, by its daemon and by the container's shim,
-and each of them has to wake up first. So the socket is shown to the container as one more read-only file. The
-supervisor connects before anything else runs there; then the socket listens no more and its name is gone.
+The stream attached by an engine passes through its daemon and the container's shim, each of which has to wake up
+first. Instead, the socket is mounted into the container as one more read-only file. The supervisor connects before
+anything else runs there; then the socket stops listening and its name is removed.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import tempfile
 from agentrl.sandbox.inside import leftovers
 
 PLACE = "/run/agentrl.sock"
-"""Where the container sees it."""
+"""Its path inside the container."""
 
 
 class Door:
@@ -28,7 +28,7 @@ class Door:
 
     @classmethod
     def make(cls) -> Door | None:
-        """A new one; None where no socket can be made (a name too long, a full disk): there is another way."""
+        """Create one; None if no socket can be created (name too long, disk full), since there is a fallback."""
         try:
             folder = _new_folder()
         except OSError:
@@ -37,8 +37,8 @@ class Door:
         listener = socket.socket(socket.AF_UNIX)
         door = cls(path, listener)
         try:
-            listener.bind(path)  # OSError where the name is too long
-            os.chmod(path, 0o666)  # the container's user is nobody here
+            listener.bind(path)  # OSError if the name is too long
+            os.chmod(path, 0o666)  # the container's user has no rights on this machine
             listener.listen(1)
         except OSError:
             door.close()
@@ -47,12 +47,12 @@ class Door:
         return door
 
     async def opened(self) -> socket.socket:
-        """Wait for the supervisor to call."""
+        """Wait for the supervisor to connect."""
         caller, _ = await asyncio.get_running_loop().sock_accept(self._listener)
         return caller
 
     def close(self) -> None:
-        """Listen no more; idempotent."""
+        """Stop listening; idempotent."""
         self._listener.close()
         with contextlib.suppress(OSError):
             os.unlink(self.path)
@@ -61,10 +61,10 @@ class Door:
 
 
 def _new_folder() -> str:
-    """A folder that is new, ours, and nobody else's to enter.
+    """Create a new folder that only this user can enter.
 
     Raises:
-        OSError: there is no room for it, or somebody got at it.
+        OSError: there is no room for it, or another user interfered.
     """
     run = leftovers.run_folder(tempfile.gettempdir())
     folder = tempfile.mkdtemp(prefix=f"{os.path.basename(run)}.", dir=os.path.dirname(run))

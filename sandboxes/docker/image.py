@@ -45,7 +45,7 @@ PYTHON_HOME = "opt/python"
 
 
 def libraries(program: Path) -> Iterator[Path]:
-    """The shared libraries that a program or library loads, as `ldd` tells."""
+    """Return the shared libraries that a program or library loads, according to `ldd`."""
     done = subprocess.run(["ldd", str(program)], capture_output=True, text=True, check=False)
     for line in done.stdout.splitlines():
         target = line.split("=>")[-1].split("(")[0].strip()
@@ -54,14 +54,14 @@ def libraries(program: Path) -> Iterator[Path]:
 
 
 class Root:
-    """A root file system in the making; every directory gets its own entry, nothing is written twice."""
+    """A root file system under construction; every directory gets an entry, and nothing is written twice."""
 
     def __init__(self, tar: tarfile.TarFile) -> None:
         self._tar = tar
         self._seen: set[str] = {"", "."}
 
     def folder(self, name: str, mode: int = 0o755) -> None:
-        """A directory and those above it."""
+        """Add a directory and its parents."""
         if name not in self._seen:
             self.folder(os.path.dirname(name))
             self._seen.add(name)
@@ -70,7 +70,7 @@ class Root:
             self._tar.addfile(info)
 
     def text(self, name: str, content: str) -> None:
-        """A small file."""
+        """Add a small file."""
         self.folder(os.path.dirname(name))
         info = tarfile.TarInfo(name)
         info.size = len(content.encode())
@@ -78,7 +78,7 @@ class Root:
         self._tar.addfile(info, io.BytesIO(content.encode()))
 
     def link(self, name: str, target: str) -> None:
-        """A symbolic link."""
+        """Add a symbolic link."""
         if name not in self._seen:
             self.folder(os.path.dirname(name))
             self._seen.add(name)
@@ -87,7 +87,7 @@ class Root:
             self._tar.addfile(info)
 
     def file(self, source: Path, name: str | None = None) -> None:
-        """A file of this machine, links resolved, below /usr where its own place is a link to there."""
+        """Add a file of this machine with links resolved, below /usr if its own location is a link to there."""
         name = str(source).lstrip("/") if name is None else name
         for short in ("bin/", "sbin/", "lib/", "lib64/"):
             if name.startswith(short):
@@ -109,7 +109,7 @@ class Root:
 
 
 def write_root(python: Path, target: Path) -> None:
-    """Write the tar of the root file system."""
+    """Write the tar archive of the root file system."""
     real = python.resolve()
     prefix = real.parent.parent
     version = subprocess.run(
@@ -150,10 +150,10 @@ def write_root(python: Path, target: Path) -> None:
 
 
 def build(tag: str, python: Path) -> None:
-    """Pack and import.
+    """Pack the root file system and import it as an image.
 
     Raises:
-        docker.errors.DockerException: no engine answers.
+        docker.errors.DockerException: no engine responds.
     """
     import docker
 
@@ -172,7 +172,7 @@ def build(tag: str, python: Path) -> None:
 
 
 def main() -> None:
-    """The command."""
+    """Run the command line."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
     parser.add_argument("--tag", default="agentrl/sandbox:latest")
     parser.add_argument("--python", type=Path, default=Path(getattr(sys, "_base_executable", sys.executable)))

@@ -1,10 +1,11 @@
-"""The system call profile of our containers, in place of the engine's own: the filter of all sandboxes.
+"""The system call profile of the containers, replacing the engine's default: the same filter as all sandboxes.
 
-    python -m agentrl.sandboxes.docker.seccomp         # write seccomp.json anew from the installed kernel headers
+    python -m agentrl.sandboxes.docker.seccomp         # regenerate seccomp.json from the installed kernel headers
 
-Every call up to the newest one that the filter knows is allowed, apart from those that it refuses; whatever else a
-kernel may learn does not exist inside (ENOSYS). The supervisor in the container lives under this profile, the
-programs under this and the filter.
+Every call up to the newest one that the filter knows is allowed, except those that it refuses; any newer call
+returns
+ENOSYS. The container's supervisor runs under this profile, and the programs under both this profile and the
+filter.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from agentrl.sandboxes.docker import PROFILE
 
 EPERM, ENOSYS = 1, 38
 RULED_APART = ("clone", "clone3", "socket")
-"""Calls with rules of their own."""
+"""Calls with specific rules."""
 FAMILIES = {"AF_UNIX": 1, "AF_INET": 2, "AF_INET6": 10}
 AF_NETLINK, NETLINK_ROUTE = 16, 0
 HEADERS = {
@@ -30,7 +31,7 @@ HEADERS = {
 
 
 def known_calls(machine: str) -> dict[str, int]:
-    """Numbers by name from the kernel headers of this machine, up to the newest that the filter knows.
+    """Read call numbers by name from the kernel headers of this machine, up to the newest that the filter knows.
 
     Raises:
         OSError: the headers are not installed (linux-libc-dev).
@@ -41,7 +42,7 @@ def known_calls(machine: str) -> dict[str, int]:
 
 
 def profile(known: Iterable[str]) -> dict[str, Any]:
-    """The profile in the form of Docker's and the OCI's, for the calls in `known`."""
+    """Return the profile in the Docker and OCI format, for the calls in `known`."""
     denied = {name for _, _, table in kernel.MACHINES.values() for name in table}
     allowed = sorted(set(known) - denied - set(RULED_APART))
 

@@ -1,4 +1,4 @@
-"""The fall-back where namespaces are forbidden: Landlock, seccomp, limits, a supervisor that ends orphans."""
+"""The fallback where namespaces are forbidden: Landlock, seccomp, limits, and a supervisor that ends orphans."""
 
 from __future__ import annotations
 
@@ -6,10 +6,10 @@ from agentrl.sandbox.local import LocalBackend
 
 
 class Backend(LocalBackend):
-    """A directory of the host, confined by Landlock (Linux 6.12 and later).
+    """A host directory, confined by Landlock (Linux 6.12 and later).
 
-    Weaker than namespaces: the disk is not limited in total, host processes are hidden only because /proc is,
-    and the kernel's own tables are the host's.
+    Weaker than namespaces: total disk usage is not limited, host processes are hidden only because /proc is, and
+    kernel tables are shared with the host.
     """
 
     name = "landlock"

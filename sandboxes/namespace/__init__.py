@@ -1,4 +1,4 @@
-"""The embedded default on Linux: namespaces, a root of its own, seccomp, limits. No root, package or daemon."""
+"""The built-in default on Linux: namespaces, a private root, seccomp, limits. Needs no root, package or daemon."""
 
 from __future__ import annotations
 

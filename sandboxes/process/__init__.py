@@ -1,4 +1,4 @@
-"""For trusted programs only: limits and clean ends, no isolation whatsoever."""
+"""For trusted programs only: limits and reliable cleanup, but no isolation."""
 
 from __future__ import annotations
 
@@ -6,12 +6,12 @@ from agentrl.sandbox.local import LocalBackend
 
 
 class Backend(LocalBackend):
-    """A directory of the host and resource limits. Must be asked for by name, with trusted=True."""
+    """A host directory and resource limits. Must be requested by name, with trusted=True."""
 
     name = "process"
     always = frozenset({"environment"})
     shields_supervisor = False
 
     def promises(self) -> tuple[frozenset[str], frozenset[str]]:
-        """See contract.Backend: trusted programs are in no control group."""
+        """See contract.Backend: trusted programs run without a control group."""
         return self.always, self.always

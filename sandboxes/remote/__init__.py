@@ -1,4 +1,4 @@
-"""Sandboxes of other machines, leased from `agentrl sandbox serve`: the same frames, over TCP."""
+"""Sandboxes on other machines, leased from `agentrl sandbox serve`: the same frames, over TCP."""
 
 from __future__ import annotations
 
@@ -18,18 +18,18 @@ from agentrl.sandbox.server import read_token, to_wire
 CONNECT_TIMEOUT_S = 10.0
 ANSWER_TIMEOUT_S = 120.0
 CAUSE_TRIES, CAUSE_PAUSE_S = 20, 0.2
-"""How often a server is asked what ended a sandbox; it may have to look for that itself."""
+"""Interval for asking a server what ended a sandbox, because it may have to find out first."""
 
 
 class Lease:
-    """One leased sandbox far away: it ends with the connection."""
+    """One leased sandbox on another machine; it ends with the connection."""
 
     def __init__(self, backend: Backend, server: tuple[str, int], number: str, link: StreamLink) -> None:
         self._backend, self._server, self._number, self._link = backend, server, number, link
         self._killed = False
 
     async def cause(self) -> str | None:
-        """See contract.Process: what its server saw, or that the server is gone."""
+        """See contract.Process: what its server observed, or that the server is gone."""
         if self._killed:
             return "it was given back by the program that leased it"
         where = f"sandbox server {self._server[0]}:{self._server[1]}"
@@ -46,18 +46,18 @@ class Lease:
         return f"the connection to {where} broke"
 
     async def kill(self) -> None:
-        """Hang up."""
+        """Close the connection."""
         self._killed = True
         self._link.close()
 
 
 class Backend:
-    """See the module."""
+    """See the module docstring."""
 
     name = "remote"
 
     def __init__(self, spec: Sandbox) -> None:
-        assert spec.url is not None  # the spec has checked both
+        assert spec.url is not None  # the spec validates both
         assert spec.token_file is not None
         self.spec = spec
         self._token = read_token(spec.token_file)
@@ -66,7 +66,8 @@ class Backend:
         self._kept: frozenset[str] = frozenset()
 
     async def open(self) -> None:
-        """Ask the servers what they keep; those that do not answer are left out until a lease tries them again."""
+        """Ask the servers for their promises; servers that do not answer are skipped until a lease retries
+        them."""
         offers = []
         trouble = ""
         for server in self._servers:
@@ -83,7 +84,7 @@ class Backend:
         self._kept = frozenset.intersection(*offers)
 
     async def start(self, name: str) -> tuple[Lease, StreamLink, str]:
-        """Lease one from the server whose turn it is, or from the next that can."""
+        """Lease from the next server in turn, or from the first one after it that has capacity."""
         first = next(self._turn)
         trouble = []
         for i in range(len(self._servers)):
@@ -108,7 +109,7 @@ class Backend:
         raise SandboxUnavailable(f"sandbox {name}: no server could lease one: {'; '.join(trouble)}")
 
     async def ask(self, server: tuple[str, int], method: str, path: str) -> tuple[int, dict[str, Any]]:
-        """One request without a body: status and JSON of the answer."""
+        """Send a request without a body; return the status and JSON of the answer."""
         status, body, sock = await self._ask(server, method, path, {})
         sock.close()
         return status, body
@@ -116,7 +117,7 @@ class Backend:
     async def _ask(
         self, server: tuple[str, int], method: str, path: str, body: dict[str, Any]
     ) -> tuple[int, dict[str, Any], socket.socket]:
-        """One request: (status, JSON of the answer, the connection behind its head)."""
+        """Send a request; return (status, JSON of the answer, the connection after the response head)."""
         loop = asyncio.get_running_loop()
         text = json.dumps(body).encode()
         head = (
@@ -131,7 +132,7 @@ class Backend:
                 await loop.sock_connect(sock, server)
             async with asyncio.timeout(ANSWER_TIMEOUT_S):
                 await loop.sock_sendall(sock, head.encode() + text)
-                # Byte by byte: whatever follows the head belongs to the link.
+                # Byte by byte, because whatever follows the head belongs to the link.
                 answer = b""
                 while not answer.endswith(b"\r\n\r\n"):
                     part = await loop.sock_recv(sock, 1)
@@ -153,11 +154,11 @@ class Backend:
             raise
 
     def promises(self) -> tuple[frozenset[str], frozenset[str]]:
-        """What every server has said that it keeps."""
+        """Return the promises that every server has reported."""
         return self._kept - {"cpu_share"}, self._kept
 
     async def close(self) -> None:
-        """Nothing to end: the leases are their connections."""
+        """Do nothing: leases end with their connections."""
 
 
 def _address(url: str) -> tuple[str, int]:

@@ -1,4 +1,4 @@
-"""Control groups, version 1 and 2: the memory, processes and CPU share of one sandbox as a whole."""
+"""Control groups, versions 1 and 2: memory, process and CPU limits for a sandbox as a whole."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ CONTROLLERS = ("memory", "pids", "cpu")
 
 
 def _mounts() -> tuple[dict[str, str], str | None]:
-    """({v1 controller: mount point}, mount point of v2 or None)."""
+    """Return ({v1 controller: mount point}, mount point of v2 or None)."""
     first: dict[str, str] = {}
     second = None
     with open("/proc/self/mounts") as f:
@@ -29,7 +29,7 @@ def _mounts() -> tuple[dict[str, str], str | None]:
 
 
 def _delegated(mount: str) -> str:
-    """Where groups of version 2 can be made: at the top, or below the caller's own group if that is delegated."""
+    """Return where version 2 groups can be created: at the top, or below the caller's own group if delegated."""
     if os.access(f"{mount}/cgroup.subtree_control", os.W_OK):
         return mount
     with open("/proc/self/cgroup") as f:
@@ -39,12 +39,12 @@ def _delegated(mount: str) -> str:
 
 
 def _hand_down(place: str, enable: str) -> None:
-    """Let the groups below have the controllers; members of the group itself step down into one of their own."""
+    """Enable the controllers for the groups below; members of the group itself move into a child group."""
     try:
         _write(f"{place}/cgroup.subtree_control", enable)
         return
     except OSError as error:
-        if error.errno != errno.EBUSY:  # only the very top may have both members and controllers below
+        if error.errno != errno.EBUSY:  # only the root group may have both members and controllers
             raise
     os.makedirs(f"{place}/agentrl-others", exist_ok=True)
     for _ in range(100):  # members may fork meanwhile
@@ -69,7 +69,7 @@ class ControlGroup:
         self.usage_fd = os.open(f"{memory}/{usage}", os.O_RDONLY)
 
     def oom_kills(self) -> tuple[int, bool]:
-        """(processes of the group that were killed for want of memory, whether it has been at its limit)."""
+        """Return (processes of the group killed by the OOM killer, whether the group has reached its limit)."""
         events = os.pread(self.oom_fd, 4096, 0)
         if self.version == 2:
             return event_count(events, b"oom_kill"), event_count(events, b"oom") > 0
@@ -77,7 +77,7 @@ class ControlGroup:
             return event_count(events, b"oom_kill"), int(f.read()) > 0
 
     def add(self, pid: int) -> None:
-        """Move a process in."""
+        """Move a process into the group."""
         for place in sorted(set(self.places.values())):
             _write(f"{place}/cgroup.procs", str(pid))
 
@@ -87,13 +87,13 @@ class ControlGroup:
             os.close(fd)
 
     def remove(self) -> bool:
-        """Delete the group; False when it is still busy."""
+        """Delete the group; return False if it is still busy."""
         left = [place for place in set(self.places.values()) if not _rmdir(place)]
         return not left
 
 
 class Groups:
-    """The groups of one keeper, in `.../agentrl/<run>/<sandbox>`; `why_not` says why there are none."""
+    """The groups of one keeper, in `.../agentrl/<run>/<sandbox>`; `why_not` explains why there are none."""
 
     def __init__(self) -> None:
         self.why_not = ""
@@ -107,7 +107,7 @@ class Groups:
 
     @property
     def controllers(self) -> list[str]:
-        """Which of memory, pids and cpu can be limited here."""
+        """Return which of memory, pids and cpu can be limited here."""
         return sorted(self.bases) if "memory" in self.bases else []
 
     def _find(self) -> None:
@@ -141,10 +141,10 @@ class Groups:
         self.bases = {name: f"{root}/{run_name()}" for name, root in roots.items()}
 
     def create(self, name: str, *, memory_mb: int, pids: int, cpus: float | None) -> ControlGroup:
-        """A new group with its limits.
+        """Create a group with its limits.
 
         Raises:
-            OSError: the kernel refuses one of them.
+            OSError: the kernel rejects one of them.
         """
         places = {controller: f"{base}/{name}" for controller, base in self.bases.items()}
         for place in set(places.values()):
@@ -165,14 +165,14 @@ class Groups:
         return ControlGroup(places, self.version)
 
     def close(self) -> None:
-        """Delete what belongs to this run."""
+        """Delete the groups of this run."""
         for base in set(self.bases.values()):
             _remove_run(base)
-            _rmdir(os.path.dirname(base))  # stays while somebody else has a run there
+            _rmdir(os.path.dirname(base))  # kept while somebody else has a run there
 
 
 def host_oom_kills() -> int:
-    """Processes that this machine's kernel has killed for want of memory since it booted."""
+    """Return how many processes the kernel's OOM killer has ended since boot."""
     try:
         with open("/proc/vmstat", "rb") as f:
             return event_count(f.read(), b"oom_kill")
@@ -205,7 +205,7 @@ def _remove_run(base: str) -> None:
 
 
 def _kill_members(base: str) -> None:
-    """End processes that outlived their keeper; only those without a pid namespace could."""
+    """Kill processes that outlived their keeper; only sandboxes without a pid namespace can leave any."""
     for folder, _, _ in os.walk(base):
         with contextlib.suppress(OSError), open(f"{folder}/cgroup.procs") as f:
             for line in f:
@@ -214,7 +214,7 @@ def _kill_members(base: str) -> None:
 
 
 def _sweep(root: str) -> None:
-    """Remove what runs that are gone have left; their processes died with their keeper."""
+    """Remove the groups of runs that are gone; their processes died with their keeper."""
     for name in os.listdir(root):
         if is_stale(name):
             _kill_members(f"{root}/{name}")

@@ -1,4 +1,4 @@
-"""A program of the sandbox, from the fork to its end: the spare child waits, then becomes what is asked for."""
+"""A program in the sandbox, from fork to exit: the spare child waits, then becomes whatever is ordered."""
 
 from __future__ import annotations
 
@@ -36,25 +36,26 @@ print("", end="", flush=True)
 """
 PACKAGE = __name__.rpartition(".")[0]
 CONTROL = 3
-"""Where the order arrives; closed before anything foreign runs."""
+"""Descriptor on which the order arrives; closed before any untrusted code runs."""
 
 WORD = struct.Struct("=?BI")
-"""What a child writes on the page that it shares with the supervisor: that it has come to its end, with this exit
-status, having held so many KiB at most. A program can write there as well, so nothing else is believed of it."""
+"""What a child writes to the page it shares with the supervisor: that it has finished, its exit status and its
+peak
+memory in KiB. A program can write there as well, so nothing else in it is trusted."""
 
 ACCEPTED = b"\1"
-"""Sent on the control descriptor once the order has been read: from here on, what happens is the program's doing.
-The descriptor is closed before the program begins, so a program can neither send it nor take it back."""
+"""Sent on the control descriptor once the order has been read: what happens from then on is the program's doing.
+The descriptor is closed before the program starts, so a program can neither send nor retract it."""
 
 SITE: list[str] = []
 """Where our own code finds modules: never in a folder that programs can write to."""
 
 SESSIONS: Any = None
-"""The module `sessions`, which itself needs this one; set there."""
+"""The `sessions` module, set there because it needs this one."""
 
 
 class Confinement:
-    """What every child takes on beyond what it inherits from the supervisor."""
+    """What every child sets up in addition to what it inherits from the supervisor."""
 
     def __init__(
         self,
@@ -70,18 +71,18 @@ class Confinement:
     ) -> None:
         self.home, self.env, self.limits = home, env, limits
         self.foreign_seccomp = foreign_seccomp
-        """A further filter for foreign programs, without which file operations do."""
+        """An additional filter for untrusted programs; file operations run without it."""
         self.oom_fd, self.landlock, self.seccomp, self.site = oom_fd, landlock, seccomp, site
         self.own_oom_score = os.pread(oom_fd, 16, 0).strip() if oom_fd >= 0 else b""
         self.supervisor = 0
         """Its process id; set by `prepare`."""
         self.signalled_ends = False
-        """Whether the supervisor learns of ended children by signal; a child must not inherit that."""
+        """Whether the supervisor learns about exited children by signal; a child must not inherit that."""
         self.fences = kernel.landlock_abi() >= kernel.SIGNAL_SCOPE_ABI
-        """Whether sessions are kept from every process outside them."""
+        """Whether sessions are isolated from every process outside them."""
 
     def fork(self) -> int:
-        """Fork in the supervisor; the child is the first victim when memory runs out, and cannot change that."""
+        """Fork from the supervisor; the child is killed first when memory runs out, and cannot change that."""
         if self.oom_fd < 0:
             return os.fork()
         os.pwrite(self.oom_fd, b"1000", 0)
@@ -92,10 +93,10 @@ class Confinement:
                 os.pwrite(self.oom_fd, self.own_oom_score, 0)
 
     def apply(self) -> None:
-        """In the child: limits, and (outside namespaces) the filters.
+        """Apply limits and, outside namespaces, filters in the child.
 
-        It stays as undumpable as the supervisor, so that nobody can open its memory or its descriptors, until the
-        order is there.
+        It stays as undumpable as the supervisor until the order arrives, so that nobody can open its memory or
+        descriptors.
         """
         limit_resources(self.limits)
         if self.landlock:
@@ -117,12 +118,12 @@ def limit_resources(limits: dict[str, int]) -> None:
 
 
 def prepare(confinement: Confinement) -> None:
-    """In the supervisor, once: whatever all its children would do alike. A page that a fresh child need not write
-    to is a page that need not be copied."""
+    """Do once in the supervisor what every child would otherwise repeat. Pages that a fresh child does not write
+    to need not be copied."""
     confinement.supervisor = os.getpid()
     os.environ.clear()
     os.environ.update(confinement.env)
-    for name in ("exit", "quit"):  # the part of `site` that programs notice
+    for name in ("exit", "quit"):  # the part of `site` that affects programs
         setattr(builtins, name, _sitebuiltins.Quitter(name, "Ctrl-D (i.e. EOF)"))
     fresh_main()
 
@@ -130,11 +131,11 @@ def prepare(confinement: Confinement) -> None:
 def spare(
     confinement: Confinement, page: mmap.mmap, control: int, stdin: int, stdout: int, stderr: int
 ) -> NoReturn:
-    """The life of a pre-forked child. Never returns to the supervisor's code."""
+    """Run a pre-forked child from start to finish. Never returns to the supervisor's code."""
     status = 1
     try:
         _settle(confinement, control, stdin, stdout, stderr)
-        # Touch the pages that running a program touches, unless somebody waits for it already.
+        # Touch the pages that running a program touches, unless somebody is already waiting for it.
         if not select.select([CONTROL], [], [], 0)[0]:
             exec(compile(WARM, "program.py", "exec", dont_inherit=True), {"__name__": "__main__"})
         status = _serve(confinement, page, sys.modules["__main__"].__dict__)
@@ -147,27 +148,25 @@ def spare(
 
 
 def _settle(confinement: Confinement, control: int, stdin: int, stdout: int, stderr: int) -> None:
-    """Own session, the four descriptors and no others."""
+    """Start a session and keep only the four descriptors."""
     # The supervisor keeps 0 to 3 busy, so none of the four is overwritten before its turn.
     for target, fd in enumerate((stdin, stdout, stderr, control)):
         os.dup2(fd, target, inheritable=target != CONTROL)
     os.setsid()
     confinement.apply()
     os.closerange(CONTROL + 1, 1 << 20)
-    with contextlib.suppress(
-        OSError
-    ):  # whoever owns it may have forbidden it: it is the supervisor's folder anyway
+    with contextlib.suppress(OSError):  # a locked folder is no obstacle to the supervisor
         os.chdir(confinement.home)
     _signal.signal(_signal.SIGINT, _signal.default_int_handler)
     if confinement.signalled_ends:
         _signal.set_wakeup_fd(-1)
         _signal.signal(_signal.SIGCHLD, _signal.SIG_DFL)
-    sys.path[:] = SITE[:] = confinement.site  # the programs' folder comes first where foreign code begins
+    sys.path[:] = SITE[:] = confinement.site  # the programs' folder comes first where untrusted code begins
     gc.enable()
 
 
 def _serve(confinement: Confinement, page: mmap.mmap, scope: dict[str, Any]) -> int:
-    """Wait for the order and carry it out."""
+    """Wait for the order and execute it."""
     head, payload = frames.read_frame(CONTROL)
     order = frames.decode(head)
     limit_resources(order["rlimits"])
@@ -196,24 +195,25 @@ def _serve(confinement: Confinement, page: mmap.mmap, scope: dict[str, Any]) -> 
         if kind == "exec":
             return execute(order["argv"])
         status = run_python(payload, order["argv"], scope)
-    if os.getpid() == own:  # not a copy that the program has made of itself
+    if os.getpid() == own:  # not a copy that the program has made
         _say_the_end(page, status)
     return status
 
 
 def _say_the_end(page: mmap.mmap, status: int) -> None:
-    """Tell the supervisor, which then need not wait while the kernel takes this process down.
+    """Notify the supervisor, so that it need not wait while the kernel tears this process down.
 
-    A program that tells a lie here does no more than one that calls `os._exit`. Those that had children of their
-    own, whose processor time only the kernel knows, say nothing.
+    A program that fakes this message gains no more than by calling `os._exit`. Processes that had children report
+    nothing, because only the kernel knows the CPU time of those children.
     """
     if not resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss:
         WORD.pack_into(page, 0, True, status & 0xFF, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)
-        os.closerange(1, 3)  # the end of both streams is what the supervisor sees
+        os.closerange(1, 3)  # the supervisor sees both streams end
 
 
 def execute(argv: list[str]) -> int:
-    """Replace this process by a program; 127 or 126 with a line on stderr where that fails, as a shell does."""
+    """Replace this process with a program; exits with 127 or 126 and a line on stderr on failure, as a shell
+    does."""
     for number in (signal.SIGPIPE, signal.SIGXFSZ, signal.SIGINT):
         signal.signal(number, signal.SIG_DFL)
     try:
@@ -229,7 +229,7 @@ def execute(argv: list[str]) -> int:
 
 
 def fresh_main() -> None:
-    """A new, empty `__main__`, and no trace of the supervisor's modules."""
+    """Create a new, empty `__main__` and remove all traces of the supervisor's modules."""
     package = PACKAGE
     for name in [name for name in sys.modules if name == package or name.startswith(package + ".")]:
         del sys.modules[name]
@@ -239,7 +239,8 @@ def fresh_main() -> None:
 
 
 def show_exception(error: BaseException, sources: dict[str, bytes]) -> None:
-    """Print the traceback as Python would, with the lines of `sources` (by file name), without our own frames."""
+    """Print the traceback as Python would, using the lines of `sources` (by file name) and omitting our own
+    frames."""
     theirs, sys.path = sys.path, [*SITE]
     try:
         import linecache
@@ -258,7 +259,7 @@ def show_exception(error: BaseException, sources: dict[str, bytes]) -> None:
 
 
 def exit_status(error: SystemExit) -> int:
-    """What the shell would see of this SystemExit; text goes to stderr, as Python does."""
+    """Return the exit status a shell would see for this SystemExit; text goes to stderr, as in Python."""
     code = error.code
     if code is None:
         return 0
@@ -269,12 +270,12 @@ def exit_status(error: SystemExit) -> int:
 
 
 def run_python(program: bytes, argv: list[str], scope: dict[str, Any]) -> int:
-    """Run a whole program as `__main__`; the exit status that `python program.py` would have."""
+    """Run a complete program as `__main__` and return the exit status that `python program.py` would have."""
     name = "program.py"
     sys.argv = [name, *argv]
     status = 0
     try:
-        # Bytes, not text: a coding line and a byte-order mark mean what they say.
+        # Bytes, not text, so that coding lines and byte-order marks take effect.
         code = compile(program, name, "exec", dont_inherit=True)
         sys.path.insert(0, "")
         exec(code, scope)
@@ -287,7 +288,7 @@ def run_python(program: bytes, argv: list[str], scope: dict[str, Any]) -> int:
 
 
 def finish(status: int) -> int:
-    """What the interpreter does at its end and `os._exit` does not: threads, atexit, flush."""
+    """Do what the interpreter does at exit and `os._exit` does not: threads, atexit, flush."""
     try:
         if "threading" in sys.modules:
             sys.modules["threading"]._shutdown()

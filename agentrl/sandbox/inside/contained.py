@@ -1,4 +1,5 @@
-"""The supervisor as the entry point of a container: the engine has built the walls, we are PID 1 within them."""
+"""The supervisor as a container's entry point: the engine provides the isolation, and this process is PID 1 in
+it."""
 
 from __future__ import annotations
 
@@ -10,7 +11,7 @@ import socket
 import sys
 from typing import Any
 
-from . import child, frames, keeper, kernel, supervisor, tree  # keeper brings sessions along
+from . import child, frames, keeper, kernel, supervisor, tree  # keeper imports sessions
 
 OOM_FILES = ("/sys/fs/cgroup/memory/memory.oom_control", "/sys/fs/cgroup/memory.events")
 USAGE_FILES = ("/sys/fs/cgroup/memory/memory.usage_in_bytes", "/sys/fs/cgroup/memory.current")
@@ -26,7 +27,7 @@ def _open_first(paths: tuple[str, ...]) -> int:
 
 
 def main(text: str) -> None:
-    """Entry point: `text` is the order as JSON; the link is the door that it names, or stdin and stdout."""
+    """Entry point: `text` is the order as JSON; the link is the door it names, or stdin and stdout."""
     order: dict[str, Any] = json.loads(text)
     link_in, link_out = _link(order["door"])
     null = os.open("/dev/null", os.O_RDWR)
@@ -57,10 +58,10 @@ def _confine(order: dict[str, Any]) -> tuple[child.Confinement, tree.Meter]:
     if os.environ.get("PATH"):
         env["PATH"] = os.environ["PATH"]
     kernel.drop_privileges(os.getuid(), os.getgid())
-    with contextlib.suppress(OSError):  # without Landlock, a program can make itself a later victim than PID 1
+    with contextlib.suppress(OSError):  # without Landlock, a program can lower its OOM score below that of PID 1
         kernel.write_only_below([home, tmp, "/dev"])  # not in /proc
     kernel.prctl(kernel.PR_SET_DUMPABLE, 0)
-    alone = bool(order["own_kernel"])  # gVisor: it counts no shared memory, and lets PID 1 be killed
+    alone = bool(order["own_kernel"])  # gVisor: shared memory is not counted, and PID 1 can be killed
     kernel.install_seccomp(kernel.seccomp_filter(network=True, shared_memory=not alone, mortal_init=alone))
     meter = tree.Meter(order["memory_mb"], _open_first(OOM_FILES), _open_first(USAGE_FILES), home)
     return child.Confinement(
@@ -73,17 +74,17 @@ def _confine(order: dict[str, Any]) -> tuple[child.Confinement, tree.Meter]:
 
 
 def _link(door: str) -> tuple[int, int]:
-    """Descriptors to read orders from and to answer on."""
+    """Return the descriptors for reading orders and for answering."""
     if door:
         with socket.socket(socket.AF_UNIX) as caller, contextlib.suppress(OSError):
-            caller.connect(door)  # an engine may show the socket and let nobody through
+            caller.connect(door)  # an engine may mount the socket but block connections
             link = _above(caller.fileno())
             return link, link
     return _above(0), _above(1)
 
 
 def _above(fd: int) -> int:
-    """A copy of a descriptor above 3."""
+    """Return a copy of a descriptor, numbered above 3."""
     import fcntl
 
     assert sys.platform == "linux"

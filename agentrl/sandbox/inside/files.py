@@ -1,8 +1,11 @@
-"""File operations, done by a child with the rights of the sandbox's own programs: no path can lead outside.
+"""File operations, done by a child with the rights of the sandbox's own programs, so that no path can lead
+outside.
 
-The answer is a JSON object on stderr, data go over stdin and stdout. The answer says how many bytes came and went,
-with their digest, so that the host sees when somebody else took or put some. Nothing here waits: FIFOs and devices
-are opened without blocking and refused. Nothing here imports: what it needs is there before the fork.
+The answer is a JSON object on stderr; data goes over stdin and stdout. The answer reports the number of bytes in
+each
+direction and their digest, so that the host notices if another process took or added some. Nothing here blocks:
+FIFOs
+and devices are opened without blocking and refused. Nothing here imports: all modules are loaded before the fork.
 """
 
 from __future__ import annotations
@@ -16,8 +19,8 @@ from typing import Any
 from . import frames, leftovers, packing
 
 try:
-    from _blake2 import blake2b  # without what `hashlib` brings along
-except ImportError:  # pragma: no cover - an interpreter that was built without it
+    from _blake2 import blake2b  # without loading everything `hashlib` loads
+except ImportError:  # pragma: no cover - an interpreter built without it
     from hashlib import blake2b
 
 CHUNK = 1 << 18
@@ -25,20 +28,20 @@ DIGEST_BYTES = 16
 
 
 class ByteStream:
-    """One of the two streams of data, counted."""
+    """One of the two data streams, counted."""
 
     def __init__(self, fd: int) -> None:
         self.fd, self.total = fd, 0
         self._digest = blake2b(digest_size=DIGEST_BYTES)
 
     def read(self, count: int) -> bytes:
-        """At most that many bytes; nothing at the end."""
+        """Read up to that many bytes; empty at the end."""
         data = os.read(self.fd, count)
         self._count(data)
         return data
 
     def read_exactly(self, count: int) -> bytes:
-        """That many bytes; ValueError when there are fewer."""
+        """Read exactly that many bytes; raises ValueError if there are fewer."""
         try:
             data = frames.read_exactly(self.fd, count)
         except EOFError:
@@ -47,7 +50,7 @@ class ByteStream:
         return data
 
     def write(self, data: bytes) -> None:
-        """All of it."""
+        """Write all of the data."""
         frames.write_all(self.fd, data)
         self._count(data)
 
@@ -56,12 +59,12 @@ class ByteStream:
         self._digest.update(data)
 
     def told(self) -> list[Any]:
-        """What the other side compares: bytes and their digest."""
+        """Return what the other side compares: byte count and digest."""
         return [self.total, self._digest.hexdigest()]
 
 
 def perform(order: dict[str, Any]) -> int:
-    """Do one operation; the exit status is 0 when the answer on stderr is not an error."""
+    """Run one operation; the exit status is 0 if the answer on stderr is not an error."""
     answer: dict[str, Any]
     taken, sent = ByteStream(0), ByteStream(1)
     try:
@@ -93,7 +96,7 @@ def _open_regular(path: str, flags: int, mode: int = 0o644) -> int:
 
 
 def read(order: dict[str, Any], taken: ByteStream, sent: ByteStream) -> dict[str, Any]:
-    """Bytes `offset` to `offset + max_bytes` of a regular file on stdout."""
+    """Write bytes `offset` to `offset + max_bytes` of a regular file to stdout."""
     fd = _open_regular(order["path"], os.O_RDONLY)
     size = os.fstat(fd).st_size
     os.lseek(fd, order["offset"], os.SEEK_SET)
@@ -108,7 +111,7 @@ def read(order: dict[str, Any], taken: ByteStream, sent: ByteStream) -> dict[str
 
 
 def write(order: dict[str, Any], taken: ByteStream, sent: ByteStream) -> dict[str, Any]:
-    """Write stdin to a regular file; `offset` says where, and how long the file must be by then."""
+    """Write stdin to a regular file at `offset`, which must also be the file's current length."""
     path, offset = order["path"], order["offset"]
     if order["parents"] and os.path.dirname(path):
         os.makedirs(os.path.dirname(path), exist_ok=True)
@@ -134,19 +137,19 @@ def _describe(path: str) -> dict[str, Any]:
 
 
 def describe(order: dict[str, Any], taken: ByteStream, sent: ByteStream) -> dict[str, Any]:
-    """What is at the path; links are not followed."""
+    """Describe the entry at the path; links are not followed."""
     return _describe(order["path"])
 
 
 def entries(order: dict[str, Any], taken: ByteStream, sent: ByteStream) -> dict[str, Any]:
-    """The sorted entries of a directory, at most `max_entries` of them."""
+    """List a directory in sorted order, up to `max_entries` entries."""
     names = sorted(os.listdir(order["path"]))
     shown = names[: order["max_entries"]]
     return {"entries": [[n, _describe(os.path.join(order["path"], n))] for n in shown], "total": len(names)}
 
 
 def remove(order: dict[str, Any], taken: ByteStream, sent: ByteStream) -> dict[str, Any]:
-    """Delete a file, or a directory with all that is in it."""
+    """Delete a file, or a directory and its contents."""
     path = order["path"]
     if stat.S_ISDIR(os.lstat(path).st_mode):
         if not order["recursive"]:
@@ -165,9 +168,9 @@ def make_directory(order: dict[str, Any], taken: ByteStream, sent: ByteStream) -
 
 
 def pack_tree(order: dict[str, Any], taken: ByteStream, sent: ByteStream) -> dict[str, Any]:
-    """Regular files, directories and links below `path` on stdout, within both limits; see `packing`.
+    """Write the regular files, directories and links below `path` to stdout, within both limits; see `packing`.
 
-    What its owner has locked by its mode is opened all the same, and locked again.
+    Entries that their owner has made unreadable are unlocked, read, and locked again.
     """
     most_files, most_bytes = order["max_files"], order["max_bytes"]
     too_much = OSError(27, f"tree has more than {most_files} files or {most_bytes} bytes", order["path"])
@@ -214,7 +217,7 @@ def pack_tree(order: dict[str, Any], taken: ByteStream, sent: ByteStream) -> dic
 
 
 def _unlock(name: bytes | str, fd: int | None, bits: int) -> int:
-    """Give the owner rights to what the name means, not to what a link of that name leads to; its mode before."""
+    """Give the owner rights to the entry itself, not to the target of a link; return the previous mode."""
     path_only = os.open(name, os.O_PATH | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=fd)
     try:
         mode = stat.S_IMODE(os.fstat(path_only).st_mode)
@@ -225,7 +228,7 @@ def _unlock(name: bytes | str, fd: int | None, bits: int) -> int:
 
 
 def _send_content(fd: int, name: bytes, mode: int, most: int, sent: ByteStream, too_much: OSError) -> int:
-    """The pieces of a file, however long it turns out to be; bytes."""
+    """Yield a file's content in chunks, however long it turns out to be."""
     flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC
     try:
         file = os.open(name, flags, dir_fd=fd)
@@ -246,7 +249,8 @@ def _send_content(fd: int, name: bytes, mode: int, most: int, sent: ByteStream, 
 
 
 def unpack_tree(order: dict[str, Any], taken: ByteStream, sent: ByteStream) -> dict[str, Any]:
-    """Write the tree on stdin below `path`. No entry is reached through a link, and what was there gives way."""
+    """Write the tree on stdin below `path`. No entry is written through a link, and existing entries are
+    replaced."""
     os.makedirs(order["path"], exist_ok=True)
     root = os.open(order["path"], os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     os.umask(0)
@@ -276,7 +280,7 @@ FOLDER_FLAGS = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 
 
 def _open_folder(name: bytes | str, fd: int | None) -> tuple[int, int | None]:
-    """A descriptor of a directory that can be read and entered, and its mode if that was not so before."""
+    """Open a directory for reading and entering; return the descriptor, and the old mode if it was changed."""
     mode = None
     try:
         own = os.open(name, FOLDER_FLAGS, dir_fd=fd)
@@ -291,10 +295,10 @@ def _open_folder(name: bytes | str, fd: int | None) -> tuple[int, int | None]:
 
 
 def _enter(root: int, folder: bytes, make: bool = False) -> tuple[int, int | None]:
-    """See `_open_folder`: of a directory below `root`, reached through no link.
+    """Like `_open_folder`, for a directory below `root` that is not reached through a link.
 
     Args:
-        make: create what is missing, and leave what is locked alone.
+        make: create missing directories, and do not unlock locked ones.
     """
     fd, mode = root, None
     for part in folder.split(b"/") if folder else ():
@@ -319,7 +323,7 @@ def _enter(root: int, folder: bytes, make: bool = False) -> tuple[int, int | Non
 
 
 def _clear(fd: int, name: bytes) -> None:
-    """Take away what bears the name, unless it is a directory."""
+    """Remove the entry of that name, unless it is a directory."""
     with contextlib.suppress(FileNotFoundError):
         os.unlink(name, dir_fd=fd)
 
@@ -346,7 +350,7 @@ def _write_content(fd: int, name: bytes, kind: int, mode: int, mtime: int, piece
         for part in pieces:
             length += len(part)
             if part.count(0) == len(part):
-                os.lseek(file, len(part), os.SEEK_CUR)  # a hole stays a hole
+                os.lseek(file, len(part), os.SEEK_CUR)  # keep holes sparse
             else:
                 frames.write_all(file, part)
         if os.fstat(file).st_size != length:

@@ -1,4 +1,4 @@
-"""The frames that cross a stream: two lengths, a header, a payload. Headers are JSON, those of reports are not."""
+"""Frames exchanged over a stream: two lengths, a header, a payload. Headers are JSON, except those of reports."""
 
 from __future__ import annotations
 
@@ -8,47 +8,49 @@ import struct
 from typing import Any
 
 VERSION = 4
-"""Of what the frames of the two sides say; a sandbox server may be of another release."""
+"""Protocol version of the frames; a sandbox server may run a different release."""
 LENGTHS = struct.Struct(">II")
-_encode = json.JSONEncoder(separators=(",", ":")).encode  # made once: json.dumps makes one for every frame
+_encode = json.JSONEncoder(separators=(",", ":")).encode  # created once: json.dumps creates an encoder per frame
 _decode = json.JSONDecoder().raw_decode
 OUTCOMES = ("exit", "signal", "timeout", "oom", "output_limit", "cancelled")
 REPORT = struct.Struct(">IBBhQQddQII")
-"""What became of a call, quick to write and to read: id, place in OUTCOMES, flags, exit code or signal, bytes of
-stdout and of stderr, seconds, seconds of CPU, KiB of memory at most, processes killed for want of memory, and left
-behind. With the flag CUT four numbers follow: the bytes there are of begin and end of each output."""
+"""The result of a call in a compact form: id, index in OUTCOMES, flags, exit code or signal, bytes of stdout and
+of
+stderr, seconds, CPU seconds, peak KiB of memory, processes killed by the OOM killer, and processes left behind.
+With
+the flag CUT four more numbers follow: the bytes of the beginning and the end of each output."""
 CUTS = struct.Struct(">4I")
 SIGNAL, NO_CODE, LOST, CUT = 1, 2, 4, 8
-"""Flags: the code is a signal's number, is nothing; the session is over; some output was left out."""
+"""Flags: the code is a signal number; there is no code; the session is over; some output was dropped."""
 MAX_HEADER, MAX_PAYLOAD = 1 << 22, 1 << 28
 
 Header = dict[str, Any]
 
 
 def pack(header: Header, payload: bytes = b"") -> bytes:
-    """One frame."""
+    """Encode one frame."""
     return pack_raw(_encode(header).encode(), payload)
 
 
 def pack_raw(head: bytes, payload: bytes) -> bytes:
-    """One frame whose header is no JSON."""
+    """Encode one frame whose header is not JSON."""
     return LENGTHS.pack(len(head), len(payload)) + head + payload
 
 
 class FrameReader:
-    """Cuts a byte stream into frames."""
+    """Split a byte stream into frames."""
 
     def __init__(self) -> None:
         self._buffer = bytearray()
 
     def feed(self, data: bytes) -> list[tuple[Header, bytes]]:
-        """Take the next bytes and return the frames that are now complete.
+        """Add the next bytes and return the frames that are now complete.
 
         Raises:
             ValueError: the bytes are not frames.
         """
         buffer = self._buffer
-        if not buffer and len(data) >= 8:  # most often it is one whole frame
+        if not buffer and len(data) >= 8:  # the common case: exactly one whole frame
             head, payload = LENGTHS.unpack_from(data)
             if 8 + head + payload == len(data) and head <= MAX_HEADER and payload <= MAX_PAYLOAD:
                 return [(decode(data[8 : 8 + head]), data[8 + head :])]
@@ -68,7 +70,7 @@ class FrameReader:
 
 
 def decode(head: bytes | bytearray) -> Header:
-    """A header; that of a report as {"id", "report"}. Raises ValueError where it is none."""
+    """Decode a header; that of a report as {"id", "report"}. Raises ValueError if it is invalid."""
     if len(head) >= REPORT.size and head[0] != 0x7B:
         number, outcome = REPORT.unpack_from(head)[:2]
         if outcome >= len(OUTCOMES):
@@ -82,7 +84,7 @@ def decode(head: bytes | bytearray) -> Header:
 
 
 def read_exactly(fd: int, count: int) -> bytes:
-    """`count` bytes of a blocking descriptor, none beyond them; EOFError when it ends before."""
+    """Read exactly `count` bytes from a blocking descriptor; raises EOFError if it ends first."""
     data = os.read(fd, min(count, 1 << 20)) if count else b""
     parts, left = [data], count - len(data)
     while left:
@@ -95,7 +97,7 @@ def read_exactly(fd: int, count: int) -> bytes:
 
 
 def read_frame(fd: int) -> tuple[bytes, bytes]:
-    """Header, as bytes, and payload of the next frame of a blocking descriptor; EOFError when it ends."""
+    """Read the next frame from a blocking descriptor, as header bytes and payload; EOFError if it ends first."""
     head, payload = LENGTHS.unpack(read_exactly(fd, LENGTHS.size))
     body = read_exactly(fd, head + payload)
     return body[:head], body[head:]

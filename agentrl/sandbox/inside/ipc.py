@@ -1,4 +1,4 @@
-"""What outlives the processes that made it: System V objects, message queues, files in /dev/shm."""
+"""IPC that outlives its processes: System V objects, message queues, files in /dev/shm."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ QUEUES, SHARED_FILES = "/dev/mqueue", "/dev/shm"
 IPC_RMID = 0
 SHM_INFO, SEM_INFO, MSG_INFO = 14, 19, 12
 _told = (ctypes.c_int * 64)()
-"""What the kernel says of all objects of a kind; the number of them has a place of its own in each."""
+"""The kernel's summary of all objects of one kind; each kind stores the count at a different offset."""
 
 
 def clear() -> None:
-    """Remove all of it; for the first process of an IPC namespace, when nobody else is left in it."""
+    """Remove all of it; call from PID 1 of an IPC namespace once nobody else is left in it."""
     with contextlib.suppress(OSError):
         _clear_system_v()
     for place in (QUEUES, SHARED_FILES):

@@ -1,4 +1,4 @@
-"""Build the root of a namespace jail and give every privilege away: the first steps of its PID 1."""
+"""Build the root of a namespace jail and drop every privilege: the first steps of its PID 1."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ import struct
 from . import kernel
 
 BOX_ID = 1000
-"""User and group id inside, where the jail has a user namespace of its own."""
+"""User and group id inside a jail that has a user namespace."""
 
 DEVICES = ("null", "zero", "full", "random", "urandom")
 TERMINALS = 16
-"""Pseudo-terminals of one jail; those of all together are limited by the kernel."""
+"""Pseudo-terminals per jail; the kernel also limits their total."""
 
 
 def namespaces(*, privileged: bool, network: bool) -> int:
-    """The clone flags of a jail. `network` shares the network of the host."""
+    """Return the clone flags of a jail. `network` shares the host's network."""
     flags = kernel.CLONE_NEWPID | kernel.CLONE_NEWNS | kernel.CLONE_NEWIPC | kernel.CLONE_NEWUTS
     if not network:
         flags |= kernel.CLONE_NEWNET
@@ -28,34 +28,34 @@ def namespaces(*, privileged: bool, network: bool) -> int:
 
 
 def map_user(uid: int, gid: int) -> None:
-    """In a fresh user namespace: become BOX_ID, which is `uid`, `gid` outside."""
+    """In a new user namespace, become BOX_ID, which is `uid` and `gid` outside."""
     for name, text in (("setgroups", "deny"), ("uid_map", f"{BOX_ID} {uid} 1"), ("gid_map", f"{BOX_ID} {gid} 1")):
         with open(f"/proc/self/{name}", "w") as f:
             f.write(text)
 
 
 def build(binds: list[str], *, uid: int, gid: int, disk_mb: int, inodes: int, hostname: str = "sandbox") -> int:
-    """Replace the root by a read-only tmpfs with read-only binds, one bounded disk, /proc and a few devices.
+    """Replace the root with a read-only tmpfs with read-only binds, one bounded disk, /proc and a few devices.
 
     Args:
-        binds: paths of the host that appear at the same place, read-only; links appear as links.
+        binds: host paths mounted read-only at the same place; links appear as links.
         uid: owner of the disk, as seen from inside.
         gid: its group.
-        disk_mb: size of the one tmpfs that is /workspace, /tmp, /dev/shm and the home directory.
-        inodes: how many files it may hold.
+        disk_mb: size of the single tmpfs behind /workspace, /tmp, /dev/shm and the home directory.
+        inodes: maximum number of files on it.
 
     Returns:
-        A directory descriptor of /proc through which the caller alone can still write to it.
+        A directory descriptor of /proc through which only the caller can still write to it.
     """
     kernel.mount("none", "/", None, kernel.MS_REC | kernel.MS_PRIVATE)
     sources = [_source(path) for path in binds]
-    names = [*DEVICES, *(["tty"] if os.path.exists("/dev/tty") else [])]  # whoever has none is told so by it
+    names = [*DEVICES, *(["tty"] if os.path.exists("/dev/tty") else [])]  # opening it fails without a terminal
     devices = [(name, os.open(f"/dev/{name}", os.O_PATH | os.O_CLOEXEC)) for name in names]
     root = "/tmp"
     quiet = kernel.MS_NOSUID | kernel.MS_NODEV
     kernel.mount("sandbox", root, "tmpfs", quiet, "mode=755,size=4m,nr_inodes=2000")
     _disk(root, uid, gid, disk_mb, inodes)
-    for path, link, fd in sources:  # after the disk: some may lie below /tmp
+    for path, link, fd in sources:  # after the disk: some may be below /tmp
         target = root + path
         os.makedirs(os.path.dirname(target), exist_ok=True)
         if link is not None:
@@ -86,14 +86,14 @@ def build(binds: list[str], *, uid: int, gid: int, disk_mb: int, inodes: int, ho
 
 
 def loopback_up() -> None:
-    """Bring up `lo` of a fresh network namespace, so that servers inside can be reached from inside."""
+    """Bring up `lo` of a new network namespace, so that servers inside can be reached from inside."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as s:
         request = struct.pack("16sh14x", b"lo", 0x1 | 0x40)  # IFF_UP | IFF_RUNNING
         fcntl.ioctl(s, 0x8914, request)  # SIOCSIFFLAGS
 
 
 def _source(path: str) -> tuple[str, str | None, int]:
-    """(path, where the link points or None, fd of the thing) of something to bind."""
+    """Return (path, link target or None, descriptor) of something to bind."""
     if os.path.islink(path):
         return path, os.readlink(path), -1
     return path, None, os.open(path, os.O_PATH | os.O_CLOEXEC)
@@ -111,7 +111,7 @@ def _bind(fd: int, target: str) -> None:
 
 
 def _disk(root: str, uid: int, gid: int, disk_mb: int, inodes: int) -> None:
-    """One tmpfs behind /workspace, /tmp and /dev/shm: one limit for them all."""
+    """Mount one tmpfs behind /workspace, /tmp and /dev/shm, so that one limit covers all of them."""
     quiet = kernel.MS_NOSUID | kernel.MS_NODEV
     disk = f"{root}/disk"
     os.mkdir(disk)
@@ -146,7 +146,7 @@ def _etc(root: str, uid: int, gid: int) -> None:
 
 
 def _lock_proc(proc: str, null: str) -> int:
-    """Make /proc read-only, cover what it tells about the host; return the old, writable view as a descriptor."""
+    """Make /proc read-only, hide host details in it, and return the old, writable view as a descriptor."""
     fd = os.open(proc, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     flags = kernel.MS_NOSUID | kernel.MS_NODEV | kernel.MS_NOEXEC
     kernel.mount(proc, proc, None, kernel.MS_BIND)

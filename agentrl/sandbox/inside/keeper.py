@@ -1,8 +1,8 @@
-"""The keeper: one lean process beside the program that uses sandboxes; it forks them, and cleans up after them.
+"""The keeper: a small separate process that forks sandboxes for the main program and cleans up after them.
 
-Forking here instead of in the program costs a fraction (a large process is slow to fork and may have threads),
-shares the interpreter's memory among all sandboxes, and leaves somebody behind who cleans up when the program
-is killed.
+Forking here instead of in the main program is much cheaper (a large process is slow to fork and may have threads),
+shares the interpreter's memory among all sandboxes, and keeps a process alive to clean up if the main program is
+killed.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ SYSTEM = (
     "/usr", "/bin", "/sbin", "/lib", "/lib32", "/lib64", "/libx32", "/etc/alternatives", "/etc/ld.so.cache",
     "/etc/ld.so.conf", "/etc/ld.so.conf.d", "/etc/mime.types", "/etc/services", "/etc/protocols", "/etc/ssl/certs",
 )  # fmt: skip
-"""What a sandbox sees of the host unless told otherwise: programs and libraries, nothing of anybody's own."""
+"""The parts of the host that a sandbox sees by default: programs and libraries, but no user data."""
 
 UID_BASE, UIDS = 0x40000000, 4096
-"""Where the user ids of sandboxes begin, and how many each keeper has."""
+"""The first user id for sandboxes, and how many each keeper has."""
 PRELOADED = (sessions,)
 """Modules that children use; loaded here once."""
 
@@ -42,7 +42,7 @@ def site_paths() -> list[str]:
 
 
 def base_env(home: str, tmp: str, extra: dict[str, str]) -> dict[str, str]:
-    """The whole environment of a program: nothing of the host's gets in."""
+    """The complete environment of a program: nothing is inherited from the host."""
     path = "/usr/local/bin:/usr/bin:/bin"
     if sys.base_prefix != "/usr":
         path = f"{sys.base_prefix}/bin:{path}"
@@ -54,7 +54,7 @@ def base_env(home: str, tmp: str, extra: dict[str, str]) -> dict[str, str]:
 
 
 class KeptBox:
-    """What the keeper knows of one sandbox."""
+    """What the keeper knows about one sandbox."""
 
     def __init__(
         self, name: str, pid: int, uid: int, group: cgroups.ControlGroup | None, folder: str | None
@@ -65,7 +65,7 @@ class KeptBox:
 
 
 class Keeper:
-    """Serves `spawn` and `kill` on a seqpacket socket until it closes or the parent is gone."""
+    """Serve `spawn` and `kill` on a seqpacket socket until it closes or the parent is gone."""
 
     def __init__(self, control: socket.socket, parent: int) -> None:
         self.control = control
@@ -83,7 +83,7 @@ class Keeper:
         self.uid_base = UID_BASE + (os.getpid() % (1 << 18)) * UIDS if self.privileged else uid
 
     def run(self) -> None:
-        """The loop."""
+        """Run the event loop."""
         self.tell({"ready": True, "controllers": self.groups.controllers, "why_no_cgroup": self.groups.why_not})
         try:
             while True:
@@ -101,11 +101,11 @@ class Keeper:
             self.close()
 
     def tell(self, message: dict[str, Any]) -> None:
-        """One message to the program."""
+        """Send one message to the main program."""
         self.control.send(json.dumps(message).encode())
 
     def receive(self) -> bool:
-        """Serve one order; False when there will be no more."""
+        """Handle one order; return False when no more will come."""
         data, fds, _, _ = socket.recv_fds(self.control, 1 << 20, 2)
         if not data:
             return False
@@ -124,7 +124,7 @@ class Keeper:
         return True
 
     def spawn(self, order: dict[str, Any], link: int) -> None:
-        """Fork a sandbox; it says hello, or why not, on its own link."""
+        """Fork a sandbox; it reports success or failure on its own link."""
         namespaced = order["mode"] == "namespace"
         group = folder = None
         if self.groups.controllers and order["mode"] != "process":
@@ -161,10 +161,10 @@ class Keeper:
         self.tell({"box": box.name, "pid": pid})
 
     def free_uid(self) -> int:
-        """A user id that none of the living sandboxes has, and none has had for long.
+        """Return the next user id in rotation that no live sandbox uses.
 
         Raises:
-            OSError: all are taken.
+            OSError: all ids are taken.
         """
         taken = {box.uid for box in self.boxes.values()}
         for _ in range(UIDS):
@@ -175,7 +175,7 @@ class Keeper:
         raise OSError(f"{UIDS} sandboxes are running: there is no user id left for another")
 
     def make_folder(self, place: str, name: str, uid: int, gid: int) -> str:
-        """The directory of a sandbox without a file system of its own."""
+        """Return the directory of a sandbox that has no separate file system."""
         if self.folder is None:
             self.folder = leftovers.run_folder(place)
             leftovers.sweep_folders(place)
@@ -189,7 +189,7 @@ class Keeper:
         return folder
 
     def end(self, box: KeptBox) -> None:
-        """A sandbox has ended. Whatever it has left behind, the keeper of all the others goes on."""
+        """Handle the end of a sandbox. Whatever it left behind, the keeper keeps serving the others."""
         try:
             self.bury(box)
         except (BrokenPipeError, ConnectionResetError):
@@ -199,14 +199,14 @@ class Keeper:
             self.tell({"box": box.name, "exit": 0, "oom_kills": 0, "at_limit": True})
 
     def bury(self, box: KeptBox) -> None:
-        """Collect a sandbox that has ended and remove what was its own."""
+        """Reap a sandbox that has ended and remove its resources."""
         _, status = os.waitpid(box.pid, 0)
         self.poll.unregister(box.pidfd)
         del self.boxes[box.pidfd]
         os.close(box.pidfd)
         others = [other.pid for other in self.boxes.values()]
         if box.folder is not None:
-            # Without a pid namespace, what a killed supervisor had below it has become ours.
+            # Without a pid namespace, descendants of a killed supervisor are reparented to this process.
             tree.kill_except(others, others)
         oom_kills, at_limit = self.oom_kills(box)
         if box.group is not None:
@@ -218,16 +218,16 @@ class Keeper:
         self.tell({"box": box.name, "exit": status, "oom_kills": oom_kills, "at_limit": at_limit})
 
     def oom_kills(self, box: KeptBox) -> tuple[int, bool]:
-        """(processes killed for want of memory, whether the sandbox's own limit may be why).
+        """Return (processes killed by the OOM killer, whether the sandbox's own limit may be the cause).
 
-        Without a control group nobody counts for a sandbox alone: all kills of the host since it began.
+        Without a control group there is no per-sandbox count: it then covers the whole host since startup.
         """
         if box.group is not None:
             return box.group.oom_kills()
         return cgroups.host_oom_kills() - box.host_oom_kills, True
 
     def close(self) -> None:
-        """End every sandbox and leave nothing."""
+        """End every sandbox and remove everything."""
         for box in self.boxes.values():
             signal.pidfd_send_signal(box.pidfd, signal.SIGKILL)
         for box in self.boxes.values():
@@ -253,7 +253,7 @@ def become(
     uid: int,
     gid: int,
 ) -> NoReturn:
-    """In the new process: build the jail, give up every privilege, supervise. Says on the link what fails."""
+    """In the new process: build the jail, drop all privileges, supervise. Reports failures on the link."""
     try:
         signal.signal(signal.SIGINT, signal.SIG_IGN)
         oom_fd, usage_fd = (group.oom_fd, group.usage_fd) if group is not None else (-1, -1)
@@ -286,7 +286,7 @@ def close_others(keep: list[int]) -> None:
 
 
 def build_jail(order: dict[str, Any], folder: str, uid: int, gid: int) -> tuple[child.Confinement, str]:
-    """Namespaces: a root of its own, no capabilities, the system call filter on PID 1 and so on all."""
+    """Namespaces: a private root, no capabilities, and the system call filter on PID 1 and all its descendants."""
     privileged = os.geteuid() == 0
     inner_uid, inner_gid = uid, gid
     if not privileged:
@@ -320,7 +320,7 @@ def build_jail(order: dict[str, Any], folder: str, uid: int, gid: int) -> tuple[
 
 
 def build_folder(order: dict[str, Any], folder: str, uid: int, gid: int) -> tuple[child.Confinement, str]:
-    """No namespaces: a directory, limits, and for Landlock the filters that each child takes on."""
+    """No namespaces: a directory, limits, and for Landlock the filters that each child applies."""
     kernel.prctl(kernel.PR_SET_CHILD_SUBREAPER, 1)
     home, tmp = f"{folder}/workspace", f"{folder}/tmp"
     limits = dict(order["rlimits"])
@@ -354,7 +354,7 @@ def build_folder(order: dict[str, Any], folder: str, uid: int, gid: int) -> tupl
 
 
 def processes_of(uid: int) -> int:
-    """Threads that the user runs now: the limit of the kernel counts them all."""
+    """Count the user's current threads: the kernel's limit covers them all."""
     count = 0
     for name in os.listdir("/proc"):
         if name.isdigit():
@@ -367,7 +367,7 @@ def processes_of(uid: int) -> int:
 
 
 def main(control_fd: int, parent: int) -> None:
-    """Entry point: descriptors 0 to 3 become /dev/null, the control socket is above."""
+    """Entry point: descriptors 0 to 3 become /dev/null; the control socket has a higher number."""
     control = os.dup(control_fd) if control_fd > 3 else control_fd
     while control <= 3:
         control = os.dup(control)

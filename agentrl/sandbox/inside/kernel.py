@@ -1,4 +1,4 @@
-"""The few kernel calls that Python does not wrap: prctl, capabilities, mounts, seccomp, Landlock.
+"""Kernel calls that Python does not wrap: prctl, capabilities, mounts, seccomp, Landlock.
 
 Linux only. Numbers are from the kernel's uapi headers; `tests/sandbox` compares them with the installed ones.
 """
@@ -12,7 +12,7 @@ import os
 import struct
 
 libc = ctypes.PyDLL(None, use_errno=True)
-"""PyDLL keeps the interpreter lock: these calls are short, and `clone` must not drop it half-way."""
+"""PyDLL keeps the interpreter lock: these calls are short, and `clone` must not release it halfway."""
 
 _prctl = libc["prctl"]
 _prctl.argtypes = (ctypes.c_int, *[ctypes.c_ulong] * 4)
@@ -75,10 +75,10 @@ DENIED_AARCH64 = {
     "process_mrelease": 448, "personality": 92,
 }  # fmt: skip
 NEWEST_SYSCALL = 451
-"""Numbers above are answered ENOSYS, as a kernel that does not know them would."""
+"""Higher numbers return ENOSYS, as on a kernel that does not know them."""
 
 NEW_NAMESPACES = 0x7E020000
-"""The flags of `clone` that ask for new namespaces, all of them."""
+"""All flags of `clone` that create new namespaces."""
 
 OF_THE_USER_X86_64 = {
     "chmod": 90, "fchmod": 91, "fchmodat": 268, "chown": 92, "fchown": 93, "lchown": 94, "fchownat": 260,
@@ -90,7 +90,7 @@ OF_THE_USER_AARCH64 = {
     "fchmod": 52, "fchmodat": 53, "fchown": 55, "fchownat": 54, "utimensat": 88, "setxattr": 5, "lsetxattr": 6,
     "fsetxattr": 7, "removexattr": 14, "lremovexattr": 15, "fremovexattr": 16, "inotify_init1": 26,
 }  # fmt: skip
-"""What a user may do to all of its files, and Landlock does not know: refused where a sandbox shares its user."""
+"""What a user may do to all its files and Landlock does not cover: refused where sandboxes share a user id."""
 
 MACHINES = {
     "x86_64": (0xC000003E, X86_64, DENIED_X86_64),
@@ -99,7 +99,7 @@ MACHINES = {
 
 
 def machine() -> tuple[int, dict[str, int], dict[str, int]]:
-    """(audit architecture, syscalls by name, denied syscalls by name) of this machine."""
+    """Return (audit architecture, syscalls by name, denied syscalls by name) of this machine."""
     name = os.uname().machine
     try:
         return MACHINES[name]
@@ -108,7 +108,7 @@ def machine() -> tuple[int, dict[str, int], dict[str, int]]:
 
 
 def check(result: int, what: str) -> int:
-    """`result`, or OSError with the errno when it is negative."""
+    """Return `result`, or raise OSError with its errno if it is negative."""
     if result < 0:
         code = ctypes.get_errno()
         raise OSError(code, f"{what}: {os.strerror(code)}")
@@ -116,7 +116,7 @@ def check(result: int, what: str) -> int:
 
 
 def syscall(name: str, *args: int | bytes | ctypes.Array[ctypes.c_char] | None) -> int:
-    """Call the kernel by the name of the call; integers and pointers only."""
+    """Make a system call by name; integers and pointers only."""
     number = machine()[1][name]
     converted = [ctypes.c_long(a) if isinstance(a, int) else a for a in args]
     return check(libc.syscall(ctypes.c_long(number), *converted), name)
@@ -124,12 +124,13 @@ def syscall(name: str, *args: int | bytes | ctypes.Array[ctypes.c_char] | None) 
 
 def prctl(option: int, value: int) -> None:
     """prctl(option, value, 0, 0, 0)."""
-    if _prctl(option, value, 0, 0, 0) < 0:  # every spare passes here: nothing is made that is not needed
+    if _prctl(option, value, 0, 0, 0) < 0:  # every spare child runs this: allocate nothing unnecessary
         check(-1, f"prctl {option}")
 
 
 def clone(flags: int) -> int:
-    """Fork into new namespaces: 0 in the child, its pid in the parent. The caller has one thread only."""
+    """Fork into new namespaces: returns 0 in the child and its pid in the parent. The caller has only one
+    thread."""
     api = ctypes.pythonapi
     api.PyOS_BeforeFork()
     pid = libc.syscall(ctypes.c_long(machine()[1]["clone"]), ctypes.c_long(flags | 17), None, None, None, None)
@@ -171,7 +172,7 @@ def make_readonly(target: str) -> None:
 
 
 def pivot_root(target: str) -> None:
-    """Make `target` the root and forget the old one."""
+    """Make `target` the root and detach the old one."""
     os.chdir(target)
     syscall("pivot_root", b".", b".")
     check(libc.umount2(b".", MNT_DETACH), "umount of the old root")
@@ -179,14 +180,14 @@ def pivot_root(target: str) -> None:
 
 
 def drop_privileges(uid: int, gid: int) -> None:
-    """Leave every capability (also of the bounding set) and become `uid`, `gid`, for good."""
+    """Drop every capability (also from the bounding set) and become `uid`, `gid`, permanently."""
     for cap in range(64):
         try:
             prctl(PR_CAPBSET_DROP, cap)
         except OSError as error:
             if error.errno not in (errno.EPERM, errno.EINVAL):
                 raise
-            break  # no CAP_SETPCAP: not privileged, nothing to drop; or past the last that this kernel knows
+            break  # no CAP_SETPCAP: unprivileged, nothing to drop; or past the last one of this kernel
     with contextlib.suppress(OSError):
         prctl(PR_CAP_AMBIENT, 4)  # PR_CAP_AMBIENT_CLEAR_ALL
     if os.getuid() == 0 and uid != 0:
@@ -204,8 +205,8 @@ def seccomp_filter(*, network: bool, shared_memory: bool, mortal_init: bool = Fa
 
     Args:
         network: False refuses `socket` altogether (for back-ends without a network namespace).
-        shared_memory: False refuses memfd and System V objects, where nothing would count their memory.
-        mortal_init: True refuses signals to PID 1, where the kernel does not protect it from its own namespace.
+        shared_memory: False refuses memfd and System V objects, for back-ends that cannot count their memory.
+        mortal_init: True refuses signals to PID 1, for kernels that do not protect it from its own namespace.
     """
     arch, calls, denied = machine()
     allow, eperm, enosys = 0x7FFF0000, 0x00050000 | 1, 0x00050000 | 38
@@ -226,7 +227,7 @@ def seccomp_filter(*, network: bool, shared_memory: bool, mortal_init: bool = Fa
             code.extend(body)
 
     rule("clone", (ld, 0, 0, arg(0)), (jset, 0, 1, NEW_NAMESPACES), (ret, 0, 0, eperm), (ret, 0, 0, allow))
-    rule("clone3", (ret, 0, 0, enosys))  # its flags lie in memory; C libraries fall back to clone
+    rule("clone3", (ret, 0, 0, enosys))  # its flags are in memory; C libraries fall back to clone
     if network:
         # AF_UNIX 1, AF_INET 2, AF_INET6 10, and AF_NETLINK 16 with NETLINK_ROUTE 0.
         rule(
@@ -240,7 +241,7 @@ def seccomp_filter(*, network: bool, shared_memory: bool, mortal_init: bool = Fa
             name, (ld, 0, 0, arg(index)), (and_, 0, 0, 0xF000), (jeq, 1, 0, 0x2000), (jeq, 0, 1, 0x6000),
             (ret, 0, 0, eperm), (ret, 0, 0, allow),
         )  # fmt: skip
-    # Nothing may reach for PID 1, which has the same user id.
+    # Protect PID 1, which has the same user id.
     rule("prlimit64", (ld, 0, 0, arg(0)), (jeq, 1, 0, 0), (ret, 0, 0, eperm), (ret, 0, 0, allow))
     for name in ("sched_setaffinity", "sched_setscheduler", "sched_setparam", "sched_setattr"):
         rule(name, (ld, 0, 0, arg(0)), (jeq, 0, 1, 1), (ret, 0, 0, eperm), (ret, 0, 0, allow))
@@ -251,7 +252,7 @@ def seccomp_filter(*, network: bool, shared_memory: bool, mortal_init: bool = Fa
         )  # fmt: skip
     for name in ("kill", "tkill", "tgkill", "rt_sigqueueinfo", "rt_tgsigqueueinfo") if mortal_init else ():
         rule(name, (ld, 0, 0, arg(0)), (jeq, 0, 1, 1), (ret, 0, 0, eperm), (ret, 0, 0, allow))
-    # TIOCSTI and TIOCLINUX type into the terminal of somebody else.
+    # TIOCSTI and TIOCLINUX inject input into other terminals.
     rule(
         "ioctl", (ld, 0, 0, arg(1)), (jeq, 1, 0, 0x5412), (jeq, 0, 1, 0x541C),
         (ret, 0, 0, eperm), (ret, 0, 0, allow),
@@ -266,14 +267,14 @@ def seccomp_filter(*, network: bool, shared_memory: bool, mortal_init: bool = Fa
 
 
 def shared_user_filter(*, own_user: bool) -> bytes:
-    """A further program for the programs of a sandbox without a pid namespace, on top of `seccomp_filter`: the
-    scheduling of another process (its supervisor, say) cannot be changed.
+    """Assemble an additional filter for the programs of a sandbox without a pid namespace, on top of
+    `seccomp_filter`: they cannot change the scheduling of other processes, such as their supervisor.
 
-    File operations do without it: what they are told to change lies in the sandbox.
+    File operations run without it, because they only change files in the sandbox.
 
     Args:
-        own_user: False where the user id is not the sandbox's alone: then modes, owners, times and attributes of
-            files cannot be changed either.
+        own_user: False if the user id is shared with others: then modes, owners, times and attributes of files
+            cannot be changed either.
     """
     calls = machine()[1]
     refused = OF_THE_USER_X86_64 if os.uname().machine == "x86_64" else OF_THE_USER_AARCH64
@@ -295,7 +296,7 @@ def shared_user_filter(*, own_user: bool) -> bytes:
 
 
 def install_seccomp(program: bytes) -> None:
-    """Put the caller and all its children under the filter; needs no_new_privs."""
+    """Apply the filter to the caller and all its children; requires no_new_privs."""
     buffer = ctypes.create_string_buffer(program, len(program))
     fprog = struct.pack("HxxxxxxP", len(program) // 8, ctypes.addressof(buffer))
     holder = ctypes.create_string_buffer(fprog, len(fprog))
@@ -304,7 +305,7 @@ def install_seccomp(program: bytes) -> None:
 
 
 def landlock_abi() -> int:
-    """The Landlock version of this kernel, 0 where there is none."""
+    """Return the Landlock version of this kernel, or 0 if it has none."""
     try:
         return syscall("landlock_create_ruleset", None, 0, 1)
     except (OSError, KeyError):
@@ -312,22 +313,22 @@ def landlock_abi() -> int:
 
 
 SIGNAL_SCOPE_ABI = 6
-"""The version of Landlock that keeps signals in (Linux 6.12)."""
+"""The Landlock version that scopes signals (Linux 6.12)."""
 
 WRITE_FILE, REFER = 1 << 1, 1 << 13
-"""Rights of Landlock: to open a file for writing; to move or link it into another directory."""
+"""Landlock rights: opening a file for writing; moving or linking it into another directory."""
 
 
 def fence() -> None:
-    """Keep the caller and its children from signaling or opening any process outside (memory, descriptors)."""
-    _restrict(REFER, [("/", REFER)], scopes=2)  # what scopes signals must not forbid moving files about
+    """Keep the caller and its children from signaling or opening any outside process (memory, descriptors)."""
+    _restrict(REFER, [("/", REFER)], scopes=2)  # signal scoping must not prevent moving files
 
 
 def write_only_below(places: list[str]) -> None:
-    """Let the caller and its children open files for writing below these places only.
+    """Restrict opening files for writing to these places, for the caller and its children.
 
     Raises:
-        OSError: this kernel has no Landlock, or one that would forbid moving files between directories (ABI 1).
+        OSError: this kernel has no Landlock, or one that prevents moving files between directories (ABI 1).
     """
     if landlock_abi() < 2:
         raise OSError("Landlock ABI 2 is needed")
@@ -335,12 +336,13 @@ def write_only_below(places: list[str]) -> None:
 
 
 def _restrict(handled: int, rules: list[tuple[str, int]], *, ports: int = 0, scopes: int = 0) -> None:
-    """Take the rights `handled` from the caller and its children, but for (place, rights) below these places."""
+    """Remove the `handled` rights from the caller and its children, except for (place, rights) below these
+    places."""
     attr = struct.pack("QQQ", handled, ports, scopes)[: 24 if scopes else 16 if ports else 8]
     ruleset = syscall("landlock_create_ruleset", attr, len(attr), 0)
     for place, allowed in rules:
         fd = os.open(place, os.O_PATH | os.O_CLOEXEC)
-        # Of these rights a plain file knows execute, write_file, read_file, truncate and ioctl_dev.
+        # Of these rights, execute, write_file, read_file, truncate and ioctl_dev apply to a plain file.
         rights = allowed if os.path.isdir(place) else allowed & 0b1100000000000111
         syscall("landlock_add_rule", ruleset, 1, struct.pack("=Qi", rights, fd), 0)
         os.close(fd)

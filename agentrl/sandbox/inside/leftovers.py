@@ -1,4 +1,4 @@
-"""Whose things are lying about: names that tell of an owner, and the removal of what a dead one has left."""
+"""Leftover files: names that identify their owner, and removal of what dead owners left behind."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import stat
 
 
 def start_time(pid: int) -> int:
-    """When the process began, in clock ticks since boot; 0 when there is no such process."""
+    """Return when the process started, in clock ticks since boot; 0 if there is no such process."""
     try:
         with open(f"/proc/{pid}/stat", "rb") as f:
             fields = f.read().rpartition(b")")[2].split()
@@ -18,23 +18,23 @@ def start_time(pid: int) -> int:
 
 
 def run_name() -> str:
-    """A name that tells whose things these are, so that a later run can see whether the owner still lives."""
+    """Return a name that identifies the owner, so that a later run can check whether the owner is still alive."""
     return f"{os.getpid()}-{start_time(os.getpid())}"
 
 
 def is_stale(name: str) -> bool:
-    """Whether the owner that `run_name` spoke of is gone; what follows a dot tells things of one owner apart."""
+    """Return whether the owner named by `run_name` is gone; a suffix after a dot separates items of one owner."""
     pid, _, began = name.partition(".")[0].partition("-")
     return pid.isdigit() and began.isdigit() and start_time(int(pid)) != int(began)
 
 
 def run_folder(place: str) -> str:
-    """The path in `place` of the folder with this process's things; nobody has made it yet."""
+    """Return the path in `place` of this process's folder, without creating it."""
     return os.path.join(place, f"agentrl-{os.getuid()}-{run_name()}")
 
 
 def sweep_folders(place: str) -> None:
-    """Remove the folders of this user's runs that are gone."""
+    """Remove the folders of this user's dead runs."""
     prefix = f"agentrl-{os.getuid()}-"
     for name in os.listdir(place):
         path = os.path.join(place, name)
@@ -46,18 +46,19 @@ FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 
 
 def remove_tree(path: str) -> None:
-    """Delete a directory as far as that is possible; see `remove_whole`."""
+    """Delete a directory as far as possible; see `remove_whole`."""
     with contextlib.suppress(OSError):
         remove_whole(path)
 
 
 def remove_whole(path: str) -> None:
-    """Delete a directory whatever modes its owner gave to what is inside; links are not followed.
+    """Delete a directory whatever modes its owner gave to its contents; links are not followed.
 
-    It may be deeper than a call stack or a path name can be: one folder is open at a time, and `..` leads back up.
+    It may be deeper than the call stack or a path name allows: one folder is open at a time, and `..` leads back
+    up.
 
     Raises:
-        OSError: something of it cannot be removed; everything else is gone.
+        OSError: some of it cannot be removed; everything else is gone.
     """
     errors: list[OSError] = []
     folder = _open_folder(path, None)
@@ -90,14 +91,14 @@ def remove_whole(path: str) -> None:
 
 
 def _open_folder(name: str, fd: int | None) -> int:
-    """A descriptor of a directory that its owner may have locked; it can be emptied from now on."""
+    """Open a directory that its owner may have locked, and make it possible to empty it."""
     if stat.S_IMODE(os.stat(name, dir_fd=fd, follow_symlinks=False).st_mode) & stat.S_IRWXU != stat.S_IRWXU:
-        os.chmod(name, stat.S_IRWXU, dir_fd=fd)  # of the owner's own making: nobody swaps it for a link any more
+        os.chmod(name, stat.S_IRWXU, dir_fd=fd)  # created by its owner: nobody can replace it with a link any more
     return os.open(name, FOLDER, dir_fd=fd)
 
 
 def _delete_files(folder: int, errors: list[OSError]) -> list[str]:
-    """Delete what is no directory; the names of those that are one."""
+    """Delete everything that is not a directory; return the names of the directories."""
     found = []
     for name in os.listdir(folder):
         try:

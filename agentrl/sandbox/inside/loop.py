@@ -1,4 +1,4 @@
-"""The descriptors that the supervisor waits on, and its link to the outside."""
+"""The supervisor's event loop: the descriptors it waits on, and its link to the outside."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from . import frames
 
 
 class LinkLost(Exception):
-    """The other side is gone, or the time to live is over."""
+    """The other side is gone, or the lifetime is over."""
 
 
 class Loop:
@@ -29,7 +29,7 @@ class Loop:
             self.poll.unregister(fd)
 
     def send(self, header: frames.Header, payload: bytes = b"") -> None:
-        """One frame to the outside; waits while the outside does not read."""
+        """Send one frame to the outside; waits while the outside is not reading."""
         self._write(frames.pack(header, payload))
 
     def _write(self, frame: bytes) -> None:

@@ -1,7 +1,8 @@
-"""A tree of files as one stream of bytes, written on one side of the wall and read on the other.
+"""A file tree as one byte stream, written on one side of the sandbox boundary and read on the other.
 
-Not tar: that knows devices, hard links, sparse files and sizes in many spellings, and its module imports others.
-Here there are a head for each entry, the content of files in pieces, and an end that counts.
+Tar is not used because it supports devices, hard links, sparse files and many encodings of sizes, and its module
+has
+further imports. This format has a header per entry, file content in chunks, and an end marker with a count.
 """
 
 from __future__ import annotations
@@ -10,44 +11,44 @@ import struct
 from collections.abc import Callable, Iterator
 
 HEAD = struct.Struct(">BHqHH")
-"""Kind, mode, time of change in nanoseconds (-1: that of writing), bytes of the name, bytes of a link's target."""
+"""Kind, mode, modification time in ns (-1: time of writing), bytes of the name, bytes of the link target."""
 PIECE = struct.Struct(">I")
-"""Bytes of a piece of content, which follows; 0: the file is complete. After END: the number of entries."""
+"""Length of the content chunk that follows; 0: the file is complete. After END: the number of entries."""
 END, FILE, FOLDER, LINK, MORE = range(5)
-"""MORE continues a file that an earlier stream has begun."""
+"""MORE continues a file started in an earlier stream."""
 MAX_NAME, MAX_PIECE = 4096, 1 << 20
 MAX_DEPTH = 100
-"""Folders within folders."""
+"""Maximum nesting of folders."""
 OVERHEAD = HEAD.size + 2 * PIECE.size
-"""Bytes that an entry takes beside its name, its target and its content, up to the first piece."""
+"""Bytes per entry in addition to its name, link target and content, up to the first chunk."""
 
 Entry = tuple[int, int, int, bytes, bytes]
 """Kind, mode, time, name, target."""
 
 
 def head(kind: int, mode: int, mtime: int, name: bytes, target: bytes = b"") -> bytes:
-    """The beginning of an entry."""
+    """Encode the header of an entry."""
     return HEAD.pack(kind, mode, mtime, len(name), len(target)) + name + target
 
 
 def piece(data: bytes) -> bytes:
-    """Some of a file's content; nothing: its end."""
+    """Encode a chunk of a file's content; an empty chunk ends the file."""
     return PIECE.pack(len(data)) + data
 
 
 def end(count: int) -> bytes:
-    """The end of a stream of so many entries."""
+    """Encode the end of a stream with this many entries."""
     return head(END, 0, 0, b"") + PIECE.pack(count)
 
 
 def entries(read: Callable[[int], bytes]) -> Iterator[tuple[Entry, Iterator[bytes]]]:
-    """Each entry with the pieces of its content, which must be taken before the next entry.
+    """Yield each entry with its content chunks, which must be consumed before the next entry.
 
     Args:
-        read: returns exactly as many bytes as it is asked for, or raises.
+        read: returns exactly as many bytes as requested, or raises.
 
     Raises:
-        ValueError: the stream is none of ours.
+        ValueError: the stream is not in this format.
     """
     count = 0
     while True:
@@ -79,7 +80,7 @@ def _pieces(read: Callable[[int], bytes]) -> Iterator[bytes]:
 
 
 def check_name(name: bytes) -> None:
-    """ValueError unless the name is relative, in its shortest form, and stays below where it begins."""
+    """Raise ValueError unless the name is relative, normalized, and stays below its starting directory."""
     parts = name.split(b"/")
     if (
         len(parts) > MAX_DEPTH

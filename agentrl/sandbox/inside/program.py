@@ -1,4 +1,4 @@
-"""One child of the supervisor with its pipes, what is kept of its output, and the order that it runs."""
+"""One child of the supervisor: its pipes, the output kept, and the order it runs."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ CONTROL_TIMEOUT_S = 2.0
 
 
 class Tail:
-    """The first and the last bytes of a stream; what lies between is counted and dropped."""
+    """The first and last bytes of a stream; the bytes between them are counted and dropped."""
 
     def __init__(self, limit: int) -> None:
         self.limit, self.total = limit, 0
@@ -24,7 +24,7 @@ class Tail:
         self._tail = bytearray()
 
     def add(self, data: bytes) -> None:
-        """Take the next bytes."""
+        """Add the next bytes."""
         self.total += len(data)
         room = self.limit // 2 + self.limit % 2 - len(self._head)
         if room > 0:
@@ -38,15 +38,15 @@ class Tail:
 
     @property
     def is_cut(self) -> bool:
-        """Whether something was dropped."""
+        """Whether anything was dropped."""
         return self.total > self.limit
 
     def whole(self) -> bytes:
-        """Everything that is kept."""
+        """Return everything that was kept."""
         return b"".join(self.parts()) if self._tail else bytes(self._head)
 
     def parts(self) -> tuple[bytes, bytes]:
-        """(head, tail) as kept; together they are everything when nothing was dropped."""
+        """Return (head, tail) as kept; together they are the whole stream if nothing was dropped."""
         keep = self.limit // 2
         tail = self._tail[max(0, len(self._tail) - keep) :] if keep else b""
         return bytes(self._head), bytes(tail)
@@ -81,17 +81,18 @@ class Program:
         self.control.setblocking(False)
         self.kind = ""
         self.outputs = select.poll()
-        """Tells which of stdout and stderr of a session have something to be read."""
+        """Polls stdout and stderr of a session for pending output."""
         self.ended: set[int] = set()
-        """Those of its streams that have come to an end."""
+        """The streams that have ended."""
         self.late = {"stdout": Tail(1 << 16), "stderr": Tail(1 << 16)}
-        """What a session's background jobs wrote between its calls."""
+        """Output of a session's background jobs between its calls."""
         self.status: int | None = None
         """The wait status once it has ended."""
         self.rusage: Any = None
 
     def order(self, data: bytes) -> None:
-        """Hand an order over. A child that does not take it (stopped, say) is killed; its pidfd tells the rest."""
+        """Send an order. A child that does not read it (because it is stopped) is killed, as its pidfd will
+        show."""
         try:
             try:
                 sent = self.control.send(data)
@@ -106,18 +107,18 @@ class Program:
                 tree.kill(self.pid)
 
     def word(self) -> tuple[bool, int, int]:
-        """What it says of itself; see child.WORD."""
+        """What the child reports about itself; see child.WORD."""
         return child.WORD.unpack_from(self.page)
 
     def has_accepted(self) -> bool:
-        """Whether it took its order, by the one word that the order's program cannot say or take back."""
+        """Whether it accepted its order, shown by the one message that the program cannot send or retract."""
         try:
             return self.control.recv(1) == child.ACCEPTED
         except OSError:
             return False
 
     def is_alive(self) -> bool:
-        """Whether it runs; collects it when not."""
+        """Return whether it is running; reaps it if not."""
         if self.status is None:
             pid, status, usage = os.wait4(self.pid, os.WNOHANG)
             if pid:
@@ -125,7 +126,7 @@ class Program:
         return self.status is None
 
     def close(self) -> None:
-        """Close what is still open."""
+        """Close everything still open."""
         self.control.close()
         self.page.close()
         for name in ("stdin", "stdout", "stderr", "pidfd"):
@@ -136,11 +137,11 @@ class Program:
 
 
 CallLimits = tuple[float, int, int, int]
-"""Seconds, bytes of stdout and of stderr that are kept, bytes of both that end the program."""
+"""Seconds, bytes of stdout and of stderr to keep, and total output bytes at which the program is ended."""
 
 
 class ProgramCall:
-    """The order that runs now."""
+    """The order being run."""
 
     def __init__(self, header: frames.Header, program: Program, stdin: bytes, limits: CallLimits) -> None:
         self.id: int = header["id"]
@@ -148,19 +149,19 @@ class ProgramCall:
         self.order = b""
         self.program, self.header = program, header
         self.given, self.stdin = stdin, memoryview(stdin)
-        """What it can read on stdin: all of it, and what has not been handed over yet."""
+        """Its standard input: the whole, and the part not yet written."""
         wall_s, stdout_bytes, stderr_bytes, self.output_total = limits
         self.out, self.err = Tail(stdout_bytes), Tail(stderr_bytes)
         self.started = time.monotonic()
         self.deadline = self.started + wall_s
         self.session: str | None = header.get("session")
         self.answer = b""
-        """What a session has written on its control descriptor."""
+        """What a session has written to its control descriptor."""
         self.verdict: str | None = None
-        """Set when the call was ended from here: timeout, oom, output_limit or cancelled."""
+        """Set when the supervisor ended the call: timeout, oom, output_limit or cancelled."""
         self.interrupted_at: float | None = None
         self.stream: int = header.get("stream", 0)
-        """Bytes of stdout that may go out as they come, rather than be kept; 0: none does."""
+        """Bytes of stdout that may be streamed out instead of kept; 0: none."""
         self.streamed = 0
         self.is_quick = True
-        """Its output is not read yet."""
+        """Its output has not been read yet."""

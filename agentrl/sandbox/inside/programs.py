@@ -1,4 +1,4 @@
-"""The programs that live in a sandbox next to the running call: the spare child, and the sessions."""
+"""The other programs in a sandbox during a call: the spare child and the sessions."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from .program import READ_SIZE, Program, ProgramCall
 
 
 class Programs(Loop):
-    """The spare and the sessions, how their output and their ends are noticed, and how they are ended."""
+    """The spare child and the sessions: reading their output, noticing their exits, and ending them."""
 
     def __init__(self, link_in: int, link_out: int, confinement: child.Confinement, owns_all: bool) -> None:
         super().__init__(link_in, link_out)
@@ -23,18 +23,18 @@ class Programs(Loop):
         self.spare_is_wanted = False
         self.sessions: dict[str, Program] = {}
         self.wakeup = -1
-        """Without pidfds, a byte written here makes the supervisor look for ended children."""
+        """Without pidfds, a byte written here makes the supervisor check for exited children."""
 
     def _drain(self, program: Program, name: str) -> None:
-        """Read what a program has written."""
+        """Read the output of a program."""
         raise NotImplementedError
 
     def _ended(self, program: Program) -> None:
-        """The main process of a call or session is over."""
+        """Handle the exit of the main process of a call or session."""
         raise NotImplementedError
 
     def _watch_signalled_ends(self) -> None:
-        """Without pidfds, learn of ended children by their signal."""
+        """Without pidfds, learn about exited children by signal."""
         probe = tree.pidfd(os.getpid())
         if probe >= 0:
             os.close(probe)
@@ -55,7 +55,7 @@ class Programs(Loop):
         if program.pidfd >= 0:
             self._watch(program.pidfd, lambda: self._ended(program))
         else:
-            os.write(self.wakeup, b".")  # it may have ended before anybody looked
+            os.write(self.wakeup, b".")  # it may have ended before anybody checked
 
     def _take_spare(self) -> Program:
         program, self.spare = self.spare, None
@@ -73,12 +73,12 @@ class Programs(Loop):
             self.spare = None
 
     def _wants_spare(self) -> bool:
-        """Whether a spare should wait; with sessions around, only where the kernel protects it from them."""
+        """Whether to keep a spare; with sessions running, only if the kernel protects it from them."""
         return self.spare_is_wanted and self.call is None and (self.confinement.fences or not self.sessions)
 
     def _still(self, number: int) -> None:
-        """Stop (SIGSTOP) what sessions run during a file operation, or let it go on (SIGCONT), where nothing else
-        keeps their hands off the child that does it."""
+        """Stop (SIGSTOP) or resume (SIGCONT) the processes of sessions around a file operation, if nothing else
+        protects the child that performs it."""
         if self.sessions and self.owns_all and not self.confinement.fences:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(-1, number)
@@ -96,7 +96,7 @@ class Programs(Loop):
             self._unwatch(fd)
 
     def _kill_strays(self) -> int:
-        """Kill whatever belongs to no session; the number of processes that had to be."""
+        """Kill everything that belongs to no session; return the number of processes killed."""
         keep = [p.pid for p in self.sessions.values() if p.status is None]
         if not keep and self.spare is None:
             return tree.kill_all(self.owns_all)
@@ -116,7 +116,7 @@ class Programs(Loop):
         program.close()
 
     def _end_all(self) -> None:
-        """End every process here: the running call, the spare, the sessions, and what they started."""
+        """End every process here: the running call, the spare, the sessions, and everything they started."""
         programs = {self.call.program} if self.call is not None else set()
         programs |= {*self.sessions.values(), *([self.spare] if self.spare is not None else [])}
         self.call = self.spare = None

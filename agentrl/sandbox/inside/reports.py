@@ -1,4 +1,4 @@
-"""What the supervisor says became of a call."""
+"""The supervisor's reports on finished calls."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from .program import ProgramCall
 
 
 def report(call: ProgramCall, status: int | None, lost: bool, oom_kills: int, reaped: int) -> bytes:
-    """The frame that says what became of a call, with its output."""
+    """Encode the result of a call, with its output, as a frame."""
     assert status is not None
     wall_s, usage, verdict = time.monotonic() - call.started, call.program.rusage, call.verdict
     cpu_s, max_rss_kb = 0.0, 0

@@ -1,4 +1,4 @@
-"""Programs that stay: bash, a Python interpreter, SQLite. Orders come in frames, not as text to scan for."""
+"""Long-lived programs: bash, a Python interpreter, SQLite. Orders arrive in frames, not as text to scan."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from typing import Any
 from . import child, frames, kernel, tree
 
 with contextlib.suppress(ImportError):
-    # `compile` imports it for names with other letters than ASCII: not from the folder of the programs.
+    # `compile` imports it for non-ASCII names: not from the programs' folder.
     import unicodedata  # noqa: F401
 
 BASH_LOOP = """
@@ -34,30 +34,30 @@ while IFS= builtin read -r -d '' -u {link} __id && IFS= builtin read -r -d '' -u
   builtin printf '%s %s\\n' "$__id" "$__status" >&{link}
 done
 """
-"""Commands may define functions of any name. Only in POSIX mode, which an assignment begins, is `unset` looked for
-before a function of that name; with no function `builtin` left, that leads past all others."""
+"""Commands may define functions of any name. Only in POSIX mode, which an assignment enables, is `unset` looked up
+before a function of that name; with no function `builtin` left, that bypasses all others."""
 
 
 def serve(kind: str, control: int, scope: dict[str, Any]) -> int:
-    """Become the session; answers are lines `id status` on the control descriptor."""
-    # Whatever the session starts stays below it, so that ending the session ends it all.
-    with contextlib.suppress(OSError):  # gVisor knows no such thing: orphans end with the call
+    """Become the session; answers are lines of `id status` on the control descriptor."""
+    # Whatever the session starts remains its descendant, so that ending the session ends everything.
+    with contextlib.suppress(OSError):  # gVisor lacks this: orphans end with the call
         kernel.prctl(kernel.PR_SET_CHILD_SUBREAPER, 1)
     if kind == "bash":
         link = (
             10 + int.from_bytes(os.urandom(2), "big") % 20
-        )  # no command counts on a number; bash has its own at 255
+        )  # no command relies on a number; bash keeps its own at 255
         os.dup2(control, link)
         os.close(control)
         for name in ("BASH_ENV", "POSIXLY_CORRECT", "SHELLOPTS", "BASHOPTS"):
             os.environ.pop(name, None)
         return child.execute(["bash", "--norc", "--noprofile", "-c", BASH_LOOP.format(link=link), "bash"])
-    # Out of the way of the low numbers, and not inherited by what the session starts.
+    # Moved away from low numbers, and not inherited by what the session starts.
     link = fcntl.fcntl(control, fcntl.F_DUPFD_CLOEXEC, 100)
     os.close(control)
     os.register_at_fork(after_in_child=lambda: os.close(link))
     answer = _sqlite() if kind == "sqlite" else _python(scope)
-    _signal.signal(_signal.SIGINT, _signal.SIG_IGN)  # an interrupt that comes late must not cut a frame
+    _signal.signal(_signal.SIGINT, _signal.SIG_IGN)  # a late interrupt must not cut a frame
     for number, payload in _orders(link):
         try:
             _signal.signal(_signal.SIGINT, _signal.default_int_handler)
@@ -70,7 +70,7 @@ def serve(kind: str, control: int, scope: dict[str, Any]) -> int:
 
 
 def _orders(link: int) -> Iterator[tuple[bytes, bytes]]:
-    """Number and text of each order, until the supervisor is gone; mostly read in one go."""
+    """Yield the number and text of each order until the supervisor is gone; usually read in one go."""
     left = b""
     poll = select.poll()
     poll.register(link, select.POLLIN)
@@ -86,11 +86,12 @@ def _orders(link: int) -> Iterator[tuple[bytes, bytes]]:
                     return
             number, text, left = left[frames.LENGTHS.size : begin], left[begin:end], left[end:]
             yield number, text
-        tree.linger(poll)  # calls come in bursts
+        tree.linger(poll)  # calls arrive in bursts
 
 
 def _python(scope: dict[str, Any]) -> Any:
-    """An interpreter with one lasting `__main__`; the value of a last expression is printed, as notebooks do."""
+    """Run an interpreter with one persistent `__main__`; prints the value of a final expression, like a
+    notebook."""
     sys.argv = [""]
     sys.path.insert(0, "")
     cells: dict[str, bytes] = {}
@@ -120,10 +121,10 @@ def _python(scope: dict[str, Any]) -> Any:
 
 
 def _compiled(payload: bytes, name: str) -> tuple[types.CodeType | None, types.CodeType | None]:
-    """A cell as (what comes before a last expression, that expression). Raises SyntaxError and the like."""
+    """Split a cell into (statements, final expression). Raises SyntaxError and the like."""
     if not payload[:1].isspace():  # which `eval` would forgive
         try:
-            return None, compile(payload, name, "eval", dont_inherit=True)  # quick, for the short cells
+            return None, compile(payload, name, "eval", dont_inherit=True)  # fast path for short cells
         except Exception:
             pass
     tree = ast.parse(payload, name)
@@ -135,8 +136,8 @@ def _compiled(payload: bytes, name: str) -> tuple[types.CodeType | None, types.C
 
 
 def _sqlite() -> Any:
-    """A connection to one database file; the order is {"database", "sql", "parameters", "max_rows"}."""
-    import sqlite3  # not from the folder of the programs: see child.SITE
+    """Run a connection to one database file; an order is {"database", "sql", "parameters", "max_rows"}."""
+    import sqlite3  # not from the programs' folder: see child.SITE
 
     connections: dict[str, sqlite3.Connection] = {}
 
@@ -163,7 +164,7 @@ def _sqlite() -> Any:
             return 1
 
     def _many(sql: str) -> bool:
-        """Whether the text holds more than one statement."""
+        """Return whether the text holds more than one statement."""
         body = sql.strip().rstrip(";")
         return any(sqlite3.complete_statement(body[: i + 1]) for i, c in enumerate(body) if c == ";")
 

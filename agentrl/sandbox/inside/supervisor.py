@@ -1,7 +1,8 @@
-"""The supervisor of one sandbox: PID 1 of its namespace or container, the only one that talks to the outside.
+"""The supervisor of one sandbox: PID 1 of its namespace or container, and the only process that talks to the
+outside.
 
-It has one thread and one loop, runs one order at a time, and holds that order to its limits. It never runs
-foreign code itself: it forks a spare child beforehand and hands the order to it.
+It has one thread and one event loop, runs one order at a time, and enforces that order's limits. It never runs
+untrusted code itself: it forks a spare child in advance and hands the order to it.
 """
 
 from __future__ import annotations
@@ -22,16 +23,16 @@ from .reports import report
 
 INTERRUPT_GRACE_S = 0.3
 STATUSES = frozenset(b"%d" % status for status in range(256))
-"""What a session can say of a call; anything else is nonsense, and the session is over."""
+"""What a session can report about a call; anything else is invalid and ends the session."""
 WATCH_EVERY_S = 0.02
 SPARE_AFTER_MS = 2
-"""A new spare waits so long: whoever got an answer goes first, and an order that comes at once needs none."""
+"""Delay before a new spare: the caller's answer goes first, and an immediate next order does not need one."""
 QUICK_S = 0.001
-"""The output of a call that ends within this time is looked at once, at its end; that of others as it comes."""
+"""Output of calls that end within this time is read once, at the end; that of longer calls as it arrives."""
 
 
 class Supervisor(Programs):
-    """See the module. `link` is the stream to the outside."""
+    """See the module docstring. `link` is the stream to the outside."""
 
     def __init__(
         self,
@@ -49,21 +50,21 @@ class Supervisor(Programs):
         self.expires = time.monotonic() + ttl_s
         self.reader = frames.FrameReader()
         self.used = False
-        """Whether a program has run here: from then on, a failure is an outcome of its calls."""
+        """Whether a program has run here: from then on, failures are outcomes of its calls."""
         self.cpu_s = 0.0
         self.asked: int | None = None
-        """A question for the usage that is answered when the interrupted call is over."""
+        """A pending usage request, answered once the interrupted call is over."""
         self.limits: CallLimits = (0.0, 0, 0, 0)
-        """Limits of the calls: they come with the first one, and with each that differs from the one before."""
+        """Limits of the calls, sent with the first call and whenever they change."""
 
     # The loop
 
     def run(self) -> NoReturn:
-        """Serve until the other side is gone or the time to live is over; then end everything."""
+        """Serve until the other side is gone or the lifetime is over; then end everything."""
         try:
             child.prepare(self.confinement)
             gc.collect()
-            gc.freeze()  # a collection in a child must not write to what it shares with all the others
+            gc.freeze()  # garbage collection in a child must not write to pages shared with the others
             gc.disable()
             self._watch(self.link_in, self._receive)
             self._watch_signalled_ends()
@@ -77,7 +78,7 @@ class Supervisor(Programs):
                     self._turn()
                 except LinkLost:
                     raise
-                except Exception as error:  # of ours, or something a program has brought about: the call is over
+                except Exception as error:  # a bug of ours, or caused by a program: the call is over
                     self._mishap(error)
         except LinkLost:
             pass
@@ -86,18 +87,18 @@ class Supervisor(Programs):
             os._exit(0)
 
     def _turn(self) -> None:
-        """Wait, and handle what has come."""
+        """Wait for events and handle them."""
         for fd, _ in self.poll.poll(self._timeout_ms()):
             handler = self.handlers.get(fd)
             if handler is not None:
                 handler()
         self._on_time()
         if self.spare is None and self._wants_spare() and not self.poll.poll(SPARE_AFTER_MS):
-            with contextlib.suppress(OSError):  # the sandbox may be full of a session's jobs
+            with contextlib.suppress(OSError):  # the sandbox may be full of a session's background jobs
                 self.spare = Program(self.confinement)
 
     def _mishap(self, error: Exception) -> None:
-        """After an exception: end all that runs here and answer the call. The sandbox itself goes on."""
+        """After an exception: end everything running here and answer the call. The sandbox itself continues."""
         call = self.call
         self.used = self.used or (call is not None and (call.session is not None or call.program.has_accepted()))
         self._end_all()
@@ -169,11 +170,11 @@ class Supervisor(Programs):
             self.send({"id": header["id"]})
         elif op == "usage":
             if self.call is not None and self.call.interrupted_at is not None:
-                self.asked = header["id"]  # a cancelled session's call: who asks waits for its end
+                self.asked = header["id"]  # a cancelled session call: the caller waits for its end
             else:
                 self._tell_usage(header["id"])
         elif op == "wake":
-            # Answer first: the spare is forked while the caller prepares its order.
+            # Answer first: the spare is forked while the caller prepares its next order.
             self.spare_is_wanted = True
             self.expires = time.monotonic() + min(header["ttl_s"], self.ttl_s)
             self.send({"id": header["id"]})
@@ -204,7 +205,7 @@ class Supervisor(Programs):
                 program.order(b"%d\0%s\0" % (header["id"], payload.replace(b"\0", b"")))
             else:
                 program.order(frames.pack_raw(b"%d" % header["id"], payload))
-            self._prepare(program, ProgramCall(header, program, b"", self.limits))  # while it works already
+            self._prepare(program, ProgramCall(header, program, b"", self.limits))  # while it is already working
             return
         if "stream" in header:
             self._still(signal.SIGSTOP)
@@ -218,7 +219,7 @@ class Supervisor(Programs):
         self._launch(ProgramCall(header, program, payload[size:], self.limits), payload[:size])
 
     def _prepare(self, program: Program, call: ProgramCall) -> None:
-        """The books of a session's next call: what it wrote since the last one comes first."""
+        """Start the output of a session's next call with what it wrote since the last one."""
         self.call = call
         for fd in (program.stdout, program.stderr):
             if fd in self.handlers:
@@ -229,9 +230,9 @@ class Supervisor(Programs):
                 program.late[name] = Tail(1 << 16)
 
     def _refuse(self, number: int, why: str, lost: bool = False) -> None:
-        """Answer a call that could not be carried out: as a shell would, by the doing of what runs here.
+        """Answer a call that could not be carried out, as a shell would, because of what runs here.
 
-        Before any program has run, it is the sandbox's own fault.
+        Before any program has run, it is a failure of the sandbox itself.
         """
         if not self.used:
             self.send({"id": number, "fault": why})
@@ -242,7 +243,7 @@ class Supervisor(Programs):
         self._write(frames.pack_raw(report, text))
 
     def _launch(self, call: ProgramCall, order: bytes) -> None:
-        """Hand a fresh call to its program."""
+        """Hand a new call to its program."""
         program = call.program
         self.call, call.order = call, order
         program.order(order)
@@ -273,7 +274,7 @@ class Supervisor(Programs):
             call.program.stdin = -1
 
     def _drain(self, program: Program, name: str, everything: bool = False) -> None:
-        """Read what is there, for the running call (or the session's next one)."""
+        """Read available output, for the running call (or the session's next one)."""
         fd = getattr(program, name)
         while True:
             try:
@@ -301,7 +302,7 @@ class Supervisor(Programs):
             else:
                 (call.out if name == "stdout" else call.err).add(data)
                 if call.out.total + call.err.total > call.output_total:
-                    if everything:  # it is being finished already
+                    if everything:  # it is already being finished
                         call.verdict = call.verdict or "output_limit"
                     else:
                         self._stop("output_limit")
@@ -310,8 +311,8 @@ class Supervisor(Programs):
                 return
 
     def _at_the_end(self, call: ProgramCall) -> None:
-        """stderr, which is closed last, has ended. A program that says it has come to its end has nothing more to
-        do: with nobody else about, it is answered for before it is waited for."""
+        """Handle the end of stderr, which closes last. A program that reports its end has nothing left to do: if
+        no other process is running, it is answered before it is reaped."""
         program = call.program
         ended, status, max_rss_kb = program.word()
         if not ended or call.verdict is not None or program.status is not None:
@@ -319,13 +320,13 @@ class Supervisor(Programs):
         if call.session is None and self.owns_all and not self.sessions and tree.everybody() == {1, program.pid}:
             try:
                 program.rusage = tree.Cost(program.pid, max_rss_kb)
-            except OSError:  # a kernel without such clocks: its end tells the costs
+            except OSError:  # a kernel without such clocks: the costs are known at its exit
                 return
             program.status = status << 8
             self._finish(early=True)
 
     def _ended(self, program: Program) -> None:
-        """The main process of a call or session is over."""
+        """Handle the exit of the main process of a call or session."""
         self._unwatch(program.pidfd)
         _, program.status, program.rusage = os.wait4(program.pid, 0)
         if self.call is not None and self.call.program is program:
@@ -341,7 +342,7 @@ class Supervisor(Programs):
         try:
             program = self._take_spare()
         except OSError:
-            self.send({"id": header["id"]})  # the next call finds it gone, and says why
+            self.send({"id": header["id"]})  # the next call finds it gone and reports why
             return
         program.kind = header["kind"]
         os.close(program.stdin)
@@ -358,7 +359,7 @@ class Supervisor(Programs):
 
     def _session_answer(self, program: Program) -> None:
         try:
-            data = os.read(program.control.fileno(), 4096)  # there is something, or the end: no need to wait
+            data = os.read(program.control.fileno(), 4096)  # it is readable or at its end: no need to wait
         except OSError:
             data = b""
         if not data:
@@ -374,14 +375,14 @@ class Supervisor(Programs):
     # Ends
 
     def _stop(self, verdict: str) -> None:
-        """End the running call from here."""
+        """End the running call from the supervisor's side."""
         call = self.call
         assert call is not None
         if call.verdict is not None:
             return
         call.verdict = verdict
         if call.session is not None and verdict in ("timeout", "cancelled", "output_limit"):
-            # Keep the session where it can be kept: end what it started, interrupt the interpreter.
+            # Keep the session if possible: end what it started, interrupt the interpreter.
             for pid in tree.below(call.program.pid):
                 tree.kill(pid)
             if call.program.kind != "bash" and call.program.status is None:
@@ -391,10 +392,10 @@ class Supervisor(Programs):
         self._finish()
 
     def _finish(self, early: bool = False) -> None:
-        """Close the running call: kill its tree, collect its output, report.
+        """Finish the running call: kill its processes, collect its output, report.
 
         Args:
-            early: the program is the only one, and at its end: it is answered for, then waited for.
+            early: the program is the only process and about to exit: answer first, then wait for it.
         """
         call = self.call
         assert call is not None
@@ -405,7 +406,7 @@ class Supervisor(Programs):
             self._unwatch_program(program)
             if program.status is None:
                 if self.owns_all and not self.sessions:
-                    tree.kill_at_once()  # those that run on would keep the processors from the one that is to die
+                    tree.kill_at_once()  # others would take CPU time from the one that must exit
                 tree.kill(program.pid)
                 _, program.status, program.rusage = os.wait4(program.pid, 0)
             reaped = 0 if early else self._kill_strays()
@@ -418,7 +419,7 @@ class Supervisor(Programs):
         oom_kills = self.meter.end()
         unstarted = session is None and not program.has_accepted() and not oom_kills and call.verdict is None
         if unstarted and os.WIFSIGNALED(program.status or 0) and not call.retried:
-            # Somebody killed the spare before it took the order: nothing of the order has happened.
+            # Somebody killed the spare before it accepted the order: none of it has been executed.
             program.close()
             again = ProgramCall(call.header, Program(self.confinement), call.given, self.limits)
             again.retried = True
@@ -445,14 +446,14 @@ class Supervisor(Programs):
         if early:
             tree.kill(program.pid)
             os.waitpid(program.pid, 0)
-            self._kill_strays()  # of one that lied
+            self._kill_strays()  # of one that reported falsely
         if session is None:
             program.close()
             if self.owns_all and not self.sessions and not is_file:
                 ipc.clear()
 
     def _session_status(self, call: ProgramCall) -> tuple[int | None, bool]:
-        """(exit status in the coding of wait, whether the session is over)."""
+        """Return (exit status as encoded by wait, whether the session is over)."""
         line = call.answer.partition(b"\n")[0].split()
         program = call.program
         if program.status is None and len(line) == 2 and line[0] == b"%d" % call.id and line[1] in STATUSES:

@@ -1,4 +1,4 @@
-"""Processes and memory of one sandbox: who is there, ending them, measuring them."""
+"""Processes and memory of one sandbox: listing, ending and measuring them."""
 
 from __future__ import annotations
 
@@ -14,23 +14,23 @@ PAGE = os.sysconf("SC_PAGE_SIZE")
 THREADS = 17
 """Where /proc/PID/stat has the number of threads, counted from the state that follows the name."""
 LINGER_S = 0.00015
-"""How long an answer or an order that should come at once is awaited awake. A virtual processor that has gone to
-sleep takes a quarter of that to come back."""
+"""How long to poll for an answer or order that is expected immediately. Waking up a virtual CPU takes a quarter of
+this time."""
 
 
 def linger(
     poll: select.poll,
-    now: Callable[[], float] = time.monotonic,  # kept from before a session's program could replace it
+    now: Callable[[], float] = time.monotonic,  # saved before a session's program could replace it
     give_way: Callable[[], None] = os.sched_yield,
 ) -> None:
-    """Return when there are events, and soon in any case. Whoever else wants the processor has it meanwhile."""
+    """Return when there are events, or soon in any case; yields the CPU to other processes meanwhile."""
     until = now() + LINGER_S
     while not poll.poll(0) and now() < until:
         give_way()
 
 
 def pidfd(pid: int) -> int:
-    """A descriptor that can be read when the process has ended; -1 where the kernel has no such thing (gVisor)."""
+    """Return a descriptor that becomes readable when the process exits; -1 if the kernel lacks it (gVisor)."""
     try:
         return os.pidfd_open(pid)
     except OSError as error:
@@ -40,7 +40,7 @@ def pidfd(pid: int) -> int:
 
 
 def signalled_ends() -> tuple[int, int]:
-    """(descriptor that can be read after any child has ended, its other end), for where there is no `pidfd`."""
+    """Return (descriptor readable after any child has exited, its other end), for kernels without `pidfd`."""
     ends, wakeup = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
     signal.signal(signal.SIGCHLD, lambda number, frame: None)
     signal.set_wakeup_fd(wakeup, warn_on_full_buffer=False)
@@ -48,20 +48,20 @@ def signalled_ends() -> tuple[int, int]:
 
 
 def is_over(child: int) -> bool:
-    """Whether a child has ended; does not collect it."""
+    """Return whether a child has exited, without reaping it."""
     return os.waitid(os.P_PID, child, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None
 
 
 def kill(pid: int) -> None:
-    """SIGKILL, if it is still there."""
+    """Send SIGKILL, if it still exists."""
     with contextlib.suppress(ProcessLookupError):
         os.kill(pid, signal.SIGKILL)
 
 
 def parents() -> dict[int, int]:
-    """{pid: parent} of every process that /proc shows, the dead ones excluded.
+    """Return {pid: parent} for every process in /proc, except dead ones.
 
-    A process whose first thread has ended looks dead (Z) while its other threads run on: those are counted.
+    A process whose first thread has exited looks dead (Z) while its other threads run: it is included.
     """
     found = {}
     for name in os.listdir("/proc"):
@@ -77,21 +77,21 @@ def parents() -> dict[int, int]:
 
 
 def everybody() -> set[int]:
-    """The ids of all processes that /proc shows, the dead that wait to be collected included."""
+    """Return the ids of all processes in /proc, including zombies."""
     return {int(name) for name in os.listdir("/proc") if name.isdigit()}
 
 
 class Cost:
-    """What a process has used so far; the names are those of `resource.getrusage`."""
+    """Return what a process has used so far; the names are those of `resource.getrusage`."""
 
     def __init__(self, pid: int, max_rss_kb: int) -> None:
-        # The clock of another process has this number: see clock_getcpuclockid(3) and the kernel's CPUCLOCK_SCHED.
+        # The number of another process's clock: see clock_getcpuclockid(3) and the kernel's CPUCLOCK_SCHED.
         self.ru_utime, self.ru_stime = time.clock_gettime((~pid << 3) | 2), 0.0
         self.ru_maxrss = max_rss_kb
 
 
 def below(root: int, among: dict[int, int] | None = None) -> list[int]:
-    """All descendants of a process."""
+    """Return all descendants of a process."""
     children: dict[int, list[int]] = {}
     for pid, parent in (among if among is not None else parents()).items():
         children.setdefault(parent, []).append(pid)
@@ -104,7 +104,7 @@ def below(root: int, among: dict[int, int] | None = None) -> list[int]:
 
 
 def reap(known: list[int]) -> int:
-    """Collect the dead that nobody waits for, up to the first of `known`; how many died of SIGKILL."""
+    """Reap zombies that nobody waits for, up to the first in `known`; return how many died of SIGKILL."""
     killed = 0
     while True:
         try:
@@ -118,7 +118,7 @@ def reap(known: list[int]) -> int:
 
 
 def kill_at_once() -> bool:
-    """SIGKILL for every process but the caller, PID 1 of a namespace; waits for none. False: there is nobody."""
+    """Send SIGKILL to every process but the caller, as PID 1 of a namespace; does not wait. False: none exist."""
     if os.getpid() != 1:
         raise RuntimeError("kill_at_once outside a pid namespace")
     try:
@@ -129,7 +129,7 @@ def kill_at_once() -> bool:
 
 
 def kill_all(owns_all: bool) -> int:
-    """End every process but the caller; how many had to be killed.
+    """End every process but the caller; return how many had to be killed.
 
     Args:
         owns_all: the caller is PID 1 of a namespace, so that "everybody" is exactly the sandbox.
@@ -148,11 +148,11 @@ def kill_all(owns_all: bool) -> int:
 
 
 def kill_except(keep: list[int], known: list[int]) -> int:
-    """End all descendants of the caller but `keep` and what is below them; how many had to be killed.
+    """End all descendants of the caller except `keep` and their descendants; return how many had to be killed.
 
     Args:
-        keep: processes that stay.
-        known: children that somebody else in this process will wait for.
+        keep: processes to leave running.
+        known: children that other code in this process will wait for.
     """
     killed: set[int] = set()
     deadline = time.monotonic() + 5
@@ -172,7 +172,8 @@ def kill_except(keep: list[int], known: list[int]) -> int:
 
 
 def _share(pid: int) -> int:
-    """Bytes of a process, shared pages divided among those who share them (undivided where that is not told)."""
+    """Return a process's memory in bytes, dividing shared pages among their users (undivided if that is
+    unknown)."""
     try:
         with open(f"/proc/{pid}/smaps_rollup", "rb") as f:
             for line in f:
@@ -188,10 +189,10 @@ def _share(pid: int) -> int:
 
 
 class Meter:
-    """Memory of the tree: counted by a cgroup where there is one, otherwise by looking often.
+    """Memory of the process tree: counted by a cgroup if there is one, otherwise by frequent sampling.
 
     Args:
-        limit_mb: the most that all processes together may hold.
+        limit_mb: maximum memory for all processes together.
         oom_fd: memory.oom_control (v1) or memory.events (v2) of the sandbox's cgroup, -1 without one.
         usage_fd: its memory.usage_in_bytes or memory.current.
         places: directories whose file system counts as the sandbox's disk.
@@ -205,27 +206,27 @@ class Meter:
         self._seen_over = 0
 
     def begin(self) -> None:
-        """Before a call."""
+        """Prepare for a call."""
         self._before, self._seen_over = self._events(), 0
 
     def end(self) -> int:
-        """After a call: how many processes were killed for want of memory."""
+        """After a call: return how many processes were killed for lack of memory."""
         now = self._events()
-        if now == self._before:  # nearly always: nothing to count
+        if now == self._before:  # usually there is nothing to count
             return self._seen_over
         killed = event_count(now, b"oom_kill") - event_count(self._before, b"oom_kill")
         return max(0, killed) + self._seen_over
 
     def over(self) -> bool:
-        """Whether the tree holds more than it may, right now."""
-        # The quick sum counts pages once for each process that shares them; only a suspicion is looked into.
+        """Return whether the tree currently exceeds its limit."""
+        # The quick sum counts pages once per process sharing them, so an excess is only a reason to look closer.
         if self.resident() <= self.limit or self.proportional() <= self.limit:
             return False
         self._seen_over = 1
         return True
 
     def resident(self) -> int:
-        """Bytes that the descendants of the caller hold, shared pages counted several times."""
+        """Return the bytes held by the caller's descendants, counting shared pages several times."""
         total = 0
         for pid in below(os.getpid()):
             try:
@@ -236,14 +237,14 @@ class Meter:
         return total * PAGE
 
     def proportional(self) -> int:
-        """Bytes that the descendants of the caller hold, a shared page divided among those who share it."""
+        """Return the bytes held by the caller's descendants, dividing shared pages among their users."""
         total = 0
         for pid in below(os.getpid()):
             total += _share(pid)
         return total
 
     def usage(self) -> dict[str, int]:
-        """What the sandbox holds now: bytes of memory, processes, bytes and files on its disk."""
+        """Return current usage: bytes of memory, processes, bytes and files on its disk."""
         disk = os.statvfs(self.place)
         memory = int(os.pread(self.usage_fd, 64, 0)) if self.usage_fd >= 0 else self.proportional()
         return {
@@ -258,7 +259,7 @@ class Meter:
 
 
 def event_count(events: bytes, wanted: bytes) -> int:
-    """A number of a file of the kernel with lines `name number`; 0 where there is none of that name."""
+    """Return a number from a kernel file with lines of `name number`; 0 if the name is missing."""
     for line in events.split(b"\n"):
         name, _, value = line.partition(b" ")
         if name == wanted:
