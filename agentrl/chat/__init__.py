@@ -1,1 +1,1 @@
-"""Exact tokens: the renderer, the transcript ledger, the checks on both, and the tool-call parsers."""
+"""Exact tokens: the renderer, the transcript of token ids, checks on both, and tool-call parsers."""

@@ -1,4 +1,4 @@
-"""Written conversations as transcripts: each assistant message as the completion it would have been."""
+"""Convert written conversations to transcripts, with each assistant message as a completion."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from agentrl.types import Completion, Message
 
 
 def completion_of(renderer: Renderer, message: Message, tools: Sequence[Mapping[str, Any]] = ()) -> Completion:
-    """The ids with which a policy would have said `message`, the stop token included; log-probabilities are 0.
+    """Return the ids with which a policy would have sampled `message`, stop token included; logprobs are 0.
 
     Raises:
-        TemplateError: the template does not write the message behind its own generation prompt, or what it writes
-            reads as other calls.
+        TemplateError: the template does not write the message after its own generation prompt, or what it writes
+            parses as different calls.
     """
     [message] = with_ids(renderer, [message])
     ids = tuple(renderer.completion_ids(message, tools))
@@ -32,10 +32,10 @@ def completion_of(renderer: Renderer, message: Message, tools: Sequence[Mapping[
 
 
 def with_ids(renderer: Renderer, messages: Sequence[Message]) -> list[Message]:
-    """`messages` with each call id that the parser's format does not allow replaced, in the tool's answer as well.
+    """Return `messages` with each call id that the parser's format does not allow replaced, in tool results too.
 
-    Kimi K2 reads the tool's name in the id, Mistral's templates want nine letters and digits; a written
-    conversation has the ids of the program that recorded it.
+    Kimi K2 reads the tool's name from the id and Mistral's templates require nine letters and digits, but a
+    written conversation has the ids of the program that recorded it.
     """
     parser = renderer.parser
     new_ids: dict[str, str] = {}
@@ -52,7 +52,7 @@ def with_ids(renderer: Renderer, messages: Sequence[Message]) -> list[Message]:
         answered = new_ids.get(answered, answered) if answered is not None else None
         if tuple(calls) != message.tool_calls or answered != message.tool_call_id:
             message = replace(message, tool_calls=tuple(calls), tool_call_id=answered)
-        given.append(message)  # the same object where nothing changes: turns find their segments by it
+        given.append(message)  # the same object if nothing changes: turns find their segments by identity
     return given
 
 
@@ -66,7 +66,7 @@ def imitate(
     """Replay a conversation through a transcript: assistant messages become sampled segments.
 
     Raises:
-        TemplateError: the template refuses these messages, or writes calls that read as others.
+        TemplateError: the template refuses these messages, or writes calls that parse as different ones.
     """
     transcript = Transcript(renderer, tools)
     new: list[Message] = []

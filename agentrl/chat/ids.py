@@ -1,4 +1,4 @@
-"""Token ids that only grow: handing them out costs nothing, however many there are."""
+"""Append-only token ids that can be shared without copying, however many there are."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ IntArray = NDArray[np.int64]
 
 
 class Ids(Sequence[int]):
-    """The first ids of a `GrowingIds`: never changes, equals a tuple of the same ids, slices are tuples.
+    """A prefix of a `GrowingIds`: immutable, equal to a tuple of the same ids, with slices that are tuples.
 
-    `numpy.asarray` of it copies nothing.
+    `numpy.asarray` of it makes no copy.
     """
 
     __slots__ = ("_array",)
@@ -51,7 +51,7 @@ class Ids(Sequence[int]):
 
 
 class GrowingIds:
-    """Token ids to which more are appended; a view taken earlier stays as it was."""
+    """Append-only token ids; views taken earlier do not change."""
 
     def __init__(self) -> None:
         self._buffer: IntArray = np.empty(256, dtype=np.int64)
@@ -61,7 +61,7 @@ class GrowingIds:
         return self._length
 
     def extend(self, ids: Sequence[int]) -> None:
-        """Append `ids`; the cost is that of `ids` alone (doubling now and then, amortised)."""
+        """Append `ids` in time proportional to their number (amortized: the buffer sometimes doubles)."""
         end = self._length + len(ids)
         if end > len(self._buffer):
             grown = np.empty(max(end, 2 * len(self._buffer)), dtype=np.int64)
@@ -71,7 +71,7 @@ class GrowingIds:
         self._length = end
 
     def view(self) -> Ids:
-        """What is here now."""
+        """Return a view of the current ids."""
         array = self._buffer[: self._length]
         array.flags.writeable = False
         return Ids(array)

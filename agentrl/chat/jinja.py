@@ -1,4 +1,4 @@
-"""Chat templates as Hugging Face renders them: the same sandbox, filters and globals, without its imports."""
+"""Render chat templates as Hugging Face does: the same sandbox, filters and globals, without its imports."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _BEYOND_ASCII = re.compile("[\u0080-\U000effff]")
 
 
 class Fixed(dict[str, Any]):
-    """A mapping that nobody changes any more; it keeps its JSON text, as schemas are written into every prompt."""
+    """An immutable mapping that caches its JSON text, because schemas are written into every prompt."""
 
     __slots__ = ("text",)
     text: str
@@ -38,7 +38,7 @@ def _tojson(
     text = json.dumps(value, ensure_ascii=False, indent=indent, separators=separators, sort_keys=sort_keys)
     if plain:
         value.text = text
-    if ensure_ascii:  # shielded control tokens (planes 15 and 16) must come through as they are
+    if ensure_ascii:  # shielded control tokens (planes 15 and 16) must pass through unchanged
         text = _BEYOND_ASCII.sub(lambda m: json.dumps(m.group())[1:-1], text)
     return text
 
@@ -51,9 +51,9 @@ def _raise_exception(message: str) -> None:
 
 @lru_cache(maxsize=32)
 def compile_template(source: str) -> Callable[..., str]:
-    """A function of the template's variables that returns the rendered text.
+    """Compile a template to a function from its variables to the rendered text.
 
-    The date that `strftime_now` gives is the moment of compilation, so that a prompt cannot change at midnight.
+    `strftime_now` returns the time of compilation, so that prompts do not change at midnight.
 
     Raises:
         TemplateError: the source is not valid Jinja.
@@ -74,7 +74,7 @@ def compile_template(source: str) -> Callable[..., str]:
 
 @lru_cache(maxsize=32)
 def variables_of(source: str) -> frozenset[str]:
-    """The variables that a template reads and does not set itself; none where it is not valid Jinja."""
+    """Return the variables that a template reads but does not set; empty if it is not valid Jinja."""
     import jinja2
     from jinja2.meta import find_undeclared_variables
 
@@ -85,7 +85,7 @@ def variables_of(source: str) -> frozenset[str]:
 
 
 def _environment() -> ImmutableSandboxedEnvironment:
-    """An environment that knows what chat templates are written in."""
+    """An environment with the extensions that chat templates use."""
     import jinja2.ext
     from jinja2.sandbox import ImmutableSandboxedEnvironment
 

@@ -1,4 +1,4 @@
-"""What was worked out lately, by what it was worked out from."""
+"""A bounded cache for results of pure functions."""
 
 from __future__ import annotations
 
@@ -9,21 +9,21 @@ T = TypeVar("T")
 
 MAX_CHARS = 1 << 24
 ENTRY_CHARS = 500
-"""What an entry costs besides its text: its place in the table, and the objects that hold key and result."""
+"""Cost of an entry in addition to its text: its slot in the table and the objects for key and result."""
 
 
 class Memo(Generic[T]):
-    """Results of a pure function, forgotten all at once where their keys and values hold too many characters."""
+    """Results of a pure function, cleared all at once when their keys and values hold too many characters."""
 
     def __init__(self) -> None:
         self._found: dict[Hashable, T] = {}
         self._chars = 0
 
     def __call__(self, key: Hashable, chars: int, make: Callable[[], T]) -> T:
-        """What `make` gave for `key`, or gives now.
+        """Return the cached result for `key`, computing it with `make` if necessary.
 
         Args:
-            chars: about how much it costs to keep.
+            chars: approximate size of the entry.
         """
         found = self._found.get(key)
         if found is None:

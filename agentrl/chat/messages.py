@@ -1,4 +1,4 @@
-"""OpenAI's chat format, JSON to `Message` and back: the one place that reads and writes it."""
+"""OpenAI's chat format, from JSON to `Message` and back: the only module that reads or writes it."""
 
 from __future__ import annotations
 
@@ -37,12 +37,12 @@ class MessageFormatError(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class ReadMessage:
-    """A message as it was read.
+    """A message as received.
 
     Attributes:
-        message: its content; a call in `malformed` has no arguments here.
+        message: its content; a call listed in `malformed` has no arguments here.
         raw_arguments: the JSON text of each call's arguments as sent.
-        malformed: by position, why the arguments of a call cannot be read.
+        malformed: by position, why a call's arguments cannot be parsed.
     """
 
     message: Message
@@ -53,8 +53,8 @@ class ReadMessage:
 def read_message(data: object) -> ReadMessage:
     """Read one message of the chat format.
 
-    Content may be text or text parts. Arguments of a call may be JSON text or an object; a call without an id gets
-    one from its position.
+    Content may be text or text parts. A call's arguments may be JSON text or an object; a call without an id gets
+    one based on its position.
 
     Raises:
         MessageFormatError: a field is missing, of the wrong type, or not text.
@@ -87,10 +87,10 @@ def read_message(data: object) -> ReadMessage:
 
 
 def read_well_formed(data: object) -> Message:
-    """The message, where arguments that cannot be read are an error too.
+    """Read one message, raising for unreadable arguments as well.
 
     Raises:
-        MessageFormatError: as `read_message`, or a call's arguments are not a JSON object.
+        MessageFormatError: same as `read_message`, or a call's arguments are not a JSON object.
     """
     read = read_message(data)
     for number, problem in read.malformed.items():
@@ -99,7 +99,7 @@ def read_well_formed(data: object) -> Message:
 
 
 def write_message(message: Message, *, extended: bool = False) -> dict[str, Any]:
-    """The message as OpenAI's chat API has it.
+    """Convert a message to the JSON of OpenAI's chat API.
 
     Args:
         message: any message; image parts become data URLs.
@@ -154,7 +154,7 @@ def _optional(data: Mapping[str, Any], name: str) -> str | None:
 
 
 def _call(data: object, number: int) -> tuple[ToolCall, str, str]:
-    """A call, the text of its arguments, and why they cannot be read."""
+    """Return a call, the text of its arguments, and why they cannot be parsed."""
     where = f"tool_calls[{number}]"
     kind = data.get("type") if isinstance(data, Mapping) else None
     if kind not in (None, "function"):
@@ -174,7 +174,7 @@ def _call(data: object, number: int) -> tuple[ToolCall, str, str]:
 
 
 def _arguments(sent: object) -> tuple[dict[str, Any], str]:
-    """The arguments, or none and what is wrong with them."""
+    """Parse the arguments; return empty arguments and the problem if they are invalid."""
     value = sent
     if isinstance(sent, str):
         try:

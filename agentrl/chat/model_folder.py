@@ -1,4 +1,4 @@
-"""What a Hugging Face model directory says about its chat template and stop tokens."""
+"""Read the chat template and stop tokens of a Hugging Face model directory."""
 
 from __future__ import annotations
 
@@ -9,17 +9,17 @@ from agentrl.chat.vocabulary import Vocabulary, read_json
 from agentrl.errors import ConfigError
 
 CHATML_TEMPLATE = (Path(__file__).parent / "chatml.jinja").read_text(encoding="utf-8")
-"""The project's own template: ChatML with Hermes-style tool calls; it only appends."""
+"""The built-in template: ChatML with Hermes-style tool calls; it is append-only."""
 
 
 def template_source(folder: Path, template: str | None) -> str:
-    """Jinja source: the directory's own, or what `template` names (see `Renderer.from_directory`).
+    """Return Jinja source: the directory's template, or the one `template` names (see `Renderer.from_directory`).
 
     Of a directory with a template named `tool_use` it is one source that chooses for each conversation, as
     transformers does.
 
     Raises:
-        ConfigError: there is none, or it cannot be read.
+        ConfigError: the template is missing or cannot be read.
     """
     if template == "chatml":
         return CHATML_TEMPLATE
@@ -79,7 +79,7 @@ def _named_templates(folder: Path) -> dict[str, str]:
 
 
 def eos_ids(folder: Path, vocabulary: Vocabulary) -> set[int]:
-    """Ids that generation_config.json, config.json and the tokenizer name as the end of a completion."""
+    """Return the ids that generation_config.json, config.json and the tokenizer define as ends of a completion."""
     ids: set[int | None] = set()
     for file in ("generation_config.json", "config.json"):
         found = read_json(folder / file).get("eos_token_id")

@@ -1,4 +1,4 @@
-"""Finding out, once at start, how a chat template ends turns and in which shape it wants its data."""
+"""Determine once, at startup, how a chat template ends turns and which data format it expects."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _TOOL: dict[str, Any] = {
 
 
 def probe(renderer: Renderer, eos_ids: frozenset[int]) -> Habits:
-    """Learn the habits of `renderer`'s template.
+    """Determine the properties of `renderer`'s template.
 
     Raises:
         TemplateError: it cannot render a user and an assistant message, or does not end the latter with a
@@ -92,16 +92,16 @@ def _attempt(render: Callable[[], str]) -> str | None:
 
 
 def _offered(renderer: Renderer) -> list[dict[str, Any]]:
-    """Nothing, or a tool where the template renders no conversation without one (`tool_use.jinja`)."""
+    """Return no tools, or one if the template renders no conversation without any (`tool_use.jinja`)."""
     asked = [renderer.data(_USER)]
     alone = _attempt(lambda: renderer.render_data(asked, generation_prompt=True))
     return [] if alone is not None or _attempt(lambda: renderer.render_data(asked, [_TOOL])) is None else [_TOOL]
 
 
 def _wants_json(renderer: Renderer) -> bool | None:
-    """An object where the template shows it as JSON or XML; text where an object fails or shows as Python.
+    """Decide on objects if the template shows them as JSON or XML; on text if objects fail or show as Python.
 
-    None where it shows no call at all.
+    None if it shows no call at all.
     """
     user = renderer.data(_USER)
     shown = _attempt(lambda: renderer.render_data([user, _with_call({"x": SENTINEL}), _tool(renderer)], [_TOOL]))
@@ -113,7 +113,7 @@ def _wants_json(renderer: Renderer) -> bool | None:
 
 
 def _shows_reasoning(renderer: Renderer, offered: Offered) -> bool:
-    """Whether reasoning given in its own field appears, at least in the newest turn."""
+    """Whether reasoning given in a separate field is rendered, at least in the newest turn."""
     fields = dict.fromkeys(("reasoning_content", "thinking", "reasoning"), "r" + SENTINEL)
     message = {"role": "assistant", "content": "c", **fields}
     shown = _attempt(lambda: renderer.render_data([renderer.data(_USER), message], offered))
@@ -121,9 +121,10 @@ def _shows_reasoning(renderer: Renderer, offered: Offered) -> bool:
 
 
 def _closers(renderer: Renderer, offered: Offered) -> tuple[frozenset[int], frozenset[int]]:
-    """Ids of the first control token after an assistant's text: in any continuation, and in the newest turn.
+    """Return ids of the first control token after an assistant's text: in any continuation, and in the newest
+    turn.
 
-    Where the newest turn has none, the tokens that begin the next turn stop it.
+    If the newest turn has none, the tokens that start the next turn stop it.
     """
     user, tool = renderer.data(_USER), _tool(renderer)
     base = [user, _assistant()]
@@ -143,10 +144,10 @@ def _closes(renderer: Renderer, offered: Offered) -> bool:
 
 
 def _call_end(renderer: Renderer, json_arguments: bool) -> frozenset[int]:
-    """The token that ends a newest turn with a tool call, where it differs from other turns."""
+    """Return the token that ends a newest turn with a tool call, if it differs from other turns."""
     message = _with_call('{"x": "y"}' if json_arguments else {"x": "y"})
     shown = _attempt(lambda: renderer.render_data([renderer.data(_USER), message], [_TOOL]))
-    shown = None if shown is None else shown.removesuffix(_generation_prompt(renderer))  # some write it unasked
+    shown = None if shown is None else shown.removesuffix(_generation_prompt(renderer))  # some always write it
     controls = list(renderer.vocabulary.split_control(shown)) if shown is not None else []
     if shown is None or not controls or shown[controls[-1][1] :].strip():
         return frozenset()
@@ -154,7 +155,7 @@ def _call_end(renderer: Renderer, json_arguments: bool) -> frozenset[int]:
 
 
 def _generation_prompt(renderer: Renderer) -> str:
-    """What the template adds where an answer is asked for."""
+    """Return what the template adds for a generation prompt."""
     user = [renderer.data(Message("user", _ASKED))]
     asked = _attempt(lambda: renderer.render_data(user, [_TOOL], generation_prompt=True)) or ""
     before = _attempt(lambda: renderer.render_data(user, [_TOOL])) or ""
@@ -173,7 +174,7 @@ def _first_control(renderer: Renderer, shown: str | None) -> int | None:
 
 
 def _drops_tools(renderer: Renderer, habits: Habits) -> bool:
-    """Whether what follows a completion is the same with and without tools, so that tools need not be rendered."""
+    """Whether the text after a completion is the same with and without tools, so that tools can be omitted."""
     before, renderer.habits = renderer.habits, habits
     try:
         user = renderer.data(_USER)

@@ -1,8 +1,8 @@
 """The prefix proof: conversations of every shape, rendered turn by turn and compared token by token.
 
-For each assistant turn the ledger's context must be what the template itself renders for the conversation so far.
-Where it is not, either the template rewrites earlier turns (the user chooses what to do), or what it appends
-cannot be derived (it cannot be used as it is).
+For each assistant turn, the transcript's context must equal the template's own rendering of the conversation so
+far. If it does not, either the template rewrites earlier turns (the user chooses how to handle that), or what it
+appends cannot be derived (the template cannot be used as it stands).
 """
 
 from __future__ import annotations
@@ -77,10 +77,10 @@ class ProbeConversation:
 
 @dataclass(frozen=True, slots=True)
 class TemplateFinding:
-    """The first place where one conversation's ledger and the template's rendering part.
+    """The first place where a transcript and the template's rendering of the conversation differ.
 
-    `kind` is "rewrite" (the template writes an earlier message otherwise than when it was the newest),
-    "append" (what it appends was derived wrongly) or "refused" (it does not render this conversation).
+    `kind` is "rewrite" (the template renders an earlier message differently than when it was the newest), "append"
+    (what it appends was derived incorrectly) or "refused" (it does not render this conversation).
     """
 
     kind: Kind
@@ -105,7 +105,7 @@ class TemplateFinding:
 
 @dataclass(frozen=True, slots=True)
 class Proof:
-    """What the proof found: how many conversations and turns were compared, and every finding."""
+    """The result of the proof: how many conversations and turns were compared, and every finding."""
 
     conversations: int
     turns: int
@@ -113,11 +113,11 @@ class Proof:
     shows_tools: bool = True
     """Whether a prompt changes when tools are offered."""
     called: int = 0
-    """Conversations in which a tool was called and answered, and the answer read."""
+    """Conversations with a tool call, its result, and an answer that used it."""
     round_trip: RoundTrip = field(default_factory=lambda: RoundTrip(True))
-    """Which calls come back as they were written."""
+    """Which calls parse back as they were written."""
     written_by: str = ""
-    """The parser, and who chose it."""
+    """The parser, and how it was chosen."""
     rendered: frozenset[bool] = frozenset((True, False))
     """Whether tools were offered in the conversations of which a turn was rendered."""
     one_of_two: bool = False
@@ -130,24 +130,24 @@ class Proof:
 
     @property
     def wrong(self) -> tuple[TemplateFinding, ...]:
-        """Conversations in which what the template appends was not derived rightly."""
+        """Conversations in which the appended text was derived incorrectly."""
         return tuple(f for f in self.findings if f.kind == "append")
 
     @property
     def refused(self) -> tuple[TemplateFinding, ...]:
-        """Conversations that the template does not render."""
+        """Conversations that the template refuses to render."""
         return tuple(f for f in self.findings if f.kind == "refused")
 
     def require(self, *, tools: bool = False) -> None:
-        """Stop unless every context that the template accepts can be built by appending.
+        """Raise unless every context that the template accepts can be built by appending.
 
         Args:
-            tools: the run offers tools, so that the template must show them.
+            tools: the run offers tools, so the template must show them.
 
         Raises:
-            TemplateError: a derived delta is wrong, or no conversation at all could be rendered; with tools, also
-                that the template does not show them, that no conversation in which one is called could be
-                rendered, or that the parser does not read what the template writes.
+            TemplateError: a derived delta is wrong, or no conversation could be rendered. With tools, also: the
+            template does not show them, no conversation that calls one could be rendered, or the parser does not
+            read what the template writes.
         """
         if tools and not self.shows_tools:
             raise TemplateError(
@@ -186,7 +186,7 @@ class Proof:
             )
 
     def summary(self) -> str:
-        """A few lines for people."""
+        """Return a summary of a few lines."""
         lines = [f"{self.turns} turns of {self.conversations} conversations compared token by token"]
         if not self.findings:
             lines[0] += ": the template only appends"
@@ -211,9 +211,9 @@ class Proof:
 
 
 def prove(renderer: Renderer, conversations: Iterable[ProbeConversation] | None = None) -> Proof:
-    """Compare ledger and template over `conversations` (by default one of every shape, with two seeds).
+    """Compare transcript and template over `conversations` (by default one of every shape, with two seeds).
 
-    By default it also settles `renderer.appends_only`.
+    By default, also set `renderer.appends_only`.
     """
     given = list(conversations) if conversations is not None else [*shapes(0), *shapes(1)]
     if conversations is None and renderer.one_of_two:  # the plain ones show each of the two
@@ -257,7 +257,7 @@ def _shows_tools(renderer: Renderer) -> bool:
 
 
 def _prove_one(renderer: Renderer, conversation: ProbeConversation) -> tuple[int, TemplateFinding | None]:
-    """Turns that agreed, and the first finding."""
+    """Return the number of turns that agreed, and the first finding."""
 
     messages, tools = conversation.messages, conversation.tools
     transcript = Transcript(renderer, tools, history="keep")
@@ -286,7 +286,7 @@ def _prove_one(renderer: Renderer, conversation: ProbeConversation) -> tuple[int
 
 
 def _as_read(transcript: Transcript, completion: Completion, message: Message) -> Message:
-    """What an episode would keep of the completion: a template may have left out some of `message`."""
+    """Return what an episode would keep of the completion: a template may omit parts of `message`."""
     read = transcript.renderer.parse(completion.ids, tools=transcript.tools, thinking=transcript.thinking)
     if same_meaning(read, message):
         return message
@@ -297,13 +297,13 @@ def _as_read(transcript: Transcript, completion: Completion, message: Message) -
 
 
 def _only_rewritten(transcript: Transcript) -> bool:
-    """Whether all that differs from a fresh rendering is what the template writes otherwise than before."""
+    """Whether all differences from a fresh rendering are text that the template now writes differently."""
     grave = {TokenDrift.CONTENT, TokenDrift.BOUNDARY}
     return all(difference.drift not in grave for difference in check_tokens(transcript).differences)
 
 
 def _at_end(transcript: Transcript, conversation: ProbeConversation) -> TemplateFinding | None:
-    """What the check of a finished episode would say, where it is more than other words for the same."""
+    """Return what the check of a finished episode would report, if it is more than a rewording."""
     for difference in check_tokens(transcript).differences:
         if difference.drift in (TokenDrift.HISTORY_REWRITE, TokenDrift.CONTENT):
             kind: Kind = "rewrite" if difference.drift is TokenDrift.HISTORY_REWRITE else "append"
@@ -327,10 +327,10 @@ def _compare(
 
 
 def _agree(renderer: Renderer, ledger: Sequence[int], fresh: Sequence[int]) -> bool:
-    """The same ids, or the same text with the same control tokens.
+    """Whether the ids are equal, or the text is equal with the same control tokens.
 
-    The latter is what the border between a generation prompt and a completion does where no control token
-    stands there: the prompt is encoded without the completion, as the engine gets it.
+    The latter happens at the boundary between generation prompt and completion if there is no control token: the
+    prompt is encoded without the completion, as the engine receives it.
     """
     if tuple(ledger) == tuple(fresh):
         return True
@@ -357,7 +357,7 @@ def _finding(
 
 
 def _rewritten(transcript: Transcript) -> bool:
-    """Whether the template's own earlier renderings are not the beginning of its rendering of the whole."""
+    """Whether the template's own earlier renderings are not prefixes of its rendering of the whole."""
     renderer, messages, tools = transcript.renderer, transcript.context, transcript.tools
     now = renderer.render(messages, tools, generation_prompt=True)
     for n in range(1, len(messages)):
@@ -370,7 +370,7 @@ def _rewritten(transcript: Transcript) -> bool:
 
 
 def shapes(seed: int) -> Iterator[ProbeConversation]:
-    """One conversation of every shape that a run can meet; texts and lengths vary with `seed`."""
+    """Generate one conversation of every shape that can occur in a run; texts and lengths vary with `seed`."""
     rng = random.Random(seed)
     make = _Maker(rng)
     system, user, say, call, tool = make.system, make.user, make.say, make.call, make.tool
@@ -427,7 +427,7 @@ def shapes(seed: int) -> Iterator[ProbeConversation]:
 
 
 class _Maker:
-    """Draws messages."""
+    """Generate random messages."""
 
     def __init__(self, rng: random.Random) -> None:
         self.rng = rng

@@ -1,7 +1,7 @@
-"""The round trip of tool calls: what the template writes is what the parser reads.
+"""The tool-call round trip: check that the parser reads what the template writes.
 
-Without it no tool of a run is ever called, and nothing else would say so. The parser of `parser: auto` is the
-first that passes it.
+If it does not, no tool of a run is ever called, and nothing else would reveal that. `parser: auto` selects the
+first parser that passes this check.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ REQUIRED: Mapping[str, Mapping[str, Any]] = {
     "a call": {"query": "plain words", "limit": 3},
     "typed arguments": {"query": "one", "limit": -1, "ratio": 0.5, "exact": True, "terms": [1, 2]},
 }
-"""Arguments that a format must carry, or it is not the template's."""
+"""Arguments that a format must carry to qualify as the template's format."""
 
 FURTHER: Mapping[str, Mapping[str, Any]] = {
     "no arguments": {},
@@ -61,7 +61,7 @@ FURTHER: Mapping[str, Mapping[str, Any]] = {
 
 @dataclass(frozen=True, slots=True)
 class Misread:
-    """A message whose calls come back otherwise than they were given."""
+    """A message whose calls parse back differently from how they were given."""
 
     shape: str
     written: str
@@ -73,7 +73,7 @@ class Misread:
 
 @dataclass(frozen=True, slots=True)
 class RoundTrip:
-    """What came back: `readable` says that the parser reads the template's calls at all."""
+    """The result: `readable` says whether the parser reads the template's calls at all."""
 
     readable: bool
     misread: tuple[Misread, ...] = ()
@@ -81,12 +81,12 @@ class RoundTrip:
 
     @property
     def lost(self) -> tuple[str, ...]:
-        """The shapes that do not come back."""
+        """The shapes that do not survive the round trip."""
         return tuple(found.shape for found in self.misread)
 
 
 def round_trip(renderer: Renderer) -> RoundTrip:
-    """Write and read calls of every shape."""
+    """Write and parse calls of every shape."""
     misread, refused, readable = [], [], True
     for shape, message in messages(renderer.parser):
         found = read_back(renderer, shape, message)
@@ -101,7 +101,7 @@ def round_trip(renderer: Renderer) -> RoundTrip:
 
 
 def reads_calls(renderer: Renderer) -> bool:
-    """Whether the calls that every format must carry come back."""
+    """Whether the calls that every format must carry survive."""
     return all(
         read_back(renderer, shape, message) is None
         for shape, message in messages(renderer.parser)
@@ -110,7 +110,7 @@ def reads_calls(renderer: Renderer) -> bool:
 
 
 def messages(parser: Parser) -> Iterator[tuple[str, Message]]:
-    """Messages with calls, by shape; those of `REQUIRED` first."""
+    """Return messages with calls, by shape; those of `REQUIRED` come first."""
 
     def say(*arguments: Mapping[str, Any], content: str = "") -> Message:
         calls = (ToolCall(parser.call_id("look_up", n), "look_up", given) for n, given in enumerate(arguments))
@@ -123,7 +123,7 @@ def messages(parser: Parser) -> Iterator[tuple[str, Message]]:
 
 
 def read_back(renderer: Renderer, shape: str, message: Message) -> Misread | str | None:
-    """None where the calls and the text come back; else what came instead, or why the template refuses."""
+    """Return None if calls and text survive; otherwise what was parsed instead, or why the template refuses."""
     try:
         ids = renderer.completion_ids(message, [TOOL])
     except TemplateError as e:
@@ -136,12 +136,12 @@ def read_back(renderer: Renderer, shape: str, message: Message) -> Misread | str
 
 
 def calls_of(message: Message) -> list[tuple[str, dict[str, Any]]]:
-    """(name, arguments) of each call, types and all: 1 is not True."""
+    """Return (name, arguments) of each call, comparing types too: 1 is not True."""
     return [(call.name, Strictly(call.arguments)) for call in message.tool_calls]
 
 
 class Strictly(dict[str, Any]):
-    """Arguments that equal others only where the types agree too."""
+    """Arguments that are equal only if the types agree too."""
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Mapping) and repr(_sorted(self)) == repr(_sorted(other))
@@ -156,7 +156,8 @@ def _sorted(value: Any) -> Any:
 
 
 def candidates(template: str, control: Iterable[str]) -> tuple[list[Parser], list[Parser]]:
-    """The parsers to try: those whose signs the template shows (else the control tokens do), and all others."""
+    """Return the parsers to try: those whose signs appear in the template (or its control tokens), then all
+    others."""
     signs = list(signs_of(template)) or list(signs_of(" ".join(control)))
     names = {parser.name for parser in signs}
     return signs, [parser for parser in all_parsers() if parser.name not in names]

@@ -1,10 +1,11 @@
-"""The renderer: messages to token ids and back, for any Hugging Face chat template, at the cost of what is new.
+"""The renderer: messages to token ids and back, for any Hugging Face chat template, at the cost of the new
+messages.
 
-A turn is rendered against a stand-in for the conversation before it: a short user message and an assistant
-message whose text is a sentinel. What the template writes after the sentinel is what it would write after the
-sampled completion: the assistant turn's own end, the new messages, the prompt for the next completion. How the
-template ends an assistant turn, which tokens stop a completion and in which shape it wants tool arguments and
-reasoning is found once, by probing (`agentrl.chat.probe`). See docs/design/append-only-templates.md.
+A turn is rendered after a stand-in for the preceding conversation: a short user message and an assistant message
+whose text is a sentinel. The text that the template writes after the sentinel is what it would write after the
+sampled completion: the end of the assistant turn, the new messages, and the prompt for the next completion. How
+the template ends an assistant turn, which tokens stop a completion, and which format it expects for tool arguments
+and reasoning are determined once, by probing (`agentrl.chat.probe`). See docs/design/append-only-templates.md.
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ _OURS = frozenset({"messages", "tools", "documents", "add_generation_prompt", "r
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """Tokens to append: `message` counts within the messages given, None where they belong to none (glue)."""
+    """Tokens to append: `message` is an index into the given messages, None for tokens of no message (glue)."""
 
     ids: tuple[int, ...]
     message: int | None
@@ -51,7 +52,7 @@ class Piece:
 
 @dataclass(frozen=True, slots=True)
 class Addition:
-    """What to append to a context; `thinking` says that it ends inside an opened think block."""
+    """What to append to a context; `thinking` says whether it ends inside an open think block."""
 
     pieces: tuple[Piece, ...]
     thinking: bool
@@ -59,19 +60,19 @@ class Addition:
 
 @dataclass(frozen=True, slots=True)
 class Habits:
-    """What probing found out about a template.
+    """What probing determined about a template.
 
     Attributes:
-        json_arguments: it wants tool arguments as JSON text, not as an object.
-        inline_think: it knows no reasoning field, so a think block goes in front of the content.
+        json_arguments: tool arguments are passed as JSON text instead of an object.
+        inline_think: there is no reasoning field, so a think block is placed before the content.
         closers: ids that end an assistant turn inside a conversation.
         stop_ids: ids that a completion may end with.
-        closes_itself: an assistant turn ends with its own token, not with the next turn's first one.
+        closes_itself: an assistant turn ends with a dedicated token instead of the first token of the next turn.
         thinks: the generation prompt has already opened a think block.
-        drops_tools: what follows a completion is the same whether or not tools are offered.
-        shows_calls: it writes the tool calls of an assistant message.
-        inline_calls: calls are written by the parser, behind the content, as the template does not write them.
-        needs_tools: it renders nothing where no tools are offered.
+        drops_tools: the text after a completion is the same whether or not tools are offered.
+        shows_calls: the template writes the tool calls of an assistant message.
+        inline_calls: the parser writes calls after the content, because the template does not write them.
+        needs_tools: the template renders nothing unless tools are offered.
     """
 
     json_arguments: bool = False
@@ -87,18 +88,18 @@ class Habits:
 
 
 class Renderer:
-    """One tokenizer, one chat template, one parser: used alike by training, check, evaluation and the endpoint.
+    """One tokenizer, chat template and parser, shared by training, checks, evaluation and the endpoint.
 
     Attributes:
-        hash: of everything that decides which ids a conversation becomes; stored in checkpoints.
+        hash: of everything that determines the ids of a conversation; stored in checkpoints.
         stop_ids: ids that end a completion.
-        history: what a transcript does where the template rewrites earlier turns.
+        history: how a transcript handles templates that rewrite earlier turns.
         template: source of the chat template.
         one_of_two: it joins two templates, one for conversations with tools and one for those without.
         parser: the tool-call parser in use.
-        chosen: the parser was named, not found out.
-        appends_only: the template is known to leave earlier turns alone, so that a transcript with `history: fork`
-            need not look; set by `agentrl.chat.proof.prove`.
+        chosen: whether the parser was named explicitly instead of detected.
+        appends_only: the template is known to leave earlier turns unchanged, so that a transcript with `history:
+        fork` need not check; set by `agentrl.chat.proof.prove`.
     """
 
     def __init__(
@@ -137,16 +138,16 @@ class Renderer:
             sorted(vocabulary.special_tokens.items()),
             self.parser.name,
             *(["inline"] if self.habits.inline_calls else []),
-            False,  # a setting that is gone; the hash is stored in checkpoints
+            False,  # a removed setting; the hash is stored in checkpoints
             history,
             sorted(self.stop_ids),
         ]
         self.hash = hashlib.sha256(json.dumps(parts, ensure_ascii=False, default=str).encode()).hexdigest()[:16]
 
     def _settle(self, parser: str | Parser, eos_ids: frozenset[int]) -> None:
-        """Take the parser named, or the first that reads what the template writes; learn the template's habits.
+        """Use the named parser, or the first that reads what the template writes; probe the template.
 
-        Where the template writes no calls, or none that anything reads, a parser whose signs it shows writes them.
+        If the template writes no calls, or none that any parser reads, a parser whose signs it shows writes them.
         """
         from agentrl.chat.probe import probe
         from agentrl.chat.roundtrip import candidates, reads_calls
@@ -178,7 +179,7 @@ class Renderer:
 
     @cached_property
     def round_trip(self) -> RoundTrip:
-        """Which tool calls come back as they were written (see `agentrl.chat.roundtrip`)."""
+        """Return which tool calls parse back as they were written (see `agentrl.chat.roundtrip`)."""
         from agentrl.chat.roundtrip import round_trip
 
         return round_trip(self)
@@ -196,11 +197,12 @@ class Renderer:
         """Load the tokenizer and template of a Hugging Face model directory.
 
         Args:
-            template: None takes the directory's own; "chatml" is the project's; otherwise a file of Jinja source.
-            parser: "auto" takes the first that reads what the template writes; otherwise a name of
-                `agentrl.chat.parsers`, or a parser.
-            history: what to do where the template rewrites earlier turns ("keep" or "fork").
-            variables: further template variables, such as {"enable_thinking": False}.
+            template: None uses the directory's template; "chatml" is the built-in one; otherwise a file of Jinja
+            source.
+            parser: "auto" selects the first parser that reads what the template writes; otherwise a name from
+            `agentrl.chat.parsers`, or a parser.
+            history: what to do if the template rewrites earlier turns ("keep" or "fork").
+            variables: additional template variables, such as {"enable_thinking": False}.
 
         Raises:
             ConfigError: the directory or an argument cannot be used.
@@ -225,25 +227,25 @@ class Renderer:
     # Text and ids
 
     def decode(self, ids: Iterable[int]) -> str:
-        """Text of `ids`, control tokens included."""
+        """Decode `ids`, control tokens included."""
         return self.vocabulary.decode(ids)
 
     def encode_text(self, text: str) -> list[int]:
-        """Ids of plain text: control tokens in it become plain text."""
+        """Encode plain text: control tokens in it are encoded as plain text."""
         return self.vocabulary.encode(self.vocabulary.shield(text))
 
     def encode(
         self, messages: Sequence[Message], tools: Tools = (), *, generation_prompt: bool = False
     ) -> list[int]:
-        """Ids of a conversation rendered afresh."""
+        """Return the ids of a conversation rendered from scratch."""
         return self.vocabulary.encode(self.render(messages, tools, generation_prompt=generation_prompt))
 
     def text(self, messages: Sequence[Message], tools: Tools = (), *, generation_prompt: bool = False) -> str:
-        """The conversation as the template writes it."""
+        """Render the conversation with the template."""
         return self.vocabulary.unshield(self.render(messages, tools, generation_prompt=generation_prompt))
 
     def render(self, messages: Sequence[Message], tools: Tools = (), *, generation_prompt: bool = False) -> str:
-        """The template's output with control tokens in the messages' own text still shielded.
+        """Render, with control tokens in the messages' own text still shielded.
 
         Raises:
             TemplateError: the template refuses these messages.
@@ -253,10 +255,10 @@ class Renderer:
     def render_data(
         self, data: Sequence[Mapping[str, Any]], tools: Tools = (), *, generation_prompt: bool = False
     ) -> str:
-        """As `render`, for messages already in the template's shape.
+        """Render messages that are already in the template's format.
 
-        Renderings are remembered: those of prompts come again with every episode of a group, those of stand-ins
-        with every turn.
+        Renderings are cached: those of prompts recur with every episode of a group, those of stand-ins with every
+        turn.
         """
         said, offered = repr(data), repr(tools) if tools else ""
 
@@ -271,18 +273,18 @@ class Renderer:
 
         try:
             return self._rendered((said, offered, generation_prompt), 2 * len(said) + len(offered), render)
-        except Exception as e:  # templates are code of others: whatever they raise is theirs
+        except Exception as e:  # templates are third-party code: whatever they raise is a TemplateError
             roles = " ".join(message["role"] for message in data)
             raise TemplateError(
                 f"the chat template cannot render a conversation of [{roles}]: {type(e).__name__}: {e}"
             ) from e
 
     def _shielded(self, tools: Tools, written: str) -> list[Fixed]:
-        """The schemas with control tokens in their text shielded; `written` is what they are known by."""
+        """Return the schemas with control tokens in their text shielded; `written` is their cache key."""
         return self._tools(written, len(written), lambda: [Fixed(self.vocabulary.shield(tool)) for tool in tools])
 
     def data(self, message: Message) -> dict[str, Any]:
-        """The message in the shape chat templates read, with control tokens in its text shielded."""
+        """Convert a message to the format chat templates read, with control tokens in its text shielded."""
         shield = self.vocabulary.shield
         content = shield(_content(message))
         data: dict[str, Any] = {"role": message.role, "content": content}
@@ -318,7 +320,7 @@ class Renderer:
     # What a transcript appends
 
     def opening(self, messages: Sequence[Message], tools: Tools = ()) -> Addition:
-        """Tokens of the first prompt, the generation prompt included."""
+        """Return the tokens of the first prompt, including the generation prompt."""
         data = [self.data(message) for message in messages]
 
         def make() -> Addition:
@@ -338,19 +340,19 @@ class Renderer:
         *,
         system: bool = False,
     ) -> Addition:
-        """Tokens between a completion and the next: the end of its turn, `messages`, the generation prompt.
+        """Return the tokens between two completions: the end of the turn, `messages`, the generation prompt.
 
         Args:
-            last: the assistant message that the completion was read as.
-            stopped: the stop id that the completion ended with; None where it was cut.
-            messages: what came after it.
-            system: the conversation begins with a system message.
+            last: the assistant message that the completion was parsed as.
+            stopped: the stop id that ended the completion; None if it was truncated.
+            messages: the messages after it.
+            system: whether the conversation starts with a system message.
         """
         if self.habits.drops_tools:
             tools = ()
         base = [self.data(STAND_IN_USER), self.stand_in(last, messages)]
         data = [*base, *(self.data(message) for message in _named(messages, last))]
-        if system:  # a few templates count their messages; others write the system prompt again, where it is not
+        if system:  # a few templates count their messages; others repeat the system prompt if it is missing
             with_system = [self.data(STAND_IN_SYSTEM), *data]
             shown = self._attempt(with_system, tools)
             if shown is not None and _SYSTEM not in shown[max(shown.rfind(SENTINEL), 0) :]:
@@ -369,14 +371,14 @@ class Renderer:
         return self._addition([Piece(p.ids, p.message - 1 if p.message else None) for p in pieces])
 
     def _attempt(self, data: Sequence[Mapping[str, Any]], tools: Tools) -> str | None:
-        """The prompt after these messages; None where the template refuses them."""
+        """Return the prompt after these messages; None if the template refuses them."""
         try:
             return self.render_data(data, tools, generation_prompt=True)
         except TemplateError:
             return None
 
     def _addition(self, pieces: Sequence[Piece]) -> Addition:
-        """The pieces, and whether the generation prompt among them opens a think block."""
+        """Return the pieces, and whether the generation prompt among them opens a think block."""
         if not pieces or pieces[-1].message is not None:
             return Addition(tuple(pieces), self.habits.thinks and bool(pieces))
         opening, closing = self.parser.think
@@ -384,10 +386,11 @@ class Renderer:
         return Addition(tuple(pieces), bool(opening) and prompt.rfind(opening) > prompt.rfind(closing))
 
     def after_sentinel(self, rendered: str) -> tuple[int, tuple[str, int]]:
-        """Where the end of the stand-in's turn begins in `rendered`, and the (text, id) of the token that ends it.
+        """Return where the end of the stand-in's turn starts in `rendered`, and (text, id) of the token that ends
+        it.
 
         Raises:
-            TemplateError: the template dropped the stand-in's text, or ends its turn with no control token.
+            TemplateError: the template dropped the stand-in's text, or ends its turn without a control token.
         """
         at = rendered.rfind(SENTINEL)
         if at < 0:
@@ -404,7 +407,7 @@ class Renderer:
         )
 
     def stand_in(self, last: Message, messages: Sequence[Message]) -> dict[str, Any]:
-        """A short assistant message that ends as `last` does, its text replaced by the sentinel."""
+        """Return a short assistant message that ends like `last`, with its text replaced by the sentinel."""
         if self.habits.inline_calls or not messages or messages[0].role != "tool":
             return {"role": "assistant", "content": SENTINEL}
         calls = last.tool_calls or (
@@ -421,15 +424,16 @@ class Renderer:
         return {"role": "assistant", "content": "", "tool_calls": shown}
 
     def _prefix(self, data: Sequence[Mapping[str, Any]], tools: Tools, prompt: str) -> int | None:
-        """Where `data`, rendered alone, ends in `prompt`; None where it is not the beginning of it."""
+        """Return where `data`, rendered alone, ends in `prompt`; None if it is not a prefix of it."""
         try:
             part = self.render_data(data, tools)
-        except TemplateError:  # half a conversation may be one that the template refuses
+        except TemplateError:  # the template may refuse half a conversation
             return None
         return len(part) if prompt.startswith(part) else None
 
     def _match(self, data: Sequence[Mapping[str, Any]], tools: Tools, tail: str) -> int | None:
-        """Where `data` ends in `tail`, both counted from the end of the stand-in's turn; None as in `_prefix`."""
+        """Return where `data` ends in `tail`, both measured from the end of the stand-in's turn; None as in
+        `_prefix`."""
         try:
             part = self.render_data(data, tools)
             start, _ = self.after_sentinel(part)
@@ -438,7 +442,7 @@ class Renderer:
         return len(part) - start if tail.startswith(part[start:]) else None
 
     def _pieces(self, text: str, start: int, ends: Sequence[int | None]) -> list[Piece]:
-        """Cut `text` after each message whose end is known and where a control token follows; encode the parts."""
+        """Split `text` after each message with a known end that a control token follows; encode the parts."""
         control = {at for at, _, _ in self.vocabulary.split_control(text)} | {len(text)}
         pieces: list[Piece] = []
         at, first = start, 0
@@ -453,7 +457,7 @@ class Renderer:
         return pieces
 
     def completion_ids(self, message: Message, tools: Tools = ()) -> list[int]:
-        """Ids of an assistant message as a completion of this template: what a demonstration would have sampled.
+        """Return the ids of an assistant message as a completion: what a demonstration would have sampled.
 
         Raises:
             TemplateError: the template does not write this message after its own generation prompt.
@@ -467,34 +471,34 @@ class Renderer:
     def parse(
         self, ids: Sequence[int], *, tools: Tools = (), thinking: bool | None = None, number: int = 0
     ) -> Message:
-        """Read a completion as an assistant message; never raises, what is malformed is in `parse_errors`.
+        """Parse a completion as an assistant message; never raises: problems are in `parse_errors`.
 
         Args:
-            tools: the schemas offered (formats without types in the text read them there).
-            thinking: whether the prompt had already opened a think block; None means as the template does.
-            number: of the message in its conversation; call ids are made from it.
+            tools: the schemas offered (needed for formats whose text does not show types).
+            thinking: whether the prompt has already opened a think block; None means the template's default.
+            number: index of the message in its conversation; call ids are derived from it.
         """
         return to_message(self.read(ids, tools=tools, thinking=thinking), number)
 
     def read(self, ids: Sequence[int], *, tools: Tools = (), thinking: bool | None = None) -> Parsed:
-        """As `parse`, with the spans of calls and errors in the completion's text."""
+        """Like `parse`, with the spans of calls and errors in the completion's text."""
         thinking = self.habits.thinks if thinking is None else thinking
         text = self.decode(self.unstopped(ids))
         return self.parser.parse(text, tools=tools, thinking=thinking)
 
     def read_text(self, text: str, *, tools: Tools = ()) -> Message:
-        """As `parse`, for the text of a completion, with or without its stop token."""
+        """Like `parse`, for the text of a completion, with or without its stop token."""
         for id in self.stop_ids:
             text = text.removesuffix(self.vocabulary.token(id) or "")
         return to_message(self.parser.parse(text, tools=tools, thinking=self.habits.thinks), 0)
 
     def unstopped(self, ids: Sequence[int]) -> Sequence[int]:
-        """`ids` without the stop token that ends them."""
+        """Return `ids` without the stop token at their end."""
         return ids[:-1] if ids and ids[-1] in self.stop_ids else ids
 
 
 def _known_variables(template: str, variables: Mapping[str, Any], special: Mapping[str, str]) -> None:
-    """Refuse a variable that the template never reads, or that the renderer sets itself."""
+    """Reject variables that the template never reads or that the renderer sets itself."""
     reads = variables_of(template) if variables else frozenset()
     for name in variables:
         if name in _OURS or name in special:
@@ -506,7 +510,7 @@ def _known_variables(template: str, variables: Mapping[str, Any], special: Mappi
 
 
 def to_message(parsed: Parsed, number: int) -> Message:
-    """The assistant message that a completion was read as; calls get ids of nine letters and digits."""
+    """Return the assistant message for a parsed completion; calls get ids of nine letters and digits."""
     seen: set[str] = set()
     calls = []
     for n, call in enumerate(parsed.calls):
@@ -523,7 +527,7 @@ def to_message(parsed: Parsed, number: int) -> Message:
 
 
 def same_meaning(a: Message, b: Message) -> bool:
-    """Whether two readings of a completion say the same: white space around the parts and call ids aside."""
+    """Whether two parses of a completion mean the same: white space around parts and call ids are ignored."""
 
     def parts(message: Message) -> tuple[Any, ...]:
         calls = [(call.name, dict(call.arguments)) for call in message.tool_calls]
@@ -533,7 +537,7 @@ def same_meaning(a: Message, b: Message) -> bool:
 
 
 def _named(messages: Sequence[Message], last: Message) -> Iterable[Message]:
-    """The messages with the tool's name filled in where the id tells it."""
+    """Return the messages with each tool's name filled in if the id identifies it."""
     names = {call.id: call.name for call in last.tool_calls}
     for message in messages:
         name = message.name or names.get(message.tool_call_id or "")

@@ -1,7 +1,7 @@
-"""The run-time check: the ledger against a fresh rendering of its messages, by token ids.
+"""The run-time check: compare a transcript with a fresh rendering of its messages, by token ids.
 
-Equal ids cost one linear comparison. Otherwise the tokens that the template wrote itself are found again in the
-fresh rendering, in order, and each window between them is put into one class.
+Equal ids cost one linear comparison. Otherwise, the tokens that the template wrote are located in the fresh
+rendering, in order, and each window between them is classified.
 """
 
 from __future__ import annotations
@@ -26,25 +26,25 @@ MODES: tuple[Mode, ...] = ("strict", "ignore_strippable", "disable")
 
 
 class TokenDrift(StrEnum):
-    """What a difference between the ledger and a fresh rendering is."""
+    """The kind of difference between a transcript and a fresh rendering."""
 
     IDENTICAL = "identical"
     """No difference."""
     BOUNDARY = "boundary_whitespace"
     """White space between turns, outside what was sampled."""
     RETOKENISED = "retokenised"
-    """The same text by other ids, inside what was sampled: expected, and the reason for keeping ids."""
+    """The same text with different ids, in sampled tokens: expected, and the reason for keeping ids."""
     RESERIALISED = "reserialised"
-    """The same message by other text, inside what was sampled: JSON spacing, a malformed call kept as text."""
+    """The same message as different text, in sampled tokens: JSON spacing, a malformed call kept as text."""
     HISTORY_REWRITE = "history_rewrite"
-    """The template writes an earlier turn otherwise than it did when that turn was the newest."""
+    """The template writes an earlier turn differently than when that turn was the newest."""
     CONTENT = "content"
-    """Anything else: the ledger and the messages disagree."""
+    """Anything else: the transcript and the messages disagree."""
 
 
 @dataclass(frozen=True, slots=True)
 class TokenDifference:
-    """One differing window: `message` counts within the branch, `at` is the ledger's first differing token."""
+    """One differing window: `message` is an index in the branch, `at` the transcript's first differing token."""
 
     drift: TokenDrift
     message: int | None
@@ -59,7 +59,7 @@ class TokenDifference:
 
 @dataclass(frozen=True, slots=True)
 class TokenReport:
-    """What a check found. `failed` says that the mode does not let this transcript train."""
+    """The result of a check. `failed` says whether the mode excludes this transcript from training."""
 
     mode: Mode
     differences: tuple[TokenDifference, ...] = ()
@@ -67,18 +67,19 @@ class TokenReport:
 
     @property
     def counts(self) -> Mapping[TokenDrift, int]:
-        """Windows by class; {IDENTICAL: 1} where there are none."""
+        """Number of windows per class; {IDENTICAL: 1} if there are none."""
         return Counter(d.drift for d in self.differences) or Counter({TokenDrift.IDENTICAL: 1})
 
     @property
     def worst(self) -> TokenDrift:
-        """The gravest class found."""
+        """The most serious class found."""
         order = list(TokenDrift)
         return max((d.drift for d in self.differences), key=order.index, default=TokenDrift.IDENTICAL)
 
     @property
     def failed(self) -> bool:
-        """strict: anything but what sampling itself explains. ignore_strippable: nor white space between turns.
+        """strict: anything that sampling does not explain. ignore_strippable: the same, except white space between
+        turns.
 
         A rewritten history that the user chose to keep (`history: keep`) fails in strict mode only.
         """
@@ -92,11 +93,11 @@ class TokenReport:
 
 @dataclass(slots=True)
 class TokenCheckBudget:
-    """Counts reports over a run and stops it where too many fail.
+    """Count reports over a run and stop the run if too many fail.
 
     Attributes:
-        stop_above: highest fraction of failed transcripts (0 to 1) that a run may have; None never stops it.
-        at_least: transcripts to see before the fraction counts.
+        stop_above: maximum fraction (0 to 1) of failed transcripts in a run; None never stops it.
+        at_least: minimum number of transcripts before the fraction is checked.
     """
 
     stop_above: float | None = None
@@ -106,7 +107,7 @@ class TokenCheckBudget:
     counts: Counter[TokenDrift] = field(default_factory=Counter)
 
     def add(self, report: TokenReport, name: str) -> bool:
-        """Count one report; True where the transcript may train.
+        """Count one report; return True if the transcript may be used for training.
 
         Raises:
             TemplateError: the fraction of failed transcripts is above `stop_above`.
@@ -130,7 +131,7 @@ class TokenCheckBudget:
         return not report.failed
 
     def metrics(self) -> dict[str, float]:
-        """Fraction of failed transcripts, and windows of each class per transcript."""
+        """Return the fraction of failed transcripts, and the windows of each class per transcript."""
         total = max(1, self.checked)
         return {"failed": self.failed / total} | {str(d): self.counts[d] / total for d in TokenDrift}
 
@@ -138,10 +139,10 @@ class TokenCheckBudget:
 def check_tokens(transcript: Transcript, mode: Mode = "strict") -> TokenReport:
     """Compare the branch with a fresh rendering of its messages.
 
-    Messages that the template refuses to render are a difference of class content.
+    Messages that the template refuses to render count as a difference of class content.
 
     Raises:
-        ValueError: `mode` is none of strict, ignore_strippable, disable.
+        ValueError: `mode` is not strict, ignore_strippable or disable.
     """
     if mode not in MODES:
         raise ValueError(f"tokenization_check must be one of {', '.join(MODES)}, got {mode!r}")
@@ -158,7 +159,7 @@ def check_tokens(transcript: Transcript, mode: Mode = "strict") -> TokenReport:
 
 
 def compare(transcript: Transcript, fresh: Sequence[int]) -> list[TokenDifference]:
-    """The differing windows between the branch's ids and `fresh`, in order."""
+    """Return the differing windows between the branch's ids and `fresh`, in order."""
     ledger = transcript.ids
     if tuple(fresh[: len(ledger)]) == ledger and (
         transcript.prompted or _only_ends(transcript, fresh[len(ledger) :])
@@ -170,15 +171,15 @@ def compare(transcript: Transcript, fresh: Sequence[int]) -> list[TokenDifferenc
 
 @dataclass(frozen=True, slots=True)
 class _Run:
-    """Consecutive tokens of the branch: what one completion sampled, or what the template wrote between two.
+    """Consecutive tokens of the branch: one sampled completion, or template text between two of them.
 
-    What follows the template's last control token before a completion (the line breaks of a generation prompt)
-    is counted with the completion, as its `lead`: a tokenizer may merge the two.
+    Tokens after the template's last control token before a completion (the line breaks of a generation prompt) are
+    included in the completion as its `lead`, because a tokenizer may merge the two.
     """
 
     start: int
     ids: tuple[int, ...]
-    message: int | None = None  # of the completion, counted within the branch; None where not sampled
+    message: int | None = None  # index of the completion in the branch; None if not sampled
     lead: int = 0
 
 
@@ -202,10 +203,10 @@ def _runs(transcript: Transcript) -> list[_Run]:
 
 
 def _windows(transcript: Transcript, fresh: Sequence[int]) -> list[tuple[list[_Run], tuple[int, ...]]]:
-    """Pairs of (runs of the ledger, ids of the rendering) between what the template wrote alike in both.
+    """Return pairs of (runs of the transcript, ids of the rendering) between text written identically in both.
 
-    A run that was not sampled is looked up in what is left of the rendering; ids become characters so that the
-    search is the one of `str`.
+    A run that was not sampled is searched in the rest of the rendering; ids are mapped to characters so that `str`
+    search can be used.
     """
     text = "".join(map(chr, fresh))
     windows: list[tuple[list[_Run], tuple[int, ...]]] = []
@@ -228,7 +229,7 @@ def _windows(transcript: Transcript, fresh: Sequence[int]) -> list[tuple[list[_R
 
 
 def _through_end(renderer: Renderer, last: _Run, rest: tuple[int, ...]) -> tuple[int, ...]:
-    """`rest` up to the token that ends its last turn: the glue after it is not in the ledger yet."""
+    """Return `rest` up to the token that ends its last turn: the glue after it is not in the transcript yet."""
     closers = [n for n, id in enumerate(rest) if id in renderer.habits.closers]
     if not closers:
         return rest
@@ -237,7 +238,7 @@ def _through_end(renderer: Renderer, last: _Run, rest: tuple[int, ...]) -> tuple
 
 
 def _only_ends(transcript: Transcript, rest: Sequence[int]) -> bool:
-    """Whether `rest` is only the end of the last turn: its stop token where none was sampled, and white space."""
+    """Whether `rest` is only the end of the last turn: its stop token if none was sampled, and white space."""
     renderer = transcript.renderer
     closers = [id for id in rest if id in renderer.habits.closers]
     text = renderer.decode([id for id in rest if id not in renderer.habits.closers])
@@ -245,7 +246,7 @@ def _only_ends(transcript: Transcript, rest: Sequence[int]) -> bool:
 
 
 class _Judge:
-    """Puts differing windows into classes."""
+    """Classify differing windows."""
 
     def __init__(self, transcript: Transcript) -> None:
         self.transcript, self.renderer = transcript, transcript.renderer
@@ -283,12 +284,12 @@ class _Judge:
             return TokenDrift.BOUNDARY
         if not self._agree():
             return TokenDrift.CONTENT
-        if inside is not None and sampled is not None:  # it is the template that says something else
+        if inside is not None and sampled is not None:  # the template itself writes something else
             return TokenDrift.RESERIALISED if self.context[sampled].parse_errors else TokenDrift.HISTORY_REWRITE
         return TokenDrift.HISTORY_REWRITE if self._rewritten() else TokenDrift.CONTENT
 
     def _text(self, ids: Sequence[int]) -> str:
-        """What `ids` say; composed, as many tokenizers do to what they encode and no policy has to do."""
+        """Decode `ids`, composed (NFC) as many tokenizers normalize their input and policies need not."""
         return unicodedata.normalize("NFC", self.renderer.decode(ids))
 
     def _means_the_same(self, run: _Run, text: str) -> bool:
@@ -297,8 +298,8 @@ class _Judge:
         return same_meaning(was, self.renderer.read_text(text, tools=tools))
 
     def _rewritten(self) -> bool:
-        """Whether the template's own renderings, prompt by prompt and turn by turn, are not each the beginning of
-        the last."""
+        """Whether the template's own renderings, prompt by prompt and turn by turn, are not all prefixes of the
+        last one."""
         if self._rewrites is None:
             self._rewrites = self._find_rewrite()
         return self._rewrites
@@ -319,17 +320,17 @@ class _Judge:
         return False
 
     def _agree(self) -> bool:
-        """Whether ledger and messages say the same (see `agrees`)."""
+        """Whether transcript and messages agree (see `agrees`)."""
         if self._agrees is None:
             self._agrees = agrees(self.transcript)
         return self._agrees
 
 
 def agrees(transcript: Transcript) -> bool:
-    """Whether the ledger says what its messages say.
+    """Whether the transcript agrees with its messages.
 
-    Completions must read as their messages, and the messages, appended again turn by turn, must give the same ids.
-    A branch that goes on in a context that was rendered whole (`resume`, `history: fork`) is only read.
+    Completions must parse as their messages, and appending the messages turn by turn must give the same ids. A
+    branch that continues from a fully rendered context (`resume`, `history: fork`) is only parsed.
     """
     branch, place = transcript.branch, transcript.places
     completions = {place[s.message]: s for s in branch if s.origin == "sampled" and s.message is not None}
@@ -356,7 +357,7 @@ def agrees(transcript: Transcript) -> bool:
 
 
 def _common(a: Sequence[int], b: Sequence[int]) -> int:
-    """Length of the common beginning."""
+    """Return the length of the common prefix."""
     for n, (x, y) in enumerate(zip(a, b, strict=False)):
         if x != y:
             return n

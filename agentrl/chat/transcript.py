@@ -1,7 +1,7 @@
-"""The token ledger: what was sampled is kept as sampled, what is new is appended, nothing is rendered again.
+"""Transcripts of token ids: sampled tokens are kept as sampled, new tokens are appended, nothing is re-rendered.
 
-The ledger is a tree of segments; a `Transcript` is one branch of it. Branches share their beginnings, so retries,
-sub-agents, compacted contexts and templates that rewrite history cost and train nothing twice.
+A transcript is one branch of a tree of segments. Branches share their common prefix, so retries, sub-agents,
+compacted contexts and templates that rewrite history are neither computed nor trained twice.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class TrainingRow:
-    """One context from root to leaf; all tuples but `spans` have the length of `ids`.
+    """One context from root to leaf; every tuple except `spans` has the length of `ids`.
 
-    `loss_mask` is True on the sampled tokens that this row trains; `logprobs` and `versions` are those of the
-    sampler on every sampled token and 0.0 and -1 elsewhere. `spans` are (segment, start, stop) of what it trains.
+    `loss_mask` is True on the sampled tokens that this row trains. `logprobs` and `versions` come from the sampler
+    for sampled tokens and are 0.0 and -1 elsewhere. `spans` lists (segment, start, stop) of what it trains.
     """
 
     ids: tuple[int, ...]
@@ -33,12 +33,12 @@ class TrainingRow:
 
 
 class Transcript:
-    """One branch of an episode's ledger: prompt, completion, observation, completion, ...
+    """One branch of an episode's token tree: prompt, completion, observation, completion, ...
 
     Args:
-        renderer: turns messages into ids and completions into messages.
+        renderer: converts messages to ids and completions to messages.
         tools: the schemas offered in this branch.
-        history: what to do where the template rewrites earlier turns; None means as the renderer says.
+        history: what to do if the template rewrites earlier turns; None uses the renderer's setting.
     """
 
     def __init__(
@@ -50,27 +50,27 @@ class Transcript:
     ) -> None:
         self.renderer, self.tools = renderer, tuple(tools)
         self.history: History = history or renderer.history
-        self._segments: list[Segment] = []  # shared by all branches, as are the messages
+        self._segments: list[Segment] = []  # shared by all branches, like the messages
         self._messages: list[Message] = []
         self._ids = GrowingIds()
         self._node = -1
-        self._context: list[int] = []  # messages of this branch, by their index in the episode
-        self._before: tuple[int, int] | None = None  # (node, messages) before the extension not yet answered
+        self._context: list[int] = []  # messages of this branch, by index in the episode
+        self._before: tuple[int, int] | None = None  # (node, messages) before the pending extension
         self._thinking = False
 
     @property
     def ids(self) -> Ids:
-        """The whole context of this branch so far; what the engine continues. Taking it copies nothing."""
+        """The full context of this branch, which the engine continues. Reading it makes no copy."""
         return self._ids.view()
 
     @property
     def segments(self) -> tuple[Segment, ...]:
-        """All segments of the episode, of every branch, in the order in which they were added."""
+        """All segments of the episode, across branches, in the order they were added."""
         return tuple(self._segments)
 
     @property
     def messages(self) -> tuple[Message, ...]:
-        """All messages of the episode, of every branch; `Segment.message` counts in them."""
+        """All messages of the episode, across branches; `Segment.message` is an index into them."""
         return tuple(self._messages)
 
     @property
@@ -85,24 +85,24 @@ class Transcript:
 
     @property
     def places(self) -> Mapping[int, int]:
-        """Where in `context` each message of this branch stands, by its index in `messages`."""
+        """Where each message of this branch is located in `context`, by its index in `messages`."""
         return {index: place for place, index in enumerate(self._context)}
 
     @property
     def prompted(self) -> bool:
-        """Whether the branch ends with a generation prompt that waits for its completion."""
+        """Whether the branch ends with a generation prompt that has no completion yet."""
         return self._before is not None
 
     @property
     def thinking(self) -> bool:
-        """Whether the generation prompt has opened a think block already."""
+        """Whether the generation prompt has already opened a think block."""
         return self._thinking
 
     def extend(self, messages: Sequence[Message]) -> None:
-        """Append new messages and the generation prompt of the next completion.
+        """Append new messages and the generation prompt for the next completion.
 
-        Called again before a completion, the messages join those of the earlier call. Where the template
-        rewrites earlier turns and `history` is "fork", the branch goes on in a fresh rendering.
+        If called again before a completion, the messages are added to those of the earlier call. If the template
+        rewrites earlier turns and `history` is "fork", the branch continues from a fresh rendering.
 
         Raises:
             TemplateError: the template refuses these messages.
@@ -135,15 +135,15 @@ class Transcript:
         self._context += new
 
     def resume(self, ids: Sequence[int], messages: Sequence[Message], *, thinking: bool | None = None) -> None:
-        """Go on with a whole context that the caller rendered: it begins with this branch, the rest is prompt.
+        """Continue with a full context rendered by the caller: it starts with this branch, and the rest is prompt.
 
         Args:
-            ids: the context, generation prompt included.
-            messages: what the rest of it says; at least one.
-            thinking: whether it opens a think block; None means as the template does.
+            ids: the context, including the generation prompt.
+            messages: the messages in the rest of it; at least one.
+            thinking: whether it opens a think block; None means the template's default.
 
         Raises:
-            ValueError: `ids` does not begin with the ids of this branch.
+            ValueError: `ids` does not start with the ids of this branch.
         """
         count = len(self._ids.view())
         if tuple(ids[:count]) != tuple(self.ids):
@@ -156,10 +156,10 @@ class Transcript:
         self._thinking = self.renderer.habits.thinks if thinking is None else thinking
 
     def complete(self, completion: Completion, *, message: Message | None = None) -> Message:
-        """Append a completion exactly as sampled; returns the message that it reads as.
+        """Append a completion exactly as sampled and return the message it parses as.
 
         Args:
-            message: what the completion says, where that is known already; it is not parsed then.
+            message: the parsed completion, if already known; it is not parsed again.
 
         Raises:
             ValueError: the completion's ids, logprobs and versions differ in length.
@@ -179,12 +179,12 @@ class Transcript:
         return message
 
     def fork(self, *, keep: int | None = None, tools: Sequence[Mapping[str, Any]] | None = None) -> Transcript:
-        """Another branch of the same episode, for a retry, a sub-agent, a user simulator, a compacted context.
+        """Return another branch of the same episode, for a retry, sub-agent, user simulator or compacted context.
 
         Args:
-            keep: how many messages of this branch it begins with: None for all of it as it stands, 0 for an
-                empty context, otherwise up to and with a completion.
-            tools: the schemas offered there; the same where not given.
+            keep: how many messages of this branch to keep: None for everything so far, 0 for an empty context,
+                otherwise a number that ends with a completion.
+            tools: the schemas offered there; by default the same.
 
         Raises:
             ValueError: `keep` does not end with a completion of this branch.
@@ -204,7 +204,7 @@ class Transcript:
         return other
 
     def rows(self) -> list[TrainingRow]:
-        """The whole episode, every branch, as rows for training (see `rows_of`)."""
+        """Return the whole episode, all branches, as rows for training (see `rows_of`)."""
         return rows_of(self._segments)
 
     def _newest_completion(self) -> Segment | None:
@@ -217,7 +217,7 @@ class Transcript:
         return last if last in self.renderer.stop_ids else None
 
     def _rewritten(self, given: Sequence[Message], addition: Addition) -> list[int] | None:
-        """The fresh context, where the template writes the history before `given` otherwise than it did."""
+        """Return a fresh context if the template now writes the history before `given` differently."""
         renderer, past = self.renderer, self.context
         if renderer.appends_only:
             return None
@@ -229,7 +229,7 @@ class Transcript:
         return None if renderer.decode(ids) == renderer.decode(appended) else ids
 
     def _restart(self, ids: Sequence[int], message: int) -> None:
-        """Go on from where `ids` leave this branch; the rest of them becomes prompt."""
+        """Continue from where `ids` diverge from this branch; the rest of `ids` becomes prompt."""
         node, at = -1, 0
         for i in _path(self._segments, self._node):
             end = at + len(self._segments[i].ids)
@@ -262,10 +262,10 @@ class Transcript:
 
 
 def rows_of(segments: Sequence[Segment]) -> list[TrainingRow]:
-    """Linearise a tree of segments leaf by leaf; each sampled token is trained in exactly one row.
+    """Linearize a tree of segments leaf by leaf; each sampled token is trained in exactly one row.
 
-    A token that several leaves share is trained with the first of them and is context in the others. A branch
-    that adds nothing sampled gives no row, and a row ends with its last trained token.
+    A token shared by several leaves is trained with the first of them and is context in the others. A branch that
+    adds no sampled tokens produces no row, and a row ends with its last trained token.
     """
     inner = {segment.parent for segment in segments}
     trained: set[int] = set()
@@ -282,7 +282,7 @@ def rows_of(segments: Sequence[Segment]) -> list[TrainingRow]:
 
 
 def _path(segments: Sequence[Segment], node: int) -> list[int]:
-    """Indices of the segments from the root to `node`."""
+    """Return the indices of the segments from the root to `node`."""
     path = []
     while node >= 0:
         path.append(node)

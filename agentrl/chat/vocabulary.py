@@ -1,10 +1,10 @@
-"""A tokenizer that never takes text for control: the ids between messages and the text inside them stay apart.
+"""A tokenizer that never interprets text as control tokens: message boundaries and message text stay separate.
 
-A control token is an added token that structures a conversation: every special token, and the added tokens that
-the chat template writes itself (`<tool_call>`, `<think>`) or that look like one (`<|...|>`). The template may
-write them; text that comes from users, tools, files or the policy may not. Text therefore travels through the
-template with each control token in it replaced by one private-use character (`shield`), so that neither the
-template nor the tokenizer can act on it, and is put back as plain text when the rendered string is encoded.
+A control token is an added token that structures a conversation: every special token, and added tokens that the
+chat template writes itself (`<tool_call>`, `<think>`) or that look like one (`<|...|>`). The template may write
+them; text from users, tools, files or the policy may not. Text therefore passes through the template with each
+control token in it replaced by a private-use character (`shield`), so that neither the template nor the tokenizer
+can act on it, and is restored as plain text when the rendered string is encoded.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ SENTINEL = "\U000fffff"
 """Marks the end of a stand-in completion in a rendered string; `shield` never lets it through from text."""
 
 _ESCAPE = "\U000ffffe"
-_FIRST = 0xF0000  # plane 15 (private use): one character a control token, counted upwards
-_LITERAL = 0x100000  # plane 16: what follows _ESCAPE where the text itself held a character of plane 15
+_FIRST = 0xF0000  # plane 15 (private use): one character per control token, counting up
+_LITERAL = 0x100000  # plane 16: follows _ESCAPE if the text itself contained a character of plane 15
 _LONE_SURROGATE = re.compile("[\ud800-\udfff]")
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 _REMEMBERED_LENGTH = 4096
@@ -34,12 +34,12 @@ _MARKER_SHAPE = re.compile(r"<[|｜].+[|｜]>", re.DOTALL)
 
 
 class Vocabulary:
-    """Ids to text and back for one tokenizer directory.
+    """Convert ids to text and back, for one tokenizer directory.
 
     Attributes:
-        control: id of each control token by its text.
+        control: id of each control token, by its text.
         special_tokens: bos_token, eos_token, ... as chat templates expect them.
-        size: number of ids, added tokens included.
+        size: number of ids, including added tokens.
     """
 
     def __init__(
@@ -107,7 +107,7 @@ class Vocabulary:
         return cls(spec, special, template, str(path))
 
     def shield(self, value: Any) -> Any:
-        """`value` (text, or JSON-like data holding text) with every control token in it made opaque."""
+        """Return `value` (text, or JSON-like data with text) with every control token in it made opaque."""
         if isinstance(value, str):
             return self._to_shield.sub(self._opaque, _LONE_SURROGATE.sub("\ufffd", value))
         if isinstance(value, Mapping):
@@ -121,7 +121,7 @@ class Vocabulary:
         return self._shield_of.get(found) or _ESCAPE + chr(_LITERAL + ord(found) - _FIRST)
 
     def unshield(self, rendered: str) -> str:
-        """The text that a rendered string stands for."""
+        """Return the text that a rendered string represents."""
         return self._rendered.sub(lambda m: m.group() if m.group(1) is not None else self._literal(m), rendered)
 
     def _literal(self, match: re.Match[str]) -> str:
@@ -130,10 +130,10 @@ class Vocabulary:
         return self._token_of_shield.get(match.group(3), "")
 
     def encode(self, rendered: str) -> list[int]:
-        """Ids of a rendered string: control tokens that the template wrote are control, shielded ones are text.
+        """Encode a rendered string: control tokens written by the template are control, shielded ones are text.
 
         Raises:
-            TemplateError: the tokenizer makes a control token out of plain text.
+            TemplateError: the tokenizer produces a control token from plain text.
         """
         ids: list[int] = []
         text: list[str] = []
@@ -153,9 +153,9 @@ class Vocabulary:
         return ids
 
     def encode_text(self, text: str) -> list[int]:
-        """Ids of plain text; nothing in it becomes a control token.
+        """Encode plain text; nothing in it becomes a control token.
 
-        Short texts are remembered: the pieces of a prompt come again with every episode of its group.
+        Short texts are cached: the pieces of a prompt recur with every episode of its group.
         """
         if len(text) > _REMEMBERED_LENGTH:
             return self._encode_text(text)
@@ -169,29 +169,29 @@ class Vocabulary:
             ids = [self._remap.get(id, id) for id in ids]
         if self._token_of_id.keys().isdisjoint(ids):
             return ids
-        # The model's own merges reach a control token: cut the text so that they cannot.
+        # The model's own merges produce a control token: split the text so that they cannot.
         ids = [id for c in text for id in self._bare.encode(c, add_special_tokens=False).ids]
         if not self._token_of_id.keys().isdisjoint(ids):
             raise TemplateError(f"the tokenizer makes a control token out of the text {text[:80]!r}")
         return ids
 
     def decode(self, ids: Iterable[int]) -> str:
-        """Text of `ids`, control tokens included."""
+        """Decode `ids`, control tokens included."""
         text: str = self._full.decode(list(ids), skip_special_tokens=False)
         return text
 
     def decode_plain(self, ids: Iterable[int]) -> str:
-        """Text of `ids` without the tokens that the tokenizer marks as special."""
+        """Decode `ids` without the tokens that the tokenizer marks as special."""
         text: str = self._full.decode(list(ids), skip_special_tokens=True)
         return text
 
     def encode_raw(self, text: str) -> list[int]:
-        """Ids of text in which control tokens are control, with those that the tokenizer puts around any text."""
+        """Encode text, interpreting control tokens and adding those that the tokenizer puts around any text."""
         ids: list[int] = self._full.encode(text, add_special_tokens=True).ids
         return ids
 
     def token_bytes(self, id: int) -> bytes:
-        """The bytes that a token stands for; those of several tokens together are their text in UTF-8."""
+        """Return the bytes of a token; the bytes of several tokens together are their text in UTF-8."""
         if id in self._added:
             return self._added[id].encode()
         token: str = self._full.id_to_token(id) or ""
@@ -202,11 +202,11 @@ class Vocabulary:
         return token.replace("\u2581", " ").encode()
 
     def token(self, id: int) -> str | None:
-        """Text of a control token; None for every other id."""
+        """Return the text of a control token; None for any other id."""
         return self._token_of_id.get(id)
 
     def split_control(self, rendered: str) -> Iterable[tuple[int, int, int]]:
-        """(start, end, id) of each control token that the template wrote, in order."""
+        """Return (start, end, id) of each control token written by the template, in order."""
         for match in self._rendered.finditer(rendered):
             if match.group(1) is not None:
                 token = match.group(1)
@@ -218,24 +218,24 @@ class Vocabulary:
 
 
 def _byte_alphabet() -> dict[str, int]:
-    """The byte that each character of a byte-level vocabulary stands for (GPT-2's alphabet)."""
+    """Return the byte for each character of a byte-level vocabulary (GPT-2's alphabet)."""
     plain = [*range(ord("!"), ord("~") + 1), *range(0xA1, 0xAC + 1), *range(0xAE, 0xFF + 1)]
     others = [byte for byte in range(256) if byte not in plain]
     return {chr(byte): byte for byte in plain} | {chr(256 + n): byte for n, byte in enumerate(others)}
 
 
 def _structures(token: str, template: str) -> bool:
-    """Whether a non-special added token is a marker; runs of spaces or newlines are only vocabulary."""
+    """Whether a non-special added token is a marker; runs of spaces or newlines are ordinary vocabulary."""
     return bool(_MARKER_SHAPE.fullmatch(token)) or (
         token in template and not token.isalnum() and len(token.strip()) > 2
     )
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """The JSON object in a file; empty where the file is missing.
+    """Read the JSON object in a file; empty if the file is missing.
 
     Raises:
-        ConfigError: the file is there and is not a JSON object.
+        ConfigError: the file exists but is not a JSON object.
     """
     try:
         data = json.loads(path.read_text(encoding="utf-8"))
@@ -261,9 +261,9 @@ def _tokenizer(spec: Mapping[str, Any], where: str) -> Tokenizer:
 def _without(
     control: Mapping[str, int], spec: Mapping[str, Any], full: Tokenizer, where: str
 ) -> tuple[Tokenizer, dict[int, int]]:
-    """The same tokenizer without its control tokens, as it reads text that follows a control token.
+    """Return the same tokenizer without its control tokens, as it reads text after a control token.
 
-    Returns it with the ids that came out renumbered (new id -> id of `full`).
+    Also returns the ids that were renumbered (new id -> id of `full`).
     """
     kept = [token for token in spec["added_tokens"] if token["content"] not in control]
     plain = {**spec, "added_tokens": kept, "post_processor": None}
@@ -287,7 +287,7 @@ def _without(
 
 
 def _without_prefix_space(node: Any) -> Any:
-    """The tokenizer description with every rule dropped that puts a space before the first word."""
+    """Return the tokenizer description without the rules that put a space before the first word."""
     if isinstance(node, Sequence) and not isinstance(node, str):
         return [_without_prefix_space(n) for n in node if not (isinstance(n, dict) and n.get("type") == "Prepend")]
     if not isinstance(node, dict):

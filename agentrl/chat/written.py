@@ -18,11 +18,12 @@ _THOUGHT = "\u2060thought\u2060"
 
 
 def completion_ids(renderer: Renderer, message: Message, tools: Sequence[Mapping[str, Any]]) -> list[int]:
-    """Ids from the end of the generation prompt to the first stop token, which ends what can be sampled.
+    """Return the ids from the end of the generation prompt to the first stop token, which ends what can be
+    sampled.
 
     Raises:
-        TemplateError: the template does not write this message after its own generation prompt, or goes on with
-            it after a stop token.
+        TemplateError: the template does not write this message after its own generation prompt, or continues it
+            after a stop token.
     """
     text = _after_prompt(renderer, message, tools)
     if not renderer.habits.closes_itself:
@@ -59,7 +60,7 @@ def _next_turn(renderer: Renderer, message: Message, answer: Message, tools: Seq
 
 
 def _after_prompt(renderer: Renderer, message: Message, tools: Sequence[Mapping[str, Any]]) -> str:
-    """What the template writes of `message` behind its generation prompt."""
+    """Return what the template writes for `message` after its generation prompt."""
     user = renderer.data(_USER)
     prompt = renderer.render_data([user], tools, generation_prompt=True)
 
@@ -70,8 +71,8 @@ def _after_prompt(renderer: Renderer, message: Message, tools: Sequence[Mapping[
     if written.startswith(prompt):
         return written[len(prompt) :]
     if not message.reasoning:
-        # The prompt opens a think block that the template leaves out where nothing was thought: it is written as
-        # it would be around a thought, without the thought.
+        # The prompt opens a think block that the template omits if there is no reasoning: write the block without
+        # any.
         shown = whole(replace(message, reasoning=_THOUGHT))
         if shown.startswith(prompt) and shown.count(_THOUGHT) == 1:
             return shown[len(prompt) :].replace(_THOUGHT, "")
@@ -95,7 +96,8 @@ def _after_prompt(renderer: Renderer, message: Message, tools: Sequence[Mapping[
 def _behind_same_end(
     renderer: Renderer, prompt: str, written: str, tools: Sequence[Mapping[str, Any]]
 ) -> int | None:
-    """Where the message begins in `written`, whose beginning was rewritten: behind what ends the prompt too."""
+    """Return where the message starts in `written`, whose beginning was rewritten: after the end of the prompt
+    too."""
     shown = renderer.render_data([renderer.data(_USER), {"role": "assistant", "content": SENTINEL}], tools)
     last = max((at for at, _, _ in renderer.vocabulary.split_control(prompt)), default=len(prompt))
     end = prompt[last:].strip()
@@ -106,7 +108,7 @@ def _behind_same_end(
 
 
 def _without_thought(text: str, opening: str, closing: str) -> str:
-    """`text` without the think block, or the end of one, that it begins with."""
+    """Return `text` without the think block, or the end of one, that it starts with."""
     body = text.lstrip("\n")
     if opening and body.startswith(opening) and closing in body:
         return body[body.find(closing) + len(closing) :].lstrip("\n")
@@ -114,7 +116,7 @@ def _without_thought(text: str, opening: str, closing: str) -> str:
 
 
 def _common(renderer: Renderer, prompt: str, written: str) -> int:
-    """Length of the common beginning, not inside of a control token of either."""
+    """Return the length of the common prefix, not ending inside a control token of either."""
     n = next((i for i, (a, b) in enumerate(zip(prompt, written, strict=False)) if a != b), len(prompt))
     n = min(n, len(written))
     for text in (prompt, written):

@@ -1,4 +1,4 @@
-"""Tool-call parsers, one a format, chosen from the chat template or by name."""
+"""Tool-call parsers, one per format, chosen by chat template or by name."""
 
 from __future__ import annotations
 

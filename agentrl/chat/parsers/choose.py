@@ -1,4 +1,4 @@
-"""Which parser reads what a chat template teaches."""
+"""Choose the parser for the tool-call format that a chat template teaches."""
 
 from __future__ import annotations
 
@@ -63,26 +63,26 @@ _SIGNS: tuple[tuple[type[Parser], Callable[[str], bool]], ...] = (
     (Xlam, lambda t: False),
     (Plain, lambda t: False),
 )
-"""In the order in which they are tried: a sign that another format also has comes later."""
+"""Parsers in the order they are tried; formats whose signs also occur in other formats come later."""
 
 
 def parser_names() -> tuple[str, ...]:
-    """The names that `choose_parser` knows besides "auto"."""
+    """Return the names that `choose_parser` accepts besides "auto"."""
     return tuple(parser.name for parser, _ in _SIGNS)
 
 
 def signs_of(template: str) -> Iterator[Parser]:
-    """The parsers whose signs the template's source shows, the surest first."""
+    """Return the parsers whose signs appear in the template source, most specific first."""
     return (parser() for parser, fits in _SIGNS if fits(template))
 
 
 def all_parsers() -> Iterator[Parser]:
-    """One of each, in the order in which they are tried."""
+    """Return one instance of each parser, in the order they are tried."""
     return (parser() for parser, _ in _SIGNS)
 
 
 def choose_parser(name: str) -> Parser:
-    """The parser of that name.
+    """Return the parser with that name.
 
     Raises:
         ConfigError: no parser has that name.

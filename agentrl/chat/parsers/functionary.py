@@ -21,7 +21,7 @@ from agentrl.chat.parsers.stream import BlockParser
 
 
 class FunctionaryV31(BlockParser):
-    """<function=name>{json}</function>, one block for each call."""
+    """<function=name>{json}</function>, one block per call."""
 
     name = "functionary_v31"
     blocks = (("<function=", "</function>"),)
@@ -51,7 +51,7 @@ class FunctionaryV32(Parser):
 
 
 class _Recipients(ParserStream):
-    """Text goes to the recipient named last; what stands before the first name is content."""
+    """Text goes to the most recently named recipient; text before the first name is content."""
 
     def __init__(self, partial: bool) -> None:
         self._partial = partial

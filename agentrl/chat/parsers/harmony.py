@@ -24,7 +24,7 @@ _TO = re.compile(r"\bto=([^\s<]++)")
 
 
 class Harmony(Parser):
-    """analysis is reasoning; a message to functions.name is a call; what else is said is content."""
+    """analysis is reasoning, a message to functions.name is a call, and everything else is content."""
 
     name = "harmony"
     think = ("", "")
@@ -46,7 +46,7 @@ class _HarmonyStream(ParserStream):
         self._body: list[str] = []  # of a call, until it is complete
         self._started = 0
         self._thoughts = self._texts = self._calls = 0
-        self._open = False  # something was said in this message
+        self._open = False  # this message has content
         self._events: list[Event] = []
 
     def feed(self, text: str) -> list[Event]:

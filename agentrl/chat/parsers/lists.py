@@ -21,10 +21,10 @@ _ARGUMENTS = ("arguments", "parameters")
 
 
 class JsonCalls(BlockParser):
-    """One object or several, or a list of them, each {"name": ..., "arguments": {...}}.
+    """One or more objects, or a list of them, each {"name": ..., "arguments": {...}}.
 
     Class attributes:
-        between: what may stand between two objects that are not in a list.
+        between: text allowed between two objects outside a list.
     """
 
     json_body = True
@@ -48,7 +48,7 @@ class JsonCalls(BlockParser):
             at = self._past(body, end)
 
     def one(self, value: Any, span: tuple[int, int]) -> ParsedCall | Malformed:
-        """The call that one JSON value stands for."""
+        """Convert one JSON value to a call."""
         return call_from_json(_read_text_arguments(value), span, arguments=_ARGUMENTS)
 
     def write(self, calls: Sequence[tuple[str, Mapping[str, Any]]]) -> str:
@@ -65,7 +65,7 @@ def _listed(calls: Sequence[tuple[str, Mapping[str, Any]]]) -> str:
 
 
 def _read_text_arguments(value: Any) -> Any:
-    """Arguments that are JSON inside JSON text, as some templates write them."""
+    """Arguments encoded as JSON inside JSON text, as some templates write them."""
     if isinstance(value, dict):
         for key in _ARGUMENTS:
             if isinstance(value.get(key), str):
@@ -84,7 +84,7 @@ class Granite(JsonCalls):
 
 
 class Phi4Mini(JsonCalls):
-    """<|tool_call|>[...]<|/tool_call|>, or functools[...] as the whole answer."""
+    """<|tool_call|>[...]<|/tool_call|>, or functools[...] as the entire answer."""
 
     name = "phi4_mini"
     blocks = (("<|tool_call|>", "<|/tool_call|>"),)
@@ -93,7 +93,7 @@ class Phi4Mini(JsonCalls):
 
 
 class Functools(Phi4Mini):
-    """The same, where the template asks for functools[...] (vLLM's template of Phi-4-mini, Firefunction)."""
+    """The same, for templates that ask for functools[...] (vLLM's template for Phi-4-mini, Firefunction)."""
 
     name = "functools"
     misspelt = True
@@ -103,14 +103,14 @@ class Functools(Phi4Mini):
 
 
 class Hunyuan(JsonCalls):
-    """<tool_calls>[...]</tool_calls>: Hunyuan, Jamba, Apriel; MiniMax M1 with one object a line."""
+    """<tool_calls>[...]</tool_calls>: Hunyuan, Jamba, Apriel; MiniMax M1 with one object per line."""
 
     name = "hunyuan"
     blocks = (("<tool_calls>", "</tool_calls>"),)
 
 
 class InternLM(JsonCalls):
-    """<|action_start|><|plugin|>{json}<|action_end|>, a block for each call."""
+    """<|action_start|><|plugin|>{json}<|action_end|>, one block per call."""
 
     name = "internlm"
     blocks = (("<|action_start|><|plugin|>", "<|action_end|>"), ("<|action_start|> <|plugin|>", "<|action_end|>"))
@@ -137,7 +137,7 @@ class GigaChat(JsonCalls):
 
 
 class Xlam(JsonCalls):
-    """A JSON list of calls as the whole answer: xLAM 2."""
+    """A JSON list of calls as the entire answer: xLAM 2."""
 
     name = "xlam"
     blocks = ()

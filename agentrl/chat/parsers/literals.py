@@ -1,4 +1,4 @@
-"""Calls in notations of their own: Python calls (Llama 3.2, Llama 4) and Gemma's braces. Nothing is evaluated."""
+"""Calls that are not JSON: Python calls (Llama 3.2, Llama 4) and Gemma's braces. Nothing is evaluated."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from agentrl.chat.parsers.tagged_values import untexted
 
 
 class Pythonic(BlockParser):
-    """[name(key=value, ...), ...] as the whole answer."""
+    """[name(key=value, ...), ...] as the entire answer."""
 
     name = "pythonic"
     misspelt = True
     blocks = (("<|python_start|>", "<|python_end|>"),)
     at_start: ClassVar[tuple[str, ...]] = ("[",)
     wraps: ClassVar[tuple[str, str]] = ("", "")
-    """What stands around the list where it is written."""
+    """Text allowed around the list, if any is written."""
 
     _looks = re.compile(r"\s*+\[\s*+[^\W\d][\w.]*+\(")
 
@@ -29,7 +29,7 @@ class Pythonic(BlockParser):
         if not self._looks.match(body):
             if body.lstrip()[:1] != "[":
                 yield Malformed(f"expected [name(key=value)], got {body.strip()[:40]!r}", (0, len(body)))
-            return  # a list that holds no call is an answer
+            return  # a list that contains no call is an answer
         reader = NotationReader(body)
         reader.need("[")
         found: list[ParsedCall | Malformed] = []
@@ -38,7 +38,7 @@ class Pythonic(BlockParser):
             reader.skip()
             if reader.at < len(body):
                 raise reader.wrong("text after the list of calls")
-        except Wrong as e:  # one notation: what stands before the mistake is not a list of calls
+        except Wrong as e:  # only one notation: text before the mistake is not a list of calls
             found = [Malformed(str(e), (0, len(body)))]
         for call in found:
             yield (
@@ -84,7 +84,7 @@ def _python_call(reader: NotationReader) -> ParsedCall | Malformed:
 
 
 def _shown(value: Any) -> str:
-    """A value as Python writes it, text in the quotes of JSON."""
+    """Format a value as Python would, with text quoted as in JSON."""
     if isinstance(value, str):
         return json.dumps(value, ensure_ascii=False)
     if isinstance(value, Mapping):
@@ -95,7 +95,7 @@ def _shown(value: Any) -> str:
 
 
 class Lfm2(Pythonic):
-    """<|tool_call_start|>[name(key=value, ...), ...]<|tool_call_end|>, among text: LFM2 and LFM2.5."""
+    """<|tool_call_start|>[name(key=value, ...), ...]<|tool_call_end|> inside text: LFM2 and LFM2.5."""
 
     name = "lfm2"
     blocks = (("<|tool_call_start|>", "<|tool_call_end|>"),)
@@ -104,7 +104,7 @@ class Lfm2(Pythonic):
 
 
 class Gemma(BlockParser):
-    """call:name{key:value}, text between marks of its own: Gemma 4 and FunctionGemma."""
+    """call:name{key:value}, with format-specific text delimiters: Gemma 4 and FunctionGemma."""
 
     name = "gemma"
     think = ("<|channel>thought\n", "<channel|>")

@@ -1,4 +1,4 @@
-"""Calls whose name and JSON arguments stand between special tokens: DeepSeek V3 and V3.1, Kimi K2, Mistral."""
+"""Calls with name and JSON arguments between special tokens: DeepSeek V3 and V3.1, Kimi K2, Mistral."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from agentrl.chat.parsers.stream import BlockParser
 
 
 class _Listed(BlockParser):
-    """A section that lists calls, each between its own two markers."""
+    """A section of calls, each between two markers."""
 
     item: tuple[str, str]
 
@@ -41,7 +41,7 @@ class _Listed(BlockParser):
             yield Malformed(f"no {opening} in the section of tool calls", (0, len(body)))
 
     def one(self, text: str, span: Span) -> ParsedCall | Malformed:
-        """Read what stands between the two markers."""
+        """Read the text between the two markers."""
         raise NotImplementedError
 
 
@@ -79,7 +79,7 @@ class DeepSeekV3(DeepSeekV31):
 
 
 class KimiK2(_Listed):
-    """functions.name:index <argument marker> {json}; the whole first part is the call's id."""
+    """functions.name:index <argument marker> {json}; the whole first part is the call id."""
 
     name = "kimi_k2"
     blocks = (("<|tool_calls_section_begin|>", "<|tool_calls_section_end|>"),)
@@ -109,7 +109,7 @@ class KimiK2(_Listed):
 
 
 class Mistral(BlockParser):
-    """[TOOL_CALLS] and then either a JSON list of calls, or name[ARGS]{json} for each call."""
+    """[TOOL_CALLS], then either a JSON list of calls, or name[ARGS]{json} for each call."""
 
     name = "mistral"
     think = ("[THINK]", "[/THINK]")
@@ -158,7 +158,8 @@ class Mistral(BlockParser):
 
 
 class Llama3Json(BlockParser):
-    """{"name": ..., "parameters": {...}} as the whole answer, or after <|python_tag|>; several joined by ";"."""
+    """{"name": ..., "parameters": {...}} as the entire answer or after <|python_tag|>; several are joined by
+    ";"."""
 
     name = "llama3_json"
     blocks: ClassVar[tuple[tuple[str, str], ...]] = (("<|python_tag|>", ""),)
@@ -174,7 +175,7 @@ class Llama3Json(BlockParser):
         at = 0
         if not self._looks.match(body):
             if body.lstrip()[:1] == "{" and _is_json(body):
-                return  # an answer in JSON is an answer
+                return  # a JSON answer that is not a call
             if body.lstrip()[:1] != "{":
                 yield Malformed("expected a JSON object with a name and parameters", (0, len(body)))
                 return
@@ -189,7 +190,7 @@ class Llama3Json(BlockParser):
 
 
 class Llama4Json(Llama3Json):
-    """As Llama 3; text before the calls stands between <|python_start|> and <|python_end|>."""
+    """Same as Llama 3; text before the calls is between <|python_start|> and <|python_end|>."""
 
     name = "llama4_json"
     blocks = (("<|python_end|>", ""), ("<|python_tag|>", ""))
@@ -200,7 +201,7 @@ class Llama4Json(Llama3Json):
 
 
 class Plain(BlockParser):
-    """Text and thinking, no calls: what is left where the format of calls is not known."""
+    """Text and thinking but no calls, for when the call format is unknown."""
 
     name = "plain"
     blocks = ()

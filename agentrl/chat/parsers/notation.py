@@ -1,4 +1,4 @@
-"""Reading Python and brace notations: a cursor over text, and literals of Python. Nothing is evaluated."""
+"""Parse Python and brace notations: a cursor over text, and Python literals. Nothing is evaluated."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _PLAIN = {"n": "\n", "t": "\t", "r": "\r", "b": "\b", "f": "\f", "v": "\v", "a":
 
 
 class Wrong(Exception):
-    """What was read is not in the notation; `at` is where."""
+    """The text is not in the expected notation; `at` is the position."""
 
     def __init__(self, message: str, at: int) -> None:
         super().__init__(message)
@@ -27,7 +27,7 @@ class Wrong(Exception):
 
 
 class NotationReader:
-    """A position in a text, and what may stand there."""
+    """A position in a text, with methods to consume what is expected there."""
 
     def __init__(self, text: str, at: int = 0) -> None:
         self.text, self.at = text, at
@@ -59,7 +59,7 @@ class NotationReader:
         return Wrong(f"{message} at character {self.at}, near {near!r}", self.at)
 
     def items(self, closing: str, read: Callable[[], None]) -> None:
-        """Comma-separated items up to `closing`; a comma may stand before it."""
+        """Read comma-separated items up to `closing`; a trailing comma is allowed."""
         while not self.take(closing):
             read()
             if not self.take(","):
@@ -119,10 +119,10 @@ def _number(text: str, reader: NotationReader) -> int | float:
 
 
 def read_literal(text: str) -> Any:
-    """The value of one Python literal.
+    """Parse a single Python literal.
 
     Raises:
-        Wrong: `text` is not one.
+        Wrong: `text` is not a Python literal.
     """
     reader = NotationReader(text)
     value = python_value(reader, 1)

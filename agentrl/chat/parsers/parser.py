@@ -1,7 +1,8 @@
-"""How a completion is read: text to reasoning, content, tool calls and errors, in one linear pass.
+"""Parse completions: text to reasoning, content, tool calls and errors, in one linear pass.
 
-A `Parser` knows one family's format. Its `stream()` takes the text piece by piece and gives events; reading a
-whole completion is the same machine fed once, so both always agree. Nothing here raises on what a policy wrote.
+A `Parser` implements the format of one model family. Its `stream()` takes text incrementally and returns events; a
+complete parse feeds the same machine once, so both always agree. Nothing here raises because of what a policy
+wrote.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ Span = tuple[int, int]
 Tools = Sequence[Mapping[str, Any]]
 
 MAX_DEPTH = 64
-"""Deepest nesting of a call's arguments."""
+"""Maximum nesting of a call's arguments."""
 
 _SURROGATE = re.compile("[\ud800-\udfff]")
 
@@ -40,7 +41,7 @@ class Reasoning:
 
 @dataclass(frozen=True, slots=True)
 class ParsedCall:
-    """A complete tool call; `id` where the format carries one."""
+    """A complete tool call; `id` is set if the format has one."""
 
     name: str
     arguments: Mapping[str, Any]
@@ -50,7 +51,7 @@ class ParsedCall:
 
 @dataclass(frozen=True, slots=True)
 class Malformed:
-    """Something that was meant to be a call (or a think block) and is not one."""
+    """An attempted call (or think block) that is malformed."""
 
     message: str
     span: Span
@@ -58,14 +59,14 @@ class Malformed:
 
 @dataclass(frozen=True, slots=True)
 class Begun:
-    """A call of this tool is being written; its `ParsedCall` or `Malformed` follows. Only in partial streams."""
+    """A call to this tool has started; `ParsedCall` or `Malformed` follows. Partial streams only."""
 
     name: str
 
 
 @dataclass(frozen=True, slots=True)
 class Fragment:
-    """The next piece of the argument text of the call begun last, exactly as written. Only in partial streams."""
+    """The next piece of argument text of the current call, exactly as written. Partial streams only."""
 
     text: str
 
@@ -75,7 +76,7 @@ Event = Text | Reasoning | ParsedCall | Malformed | Begun | Fragment
 
 @dataclass(frozen=True, slots=True)
 class Parsed:
-    """A whole completion. `reasoning` is None where there was no think block, "" where it was empty."""
+    """A complete parse. `reasoning` is None without a think block, and "" if the block was empty."""
 
     content: str
     reasoning: str | None
@@ -84,13 +85,13 @@ class Parsed:
 
 
 class Parser(ABC):
-    """One tool-call format. Instances hold no state and may be shared.
+    """One tool-call format. Instances are stateless and may be shared.
 
     Class attributes:
-        name: what the user writes to choose it.
-        think: the markers around reasoning; empty where the format has none.
-        misspelt: templates of this format are known to write calls unlike their model (without quotes,
-            without the marker); where the template shows its signs, the parser's own writing takes their place.
+        name: what users write to choose it.
+        think: the markers around reasoning; empty if the format has none.
+        misspelt: templates of this format are known to write calls differently from their model (without quotes or
+        without the marker); if the template shows its signs, calls are written by this parser instead.
     """
 
     name: ClassVar[str]
@@ -99,51 +100,51 @@ class Parser(ABC):
 
     @abstractmethod
     def stream(self, *, tools: Tools = (), thinking: bool = False, partial: bool = False) -> ParserStream:
-        """A reader that takes a completion piece by piece; the arguments are those of `parse`.
+        """Return an incremental reader of a completion; the arguments are those of `parse`.
 
         Args:
-            partial: also tell calls while they are being written, where the format writes arguments as JSON. A
-                malformed call that was told so does not come as text again.
+            partial: also report calls while they are being written, for formats with JSON arguments. A malformed
+            call that was reported this way is not repeated as text.
         """
 
     def parse(self, text: str, *, tools: Tools = (), thinking: bool = False) -> Parsed:
-        """Read a whole completion (stop token already removed).
+        """Parse a complete completion (with the stop token removed).
 
         Args:
             text: the completion, control tokens included.
-            tools: the schemas offered, for formats whose values are typed by them.
+            tools: the schemas offered, for formats that use them to type values.
             thinking: the generation prompt has already opened the think block.
         """
         stream = self.stream(tools=tools, thinking=thinking)
         return collect([*stream.feed(text), *stream.close()])
 
     def call_id(self, name: str, number: int) -> str:
-        """An id of the call of tool `name`, the n-th of its message, as the format wants it."""
+        """Return a call id in this format for tool `name`, the n-th call of its message."""
         return f"call{number:05d}"
 
     def takes_id(self, id: str, name: str) -> bool:
-        """Whether a call of tool `name` may have this id in this format; most write none."""
+        """Whether this format allows this id for a call of tool `name`; most formats write no ids."""
         return True
 
     def write(self, calls: Sequence[tuple[str, Mapping[str, Any]]]) -> str | None:
-        """(name, arguments) of calls in this format, for templates that do not write calls; None where unknown."""
+        """Write (name, arguments) calls in this format, for templates that do not write calls; None if unknown."""
         return None
 
 
 class ParserStream(ABC):
-    """Reads one completion piece by piece."""
+    """Read one completion incrementally."""
 
     @abstractmethod
     def feed(self, text: str) -> list[Event]:
-        """What the next piece of text settles."""
+        """Return the events that the next piece of text settles."""
 
     @abstractmethod
     def close(self) -> list[Event]:
-        """What the end of the completion settles. Called once, last."""
+        """Return the events that the end of the completion settles. Called once, last."""
 
 
 def collect(events: Sequence[Event]) -> Parsed:
-    """Put the events of one completion together."""
+    """Combine the events of one completion."""
     reasoning = [event.text for event in events if isinstance(event, Reasoning)]
     return Parsed(
         content="".join(event.text for event in events if isinstance(event, Text)),
@@ -155,7 +156,7 @@ def collect(events: Sequence[Event]) -> Parsed:
 
 @dataclass(slots=True)
 class Json:
-    """Outcome of reading JSON that a policy wrote: a value, or an error that says where."""
+    """Result of parsing policy-written JSON: a value, or an error with its position."""
 
     value: Any = None
     error: str = ""
@@ -163,7 +164,7 @@ class Json:
 
 
 def read_json(text: str) -> Json:
-    """Strict JSON: no NaN, no lone surrogates."""
+    """Parse strict JSON: no NaN, no lone surrogates."""
     try:
         value = json.loads(text, parse_constant=_no_constant)
         return Json(value, error=unsound(value))
@@ -176,7 +177,7 @@ def read_json(text: str) -> Json:
 
 
 def read_leading_json(text: str, at: int) -> tuple[Json, int]:
-    """Strict JSON that begins at `at`, and where it ends; text may follow it."""
+    """Parse strict JSON starting at `at` and return where it ends; text may follow it."""
     try:
         value, end = _DECODER.raw_decode(text, at)
         return Json(value, error=unsound(value)), end
@@ -189,7 +190,7 @@ def read_leading_json(text: str, at: int) -> tuple[Json, int]:
 
 
 def read_arguments(name: str, text: str, span: Span, *, id: str | None = None) -> ParsedCall | Malformed:
-    """A call from its name and the JSON text of its arguments."""
+    """Build a call from its name and the JSON text of its arguments."""
     if not name:
         return Malformed("the tool's name is missing", span)
     found = read_json(text)
@@ -201,7 +202,7 @@ def read_arguments(name: str, text: str, span: Span, *, id: str | None = None) -
 
 
 def unsound(value: Any) -> str:
-    """Why a value cannot be handed on (nested too deeply, half of a surrogate pair in its text), or ""."""
+    """Return why a value cannot be used (nested too deeply, or with a lone surrogate), or ""."""
     level = [value]
     for _ in range(MAX_DEPTH):
         inner: list[Any] = []
@@ -220,7 +221,7 @@ def unsound(value: Any) -> str:
 
 
 def call_from_json(value: Any, span: Span, *, arguments: Sequence[str] = ("arguments",)) -> ParsedCall | Malformed:
-    """A call from {"name": ..., "arguments": {...}}; `arguments` lists the accepted spellings of the key."""
+    """Build a call from {"name": ..., "arguments": {...}}; `arguments` lists the accepted names of the key."""
     if not isinstance(value, dict):
         return Malformed(f"a call must be a JSON object, got {_kind(value)}", span)
     name = value.get("name")

@@ -1,4 +1,4 @@
-"""Calls that are still being written: names and argument text as they come, for formats with JSON arguments."""
+"""Parse calls while they are being written: names and argument text, for formats with JSON arguments."""
 
 from __future__ import annotations
 
@@ -11,24 +11,24 @@ _OUTSIDE = re.compile(r"[{}\"]")
 
 
 class PartialCalls:
-    """Follows the inside of a block while it grows; every character is looked at a bounded number of times.
+    """Follow the inside of a block while it grows; each character is examined a bounded number of times.
 
     Args:
-        head: matches what stands before a call's arguments, with a group `name`; the next character is their "{".
+        head: matches the text before a call's arguments, with a group `name`; the next character is their "{".
     """
 
     def __init__(self, head: re.Pattern[str]) -> None:
         self._head = head
         self._at = 0  # scanned up to here
-        self._told = 0  # argument text before this was told
+        self._told = 0  # argument text before this has been reported
         self._depth = 0
         self._in_string = False
         self._open = False
         self.any = False
-        """Whether a call has begun."""
+        """Whether a call has started."""
 
     def read(self, body: str) -> list[Begun | Fragment]:
-        """What `body`, which begins as at the last call, says beyond what was told."""
+        """Return what is new in `body`, which extends the previous one."""
         events: list[Begun | Fragment] = []
         while True:
             if not self._open:
@@ -47,7 +47,7 @@ class PartialCalls:
                 return events
 
     def _scan(self, body: str) -> None:
-        """Go on to the brace that closes the arguments, or to the end of what is there."""
+        """Advance to the brace that closes the arguments, or to the end of the available text."""
         while True:
             match = (_INSIDE if self._in_string else _OUTSIDE).search(body, self._at)
             if match is None:

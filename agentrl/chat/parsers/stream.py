@@ -1,4 +1,4 @@
-"""The machine behind most parsers: text, think blocks and call blocks between markers."""
+"""The state machine behind most parsers: text, think blocks and call blocks between markers."""
 
 from __future__ import annotations
 
@@ -15,14 +15,15 @@ _WINDOW = 4096  # white space looked through before a completion counts as begin
 
 
 class BlockParser(Parser):
-    """A format whose calls stand in blocks between markers.
+    """A format with calls in blocks between markers.
 
     Class attributes:
-        blocks: (opening, closing) markers of what `calls` reads; an empty closing runs to the end of the turn.
-        call_head: what stands before a call's JSON arguments (see `PartialCalls`); None where they are not JSON.
-        json_body: a closing marker inside a JSON string of the block is text.
-        at_start: a block may also begin without its marker, where the content begins with one of these.
-        unseen: markers around content, which are not part of it.
+        blocks: (opening, closing) markers of the blocks that `calls` reads; an empty closing means up to the end
+        of the turn.
+        call_head: the text before a call's JSON arguments (see `PartialCalls`); None if they are not JSON.
+        json_body: treat a closing marker inside a JSON string of the block as text.
+        at_start: prefixes with which a block may start without its marker, at the start of the content.
+        unseen: markers around content that are not part of it.
     """
 
     blocks: ClassVar[tuple[tuple[str, str], ...]]
@@ -40,7 +41,7 @@ class BlockParser(Parser):
 
 
 class BlockStream(ParserStream):
-    """Splits a completion at the markers of `parser`; every character is looked at a bounded number of times."""
+    """Split a completion at the markers of `parser`; each character is examined a bounded number of times."""
 
     def __init__(self, parser: BlockParser, *, tools: Tools, thinking: bool, partial: bool = False) -> None:
         self._parser, self._tools = parser, tools
@@ -92,7 +93,7 @@ class BlockStream(ParserStream):
         events, self._events = self._events, []
         return events
 
-    # Each state consumes what it can from `at` and returns where to go on, or None when it needs more text.
+    # Each state consumes what it can from `at` and returns where to continue, or None if it needs more text.
 
     def _text(self, buffer: str, at: int, final: bool) -> int | None:
         if self._fresh and self._parser.at_start:
@@ -151,13 +152,13 @@ class BlockStream(ParserStream):
             return None
         end, after, closed = found
         if self._scan.gave_up:
-            self._lookahead = False  # at most one block is scanned beyond its first closing marker in vain
+            self._lookahead = False  # at most one block is scanned in vain past its first closing marker
         self._state = "text"
         self._read(buffer[at:end], self._offset + at, buffer[end:after], closed)
         return after
 
     def _read(self, body: str, at: int, closing: str, closed: bool) -> None:
-        """Turn the inside of a block, which begins at `at` in the completion, into events."""
+        """Convert the inside of a block that starts at `at` in the completion to events."""
         whole = (at - len(self._opening), at + len(body) + len(closing))
         if self._partial is not None:
             self._events += self._partial.read(body)
@@ -167,7 +168,7 @@ class BlockStream(ParserStream):
         else:
             marker = self._close_of.get(self._opening, "")
             found = [Malformed(f"{marker} is missing: the call was cut off", (0, len(body)))]
-        if not self._opening and not found:  # it only began like a call
+        if not self._opening and not found:  # it only looked like a call
             self._fresh = False
             self._say(body)
             return
@@ -180,13 +181,13 @@ class BlockStream(ParserStream):
             else:
                 self._events.append(replace(event, span=span))
         told = self._partial is not None and self._partial.any
-        if not told and any(isinstance(event, Malformed) for event in found):  # it stays where it was, as text
+        if not told and any(isinstance(event, Malformed) for event in found):  # it stays in place, as text
             self._say("".join(space) + self._opening + body + closing)
         else:
             self._after = "block"
 
     def _say(self, text: str) -> None:
-        """Content: white space next to a block belongs to the block, all other is kept."""
+        """Emit content: white space next to a block belongs to the block, all other white space is kept."""
         kept = text.rstrip()
         if not kept:
             self._space.append(text)
@@ -200,7 +201,7 @@ class BlockStream(ParserStream):
         self._events.append(Text(kept))
 
     def _reason(self, text: str) -> None:
-        """Reasoning: the line breaks that touch the markers belong to them."""
+        """Emit reasoning: line breaks next to the markers belong to the markers."""
         if self._head:
             text = text.lstrip("\n")
             self._head = not text
@@ -223,7 +224,7 @@ class BlockStream(ParserStream):
 
 
 class _BlockScan:
-    """Looks for a block's closing marker, which is text inside a JSON string. Positions are the buffer's."""
+    """Find a block's closing marker, ignoring it inside JSON strings. Positions are relative to the buffer."""
 
     def __init__(self, closing: str, json_body: bool, at: int) -> None:
         self.closing, self.json_body = closing, json_body
@@ -238,7 +239,7 @@ class _BlockScan:
         self.first -= by if self.first >= 0 else 0
 
     def find(self, buffer: str, final: bool) -> tuple[int, int, bool] | None:
-        """(end of the body, end of the block, whether it was closed); None while that is open."""
+        """Return (end of the body, end of the block, whether it was closed); None while undecided."""
         if not self.closing:
             return (len(buffer), len(buffer), True) if final else None
         if not self.json_body:
@@ -272,7 +273,7 @@ class _BlockScan:
 
 
 def _overlap(buffer: str, at: int, marker: str) -> int:
-    """Length of the longest end of buffer[at:] that begins `marker` without completing it."""
+    """Return the length of the longest suffix of buffer[at:] that is an incomplete start of `marker`."""
     for length in range(min(len(marker) - 1, len(buffer) - at), 0, -1):
         if buffer.endswith(marker[:length]):
             return length

@@ -1,6 +1,6 @@
 """Calls written as tags around each argument: Qwen3-Coder, GLM-4.5 and 4.6, MiniMax M2.
 
-Text arguments stand there as they are, all others as JSON; the tool's schema says which is which.
+Text arguments are written verbatim, all others as JSON; the tool's schema determines which is which.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class Qwen3Coder(BlockParser):
 
 
 class SeedOss(Qwen3Coder):
-    """As Qwen3-Coder in <seed:tool_call>, the values without line breaks around them."""
+    """Same as Qwen3-Coder, in <seed:tool_call> and without line breaks around values."""
 
     name = "seed_oss"
     think = ("<seed:think>", "</seed:think>")
@@ -48,12 +48,12 @@ class SeedOss(Qwen3Coder):
 
 
 class MiniMaxM2(BlockParser):
-    """<invoke name="..."> <parameter name="key">value</parameter> </invoke>, one or more in a block."""
+    """<invoke name="..."> <parameter name="key">value</parameter> </invoke>, one or more per block."""
 
     name = "minimax_m2"
     blocks: ClassVar[tuple[tuple[str, str], ...]] = (("<minimax:tool_call>", "</minimax:tool_call>"),)
     prefix: ClassVar[str] = ""
-    """What the names of the tags begin with."""
+    """Prefix of the tag names."""
 
     _invoke = re.compile(r"\s*+<invoke name=\"([^\"<>]+)\">\s*")
     _parameter = re.compile(r"\s*+<parameter name=\"([^\"<>]+)\">")
@@ -83,7 +83,7 @@ class MiniMaxM2(BlockParser):
 
 
 class DeepSeekV32(MiniMaxM2):
-    """The same tags with ｜DSML｜ before each name; parameters say whether they are text: DeepSeek V3.2, V4."""
+    """The same tags with ｜DSML｜ before each name; parameters say if they are text: DeepSeek V3.2, V4."""
 
     name = "deepseek_v32"
     prefix = "｜DSML｜"

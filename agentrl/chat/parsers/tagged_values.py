@@ -1,4 +1,4 @@
-"""Values without quotes, read by the type that the tool's schema gives them."""
+"""Parse unquoted values according to the tool's schema."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from agentrl.chat.parsers.parser import Tools, unsound
 
 
 def schema_of(tools: Tools, name: str) -> Mapping[str, Any]:
-    """The properties of a tool's parameters; empty where the tool is not known."""
+    """Return the properties of a tool's parameters; empty if the tool is unknown."""
     for tool in tools:
         function = tool.get("function", tool)
         if function.get("name") == name:
@@ -21,8 +21,8 @@ def schema_of(tools: Tools, name: str) -> Mapping[str, Any]:
 
 
 def typed(text: str, schema: Any) -> Any:
-    """The value that `text` stands for: JSON, or a Python literal (`True`, `None`, `['a']`) where the schema
-    asks for what it says (or says nothing, for lists and objects); text where it is neither."""
+    """Return the value of `text`: JSON or a Python literal (`True`, `None`, `['a']`) if the schema allows that
+    type (or, for lists and objects, gives none); otherwise the text itself."""
     types = _types(schema)
     if types == {"string"}:
         return text
@@ -37,7 +37,7 @@ def typed(text: str, schema: Any) -> Any:
 
 
 def untexted(arguments: Mapping[str, Any], tools: Tools, name: str) -> dict[str, Any]:
-    """Arguments in which text stands for what it says where the schema allows no text."""
+    """Convert text arguments to the values they denote, where the schema does not allow text."""
     properties = schema_of(tools, name)
 
     def value(key: str, given: Any) -> Any:
@@ -52,7 +52,7 @@ def untexted(arguments: Mapping[str, Any], tools: Tools, name: str) -> dict[str,
 
 
 def from_json(text: str) -> Any:
-    """The JSON value that `text` is; `text` itself where it is none that can be handed on."""
+    """Return the JSON value of `text`, or `text` itself if it has no usable value."""
     try:
         value = json.loads(text, parse_constant=_refuse)
     except (ValueError, RecursionError):
