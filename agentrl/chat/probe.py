@@ -99,7 +99,7 @@ def _offered(renderer: Renderer) -> list[dict[str, Any]]:
 
 
 def _wants_json(renderer: Renderer) -> bool | None:
-    """Decide on objects if the template shows them as JSON or XML; on text if objects fail or show as Python.
+    """Whether calls need JSON text: False if objects show as JSON or XML, True if they fail or show as Python.
 
     None if it shows no call at all.
     """
