@@ -1,7 +1,7 @@
 """The contract of an engine: token ids in, token ids out.
 
-`Engine` is all there is: five members to implement, and default methods for what not every engine can do. What an
-engine can do beyond them is stated in its `capabilities`; callers look there and never at its class.
+`Engine` has five members to implement, and default methods for optional features. An engine declares the optional
+features that it supports in `capabilities`; callers check there and never look at its class.
 
 Shapes: V vocabulary.
 """
@@ -61,7 +61,7 @@ class Mask(Protocol):
     """Which tokens may come next in one completion. Called on the engine's own thread."""
 
     def allowed(self) -> NDArray[np.bool_]:
-        """(V,) True where a token may be sampled now; at least one is."""
+        """(V,) True for tokens that may be sampled now; at least one is True."""
         ...
 
     def take(self, id: int) -> None:
@@ -71,7 +71,7 @@ class Mask(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class GenerateOptions:
-    """What one call wants besides its completion.
+    """Options of one call in addition to sampling a completion.
 
     Attributes:
         on_token: called with each token in order, on the caller's event loop.
@@ -88,9 +88,9 @@ class Engine(ABC):
     """Holds the policy and samples from it. Safe to call from many tasks of one event loop."""
 
     capabilities: EngineCapabilities = EngineCapabilities()
-    """What this engine can do; constant over its life."""
+    """What this engine can do; constant during its lifetime."""
     max_context: int
-    """Largest number of tokens (prompt and completion together) of one sequence."""
+    """Maximum number of tokens (prompt and completion together) per sequence."""
 
     @property
     @abstractmethod
@@ -101,11 +101,11 @@ class Engine(ABC):
     async def generate(self, ids: Sequence[int], sampling: Sampling, *, session: str | None = None) -> Completion:
         """Continue `ids` until a stop id, `sampling.max_tokens`, or the end of the context.
 
-        Calls with the same `session` extend one another: the engine may keep the state of the earlier call and
-        compute only what is new. Cancelling the call frees its slot.
+        Calls with the same `session` extend each other: the engine may keep the state of the earlier call and
+        compute only the new tokens. Cancelling the call frees its slot.
 
         Raises:
-            EngineError: the engine is lost.
+            EngineError: the engine has failed permanently.
             ValueError: `ids` is empty or leaves no room for a single token.
         """
 
@@ -120,19 +120,19 @@ class Engine(ABC):
         raise self._cannot("replace its weights")
 
     async def release(self, session: str) -> None:  # noqa: B027  (an engine that keeps nothing need not implement it)
-        """Forget what is kept for `session`; unknown sessions are ignored."""
+        """Drop the state kept for `session`; unknown sessions are ignored."""
 
     async def close(self) -> None:  # noqa: B027
         """Stop and free everything; idempotent."""
 
     @property
     def ready(self) -> bool:
-        """Whether a request would be answered now, rather than wait for a server to come back."""
+        """Whether a request would be answered immediately, instead of waiting for a server to come back."""
         return True
 
     @property
     def outage_s(self) -> float:
-        """Total seconds during which no request could be answered, for reasons outside the episodes."""
+        """Total seconds during which no request could be answered, for reasons unrelated to the episodes."""
         return 0.0
 
     async def generate_streaming(

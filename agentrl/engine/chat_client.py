@@ -1,8 +1,8 @@
-"""Chat with any OpenAI-compatible endpoint: what a policy is that we have no tokens of.
+"""Chat with any OpenAI-compatible endpoint, for policies whose tokens are not available.
 
-The client library retries what may pass (connection, 408, 409, 429 with Retry-After, 5xx). What is left is the
-endpoint's trouble and never the policy's: an `EngineError`. A request that no repetition can mend (wrong key,
-unknown model, a parameter that the model refuses) is the user's to mend: a `ConfigError`.
+The client library retries temporary failures (connection, 408, 409, 429 with Retry-After, 5xx). Remaining failures
+are the endpoint's fault, never the policy's: an `EngineError`. A request that cannot succeed on retry (wrong key,
+unknown model, a parameter that the model refuses) is for the user to fix: a `ConfigError`.
 """
 
 from __future__ import annotations
@@ -21,20 +21,20 @@ from agentrl.types import Message
 Tools = Sequence[Mapping[str, Any]]
 
 _ECHOED = ("reasoning_content", "reasoning", "reasoning_details")
-"""Fields beside the standard ones that endpoints want to see again in the next request."""
+"""Non-standard fields that endpoints expect to receive again in the next request."""
 
 
 @dataclass(frozen=True, slots=True)
 class Endpoint:
-    """Where a model answers, and how it is asked.
+    """A model's endpoint and request settings.
 
     Attributes:
-        base_url: for instance `http://127.0.0.1:8000/v1`.
-        model: its name there.
-        api_key_env: environment variable with the API key; none is sent where it is empty.
-        timeout_s: limit of one attempt.
-        retries: further attempts after one that failed and may pass.
-        request: further fields of each request, such as {"reasoning_effort": "low"}.
+        base_url: for example `http://127.0.0.1:8000/v1`.
+        model: its name at the endpoint.
+        api_key_env: environment variable with the API key; if empty, no key is sent.
+        timeout_s: time limit of one attempt.
+        retries: further attempts after a temporary failure.
+        request: additional fields of each request, such as {"reasoning_effort": "low"}.
     """
 
     base_url: str
@@ -51,7 +51,7 @@ class Endpoint:
             )
 
     def key(self) -> str:
-        """The API key. Raises ConfigError where the variable is not set."""
+        """The API key. Raises ConfigError if the variable is not set."""
         if not self.api_key_env:
             return "none"
         if not os.environ.get(self.api_key_env):
@@ -65,7 +65,7 @@ class ContextFullError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Reply:
-    """One answer: the message, why it ended, what it cost in tokens and seconds."""
+    """One answer: the message, why it ended, and its cost in tokens and seconds."""
 
     message: Message
     finish: str
@@ -76,7 +76,7 @@ class Reply:
 
 
 class ChatClient:
-    """Asks one endpoint; for one event loop, and closed at its end."""
+    """Send requests to one endpoint. Use from a single event loop and close at its end."""
 
     def __init__(self, endpoint: Endpoint) -> None:
         import httpx
@@ -103,12 +103,12 @@ class ChatClient:
     async def ask(
         self, messages: Sequence[Mapping[str, Any]], tools: Tools, *, temperature: float, max_tokens: int
     ) -> tuple[dict[str, Any], Reply]:
-        """The answer to a conversation in the wire's form, and the same as the message to send back next time.
+        """Send a conversation in wire format; return the answer and the message to send back next time.
 
         Raises:
             ContextFullError: the conversation is too long.
-            EngineError: no answer after all attempts, or one that is none.
-            ConfigError: the endpoint refuses what the user set.
+            EngineError: no answer after all attempts, or an invalid one.
+            ConfigError: the endpoint refuses the user's settings.
         """
         import openai
 
@@ -125,14 +125,14 @@ class ChatClient:
                 self._limit_field = "max_completion_tokens"
                 return await self.ask(messages, tools, temperature=temperature, max_tokens=max_tokens)
             raise self._refused(e, temperature) from e
-        except openai.APIConnectionError as e:  # timeouts among them
+        except openai.APIConnectionError as e:  # includes timeouts
             raise EngineError(f"{self.endpoint.base_url}: {type(e).__name__}: {e.__cause__ or e}") from e
         except (openai.OpenAIError, ValueError) as e:
             raise EngineError(f"{self.endpoint.base_url}: {type(e).__name__}: {e}") from e
         return self._read(answer, time.monotonic() - began)
 
     def _refused(self, e: Any, temperature: float) -> Exception:
-        """What an error status means: to the episode, to the endpoint or to the user."""
+        """Convert an error status to an exception that blames the episode, the endpoint or the user."""
         where, text = f"{self.endpoint.base_url} ({self.endpoint.model})", _error_text(e)
         param = (e.body or {}).get("param") if isinstance(e.body, Mapping) else None
         if e.code == "context_length_exceeded" or "maximum context length" in text:
@@ -178,19 +178,19 @@ class ChatClient:
 
 
 class Conversation:
-    """One conversation with an endpoint, kept in the wire's form: turns go back as they came.
+    """One conversation with an endpoint, kept in wire format: turns are sent back exactly as received.
 
-    A call whose arguments cannot be read is no call to the env, which answers it with a message without an id; on
-    the wire that message answers the call, because endpoints want every call answered.
+    A call with unreadable arguments never reaches the env, which answers it with a message without an id; on the
+    wire, that message answers the call, because endpoints require an answer to every call.
     """
 
     def __init__(self, client: ChatClient, tools: Tools = ()) -> None:
         self._client, self._tools = client, tools
         self._wire: list[dict[str, Any]] = []
-        self._malformed: list[str] = []  # ids of calls that could not be read and wait for their answer
+        self._malformed: list[str] = []  # ids of unreadable calls that await their answer
 
     def extend(self, messages: Sequence[Message]) -> None:
-        """Add what came after the last answer."""
+        """Add the messages after the last answer."""
         for message in messages:
             data = write_message(message)
             if message.role == "tool" and message.tool_call_id is None:
@@ -206,7 +206,7 @@ class Conversation:
         self._malformed = []
 
     async def answer(self, *, temperature: float, max_tokens: int) -> Reply:
-        """The next message, which joins the conversation; raises as `ChatClient.ask`."""
+        """Request the next message and add it to the conversation; raises like `ChatClient.ask`."""
         wire, reply = await self._client.ask(
             self._wire, self._tools, temperature=temperature, max_tokens=max_tokens
         )
@@ -217,7 +217,7 @@ class Conversation:
 
 
 def _wire_calls(raw: Sequence[Any]) -> list[dict[str, Any]]:
-    """The calls of an answer in the wire's form, with unique ids."""
+    """Return the calls of an answer in wire format, with unique ids."""
     wired: list[dict[str, Any]] = []
     seen: set[str] = set()
     for number, call in enumerate(raw):
@@ -230,7 +230,8 @@ def _wire_calls(raw: Sequence[Any]) -> list[dict[str, Any]]:
 
 
 def _error_text(e: Any) -> str:
-    """What the endpoint says, whichever envelope it uses; without a stop, because more follows."""
+    """Extract the endpoint's error message from any known envelope; without a final period, because more
+    follows."""
     body = e.body
     if isinstance(body, Mapping):
         found = body.get("message") or body.get("detail") or body

@@ -1,4 +1,4 @@
-"""Checks of a request that all engines share: what is wrong with it is the same error everywhere."""
+"""Request checks shared by all engines, so that the same mistake gives the same error everywhere."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from agentrl.types import Sampling
 
 
 def check_sampling(sampling: Sampling) -> None:
-    """Raise ValueError for parameters outside their range."""
+    """Raise ValueError for parameters outside their valid range."""
     if not sampling.temperature >= 0.0:
         raise ValueError(f"temperature must be 0 (greedy) or more, got {sampling.temperature}")
     if not 0.0 < sampling.top_p <= 1.0:
@@ -25,10 +25,10 @@ def check_sampling(sampling: Sampling) -> None:
 
 
 def check_ids(ids: Sequence[int], vocabulary: int) -> NDArray[np.int64]:
-    """The ids as an array.
+    """Return the ids as an array.
 
     Raises:
-        ValueError: there are none, or one is outside the vocabulary.
+        ValueError: the list is empty, or an id is outside the vocabulary.
     """
     array = np.asarray(ids, dtype=np.int64)
     if array.size == 0:
@@ -41,10 +41,10 @@ def check_ids(ids: Sequence[int], vocabulary: int) -> NDArray[np.int64]:
 
 
 def check_prompt(ids: Sequence[int], vocabulary: int, max_context: int) -> NDArray[np.int64]:
-    """The ids as an array.
+    """Return the ids as an array.
 
     Raises:
-        ValueError: as for `check_ids`, or they leave no room for a single new token.
+        ValueError: as for `check_ids`, or they leave no room for a new token.
     """
     array = check_ids(ids, vocabulary)
     if array.size >= max_context:

@@ -1,4 +1,4 @@
-"""From the configuration to an engine that samples."""
+"""Create an engine from the configuration."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ async def open_engine(
     own_process: bool = False,
     ray: str | None = None,
 ) -> Engine:
-    """An engine over the model directory; with servers it returns when all of them answer.
+    """Create an engine for the model directory; with servers, return when all of them respond.
 
     Args:
-        lora: what `sync: lora` will send adapters of; without it the directory is all there is to serve, and
-            weights travel as with `sync: auto`.
-        own_process: on a CPU, run the local engine in its own process; it cannot stream tokens there.
-        ray: address of the cluster for servers with `launch: ray`; without it one is started on this machine.
+        lora: describes the adapters that `sync: lora` will send; without it only the directory is served, and
+        weights are synchronized as with `sync: auto`.
+        own_process: on a CPU, run the local engine in a separate process; it cannot stream tokens there.
+        ray: address of the cluster for servers with `launch: ray`; without it, one is started on this machine.
 
     Raises:
         ConfigError: the model, the device, the server's installation or the user's own engine cannot be used.

@@ -1,4 +1,4 @@
-"""An engine of the user's own, by `module:Name`; it is tried on a few tokens before a run relies on it."""
+"""Load a custom engine by `module:Name` and test it on a few tokens before a run relies on it."""
 
 from __future__ import annotations
 
@@ -17,20 +17,20 @@ from agentrl.importing import load_object
 from agentrl.types import Completion, Sampling
 
 TRIAL_S = 120.0
-"""How long each request of the trial may take."""
+"""Time limit of each request in the trial."""
 TRIAL_IDS = (1, 2)
 TRIAL_TOKENS = 4
 TRIAL_TOLERANCE = 0.2
-"""Largest mean difference between the log-probabilities of sampled tokens and those of scoring them afterwards."""
+"""Maximum mean difference between the logprobs of sampled tokens and those of scoring them afterwards."""
 
 
 async def open_own(config: EngineConfig, model: Path) -> Engine:
-    """Make the engine that `engine.kind` names, as `Name(model, config, **engine.options)`, and try it.
+    """Create and test the engine that `engine.kind` names, as `Name(model, config, **engine.options)`.
 
     `Name` is a class or a function; what it returns may be awaitable.
 
     Raises:
-        ConfigError: it cannot be imported or made, is not an `Engine`, or fails the trial.
+        ConfigError: it cannot be imported or created, is not an `Engine`, or fails the trial.
     """
     where = f"engine.kind {config.kind}"
     make = load_object(config.kind)
@@ -57,7 +57,7 @@ async def open_own(config: EngineConfig, model: Path) -> Engine:
 
 
 def _vocabulary(model: Path) -> int | None:
-    """How many token ids the model directory knows; None where it does not say."""
+    """Return the vocabulary size of the model directory; None if it does not specify one."""
     try:
         config = json.loads((model / "config.json").read_text())
         return int((config.get("text_config") or config)["vocab_size"])
@@ -66,7 +66,7 @@ def _vocabulary(model: Path) -> int | None:
 
 
 async def _try(engine: Engine, vocabulary: int | None, where: str) -> None:
-    """Sample a few tokens, and use each capability that can be tried without new weights.
+    """Sample a few tokens, and use each capability that can be tested without new weights.
 
     Raises:
         ConfigError: what the engine did wrong.

@@ -1,1 +1,1 @@
-"""The embedded PyTorch engine."""
+"""The local PyTorch engine."""

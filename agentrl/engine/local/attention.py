@@ -1,9 +1,9 @@
 """One attention function for transformers models, computing on flat token batches.
 
 A model loaded with `attn_implementation=ATTENTION` is called with `input_ids` and `position_ids` of shape (1, N):
-the tokens of many sequences one after another, without padding. What a token may look at is decided by the plan
-that travels with the call as the keyword `attention_plan`; everything else is the model's own code, so engine and
-learner compute the same numbers from the same weights.
+the tokens of many sequences, concatenated without padding. The plan, passed with the call as the keyword
+`attention_plan`, determines which tokens each token attends to; everything else is the model's own code, so engine
+and learner compute the same numbers from the same weights.
 
 Shapes: N tokens of all sequences, H query heads, K key-value heads (H is a multiple of K), D head size.
 """
@@ -23,11 +23,11 @@ from agentrl.errors import ConfigError
 from agentrl.models.trial import unusual_layers
 
 ATTENTION = "agentrl"
-"""Name under which the function is known to transformers after `register_attention()`."""
+"""Name of the function in transformers after `register_attention()`."""
 
 
 class AttentionPlan(Protocol):
-    """Which keys each query of one flat batch sees, and where they are."""
+    """Which keys each query of a flat batch attends to, and where they are stored."""
 
     def attend(
         self,
@@ -39,20 +39,21 @@ class AttentionPlan(Protocol):
         scaling: float,
         window: int | None,
     ) -> Tensor:
-        """Attention output (N, H, D) of one layer; `window` counts the keys a query sees, itself included."""
+        """Compute the attention output (N, H, D) of one layer; `window` is the number of keys per query, itself
+        included."""
         ...
 
 
 def register_attention() -> None:
-    """Make `attn_implementation=ATTENTION` known to transformers. Idempotent.
+    """Register `attn_implementation=ATTENTION` with transformers. Idempotent.
 
-    No mask function is registered under the name, so transformers builds no mask.
+    No mask function is registered under that name, so transformers builds no mask.
     """
     AttentionInterface.register(ATTENTION, _planned_attention)
 
 
 def check_attention_support(model: PreTrainedModel) -> None:
-    """Raise ConfigError where attention cannot be replaced, or keeps a state other than keys and values."""
+    """Raise ConfigError if attention cannot be replaced, or keeps state other than keys and values."""
     name = type(model).__name__
     if kinds := unusual_layers(model.config):
         raise ConfigError(
@@ -99,7 +100,8 @@ def _planned_attention(
 class PackedAttention:
     """Plan for whole sequences without a cache: sequence i is the i-th run of `lengths[i]` tokens, causal.
 
-    Differentiable. `shapes` records (K, D of keys, D of values) of each layer that has run, `calls` how often.
+    Differentiable. `shapes` records (K, D of keys, D of values) of each layer that has run, `calls` the number of
+    calls.
     """
 
     def __init__(self, lengths: Sequence[int]) -> None:

@@ -1,6 +1,6 @@
-"""Continuous batching: which tokens enter the next forward pass, and which slot holds what.
+"""Continuous batching: choose the tokens of the next forward pass and manage the slots.
 
-Everything here runs on one thread, that of the engine; `LocalEngine` is its asyncio face.
+Everything here runs on the engine's thread; `LocalEngine` is its asyncio interface.
 """
 
 from __future__ import annotations
@@ -24,20 +24,20 @@ from agentrl.errors import EngineError
 from agentrl.types import Completion
 
 WORTH_COPYING = 8
-"""Shorter common prefixes are computed again: that is cheaper than a copy through all layers."""
+"""Shorter common prefixes are recomputed, which is cheaper than copying them through all layers."""
 WORTH_WAITING = 16
-"""A request waits for a prefix that another one computes just now only if it is longer by this."""
+"""Minimum extra length of a prefix being computed by another request for it to be worth waiting for."""
 FIRST_SLOTS = 16
 CAPACITY_STEP = 128
-"""Tokens by which slots grow."""
+"""Slots grow in steps of this many tokens."""
 
 
 @dataclass(frozen=True, slots=True)
 class BatchLimits:
-    """Bounds of the scheduler.
+    """Limits of the scheduler.
 
-    `budget_tokens` is what the cache may hold over all slots. Idle slots between those that decode are read over:
-    `gaps` of them always, and `gaps_per_running` for each that decodes.
+    `budget_tokens` is the cache capacity over all slots. Idle slots between decoding ones are read as well: always
+    up to `gaps` of them, plus `gaps_per_running` for each decoding slot.
     """
 
     max_slots: int
@@ -50,14 +50,14 @@ class BatchLimits:
 
 @dataclass(frozen=True, slots=True)
 class DecodeRecording:
-    """Decode in steps that can be recorded, and record them with `capture` (None: only compute them so)."""
+    """Decode in steps that can be recorded, and record them with `capture` (None: compute without recording)."""
 
     vocabulary: int
     capture: Capture | None
 
 
 class Batcher:
-    """Requests in, completions out, one step at a time."""
+    """Take requests and complete them, one step at a time."""
 
     def __init__(
         self, forward: Forward, shape: CacheShape, limits: BatchLimits, recording: DecodeRecording | None = None
@@ -66,7 +66,8 @@ class Batcher:
         self.limits = limits
         self.version = 0
         capacity = min(CAPACITY_STEP, limits.max_context)
-        # What is recorded ends when the cache is moved: then it has all its slots at once, and doubles in length.
+        # Recordings become invalid when the cache is moved, so it has all its slots from the start and doubles in
+        # length.
         first = FIRST_SLOTS if recording is None else limits.max_slots
         slots = max(1, min(first, limits.max_slots, limits.budget_tokens // capacity))
         self.cache = KVCache(shape, slots, capacity, spare=recording is not None)
@@ -88,30 +89,30 @@ class Batcher:
         return bool(self.waiting) or bool(self.table.active.any())
 
     def submit(self, request: BatchRequest) -> None:
-        """Queue a request; it is answered by a later `step`."""
+        """Queue a request; a later `step` answers it."""
         self.waiting[request] = None
 
     def cancel(self, request: BatchRequest) -> None:
-        """Drop a request, wherever it is; its slot is free at once. No answer is delivered."""
+        """Drop a request in any state and free its slot at once. No answer is delivered."""
         self.waiting.pop(request, None)
         if request.slot is not None:
             self._leave(request.slot)
 
     def release(self, session: str) -> None:
-        """Give up what is kept for a session; a request of it that is running goes on."""
+        """Drop the state kept for a session; a running request of the session continues."""
         slot = self.sessions.pop(session, None)
         if slot is not None:
             self.table.session[slot] = None
 
     def drop_states(self, version: int) -> None:
-        """After a change of weights: nothing in the cache is valid, running requests compute theirs again."""
+        """Invalidate the cache after a change of weights; running requests recompute their keys and values."""
         self.version = version
         self.table.computed[:] = 0
         for slot in np.flatnonzero(~self.table.active):
             self._forget(int(slot))
 
     def abort(self, error: Exception | None = None) -> None:
-        """Answer everything at once: with `error`, or with what was sampled so far and finish "abort"."""
+        """Answer everything at once: with `error`, or with the tokens sampled so far and finish "abort"."""
         for slot in np.flatnonzero(self.table.active):
             self.waiting[self._leave(int(slot))] = None
         for request in self.waiting:
@@ -119,7 +120,7 @@ class Batcher:
         self.waiting.clear()
 
     def step(self) -> None:
-        """Admit what fits, run one forward pass, draw one token for every sequence that is ready."""
+        """Admit what fits, run one forward pass, and sample one token for every sequence that is ready."""
         self._admit()
         self._make_room()
         self._close_gaps()
@@ -138,7 +139,7 @@ class Batcher:
     # -- one forward pass --------------------------------------------------------------------------------------
 
     def _spans(self, slots: IntArray, offset: int) -> tuple[list[CacheSpan], list[CacheSpan]]:
-        """Chunks of the slots that have several tokens to compute, first come first served, and those that end."""
+        """Return prefill chunks, first come first served, and the slots whose prefill they complete."""
         spans, ready, room = [], [], self.limits.prefill_chunk
         for slot in slots[np.argsort(self.table.stamp[slots])].tolist():
             start = int(self.table.computed[slot])
@@ -201,7 +202,7 @@ class Batcher:
         return request.options
 
     def _clean(self) -> None:
-        """Numbers that are not finite must not stay in the cache, where masked places meet a zero weight."""
+        """Remove non-finite values from the cache, where they would meet a zero weight at masked positions."""
         self.cache.zero()
         self.drop_states(self.version)
 
@@ -232,9 +233,9 @@ class Batcher:
                 return
 
     def _place(self, request: BatchRequest) -> bool:
-        """Give the request a slot with as much of its prompt as is there already; False if it has to wait.
+        """Give the request a slot with as much of its prompt as is already computed; False if it has to wait.
 
-        Waiting is for a free slot, or (then `request.leader` is set) for a prefix that is being computed.
+        It waits for a free slot or, if `request.leader` is set, for a prefix that is being computed.
         """
         table, ids, session = self.table, request.ids, request.session
         slot = self._own_slot(request)
@@ -268,19 +269,19 @@ class Batcher:
         return True
 
     def _own_slot(self, request: BatchRequest) -> int | None:
-        """The idle slot that is kept for the request's session."""
+        """Return the idle slot kept for the request's session."""
         slot = None if request.session is None else self.sessions.get(request.session)
         return None if slot is None or self.table.active[slot] else slot
 
     def _keep(self, session: str, slot: int) -> None:
-        """The slot is where this session is found from now on."""
+        """Associate the slot with this session."""
         before = self.sessions.get(session)
         if before is not None and before != slot:
             self.table.session[before] = None
         self.sessions[session] = slot
 
     def _free_slot(self) -> int | None:
-        """An idle slot: one that no session keeps, else a new one, else that of the session idle for longest."""
+        """Return an idle slot: one without a session, else a new one, else that of the longest-idle session."""
         table = self.table
         idle = np.flatnonzero(~table.active)
         unkept = [slot for slot in idle.tolist() if table.session[slot] is None]
@@ -308,7 +309,7 @@ class Batcher:
     # -- memory ------------------------------------------------------------------------------------------------
 
     def _make_room(self) -> None:
-        """Let every running sequence write one more token; pre-empt the youngest where memory does not suffice."""
+        """Make room for one more token per running sequence; preempt the youngest if memory is insufficient."""
         table = self.table
         while table.active.any():
             longest = int(table.known[table.active].max()) + 1
@@ -320,7 +321,7 @@ class Batcher:
             self.waiting.move_to_end(request, last=False)
 
     def _grow(self, length: int) -> bool:
-        """Make slots of at least `length` tokens; drops idle ones within the budget, never running ones."""
+        """Resize slots to at least `length` tokens; drops idle slots to stay in budget, never running ones."""
         table, limits = self.table, self.limits
         capacity = min(-(-length // CAPACITY_STEP) * CAPACITY_STEP, limits.max_context)
         if self.replayed is not None:
@@ -345,12 +346,12 @@ class Batcher:
         self._index_sessions()
 
     def _close_gaps(self) -> None:
-        """Bring running sequences to the low slots when too many idle ones lie between them.
+        """Move running sequences to the low slots when too many idle slots are between them.
 
-        An idle slot is often taken up again a moment later, when its session's tool has answered, and moving it
-        costs more than reading over it for some steps: with two idle slots allowed for each running one, moving
-        took about 0.1 s of a rollout of 256 episodes on a CPU; with one for every four, 0.30 s of 3.3 s. On a GPU,
-        where bytes are what counts, a move is worth four steps of reading, so fewer are allowed.
+        An idle slot is often reused a moment later, when its session's tool has answered, and moving it costs more
+        than reading past it for some steps: with two idle slots allowed per running one, moving took about 0.1 s
+        of a rollout of 256 episodes on a CPU; with one for every four, 0.30 s of 3.3 s. On a GPU, where memory
+        traffic dominates, a move is worth four steps of reading, so fewer are allowed.
         """
         table = self.table
         active = np.flatnonzero(table.active)

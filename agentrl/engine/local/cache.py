@@ -12,12 +12,12 @@ import torch
 from torch import Tensor
 
 SCORES = 1 << 24
-"""How many attention scores a prefill computes at a time: 64 MiB in float32."""
+"""Number of attention scores that a prefill computes at a time: 64 MiB in float32."""
 
 
 @dataclass(frozen=True, slots=True)
 class CacheShape:
-    """What one token costs: `layers` times keys (heads, key_dim) and values (heads, value_dim) of `dtype`."""
+    """Storage per token: `layers` times keys (heads, key_dim) and values (heads, value_dim) of `dtype`."""
 
     layers: int
     heads: int
@@ -32,11 +32,11 @@ class CacheShape:
 
 
 class KVCache:
-    """Per layer two tensors, keys (S, K, D, C) and values (S, K, C, D).
+    """Two tensors per layer, keys (S, K, D, C) and values (S, K, C, D).
 
-    Keys lie the way the product with the queries reads them: a third faster on CPU than (C, D), measured.
-    Everything is finite at all times (unused places are zero), because a masked place still enters a product.
-    With `spare` there is one more slot, of number S, that takes what nobody will read.
+    Keys are laid out the way the product with the queries reads them: a third faster on CPU than (C, D), measured.
+    Everything is finite at all times (unused positions are zero), because masked positions still enter a product.
+    With `spare` there is one more slot, number S, for values that are never read.
     """
 
     def __init__(self, shape: CacheShape, slots: int, capacity: int, *, spare: bool = False) -> None:
@@ -52,12 +52,12 @@ class KVCache:
         return torch.zeros(self.slots + self._spare, shape.heads, *size, dtype=shape.dtype, device=shape.device)
 
     def zero(self) -> None:
-        """Forget everything, values that are not finite included."""
+        """Clear everything, including non-finite values."""
         for tensor in (*self.keys, *self.values):
             tensor.zero_()
 
     def write(self, layer: int, slots_N: Tensor, positions_N: Tensor, key_NKD: Tensor, value_NKD: Tensor) -> None:
-        """Store the keys and values of N tokens, each at its position of its slot."""
+        """Store the keys and values of N tokens, each at its position in its slot."""
         self.keys[layer][slots_N, :, :, positions_N] = key_NKD
         self.values[layer][slots_N, :, positions_N] = value_NKD
 
@@ -68,7 +68,7 @@ class KVCache:
             values[target, :, :length] = values[source, :, :length]
 
     def swap(self, left: Sequence[int], right: Sequence[int], length: int) -> None:
-        """Exchange the first `length` tokens of slot left[i] with those of slot right[i], all i at once."""
+        """Swap the first `length` tokens of slot left[i] and slot right[i], all i at once."""
         device = self.shape.device
         here, there = torch.tensor([*left, *right], device=device), torch.tensor([*right, *left], device=device)
         for keys, values in zip(self.keys, self.values, strict=True):
@@ -76,9 +76,9 @@ class KVCache:
             values[here, :, :length] = values[there, :, :length]
 
     def rebuild(self, rows: Sequence[int], lengths: Sequence[int], slots: int, capacity: int) -> None:
-        """Change the size: new slot i takes lengths[i] tokens of old slot rows[i], others are empty.
+        """Resize: new slot i takes lengths[i] tokens of old slot rows[i], other slots are empty.
 
-        Done layer by layer, so that at most one layer exists twice.
+        Works layer by layer, so that at most one layer exists twice.
         """
         self.slots, self.capacity = slots, capacity
         moves = [move for move in zip(range(slots), rows, lengths, strict=False) if move[2]]
@@ -95,7 +95,7 @@ class KVCache:
 
 @dataclass(frozen=True, slots=True)
 class CacheSpan:
-    """A run of new tokens of one slot: positions `start` to `start + count`, at `offset` of the flat batch."""
+    """A run of new tokens in one slot: positions `start` to `start + count`, at `offset` of the flat batch."""
 
     slot: int
     start: int
@@ -104,16 +104,18 @@ class CacheSpan:
 
 
 class CachedAttention:
-    """Plan for a flat batch over the cache: first one token each of `decode` slots, then the tokens of `spans`.
+    """Plan for a flat batch over the cache: first one token for each of the `decode` slots, then the tokens of
+    `spans`.
 
     Decoding reads the cache rows 0 to `high` as one view, whether or not all of them take part: that is cheaper
-    than gathering, as long as the slots that decode lie close together.
+    than gathering, as long as the decoding slots are close together.
     """
 
     def __init__(
         self, cache: KVCache, slots_N: Tensor, positions_N: Tensor, decoding: int, spans: Sequence[CacheSpan]
     ) -> None:
-        """Slot and position of each token; the first `decoding` tokens are those that decode, slots ascending."""
+        """Return slot and position of each token; the first `decoding` tokens are those that decode, slots
+        ascending."""
         self.cache = cache
         self.slots = slots_N
         self.positions = positions_N
@@ -157,7 +159,7 @@ class CachedAttention:
         return out if full else out[self.decode]
 
     def _bias_of_decode(self, kv_heads: int, window: int | None, dtype: torch.dtype) -> Tensor:
-        """(high * K, 1, length): 0 where a slot may look, the most negative number elsewhere."""
+        """(high * K, 1, length): 0 where a slot may attend, the most negative number elsewhere."""
         if window not in self._decode_bias:
             last = torch.zeros(self.high, dtype=torch.long, device=self.slots.device)
             last[self.decode] = self.positions[: len(self.decode)]
@@ -192,7 +194,7 @@ class CachedAttention:
 
 
 def _pieces(span: CacheSpan, heads: int) -> list[CacheSpan]:
-    """The span cut so that the scores of one piece stay within `SCORES` numbers."""
+    """Split the span so that the scores of each piece stay within `SCORES` numbers."""
     size = max(1, SCORES // (heads * (span.start + span.count)))
     return [
         CacheSpan(span.slot, span.start + at, min(size, span.count - at), span.offset + at)
@@ -203,7 +205,7 @@ def _pieces(span: CacheSpan, heads: int) -> list[CacheSpan]:
 def attend_rows(
     cache: KVCache, layer: int, query_RHD: Tensor, length: int, bias: Tensor, scaling: float
 ) -> Tensor:
-    """One query each of the slots 0 to R over their first `length` places, read where they lie: (R, H, D)."""
+    """Attend with one query per slot 0 to R over the first `length` positions, read in place: (R, H, D)."""
     rows, heads, dim = query_RHD.shape
     kv_heads, capacity, value_dim = cache.values[layer].shape[1:]
     batch = rows * kv_heads
@@ -217,7 +219,7 @@ def attend_rows(
 
 
 def bias_of(last_L: Tensor, length: int, window: int | None, dtype: torch.dtype) -> Tensor:
-    """(L, length): 0 at the places up to last_L (of the last `window`), the most negative number elsewhere."""
+    """(L, length): 0 at the positions up to last_L (of the last `window`), the most negative number elsewhere."""
     places = torch.arange(length, device=last_L.device)
     hidden = places > last_L[:, None]
     if window is not None:

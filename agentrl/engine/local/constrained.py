@@ -1,4 +1,4 @@
-"""Drawing for requests that are special: grammar masks before the draw, alternatives after it."""
+"""Sampling for requests with extra options: grammar masks before sampling, alternatives after it."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from agentrl.engine.local.sampler import Draw, sample
 def sample_constrained(
     logits_BV: Tensor, draw: Draw, by_row: Mapping[int, GenerateOptions]
 ) -> tuple[Tensor, Tensor]:
-    """As `sample`, with the masks of the special rows; logprobs are those of the unrestricted distribution."""
+    """Like `sample`, with the masks of the special rows; logprobs are those of the unrestricted distribution."""
     masks = {row: options.mask for row, options in by_row.items() if options.mask is not None}
     if not masks:
         return sample(logits_BV, draw)
@@ -44,7 +44,7 @@ def tell(
     logprobs_B: Tensor,
     version: int,
 ) -> None:
-    """Tell the watchers what was drawn, with the alternatives that they asked for."""
+    """Report sampled tokens to their callbacks, with the requested alternatives."""
     for row, options in by_row.items():
         if options.on_token is None:
             continue
@@ -55,7 +55,7 @@ def tell(
 
 
 def scored(logprobs_TV: Tensor, ids: Sequence[int], top: int, version: int) -> list[TokenLogprob]:
-    """The given tokens with their logprobs, and the `top` most likely ones at each place."""
+    """Return the given tokens with their logprobs, and the `top` most likely ones at each position."""
     target_T1 = torch.tensor(ids, dtype=torch.long, device=logprobs_TV.device)[:, None]
     own = logprobs_TV.gather(1, target_T1)[:, 0].tolist()
     return [

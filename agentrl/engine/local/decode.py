@@ -1,10 +1,10 @@
-"""Decode steps whose shapes and addresses never change, so that a CUDA graph of one can be replayed.
+"""Decode steps with fixed shapes and addresses, so that they can be replayed as CUDA graphs.
 
-A decode step is hundreds of short kernels, and launching them can take longer than running them. A recorded graph
-is one launch. What it recorded is fixed: so row i of the batch is slot i of the cache, rows and tokens are rounded
-up to a bucket, and what changes from step to step is copied into one tensor that stays. Rows that do not decode
-write to the spare slot of the cache, and what they compute is dropped. Weights are replaced in place, so graphs
-survive an update; a cache that grows ends them.
+A decode step consists of hundreds of short kernels, and launching them can take longer than running them. A
+recorded graph is one launch, but its contents are fixed: row i of the batch is slot i of the cache, rows and
+tokens are rounded up to a bucket, and changing inputs are copied into one persistent tensor. Rows that do not
+decode write to the spare slot of the cache, and their results are dropped. Weights are replaced in place, so
+graphs survive an update; they do not survive growth of the cache.
 
 Shapes: R rows of the bucket, N sequences that decode, H query heads, K key-value heads, D head size, V vocabulary.
 """
@@ -27,14 +27,14 @@ from agentrl.engine.local.cache import KVCache, attend_rows, bias_of
 
 IntArray = NDArray[np.int64]
 Capture = Callable[[Callable[[], None]], Callable[[], None]]
-"""Records what a function does, and returns what does it again: same addresses, no Python."""
+"""Records what a function does, and returns a function that repeats it: same addresses, no Python."""
 
 LENGTH_UNIT = 128
-"""Tokens that the lengths of buckets are a multiple of."""
+"""The lengths of buckets are multiples of this many tokens."""
 WORTH_RECORDING = 4
-"""Steps of a bucket before it is recorded: one at the end of a rollout that never comes again is not."""
+"""Steps in a bucket before it is recorded, so that a bucket that occurs once at the end of a rollout is not."""
 MOST_GRAPHS = 96
-"""Graphs that are kept; the one unused for longest goes first."""
+"""Maximum number of graphs; the least recently used one is dropped first."""
 
 
 class Forward(Protocol):
@@ -44,7 +44,7 @@ class Forward(Protocol):
 
 
 class RowAttention:
-    """Plan of one static step: row i looks at slot i, up to its own position."""
+    """Plan of one static step: row i attends to slot i, up to its own position."""
 
     def __init__(self, cache: KVCache, targets_R: Tensor, positions_R: Tensor, length: int) -> None:
         """`targets_R` is the slot that each row writes to: its own, or the spare one."""
@@ -80,14 +80,14 @@ class DecodeStep:
         self._keep_R = torch.arange(rows, device=device)
 
     def fill(self, slots: IntArray, ids: IntArray, positions: IntArray) -> None:
-        """What decodes now: slot, last token and its position, N of each, slots below `rows`."""
+        """Set what decodes now: slot, last token and its position, N of each, slots below `rows`."""
         host = self._host_3R.numpy()
         host[0], host[1], host[2] = 0, self._cache.slots, 0
         host[0, slots], host[1, slots], host[2, slots] = ids, slots, positions
-        self._inputs_3R.copy_(self._host_3R, non_blocking=True)  # the draw waits for the step before the next fill
+        self._inputs_3R.copy_(self._host_3R, non_blocking=True)  # sampling awaits the step before the next fill
 
     def run(self, out_RV: Tensor) -> None:
-        """Compute the logits of all rows; asks nothing about the values of the inputs."""
+        """Compute the logits of all rows, independent of the values of the inputs."""
         ids_R, targets_R, positions_R = self._inputs_3R
         plan = RowAttention(self._cache, targets_R, positions_R, self._length)
         out_RV.copy_(self._forward(ids_R, positions_R, plan, self._keep_R))
@@ -101,7 +101,7 @@ class _Bucket:
 
 
 class ReplayedDecode:
-    """Decode steps over a cache with a spare slot, recorded by bucket when a bucket has shown to be in use."""
+    """Decode steps over a cache with a spare slot, recorded per bucket once the bucket has proved to be in use."""
 
     def __init__(self, forward: Forward, cache: KVCache, vocabulary: int, capture: Capture | None) -> None:
         self._forward, self._cache, self._vocabulary, self._capture = forward, cache, vocabulary, capture
@@ -110,16 +110,17 @@ class ReplayedDecode:
 
     @property
     def recorded(self) -> list[tuple[int, int]]:
-        """(rows, length) of the buckets that are replayed."""
+        """(rows, length) of the recorded buckets."""
         return [size for size, bucket in self._buckets.items() if bucket.replay is not None]
 
     def reset(self) -> None:
-        """The cache has other addresses now."""
+        """Drop all graphs because the cache has moved."""
         self._buckets.clear()
         self._out_SV = None
 
     def __call__(self, slots: IntArray, ids: IntArray, positions: IntArray) -> Tensor:
-        """Logits (N, V) after these tokens, one each of N slots, ascending; good until the next call."""
+        """Return logits (N, V) after these tokens, one for each of N slots, ascending; valid until the next
+        call."""
         rows = min(bucket_of(int(slots[-1]) + 1), self._cache.slots)
         length = min(bucket_of(int(positions.max()) + 1, LENGTH_UNIT), self._cache.capacity)
         bucket = self._bucket(rows, length)
@@ -150,12 +151,12 @@ class ReplayedDecode:
             return
         try:
             bucket.replay = self._capture(lambda: bucket.step.run(out_RV))
-        except RuntimeError as e:  # the model does something that cannot be recorded: slower, and right
+        except RuntimeError as e:  # the model does something that cannot be recorded: slower but correct
             self._capture = None
             warnings.warn(f"decoding without CUDA graphs: {e}", stacklevel=2)
 
     def _out(self) -> Tensor:
-        """One buffer (slots, V) for the logits of all graphs."""
+        """Allocate one buffer (slots, V) for the logits of all graphs."""
         if self._out_SV is None:
             shape = self._cache.shape
             size = (self._cache.slots, self._vocabulary)
@@ -164,9 +165,10 @@ class ReplayedDecode:
 
 
 def bucket_of(number: int, unit: int = 1) -> int:
-    """The smallest bucket that holds `number`: up to 8 units one by one, then four buckets to each doubling.
+    """Return the smallest bucket that holds `number`: each multiple of `unit` up to 8, then four buckets per
+    doubling.
 
-    So at most a quarter of what a step reads of the cache is not asked for, and buckets are few.
+    At most a quarter of the cache read by a step is unneeded, and the number of buckets stays small.
     """
     units = -(-number // unit)
     step = 1 << max(0, (units - 1).bit_length() - 3)
@@ -174,7 +176,7 @@ def bucket_of(number: int, unit: int = 1) -> int:
 
 
 def cuda_capture(device: torch.device) -> Capture:
-    """Records CUDA graphs that share one pool of memory: they are replayed one after another only."""
+    """Record CUDA graphs that share one memory pool: they are only replayed one after another."""
     pool = torch.cuda.graph_pool_handle()
 
     def capture(run: Callable[[], None]) -> Callable[[], None]:
@@ -182,7 +184,7 @@ def cuda_capture(device: torch.device) -> Capture:
             stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
             stream.wait_stream(torch.cuda.current_stream(device))
             with torch.cuda.stream(stream):
-                run()  # what libraries allocate at first use must not be recorded
+                run()  # allocations by libraries on first use must not be recorded
             torch.cuda.current_stream(device).wait_stream(stream)
             graph = torch.cuda.CUDAGraph()
             # Other threads (a learner in this process) may use the device meanwhile.

@@ -31,7 +31,8 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch
 
 
 def load_model(path: str | Path, *, dtype: str, device: str) -> PreTrainedModel:
-    """A causal language model from a Hugging Face directory, in eval mode, with the attention of `attention.py`.
+    """Load a causal language model from a Hugging Face directory, in eval mode, with the attention of
+    `attention.py`.
 
     Raises:
         ConfigError: no such directory, not a model directory, or a model the engine cannot run.
@@ -49,7 +50,7 @@ def load_model(path: str | Path, *, dtype: str, device: str) -> PreTrainedModel:
 
 
 class FlatModel:
-    """A transformers model on flat batches; construction checks that its own attention gives the same."""
+    """A transformers model on flat batches; construction checks it against the model's own attention."""
 
     def __init__(self, model: PreTrainedModel) -> None:
         check_attention_support(model)
@@ -66,7 +67,7 @@ class FlatModel:
         self._state = dict(model.state_dict())
 
     def __call__(self, ids_N: Tensor, positions_N: Tensor, plan: AttentionPlan, keep_k: Tensor) -> Tensor:
-        """Logits (k, V) of the tokens `keep_k` of a flat batch of N tokens."""
+        """Compute logits (k, V) of the tokens `keep_k` of a flat batch of N tokens."""
         return self._forward(self.module, ids_N, positions_N, keep_k, plan)
 
     def _forward(
@@ -84,22 +85,22 @@ class FlatModel:
         return cast(Tensor, out.logits)[0]
 
     def packed(self, rows: Sequence[Sequence[int]], plan: PackedAttention | None = None) -> Tensor:
-        """Logits (N, V) of whole sequences, computed without a cache."""
+        """Compute logits (N, V) of whole sequences, without a cache."""
         plan = plan or PackedAttention([len(row) for row in rows])
         return self._forward(self.module, *self._flat(rows), plan)
 
     def _flat(self, rows: Sequence[Sequence[int]]) -> tuple[Tensor, Tensor, Tensor]:
-        """Ids and positions of the rows end to end, and all their places."""
+        """Return ids and positions of the concatenated rows, and the indices of all of them."""
         ids = torch.tensor([token for row in rows for token in row], device=self.device)
         positions = torch.cat([torch.arange(len(row), device=self.device) for row in rows])
         return ids, positions, torch.arange(len(ids), device=self.device)
 
     def update(self, weights: Mapping[str, Tensor]) -> None:
-        """Copy new values into the parameters; checks everything before it changes anything.
+        """Copy new values into the parameters, after checking everything.
 
         Raises:
-            ValueError: a name the model does not have, a wrong shape, or a parameter that is not given
-                (of tied parameters one name suffices).
+            ValueError: an unknown name, a wrong shape, or a missing parameter (of tied parameters one name is
+            enough).
         """
         unknown = [name for name in weights if name not in self._state]
         if unknown:
@@ -118,7 +119,7 @@ class FlatModel:
                 self._state[name].copy_(tensor)
 
     def _probe(self) -> CacheShape:
-        """Compare our attention with the model's own; returns what the cache must hold."""
+        """Compare our attention with the model's own; returns the cache layout."""
         rows = [[token % self.vocabulary for token in row] for row in (ALONE, SHARED, ENDS[1])]
         before = self.module.config._attn_implementation
         name = type(self.module).__name__

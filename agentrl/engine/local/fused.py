@@ -1,8 +1,8 @@
-"""Qwen3, Qwen2 and Llama with fewer and larger operations than their modules: the same weights, the same numbers.
+"""Qwen3, Qwen2 and Llama with fewer and larger operations than their modules: same weights, same numbers.
 
-Small models on a CPU spend much of a decode step on the overhead of modules and of small operations (figures in
+Small models on a CPU spend much of a decode step on module and small-operation overhead (figures in
 docs/design/local-engine.md). Query, key and value projections become one product, gate and up projections another;
-the modules' parameters become views of the stacked tensors, so nothing exists twice and updates reach both.
+the modules' parameters become views of the stacked tensors, so nothing is stored twice and updates reach both.
 
 Shapes: N tokens, M hidden size, H query heads, K key-value heads, D head size, k tokens kept, V vocabulary.
 """
@@ -31,7 +31,7 @@ class FusedDecoder:
         self._layers = [_Layer(layer) for layer in inner.layers]
 
     def __call__(self, ids_N: Tensor, positions_N: Tensor, plan: AttentionPlan, keep_k: Tensor) -> Tensor:
-        """Logits (k, V) of the tokens `keep_k` of a flat batch of N tokens."""
+        """Compute logits (k, V) of the tokens `keep_k` of a flat batch of N tokens."""
         x_NM: Tensor = self._inner.embed_tokens(ids_N)
         cos, sin = self._inner.rotary_emb(x_NM[None], positions_N[None])
         cos_N1D, sin_N1D = cos[0][:, None], sin[0][:, None]
@@ -45,10 +45,10 @@ class FusedDecoder:
 
 
 def can_fuse(model: PreTrainedModel) -> bool:
-    """Whether this is one of the families, as published, in float32, or in bfloat16 on CUDA.
+    """Whether this is one of the published families, in float32, or in bfloat16 on CUDA.
 
     In bfloat16 the rounding differs from the modules' by about as much as either differs from float32: worth it
-    where the number of kernels decides, not on a CPU.
+    where the number of kernels dominates, but not on a CPU.
     """
     return (
         type(model).__name__ in _FAMILIES
@@ -103,7 +103,8 @@ def _residual(x_NM: Tensor, inner: Tensor, linear: nn.Linear) -> Tensor:
 
 
 def _stack(*linears: nn.Linear) -> tuple[Tensor, Tensor | None]:
-    """The weights and biases of several projections as one tensor each, of which theirs become views."""
+    """Stack the weights and biases of several projections as one tensor each, and make the originals views of
+    it."""
     with torch.no_grad():
         weight = torch.cat([linear.weight for linear in linears])
         sizes = [linear.out_features for linear in linears]

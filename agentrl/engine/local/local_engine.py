@@ -1,7 +1,7 @@
-"""The local engine: continuous batching in PyTorch, on CPU or CUDA; `apart.py` has it in a process of its own.
+"""The local engine: continuous batching in PyTorch, on CPU or CUDA; `process.py` runs it in a separate process.
 
-One thread owns the model, the cache and the scheduler; the event loop talks to it through a queue. Why it is built
-like this, with figures: docs/design/local-engine.md.
+One thread owns the model, the cache and the scheduler; the event loop communicates with it through a queue. The
+design is explained, with figures, in docs/design/local-engine.md.
 """
 
 from __future__ import annotations
@@ -37,23 +37,23 @@ from agentrl.types import Completion, Sampling
 T = TypeVar("T")
 
 SMALL_MODEL = 20_000_000
-"""Parameters below which one torch thread is the default."""
+"""Models with fewer parameters than this use one torch thread by default."""
 SMALLEST_CONTEXT = 256
-"""Without `max_context`, a cache that holds fewer tokens is an error."""
+"""Minimum context that the cache must hold if `max_context` is not set."""
 
 
 class Bounds(TypedDict, total=False):
     """What a local engine may use. None, or nothing given, means the default.
 
     Attributes:
-        max_slots: how many sequences have a place in the cache, running or kept for their session; default 256.
-        max_context: tokens of one sequence, prompt and completion; default: what model and cache allow.
-        prefill_chunk: prompt tokens computed in one step at most, so that long prompts do not hold up the others;
-            default 512 on CPU, 4096 on CUDA.
-        cache_mb: bound of the key-value cache in MiB; default a quarter of the machine's memory, on CUDA half of
-            what is free.
-        threads: torch threads of the engine; default as torch has it, 1 for a small model: its operations are so
-            short that waiting for a second core costs more than it gives, much more on a busy machine.
+        max_slots: number of sequences in the cache, running or kept for their session; default 256.
+        max_context: tokens per sequence, prompt and completion; default: what model and cache allow.
+        prefill_chunk: maximum prompt tokens per step, so that long prompts do not hold up other requests; default
+        512 on CPU, 4096 on CUDA.
+        cache_mb: size limit of the key-value cache in MiB; default a quarter of the machine's memory, on CUDA half
+        of the free memory.
+        threads: torch threads of the engine; default is torch's own, but 1 for a small model: its operations are
+        so short that waiting for a second core costs more than it gains, especially on a busy machine.
     """
 
     max_slots: int | None
@@ -64,7 +64,7 @@ class Bounds(TypedDict, total=False):
 
 
 class EngineCore:
-    """Model, cache and scheduler: what samples, without the thread or the process that it works in."""
+    """Model, cache and scheduler, without the thread or process that they run in."""
 
     def __init__(self, model: PreTrainedModel, *, cuda_graphs: bool = True, **bounds: Unpack[Bounds]) -> None:
         """See `LocalEngine`."""
@@ -92,7 +92,8 @@ class EngineCore:
         """Replace the weights between two steps.
 
         Raises:
-            ValueError: names or shapes do not fit the model, or a parameter is missing; nothing is changed then.
+            ValueError: names or shapes do not fit the model, or a parameter is missing; in that case nothing
+            changes.
         """
         self.model.update(weights)
         self.scheduler.drop_states(version)
@@ -101,24 +102,24 @@ class EngineCore:
 class LocalEngine(Engine):
     """An `Engine` over a transformers model in this process.
 
-    Sequences are batched continuously: a request joins at the next token and leaves as soon as it ends. What a
-    session has computed stays until its slot is needed; requests wait when every slot is running. The same prefix
-    is computed once. `temperature` 0 and a fixed `seed` give the same tokens whatever else is in the batch, up to
-    the rounding of the matrix products.
+    Sequences are batched continuously: a request joins at the next token and leaves as soon as it ends. The state
+    of a session is kept until its slot is needed; requests wait when every slot is running. Common prefixes are
+    computed once. `temperature` 0 and a fixed `seed` give the same tokens regardless of the rest of the batch, up
+    to the rounding of the matrix products.
     """
 
     capabilities = EngineCapabilities(streaming=True, masks=True, prompt_logprobs=True)
 
     def __init__(self, model: PreTrainedModel, *, cuda_graphs: bool = True, **bounds: Unpack[Bounds]) -> None:
-        """Take over `model`: its attention is replaced, and nobody else may use or change it.
+        """Take over `model`: its attention is replaced, and no other code may use or change it.
 
         Args:
-            model: on the device where it stays.
-            cuda_graphs: record the decode steps and replay them; without effect where the model is not on CUDA.
-            **bounds: what the engine may use.
+            model: on the device where it will run.
+            cuda_graphs: record the decode steps and replay them; no effect unless the model is on CUDA.
+            **bounds: resource limits of the engine.
 
         Raises:
-            ConfigError: a model whose attention cannot be replaced, or bounds that cannot be kept.
+            ConfigError: the model's attention cannot be replaced, or the bounds cannot be met.
         """
         self._core = EngineCore(model, cuda_graphs=cuda_graphs, **bounds)
         self._model, self._scheduler = self._core.model, self._core.scheduler
@@ -133,7 +134,7 @@ class LocalEngine(Engine):
         self._thread = threading.Thread(target=self._main, name="agentrl-local-engine", daemon=True)
         self._thread.start()
         self._counted.wait()
-        torch.set_num_threads(others)  # the engine's number became that of every thread that has not computed yet
+        torch.set_num_threads(others)  # torch uses the engine's number in every thread that has not computed yet
         _running.add(self)
 
     @classmethod
@@ -155,11 +156,11 @@ class LocalEngine(Engine):
 
     @property
     def policy_version(self) -> int:
-        """Version of the weights that the next token is drawn with."""
+        """Version of the weights that the next token is sampled with."""
         return self._scheduler.version
 
     async def generate(self, ids: Sequence[int], sampling: Sampling, *, session: str | None = None) -> Completion:
-        """Continue `ids`; see `Engine.generate`. Without a seed every call draws differently."""
+        """Continue `ids`; see `Engine.generate`. Without a seed, every call samples differently."""
         return await self._generate(ids, sampling, session, None)
 
     async def generate_streaming(
@@ -193,26 +194,28 @@ class LocalEngine(Engine):
             raise
 
     async def release(self, session: str) -> None:
-        """Forget what is kept for `session`."""
+        """Drop the state kept for `session`."""
         self._post_if_alive(partial(self._scheduler.release, session))
 
     async def update_weights(self, weights: Mapping[str, Tensor], version: int) -> None:
         """Replace the weights between two steps; see `Engine.update_weights`.
 
-        Running requests compute their keys and values again, so every token is drawn from, and carries the version
+        Running requests recompute their keys and values, so every token is sampled from, and carries the version
         of, one set of weights over its whole context.
 
         Raises:
-            ValueError: names or shapes do not fit the model, or a parameter is missing; nothing is changed then.
+            ValueError: names or shapes do not fit the model, or a parameter is missing; in that case nothing
+                changes.
         """
 
         await self._call(partial(self._core.update, weights, version))
 
     async def token_logprobs(self, rows: Sequence[Sequence[int]]) -> list[list[float]]:
-        """Per row the logprob (temperature 1) of each token but the first, given those before it; no cache used.
+        """Return per row the logprob (temperature 1) of each token but the first, given those before it; uses no
+        cache.
 
         Raises:
-            ValueError: a row is empty or holds an id outside the vocabulary.
+            ValueError: a row is empty or contains an id outside the vocabulary.
         """
         checked = [check_ids(row, self._core.vocabulary).tolist() for row in rows]
 
@@ -237,7 +240,7 @@ class LocalEngine(Engine):
         return await self._call(score)
 
     async def close(self) -> None:
-        """Stop; requests that are still running end with finish "abort" and what they have."""
+        """Stop; running requests end with finish "abort" and the tokens sampled so far."""
         self._closing = True
         self._post_if_alive(lambda: None)  # wakes the thread
         await asyncio.to_thread(self._thread.join)
@@ -304,7 +307,7 @@ class LocalEngine(Engine):
             self._flush()
 
     def _answer(self, loop: asyncio.AbstractEventLoop, future: asyncio.Future[T], result: T | Exception) -> None:
-        """Note a result for `_flush` to hand over."""
+        """Record a result for `_flush` to deliver."""
 
         def resolve() -> None:
             if future.done():
@@ -317,10 +320,10 @@ class LocalEngine(Engine):
         self._answers.setdefault(loop, []).append(resolve)
 
     def _flush(self) -> None:
-        """Hand over what is answered: one call into each event loop, whatever the number of answers."""
+        """Deliver the answers with one call into each event loop, regardless of their number."""
         answers, self._answers = self._answers, {}
         for loop, resolves in answers.items():
-            with contextlib.suppress(RuntimeError):  # that loop is closed: nobody waits any more
+            with contextlib.suppress(RuntimeError):  # that loop is closed: nobody is waiting any more
                 loop.call_soon_threadsafe(run_all, resolves)
 
 
@@ -328,7 +331,7 @@ _running: weakref.WeakSet[LocalEngine] = weakref.WeakSet()
 
 
 def _stop_running() -> None:
-    """End the threads of engines that nobody closed: a daemon thread inside torch while Python ends aborts it."""
+    """Stop the threads of engines that were not closed: a daemon thread in torch at interpreter exit aborts it."""
     for engine in list(_running):
         engine._closing = True
         engine._post_if_alive(lambda: None)
@@ -340,14 +343,14 @@ atexit.register(_stop_running)
 
 @dataclass(frozen=True, slots=True)
 class _Command:
-    """Something to do on the engine's thread; `fail` is called instead of `run` when the thread is over."""
+    """A task for the engine's thread; `fail` is called instead of `run` if the thread has ended."""
 
     run: Callable[[], None]
     fail: Callable[[Exception], None]
 
 
 def run_all(functions: Sequence[Callable[[], None]]) -> None:
-    """Call them one after another; what answers that come together are handed to an event loop by."""
+    """Call functions in order, used to deliver a batch of answers to an event loop."""
     for function in functions:
         function()
 

@@ -1,7 +1,7 @@
-"""The local engine in a process of its own: sampling and the loop's Python do not wait for one another's GIL.
+"""The local engine in a separate process: sampling and the event loop do not compete for one GIL.
 
-The loop talks to it over one pipe, in lists of orders and lists of answers, so that a burst of requests costs one
-message. Which tokens come out is the same as with `LocalEngine`; figures are in docs/design/local-engine.md.
+The loop communicates with it over one pipe, in lists of orders and lists of answers, so that a burst of requests
+costs one message. The tokens are the same as with `LocalEngine`; figures are in docs/design/local-engine.md.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ _numbers = itertools.count(1)
 
 @dataclass(frozen=True, slots=True)
 class Generate:
-    """Order: continue `ids`; its answer is a completion."""
+    """Order: continue `ids`; the answer is a completion."""
 
     number: int
     ids: IntArray
@@ -52,21 +52,21 @@ class Generate:
 
 @dataclass(frozen=True, slots=True)
 class Cancel:
-    """Order: forget the request of that number, wherever it is."""
+    """Order: cancel the request with that number, in any state."""
 
     number: int
 
 
 @dataclass(frozen=True, slots=True)
 class Release:
-    """Order: forget what is kept for a session."""
+    """Order: drop the state kept for a session."""
 
     session: str
 
 
 @dataclass(frozen=True, slots=True)
 class UpdateWeights:
-    """Order: new weights, as bytes of each tensor in the order of the state dict that the engine told."""
+    """Order: new weights, as bytes of each tensor in the order of the state dict that the engine reported."""
 
     number: int
     weights: Mapping[str, tuple[torch.dtype, tuple[int, ...], bytes]]
@@ -75,14 +75,14 @@ class UpdateWeights:
 
 @dataclass(frozen=True, slots=True)
 class Ready:
-    """The engine's first word."""
+    """The engine's first message."""
 
     max_context: int
     vocabulary: int
 
 
 Order = Generate | Cancel | Release | UpdateWeights | None
-"""None ends the engine."""
+"""None stops the engine."""
 Answer = tuple[int, Completion | Exception | None]
 
 
@@ -90,7 +90,7 @@ class ProcessEngine(Engine):
     """A `LocalEngine` in another process. It reports whole completions only."""
 
     def __init__(self, process: multiprocessing.process.BaseProcess, pipe: Connection, ready: Ready) -> None:
-        """Take over a process that has said `ready`; see `start`."""
+        """Take over a process that has sent `ready`; see `start`."""
         self.max_context = ready.max_context
         self._vocabulary = ready.vocabulary
         self._process, self._pipe = process, pipe
@@ -114,7 +114,7 @@ class ProcessEngine(Engine):
 
         Raises:
             ConfigError: the directory or the model cannot be used.
-            EngineError: the process ended before it had the model.
+            EngineError: the process ended before it had loaded the model.
         """
         return cls(*await asyncio.to_thread(_launch, str(path), {"dtype": dtype, **bounds}))
 
@@ -124,7 +124,7 @@ class ProcessEngine(Engine):
         return self._version
 
     async def generate(self, ids: Sequence[int], sampling: Sampling, *, session: str | None = None) -> Completion:
-        """Continue `ids`; see `Engine.generate`. Without a seed every call draws differently."""
+        """Continue `ids`; see `Engine.generate`. Without a seed, every call samples differently."""
         check_sampling(sampling)
         prompt = check_prompt(ids, self._vocabulary, self.max_context)
         seed = secrets.randbits(64) if sampling.seed is None else sampling.seed % 2**64
@@ -139,7 +139,7 @@ class ProcessEngine(Engine):
         return completion
 
     async def release(self, session: str) -> None:
-        """Forget what is kept for `session`."""
+        """Drop the state kept for `session`."""
         self._orders.put(Release(session))
 
     async def update_weights(self, weights: Mapping[str, Tensor], version: int) -> None:
@@ -151,11 +151,11 @@ class ProcessEngine(Engine):
         self._version = version
 
     async def close(self) -> None:
-        """Stop; requests that are still running end with finish "abort" and what they have."""
+        """Stop; running requests end with finish "abort" and the tokens sampled so far."""
         await asyncio.to_thread(self.end)
 
     def end(self) -> None:
-        """As `close`, for where no event loop runs."""
+        """Like `close`, for use without an event loop."""
         self._closing = True
         self._orders.put(None)
         self._process.join(END_TIMEOUT_S)
@@ -180,13 +180,13 @@ class ProcessEngine(Engine):
         return number, future
 
     def _send(self) -> None:
-        """The thread that writes: all orders that have come in together are one message."""
-        with contextlib.suppress(OSError):  # the other end is gone; `_receive` says so
+        """Run the writer thread: orders that arrive together are sent as one message."""
+        with contextlib.suppress(OSError):  # the other end is gone; `_receive` reports it
             for orders in _batches(self._orders):
                 self._pipe.send(orders)
 
     def _receive(self) -> None:
-        """The thread that reads, until the process ends."""
+        """Run the reader thread, until the process ends."""
         try:
             while True:
                 self._hand_over(self._pipe.recv())
@@ -207,13 +207,13 @@ class ProcessEngine(Engine):
         return f"ended with exit code {code}; what it said is on the standard error stream"
 
     def _hand_over(self, answers: Sequence[Answer]) -> None:
-        """Resolve what is answered: one call into each event loop, whatever the number of answers."""
+        """Deliver the answers with one call into each event loop, regardless of their number."""
         by_loop: dict[asyncio.AbstractEventLoop, list[Callable[[], None]]] = {}
         for number, answer in answers:
             if (waiting := self._waiting.pop(number, None)) is not None:
                 by_loop.setdefault(waiting[0], []).append(partial(_resolve, waiting[1], answer))
         for loop, resolves in by_loop.items():
-            with contextlib.suppress(RuntimeError):  # that loop is closed: nobody waits any more
+            with contextlib.suppress(RuntimeError):  # that loop is closed: nobody is waiting any more
                 loop.call_soon_threadsafe(run_all, resolves)
 
 
@@ -227,7 +227,7 @@ def _resolve(future: asyncio.Future[Any], answer: Completion | Exception | None)
 
 
 def _batches(orders: queue.SimpleQueue[Order]) -> Iterator[list[Order]]:
-    """Lists of what has come in since the last one; the last list ends with None."""
+    """Yield lists of what has arrived since the last one; the last list ends with None."""
     while True:
         batch = [orders.get()]
         while batch[-1] is not None and not orders.empty():
@@ -247,7 +247,7 @@ def _bytes(tensor: Tensor) -> bytes:
 def _launch(
     path: str, options: Mapping[str, Any]
 ) -> tuple[multiprocessing.process.BaseProcess, Connection, Ready]:
-    # A server that has imported torch forks the engines: it has no threads, and further engines start at once.
+    # A server that has imported torch forks the engines: it has no threads, and further engines start immediately.
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload([__name__])
     here, there = context.Pipe()
@@ -271,7 +271,7 @@ _starting = threading.Lock()
 
 @contextlib.contextmanager
 def _no_main() -> Iterator[None]:
-    """Within the block, new processes do not import the user's script: the engine needs nothing of it."""
+    """Prevent new processes from importing the user's script: the engine needs nothing from it."""
     main = sys.modules["__main__"]
     hidden = {name: main.__dict__.pop(name) for name in ("__file__", "__spec__") if name in main.__dict__}
     main.__dict__["__spec__"] = None
@@ -282,8 +282,8 @@ def _no_main() -> Iterator[None]:
 
 
 def _main(pipe: Connection, path: str, options: Mapping[str, Any]) -> None:
-    """What the process does: orders in, one step, answers out, until None comes or the pipe breaks."""
-    for wish in (signal.SIGINT, signal.SIGTERM):  # meant for the run, which ends us when it has saved
+    """Main loop of the process: orders in, one step, answers out, until None arrives or the pipe breaks."""
+    for wish in (signal.SIGINT, signal.SIGTERM):  # meant for the run, which stops this process once it has saved
         signal.signal(wish, signal.SIG_IGN)
     try:
         core = EngineCore.from_directory(path, **options)
@@ -307,7 +307,7 @@ def _main(pipe: Connection, path: str, options: Mapping[str, Any]) -> None:
 
 
 class _Desk:
-    """Between the pipe and the scheduler."""
+    """Connects the pipe and the scheduler."""
 
     def __init__(self, core: EngineCore) -> None:
         self._core = core
@@ -315,7 +315,7 @@ class _Desk:
         self._answers: list[Answer] = []
 
     def take(self, orders: Sequence[Order]) -> bool:
-        """Carry out orders; False where the engine is to end."""
+        """Execute orders; return False if the engine is to stop."""
         scheduler = self._core.scheduler
         for order in orders:
             match order:
@@ -335,7 +335,7 @@ class _Desk:
         return True
 
     def flush(self, pipe: Connection) -> None:
-        """Send what is answered."""
+        """Send the answers."""
         if self._answers:
             answers, self._answers = self._answers, []
             pipe.send(answers)

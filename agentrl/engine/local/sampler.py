@@ -1,7 +1,7 @@
-"""Drawing the next token, for a batch in which every row has its own sampling parameters.
+"""Sample the next token, for a batch in which every row has separate sampling parameters.
 
-One uniform number decides a draw: it is a hash of (seed, position), so it depends neither on the other rows nor on
-when the row is computed. Shapes: B rows, V vocabulary.
+One uniform number decides each draw: it is a hash of (seed, position), so it depends neither on the other rows nor
+on when the row is computed. Shapes: B rows, V vocabulary.
 """
 
 from __future__ import annotations
@@ -14,14 +14,14 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 _LOGITS_AT_ONCE = {"cpu": 1 << 22, "cuda": 1 << 25}
-"""How many logits are worked on at a time; bounds the float64 scratch to 32 MiB, on a GPU to 256 MiB."""
+"""Number of logits processed at a time; limits the float64 scratch to 32 MiB, on a GPU to 256 MiB."""
 
 
 def uniforms(seeds_B: NDArray[np.uint64], positions_B: NDArray[np.int64]) -> NDArray[np.float64]:
-    """(B,) numbers in [0, 1) with 53 random bits, from the splitmix64 finaliser over seed and position.
+    """Return (B,) numbers in [0, 1) with 53 random bits, from the splitmix64 finalizer over seed and position.
 
     Source: Steele, Lea and Flood, "Fast splittable pseudorandom number generators" (2014); the seed is mixed
-    before the position is added, so that neighbouring seeds give unrelated streams.
+    before the position is added, so that neighboring seeds give unrelated streams.
     """
     state = _mix(_mix(seeds_B) + (positions_B.astype(np.uint64) + np.uint64(1)) * np.uint64(0x9E3779B97F4A7C15))
     return (state >> np.uint64(11)).astype(np.float64) * 2.0**-53
@@ -35,7 +35,7 @@ def _mix(bits: NDArray[np.uint64]) -> NDArray[np.uint64]:
 
 @dataclass(frozen=True, slots=True)
 class Draw:
-    """What the rows of a batch are drawn with: arrays of length B, `uniform` from `uniforms`."""
+    """Sampling parameters of a batch: arrays of length B, `uniform` from `uniforms`."""
 
     temperature: NDArray[np.float64]
     top_p: NDArray[np.float64]
@@ -45,7 +45,7 @@ class Draw:
 
 
 def sample(logits_BV: Tensor, draw: Draw) -> tuple[Tensor, Tensor]:
-    """Ids (B,) and their logprobs (B,) under the temperature-scaled, otherwise unfiltered distribution.
+    """Return ids (B,) and their logprobs (B,) under the temperature-scaled, otherwise unfiltered distribution.
 
     Rows with temperature 0 take the largest logit, with the logprob at temperature 1. A row whose logits are not
     finite gets a logprob that is not finite. Filters apply in the order temperature, min_p and top_k, top_p.
@@ -89,7 +89,7 @@ def _sample(logits_BV: Tensor, draw: Draw, rows: slice) -> tuple[Tensor, Tensor]
 
 
 def _invert(weights_BV: Tensor, uniform_B1: Tensor) -> Tensor:
-    """(B,) the index whose stretch of the cumulated weights contains `uniform`; never one of weight 0."""
+    """Return (B,) indices whose interval of the cumulative weights contains `uniform`; never one of weight 0."""
     cumulated_BV = weights_BV.cumsum(-1)
     total_B1 = cumulated_BV[:, -1:]
     below_total = torch.nextafter(total_B1, torch.zeros_like(total_B1))
@@ -98,8 +98,8 @@ def _invert(weights_BV: Tensor, uniform_B1: Tensor) -> Tensor:
 
 
 def _filtered(probs_BV: Tensor, k_B1: Tensor, p_B1: Tensor, least_B1: Tensor, uniform_B1: Tensor) -> Tensor:
-    """Draw among the k most likely tokens that have this share of the largest probability, and of these among the
-    fewest whose mass reaches p."""
+    """Sample among the k most likely tokens with at least this share of the largest probability and, of these,
+    among the fewest whose mass reaches p."""
     sorted_BV, order_BV = probs_BV.sort(dim=-1, descending=True, stable=True)
     rank_V = torch.arange(probs_BV.shape[1], device=probs_BV.device)
     unlikely_BV = sorted_BV < least_B1 * sorted_BV[:, :1]

@@ -1,4 +1,4 @@
-"""What is known of each cache slot: its tokens, how far they are computed, who uses it, how it is sampled."""
+"""The state of each cache slot: its tokens, how far they are computed, its request, its sampling parameters."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ IntArray = NDArray[np.int64]
 
 @dataclass(eq=False, slots=True)
 class BatchRequest:
-    """One call of `generate` on its way: `ids` grows by what was sampled when the request is pre-empted."""
+    """One `generate` call in progress: `ids` includes sampled tokens if the request was preempted."""
 
     ids: IntArray
     sampling: Sampling
@@ -27,16 +27,16 @@ class BatchRequest:
     deliver: Callable[[Completion | Exception], None]
     """Called once, on the engine's thread."""
     options: GenerateOptions | None = None
-    """What the caller wants besides; its `on_token` is called on the engine's thread here."""
+    """Additional options of the caller; `on_token` is called on the engine's thread here."""
     prompt: int = field(init=False)
-    """Number of prompt tokens; what follows in `ids` was sampled."""
+    """Number of prompt tokens; the rest of `ids` was sampled."""
     logprobs: NDArray[np.float32] = field(init=False)
     versions: IntArray = field(init=False)
     slot: int | None = None
     cached_tokens: int | None = None
-    """How many prompt tokens were not computed for this request; None before it got a slot."""
+    """How many prompt tokens were reused for this request; None before it has a slot."""
     leader: BatchRequest | None = None
-    """Another request that is computing `shared` tokens of this prompt just now: waiting for it is cheaper."""
+    """Another request that is already computing `shared` tokens of this prompt: waiting for it is cheaper."""
     shared: int = 0
 
     def __post_init__(self) -> None:
@@ -46,10 +46,10 @@ class BatchRequest:
 
 
 class SlotTable:
-    """Numpy columns over the slots, so that a decode step costs no Python per sequence.
+    """Numpy columns over the slots, so that a decode step needs no Python per sequence.
 
-    `known[s]` tokens of slot s are given or sampled, the first `computed[s]` of them have keys and values in the
-    cache. A slot without a request keeps its tokens: for the session that comes back, or to be copied from.
+    `known[s]` tokens of slot s are given or sampled; the first `computed[s]` of them have keys and values in the
+    cache. A slot without a request keeps its tokens, for its session or to copy from.
     """
 
     def __init__(self, slots: int, capacity: int) -> None:
@@ -89,7 +89,7 @@ class SlotTable:
     _SAMPLING = ("temperature", "top_p", "top_k", "min_p", "seed", "stops")
 
     def occupy(self, slot: int, request: BatchRequest, *, computed: int, limit: int, stamp: int) -> None:
-        """Give the slot, whose first `computed` tokens are already right, to a request."""
+        """Assign the slot, whose first `computed` tokens are already correct, to a request."""
         known, prompt = len(request.ids), request.prompt
         self.tokens[slot, :known] = request.ids
         self.logprobs[slot, prompt:known] = request.logprobs
@@ -113,7 +113,7 @@ class SlotTable:
         request.slot = slot
 
     def vacate(self, slot: int) -> BatchRequest:
-        """Take the request out of its slot, with what it has sampled so far; the slot keeps its tokens."""
+        """Remove the request from its slot, with the tokens sampled so far; the slot keeps its tokens."""
         request = self.request[slot]
         assert request is not None
         known = int(self.known[slot])
@@ -126,24 +126,24 @@ class SlotTable:
         return request
 
     def forget(self, slot: int) -> None:
-        """Make an idle slot empty."""
+        """Clear an idle slot."""
         self.known[slot] = self.computed[slot] = 0
         self.session[slot] = None
 
     def common(self, ids: IntArray) -> IntArray:
-        """(S,) length of the longest common prefix of `ids` with the known tokens of each slot."""
+        """Return (S,) lengths of the longest common prefix of `ids` with the known tokens of each slot."""
         width = min(len(ids), self.capacity)
         differs = self.tokens[:, :width] != ids[:width]
         first = np.where(differs.any(1), differs.argmax(1), width)
         return cast(IntArray, np.minimum(first, self.known))
 
     def extends(self, slot: int, ids: IntArray) -> bool:
-        """Whether `ids` goes on from all that is computed in the slot."""
+        """Whether `ids` extends everything that is computed in the slot."""
         computed = int(self.computed[slot])
         return 0 < computed <= len(ids) and bool((self.tokens[slot, :computed] == ids[:computed]).all())
 
     def draw(self, slots: IntArray) -> Draw:
-        """Sampling parameters and random numbers for the next token of these slots."""
+        """Return sampling parameters and random numbers for the next token of these slots."""
         return Draw(
             temperature=self.temperature[slots],
             top_p=self.top_p[slots],
@@ -163,7 +163,7 @@ class SlotTable:
         return slots[stopped | (known + 1 >= self.limit[slots])]
 
     def swap(self, left: Sequence[int], right: Sequence[int]) -> None:
-        """Exchange slot left[i] with slot right[i], all i at once."""
+        """Swap slot left[i] and slot right[i], all i at once."""
         here, there = [*left, *right], [*right, *left]
         for name in (*self._COLUMNS, *self._SAMPLING):
             column = getattr(self, name)
@@ -174,7 +174,7 @@ class SlotTable:
         self._renumber()
 
     def rebuild(self, rows: Sequence[int], slots: int, capacity: int) -> None:
-        """Change the size: new slot i is old slot rows[i], further slots are empty. Dropped slots must be idle."""
+        """Resize: new slot i is old slot rows[i], further slots are empty. Dropped slots must be idle."""
         new = SlotTable(slots, capacity)
         kept, width = len(rows), min(capacity, self.capacity)
         new.stops = np.full((slots, self.stops.shape[1]), -1, dtype=np.int64)

@@ -1,4 +1,4 @@
-"""Adapters (LoRA) on a server: which one is sampled with, and which requests still use an older one."""
+"""LoRA adapters on a server: the one in use for sampling, and older ones that requests still use."""
 
 from __future__ import annotations
 
@@ -9,12 +9,13 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 GRACE_S = 5.0
-"""How long an update waits for the requests that it has ended; an adapter still used then is unloaded later."""
+"""Seconds an update waits for the requests it has ended; an adapter still in use then is unloaded later."""
 
 
 @dataclass(eq=False)
 class Adapter:
-    """One version of the policy's adapter on one server; no name is used twice. `users` are requests under way."""
+    """One version of the policy's adapter on one server; names are never reused. `users` counts active
+    requests."""
 
     name: str
     version: int
@@ -22,12 +23,12 @@ class Adapter:
 
     @classmethod
     def of(cls, version: int) -> Adapter:
-        """The adapter of a version, not loaded yet."""
+        """Create the adapter of a version, not loaded yet."""
         return cls(f"agentrl-{version}-{uuid.uuid4().hex[:8]}", version)
 
 
 class AdapterStand:
-    """The adapters that one server has; it begins with none: the model itself, version 0."""
+    """The adapters on one server; initially none, which is the model itself, version 0."""
 
     def __init__(self) -> None:
         self._base = Adapter("", 0)
@@ -37,7 +38,7 @@ class AdapterStand:
 
     @contextmanager
     def use(self, request: str) -> Iterator[Adapter]:
-        """The current adapter, which is kept while the block runs; its name is empty where there is none."""
+        """Keep the current adapter loaded during the block; its name is empty if there is none."""
         adapter = self.current
         adapter.users.add(request)
         try:
@@ -47,13 +48,13 @@ class AdapterStand:
             self._left.set()
 
     def change(self, adapter: Adapter) -> list[str]:
-        """Sample with this one, which is loaded, from now on; returns the requests that use older ones."""
+        """Sample with this loaded adapter from now on; return the requests that use older ones."""
         self._older.append(self.current)
         self.current = adapter
         return [request for older in self._older for request in older.users]
 
     async def unused(self) -> list[str]:
-        """Names of the older adapters that nothing uses any more, forgotten here; waits a little for them."""
+        """Remove and return the names of unused older adapters, after a short wait for their requests."""
         try:
             async with asyncio.timeout(GRACE_S):
                 while any(older.users for older in self._older):
@@ -66,5 +67,5 @@ class AdapterStand:
         return [older.name for older in done if older is not self._base]
 
     def names(self) -> list[str]:
-        """All that are loaded."""
+        """Return all that are loaded."""
         return [adapter.name for adapter in (*self._older, self.current) if adapter is not self._base]

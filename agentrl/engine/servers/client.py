@@ -1,7 +1,7 @@
-"""The contract of an inference server: what the engine over servers asks of SGLang, vLLM, or another one.
+"""The contract of an inference server: what the server engine needs from SGLang, vLLM or another server.
 
-One object stands for one server at one address. Every method raises `ServerLost` where the server is gone or broke
-down, `ServerRefused` where it says no, and `EngineError` where its answer makes no sense.
+One object represents one server at one address. Every method raises `ServerLost` if the server is gone or failed,
+`ServerRefused` if it rejects the request, and `EngineError` if its answer is invalid.
 """
 
 from __future__ import annotations
@@ -26,19 +26,19 @@ CommandLine = tuple[list[str], dict[str, str]]
 
 @dataclass(frozen=True, slots=True)
 class Description:
-    """What a server says of itself."""
+    """What a server reports about itself."""
 
     max_context: int
-    """Largest number of tokens (prompt and completion together) of one sequence."""
+    """Maximum number of tokens (prompt and completion together) per sequence."""
     seeds: bool
     """Whether `Sampling.seed` has an effect."""
 
 
 @dataclass(frozen=True, slots=True)
 class ServerAnswer:
-    """What came of one request: sampled ids, their log-probabilities, and the version that drew each of them.
+    """The result of one request: sampled ids, their logprobs, and the version that sampled each of them.
 
-    `retractions` counts how often the server took the sequence out of its cache for lack of memory.
+    `retractions` counts how often the server evicted the sequence from its cache for lack of memory.
     """
 
     ids: tuple[int, ...]
@@ -51,9 +51,9 @@ class ServerAnswer:
 
 @dataclass(frozen=True, slots=True)
 class Listener:
-    """Who wants to hear of tokens while they are drawn: `tell` gets each once, with `top` alternatives.
+    """Receives tokens while they are sampled: `tell` gets each once, with `top` alternatives.
 
-    The versions told are those known when a token arrives; the ones of the `ServerAnswer` count.
+    Its versions are those known when a token arrives; the versions in the `ServerAnswer` are authoritative.
     """
 
     tell: Callable[[Sequence[TokenLogprob]], None]
@@ -62,7 +62,7 @@ class Listener:
 
 @dataclass(frozen=True, slots=True)
 class Scored:
-    """A given token: its log-probability (temperature 1), and (id, logprob) of the likeliest, best first."""
+    """A given token: its logprob (temperature 1), and (id, logprob) of the most likely tokens, best first."""
 
     logprob: float
     top: tuple[tuple[int, float], ...] = ()
@@ -70,7 +70,7 @@ class Scored:
 
 @dataclass(frozen=True, slots=True)
 class GroupPlace:
-    """A server's place in a process group that weights are broadcast in; the trainer is rank 0."""
+    """A server's rank in a process group that weights are broadcast in; the trainer is rank 0."""
 
     name: str
     host: str
@@ -85,11 +85,11 @@ class InferenceServer(Protocol):
 
     @property
     def url(self) -> str:
-        """Where it is."""
+        """The server's address."""
         ...
 
     async def describe(self) -> Description:
-        """What the server can do; asked once, when it is up."""
+        """Return what the server can do; called once, when it is up."""
         ...
 
     async def check(self, *, timeout_s: float) -> None:
@@ -103,36 +103,37 @@ class InferenceServer(Protocol):
         ...
 
     async def abort(self, request: str) -> None:
-        """Stop a request; unknown ones are fine."""
+        """Abort a request; unknown ones are ignored."""
         ...
 
     async def score(self, ids: Sequence[int], *, top: int = 0) -> list[Scored]:
-        """Each token but the first, given those before it."""
+        """Return each token but the first, scored given the tokens before it."""
         ...
 
     def updating(self, *, by_tensor: bool) -> AbstractAsyncContextManager[None]:
-        """Inside, nothing is computed and weights may be loaded; requests in flight go on afterwards.
+        """Pause computation during the block, so that weights can be loaded; requests in flight continue
+        afterwards.
 
-        What was computed with the old weights is dropped, so that each later token is drawn from one set of
-        weights over its whole context. After an error inside, the server stays paused: its weights may be half
-        old.
+        State computed with the old weights is dropped, so that each later token is sampled from one set of weights
+        over its whole context. After an error inside the block, the server stays paused, because its weights may
+        be partly old.
         """
         ...
 
     async def load_folder(self, folder: Path, version: int) -> None:
-        """Read the weights in a Hugging Face directory that the server can see. Inside of `updating`."""
+        """Read the weights in a Hugging Face directory that the server can see. Call inside `updating`."""
         ...
 
     async def load_adapter(self, folder: Path, version: int) -> None:
-        """Sample with this adapter (a folder as peft writes it) on top of the model from now on.
+        """Sample with this adapter (a folder in peft's format) on top of the model from now on.
 
-        Not inside of `updating`: the server goes on. What is being drawn with an older one ends as it is
-        (`finish` is abort), and the older one is unloaded when nothing uses it.
+        Do not call inside `updating`: the server keeps running. Completions in progress with an older adapter end
+        (`finish` is abort), and the older adapter is unloaded when it is no longer in use.
         """
         ...
 
     async def load_tensors(self, tensors: Mapping[str, Tensor], version: int) -> None:
-        """Take some of the weights. Inside of `updating`."""
+        """Load some of the weights. Call inside `updating`."""
         ...
 
     async def join(self, place: GroupPlace) -> None:
@@ -140,7 +141,8 @@ class InferenceServer(Protocol):
         ...
 
     async def receive(self, tensors: Mapping[str, Tensor], group: str, version: int) -> None:
-        """Receive tensors of these names, shapes and types, one broadcast after another. Inside of `updating`."""
+        """Receive tensors of these names, shapes and types, one broadcast after another. Call inside
+        `updating`."""
         ...
 
     async def leave(self, group: str) -> None:
@@ -148,28 +150,28 @@ class InferenceServer(Protocol):
         ...
 
     async def sleep(self) -> None:
-        """Free the memory of weights and cache. Nothing may be in flight."""
+        """Free the memory of weights and cache. No requests may be in flight."""
         ...
 
     async def wake(self, what: Literal["weights", "cache"]) -> None:
-        """Take memory for the weights, or for the cache, again; what was in it is gone."""
+        """Allocate memory for the weights or the cache again; its previous contents are gone."""
         ...
 
     async def close(self) -> None:
-        """Drop the connections; the server goes on."""
+        """Close the connections; the server keeps running."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class ServerKind:
-    """A kind of server that `engine.kind` can name: how it is started, and how the engine talks to it.
+    """A kind of server that `engine.kind` can name: how to start it and how to connect to it.
 
     Attributes:
         connect: a client for the server at a URL.
-        command: how to start a server over a model directory on the first of its GPUs; None stands for the CPU.
-            The port is appended as `--port`.
-        adapters: more of that command where weights arrive as LoRA adapters of the model.
-        memory_share: of a GPU's memory, what a server takes where `gpu_memory_utilization` is not set.
+        command: returns the command to start a server for a model directory on the first of its GPUs; None means
+        the CPU. The port is appended as `--port`.
+        adapters: additional arguments of that command if weights arrive as LoRA adapters of the model.
+        memory_share: fraction of a GPU's memory that a server takes if `gpu_memory_utilization` is not set.
     """
 
     connect: Callable[[str, EngineConfig], InferenceServer]

@@ -1,8 +1,8 @@
-"""JSON over HTTP to one inference server: every failure is either "it is gone" or "it refused".
+"""JSON over HTTP to one inference server: every failure is either a lost server or a refused request.
 
-httpx shields its clean-up from cancellation by anyio, not from `Task.cancel()`: a request cancelled while it
+httpx shields its cleanup from cancellation by anyio, but not from `Task.cancel()`: a request cancelled while it
 closes idle connections leaves the rest of them open forever, and a client closed while a request connects never
-learns of that connection. In `Transport` each request and each clean-up has its own task, which anyio
+learns about that connection. In `Transport` each request and each cleanup runs in a separate task, which anyio
 cancels.
 """
 
@@ -19,17 +19,17 @@ import httpx
 from agentrl.errors import EngineError
 
 SDK_LIMITS = httpx.Limits(max_connections=1000, max_keepalive_connections=100, keepalive_expiry=5.0)
-"""Those of the official `openai` client."""
+"""The limits of the official `openai` client."""
 
 
 class ServerLost(EngineError):
-    """The server could not be reached, broke off, or broke down: what it was doing can be done elsewhere."""
+    """The server was unreachable, disconnected or failed: its requests can be sent to another server."""
 
 
 class ServerRefused(EngineError):
-    """The server understood and said no: asking again, or elsewhere, changes nothing.
+    """The server rejected the request: retrying, here or on another server, would not help.
 
-    `status` is the HTTP status: 4xx, or 200 for a "no" inside of the answer.
+    `status` is the HTTP status: 4xx, or 200 if the rejection is in the body.
     """
 
     def __init__(self, text: str, status: int = 400) -> None:
@@ -48,43 +48,43 @@ class HttpServer:
 
         Args:
             url: `http://host:port`.
-            timeout_s: how long an answer may take where a call says nothing else.
+            timeout_s: default time limit of an answer.
         """
         self.url = url.rstrip("/")
         self._timeout_s = timeout_s
         self._client = httpx.AsyncClient(
             base_url=self.url,
             timeout=httpx.Timeout(timeout_s, connect=10.0),
-            # Servers close idle connections after 5 s; one that is just being closed loses a request.
+            # Servers close idle connections after 5 s; a request sent while one is closing is lost.
             transport=Transport(
                 limits=httpx.Limits(max_connections=None, max_keepalive_connections=None, keepalive_expiry=2.0)
             ),
-            trust_env=False,  # a proxy of the machine is not for servers of the run
+            trust_env=False,  # the machine's proxy settings do not apply to servers of the run
         )
 
     async def post(
         self, path: str, body: Mapping[str, Any] | None = None, *, timeout_s: float | None = None
     ) -> Any:
-        """What the server answers: its JSON, or None for an answer without any.
+        """Return the server's JSON answer, or None if it has none.
 
         Raises:
             ServerLost: no answer, or 5xx.
-            ServerRefused: 4xx, with the server's words.
-            EngineError: an answer that is no JSON.
+            ServerRefused: 4xx, with the server's message.
+            EngineError: the answer is not JSON.
         """
         return await self._ask("POST", path, body, timeout_s)
 
     async def get(self, path: str, *, timeout_s: float | None = None) -> Any:
-        """As `post`."""
+        """Send a GET request; otherwise like `post`."""
         return await self._ask("GET", path, None, timeout_s)
 
     async def events(self, path: str, body: Mapping[str, Any]) -> AsyncGenerator[Any, None]:
-        """The JSON of each server-sent event that answers, up to `[DONE]`; close it to break off.
+        """Yield the JSON of each server-sent event in the answer, up to `[DONE]`; close it to abort.
 
         Raises:
             ServerLost: no answer, one that ends without `[DONE]`, or 5xx.
-            ServerRefused: 4xx, with the server's words.
-            EngineError: an event that is no JSON.
+            ServerRefused: 4xx, with the server's message.
+            EngineError: an event is not JSON.
         """
         self._check_open(path)
         try:
@@ -110,7 +110,7 @@ class HttpServer:
         raise ServerLost(f"{self.url}{path}: the stream broke off")
 
     async def close(self) -> None:
-        """Drop the connections; what is being asked is lost. Idempotent."""
+        """Close the connections; requests in flight are lost. Idempotent."""
         await self._client.aclose()
 
     async def _ask(self, method: str, path: str, body: Mapping[str, Any] | None, timeout_s: float | None) -> Any:
@@ -150,25 +150,25 @@ class HttpServer:
 
 
 class Transport(httpx.AsyncBaseTransport):
-    """For an `httpx.AsyncClient` whose callers may be cancelled at any time. Of one event loop."""
+    """A transport for an `httpx.AsyncClient` whose callers may be cancelled at any time. For one event loop."""
 
     def __init__(self, *, limits: httpx.Limits, verify: bool = True) -> None:
         """Connect lazily.
 
         Args:
-            limits: how many connections, and for how long they are kept.
-            verify: whether certificates are read; False saves the time where there is no TLS.
+            limits: maximum number of connections, and how long they are kept.
+            verify: whether to load certificates; False saves time without TLS.
         """
         self._inner = httpx.AsyncHTTPTransport(verify=verify, limits=limits)
         self._tasks: set[asyncio.Task[Any]] = set()
         self._asking: set[anyio.CancelScope] = set()
 
     async def handle_async_request(self, request: httpx.Request) -> httpx.Response:
-        """Ask.
+        """Send a request.
 
         Raises:
-            httpx.ReadError: the client has been closed meanwhile.
-            httpx.TransportError: as of httpx.
+            httpx.ReadError: the client was closed in the meantime.
+            httpx.TransportError: as raised by httpx.
         """
         scope = anyio.CancelScope()
 
@@ -199,7 +199,7 @@ class Transport(httpx.AsyncBaseTransport):
         )
 
     async def aclose(self) -> None:
-        """End what is asked, then drop all connections."""
+        """Cancel all requests, then close all connections."""
         for scope in list(self._asking):
             scope.cancel()
         while self._tasks:
@@ -207,7 +207,7 @@ class Transport(httpx.AsyncBaseTransport):
         await self._inner.aclose()
 
     async def clean_up(self, work: Coroutine[Any, Any, None]) -> None:
-        """Await what goes on even where nobody awaits it any more."""
+        """Await a task that continues even if its caller is cancelled."""
         await asyncio.shield(self._apart(work))
 
     def _apart(self, work: Coroutine[Any, Any, Any]) -> asyncio.Task[Any]:
@@ -217,13 +217,13 @@ class Transport(httpx.AsyncBaseTransport):
         return task
 
     def _drop(self, task: asyncio.Task[httpx.Response | None]) -> None:
-        """An answer, or an error, that nobody waits for."""
+        """Discard an answer or error that nobody waits for."""
         if not task.cancelled() and task.exception() is None and (answer := task.result()) is not None:
             self._apart(answer.aclose())
 
 
 class _Stream(httpx.AsyncByteStream):
-    """The body of an answer, whose end is a clean-up."""
+    """A response body whose end triggers cleanup."""
 
     def __init__(self, inner: httpx.AsyncByteStream, transport: Transport) -> None:
         self._inner, self._transport = inner, transport

@@ -1,4 +1,4 @@
-"""From the configuration to an engine over running servers."""
+"""Create an engine over running servers from the configuration."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ from agentrl.models.folder import check_model_folder
 
 
 async def open_served(config: EngineConfig, model: Path, lora: LoRAConfig | None, ray: str | None) -> ServedEngine:
-    """Start the servers, or connect to those given; see `agentrl.engine.open.open_engine`."""
+    """Start the servers, or connect to existing ones; see `agentrl.engine.open.open_engine`."""
     if config.sync != "lora":
         lora = None
     elif lora is None:
         config = config.model_copy(update={"sync": "auto"})
-    if lora is not None:  # what the servers would refuse later
+    if lora is not None:  # what the servers would reject later
         KINDS[config.kind].adapters(config, lora, model, None)
     check_model_folder(model, f"model directory {str(model)!r}")
     scratch = ScratchFolder()
@@ -108,7 +108,7 @@ def _sync(config: EngineConfig, model: Path, folder: Path, lora: LoRAConfig | No
 
 
 def _python(config: EngineConfig) -> str:
-    """The Python that has the server. Raises ConfigError if this one is meant but does not have it."""
+    """Return the Python that has the server installed. Raises ConfigError if it is this one and has none."""
     if config.server.python is not None:
         return config.server.python
     if importlib.util.find_spec(config.kind) is None:
@@ -123,14 +123,14 @@ def _python(config: EngineConfig) -> str:
 def launch_recipe(
     config: EngineConfig, model: Path, python: str, number: int, lora: LoRAConfig | None = None
 ) -> Recipe:
-    """The command line and environment of server `number`.
+    """Return the command line and environment of server `number`.
 
     Raises:
         ConfigError: the server cannot serve such adapters.
     """
     server, kind = config.server, KINDS[config.kind]
     device = pick_device(config.device)
-    # An actor of Ray sees the GPUs that it was given, counted from 0.
+    # A Ray actor sees the GPUs assigned to it, numbered from 0.
     first = 0 if server.launch == "ray" else (device.index or 0) + number * server.tensor_parallel
     gpu = None if device.type == "cpu" else first
     command, environment = kind.command(config, model, gpu)

@@ -1,4 +1,4 @@
-"""Several servers as one: which of them takes a request, and what happens when one is lost."""
+"""Several servers as one: which server takes a request, and how lost servers are handled."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from agentrl.engine.servers.http import ServerLost
 from agentrl.errors import EngineError, first_error
 
 ATTEMPTS = 6
-"""How often one request is sent before its caller is told that the engine cannot answer it."""
+"""How often a request is sent before its caller gets an error."""
 SHRINK = 0.8
-"""What is left of a server's limit when it ran out of cache memory."""
+"""Factor applied to a server's limit when it runs out of cache memory."""
 
 
 T = TypeVar("T")
@@ -25,32 +25,32 @@ Ask = Callable[[InferenceServer], Coroutine[Any, Any, T]]
 
 
 class Host(Protocol):
-    """How one server comes into being, and back."""
+    """How one server is created and destroyed."""
 
     @property
     def name(self) -> str:
-        """For messages."""
+        """Name for messages."""
         ...
 
     async def start(self) -> InferenceServer:
-        """A server that answers requests. Raises EngineError where there is none in time."""
+        """Return a server that answers requests. Raises EngineError if there is none in time."""
         ...
 
     async def ended(self) -> str:
-        """Return, with the reason, when the server is known to have ended; for servers of others never."""
+        """Return the reason when the server is known to have ended; never returns for external servers."""
         ...
 
     async def stop(self) -> None:
-        """End the server if it is ours; idempotent."""
+        """Stop the server if it is ours; idempotent."""
         ...
 
 
 @dataclass(eq=False)
 class Replica:
-    """One server and what is under way on it.
+    """One server and its running requests.
 
-    `limit` is how many requests it gets at a time: it shrinks when the server takes sequences out of its cache,
-    and grows by one for each round of answers without that.
+    `limit` is its maximum number of concurrent requests: it shrinks when the server evicts sequences from its
+    cache, and grows by one for each round of answers without evictions.
     """
 
     host: Host
@@ -66,7 +66,7 @@ class Replica:
     answered: float = 0.0
     updates: int = 0
     pardoned: int = 0
-    """Answers for which the limit does not shrink again."""
+    """Number of answers during which the limit does not shrink again."""
     calls: set[asyncio.Task[Any]] = field(default_factory=set)
     watch: asyncio.Task[None] | None = None
 
@@ -75,15 +75,15 @@ class Replica:
 
     @property
     def free(self) -> bool:
-        """Whether it takes one more request now."""
+        """Whether it can take another request now."""
         return self.ready and not self.asleep and self.running < int(self.limit)
 
     def note(self, answer: object, updates_before: int) -> None:
-        """Learn from an answer: is there memory for as many sequences?"""
+        """Adjust the limit after an answer: is there memory for this many sequences?"""
         self.answered, self.left = time.monotonic(), self.restarts
         self.pardoned = max(0, self.pardoned - 1)
         retractions = answer.retractions if isinstance(answer, ServerAnswer) else 0
-        if retractions and updates_before == self.updates:  # new weights retract everything
+        if retractions and updates_before == self.updates:  # new weights retract all requests
             if not self.pardoned:
                 self.limit = max(1.0, min(self.limit, float(self.running)) * SHRINK)
                 self.pardoned = self.running
@@ -96,13 +96,13 @@ class ReplicaPool:
 
     Args:
         hosts: one for each server.
-        capacity: requests that one server gets at a time.
-        restarts: how often a server is started again before it has answered anything.
-        health_every_s: how often a server without answers is asked whether it lives.
-        health_timeout_s: how long it may take to say so.
-        prepare: brings the current weights to a server that has just started, calls its second argument as soon
-            as it may be used, and returns.
-        tell: told of losses and restarts.
+        capacity: maximum number of concurrent requests per server.
+        restarts: how often a server is restarted before it has answered anything.
+        health_every_s: interval of health checks of a server without answers.
+        health_timeout_s: time limit of a health check.
+        prepare: brings the current weights to a server that has just started, calls its second argument as soon as
+        it may be used, and returns.
+        tell: callback for messages about losses and restarts.
     """
 
     def __init__(
@@ -127,7 +127,7 @@ class ReplicaPool:
         self._outage_s = 0.0
 
     async def start(self) -> None:
-        """Start every server; return when all answer.
+        """Start every server and return when all of them respond.
 
         Raises:
             EngineError: one of them did not start; the others are stopped.
@@ -145,20 +145,20 @@ class ReplicaPool:
 
     @property
     def outage_s(self) -> float:
-        """Seconds, so far, in which no server could answer."""
+        """Seconds, so far, during which no server could answer."""
         since = self._outage_since
         return self._outage_s + (0.0 if since is None else time.monotonic() - since)
 
     @property
     def ready(self) -> list[Replica]:
-        """Those that can answer, or sleep."""
+        """Servers that can answer, or are asleep."""
         return [replica for replica in self.replicas if replica.ready]
 
     async def call(self, session: str | None, ask: Ask[T]) -> T:
-        """Ask a server, and another one (or the same, started again) whenever that is lost meanwhile.
+        """Send a request to a server, and again to another one (or the same, restarted) whenever it is lost.
 
         Raises:
-            EngineError: the answer makes no sense, or no server answers any more.
+            EngineError: the answer is invalid, or no server can answer any more.
         """
         last: EngineError | None = None
         for _ in range(ATTEMPTS):
@@ -178,11 +178,11 @@ class ReplicaPool:
         raise EngineError(f"a request was lost {ATTEMPTS} times; the last time: {last}") from last
 
     def forget(self, session: str) -> None:
-        """A session is over."""
+        """End a session."""
         self._homes.pop(session, None)
 
     def lose(self, replica: Replica, reason: str) -> None:
-        """Send nothing to a server any more, take back what it was asked, and start it again."""
+        """Stop sending to a server, retry its requests elsewhere, and restart it."""
         if not replica.ready:
             return
         self._set_ready(replica, False)
@@ -192,19 +192,19 @@ class ReplicaPool:
         self._spawn(self._recover(replica, reason))
 
     def awake(self, replica: Replica) -> None:
-        """It is no longer asleep."""
+        """Mark the server as awake."""
         replica.asleep = False
         self._serve_waiting()
 
     async def any_ready(self) -> None:
-        """Return when a server can answer. Raises EngineError where none will."""
+        """Return when a server can answer. Raises EngineError if none ever will."""
         if not self.ready:
             replica = await self._take(None)
             replica.running -= 1
             self._serve_waiting()
 
     async def close(self) -> None:
-        """Stop everything; callers that still wait are told. Idempotent."""
+        """Stop everything, failing all waiting callers. Idempotent."""
         self._fail(EngineError("the engine is closed"))
         for task in list(self._tasks):
             task.cancel()
@@ -220,7 +220,7 @@ class ReplicaPool:
     # -- who takes a request -----------------------------------------------------------------------------------
 
     async def _take(self, session: str | None) -> Replica:
-        """A server with room, the session's own if it has; waits for one. It counts as running from now on."""
+        """Wait for a server with room, preferring the session's own. It counts as running from now on."""
         if self._broken is not None:
             raise EngineError(str(self._broken)) from self._broken
         if not self._waiting and (replica := self._pick(session)) is not None:
@@ -231,7 +231,7 @@ class ReplicaPool:
             return await place
         except asyncio.CancelledError:
             if place.done() and not place.cancelled() and place.exception() is None:
-                place.result().running -= 1  # given, and nobody came
+                place.result().running -= 1  # granted, but the caller is gone
                 self._serve_waiting()
             raise
 
@@ -279,7 +279,7 @@ class ReplicaPool:
     # -- losses ------------------------------------------------------------------------------------------------
 
     async def _suspect(self, replica: Replica, server: InferenceServer, reason: ServerLost) -> None:
-        """A request broke off: a server that still answers keeps the others (one connection was cut)."""
+        """Handle a broken request: a server that still responds keeps its others (one connection was cut)."""
         if not replica.ready or replica.server is not server:
             return
         try:
@@ -289,7 +289,7 @@ class ReplicaPool:
                 self.lose(replica, str(reason))
 
     async def _start(self, replica: Replica) -> None:
-        """Start a server and bring it the weights; it takes requests afterwards."""
+        """Start a server and bring it the weights; afterwards it takes requests."""
         server = await replica.host.start()
         replica.server = server
 
@@ -317,7 +317,7 @@ class ReplicaPool:
             self._fail(EngineError(f"no server is left: {replica.host.name} could not be started again: {reason}"))
 
     async def _watch(self, replica: Replica, server: InferenceServer) -> None:
-        """Notice that a server has ended, or that it answers nothing any more."""
+        """Watch for a server that has ended or no longer responds."""
         ended = asyncio.ensure_future(replica.host.ended())
         failures = 0
         try:
@@ -335,7 +335,7 @@ class ReplicaPool:
                 except EngineError as e:
                     if (
                         updates == replica.updates and not replica.asleep
-                    ):  # it draws nothing while it takes weights
+                    ):  # it samples nothing while loading weights
                         failures += 1
                     if failures > 1:
                         self.lose(replica, str(e))
@@ -364,7 +364,7 @@ LOST = "the server is lost"
 
 
 async def _guarded(replica: Replica, work: Coroutine[Any, Any, T]) -> T:
-    """Await `work`; when the replica is lost meanwhile, that is a ServerLost and no cancellation."""
+    """Await `work`; if the replica is lost in the meantime, raise ServerLost instead of a cancellation."""
     call = asyncio.ensure_future(work)
     replica.calls.add(call)
     try:

@@ -1,4 +1,4 @@
-"""The engine over inference servers: tokens from SGLang or vLLM, whatever happens to one of them."""
+"""The engine over inference servers: tokens from SGLang or vLLM, even when servers fail."""
 
 from __future__ import annotations
 
@@ -38,10 +38,10 @@ class ServedLimits:
 
 
 class ServedEngine(Engine):
-    """Samples from one or more inference servers; make it with `open_engine`.
+    """Samples from one or more inference servers; create it with `open_engine`.
 
-    A request goes to the server that its session used before, else to the least loaded one; what a lost server was
-    asked is asked again by its token ids. While a server starts again, requests wait.
+    A request goes to the server that its session used before, otherwise to the least loaded one; requests of a
+    lost server are retried by their token ids. Requests wait while a server restarts.
     """
 
     capabilities = EngineCapabilities(streaming=True, prompt_logprobs=True, separate_weights=True, sleep=True)
@@ -79,12 +79,12 @@ class ServedEngine(Engine):
         )
 
     async def start(self) -> None:
-        """Start the servers; return when all of them answer with the weights of the model directory.
+        """Start the servers and return when all of them respond with the weights of the model directory.
 
         Raises:
             EngineError: one could not be started.
         """
-        if self._given:  # who knows what it has served before
+        if self._given:  # it may have served other weights before
             self._weights = await asyncio.to_thread(load_folder, self._model, self._dtype)
         try:
             await self._pool.start()
@@ -101,17 +101,17 @@ class ServedEngine(Engine):
 
     @property
     def policy_version(self) -> int:
-        """Version of the weights that the next token is drawn with."""
+        """Version of the weights that the next token is sampled with."""
         return self._version
 
     @property
     def ready(self) -> bool:
-        """Whether there is a server with the current weights; requests wait for one otherwise."""
+        """Whether there is a server with the current weights; otherwise requests wait for one."""
         return any(not replica.asleep for replica in self._pool.ready)
 
     @property
     def outage_s(self) -> float:
-        """Seconds, so far, in which no server could answer: time that no episode is to blame for."""
+        """Seconds, so far, during which no server could answer, which do not count against episodes."""
         return self._pool.outage_s
 
     async def generate(self, ids: Sequence[int], sampling: Sampling, *, session: str | None = None) -> Completion:
@@ -123,11 +123,11 @@ class ServedEngine(Engine):
     ) -> Completion:
         """Continue `ids` and report the tokens as they arrive; see `Engine.generate_streaming`.
 
-        Reported tokens are final: if a server is lost meanwhile, another continues from there.
+        Reported tokens are final: if a server is lost, another one continues from there.
 
         Raises:
             EngineError: no server is left.
-            ValueError: there is a mask, or as of `generate`.
+            ValueError: a mask is set, or as for `generate`.
         """
         if options.mask is not None:
             raise ValueError("server engines do not support grammar masks")
@@ -166,16 +166,16 @@ class ServedEngine(Engine):
         ]
 
     async def release(self, session: str) -> None:
-        """Forget which server had the session; what it has cached goes when room is needed."""
+        """Forget the session's server; its cache entries there are evicted when space is needed."""
         self._pool.forget(session)
 
     async def update_weights(self, weights: Mapping[str, Tensor], version: int) -> None:
         """Bring the weights to every server; see `Engine.update_weights`.
 
-        A server that is lost meanwhile is started again and gets them then.
+        A server that is lost during the update is restarted and gets them then.
 
         Raises:
-            EngineError: the servers refuse them, or no server is left.
+            EngineError: the servers reject them, or no server is left.
         """
         async with self._lock:
             snapshot = await asyncio.to_thread(copy_weights, weights, self._dtype)
@@ -187,9 +187,9 @@ class ServedEngine(Engine):
         await self._pool.any_ready()
 
     async def logprobs_by_server(self, rows: Sequence[Sequence[int]]) -> list[list[list[float]]]:
-        """By server, the logprob (temperature 1) of each token of each row but the first.
+        """Return by server the logprob (temperature 1) of each token of each row but the first.
 
-        For finding out whether the weights of servers and learner are the same.
+        Used to check whether the weights of servers and learner are the same.
         """
         checked = [check_prompt(row, self._vocabulary, self.max_context).tolist() for row in rows]
 
@@ -213,7 +213,7 @@ class ServedEngine(Engine):
             await self._each_asleep(lambda server: server.sleep())
 
     async def close(self) -> None:
-        """Stop the servers that are ours, and leave the others; idempotent."""
+        """Stop the servers that this engine started, and leave the others running; idempotent."""
         if self._closed:
             return
         self._closed = True
@@ -241,7 +241,7 @@ class ServedEngine(Engine):
         listener = None if options is None else Listener(tell, options.top)
 
         async def ask(server: InferenceServer) -> ServerAnswer:
-            if told:  # by a server that was lost since then: what is known stays
+            if told:  # by a server lost since then: keep the known versions
                 return _told(told)
             request = uuid.uuid4().hex
             try:
@@ -259,10 +259,10 @@ class ServedEngine(Engine):
         return await self._pool.call(session, ask)
 
     def _abort(self, server: InferenceServer, request: str) -> None:
-        """Tell the server that nobody waits any more; not awaited here, because the caller is being cancelled."""
+        """Abort the request on the server; not awaited, because the caller is being cancelled."""
 
         async def abort() -> None:
-            with contextlib.suppress(EngineError):  # gone, and the request with it
+            with contextlib.suppress(EngineError):  # the server is gone, and the request with it
                 await server.abort(request)
 
         task = asyncio.get_running_loop().create_task(abort())
@@ -309,7 +309,7 @@ class ServedEngine(Engine):
 
 
 def copy_weights(weights: Mapping[str, Tensor], dtype: torch.dtype) -> dict[str, Tensor]:
-    """A copy in host memory that the learner's next step does not change; tied parameters once."""
+    """Copy to host memory, so that the learner's next step does not change it; tied parameters once."""
     return {
         name: tensor.detach().to(device="cpu", dtype=dtype, copy=True).contiguous()
         for name, tensor in distinct(weights).items()
@@ -317,7 +317,7 @@ def copy_weights(weights: Mapping[str, Tensor], dtype: torch.dtype) -> dict[str,
 
 
 def load_folder(folder: Path, dtype: torch.dtype) -> dict[str, Tensor]:
-    """The weights of a Hugging Face directory."""
+    """Read the weights of a Hugging Face directory."""
     from safetensors.torch import load_file
 
     files: Iterable[Path] = sorted(folder.glob("*.safetensors"))
@@ -333,12 +333,12 @@ def load_folder(folder: Path, dtype: torch.dtype) -> dict[str, Tensor]:
 
 
 def _moved(seed: int | None, done: int) -> int | None:
-    """Servers count positions from the start of each request: what follows must not repeat the same draws."""
+    """Return a new seed: servers count positions per request, so a continuation must not repeat the same draws."""
     return seed if seed is None or not done else (seed + 0x9E3779B97F4A7C15 * done) % 2**63
 
 
 def _told(drawn: Sequence[TokenLogprob]) -> ServerAnswer:
-    """What came of a request before its server was lost, as if that had given it up there."""
+    """Return the partial answer of a request whose server was lost, as if the server had aborted it there."""
     return ServerAnswer(
         tuple(one.id for one in drawn),
         tuple(one.logprob for one in drawn),

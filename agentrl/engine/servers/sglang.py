@@ -38,20 +38,20 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 RESERVED = 6
-"""Tokens of the context that SGLang keeps for itself: longer prompts are refused, longer completions are cut."""
+"""Context tokens that SGLang reserves: longer prompts are rejected, longer completions are truncated."""
 _CPU_ENVIRONMENT = {
     "SGLANG_USE_CPU_ENGINE": "1",
-    # Ten times faster than two threads, which wait for one another at every small operation.
+    # Ten times faster than two threads, which wait for each other at every small operation.
     "OMP_NUM_THREADS": "1",
     "MKL_NUM_THREADS": "1",
 }
 _CPU_TOKENS = 262_144
-"""Bound of SGLang's cache in host memory, which would take most of it otherwise."""
+"""Size limit of SGLang's cache in host memory, which would otherwise take most of it."""
 _TAGS = {"weights": "weights", "cache": "kv_cache"}
 
 
 class SGLangServer:
-    """One SGLang server. Sessions need nothing of it: its radix cache finds common prefixes by itself."""
+    """One SGLang server. Sessions need no special handling: its radix cache finds common prefixes."""
 
     def __init__(
         self,
@@ -66,9 +66,9 @@ class SGLangServer:
 
         Args:
             url: `http://host:port`.
-            timeout_s: how long one completion may take.
-            update_timeout_s: how long taking new weights may take.
-            tensor_parallel: GPUs that the server's model is split over.
+            timeout_s: time limit of one completion.
+            update_timeout_s: time limit of a weight update.
+            tensor_parallel: number of GPUs that the server's model is split over.
             adapters: the policy is the server's model, which never changes, with an adapter that does.
         """
         self._http = HttpServer(url, timeout_s=timeout_s)
@@ -77,11 +77,11 @@ class SGLangServer:
 
     @property
     def url(self) -> str:
-        """Where the server is."""
+        """The server's address."""
         return self._http.url
 
     async def describe(self) -> Description:
-        """Context and abilities, from `/server_info`."""
+        """Return context length and capabilities, from `/server_info`."""
         info = await self._http.get("/server_info", timeout_s=30.0)
         try:
             longest = int(info["max_req_input_len"])
@@ -91,13 +91,13 @@ class SGLangServer:
         return Description(longest + 1, seeds)
 
     async def check(self, *, timeout_s: float) -> None:
-        """Return if the server draws a token, or is drawing them."""
+        """Return if the server can sample a token, or is sampling."""
         await self._http.get("/health", timeout_s=timeout_s)
 
     async def generate(
         self, ids: Sequence[int], sampling: Sampling, *, request: str, listener: Listener | None = None
     ) -> ServerAnswer:
-        """One completion with the log-probability and the weights' version of each token."""
+        """Return one completion with the logprob and weights version of each token."""
         body = {
             "input_ids": list(ids),
             "sampling_params": _sampling_params(sampling),
@@ -111,7 +111,7 @@ class SGLangServer:
         return _read_answer(answer, self.url, adapter.version)
 
     async def _generate(self, body: dict[str, Any], listener: Listener | None, version: int | None) -> Any:
-        """The answer as a whole, told piece by piece on the way where somebody listens."""
+        """Return the whole answer, reporting it incrementally if there is a listener."""
         if listener is None:
             return await self._http.post("/generate", body)
         stream = SGLangStream(f"{self.url}/generate", version, listener)
@@ -122,11 +122,11 @@ class SGLangServer:
         return stream.whole()
 
     async def abort(self, request: str) -> None:
-        """Stop a request."""
+        """Abort a request."""
         await self._http.post("/abort_request", {"rid": request}, timeout_s=10.0)
 
     async def score(self, ids: Sequence[int], *, top: int = 0) -> list[Scored]:
-        """Log-probabilities of given tokens."""
+        """Return the logprobs of given tokens."""
         body: dict[str, Any] = {
             "input_ids": list(ids),
             "sampling_params": {"temperature": 1.0, "max_new_tokens": 0},
@@ -156,9 +156,9 @@ class SGLangServer:
 
     @asynccontextmanager
     async def updating(self, *, by_tensor: bool) -> AsyncIterator[None]:
-        """Retract what runs, let weights be loaded, drop the cache, go on.
+        """Retract running requests, let weights be loaded, flush the cache, continue.
 
-        Retracting is what makes dropping the cache possible: a cache that survived would mix keys of the old
+        Requests must be retracted before the cache can be flushed; a cache that survived would mix keys of the old
         weights with queries of the new ones.
         """
         await self._control("/pause_generation", {"mode": "retract"})
@@ -166,13 +166,13 @@ class SGLangServer:
         try:
             yield
         finally:
-            if session:  # one left open would refuse the next
+            if session:  # a session left open would block the next
                 await self._control("/end_weight_update", {})
         await self._control("/flush_cache", None)
         await self._control("/continue_generation", {})
 
     async def _begin(self) -> bool:
-        """From 0.5.21 on, tensors are taken in a session only; earlier versions know none and answer 404."""
+        """Use a session: from 0.5.21 on, tensors require one; earlier versions have none and answer 404."""
         try:
             await self._control("/begin_weight_update", {})
         except ServerRefused as e:
@@ -182,16 +182,16 @@ class SGLangServer:
         return True
 
     async def load_folder(self, folder: Path, version: int) -> None:
-        """The weights in a folder that the server can read."""
+        """Load the weights in a folder that the server can read."""
         await self._control(
             "/update_weights_from_disk",
             {"model_path": str(folder), "weight_version": str(version), "flush_cache": False},
         )
 
     async def load_adapter(self, folder: Path, version: int) -> None:
-        """Load it beside the others, name it in all requests from now on, end those that name an older one.
+        """Load it in addition to the others, use it in all requests from now on, end those that use an older one.
 
-        The cache needs no flush: SGLang keeps what each adapter has computed apart.
+        The cache need not be flushed: SGLang keeps the state of each adapter separate.
         """
         assert self._adapters is not None, "the server was not opened for adapters"
         adapter = Adapter.of(version)
@@ -201,7 +201,8 @@ class SGLangServer:
             await self._control("/unload_lora_adapter", {"lora_name": name})
 
     async def load_tensors(self, tensors: Mapping[str, Tensor], version: int) -> None:
-        """Some of the weights: those on a GPU by handle (same GPU, no copy through the host), others by value."""
+        """Load some of the weights: those on a GPU by handle (same GPU, no copy through the host), others by
+        value."""
         payload = _serialized(tensors)
         await self._control(
             "/update_weights_from_tensor",
@@ -249,18 +250,18 @@ class SGLangServer:
         await self._control("/release_memory_occupation", {})
 
     async def wake(self, what: Literal["weights", "cache"]) -> None:
-        """Take the memory again."""
+        """Allocate the memory again."""
         await self._control("/resume_memory_occupation", {"tags": [_TAGS[what]]})
 
     async def close(self) -> None:
-        """Unload what was loaded beside the model, if the server is still there, and drop the connections."""
+        """Unload the adapters, if the server is still there, and close the connections."""
         for name in [] if self._adapters is None else self._adapters.names():
             with contextlib.suppress(EngineError):
                 await self._http.post("/unload_lora_adapter", {"lora_name": name}, timeout_s=5.0)
         await self._http.close()
 
     async def _control(self, path: str, body: Mapping[str, Any] | None) -> Any:
-        """A call that answers `success`; some answer 200 with success false."""
+        """Make a call that answers `success`; some answer 200 with success false."""
         answer = await self._http.post(path, body, timeout_s=self._update_timeout_s)
         if isinstance(answer, Mapping) and answer.get("success") is False:
             raise ServerRefused(f"{self.url}{path}: {answer.get('message')}", status=200)
@@ -288,10 +289,11 @@ def _sampling_params(sampling: Sampling) -> dict[str, Any]:
 
 
 def _read_answer(answer: Any, url: str, version: int | None = None) -> ServerAnswer:
-    """Check everything that training relies on; what is wrong must not become a gradient.
+    """Check everything that training relies on, so that no error becomes a gradient.
 
     Args:
-        version: of the adapter that drew all tokens; without it the answer says which weights drew which.
+        version: of the adapter that sampled all tokens; without it the answer says which weights sampled which
+            token.
     """
     where = f"{url}/generate"
     try:
@@ -319,7 +321,7 @@ def _read_answer(answer: Any, url: str, version: int | None = None) -> ServerAns
 
 
 def _versions(spans: Any, count: int, where: str) -> tuple[int, ...]:
-    """The version of each token, from spans that must cover all of them in order."""
+    """Return the version of each token, from spans that must cover all of them in order."""
     versions: list[int] = []
     try:
         for span in spans:
@@ -335,7 +337,7 @@ def _versions(spans: Any, count: int, where: str) -> tuple[int, ...]:
 
 
 def _serialized(tensors: Mapping[str, Tensor]) -> str:
-    """A list of (name, tensor) as the server unpickles it, in base64."""
+    """Serialize a list of (name, tensor) in the format the server unpickles, in base64."""
     buffer = io.BytesIO()
     named = [(name, tensor.detach()) for name, tensor in tensors.items()]
     if any(tensor.is_cuda for _, tensor in named):
@@ -346,7 +348,7 @@ def _serialized(tensors: Mapping[str, Tensor]) -> str:
         ForkingPickler(buffer, pickle.HIGHEST_PROTOCOL).dump(named)
     else:
         # By value: handles of host memory need a file-descriptor server between unrelated processes, and a server
-        # that cannot reach it dies. clone(): a view would carry its whole storage along.
+        # that cannot reach it crashes. clone(): a view would include its whole storage.
         pickle.Pickler(buffer, pickle.HIGHEST_PROTOCOL).dump([(name, tensor.clone()) for name, tensor in named])
     return base64.b64encode(buffer.getvalue()).decode()
 
@@ -362,7 +364,7 @@ def _command(config: EngineConfig, model: Path, gpu: int | None) -> CommandLine:
         "--dtype", config.resolved_dtype, "--tp-size", str(server.tensor_parallel),
         "--max-running-requests", str(config.max_slots), "--weight-version", "0",
         "--skip-tokenizer-init", "--skip-server-warmup", "--log-level", "warning", "--sleep-on-idle",
-        "--incremental-streaming-output",  # else each event of a stream repeats all before it
+        "--incremental-streaming-output",  # otherwise each event of a stream repeats all previous ones
     ]
     # fmt: on
     environment = {}
@@ -378,7 +380,7 @@ def _command(config: EngineConfig, model: Path, gpu: int | None) -> CommandLine:
 
 
 def _adapters(config: EngineConfig, lora: LoRAConfig, model: Path, gpu: int | None) -> CommandLine:
-    """Room for two adapters; SGLang counts requests without one (health checks) as a third."""
+    """Reserve room for two adapters; SGLang counts requests without one (health checks) as a third."""
     check_targets(lora)
     targets = linear_names(model) if lora.targets == "all-linear" else sorted(set(lora.targets))
     line = ["--enable-lora", "--max-lora-rank", str(lora.rank), "--lora-target-modules", *targets]
@@ -387,7 +389,8 @@ def _adapters(config: EngineConfig, lora: LoRAConfig, model: Path, gpu: int | No
 
 
 def check_targets(lora: LoRAConfig) -> None:
-    """SGLang 0.5 joins layers that read the same input, and drops or refuses an adapter of only some of them."""
+    """Check adapter targets: SGLang 0.5 fuses layers with the same input, and drops or rejects partial
+    adapters."""
     has = set(lora.targets) if isinstance(lora.targets, list) else set()
     needed = {"q_proj", "v_proj"} if has & {"q_proj", "k_proj", "v_proj"} else set()
     needed |= {"gate_proj"} if "up_proj" in has else set()
@@ -399,7 +402,7 @@ def check_targets(lora: LoRAConfig) -> None:
 
 
 def linear_names(model: Path) -> list[str]:
-    """The linear layers in the blocks of a model directory, by the ends of their names."""
+    """Return the linear layers in the blocks of a model directory, by the last parts of their names."""
     from safetensors import safe_open
 
     names = set()

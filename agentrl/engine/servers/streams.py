@@ -1,7 +1,7 @@
-"""Completions that come in pieces: from the events of a server to tokens that are told once, and a whole answer.
+"""Streamed completions: convert a server's events to tokens reported once, and a whole answer.
 
-SGLang's events hold everything so far, or (with `--incremental-streaming-output`) what is new; which of the two is
-seen by the count of tokens that each names. vLLM's hold what is new.
+SGLang's events contain everything so far, or (with `--incremental-streaming-output`) only what is new; the token
+count in each event shows which. vLLM's events contain what is new.
 
 Source: SGLang 0.5.23, `managers/tokenizer_manager.py`; vLLM 0.33.0, `entrypoints/openai/completion/serving.py`.
 """
@@ -18,25 +18,25 @@ from agentrl.engine.servers.http import ServerLost, ServerRefused
 from agentrl.errors import EngineError
 
 _TOKEN = "token_id:"
-"""How vLLM writes a token that it is asked to name by its id."""
+"""vLLM's format for a token reported by its id."""
 
 
 class SGLangStream:
     """The events of one streamed `/generate`."""
 
     def __init__(self, where: str, version: int | None, listener: Listener) -> None:
-        """`version` is that of the adapter that draws; without it each event says which weights it is from."""
+        """`version` is that of the sampling adapter; without it each event names the weights it is from."""
         self._where, self._version, self._listener = where, version, listener
         self._ids: list[int] = []
         self._logprobs: list[Any] = []
         self._last: Mapping[str, Any] = {}
 
     def take(self, event: Any) -> None:
-        """Tell what is new in an event.
+        """Report what is new in an event.
 
         Raises:
-            ServerRefused: it says that the request cannot be answered.
-            EngineError: it is no piece of a completion.
+            ServerRefused: it reports that the request cannot be answered.
+            EngineError: it is not part of a completion.
         """
         if isinstance(event, Mapping) and event.get("error"):
             raise _error(self._where, event["error"])
@@ -62,7 +62,7 @@ class SGLangStream:
             self._listener.tell(drawn)
 
     def whole(self) -> dict[str, Any]:
-        """The answer as it would have come without streaming."""
+        """Return the answer as it would be without streaming."""
         if not self._last:
             raise ServerLost(f"{self._where}: a stream without a completion")
         return {"output_ids": self._ids, "meta_info": {**self._last, "output_token_logprobs": self._logprobs}}
@@ -77,7 +77,7 @@ class VLLMStream:
         self._usage: Any = None
 
     def take(self, event: Any) -> None:
-        """As of `SGLangStream`."""
+        """See `SGLangStream`."""
         if isinstance(event, Mapping) and event.get("error"):
             raise _error(self._where, event["error"])
         try:
@@ -103,7 +103,7 @@ class VLLMStream:
             self._listener.tell(drawn)
 
     def whole(self) -> dict[str, Any]:
-        """The answer as it would have come without streaming."""
+        """Return the answer as it would be without streaming."""
         if self._choice["finish_reason"] is None:
             raise ServerLost(f"{self._where}: a stream without an end")
         return {"choices": [self._choice], "usage": self._usage}
@@ -124,14 +124,14 @@ def _finite(value: Any, where: str) -> float:
 
 
 def best_of(tops: Sequence[Any], place: int, count: int) -> tuple[tuple[int, float], ...]:
-    """(id, logprob) of the alternatives at a place, from SGLang's [logprob, id, text]."""
+    """Return (id, logprob) of the alternatives at a position, from SGLang's [logprob, id, text]."""
     if not count:
         return ()
     return tuple((int(id), float(logprob)) for logprob, id, *_ in tops[place][:count])
 
 
 def _named(tops: Sequence[Any], place: int, count: int) -> tuple[tuple[int, float], ...]:
-    """The same from vLLM's mapping; it holds the drawn token as well, which may be none of the best."""
+    """The same from vLLM's mapping; it also contains the sampled token, which may not be among the best."""
     if not count:
         return ()
     pairs = [(int(name.removeprefix(_TOKEN)), float(logprob)) for name, logprob in tops[place].items()]

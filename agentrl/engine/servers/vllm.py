@@ -1,8 +1,8 @@
 """vLLM's server as an `InferenceServer`, after the documentation of vLLM 0.16 and the sources of 0.33.0.
 
-It needs VLLM_SERVER_DEV_MODE=1 (pausing and loading weights), `--logprobs-mode processed_logprobs` (the
-log-probabilities of the tokens as drawn, at the temperature) and `--generation-config vllm` (no defaults of the
-model's own); a server that the run starts has them.
+It needs VLLM_SERVER_DEV_MODE=1 (pausing and loading weights), `--logprobs-mode processed_logprobs` (the logprobs
+of the tokens as sampled, at the temperature) and `--generation-config vllm` (no model-specific defaults); servers
+started by the run have them.
 
 Source: docs.vllm.ai, "OpenAI-compatible server", "Async reinforcement learning", "Sleep mode".
 """
@@ -39,15 +39,15 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 RANKS = (8, 16, 32, 64, 128, 256, 320, 512)
-"""Ranks of adapters that vLLM has kernels for; smaller adapters are padded."""
+"""Adapter ranks supported by vLLM's kernels; smaller adapters are padded."""
 _TAGS = {"weights": "weights", "cache": "kv_cache"}
 
 
 class VLLMServer:
     """One vLLM server. Weights, or an adapter, reach it through a folder.
 
-    vLLM does not say which weights drew a token. So no request spans two versions here: an update ends what runs,
-    with what it has, and the engine asks for the rest with the new weights.
+    vLLM does not report which weights sampled a token. Therefore no request spans two versions: an update ends
+    running requests with their tokens so far, and the engine requests the rest with the new weights.
     """
 
     def __init__(
@@ -64,11 +64,11 @@ class VLLMServer:
 
     @property
     def url(self) -> str:
-        """Where the server is."""
+        """The server's address."""
         return self._http.url
 
     async def describe(self) -> Description:
-        """Context of the first model that the server has."""
+        """Return the context length of the server's first model."""
         answer = await self._http.get("/v1/models", timeout_s=30.0)
         try:
             model = answer["data"][0]
@@ -84,7 +84,7 @@ class VLLMServer:
     async def generate(
         self, ids: Sequence[int], sampling: Sampling, *, request: str, listener: Listener | None = None
     ) -> ServerAnswer:
-        """One completion; all its tokens are drawn with the same weights."""
+        """Return one completion; all its tokens are sampled with the same weights."""
         await self._go.wait()
         body = {
             "prompt": list(ids),
@@ -119,10 +119,10 @@ class VLLMServer:
         return ServerAnswer(tokens, logprobs, (version,) * len(tokens), kind, cached)
 
     async def abort(self, request: str) -> None:
-        """Nothing to do: vLLM ends a request whose connection is closed."""
+        """Do nothing: vLLM ends a request whose connection is closed."""
 
     async def score(self, ids: Sequence[int], *, top: int = 0) -> list[Scored]:
-        """Log-probabilities of given tokens."""
+        """Return the logprobs of given tokens."""
         await self._go.wait()
         body = {"prompt": list(ids), "max_tokens": 1, "temperature": 1.0, "prompt_logprobs": top}
         choice, _, _ = await self._complete(body)
@@ -137,7 +137,7 @@ class VLLMServer:
 
     @asynccontextmanager
     async def updating(self, *, by_tensor: bool) -> AsyncIterator[None]:
-        """End what runs, hold back what comes, drop the cache, let weights be loaded, go on."""
+        """End running requests, hold back new ones, flush the cache, let weights be loaded, continue."""
         assert not by_tensor, "the configuration allows sync: disk only"
         self._go.clear()
         await self._control("/pause?mode=abort&clear_cache=true")
@@ -146,16 +146,16 @@ class VLLMServer:
         self._go.set()
 
     async def load_folder(self, folder: Path, version: int) -> None:
-        """The weights in a folder that the server can read."""
+        """Load the weights in a folder that the server can read."""
         await self._control(
             "/collective_rpc", {"method": "reload_weights", "kwargs": {"weights_path": str(folder)}}
         )
         self._version = version
 
     async def load_adapter(self, folder: Path, version: int) -> None:
-        """Load it beside the others, end what runs, name it in all requests from now on.
+        """Load it in addition to the others, end running requests, use it in all requests from now on.
 
-        The cache is kept: vLLM keeps what each adapter has computed apart.
+        The cache is kept: vLLM keeps the state of each adapter separate.
         """
         assert self._adapters is not None, "the server was not opened for adapters"
         adapter = Adapter.of(version)
@@ -169,37 +169,37 @@ class VLLMServer:
             await self._control("/v1/unload_lora_adapter", {"lora_name": name})
 
     async def load_tensors(self, tensors: Mapping[str, Tensor], version: int) -> None:
-        """Not offered."""
+        """Not supported."""
         raise ServerRefused("vLLM takes weights through a folder only: use engine.sync disk or lora")
 
     async def join(self, place: GroupPlace) -> None:
-        """Not offered."""
+        """Not supported."""
         raise ServerRefused("vLLM takes weights through a folder only: use engine.sync disk or lora")
 
     async def receive(self, tensors: Mapping[str, Tensor], group: str, version: int) -> None:
-        """Not offered."""
+        """Not supported."""
         raise ServerRefused("vLLM takes weights through a folder only: use engine.sync disk or lora")
 
     async def leave(self, group: str) -> None:
-        """There is no group."""
+        """Do nothing: there is no group."""
 
     async def sleep(self) -> None:
         """Free the GPU memory of weights and cache; the server needs `--enable-sleep-mode` for it."""
         await self._control("/sleep?level=2")
 
     async def wake(self, what: Literal["weights", "cache"]) -> None:
-        """Take the memory again."""
+        """Allocate the memory again."""
         await self._control(f"/wake_up?tags={_TAGS[what]}")
 
     async def close(self) -> None:
-        """Unload what was loaded beside the model, if the server is still there, and drop the connections."""
+        """Unload the adapters, if the server is still there, and close the connections."""
         for name in [] if self._adapters is None else self._adapters.names():
             with contextlib.suppress(EngineError):
                 await self._http.post("/v1/unload_lora_adapter", {"lora_name": name}, timeout_s=5.0)
         await self._http.close()
 
     async def _complete(self, body: dict[str, Any], listener: Listener | None = None) -> tuple[Any, Any, int]:
-        """The only choice of a completion, the usage, and the version of the weights that drew it."""
+        """Return the completion's only choice, the usage, and the version of the weights that sampled it."""
         if not self._model:
             await self.describe()
         version = self._version
@@ -215,7 +215,7 @@ class VLLMServer:
             raise EngineError(f"{self.url}/v1/completions: an answer without a choice: {answer!r:.300}") from e
 
     async def _answer(self, body: dict[str, Any], listener: Listener | None, version: int) -> Any:
-        """The answer as a whole, told piece by piece on the way where somebody listens."""
+        """Return the whole answer, reporting it incrementally if there is a listener."""
         if listener is None:
             return await self._http.post("/v1/completions", body)
         stream = VLLMStream(f"{self.url}/v1/completions", version, listener)
@@ -231,7 +231,7 @@ class VLLMServer:
 
 
 def _scored(token: int, entry: Mapping[str, Any], top: int) -> Scored:
-    """A token of the prompt: `entry` holds its log-probability and those of the likeliest, by id."""
+    """Convert a prompt token: `entry` has its logprob and those of the most likely tokens, by id."""
     pairs = sorted(((int(id), float(one["logprob"])) for id, one in entry.items()), key=lambda pair: -pair[1])
     return Scored(float(entry[str(token)]["logprob"]), tuple(pairs[:top]))
 
@@ -259,7 +259,7 @@ def _command(config: EngineConfig, model: Path, gpu: int | None) -> CommandLine:
 
 
 def _adapters(config: EngineConfig, lora: LoRAConfig, model: Path, gpu: int | None) -> CommandLine:
-    """Room for the current adapter and the next one."""
+    """Reserve room for the current adapter and the next one."""
     rank = next((rank for rank in RANKS if rank >= lora.rank), None)
     if rank is None:
         raise ConfigError(

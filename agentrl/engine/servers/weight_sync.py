@@ -1,7 +1,8 @@
-"""How weights reach inference servers: through a folder, as tensors in a request, by broadcast, or as an adapter.
+"""Transfer weights to inference servers: through a folder, as tensors in a request, by broadcast, or as an
+adapter.
 
-Each `push` brings one version to several servers and returns those that did not take it, with the reason; such a
-server is paused and must be started again, because its weights may be half old.
+Each `push` brings one version to several servers and returns those that failed, with the reason; such a server is
+paused and must be restarted, because its weights may be partly old.
 """
 
 from __future__ import annotations
@@ -30,21 +31,21 @@ Failures = dict[InferenceServer, EngineError]
 
 
 class WeightSync(Protocol):
-    """One way for weights to travel."""
+    """One way to transfer weights."""
 
     async def push(
         self, servers: Sequence[InferenceServer], weights: Mapping[str, Tensor], version: int
     ) -> Failures:
-        """Bring weights to servers; returns those that failed."""
+        """Bring weights to servers and return those that failed."""
         ...
 
     async def close(self) -> None:
-        """Free what is held; idempotent."""
+        """Free all resources; idempotent."""
         ...
 
 
 def distinct(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Of tied parameters the first name only: servers tie them again by the model's configuration."""
+    """Keep only the first name of tied parameters: servers tie them again by the model's configuration."""
     seen: set[tuple[int, torch.Size]] = set()
     found = {}
     for name, tensor in weights.items():
@@ -56,7 +57,7 @@ def distinct(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def buckets(weights: Mapping[str, Tensor], bucket_bytes: int) -> Iterator[dict[str, Tensor]]:
-    """Runs of tensors of at most `bucket_bytes` together (one that is larger is alone)."""
+    """Yield groups of tensors with at most `bucket_bytes` in total (a larger tensor forms its own group)."""
     bucket: dict[str, Tensor] = {}
     size = 0
     for name, tensor in weights.items():
@@ -81,7 +82,7 @@ class DiskSync:
     async def push(
         self, servers: Sequence[InferenceServer], weights: Mapping[str, Tensor], version: int
     ) -> Failures:
-        """Write, let all servers read, and remove what was written before."""
+        """Write the weights, have all servers read them, and remove the previous ones."""
         self._count += 1
         target = self._folder / f"weights-{self._count}"
         try:
@@ -121,13 +122,13 @@ class DiskSync:
 
 
 class AdapterSync(DiskSync):
-    """Writes an adapter that every server loads on top of its own model, which stays as it was started.
+    """Writes an adapter that every server loads on top of its initial model.
 
-    Its weights are those of the adapter alone, named as peft names them in a file.
+    Its weights are only those of the adapter, with the names that peft uses in a file.
     """
 
     def __init__(self, model: Path, folder: Path, *, alpha: float) -> None:
-        """Write below `folder`; what the adapter adds is scaled by alpha / rank."""
+        """Write below `folder`; the adapter's contribution is scaled by alpha / rank."""
         super().__init__(model, folder)
         self._alpha = alpha
 
@@ -162,7 +163,7 @@ class TensorSync:
     async def push(
         self, servers: Sequence[InferenceServer], weights: Mapping[str, Tensor], version: int
     ) -> Failures:
-        """Send all weights to all servers, which wait meanwhile."""
+        """Send all weights to all servers, which are paused meanwhile."""
 
         async def load(server: InferenceServer) -> None:
             async with server.updating(by_tensor=True):
@@ -172,7 +173,7 @@ class TensorSync:
         return await _each(servers, load)
 
     async def close(self) -> None:
-        """Nothing is held."""
+        """Do nothing: there is nothing to free."""
 
 
 class BroadcastSync:
@@ -187,14 +188,14 @@ class BroadcastSync:
         timeout_s: float = 300.0,
         host: str | None = None,
     ) -> None:
-        """Form the group at the first push, and anew whenever the servers change.
+        """Form the group at the first push, and again whenever the servers change.
 
         Args:
             backend: gloo for host memory, nccl between GPUs.
-            bucket_bytes: at most so much is on its way at once.
+            bucket_bytes: maximum number of bytes in flight.
             ranks_per_server: tensor-parallel size of a server.
-            timeout_s: how long joining, or one broadcast, may take.
-            host: address of this machine as the servers see it; found out by default.
+            timeout_s: time limit for joining, or for one broadcast.
+            host: address of this machine as seen by the servers; detected by default.
         """
         self._backend, self._bucket_bytes = backend, bucket_bytes
         self._ranks, self._timeout_s, self._host = ranks_per_server, timeout_s, host
@@ -206,7 +207,7 @@ class BroadcastSync:
     async def push(
         self, servers: Sequence[InferenceServer], weights: Mapping[str, Tensor], version: int
     ) -> Failures:
-        """Broadcast all weights; where a server fails, the others are served again without it."""
+        """Broadcast all weights; if a server fails, repeat for the others without it."""
         failures: Failures = {}
         left = list(servers)
         while left:
@@ -297,7 +298,7 @@ class _JoinFailed(EngineError):
 async def _each(
     servers: Sequence[InferenceServer], work: Any, beside: Coroutine[Any, Any, None] | None = None
 ) -> Failures:
-    """Run `work` for all servers at once, and `beside` with them; who failed, and why."""
+    """Run `work` for all servers at once, together with `beside`; return which failed, and why."""
     jobs = [work(server) for server in servers] + ([beside] if beside is not None else [])
     results = await asyncio.gather(*jobs, return_exceptions=True)
     failures: Failures = {}
@@ -312,14 +313,14 @@ async def _each(
 
 
 def _own_end(host: str, port: int, size: int, name: str, backend: str, timeout_s: float) -> Any:
-    """Rank 0 of a process group beside the default one, joined as the servers join it.
+    """Create rank 0 of an additional process group, in the same way as the servers join it.
 
-    The public `init_process_group` makes the default group, which belongs to the learner's ranks; a second one
-    whose members have no default group in common is made with the helper under it, as the servers do.
+    The public `init_process_group` creates the default group, which belongs to the learner's ranks; an additional
+    group whose members share no default group is created with the helper below it, as the servers do.
     """
     import torch.distributed.distributed_c10d as module
 
-    c10d: Any = module  # these names are not part of its public face
+    c10d: Any = module  # these names are not part of its public interface
 
     timeout = timedelta(seconds=timeout_s)
     store, _, _ = next(c10d.rendezvous(f"tcp://{host}:{port}", 0, size, timeout=timeout))
@@ -332,7 +333,7 @@ def _own_end(host: str, port: int, size: int, name: str, backend: str, timeout_s
 
 
 def _address_towards(url: str) -> str:
-    """This machine's address on the way to a server."""
+    """Return this machine's address on the route to a server."""
     target = urlsplit(url).hostname or "127.0.0.1"
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         probe.connect((target, 9))  # sends nothing
@@ -340,7 +341,7 @@ def _address_towards(url: str) -> str:
 
 
 def vocabulary_of(model: Path) -> int:
-    """How many token ids a model directory knows. Raises EngineError where it does not say."""
+    """Return the vocabulary size of a model directory. Raises EngineError if it does not specify one."""
     try:
         config = json.loads((model / "config.json").read_text())
         return int((config.get("text_config") or config)["vocab_size"])

@@ -1,1 +1,1 @@
-"""Starting inference servers, here or through Ray, and ending them."""
+"""Start and stop inference servers, on this machine or through Ray."""

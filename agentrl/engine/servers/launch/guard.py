@@ -1,12 +1,11 @@
-"""Runs a server and ends it, with everything it has started, when the process that wanted it is gone.
+"""Run a server and end it, with everything it has started, when its owner process is gone.
 
     python guard.py COMMAND...
 
-Run by path, as a program of its own, so it imports nothing of agentrl. Its standard input is a pipe whose other
-end the owner holds: the kernel closes that end however the owner dies, kill -9 included, so that no server keeps a
-GPU after a run. It ends the server too when it is asked to terminate, and exits with the server's exit code when
-that ends first. Where it is killed itself, as Ray does with the children of an actor that dies, the kernel ends
-the server.
+Run by path as a standalone program, so it imports nothing from agentrl. Its standard input is a pipe whose other
+end the owner holds: the kernel closes that end however the owner dies, including kill -9, so that no server keeps
+a GPU after a run. The guard also ends the server on SIGTERM, and exits with the server's exit code if that ends
+first. If the guard itself is killed, as Ray does with the children of a dead actor, the kernel ends the server.
 """
 
 from __future__ import annotations
@@ -22,14 +21,14 @@ import time
 from pathlib import Path
 
 GRACE_S = 5.0
-"""How long the server may take to end by itself."""
+"""Seconds the server has to shut down by itself."""
 PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36
 
 
 def main(command: list[str]) -> int:
-    """Run the command to its end, or to ours."""
+    """Run the command until it ends or the guard is to end."""
     prctl = getattr(ctypes.CDLL(None), "prctl", lambda *_: 0)  # Linux only
-    # What the server leaves behind becomes our child instead of init's, so that we find it.
+    # Orphans of the server become children of this process instead of init's, so that they can be found.
     prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
     stopping = threading.Event()
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
@@ -66,7 +65,7 @@ def _watch_server(server: subprocess.Popen[bytes], stopping: threading.Event) ->
 
 
 def _end_leftovers() -> None:
-    """Kill and reap our remaining descendants, wherever they have moved to."""
+    """Kill and reap all remaining descendants, including reparented ones."""
     end = time.monotonic() + GRACE_S
     while time.monotonic() < end:
         children = _children()

@@ -1,4 +1,4 @@
-"""Where servers come from: launched by the run, or given by their address."""
+"""Sources of servers: launched by the run, or given by address."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ from agentrl.errors import EngineError
 
 Connect = Callable[[str], InferenceServer]
 ASK_EVERY_S = 0.25
-"""How often a server that is starting is asked whether it answers."""
+"""Interval for checking whether a starting server responds."""
 
 
 @dataclass(frozen=True, slots=True)
 class Recipe:
-    """How to start a server: `command(port)`, and what is added to the environment."""
+    """How to start a server: `command(port)`, and additional environment variables."""
 
     command: Callable[[int], Sequence[str]]
     environment: Mapping[str, str]
 
 
 class LaunchedHost:
-    """A server that the run starts on this machine, on a free port, and ends."""
+    """A server that the run starts on this machine, on a free port, and stops."""
 
     def __init__(self, name: str, recipe: Recipe, connect: Connect, *, log: Path, start_timeout_s: float) -> None:
         self._name, self._recipe, self._connect = name, recipe, connect
@@ -35,11 +35,11 @@ class LaunchedHost:
 
     @property
     def name(self) -> str:
-        """For messages."""
+        """Name for messages."""
         return self._name
 
     async def start(self) -> InferenceServer:
-        """Launch it and wait until it answers; see `Host.start`."""
+        """Launch it and wait until it responds; see `Host.start`."""
         port = free_port()
         command = self._recipe.command(port)
         process = await ServerProcess.start(command, environment=self._recipe.environment, log=self._log)
@@ -68,7 +68,7 @@ class LaunchedHost:
         return server
 
     async def ended(self) -> str:
-        """Wait for the end of the process."""
+        """Wait for the process to end."""
         assert self.process is not None
         return f"its process ended with exit code {await self.process.wait()}; {self._said(3)}"
 
@@ -87,18 +87,18 @@ class LaunchedHost:
 
 
 class GivenHost:
-    """A server of somebody else's: waited for, never started or ended."""
+    """An external server: waited for, but never started or stopped."""
 
     def __init__(self, url: str, connect: Connect, *, start_timeout_s: float) -> None:
         self._url, self._connect, self._start_timeout_s = url, connect, start_timeout_s
 
     @property
     def name(self) -> str:
-        """For messages."""
+        """Name for messages."""
         return self._url
 
     async def start(self) -> InferenceServer:
-        """Wait until it answers; see `Host.start`."""
+        """Wait until it responds; see `Host.start`."""
         server = self._connect(self._url)
         try:
             async with asyncio.timeout(self._start_timeout_s):
@@ -115,16 +115,16 @@ class GivenHost:
         return server
 
     async def ended(self) -> str:
-        """Nobody tells."""
+        """Never return, because the end of an external server is not reported."""
         await asyncio.Event().wait()
         raise AssertionError
 
     async def stop(self) -> None:
-        """It is not ours."""
+        """Do nothing, because the server is not ours to stop."""
 
 
 async def _answers(server: InferenceServer, ended: asyncio.Future[int] | None) -> bool:
-    """Whether the server answers; waits a little where it does not."""
+    """Return whether the server responds; waits briefly if it does not."""
     try:
         await server.check(timeout_s=60.0)
     except ServerRefused as e:

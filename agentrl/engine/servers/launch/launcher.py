@@ -1,4 +1,4 @@
-"""Inference servers as child processes: started on a free port of the loopback, and surely ended."""
+"""Inference servers as child processes: started on a free loopback port, and reliably stopped."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from pathlib import Path
 from agentrl.errors import EngineError
 
 STOP_S = 15.0
-"""How long a guard may take to end its server; longer than it waits itself."""
+"""Seconds a guard has to end its server; longer than the guard's own wait."""
 _OURS = ("PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV")
 _GUARD = Path(__file__).with_name("guard.py")
 
 
 class ServerProcess:
-    """One running server under its guard (see `guard.py`); what it prints goes to `log`."""
+    """One running server under its guard (see `guard.py`); its output goes to `log`."""
 
     def __init__(self, process: asyncio.subprocess.Process, log: Path) -> None:
         self._process, self.log = process, log
@@ -28,10 +28,11 @@ class ServerProcess:
     async def start(
         cls, command: Sequence[str], *, environment: Mapping[str, str] | None = None, log: Path
     ) -> ServerProcess:
-        """Start `command` with `environment` added to this process's own, without what says where Python looks.
+        """Start `command` with `environment` added to the inherited one, minus variables for Python's module
+        search.
 
         Raises:
-            EngineError: there is no such program.
+            EngineError: the program does not exist.
         """
         log.parent.mkdir(parents=True, exist_ok=True)
         if not os.access(command[0], os.X_OK):
@@ -46,13 +47,13 @@ class ServerProcess:
                 stdout=output,
                 stderr=output,
                 env={k: v for k, v in os.environ.items() if k not in _OURS} | dict(environment or {}),
-                start_new_session=True,  # Ctrl-C is for the run: it saves first
+                start_new_session=True,  # Ctrl-C is for the run, which saves first
             )
         return cls(process, log)
 
     @property
     def alive(self) -> bool:
-        """Whether the server runs."""
+        """Whether the server is running."""
         return self._process.returncode is None
 
     @property
@@ -65,7 +66,7 @@ class ServerProcess:
         return await self._process.wait()
 
     async def stop(self) -> None:
-        """End the server and everything it has started; idempotent."""
+        """Stop the server and everything it has started; idempotent."""
         if self._process.stdin is not None:
             self._process.stdin.close()
         try:
@@ -77,7 +78,7 @@ class ServerProcess:
             await self._process.wait()
 
     def last_words(self, lines: int = 12) -> str:
-        """The end of the log, for an error message."""
+        """Return the end of the log, for an error message."""
         try:
             with self.log.open("rb") as file:
                 file.seek(max(0, self.log.stat().st_size - 8192))
@@ -89,7 +90,7 @@ class ServerProcess:
 
 
 def free_port() -> int:
-    """A TCP port of the loopback that nobody listens on at this moment."""
+    """Return a loopback TCP port that is currently free."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])

@@ -1,4 +1,4 @@
-"""Servers as Ray actors: each on whatever node of a cluster has GPUs for it."""
+"""Servers as Ray actors: each on a node of a cluster with enough GPUs for it."""
 
 from __future__ import annotations
 
@@ -20,16 +20,16 @@ KEY = "engine.server.launch: ray"
 
 
 class RayCluster:
-    """The cluster that servers are started on; connects at the first use."""
+    """The cluster on which servers are started; connects at first use."""
 
     def __init__(self, address: str | None) -> None:
         self.local = address is None
         self._address, self._ours = address, False
         self.ray: Any = None
-        self._lock = threading.Lock()  # servers are started side by side
+        self._lock = threading.Lock()  # servers are started in parallel
 
     def connect(self) -> Any:
-        """The module `ray`, connected. Raises ConfigError where there is no Ray or no cluster."""
+        """Return the connected module `ray`. Raises ConfigError if there is no Ray or no cluster."""
         with self._lock:
             if self.ray is None:
                 ray = import_ray(KEY)
@@ -38,7 +38,7 @@ class RayCluster:
         return self.ray
 
     def close(self) -> None:
-        """Leave the cluster if nobody else of this process had joined it before; idempotent."""
+        """Leave the cluster unless this process had joined it before; idempotent."""
         if self.ray is not None and self._ours:
             self.ray.shutdown()
         self.ray, self._ours = None, False
@@ -51,7 +51,7 @@ class ServerOnNode:
         self._process: ServerProcess | None = None
 
     async def start(self, recipe: Recipe, *, loopback: bool) -> str:
-        """Start the server at the node's own address, or at the loopback; returns its URL at once."""
+        """Start the server at the node's address or at the loopback, and return its URL immediately."""
         ray: Any = import_module("ray")
         host, port = "127.0.0.1" if loopback else str(ray.util.get_node_ip_address()), free_port()
         command = [host if part == "127.0.0.1" else part for part in recipe.command(port)]
@@ -60,19 +60,19 @@ class ServerOnNode:
         return f"http://{host}:{port}"
 
     async def ended(self) -> str:
-        """Wait for the end of the server; its exit code and last words."""
+        """Wait for the server to end; return its exit code and last output."""
         assert self._process is not None
         code = await self._process.wait()
         return f"its process ended with exit code {code}; the end of its log:\n{self._process.last_words()}"
 
     async def stop(self) -> None:
-        """End the server."""
+        """Stop the server."""
         if self._process is not None:
             await self._process.stop()
 
 
 class RayHost:
-    """A server that lives in an actor; started again, it may come up on another node."""
+    """A server in an actor; after a restart it may be on another node."""
 
     def __init__(
         self,
@@ -90,14 +90,14 @@ class RayHost:
 
     @property
     def name(self) -> str:
-        """For messages."""
+        """Name for messages."""
         return self._name
 
     async def start(self) -> InferenceServer:
-        """Find a place, launch and wait until the server answers; see `Host.start`."""
+        """Find a node, launch and wait until the server responds; see `Host.start`."""
         ray = await asyncio.to_thread(self._cluster.connect)
         actor_class = ray.remote(ServerOnNode)
-        # Several calls at a time: one waits for the end of the server all along.
+        # Several concurrent calls: one of them waits for the end of the server.
         self._actor = actor_class.options(num_cpus=1, num_gpus=self._gpus, max_concurrency=8).remote()
         server: InferenceServer | None = None
         try:
@@ -117,14 +117,14 @@ class RayHost:
         return server
 
     async def ended(self) -> str:
-        """Wait for the end of the server, or of its actor or node."""
+        """Wait for the server, its actor or its node to end."""
         try:
             return str(await self._ask("ended"))
         except EngineError as e:
             return str(e)
 
     async def stop(self) -> None:
-        """End server and actor."""
+        """Stop server and actor."""
         actor, self._actor = self._actor, None
         if actor is None:
             return

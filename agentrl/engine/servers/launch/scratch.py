@@ -1,4 +1,4 @@
-"""A temporary folder that is removed with its process: at the end, or by the next one that makes such a folder."""
+"""A temporary folder that is removed with its process: at exit, or by the next process that creates one."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from pathlib import Path
 
 PREFIX = "agentrl-engine-"
 _ALIVE = ".alive"
-"""A file that the owner holds a lock on; the kernel lets go of it however the owner ends."""
+"""A file that the owner keeps locked; the kernel releases the lock however the owner ends."""
 
 
 class ScratchFolder:
-    """Holds logs, and weights on their way to servers; they are large, so nothing of a killed run may stay."""
+    """Holds logs, and weights in transit to servers; they are large, so nothing of a killed run may remain."""
 
     def __init__(self) -> None:
         sweep()
@@ -35,4 +35,4 @@ def sweep() -> None:
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 shutil.rmtree(file.parent, ignore_errors=True)
         except OSError:
-            continue  # its owner lives, it has just gone, or it is not ours
+            continue  # its owner is alive, it is already gone, or it is not ours
