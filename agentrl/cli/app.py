@@ -71,9 +71,9 @@ app.add_typer(config.app, name="config")
 app.add_typer(sandbox.app, name="sandbox")
 
 PLACES = {errno.EACCES, errno.EDQUOT, errno.ENAMETOOLONG, errno.ENOSPC, errno.EPERM, errno.EROFS}
-"""Trouble of files and folders that no program can mend: said in one line."""
+"""File-system errors the program cannot fix; reported in one line."""
 CONFIG_EXIT = 2
-"""Exit code for the user's mistakes; those of usage have the same."""
+"""Exit code for user errors, including usage errors."""
 
 
 def main(argv: Sequence[str] | None = None) -> None:

@@ -36,7 +36,7 @@ PACKAGES = {
     "pyarrow": "reads and writes parquet (extra: parquet)",
     "docker": "runs sandboxes in containers (extra: docker)",
 }
-"""What the versions of matter, and what for."""
+"""Packages whose versions matter, and why."""
 
 
 def doctor(
@@ -44,7 +44,7 @@ def doctor(
         str, typer.Argument(help="`sandbox` prints only what sandboxes keep here; a run folder is looked over.")
     ] = "all",
 ) -> None:
-    """What this machine has: Python, packages, GPUs, room, and which sandboxes work here; or what a run lost."""
+    """Show what this machine has (Python, packages, GPUs, disk space, working sandboxes), or what a run lost."""
     if what not in ("all", "sandbox"):
         _run(Path(what))
         return
@@ -59,7 +59,8 @@ def doctor(
 
 
 def _run(run: Path) -> None:
-    """Which episodes of a run were lost to the infrastructure, and whether that was blind to the policy."""
+    """Which episodes of a run were lost to infrastructure failures, and whether the losses depend on the
+    policy."""
     from agentrl.clean import visible
     from agentrl.errors import ConfigError
     from agentrl.run_folder.redraws import Redraws, read_redraws

@@ -182,7 +182,7 @@ def evaluate(
 
 
 def _say(result: EvalResult, short: list[str]) -> None:
-    """Print the result; leave with 1 where tasks were lost or a bound was missed."""
+    """Print the result; exit with 1 if tasks were lost or a bound was missed."""
     from rich.console import Console
 
     from agentrl.eval.report import result_text
@@ -197,10 +197,10 @@ def _say(result: EvalResult, short: list[str]) -> None:
 def find(
     target: Path | None, env: str | None, overrides: list[str], endpoint: Endpoint | None = None
 ) -> tuple[Subject, RunConfig, Path]:
-    """What is evaluated, the configuration it is played with, and where evaluations of it go by default.
+    """What is evaluated, its configuration, and the default folder of its evaluations.
 
     Raises:
-        CheckpointError: there are no good weights.
+        CheckpointError: no valid weights were found.
         ConfigError: a bare model needs an env, or the env or an override is wrong.
     """
     from agentrl.config import load_config
@@ -244,14 +244,14 @@ def find(
 
 
 def _check_overrides(overrides: list[str], endpoint: Endpoint | None) -> None:
-    """See that every flag changes something here. Raises ConfigError."""
+    """Check that every flag has an effect here. Raises ConfigError."""
     check_effect(overrides, "eval", "on an evaluation")
     if endpoint is not None:
         check_effect(overrides, "eval --base-url", f"with --base-url {endpoint.base_url}")
 
 
 def _bare(model: str, changes: list[str], *, exists: bool = True) -> RunConfig:
-    """The configuration of a policy outside of a run: the defaults with what the flags change."""
+    """The configuration of a policy outside of a run: the defaults with the overrides of the flags."""
     from agentrl.config.load import make_config
 
     return make_config(
@@ -260,7 +260,7 @@ def _bare(model: str, changes: list[str], *, exists: bool = True) -> RunConfig:
 
 
 def _filters(top_p: float | None, top_k: int | None, min_p: float | None) -> Filters:
-    """Which tokens may be drawn. Raises ConfigError on what leaves none."""
+    """The sampling filter. Raises ConfigError if it leaves no tokens."""
     from agentrl.errors import ConfigError
     from agentrl.types import Filters
 
@@ -313,7 +313,7 @@ def _prices(
 
 
 def _bounds(minimum: list[str], attempts: int) -> dict[str, float]:
-    """Lower bounds by name. Raises ConfigError on what cannot be a bound here, before anything is played."""
+    """Lower bounds by name. Raises ConfigError on invalid bounds, before any episode runs."""
     from agentrl.errors import ConfigError
 
     bounds: dict[str, float] = {}

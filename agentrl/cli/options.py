@@ -41,7 +41,7 @@ def policy_folder(target: Path) -> Path:
     """The folder that an argument means: itself, or the snapshot of a Hugging Face id in the local cache.
 
     Raises:
-        ConfigError: it is neither there nor in the cache, or holds an adapter alone.
+        ConfigError: the folder is neither local nor in the cache, or contains only an adapter.
     """
     from agentrl.config.hub import cached_snapshot, how_to_get, is_hub_id
     from agentrl.errors import ConfigError
@@ -65,10 +65,10 @@ def policy_folder(target: Path) -> Path:
 
 
 def new_file(path: Path, *, overwrite: bool = False) -> Path:
-    """See that a file can be made there.
+    """Check that a file can be created there.
 
     Raises:
-        ConfigError: it is there already, is a folder, or its folder is missing.
+        ConfigError: the path exists, is a folder, or its folder is missing.
     """
     from agentrl.errors import ConfigError
 
@@ -85,11 +85,11 @@ def new_file(path: Path, *, overwrite: bool = False) -> Path:
 
 
 def check_effect(overrides: Sequence[str], command: Command, what: str) -> None:
-    """See that every `--set` changes something for a command that only samples from a policy.
+    """Check that every `--set` has an effect for a command that only samples from a policy.
 
     Args:
-        command: the name by which keys say that they mean nothing to it.
-        what: on what it would have an effect, for errors: `on serving`.
+        command: the name under which keys declare that they have no effect.
+        what: where an effect was expected, for errors: `on serving`.
 
     Raises:
         ConfigError: one of them has no effect.

@@ -106,10 +106,11 @@ class _Policy:
 
 
 def _find(target: Path, overrides: list[str]) -> _Policy:
-    """The newest good checkpoint of a run with the run's renderer and engine, or a bare model with its own.
+    """The newest good checkpoint of a run with the run's renderer and engine, or a bare model with its default
+    ones.
 
     Raises:
-        CheckpointError: there are no good weights, or they were trained with another renderer.
+        CheckpointError: no valid weights were found, or they were trained with another renderer.
         ConfigError: the folder is neither, or an override is wrong.
     """
     from agentrl.chat.template import Renderer
@@ -142,7 +143,7 @@ def _find(target: Path, overrides: list[str]) -> _Policy:
 
 
 def _about_tools(renderer: Renderer) -> str:
-    """What clients that send tools should know of the chat template; empty where their calls are read."""
+    """A warning about the chat template for clients that send tools; empty if their calls are parsed."""
     from agentrl.chat.proof import prove
     from agentrl.errors import TemplateError
 
@@ -154,7 +155,7 @@ def _about_tools(renderer: Renderer) -> str:
 
 
 def _digest(directory: Path, renderer: Renderer) -> str:
-    """Names the weights and the renderer; other weights or another template give another."""
+    """Identifies weights and renderer; other weights or another template change it."""
     import hashlib
 
     manifest = directory / "manifest.json"  # of a checkpoint: holds the digest of every file
@@ -189,7 +190,7 @@ def _key(host: str, name: str | None) -> str | None:
 
 
 Using = Callable[["Engine", asyncio.Event], Awaitable[None]]
-"""What is done with an engine until the event is set."""
+"""Uses an engine until the event is set."""
 
 
 async def _with_engine(policy: _Policy, use: Using) -> None:

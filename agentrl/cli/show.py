@@ -55,7 +55,8 @@ def show(
 
 
 def _named(run: Path, name: str, steps: list[int]) -> list[EpisodeRecord]:
-    """The episode of this id; the step in its name (s12/...) is read first, then later steps before earlier."""
+    """The episode with this id; the step in its name (s12/...) is searched first, then other steps, latest
+    first."""
     import re
 
     from agentrl.errors import ConfigError

@@ -1,10 +1,10 @@
-"""Addresses of HTTP servers that a user has written."""
+"""Addresses of HTTP servers in the configuration."""
 
 from __future__ import annotations
 
 
 def address_problem(url: str) -> str:
-    """Why no request can be sent there; "" where one can."""
+    """Why the address cannot be used; "" if it can."""
     import httpx
 
     try:

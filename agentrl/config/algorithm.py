@@ -21,13 +21,13 @@ from agentrl.config.facts import MayChangeOnResume, PathTo
 from agentrl.config.section import Count, Positive, Section
 
 ALONE = frozenset(name for name, estimator in ESTIMATORS.items() if not estimator.compares)
-"""Estimators that need no siblings to compare with."""
+"""Estimators that do not compare an episode with its siblings."""
 
 
 Aggregation = Literal[
     "token-mean", "token-sum", "seq-mean-token-mean", "seq-mean-token-sum", "seq-mean-token-sum-norm"
 ]
-"""How token losses become one number."""
+"""How token losses are aggregated into one number."""
 
 STATISTICS = (
     *("token_k1", "token_k2", "token_k3", "seq_sum_k1", "seq_sum_k2", "seq_sum_k3"),
@@ -48,48 +48,50 @@ def _check_rule(statistic: str, limit: float | tuple[float, float]) -> None:
 
 
 class CriticConfig(Section):
-    """The critic of `advantage: gae`: a value model that learns beside the policy."""
+    """The critic of `advantage: gae`: a value model trained together with the policy."""
 
     path: Annotated[str | None, PathTo("folder", hub=True)] = None
-    """Model directory that it begins with; by default the one that the policy begins with."""
+    """Model directory to initialize the critic from; by default the policy's initial model."""
     lr: Above0 = 1e-5
-    """Peak learning rate; it rises and falls as that of the policy."""
+    """Peak learning rate; it follows the policy's schedule."""
     value_clip: Above0 | None = 0.5
-    """Values count only as far as this from those before the step; null switches it off."""
+    """Value clipping: predictions are clipped to within this distance of those before the step; null disables
+    it."""
     warmup_steps: Count = 0
-    """Steps at the beginning in which only the critic learns."""
+    """Number of initial steps that train only the critic."""
     max_grad_norm: Above0 = 1.0
-    """Gradients are scaled down to this norm."""
+    """Maximum gradient norm; larger gradients are scaled down."""
     updates_per_step: Positive | None = None
-    """Mini-batches that the critic learns a step from; by default as many as the policy."""
+    """Mini-batches per step for the critic; by default the policy's number."""
     epochs: Positive | None = None
-    """Passes of the critic over a step; by default as many as the policy."""
+    """Passes of the critic over the episodes of a step; by default the policy's number."""
     aggregation: Aggregation | None = None
-    """How the errors of tokens become one number; by default as the losses of the policy."""
+    """How token errors are aggregated; by default like the policy's token losses."""
     aggregation_scale: Above0 | None = None
-    """As `algorithm.aggregation_scale`; by default the same."""
+    """Like `algorithm.aggregation_scale`, which is also the default."""
     ranks: Annotated[Count, MayChangeOnResume()] = 0
-    """Ray workers of the critic's own, each with a shard of it; 0 keeps it beside the policy, on its ranks. With
-    ranks of its own the policy is on Ray as well, whatever its number of ranks."""
+    """Number of dedicated Ray workers for the critic, each with one shard; 0 runs it on the policy's ranks. With
+    dedicated ranks, the policy also runs on Ray, even with a single rank."""
 
 
 class KLConfig(Section):
-    """The penalty on the distance to the frozen reference policy (the policy that reinforcement began with)."""
+    """The KL penalty toward the frozen reference policy (the policy at the start of RL training)."""
 
     where: Literal["loss", "reward", "both"] = "loss"
-    """Part of the loss, or taken off the reward of each token before advantages are estimated, or both at once."""
+    """Add the penalty to the loss, subtract it from each token's reward before advantages are estimated, or
+    both."""
     coef: NonNegative = 0.01
-    """Weight of the penalty; 0 switches it off and skips the reference pass."""
+    """Weight of the penalty; 0 disables it and skips the reference pass."""
     kind: Literal["auto", "unbiased", "k1", "abs", "k2", "k3", "k1+", "abs+", "k2+", "k3+"] = "auto"
     """The estimate. `auto`: `unbiased` in the loss (k3's value, an unbiased gradient that never vanishes) and
-    `k1` in the reward. A `+` has the value of the one and the gradient of k2. Without it, the gradient of `k1` in
-    the loss is 0 on average, and that of `abs` and `k3` is not that of the KL divergence either."""
+    `k1` in the reward. A `+` keeps the estimate's value and uses the gradient of k2. Without it, `k1` in the loss
+    has a gradient of 0 on average, and `abs` and `k3` do not have the gradient of the KL divergence either."""
     control: Literal["fixed", "adaptive"] = "fixed"
-    """Keep the weight, or let it follow the measured KL; what it has become is saved in checkpoints."""
+    """Keep the weight fixed, or adapt it to the measured KL; the current weight is saved in checkpoints."""
     target: Above0 = 0.1
-    """`control: adaptive`: the KL per token that is aimed at."""
+    """`control: adaptive`: target KL per token."""
     horizon: Above0 = 10_000.0
-    """`control: adaptive`: episodes over which the weight follows."""
+    """`control: adaptive`: horizon of the adaptation, in episodes."""
 
     @property
     def in_loss(self) -> bool:
@@ -98,7 +100,7 @@ class KLConfig(Section):
 
     @property
     def in_reward(self) -> bool:
-        """Whether rewards are penalised."""
+        """Whether rewards are penalized."""
         return self.coef > 0 and self.where != "loss"
 
     @property
@@ -113,23 +115,24 @@ class KLConfig(Section):
 
 
 class CorrectionConfig(Section):
-    """What is done about the difference between the sampler's and the learner's logprobs (always measured)."""
+    """Corrections for the difference between the sampler's and the learner's logprobs (always measured)."""
 
     importance: Literal["none", "token", "sequence"] = "none"
-    """Multiply the loss of each token by the ratio learner / sampler of the token or of its sequence."""
+    """Importance weights: multiply each token's loss by the ratio learner / sampler of the token or its
+    sequence."""
     high: Above0 = 2.0
-    """Ratios count up to this."""
+    """Ratios are truncated at this value."""
     low: Above0 | None = None
-    """Where given, ratios outside [low, high] count as 0 (IcePop) instead of being cut at high."""
+    """If set, ratios outside [low, high] count as 0 (IcePop) instead of being truncated at `high`."""
     normalize: bool = False
-    """Scale the ratios of a step to a mean of 1."""
+    """Normalize the ratios of a step to a mean of 1."""
     reject: dict[str, float | tuple[float, float]] = Field(default_factory=dict)
-    """Leave tokens or sequences out of the loss: a statistic (`token_k1`, `seq_mean_k3`, ...) and its highest
-    value; for k1 the highest ratio sampler / learner, or [lowest, highest]."""
+    """Mask tokens or sequences out of the loss: a statistic (`token_k1`, `seq_mean_k3`, ...) and its maximum; for
+    k1, the maximum ratio sampler / learner, or [minimum, maximum]."""
     veto: Annotated[float, Field(gt=0, lt=1)] | None = None
-    """Leave out every sequence with a token whose ratio learner / sampler is below this (1e-4, say)."""
+    """Mask every sequence with a token whose ratio learner / sampler is below this (for example, 1e-4)."""
     off_policy: Above0 | None = None
-    """Leave out sequences of negative advantage whose tokens have drifted by more than this on average."""
+    """Mask sequences with a negative advantage whose tokens have drifted by more than this on average."""
 
     @model_validator(mode="after")
     def _fits(self) -> Self:
@@ -140,63 +143,64 @@ class CorrectionConfig(Section):
 
 
 class DriftGateConfig(Section):
-    """Limits of the difference between sampler and learner; the run stops where one is passed; null: no limit."""
+    """Limits on the difference between sampler and learner; the run stops if one is exceeded; null: no limit."""
 
     mean_abs: Above0 | None = 0.1
-    """Mean |sampler logprob - learner logprob| of a step at most."""
+    """Maximum mean |sampler logprob - learner logprob| of a step."""
     max_abs: Above0 | None = None
-    """Largest |sampler logprob - learner logprob| at most."""
+    """Maximum |sampler logprob - learner logprob| of any token."""
     k3: Above0 | None = None
-    """Estimate of KL(sampler, learner) at most."""
+    """Maximum estimate of KL(sampler, learner)."""
     ess: Share | None = None
-    """Effective sample size, as a share of the tokens, at least."""
+    """Minimum effective sample size, as a fraction of the tokens."""
 
 
 _WRONG_GRADIENT = {"k1": "on average it is 0, so nothing is penalized", "abs": "it ignores how far the policy is"}
 
 
 class AlgorithmConfig(Section):
-    """How rewards become gradients. docs/algorithms.md says what each name is."""
+    """How rewards become gradients. docs/algorithms.md explains each name."""
 
     advantage: Annotated[
         Named | OwnFunction, OneOf({name: entry.config for name, entry in ESTIMATORS.items()}, "grpo")
     ] = GRPO()
-    """What an episode did better than expected: a name, or a section with `name` and its parameters; or your own,
+    """The advantage estimator: a name, a section with `name` and its parameters, or your own function as
     `module:function`. See [algorithms](algorithms.md#advantages)."""
     loss: Annotated[
         Named | OwnFunction, OneOf({name: entry.config for name, entry in POLICY_LOSSES.items()}, "ppo_clip")
     ] = PPOClip()
-    """The policy loss: a name, or a section with `name` and its parameters; or your own, `module:function`. See
-    [algorithms](algorithms.md#policy-losses)."""
+    """The policy loss: a name, a section with `name` and its parameters, or your own function as
+    `module:function`. See [algorithms](algorithms.md#policy-losses)."""
     aggregation: Aggregation = "token-mean"
-    """How token losses become one number."""
+    """How token losses are aggregated into one number."""
     aggregation_scale: Above0 | None = None
-    """`seq-mean-token-sum-norm`: what sums are divided by (the most tokens an episode may sample, say)."""
+    """`seq-mean-token-sum-norm`: the divisor of the token sums (for example, the maximum tokens per episode)."""
     kl: KLConfig = KLConfig()
-    """The penalty on the distance to the reference policy."""
+    """The KL penalty toward the reference policy."""
     entropy_coef: NonNegative = 0.0
     """Weight of the entropy bonus in the loss."""
     entropy_top: Share = 1.0
-    """Train only this share of a step's tokens, those of highest entropy."""
+    """Train only this fraction of a step's tokens, those with the highest entropy."""
     updates_per_step: Positive = 1
-    """Mini-batches that the episodes of a step are dealt into, each an optimizer update."""
+    """Mini-batches per step; each is one optimizer update."""
     epochs: Positive = 1
     """Passes over the episodes of a step (verl's `ppo_epochs`), each of `updates_per_step` updates. With more than
-    one, every pass deals the episodes out in another order; old log-probabilities and advantages stay."""
+    one, every pass shuffles the episodes differently; old log-probabilities and advantages are kept."""
     drop_zero_signal_groups: bool = False
-    """Leave out groups in which no episode has an advantage: they no longer count in the KL penalty, the entropy
-    bonus and the means. Saves time, but the gradient is no longer that of the objective."""
+    """Drop groups in which no episode has an advantage, also from the KL penalty, the entropy bonus and the means.
+    This saves time, but the gradient no longer matches the objective exactly."""
     ratio_veto: Annotated[float, Field(gt=1)] | None = 1e4
-    """Leave sequences out of the policy loss that have a token with a ratio to the old policy above this: its old
-    log-probability cannot be right, and not every loss bounds the ratio. null switches it off."""
+    """Mask sequences with a token whose ratio to the old policy exceeds this: such an old log-probability cannot
+    be right, and not every loss bounds the ratio. null disables the check."""
     old_logprobs: Literal["auto", "learner", "sampler"] = "auto"
-    """What the policy ratio is relative to: the learner before the step, or what the sampler said (bypass). `auto`
-    is the sampler where episodes may be stale (`rollout.max_staleness` above 0) and no `correction.importance`
-    weighs them, so that clipping bounds how far they pull the policy; the learner otherwise."""
+    """The denominator of the policy ratio: log-probabilities of the learner before the step, or of the sampler
+    (bypass). `auto` uses the sampler if episodes may be stale (`rollout.max_staleness` above 0) and no
+    `correction.importance` weights them, so that clipping bounds their effect on the policy; otherwise the
+    learner."""
     correction: CorrectionConfig = CorrectionConfig()
-    """What is done about the difference between sampler and learner."""
+    """Corrections for the difference between sampler and learner."""
     drift_gate: DriftGateConfig = DriftGateConfig()
-    """Limits of the difference between sampler and learner."""
+    """Limits on the difference between sampler and learner."""
 
     @model_validator(mode="after")
     def _no_dead_keys(self) -> Self:
@@ -205,7 +209,7 @@ class AlgorithmConfig(Section):
         return self
 
     def decided(self, max_staleness: int) -> AlgorithmConfig:
-        """The section as it acts in a run of that `rollout.max_staleness`: without `old_logprobs: auto`."""
+        """The section with `old_logprobs: auto` resolved for a run with this `rollout.max_staleness`."""
         if self.old_logprobs != "auto":
             return self
         stale = max_staleness > 0 and self.correction.importance == "none"
@@ -213,12 +217,12 @@ class AlgorithmConfig(Section):
 
     @property
     def compares(self) -> bool:
-        """Whether an episode is compared with its siblings, so that equal rewards say nothing. Of a function of
-        the user's own nobody knows."""
+        """Whether an episode is compared with its siblings, so that equal rewards carry no signal. Unknown for a
+        user-supplied function."""
         return isinstance(self.advantage, Named) and self.advantage.name not in ALONE
 
     def idle_parameters(self, max_staleness: int) -> list[str]:
-        """The parameters of the loss that the user gave, where the ratio is always 1 and they have no effect."""
+        """The user's loss parameters that have no effect because the ratio is always 1."""
         sampler = self.decided(max_staleness).old_logprobs == "sampler"
         if isinstance(self.loss, OwnFunction) or sampler or self.updates_per_step * self.epochs > 1:
             return []
@@ -227,7 +231,7 @@ class AlgorithmConfig(Section):
         return [f"algorithm.loss.{name}" for name in given if not name.startswith("cov_")]
 
     def notes(self, max_staleness: int) -> list[str]:
-        """What a user should know of settings that do less than they seem to."""
+        """Notes on settings that do less than they appear to."""
         found = []
         if names := self.idle_parameters(max_staleness):
             found.append(
@@ -244,7 +248,7 @@ class AlgorithmConfig(Section):
 
 
 def _dead_keys(config: AlgorithmConfig) -> list[str]:
-    """What to say of single keys without effect, or that are missing."""
+    """Errors about keys that are missing or have no effect."""
     kl, correction = config.kl, config.correction
     norm, bypass = config.aggregation == "seq-mean-token-sum-norm", config.old_logprobs == "sampler"
     weighs = correction.importance != "none"

@@ -17,7 +17,7 @@ from agentrl.config.section import Section
 
 
 def is_own(name: str) -> bool:
-    """Whether a name is the user's own code, `module:name` or `path/to/file.py:name`."""
+    """Whether a name points to user code, `module:name` or `path/to/file.py:name`."""
     return ":" in name
 
 
@@ -28,7 +28,7 @@ _CODE = re.compile(r"[^\s:]+:[A-Za-z_][\w.]*")
 
 
 class OwnFunction(Section):
-    """A function of your own."""
+    """A user-supplied function."""
 
     use: Annotated[str, NamesCode("function")]
     """`module:function` or `path/to/file.py:function`."""
@@ -37,18 +37,18 @@ class OwnFunction(Section):
 
     @property
     def name(self) -> str:
-        """How messages call it."""
+        """The name used in messages."""
         return self.use
 
 
 class OneOf:
     """Written on a key (`Annotated[..., OneOf(...)]`): its value is the name of a kind, or a section with `name`.
 
-    A function of the user's own is `module:function`, or `{use: module:function, options: {...}}`.
+    A user-supplied function is `module:function`, or `{use: module:function, options: {...}}`.
 
     Attributes:
         kinds: the parameters of each kind, by name.
-        default: the name where a section gives none.
+        default: the name used if a section does not give one.
     """
 
     def __init__(self, kinds: Mapping[str, type[BaseModel]], default: str) -> None:
@@ -57,10 +57,10 @@ class OneOf:
         self.default = default
 
     def spelled_out(self, value: Any) -> Any:
-        """The short forms as sections.
+        """Expand short forms into sections.
 
         Raises:
-            ValueError: no such name.
+            ValueError: the name is unknown.
         """
         if isinstance(value, BaseModel):
             return value
@@ -84,7 +84,7 @@ class OneOf:
         return {"name": name, **value}
 
     def kind_of(self, value: Any) -> str | None:
-        """The name of the kind that a value chooses, as far as it can be told."""
+        """The name of the kind that a value chooses, as far as it can be determined."""
         if isinstance(value, OwnFunction):
             return OWN
         if isinstance(value, BaseModel):

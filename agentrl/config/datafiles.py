@@ -20,7 +20,7 @@ _NO_ROWS = frozenset({"dataset_infos.json", "dataset_dict.json", "state.json", "
 
 
 def is_dataset_name(text: str, folder: Path | None = None) -> bool:
-    """Whether `text` names a dataset of the hub (`owner/name`, `owner/name:files`), and no file here."""
+    """Whether `text` names a Hub dataset (`owner/name`, `owner/name:files`) rather than a local file."""
     match = _NAME.fullmatch(text)
     if match is None or match["name"].endswith(SUFFIXES) or glob.has_magic(match["name"]):
         return False
@@ -28,15 +28,15 @@ def is_dataset_name(text: str, folder: Path | None = None) -> bool:
 
 
 def data_files(spec: str | Sequence[str], split: Literal["train", "held_out"] = "train") -> list[Path]:
-    """The files (and saved datasets) that `spec` stands for, in a stable order, none twice.
+    """The files (and saved datasets) that `spec` matches, in a stable order and without duplicates.
 
     Args:
         spec: a path, a pattern with `*`, `?` or `[...]` (`**` for any depth), a folder, or `owner/name[:files]`
             of a dataset in the local Hugging Face cache; or a list of these.
-        split: which files of a folder or dataset are meant, by their names.
+        split: selects files of a folder or dataset by name.
 
     Raises:
-        ConfigError: there is no such file, or a folder or dataset leaves open which files are meant.
+        ConfigError: nothing matches, or the files of a folder or dataset are ambiguous.
     """
     found: list[Path] = []
     for text in [spec] if isinstance(spec, str) else spec:

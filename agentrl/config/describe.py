@@ -1,4 +1,4 @@
-"""The schema as text: a JSON schema for editors, a page for people."""
+"""The schema as text: a JSON schema for editors and a Markdown page for readers."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def json_schema() -> dict[str, Any]:
 
 
 EXTRA = {"env": "The environment; `env: module:Class` is short for `env: {use: module:Class}`."}
-"""What the schema cannot say of a key by itself."""
+"""What the schema alone does not express about a key."""
 
 HEAD = """\
 # The YAML file of a run
@@ -128,7 +128,7 @@ def _section(name: str, field: FieldInfo, section: type[Section]) -> Iterator[st
 
 
 def _optional(name: str, field: FieldInfo, section: type[Section]) -> str:
-    """How to switch an optional section on."""
+    """How to enable an optional section."""
     if conditions := [fact.condition() for fact in effects(field)]:
         return f"{' '.join(conditions)} Without the section its defaults apply."
     try:
@@ -141,7 +141,7 @@ def _optional(name: str, field: FieldInfo, section: type[Section]) -> str:
 
 
 def _rows(section: type[Section], *, own: bool = False) -> Iterator[str]:
-    """The table of a section; `own` leaves its inner sections to pages of their own."""
+    """The table of a section; with `own`, its inner sections get separate pages."""
     yield "| key | type | default | |"
     yield "|---|---|---|---|"
     for name, field in section.model_fields.items():

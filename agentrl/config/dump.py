@@ -11,7 +11,7 @@ from typing import Any
 from agentrl.config.run import RunConfig
 
 RESOLVED = "# Written by agentrl with all defaults. A value that equals its default counts as not written."
-"""The first line of such a file: a default of a key that has no effect is no mistake there."""
+"""The first line of such a file; there, a key without effect is not an error if it has its default."""
 
 
 def dump_config(config: RunConfig) -> str:

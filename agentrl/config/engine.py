@@ -1,4 +1,4 @@
-"""The configuration of what samples the tokens."""
+"""The configuration of the inference engine."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class ServerConfig(Section):
     """Inference servers: started by the run on this machine, or given by `urls`."""
 
     urls: list[str] = Field(default_factory=list)
-    """Servers that run already, as `http://host:port`; empty: the run starts its own and ends them."""
+    """Running servers, as `http://host:port`; if empty, the run starts and stops its own."""
     replicas: Annotated[Positive, NeverWith("urls")] = 1
     """Number of servers to start; requests are spread over them."""
     tensor_parallel: Positive = 1
@@ -36,26 +36,26 @@ class ServerConfig(Section):
     gpu_memory_utilization: Annotated[Annotated[float, Field(gt=0, lt=1)] | None, NeverWith("urls")] = None
     """Share of a GPU's memory for weights and KV cache; the server's own default if unset."""
     launch: Annotated[Literal["process", "ray"], NeverWith("urls")] = "process"
-    """Start the servers as child processes of the run, or as actors on the run's Ray cluster (`ray`), whose nodes
-    must see the model's directory."""
+    """Start servers as child processes of the run, or as actors on its Ray cluster (`ray`), whose nodes must be
+    able to read the model directory."""
     python: Annotated[str | None, PathTo("file"), NeverWith("urls")] = None
-    """Python of the environment with the server installed; by default the run's own."""
+    """Python interpreter with the server installed; by default the run's."""
     args: Annotated[list[str], NeverWith("urls")] = Field(default_factory=list)
-    """More arguments for the server's command line."""
+    """Additional command-line arguments for the server."""
     environment: Annotated[dict[str, str], NeverWith("urls")] = Field(default_factory=dict)
-    """More environment variables for the server."""
+    """Additional environment variables for the server."""
     start_timeout_s: Seconds = 600.0
-    """How long a server may take to start."""
+    """Startup timeout of a server."""
     request_timeout_s: Seconds = 1200.0
-    """How long one completion, or taking new weights, may take before the server counts as lost."""
+    """Timeout of one completion or weight update; after it the server counts as lost."""
     health_every_s: Seconds = 15.0
     """Interval of health checks while a server is silent."""
     restarts: Count = 3
-    """How often a lost server is started again (or waited for) before it has answered anything."""
+    """Consecutive restarts of (or waits for) a lost server that has not answered in between."""
     sync_folder: Annotated[str | None, OnlyWhen("sync", "disk", "lora")] = None
-    """Folder that the run and the servers can both read; a temporary one by default."""
+    """Folder that both the run and the servers can read; by default a temporary one."""
     bucket_mb: Annotated[Positive, OnlyWhen("sync", "tensor", "broadcast")] = 512
-    """Megabytes of weights in flight at once."""
+    """Megabytes of weights per transfer."""
     sleep: Annotated[bool, UnusedBy("eval", "serve")] = False
     """Free the servers' GPU memory during the update, for a learner on the same GPU."""
 
@@ -69,7 +69,7 @@ class ServerConfig(Section):
 
 
 class EngineConfig(Section):
-    """What samples the tokens."""
+    """The inference engine that samples the tokens."""
 
     kind: Annotated[str, NamesCode("class", or_word=True)] = "local"
     """`local` is the embedded PyTorch engine; `sglang` and `vllm` are servers; `module:Name` or
@@ -77,21 +77,23 @@ class EngineConfig(Section):
     options: Annotated[dict[str, Any], NeverWhen("kind", "local", *SERVERS)] = Field(default_factory=dict)
     """Keyword arguments of your own engine."""
     device: Device = "auto"
-    """`cpu`, `cuda`, `cuda:N`, or `auto`: CUDA where there is one."""
+    """`cpu`, `cuda`, `cuda:N`, or `auto`: CUDA if there is one."""
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     """Precision of the sampler's weights. `auto`: bfloat16 on CUDA, float32 on a CPU, where bfloat16 is slower."""
     cuda_graphs: Annotated[Literal["auto", "off"], OnlyWhen("kind", "local"), NeverWhen("device", "cpu")] = "auto"
-    """`local` on CUDA records its decode steps and replays them; `off` computes each anew: slower, less memory."""
+    """Whether `local` on CUDA captures its decode steps as CUDA graphs and replays them; `off` is slower but needs
+    less memory."""
     max_slots: Positive = 256
-    """Sequences held in the KV cache at once; of servers, in each."""
+    """Maximum number of concurrent sequences in the KV cache; for servers, per server."""
     sync: Annotated[Literal["auto", "disk", "tensor", "broadcast", "lora"], OnlyWhen("kind", *SERVERS)] = "auto"
-    """How weights reach servers: a folder, tensors in a request, a process group, or (`lora`) the adapter of
-    `learner.lora` alone. `auto`: `tensor` for servers that the run starts (vLLM: `disk`), `disk` for given."""
+    """How weights are sent to servers: through a folder, as tensors in a request, over a process group, or
+    (`lora`) only the adapter of `learner.lora`. `auto`: `tensor` for servers that the run starts (vLLM: `disk`),
+    `disk` for those in `urls`."""
     sync_tolerance: Annotated[
         Annotated[float, Field(gt=0)] | None, NeverWhen("kind", "local"), UnusedBy("eval", "serve")
     ] = None
-    """Mean difference of the log-probabilities of fixed tokens between servers and learner, after each sync, above
-    which the run stops; 0.002 in float32 and 0.1 in bfloat16 where nothing is given."""
+    """Stop the run if, after a sync, the log-probabilities of fixed tokens differ by more than this on average
+    between servers and learner; by default 0.002 in float32 and 0.1 in bfloat16."""
     server: Annotated[ServerConfig, OnlyWhen("kind", *SERVERS)] = ServerConfig()
     """The servers of `sglang` and `vllm`."""
 
@@ -136,19 +138,19 @@ class EngineConfig(Section):
 
     @property
     def own(self) -> bool:
-        """Whether `kind` names the user's own engine."""
+        """Whether `kind` names a user-supplied engine."""
         return is_own(self.kind)
 
     @property
     def resolved_sync(self) -> Sync:
-        """What `auto` means here; without servers it means nothing."""
+        """What `auto` resolves to; without servers it has no meaning."""
         if self.sync != "auto":
             return self.sync
         return "disk" if self.server.urls or not self.on_servers else SERVERS[self.kind][0]
 
     @property
     def resolved_dtype(self) -> Literal["float32", "bfloat16"]:
-        """What `auto` means here; `device: auto` is looked up on this machine."""
+        """What `auto` resolves to; `device: auto` is resolved on this machine."""
         if self.dtype != "auto":
             return self.dtype
         if self.device == "auto":
@@ -157,7 +159,7 @@ class EngineConfig(Section):
 
     @property
     def resolved_tolerance(self) -> float:
-        """The bound of `sync_tolerance`."""
+        """The effective `sync_tolerance`."""
         if self.sync_tolerance is not None:
             return self.sync_tolerance
         return 0.002 if self.resolved_dtype == "float32" else 0.1

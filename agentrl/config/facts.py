@@ -20,7 +20,7 @@ class PathTo:
 
     Attributes:
         hub: it may name a model in the local Hugging Face cache instead.
-        names: words with a meaning of their own, which are not paths.
+        names: words with a special meaning, which are not paths.
     """
 
     kind: Literal["file", "folder"]
@@ -40,8 +40,8 @@ class NamesCode:
     """The text names Python code: `module:Name` or `path/to/file.py:Name`.
 
     Attributes:
-        kind: what stands there.
-        or_word: a name without a colon is one that agentrl knows.
+        kind: what the code is.
+        or_word: a name without a colon is one of agentrl's.
     """
 
     kind: Literal["class", "function"]
@@ -50,7 +50,7 @@ class NamesCode:
 
 @dataclass(frozen=True, slots=True)
 class MayChangeOnResume:
-    """The key says where or in which pieces something is computed, not what: a resumed run may change it."""
+    """The key changes where or how something is computed, not its result: a resumed run may change it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,7 +79,7 @@ class OnlyWhen:
 
     @property
     def keys(self) -> tuple[str, ...]:
-        """The keys that it depends on."""
+        """The keys it depends on."""
         return (self.key,)
 
     def dead(self, *found: object) -> bool:
@@ -108,7 +108,7 @@ class NeverWhen:
 
     @property
     def keys(self) -> tuple[str, ...]:
-        """The keys that it depends on."""
+        """The keys it depends on."""
         return (self.key,)
 
     def dead(self, *found: object) -> bool:

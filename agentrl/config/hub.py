@@ -1,4 +1,4 @@
-"""Hugging Face ids: models that are in the local cache, found without asking the network."""
+"""Hugging Face ids: models that are in the local cache, found without network access."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def is_hub_id(text: str) -> bool:
 
 
 def cached_snapshot(text: str) -> Path | None:
-    """The folder of a whole model (or adapter) in the local cache; None where it is not there."""
+    """The folder of a whole model (or adapter) in the local cache; None if it is not there."""
     found = _ID.fullmatch(text)
     if found is None:
         return None
@@ -41,7 +41,7 @@ def cache_folder() -> Path:
 
 
 def how_to_get(text: str) -> str:
-    """What to say of an id that is not in the cache."""
+    """The error for an id that is not in the cache."""
     found = _ID.fullmatch(text)
     assert found is not None
     revision = f" --revision {found['revision']}" if found["revision"] else ""

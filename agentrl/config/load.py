@@ -41,7 +41,7 @@ from agentrl.suggest import did_you_mean, nearest
 
 COMPOSED = "agentrl.env.compose:ComposedEnv"
 LARGEST = 10**9
-"""No number of a run is larger: it would be a slip that fills the memory."""
+"""Upper bound of every number: anything larger is a typo that would fill the memory."""
 
 
 def load_config(
@@ -51,8 +51,8 @@ def load_config(
 
     Args:
         path: the file; an empty `name` becomes the name of its folder.
-        overrides: `a.b=c` each, as given to `--set`; `c` is read as YAML. Later ones win.
-        check_paths: False skips asking whether the files and folders named in it exist.
+        overrides: `a.b=c` items, as given to `--set`; `c` is read as YAML and later items win.
+        check_paths: False skips the check that files and folders exist.
 
     Raises:
         ConfigError: all mistakes of the file and of the overrides, one to a paragraph.
@@ -63,13 +63,13 @@ def load_config(
 def make_config(
     data: Mapping[str, Any], overrides: Sequence[str], outside: str, *, check_paths: bool = True
 ) -> RunConfig:
-    """The configuration of something that belongs to no run: `data` with what the flags change.
+    """The configuration of something outside of a run: `data` with the overrides of the flags.
 
     Args:
         data: what a YAML file would hold; relative paths in it count from the current folder.
         overrides: `a.b=c` each, as given to `--set`.
         outside: what it is for, for errors.
-        check_paths: as of `load_config`.
+        check_paths: see `load_config`.
 
     Raises:
         ConfigError: all mistakes, one to a paragraph.
@@ -99,7 +99,7 @@ def _run_config(source: Source, overrides: Sequence[str], folder: Path, check_pa
 
 
 def load_engine(overrides: Sequence[str], outside: str) -> EngineConfig:
-    """The engine of a model that belongs to no run: the defaults with what the flags change.
+    """The engine of a model outside of a run: the defaults with the overrides of the flags.
 
     Args:
         overrides: `engine.a=b` each, as given to `--set`.
@@ -128,7 +128,7 @@ def load_engine(overrides: Sequence[str], outside: str) -> EngineConfig:
 
 
 def _drop_defaults(data: dict[str, Any], section: type[BaseModel]) -> None:
-    """Take the defaults out of a file that agentrl wrote with all of them: nobody has asked for these."""
+    """Drop the defaults from a file that agentrl wrote in full: the user did not set them."""
     for name, field in section.model_fields.items():
         inner, value = section_of(field), data.get(name)
         choice = choice_of(field)
@@ -179,7 +179,7 @@ def _override(source: Source, text: str, number: int) -> None:
 
 
 def _stands_for(loc: Loc, text: str) -> str | None:
-    """The key of a section that its short form, a text, gives; None where a section has no short form."""
+    """The key of a section that its short form, a text, gives; None if a section has no short form."""
     field = field_at(loc)
     if field is not None and choice_of(field) is not None:
         return "use" if is_own(text) else "name"
@@ -216,7 +216,7 @@ def _numbers(source: Source) -> None:
         if isinstance(value, bool | str) and (int in kinds or float in kinds) and type(value) not in kinds:
             text = f"must be {kind_name(field.annotation)}, got {_show(value)}"
             source.problems.append(Problem(loc, text, source.spot(loc)))
-        elif type(value) is int and value > LARGEST and loc != ("seed",):  # which has a bound of its own
+        elif type(value) is int and value > LARGEST and loc != ("seed",):  # which has a separate bound
             text = f"must be at most {LARGEST}, got {value}"
             source.problems.append(Problem(loc, text, source.spot(loc)))
     weights = _get(source.data, ("env", "reward_weights"))
@@ -227,7 +227,7 @@ def _numbers(source: Source) -> None:
 
 
 def _paths(source: Source, folder: Path, *, check: bool) -> None:
-    """Make the paths absolute and see whether they exist, for every key that says that it holds one."""
+    """Make paths absolute and check that they exist, for every key declared as a path."""
     for loc, field in list(fields(data=source.data)):
         for path_to in facts(field, PathTo):
             _path(source, loc, path_to, folder, check=check)
@@ -337,11 +337,11 @@ def _name(source: Source, folder: Path) -> None:
         source.problems.append(Problem(("name",), text, source.spot(("name",))))
 
 
-# --- what pydantic found, in words -----------------------------------------------------------------------------
+# --- pydantic's errors in plain language -------------------------------------------------------------------------
 
 
 def _add_errors(source: Source, invalid: ValidationError, around: Loc) -> None:
-    """Add what pydantic found, unless that place is known to be wrong."""
+    """Add pydantic's errors, except at locations already reported."""
     for error in invalid.errors(include_url=False):
         cause = error.get("ctx", {}).get("error")
         loc = (*around, *error["loc"])

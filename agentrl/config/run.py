@@ -26,20 +26,21 @@ from agentrl.config.section import Count, Device, Fraction, Positive, Section
 
 
 class TinyModel(Section):
-    """A small Qwen3-architecture model that the run makes itself, with a tokenizer trained on the env's text."""
+    """A small model with the Qwen3 architecture, created by the run, with a tokenizer trained on the env's
+    text."""
 
     hidden: Positive = 128
     """Width of the residual stream."""
     layers: Positive = 2
     """Number of transformer blocks."""
     heads: Positive = 4
-    """Number of query heads; key/value heads are half as many (at least one)."""
+    """Number of query heads; there are half as many key/value heads (at least one)."""
     intermediate: Positive = 384
     """Width of the feed-forward layer."""
     vocab: Annotated[int, Field(ge=300)] = 640
     """Size of the byte-level BPE vocabulary, control tokens included."""
     max_context: Positive = 1024
-    """Longest sequence in tokens."""
+    """Maximum sequence length in tokens."""
 
     @model_validator(mode="after")
     def _heads_fit(self) -> Self:
@@ -58,22 +59,22 @@ class TinyModel(Section):
 
 
 class ModelConfig(Section):
-    """Which policy is trained: a Hugging Face directory, or a tiny model created for the run."""
+    """The policy to train: a Hugging Face directory, or a tiny model created for the run."""
 
     path: Annotated[str | None, PathTo("folder", hub=True)] = None
     """Directory with config.json, weights, tokenizer.json and a chat template, relative to the YAML file; or a
-    Hugging Face id (`Qwen/Qwen3-0.6B`, `...@revision`) in the local cache: nothing is downloaded."""
+    Hugging Face id (`Qwen/Qwen3-0.6B`, `...@revision`) in the local cache (nothing is downloaded)."""
     tiny: TinyModel | None = None
     """Make a tiny model instead of loading one."""
     chat_template: Annotated[str | None, PathTo("file", names=("chatml",))] = None
-    """File with a chat template that replaces the tokenizer's own."""
+    """Chat template file that replaces the tokenizer's template."""
     history: Literal["keep", "fork"] = "keep"
-    """Where the template rewrites earlier turns: keep them as sampled, or give each context its own sample."""
+    """If the template rewrites earlier turns: keep them as sampled, or make each context a separate sample."""
     parser: Annotated[str, NamesCode("class", or_word=True)] = "auto"
-    """Tool-call format: a name of docs/tokens.md, `module:Name` or `path/to/file.py:Name` of your own, or `auto`:
-    the first that reads back the calls that the chat template writes."""
+    """Tool-call format: a name from docs/tokens.md, your own parser as `module:Name` or `path/to/file.py:Name`, or
+    `auto`: the first format that parses the calls rendered by the chat template."""
     template_options: dict[str, Any] = Field(default_factory=dict)
-    """Variables of the chat template, such as `enable_thinking: false`; one that it never reads is an error."""
+    """Chat template variables, such as `enable_thinking: false`; variables the template never reads are errors."""
 
     @model_validator(mode="after")
     def _one_source(self) -> Self:
@@ -83,36 +84,36 @@ class ModelConfig(Section):
 
 
 class EnvConfig(Section):
-    """Which environment the run uses."""
+    """The environment."""
 
     use: Annotated[str, NamesCode("class")]
     """`module:Class` or `path/to/file.py:Class`; a path is relative to the YAML file."""
     options: dict[str, Any] = Field(default_factory=dict)
     """Keyword arguments for the class."""
     settings: dict[str, Any] = Field(default_factory=dict)
-    """Limits on calls and results, and what follows mistakes: the fields of `agentrl.env.ToolSettings`."""
+    """Limits on calls and results, and the handling of mistakes: the fields of `agentrl.env.ToolSettings`."""
     solved_at: float | dict[str, float] | None = None
-    """When an episode counts as solved: at this total reward, or where each named reward, before its weight,
-    reaches its number. What the env declares (`@reward(solved=True)`) where it is not given."""
+    """When an episode counts as solved: at this total reward, or when each named reward, before its weight,
+    reaches its threshold. By default the env decides (`@reward(solved=True)`)."""
     reward_weights: dict[str, float] = Field(default_factory=dict)
-    """Weights by reward name, in place of those in the code."""
+    """Reward weights by name; they override those in the code."""
 
 
 class AgentConfig(Section):
-    """A program of your own that plays the episodes: it talks to the policy as to any OpenAI endpoint."""
+    """Your own program that plays the episodes; it uses the policy through an OpenAI-compatible endpoint."""
 
     use: Annotated[str | None, NamesCode("function")] = None
     """`module:function` or `path/to/file.py:function`, relative to the YAML file: `async def f(task, access)`."""
     command: list[str] = Field(default_factory=list)
     """Or a command and its arguments, started for each episode with OPENAI_BASE_URL and OPENAI_API_KEY set."""
     cwd: Annotated[str | None, PathTo("folder"), OnlyWith("command")] = None
-    """Folder in which the command runs; the current one by default."""
+    """Working directory of the command; by default the current one."""
     max_running: Positive = 64
     """Maximum concurrent episodes."""
     crash: Literal["infra", "score"] = "score"
-    """A program that raises or exits with a code other than 0 after the policy has answered: the episode is scored
-    as it stands, or lost and played again. What the policy wrote can crash a program, so `infra` lets it have
-    its bad episodes drawn again. A crash before the first answer is always lost."""
+    """If the program raises or exits with a nonzero code after the policy has answered: score the episode so far,
+    or treat it as lost and replay it. The policy's text can crash a program, so with `infra` a policy can get its
+    bad episodes replayed. After a crash before the first answer the episode is always replayed."""
 
     @model_validator(mode="after")
     def _one_program(self) -> Self:
@@ -122,45 +123,45 @@ class AgentConfig(Section):
 
 
 class SamplerConfig(Section):
-    """Which task comes next. Where the sampler stands is saved in every checkpoint."""
+    """The order of tasks. The sampler's state is saved in every checkpoint."""
 
     order: Literal["sequential", "shuffled", "weighted"] = "sequential"
-    """One after another; in a new random order each round; or at random, by how often each is solved lately."""
+    """In order, in a new random order each epoch, or at random with weights from recent solve rates."""
     window: Annotated[Positive, OnlyWhen("order", "weighted")] = 8
-    """Groups of a task over which its solve rate is measured."""
+    """Number of recent groups of a task that its solve rate is averaged over."""
     floor: Annotated[float, Field(gt=0, le=1), OnlyWhen("order", "weighted")] = 0.1
-    """Weight of a task that is always or never solved; a task solved half of the time has weight 1."""
+    """Weight of a task that is always or never solved; a task solved half the time has weight 1."""
 
 
 class DataConfig(Section):
-    """Where tasks come from: files of rows, or (by default) the env's own `tasks` generator."""
+    """The source of tasks: files of rows, or (by default) the env's `tasks` generator."""
 
     train: Annotated[str | list[str] | None, DataFiles("train")] = None
-    """Training rows, each with the arguments of `setup`: a .jsonl, .json or .parquet file, a list of files, a
+    """Training rows with the arguments of `setup`: a .jsonl, .json or .parquet file, a list of files, a
     pattern (`rows/*.parquet`), a folder, or `owner/name` (`owner/name:main/train-*`) of a dataset in the Hugging
     Face cache."""
     held_out: Annotated[str | list[str] | None, DataFiles("held_out")] = None
-    """Rows that are only evaluated, given like `train`."""
+    """Held-out rows for evaluation, in the same form as `train`."""
     columns: Annotated[dict[str, str], OnlyWith("train", "held_out")] = Field(default_factory=dict)
-    """Argument of `setup` to the column that holds it, where the names differ: `{prompt: question}`."""
+    """Maps arguments of `setup` to column names if they differ: `{prompt: question}`."""
     options: Annotated[dict[str, Any], NeverWith("train")] = Field(default_factory=dict)
     """Keyword arguments for the env's `tasks` generator."""
     sampler: SamplerConfig = SamplerConfig()
-    """Which task comes next."""
+    """The order of tasks."""
     overlong_prompts: Literal["refuse", "drop"] | None = None
-    """Render all tasks at start and refuse to run, or leave out those whose prompt leaves no room to answer."""
+    """Render all prompts at startup and refuse to run if one leaves no room to answer, or drop such tasks."""
 
 
 class WarmupConfig(Section):
-    """A cold start: supervised epochs on demonstrations before reinforcement learning begins.
+    """A cold start: supervised fine-tuning on demonstrations before reinforcement learning.
 
-    It stops as soon as nearly every task is solved now and then (pass@k), which is what comparing episodes of one
-    task needs: something to reinforce everywhere, and much left to learn.
+    It stops as soon as nearly every task is solved occasionally (pass@k): group comparisons then have something to
+    reinforce on every task, and much is left to learn.
     """
 
     demonstrations: Annotated[str | None, PathTo("file")] = None
-    """JSON-lines file of {"messages": [...]}; without it the env's own `demonstrations` are used, or what its
-    `oracle` plays on training tasks."""
+    """JSON-lines file of {"messages": [...]}; by default the env's `demonstrations`, or episodes that its `oracle`
+    plays on training tasks."""
     options: Annotated[dict[str, Any], NeverWith("demonstrations")] = Field(default_factory=dict)
     """Keyword arguments for the env's `demonstrations` generator."""
     num: Annotated[Positive, NeverWith("demonstrations")] = 600
@@ -170,7 +171,8 @@ class WarmupConfig(Section):
     until_pass: Fraction = 0.9
     """End the cold start once this fraction of probed tasks is solved in one of `probe_samples` episodes."""
     anneal_epochs: Count = 0
-    """Further passes at a falling learning rate; the last of `max_epochs` if `until_pass` is never reached."""
+    """Additional passes with a decaying learning rate; the last ones of `max_epochs` if `until_pass` is never
+    reached."""
     at_least: Fraction = 0.3
     """Stop the run if the fraction is below this after the cold start: too little to reinforce."""
     probe_every: Positive = 50
@@ -180,7 +182,7 @@ class WarmupConfig(Section):
     probe_samples: Positive = 8
     """Episodes per probed task, sampled as in training."""
     lr: Annotated[float, Field(gt=0)] = 1e-3
-    """Learning rate: reached in 20 steps, then held until the anneal."""
+    """Learning rate: reached after 20 steps, then constant until the anneal."""
     batch_episodes: Positive = 16
     """Demonstrations per optimizer step."""
 
@@ -199,9 +201,9 @@ class RolloutConfig(Section):
     groups_per_step: Annotated[int, Field(gt=0, le=65_536)] = 32
     """Tasks per step."""
     group_size: Annotated[int, Field(gt=0, le=65_536)] = 8
-    """Episodes per task; their rewards are compared with one another."""
+    """Group size: episodes per task, whose rewards are compared with each other."""
     temperature: Annotated[float, Field(gt=0)] = 1.0
-    """Sampling temperature; the learner scales its logits by the same."""
+    """Sampling temperature; the learner divides its logits by the same value."""
     max_turns: Positive = 8
     """Maximum completions per episode."""
     max_tokens: Positive = 256
@@ -209,11 +211,11 @@ class RolloutConfig(Section):
     token_budget: Positive = 4096
     """Maximum tokens of the whole episode: prompt, completions and observations."""
     timeout_s: Annotated[float, Field(gt=0)] = 300.0
-    """Wall-clock limit of one episode."""
+    """Wall-clock limit per episode."""
     tokenization_check: Literal["strict", "ignore_strippable", "disable"] = "ignore_strippable"
-    """Compares each episode's token ids with a fresh rendering; an episode that fails does not train."""
+    """Compare each episode's token ids with a new rendering; episodes that fail are excluded from training."""
     tokenization_stop_above: Annotated[Fraction | None, NeverWhen("tokenization_check", "disable")] = 0.2
-    """Share of failed episodes above which the run stops, once it has seen 20; `null` never stops it."""
+    """Stop the run above this fraction of failed episodes, once it has seen 20; `null` never stops it."""
     overlong: Literal["train", "mask", "penalise"] = "train"
     """Episodes cut by a limit: trained with their reward, kept out of the loss, or trained with less reward."""
     overlong_penalty: Annotated[float, Field(gt=0), OnlyWhen("overlong", "penalise")] = 0.5
@@ -223,22 +225,23 @@ class RolloutConfig(Section):
     infra_retries: Count = 2
     """Retries per episode after infrastructure failures before the run stops."""
     redrawn_stop_above: Fraction | None = 0.1
-    """Share of the last 1,000 episodes lost to the infrastructure (and played again) above which the run stops,
-    once there are 20 of them: what trains then are the survivors. `null` never stops."""
+    """Stop the run if infrastructure failures exceed this fraction of the last 1,000 episodes, once there are 20
+    of
+    them: training would be biased toward the survivors. `null` never stops it."""
     faults_stop_above: Fraction | None = 0.5
-    """Share of the last 1,000 episodes in which the same reward (or the env itself) raised, above which the run
-    stops, once there are 20 of them; below it such a reward counts 0. `null` never stops."""
+    """Stop the run if the same reward (or the env itself) raised in more than this fraction of the last 1,000
+    episodes, once there are 20 of them; below it, such a reward counts as 0. `null` never stops it."""
     max_staleness: Count = 0
-    """Steps that an episode's weights may be older than those it trains: 0 samples and trains in turn, 1 samples
-    one step ahead, more is asynchronous. Groups begin only where the bound can be kept; none is dropped for it."""
+    """Maximum staleness of an episode's weights in optimizer steps: 0 is synchronous, 1 samples one step ahead,
+    more is asynchronous. A group starts only if the bound can be met; no group is dropped for it."""
     groups_ahead: Annotated[Count | None, NeverWhen("max_staleness", 0)] = None
-    """Groups under way at most beyond those of the next step; by default `max_staleness` steps of them. Fewer are
-    fresher, and let quick groups go before slow ones (over-sampling; what is left over is trained later)."""
+    """Maximum groups in flight beyond those of the next step; by default those of `max_staleness` steps. Fewer
+    means fresher data; quick groups may train before slow ones (over-sampling), and the rest train later."""
     workers: Annotated[Count, NeverWith("agent")] = 0
-    """Ray actors that play the episodes, so that tokenization, tools and rewards use more than one core; 0 plays
-    them in the process that trains. One that dies is replaced, its episodes are played again."""
+    """Ray actors that run episodes, so that tokenization, tools and rewards use several cores; 0 runs them in the
+    training process. An actor that dies is replaced and its episodes are replayed."""
     note_after_s: Annotated[float, Field(gt=0)] = 120.0
-    """How long a step waits for episodes before a note names the oldest one and where it waits."""
+    """How long a step waits for episodes before a warning names the oldest one and what it is waiting for."""
 
     @model_validator(mode="after")
     def _groups_fit(self) -> Self:
@@ -260,37 +263,37 @@ class OptimConfig(Section):
     lr: Annotated[float, Field(gt=0)] = 1e-6
     """Peak learning rate."""
     betas: tuple[_Decay, _Decay] = (0.9, 0.99)
-    """Decay rates of the two moments."""
+    """Decay rates of the first and second moments."""
     weight_decay: Annotated[float, Field(ge=0)] = 0.0
     """Decoupled weight decay."""
     warmup_steps: Annotated[Count, NeverWith("warmup_ratio")] = 5
-    """Steps over which the learning rate rises linearly."""
+    """Steps of linear learning-rate warmup."""
     warmup_ratio: Fraction | None = None
-    """The same as a share of all steps, rounded down; in place of `warmup_steps`."""
+    """Warmup as a fraction of all steps, rounded down; an alternative to `warmup_steps`."""
     schedule: Literal["constant", "linear", "cosine"] = "constant"
-    """What the learning rate does after the warm-up (linear and cosine fall to a tenth at the last step)."""
+    """Learning-rate schedule after the warmup (linear and cosine decay to a tenth at the last step)."""
     max_grad_norm: Annotated[float, Field(gt=0)] = 1.0
-    """Gradients are scaled down to this norm."""
+    """Maximum gradient norm; larger gradients are scaled down."""
 
     def warmup_of(self, steps: int) -> int:
-        """Steps over which the learning rate rises in a run of so many."""
+        """Warmup steps of a run with this many steps."""
         return self.warmup_steps if self.warmup_ratio is None else int(self.warmup_ratio * steps)
 
 
 class LoRAConfig(Section):
-    """Train small matrices next to the frozen ones; the reference is the policy without them."""
+    """Train low-rank adapters (LoRA) on frozen weights; the reference is the policy without them."""
 
     rank: Positive = 16
-    """Inner size of the matrices."""
+    """Rank of the adapter matrices."""
     alpha: Annotated[float, Field(gt=0)] = 32.0
-    """What they add is scaled by alpha / rank."""
+    """The adapter's output is scaled by alpha / rank."""
     rslora: bool = False
     """Scale by alpha / sqrt(rank) instead (rsLoRA, arXiv:2312.03732)."""
     targets: Literal["all-linear"] | list[str] = "all-linear"
-    """Layers by the ends of their names (`q_proj`), or all linear ones of the blocks."""
+    """Target layers by name suffix (`q_proj`), or all linear layers of the blocks."""
     adapter: Annotated[str | None, PathTo("folder", hub=True)] = None
-    """Folder of a LoRA adapter, as peft writes it, to continue from; its base is `model.path`. Its rank, alpha and
-    scale must be those given here. Adapters of other kinds (DoRA, biases, whole modules, ...) are refused."""
+    """Folder of a LoRA adapter in peft format to continue from; its base is `model.path`. Its rank, alpha and
+    scale must match these settings. Other kinds of adapters (DoRA, biases, whole modules, ...) are rejected."""
 
     @property
     def plain_alpha(self) -> float:
@@ -302,29 +305,32 @@ class LearnerConfig(Section):
     """How the update is computed."""
 
     device: Annotated[Device, MayChangeOnResume()] = "auto"
-    """`cpu`, `cuda`, `cuda:N`, or `auto`: CUDA where there is one."""
+    """`cpu`, `cuda`, `cuda:N`, or `auto`: CUDA if there is one."""
     tokens_per_micro_batch: Annotated[Positive, MayChangeOnResume()] = 16384
-    """Token budget of one forward and backward pass of one rank; gradients accumulate over as many as needed."""
+    """Token budget of one forward and backward pass per rank; gradients accumulate over as many passes as
+    needed."""
     logits_at_once: Annotated[Count, MayChangeOnResume()] = 1024
-    """Tokens whose logits exist at once, so that memory does not grow with vocabulary times batch; 0: all."""
+    """Tokens per chunk of logits, so that memory does not grow with vocabulary times batch; 0: all at once."""
     ranks: Annotated[Positive, MayChangeOnResume()] = 1
-    """1 computes in this process; more are Ray workers, one per GPU (or CPU), each with a shard of the model."""
+    """1 trains in this process; more start Ray workers, one per GPU (or CPU), each with a shard of the model."""
     reference_ranks: Annotated[
         Count, MayChangeOnResume(), NeverWith("lora"), NeverWhen("algorithm.kl.coef", 0)
     ] = 0
-    """Ray workers of the reference's own, each with a shard of it; 0 keeps it beside the policy, on its ranks.
-    With ranks of its own the policy is on Ray as well, whatever its number of ranks."""
+    """Number of dedicated Ray workers for the reference, each with one shard; 0 runs it on the policy's ranks.
+    With dedicated ranks, the policy also runs on Ray, even with a single rank."""
     precision: Literal["float32", "bfloat16"] = "float32"
-    """What is computed in; parameters, gradient sums and optimizer are float32 either way."""
+    """Compute precision; parameters, accumulated gradients and optimizer state are always float32."""
     attention: Annotated[Literal["auto", "sdpa", "flex", "flash"], MayChangeOnResume()] = "auto"
-    """PyTorch's `sdpa`; its `flex` attention, on GPUs; or `flash`, the package flash-attn, on GPUs in bfloat16.
-    `auto` is `sdpa` on a CPU, and on a GPU `flash` where that works, else `flex`, else `sdpa`."""
+    """Attention implementation: PyTorch's `sdpa`, its `flex` attention (GPUs), or `flash` from the flash-attn
+    package (GPUs, bfloat16). `auto` is `sdpa` on a CPU; on a GPU the first of `flash`, `flex` and `sdpa` that
+    works."""
     checkpoint_activations: Annotated[bool, MayChangeOnResume()] = False
-    """Keep only what enters each block and compute the rest again in the backward pass: less memory, more time."""
+    """Activation checkpointing: keep only the input of each block and recompute the rest in the backward pass.
+    Less memory, more time."""
     offload_activations: Annotated[bool, MayChangeOnResume(), NeverWhen("device", "cpu")] = False
-    """Keep what the backward pass needs in host memory meanwhile; for GPUs."""
+    """Offload activations to host memory until the backward pass; for GPUs."""
     cpu_offload: Annotated[bool, MayChangeOnResume(), NeverWhen("device", "cpu")] = False
-    """Keep parameters, gradients and optimizer state in host memory, and update there; for GPUs."""
+    """Keep parameters, gradients and optimizer state in host memory and update them there; for GPUs."""
     lora: LoRAConfig | None = None
     """Train adapters instead of the whole model."""
 
@@ -343,22 +349,22 @@ class EvalConfig(Section):
     """Evaluation on held-out tasks: greedy by default, or sampled as a deployment would."""
 
     every: Count = 0
-    """Steps between evaluations; 0 evaluates before and after training only."""
+    """Steps between evaluations; 0 evaluates only before and after training."""
     tasks: Positive = 200
-    """Held-out tasks played."""
+    """Number of held-out tasks."""
     before_training: bool = True
-    """Evaluate before the first step as well."""
+    """Also evaluate before the first step."""
     attempts: Annotated[int, Field(gt=0, le=65_536)] = 1
-    """Episodes of each held-out task. With more than one, `held_out` is the mean over all of them and
+    """Episodes per held-out task. With more than one, `held_out` is the mean over all of them and
     `held_out_pass` the share of tasks solved at least once (pass@n)."""
     temperature: Annotated[float, Field(ge=0)] = 0.0
     """Sampling temperature; 0 is greedy."""
     top_p: Annotated[float, Field(gt=0, le=1), NeverWhen("temperature", 0)] = 1.0
-    """Sample from the most likely tokens that together have this probability; 1 is off."""
+    """Nucleus sampling: keep the most likely tokens up to this cumulative probability; 1 disables it."""
     top_k: Annotated[Count, NeverWhen("temperature", 0)] = 0
-    """Sample from this many of the most likely tokens; 0 is off."""
+    """Sample from this many of the most likely tokens; 0 disables it."""
     min_p: Annotated[float, Field(ge=0, lt=1), NeverWhen("temperature", 0)] = 0.0
-    """Sample from tokens with at least this share of the largest probability; 0 is off."""
+    """Sample from tokens with at least this fraction of the largest probability; 0 disables it."""
 
     @model_validator(mode="after")
     def _attempts_differ(self) -> Self:
@@ -374,17 +380,17 @@ class CheckpointConfig(Section):
     """When training state is saved."""
 
     every: Count = 20
-    """Steps between checkpoints; the last step is always saved. 0 saves the last only."""
+    """Steps between checkpoints; the last step is always saved. 0 saves only the last."""
     keep: Positive = 2
-    """Newest checkpoints kept."""
+    """Number of newest checkpoints to keep."""
     best: bool = True
-    """Keep the checkpoint with the best held-out score as well; `checkpoints/best` points at it."""
+    """Also keep the checkpoint with the best held-out score; `checkpoints/best` points at it."""
     background: bool = True
-    """Write during the next steps, from a copy in host memory; otherwise the run waits for the write."""
+    """Write checkpoints in the background from a copy in host memory; otherwise the run waits for the write."""
 
 
 class RunConfig(Section):
-    """Everything a run needs; one YAML file."""
+    """The configuration of a run: one YAML file."""
 
     name: Annotated[str, UnusedBy("eval")] = Field(default="", pattern=r"^[A-Za-z0-9._-]*$", max_length=200)
     """Name of the run folder under `runs/`; the YAML file's folder name when empty."""
@@ -408,10 +414,10 @@ class RunConfig(Section):
     learner: Annotated[LearnerConfig, UnusedBy("eval", "serve")] = LearnerConfig()
     eval: Annotated[EvalConfig, UnusedBy("serve")] = EvalConfig()
     ray: Annotated[str | None, MayChangeOnResume()] = None
-    """Address of the one Ray cluster of the run (`10.0.0.1:6379`), or `auto` for the one this machine belongs to;
-    without it a cluster is started on this machine where something needs one. What runs there is chosen by
-    other keys: the learner by `learner.ranks`, `learner.reference_ranks` and `critic.ranks`, episodes by
-    `rollout.workers`, the reward model by `reward_model.workers`, servers by `engine.server.launch: ray`."""
+    """Address of the run's Ray cluster (`10.0.0.1:6379`), or `auto` for the cluster this machine is part of; by
+    default, a cluster is started on this machine if something needs one. Other keys choose what runs there: the
+    learner by `learner.ranks`, `learner.reference_ranks` and `critic.ranks`, episodes by `rollout.workers`, the
+    reward model by `reward_model.workers`, servers by `engine.server.launch: ray`."""
     checkpoint: Annotated[CheckpointConfig, MayChangeOnResume(), UnusedBy("eval", "serve")] = CheckpointConfig()
 
     @model_validator(mode="before")
@@ -424,7 +430,7 @@ class RunConfig(Section):
     @model_validator(mode="before")
     @classmethod
     def _critic_of_gae(cls, data: Any) -> Any:
-        """`advantage: gae` has a critic, with its defaults where the user wrote none."""
+        """Give `advantage: gae` a critic with defaults if the user configured none."""
         algorithm = data.get("algorithm") if isinstance(data, dict) else None
         advantage = (
             algorithm.get("advantage") if isinstance(algorithm, dict) else getattr(algorithm, "advantage", None)
@@ -436,7 +442,7 @@ class RunConfig(Section):
 
     @model_validator(mode="after")
     def _sections_agree(self) -> Self:
-        """What no section can see alone; a setting without effect is an error."""
+        """Checks across sections; a setting without effect is an error."""
         _check_models(self)
         _check_group_size(self)
         _check_step(self)
@@ -445,7 +451,7 @@ class RunConfig(Section):
 
     @property
     def learner_on_ray(self) -> bool:
-        """Whether the policy is trained on Ray: it has many ranks, or another model has ranks of its own."""
+        """Whether the policy is trained on Ray: it has several ranks, or another model has dedicated ranks."""
         apart = self.learner.reference_ranks + (0 if self.critic is None else self.critic.ranks)
         return self.learner.ranks > 1 or apart > 0
 
@@ -458,7 +464,7 @@ class RunConfig(Section):
 
 
 def _check_models(config: RunConfig) -> None:
-    """Settings of models that are not there."""
+    """Settings of models that the run does not use."""
     learner = config.learner
     if learner.lora is not None and learner.lora.adapter is not None and config.warmup is not None:
         raise ValueError(
@@ -470,7 +476,7 @@ def _check_models(config: RunConfig) -> None:
 
 
 def _check_group_size(config: RunConfig) -> None:
-    """An episode without siblings needs an advantage that does without."""
+    """An episode without siblings needs an advantage that does not compare."""
     advantage = config.algorithm.advantage.name
     if config.rollout.group_size == 1 and not (
         advantage in ALONE or isinstance(config.algorithm.advantage, OwnFunction)
@@ -482,7 +488,7 @@ def _check_group_size(config: RunConfig) -> None:
 
 
 def _check_step(config: RunConfig) -> None:
-    """What a step is made of."""
+    """Checks of batch sizes."""
     rollout, algorithm, critic = config.rollout, config.algorithm, config.critic
     episodes = rollout.groups_per_step * rollout.group_size
     keys = {"algorithm.updates_per_step": algorithm.updates_per_step}
@@ -514,7 +520,7 @@ def _check_step(config: RunConfig) -> None:
 
 
 def _check_critic(critic: CriticConfig, algorithm: AlgorithmConfig) -> None:
-    """How the errors of the critic become one number."""
+    """Checks of the critic's aggregation."""
     norm = (critic.aggregation or algorithm.aggregation) == "seq-mean-token-sum-norm"
     if critic.aggregation_scale is not None and not norm:
         raise ValueError(
@@ -528,7 +534,7 @@ def _check_critic(critic: CriticConfig, algorithm: AlgorithmConfig) -> None:
 
 
 def _check_places(config: RunConfig) -> None:
-    """Who plays and samples where."""
+    """Checks of who plays episodes and where tokens are sampled."""
     rollout = config.rollout
     if config.engine.server.sleep and rollout.max_staleness:
         raise ValueError(

@@ -1,4 +1,4 @@
-"""Questions about the tree of sections: which keys there are, and what a key that is not there may have meant."""
+"""Queries on the tree of sections: which keys exist, and what an unknown key may have meant."""
 
 from __future__ import annotations
 
@@ -37,18 +37,18 @@ def alternatives(annotation: Any) -> tuple[Any, ...]:
 
 
 def field_at(loc: Loc) -> FieldInfo | None:
-    """The field at a location, None where the location is unknown or below a field (an item of a dict)."""
+    """The field at a location, None if the location is unknown or below a field (an item of a dict)."""
     return _walk(loc)[1]
 
 
 def section_at(loc: Loc) -> type[BaseModel] | None:
-    """The section at a location, None where there is none."""
+    """The section at a location, None if there is none."""
     return _walk(loc)[0]
 
 
 def _walk(loc: Loc) -> tuple[type[BaseModel] | None, FieldInfo | None]:
-    """The section and the field at a location. What pydantic says of a choice has the kind in its location:
-    `algorithm.loss.gspo.clip_low`; without it the first kind with such a key is meant."""
+    """The section and the field at a location. pydantic's location of a choice includes the kind:
+    `algorithm.loss.gspo.clip_low`; without it, the first kind with this key is used."""
     section: type[BaseModel] | None = RunConfig
     field: FieldInfo | None = None
     for part in loc:
@@ -66,7 +66,7 @@ def _walk(loc: Loc) -> tuple[type[BaseModel] | None, FieldInfo | None]:
 
 
 def without_kinds(loc: Loc) -> Loc:
-    """A location of pydantic's as the user wrote it: without the kinds of choices."""
+    """A pydantic location as the user wrote it: without the kinds of choices."""
     found: list[str | int] = []
     for end, part in enumerate(loc):
         before = field_at(loc[:end]) if end else None
@@ -96,7 +96,7 @@ def fields(
 
 
 def _every_key() -> Iterator[tuple[str, ...]]:
-    """The location of every key, also of the kinds of choices."""
+    """The location of every key, including the kinds of choices."""
     for loc, field in fields():
         yield loc
         choice = choice_of(field)
@@ -110,7 +110,7 @@ def first_sentence(text: str) -> str:
 
 
 FILTERS = ("top_p", "top_k", "min_p", "typical_p", "repetition_penalty", "presence_penalty", "frequency_penalty")
-"""What other programs sample with in training."""
+"""The sampling settings that other frameworks use in training."""
 
 
 _RAY = "unknown key; a run has one Ray cluster, whose address is now `ray: {address}` at the top level"
@@ -119,11 +119,11 @@ MOVED = {
     "rollout.ray": f"{_RAY}; rollout.workers and reward_model.workers use it",
     "engine.server.ray": f"{_RAY}, and `engine: {{{{server: {{{{launch: ray}}}}}}}}` starts the servers on it",
 }
-"""What to say about keys of earlier versions; `{address}` is the value that was given."""
+"""Messages about keys of earlier versions; `{address}` is the given value."""
 
 
 def unknown_key(loc: Loc, value: Any = None) -> str:
-    """What to say about a key with this value that its section does not have."""
+    """The message about an unknown key with this value."""
     *parent, key = (str(part) for part in loc)
     if (moved := MOVED.get(".".join((*parent, key)))) is not None:
         return moved.format(address=value if value not in (None, "local") else "ADDRESS")
@@ -156,7 +156,7 @@ def unknown_key(loc: Loc, value: Any = None) -> str:
 
 
 def _section_beside_a_name(section: type[BaseModel], key: str, value: Any) -> str | None:
-    """What to say about parameters outside the choice that they belong to: `gspo: {...}` next to `loss: gspo`."""
+    """The message about parameters outside of their choice: `gspo: {...}` next to `loss: gspo`."""
     for name, field in section.model_fields.items():
         choice = choice_of(field)
         if choice is None:
@@ -205,7 +205,7 @@ def _number(value: Any) -> str:
 
 
 def kind_name(annotation: Any) -> str:
-    """A type as a user would say it: "a whole number", "text", "'grpo' or 'rloo'"."""
+    """A type in plain language: "a whole number", "text", "'grpo' or 'rloo'"."""
     names = []
     for kind in alternatives(annotation):
         origin = get_origin(kind) or kind

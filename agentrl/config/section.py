@@ -1,4 +1,4 @@
-"""What every part of the configuration is made of."""
+"""The base class of every part of the configuration."""
 
 from __future__ import annotations
 
@@ -17,7 +17,8 @@ Device = Annotated[str, Field(pattern=r"^(auto|cpu|cuda(:[0-9]+)?)$")]
 
 
 class Section(BaseModel):
-    """A part of the configuration: frozen, every key is known, and every key that is written has an effect."""
+    """A part of the configuration: frozen, without unknown keys, and every key the user wrote must have an
+    effect."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True, allow_inf_nan=False)
 
@@ -29,7 +30,7 @@ class Section(BaseModel):
 
     @property
     def written(self) -> frozenset[str]:
-        """The keys that somebody wrote; of a dump, which has all keys, those off their defaults."""
+        """The keys the user wrote; for a dump, which has all keys, those that differ from their defaults."""
         if len(self.model_fields_set) < len(type(self).model_fields):
             return frozenset(self.model_fields_set)
         known = type(self).model_fields
@@ -62,7 +63,7 @@ class DeadKey:
     fact: Effect
 
     def text(self, around: tuple[str, ...] = ()) -> str:
-        """What to say about it; `around` leads to the section that was checked."""
+        """The message about it; `around` leads to the section that was checked."""
         names = tuple(".".join((*around, *other)) for other in self.others)
         return f"has no effect {self.fact.why(names, *self.values)}: remove one of them"
 
@@ -79,7 +80,7 @@ def dead_keys(section: Section, *, strict: bool = False) -> Iterator[DeadKey]:
     """The keys of a section, and of those in it, that were written and have no effect.
 
     Args:
-        strict: a section that names all its keys is no exception; see `Section.written`.
+        strict: also check sections that name all their keys; see `Section.written`.
     """
     return _dead_keys((section,), (), strict)
 
@@ -111,7 +112,7 @@ def _dead_keys(around: tuple[Section, ...], loc: tuple[str, ...], strict: bool) 
 
 
 def _look_up(around: tuple[Section, ...], loc: tuple[str, ...], key: str) -> tuple[tuple[str, ...], object] | None:
-    """The place and the value of a key, seen from inside the last section; None where none of them has it."""
+    """The place and the value of a key, seen from inside the last section; None if none of them has it."""
     first, *rest = key.split(".")
     for depth in range(len(around) - 1, -1, -1):
         section = around[depth]

@@ -17,9 +17,9 @@ from agentrl.errors import ConfigError
 Loc = tuple[str | int, ...]
 
 MAX_DEPTH = 50
-"""Sections within sections at most."""
+"""Maximum nesting depth of sections."""
 MAX_NODES = 100_000
-"""Keys and values of one file at most: aliases of aliases can otherwise fill the memory."""
+"""Maximum keys and values per file: nested aliases could otherwise fill the memory."""
 
 _TAG = "tag:yaml.org,2002:"
 
@@ -37,12 +37,13 @@ class Spot:
     column: int = 0
     flag: str | None = None
     blank: bool = False
-    """The key stands there with nothing after the colon."""
+    """Whether the key has nothing after the colon."""
 
 
 @dataclass(frozen=True, slots=True)
 class Problem:
-    """One thing wrong with the input. `text` begins with "must" where it reads on from the key."""
+    """One problem with the input. `text` begins with "must" if it continues a sentence that starts with the
+    key."""
 
     loc: Loc
     text: str
@@ -120,11 +121,11 @@ def read_value(text: str, flag: str) -> Any:
 
 
 def excerpt(source: Source, line: int, column: int) -> str:
-    """The source line with a caret under the column, both 1-based; empty where there is no such line."""
+    """The source line with a caret under the column, both 1-based; empty if there is no such line."""
     if not 1 <= line <= len(source.lines):
         return ""
     text = source.lines[line - 1]
-    # Keep tabs before the caret, so that it stands under the column whatever their width.
+    # Keep tabs before the caret, so that it lines up with the column whatever their width.
     indent = "".join("\t" if c == "\t" else " " for c in text[: column - 1])
     return f"\n{line:5d} | {text}\n      | {indent}^"
 
@@ -152,7 +153,7 @@ def _compose(text: str, source: Source) -> Node | None:
         if mark is None:
             raise ConfigError(f"{source.name}: {what}") from None
         line, column = mark.line + 1, mark.column + 1
-        while line > len(source.lines) > 0:  # the mark of a premature end stands after the last line
+        while line > len(source.lines) > 0:  # the mark of a premature end is after the last line
             line, column = line - 1, len(source.lines[line - 2]) + 1
         if line <= len(source.lines) and "\t" in source.lines[line - 1]:
             what += " (YAML is indented with spaces, not tabs)"
@@ -167,7 +168,7 @@ def _compose(text: str, source: Source) -> Node | None:
 
 
 class _Reader:
-    """Turns nodes into dicts, lists and scalars, and notes where each stood."""
+    """Turns nodes into dicts, lists and scalars, and records the position of each."""
 
     def __init__(self, source: Source) -> None:
         self.source = source
@@ -213,7 +214,7 @@ class _Reader:
                 self.source.problems.append(Problem(here, text, spot, on_key=True))
                 continue
             first[key] = spot.key_line
-            self.source.forget(here)  # what a merge put there gives way
+            self.source.forget(here)  # explicit keys override merged ones
             self.source.spots[here] = spot
             data[key] = self.value(value_node, here)
         return data

@@ -1,4 +1,4 @@
-"""Values that a user gives for the fields of a dataclass, held to their types before they are used."""
+"""Type checks of user-supplied values for the fields of a dataclass."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from agentrl.errors import ConfigError
 
 
 def check_types(cls: type, values: Mapping[str, Any], where: str) -> None:
-    """See that each value has the type of its field; text is no number, and true is none either.
+    """Check that each value has the type of its field; neither text nor true is a number.
 
     Raises:
         ConfigError: `where.field must be a number, got '3'`.

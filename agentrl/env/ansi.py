@@ -1,4 +1,4 @@
-"""What a game marks with the colors of a terminal, in signs that a language model can read."""
+"""Turn terminal colors of a game into text markers that a language model can read."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ _NAMES = ("black", "red", "green", "yellow", "blue", "magenta", "cyan", "white")
 
 
 def without_colors(text: str) -> str:
-    """Text without control sequences: highlighted parts stand in brackets, colored ones name their color.
+    """Text without control sequences: highlighted parts are put in brackets, colored ones name their color.
 
-    FrozenLake's `\\x1b[41mS\\x1b[0mFFF` becomes `[S]FFF`. A highlight other than red is named as well, because
-    Taxi tells by it whether the passenger is in.
+    FrozenLake's `\\x1b[41mS\\x1b[0mFFF` becomes `[S]FFF`. A highlight other than red is also named, because Taxi
+    uses it to show whether the passenger is aboard.
     """
     return _ANY.sub("", _COLORED.sub(_marked, text))
 

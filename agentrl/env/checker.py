@@ -1,4 +1,4 @@
-"""The checker every env passes, and the replay of a recorded episode."""
+"""The contract checker for envs, and the replay of a recorded episode."""
 
 from __future__ import annotations
 
@@ -21,19 +21,19 @@ from agentrl.types import Episode, Message, Task, ToolCall
 
 Make = Callable[[], Env]
 WIDTH = 24
-"""Episodes that `check_env` plays at the same time."""
+"""Number of concurrent episodes in `check_env`."""
 _WRONG_PLACE = re.compile(
     r"same thread|different thread|wrong thread|different (event )?loop|no current event loop"
 )
 
 
 class EnvCheckError(AssertionError):
-    """What an env breaks of its contract; one line a finding."""
+    """Violations of the env contract; one line per finding."""
 
 
 @dataclass(frozen=True, slots=True)
 class ReplayDifference:
-    """Where a replayed episode departs from the recorded one. `turn` is -1 in the opening, and `len(turns)` in
+    """Where a replayed episode differs from the recorded one. `turn` is -1 for the opening and `len(turns)` for
     the rewards."""
 
     turn: int
@@ -50,19 +50,19 @@ async def check_env(
     reward_range: tuple[float, float] = (0.0, 1.0),
     max_turns: int = 12,
 ) -> None:
-    """Hold an env to its contract on the first tasks (at most 8): determinism by seed, close in every path,
-    schemas that take what they promise, rewards in range, nothing left over between episodes, and `WIDTH` episodes
-    at the same time, which shows what may only be used on the thread or event loop that made it.
+    """Check the env contract on the first tasks (at most 8): determinism by seed, close on every path, schemas
+    that accept what they describe, rewards in range, no state left over between episodes, and `WIDTH` concurrent
+    episodes, which exposes objects tied to the thread or event loop that created them.
 
     Args:
-        make: makes one instance; the class itself will do.
+        make: creates one instance; usually the class.
         tasks: tasks to play.
-        oracle: a policy that solves a task; where given, it must earn the top of `reward_range`.
-        reward_range: lowest and highest sum of an episode's rewards.
-        max_turns: turns of one episode.
+        oracle: a policy that solves a task; if given, it must earn the maximum of `reward_range`.
+        reward_range: minimum and maximum total reward of an episode.
+        max_turns: maximum turns per episode.
 
     Raises:
-        EnvCheckError: naming everything that was found.
+        EnvCheckError: lists all findings.
     """
     make = partial(_make, make)
     chosen = list(tasks[:8])
@@ -92,10 +92,10 @@ def _make(make: Make) -> Env:
 
 
 async def replay(episode: Episode, env: Env) -> list[ReplayDifference]:
-    """Play the recorded assistant messages on a fresh env; closed afterwards.
+    """Replay the recorded assistant messages on a new env, then close it.
 
     Returns:
-        The differences of observations, ends and rewards; empty where the env answers as it did.
+        The differences in observations, endings and rewards; empty if the replay matches.
     """
     differences: list[ReplayDifference] = []
 
@@ -172,7 +172,7 @@ async def _check_opening(make: Make, tasks: Sequence[Task]) -> list[str]:
 
 
 async def _check_mistakes(make: Make, tasks: Sequence[Task]) -> list[str]:
-    """Nothing the policy can write may raise."""
+    """Check that no policy output makes the env raise."""
     findings: list[str] = []
     env = make()
     known = [schema["function"]["name"] for schema in env.tools]
@@ -269,7 +269,8 @@ async def _check_oracle(
 
 
 def _misplaced(episodes: Sequence[Episode]) -> list[str]:
-    """Calls that failed because they ran on another thread or event loop than what they used was made on."""
+    """Calls that failed because an object was used on a different thread or event loop than the one that created
+    it."""
     findings = [
         f"tool {call.call.name}: {call.result:.200}; what a plain method makes belongs to the episode's thread, "
         "what an async one makes to the event loop: write the methods that share it alike, none of them parallel"
@@ -282,13 +283,13 @@ def _misplaced(episodes: Sequence[Episode]) -> list[str]:
 
 
 def _containers(env: Env) -> dict[str, tuple[object, str]]:
-    """The lists, dicts and sets that `__init__` made, with their text."""
+    """The lists, dicts and sets created by `__init__`, with their repr."""
     own = {name: value for name, value in vars(env).items() if name.strip("_") == name}
     return {name: (value, repr(value)) for name, value in own.items() if isinstance(value, list | dict | set)}
 
 
 def _kept(env: Env, made: Mapping[str, tuple[object, str]]) -> Iterator[str]:
-    """What episodes changed in place, which the next one on the same instance meets."""
+    """State that episodes changed in place, which the next episode on the same instance would see."""
     for name, (value, text) in made.items():
         if repr(value) != text:
             yield (

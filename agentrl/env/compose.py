@@ -1,4 +1,4 @@
-"""An environment without a class: tools, rewards and rows named in YAML.
+"""An environment without a class: tools, rewards and rows are listed in YAML.
 
     env:
       use: agentrl.env.compose:ComposedEnv
@@ -10,8 +10,8 @@
         reward: my_rewards.py:score                  # f(episode), or verl's compute_score; a list of them; name: f
         system: Answer with the tools.
 
-A row is `{"prompt": text or list of messages, ...}`; every other column is the reward function's to read from
-`episode.task.row`. verl's rows are such rows.
+A row is `{"prompt": text or list of messages, ...}`; reward functions read other columns from `episode.task.row`.
+verl's rows have this form.
 """
 
 from __future__ import annotations
@@ -47,17 +47,17 @@ Loaded = McpServer | VerlToolEntry | MethodTool | Callable[[], Any]
 
 
 class ComposedEnv(ToolEnv):
-    """An env put together from named tools and rewards.
+    """An env composed of named tools and rewards.
 
     Args:
-        tools: functions, toolboxes, MCP servers and verl-style entries, in the order the model sees them.
+        tools: functions, toolboxes, MCP servers and verl-style entries, in the order shown to the model.
         reward: one reward, a list of them, or a mapping of names to them.
-        system: system prompt; none where it is empty, or where the row's prompt has its own.
-        sandbox: arguments of the one `Sandbox` that all toolboxes share; without it each brings its own.
-        base: folder that relative paths count from; the working directory where it is None.
+        system: system prompt; omitted if empty or if the row's prompt has one.
+        sandbox: arguments of one `Sandbox` shared by all toolboxes; by default each has a separate one.
+        base: folder that relative paths are resolved against; None for the working directory.
 
     Raises:
-        ConfigError: an entry that cannot be loaded or used.
+        ConfigError: an entry cannot be loaded or used.
     """
 
     def __init__(
@@ -75,20 +75,20 @@ class ComposedEnv(ToolEnv):
         self._entries = [_load_entry(entry, self._base) for entry in tools]
         self._rewards = _load_rewards(reward, self._base)
         self._verl: list[VerlTool] = []
-        self._bound()  # what cannot be is said at once
+        self._bound()  # report invalid entries early
         self._prompt_has_system = False
 
     def more_tools(self) -> Sequence[BoundTool]:
-        """The composed tools: new toolboxes, new verl instances, new server sessions."""
+        """The composed tools, with new toolboxes, verl instances and server sessions."""
         self._verl = []
         return [tool for entry in self._entries for tool in self._make_tools(entry)]
 
     def system(self) -> str:
-        """The configured system prompt, unless the row brought its own."""
+        """The configured system prompt, unless the row has one."""
         return "" if self._prompt_has_system else self._system_text
 
     async def setup(self, prompt: str | list[dict[str, Any]], **row: Any) -> str | list[Message]:
-        """Begin with the row's prompt; verl-style tools are created with the row's `extra_info.tools_kwargs`."""
+        """Open with the row's prompt; verl-style tools are created with the row's `extra_info.tools_kwargs`."""
         extra: Mapping[str, Any] = row.get("extra_info") or {}
         selected = extra.get("tool_selection")
         if selected is not None:
@@ -106,7 +106,7 @@ class ComposedEnv(ToolEnv):
         return messages
 
     async def release(self) -> None:
-        """End what `prepare` and `setup` began; one failure does not keep the others."""
+        """Release what `prepare` and `setup` acquired; one failure does not prevent the rest."""
         failures: list[str] = []
         for tool in self._verl:
             try:
@@ -121,7 +121,7 @@ class ComposedEnv(ToolEnv):
             raise InfraError("; ".join(failures))
 
     async def score(self, episode: Episode) -> Mapping[str, float]:
-        """The composed rewards by name, weighted; without any, what the verl-style tools say of themselves."""
+        """The composed rewards by name, weighted; if there are none, the rewards of the verl-style tools."""
         rewards = Rewards(type(self).__name__, self.settings.reward_timeout_s)
         for name, function in self._rewards.items():
             spec = RewardSpec(name, name, RewardMark(name, 1.0, "episode", None), None)
@@ -141,7 +141,7 @@ class ComposedEnv(ToolEnv):
         return rewards.result()
 
     def _parts(self, name: str, only: str | None, value: Any) -> dict[str, float]:
-        """What a reward returned by name and weighted; of a mapping each entry, or `only` that one."""
+        """The return value of a reward as weighted parts by name; for a mapping each entry, or just `only`."""
         if isinstance(value, Mapping) and only is not None:
             value = value.get(only)
         if isinstance(value, Mapping) and len(value) > MAX_PARTS:
@@ -153,7 +153,7 @@ class ComposedEnv(ToolEnv):
         return {part: weights.get(part, weights.get(name, 1.0)) * number for part, number in numbers.items()}
 
     def solved_rule(self) -> SolvedRule | None:
-        """`solved_at`, a part named `solved`, or the only reward where it is annotated to return bool."""
+        """`solved_at`, a part named `solved`, or the only reward if it is annotated to return bool."""
         if (rule := Env.solved_rule(self)) is not None:
             return rule
         if len(self._rewards) == 1:
@@ -170,7 +170,7 @@ class ComposedEnv(ToolEnv):
                 raise ConfigError(f"no reward named {name!r}; the rewards are: {', '.join(known) or 'none'}")
 
     def check_solved_at(self, thresholds: Mapping[str, float]) -> None:
-        """Nothing is checked: the parts of a composed reward are known once it has scored an episode."""
+        """No check: the parts of a composed reward are unknown until it has scored an episode."""
 
     def _make_tools(self, entry: Loaded) -> Sequence[BoundTool]:
         if isinstance(entry, McpServer):
@@ -186,7 +186,7 @@ def _sandbox(options: Mapping[str, Any]) -> Sandbox:
     known = [f.name for f in fields(Sandbox)]
     if unknown := [key for key in options if key not in known]:
         raise ConfigError(f"sandbox: unknown key {unknown[0]!r}; the keys are: {', '.join(known)}")
-    # YAML has lists where the spec has tuples, and a mapping reads best for variables.
+    # YAML has lists where the spec has tuples, and variables are most readable as a mapping.
     values: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v for k, v in options.items()}
     if isinstance(variables := values.get("env"), Mapping):
         values["env"] = tuple((str(k), str(v)) for k, v in variables.items())
@@ -219,7 +219,7 @@ def _load_named(
             raise ConfigError(f"tools: class {found.__name__} has no @tool method")
         parameters = inspect.signature(found).parameters
         if base is not None and "base" in parameters and "base" not in options:
-            options = {**options, "base": base}  # its paths, too, count from the file that names it
+            options = {**options, "base": base}  # its paths are relative to the file that names it, too
         try:
             inspect.signature(found).bind(**options)
         except TypeError as e:

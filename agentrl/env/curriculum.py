@@ -1,4 +1,4 @@
-"""Which task comes next: seeded, resumable sampling with weights that follow the recent solve rate."""
+"""Task order: seeded, resumable sampling with optional weights from recent solve rates."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from agentrl.types import Task
 
 @dataclass
 class TaskSampler:
-    """Draws tasks from a sequence; its whole state is a small dict.
+    """Sample tasks from a sequence; the whole state is a small dict.
 
     Args:
-        tasks: what is drawn from; may be very long.
-        seed: of the order.
-        order: "sequential" walks through the tasks again and again; "shuffled" in a new random order each round;
-            "weighted" draws by solve rate.
-        window: results of one task that its solve rate is made of ("weighted").
-        floor: weight of a task that is always or never solved, relative to the best ("weighted").
+        tasks: the sequence to sample from; may be very long.
+        seed: seed of the order.
+        order: "sequential" cycles through the tasks; "shuffled" uses a new random order each epoch; "weighted"
+            samples by solve rate.
+        window: number of recent results that a task's solve rate averages ("weighted").
+        floor: weight of a task that is always or never solved, relative to the highest ("weighted").
     """
 
     tasks: Sequence[Task]
@@ -39,7 +39,7 @@ class TaskSampler:
             raise ValueError(f"order {self.order!r} must be sequential, shuffled or weighted")
 
     def take(self, num: int) -> list[tuple[int, Task]]:
-        """The next `num` tasks with their positions, by which `report` knows them."""
+        """The next `num` tasks with their positions, which `report` takes."""
         found = []
         for _ in range(num):
             position = self._position(self._drawn)
@@ -48,13 +48,13 @@ class TaskSampler:
         return found
 
     def report(self, position: int, solved: float) -> None:
-        """Tell the solve rate (0 to 1) of one group on the task at `position`."""
+        """Record the solve rate (0 to 1) of one group on the task at `position`."""
         recent = self._results.setdefault(position, [])
         recent.append(min(1.0, max(0.0, solved)))
         del recent[: -self.window]
 
     def weight(self, position: int) -> float:
-        """Highest (1) for a task that is solved half of the time or was never tried, `floor` at 0 and at 1."""
+        """1 for a task that is solved half the time or was never tried; `floor` at solve rates 0 and 1."""
         recent = self._results.get(position)
         if not recent:
             return 1.0
@@ -62,11 +62,11 @@ class TaskSampler:
         return max(self.floor, 4 * rate * (1 - rate))
 
     def state(self) -> dict[str, Any]:
-        """Everything needed to go on, as JSON data."""
+        """The state needed to resume, as JSON data."""
         return {"drawn": self._drawn, "results": {str(k): list(v) for k, v in self._results.items()}}
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Go on where `state` was taken."""
+        """Resume from a saved `state`."""
         self._drawn = int(state["drawn"])
         self._results = {int(k): list(v) for k, v in state["results"].items()}
 
@@ -76,7 +76,7 @@ class TaskSampler:
             return number % size
         if self.order == "shuffled":
             return self._shuffled(number // size)[number % size]
-        # Rejection sampling: no table over all tasks, and a draw depends on its number and the results only.
+        # Rejection sampling: no table over all tasks, and each draw depends only on its index and the results.
         rng = random.Random(f"{self.seed}/{number}")
         while True:
             position = rng.randrange(size)
@@ -92,5 +92,5 @@ class TaskSampler:
 
 
 def has_signal(rewards: Sequence[float]) -> bool:
-    """Whether a group teaches anything: its rewards are not all the same."""
+    """Whether a group carries a training signal: its rewards are not all equal."""
     return len(rewards) > 1 and max(rewards) - min(rewards) > 1e-9

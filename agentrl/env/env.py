@@ -1,4 +1,4 @@
-"""The contract of an environment: Gymnasium's shape, with messages as observation and action."""
+"""The environment contract: Gymnasium's interface, with messages as observations and actions."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ Decode = Callable[[Sequence[int]], str]
 
 
 def estimate_tokens(text: str) -> int:
-    """Tokens of `text` where no tokenizer is at hand: one for every three bytes, rounded up."""
+    """Estimate the tokens of `text` without a tokenizer: one per three bytes, rounded up."""
     return -(-len(text.encode("utf-8", "replace")) // 3)
 
 
@@ -30,15 +30,15 @@ class DeclaredReward:
 
 @dataclass(slots=True)
 class StepInfo:
-    """What `step` returns besides observation and reward."""
+    """Additional results of `step`, apart from observation and reward."""
 
     calls: tuple[CallRecord, ...] = ()
     stop_reason: StopReason | None = None
-    """Set when the step ended the episode."""
+    """Set if the step ended the episode."""
     metrics: Mapping[str, float] = field(default_factory=dict)
     """Added to the episode's metrics: one entry per mistake (parse_error, invalid_args, ...)."""
     faults: Mapping[str, str] = field(default_factory=dict)
-    """Rewards of the turn that raised and count 0: what happened, by name."""
+    """Rewards of the turn that raised and count as 0: the error message by reward name."""
 
 
 class PolicyModel(Protocol):
@@ -47,17 +47,18 @@ class PolicyModel(Protocol):
     async def chat(
         self, messages: Sequence[Message], *, tools: Sequence[Mapping[str, Any]] = (), train: bool = False
     ) -> Message:
-        """The policy's answer to `messages`, in a context of only those; with `train` its tokens train too."""
+        """The policy's answer to `messages`, in a separate context; with `train`, its tokens are trained as
+        well."""
 
 
 @dataclass(frozen=True, slots=True)
 class PolicyAccess:
-    """What an env gets of the policy that plays an episode.
+    """The access to the policy that an env gets for an episode.
 
     Attributes:
-        model: conversations with the policy; None where it cannot be asked (a program plays).
+        model: separate conversations with the policy; None if a program plays the episode.
         count_tokens: counts the tokens of a text with the policy's tokenizer, or estimates them.
-        decode: text of sampled ids without special tokens; None where the policy has no tokens.
+        decode: decodes sampled ids to text without special tokens; None if the policy has no token ids.
         reads_images: whether the policy sees images.
     """
 
@@ -68,33 +69,34 @@ class PolicyAccess:
 
 
 class Env(ABC):
-    """One instance plays one episode at a time, may be reused after `reset`, and is always closed.
+    """An environment: an instance plays one episode at a time, may be reused after `reset`, and is always closed.
 
     A rollout calls `bind`, `reset`, `step` until the episode ends, `score`, and `close`; `score_group` runs on a
-    separate instance once all episodes of a task have ended. Only `reset` and `step` must be written.
+    separate instance after all episodes of a task have ended. Only `reset` and `step` are required.
 
-    Mistakes of the policy are observations. `InfraError` means that the episode could not be played: it is
-    excluded from training and played again. So does any other exception of `reset`, because the policy has not
-    acted yet. An exception of `step` ends the episode, which then earns nothing, and one of `score` or
-    `score_group` counts 0: the policy may have caused it.
+    The policy's mistakes become observations. An `InfraError` means that the episode could not be played: it is
+    excluded from training and replayed. Any other exception in `reset` has the same effect, because the policy has
+    not acted yet. The policy may have caused an exception in `step`, `score` or `score_group`: in `step` it ends
+    the episode with a reward of 0, and in the other two the reward counts as 0.
     """
 
     solved_at: SolvedAt = None
-    """When an episode is solved: at this total reward, or where each part reaches its number. A run may set it."""
+    """When an episode is solved: at this total reward, or when each part reaches its threshold. A run may set
+    it."""
     model: PolicyModel | None = None
     """The policy in a separate conversation: `await self.model.chat(messages)`. Set by `bind`."""
     count_tokens: CountTokens = staticmethod(estimate_tokens)
-    """Counts the tokens of a text. Set by `bind`."""
+    """Count the tokens of a text. Set by `bind`."""
     decode: Decode | None = None
-    """Text of sampled ids without special tokens; None where an episode has no tokens. Set by `bind`."""
+    """Decode sampled ids to text without special tokens; None if the episode has no token ids. Set by `bind`."""
     reads_images: bool = True
     """Whether the policy sees images. Set by `bind`."""
     outcome: str | None = None
-    """What the program under `agent:` returned, for rewards to read; None where no program plays."""
+    """The return value of the program under `agent:`, for rewards to read; None if no program plays."""
     hold_back: bool = False
-    """Whether `outside_tools` answer without being called; set by `agentrl check`."""
+    """Whether `outside_tools` get a placeholder answer instead of being called; set by `agentrl check`."""
 
-    # Playing an episode.
+    # Playing.
 
     @property
     def tools(self) -> Sequence[Mapping[str, Any]]:
@@ -102,70 +104,70 @@ class Env(ABC):
         return ()
 
     def bind(self, policy: PolicyAccess) -> None:
-        """Receive the policy of the next episode; called before `reset`.
+        """Receive access to the policy for the next episode; called before `reset`.
 
-        An env that wraps another one passes it on.
+        A wrapper passes it on to the wrapped env.
         """
         self.model, self.count_tokens, self.decode = policy.model, policy.count_tokens, policy.decode
         self.reads_images, self.outcome = policy.reads_images, None
 
     @abstractmethod
     async def reset(self, task: Task) -> tuple[Sequence[Message], Mapping[str, Any]]:
-        """Begin an episode. Returns the opening messages (system, user) and an info dict."""
+        """Start an episode. Returns the opening messages (system, user) and an info dict."""
 
     @abstractmethod
     async def step(self, message: Message) -> tuple[Sequence[Message], float, bool, bool, StepInfo]:
-        """Take an assistant message; return (observation, reward, terminated, truncated, info)."""
+        """Apply an assistant message; return (observation, reward, terminated, truncated, info)."""
 
     async def close(self) -> None:
-        """Free everything; idempotent; runs after every episode, however it ended."""
+        """Release all resources; idempotent; called after every episode, however it ended."""
         return None
 
-    # Scoring it.
+    # Scoring.
 
     async def score(self, episode: Episode) -> Mapping[str, float]:
-        """Rewards of the finished episode by name, already weighted; their sum joins the turns' rewards."""
+        """Rewards of the finished episode by name, already weighted; their sum is added to the turns' rewards."""
         return {}
 
     async def score_group(self, episodes: Sequence[Episode]) -> Sequence[Mapping[str, float]]:
-        """Rewards that compare the scored episodes of one task: for each of them, weighted values by name.
+        """Rewards that compare the scored episodes of a task: for each episode, weighted values by name.
 
-        Runs on an instance that is never reset, and that is closed afterwards.
+        Called on an instance that is never reset and is closed afterwards.
         """
         return [{} for _ in episodes]
 
     @property
     def scores_groups(self) -> bool:
-        """Whether `score_group` gives any reward; by default, whether a class overrides it."""
+        """Whether `score_group` returns any rewards; by default, whether the class overrides it."""
         return type(self).score_group is not Env.score_group
 
     def solved_rule(self) -> SolvedRule | None:
-        """What decides whether an episode is solved; None where nothing is declared."""
+        """The rule that decides whether an episode is solved; None if nothing is declared."""
         return rule_of(self.solved_at, "solved_at")
 
     def solved_verdict(self, rewards: Mapping[str, float], total: float) -> bool | None:
-        """Whether the episode that was just scored is solved; None where nothing is declared.
+        """Whether the episode that was just scored is solved; None if nothing is declared.
 
         Args:
             rewards: what `score` returned.
             total: their sum with the rewards of the turns.
 
         Raises:
-            JudgeError: a reward that must decide is missing.
+            JudgeError: a reward that the rule needs is missing.
         """
         rule = self.solved_rule()
         return None if rule is None else rule.verdict(rewards, total)
 
-    # What a run and its checks ask before anything is played.
+    # Queries of a run and its checks before any episode.
 
     @classmethod
     def check_class(cls) -> None:
-        """Raises ConfigError where the class declares something that cannot be used."""
+        """Raises ConfigError if a declaration of the class is invalid."""
         return None
 
     @classmethod
     def row_problem(cls, row: Mapping[str, Any]) -> str:
-        """Why a data row does not fit this env; empty where it does, or where only `reset` can tell."""
+        """Why a data row does not fit this env; empty if it fits or if only `reset` can tell."""
         return ""
 
     def configure(
@@ -185,13 +187,13 @@ class Env(ABC):
             self.solved_at = solved_at
 
     def declared_rewards(self) -> Mapping[str, DeclaredReward] | None:
-        """The declared rewards by name; None where the env does not declare its rewards."""
+        """The declared rewards by name; None if the env does not declare its rewards."""
         return None
 
     def outside_tools(self) -> Sequence[str]:
-        """Tools that act outside of the episode (MCP, HTTP), which `agentrl check` does not call."""
+        """Names of tools that act outside of the episode (MCP, HTTP); `agentrl check` does not call them."""
         return ()
 
     def image_tools(self) -> Sequence[str]:
-        """Tools whose return type has an `Image`, which a text model cannot read."""
+        """Names of tools whose return type includes `Image`, which a text-only model cannot read."""
         return ()

@@ -1,8 +1,8 @@
-"""Gymnasium both ways: any env of ours as a `gymnasium.Env`, and any Gymnasium env as tools for a language model.
+"""Gymnasium adapters: an agentrl env as a `gymnasium.Env`, and a Gymnasium env as tools for a language model.
 
-As a Gymnasium env, observation and action are text. An action that is a JSON object
-`{"name": ..., "arguments": {...}}` (or a list of such) is a tool call; any other text is a plain message. The
-reward of the last step contains the episode's rewards.
+In the first direction, observations and actions are text. An action that is a JSON object
+`{"name": ..., "arguments": {...}}` (or a list of them) is a tool call; any other text is a plain message. The
+reward of the last step includes the episode's rewards.
 """
 
 from __future__ import annotations
@@ -30,27 +30,27 @@ from agentrl.types import Episode, Message, StopReason, Task, ToolCall, Turn
 
 
 class AnyText(spaces.Text):
-    """Text of any characters up to `max_length`; samples are printable ASCII of at most 40 characters."""
+    """Text of up to `max_length` arbitrary characters; samples are at most 40 printable ASCII characters."""
 
     def __init__(self, max_length: int = 1_000_000) -> None:
         super().__init__(max_length, charset=frozenset(string.printable))
 
     def contains(self, x: Any) -> bool:
-        """Whether `x` is a text that is not too long."""
+        """Whether `x` is text within the length limit."""
         return isinstance(x, str) and len(x) <= self.max_length
 
     def sample(self, mask: Any = None, probability: Any = None) -> str:
-        """A short random text."""
+        """Short random text."""
         length = int(self.np_random.integers(1, 41))
         return "".join(self.np_random.choice(sorted(string.printable), length))
 
 
 class TextGym(gymnasium.Env[str, str]):
-    """An agentrl env behind Gymnasium's interface.
+    """An agentrl env with Gymnasium's interface.
 
     Args:
-        env: an env class (or anything that makes an instance).
-        tasks: what `reset` draws from, by its seed; `options={"task": Task | int}` picks one.
+        env: an env class (or any factory of instances).
+        tasks: `reset` samples from them with its seed; `options={"task": Task | int}` picks one.
         render_mode: "ansi" renders the conversation.
     """
 
@@ -76,7 +76,7 @@ class TextGym(gymnasium.Env[str, str]):
     def reset(
         self, *, seed: int | None = None, options: dict[str, Any] | None = None
     ) -> tuple[str, dict[str, Any]]:
-        """Begin an episode on a task drawn with the env's generator."""
+        """Start an episode on a task sampled with the env's generator."""
         super().reset(seed=seed)
         wanted = (options or {}).get("task")
         if wanted is None:
@@ -125,7 +125,7 @@ class TextGym(gymnasium.Env[str, str]):
 
 
 def read_action(action: str, turn: int = 0) -> Message:
-    """The assistant message that an action text stands for."""
+    """The assistant message that an action text represents."""
     try:
         value = json.loads(action)
     except (ValueError, RecursionError):
@@ -160,13 +160,13 @@ class GymnasiumEnv(ToolEnv):
     """Play the game: call act with your next action until it ends."""
 
     env_id: str = ""
-    """Gymnasium's id of the env."""
+    """Gymnasium id of the env."""
     make_options: Mapping[str, Any] = {}
     """Keyword arguments of `gymnasium.make`."""
     actions: tuple[str, ...] = ()
-    """Names of a Discrete space's actions; numbers where it is empty."""
+    """Names of a Discrete space's actions; numbers if it is empty."""
     reward_scale: float = 1.0
-    """Factor of the rewards that the game gives, which become the rewards of the turns."""
+    """Factor for the game's rewards, which become turn rewards."""
 
     def __init__(
         self, env_id: str | None = None, *, actions: Sequence[str] | None = None, **make_options: Any
@@ -183,7 +183,7 @@ class GymnasiumEnv(ToolEnv):
         self.reader = reader_of(self.game.action_space, self.actions, self.env_id)
 
     def make_game(self, **options: Any) -> gymnasium.Env[Any, Any]:
-        """Make the game, rendered as text where it can be."""
+        """Create the game, with text rendering if supported."""
         wanted = {**self.make_options, **options}
         try:
             modes = gymnasium.spec(self.env_id).make().metadata.get("render_modes", [])
@@ -194,7 +194,7 @@ class GymnasiumEnv(ToolEnv):
             raise ConfigError(f"gymnasium.make({self.env_id!r}): {e}") from e
 
     def more_tools(self) -> Sequence[BoundTool]:
-        """The one tool `act`, its argument made from the action space."""
+        """The only tool, `act`, with an argument derived from the action space."""
         return [_Act(self)]
 
     def setup(self) -> str:
@@ -205,17 +205,17 @@ class GymnasiumEnv(ToolEnv):
 
     @classmethod
     def tasks(cls, split: Split = "train", seed: int = 0, *, size: int = 10_000) -> Sequence[Task]:
-        """Games by seed; each is a task without a row."""
+        """Games by seed; each task has no row."""
         return generated(cls.env_id.lower() or "game", split, seed, size, lambda rng: {})
 
     def describe(self, observation: Any) -> str:
-        """What the policy sees: the rendered game where it renders text, else the observation."""
+        """What the policy sees: the rendered text if the game supports it, else the observation."""
         if getattr(self.game, "render_mode", None) == "ansi":
             return without_colors(str(self.game.render())).strip("\n")
         return json.dumps(_plain(observation))
 
     def act(self, action: Any) -> ToolResult:
-        """Play one action of the game's own space."""
+        """Play one action of the game's action space."""
         observation, reward, terminated, truncated, _ = self.game.step(action)
         self.end = (terminated, truncated)
         text = self.describe(observation)
@@ -224,7 +224,7 @@ class GymnasiumEnv(ToolEnv):
         return ToolResult(text, reward=self.reward_scale * float(reward), stop=terminated or truncated)
 
     async def step(self, message: Message) -> Step:
-        """As any ToolEnv; the game's own end is `terminated`, its time limit `truncated`."""
+        """Like any ToolEnv; the game's ending is `terminated`, its time limit `truncated`."""
         observation, reward, terminated, truncated, info = await super().step(message)
         if info.stop_reason is StopReason.STOPPED_BY_TOOL:
             over, out_of_time = self.end
@@ -264,17 +264,17 @@ class _Act:
 
 
 class ActionReader:
-    """JSON schema of an action space, and the way from a JSON value to an action."""
+    """JSON schema of an action space, and the conversion from JSON values to actions."""
 
     def __init__(self, schema: Mapping[str, Any], read: Callable[[Any], Any]) -> None:
         self.schema, self.read = schema, read
 
 
 def reader_of(space: spaces.Space[Any], names: Sequence[str], env_id: str) -> ActionReader:
-    """How a language model names the actions of `space`.
+    """Map the actions of `space` to JSON for a language model.
 
     Raises:
-        ConfigError: the space is none of Discrete, MultiDiscrete, MultiBinary, or a Box of at most 16 numbers.
+        ConfigError: the space is not Discrete, MultiDiscrete, MultiBinary, or a Box of at most 16 numbers.
     """
     if isinstance(space, spaces.Discrete):
         return _discrete(space, names, env_id)

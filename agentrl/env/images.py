@@ -1,4 +1,4 @@
-"""Images in what tools return, where the model reads text only."""
+"""Checks for tools that return images to a text-only model."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from agentrl.types import Image
 
 
 def refuse_images(env: Env) -> None:
-    """Raises ConfigError where the return type of a tool names `Image`, which a text model cannot read."""
+    """Raises ConfigError if a tool's return type includes `Image`, which a text-only model cannot read."""
     for name in env.image_tools():
         raise ConfigError(
             f"{type(env).__name__}: tool {name!r} returns an Image by its type, and the chat template of this "
@@ -23,7 +23,7 @@ def refuse_images(env: Env) -> None:
 
 
 def returns_image(tool: BoundTool) -> bool:
-    """Whether a tool's return type names `Image`; only methods have one."""
+    """Whether a tool's return type includes `Image`; only methods have one."""
     if not isinstance(tool, MethodTool):
         return False
     try:

@@ -1,7 +1,7 @@
 """Models that judge, simulate users or score: any OpenAI-compatible URL, with retries, a timeout and a cache.
 
-A judge that cannot be reached is an infrastructure failure of the episode. One that is reached and answers in
-another form than asked, or refuses the question, may do so because of what the policy wrote: the score is 0.
+A judge that cannot be reached is an infrastructure failure of the episode. A judge whose answer is malformed, or
+that refuses the question, may do so because of the policy's text: the score is 0.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from agentrl.types import Message
 __all__ = ["Judge", "PolicyModel", "RewardApi", "fenced"]
 
 _REFUSED = (400, 413, 422)
-"""What an endpoint answers where the question itself is the trouble: too long, filtered."""
+"""HTTP status codes of requests rejected for their content: too long, filtered."""
 
 
 @dataclass
@@ -38,18 +38,18 @@ class Judge:
 
     Args:
         url: base URL, e.g. `http://127.0.0.1:8000/v1`.
-        model: the model's name there.
-        key_env: environment variable with the API key; none is sent where it is empty.
-        timeout_s: limit of one attempt.
-        retries: further attempts after a failed one, with growing pauses.
-        temperature: of the sampling; at 0 equal questions are answered from the cache.
-        max_tokens: longest answer.
-        max_concurrent: questions asked at the same time.
-        cache: JSON-lines file that keeps answers between runs; in memory only where it is None.
-        low: lowest number that `score` takes.
-        high: highest one.
-        on_malformed: what an answer that states no score in [low, high] means: "score" (0, or `low` where that is
-            less), or "infra" (the episode is played again; a policy can bring that about, and may learn to).
+        model: the model's name at that URL.
+        key_env: environment variable with the API key; if empty, no key is sent.
+        timeout_s: timeout of one attempt.
+        retries: retries after a failed attempt, with increasing delays.
+        temperature: sampling temperature; at 0, repeated questions are answered from the cache.
+        max_tokens: maximum answer length.
+        max_concurrent: maximum concurrent requests.
+        cache: JSON-lines file that stores answers across runs; None caches only in memory.
+        low: lowest valid score.
+        high: highest valid score.
+        on_malformed: how to treat an answer without a score in [low, high]: "score" (0, or `low` if that is less),
+            or "infra" (the episode is replayed; a policy can provoke this and may learn to).
     """
 
     url: str
@@ -65,9 +65,9 @@ class Judge:
     high: float = 1.0
     on_malformed: Literal["score", "infra"] = "score"
     asked: int = 0
-    """Questions that went to the server, repeats after failures included."""
+    """Number of requests sent, including retries."""
     malformed: int = 0
-    """Questions whose answer stated no score."""
+    """Number of answers without a score."""
     _answered: bool = field(default=False, repr=False)
     _takes_form: bool | None = field(default=None, repr=False)
     _answers: dict[str, str] = field(default_factory=dict, repr=False)
@@ -86,7 +86,7 @@ class Judge:
                 self._answers[entry["key"]] = entry["answer"]
 
     async def chat(self, messages: Sequence[Message]) -> Message:
-        """The model's answer to a conversation. Control tokens of chat templates in it are sent as plain text.
+        """The model's answer to a conversation. Control tokens of chat templates are sent as plain text.
 
         Raises:
             JudgeError: no answer after all attempts.
@@ -117,13 +117,13 @@ class Judge:
     async def score(
         self, question: str, *, system: str = "", low: float | None = None, high: float | None = None
     ) -> float:
-        """The score that the judge states for `question`, in [low, high] (by default the judge's own).
+        """The judge's score for `question`, in [low, high] (by default the judge's limits).
 
-        It is asked for as JSON, by a schema where the endpoint takes one; see `read_score` for what is understood.
-        Put text of the policy's through `fenced`.
+        The judge is asked for JSON, with a schema if the endpoint supports one; see `read_score` for accepted
+        answers. Wrap text written by the policy in `fenced`.
 
         Raises:
-            JudgeError: no answer; with `on_malformed: infra` also one that states no score.
+            JudgeError: no answer; with `on_malformed: infra`, also an answer without a score.
         """
         low, high = self.low if low is None else low, self.high if high is None else high
         asked = Message("user", f"{question}\n\n{form_of(low, high)}")
@@ -150,7 +150,7 @@ class Judge:
         from openai import AsyncOpenAI
 
         loop = asyncio.get_running_loop()
-        if self._loop is not loop:  # the client's connections belong to one event loop
+        if self._loop is not loop:  # the client's connections are tied to one event loop
             key = os.environ[self.key_env] if self.key_env else "none"
             self._client = AsyncOpenAI(base_url=self.url, api_key=key, max_retries=0, timeout=self.timeout_s)
             self._slots, self._loop = asyncio.Semaphore(self.max_concurrent), loop
@@ -173,11 +173,11 @@ class Judge:
                 problem, usable = error_text(e), True
                 status = getattr(e, "status_code", 0)
                 if with_form and self._takes_form is None and status in (*_REFUSED, 404, 501):
-                    self._takes_form = False  # older servers: ask again in words alone
+                    self._takes_form = False  # older servers: retry without the schema
                     continue
                 if 400 <= status < 500 and status not in (408, 409, 429):
                     usable = not (status in _REFUSED and self._answered)
-                    break  # asking again will not help
+                    break  # retrying will not help
             attempt += 1
         text = f"judge {self.model} at {self.url}: {problem[:300]}"
         raise JudgeError(text) if usable else JudgeAnswerError(text)
@@ -200,12 +200,12 @@ class Judge:
 
 @dataclass
 class RewardApi:
-    """A reward server of LLaMA-Factory's shape: `{"model", "messages": [text, ...]}` -> `{"scores": [...]}`.
+    """A reward server with LLaMA-Factory's API: `{"model", "messages": [text, ...]}` -> `{"scores": [...]}`.
 
     Args:
         url: address of the endpoint.
-        model: sent along.
-        timeout_s: limit of one attempt.
+        model: model name in the request.
+        timeout_s: timeout of one attempt.
         retries: further attempts after a failed one.
     """
 
@@ -216,11 +216,11 @@ class RewardApi:
     _answered: bool = field(default=False, repr=False)
 
     async def score(self, texts: Sequence[str]) -> list[float]:
-        """One score a text.
+        """One score per text.
 
         Raises:
-            JudgeError: no answer after all attempts, or one of another shape.
-            JudgeAnswerError: it refuses these texts and not others, or a score is no finite number.
+            JudgeError: no answer after all attempts, or a malformed one.
+            JudgeAnswerError: it rejects these texts in particular, or a score is not a finite number.
         """
         import httpx
 

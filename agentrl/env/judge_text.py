@@ -1,4 +1,4 @@
-"""What a judge is sent and what it answers: data that cannot speak to it, and scores in a stated form."""
+"""Prompts and answers of a judge: text fenced against prompt injection, and the parsing of scores."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 from agentrl.clean import clean_text
 
 MAX_ANSWER = 20_000
-"""Characters of an answer that are looked at."""
+"""Maximum characters of an answer that are parsed."""
 
 _WORDS = (
     "s|bos|eos|pad|unk|cls|sep|mask|sop|eop|eod|im_start|im_end|think|thinking|tool_call|tool_calls|tool_response|"
@@ -35,7 +35,7 @@ _CONTROL = re.compile(
 def neutral(text: str) -> str:
     """`text` in which nothing is a control token of a chat template: `<|im_end|>` becomes `< |im_end| >`.
 
-    Templates paste what they are given, and tokenizers turn such text into the tokens that end or begin a turn.
+    Templates insert their input verbatim, and tokenizers turn such text into tokens that end or start a turn.
     """
     return _CONTROL.sub(lambda found: _spaced(found.group()), clean_text(text))
 
@@ -45,9 +45,10 @@ def _spaced(token: str) -> str:
 
 
 def fenced(text: str) -> str:
-    """Text to be judged between two lines that it cannot contain, and what a judge has to know about it.
+    """Put the text to judge between two lines that it cannot contain, with a note for the judge.
 
-    The fence is a digest of the text: equal questions stay equal (and cached), and no text can hold its own.
+    The fence is a digest of the text: equal questions stay equal (and cached), and no text can contain its own
+        digest.
     """
     mark = hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest()[:16]
     return (
@@ -58,7 +59,7 @@ def fenced(text: str) -> str:
 
 
 def form_of(low: float, high: float) -> str:
-    """How the judge is asked to answer."""
+    """Instructions for the answer format."""
     return f'Answer with JSON only: {{"score": NUMBER}}, where NUMBER is from {low:g} to {high:g}.'
 
 
@@ -87,11 +88,11 @@ _THOUGHT = re.compile(r"\A\s*<think>.*?</think>", re.DOTALL)
 
 
 def read_score(answer: str, low: float, high: float) -> float | None:
-    """The number that an answer states, None where it states none in [low, high], or several.
+    """The score in an answer; None if it has no score in [low, high], or several.
 
-    Read are, in this order: `{"score": 7}`, an answer that is only a number, `Score: 7` (or rating, grade,
-    `[[7]]`), and the only fraction. `7/10` is 7 of 10: 7 where `high` is 10, 0.7 where the scores are from 0 to 1.
-    A number that just occurs ("2 errors") is none.
+    Accepted, in this order: `{"score": 7}`, an answer that is only a number, `Score: 7` (or rating, grade,
+    `[[7]]`), and the only fraction. `7/10` is 7 of 10: 7 if `high` is 10, 0.7 if scores range from 0 to 1. Other
+    numbers in the text ("2 errors") are ignored.
     """
     text = _THOUGHT.sub("", answer[:MAX_ANSWER]).strip()
     if (found := _of_json(text)) is not None:
@@ -109,7 +110,7 @@ def read_score(answer: str, low: float, high: float) -> float | None:
 
 
 def _of_json(text: str) -> str | None:
-    """What the JSON object in an answer says under "score", as text; None where there is no such object."""
+    """The value of "score" in the answer's JSON object, as text; None if there is no such object."""
     body = re.sub(r"\A```(?:json)?\s*|```\Z", "", text)
     try:
         data = json.loads(body)

@@ -1,4 +1,4 @@
-"""From what a run names to what it uses: env classes and functions (`module:Name`, `path/to/file.py:Name`)."""
+"""Load env classes and functions by name (`module:Name`, `path/to/file.py:Name`)."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from agentrl.types import Task
 
 
 def load_env(spec: str, *, base: Path | None = None) -> type[Env]:
-    """The env class that `spec` names, its tools and rewards already read.
+    """Load the env class that `spec` names and read its tools and rewards.
 
     Args:
-        spec: `module:Name` or `path/to/file.py:Name`; a relative path counts from `base` (else the working
-            directory).
+        spec: `module:Name` or `path/to/file.py:Name`; a relative path is resolved against `base` (by default the
+            working directory).
         base: folder of the file that names the env.
 
     Raises:
-        ConfigError: it cannot be imported, is no concrete Env, or declares a tool or reward that cannot be used.
+        ConfigError: it cannot be imported, is not a concrete Env, or declares an invalid tool or reward.
     """
     found = load_object(spec, base=base)
     if not (isinstance(found, type) and issubclass(found, Env)):
@@ -37,7 +37,7 @@ def load_env(spec: str, *, base: Path | None = None) -> type[Env]:
 
 
 def said_by(error: BaseException) -> str:
-    """What code of the user's raised, and the line of theirs on which it did."""
+    """The exception raised by user code, and the line in that code."""
     house, place, trace = str(Path(__file__).parents[1]), "", error.__traceback__
     while trace is not None:
         file = trace.tb_frame.f_code.co_filename
@@ -53,16 +53,16 @@ def drop_overlong(
     """Keep the tasks whose prompt fits; prompts are never cut.
 
     Args:
-        tasks: tasks to look at, all of them.
-        num_tokens: tokens of a task's opening messages, tools included.
-        max_tokens: longest prompt that fits.
-        policy: "drop" leaves the others out, "refuse" stops at the first.
+        tasks: the tasks to check.
+        num_tokens: counts the tokens of a task's opening messages, including tools.
+        max_tokens: maximum prompt length.
+        policy: "drop" removes longer ones, "refuse" raises at the first.
 
     Returns:
         The tasks that fit, and (id, tokens) of each that was dropped.
 
     Raises:
-        ConfigError: none fits, or `policy` is "refuse" and one does not.
+        ConfigError: no prompt fits, or `policy` is "refuse" and one does not fit.
     """
     kept: list[Task] = []
     dropped: list[tuple[str, int]] = []

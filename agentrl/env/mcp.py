@@ -1,9 +1,9 @@
-"""Tools of MCP servers (stdio or streamable HTTP) through the official `mcp` SDK, one connection an episode.
+"""Tools of MCP servers (stdio or streamable HTTP) through the official `mcp` SDK, one connection per episode.
 
-What a server answers, errors included, is an observation. A server that cannot be reached at the start of an
-episode is an infrastructure failure. One that dies later may have died of what the policy asked: if a new session
-with it can be opened, the session that is gone is an observation, and so is every later call; if not, the server
-itself is down.
+A server's answers, including errors, are observations. A server that is unreachable at the start of an episode is
+an infrastructure failure. A later crash may be caused by the policy's calls: if a new session can be opened, the
+lost session and every later call are observations; otherwise the server is down, which is an infrastructure
+failure.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class McpServer:
-    """Where a server is and which of its tools are taken.
+    """How to reach a server, and which of its tools to use.
 
     Exactly one of `command` (started for each episode) and `url` (streamable HTTP) is given.
     """
@@ -40,17 +40,17 @@ class McpServer:
     url: str = ""
     """Address of a streamable HTTP server."""
     env: tuple[tuple[str, str], ...] = ()
-    """Environment variables of the program, in addition to the few that the SDK passes on."""
+    """Environment variables of the program, added to the few that the SDK passes through."""
     cwd: str = ""
     """Working directory of the program."""
     include: tuple[str, ...] = ()
-    """Names of the tools to take; all where it is empty."""
+    """Names of the tools to use; all if empty."""
     prefix: str = ""
-    """Put before each tool's name."""
+    """Prefix of each tool's name."""
     connect_timeout_s: float = 30.0
-    """Limit of starting and greeting the server."""
+    """Timeout for starting and initializing the server."""
     call_timeout_s: float | None = None
-    """Limit of one call, where the env's own is not meant."""
+    """Timeout of one call; overrides the env's."""
 
     def __post_init__(self) -> None:
         if bool(self.command) == bool(self.url):
@@ -60,7 +60,7 @@ class McpServer:
 
     @classmethod
     def from_mapping(cls, entry: Mapping[str, Any]) -> McpServer:
-        """Read an entry of `tools:`. Raises ConfigError on a key that is not known."""
+        """Read an entry of `tools:`. Raises ConfigError on an unknown key."""
         known = set(cls.__dataclass_fields__)
         if unknown := [key for key in entry if key not in known]:
             raise ConfigError(f"mcp: unknown key {unknown[0]!r}; the keys are: {', '.join(sorted(known))}")
@@ -77,7 +77,7 @@ class McpServer:
 
     @property
     def where(self) -> str:
-        """How messages name it."""
+        """The name used in messages."""
         return self.url or " ".join(self.command)
 
 
@@ -92,10 +92,10 @@ _listings: dict[McpServer, tuple[_Listed, ...]] = {}
 
 
 def list_tools(server: McpServer) -> tuple[_Listed, ...]:
-    """The server's tools, asked once a process.
+    """The server's tools, listed once per process.
 
     Raises:
-        ConfigError: the server does not answer, or has not the tools that `include` names.
+        ConfigError: the server does not answer, or lacks tools that `include` names.
     """
     if server not in _listings:
         try:
@@ -133,12 +133,12 @@ async def _ask_tools(server: McpServer) -> tuple[_Listed, ...]:
 
 @dataclass(slots=True)
 class McpConnection:
-    """One session with a server, held open by a separate task (the SDK ties a session to its task)."""
+    """A session with a server, kept open by a separate task (the SDK ties a session to its task)."""
 
     server: McpServer
     _client: Client | None = None
     _gone: str = ""
-    """Why calls are no longer answered."""
+    """Why calls no longer get answers."""
     _holder: asyncio.Task[None] | None = None
     _done: asyncio.Event = field(default_factory=asyncio.Event)
 
@@ -150,7 +150,7 @@ class McpConnection:
         return self._client
 
     async def open(self) -> None:
-        """Start or reach the server and greet it.
+        """Start or connect to the server and initialize the session.
 
         Raises:
             InfraError: it does not answer in time.
@@ -232,7 +232,7 @@ class McpConnection:
         return content
 
     async def _lost(self, when: str, name: str) -> NoReturn:
-        """The session is over. Raises ToolError where the server takes a new one, InfraError where it does not."""
+        """Handle a lost session. Raises ToolError if the server accepts a new one, InfraError otherwise."""
         fresh = McpConnection(self.server)
         try:
             await fresh.open()
@@ -247,7 +247,7 @@ class McpConnection:
         raise ToolError(self._gone)
 
     async def _alive(self) -> bool:
-        """Whether the server still answers: an error of one request does not say that the session is over."""
+        """Whether the server still answers: a failed request does not mean that the session is lost."""
         try:
             await within(self.client.list_tools(), 5.0)
         except Exception:
@@ -268,7 +268,7 @@ class McpConnection:
 
 @dataclass(slots=True)
 class McpTool:
-    """A `BoundTool` that asks a connection."""
+    """A `BoundTool` that calls a tool over a connection."""
 
     name: str
     schema: Mapping[str, Any]
@@ -283,12 +283,12 @@ class McpTool:
         return check_arguments(self.schema["function"]["parameters"], arguments)
 
     async def call(self, arguments: dict[str, Any], timeout_s: float | None) -> Any:
-        """Ask the server."""
+        """Call the tool on the server."""
         return await self.connection.call(self.remote_name, arguments, timeout_s)
 
 
 def mcp_tools(server: McpServer, connection: McpConnection) -> Sequence[McpTool]:
-    """The server's tools on one connection, schemas passed on unchanged."""
+    """The server's tools on one connection, with schemas passed through unchanged."""
     tools = []
     for listed in list_tools(server):
         function: dict[str, Any] = {"name": server.prefix + listed.name}

@@ -1,4 +1,4 @@
-"""Policies that need no model: a script, a random one, and the loop that plays an env with them."""
+"""Policies without a model (scripted, random), and the loop that plays an env with them."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from agentrl.errors import RewardError
 from agentrl.types import Episode, Message, StopReason, Task, ToolCall, Turn
 
 Policy = Callable[[Sequence[Message]], Message | Awaitable[Message]]
-"""Reads the conversation so far, returns the next assistant message. Async ones work as well."""
+"""Takes the conversation so far and returns the next assistant message; may be async."""
 
 
 def say(text: str) -> Message:
@@ -37,7 +37,7 @@ def calls(*wanted: tuple[str, Mapping[str, Any]]) -> Message:
 
 
 class ScriptedPolicy:
-    """Plays the given messages one after another, then answers `otherwise`."""
+    """Replays the given messages in order, then answers `otherwise`."""
 
     def __init__(self, script: Iterable[Message | str], otherwise: str = "done") -> None:
         self._script = [say(m) if isinstance(m, str) else m for m in script]
@@ -49,9 +49,9 @@ class ScriptedPolicy:
 
 
 class RandomPolicy:
-    """Calls random tools with arguments that fit their schemas, then answers with something it has read.
+    """Calls random tools with arguments that fit their schemas, then answers with text from the conversation.
 
-    Texts are words of the conversation, so that it now and then names things that exist.
+    String arguments are words from the conversation, so that they sometimes name existing things.
     """
 
     def __init__(self, tools: Sequence[Mapping[str, Any]], seed: int, answer_share: float = 0.25) -> None:
@@ -121,11 +121,12 @@ def _scalar(kind: str, schema: Mapping[str, Any], rng: random.Random, words: Seq
 async def play(
     env: Env, task: Task, policy: Policy, *, max_turns: int = 50, close: bool = True, episode_id: str = ""
 ) -> Episode:
-    """Play one episode without tokens: `segments` is empty, `tokens` of each turn 0; rewards are asked as usual.
+    """Play one episode without tokens: `segments` is empty, `tokens` of each turn 0; rewards are computed as
+    usual.
 
     Raises:
-        RewardError: a reward raised (in a run it would count 0).
-        InfraError: as the env raises it. The env is closed in any case (unless `close` is False).
+        RewardError: a reward raised (in a run it would count as 0).
+        InfraError: raised by the env. The env is closed in any case (unless `close` is False).
     """
     start = time.perf_counter()
     turns: list[Turn] = []

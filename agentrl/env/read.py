@@ -1,4 +1,4 @@
-"""What a reward usually wants from a finished episode. All of it is what the policy itself wrote."""
+"""Helpers for rewards to read a finished episode; all of the text was written by the policy."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from agentrl.types import CallRecord, Episode, Message
 
 
 def final_message(episode: Episode) -> Message | None:
-    """The policy's last message if it made no call in it (its answer); None where there is no such message."""
+    """The policy's answer: its last message if that has no tool call, else None."""
     if not episode.turns:
         return None
     message = episode.turns[-1].message
@@ -15,13 +15,13 @@ def final_message(episode: Episode) -> Message | None:
 
 
 def final_answer(episode: Episode) -> str:
-    """The text of the policy's answer, stripped; empty where the episode ended without one."""
+    """The text of the policy's answer, stripped; empty if the episode ended without one."""
     message = final_message(episode)
     return plain_text(message.content).strip() if message is not None else ""
 
 
 def assistant_text(episode: Episode) -> str:
-    """Everything the policy wrote outside calls and reasoning, turn by turn. Nothing a tool printed is in it."""
+    """Everything the policy wrote outside calls and reasoning, turn by turn. Tool output is not included."""
     return "\n".join(plain_text(turn.message.content) for turn in episode.turns)
 
 

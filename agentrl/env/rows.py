@@ -1,4 +1,4 @@
-"""Rows of files: JSON lines, JSON arrays, parquet, saved data sets. Every error names file and row."""
+"""Read rows of files: JSON lines, JSON arrays, parquet, saved datasets. Errors name the file and row."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def read_jsonl(path: Path) -> Iterator[Row]:
     """(line number from 1, object) of each non-empty line.
 
     Raises:
-        ConfigError: the file is missing, or a line is no JSON object; names file and line.
+        ConfigError: the file is missing, or a line is not a JSON object; names file and line.
     """
     if not path.is_file():
         raise ConfigError(f"data: no file {path}")
@@ -43,10 +43,10 @@ def read_jsonl(path: Path) -> Iterator[Row]:
 
 
 def read_rows(path: Path) -> Iterator[Row]:
-    """(line or row number from 1, row) of a .jsonl, .json or .parquet file, or of a saved data set's folder.
+    """(line or row number from 1, row) of a .jsonl, .json or .parquet file, or of a saved dataset's folder.
 
     Raises:
-        ConfigError: it is missing, of another kind, or needs a package that is not installed.
+        ConfigError: the file is missing, of an unsupported type, or needs a package that is not installed.
     """
     if (path / SAVED).is_file():
         return _read_dataset(path)
@@ -60,7 +60,7 @@ def read_rows(path: Path) -> Iterator[Row]:
 
 
 def count_rows(path: Path) -> int:
-    """How many rows `read_rows` gives, without reading them where that can be told. Raises ConfigError."""
+    """The number of rows from `read_rows`, without reading them if possible. Raises ConfigError."""
     if path.suffix == ".parquet" and path.is_file():
         with _parquet(path) as file:
             return int(file.metadata.num_rows)
@@ -138,14 +138,14 @@ def load_rows(
     columns: Mapping[str, str] | None = None,
     split: str = "train",
 ) -> list[Task]:
-    """One task a row, all checked against the arguments of `setup` before anything runs.
+    """One task per row, all checked against the arguments of `setup` before anything runs.
 
     Args:
         source: a file, or what `data_files` takes.
-        env: whose `setup` the rows are for.
-        seed: of the first row; each has the next.
-        columns: by argument of `setup`, the column that fills it, where the two have different names.
-        split: which files of a folder or data set are meant.
+        env: the env whose `setup` takes the rows.
+        seed: seed of the first row; it increases by one per row.
+        columns: maps arguments of `setup` to column names if they differ.
+        split: selects files of a folder or dataset.
 
     Raises:
         ConfigError: a row does not fit; names file, line (or row) and argument.
@@ -168,12 +168,12 @@ def load_rows(
 
 
 def _names(files: Sequence[Path]) -> Mapping[Path, str]:
-    """A name for each file that no other has: its own, with as many folders before it as that takes."""
+    """A unique name for each file: its name, with as many parent folders as needed."""
     for depth in itertools.count(1):
         names = {path: "-".join([*path.parts[-depth:-1], path.stem]) for path in files}
         if len(set(names.values())) == len(files) or depth > max(len(path.parts) for path in files):
             break
-    if len(set(names.values())) < len(files):  # of different suffixes
+    if len(set(names.values())) < len(files):  # with different suffixes
         return {path: "-".join([*path.parts[1:-1], path.name]) for path in files}
     return names
 

@@ -1,11 +1,11 @@
-"""When an episode is solved: the env or the run says so; a positive reward alone says nothing.
+"""When an episode is solved: the env or the run declares it; a positive reward alone is not enough.
 
-The first of these counts:
+The first of these applies:
 
-1. `env.solved_at` of the run, or `solved_at` on the class: a total, or thresholds of parts by name;
+1. `env.solved_at` of the run, or `solved_at` on the class: a total, or thresholds by part name;
 2. the rewards marked `@reward(solved=True)` or `@reward(solved=0.9)`, all of them;
 3. a part named `solved`, or `NAME/solved` of a composed reward;
-4. the only reward of the class, where it is one per episode that returns `bool`.
+4. the only reward of the class, if it is per episode and returns `bool`.
 
 Otherwise nothing is declared. Parts are compared before their weight; True is 1.
 """
@@ -26,13 +26,13 @@ _ROUNDING = 1e-9
 
 @dataclass(frozen=True, slots=True)
 class SolvedRule:
-    """What has to be reached.
+    """The condition for a solved episode.
 
     Attributes:
-        source: who says so.
-        parts: thresholds by name of reward; all must be reached.
-        total: threshold of the sum of all rewards, weighted; None where the parts decide.
-        strict: every part has to be there; otherwise nothing is declared for an episode without them.
+        source: where the rule was declared.
+        parts: thresholds by reward name; all must be reached.
+        total: threshold of the sum of all rewards, weighted; None if the parts decide.
+        strict: every part must be present; if False, an episode without one has no verdict.
     """
 
     source: str
@@ -47,10 +47,10 @@ class SolvedRule:
         return f"{' and '.join(said)} ({self.source})"
 
     def verdict(self, parts: Mapping[str, float], total: float) -> bool | None:
-        """Whether an episode with these parts, before their weights, is solved; None where nothing is declared.
+        """Whether an episode with these parts, before their weights, is solved; None if nothing is declared.
 
         Raises:
-            JudgeError: the episode lacks a part that the rule names.
+            JudgeError: the episode lacks a part named by the rule.
         """
         if self.total is not None:
             return total >= self.total - _ROUNDING
@@ -68,10 +68,10 @@ BY_NAME = SolvedRule("the reward named `solved`", {"solved": 1.0}, strict=False)
 
 
 def rule_of(at: SolvedAt, source: str) -> SolvedRule | None:
-    """The rule of a `solved_at`; None where it is None.
+    """The rule of a `solved_at`; None if it is None.
 
     Raises:
-        ConfigError: a threshold is no finite number, or there is none.
+        ConfigError: a threshold is not a finite number, or there is no threshold.
     """
     if at is None:
         return None

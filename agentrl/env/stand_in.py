@@ -1,4 +1,4 @@
-"""What an env gets for `self.model` where no model is loaded: in `agentrl check`, `check_env` and `play`."""
+"""Placeholder for `self.model` when no model is loaded: in `agentrl check`, `check_env` and `play`."""
 
 from __future__ import annotations
 
@@ -10,17 +10,17 @@ from agentrl.types import Message
 
 
 class StandInModel:
-    """Answers every message with the same words."""
+    """Gives the same answer to every message."""
 
     async def chat(
         self, messages: Sequence[Message], *, tools: Sequence[Mapping[str, Any]] = (), train: bool = False
     ) -> Message:
-        """As `PolicyModel.chat`."""
+        """See `PolicyModel.chat`."""
         return Message("assistant", "(no model is loaded)")
 
 
 def with_stand_in(env: Env) -> Env:
-    """The env itself, able to call `self.model`; one that has a model keeps it."""
+    """Return the env with a usable `self.model`; an existing model is kept."""
     if env.model is None:
         env.model = StandInModel()
     return env

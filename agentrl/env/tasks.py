@@ -1,4 +1,4 @@
-"""Sequences of tasks: made by a function of the index, or read from a file. Positions are stable."""
+"""Sequences of tasks: computed from the index, or read from a file. Positions are stable."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ Split = Literal["train", "held_out"]
 
 
 class GeneratedTasks(Sequence[Task]):
-    """`size` tasks of which number i is `make(i)`; nothing is stored, any position costs the same."""
+    """`size` tasks, where task i is `make(i)`; nothing is stored, and access time is constant."""
 
     def __init__(self, make: Callable[[int], Task], size: int) -> None:
         self._make, self._size = make, size

@@ -157,7 +157,7 @@ class VerlToolEntry:
         return cls(found, dict(entry.get("config") or {}), schema)
 
     def make(self) -> VerlTool:
-        """A fresh instance for one episode. Raises ConfigError where the class refuses its config."""
+        """A fresh instance for one episode. Raises ConfigError if the class refuses its config."""
         schema = None if self.schema is None else ToolSchema(self.schema)
         try:
             tool = self.cls(config=dict(self.config), tool_schema=schema)

@@ -48,7 +48,7 @@ class Shop(ToolEnv):
 
     @classmethod
     def demonstrations(cls, seed: int, num: int, *, quality: float = 0.5) -> list[list[Message]]:
-        """Conversations for the cold start, a share of `quality` right: a policy learns the rest by itself."""
+        """Conversations for the cold start, a share of `quality` right: RL training does the rest."""
         rng, found = random.Random(seed), []
         for task in cls.tasks("train", seed)[:num]:
             item = task.row["wanted"][0]

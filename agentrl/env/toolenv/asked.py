@@ -1,7 +1,7 @@
-"""What a reward asks of others while it runs: whom it waits for, and which answers cannot be used.
+"""Track external requests of a running reward: pending services and unusable answers.
 
-A reward that runs out of time while it waits for a judge is not at fault, and a judge's answer that cannot be read
-is to be counted, whoever asked: `ask_reward` opens an `Asked`, and judges write into it.
+A reward that times out while waiting for a judge is not at fault, and unreadable answers of a judge are counted
+whoever sent the request: `ask_reward` opens an `Asked`, and judges record into it.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ class Asked:
     """Attributes:
     waiting: services that had not answered when the reward was cancelled.
     unusable: answers that could not be read, in words.
-    sandbox: the reward raised what a file operation met inside a sandbox.
+    sandbox: the reward raised an error of a file operation inside a sandbox.
     """
 
     waiting: list[str] = field(default_factory=list)
@@ -33,7 +33,7 @@ _asked: ContextVar[Asked | None] = ContextVar("agentrl_asked", default=None)
 
 @contextmanager
 def asking() -> Iterator[Asked]:
-    """Collect what is asked inside the block."""
+    """Track requests made inside the block."""
     token = _asked.set(asked := Asked())
     try:
         yield asked
@@ -43,7 +43,7 @@ def asking() -> Iterator[Asked]:
 
 @contextmanager
 def waits_for(service: str) -> Iterator[None]:
-    """The block waits for this service; it stays noted where the wait is cancelled."""
+    """Mark the block as waiting for this service; the mark stays if the wait is cancelled."""
     asked = _asked.get()
     if asked is None:
         yield
@@ -61,6 +61,6 @@ def waits_for(service: str) -> Iterator[None]:
 
 
 def found_unusable(text: str) -> None:
-    """Note an answer that could not be read."""
+    """Record an answer that could not be parsed."""
     if (asked := _asked.get()) is not None:
         asked.unusable.append(text)

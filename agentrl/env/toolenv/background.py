@@ -12,14 +12,14 @@ T = TypeVar("T")
 
 
 class BackgroundLoop:
-    """Started on first use, one a process; a daemon thread."""
+    """Started on first use, one per process; a daemon thread."""
 
     def __init__(self) -> None:
         self._loop: asyncio.AbstractEventLoop | None = None
         self._lock = threading.Lock()
 
     def run(self, coroutine: Coroutine[Any, Any, T], timeout_s: float | None = None) -> T:
-        """Run `coroutine` there and wait for it; works inside and outside of other loops.
+        """Run `coroutine` on that loop and wait for it; works inside and outside of other loops.
 
         Raises:
             TimeoutError: it took longer than `timeout_s`; it has been cancelled.

@@ -1,4 +1,4 @@
-"""The tool calls of a message: run within their limits, and answered as the policy reads them."""
+"""Run the tool calls of a message within their limits, and format the answers for the policy."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from agentrl.types import CallRecord, Message, ToolCall
 
 @dataclass(slots=True)
 class CallRunner:
-    """Runs the calls of one episode, and counts them."""
+    """Runs and counts the calls of one episode."""
 
     num_calls: int = 0
 
     def over_limit(self, settings: ToolSettings) -> bool:
-        """Whether the episode has made more calls than it may."""
+        """Whether the episode has exceeded its limit of calls."""
         return settings.max_tool_calls is not None and self.num_calls > settings.max_tool_calls
 
     async def run(
@@ -31,7 +31,7 @@ class CallRunner:
         settings: ToolSettings,
         thread: EpisodeThread,
     ) -> list[CallOutcome]:
-        """Run the calls in order, neighbors whose tools are parallel at the same time; all are answered."""
+        """Run the calls in order, adjacent calls of parallel tools concurrently; every call gets an answer."""
         outcomes: list[CallOutcome] = []
         position = 0
         while position < len(calls):
@@ -77,7 +77,7 @@ def _next_batch(calls: Sequence[ToolCall], start: int, tools: Mapping[str, Bound
 
 
 async def _together(calls: Sequence[Awaitable[CallOutcome]]) -> list[CallOutcome]:
-    """Run them at the same time; if one fails, stop the others and raise its error unchanged."""
+    """Run them concurrently; if one fails, stop the others and raise its error unchanged."""
     tasks = [asyncio.ensure_future(call) for call in calls]
     try:
         return await asyncio.gather(*tasks)
@@ -95,7 +95,7 @@ class Answers:
     Attributes:
         view: one tool message per call, then one per malformed call.
         records: the calls with their results.
-        metrics: counts of mistakes and what the tools counted.
+        metrics: counts of mistakes, and metrics of the tools.
         penalty: sum of the penalties for mistakes.
         fatal: whether a mistake ends the episode.
     """
@@ -118,10 +118,10 @@ def answer(
     """Turn the outcomes of a message's calls into tool messages, each cut at `settings.observation_tokens`.
 
     Args:
-        outcomes: of all calls of `message`.
-        message: what the policy wrote; its parse errors are answered too.
-        settings: limits, and what mistakes lead to.
-        count_tokens: of the policy.
+        outcomes: the outcomes of all calls of `message`.
+        message: the policy's message; its parse errors get answers, too.
+        settings: limits, and the handling of mistakes.
+        count_tokens: the policy's token counter.
         images: whether the policy sees images; otherwise a note replaces them.
     """
     found = Answers()

@@ -1,4 +1,4 @@
-"""What an author writes on methods (`@tool`, `@reward`) and what a tool may return (`Stop`, `ToolResult`)."""
+"""Decorators for methods (`@tool`, `@reward`) and special return values of tools (`Stop`, `ToolResult`)."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ class Stop:
 
 @dataclass(frozen=True, slots=True)
 class ToolResult:
-    """Returned by a tool that has more to say than its content.
+    """Returned by a tool to add a reward, metrics or an end to its content.
 
-    `reward` joins the reward of this turn, `stop` ends the episode, `metrics` are summed into the episode's.
+    `reward` is added to the turn's reward, `stop` ends the episode, `metrics` are summed into the episode's.
     """
 
     content: Any
@@ -46,10 +46,10 @@ class ToolMark:
 
 
 class RewardJudge(Protocol):
-    """What `@reward(judge=...)` takes: `agentrl.env.judge.Judge`, or anything of its kind."""
+    """The judge of `@reward(judge=...)`: `agentrl.env.judge.Judge` or a compatible object."""
 
     async def score(self, question: str, /) -> float:
-        """A number for a question. Raises InfraError where there is none to be had."""
+        """The score for a question. Raises InfraError if none is available."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,16 +76,16 @@ def tool(
     timeout_s: float | None = None,
     inline: bool = False,
 ) -> F | Callable[[F], F]:
-    """Make a typed method (or function) a tool; its docstring is the description the model reads.
+    """Make a typed method (or function) a tool; its docstring is the description shown to the model.
 
     Args:
-        function: the method, `async` or plain. Plain ones run on the episode's thread.
-        name: the tool's name, where it is not the method's.
-        parallel: calls of one turn may run at the same time as their parallel neighbours. Results keep the
-            order of the calls. A plain one always runs on a separate thread, never on the episode's.
-        timeout_s: limit of one call in seconds; None takes `ToolSettings.tool_timeout_s`.
-        inline: run a plain function on the event loop itself. For functions that take microseconds and cannot
-            block: there is no timeout.
+        function: the method, `async` or plain. Plain functions run on the episode's thread.
+        name: the tool's name; by default the method's.
+        parallel: calls may run concurrently with adjacent parallel calls of the same turn. Results keep the order
+            of the calls. Plain functions then run on separate threads, never on the episode's.
+        timeout_s: timeout of one call in seconds; None means `ToolSettings.tool_timeout_s`.
+        inline: run a plain function directly on the event loop. Use it for functions that take microseconds and
+            never block; there is no timeout.
     """
     _check_name("tool", name)
     mark = ToolMark(name, parallel, timeout_s, inline)
@@ -119,24 +119,24 @@ def reward(
     judge: RewardJudge | None = None,
     solved: bool | float = False,
 ) -> F | Callable[[F], F]:
-    """Make a method a reward, logged under its name and multiplied with `weight`.
+    """Make a method a reward, logged under its name and multiplied by `weight`.
 
     Args:
-        function: the method, `async` or plain; returns bool, int or float, finite. It may take:
+        function: the method, `async` or plain; returns bool, int or float, finite. Its arguments:
             per="episode": nothing, or `episode` (the finished `Episode`);
             per="turn": nothing, or `turn` (a `TurnView`), after every turn;
-            per="group": `episodes` (all scored episodes of the task), returning one number an episode, on an
-            instance that was never set up.
-        weight: factor, which a run may override by name.
-        per: when it is asked.
-        name: the name in logs, where it is not the method's.
-        timeout_s: limit in seconds; None takes `ToolSettings.reward_timeout_s`.
-        judge: the method returns a question, and the judge's number is the reward (per episode or turn).
-        solved: the episode counts as solved where this reward, before its weight, is True (or at least 1), or at
-            least the number given here. Where several rewards say so, all must hold. For rewards per episode.
+            per="group": `episodes` (all scored episodes of the task), returning one number per episode; runs on an
+            instance without `setup`.
+        weight: factor; a run may override it by name.
+        per: when it runs.
+        name: the name in logs; by default the method's.
+        timeout_s: timeout in seconds; None means `ToolSettings.reward_timeout_s`.
+        judge: the method returns a question, and the judge's score is the reward (per episode or turn).
+        solved: the episode counts as solved if this reward, before its weight, is True (or at least 1), or reaches
+            the given number. If several rewards declare it, all must hold. Only for rewards per episode.
 
-    A reward that raises, times out or returns NaN counts 0 and is noted as a fault of the episode: what the policy
-    left behind may be the cause. Raise `InfraError` for what the policy cannot cause.
+    A reward that raises, times out or returns NaN counts as 0 and is recorded as a fault of the episode, because
+    the policy may have caused it. Raise `InfraError` for failures the policy cannot cause.
     """
     _check_name("reward", name)
     solved_at = None if solved is False else 1.0 if solved is True else solved
@@ -155,7 +155,7 @@ def _check_name(what: str, name: object) -> None:
 
 
 def is_content(value: Any) -> bool:
-    """Whether `value` is content as it stands: text, or parts of text and images."""
+    """Whether `value` is already content: text, or parts of text and images."""
     return isinstance(value, str | Image) or (
         isinstance(value, tuple | list)
         and bool(value)

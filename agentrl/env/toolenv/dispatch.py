@@ -140,7 +140,7 @@ async def call_function(
     Args:
         function: what is called.
         arguments: its keyword arguments.
-        timeout_s: the deadline; none where it is None.
+        timeout_s: the deadline; none if it is None.
         inline: call a plain function right here, without a deadline.
         apart: call a plain function on a separate thread, as outside of any episode.
 

@@ -87,7 +87,7 @@ class ToolEnv(ScoredEnv):
         return ""
 
     def system(self) -> str:
-        """The system prompt; asked after `setup`. No system message where it is empty."""
+        """The system prompt; asked after `setup`. No system message if it is empty."""
         return class_spec(type(self)).system
 
     def respond(self, message: Message) -> Any:
@@ -116,12 +116,12 @@ class ToolEnv(ScoredEnv):
 
     @classmethod
     def check_class(cls) -> None:
-        """Raises ConfigError where a tool, a reward or `setup` is declared in a way that cannot be used."""
+        """Raises ConfigError if a tool, a reward or `setup` is declared in a way that cannot be used."""
         cls.spec()
 
     @classmethod
     def row_problem(cls, row: Mapping[str, Any]) -> str:
-        """Why a data row does not fit the arguments of `setup`; empty where it does."""
+        """Why a data row does not fit the arguments of `setup`; empty if it does."""
         return cls.spec().setup.problem(row) or ""
 
     def outside_tools(self) -> Sequence[str]:

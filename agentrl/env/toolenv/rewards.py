@@ -61,7 +61,7 @@ class Rewards:
         argument: Any,
         read: Callable[[Any], Mapping[str, float]],
     ) -> None:
-        """Call one reward, and its judge where it has one; `read` turns what it returns into weighted values.
+        """Call one reward, and its judge if it has one; `read` turns what it returns into weighted values.
 
         Raises:
             InfraError: it raised one, or ran out of time while it waited for a judge.
@@ -81,7 +81,7 @@ class Rewards:
         read: Callable[[Any], Mapping[str, float]],
         asked: Asked,
     ) -> str:
-        """What went wrong; empty where nothing did."""
+        """What went wrong; empty if nothing did."""
         what = f"reward {spec.name!r} of {self.where}"
         limit = spec.mark.timeout_s if spec.mark.timeout_s is not None else self.timeout_s
         try:
@@ -104,7 +104,7 @@ class Rewards:
         return ""
 
     def result(self) -> dict[str, float]:
-        """The values. Raises RewardError where one failed."""
+        """The values. Raises RewardError if one failed."""
         if self.faults:
             raise RewardError(self.faults, self.values)
         return self.values
@@ -146,12 +146,12 @@ def _short(value: Any) -> str:
 
 
 def weight_of(spec: RewardSpec, weights: Mapping[str, float]) -> float:
-    """The weight of the run where it names one, else the one in the code."""
+    """The weight of the run if it names one, else the one in the code."""
     return float(weights.get(spec.name, spec.mark.weight))
 
 
 def weight_of_nothing(weights: Mapping[str, float], given: Iterable[str]) -> str:
-    """What to say of a weight for a part (`score/solved`) that no episode had; empty where there is none.
+    """What to say of a weight for a part (`score/solved`) that no episode had; empty if there is none.
 
     Args:
         weights: of the run, by name.

@@ -37,7 +37,7 @@ class ScoredEnv(Env):
 
     @classmethod
     def spec(cls) -> ClassSpec:
-        """The declared tools, rewards and row arguments. Raises ConfigError where they cannot be used."""
+        """The declared tools, rewards and row arguments. Raises ConfigError if they cannot be used."""
         return class_spec(cls)
 
     def configure(
@@ -87,7 +87,7 @@ class ScoredEnv(Env):
         return (await self._ask_all("episode", episode)).result()
 
     def solved_rule(self) -> SolvedRule | None:
-        """`solved_at` where it is given, else what the rewards declare (see `agentrl.env.solved`)."""
+        """`solved_at` if it is given, else what the rewards declare (see `agentrl.env.solved`)."""
         return super().solved_rule() or self.spec().solved
 
     def solved_verdict(self, rewards: Mapping[str, float], total: float) -> bool | None:

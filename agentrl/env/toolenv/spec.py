@@ -95,7 +95,7 @@ class SetupSpec:
     adapters: Mapping[str, TypeAdapter[Any]]
 
     def problem(self, row: Mapping[str, Any]) -> str | None:
-        """What is wrong with `row`, in one line; None where it fits."""
+        """What is wrong with `row`, in one line; None if it fits."""
         missing = [name for name in self.required if name not in row]
         if missing:
             return f"argument {missing[0]!r} of {self.where} is missing; it has: {', '.join(row) or 'nothing'}"
@@ -126,7 +126,7 @@ class ClassSpec:
 
     @property
     def solved(self) -> SolvedRule | None:
-        """What the rewards declare to be solved; None where they do not."""
+        """What the rewards declare to be solved; None if they do not."""
         marked = {r.name: r.mark.solved_at for r in self.rewards if r.mark.solved_at is not None}
         if marked:
             return SolvedRule("@reward(solved=...)", marked)
@@ -193,7 +193,7 @@ def place_of(function: Any, cls: type, attribute: str) -> str:
 
 
 def check_methods(cls: type) -> None:
-    """Raises ConfigError where a tool or reward of the class is no plain method, and so could not be called."""
+    """Raises ConfigError if a tool or reward of the class is no plain method, and so could not be called."""
     for base in cls.__mro__:
         for name, value in vars(base).items():
             if not isinstance(value, staticmethod | classmethod | property):
@@ -214,7 +214,7 @@ def check_timeout(seconds: Any, where: str) -> None:
 
 
 def _check_attributes(cls: type) -> None:
-    """Raises ConfigError where `settings`, `sandbox` or `toolboxes` on the class are something else."""
+    """Raises ConfigError if `settings`, `sandbox` or `toolboxes` on the class are something else."""
     from agentrl.env.toolenv.settings import ToolSettings
     from agentrl.sandbox import Sandbox
 

@@ -332,7 +332,7 @@ def name_of(function: Callable[..., Any]) -> str:
 
 
 def _lease_worker() -> _Worker:
-    """A worker that waits, or a new one. Raises InfraError where no thread can be had."""
+    """A worker that waits, or a new one. Raises InfraError if no thread can be had."""
     names = stuck()
     if len(names) >= MAX_STUCK:
         raise InfraError(

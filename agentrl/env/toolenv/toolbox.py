@@ -1,7 +1,7 @@
 """Toolboxes: plain classes with `@tool` methods, created for each episode and shared by many envs.
 
 A toolbox with a `sandbox` attribute finds its sandbox in `self.box`; `setup()` and `teardown()`, plain or async,
-run at the beginning and the end of the episode where they are there.
+run at the beginning and the end of the episode if they are there.
 """
 
 from __future__ import annotations
