@@ -201,7 +201,7 @@ class RolloutConfig(Section):
     groups_per_step: Annotated[int, Field(gt=0, le=65_536)] = 32
     """Tasks per step."""
     group_size: Annotated[int, Field(gt=0, le=65_536)] = 8
-    """Group size: episodes per task, whose rewards are compared with each other."""
+    """Group size: episodes per task, whose rewards are compared with one another."""
     temperature: Annotated[float, Field(gt=0)] = 1.0
     """Sampling temperature; the learner divides its logits by the same value."""
     max_turns: Positive = 8

@@ -1,8 +1,8 @@
-"""verl-style tools and reward functions, run as they are.
+"""Run verl-style tools and reward functions unchanged.
 
-A `class_name` / `config` / `tool_schema` entry becomes a tool whose instance lives as long as the episode:
-`create` once, `execute` for every call, `calc_reward` once, `release` always. Files that import verl's own base
-classes load without verl: stand-ins with the same names are offered while the file is read.
+A `class_name` / `config` / `tool_schema` entry becomes a tool with one instance per episode:
+`create` once, `execute` for every call, `calc_reward` once, `release` always. Files that import verl's base
+classes load without verl: stand-ins with the same names are provided during import.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from agentrl.types import Episode, Image, Message, Segment
 
 
 class ToolResponse:
-    """What `execute` returns: text, and images as encoded bytes or objects with a `save` method."""
+    """The return value of `execute`: text, and images as encoded bytes or objects with a `save` method."""
 
     def __init__(self, text: str | None = None, image: Any = None, video: Any = None) -> None:
         if video:
@@ -40,7 +40,7 @@ class ToolResponse:
 
 
 class ToolSchema(dict[str, Any]):
-    """The OpenAI tool schema, readable as a dict and by attributes (`schema.function.name`)."""
+    """The OpenAI tool schema, accessible as a dict and by attribute (`schema.function.name`)."""
 
     def __getattr__(self, name: str) -> Any:
         try:
@@ -55,12 +55,12 @@ class ToolSchema(dict[str, Any]):
 
     @classmethod
     def model_validate(cls, value: Mapping[str, Any]) -> ToolSchema:
-        """The same schema; nothing is dropped."""
+        """The same schema; no fields are dropped."""
         return cls(value)
 
 
 class BaseTool:
-    """Stand-in for verl's base class of tools."""
+    """Stand-in for verl's base class for tools."""
 
     def __init__(self, config: dict[str, Any], tool_schema: Any = None) -> None:
         self.config = config
@@ -70,15 +70,15 @@ class BaseTool:
         self.name = self.tool_schema.function.name
 
     def get_openai_tool_schema(self) -> Any:
-        """The schema, where a subclass makes it itself."""
+        """The schema, if a subclass builds it."""
         return getattr(self, "tool_schema", None)
 
     async def create(self, instance_id: str | None = None, **kwargs: Any) -> Any:
-        """Begin the life of one instance."""
+        """Create an instance."""
         return instance_id or str(uuid4()), ToolResponse()
 
     async def execute(self, instance_id: str, parameters: dict[str, Any], **kwargs: Any) -> Any:
-        """One call."""
+        """Run one call."""
         return ToolResponse(text="nothing was done"), 0.0, {}
 
     async def calc_reward(self, instance_id: str, **kwargs: Any) -> float:
@@ -86,12 +86,12 @@ class BaseTool:
         return 0.0
 
     async def release(self, instance_id: str, **kwargs: Any) -> None:
-        """End the life of the instance."""
+        """Release the instance."""
         return None
 
 
 def _function_tool(*names: Any, name: str | None = None, **_: Any) -> Any:
-    """Stand-in for verl's decorator of functions, bare or called; the schema comes from the type hints."""
+    """Stand-in for verl's function decorator, with or without arguments; the schema comes from the type hints."""
     if names and callable(names[0]):
         return tool(names[0])
     return tool(name=name or (names[0] if names else None))
@@ -102,7 +102,7 @@ _lock = threading.Lock()
 
 @contextlib.contextmanager
 def verl_names() -> Iterator[None]:
-    """Offer `verl.tools.base_tool` and `verl.tools.schemas` while a file is read, unless verl is installed."""
+    """Provide `verl.tools.base_tool` and `verl.tools.schemas` during an import, unless verl is installed."""
     with _lock:
         if importlib.util.find_spec("verl") is not None:
             yield
@@ -157,7 +157,7 @@ class VerlToolEntry:
         return cls(found, dict(entry.get("config") or {}), schema)
 
     def make(self) -> VerlTool:
-        """A fresh instance for one episode. Raises ConfigError if the class refuses its config."""
+        """A new instance for one episode. Raises ConfigError if the class rejects its config."""
         schema = None if self.schema is None else ToolSchema(self.schema)
         try:
             tool = self.cls(config=dict(self.config), tool_schema=schema)
@@ -185,7 +185,7 @@ class VerlTool:
     _instance: str | None = None
 
     def validate(self, arguments: Mapping[str, Any]) -> dict[str, Any]:
-        """Raises InvalidArguments."""
+        """Validate the arguments. Raises InvalidArguments."""
         parameters = self.schema["function"].get("parameters", {"type": "object"})
         return check_arguments(parameters, arguments)
 
@@ -193,13 +193,13 @@ class VerlTool:
         """`create`, with the row's `tools_kwargs` of this tool."""
         self._kwargs, self._instance = kwargs, str(uuid4())
         given = dict(kwargs.get("create_kwargs") or {})
-        # Both habits are served: reading the kwargs one by one, and reading kwargs["create_kwargs"].
+        # Both conventions work: reading the kwargs one by one, and reading kwargs["create_kwargs"].
         created = await self._ask("create", self._instance, **given, create_kwargs=given)
         if isinstance(created, tuple) and created and isinstance(created[0], str):
             self._instance = created[0]
 
     async def call(self, arguments: dict[str, Any], timeout_s: float | None) -> Any:
-        """`execute`; its step reward joins the turn's reward, its metrics the episode's."""
+        """`execute`; its step reward is added to the turn's reward, its metrics to the episode's."""
         extra = dict(self._kwargs.get("execute_kwargs") or {})
         function, accepted = self.tool.execute, _accepted(self.tool.execute, extra)
         bound = functools.partial(function, self._instance, arguments, **accepted)
@@ -211,19 +211,19 @@ class VerlTool:
         return ToolResult(_content(response), reward=step_reward, metrics=numbers)
 
     async def calc_reward(self) -> float:
-        """The tool's own reward of the episode."""
+        """The tool's reward for the episode."""
         return float(
             await self._ask("calc_reward", self._instance, **(self._kwargs.get("calc_reward_kwargs") or {}))
         )
 
     @property
     def judges(self) -> bool:
-        """Whether the class says a reward of its own."""
+        """Whether the class computes a reward."""
         function = getattr(type(self.tool), "calc_reward", None)
         return function is not None and function.__qualname__ != "BaseTool.calc_reward"
 
     async def end(self) -> None:
-        """`release`; once."""
+        """`release`, called once."""
         instance, self._instance = self._instance, None
         if instance is not None:
             await self._ask("release", instance, **(self._kwargs.get("release_kwargs") or {}))
@@ -290,11 +290,11 @@ def score_arguments(
 
 
 def solution_text(episode: Episode, decode: Callable[[Sequence[int]], str] | None = None) -> str:
-    """What the policy wrote, turn by turn, as verl's `solution_str` has it: thinking and calls included.
+    """The policy's text, turn by turn, like verl's `solution_str`: thinking and calls included.
 
-    It is the text of the sampled tokens without those that the tokenizer marks as special. verl's text also holds
-    what tools printed, which a reward would then pay for; that is left out. An episode without tokens (one played
-    against an endpoint) has its messages written in the Hermes form instead.
+    It is the text of the sampled tokens without special tokens. verl's text also contains tool output, which a
+    reward could then credit; it is omitted here. For an episode without tokens (played against an endpoint),
+    messages are written in the Hermes format instead.
     """
     sampled = iter([s for s in episode.segments if s.origin == "sampled" and s.message is not None])
     return "\n".join(_turn_text(turn.message, sampled, episode, decode) for turn in episode.turns)
@@ -307,7 +307,7 @@ def _turn_text(
     decode: Callable[[Sequence[int]], str] | None,
 ) -> str:
     if decode is not None:
-        for segment in sampled:  # those of other branches are passed over
+        for segment in sampled:  # those of other branches are skipped
             if episode.messages[segment.message or 0] == message:
                 return decode(segment.ids)
     thinking = f"<think>\n{message.reasoning}\n</think>" if message.reasoning else ""

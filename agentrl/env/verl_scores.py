@@ -1,7 +1,7 @@
-"""Scores by the rows' `data_source`, for data that verl prepares: GSM8K, MATH, DAPO's mathematics, Search-R1.
+"""Scores by the rows' `data_source`, for datasets prepared by verl: GSM8K, MATH, DAPO math, Search-R1.
 
-They take the arguments of verl's `compute_score` and decide as verl's do: GSM8K by the number behind `####`, MATH
-by the last `\\boxed{...}`, DAPO by the last line `Answer: ...` (1 or -1), Search-R1 by a match in `<answer>`.
+They take the arguments of verl's `compute_score` and follow the same rules: GSM8K by the number behind `####`,
+MATH by the last `\\boxed{...}`, DAPO by the last line `Answer: ...` (1 or -1), Search-R1 by a match in `<answer>`.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ def compute_score(
     """The score of a solution.
 
     Raises:
-        ValueError: there is no score for this source.
+        ValueError: the source has no score.
     """
     for names, score in _SCORES:
         if data_source in names or data_source.startswith(tuple(n[:-1] for n in names if n.endswith("*"))):
@@ -36,7 +36,7 @@ def compute_score(
 
 
 def gsm8k(solution: str, truth: Any) -> float:
-    """1 where the last number behind `####` is the true one."""
+    """1 if the last number after `####` is correct."""
     found = _GSM8K.findall(solution[-_TAIL:])
     return float(bool(found) and _number(found[-1]) == _number(str(truth)))
 
@@ -46,13 +46,13 @@ def _number(text: str) -> str:
 
 
 def math(solution: str, truth: Any) -> float:
-    """1 where what the last `\\boxed` holds is the true answer, written in whichever way."""
+    """1 if the last `\\boxed` contains the correct answer in any notation."""
     found = last_boxed(solution)
     return float(found is not None and normal_form(found) == normal_form(str(truth)))
 
 
 def dapo(solution: str, truth: Any) -> float:
-    """1 where the last line `Answer: ...` is the true one, else -1."""
+    """1 if the last line `Answer: ...` is correct, else -1."""
     found = _ANSWER_LINE.findall(solution[-_TAIL:])
     answer = (last_boxed(found[-1]) or found[-1]) if found else None
     right = answer is not None and normal_form(answer) == normal_form(last_boxed(str(truth)) or str(truth))
@@ -60,7 +60,7 @@ def dapo(solution: str, truth: Any) -> float:
 
 
 def search(solution: str, truth: Any) -> float:
-    """1 where the last `<answer>` is one of the true ones, but for case, articles and punctuation."""
+    """1 if the last `<answer>` matches a correct one, ignoring case, articles and punctuation."""
     found = _ANSWER_TAG.findall(solution)
     targets = truth.get("target", ()) if isinstance(truth, Mapping) else truth
     wanted = {_plain(str(t)) for t in ([targets] if isinstance(targets, str) else targets)}
@@ -73,7 +73,7 @@ def _plain(text: str) -> str:
 
 
 def last_boxed(text: str) -> str | None:
-    """What the last `\\boxed{...}` (or `\\fbox{...}`, or `\\boxed x`) holds, or None."""
+    """The content of the last `\\boxed{...}` (or `\\fbox{...}`, or `\\boxed x`), or None."""
     start = max(text.rfind("\\boxed"), text.rfind("\\fbox"))
     if start < 0:
         return None
@@ -89,7 +89,7 @@ def last_boxed(text: str) -> str | None:
 
 
 def normal_form(answer: str) -> str:
-    """A mathematical answer in one way of writing: without units, spaces and variants of the same command."""
+    """A mathematical answer in normalized notation: without units, spaces and command variants."""
     text = answer.strip().rstrip(".").replace("\n", "")
     for old, new in _SAME:
         text = text.replace(old, new)

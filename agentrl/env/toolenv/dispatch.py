@@ -1,4 +1,4 @@
-"""One tool call: from what the policy asked for to what it reads back. Nothing the policy does raises here."""
+"""One tool call, from the policy's request to its answer. No policy output raises here."""
 
 from __future__ import annotations
 
@@ -39,41 +39,41 @@ MISTAKES: tuple[Mistake, ...] = (
 
 @runtime_checkable
 class BoundTool(Protocol):
-    """A tool ready to be called within one episode: a method of the env, or anything from elsewhere."""
+    """A tool bound to one episode: a method of the env or an external tool."""
 
     @property
     def name(self) -> str:
-        """What the policy calls it."""
+        """The name shown to the policy."""
 
     @property
     def schema(self) -> Mapping[str, Any]:
-        """In the OpenAI shape."""
+        """The schema in the OpenAI format."""
 
     @property
     def parallel(self) -> bool:
-        """Whether it may run at the same time as its neighbors."""
+        """Whether it may run concurrently with adjacent calls."""
 
     @property
     def timeout_s(self) -> float | None:
-        """Limit of one call; None takes that of the settings."""
+        """Timeout of one call; None means the setting's."""
 
     def validate(self, arguments: Mapping[str, Any]) -> dict[str, Any]:
-        """Raises InvalidArguments."""
+        """Validate and convert the arguments. Raises InvalidArguments."""
 
     def call(self, arguments: dict[str, Any], timeout_s: float | None) -> Awaitable[Any]:
-        """Run it; raises CallTimeout when `timeout_s` is over, and whatever the tool raises."""
+        """Run the tool; raises CallTimeout after `timeout_s`, and whatever the tool raises."""
 
 
 @dataclass(slots=True)
 class CallOutcome:
-    """What one call came to."""
+    """The result of one call."""
 
     call: ToolCall
     content: Content
     outcome: str = "ok"
     seconds: float = 0.0
     reward: Any = 0.0
-    """As the tool said it; checked where it is added up."""
+    """As the tool returned it; validated when rewards are summed."""
     stop: bool = False
     metrics: Mapping[str, float] = field(default_factory=dict)
 
@@ -82,7 +82,7 @@ async def run_call(tools: Mapping[str, BoundTool], call: ToolCall, default_timeo
     """Validate and run one call.
 
     Raises:
-        InfraError: what the policy cannot cause; cancellation passes as well.
+        InfraError: a failure the policy cannot cause; cancellation also propagates.
     """
     bound = tools.get(call.name)
     if bound is None:
@@ -135,18 +135,18 @@ async def call_function(
     inline: bool = False,
     apart: bool = False,
 ) -> Any:
-    """Call a plain function on the thread of its episode, or an async one under a deadline that it cannot refuse.
+    """Call a plain function on the episode's thread, or an async one with an enforced deadline.
 
     Args:
-        function: what is called.
+        function: the function to call.
         arguments: its keyword arguments.
-        timeout_s: the deadline; none if it is None.
-        inline: call a plain function right here, without a deadline.
-        apart: call a plain function on a separate thread, as outside of any episode.
+        timeout_s: the deadline; None means no deadline.
+        inline: call a plain function directly, without a deadline.
+        apart: call a plain function on a separate thread, as outside of an episode.
 
     Raises:
-        CallTimeout: the deadline is over; an async function that ignores its cancellation is left behind.
-        InfraError: no thread can be started.
+        CallTimeout: the deadline has passed; an async function that ignores its cancellation is abandoned.
+        InfraError: no thread could be started.
     """
     if inspect.iscoroutinefunction(function):
         return await within(function(**arguments), timeout_s)
@@ -165,10 +165,10 @@ async def call_function(
 
 
 async def within(coroutine: Any, timeout_s: float | None, grace_s: float = 1.0) -> Any:
-    """Await `coroutine` for at most `timeout_s`; then cancel it and wait `grace_s` for its clean-up.
+    """Await `coroutine` for at most `timeout_s`; then cancel it and wait `grace_s` for cleanup.
 
     Raises:
-        CallTimeout: the time is over. Whatever the coroutine raises passes.
+        CallTimeout: the time is up. Exceptions of the coroutine propagate.
     """
     task = asyncio.ensure_future(_no_exit(coroutine))
     try:
@@ -177,7 +177,7 @@ async def within(coroutine: Any, timeout_s: float | None, grace_s: float = 1.0) 
         task.cancel()
         await asyncio.wait({task}, timeout=grace_s)
         if task.done() and not task.cancelled():
-            task.exception()  # seen: nobody else will
+            task.exception()  # mark the exception as retrieved
         raise
     if done:
         return task.result()

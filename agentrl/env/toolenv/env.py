@@ -1,8 +1,8 @@
-"""ToolEnv: the environment contract implemented from typed methods.
+"""ToolEnv: the environment contract, implemented with typed methods.
 
-One instance plays one episode at a time. `reset` clears what the last episode left on the instance, runs `setup`
-with the data row, and opens with the class docstring as system prompt; `step` runs the calls of a message in
-order and answers each; a message without a call ends the episode, unless `respond` has something to say.
+One instance plays one episode at a time. `reset` clears state of the last episode, runs `setup` with the data row,
+and opens with the class docstring as system prompt; `step` runs the calls of a message in order and answers each;
+a message without a call ends the episode, unless `respond` returns an answer.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from agentrl.sandbox import Box, Sandbox, pool_for
 from agentrl.types import Message, StopReason, Task
 
 HOOK_S = 2.0
-"""How long an `on_timeout` may take."""
+"""Timeout of `on_timeout`."""
 
 Step = tuple[Sequence[Message], float, bool, bool, StepInfo]
 
@@ -43,17 +43,18 @@ class ToolEnv(ScoredEnv):
     """Base of environments written as typed methods; the docstring of the subclass is the system prompt."""
 
     sandbox: Sandbox | None = None
-    """What `self.box` is: `sandbox = Sandbox(...)` on a class leases a fresh one for every episode."""
+    """The sandbox behind `self.box`: `sandbox = Sandbox(...)` on a class leases a new one for every episode."""
     box: Box
-    """The sandbox of this episode, on classes that declare one; from before `setup` until after `teardown`."""
+    """The sandbox of this episode, on classes that declare one; available from before `setup` until after
+    `teardown`."""
     toolboxes: Sequence[Callable[[], Any]] = ()
-    """Classes with @tool methods (those in `agentrl.tools`, for instance) whose tools join the declared ones. They
-    work in `self.box` where the class declares a sandbox, otherwise each in a separate one."""
+    """Classes with @tool methods (for example, those in `agentrl.tools`) whose tools are added to the declared
+    ones. They run in `self.box` if the class declares a sandbox, otherwise each in a separate one."""
     mcp: Sequence[McpServer] = ()
-    """MCP servers whose tools join the declared ones; each episode has its own sessions."""
+    """MCP servers whose tools are added to the declared ones; each episode gets separate sessions."""
     task: Task
     rng: random.Random
-    """Seeded with the task's seed before `setup`: the only source of randomness an episode needs."""
+    """Random generator seeded with the task's seed before `setup`; use it for all randomness in an episode."""
 
     _pristine: dict[str, Any] | None = None
     _was_set_up: bool = False
@@ -62,7 +63,7 @@ class ToolEnv(ScoredEnv):
     _toolboxes: list[Any]
 
     def __new__(cls, *args: Any, **kwargs: Any) -> ToolEnv:
-        if (args or kwargs) and cls.__init__ is object.__init__:  # Python itself would let them pass
+        if (args or kwargs) and cls.__init__ is object.__init__:  # Python would accept them
             given = ", ".join([*map(repr, args), *kwargs])
             raise TypeError(f"{cls.__name__} takes no arguments (it has no __init__), got {given}")
         env = super().__new__(cls)
@@ -77,59 +78,61 @@ class ToolEnv(ScoredEnv):
     _turns: int
     _calls: CallRunner
 
-    # What an author may write in addition to @tool and @reward.
+    # Optional hooks, in addition to @tool and @reward.
 
     def setup(self, *args: Any, **row: Any) -> Any:
-        """Begin an episode with one data row as keyword arguments; may be async.
+        """Start an episode with one data row as keyword arguments; may be async.
 
         Returns the user message (text or parts), or a sequence of messages that follow the system prompt.
         """
         return ""
 
     def system(self) -> str:
-        """The system prompt; asked after `setup`. No system message if it is empty."""
+        """The system prompt; called after `setup`. If empty, there is no system message."""
         return class_spec(type(self)).system
 
     def respond(self, message: Message) -> Any:
-        """What the user answers to a message without a tool call; may be async. None ends the episode."""
+        """The user's answer to a message without a tool call; may be async. None ends the episode."""
         return None
 
     def teardown(self) -> Any:
-        """Free what `setup` took; may be async; runs exactly once an episode, however it ended."""
+        """Release what `setup` acquired; may be async; called exactly once per episode, however it ended."""
         return None
 
     def on_timeout(self, name: str) -> Any:
-        """End a plain method that outlived its limit, for instance `self.db.interrupt()`; may be async.
+        """Interrupt a plain method that exceeded its timeout, for example with `self.db.interrupt()`; may be
+        async.
 
-        Runs on another thread while the method still runs, for two seconds at most. Toolboxes may have one too.
+        Runs on another thread while the method is still running, for at most two seconds. Toolboxes may define it,
+        too.
 
         Args:
-            name: of the method: a tool, `setup`, `respond`, `teardown` or a reward.
+            name: name of the method: a tool, `setup`, `respond`, `teardown` or a reward.
         """
         return None
 
     def more_tools(self) -> Sequence[BoundTool]:
-        """Tools in addition to the declared ones, made for each episode; for classes that build them from data."""
+        """Additional tools, created for each episode; for classes that build tools from data."""
         return ()
 
     # The contract.
 
     @classmethod
     def check_class(cls) -> None:
-        """Raises ConfigError if a tool, a reward or `setup` is declared in a way that cannot be used."""
+        """Raises ConfigError if the declaration of a tool, a reward or `setup` is invalid."""
         cls.spec()
 
     @classmethod
     def row_problem(cls, row: Mapping[str, Any]) -> str:
-        """Why a data row does not fit the arguments of `setup`; empty if it does."""
+        """Why a data row does not fit the arguments of `setup`; empty if it fits."""
         return cls.spec().setup.problem(row) or ""
 
     def outside_tools(self) -> Sequence[str]:
-        """Tools of MCP servers, and those of toolboxes that say `outside = True`."""
+        """Tools of MCP servers, and of toolboxes with `outside = True`."""
         return [name for name, tool in self._bound().items() if acts_outside(tool)]
 
     def image_tools(self) -> Sequence[str]:
-        """Methods whose return type names `Image`."""
+        """Methods whose return type includes `Image`."""
         return [name for name, tool in self._bound().items() if returns_image(tool)]
 
     @property
@@ -138,11 +141,11 @@ class ToolEnv(ScoredEnv):
         return [tool.schema for tool in self._bound().values()]
 
     async def reset(self, task: Task) -> tuple[Sequence[Message], Mapping[str, Any]]:
-        """Begin an episode.
+        """Start an episode.
 
         Raises:
             ConfigError: the row does not fit `setup`.
-            InfraError: `setup` failed or ran out of time.
+            InfraError: `setup` failed or timed out.
         """
         if self._open:
             await self.close()
@@ -175,7 +178,7 @@ class ToolEnv(ScoredEnv):
         return [*messages, *self._opening(opening)], {}
 
     async def prepare(self) -> None:
-        """Acquire what the class declares (a sandbox, tool servers); runs before `setup`."""
+        """Acquire the declared resources (a sandbox, tool servers); runs before `setup`."""
         self._tools, self._toolboxes, self._connections = None, [], []  # toolboxes live as long as an episode
         self._bound()
         if not self.hold_back:
@@ -188,16 +191,16 @@ class ToolEnv(ScoredEnv):
         await toolbox.begin(self._toolboxes, self.settings.setup_timeout_s)
 
     async def lease(self, spec: Sandbox) -> Box:
-        """A sandbox for this episode; the same one whenever the same spec is asked for. Raises SandboxError."""
+        """The episode's sandbox for a spec; the same spec returns the same sandbox. Raises SandboxError."""
         if spec not in self._leases:
             self._leases[spec] = await pool_for(spec).acquire(self.task.id)
         return self._leases[spec]
 
     async def step(self, message: Message) -> Step:
-        """Run the calls of `message`, or end. Rewards of the turn are in `info.metrics` as `reward/<name>`.
+        """Run the calls of `message`, or end the episode. Turn rewards are in `info.metrics` as `reward/<name>`.
 
         Raises:
-            InfraError: what the policy cannot cause.
+            InfraError: a failure the policy cannot cause.
         """
         info = StepInfo()
         with self._on_thread():
@@ -242,7 +245,7 @@ class ToolEnv(ScoredEnv):
             except asyncio.CancelledError:
                 raise
             except Exception as e:
-                # After a setup that failed, what teardown misses is no news: the failure itself has been raised.
+                # After a failed setup, teardown errors add no information: the failure has been raised already.
                 if self._was_set_up:
                     raise InfraError(f"{type(self).__name__}.teardown: {error_text(e)}") from e
             finally:
@@ -251,7 +254,7 @@ class ToolEnv(ScoredEnv):
                 await self._thread.close()
 
     async def release(self) -> None:
-        """Give back what `prepare` took; runs after `teardown` even when that failed."""
+        """Release what `prepare` acquired; runs after `teardown`, even if that failed."""
         failures = await toolbox.end(self._toolboxes, self.settings.teardown_timeout_s)
         leases, self._leases = self._leases, {}
         for spec, box in leases.items():
@@ -261,16 +264,17 @@ class ToolEnv(ScoredEnv):
         if failures:
             raise InfraError("; ".join(failures))
 
-    # The machinery.
+    # Internals.
 
     @property
     def _plain_system(self) -> bool:
-        """Whether `system` is ours, so that it needs no thread."""
+        """Whether `system` is the default, which needs no thread."""
         return type(self).system.__module__.startswith("agentrl.env.")
 
     async def _interrupt(self, name: str) -> bool:
-        """Ask the `on_timeout` of env and toolboxes to end the method of this name; whether there is any."""
-        current.set(None)  # nobody is asked to end a hook
+        """Call `on_timeout` of the env and toolboxes for the method with this name; returns whether any is
+        defined."""
+        current.set(None)  # hooks have no `on_timeout`
         owners = [] if type(self).on_timeout is ToolEnv.on_timeout else [self]
         owners += [made for made in self._toolboxes if hasattr(made, "on_timeout")]
         for owner in owners:
@@ -309,7 +313,7 @@ class ToolEnv(ScoredEnv):
         return mcp_tools(server, connection)
 
     def _restore(self) -> None:
-        """Forget whatever the last episode put on the instance."""
+        """Remove the attributes that the last episode set on the instance."""
         if self._pristine is None:
             self._pristine = dict(self.__dict__)
         else:

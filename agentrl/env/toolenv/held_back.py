@@ -1,4 +1,4 @@
-"""Tools that act outside of an episode, such as those of MCP servers: `agentrl check` answers in their place."""
+"""Placeholders for tools that act outside of an episode, such as those of MCP servers, in `agentrl check`."""
 
 from __future__ import annotations
 
@@ -12,41 +12,41 @@ ANSWER = "(not called by agentrl check)"
 
 
 def acts_outside(tool: BoundTool) -> bool:
-    """Whether a tool, or the toolbox that it is a method of, says `outside = True`."""
+    """Whether a tool, or its toolbox, has `outside = True`."""
     owner = getattr(getattr(tool, "function", None), "__self__", None)
     return bool(getattr(tool, "outside", False) or getattr(owner, "outside", False))
 
 
 @dataclass(frozen=True)
 class HeldBack:
-    """A tool whose arguments are checked and that is not called."""
+    """A tool whose arguments are checked but which is not called."""
 
     tool: BoundTool
 
     @property
     def name(self) -> str:
-        """As of the tool."""
+        """See the wrapped tool."""
         return self.tool.name
 
     @property
     def schema(self) -> Mapping[str, Any]:
-        """As of the tool."""
+        """See the wrapped tool."""
         return self.tool.schema
 
     @property
     def parallel(self) -> bool:
-        """As of the tool."""
+        """See the wrapped tool."""
         return self.tool.parallel
 
     @property
     def timeout_s(self) -> float | None:
-        """As of the tool."""
+        """See the wrapped tool."""
         return self.tool.timeout_s
 
     def validate(self, arguments: Mapping[str, Any]) -> dict[str, Any]:
-        """Raises InvalidArguments."""
+        """Validate the arguments. Raises InvalidArguments."""
         return self.tool.validate(arguments)
 
     async def call(self, arguments: dict[str, Any], timeout_s: float | None) -> Any:
-        """Nothing happens."""
+        """Return a placeholder without calling the tool."""
         return ANSWER

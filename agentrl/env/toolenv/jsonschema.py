@@ -1,7 +1,8 @@
-"""Check JSON data against a JSON schema that came from elsewhere (a YAML file, an MCP server).
+"""Check JSON data against an external JSON schema (from a YAML file or an MCP server).
 
 The keywords that tool schemas use are checked: type, enum, const, properties, required, additionalProperties,
-items, prefixItems, anyOf, oneOf, allOf, local $ref, and the bounds of numbers, texts and arrays. Others pass.
+items, prefixItems, anyOf, oneOf, allOf, local $ref, and the bounds of numbers, texts and arrays. Other keywords
+are ignored.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ _MAX_DEPTH = 50
 
 
 def check_arguments(schema: Mapping[str, Any], arguments: Any) -> dict[str, Any]:
-    """The arguments of one call, once they fit `schema` (that of the argument object).
+    """Validate the arguments of one call against `schema` (the schema of the argument object).
 
     Raises:
         InvalidArguments: each problem with its path.

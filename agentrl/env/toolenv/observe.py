@@ -1,4 +1,4 @@
-"""What the policy reads back: results as text, errors as text, and the cut of what is too long."""
+"""Format observations: results and errors as text, and truncation of long ones."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ LEFT_OUT = "[an image, which this model cannot read, was left out]"
 
 
 def to_content(value: Any) -> Content:
-    """Text as it is, parts as they are, None as empty text, everything else as JSON.
+    """Convert a value to content: text and parts unchanged, None as empty text, everything else as JSON.
 
     Raises:
-        TypeError: the value has no JSON form.
+        TypeError: the value cannot be represented as JSON.
     """
     if value is None:
         return ""
@@ -33,11 +33,11 @@ def to_content(value: Any) -> Content:
 
 
 class ToolError(Exception):
-    """A tool elsewhere reported an error; the text is its own."""
+    """An external tool reported an error; the text is the tool's message."""
 
 
 def error_text(error: BaseException) -> str:
-    """Type and message of what a tool raised, without a traceback; of a `ToolError` the message alone."""
+    """Type and message of a tool's exception, without a traceback; for a `ToolError` only the message."""
     try:
         message = str(error)
     except Exception:
@@ -49,7 +49,7 @@ def error_text(error: BaseException) -> str:
 
 
 def answered_error(error: BaseException) -> str:
-    """What the policy reads where a tool failed: `Error: ...`, said once."""
+    """The observation for a failed tool: `Error: ...`, without repeating the prefix."""
     text = error_text(error)
     return text if text.lower().startswith("error") else f"Error: {text}"
 
@@ -60,7 +60,7 @@ def plain_text(content: Content) -> str:
 
 
 def text_only(content: Content) -> tuple[Content, bool]:
-    """The content with a note in place of each image, and whether there was one."""
+    """The content with each image replaced by a note, and whether there was an image."""
     if isinstance(content, str):
         return content, False
     parts = [part if isinstance(part, str) else LEFT_OUT for part in content]
@@ -68,7 +68,7 @@ def text_only(content: Content) -> tuple[Content, bool]:
 
 
 def cut_content(content: Content, max_tokens: int, count: CountTokens) -> tuple[Content, bool]:
-    """Cut the text of `content` to about `max_tokens` tokens; images pass. Returns (content, whether cut)."""
+    """Cut the text of `content` to about `max_tokens` tokens; images are kept. Returns (content, whether cut)."""
     if isinstance(content, str):
         return cut_text(content, max_tokens, count)
     parts: list[Part] = []
@@ -83,10 +83,10 @@ def cut_content(content: Content, max_tokens: int, count: CountTokens) -> tuple[
 
 
 def cut_text(text: str, max_tokens: int, count: CountTokens) -> tuple[str, bool]:
-    """Keep the head and the tail of `text` so that at most `max_tokens` tokens are left, with a line between
-    that says how many characters are missing. Cuts fall between characters, at line ends where one is near.
+    """Keep the head and tail of `text` within `max_tokens` tokens, with a line between them that gives the number
+    of omitted characters. Cuts fall between characters, at a nearby line end if there is one.
 
-    `count` is called on short texts only, a few times, however long `text` is.
+    `count` is called a few times on short texts only, regardless of the length of `text`.
     """
     # A token stands for at least one byte, so a text with few bytes needs no counting.
     if len(text) * 4 <= max_tokens or (len(text) <= max_tokens and text.isascii()):

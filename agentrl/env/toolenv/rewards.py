@@ -1,4 +1,4 @@
-"""Rewards of an episode, a turn and a group: asked by name, checked, weighted."""
+"""Call, validate and weight the rewards of an episode, a turn and a group."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from agentrl.types import SANDBOX_FAULT, CallRecord, Message
 
 @dataclass(frozen=True, slots=True)
 class TurnView:
-    """What a reward per turn sees: the policy's message, its calls and their results, the env's answer."""
+    """The argument of a reward per turn: the policy's message, its calls and their results, the env's answer."""
 
     index: int
     message: Message
@@ -31,22 +31,22 @@ class TurnView:
 
 
 class BadReward(Exception):
-    """A reward is not a finite number, or not one for each episode."""
+    """A reward is not a finite number, or not one number per episode."""
 
 
 MAX_PARTS = 100
-"""Parts of one reward (`score/solved`, ...) at most."""
+"""Maximum number of parts of one reward (`score/solved`, ...)."""
 
 
 @dataclass
 class Rewards:
-    """The rewards of one episode, turn or group as they are asked for; one that fails counts 0 and is noted.
+    """Collects the rewards of one episode, turn or group; a failed reward counts as 0 and is recorded.
 
     Attributes:
-        where: the env's name.
-        timeout_s: limit of a reward that does not set one.
+        where: name of the env.
+        timeout_s: timeout of rewards that do not set one.
         values: rewards by name, weighted.
-        faults: by name, what happened to those that failed.
+        faults: error messages of failed rewards, by name.
     """
 
     where: str
@@ -61,10 +61,10 @@ class Rewards:
         argument: Any,
         read: Callable[[Any], Mapping[str, float]],
     ) -> None:
-        """Call one reward, and its judge if it has one; `read` turns what it returns into weighted values.
+        """Call one reward, and its judge if it has one; `read` converts the return value to weighted values.
 
         Raises:
-            InfraError: it raised one, or ran out of time while it waited for a judge.
+            InfraError: the reward raised one, or timed out while waiting for a judge.
         """
         with asking() as asked:
             fault = await self._fault(spec, function, argument, read, asked)
@@ -81,7 +81,7 @@ class Rewards:
         read: Callable[[Any], Mapping[str, float]],
         asked: Asked,
     ) -> str:
-        """What went wrong; empty if nothing did."""
+        """The faults as text; empty if there are none."""
         what = f"reward {spec.name!r} of {self.where}"
         limit = spec.mark.timeout_s if spec.mark.timeout_s is not None else self.timeout_s
         try:
@@ -125,13 +125,13 @@ def check_number(value: Any) -> float:
     """A finite float from bool, int, float or a numpy scalar.
 
     Raises:
-        BadReward: it is something else.
+        BadReward: the value is not a finite number.
     """
     if isinstance(value, str | bytes) or not hasattr(value, "__float__"):
         raise BadReward(f"returned {_short(value)}, not a number; return bool, int or float")
     try:
         number = float(value)
-    except Exception as e:  # the author's, as is __repr__
+    except Exception as e:  # user code, like __repr__
         raise BadReward(f"returned {_short(value)}: {error_text(e)}") from None
     if not math.isfinite(number):
         raise BadReward(f"returned {number}; rewards must be finite")
@@ -146,16 +146,16 @@ def _short(value: Any) -> str:
 
 
 def weight_of(spec: RewardSpec, weights: Mapping[str, float]) -> float:
-    """The weight of the run if it names one, else the one in the code."""
+    """The weight from the run's configuration, else the one in the code."""
     return float(weights.get(spec.name, spec.mark.weight))
 
 
 def weight_of_nothing(weights: Mapping[str, float], given: Iterable[str]) -> str:
-    """What to say of a weight for a part (`score/solved`) that no episode had; empty if there is none.
+    """The warning about weights for parts (`score/solved`) that no episode had; empty if there are none.
 
     Args:
-        weights: of the run, by name.
-        given: the names of all parts that episodes had.
+        weights: the run's weights by name.
+        given: names of all parts in episodes.
     """
     found = sorted(given)
     for name in weights:
@@ -169,10 +169,10 @@ def weight_of_nothing(weights: Mapping[str, float], given: Iterable[str]) -> str
 
 
 def check_group(values: Any, num_episodes: int) -> list[float]:
-    """One finite number an episode.
+    """Validate one finite number per episode.
 
     Raises:
-        BadReward: another count, or something that is not a number.
+        BadReward: the count differs, or a value is not a finite number.
     """
     if isinstance(values, str | bytes | Mapping) or not isinstance(values, Sequence):
         values = list(values) if hasattr(values, "__iter__") and not isinstance(values, str | Mapping) else values

@@ -1,8 +1,8 @@
-"""From a typed Python function to the JSON schema that the model reads, and back: validated arguments.
+"""Build the JSON schema of a typed Python function, and validate arguments against it.
 
-The schema is pydantic's, with local definitions inlined and automatic titles left out; nothing else is changed,
-so nested items, properties, defaults and bounds reach the model. Arguments are checked strictly (`"3"` is not
-an integer) in JSON terms (an array may become a tuple, a string an enum member).
+The schema is pydantic's, with local definitions inlined and automatic titles left out; everything else is kept, so
+nested items, properties, defaults and bounds reach the model. Arguments are checked strictly (`"3"` is not an
+integer) in JSON terms (an array may become a tuple, a string an enum member).
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ _EXPECTED = {
 
 
 class InvalidArguments(Exception):
-    """The policy's arguments do not fit the schema; the text is what the policy is told."""
+    """The policy's arguments do not fit the schema; the message is shown to the policy."""
 
 
 class _NoFieldTitles(GenerateJsonSchema):
@@ -56,7 +56,7 @@ class _NoFieldTitles(GenerateJsonSchema):
 
 @dataclass(frozen=True, slots=True)
 class Signature:
-    """What a callable accepts: its JSON schema (an object) and the validator behind it."""
+    """The parameters of a callable: their JSON schema (an object) and a validator."""
 
     schema: Mapping[str, Any]
     description: str
@@ -84,7 +84,7 @@ def describe_callable(function: Callable[..., Any], *, where: str, method: bool)
     """Read the parameters of `function`; with `method` the first one (self) is left out.
 
     Raises:
-        ConfigError: a parameter has no type hint, or one that has no JSON schema; `where` names the function.
+        ConfigError: a parameter has no type hint, or its type has no JSON schema; `where` names the function.
     """
     parameters = list(inspect.signature(function).parameters.values())[1 if method else 0 :]
     try:
@@ -122,14 +122,14 @@ def describe_callable(function: Callable[..., Any], *, where: str, method: bool)
 
 
 def check_name(name: str, where: str) -> str:
-    """Tool names are 1 to 64 letters, digits, `_` or `-`, as every chat API wants them."""
+    """Tool names are 1 to 64 letters, digits, `_` or `-`, as required by chat APIs."""
     if not _NAME.fullmatch(name):
         raise ConfigError(f"{where}: tool name {name!r} must match {_NAME.pattern}")
     return name
 
 
 def function_schema(name: str, signature: Signature) -> dict[str, Any]:
-    """The OpenAI tool shape; `description` is left out where the docstring is empty."""
+    """The OpenAI tool format; `description` is omitted if the docstring is empty."""
     function: dict[str, Any] = {"name": name}
     if signature.description:
         function["description"] = signature.description
@@ -138,7 +138,7 @@ def function_schema(name: str, signature: Signature) -> dict[str, Any]:
 
 
 def shorten(value: Any, limit: int = 60) -> str:
-    """repr of a value from the policy, bounded."""
+    """repr of a value from the policy, truncated."""
     try:
         text = repr(value)
     except Exception:
@@ -165,7 +165,8 @@ def _join(expectations: list[str]) -> str:
 
 
 def _path(detail: ErrorDetails, data: Any) -> str:
-    """`args.items[2].qty`. Names of union branches in pydantic's location are no part of the data: left out."""
+    """`args.items[2].qty`. pydantic's location includes names of union branches, which are not part of the data
+    and are dropped."""
     path, here = "args", data
     for position, part in enumerate(detail["loc"]):
         last = position == len(detail["loc"]) - 1
@@ -209,12 +210,12 @@ def _refuse_unusable(parameter: inspect.Parameter, hints: Mapping[str, Any], whe
 
 
 def _refuse_default(name: str, default: Any, hint: Any, where: str) -> None:
-    """A default that the model is shown must be a value of its type, as Python or as JSON has it."""
+    """A default shown to the model must be a value of its type, in Python or JSON form."""
     adapter: TypeAdapter[Any] = TypeAdapter(hint)
     try:
         text = json.dumps(to_jsonable_python(default))
     except (PydanticSerializationError, ValueError):
-        return  # no JSON: it is left out of the schema
+        return  # not JSON: omitted from the schema
     try:
         adapter.validate_python(default, strict=True)
     except ValidationError:
@@ -263,9 +264,9 @@ def _finish(raw: dict[str, Any], defaults: Mapping[str, Any], texts: Mapping[str
             del definition["title"]
     schema: dict[str, Any] = _inline(raw, definitions, ())
     if '"$ref"' in json.dumps(schema):
-        schema["$defs"] = definitions  # a recursive type: it can only be said with a definition
+        schema["$defs"] = definitions  # a recursive type, which requires a definition
     for key in ("title", "additionalProperties"):
-        schema.pop(key, None)  # of the argument object itself: unknown arguments are refused anyway
+        schema.pop(key, None)  # of the argument object: unknown arguments are rejected anyway
     for name, text in texts.items():
         if name in schema.get("properties", {}):
             schema["properties"][name]["description"] = text

@@ -1,4 +1,4 @@
-"""How a ToolEnv is scored: its `@reward` methods, asked on the thread of the episode, weighted and checked."""
+"""Scoring of a ToolEnv: its `@reward` methods are called on the episode's thread, validated and weighted."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from agentrl.types import Episode
 
 
 class ScoredEnv(Env):
-    """The part of `ToolEnv` that declares and asks rewards."""
+    """The part of `ToolEnv` that declares and computes rewards."""
 
     settings: ToolSettings = ToolSettings()
     _open: bool = False
@@ -28,7 +28,7 @@ class ScoredEnv(Env):
 
     @contextmanager
     def _on_thread(self) -> Iterator[None]:
-        """Inside, plain functions run on the thread of this episode."""
+        """Run plain functions on this episode's thread inside the block."""
         token = current.set(self._thread)
         try:
             yield
@@ -37,7 +37,7 @@ class ScoredEnv(Env):
 
     @classmethod
     def spec(cls) -> ClassSpec:
-        """The declared tools, rewards and row arguments. Raises ConfigError if they cannot be used."""
+        """The declared tools, rewards and row arguments. Raises ConfigError if they are invalid."""
         return class_spec(cls)
 
     def configure(
@@ -59,7 +59,7 @@ class ScoredEnv(Env):
 
     @property
     def scores_groups(self) -> bool:
-        """Whether a reward per group is declared, or `score_group` overridden."""
+        """Whether a group reward is declared or `score_group` is overridden."""
         return type(self).score_group is not ScoredEnv.score_group or any(
             reward.mark.per == "group" for reward in self.spec().rewards
         )
@@ -81,27 +81,27 @@ class ScoredEnv(Env):
         """Rewards of the episode by name, weighted.
 
         Raises:
-            RewardError: one raised, ran out of time, or returned no finite number; the error holds the others.
-            InfraError: a judge cannot be reached.
+            RewardError: one raised, timed out, or returned an invalid value; the error carries the others.
+            InfraError: a judge is unreachable.
         """
         return (await self._ask_all("episode", episode)).result()
 
     def solved_rule(self) -> SolvedRule | None:
-        """`solved_at` if it is given, else what the rewards declare (see `agentrl.env.solved`)."""
+        """`solved_at` if set, else the declarations of the rewards (see `agentrl.env.solved`)."""
         return super().solved_rule() or self.spec().solved
 
     def solved_verdict(self, rewards: Mapping[str, float], total: float) -> bool | None:
-        """As any env; parts are compared before their weights."""
+        """See `Env.solved_verdict`; parts are compared before weighting."""
         return super().solved_verdict({**rewards, **self._unweighted}, total)
 
     async def score_group(self, episodes: Sequence[Episode]) -> list[dict[str, float]]:
-        """Rewards per group: for each of the scored episodes of one task, weighted values by name.
+        """Rewards per group: for each scored episode of a task, weighted values by name.
 
-        The instance has what its `__init__` made, and was never set up.
+        The instance has the state of `__init__`; `setup` was never called.
 
         Raises:
-            RewardError: as `score`, or there is not one number for each episode.
-            InfraError: a judge cannot be reached.
+            RewardError: see `score`; also if there is not one number per episode.
+            InfraError: a judge is unreachable.
         """
         found: list[dict[str, float]] = [{} for _ in episodes]
         rewards = Rewards(type(self).__name__, self.settings.reward_timeout_s)
@@ -124,7 +124,7 @@ class ScoredEnv(Env):
         return found
 
     def _earned(self, outcome: CallOutcome, faults: dict[str, str]) -> float:
-        """What the tool gave for this call; 0 where that is no number."""
+        """The tool's reward for this call; 0 if it is not a number."""
         try:
             return 0.0 if outcome.reward is None else check_number(outcome.reward)
         except BadReward as e:
@@ -160,7 +160,7 @@ class ScoredEnv(Env):
         argument: Any,
         read: Callable[[Any], Mapping[str, float]],
     ) -> None:
-        """Ask one reward on the thread of the episode; see `Rewards.ask`."""
+        """Compute one reward on the episode's thread; see `Rewards.ask`."""
         await self._thread.held()
         with self._on_thread():
             await rewards.ask(spec, function, argument, read)

@@ -1,4 +1,4 @@
-"""What a run may set on any ToolEnv without touching its code."""
+"""Settings of a ToolEnv that a run can change without touching code."""
 
 from __future__ import annotations
 
@@ -16,32 +16,35 @@ MistakePolicy = Literal["observe", "penalise", "terminate"]
 
 @dataclass(frozen=True, slots=True)
 class ToolSettings:
-    """Limits and policies. A class may carry its own as `settings = ToolSettings(...)`."""
+    """Limits and policies. A class can set defaults with `settings = ToolSettings(...)`."""
 
     max_calls_per_turn: int = 8
-    """Calls that one message may make; further ones are answered with an error instead of being run."""
+    """Maximum calls per message; further calls get an error instead of running."""
     max_tool_calls: int | None = None
-    """Calls that one episode may make (None: any number); the next one gets an error and truncates the episode."""
+    """Maximum calls per episode (None: no limit); the next one gets an error and truncates the episode."""
     tool_timeout_s: float = 30.0
-    """Seconds for one tool call, unless the tool sets its own limit; beyond them the mistake is `tool_timeout`."""
+    """Timeout of one tool call in seconds, unless the tool sets one; exceeding it is the mistake
+    `tool_timeout`."""
     setup_timeout_s: float = 120.0
-    """Seconds for `setup`, beyond which the episode is an infrastructure failure, and for `respond`, beyond which
-    it ends with the stop reason `fault` (infrastructure if `respond` is waiting for a `Judge`)."""
+    """Timeout of `setup` and `respond` in seconds. If `setup` exceeds it, the episode is an infrastructure
+    failure; if `respond` does, the episode ends with the stop reason `fault` (an infrastructure failure if
+    `respond` is waiting for a `Judge`)."""
     teardown_timeout_s: float = 30.0
-    """Seconds for `teardown`; beyond them there is a warning, and the episode stays valid."""
+    """Timeout of `teardown` in seconds; exceeding it logs a warning, and the episode stays valid."""
     reward_timeout_s: float = 60.0
-    """Seconds for one reward function; beyond them it counts 0 (infrastructure if it is waiting for a judge)."""
+    """Timeout of one reward in seconds; beyond it, the reward counts as 0 (an infrastructure failure if it is
+    waiting for a judge)."""
     observation_tokens: int = 1024
-    """Longest text of one tool result, in tokens; the middle of a longer one is left out."""
+    """Maximum length of one tool result in tokens; the middle of longer results is cut out."""
     mistakes: Mapping[str, MistakePolicy] = field(default_factory=dict)
-    """What a mistake of the policy leads to, by name of the mistake; those not listed are only observed."""
+    """Consequences of the policy's mistakes, by name; mistakes not listed are only observed."""
     mistake_penalty: float = 0.1
-    """Subtracted from the turn's reward for each mistake that is set to `"penalise"`."""
+    """Subtracted from the turn's reward for each mistake set to `"penalise"`."""
     reward_weights: Mapping[str, float] = field(default_factory=dict)
-    """Weights by name of the reward, overriding those in the code."""
+    """Reward weights by name; they override those in the code."""
 
     def changed(self, values: Mapping[str, Any]) -> ToolSettings:
-        """These settings with some replaced by name. Raises ConfigError on a name that is none, or a value."""
+        """A copy with some settings replaced. Raises ConfigError on an unknown name or an invalid value."""
         known = [f.name for f in fields(self)]
         for name in values:
             if name not in known:

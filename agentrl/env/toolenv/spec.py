@@ -1,4 +1,4 @@
-"""What a ToolEnv class declares, read once per class: its tools, its rewards, the arguments of `setup`."""
+"""Declarations of a ToolEnv class, read once per class: tools, rewards, arguments of `setup`."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class ToolSpec:
     mark: ToolMark
 
     def bind(self, owner: object) -> MethodTool:
-        """The tool on one instance."""
+        """Bind the tool to an instance."""
         return MethodTool(
             self.name,
             self.schema,
@@ -53,7 +53,7 @@ class ToolSpec:
 
 @dataclass(slots=True)
 class MethodTool:
-    """A `BoundTool` made from a typed Python callable."""
+    """A `BoundTool` around a typed Python callable."""
 
     name: str
     schema: Mapping[str, Any]
@@ -64,11 +64,11 @@ class MethodTool:
     inline: bool = False
 
     def validate(self, arguments: Mapping[str, Any]) -> dict[str, Any]:
-        """Arguments converted to the annotated types. Raises InvalidArguments."""
+        """Convert arguments to the annotated types. Raises InvalidArguments."""
         return self.signature.validate(arguments)
 
     async def call(self, arguments: dict[str, Any], timeout_s: float | None) -> Any:
-        """Run it. Raises CallTimeout, and whatever the function raises."""
+        """Run the function. Raises CallTimeout, and whatever the function raises."""
         return await call_function(self.function, arguments, timeout_s, inline=self.inline, apart=self.parallel)
 
 
@@ -81,7 +81,7 @@ class RewardSpec:
     mark: RewardMark
     takes: str | None
     says_bool: bool = False
-    """Whether it is annotated to return bool."""
+    """Whether the return annotation is bool."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,7 +95,7 @@ class SetupSpec:
     adapters: Mapping[str, TypeAdapter[Any]]
 
     def problem(self, row: Mapping[str, Any]) -> str | None:
-        """What is wrong with `row`, in one line; None if it fits."""
+        """The problem with `row`, in one line; None if it fits."""
         missing = [name for name in self.required if name not in row]
         if missing:
             return f"argument {missing[0]!r} of {self.where} is missing; it has: {', '.join(row) or 'nothing'}"
@@ -126,7 +126,7 @@ class ClassSpec:
 
     @property
     def solved(self) -> SolvedRule | None:
-        """What the rewards declare to be solved; None if they do not."""
+        """The solved rule declared by the rewards; None if they declare none."""
         marked = {r.name: r.mark.solved_at for r in self.rewards if r.mark.solved_at is not None}
         if marked:
             return SolvedRule("@reward(solved=...)", marked)
@@ -159,7 +159,7 @@ def class_spec(cls: type) -> ClassSpec:
     """Read the declarations of `cls`, in the order of definition, base classes first.
 
     Raises:
-        ConfigError: a tool without type hints, a reward with unknown arguments, two tools of one name, ...
+        ConfigError: a tool without type hints, a reward with unknown arguments, two tools with the same name, ...
     """
     tools: dict[str, ToolSpec] = {}
     rewards: dict[str, RewardSpec] = {}
@@ -193,7 +193,7 @@ def place_of(function: Any, cls: type, attribute: str) -> str:
 
 
 def check_methods(cls: type) -> None:
-    """Raises ConfigError if a tool or reward of the class is no plain method, and so could not be called."""
+    """Raises ConfigError if a tool or reward of the class is not a plain method and therefore not callable."""
     for base in cls.__mro__:
         for name, value in vars(base).items():
             if not isinstance(value, staticmethod | classmethod | property):
@@ -208,13 +208,13 @@ def check_methods(cls: type) -> None:
 
 
 def check_timeout(seconds: Any, where: str) -> None:
-    """Raises ConfigError for a limit that no call could keep."""
+    """Raises ConfigError for a timeout that no call could meet."""
     if seconds is not None and (isinstance(seconds, bool | str) or not seconds > 0):
         raise ConfigError(f"{where}: timeout_s must be a number of seconds above 0, got {shorten(seconds)}")
 
 
 def _check_attributes(cls: type) -> None:
-    """Raises ConfigError if `settings`, `sandbox` or `toolboxes` on the class are something else."""
+    """Raises ConfigError if `settings`, `sandbox` or `toolboxes` on the class have the wrong type."""
     from agentrl.env.toolenv.settings import ToolSettings
     from agentrl.sandbox import Sandbox
 
@@ -236,17 +236,17 @@ def _check_attributes(cls: type) -> None:
 
 
 _OWN_NAMES: set[str] = set()
-"""What ToolEnv, and Env under it, are made of."""
+"""Attributes of ToolEnv and Env."""
 
 
 def reserve_names(cls: type) -> None:
-    """Keep the names of this class and its bases from being used for something else by subclasses."""
+    """Reserve the names of this class and its bases, so that subclasses cannot reuse them."""
     for base in cls.__mro__:
         _OWN_NAMES.update(vars(base), vars(base).get("__annotations__", {}))
 
 
 def _members(cls: type) -> dict[str, Any]:
-    """Functions of the class and its bases by name; the most derived one counts, at its first place."""
+    """Functions of the class and its bases by name; the most derived one wins, at the first position."""
     found: dict[str, Any] = {}
     for base in reversed(cls.__mro__):
         for name, value in vars(base).items():
@@ -293,7 +293,7 @@ def _setup_spec(cls: type) -> SetupSpec:
     function: Any = cls.setup  # type: ignore[attr-defined]  # every ToolEnv has one
     where = f"{cls.__qualname__}.setup"
     if function.__module__ == "agentrl.env.toolenv.env":
-        return SetupSpec(where, (), (), False, {})  # not overridden: an empty row
+        return SetupSpec(where, (), (), False, {})  # not overridden: the row is empty
     parameters = list(inspect.signature(function).parameters.values())[1:]
     open_ended = any(p.kind is p.VAR_KEYWORD for p in parameters)
     if bad := [p for p in parameters if p.kind in (p.VAR_POSITIONAL, p.POSITIONAL_ONLY)]:
@@ -308,7 +308,7 @@ def _setup_spec(cls: type) -> SetupSpec:
         try:
             adapters[parameter.name] = TypeAdapter(hints.get(parameter.name, Any))
         except (PydanticSchemaGenerationError, PydanticUserError):
-            continue  # a hint that pydantic cannot check is the author's own business here
+            continue  # hints that pydantic cannot check are ignored here
     return SetupSpec(
         where,
         tuple(p.name for p in named),
@@ -328,7 +328,7 @@ def _system(cls: type) -> str:
 
 
 def unknown_weights(spec: ClassSpec, weights: Mapping[str, float], where: str) -> None:
-    """Raises ConfigError when a weight names no reward of the class."""
+    """Raises ConfigError if a weight does not match a reward of the class."""
     names = [r.name for r in spec.rewards]
     for name, weight in weights.items():
         if name not in names:

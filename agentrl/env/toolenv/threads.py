@@ -1,14 +1,14 @@
-"""Plain functions run off the event loop: all of one episode on one thread, in order.
+"""Run plain functions off the event loop: all functions of an episode on one thread, in order.
 
-SQLite connections, browsers and many SDKs may only be used on the thread that made them, so `setup`, tools,
-rewards and `teardown` of an episode share one. It is leased with the first call, keeps thread-local state and
-context variables between calls, and runs no other episode meanwhile. When the episode ends, the thread waits for
-another one; before that begins, what was left in thread-local and context variables is dropped, as if the thread
-had ended.
+SQLite connections, browsers and many SDKs may only be used on the thread that created them, so `setup`, tools,
+rewards and `teardown` of an episode share one. The thread is leased at the first call, keeps thread-local state
+and context variables between calls, and serves no other episode in the meantime. After the episode, the thread
+waits for another one; before that starts, thread-local and context variables are dropped, as if the thread had
+ended.
 
-A call that outlives its limit is ended in steps: the env's `on_timeout` is asked first, then the thread is told to
-raise, which ends Python code but not a blocking C call. Where that does not help within `GRACE_S` seconds, the
-thread is given up: what follows runs on another one, and the old one ends with its call.
+A call that exceeds its timeout is stopped in steps: first the env's `on_timeout` is called, then an exception is
+raised in the thread, which stops Python code but not a blocking C call. If neither helps within `GRACE_S` seconds,
+the thread is abandoned: later calls run on another thread, and the old one ends with its call.
 """
 
 from __future__ import annotations
@@ -32,30 +32,30 @@ from agentrl.errors import InfraError
 
 T = TypeVar("T")
 Hook = Callable[[str], Awaitable[bool]]
-"""Asked to end a call that outlived its limit, with the name of the function; whether it tried."""
+"""Called with the function's name to stop a call that exceeded its timeout; returns whether it tried."""
 
 GRACE_S = 3.0
-"""How long a call that was told to end may take to do so before its thread is given up."""
+"""How long a call may take to stop before its thread is abandoned."""
 PROMPT_S = 1.0
-"""How long a timeout waits for its call to end before it is reported all the same."""
+"""How long a timeout waits for its call to stop before it is reported anyway."""
 MAX_IDLE = 256
-"""Threads that wait for another episode at most; further ones end with theirs."""
+"""Maximum idle threads; further ones end with their episode."""
 CLEAN_AFTER_S = 0.5
-"""How long a waiting thread may keep the thread-local variables of its last episode."""
+"""How long an idle thread may keep the thread-local variables of its last episode."""
 MAX_STUCK = 64
-"""Threads of this process that may hang in calls which cannot be ended; no further plain function runs then."""
+"""Maximum threads of this process stuck in calls; beyond it, no plain function runs."""
 
 
 class CallTimeout(Exception):
-    """The call outlived its limit; it is being ended."""
+    """The call exceeded its timeout and is being stopped."""
 
 
 class Abandoned(BaseException):
-    """Raised inside the thread of a call that outlived its limit, so that Python code ends."""
+    """Raised inside the thread of a call that exceeded its timeout, to stop Python code."""
 
 
 class ToolRaised(Exception):
-    """Carries what a tool raised that is no plain Exception (SystemExit, StopIteration, ...)."""
+    """Wraps an exception of a tool that is not a plain Exception (SystemExit, StopIteration, ...)."""
 
     def __init__(self, cause: BaseException) -> None:
         super().__init__(str(cause))
@@ -63,15 +63,15 @@ class ToolRaised(Exception):
 
 
 class EpisodeThread:
-    """The thread of one episode; the system's thread is leased with the first call.
+    """The thread of one episode; a system thread is leased at the first call.
 
     Args:
-        on_timeout: asked before a call that outlived its limit is told to raise.
+        on_timeout: called before an exception is raised in a call that exceeded its timeout.
     """
 
     def __init__(self, on_timeout: Hook | None = None) -> None:
         self.lost = ""
-        """The name of the function that could not be ended, once a thread had to be given up for it."""
+        """The name of the function that could not be stopped, after its thread was abandoned."""
         self.on_timeout = on_timeout
         self._worker: _Worker | None = None
         self._lease: weakref.finalize[Any, EpisodeThread] | None = None
@@ -79,11 +79,11 @@ class EpisodeThread:
         self._order = asyncio.Lock()
 
     async def run(self, function: Callable[[], T], timeout_s: float | None) -> T:
-        """Call `function()` on the thread, after the calls before it; the limit counts from when it starts.
+        """Call `function()` on the thread after pending calls; the timeout starts with the call.
 
         Raises:
-            CallTimeout: the limit is over. Cancelling this coroutine ends the call in the same way.
-            InfraError: no thread can be started.
+            CallTimeout: the time is up. Cancelling this coroutine stops the call in the same way.
+            InfraError: no thread could be started.
         """
         async with self._order:
             await self.held()
@@ -106,7 +106,8 @@ class EpisodeThread:
             return value
 
     async def held(self) -> bool:
-        """Wait for a call that outlived its limit; whether it could not be ended, so that its thread is lost."""
+        """Wait for a call that exceeded its timeout; returns whether it could not be stopped and its thread is
+        lost."""
         if self._ending is not None:
             if not self._ending.done() and self._ending.get_loop() is asyncio.get_running_loop():
                 await asyncio.shield(self._ending)
@@ -114,7 +115,7 @@ class EpisodeThread:
         return bool(self.lost)
 
     async def close(self) -> None:
-        """Give the thread back. A later call leases one again."""
+        """Return the thread. A later call leases one again."""
         await self.held()
         self._give_back()
         _clean_later()
@@ -139,15 +140,15 @@ class EpisodeThread:
             self._lease.detach()
         with _lock:
             _stuck[worker] = job.name
-        worker.end()  # it forgets itself when the call returns after all
+        worker.end()  # removed when the call eventually returns
 
 
 async def run_apart(function: Callable[[], T], timeout_s: float | None, on_timeout: Hook | None = None) -> T:
-    """Call `function()` on a thread that nothing else uses.
+    """Call `function()` on a dedicated thread.
 
     Raises:
-        CallTimeout: the limit is over.
-        InfraError: no thread can be started.
+        CallTimeout: the time is up.
+        InfraError: no thread could be started.
     """
     thread = EpisodeThread(on_timeout)
     try:
@@ -161,17 +162,17 @@ async def run_apart(function: Callable[[], T], timeout_s: float | None, on_timeo
 
 
 def stuck() -> list[str]:
-    """The functions that could not be ended and still run, by name."""
+    """Names of the functions that could not be stopped and are still running."""
     with _lock:
         return list(_stuck.values())
 
 
 class _Job:
-    """One call. Its future is settled by the worker, always with None: the outcome is kept here."""
+    """One call. The worker resolves its future, always with None: the outcome is stored here."""
 
     def __init__(self, function: Callable[[], Any]) -> None:
         self.function: Callable[[], Any] | None = function
-        """None once it has returned: what it holds is freed where the call was made, not in the thread."""
+        """None after it has returned: its references are released where the call was made, not in the thread."""
         self.name = name_of(function)
         self.loop = asyncio.get_running_loop()
         self.future: asyncio.Future[None] = self.loop.create_future()
@@ -180,39 +181,39 @@ class _Job:
         self.result: Any = None
 
     def value(self) -> Any:
-        """What the function returned; raises what it raised."""
+        """The function's return value; raises its exception."""
         result, self.result = self.result, None
         if self.ok:
             return result
         try:
             raise result
         finally:
-            del result  # it holds this frame
+            del result  # it references this frame
 
 
 class _Worker:
-    """A thread that performs jobs one after another and keeps nothing of them; it knows no `EpisodeThread`."""
+    """A thread that runs jobs in order and keeps no references to them or to an `EpisodeThread`."""
 
     def __init__(self) -> None:
         self.queue: queue.SimpleQueue[_Job | _Clean | None] = queue.SimpleQueue()
         self.thread = threading.Thread(target=self._work, name=f"agentrl-tool-{next(_numbers)}", daemon=True)
         self.used = False
         self.renew()
-        self._job: _Job | None = None  # what is performed now; changes under the lock
+        self._job: _Job | None = None  # the current job; changes under the lock
         self._lock = threading.Lock()
 
     def renew(self) -> None:
-        """Take the caller's context variables for the next episode; the thread must be waiting."""
+        """Adopt the caller's context variables for the next episode; the thread must be idle."""
         self.clean()
         self._context = contextvars.copy_context()
         self._context.run(current.set, None)
 
     def end(self) -> None:
-        """Let the thread end after the jobs that it has been given."""
+        """Let the thread end after its queued jobs."""
         self.queue.put(None)
 
     def give_back(self) -> None:
-        """The episode is over: let the thread wait for another one, or end where enough of them wait."""
+        """The episode is over: keep the thread idle for another one, or end it if enough are idle."""
         with _lock:
             kept = len(_idle) < MAX_IDLE
             if kept:
@@ -222,13 +223,13 @@ class _Worker:
             self.end()
 
     def clean(self) -> None:
-        """Let the thread drop what an episode left in its thread-local variables."""
+        """Let the thread drop thread-local variables of an episode."""
         if self.used:
             self.used = False
             self.queue.put(_Clean())
 
     def tell(self, job: _Job) -> None:
-        """Raise `Abandoned` in the thread, once, if it still performs `job`."""
+        """Raise `Abandoned` in the thread, once, if it is still running `job`."""
         with self._lock:
             if self._job is job and not job.told:
                 job.told = True
@@ -242,7 +243,7 @@ class _Worker:
                 else:
                     self._perform(job)
                     mailbox_of(job.loop).post(job)
-                job = None  # an idle thread keeps nobody's env alive
+                job = None  # an idle thread must not keep an env alive
         finally:
             _forget(self)
 
@@ -253,8 +254,8 @@ class _Worker:
             self._call(job)
             with self._lock:
                 self._job = None
-            _raise_in(self.thread.ident, None)  # what was told a moment too late does not reach the next job
-        except Abandoned as e:  # it came after the function had returned; it comes only once
+            _raise_in(self.thread.ident, None)  # a late exception must not reach the next job
+        except Abandoned as e:  # raised after the function had returned; it comes only once
             with self._lock:
                 self._job = None
             job.ok, job.result = False, ToolRaised(e)
@@ -271,11 +272,11 @@ class _Worker:
 
 
 class _Clean:
-    """Asks a worker to forget its episode."""
+    """Tells a worker to forget its episode."""
 
 
 class _Mailbox:
-    """Finished jobs of one event loop; a loop is woken once for all that finished meanwhile."""
+    """Finished jobs of one event loop; the loop is woken once for all jobs that finished in the meantime."""
 
     __slots__ = ("done", "loop", "woken")
 
@@ -289,7 +290,7 @@ class _Mailbox:
             self.woken = True
             try:
                 self.loop.call_soon_threadsafe(self.deliver)
-            except RuntimeError:  # the loop is closed: nobody waits any more
+            except RuntimeError:  # the loop is closed: there are no waiters
                 self.done.clear()
 
     def deliver(self) -> None:
@@ -301,7 +302,7 @@ class _Mailbox:
 
 
 current: contextvars.ContextVar[EpisodeThread | None] = contextvars.ContextVar("episode_thread", default=None)
-"""The thread of the episode whose env is at work; None outside of one."""
+"""The thread of the current episode; None outside of an episode."""
 
 _numbers = itertools.count(1)
 _lock = threading.Lock()
@@ -325,14 +326,14 @@ def mailbox_of(loop: asyncio.AbstractEventLoop) -> _Mailbox:
 
 
 def name_of(function: Callable[..., Any]) -> str:
-    """The name of a function, through partials."""
+    """The name of a function, with partials unwrapped."""
     while isinstance(function, functools.partial):
         function = function.func
     return getattr(function, "__name__", type(function).__name__)
 
 
 def _lease_worker() -> _Worker:
-    """A worker that waits, or a new one. Raises InfraError if no thread can be had."""
+    """An idle worker, or a new one. Raises InfraError if no thread is available."""
     names = stuck()
     if len(names) >= MAX_STUCK:
         raise InfraError(
@@ -341,7 +342,7 @@ def _lease_worker() -> _Worker:
         )
     with _lock:
         while _idle:
-            worker = _idle.pop()  # the newest: its stack is the warmest
+            worker = _idle.pop()  # the most recent one: its stack is still in cache
             if worker.thread.is_alive():
                 worker.renew()
                 return worker
@@ -373,7 +374,7 @@ def _ended_apart(thread: EpisodeThread, ending: asyncio.Task[None]) -> None:
 
 
 async def _settled(future: asyncio.Future[Any], timeout_s: float | None) -> bool:
-    """Whether `future` is done within `timeout_s`; it is never cancelled."""
+    """Whether `future` is done within `timeout_s`; does not cancel it."""
     if future.done():
         return True
     loop = asyncio.get_running_loop()
@@ -386,7 +387,7 @@ async def _settled(future: asyncio.Future[Any], timeout_s: float | None) -> bool
     future.add_done_callback(wake)
     timer = None if timeout_s is None else loop.call_later(timeout_s, wake)
     try:
-        await waiter  # asyncio.wait does the same at twice the price
+        await waiter  # asyncio.wait does the same at twice the cost
     finally:
         future.remove_done_callback(wake)
         if timer is not None:
@@ -401,7 +402,7 @@ def _raise_in(ident: int | None, what: type[BaseException] | None) -> None:
 
 
 def _clean_later() -> None:
-    """Free what episodes left in threads that are not leased again soon; one that is cleans up then."""
+    """Release episode state in threads that are not leased again soon; those that are clean up at that point."""
     loop = asyncio.get_running_loop()
     if _cleaning.get(loop) is None:
         _cleaning[loop] = loop.call_later(CLEAN_AFTER_S, _clean_idle, loop)
@@ -426,7 +427,7 @@ _thread_dict.restype = ctypes.c_void_p
 
 
 def _close_threads(patience_s: float = 1.0) -> None:
-    """End the idle threads and wait for them; those in the middle of a call are left behind."""
+    """End the idle threads and wait for them; those in the middle of a call are abandoned."""
     with _lock:
         workers = list(_alive)
     for worker in workers:

@@ -1,7 +1,7 @@
 """Toolboxes: plain classes with `@tool` methods, created for each episode and shared by many envs.
 
-A toolbox with a `sandbox` attribute finds its sandbox in `self.box`; `setup()` and `teardown()`, plain or async,
-run at the beginning and the end of the episode if they are there.
+A toolbox with a `sandbox` attribute gets its sandbox as `self.box`; optional `setup()` and `teardown()` methods,
+plain or async, run at the start and the end of the episode.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ def toolbox_tools(toolbox: Any) -> list[BoundTool]:
     """The marked methods of one instance, in the order of definition, base classes first.
 
     Raises:
-        ConfigError: there is none, or one cannot be described.
+        ConfigError: there are no tools, or one has no valid schema.
     """
     cls = type(toolbox)
     check_methods(cls)
@@ -44,14 +44,14 @@ def toolbox_tools(toolbox: Any) -> list[BoundTool]:
 
 
 async def begin(toolboxes: Sequence[Any], timeout_s: float) -> None:
-    """Run the `setup` of each."""
+    """Run `setup` of each toolbox."""
     for toolbox in toolboxes:
         if setup := getattr(toolbox, "setup", None):
             await call_function(setup, {}, timeout_s)
 
 
 async def end(toolboxes: Sequence[Any], timeout_s: float) -> list[str]:
-    """Run the `teardown` of each; returns what failed, in words."""
+    """Run `teardown` of each toolbox; returns error messages."""
     failures: list[str] = []
     for toolbox in toolboxes:
         if teardown := getattr(toolbox, "teardown", None):

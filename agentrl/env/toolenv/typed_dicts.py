@@ -15,9 +15,9 @@ NEEDED = sys.version_info < (3, 12)
 
 
 def readable(hint: Any) -> Any:
-    """The hint with each `typing.TypedDict` in it as the same one of `typing_extensions`.
+    """The hint with each `typing.TypedDict` replaced by its `typing_extensions` counterpart.
 
-    One that contains itself is left as it is.
+    A recursive one is left unchanged.
     """
     return _converted(hint, {}) if NEEDED else hint
 
@@ -46,9 +46,9 @@ def _converted(hint: Any, done: dict[Any, Any]) -> Any:
 def _typed_dict(hint: Any, done: dict[Any, Any]) -> Any:
     if hint in done:
         return done[hint]
-    done[hint] = hint  # where it contains itself
+    done[hint] = hint  # for recursive ones
     fields = {name: _converted(part, done) for name, part in get_type_hints(hint, include_extras=True).items()}
-    for name, part in fields.items():  # the keys below say it
+    for name, part in fields.items():  # given by the keys below
         if get_origin(part) in (typing.Required, typing.NotRequired):
             fields[name] = get_args(part)[0]
     make: Any = typing_extensions.TypedDict
