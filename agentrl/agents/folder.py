@@ -1,11 +1,11 @@
-"""Episodes of programs that somebody else starts: opened and ended over HTTP, kept in a folder.
+"""Record episodes of external programs: opened and ended over HTTP, stored in a folder.
 
     POST /episodes                {"task": {"id": "t1", "row": {...}}}  -> {"id", "base_url", "api_key"}
     ANY  /episodes/ID/v1/...      OpenAI's chat and responses dialects, with the episode's key
-    GET  /episodes/ID             what is recorded so far
+    GET  /episodes/ID             the recording so far
     POST /episodes/ID/end         {"reward": 1.0, "rewards": {...}} or {"error": "..."}
 
-An episode that is not ended, or ended with an error, is kept without a reward: it is never trained on.
+An episode that was not ended, or ended with an error, is stored without a reward and never trained.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class _Body(BaseModel):
 
 
 class WireTask(_Body):
-    """What the episode is about: `id` groups the episodes of one task."""
+    """The task of the episode: `id` groups the episodes of one task."""
 
     id: str = ""
     row: dict[str, Any] = {}
@@ -57,12 +57,12 @@ class OpenRequest(_Body):
 
 
 class EndRequest(_Body):
-    """POST /episodes/ID/end: a reward, or an error that says why there is none."""
+    """POST /episodes/ID/end: a reward, or an error that explains why there is none."""
 
     reward: float | None = None
     rewards: dict[str, float] = {}
     solved: bool | None = None
-    """Whether the task is solved; a part named `solved` says so where this does not."""
+    """Whether the task is solved; by default, a reward part named `solved` decides."""
     error: str | None = None
 
 
@@ -74,13 +74,13 @@ class _Open:
 
 
 class RecordFolder:
-    """Opens, ends and keeps episodes; a context manager that writes the folder's episodes file at its end.
+    """Opens, ends and stores episodes; a context manager that writes the folder's episodes file on exit.
 
     Args:
-        recorder: records them.
-        folder: made where it is not there; episodes of earlier servers are kept.
-        api_key: what opening an episode needs; None lets everybody who reaches the server.
-        temperature: at which all completions are drawn.
+        recorder: records the episodes.
+        folder: created if missing; episodes of earlier servers are kept.
+        api_key: required to open an episode; None allows anyone who can reach the server.
+        temperature: sampling temperature of all completions.
     """
 
     def __init__(self, recorder: Recorder, folder: Path, *, api_key: str | None, temperature: float) -> None:
@@ -110,7 +110,7 @@ class RecordFolder:
         return ApiKeyGuard(with_errors([*routes, *self.recorder.routes()]), Settings(names=("policy",)))
 
     async def close(self) -> None:
-        """End what is open without a reward, and write the episodes file."""
+        """End open episodes without a reward, and write the episodes file."""
         for one in list(self._open.values()):
             await self._keep(one, EndRequest(error="the session was not ended"))
         write_atomic(episodes_file(self.folder, 0), compress(self._records()))
@@ -159,7 +159,7 @@ class RecordFolder:
         if (end.reward is None) == (end.error is None):
             raise ApiError(400, "reward: give exactly one of `reward` and `error`", param="reward")
         one = self._open.get(recording.id)
-        if one is None:  # somebody else ended it while this request was read
+        if one is None:  # another request ended it while this one was read
             raise no_episode()
         episode = await self._keep(one, end)
         sampled = sum(len(s.ids) for s in episode.segments if s.origin == "sampled")
@@ -202,7 +202,7 @@ class RecordFolder:
         return self._groups.setdefault(task, len(self._groups))
 
     def _records(self) -> Iterator[EpisodeRecord]:
-        """Everything that is kept; a line that a killed server left torn is left out."""
+        """All stored episodes; an incomplete line left by a killed server is skipped."""
         if not self._partial.is_file():
             return
         for line in self._partial.read_bytes().splitlines():
@@ -210,7 +210,7 @@ class RecordFolder:
                 yield decode(line)
 
     def _end_torn_line(self) -> None:
-        """Let what is written now begin a line, so that a torn one before it takes nothing along."""
+        """Start a new line, so that an incomplete line before it does not corrupt the next record."""
         if self._partial.is_file() and not self._partial.read_bytes().endswith(b"\n"):
             with self._partial.open("ab") as file:
                 file.write(b"\n")

@@ -1,4 +1,4 @@
-"""Episodes that a program of the user's plays: it talks to the recorder, and the env scores what came of it."""
+"""Episodes played by the user's program: it talks to the recorder, and the env scores the outcome."""
 
 from __future__ import annotations
 
@@ -27,21 +27,21 @@ from agentrl.types import Episode, StopReason, Task
 
 @dataclass(frozen=True, slots=True)
 class AgentPlayer:
-    """Plays episodes by letting a program play them.
+    """Plays episodes by running a program.
 
-    A request beyond the recorder's limits is refused, and the episode is scored as it stands.
+    A request beyond the recorder's limits is rejected, and the episode so far is scored.
 
     Args:
-        recorder: where the program finds the policy, at `address`.
+        recorder: serves the policy to the program, at `address`.
         agent: starts the program.
-        make_env: makes the env, whose `reset` says what the task is and whose rewards score the outcome; its
-            `step` is not called: the program has its own tools.
-        temperature: at which all completions are drawn, whatever the program asks for.
-        places: bounds the programs that run at the same time.
-        crash: what a program that does not end well means: "infra" (the episode neither trains nor votes) or
-            "score" (it is scored as it stands).
-        token_check: compares every branch with a fresh rendering.
-        clients: what functions share; closed by who made it.
+        make_env: creates the env; its `reset` defines the task and its rewards score the outcome. Its `step` is
+            not called, because the program brings its tools.
+        temperature: sampling temperature of all completions, regardless of the program's requests.
+        places: bounds the number of concurrent programs.
+        crash: how to treat a program that fails: "infra" (the episode is excluded from training and group
+            statistics) or "score" (the episode so far is scored).
+        token_check: compares every branch with a new rendering.
+        clients: HTTP client shared by functions; closed by its creator.
     """
 
     recorder: Recorder
@@ -83,10 +83,10 @@ class AgentPlayer:
         return self._checked(episode.result(), recording)
 
     async def _run_agent(self, task: AgentTask, episode: OpenEpisode, recording: EpisodeRecording) -> str:
-        """Run the program, and take over its turns from the recording; returns what the program returned.
+        """Run the program and read its turns from the recording; returns the program's return value.
 
         Raises:
-            InfraError: the policy could not answer, or the program failed and `crash` says so.
+            InfraError: the policy could not answer, or the program failed with `crash: infra`.
         """
         episode.status.now("the agent")
         access = Access(self.address + recording.path, recording.key, clients=self.clients)
@@ -95,7 +95,7 @@ class AgentPlayer:
             outcome = await self.agent.run(task, access)
         except AgentCrashedError as e:
             crashed = str(e)
-        finally:  # also when its time is up
+        finally:  # also after a timeout
             recording.seal()
             episode.turns[:] = recording.turns()
             episode.tools = recording.tools

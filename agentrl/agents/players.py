@@ -1,4 +1,4 @@
-"""Who plays the episodes of a run: the built-in loop, here or on workers, or the program under `agent:`."""
+"""Players of a run's episodes: the built-in loop, here or on workers, or the program under `agent:`."""
 
 from __future__ import annotations
 
@@ -28,15 +28,15 @@ if TYPE_CHECKING:
 
 
 class MakePlayer(Protocol):
-    """Makes a player that samples at a temperature."""
+    """Creates a player for a sampling temperature."""
 
     def __call__(
         self, *, temperature: float, filters: Filters = EVERY_TOKEN, token_check: TokenCheck | None = None
     ) -> Plays:
-        """Make it.
+        """Create the player.
 
         Raises:
-            ConfigError: it cannot sample with filters.
+            ConfigError: the player does not support sampling filters.
         """
         ...
 
@@ -45,14 +45,14 @@ class MakePlayer(Protocol):
 async def players(
     config: RunConfig, model: Path | None, engine: Engine, renderer: Renderer, make_env: Callable[[], Env]
 ) -> AsyncIterator[MakePlayer]:
-    """What makes the players of a run; what they share is there while the block runs.
+    """Yields the factory of the run's players; their shared resources exist while the block runs.
 
     Args:
-        config: of the run; `agent` and `rollout.workers` say who plays and where.
+        config: configuration of the run; `agent` and `rollout.workers` choose the player.
         model: directory with the tokenizer, for workers; None plays in this process.
         engine: samples for all of them.
-        renderer: of the run.
-        make_env: makes the env of an episode.
+        renderer: renderer of the run.
+        make_env: creates the env of an episode.
 
     Raises:
         ConfigError: the program under `agent:` cannot be found, or does not fit the env.
@@ -122,7 +122,7 @@ async def _agent_players(
 
 
 def make_agent(config: AgentConfig) -> Agent:
-    """The program that a configuration names.
+    """Load the program named in the configuration.
 
     Raises:
         ConfigError: the function cannot be found or called, or the command cannot be started.
@@ -139,10 +139,10 @@ def make_agent(config: AgentConfig) -> Agent:
 
 
 def _check_command(program: str, cwd: str | None) -> None:
-    """Raises ConfigError where the program of `agent.command` cannot be started."""
+    """Raises ConfigError if the program of `agent.command` cannot be started."""
     if cwd is not None and not Path(cwd).is_dir():
         raise ConfigError(f"agent.cwd {cwd}: no such folder")
-    if program == "python" or "{" in program:  # this interpreter; or filled in for each episode
+    if program == "python" or "{" in program:  # this interpreter, or substituted for each episode
         return
     path = program if os.sep not in program else str(Path(cwd or ".", program).absolute())
     if shutil.which(path) is None:

@@ -1,4 +1,4 @@
-"""Programs of the user's that play an episode: a command, or a Python function. They run unsandboxed."""
+"""User programs that play an episode: a command or a Python function. They run without a sandbox."""
 
 from __future__ import annotations
 
@@ -20,30 +20,30 @@ if TYPE_CHECKING:
     from openai import AsyncOpenAI
 
 TAIL_BYTES = 64 << 10
-"""What is kept of each of a command's outputs: its end."""
+"""Maximum bytes kept from the end of each output of a command."""
 GRACE_S = 2.0
-"""Between asking a command to end and killing it."""
+"""Grace period between terminating a command and killing it."""
 
 
 class AgentCrashedError(Exception):
-    """The program ended in a way that says that it did not do its work."""
+    """The program failed."""
 
 
 class Clients:
-    """One HTTP client for all functions of a process: to make one for each episode costs more than to ask."""
+    """One HTTP client for all functions of a process: creating one per episode costs more than a request."""
 
     def __init__(self) -> None:
         self._shared: AsyncOpenAI | None = None
 
     def client(self, base_url: str, api_key: str) -> AsyncOpenAI:
-        """The official client of one episode; it is not closed by who gets it."""
+        """The official client of one episode; callers must not close it."""
         import httpx
         from openai import AsyncOpenAI
 
         from agentrl.engine.servers.http import SDK_LIMITS, Transport
 
         if self._shared is None:
-            # Only this machine is asked, without TLS: reading the certificates would take most of the time.
+            # Requests stay on this machine, without TLS: loading certificates would take most of the time.
             transport = Transport(limits=SDK_LIMITS, verify=False)
             http = httpx.AsyncClient(transport=transport, trust_env=False, follow_redirects=True)
             self._shared = AsyncOpenAI(
@@ -62,7 +62,8 @@ class Clients:
 
 @dataclass(frozen=True, slots=True)
 class Access:
-    """How a program reaches the policy: `base_url` and `api_key` are of its episode, `model` any name."""
+    """How a program reaches the policy: `base_url` and `api_key` belong to its episode, `model` can be any
+    name."""
 
     base_url: str
     api_key: str
@@ -76,7 +77,7 @@ class Access:
 
 @dataclass(frozen=True, slots=True)
 class AgentTask:
-    """What a program is given: the task, and the opening messages and tools that the env would show a policy."""
+    """The input of a program: the task, and the opening messages and tools that the env would show a policy."""
 
     task: Task
     messages: Sequence[Message]
@@ -89,7 +90,7 @@ class AgentTask:
         return content if isinstance(content, str) else "".join(p for p in content if isinstance(p, str))
 
     def data(self) -> dict[str, Any]:
-        """As JSON data."""
+        """The task as JSON data."""
         return {
             "id": self.task.id,
             "seed": self.task.seed,
@@ -104,10 +105,10 @@ class Agent(Protocol):
     """Plays one episode."""
 
     async def run(self, task: AgentTask, access: Access) -> str:
-        """Play it; returns what the program says at its end. Cancelling ends it.
+        """Play the episode; returns the program's outcome. Cancellation stops the program.
 
         Raises:
-            AgentCrashedError: it did not end well.
+            AgentCrashedError: the program failed.
         """
         ...
 
@@ -116,13 +117,13 @@ class Agent(Protocol):
 class FunctionAgent:
     """A Python function `f(task, access)`: async ones run in the event loop, others in a thread.
 
-    `task` is the data of an `AgentTask`, `access` an `Access`; what it returns is its outcome.
+    `task` is the data of an `AgentTask`, `access` an `Access`; the return value is the outcome.
     """
 
     function: Callable[..., Any]
 
     async def run(self, task: AgentTask, access: Access) -> str:
-        """Call it. Raises AgentCrashedError when it raises."""
+        """Call the function. Raises AgentCrashedError if it raises."""
         try:
             if inspect.iscoroutinefunction(self.function):
                 said = await self.function(task.data(), access)
@@ -137,15 +138,16 @@ class FunctionAgent:
 class CommandAgent:
     """A command, started for each episode in a separate process group.
 
-    Its standard input is the task as JSON; OPENAI_BASE_URL, OPENAI_API_KEY and OPENAI_MODEL say where the policy
-    is; in its words, `{prompt}` and `{id}` are replaced. Its standard output is its outcome.
+    Its standard input is the task as JSON; OPENAI_BASE_URL, OPENAI_API_KEY and OPENAI_MODEL point to the policy;
+    `{prompt}` and `{id}` in its arguments are replaced. Its standard output is its outcome.
     """
 
     command: Sequence[str]
     cwd: str | None = None
 
     async def run(self, task: AgentTask, access: Access) -> str:
-        """Run it to its end. Raises AgentCrashedError when it cannot start or its exit code is not 0."""
+        """Run the command to completion. Raises AgentCrashedError if it cannot start or exits with a nonzero
+        code."""
         words = [w.replace("{prompt}", task.prompt).replace("{id}", task.task.id) for w in self.command]
         if words[0] == "python":
             words[0] = sys.executable
@@ -176,7 +178,7 @@ class CommandAgent:
                 out = group.create_task(_tail(stdout))
                 err = group.create_task(_tail(stderr))
                 code = await process.wait()
-                _signal(process.pid, signal.SIGKILL)  # what it left behind may hold its outputs open
+                _signal(process.pid, signal.SIGKILL)  # leftover processes may keep its outputs open
         finally:
             await _end(process)
         if code != 0:
@@ -186,7 +188,7 @@ class CommandAgent:
 
 
 async def _feed(stdin: asyncio.StreamWriter, data: bytes) -> None:
-    with contextlib.suppress(OSError):  # it need not read it
+    with contextlib.suppress(OSError):  # the program does not have to read it
         stdin.write(data)
         await stdin.drain()
     with contextlib.suppress(OSError):

@@ -1,8 +1,8 @@
-"""The recorder: every episode has an address and a key of its own; what any program says there is its transcript.
+"""The recorder: every episode gets a separate URL and key, and requests to it are recorded as the transcript.
 
-A request continues the turn that it is recognized to follow (`agentrl.serve.conversations`); any other request
-starts its own branch in the tree, and every difference is counted by kind. The client cannot choose how
-tokens are drawn: temperature, filters and seed are those of the run, because the learner has to know them.
+A request continues the turn it is recognized to follow (`agentrl.serve.conversations`); any other request starts a
+new branch in the tree, and differences are counted by kind. Clients cannot choose sampling parameters:
+temperature, filters and seed come from the run, because the learner needs to know them.
 
     recorder = Recorder(engine, renderer, EpisodeLimits(...))
     async with running(recorder.app()) as address:
@@ -48,18 +48,18 @@ from agentrl.serve.turns import ServedTurn as SessionTurn
 from agentrl.types import CallRecord, Completion, Message, Sampling, StopReason, Turn
 
 NO_LIMIT = 1 << 30
-"""Completions at once: the engine queues what it cannot take, and a refused request would only come again."""
+"""Maximum concurrent completions: the engine queues the rest, because a rejected request would only be retried."""
 
 
 class EpisodeRecording:
-    """One episode as it is recorded.
+    """The recording of one episode.
 
     Attributes:
-        id: names it in its address.
+        id: part of its URL.
         key: the API key that its program sends.
         ledger: the tree of all tokens.
-        session: recognises its turns.
-        stop: the limit that a request met; None where none did.
+        session: recognizes its turns.
+        stop: the limit that a request reached; None if none did.
     """
 
     def __init__(self, renderer: Renderer, limits: EpisodeLimits, *, temperature: float, seed: int) -> None:
@@ -79,17 +79,17 @@ class EpisodeRecording:
 
     @property
     def path(self) -> str:
-        """The base path of its address; the rest is OpenAI's."""
+        """The base path of its URL; the rest follows OpenAI's API."""
         return f"/episodes/{self.id}/v1"
 
     @property
     def tools(self) -> Sequence[Mapping[str, Any]]:
-        """The schemas that its program offered, each once."""
+        """The tool schemas sent by its program, without duplicates."""
         return tuple(self._tools.values())
 
     @property
     def trouble(self) -> str | None:
-        """What kept a request without an answer that was not the program's doing."""
+        """The external failure that left a request without an answer."""
         return next(iter(self._trouble.values()), None)
 
     @property
@@ -98,7 +98,7 @@ class EpisodeRecording:
         return len(self._said)
 
     def seal(self) -> None:
-        """The episode is over: whatever comes now is refused, and what is being sampled is dropped."""
+        """End the episode: new requests are rejected, and completions in progress are dropped."""
         self._sealed = True
         for job in self.jobs.values():
             job.drop()
@@ -112,10 +112,10 @@ class EpisodeRecording:
         return RecordedClient(self.session, self._adjust, self, again, key)
 
     def admit(self, ask: GenerationRequest) -> None:
-        """Refuse what an episode may not do.
+        """Reject requests that an episode may not make.
 
         Raises:
-            ApiError: a limit is used up, or several choices are asked for.
+            ApiError: a limit is exhausted, or several choices are requested.
         """
         if self.stop is None and self.num_turns >= self._limits.max_turns:
             self.stop = StopReason.MAX_TURNS
@@ -131,7 +131,7 @@ class EpisodeRecording:
             self._tools.setdefault(str(tool), tool)
 
     def add(self, spoken: Sequence[Choice], seconds: float) -> None:
-        """A completion is there."""
+        """Record a finished completion."""
         for one in spoken:
             self._said.append((one, seconds))
             self._counts["parse_error"] += len(one.turn.message.parse_errors)
@@ -139,24 +139,24 @@ class EpisodeRecording:
             self._counts["agent/cut"] += one.turn.completion.finish == "length"
 
     def count(self, name: str) -> None:
-        """One more of something worth knowing."""
+        """Increment a counter."""
         self._counts[name] += 1
 
     def failed(self, key: str, error: str) -> None:
-        """A request stays without an answer, unless it is answered when it comes again."""
+        """Record a request that failed, unless a retry is answered."""
         self._trouble[key] = error
 
     def answered(self, key: str) -> None:
-        """A request was answered after all."""
+        """Record that a retried request was answered."""
         self._trouble.pop(key, None)
 
     def metrics(self) -> dict[str, float]:
-        """Counts of what happened: forks, retries, and differences by kind as `agent/drift_KIND`."""
+        """Event counts: forks, retries, and differences by kind as `agent/drift_KIND`."""
         drift = {f"agent/drift_{kind.value}": float(n) for kind, n in self.session.drift.items()}
         return drift | {name: float(n) for name, n in self._counts.items() if n}
 
     def turns(self) -> list[Turn]:
-        """The completions in the order in which they were sampled, each with what came after it."""
+        """The completions in sampling order, each with the messages after it."""
         after: dict[int, SessionTurn] = {}
         for spoken, _ in self._said:
             if spoken.turn.parent is not None:
@@ -164,17 +164,17 @@ class EpisodeRecording:
         return [_turn(spoken.turn, after.get(spoken.turn.number), seconds) for spoken, seconds in self._said]
 
     def leaves(self) -> list[Transcript]:
-        """The branches that end with a completion that nothing goes on from."""
+        """The branches that end with a completion that no request continues."""
         parents = {spoken.turn.parent for spoken, _ in self._said}
         return [spoken.turn.branch for spoken, _ in self._said if spoken.turn.number not in parents]
 
     @property
     def conversations(self) -> set[str]:
-        """Names of its sessions in the engine."""
+        """Names of its engine sessions."""
         return {spoken.turn.conversation for spoken, _ in self._said}
 
     def _adjust(self, ask: GenerationRequest) -> GenerationRequest:
-        """The request with the sampling of the run."""
+        """The request with the run's sampling parameters."""
         limit = min(ask.limit or self._limits.max_tokens, self._limits.max_tokens)
         seed = draw_seed(self._seed, next(self._asked))
         return replace(ask, temperature=self._temperature, top_p=1.0, top_k=0, limit=limit, seed=seed)
@@ -192,7 +192,8 @@ def _turn(turn: SessionTurn, child: SessionTurn | None, seconds: float) -> Turn:
 
 @dataclass(frozen=True, slots=True)
 class RecordedClient(Client):
-    """The client of one request: `again` says that it may be one that came before, under `key` if it has one."""
+    """The client of one request: `again` marks a possible retry of an earlier request, identified by `key` if
+    given."""
 
     recording: EpisodeRecording = field(kw_only=False, default=None)  # type: ignore[assignment]
     again: bool = False
@@ -200,7 +201,7 @@ class RecordedClient(Client):
 
 
 class RecordedJob(Job):
-    """A completion that is sampled once, however often it is asked for."""
+    """A completion that is sampled once, regardless of retries."""
 
     def __init__(self, job: Job, recording: EpisodeRecording, key: str) -> None:
         super().__init__(job.service, job.ask, job.session, job.prompt, job.limit)
@@ -209,7 +210,7 @@ class RecordedJob(Job):
         self._waiting = 0
 
     async def run(self, emit: Emit | None = None) -> list[Choice]:
-        """Sample it, or wait for who samples it already; dropped when nobody waits any more.
+        """Sample the completion, or wait for sampling in progress; dropped if there are no more waiters.
 
         Raises:
             EngineError: the engine is lost.
@@ -232,7 +233,7 @@ class RecordedJob(Job):
         return spoken
 
     def drop(self) -> None:
-        """Sample no further; asked for again it is sampled anew."""
+        """Stop sampling; a later request samples again."""
         if self._task is not None and not self._task.done():
             self._task.cancel()
 
@@ -253,7 +254,7 @@ class RecordedJob(Job):
 
 
 def _deltas(spoken: Choice) -> list[Delta]:
-    """A whole turn as the pieces that a client is told."""
+    """A whole turn as stream chunks for a client."""
     message = spoken.sent.message
     deltas: list[Delta] = [ReasoningDelta(message.reasoning)] if message.reasoning else []
     if text := plain_text(message.content):
@@ -264,10 +265,10 @@ def _deltas(spoken: Choice) -> list[Delta]:
 
 
 class RecordingService(ChatService):
-    """Answers requests of episodes."""
+    """Answers the requests of episodes."""
 
     async def prepare(self, ask: GenerationRequest, client: Client) -> Job:
-        """Check and render a request; one that came before and was answered gets the same answer.
+        """Check and render a request; a retry of an answered request gets the same answer.
 
         Raises:
             ApiError: it cannot be answered, or the episode has met a limit.
@@ -361,7 +362,7 @@ class Recorder:
         return [route for route in routes if route.path != f"{prefix}/completions"]
 
     def find(self, request: Request) -> EpisodeRecording:
-        """The recording that a request is for. Raises ApiError where the key is not its own."""
+        """The recording that a request is for. Raises ApiError if the key is not its own."""
         recording = self._open.get(request.path_params["episode"])
         kind, _, given = request.headers.get("authorization", "").partition(" ")
         known = recording.key if recording is not None else secrets.token_hex(16)
@@ -370,7 +371,7 @@ class Recorder:
         return recording
 
     def find_client(self, request: Request) -> Client:
-        """The client of a request. Raises ApiError where it is nobody's, or the episode is over."""
+        """The client of a request. Raises ApiError if it is nobody's, or the episode is over."""
         return self.find(request).client(request)
 
 

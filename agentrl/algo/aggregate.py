@@ -60,7 +60,7 @@ def aggregation_weights(
         sequence_T: [T] long, the episode of each token; rows forked from one episode share its number.
         totals: counts of the whole update, over all micro-batches and ranks.
         world_size: number of ranks whose gradients are averaged afterwards (DDP and FSDP do so by default);
-            1 where they are summed.
+            1 if they are summed.
         scale: the constant of seq-mean-token-sum-norm, for instance the largest number of tokens that an
             episode may sample; it must not depend on the batch.
         lengths_S: trained tokens of each episode by sequence number. Needed by seq-mean-token-mean only

@@ -3,7 +3,7 @@
 The sampler's log-probabilities of a token and the learner's, under the very same weights, differ: other
 kernels, another precision, weights that arrived late. With d = learner - sampler of a token:
 
-    drift        measures it, and a gate stops the run where it is too large;
+    drift        measures it, and a gate stops the run if it is too large;
     weights      exp(d), truncated or cut to a band, per token or per sequence, multiply the loss;
     rejection    takes tokens or whole sequences out of the loss mask;
     veto         takes out sequences with a token that the learner holds to be all but impossible.
@@ -74,7 +74,7 @@ class LogprobDrift:
         return LogprobDrift(**merged)
 
     def metrics(self) -> dict[str, float]:
-        """The numbers to log; empty where no token was trained.
+        """The numbers to log; empty if no token was trained.
 
         mean_abs and max_abs: |d| over tokens; kl: mean of -d; k3: mean of exp(d) - 1 - d;
         chi2: mean of exp(2d) - 1; ess: effective sample size of the token ratios as a share of the tokens, 1
@@ -148,7 +148,7 @@ class DriftGate:
     """Lowest effective sample size, as a share of the tokens."""
 
     def exceeded(self, measured: LogprobDrift) -> str | None:
-        """Which limits are passed, in words; None where all hold. A drift that is nan passes every limit."""
+        """Which limits are passed, in words; None if all hold. A drift that is nan passes every limit."""
         return self.exceeded_in(measured.metrics())
 
     def exceeded_in(self, values: Mapping[str, float]) -> str | None:
@@ -177,7 +177,7 @@ class Reject:
     high: float
     """k1: the largest ratio sampler / learner; k2, k3: the largest value."""
     low: float | None = None
-    """k1 only: the smallest ratio; 1 / high where it is left out."""
+    """k1 only: the smallest ratio; 1 / high if it is left out."""
 
     def __post_init__(self) -> None:
         if self.statistic not in STATISTICS:
@@ -351,7 +351,7 @@ def believed_sequences(
     """[T] bool: the loss mask without sequences that have a token whose ratio new / old is above the limit.
 
     The old policy held such a token to be all but impossible, and yet it was sampled: its log-probability is
-    wrong, and where no clip bounds the ratio (gspo, geo_mean) its gradient would drown all others.
+    wrong, and if no clip bounds the ratio (gspo, geo_mean) its gradient would drown all others.
     """
     mask_T = loss_mask_T.bool()
     new_N, old_N, seq_N = trained(mask_T, new_T.detach(), old_T.detach(), sequence_T)

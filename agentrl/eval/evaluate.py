@@ -2,7 +2,7 @@
 
 The folder of an evaluation is a run folder: config.yaml, metrics.jsonl, and the episodes under the step of the
 checkpoint. Finished tasks are kept in `episodes/partial.jsonl` as they end, so that the same evaluation goes on
-where it was stopped.
+if it was stopped.
 """
 
 from __future__ import annotations
@@ -408,7 +408,7 @@ class _Progress:
             raise EngineError(f"none of the first {len(self.lost)} tasks could be played; the last one: {error}")
 
     def finish(self, spec: EvalSpec, seconds: float, prices: Prices | None, solved: str) -> EvalResult:
-        """Write what a run folder holds. Raises InfraError where no task was played."""
+        """Write what a run folder holds. Raises InfraError if no task was played."""
         if not self.done:
             raise next(iter(self.lost.values()))
         store = self.store

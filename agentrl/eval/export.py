@@ -33,7 +33,7 @@ class Selection:
     """Which episodes are exported; `left_out` counts the others by reason while they pass.
 
     Args:
-        steps: (first, last) step; None where that end is open.
+        steps: (first, last) step; None if that end is open.
         min_reward: reward at least.
         solved: only solved ones.
         malformed: also those in which the policy wrote a call that cannot be read or is invalid.
@@ -76,7 +76,7 @@ class Selection:
             )
 
     def _reason(self, record: EpisodeRecord) -> str:
-        """Why an episode is left out; empty where it is not."""
+        """Why an episode is left out; empty if it is not."""
         episode = record.episode
         if record.baseline and not self.baselines:
             return "greedy baselines"
@@ -112,7 +112,7 @@ def conversations(episode: Episode) -> list[tuple[Message, ...]]:
 
 
 def openai_rows(records: Iterable[EpisodeRecord]) -> Iterator[dict[str, Any]]:
-    """One row for each conversation that ends with the policy: `messages`, and `tools` where there are any."""
+    """One row for each conversation that ends with the policy: `messages`, and `tools` if there are any."""
     for record in records:
         for messages in conversations(record.episode):
             said = max((n for n, m in enumerate(messages) if m.role == "assistant"), default=-1)

@@ -145,7 +145,7 @@ class Critic:
         return found
 
     def values(self, packed: Packed) -> Tensor:
-        """[N] the value before each trained token: where it is predicted from."""
+        """[N] the value before each trained token: if it is predicted from."""
         out = self.model(
             input_ids=packed.ids_T[None],
             position_ids=packed.positions_T[None],

@@ -20,11 +20,11 @@ from agentrl.learner.pack import Packed, pack
 from agentrl.types import Sample
 
 Wanted = frozenset[str]
-"""Of "entropy" and "sum_pi_squared": what is computed beside the log-probabilities."""
+"""Of "entropy" and "sum_pi_squared": what is computed next to the log-probabilities."""
 
 
 class TokenStats(NamedTuple):
-    """Of the N trained tokens of a micro-batch, in float32 or better; None where it was not asked for."""
+    """Of the N trained tokens of a micro-batch, in float32 or better; None if it was not asked for."""
 
     logprobs_N: Tensor
     entropy_N: Tensor | None = None
@@ -45,7 +45,7 @@ def token_stats(
     Args:
         temperature: logits are divided by it.
         chunk: tokens whose logits exist at once; 0 makes all of them at once.
-        wanted: what is computed beside the log-probabilities.
+        wanted: what is computed next to the log-probabilities.
         entropy_gradient: whether gradients flow through the entropy.
     """
 
@@ -114,7 +114,7 @@ def _stats(found_NC: Tensor, wanted: Wanted) -> TokenStats:
 def _chunked(
     model: PreTrainedModel, packed: Packed, chunk: int, read: Callable[[Tensor, Tensor], Tensor]
 ) -> Tensor | None:
-    """What `read` gives for all tokens, chunk by chunk; None where the model changes what its output layer says.
+    """What `read` gives for all tokens, chunk by chunk; None if the model changes what its output layer says.
 
     Some families scale or bound their logits behind the output layer, which would act on our numbers instead.
     """

@@ -1,4 +1,4 @@
-"""LoRA by peft: small trained matrices beside the frozen ones of the policy.
+"""LoRA by peft: small trained matrices next to the frozen ones of the policy.
 
 The layers are put into the model itself, so that it computes, shards and checkpoints its activations as before.
 With the adapters off it is the policy that training began with: the reference costs no second copy.

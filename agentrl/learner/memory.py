@@ -10,7 +10,7 @@ _LARGE = 1 << 30
 
 
 def keep_freed_memory() -> bool:
-    """Tell glibc to reuse large blocks instead of unmapping them; False where there is no glibc.
+    """Tell glibc to reuse large blocks instead of unmapping them; False if there is no glibc.
 
     A training step allocates the same large tensors again and again. Measured on a small model on CPU: forward and
     backward in three quarters of the time.

@@ -21,7 +21,7 @@ def working_dtype(model: nn.Module) -> torch.dtype:
 
 
 def packed_rows(rows: Rows, columns: Sequence[str], device: torch.device, dtype: torch.dtype) -> Packed:
-    """The rows of a micro-batch, or what is computed where there are none, with the columns of the others."""
+    """The rows of a micro-batch, or what is computed if there are none, with the columns of the others."""
     packed = pack(rows or NOTHING, device, dtype)
     if rows:
         return packed

@@ -56,7 +56,7 @@ def pack(
     message) are computed once, with the gradient of all rows flowing through them: same result, fewer tokens.
 
     Raises:
-        ValueError: the first token of a row is under the loss mask, where nothing predicts it.
+        ValueError: the first token of a row is under the loss mask, if nothing predicts it.
     """
     groups = _by_group(samples)
     layout = _Layout()

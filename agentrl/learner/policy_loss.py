@@ -56,7 +56,7 @@ class ConfiguredLoss:
 
 
 class Loss(NamedTuple):
-    """A micro-batch's part of the loss, its metrics, and the drift where it was measured here."""
+    """A micro-batch's part of the loss, its metrics, and the drift if it was measured here."""
 
     value: Tensor
     metrics: Metrics
@@ -77,7 +77,7 @@ def policy_loss(
 
     Args:
         packed: its tokens; `columns` may hold learner_logprobs (before the first update; the current ones are
-            taken where there are none), correction weights, and selected (see `agentrl.train.algorithm`).
+            taken if there are none), correction weights, and selected (see `agentrl.train.algorithm`).
         stats: of the policy that is trained, with gradients.
         totals: counts of the whole update.
         ref_logprobs_N: under the reference, where the loss has a KL penalty.

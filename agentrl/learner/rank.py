@@ -32,8 +32,8 @@ class LearnerSpec:
         policy_dir: a Hugging Face model directory.
         temperature: the sampling temperature.
         total_steps: of the run, for the learning-rate schedule.
-        reference_dir: the frozen model of the KL penalty; None where there is none.
-        critic_dir: what the critic starts from; None where there is no critic.
+        reference_dir: the frozen model of the KL penalty; None if there is none.
+        critic_dir: what the critic starts from; None if there is no critic.
         seed: of the order in which episodes are dealt out over updates.
         ray: address of the Ray cluster; without it one is started on this machine.
     """

@@ -111,7 +111,7 @@ class World:
 
 
 def check_offload(config: LearnerConfig, device_type: str) -> None:
-    """Offloading moves things from a GPU to host memory. Raises ConfigError where there is no GPU."""
+    """Offloading moves things from a GPU to host memory. Raises ConfigError if there is no GPU."""
     for key in ("cpu_offload", "offload_activations"):
         if getattr(config, key) and device_type == "cpu":
             raise ConfigError(f"learner.{key} has no effect on the CPU, and there is no GPU here: remove it")

@@ -156,7 +156,7 @@ def split_rows(samples: Sequence[Sample], *, ranks: int, max_tokens: int) -> lis
 
 
 def balanced(samples: Sequence[Sample], ranks: int) -> list[list[Sample]]:
-    """The rows of each rank: about the same number of tokens, episodes whole and, where it is even, groups too."""
+    """The rows of each rank: about the same number of tokens, episodes whole and, if it is even, groups too."""
     groups = _shares(samples, ranks, lambda s: str(s.group))
     sizes = [sum(len(s.ids) for s in share) for share in groups]
     if max(sizes) <= UNEVEN * sum(sizes) / ranks:

@@ -1,4 +1,4 @@
-"""What a learner keeps on disk beside the weights: safetensors and JSON, whichever number of ranks wrote them.
+"""What a learner keeps on disk next to the weights: safetensors and JSON, whichever number of ranks wrote them.
 
 Each rank writes the rows of the optimiser's state that it holds into a file of its own, with the row at which each
 piece begins in the file's header. Whoever loads reads the rows it needs from whichever files have them.

@@ -58,7 +58,7 @@ class Rehearsal:
         episodes: two episodes of the same task, the scripted one and one whose policy says nothing of use; their
             advantages are those of a group in which half of the episodes go like each.
         prompt_tokens: the longest opening of the first tasks.
-        max_context: what the model can take, None where its config does not say.
+        max_context: what the model can take, None if its config does not say.
         demonstration_tokens: the longest demonstration, None without demonstrations.
         findings: what breaks the contract of an env, or would go wrong later; nothing in a good run.
         notes: what one would rather know, and what keeps no run from being good.

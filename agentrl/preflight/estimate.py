@@ -27,7 +27,7 @@ class Arithmetic:
     steps: int
     episodes_in_all: int
     rows: int | None
-    """Training rows in data.train, None where the env makes its own tasks."""
+    """Training rows in data.train, None if the env makes its own tasks."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,7 +102,7 @@ def on_gpu(config: RunConfig) -> bool:
 
 
 def machine_memory(gpu: bool) -> int | None:
-    """Memory of this machine's first GPU, or of the machine; None where GPUs are planned that are not here."""
+    """Memory of this machine's first GPU, or of the machine; None if GPUs are planned that are not here."""
     if not gpu:
         return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     return gpu_memory()

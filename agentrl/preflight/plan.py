@@ -26,8 +26,8 @@ def make_plan(config: RunConfig, *, memory_bytes: int | None = None, gpu: bool |
 
     Args:
         config: the run.
-        memory_bytes: of one GPU (or of the machine, without GPUs); this machine's where nothing is given.
-        gpu: whether it will run on GPUs; as here where nothing is given.
+        memory_bytes: of one GPU (or of the machine, without GPUs); this machine's if nothing is given.
+        gpu: whether it will run on GPUs; as here if nothing is given.
 
     Raises:
         ConfigError: the model directory has no usable config.json.

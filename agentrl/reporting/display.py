@@ -39,7 +39,7 @@ class Display(Reporter):
 
 
 def make_display(name: str, *, again: str, console: Console | None = None) -> Display:
-    """The live screen where there is a terminal, plain lines elsewhere.
+    """The live screen if there is a terminal, plain lines elsewhere.
 
     Args:
         name: name of the run, shown on the screen.
@@ -115,7 +115,7 @@ class Progress:
         return self.doing + ("" if total is None else f" {done}/{total}")
 
     def rewards(self) -> dict[str, float]:
-        """The mean of each reward, by its name; empty where the only one is the whole reward."""
+        """The mean of each reward, by its name; empty if the only one is the whole reward."""
         found = {key[len("reward/") :]: value for key, value in self.metrics.items() if key.startswith("reward/")}
         return {} if list(found.values()) == [self.metrics.get("reward")] else found
 
@@ -191,14 +191,14 @@ class PlainDisplay(Display):
             self._line(f"{name}: begins" + (f", {total} to do" if total is not None else ""))
 
     def within(self, doing: str, done: int = 0, total: int | None = None) -> None:
-        """Write what is done in a phase without units; otherwise it shows only where it takes long."""
+        """Write what is done in a phase without units; otherwise it shows only if it takes long."""
         news = doing != self.progress.doing
         self.progress.within(doing, done, total)
         if self.progress.total is None and not done and news:
             self._line(f"{self.progress.name}: {doing}")
 
     def remind(self) -> None:
-        """Write what is being done, where nothing was written for long."""
+        """Write what is being done, if nothing was written for long."""
         progress = self.progress
         if progress.clock() - self._said >= QUIET_S and progress.name:
             parts = [f"{progress.name} {progress.count()}".strip(), progress.now()]

@@ -1,1 +1,1 @@
-"""See the docstrings of the modules inside."""
+"""Sampling episodes: single episodes, groups, scheduling, Ray workers and reward models."""

@@ -1,7 +1,7 @@
-"""Which groups may be played when: no group is older than `max_staleness` when it is trained, and none is dropped.
+"""Admission of groups: no group is staler than `max_staleness` when it trains, and none is dropped.
 
-Plain bookkeeping without a clock; `rollout/scheduler.py` plays what is admitted here. Why the rule is this one:
-docs/design/staleness-bound.md.
+Plain bookkeeping without a clock; `rollout/scheduler.py` plays the admitted groups. For the reasoning behind the
+rule, see docs/design/staleness-bound.md.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ from agentrl.types import Group, Task
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """One group that is to be trained: which task, and under which name.
+    """A group to be trained: its task and its name.
 
-    `order` says where it stands among the others; `label` and `number` name its episodes and seed their draws;
-    `position` is the task's in the sampler.
+    `order` is its place among all groups; `label` and `number` name its episodes and seed their sampling;
+    `position` is the task's position in the sampler.
     """
 
     order: int
@@ -34,7 +34,7 @@ class Place:
 
 @dataclass(slots=True, eq=False)
 class Ticket:
-    """A group in flight, or complete and not yet trained. `version` is that of the weights it began with."""
+    """A group in flight, or complete but not yet trained. `version` is the version of its initial weights."""
 
     place: Place
     task: Task
@@ -44,7 +44,7 @@ class Ticket:
 
     @property
     def name(self) -> str:
-        """What its episodes' names begin with."""
+        """Prefix of its episodes' names."""
         return f"{self.place.label}/g{self.place.number}"
 
 
@@ -52,8 +52,8 @@ class Ticket:
 class Batch:
     """The groups of one step, in the order of their tasks.
 
-    `aside` were complete as well, but all their episodes scored the same; other groups took their places.
-    `metrics` say how the step waited and what was under way when it was complete.
+    Groups in `aside` were also complete, but all their episodes scored the same, so other groups replaced them.
+    `metrics` describe the wait for the batch and the groups in flight at its completion.
     """
 
     step: int
@@ -63,12 +63,12 @@ class Batch:
 
 
 class Admission:
-    """Admits groups, and says when a step's batch is complete.
+    """Admits groups and forms the batch of each step.
 
-    Step N (counted from 1) trains weights of version N - 1, so a group that began with version v is stale by
-    N - 1 - v. A group's deadline is the last step at which that is at most `max_staleness`. At any moment, for
-    every step N to come, at most (N - next_step + 1) * groups_per_step groups under way have a deadline up to N:
-    that is enough for every group to be trained in time, and `admit` and `form` both keep it.
+    Step N (counted from 1) trains weights of version N - 1, so a group that started with version v has a staleness
+    of N - 1 - v. A group's deadline is the last step at which this is at most `max_staleness`. Invariant: for
+    every future step N, at most (N - next_step + 1) * groups_per_step groups in flight have a deadline up to N.
+    This suffices to train every group in time, and both `admit` and `form` maintain it.
     """
 
     def __init__(
@@ -83,25 +83,25 @@ class Admission:
         refill: int = 0,
         label: str = "s{step}",
     ) -> None:
-        """Begin before step `first_step`.
+        """Start before step `first_step`.
 
         Args:
-            sampler: draws the tasks; told how each group went.
-            groups_per_step: groups that a step trains.
-            last_step: no group is admitted that would be trained after it.
-            first_step: the first step to come.
-            max_staleness: steps that a group's first weights may be older than those it trains; 0 is synchronous.
-            groups_ahead: groups under way at most beyond those of the next step; as many as the bound allows by
-                default.
-            refill: groups that a step may put aside because all their episodes scored the same.
-            label: names the groups of a step.
+            sampler: samples the tasks and records the results of their groups.
+            groups_per_step: number of groups per step.
+            last_step: no group is admitted that would train after this step.
+            first_step: the next step.
+            max_staleness: maximum age of a group's initial weights in steps; 0 is synchronous.
+            groups_ahead: maximum groups in flight beyond those of the next step; by default as many as the bound
+                allows.
+            refill: maximum groups per step that are replaced because all their episodes scored the same.
+            label: name prefix for the groups of a step.
         """
         self.sampler, self.next_step, self.last_step = sampler, first_step, last_step
         self.groups_per_step, self.max_staleness, self.refill = groups_per_step, max_staleness, refill
         self.groups_ahead = max_staleness * groups_per_step if groups_ahead is None else groups_ahead
         self._label = label
         self._planned = (first_step - 1) * groups_per_step
-        self._pending: deque[Place] = deque()  # to be admitted before new ones
+        self._pending: deque[Place] = deque()  # admitted before new ones
         self._under_way: list[Ticket] = []
         self._aside: list[Group] = []
 
@@ -112,11 +112,11 @@ class Admission:
 
     @property
     def under_way(self) -> Sequence[Ticket]:
-        """Groups admitted and not yet trained, by order of admission."""
+        """Groups admitted but not yet trained, in order of admission."""
         return self._under_way
 
     def admit(self, version: int) -> list[Ticket]:
-        """As many groups as may begin now, with weights of this version."""
+        """Admit as many groups as may start now, with weights of this version."""
         # The deadline of a new group is step version + 1 + max_staleness, the latest of all.
         in_time = (version + self.max_staleness - self.next_step + 2) * self.groups_per_step
         wanted = (self.last_step - self.next_step + 1) * self.groups_per_step
@@ -126,10 +126,10 @@ class Admission:
         return tickets
 
     def form(self) -> Batch | None:
-        """The next step's batch where it is complete: the oldest complete groups, all that are due among them.
+        """The next step's batch if it is complete: the oldest complete groups, including all that are due.
 
-        Groups without signal are put aside while `refill` lasts; others are to be admitted then, and None is
-        returned unless enough are complete already.
+        Groups without signal are set aside up to `refill`; replacements must then be admitted, and None is
+        returned unless enough groups are already complete.
         """
         while (chosen := self._choose()) is not None:
             self._report(chosen)
@@ -146,13 +146,13 @@ class Admission:
         return None
 
     def state(self) -> dict[str, Any]:
-        """Everything needed to go on, as JSON data; groups under way are played again then."""
+        """The state needed to resume, as JSON data; groups in flight are replayed after a resume."""
         places = sorted([*self._pending, *(t.place for t in self._under_way)], key=lambda p: p.order)
         again = [[p.order, p.label, p.number, p.position] for p in places]
         return self.sampler.state() | {"planned": self._planned, "again": again}
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Go on where `state` was taken. Raises KeyError, TypeError or ValueError where it is none."""
+        """Resume from a saved `state`. Raises KeyError, TypeError or ValueError if it is invalid."""
         self.sampler.restore(state)
         self._planned = int(state.get("planned", self._planned))
         again = [(int(o), str(label), int(n), int(p)) for o, label, n, p in state.get("again", ())]
@@ -172,7 +172,7 @@ class Admission:
         return self._label.replace("{step}", str(step))
 
     def _choose(self) -> list[Ticket] | None:
-        """The tickets of the next batch by order, or None while it has to wait."""
+        """The tickets of the next batch by order, or None if it is not complete."""
         complete = [t for t in self._under_way if t.group is not None]
         chosen = sorted(complete, key=lambda t: (t.version, t.place.order))[: self.groups_per_step]
         if len(chosen) < self.groups_per_step:
@@ -192,7 +192,7 @@ class Admission:
                     self.sampler.report(ticket.place.position, _share_solved(ticket.group))
 
     def _put_aside(self, dull: Sequence[Ticket]) -> None:
-        """Free the places of these groups; groups of the next tasks take them."""
+        """Release the slots of these groups for the next tasks."""
         label = f"{self._named(self.next_step)}/refill{len(self._aside)}"
         drawn = self.sampler.take(len(dull))
         new = []

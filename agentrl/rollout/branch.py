@@ -1,4 +1,4 @@
-"""Another conversation with the policy inside an episode: a sub-agent, a user simulator, a judge."""
+"""Separate conversations with the policy inside an episode: a sub-agent, a user simulator, a judge."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ from agentrl.types import Message, Sampling
 
 
 class PolicyBranch:
-    """What an env sees as `self.model`: separate conversations, each from an empty context.
+    """The object behind `self.model`: separate conversations that start from an empty context.
 
-    A call whose messages begin with an earlier conversation, its answer included, continues that one: its ids are
-    kept as sampled and extended, never rendered again.
+    A call whose messages start with an earlier conversation, including its answer, continues it: its ids are kept
+        as sampled and extended, never rendered again.
 
     Args:
         engine: samples the tokens.
         renderer: turns messages into tokens.
-        ledger: the episode's transcript; trained branches are kept in its tree and train with its advantage.
-        sampling: how tokens are drawn; the seed is extended by the number of the call.
+        ledger: the episode's transcript; trained branches are added to its tree and trained with its advantage.
+        sampling: sampling parameters; the call number is mixed into the seed.
         session: name of the episode's engine session.
     """
 
@@ -36,17 +36,18 @@ class PolicyBranch:
         self._numbers = itertools.count()
         self._answered: list[
             tuple[Transcript, bool]
-        ] = []  # every branch that ends with an answer; whether it trains
+        ] = []  # every branch that ends with an answer, and whether it trains
 
     async def chat(
         self, messages: Sequence[Message], *, tools: Sequence[Mapping[str, Any]] = (), train: bool = False
     ) -> Message:
-        """The policy's answer to `messages`, parsed; a call in it is the caller's to run.
+        """The policy's parsed answer to `messages`; the caller runs its tool calls.
 
         Args:
             messages: the whole conversation of the branch.
-            tools: schemas offered there.
-            train: keep the branch in the episode, so that its sampled tokens train with the episode's advantage.
+            tools: tool schemas of the branch.
+            train: keep the branch in the episode, so that its sampled tokens are trained with the episode's
+                advantage.
 
         Raises:
             EngineError: the engine is lost, or the conversation leaves no room in the context.
@@ -73,7 +74,7 @@ class PolicyBranch:
     def _branch(
         self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]], train: bool
     ) -> tuple[Transcript, int]:
-        """Where `messages` begin: the longest conversation that they continue, or nothing; and its messages."""
+        """The longest conversation that `messages` continue, or None, and its messages."""
         found = [
             branch
             for branch, trains in self._answered

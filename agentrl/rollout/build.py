@@ -1,4 +1,4 @@
-"""From a configuration to what plays its episodes: engine, player, token check, guard."""
+"""Build the engine, player, token check and guard from a configuration."""
 
 from __future__ import annotations
 
@@ -18,21 +18,23 @@ from agentrl.run_folder.redraws import RedrawGuard
 from agentrl.types import EVERY_TOKEN, Filters, Sampling
 
 APART_FROM = 32
-"""Episodes per step from which the local engine gets a separate process; fewer rarely wait for each other."""
+"""From this number of episodes per step, the local engine runs in a separate process; fewer rarely block each
+other."""
 
 
 async def make_engine(config: RunConfig, directory: Path, *, trains: bool = False) -> Engine:
-    """The engine of the run, over a model directory; it is closed by the caller.
+    """The engine of the run for a model directory; the caller closes it.
 
     Args:
-        trains: its weights will change; with `engine.sync: lora` the directory is the adapters' base model.
+        trains: whether its weights will change; with `engine.sync: lora`, the directory is the adapters' base
+            model.
 
     Raises:
-        ConfigError: as for `open_engine`, or weights will change and the engine cannot take them.
+        ConfigError: see `open_engine`; also if weights will change and the engine cannot receive them.
     """
     from agentrl.engine.open import open_engine
 
-    # An agent may ask for grammars and alternatives, which need a streaming engine.
+    # An agent may request grammars and alternatives, which need a streaming engine.
     own_process = config.agent is None and config.rollout.groups_per_step * config.rollout.group_size >= APART_FROM
     lora = config.learner.lora if trains else None
     engine = await open_engine(config.engine, directory, lora, own_process=own_process, ray=config.ray)
@@ -55,7 +57,7 @@ def make_player(
     filters: Filters = EVERY_TOKEN,
     token_check: TokenCheck | None = None,
 ) -> Player:
-    """What plays the episodes of this run, at this temperature. Raises ConfigError where a tool returns images."""
+    """The player of this run at this temperature. Raises ConfigError if a tool returns images."""
     refuse_images(make_env())
     return Player(
         engine=engine,
@@ -75,7 +77,7 @@ def make_player(
 
 
 def make_token_check(config: RunConfig) -> TokenCheck | None:
-    """The run's comparison of ledgers with fresh renderings."""
+    """The run's comparison of transcripts with new renderings."""
     mode = config.rollout.tokenization_check
     return (
         None if mode == "disable" else TokenCheck(mode, TokenCheckBudget(config.rollout.tokenization_stop_above))
@@ -83,5 +85,5 @@ def make_token_check(config: RunConfig) -> TokenCheck | None:
 
 
 def make_guard(config: RunConfig, tell: Callable[[str], None]) -> RedrawGuard:
-    """What stops the run where too many episodes are lost, or rewards keep raising."""
+    """The guard that stops the run if too many episodes are lost or rewards keep raising."""
     return RedrawGuard(config.rollout.redrawn_stop_above, config.rollout.faults_stop_above, tell)

@@ -1,4 +1,4 @@
-"""Episodes through a chat endpoint: the env's code and the limits of training, but text instead of tokens."""
+"""Episodes through a chat endpoint: the same env and limits as in training, but with text instead of tokens."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ from agentrl.types import Episode, Message, StopReason, Task, Turn
 
 @dataclass(frozen=True, slots=True)
 class ChatPlayer:
-    """Plays episodes with a model that only speaks chat.
+    """Plays episodes with a model behind a chat API.
 
     Args:
-        client: asks the endpoint.
-        make_env: makes the env of an episode.
-        limits: as in training; tokens are counted by the endpoint's usage.
+        client: client of the endpoint.
+        make_env: creates the env of an episode.
+        limits: limits, as in training; token counts come from the endpoint's usage.
         temperature: 0 is greedy.
     """
 
@@ -42,7 +42,7 @@ class ChatPlayer:
     async def play(
         self, task: Task, *, episode_id: str, seed: int, status: EpisodeStatus | None = None
     ) -> Episode:
-        """Play one episode; `seed` has no effect, because most endpoints do not take one."""
+        """Play one episode; `seed` has no effect, because most endpoints do not accept one."""
         limits = self.limits
         episode = OpenEpisode(task, status or EpisodeStatus(episode_id, task.id))
         with attribution(episode):
@@ -79,7 +79,7 @@ class ChatPlayer:
         return episode.result()
 
     async def ask(self, conversation: Conversation, episode: OpenEpisode, max_tokens: int) -> Reply:
-        """One answer, its tokens counted; while it is waited for, time is not the policy's."""
+        """Get one answer and count its tokens; the waiting time is not charged to the policy."""
         episode.outside = f"{self.client.endpoint.base_url} ({self.client.endpoint.model})"
         reply = await conversation.answer(temperature=self.temperature, max_tokens=max_tokens)
         episode.outside = ""
@@ -99,7 +99,7 @@ def _turn(reply: Reply) -> Turn:
 
 @dataclass(frozen=True, slots=True)
 class _Branch:
-    """What an env has as `self.model`: separate conversations with the endpoint."""
+    """The object behind `self.model`: separate conversations with the endpoint."""
 
     player: ChatPlayer
     episode: OpenEpisode
@@ -107,7 +107,7 @@ class _Branch:
     async def chat(
         self, messages: Sequence[Message], *, tools: Sequence[Mapping[str, Any]] = (), train: bool = False
     ) -> Message:
-        """The model's answer to `messages`; nothing is trained here, so `train` has no effect.
+        """The model's answer to `messages`; `train` has no effect, because nothing is trained.
 
         Raises:
             EngineError: no answer, or the conversation is too long.

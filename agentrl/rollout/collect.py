@@ -1,4 +1,4 @@
-"""A fixed list of tasks, played once: what evaluations and probes need of the scheduler."""
+"""Play a fixed list of tasks once, for evaluations and probes."""
 
 from __future__ import annotations
 
@@ -24,18 +24,18 @@ async def collect(
     guard: RedrawGuard | None = None,
     timeout_s: float = 300.0,
 ) -> list[Group]:
-    """Play `group_size` episodes of every task at once and return complete groups in the order of `tasks`.
+    """Play `group_size` episodes of every task concurrently and return complete groups in the order of `tasks`.
 
     Args:
-        player: what plays them; the engine bounds how many run at the same time.
-        tasks: one group each.
+        player: plays the episodes; the engine bounds concurrency.
+        tasks: one group per task.
         group_size: episodes of each task.
-        label: names the episodes, for instance "s12" for step 12.
-        seed: with label, task and place in the group it determines every draw.
-        infra_retries: how often one place is refilled.
-        on_episode: told of every episode that ends.
-        guard: stops where too many are lost.
-        timeout_s: limit of the rewards per group.
+        label: name prefix of the episodes, for example "s12" for step 12.
+        seed: with label, task and place in the group, it determines all sampling.
+        infra_retries: retries per place in a group.
+        on_episode: called with every finished episode.
+        guard: stops if too many are lost.
+        timeout_s: timeout of group rewards.
 
     Raises:
         InfraError: one place failed `infra_retries + 1` times; the last error is in the text.

@@ -1,4 +1,4 @@
-"""The env of a run with its tasks and demonstrations, checked before a model is loaded."""
+"""Load and check the env, tasks and demonstrations of a run before any model is loaded."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def load_content(config: RunConfig) -> Content:
     """Import the env, read or generate tasks and demonstrations; everything is checked before a model is loaded.
 
     Raises:
-        ConfigError: with what, where and what to do.
+        ConfigError: names the problem, its location and a remedy.
     """
     env_class = load_env(config.env.use)
     make_env = env_factory(env_class, config)
@@ -47,7 +47,7 @@ def load_content(config: RunConfig) -> Content:
 
 
 def check_held_out(config: RunConfig, content: Content) -> None:
-    """Settings of an evaluation need tasks. Raises ConfigError where there are none."""
+    """Evaluation settings require tasks. Raises ConfigError if there are none."""
     default = type(config.eval)()
     for key in ("every", "tasks"):
         value = getattr(config.eval, key)
@@ -59,7 +59,7 @@ def check_held_out(config: RunConfig, content: Content) -> None:
 
 
 def require_solved(content: Content, what: str) -> None:
-    """Raises ConfigError where nothing declares when an episode is solved, which `what` has to know."""
+    """Raises ConfigError if nothing declares when an episode is solved but `what` needs it."""
     env = content.make_env()
     if env.solved_rule() is None:
         raise ConfigError(f"{what} has to know when an episode of {type(env).__name__} is solved: {NOT_DECLARED}")
@@ -68,7 +68,7 @@ def require_solved(content: Content, what: str) -> None:
 def repeated_ids(content: Content) -> list[str]:
     """Notes about tasks of one split that share an id; tasks made on demand are not checked.
 
-    Nothing is lost, because episodes are identified by position, but readers cannot tell them apart.
+    This is harmless, because episodes are identified by position, but readers cannot tell them apart.
     """
     said = []
     for split, tasks in (("train", content.train_tasks), ("held_out", content.held_out_tasks)):
@@ -98,7 +98,7 @@ def corpus(content: Content, num: int = 2000) -> Iterable[str]:
 
 
 def env_factory(env_class: type[Env], config: RunConfig) -> Callable[[], Env]:
-    """Makes envs with the options and settings of the run; one is made at once to see that it can be."""
+    """A factory of envs with the run's options and settings; creates one immediately as a check."""
     options, settings, weights = config.env.options, config.env.settings, config.env.reward_weights
     at = config.env.solved_at
 
@@ -187,7 +187,7 @@ def _messages(row: Mapping[str, Any], where: str) -> Sequence[Mapping[str, Any]]
 
 
 def message_of(data: object, where: str) -> Message:
-    """A message of a demonstration, from its OpenAI-style JSON form.
+    """Read a message of a demonstration from OpenAI-style JSON.
 
     Raises:
         ConfigError: role, content or a tool call is not valid.

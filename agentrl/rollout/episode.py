@@ -1,4 +1,4 @@
-"""One episode: alternate policy and env until it ends. Whatever happens, the env is closed."""
+"""One episode: alternate policy and env until it ends. The env is closed in any case."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from agentrl.types import Completion, Episode, Sampling, StopReason, Task, Turn
 
 @dataclass(frozen=True, slots=True)
 class Player:
-    """Plays episodes with an engine: tokens come from it, and the renderer turns messages into tokens."""
+    """Plays episodes: the engine samples tokens, and the renderer turns messages into tokens."""
 
     engine: Engine
     renderer: Renderer
@@ -38,7 +38,7 @@ class Player:
     limits: EpisodeLimits
     sampling: Sampling
     token_check: TokenCheck | None = None
-    """Compares every transcript with a fresh rendering; None skips the comparison."""
+    """Compares every transcript with a new rendering; None skips the check."""
 
     async def play(
         self, task: Task, *, episode_id: str, seed: int, status: EpisodeStatus | None = None
@@ -54,14 +54,14 @@ async def run_episode(
 
     Args:
         player: engine, renderer, env factory and limits.
-        task: what the env is reset to.
-        episode_id: unique in the run; also the engine's session.
-        seed: with the turn number it determines every draw of the sampler.
+        task: the task passed to the env's `reset`.
+        episode_id: unique within the run; also names the engine session.
+        seed: with the turn number, it determines all sampling.
         status: updated with what the episode waits for.
 
     Raises:
-        ConfigError: the user's input cannot be used; every other episode would fail in the same way.
-        TemplateError: the chat template refuses the opening.
+        ConfigError: the user's input is invalid; every other episode would fail in the same way.
+        TemplateError: the chat template rejects the opening messages.
     """
     engine, limits = player.engine, player.limits
     episode = OpenEpisode(task, status or EpisodeStatus(episode_id, task.id))
@@ -94,19 +94,19 @@ async def run_episode(
 
 
 def _policy_access(player: Player, ledger: Transcript, episode_id: str, seed: int) -> PolicyAccess:
-    """What the env gets of the policy: conversations with it, and its tokenizer."""
+    """The env's access to the policy: separate conversations and its tokenizer."""
     sampling = replace(player.sampling, max_tokens=player.limits.max_tokens, seed=draw_seed(seed, "branch"))
     renderer = player.renderer
     return PolicyAccess(
         model=PolicyBranch(player.engine, renderer, ledger, sampling, episode_id),
         count_tokens=lambda text: len(renderer.encode_text(text)),
         decode=renderer.vocabulary.decode_plain,
-        reads_images=False,  # renderers take text only
+        reads_images=False,  # renderers accept text only
     )
 
 
 def _turn(transcript: Transcript, completion: Completion, number: int, seconds: float) -> Turn:
-    """Add a completion to the transcript. Raises EngineError where the engine aborted it."""
+    """Add a completion to the transcript. Raises EngineError if the engine aborted it."""
     if completion.finish == "abort":
         raise EngineError(f"the engine aborted the completion of turn {number}")
     message = transcript.complete(completion)
@@ -125,13 +125,13 @@ def _room(player: Player, used: int) -> tuple[int, StopReason]:
 
 @dataclass(frozen=True, slots=True)
 class TokenCheck:
-    """How transcripts are compared with fresh renderings, and the differences found in this run."""
+    """Compares transcripts with new renderings and accumulates the differences found in this run."""
 
     mode: Mode
     watch: TokenCheckBudget
 
     def metrics(self, transcript: Transcript, episode_id: str) -> dict[str, float]:
-        """Counts of differing windows by class; `tokens/failed` where the transcript must not train.
+        """Counts of differing windows by class; `tokens/failed` if the transcript must not be trained.
 
         Raises:
             TemplateError: too many of the run's transcripts failed.

@@ -1,4 +1,4 @@
-"""One group: the episodes of one task, side by side; infrastructure failures are refilled one by one."""
+"""One group: concurrent episodes of one task; infrastructure failures are retried individually."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ from agentrl.run_folder.redraws import RedrawGuard
 from agentrl.types import Episode, Group, StopReason, Task
 
 BEGIN_AT_ONCE = 256
-"""Episodes that begin in one turn of the event loop."""
+"""Number of episodes started per iteration of the event loop."""
 
 
 class Plays(Protocol):
-    """What plays episodes: a `Player` in this process, or workers elsewhere."""
+    """Plays episodes: a `Player` in this process, or Ray workers."""
 
     @property
     def make_env(self) -> Callable[[], Env]:
-        """Makes the env; one that is never set up gives the rewards per group."""
+        """Creates the env; an instance that is never set up computes group rewards."""
         ...
 
     async def play(
@@ -38,18 +38,18 @@ class Plays(Protocol):
 
 @dataclass
 class GroupPlayer:
-    """Plays groups, and knows where each of their episodes stands.
+    """Plays groups and tracks the status of their episodes.
 
     Args:
         player: plays the episodes.
         group_size: episodes of one task.
-        seed: with label, number and place in the group it determines every draw.
-        infra_retries: how often one place is refilled.
-        on_episode: told of every episode that ends.
-        greedy: plays one more episode of each task, whose reward the others are compared with.
+        seed: with label, number and place in the group, it determines all sampling.
+        infra_retries: retries per place in a group.
+        on_episode: called with every finished episode.
+        greedy: plays an additional greedy episode of each task as a baseline for the others.
         reward_model: scores every episode.
-        guard: stops a run that loses too many episodes, or whose rewards keep raising.
-        timeout_s: limit of the rewards per group.
+        guard: stops a run if too many episodes are lost or rewards keep raising.
+        timeout_s: timeout of group rewards.
     """
 
     player: Plays
@@ -62,20 +62,20 @@ class GroupPlayer:
     guard: RedrawGuard = field(default_factory=RedrawGuard)
     timeout_s: float = 300.0
     playing: dict[str, EpisodeStatus] = field(default_factory=dict)
-    """The episodes in flight by their names, those that began first first."""
+    """Episodes in flight by name, oldest first."""
 
     async def play(self, task: Task, label: str, number: int) -> Group:
-        """A complete group of this task.
+        """Play a complete group of this task.
 
         Args:
-            task: what all its episodes play.
-            label: with number it names the episodes, for instance "s12" and 3 for s12/g3/e0, s12/g3/e1, ...
-            number: of the group under this label.
+            task: the task of all episodes.
+            label: with `number`, names the episodes, for example "s12" and 3 for s12/g3/e0, s12/g3/e1, ...
+            number: number of the group under this label.
 
         Raises:
             InfraError: one place failed `infra_retries + 1` times; the last error is in the text.
-            AgentRLError: the guard's, see there.
-            Exception: a bug of agentrl, as it is.
+            AgentRLError: raised by the guard.
+            Exception: a bug in agentrl, unchanged.
         """
         failed: list[Episode] = []
         try:
@@ -133,7 +133,7 @@ class GroupPlayer:
         )
 
     async def _group_rewards(self, episodes: Sequence[Episode]) -> Sequence[Episode]:
-        """Add the rewards per group, where the env has any. Raises InfraError when they cannot be had."""
+        """Add group rewards, if the env has any. Raises InfraError if they are not available."""
         if not self._scores_groups:
             return episodes
         for _ in range(self.infra_retries):
@@ -142,23 +142,23 @@ class GroupPlayer:
         return await with_group_rewards(self.player.make_env(), episodes, self.timeout_s)
 
     def __post_init__(self) -> None:
-        # Thousands that begin in one turn of the event loop would hold up those that are being played for seconds.
+        # Starting thousands in one iteration of the event loop would block running episodes for seconds.
         self._beginning = asyncio.Semaphore(BEGIN_AT_ONCE)
         self._scores_groups = self.player.make_env().scores_groups
 
 
 async def with_group_rewards(env: Env, episodes: Sequence[Episode], timeout_s: float = 300.0) -> Sequence[Episode]:
-    """The scored episodes of one task with the rewards per group that the env gives them.
+    """Add the env's group rewards to the scored episodes of one task.
 
-    Rewards that raise, take too long or are not finite numbers count 0 and become faults.
+    Rewards that raise, time out or are not finite count as 0 and become faults.
 
     Args:
-        env: never set up; closed afterwards.
-        episodes: all of one task.
-        timeout_s: limit of `score_group`.
+        env: an instance that is never set up; closed afterwards.
+        episodes: episodes of one task.
+        timeout_s: timeout of `score_group`.
 
     Raises:
-        InfraError: a judge cannot be reached.
+        InfraError: a judge is unreachable.
     """
     faults: dict[str, str] = {}
     try:
@@ -181,7 +181,7 @@ async def with_group_rewards(env: Env, episodes: Sequence[Episode], timeout_s: f
 async def _group_rewards(
     env: Env, episodes: Sequence[Episode], timeout_s: float, faults: dict[str, str]
 ) -> Sequence[Mapping[str, float]]:
-    """One mapping per episode; notes what went wrong in `faults`."""
+    """Validate one mapping per episode; errors are recorded in `faults`."""
     where = f"{type(env).__name__}.score_group"
     found: Sequence[Mapping[str, float]] = ()
     with asking() as asked:

@@ -1,7 +1,7 @@
-"""What every episode needs, whoever plays it: a clock, an env that is closed, rewards, and blame for failures.
+"""Building blocks of every episode: a clock, closing the env, rewards, and attribution of failures.
 
-`rollout/episode.py` plays with our engine, `rollout/chat_endpoint.py` through a chat endpoint; in
-`agents/player.py` the user's program plays. Each is one function built from these parts:
+`rollout/episode.py` plays with an engine, `rollout/chat_endpoint.py` through a chat endpoint, and
+`agents/player.py` runs the user's program. Each is one function built from these parts:
 
     with attribution(episode):
         async with closing(make_env, episode, timeout_s) as env:
@@ -42,7 +42,7 @@ from agentrl.sandbox import SandboxBroken
 from agentrl.types import Episode, Message, StopReason, Task, Turn
 
 _NAME = 200
-"""Longest name of a reward or metric, in characters."""
+"""Maximum length of a reward or metric name, in characters."""
 
 
 @dataclass(slots=True)
@@ -56,7 +56,7 @@ class EpisodeStatus:
     since: float = field(default_factory=time.monotonic)
 
     def now(self, doing: str) -> float:
-        """Note what the episode waits for from now on; returns the time."""
+        """Record what the episode is now waiting for; returns the time."""
         self.doing, self.since = doing, time.monotonic()
         return self.since
 
@@ -70,17 +70,17 @@ class EpisodeStatus:
 
 @dataclass(slots=True)
 class OpenEpisode:
-    """An episode while it is played; `result` makes the `Episode` of it.
+    """An episode in progress; `result` builds the `Episode`.
 
     Attributes:
-        env: once it is made.
-        transcript: its tokens, once the env is set up; None for policies without tokens.
-        messages: the conversation, where there is no transcript.
-        tools: schemas that the policy saw, where they are not the env's.
-        stop: why the episode ended; None while it is played.
-        outside: what the episode waits for that is not the policy's doing; running out of time there is an
-            infrastructure failure, not a limit.
-        faults: what raised because of what the policy did, by name; see `Episode`.
+        env: the env, once created.
+        transcript: the tokens, once the env is set up; None for policies without tokens.
+        messages: the conversation if there is no transcript.
+        tools: tool schemas shown to the policy, if they are not the env's.
+        stop: why the episode ended; None while in progress.
+        outside: external service the episode is waiting for; a timeout there is an infrastructure failure, not a
+            limit.
+        faults: errors the policy may have caused, by name; see `Episode`.
         error: the infrastructure failure that ended it.
     """
 
@@ -150,7 +150,9 @@ class OpenEpisode:
 
     def result(self) -> Episode:
         """The finished episode. It has a reward exactly when it has no error."""
-        total = min(self.total, 0.0) if self.stop is StopReason.FAULT else self.total  # a fault never pays
+        total = (
+            min(self.total, 0.0) if self.stop is StopReason.FAULT else self.total
+        )  # a fault never earns a reward
         return replace(
             self.unscored(),
             reward=None if self.error else total,
@@ -166,10 +168,11 @@ def _clean_names(numbers: Mapping[str, float]) -> dict[str, float]:
 
 @contextmanager
 def attribution(episode: OpenEpisode) -> Iterator[None]:
-    """Decide whose fault it was when the episode ends early.
+    """Attribute the cause if the episode ends early.
 
-    An infrastructure failure is noted as its error. A sandbox that the policy broke, an env that raised after the
-    policy had acted, and a template that refuses what the policy wrote end the episode, which is scored.
+    An infrastructure failure is recorded as the episode's error. A sandbox broken by the policy, an env that
+    raised after the policy had acted, and a template that rejects the policy's text end the episode, which is then
+    scored.
 
     Raises:
         ConfigError: the user's input cannot be used; every other episode would fail in the same way.

@@ -26,7 +26,7 @@ def is_malformed(episode: Episode) -> bool:
 
 
 def solved(groups: Sequence[Group]) -> float | None:
-    """The fraction of scored episodes that are solved; None where nothing declares what that is."""
+    """The fraction of scored episodes that are solved; None if nothing declares what that is."""
     episodes = [e for g in groups for e in g.episodes]
     if all(e.solved is None for e in episodes):
         return None

@@ -1,4 +1,4 @@
-"""Demonstrations that the env's own oracle plays, where the env writes none."""
+"""Demonstrations played by the env's oracle, for envs without `demonstrations`."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _AT_ONCE = 8
 
 
 def author_method(env_class: type[Env], name: str) -> Callable[..., Any] | None:
-    """A class method that an author may write, None where there is none. Raises ConfigError for a plain method."""
+    """An optional class method; None if it is not defined. Raises ConfigError for a plain method."""
     if inspect.isfunction(inspect.getattr_static(env_class, name, None)):
         raise ConfigError(f"{env_class.__name__}.{name} must be a class method: write @classmethod above it")
     return getattr(env_class, name, None)
@@ -28,7 +28,7 @@ def author_method(env_class: type[Env], name: str) -> Callable[..., Any] | None:
 def oracle_demonstrations(
     env_class: type[Env], config: RunConfig, make_env: Callable[[], Env], tasks: Sequence[Task]
 ) -> list[list[Message]]:
-    """What `warmup.num` training tasks look like when the env's `oracle` plays them, for real, in the env.
+    """Let the env's `oracle` play `warmup.num` training tasks in the real env.
 
     Raises:
         ConfigError: the env has no oracle, `warmup.options` is given, or an episode failed.
@@ -45,7 +45,7 @@ def oracle_demonstrations(
             f"warmup.options has no effect: {config.env.use} has no `demonstrations`, its oracle plays; remove it"
         )
     chosen = [tasks[i] for i in range(min(warmup.num, len(tasks)))]
-    with ThreadPoolExecutor(1) as thread:  # a loop may be running in this one
+    with ThreadPoolExecutor(1) as thread:  # a loop may already be running in this thread
         return thread.submit(asyncio.run, _play_all(config, oracle, make_env, chosen)).result()
 
 
@@ -63,7 +63,7 @@ async def _play_all(
             except Exception as e:
                 raise ConfigError(f"{config.env.use}.oracle on task {task.id!r}: {said_by(e)}") from e
         messages = list(episode.messages)
-        while messages and messages[-1].role != "assistant":  # what follows the last turn is never read
+        while messages and messages[-1].role != "assistant":  # messages after the last turn are never used
             messages.pop()
         return messages
 

@@ -1,4 +1,4 @@
-"""Tasks whose prompt does not fit: found before anything is played, and never cut."""
+"""Find tasks whose prompt does not fit before any episode; prompts are never cut."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from agentrl.rollout.content import Content
 from agentrl.types import Task
 
 MOST_TASKS = 100_000
-"""Tasks of a split that are looked at; setting up more takes too long before a run."""
+"""Maximum tasks of a split that are checked; setting up more takes too long before a run."""
 AT_ONCE = 64
 FIRST = 8
 """Prompts of each split that are measured in every run."""
@@ -26,19 +26,19 @@ FIRST = 8
 async def fitting(
     content: Content, config: RunConfig, renderer: Renderer, max_context: int, reporter: Reporter | None
 ) -> Content:
-    """The content without the tasks whose opening messages leave no room for a completion.
+    """Remove the tasks whose opening messages leave no room for a completion.
 
-    Every task of both splits is set up and rendered once, tools included. Without `data.overlong_prompts` only the
-    first few of each split are, and a split is refused where none of them has room. A reporter is told what is
-    left out.
+    Every task of both splits is set up and rendered once, tools included. Without `data.overlong_prompts`, only
+    the first few of each split are checked, and a split is rejected if none fits. The reporter shows what is
+    removed.
 
     Raises:
-        ConfigError: `refuse` found one, none fits, there are too many tasks to look at, or one cannot be set up.
+        ConfigError: `refuse` found one, none fits, there are too many tasks to check, or one cannot be set up.
     """
     policy = config.data.overlong_prompts
     most = min(max_context, config.rollout.token_budget) - 1
     if policy is None:
-        if config.agent is None:  # a program writes its own prompts
+        if config.agent is None:  # programs write their prompts themselves
             await _check_room(content, config, renderer, max_context, most)
         return content
     train = await _fitting(content, content.train_tasks, "training", renderer, most, policy, reporter)
@@ -49,17 +49,17 @@ async def fitting(
 async def _check_room(
     content: Content, config: RunConfig, renderer: Renderer, max_context: int, most: int
 ) -> None:
-    """Look at the first prompts of each split.
+    """Check the first prompts of each split.
 
     Raises:
-        ConfigError: none of a split leaves room for a completion. A task that does not fit among others that do is
-            played, and ends without a token.
+        ConfigError: no prompt of a split leaves room for a completion. If others fit, a task that does not is
+            still played and ends without a token.
     """
 
     async def measured(task: Task) -> tuple[int, Task]:
         try:
             return await _measure(content, task, renderer), task
-        except InfraError:  # what an env needs may be down for a moment; the run refills such episodes
+        except InfraError:  # a service of the env may be down temporarily; the run retries such episodes
             return 0, task
 
     for split in (content.train_tasks, content.held_out_tasks):

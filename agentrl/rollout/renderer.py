@@ -1,4 +1,4 @@
-"""The renderer of a run, and whether a chat template and a checkpoint fit it."""
+"""The renderer of a run, and checks that a chat template and a checkpoint match it."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from agentrl.errors import AgentRLError, CheckpointError, ConfigError
 from agentrl.importing import load_object
 
 RENDERER_FILE = "renderer.json"
-"""In a checkpoint: the hash of the renderer that it was trained with."""
+"""File in a checkpoint with the hash of its renderer."""
 
 
 def load_renderer(config: RunConfig, directory: Path) -> Renderer:
     """The renderer of the run: the same for training, evaluation, serving and check.
 
     Raises:
-        ConfigError: `model.parser` is no parser, or `model.template_options` holds a variable that the chat
+        ConfigError: `model.parser` is not a parser, or `model.template_options` has a variable that the chat
             template never reads.
     """
     model, own = config.model, is_own(config.model.parser)
@@ -37,7 +37,7 @@ def load_renderer(config: RunConfig, directory: Path) -> Renderer:
             variables=model.template_options,
         )
         if model.history == "fork":
-            prove(renderer)  # whether transcripts have to look for rewritten turns at all
+            prove(renderer)  # whether transcripts need to check for rewritten turns
         return renderer
     except AgentRLError:
         raise
@@ -50,7 +50,7 @@ def load_renderer(config: RunConfig, directory: Path) -> Renderer:
 
 
 def own_parser(spec: str) -> Parser:
-    """A parser of the user's own, from `module:Name`."""
+    """A user-supplied parser, from `module:Name`."""
     try:
         found = load_object(spec)
     except ConfigError as e:
@@ -65,16 +65,16 @@ def own_parser(spec: str) -> Parser:
 
 
 def require_template(renderer: Renderer, tools: Sequence[Mapping[str, Any]]) -> None:
-    """See that the chat template can be used, and that the calls of its tools would be read.
+    """Check that the chat template is usable and that its tool calls can be parsed.
 
     Raises:
-        TemplateError: why not, and what to do.
+        TemplateError: gives the reason and a remedy.
     """
     prove(renderer).require(tools=bool(tools))
 
 
 def check_renderer(renderer: Renderer, checkpoint: Path) -> None:
-    """See that a checkpoint was trained on what this renderer writes.
+    """Check that a checkpoint was trained with this renderer.
 
     Raises:
         CheckpointError: tokenizer, template, parser or history differ from those of the checkpoint.

@@ -1,7 +1,7 @@
-"""Batches of groups for the loop: synchronous, one step ahead and asynchronous by `max_staleness` alone.
+"""Batches of groups for the training loop; `max_staleness` selects synchronous, one-step-ahead or asynchronous.
 
-Event-driven: a group that completes wakes whoever waits for a batch, and a batch that is taken admits new groups.
-What may run when is decided in `rollout/admission.py`.
+Event-driven: a completed group wakes the waiter for a batch, and taking a batch admits new groups.
+`rollout/admission.py` decides which groups may start.
 """
 
 from __future__ import annotations
@@ -27,17 +27,17 @@ class Stall:
 
 
 class Scheduler:
-    """Plays groups as `admission` lets them begin and hands them over as batches; a context manager.
+    """Plays the groups admitted by `admission` and returns them in batches; a context manager.
 
-    Episodes go on while the learner works on an earlier batch and while the engine takes new weights; on leaving
-    the context those still in flight are cancelled and their envs closed.
+    Episodes continue while the learner trains an earlier batch and while the engine loads new weights; on exit,
+    episodes in flight are cancelled and their envs closed.
 
     Args:
         groups: plays the groups.
-        admission: says which, and when a batch is complete.
-        version: the policy version that the next token is drawn with.
-        amend: has the last word on the rewards of a group that is about to be trained.
-        stall: tells of steps that wait for long.
+        admission: decides which groups start and when a batch is complete.
+        version: returns the policy version of the next sampled token.
+        amend: final adjustment of a group's rewards before training.
+        stall: reports steps that wait for a long time.
     """
 
     def __init__(
@@ -68,10 +68,10 @@ class Scheduler:
         await self._tasks.__aexit__(None, None, None)
 
     async def batches(self) -> AsyncIterator[Batch]:
-        """The batch of each step to come.
+        """Yield the batch of each following step.
 
-        Groups begin with the weights that the engine has when a batch is taken or asked for; what is played while
-        the loop is busy with something else (an update, an evaluation) was admitted before.
+        Groups start with the engine's weights when a batch is taken or requested; groups that run while the loop
+        is busy (an update, an evaluation) were admitted before.
 
         Raises:
             InfraError: a group could not be completed.
@@ -89,7 +89,7 @@ class Scheduler:
             batch = self.admission.form()
             if batch is not None:
                 break
-            self._begin()  # in place of groups that were put aside
+            self._begin()  # to replace groups that were set aside
             assert self._running, "nothing is played and no batch can be formed"
             await self._wait(asked)
         self._begin()
@@ -105,12 +105,12 @@ class Scheduler:
     async def _play(self, ticket: Ticket) -> None:
         try:
             ticket.group = await self.groups.play(ticket.task, ticket.place.label, ticket.place.number)
-        except Exception as e:  # raised where the loop asks for a batch: the step in flight is not lost
+        except Exception as e:  # raised when the loop requests a batch: the step in flight is not lost
             self._failure = self._failure or e
         self._changed.set()
 
     async def _wait(self, asked: float) -> None:
-        """Until a group is complete; now and then say which episode is waited for."""
+        """Wait until a group is complete; periodically report the oldest pending episode."""
         if self._stall is None:
             await self._changed.wait()
             return

@@ -21,7 +21,7 @@ def write_curve(run: Path) -> Path | None:
     lower one the mean of each reward by its name, where it differs.
 
     Returns:
-        The file, or None where there is nothing to draw yet or matplotlib is not installed.
+        The file, or None if there is nothing to draw yet or matplotlib is not installed.
     """
     lines = read_metrics(run)
     names = _reward_names(lines)

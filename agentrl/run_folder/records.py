@@ -207,7 +207,7 @@ _PIECE = 1 << 10
 
 
 def _lines(path: Path) -> Iterator[bytes]:
-    """The lines of an episodes file. Raises EOFError where it was cut or holds more than a run writes."""
+    """The lines of an episodes file. Raises EOFError if it was cut or holds more than a run writes."""
     stream = zstandard.ZstdDecompressor(max_window_size=1 << 27).decompressobj()
     rest: list[bytes] = []
     total = 0

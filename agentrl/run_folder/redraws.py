@@ -154,7 +154,7 @@ class Redraws:
         return f"{reasons}; most on the tasks {', '.join(worst)}" if worst else reasons
 
     def findings(self) -> dict[str, str]:
-        """By kind, each sign that what is lost depends on the policy; empty where there is none."""
+        """By kind, each sign that what is lost depends on the policy; empty if there is none."""
         found: dict[str, str] = {}
         if self.redrawn < 4:
             return found

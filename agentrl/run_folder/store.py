@@ -69,7 +69,7 @@ class RunStore:
     Attributes:
         path: the folder.
         resumed: True when the folder already held this run.
-        set_aside: where an earlier folder of this name was moved, None where there was none.
+        set_aside: where an earlier folder of this name was moved, None if there was none.
     """
 
     def __init__(
@@ -88,12 +88,12 @@ class RunStore:
         """Make or reopen the folder of a run (`runs/<name>` unless `path` is given) and lock it.
 
         A torn last line of metrics.jsonl and leftovers of a killed process are put right. A folder in which no
-        step was taken blocks nothing: another configuration replaces it; a cold start in it is kept beside it.
+        step was taken blocks nothing: another configuration replaces it; a cold start in it is kept next to it.
 
         Args:
             config: the resolved configuration; saved in a new folder, compared in an existing one.
             path: the run folder.
-            fresh: start over; what is there is kept beside it under a name with the time.
+            fresh: start over; what is there is kept next to it under a name with the time.
 
         Raises:
             ConfigError: the folder holds a run with another configuration, holds other things, cannot be written,
@@ -215,7 +215,7 @@ class RunStore:
         """Fill the folder that this yields; when the block ends well it is `checkpoints/step-N`.
 
         Afterwards only the newest `keep` checkpoints remain, and with `best` the one whose line in metrics.jsonl
-        has the highest `held_out` (the newest of equals; `held_out_reward` where nothing declares what is solved).
+        has the highest `held_out` (the newest of equals; `held_out_reward` if nothing declares what is solved).
         Nothing is left when the block raises. The block may end
         on another thread, but one checkpoint is written at a time.
         """

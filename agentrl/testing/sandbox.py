@@ -80,7 +80,7 @@ class CheckRun:
         self._tasks = {task.get_name(): task for task in tasks}
 
     async def result(self, check: Check) -> None:
-        """Wait for a check; raises what it raised: AssertionError where it failed, Unseen where it cannot tell."""
+        """Wait for a check; raises what it raised: AssertionError where it failed, Unseen if it cannot tell."""
         await self._tasks[check.name]
 
     async def close(self) -> None:

@@ -37,7 +37,7 @@ def save_feed(admission: Admission, folder: Path) -> None:
 
 
 def load_feed(admission: Admission, folder: Path) -> None:
-    """Go on where `save_feed` was called.
+    """Resume where `save_feed` was called.
 
     A checkpoint that has no such file was written by a version that walked through the tasks in order.
 

@@ -23,7 +23,7 @@ class Scores:
         episodes: their ids.
         rewards: total reward of each.
         groups: the number of each one's group.
-        greedy: reward of the greedy episode of the same task, where there is one.
+        greedy: reward of the greedy episode of the same task, if there is one.
         parts: the rewards of each by name. One that an episode was not given counts 0; nan says that it does not
             apply to the episode, which then neither votes for it nor gets anything from it.
     """
@@ -149,7 +149,7 @@ def segment_turns(episode: Episode) -> dict[int, int]:
     """The turn of each sampled segment.
 
     A turn's segment is found by its message. A branch (`self.model`) belongs to the turn that was sampled before
-    it was called, the first turn where it was called in `setup`.
+    it was called, the first turn if it was called in `setup`.
     """
     number_of = {id(turn.message): number for number, turn in enumerate(episode.turns)}
     found, current = {}, 0

@@ -30,7 +30,7 @@ def start_run(
     Args:
         config: the run, from `load_config`.
         run_dir: the run folder; `runs/<name>` by default.
-        fresh: start over where the folder holds an earlier run, which is kept beside it.
+        fresh: start over where the folder holds an earlier run, which is kept next to it.
         again: how the user resumes; named when the run is stopped before its end.
         console: where progress goes; standard output by default.
 

@@ -116,7 +116,7 @@ def check_drift(config: RunConfig, step: int, metrics: Mapping[str, float]) -> N
 
 
 def _weight_of_nothing(config: RunConfig, batch: Batch) -> str:
-    """What to say of a weight of a part that none of these episodes had; empty where there is none."""
+    """What to say of a weight of a part that none of these episodes had; empty if there is none."""
     given = {part for group in batch.groups for episode in group.episodes for part in reward_parts(episode)}
     return weight_of_nothing(config.env.reward_weights, given)
 

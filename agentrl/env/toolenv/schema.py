@@ -100,7 +100,7 @@ def describe_callable(function: Callable[..., Any], *, where: str, method: bool)
         if parameter.default is not inspect.Parameter.empty:
             defaults[parameter.name] = parameter.default
     # Not NotRequired[hint] or Annotated[hint, ...]: typing caches by equality, and `int | str == str | int`; the
-    # order of a union would hang on what the process has seen before.
+    # order of a union would depend on earlier type hints in the process.
     texts = {name: text for name, text in texts.items() if not _has_description(hints.get(name))}
     make_typed_dict: Any = TypedDict
     arguments: Any = make_typed_dict("arguments", fields, total=False)

@@ -43,7 +43,7 @@ def attend(
 
 @dataclass(frozen=True, slots=True)
 class _Plan:
-    """Sequences of queries and of keys; `key_K` are the keys' flat positions, None where each has its own."""
+    """Sequences of queries and of keys; `key_K` are the keys' flat positions, None if each has its own."""
 
     key_K: Tensor | None
     query_ends: Tensor

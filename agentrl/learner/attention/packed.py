@@ -2,7 +2,7 @@
 
 One function stands in for transformers' own in every layer. What a token may look at comes from the `Spans` of the
 packed batch: its row, what its row shares with others, and the layer's sliding window. How it is computed, with
-PyTorch's SDPA, flex attention or flash-attn, is chosen for each model where it is placed (`use_attention`).
+PyTorch's SDPA, flex attention or flash-attn, is chosen for each model if it is placed (`use_attention`).
 """
 
 from __future__ import annotations

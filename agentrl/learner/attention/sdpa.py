@@ -42,7 +42,7 @@ class _Bucket:
 
     `query_BL` and `key_BK` are flat positions (K: what is seen of the prefix, then L); short rows repeat their
     last one, which nothing before it attends to. `cell_N` says which of the B x L queries are real, `flat_N` where
-    their results belong. `mask_LK` is None where plain causal attention does.
+    their results belong. `mask_LK` is None if plain causal attention does.
     """
 
     query_BL: Tensor

@@ -1,6 +1,7 @@
-"""An env worker: plays whole episodes in a separate process and asks the engine, which lives with the learner.
+"""An env worker: plays whole episodes in a separate process and sends requests to the engine in the training
+process.
 
-Nothing here imports Ray: `rollout/ray/workers.py` makes actors of `EnvWorker` and passes on what it asks for.
+Nothing here imports Ray: `rollout/ray/workers.py` turns `EnvWorker` into actors and forwards its requests.
 """
 
 from __future__ import annotations
@@ -32,14 +33,14 @@ from agentrl.types import Completion, Episode, Sampling, Task
 
 @dataclass(frozen=True, slots=True)
 class WorkerSetup:
-    """What a worker makes its players from; it pickles.
+    """Everything a worker needs to create players; picklable.
 
     Attributes:
-        config: of the run.
-        tokenizer: files of the model directory that say how text becomes tokens, by name.
-        code: Python files beside the env's own, where the env is named by a path; written out where that path does
-            not exist or holds other code.
-        max_context: of the engine.
+        config: configuration of the run.
+        tokenizer: tokenizer files of the model directory, by name.
+        code: Python files next to the env's file, if the env is given as a path; written to disk if that path is
+            missing or has different content.
+        max_context: the engine's context length.
     """
 
     config: RunConfig
@@ -50,7 +51,7 @@ class WorkerSetup:
 
 @dataclass(frozen=True, slots=True)
 class EpisodeRequest:
-    """How one episode is to be played."""
+    """The parameters of one episode."""
 
     task: Task
     episode_id: str
@@ -62,7 +63,7 @@ class EpisodeRequest:
 
 @dataclass(frozen=True, slots=True)
 class EngineRequest:
-    """What a worker asks of the engine: a completion, or (without ids) to forget a session or a request."""
+    """A request to the engine: a completion, or (without ids) to drop a session or a request."""
 
     number: int
     session: str | None
@@ -72,7 +73,7 @@ class EngineRequest:
 
 @dataclass(frozen=True, slots=True)
 class EngineReply:
-    """What came of a request: a completion, or the name and text of the engine's error."""
+    """The response to a request: a completion, or the name and text of the engine's error."""
 
     number: int
     completion: Completion | None
@@ -80,7 +81,7 @@ class EngineReply:
 
 
 class RemoteEngine(Engine):
-    """The engine as a worker sees it: it samples; its weights are updated elsewhere."""
+    """The worker's proxy of the engine: it samples; weights are updated elsewhere."""
 
     capabilities = EngineCapabilities(weights=False)
 
@@ -98,7 +99,7 @@ class RemoteEngine(Engine):
         return self._version
 
     async def generate(self, ids: Sequence[int], sampling: Sampling, *, session: str | None = None) -> Completion:
-        """Ask, and wait for the answer; see `Engine.generate`."""
+        """Send a request and wait for the answer; see `Engine.generate`."""
         number = next(self._numbers)
         future: asyncio.Future[Completion] = asyncio.get_running_loop().create_future()
         self._open[number] = future
@@ -112,18 +113,18 @@ class RemoteEngine(Engine):
             del self._open[number]
 
     async def release(self, session: str) -> None:
-        """Tell the engine to forget the session; does not wait for it."""
+        """Ask the engine to drop the session, without waiting."""
         self._ask(EngineRequest(-1, session))
 
     async def asked(self) -> list[EngineRequest]:
-        """What was asked since the last call; waits until there is something."""
+        """Requests since the last call; waits until there is at least one."""
         await self._some.wait()
         self._some.clear()
         found, self._asked = self._asked, []
         return found
 
     def answer(self, answers: Sequence[EngineReply]) -> None:
-        """Hand answers to who waits for them."""
+        """Deliver answers to the waiting requests."""
         for answer in answers:
             future = self._open.get(answer.number)
             if future is None or future.done():
@@ -141,7 +142,7 @@ class RemoteEngine(Engine):
 
 
 class _Reports(TokenCheckBudget):
-    """Keeps the report of an episode for the driver, which counts and decides."""
+    """Keeps the report of an episode for the driver, which aggregates and decides."""
 
     last: TokenReport | None = None
 
@@ -156,7 +157,7 @@ class EnvWorker:
     def __init__(self, kit: WorkerSetup) -> None:
         """Import the env and load the tokenizer.
 
-        What is wrong with them is kept for `ready`: Ray reports an error of this method as the death of the actor.
+        Errors are stored for `ready`, because Ray reports an exception here as the death of the actor.
         """
         self._folder = tempfile.TemporaryDirectory(prefix="agentrl-worker-")
         self._engine: RemoteEngine | None = None
@@ -187,7 +188,7 @@ class EnvWorker:
         self._proxy()
 
     async def play(self, order: EpisodeRequest) -> tuple[Episode, TokenReport | None]:
-        """One episode, and what its token check found."""
+        """Play one episode; returns it with the report of its token check."""
         reports = _Reports()
         player = Player(
             self._proxy(),
@@ -207,11 +208,11 @@ class EnvWorker:
             del self._playing[order.episode_id]
 
     async def asked(self) -> list[EngineRequest]:
-        """What the episodes ask of the engine; waits until there is something."""
+        """Requests of the episodes to the engine; waits until there is at least one."""
         return await self._proxy().asked()
 
     async def answer(self, answers: Sequence[EngineReply]) -> None:
-        """What the engine answered."""
+        """Deliver the engine's answers."""
         self._proxy().answer(answers)
 
     async def cancel(self, episode_id: str) -> None:
@@ -230,13 +231,13 @@ class EnvWorker:
         self._folder.cleanup()
 
     def _proxy(self) -> RemoteEngine:
-        if self._engine is None:  # made inside the actor's event loop
+        if self._engine is None:  # created inside the actor's event loop
             self._engine = RemoteEngine(self._max_context)
         return self._engine
 
 
 def pack_setup(config: RunConfig, model: Path, max_context: int) -> WorkerSetup:
-    """The kit of a run whose tokenizer lies in the directory `model`."""
+    """The kit of a run with the tokenizer in the directory `model`."""
     text = ("*.json", "*.jinja", "*.txt", "*.model", "additional_chat_templates/*")
     files = {file for pattern in text for file in model.glob(pattern) if file.is_file()}
     tokenizer = {str(f.relative_to(model)): f.read_bytes() for f in files if not f.name.endswith(".index.json")}
@@ -248,13 +249,13 @@ def pack_setup(config: RunConfig, model: Path, max_context: int) -> WorkerSetup:
 
 
 def _env_file(config: RunConfig) -> Path | None:
-    """The Python file that the run names as its env, None where it names a module."""
+    """The Python file of the run's env; None if the env is given as a module."""
     name = config.env.use.rpartition(":")[0]
     return Path(name).expanduser().absolute() if name.endswith(".py") or "/" in name else None
 
 
 def _with_code(kit: WorkerSetup, folder: Path) -> RunConfig:
-    """The configuration with an env that can be imported here: in place, or from the files that were sent."""
+    """The configuration with an env that can be imported here: in place, or from the transferred files."""
     env = _env_file(kit.config)
     if env is None or (env.is_file() and env.read_bytes() == kit.code.get(env.name)):
         return kit.config

@@ -1,8 +1,8 @@
-"""Episodes on Ray actors, so that tokenising, tools and rewards use the cores of many machines.
+"""Episodes on Ray actors, so that tokenization, tools and rewards use the cores of many machines.
 
-The engine stays where it is: workers say what they want sampled in the answer to a call that waits for it, and
-completions go back in separate calls, many per call. No ports, no polling. A worker that dies costs its
-episodes: they are infrastructure failures, refilled alone, and another worker is started in its place.
+The engine stays in the training process: workers return their requests from a long-running call, and completions
+are delivered in separate batched calls. There are no ports and no polling. If a worker dies, its episodes become
+infrastructure failures and are retried individually on a replacement worker.
 """
 
 from __future__ import annotations
@@ -38,17 +38,17 @@ from agentrl.rollout.ray.worker import (
 from agentrl.types import Completion, Episode, StopReason, Task
 
 START_S, STOP_S = 300.0, 30.0
-"""Wait for a worker to start; for its envs to close at the end."""
+"""Timeouts for a worker to start, and for its envs to close at the end."""
 EPISODES_AT_ONCE = 100_000
-"""Calls that an actor may hold; how many episodes run is the scheduler's business."""
+"""Maximum concurrent calls of an actor; the scheduler bounds the number of episodes."""
 
 
 @asynccontextmanager
 async def placed(config: RunConfig, model: Path, engine: Engine) -> AsyncIterator[Callable[[Player], Plays]]:
-    """Where a run plays its episodes: yields what takes a player to the workers, or leaves it here without any.
+    """Yields a function that moves a player to the run's workers, or returns it unchanged without workers.
 
     Args:
-        config: of the run; `rollout.workers` and `ray` say where.
+        config: configuration of the run, with `rollout.workers` and `ray`.
         model: directory with the tokenizer.
         engine: samples for all of them.
 
@@ -74,9 +74,10 @@ class Workers:
 
     Args:
         num: how many.
-        kit: what they play with.
+        kit: setup of the workers.
         engine: samples for all of them.
-        address: of the Ray cluster; None starts one on this machine, unless this process is connected to one.
+        address: address of the Ray cluster; None starts one on this machine, unless this process is already
+            connected.
     """
 
     def __init__(self, num: int, kit: WorkerSetup, engine: Engine, *, address: str | None = None) -> None:
@@ -86,10 +87,10 @@ class Workers:
         self._tasks = asyncio.TaskGroup()
         self._workers: list[_Worker] = []
         self.waiting: dict[str, EpisodeStatus] = {}
-        """Where the episodes stand, by name; kept current with what they ask of the engine."""
+        """Status of the episodes by name, updated with their requests to the engine."""
 
     async def start(self) -> None:
-        """Start them all.
+        """Start all workers.
 
         Raises:
             ConfigError: Ray is not installed, no cluster is at the address, or the env does not import there.
@@ -114,14 +115,14 @@ class Workers:
             self._ray, self._started = None, False
 
     def player(self, player: Player) -> RemotePlayer:
-        """Plays as `player` does, but on the workers."""
+        """A player like `player` that runs on the workers."""
         return RemotePlayer(self, player)
 
     async def play(self, order: EpisodeRequest, status: EpisodeStatus) -> Any:
-        """Episode and report of one order, from the worker with the fewest episodes.
+        """Play one order on the worker with the fewest episodes; returns episode and report.
 
         Raises:
-            WorkerLost: the worker died meanwhile, or could not be started again.
+            WorkerLost: the worker died, or could not be restarted.
         """
         worker = min(self._workers, key=lambda w: len(w.episodes))
         worker.episodes.add(order.episode_id)
@@ -129,7 +130,7 @@ class Workers:
         try:
             try:
                 await worker.ready()
-            except ConfigError as e:  # its predecessor could: this node is not as the others
+            except ConfigError as e:  # the previous worker could: this node differs from the others
                 raise WorkerLost(f"env worker {worker.number} did not start again: {e}") from e
             status.now(worker.name)
             return await worker.play(order)
@@ -140,14 +141,14 @@ class Workers:
 
 @dataclass(frozen=True, slots=True)
 class RemotePlayer:
-    """Has its episodes played by workers; everything else is as with `player`."""
+    """Plays episodes on workers; otherwise like `player`."""
 
     workers: Workers
     player: Player
 
     @property
     def make_env(self) -> Callable[[], Env]:
-        """Makes envs in this process (for rewards per group)."""
+        """Creates envs in this process (for group rewards)."""
         return self.player.make_env
 
     async def play(
@@ -177,7 +178,7 @@ class RemotePlayer:
 
 @dataclass(eq=False)
 class _Worker:
-    """One worker, started again whenever it is needed and dead."""
+    """One worker, restarted on demand if it is dead."""
 
     number: int
     workers: Workers
@@ -191,7 +192,7 @@ class _Worker:
 
     @property
     def name(self) -> str:
-        """As the watchdog calls it."""
+        """The name used by the watchdog."""
         return f"worker {self.number} (env or tokens)"
 
     async def ready(self) -> None:
@@ -218,7 +219,7 @@ class _Worker:
             self._pumps = [create(self._listen(actor)), create(self._tell(actor))]
 
     async def play(self, order: EpisodeRequest) -> Any:
-        """Play there; see `Workers.play`."""
+        """Play on this worker; see `Workers.play`."""
         actor, errors = self._actor, self.workers._ray.exceptions
         try:
             return await actor.play.remote(order)
@@ -230,7 +231,7 @@ class _Worker:
             raise self._lost(actor, e) from e
 
     async def stop(self) -> None:
-        """Close its envs and end it."""
+        """Close its envs and stop it."""
         async with self._starting:
             actor, self._actor = self._actor, None
             if actor is None:
@@ -245,7 +246,7 @@ class _Worker:
     # -- between the actor and the engine ----------------------------------------------------------------------
 
     async def _listen(self, actor: Any) -> None:
-        """Take what the worker asks for to the engine."""
+        """Forward the worker's requests to the engine."""
         try:
             while True:
                 for request in await actor.asked.remote():
@@ -284,7 +285,7 @@ class _Worker:
         self._some.set()
 
     async def _tell(self, actor: Any) -> None:
-        """Take the engine's answers to the worker, as many at once as there are."""
+        """Deliver the engine's answers to the worker in batches."""
         try:
             while True:
                 await self._some.wait()
@@ -296,7 +297,7 @@ class _Worker:
             self._lost(actor, e)
 
     def _lost(self, actor: Any, error: Exception) -> Exception:
-        """What to raise for a failed call; a dead actor is forgotten, with all that it asked for."""
+        """The error for a failed call; a dead actor and its requests are dropped."""
         found = _reason(error, f"env worker {self.number} died")
         if isinstance(found, WorkerLost) and self._actor is actor:
             self._actor = None
@@ -312,7 +313,7 @@ class _Worker:
 
 
 def _reason(error: Exception, what: str) -> Exception:
-    """Our own error where the worker raised one, else WorkerLost with Ray's words."""
+    """The agentrl error raised by the worker, else WorkerLost with Ray's message."""
     exceptions = import_module("ray.exceptions")
     if isinstance(error, exceptions.RayTaskError):
         cause = error.cause

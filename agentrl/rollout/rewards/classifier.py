@@ -1,4 +1,4 @@
-"""A sequence-classification model as reward model, in this process."""
+"""A sequence-classification reward model in this process."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from agentrl.types import Episode
 
 @dataclass
 class Classifier:
-    """A sequence-classification model with one label; episodes that wait are scored together."""
+    """A sequence-classification model with one label; waiting episodes are scored in one batch."""
 
     model: Any
     encode: Callable[[Episode], list[int]]
@@ -29,10 +29,10 @@ class Classifier:
 
     @classmethod
     def load(cls, config: RewardModelConfig, policy: Path) -> Classifier:
-        """From a model directory.
+        """Load from a model directory.
 
         Raises:
-            ConfigError: there is no such model, it has several labels, or its head has no weights.
+            ConfigError: the model is missing, it has several labels, or its head has no weights.
         """
         import torch
         from transformers import AutoModelForSequenceClassification, AutoTokenizer
@@ -75,7 +75,7 @@ class Classifier:
         )
 
     async def score(self, episode: Episode) -> float:
-        """The model's number for an episode."""
+        """The model's score of an episode."""
         ids = await asyncio.to_thread(self.encode, episode)
         if len(ids) > self.max_tokens:
             half = self.max_tokens // 2
@@ -92,10 +92,10 @@ class Classifier:
         return mine[1].result()
 
     async def close(self) -> None:
-        """Nothing to end: it lives in this process."""
+        """No-op: the model runs in this process."""
 
     async def _score_some(self) -> None:
-        """One forward pass over those that have waited longest, the one that leads among them."""
+        """Run one forward pass over the longest-waiting episodes, including the leading one."""
         while self._waiting:
             some = self._waiting[: self.batch_size]
             try:
@@ -120,7 +120,7 @@ class Classifier:
 
 
 def _encoder(tokenizer: Any, directory: Path, policy: Path) -> Callable[[Episode], list[int]]:
-    """The classifier's ids of an episode."""
+    """The classifier's token ids of an episode."""
     ours, theirs = policy / "tokenizer.json", directory / "tokenizer.json"
     if ours.is_file() and theirs.is_file() and ours.read_bytes() == theirs.read_bytes():
         return lambda episode: max((list(row.ids) for row in rows_of(episode.segments)), key=len, default=[])

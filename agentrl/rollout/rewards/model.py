@@ -1,7 +1,7 @@
 """Models that score whole episodes: a classifier in this process or on Ray workers, a judge, or a reward server.
 
-They have vocabularies of their own, so what they are given is text: every message with its role, its calls and
-what the tools answered. A classifier with the very tokenizer of the policy is given the tokens of the episode.
+Their vocabularies may differ from the policy's, so they get text: every message with its role, its calls and the
+tools' answers. A classifier with exactly the policy's tokenizer gets the tokens of the episode.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ class Scorer(Protocol):
     """Scores one episode."""
 
     async def score(self, episode: Episode) -> float:
-        """The score. Raises InfraError where there is none to be had."""
+        """The score. Raises InfraError if none is available."""
         ...
 
     async def close(self) -> None:
-        """Free what it holds; idempotent."""
+        """Release all resources; idempotent."""
         ...
 
 
@@ -46,13 +46,13 @@ class RewardModel:
     _lowest: float = 0.0
 
     async def judged(self, episode: Episode) -> Episode:
-        """The episode with one more reward; one that cannot be scored becomes an infrastructure failure.
+        """The episode with an additional reward; if it cannot be scored, an infrastructure failure.
 
-        A conversation that the model itself cannot score (it refuses it, or gives no finite number) gets the
-        lowest score so far, 0 at most, and a fault.
+        If the model rejects the conversation or returns no finite number, the episode gets the lowest score so
+        far, at most 0, and a fault.
 
         Raises:
-            ConfigError: the env has a reward of the same name.
+            ConfigError: the env has a reward with the same name.
         """
         if episode.error is not None or episode.stop_reason is StopReason.SANDBOX_BROKEN:
             return episode
@@ -85,21 +85,22 @@ class RewardModel:
         )
 
     async def close(self) -> None:
-        """Free what its scorer holds; idempotent."""
+        """Release the scorer's resources; idempotent."""
         await self.scorer.close()
 
 
 async def make_reward_model(
     config: RewardModelConfig | None, policy: Path, ray: str | None = None
 ) -> RewardModel | None:
-    """The reward model of a run, None where it has none; it is closed by the caller.
+    """The reward model of a run, or None; the caller closes it.
 
     Args:
-        policy: directory of the policy, whose tokenizer is compared with the classifier's.
-        ray: address of the cluster that its workers live in; None starts one on this machine.
+        policy: model directory of the policy; its tokenizer is compared with the classifier's.
+        ray: address of the Ray cluster for its workers; None starts one on this machine.
 
     Raises:
-        ConfigError: the classifier cannot be loaded, its workers have no room, or a key is not in the environment.
+        ConfigError: the classifier cannot be loaded, the cluster has no room for its workers, or an API key is not
+            set.
         WorkerLost: a worker did not start.
     """
     if config is None:
@@ -136,7 +137,7 @@ class _JudgeScorer:
         return await self.judge.score(question, low=c.low, high=c.high)
 
     async def close(self) -> None:
-        """Nothing is held."""
+        """No-op."""
 
 
 class _ServerScorer:
@@ -154,7 +155,7 @@ class _ServerScorer:
         return score
 
     async def close(self) -> None:
-        """Nothing is held."""
+        """No-op."""
 
 
 def _cut(text: str, max_tokens: int | None) -> str:

@@ -1,4 +1,4 @@
-"""The classifier of a reward model on Ray workers: each holds a whole one, with a GPU if there is one."""
+"""The classifier of a reward model on Ray workers, each with a full copy and a GPU if available."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ from agentrl.types import Episode
 
 KEY = "reward_model.workers"
 START_S = 300.0
-"""Wait for a worker to start and to load its model."""
+"""Timeout for a worker to start and load its model."""
 ASKED_AT_ONCE = 100_000
-"""Episodes that a worker may hold; how many there are is the scheduler's business."""
+"""Maximum concurrent episodes per worker; the scheduler bounds the total."""
 STARTS, ATTEMPTS = 3, 2
-"""How often Ray starts a worker again that died, and asks it once more for a score."""
+"""Restarts of a dead worker by Ray, and retries of its requests."""
 
 
 class ScoringWorker:
-    """The actor: a classifier, which scores episodes that wait together."""
+    """The actor: a classifier that scores waiting episodes in batches."""
 
     def __init__(self, config: RewardModelConfig, policy: Path) -> None:
         self._config, self._policy = config, policy
@@ -33,16 +33,16 @@ class ScoringWorker:
         """Load the model.
 
         Raises:
-            ConfigError: it cannot be loaded, or is not seen from here.
+            ConfigError: it cannot be loaded, or is not visible from this node.
         """
         self._loaded()
 
     async def score(self, episode: Episode) -> float:
-        """The model's number for an episode."""
+        """The model's score of an episode."""
         return await self._loaded().score(episode)
 
     def _loaded(self) -> Classifier:
-        """The model; one that was started again loads it with the first score."""
+        """The model; a restarted worker loads it at the first request."""
         if self._model is None:
             for folder in (self._policy, Path(self._config.path or "")):
                 if not folder.is_dir():
@@ -56,7 +56,7 @@ class ScoringWorker:
 
 @dataclass
 class ScoringWorkers:
-    """Asks the worker with the fewest open questions."""
+    """Sends requests to the worker with the fewest pending ones."""
 
     ray: Any
     workers: list[_Worker]
@@ -64,7 +64,7 @@ class ScoringWorkers:
 
     @classmethod
     async def start(cls, config: RewardModelConfig, policy: Path, address: str | None) -> ScoringWorkers:
-        """Start them all.
+        """Start all workers.
 
         Raises:
             ConfigError: Ray is not installed, the cluster has no room, or the classifier cannot be loaded there.
@@ -100,7 +100,7 @@ class ScoringWorkers:
         return made
 
     async def score(self, episode: Episode) -> float:
-        """The model's number for an episode; see `Scorer`."""
+        """The model's score of an episode; see `Scorer`."""
         worker = min(self.workers, key=lambda w: w.open)
         return float(await worker.ask(self.ray, "score", episode))
 
@@ -121,7 +121,7 @@ class _Worker:
     open: int = field(default=0)
 
     async def ask(self, ray: Any, method: str, *arguments: Any) -> Any:
-        """Call a method; raises what it raises, or WorkerLost."""
+        """Call a method; re-raises its exception, or WorkerLost."""
         self.open += 1
         try:
             return await getattr(self.actor, method).remote(*arguments)
@@ -135,7 +135,7 @@ class _Worker:
 
 
 def _on_gpus(ray: Any, config: RewardModelConfig) -> bool:
-    """Whether each worker has a GPU. Raises ConfigError where there are too few."""
+    """Whether each worker has a GPU. Raises ConfigError if there are too few."""
     there = int(ray.cluster_resources().get("GPU", 0))
     if config.device == "cpu" or (config.device == "auto" and not there):
         return False

@@ -1,4 +1,4 @@
-"""A conversation as a reward model reads it."""
+"""Conversations as text for reward models."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def conversation_text(messages: Sequence[Message]) -> str:
 
 
 def plain_roles(messages: Sequence[Message]) -> list[dict[str, str]]:
-    """A conversation in the roles that every chat template knows: what tools answered is said by the user."""
+    """A conversation with the roles every chat template supports: tool answers become user messages."""
     out: list[dict[str, str]] = []
     for message in messages:
         role = "user" if message.role == "tool" else message.role
