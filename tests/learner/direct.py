@@ -15,6 +15,7 @@ from agentrl.learner.learner import Learner
 from agentrl.learner.policy_rank import LocalPolicyRank
 from agentrl.learner.rank import InProcess, LearnerSpec
 from agentrl.learner.ray_learner import ray_learner
+from agentrl.learner.shard import World
 from agentrl.learner.split import StepResult
 from agentrl.train.algorithm import Algorithm
 from agentrl.train.checkpoints import resume
@@ -25,12 +26,20 @@ from agentrl.types import Sample
 class DirectLearner:
     """Its rank's models and optimizers are attributes, unless the ranks are Ray workers."""
 
-    def __init__(self, policy_dir: Path, *, algorithm: AlgorithmConfig, on_ray: bool = False, **spec: Any) -> None:
+    def __init__(
+        self,
+        policy_dir: Path,
+        *,
+        algorithm: AlgorithmConfig,
+        on_ray: bool = False,
+        world: World | None = None,
+        **spec: Any,
+    ) -> None:
         made = LearnerSpec(policy_dir, algorithm=algorithm, **spec)
         if on_ray:
             self.learner = ray_learner(made)
         else:
-            self.rank = LocalPolicyRank(made)
+            self.rank = LocalPolicyRank(made, world)
             self.learner = Learner(made, InProcess(self.rank, self.rank))
         self.steps = Algorithm(algorithm, reference_apart=self.learner.reference_apart)
 
