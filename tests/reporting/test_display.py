@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import fcntl
+import importlib.util
 import io
 import os
 import pty
-import re
 import struct
 import sys
+import termios
 from pathlib import Path
 
 import pytest
@@ -26,6 +28,7 @@ from agentrl.reporting.display import (
 from agentrl.reporting.report import Summary
 from agentrl.run_folder.curve import _reward_names, smooth, write_curve
 from agentrl.run_folder.files import write_atomic
+from tests.reporting.screen import Screen
 
 METRICS = {"solved": 0.625, "reward": 0.6, "reward/correct": 0.625, "reward/cost": -0.025, "tokens_per_s": 3210.7}
 
@@ -269,36 +272,135 @@ def test_the_live_screen_shows_the_update_and_what_is_done_within_a_step():
 
 
 PTY = """
-import os, subprocess, sys, time
+import asyncio, logging, os, subprocess, sys, time
+logging.getLogger("ray").addHandler(logging.StreamHandler())  # as Ray's, it keeps the stream of before
+from agentrl.env.mcp import McpServer, list_tools
 from agentrl.reporting.display import LiveDisplay, make_display
+
 with make_display("calc", again="") as display:
     assert isinstance(display, LiveDisplay)
+    display.phase("start")
+    for done in range(3):
+        display.within("held-out tasks", done, 2)
     display.phase("train", total=3)
     subprocess.run(["sh", "-c", "echo child one >&2; echo child two"])
     os.write(1, b"a library" + bytes([10]))
     print("python")
+    logging.getLogger("ray").warning("a warning of ray")
+    os.write(2, b"half a line ")
     time.sleep(0.6)
+    os.write(2, b"and its end" + bytes([10]))
+    os.write(2, b"w" * 100 + bytes([10]))
+    if sys.argv[1]:
+        assert list_tools(McpServer(command=(sys.executable, sys.argv[1])))
+    display.step({"reward": 0.5})
+    display.note("a note")
+    late = subprocess.Popen(["sh", "-c", "read line; echo late"], stdin=subprocess.PIPE)
+    time.sleep(0.6)
+    os.write(1, b"unfinished")
 print("after", flush=True)
+late.communicate(b"now" + bytes([10]))
 os.write(2, b"and stderr" + bytes([10]))
 """
 
+NOISY_SERVER = """
+import sys
+from mcp.server import MCPServer
+print("a server of tools starts", file=sys.stderr, flush=True)
+server = MCPServer("noisy")
 
-def test_what_others_print_does_not_tear_the_screen():
-    """Lines of child processes and libraries appear above the live lines, whole, each once."""
+
+@server.tool()
+def look() -> str:
+    print("it looks", file=sys.stderr)
+    return "x"
+
+
+server.run()
+"""
+
+
+def played(program: str, *arguments: str, width: int = 80) -> str:
+    """What a program writes to a terminal of its own."""
     pid, terminal = pty.fork()
     if pid == 0:
+        fcntl.ioctl(0, termios.TIOCSWINSZ, struct.pack("HHHH", 30, width, 0, 0))
         os.environ["TERM"] = "xterm"
-        os.execv(sys.executable, [sys.executable, "-c", PTY])
+        os.execv(sys.executable, [sys.executable, "-c", program, *arguments])
     data = b""
     with contextlib.suppress(OSError):  # how Linux ends a terminal that nobody has open
         while chunk := os.read(terminal, 4096):
             data += chunk
     os.close(terminal)
     assert os.waitpid(pid, 0)[1] == 0, data.decode()
-    lines = re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", data.decode()).replace("\r", "\n").split("\n")
-    said = [line.strip() for line in lines]
-    for line in ("child one", "child two", "a library", "python", "after", "and stderr"):
-        assert said.count(line) == 1, data.decode()
+    return data.decode()
+
+
+def test_what_others_print_does_not_tear_the_screen(tmp_path: Path):
+    """Lines of child processes, loggers and MCP servers stand above the live lines, whole, each once."""
+    server = tmp_path / "server.py"
+    server.write_text(NOISY_SERVER)
+    found = importlib.util.find_spec("mcp") is not None
+    screen = Screen(80)
+    data = played(PTY, str(server) if found else "")
+    screen.feed(data)
+    expected = [
+        *("child one", "child two", "a library", "python", "a warning of ray", "half a line and its end"),
+        *("w" * 80, "w" * 20, *(["a server of tools starts"] if found else []), "note: a note", "unfinished"),
+        *("after", "and stderr"),
+    ]
+    assert sorted(screen.lines()) == sorted(expected), data
+    assert [line for line in screen.lines() if line in expected[-2:]] == expected[-2:]
     for line in ("child one", "a library"):
-        at = data.index(line.encode())
-        assert data.rindex(b"\x1b[2K", 0, at) > data.rfind(b"calc", 0, at)  # the live lines were erased before
+        at = data.index(line)
+        assert data.rindex("\x1b[2K", 0, at) > data.rfind("calc", 0, at)  # the live lines were erased before
+
+
+RAY = """
+import os
+from agentrl.ray_cluster import connect, import_ray
+from agentrl.reporting.display import make_display
+
+with make_display("calc", again="") as display:
+    display.phase("train", total=3)
+    ray = import_ray("ray")
+    connect(ray, None, cpus=2)
+    dying = ray.remote(lambda: os.kill(os.getpid(), 9)).options(max_retries=0).remote()
+    try:
+        ray.get(dying)
+    except ray.exceptions.WorkerCrashedError:
+        display.note("a worker died")
+    display.step({"reward": 0.5})
+    ray.shutdown()
+    os.write(2, b"the last line" + bytes([10]))
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(240)
+def test_what_ray_prints_does_not_tear_the_screen():
+    """Whatever Ray says of its start and of a worker that died, no part of the live lines stays on the screen."""
+    pytest.importorskip("ray")
+    screen = Screen(80)
+    data = played(RAY)
+    screen.feed(data)
+    lines = screen.lines()
+    assert lines.count("note: a worker died") == lines.count("the last line") == 1, data
+    assert not [line for line in lines if "calc" in line or "so far" in line or line.startswith("reward")], data
+    assert "so far" in data
+
+
+def test_held_out_tasks_are_one_line_of_the_screen():
+    with LiveDisplay("r", console(terminal=True, width=80), again="", clock=Clock()) as display:
+        display.phase("start")
+        display.within("held-out tasks")
+        for done in range(3):
+            display.within("held-out tasks", done, 2)
+            shown = console(terminal=False, width=80)
+            shown.print(display.screen(80))
+            lines = [" ".join(line.split()) for line in written(shown).splitlines()]
+            assert [line for line in lines if "held-out" in line] == [f"now held-out tasks {done}/2"]
+        display.step({"held_out": 0.5})
+        shown = console(terminal=False, width=80)
+        shown.print(display.screen(80))
+    assert "held-out tasks" not in written(shown)
