@@ -1,1 +1,1 @@
-"""Model folders: their device, whether packing is exact for them, and tiny ones made on the spot."""
+"""Model folders: their device, whether packing is exact for them, and tiny models for tests and tutorials."""

@@ -1,4 +1,4 @@
-"""Which device a model runs on."""
+"""Choose the device that a model runs on."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from agentrl.errors import ConfigError
 
 
 def pick_device(name: str) -> torch.device:
-    """`auto` is CUDA where there is one."""
+    """Return the device; `auto` is CUDA if available."""
     if name == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     if name.startswith("cuda") and not torch.cuda.is_available():

@@ -1,4 +1,4 @@
-"""Folders of Hugging Face models: whether one is there, and whether it holds a whole model."""
+"""Check folders of Hugging Face models: whether one exists, and whether it contains a whole model."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from agentrl.errors import ConfigError
 
 
 def check_model_folder(directory: str | Path, where: str) -> None:
-    """See that a folder holds a model; `where` names it in errors.
+    """Check that a folder contains a model; `where` names it in errors.
 
     Raises:
-        ConfigError: there is no such folder, or it has no config.json.
+        ConfigError: the folder does not exist, or has no config.json.
     """
     if not Path(directory).is_dir():
         raise ConfigError(
@@ -25,10 +25,10 @@ def check_model_folder(directory: str | Path, where: str) -> None:
 
 
 def refuse_adapter(directory: Path, where: str, instead: str = "") -> None:
-    """Refuse a folder whose weights are those of an adapter: transformers would look for its base elsewhere.
+    """Reject a folder with adapter weights: transformers would look for the base model elsewhere.
 
     Raises:
-        ConfigError: the folder has an adapter_config.json.
+        ConfigError: the folder contains an adapter_config.json.
     """
     if (Path(directory) / "adapter_config.json").is_file():
         raise ConfigError(

@@ -1,4 +1,4 @@
-"""Load the causal language model of a folder."""
+"""Load the causal language model from a folder."""
 
 from __future__ import annotations
 
@@ -14,21 +14,21 @@ if TYPE_CHECKING:
 
 
 class LoadingReport(TypedDict):
-    """What transformers says about the weights that it has loaded."""
+    """The loading report that transformers returns for the weights."""
 
     missing_keys: set[str]
     mismatched_keys: set[tuple[str, tuple[int, ...], tuple[int, ...]]]
 
 
 def load_causal_lm(directory: Path, where: str, *, dtype: torch.dtype, attention: str) -> PreTrainedModel:
-    """The causal language model of a folder, on the CPU, every weight there.
+    """Load the causal language model of a folder on the CPU, with all weights present.
 
     Args:
         where: names the folder in errors.
         attention: the attention that it computes with, as registered in transformers.
 
     Raises:
-        ConfigError: the folder holds no such model, or its weights are not those of its config.json.
+        ConfigError: the folder contains no such model, or its weights do not match its config.json.
     """
     from safetensors import SafetensorError
     from transformers import AutoModelForCausalLM

@@ -1,4 +1,4 @@
-"""The config.json of a model: read, and refused where agentrl cannot compute such a model exactly."""
+"""Read a model's config.json, and reject models that agentrl cannot compute exactly."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from agentrl.models.folder import check_model_folder, refuse_adapter
 
 
 def refuse_config(config: PretrainedConfig, where: str) -> None:
-    """Refuse what a look at the config tells.
+    """Reject models that cannot work, judging by their config.
 
     Raises:
-        ConfigError: the model has an encoder, or rotations that change with the length of a batch.
+        ConfigError: the model has an encoder, or rotary embeddings that change with the length of a batch.
     """
     kind = config.model_type
     if getattr(config, "is_encoder_decoder", False):
@@ -33,11 +33,11 @@ def refuse_config(config: PretrainedConfig, where: str) -> None:
 
 
 def read_config(directory: Path, where: str) -> PretrainedConfig:
-    """The config of a causal language model that transformers itself implements.
+    """Load the config of a causal language model that transformers itself implements.
 
     Raises:
-        ConfigError: config.json cannot be read, needs code of its own, or is of a kind of model that neither the
-            learner nor the local engine can compute.
+        ConfigError: config.json cannot be read, needs custom code, or describes a kind of model that neither the
+        learner nor the local engine can compute.
     """
     refuse_adapter(directory, where, "name its base as model.path and this folder as learner.lora.adapter, or ")
     check_model_folder(directory, where)
@@ -76,7 +76,7 @@ def read_config(directory: Path, where: str) -> PretrainedConfig:
 
 
 def config_sections(config: PretrainedConfig) -> Iterator[dict[str, Any]]:
-    """The attributes of a config and of the configs in it."""
+    """Yield the attributes of a config and of its nested configs."""
     found = vars(config)
     yield found
     for value in list(found.values()):
@@ -85,7 +85,7 @@ def config_sections(config: PretrainedConfig) -> Iterator[dict[str, Any]]:
 
 
 def _rope_kinds(parameters: object) -> Iterator[str]:
-    """The kinds of rotations: of the model, or of each kind of layer."""
+    """Return the kinds of rotary embeddings: of the model, or of each kind of layer."""
     if isinstance(parameters, dict):
         kind = parameters.get("rope_type", parameters.get("type"))
         if isinstance(kind, str):
@@ -95,6 +95,6 @@ def _rope_kinds(parameters: object) -> Iterator[str]:
 
 
 def one_line(error: Exception) -> str:
-    """An exception in one line."""
+    """Format an exception on one line."""
     text = " ".join(str(error).split())
     return f"{type(error).__name__}: {text[:200]}" if text else type(error).__name__

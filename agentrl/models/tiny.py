@@ -1,6 +1,6 @@
-"""A small model made on the spot: Qwen3 architecture, seeded weights, a tokenizer trained on the env's own text.
+"""Create a small model: Qwen3 architecture, seeded weights, a tokenizer trained on the env's own text.
 
-It learns to call a tool in minutes on a laptop. Its directory is an ordinary Hugging Face model directory.
+It learns to call a tool in minutes on a laptop. The result is an ordinary Hugging Face model directory.
 """
 
 from __future__ import annotations
@@ -14,15 +14,15 @@ from agentrl.config.run import TinyModel
 SPECIAL_TOKENS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
 """Control tokens, left out of decoded text."""
 MARKER_TOKENS = ("<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>", "<think>", "</think>")
-"""Added tokens that decode to their text, as Qwen3 has them."""
+"""Added tokens that decode to their text, as in Qwen3."""
 _SPLIT = r"[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-"""Words, single digits, punctuation, white space: the splits of the Qwen family."""
+"""Words, single digits, punctuation, white space: the pre-tokenization of the Qwen family."""
 
 
 def make_tokenizer(directory: Path, corpus: Iterable[str], *, vocab: int, max_context: int) -> None:
     """Train a byte-level BPE tokenizer on `corpus` and write it, with the ChatML template, to `directory`.
 
-    Any text can be encoded: the alphabet holds all 256 bytes. Digits stay single tokens.
+    Any text can be encoded: the alphabet contains all 256 bytes. Digits remain single tokens.
     """
     from importlib.resources import files
 
@@ -61,7 +61,7 @@ def make_tokenizer(directory: Path, corpus: Iterable[str], *, vocab: int, max_co
 
 
 def make_tiny_model(directory: Path, corpus: Iterable[str], config: TinyModel, *, seed: int = 0) -> None:
-    """Write a randomly initialised model and its tokenizer to `directory`; the same seed gives the same bytes."""
+    """Write a randomly initialized model and its tokenizer to `directory`; the same seed gives the same bytes."""
     import torch
     from tokenizers import Tokenizer
     from transformers import Qwen3Config, Qwen3ForCausalLM

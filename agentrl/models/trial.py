@@ -1,8 +1,8 @@
-"""Whether a model computes on packed rows what it computes on each row alone, also beyond every boundary it has.
+"""Check whether a model computes the same on packed rows as on each row alone, also beyond its length boundaries.
 
-Sliding windows, attention chunks, scales that grow with the position and selections of the best keys change
-nothing on shorter rows, and real ones are thousands of tokens long. So a model is tried twice: as it is, and
-with the same weights and all boundaries of its config brought down to a few tokens, on rows that go past them.
+Sliding windows, attention chunks, position-dependent scales and top-key selection have no effect on shorter rows,
+and real boundaries are thousands of tokens long. Therefore each model is tested twice: unchanged, and with the
+same weights and all boundaries of its config reduced to a few tokens, on rows that exceed them.
 """
 
 from __future__ import annotations
@@ -21,23 +21,23 @@ from agentrl.errors import ConfigError
 from agentrl.models.model_config import config_sections, one_line, refuse_config
 
 NEAR = 8
-"""Tokens at which the boundaries lie in the second try."""
+"""The length boundaries in tokens for the second test."""
 SHARED = (5, 3, 9, 4, 7, 12, 2, 10, 6, 8, 1)
 ENDS = ((8, 2, 6, 11, 3, 5, 13, 4, 9), (1, 3, 7))
 ALONE = (6, 11, 2, 12, 4, 9, 1, 13, 5, 8, 3, 10, 7, 2, 6, 14, 11, 4, 9)
-"""What the rows are made of: two that begin alike and one by itself; all go past `NEAR`."""
+"""The test rows: two with a common beginning and a separate one; all are longer than `NEAR`."""
 
 Packed = Callable[[PreTrainedModel], Tensor]
-"""Numbers of the tokens of all rows, computed together: (N, M)."""
+"""Function that computes the outputs for the tokens of all rows together: (N, M)."""
 Alone = Callable[[PreTrainedModel], Sequence[Tensor]]
-"""The same computed by transformers itself, row by row."""
+"""The same outputs computed by transformers itself, row by row."""
 
 
 def probe(model: PreTrainedModel, packed: Packed, alone: Alone, *, where: str, advice: str) -> None:
-    """See that both ways agree, with the boundaries of the config where they are and near the first token.
+    """Check that both ways agree, with the config's own boundaries and with boundaries near the first token.
 
     Raises:
-        ConfigError: they differ, or the model cannot be computed like this at all; one line that says why.
+        ConfigError: they differ, or the model cannot be computed this way; one line that says why.
     """
     name = type(model).__name__
     refuse_config(model.config, where)
@@ -49,7 +49,7 @@ def probe(model: PreTrainedModel, packed: Packed, alone: Alone, *, where: str, a
             listed = ", ".join(f"{key} {value:,}" for key, value in sorted(far.items()))
             try:
                 tries.append((with_near_boundaries(model), f" beyond {listed}"))
-            except Exception as e:  # whatever a family's constructor may raise
+            except Exception as e:  # a model family's constructor may raise anything
                 raise ConfigError(
                     f"{where}: {name} cannot be tried beyond {listed}: {one_line(e)}; {advice}"
                 ) from e
@@ -58,13 +58,13 @@ def probe(model: PreTrainedModel, packed: Packed, alone: Alone, *, where: str, a
                 found = packed(tried)
             except ConfigError as e:
                 raise ConfigError(f"{where}: {e}") from e
-            except Exception as e:  # families fail in many ways where their own mask or cache is missing
+            except Exception as e:  # families fail in many ways without their own mask or cache
                 raise ConfigError(
                     f"{where}: {name} cannot be computed on packed rows ({one_line(e)}){why}; {advice}"
                 ) from e
             wanted = torch.cat(list(alone(tried)))
             gap = relative_gap(found, wanted)
-            if not gap < tolerance(tried) and bool(wanted.isfinite().all()):  # else the first gradient tells
+            if not gap < tolerance(tried) and bool(wanted.isfinite().all()):  # non-finite: seen in the first gradient
                 raise ConfigError(
                     f"{where}: {name} does not compute the same on rows that lie end to end as on each by itself"
                     f"{beyond} (relative difference {gap:.1e}){why}; {advice}"
@@ -72,26 +72,26 @@ def probe(model: PreTrainedModel, packed: Packed, alone: Alone, *, where: str, a
 
 
 def unusual_layers(config: PretrainedConfig) -> list[str]:
-    """Kinds of layers that are neither full nor sliding-window attention, where the config names them."""
+    """Return the kinds of layers other than full and sliding-window attention, if the config names them."""
     kinds = set(getattr(config.get_text_config(), "layer_types", None) or ())
     return sorted(kinds - {"full_attention", "sliding_attention", "attention"})
 
 
 def relative_gap(found: Tensor, wanted: Tensor) -> float:
-    """The largest distance of a token's numbers, relative to their norm."""
+    """Return the largest distance between outputs of a token, relative to their norm."""
     found, wanted = found.float(), wanted.float()
     return float(((found - wanted).norm(dim=-1) / wanted.norm(dim=-1).clamp(min=1e-6)).max())
 
 
 def tolerance(model: PreTrainedModel) -> float:
-    """What rounding explains: it grows with the depth."""
+    """Return the tolerance for rounding, which grows with the depth."""
     if model.dtype != torch.float32:
         return 0.1
     return 2e-5 * (1 + int(getattr(model.config.get_text_config(), "num_hidden_layers", 32)))
 
 
 def boundaries(config: PretrainedConfig) -> dict[str, int]:
-    """Everything in a config that begins to matter at some number of tokens beyond `NEAR`, by its key."""
+    """Return every config setting, by key, that takes effect only beyond `NEAR` tokens."""
     return {
         key: value
         for section in config_sections(config)
@@ -108,7 +108,7 @@ _COUNT = re.compile(r"^(num|n|max)_|layers|_layer")
 
 
 def with_near_boundaries(model: PreTrainedModel) -> PreTrainedModel:
-    """The same model, weights shared, with every boundary of its config at `NEAR` tokens."""
+    """Return the same model, sharing weights, with every boundary of its config set to `NEAR` tokens."""
     config = copy.deepcopy(model.config)
     for section in config_sections(config):
         _bring_near(section)

@@ -1,1 +1,1 @@
-"""The policy behind an OpenAI-compatible endpoint, with the tokens that it would see in training."""
+"""Serve the policy behind an OpenAI-compatible endpoint, with the same tokens as in training."""

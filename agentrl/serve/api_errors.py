@@ -1,4 +1,4 @@
-"""What the endpoint answers when it cannot do what was asked: OpenAI's envelope, always with `param`."""
+"""Error answers of the endpoint: OpenAI's envelope, always with `param`."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _TYPES = {
 
 
 class ApiError(AgentRLError):
-    """An answer that is an error: HTTP status, what is wrong, which parameter, OpenAI's code where it has one."""
+    """An error answer: HTTP status, message, offending parameter, and OpenAI's code if it has one."""
 
     def __init__(
         self,
@@ -41,7 +41,7 @@ class ApiError(AgentRLError):
         return _again, (self.status, self.message, self.param, self.code, self.headers)
 
     def body(self) -> dict[str, Any]:
-        """The JSON of the answer."""
+        """Return the JSON of the answer."""
         kind = _TYPES.get(self.status, "server_error")
         return {"error": {"message": self.message, "type": kind, "param": self.param, "code": self.code}}
 
@@ -51,12 +51,12 @@ def _again(status: int, message: str, param: str | None, code: str | None, heade
 
 
 def unsupported(param: str, why: str) -> ApiError:
-    """A parameter that would change the meaning of the answer and is not there."""
+    """An unsupported parameter that would change the meaning of the answer."""
     return ApiError(400, f"{param}: {why}", param=param, code="unsupported_parameter")
 
 
 def invalid(param: str, why: str) -> ApiError:
-    """A parameter with a value that it cannot have."""
+    """A parameter with an invalid value."""
     return ApiError(400, f"{param}: {why}", param=param, code="invalid_value")
 
 
@@ -70,12 +70,12 @@ def context_exceeded(param: str, tokens: int, limit: int) -> ApiError:
 
 
 def overloaded(why: str, retry_after_s: int) -> ApiError:
-    """Come back later."""
+    """The server is busy or unavailable; the client should retry."""
     return ApiError(429, why, code="rate_limit_exceeded", headers={"Retry-After": str(retry_after_s)})
 
 
 def from_validation(error: ValidationError) -> ApiError:
-    """The first thing that is wrong with a request body, under the name of the parameter."""
+    """Convert the first problem of a request body, under the name of its parameter."""
     first = max(error.errors(include_url=False), key=lambda found: len(_path(found["loc"])))
     if first["type"] == "json_invalid":
         return ApiError(400, f"The request body is not valid JSON: {first['ctx']['error']}", code="invalid_json")
@@ -89,7 +89,7 @@ def from_validation(error: ValidationError) -> ApiError:
 
 
 def _path(loc: tuple[int | str, ...]) -> str:
-    """messages[0].content of a pydantic location; the names of union members are left out."""
+    """Convert a pydantic location to the form messages[0].content, omitting the names of union members."""
     path = ""
     for part in loc:
         if isinstance(part, int):

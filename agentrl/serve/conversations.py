@@ -1,17 +1,17 @@
-"""Which tokens a client's messages are: turns that were sampled here are recognised, and keep their ids.
+"""Find the exact tokens of a client's messages: turns sampled here are recognized and keep their ids.
 
-A client sends the whole conversation again with every request, and every client library writes the assistant turn
-back a little differently: arguments serialized again, reasoning dropped, white space added. `Conversations`
-holds the turns that it sampled and finds the newest one that a request continues. What follows is appended to the
-tokens of that turn, exactly as in training; nothing before it is rendered again.
+A client resends the whole conversation with every request, and every client library writes assistant turns back
+slightly differently: arguments serialized again, reasoning dropped, white space added. `Conversations` stores the
+turns that it sampled and finds the newest one that a request continues. The messages after it are appended to the
+tokens of that turn, exactly as in training; nothing before it is re-rendered.
 
     prompt = session.prompt(incoming, tools)          # a branch of the transcript tree, ready for its completion
     completion = await engine.generate(prompt.ids, sampling, session=prompt.conversation)
-    turn = session.add(prompt, completion)            # from now on this turn is recognised; turn.sent goes out
+    turn = session.add(prompt, completion)            # from now on this turn is recognized; send turn.sent
 
-A turn is recognised by the ids that were minted for its tool calls, then by the canonical form of the conversation
-up to it, then by its tokens. A request that agrees with no turn of ours is a branch from an empty context: it is
-rendered afresh, never merged, and `Prompt.drift` says what differed.
+A turn is recognized by the ids minted for its tool calls, then by the canonical form of the conversation up to it,
+then by its tokens. A request that matches no sampled turn becomes a branch from an empty context: it is rendered
+from scratch, never merged, and `Prompt.drift` reports what differed.
 """
 
 from __future__ import annotations
@@ -44,17 +44,18 @@ from agentrl.types import Completion, Message, ToolCall
 
 
 class Conversations:
-    """The conversations that one or many clients have with the policy.
+    """The conversations of one or more clients with the policy.
 
-    Not safe across threads: one `prompt` or `add` at a time. Who runs one of them in a thread holds `lock`.
+    Not thread-safe: one `prompt` or `add` at a time. Code that runs one of them in a thread must hold `lock`.
 
     Args:
-        renderer: turns messages into tokens, the same as in training.
-        ledger: where given, every context of this session is a branch of this transcript's tree, and every turn is
-            kept: what a recorder needs. Otherwise each conversation has a tree of its own, so that old ones go.
-        max_tokens: bound on the tokens of all remembered turns together; the turns not used for longest are
-            forgotten. They are still understood then: their text is rendered afresh.
-        on_forgotten: told the name of each conversation that nothing is remembered of any more.
+        renderer: converts messages to tokens, as in training.
+        ledger: if given, every context of this session is a branch of this transcript's tree, and every turn is
+        kept, as a recorder requires. Otherwise each conversation has a separate tree, so that old ones can be
+        freed.
+        max_tokens: maximum number of tokens in all remembered turns together; the least recently used turns are
+        forgotten. Requests that continue them still work: their text is rendered from scratch.
+        on_forgotten: called with the name of each conversation that has no remembered turns left.
     """
 
     def __init__(
@@ -79,23 +80,23 @@ class Conversations:
 
     @property
     def turns(self) -> tuple[ServedTurn, ...]:
-        """The turns that are remembered; with a ledger, all of them in the order in which they were sampled."""
+        """The remembered turns; with a ledger, all turns in the order they were sampled."""
         return tuple(self._known.turns.values())
 
     def number(self) -> int:
-        """A fresh number for a turn that is about to be sampled: its call ids are known before it is complete."""
+        """Return a new number for a turn about to be sampled, so that its call ids are known in advance."""
         return next(self._numbers)
 
     def call_id(self, number: int, index: int) -> str:
-        """The id minted for call `index` of turn `number`; no other session or server mints the same."""
+        """Return the id for call `index` of turn `number`, unique across sessions and servers."""
         return f"call_{self.tag}{number:08x}{index:03x}"
 
     def prompt(self, incoming: Sequence[Incoming], tools: Tools = ()) -> Prompt:
-        """The tokens of a request: those of the newest turn of ours in it, and what came after it.
+        """Return the tokens of a request: those of its newest recognized turn, and of the messages after it.
 
         Raises:
             TemplateError: the chat template refuses these messages.
-            UnrenderableError: a message that is not recognised cannot be rendered.
+            UnrenderableError: a message that is not recognized cannot be rendered.
         """
         offered = _digest(b"", json.dumps(list(tools), sort_keys=True, ensure_ascii=False))
         chains = self._chains(incoming, offered)
@@ -137,9 +138,9 @@ class Conversations:
         """Remember a completion of `prompt`.
 
         Args:
-            number: from `number()`, where the turn's call ids have been told already.
-            message: what the completion says, where that is not what its tokens read as (cut by a stop text).
-            sent: what the client got, where that is not `message` with minted call ids.
+            number: from `number()`, if the turn's call ids have already been sent.
+            message: what the completion says, if that differs from its parsed tokens (because a stop text cut it).
+            sent: what the client received, if that is not `message` with minted call ids.
 
         Raises:
             ValueError: the completion's ids, logprobs and versions differ in length.
@@ -172,12 +173,12 @@ class Conversations:
         return turn
 
     def keep(self, name: str, turn: ServedTurn, before: Sequence[Incoming]) -> None:
-        """Let a conversation be gone on from by name for as long as its last turn is remembered.
+        """Allow a conversation to be continued by name for as long as its last turn is remembered.
 
         Args:
-            name: of no other conversation.
-            turn: what it ends with.
-            before: what it says before that.
+            name: must be unique.
+            turn: its last turn.
+            before: the messages before that turn.
         """
         if turn.number in self._known.turns:
             said = Incoming(turn.sent, turn.raw_arguments, turn=turn.number)
@@ -185,11 +186,11 @@ class Conversations:
             self._known.names.setdefault(turn.number, []).append(name)
 
     def kept(self, name: str) -> tuple[Incoming, ...] | None:
-        """The conversation that was kept under a name; None where none was, or its last turn is forgotten."""
+        """Return the conversation stored under a name; None if there is none or its last turn is forgotten."""
         return self._known.by_name.get(name)
 
     def remembers(self, conversation: str) -> bool:
-        """Whether a turn of this conversation is remembered; `on_forgotten` is told of it only then."""
+        """Whether a turn of this conversation is remembered; once none is, `on_forgotten` is called."""
         return self._conversations[conversation] > 0
 
     def _forget(self) -> None:
@@ -208,20 +209,20 @@ class Conversations:
     # -- recognition -------------------------------------------------------------------------------------------
 
     def _chains(self, incoming: Sequence[Incoming], offered: bytes) -> list[bytes]:
-        """A digest of the canonical conversation up to each message."""
+        """Return a digest of the canonical conversation up to each message."""
         chains, chain = [], offered
         places: dict[str, str] = {}
         for number, one in enumerate(incoming):
             chain = _digest(chain, _form(one, places))
             chains.append(chain)
-            if one.message.role == "assistant":  # results name calls by their place: some clients rename the ids
+            if one.message.role == "assistant":  # results refer to calls by position: some clients rename the ids
                 places |= {call.id: f"{number}/{n}" for n, call in enumerate(one.message.tool_calls)}
         return chains
 
     def _find(
         self, incoming: Sequence[Incoming], chains: Sequence[bytes]
     ) -> tuple[ServedTurn | None, int, Matched]:
-        """The newest turn of ours that the request goes on from, its place, and how it was recognised."""
+        """Return the newest sampled turn that the request continues, its position, and how it was recognized."""
         assistants = [n for n, one in enumerate(incoming) if one.message.role == "assistant"]
         for at in reversed(assistants):
             candidates = self._known.by_chain.get(chains[at])
@@ -238,7 +239,8 @@ class Conversations:
     def _drift(
         self, incoming: Sequence[Incoming], offered: bytes, found: ServedTurn | None, at: int
     ) -> tuple[EchoDifference, ...]:
-        """What differs: the turn that was found in its wording, every assistant turn after it in its origin."""
+        """Return what differs: the wording of the matched turn, and the origin of every assistant turn after
+        it."""
         events = []
         if found is not None and _wording(incoming[at]) != _wording(Incoming(found.sent, found.raw_arguments)):
             events.append(EchoDifference(DriftKind.ECHO, at, found.number))
@@ -257,7 +259,7 @@ class Conversations:
         return tuple(events)
 
     def _with_own_ids(self, message: Message, ours: Mapping[str, str]) -> Message:
-        """The message with the transcript's call ids where the client's stand for them."""
+        """Return the message with the client's call ids replaced by the transcript's."""
 
         def own(id: str) -> str:
             if id in ours:
@@ -275,10 +277,10 @@ class Conversations:
 
 
 def _rendered_whole(branch: Transcript, messages: Sequence[Message]) -> bool:
-    """Put the first prompt into an empty branch as one piece; False where only `Transcript.extend` can say it.
+    """Put the first prompt into an empty branch as one piece; False if that requires `Transcript.extend`.
 
-    The tokens are the same. Which of them are whose message is known of the last one only, which is enough where
-    no ledger is kept; to tell them all apart the template must be rendered once for each message.
+    The tokens are the same, but only those of the last message are attributed to their message. That is enough
+    without a ledger; attributing all of them requires rendering the template once per message.
 
     Raises:
         TemplateError: the template refuses these messages.
@@ -300,14 +302,14 @@ def _rendered_whole(branch: Transcript, messages: Sequence[Message]) -> bool:
 
 
 def arguments_text(call: ToolCall) -> str:
-    """A call's arguments as JSON text."""
+    """Return a call's arguments as JSON text."""
     return json.dumps(dict(call.arguments), ensure_ascii=False)
 
 
 def _renamed(theirs: Message, turn: ServedTurn) -> dict[str, str]:
-    """The transcript's id of each call of a turn, by the id in `theirs`; calls correspond by their order.
+    """Map the client's call ids in `theirs` to the transcript's ids; calls correspond by their order.
 
-    A call that was told and turned out malformed is none of the transcript's.
+    A call that was announced and turned out malformed is not in the transcript.
     """
     sound = [isinstance(_canonical(raw), dict) for raw in turn.raw_arguments]
     told = [call.id for call, keep in zip(theirs.tool_calls, sound, strict=False) if keep]
@@ -320,7 +322,7 @@ def _text(message: Message) -> str:
 
 
 def _canonical(text: str) -> Any:
-    """JSON text as what it says; other text as it is, white space around it aside."""
+    """Parse JSON text; return other text without surrounding white space."""
     try:
         value = json.loads(text)
     except (ValueError, RecursionError):
@@ -329,10 +331,10 @@ def _canonical(text: str) -> Any:
 
 
 def _form(one: Incoming, places: Mapping[str, str]) -> str:
-    """What a message is recognised by: the same for every way in which client libraries write it.
+    """Return the key by which a message is recognized: the same however client libraries write it.
 
-    Assistant turns: content without the white space around it, calls by name and parsed arguments; reasoning and
-    ids do not count. Tool results name their call by its place. All other messages count as they are.
+    Assistant turns: content without surrounding white space, and calls by name and parsed arguments; reasoning and
+    ids are ignored. Tool results refer to their call by position. All other messages are compared as they are.
     """
     message = one.message
     if message.role == "assistant":
@@ -348,7 +350,7 @@ def _form(one: Incoming, places: Mapping[str, str]) -> str:
 
 
 def _wording(one: Incoming) -> tuple[Any, ...]:
-    """An assistant turn letter by letter."""
+    """Return the exact text of an assistant turn."""
     message = one.message
     ids: Iterable[str] = (call.id for call in message.tool_calls)
     return _text(message), message.reasoning or "", tuple(ids), one.raw_arguments

@@ -1,8 +1,8 @@
-"""The endpoint as an ASGI application: routes, keys, limits, and errors in one form.
+"""The endpoint as an ASGI application: routes, keys, limits, and errors in one format.
 
     app = create_app(ChatService(engine, renderer, ...), Settings(names=("my-model",)))
 
-`api_routes` gives the same routes over other sessions: a recorder mounts them under the address of each episode.
+`api_routes` provides the same routes for other sessions: a recorder mounts them under the URL of each episode.
 """
 
 from __future__ import annotations
@@ -42,21 +42,21 @@ log = logging.getLogger(__name__)
 
 Body = TypeVar("Body", bound=BaseModel)
 FindClient = Callable[[Request], Client]
-"""Whose request it is. Raises ApiError where it is nobody's."""
+"""Identify the client of a request. Raises ApiError if the client is unknown."""
 
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """How the endpoint behaves towards its clients.
+    """How the endpoint treats its clients.
 
     Attributes:
-        names: what the model is called; the first is its name, the others are aliases.
-        accept_any_model: every name is an alias.
-        api_key: what clients must send; None lets everybody in.
-        fingerprint: of the weights and the renderer; sent as `system_fingerprint`.
-        max_body_bytes: larger requests are refused.
-        body_timeout_s: how long a client may take to send its request.
-        write_timeout_s: how long a client may take nothing of a streamed answer.
+        names: names of the model; the first is its own, the others are aliases.
+        accept_any_model: accept every name as an alias.
+        api_key: the key clients must send; None requires no key.
+        fingerprint: identifies the weights and the renderer; sent as `system_fingerprint`.
+        max_body_bytes: larger requests are rejected.
+        body_timeout_s: time limit for a client to send its request.
+        write_timeout_s: how long a client may stop reading a streamed answer.
     """
 
     names: tuple[str, ...]
@@ -69,37 +69,37 @@ class Settings:
 
 
 class StreamJob(Protocol):
-    """What is sampled for one request."""
+    """The sampling work of one request."""
 
     async def run(self, emit: Callable[[int, list[Delta], Sequence[TokenLogprob]], None] | None = None) -> Any:
-        """Sample it."""
+        """Run the sampling."""
         ...
 
 
 class Writer(Protocol):
-    """What an answer looks like in one dialect."""
+    """Formats answers in one dialect."""
 
     def whole(self, done: Any) -> dict[str, Any]:
-        """The answer as one object."""
+        """Return the answer as one object."""
         ...
 
     def opening(self) -> list[Any]:
-        """Events before the first piece."""
+        """Return the events before the first piece."""
         ...
 
     def chunks(self, index: int, deltas: Sequence[Delta], drawn: Sequence[TokenLogprob]) -> list[Any]:
-        """Events of some pieces."""
+        """Return the events for some pieces."""
         ...
 
     def closing(self, done: Any) -> list[Any]:
-        """Events at the end."""
+        """Return the final events."""
         ...
 
 
 def create_app(
     service: ChatService, settings: Settings, *, session: Conversations, extra_routes: Sequence[Route] = ()
 ) -> ASGIApp:
-    """The application; `session` remembers the conversations of all its clients together."""
+    """Create the application; all clients share `session`, which remembers their conversations."""
     client = Client(session)
     endpoint = ApiEndpoint(service, settings)
     routes = [
@@ -113,18 +113,18 @@ def create_app(
 
 
 def with_errors(routes: Sequence[Route]) -> Starlette:
-    """These routes; for all other paths and methods, errors in the same form."""
+    """Combine these routes with a fallback that answers other paths and methods with errors in the same format."""
     return Starlette(routes=routes, exception_handlers={HTTPException: _http_error})
 
 
 class ApiKeyGuard:
-    """Stands before the application: the key is checked and every answer gets its request id."""
+    """Wraps the application: checks the key and adds a request id to every answer."""
 
     def __init__(self, app: ASGIApp, settings: Settings) -> None:
         self._app, self._key = app, settings.api_key
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Let a request through, or refuse it."""
+        """Forward a request, or reject it."""
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
@@ -153,17 +153,17 @@ class ApiKeyGuard:
 
 
 class ApiEndpoint:
-    """Answers requests of every dialect."""
+    """Answers requests in every dialect."""
 
     def __init__(self, service: ChatService, settings: Settings) -> None:
         self.service, self.settings = service, settings
         self._created = now()
 
     def api_routes(self, prefix: str, find_client: FindClient) -> list[Route]:
-        """The OpenAI routes under `prefix`, for the sessions that `find_client` names.
+        """Return the OpenAI routes under `prefix`, for the sessions that `find_client` selects.
 
         Args:
-            prefix: may hold path parameters, which `find_client` reads from the request.
+            prefix: may contain path parameters, which `find_client` reads from the request.
         """
 
         def route(path: str, handle: Callable[[Request, Client], Awaitable[Any]], method: str) -> Route:
@@ -181,19 +181,19 @@ class ApiEndpoint:
         ]
 
     async def health(self, request: Request) -> Response:
-        """200 where requests are answered, 503 while they would wait for the engine."""
+        """Answer 200 if requests are answered, 503 while they would wait for the engine."""
         engine = self.service.engine
         ready = engine.ready
         body = {"status": "ok" if ready else "waiting", "policy_version": engine.policy_version}
         return JSONResponse(body, 200 if ready else 503)
 
     async def metrics(self, request: Request) -> Response:
-        """Counters in Prometheus' form."""
+        """Answer with counters in Prometheus format."""
         self.service.metrics.running.set(self.service.gate.running)
         return Response(self.service.metrics.text(), media_type="text/plain; version=0.0.4; charset=utf-8")
 
     async def openapi(self, request: Request) -> Response:
-        """The description of all this."""
+        """Answer with the OpenAPI description."""
         return JSONResponse(describe())
 
     # -- one request -------------------------------------------------------------------------------------------
@@ -205,14 +205,14 @@ class ApiEndpoint:
         handle: Callable[[Request, Client], Awaitable[Any]],
         find_client: FindClient,
     ) -> Any:
-        """The answer of `handle`, or what went wrong with it; nothing escapes."""
+        """Return the answer of `handle`, or its error as an answer; never raises."""
         started = time.monotonic()
         answer: Any
         try:
             answer = await handle(request, find_client(request))
         except (GoneError, ClientDisconnect):
             answer = Response(status_code=499)  # nobody reads it
-        except asyncio.CancelledError:  # only the end of the server cancels a request
+        except asyncio.CancelledError:  # only a server shutdown cancels a request
             answer = error_response(_ending())
         except BaseExceptionGroup as group:
             if group.subgroup(asyncio.CancelledError) is not None:
@@ -310,7 +310,7 @@ class ApiEndpoint:
         framed: Callable[[Any], bytes],
         last: str | None,
     ) -> Any:
-        """Sample the job and write its answer, whole or as it comes."""
+        """Sample the job and write its answer, whole or streamed."""
         gate = self.service.gate
         gate.enter(count)
         if not stream:
@@ -360,10 +360,10 @@ class _Streaming:
         self._ready.set()
 
     async def first(self, request: Request) -> None:
-        """Wait for the first piece, so that what fails at once is answered with its status.
+        """Wait for the first piece, so that immediate failures are answered with their HTTP status.
 
         Raises:
-            GoneError: the client went away.
+            GoneError: the client disconnected.
         """
         ready, leaving = asyncio.ensure_future(self._ready.wait()), asyncio.ensure_future(gone(request.receive))
         try:
@@ -378,7 +378,7 @@ class _Streaming:
             await asyncio.gather(ready, leaving, return_exceptions=True)
 
     async def events(self) -> AsyncIterator[bytes]:
-        """The answer, event by event; a failure on the way is its last event."""
+        """Yield the answer event by event; a failure on the way becomes the last event."""
         try:
             while True:
                 await self._ready.wait()
@@ -399,7 +399,7 @@ class _Streaming:
             await self.stop()
 
     async def stop(self) -> None:
-        """End the job, wherever it is."""
+        """Stop the job in any state."""
         self._task.cancel()
         with contextlib.suppress(asyncio.CancelledError, Exception):
             await self._task
@@ -414,7 +414,7 @@ def _named(chunk: Any) -> bytes:
 
 
 def _error_name(last: str | None) -> str | None:
-    """Name of the event that says an error: where a last event ends the stream, events have no names."""
+    """Return the event name of an error; None for dialects that end a stream with a fixed last event."""
     return None if last is not None else "error"
 
 
@@ -428,7 +428,7 @@ def error_response(error: ApiError) -> Response:
 
 
 def _explained(e: BaseException) -> ApiError:
-    """What the client is told of an exception; what is our mistake is logged in full and told in short."""
+    """Return the error sent to the client; internal errors are logged in full and sent in short form."""
     if isinstance(e, ApiError):
         return e
     if isinstance(e, EngineError):
@@ -439,7 +439,7 @@ def _explained(e: BaseException) -> ApiError:
 
 
 async def _http_error(request: Request, error: Exception) -> Response:
-    """Unknown paths and methods, in the same form as all other errors."""
+    """Answer unknown paths and methods with errors in the standard format."""
     assert isinstance(error, HTTPException)
     what = f"{request.method} {request.url.path}"
     texts = {404: f"There is nothing at {what}.", 405: f"{what}: this method is not allowed here."}

@@ -1,6 +1,6 @@
-"""Answers that come in pieces, and what happens when nobody is there to take them.
+"""Streamed answers, and handling of clients that disconnect.
 
-Source of the wire form: server-sent events, HTML Living Standard, section 9.2.
+Source of the wire format: server-sent events, HTML Living Standard, section 9.2.
 """
 
 from __future__ import annotations
@@ -20,31 +20,31 @@ log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 FAREWELL_S = 1.0
-"""How long a client may take to be told that the server ends."""
+"""Time limit for telling a client that the server is shutting down."""
 
 
 class GoneError(Exception):
-    """The client went away before its answer was ready."""
+    """The client disconnected before its answer was ready."""
 
 
 def event(data: Any, name: str | None = None) -> bytes:
-    """One server-sent event."""
+    """Format one server-sent event."""
     text = data if isinstance(data, str) else json.dumps(data, ensure_ascii=False, separators=(",", ":"))
     head = "" if name is None else f"event: {name}\n"
     return f"{head}data: {text}\n\n".encode("utf-8", "replace")
 
 
 async def gone(receive: Receive) -> None:
-    """Return when the client has gone away. The request's body must have been read."""
+    """Return when the client has disconnected. The request's body must have been read."""
     while (await receive())["type"] != "http.disconnect":
         pass
 
 
 async def while_there(request: Request, work: Coroutine[Any, Any, T]) -> T:
-    """The result of `work`, which is cancelled when the client goes away.
+    """Return the result of `work`, which is cancelled if the client disconnects.
 
     Raises:
-        GoneError: it did.
+        GoneError: the client disconnected.
     """
     task, leaving = asyncio.ensure_future(work), asyncio.ensure_future(gone(request.receive))
     try:
@@ -68,10 +68,10 @@ class EventStream:
     """An ASGI answer made of server-sent events.
 
     Args:
-        events: what to send; closed when the client goes away, so that the work behind it ends.
-        on_end: called in any case, when the answer is over.
-        write_timeout_s: how long a client may take nothing before it counts as gone.
-        farewell: the last event where the server ends first.
+        events: what to send; closed if the client disconnects, so that the work behind it ends.
+        on_end: always called when the answer is over.
+        write_timeout_s: how long a client may read nothing before it counts as disconnected.
+        farewell: the last event if the server shuts down first.
     """
 
     def __init__(
@@ -89,11 +89,11 @@ class EventStream:
         self._headers = [(k.encode(), v.encode()) for k, v in {**fixed, **headers}.items()]
 
     def at_end(self, call: Callable[[], None]) -> None:
-        """Call this too when the answer is over, in any case."""
+        """Register another callback that is always called when the answer is over."""
         self._on_end.append(call)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Send it all, or stop where the client goes away."""
+        """Send all events, or stop if the client disconnects."""
         sending, leaving = asyncio.ensure_future(self._send(send)), asyncio.ensure_future(gone(receive))
         try:
             await asyncio.wait((sending, leaving), return_when=asyncio.FIRST_COMPLETED)
@@ -101,7 +101,7 @@ class EventStream:
                 if not isinstance(trouble, TimeoutError | OSError):
                     raise trouble
                 log.info("a client took nothing for too long, or is gone: %r", trouble)
-        except asyncio.CancelledError:  # only the end of the server cancels an answer
+        except asyncio.CancelledError:  # only a server shutdown cancels an answer
             await _end(sending)
             if not self._begun:
                 raise

@@ -1,4 +1,4 @@
-"""One completion: from ids through the engine to pieces for the client."""
+"""Generate one completion: from ids through the engine to pieces for the client."""
 
 from __future__ import annotations
 
@@ -15,34 +15,34 @@ from agentrl.types import Completion, Sampling
 
 
 class Reading(Protocol):
-    """What reads a completion: a `Reader` or a `TextReader`."""
+    """The interface for reading a completion: a `Reader` or a `TextReader`."""
 
     @property
     def may_cut(self) -> bool:
-        """Whether it can end the completion."""
+        """Whether it can end the completion early."""
         ...
 
     @property
     def cut(self) -> bool:
-        """Whether it has."""
+        """Whether it has ended the completion."""
         ...
 
     def feed(self, id: int) -> list[Delta]:
-        """What the next id says."""
+        """Return the pieces that the next id completes."""
         ...
 
     def feed_all(self, ids: Sequence[int]) -> list[Delta]:
-        """What a whole completion says, where it cannot be cut."""
+        """Return the pieces of a whole completion that cannot be cut."""
         ...
 
     def close(self) -> list[Delta]:
-        """What the end says."""
+        """Return the pieces that the end of the completion settles."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class CompletionOptions:
-    """How one completion is drawn: `top` alternatives with each token, held to a grammar by `mask`."""
+    """Sampling options of one completion: `top` alternatives per token, restricted to a grammar by `mask`."""
 
     sampling: Sampling
     top: int = 0
@@ -51,7 +51,7 @@ class CompletionOptions:
 
 @dataclass(frozen=True, slots=True)
 class Sampled:
-    """A completion, and its tokens with their alternatives where those were asked for."""
+    """A completion, and its tokens with their alternatives if requested."""
 
     completion: Completion
     drawn: tuple[TokenLogprob, ...]
@@ -66,14 +66,14 @@ async def generate(
     session: str | None,
     on_deltas: Callable[[list[Delta], Sequence[TokenLogprob]], None] | None = None,
 ) -> Sampled:
-    """Draw a completion and read it; it ends early where the reader cuts it. Cancelling frees the engine's slot.
+    """Sample and read a completion; stop early if the reader cuts it. Cancelling frees the engine's slot.
 
     Args:
-        on_deltas: called with the pieces as they come and the tokens since the last call. An engine that cannot
-            stream reports everything at the end.
+        on_deltas: called with new pieces and the tokens since the last call. An engine without streaming reports
+        everything at the end.
 
     Raises:
-        EngineError: the engine is lost.
+        EngineError: the engine has failed permanently.
     """
     follow = _Following(reader, on_deltas)
     streaming = order.top > 0 or order.mask is not None or on_deltas is not None or reader.may_cut
@@ -91,7 +91,7 @@ async def generate(
 
 
 class _Following:
-    """What was drawn so far, and what the reader made of it."""
+    """The tokens sampled so far, and the reader's pieces."""
 
     def __init__(
         self, reader: Reading, on_deltas: Callable[[list[Delta], Sequence[TokenLogprob]], None] | None
@@ -103,7 +103,7 @@ class _Following:
         self._trouble: BaseException | None = None
 
     def take(self, drawn: TokenLogprob) -> None:
-        """Read a token. Runs as a callback of the loop, so trouble is kept for `until_cut`."""
+        """Read a token. Runs as a callback of the loop, so errors are kept for `until_cut`."""
         if self.reader.cut or self._trouble is not None:
             return
         try:
@@ -116,7 +116,7 @@ class _Following:
             self._cut.set()
 
     def take_all(self, completion: Completion) -> None:
-        """Read a completion that is there as a whole."""
+        """Read a completion that was not streamed."""
         drawn = [
             TokenLogprob(id, logprob, version)
             for id, logprob, version in zip(completion.ids, completion.logprobs, completion.versions, strict=True)
@@ -130,7 +130,7 @@ class _Following:
             self._tell(self.reader.feed_all(completion.ids))
 
     def end(self) -> None:
-        """The completion is over."""
+        """Handle the end of the completion."""
         if self._trouble is not None:
             raise self._trouble
         self._tell(self.reader.close(), last=True)
@@ -141,7 +141,7 @@ class _Following:
             self._untold = []
 
     async def until_cut(self, sampling: asyncio.Future[Completion]) -> Completion:
-        """Wait for the completion, or end it where the reader cuts it."""
+        """Wait for the completion, or end it when the reader cuts it."""
         cutting = asyncio.ensure_future(self._cut.wait())
         try:
             await asyncio.wait((sampling, cutting), return_when=asyncio.FIRST_COMPLETED)
@@ -156,7 +156,7 @@ class _Following:
                     await sampling
 
     def kept(self, completion: Completion) -> Completion:
-        """The completion up to where it was cut."""
+        """Return the completion up to where it was cut."""
         if not self.reader.cut:
             return completion
         return replace(

@@ -1,8 +1,8 @@
-"""Completions held to a grammar: answers in JSON, and calls that must be made.
+"""Grammar-constrained completions: JSON answers, and required tool calls.
 
-How a call is written is read off the chat template: a call with known arguments is rendered, and what stands
-around them is the grammar of that format. Formats that do not write arguments as JSON cannot be held so.
-Source of the grammar language and its engine: llguidance.
+The call format is derived from the chat template: a call with known arguments is rendered, and the text around
+them becomes the grammar of that format. Formats that do not write arguments as JSON cannot be constrained this
+way. Source of the grammar language and its engine: llguidance.
 """
 
 from __future__ import annotations
@@ -29,25 +29,25 @@ from agentrl.types import Message, ToolCall
 log = logging.getLogger(__name__)
 
 KEPT = 32
-"""Compiled grammars that are kept."""
+"""Number of compiled grammars to keep."""
 _MARK = {"agentrl_argument": "agentrl_value"}
 _MOST_WHY = 400
-"""Characters of what the engine of grammars says; the reason is often its end."""
+"""Maximum characters kept of a grammar engine error; the reason is often at its end."""
 _SHOWN = re.compile(r"\s*\^?\s*|\s*\d+ \| .*")
 """A line of the grammar, or the mark below it."""
 _STYLE = {"x-guidance": {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}}
-"""JSON as `json.dumps` writes it: one way to write each value, so that white space cannot go on for ever."""
+"""JSON as `json.dumps` writes it: one way to write each value, so that white space cannot go on forever."""
 
 
 @dataclass(frozen=True, slots=True)
 class AnswerFormat:
-    """The schema that an answer follows; {} is any JSON object."""
+    """The schema that an answer must follow; {} allows any JSON object."""
 
     schema: Mapping[str, Any]
 
 
 class GrammarError(ValueError):
-    """What was asked for cannot be made a grammar; `param` names what asked for it."""
+    """The request cannot be converted to a grammar; `param` names the parameter at fault."""
 
     def __init__(self, param: str, why: str) -> None:
         super().__init__(why)
@@ -63,15 +63,15 @@ class _Matcher(Protocol):
 class GrammarMask:
     """The state of one completion in a grammar: a `Mask`.
 
-    A grammar that gives up on the way (its limits are bounded) ends the completion; raising here would end the
-    engine's thread, for one client.
+    A grammar that fails on the way (its limits are bounded) ends the completion; raising here would end the
+    engine's thread because of one client.
     """
 
     def __init__(self, matcher: _Matcher, size: int, stop_ids: frozenset[int]) -> None:
         self._matcher, self._size, self._stop_ids = matcher, size, sorted(stop_ids)
 
     def allowed(self) -> NDArray[np.bool_]:
-        """(V,) True where a token may be drawn now."""
+        """(V,) True for tokens that may be sampled now."""
         try:
             bits = np.frombuffer(self._matcher.compute_bitmask(), dtype=np.uint8)
             found = np.unpackbits(bits, bitorder="little")[: self._size].astype(np.bool_)
@@ -83,13 +83,13 @@ class GrammarMask:
         return found
 
     def take(self, id: int) -> None:
-        """This token was drawn."""
+        """Advance past a sampled token."""
         with contextlib.suppress(Exception):  # `allowed` says so
             self._matcher.consume_token(id)
 
 
 class _Tokens:
-    """A vocabulary in the shape that llguidance asks for: every control token is a token of its own."""
+    """A vocabulary in llguidance's format: every control token is a separate token."""
 
     def __init__(self, renderer: Renderer) -> None:
         vocabulary = renderer.vocabulary
@@ -104,7 +104,7 @@ class _Tokens:
 
 
 class Grammars:
-    """Makes grammars for one renderer, and keeps those made last."""
+    """Create grammars for one renderer, and cache the most recent ones."""
 
     def __init__(self, renderer: Renderer) -> None:
         self._renderer = renderer
@@ -119,15 +119,15 @@ class Grammars:
         one_call: bool = False,
         thinking: bool = False,
     ) -> Mask | None:
-        """What holds a completion to `format`, or to calls of `tools`; None where neither is given.
+        """Return the mask for `format`, or for calls of `tools`; None if neither is given.
 
         Args:
             named: the one tool that must be called.
             one_call: exactly one call.
-            thinking: the prompt has opened a think block, which ends first.
+            thinking: the prompt has opened a think block, which must end first.
 
         Raises:
-            GrammarError: the schema or the format of calls cannot be made a grammar.
+            GrammarError: the schema or the call format cannot be converted to a grammar.
         """
         if format is None and not tools:
             return None
@@ -168,7 +168,7 @@ class Grammars:
         return cast(_Matcher, matcher)
 
     def _thoughts(self, thinking: bool) -> str:
-        """A think block before the answer, where the format marks it with control tokens."""
+        """Allow a think block before the answer, if the format marks it with control tokens."""
         opening, closing = (self._renderer.vocabulary.control.get(mark) for mark in self._renderer.parser.think)
         if opening is None or closing is None:
             return ""
@@ -177,7 +177,7 @@ class Grammars:
         return f"(<[{opening}]> THOUGHT <[{closing}]> /\\n*/)? "
 
     def _calls(self, tools: Sequence[Mapping[str, Any]], one_call: bool) -> str:
-        """One call, or several, of these tools."""
+        """Return the grammar of one or more calls of these tools."""
         first = tools[0]["function"]["name"]
         rules, options, more = [], [], []
         closing = ""
@@ -194,7 +194,7 @@ class Grammars:
     def _around(
         self, tools: Sequence[Mapping[str, Any]], first: str, name: str
     ) -> tuple[list[int], list[int], list[int]]:
-        """Ids before the arguments of a first call, between them and those of a second one, after the last."""
+        """Return the ids before a first call's arguments, between them and a second call's, and after the last."""
         one = self._written([name], tools)
         two = self._written([first, name], tools)
         if len(one) != 2 or len(two) != 3:
@@ -206,7 +206,7 @@ class Grammars:
         return one[0], two[1], one[1]
 
     def _written(self, names: Sequence[str], tools: Sequence[Mapping[str, Any]]) -> list[list[int]]:
-        """The ids around the arguments of these calls, as the template writes them, without the stop token."""
+        """Return the ids around the arguments of these calls, as the template writes them, without stop token."""
         renderer = self._renderer
         calls = tuple(ToolCall(f"c{0:05d}{n:03d}", name, _MARK) for n, name in enumerate(names))
         ids = renderer.unstopped(renderer.completion_ids(Message("assistant", "", calls), tools))
@@ -222,7 +222,7 @@ class Grammars:
         return parts
 
     def _pattern(self, ids: Sequence[int]) -> str:
-        """These ids in the grammar language."""
+        """Write these ids in the grammar language."""
         control = frozenset(self._renderer.vocabulary.control.values())
         pieces = [
             f"<[{piece}]>" if isinstance(piece, int) else json.dumps(self._renderer.decode(piece))
@@ -232,14 +232,14 @@ class Grammars:
 
 
 def _parameters(function: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The schema of a call's arguments; without one there are none, as OpenAI has it."""
+    """Return the schema of a call's arguments; without one there are no arguments, as in OpenAI's API."""
     if function.get("parameters") is None:
         return {"type": "object", "properties": {}, "additionalProperties": False}
     return function["parameters"] or {"type": "object"}
 
 
 def _why(problem: str) -> str:
-    """What the engine of grammars says on one line, without the lines of the grammar that it shows below."""
+    """Return the grammar engine's error on one line, without the grammar source that it includes."""
     lines = problem.splitlines()
     while len(lines) > 1 and _SHOWN.fullmatch(lines[-1]):
         lines.pop()
@@ -252,7 +252,7 @@ def _json(schema: Mapping[str, Any]) -> str:
 
 
 def _split(ids: Sequence[int], control: frozenset[int]) -> list[int | list[int]]:
-    """Control tokens one by one, all else in runs."""
+    """Split ids into single control tokens and runs of other ids."""
     pieces: list[int | list[int]] = []
     for id in ids:
         if id in control:

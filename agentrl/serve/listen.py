@@ -1,4 +1,4 @@
-"""The application on a port: for the command, for tests, and for a recorder that stands beside a trainer."""
+"""Serve the application on a port: for the CLI, for tests, and for a recorder that runs next to a trainer."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ from agentrl.errors import ConfigError
 from agentrl.serve.api_errors import ApiError
 
 SHUTDOWN_S = 5
-"""How long answers may take to end when the server stops."""
+"""Seconds that answers may take to finish when the server stops."""
 
 
 class _Server(uvicorn.Server):
-    """Leaves the process's signals alone: who runs it decides when it ends."""
+    """A server that leaves the process's signals alone: its caller decides when it stops."""
 
     @contextlib.contextmanager
     def capture_signals(self) -> Generator[None, None, None]:
@@ -32,10 +32,10 @@ class _Server(uvicorn.Server):
 
 
 class _Protocol(H11Protocol):
-    """One connection: the head of a request must be there in time, and what is no request is told so in our form.
+    """One connection: request heads must arrive in time, and invalid requests are answered in our error format.
 
-    Connections that wait between two requests are uvicorn's (`timeout_keep_alive`), bodies are the application's;
-    the rest of a body that is answered already has the time of a head.
+    Connections that idle between requests are handled by uvicorn (`timeout_keep_alive`), bodies by the
+    application; the rest of a body that has already been answered has the same time limit as a head.
     """
 
     def __init__(self, *args: Any, head_timeout_s: float, **options: Any) -> None:
@@ -85,7 +85,7 @@ class _Protocol(H11Protocol):
             self.transport.close()
 
     def _refuse(self, error: ApiError) -> None:
-        """Answer a request that never reached the application, and hang up."""
+        """Answer a request that never reached the application, and close the connection."""
         body = json.dumps(error.body()).encode()
         headers = [
             ("content-type", "application/json"),
@@ -101,13 +101,13 @@ class _Protocol(H11Protocol):
 async def running(
     app: ASGIApp, *, host: str = "127.0.0.1", port: int = 0, head_timeout_s: float = 30.0
 ) -> AsyncIterator[str]:
-    """Serve `app` while the block runs; gives the address, http://HOST:PORT. Port 0 takes a free one.
+    """Serve `app` during the block; yields the address, http://HOST:PORT. Port 0 selects a free port.
 
     Args:
-        head_timeout_s: how long a client may take from its connection to the end of a request's head.
+        head_timeout_s: time limit from connecting to the end of a request's head.
 
     Raises:
-        ConfigError: the port cannot be had.
+        ConfigError: the port is not available.
     """
     listener = _listen(host, port)
     config = uvicorn.Config(
@@ -160,7 +160,7 @@ def _listen(host: str, port: int) -> socket.socket:
 
 
 def is_loopback(host: str) -> bool:
-    """Whether only this machine can reach what listens there."""
+    """Whether the address can be reached only from this machine."""
     try:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:

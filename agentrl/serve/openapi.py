@@ -1,4 +1,4 @@
-"""The description of the endpoint in OpenAPI 3.1, made from the models that requests are checked with."""
+"""The endpoint's OpenAPI 3.1 description, generated from the models that validate requests."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ _ENVELOPE = {
 
 @cache
 def describe() -> dict[str, Any]:
-    """The whole description."""
+    """Return the complete description."""
     models = [(model, "validation") for model, _ in _REQUESTS.values()]
     found, definitions = models_json_schema(models, ref_template="#/components/schemas/{model}")  # type: ignore[arg-type]
     names: dict[Any, dict[str, Any]] = {model: schema for (model, _), schema in found.items()}

@@ -1,4 +1,4 @@
-"""What the endpoint counts, in Prometheus' form."""
+"""The endpoint's metrics in Prometheus format."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ _SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120
 
 
 class Metrics:
-    """The counters of one server; each server has its own."""
+    """The counters of one server; each server has separate counters."""
 
     def __init__(self) -> None:
         self._registry = CollectorRegistry()
@@ -46,5 +46,5 @@ class Metrics:
         self.version = Gauge("agentrl_policy_version", "Version of the weights.", registry=self._registry)
 
     def text(self) -> bytes:
-        """All of it, as GET /metrics answers."""
+        """Return all metrics in the format of GET /metrics."""
         return generate_latest(self._registry)

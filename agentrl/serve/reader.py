@@ -1,6 +1,6 @@
-"""From sampled ids to what a client is told: text, reasoning and calls, piece by piece.
+"""Convert sampled ids to what the client receives: text, reasoning and calls, piece by piece.
 
-Streamed and plain answers are the same pieces, so they always say the same.
+Streamed and plain answers consist of the same pieces, so their content is always equal.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from agentrl.serve.turns import Incoming
 from agentrl.types import Message, ToolCall
 
 _HALF = 3
-"""Bytes of a character that is not whole, at most."""
+"""Maximum bytes of an incomplete character."""
 _MOST_CONTEXT = 64
-"""Ids that are decoded again with each further one, about."""
+"""Approximate number of ids decoded again with each new one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +37,7 @@ class ReasoningDelta:
 
 @dataclass(frozen=True, slots=True)
 class CallBegun:
-    """A call begins; `index` counts the calls of the completion."""
+    """Start of a call; `index` counts the calls of the completion."""
 
     index: int
     id: str
@@ -56,36 +56,36 @@ Delta = ContentDelta | ReasoningDelta | CallBegun | ArgumentsDelta
 
 
 class Detokenizer:
-    """Text of ids that come one by one; half a character is held back until it is whole.
+    """Decode ids that arrive one at a time; incomplete characters are held back until they are complete.
 
-    What is no character yet decodes to U+FFFD: one for all of it, or one for each byte of it. All but these are
-    certain, so that the pieces together are the text of all ids, also where the bytes are no UTF-8. A decoder that
-    takes back characters that were whole (byte fallback, when a bad byte follows them) is the exception.
+    Incomplete bytes decode to U+FFFD: one for all of them, or one per byte. Everything before them is final, so
+    that the pieces together are the text of all ids, even if the bytes are not valid UTF-8. The exception is a
+    decoder that retracts complete characters (byte fallback, when an invalid byte follows them).
     """
 
     def __init__(self, decode: Callable[[Iterable[int]], str]) -> None:
         self._decode = decode
-        self._ids: list[int] = []  # the context that the next text is decoded in
-        self._settled = 0  # ids among them whose text was given out whole
-        self._given = 0  # characters of their text that were given out
+        self._ids: list[int] = []  # the context for decoding the next text
+        self._settled = 0  # ids among them whose text has been emitted completely
+        self._given = 0  # characters of their text that have been emitted
 
     def feed(self, id: int) -> str:
-        """The text that is certain with this id."""
+        """Return the text that is final with this id."""
         self._ids.append(id)
         text = self._decode(self._ids)
         held = next((n for n in range(_HALF) if not text[: len(text) - n].endswith("\ufffd")), _HALF)
         if held and len(self._ids) - self._settled <= _HALF:
-            return ""  # with byte fallback, half a character makes the whole ones before it unreadable meanwhile
+            return ""  # with byte fallback, an incomplete character temporarily hides the complete ones before it
         new = self._give(text, len(text) - held)
         if not held:
-            self._ids = self._ids[self._settled :]  # the newest ids stay: decoders look one token back
+            self._ids = self._ids[self._settled :]  # keep the newest ids: decoders look back one token
             self._settled, self._given = len(self._ids), len(self._decode(self._ids))
         elif len(self._ids) > _MOST_CONTEXT:
             self._forget(text)
         return new
 
     def close(self) -> str:
-        """What was held back."""
+        """Return the text held back."""
         text = self._decode(self._ids)
         return self._give(text, len(text))
 
@@ -95,7 +95,7 @@ class Detokenizer:
         return new
 
     def _forget(self, text: str) -> None:
-        """Keep only the newest ids of many that make no character, cut where no character is."""
+        """Keep only the newest of many ids that form no character, cut at a character boundary."""
         for kept in range(_HALF + 1, 2 * _HALF + 2):
             before = self._decode(self._ids[:-kept])
             if len(before) <= self._given and before + self._decode(self._ids[-kept:]) == text:
@@ -105,7 +105,7 @@ class Detokenizer:
 
 
 class StopTexts:
-    """Ends a text where one of the stop texts begins; text that may be the beginning of one is held back."""
+    """End a text at the first stop text; text that may be the start of one is held back."""
 
     def __init__(self, stops: Sequence[str]) -> None:
         self._stops, self._held = tuple(stops), ""
@@ -113,7 +113,7 @@ class StopTexts:
         self.found: str | None = None
 
     def feed(self, text: str) -> str:
-        """The text that is certain by now."""
+        """Return the text that is final by now."""
         if not self._stops or self.found is not None:
             return "" if self.found is not None else text
         text = self._held + text
@@ -127,7 +127,7 @@ class StopTexts:
         return text[: len(text) - hold]
 
     def close(self) -> str:
-        """What was held back."""
+        """Return the text held back."""
         held, self._held = self._held, ""
         return held
 
@@ -138,7 +138,7 @@ class StopTexts:
 
 @dataclass(slots=True)
 class _Said:
-    """What a client was told so far."""
+    """What the client has received so far."""
 
     content: list[str] = field(default_factory=list)
     reasoning: list[str] = field(default_factory=list)
@@ -146,7 +146,7 @@ class _Said:
 
 
 class TextReader:
-    """Reads a completion that is nothing but text."""
+    """Read a completion that is plain text."""
 
     def __init__(self, renderer: Renderer, stops: Sequence[str] = ()) -> None:
         self._stop_ids, self._decode = renderer.stop_ids, renderer.decode
@@ -166,19 +166,19 @@ class TextReader:
 
     @property
     def text(self) -> str:
-        """All of it so far."""
+        """The whole text so far."""
         return "".join(self._text)
 
     def feed_all(self, ids: Sequence[int]) -> list[Delta]:
-        """What a whole completion says, where it cannot be cut."""
+        """Return the pieces of a whole completion that cannot be cut."""
         return self._tell(self._decode([id for id in ids if id not in self._stop_ids]))
 
     def feed(self, id: int) -> list[Delta]:
-        """What the next id says."""
+        """Return the pieces that the next id completes."""
         return [] if id in self._stop_ids else self._tell(self._stops.feed(self._detokenizer.feed(id)))
 
     def close(self) -> list[Delta]:
-        """What the end of the completion says. Called once, last."""
+        """Return the pieces that the end of the completion settles. Called once, last."""
         return self._tell(self._stops.feed(self._detokenizer.close()) + self._stops.close())
 
     def _tell(self, text: str) -> list[Delta]:
@@ -187,16 +187,16 @@ class TextReader:
 
 
 class MessageReader:
-    """Reads one completion as an assistant message.
+    """Read one completion as an assistant message.
 
     Args:
-        renderer: knows the tokens and the format.
-        tools: the schemas on offer.
-        thinking: whether the prompt ends inside an opened think block.
-        stops: texts that end the completion; they are not told.
-        read_calls: False takes calls for text: there are no tools, or they must not be called.
+        renderer: provides the tokenizer and the call format.
+        tools: the schemas offered.
+        thinking: whether the prompt ends inside an open think block.
+        stops: texts that end the completion; they are not sent.
+        read_calls: False treats calls as text, because there are no tools or they must not be called.
         one_call: the completion ends with its first call.
-        call_id: the id of call `index`.
+        call_id: returns the id of call `index`.
     """
 
     def __init__(
@@ -218,14 +218,14 @@ class MessageReader:
         self._text: list[str] = []
         self._events: list[Event] = []
         self._said = _Said()
-        self._unsettled = 0  # calls that have begun and are not complete
+        self._unsettled = 0  # calls that have started and are incomplete
         self._complete_calls = 0
         self._cut = False
         self._whole_at_once = False
 
     @property
     def cut(self) -> bool:
-        """The completion is over before the policy ended it: at a stop text, or after its only call."""
+        """Whether the completion was cut before the policy ended it: at a stop text, or after its only call."""
         return self._cut
 
     @property
@@ -234,18 +234,18 @@ class MessageReader:
         return self._one_call or self._stops.any
 
     def feed_all(self, ids: Sequence[int]) -> list[Delta]:
-        """What a whole completion says, where it cannot be cut: the same as id by id, and much cheaper."""
+        """Return the pieces of a whole completion that cannot be cut: as id by id, but much cheaper."""
         self._whole_at_once = True
         return self._read(self._renderer.decode([id for id in ids if id not in self._renderer.stop_ids]))
 
     def feed(self, id: int) -> list[Delta]:
-        """What the next id says; nothing more once the completion is cut."""
+        """Return the pieces that the next id completes; nothing more once the completion is cut."""
         if self.cut or id in self._renderer.stop_ids:
             return []
         return self._read(self._detokenizer.feed(id))
 
     def close(self) -> list[Delta]:
-        """What the end of the completion says. Called once, last."""
+        """Return the pieces that the end of the completion settles. Called once, last."""
         deltas: list[Delta] = []
         if not self.cut:
             deltas += self._read(self._detokenizer.close())
@@ -300,7 +300,7 @@ class MessageReader:
         return self._whole(event)
 
     def _whole(self, call: ParsedCall) -> list[Delta]:
-        """A call that is complete: what was not told of it yet."""
+        """Complete a call: return the pieces that have not been sent yet."""
         if not self._read_calls:
             return [ContentDelta("".join(self._text)[slice(*call.span)])]
         self._complete_calls += 1
@@ -323,21 +323,21 @@ class MessageReader:
             self._said.calls[delta.index][2].append(delta.text)
 
     def sent(self) -> Incoming:
-        """What the client was told, as it will send it back."""
+        """Return the message as the client received it, and will send it back."""
         raw = tuple("".join(pieces) for _, _, pieces in self._said.calls)
         calls = tuple(ToolCall(id, name, {}) for id, name, _ in self._said.calls)
         reasoning = "".join(self._said.reasoning) if self._said.reasoning else None
         return Incoming(Message("assistant", "".join(self._said.content), calls, reasoning=reasoning), raw)
 
     def message(self, number: int) -> Message | None:
-        """What the completion says; None where that is what its tokens read as, and they are not read yet.
+        """Return the message of the completion; None if it can be parsed from the tokens and has not been yet.
 
         Args:
-            number: of the message in its transcript.
+            number: index of the message in its transcript.
         """
         parsed = collect(self._events)
         if self._read_calls and not self.cut:
-            # Read here as `Renderer.parse` reads it, but for a malformed call's text, which is not told twice.
+            # Parsed as `Renderer.parse` does, except for a malformed call's text, which is not sent twice.
             return to_message(parsed, number) if self._whole_at_once and not parsed.errors else None
         if not self._read_calls:
             return Message("assistant", "".join(self._said.content), reasoning=parsed.reasoning)

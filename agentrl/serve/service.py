@@ -1,4 +1,4 @@
-"""A request for the next assistant turn, whatever dialect it came in: from messages to recorded turns."""
+"""Handle requests for the next assistant turn in any dialect: from messages to recorded turns."""
 
 from __future__ import annotations
 
@@ -23,32 +23,32 @@ from agentrl.serve.turns import Incoming, Prompt, ServedTurn, UnrenderableError
 from agentrl.types import Sampling
 
 LONG_TEXT = 50_000
-"""Characters of a request from which it is rendered in a thread, so that others go on meanwhile."""
+"""Requests with at least this many characters are rendered in a thread, so that they do not block others."""
 
 COLDEST = 1e-3
-"""Temperatures below are greedy: logits divided by them would not be finite."""
+"""Lower temperatures are greedy: logits divided by them would not be finite."""
 
 Emit = Callable[[int, list[Delta], Sequence[TokenLogprob]], None]
-"""Told the pieces of choice `index` as they come, with their tokens."""
+"""Called with the pieces of choice `index` as they arrive, with their tokens."""
 
 
 @dataclass(frozen=True, slots=True)
 class GenerationRequest:
-    """What a client wants, in no dialect.
+    """A client's request, independent of the dialect.
 
     Attributes:
         messages: the conversation.
-        tools: schemas on offer, in the shape of `Env.tools`.
+        tools: the schemas offered, in the form of `Env.tools`.
         choice: whether a tool is called: "auto", "none", "required", or "named" (then `named` says which).
         one_call: the turn ends with its first call.
-        n: how many turns.
+        n: number of turns to sample.
         temperature: 0 is greedy.
-        top_k: 0 is off.
-        limit: tokens of each completion at most; None for what the context allows.
-        stops: texts that end it.
-        seed: makes the draws the same every time; None draws differently.
-        top: alternatives told with each token.
-        format: what the answer has to look like.
+        top_k: 0 disables it.
+        limit: maximum tokens per completion; None for as many as the context allows.
+        stops: texts that end a completion.
+        seed: makes sampling reproducible; None samples differently each time.
+        top: number of alternatives to report per token.
+        format: the required format of the answer.
         param: name of the parameter that holds the messages, for errors.
     """
 
@@ -71,7 +71,7 @@ class GenerationRequest:
 
 @dataclass(frozen=True, slots=True)
 class Client:
-    """Whose request it is: the session that remembers its turns, and what is changed about what it asks."""
+    """The client of a request: the session that remembers its turns, and overrides for its requests."""
 
     session: Conversations
     adjust: Callable[[GenerationRequest], GenerationRequest] = field(default=lambda ask: ask)
@@ -79,7 +79,7 @@ class Client:
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """One finished choice: `sent` is what the client was told, `finish` as OpenAI names it."""
+    """One finished choice: `sent` is what the client received, `finish` as OpenAI names it."""
 
     turn: ServedTurn
     sent: Incoming
@@ -89,28 +89,28 @@ class Choice:
 
 @dataclass(slots=True)
 class Gate:
-    """How much may run at once: `limit` completions; more are told to come back."""
+    """Limits concurrency: up to `limit` completions at once; further requests are asked to retry."""
 
     limit: int
     running: int = 0
 
     def enter(self, count: int) -> None:
-        """Take `count` places; give them back with `leave`.
+        """Reserve `count` places; return them with `leave`.
 
         Raises:
-            ApiError: there is no room.
+            ApiError: there are not enough free places.
         """
         if self.running and self.running + count > self.limit:
             raise overloaded(f"{self.running} completions are running already; at most {self.limit} may", 1)
         self.running += count
 
     def leave(self, count: int) -> None:
-        """Give `count` places back."""
+        """Return `count` places."""
         self.running -= count
 
 
 class ChatService:
-    """Everything that answers requests: engine, renderer, grammars, counters."""
+    """Everything needed to answer requests: engine, renderer, grammars, counters."""
 
     def __init__(self, engine: Engine, renderer: Renderer, *, gate: Gate, metrics: Metrics) -> None:
         self.engine, self.renderer, self.gate, self.metrics = engine, renderer, gate, metrics
@@ -118,7 +118,7 @@ class ChatService:
         self._releasing: set[asyncio.Task[None]] = set()
 
     def open_session(self, max_tokens: int) -> Conversations:
-        """A session for many conversations; what it forgets, the engine forgets as well."""
+        """Create a session for many conversations; conversations it forgets are dropped by the engine too."""
 
         def forgotten(conversation: str) -> None:
             task = asyncio.ensure_future(self.engine.release(conversation))
@@ -128,10 +128,10 @@ class ChatService:
         return Conversations(self.renderer, max_tokens=max_tokens, on_forgotten=forgotten)
 
     async def prepare(self, ask: GenerationRequest, client: Client) -> Job:
-        """Check and render a request; everything that is the client's mistake is found here.
+        """Validate and render a request; all client errors are found here.
 
         Raises:
-            ApiError: it cannot be answered.
+            ApiError: the request cannot be answered.
         """
         ask = client.adjust(ask)
         self._check(ask)
@@ -176,7 +176,7 @@ class ChatService:
 
 @dataclass(slots=True)
 class Job:
-    """A request that is ready to be sampled: `prompt` is its tokens, `limit` those of each completion at most."""
+    """A request that is ready to be sampled: `prompt` has its tokens, `limit` the maximum per completion."""
 
     service: ChatService
     ask: GenerationRequest
@@ -189,8 +189,8 @@ class Job:
         """Sample every choice and remember the turns.
 
         Raises:
-            EngineError: the engine is lost.
-            ApiError: a grammar cannot be made.
+            EngineError: the engine has failed permanently.
+            ApiError: a grammar cannot be created.
         """
         metrics = self.service.metrics
         prompt_tokens = len(self.prompt.ids)
@@ -208,17 +208,17 @@ class Job:
 
     @property
     def prompt_tokens(self) -> int:
-        """Tokens of the prompt."""
+        """Number of tokens in the prompt."""
         return len(self.prompt.ids)
 
     @property
     def completion_tokens(self) -> int:
-        """Tokens of all choices together."""
+        """Number of tokens in all choices together."""
         return sum(len(spoken.turn.completion.ids) for spoken in self.spoken)
 
     @property
     def cached_tokens(self) -> int:
-        """Tokens of the prompt that were not computed again."""
+        """Number of prompt tokens that were not recomputed."""
         return max((spoken.turn.completion.cached_tokens for spoken in self.spoken), default=0)
 
     async def _choice(self, index: int, emit: Emit | None) -> Choice:
@@ -233,7 +233,7 @@ class Job:
             one_call=ask.one_call or ask.choice == "named",
             call_id=lambda call: session.call_id(number, call),
         )
-        # The first choice goes on with the conversation's state, others run beside it.
+        # The first choice continues the conversation's state, the others run in parallel.
         name = self.prompt.conversation if index == 0 else f"{self.prompt.conversation}#{index}"
         on_deltas = None if emit is None else lambda deltas, drawn: emit(index, deltas, drawn)
         order = await self._order(index)
@@ -242,7 +242,7 @@ class Job:
                 service.engine, self.prompt.ids, order, reader, session=name, on_deltas=on_deltas
             )
         except BaseException:
-            if not index and not session.remembers(name):  # it will never be forgotten, so nobody else frees it
+            if not index and not session.remembers(name):  # it will never be forgotten, so nothing else frees it
                 await service.engine.release(name)
             raise
         finally:
@@ -292,7 +292,7 @@ class Job:
 
 
 def _seed(seed: int, index: int) -> int:
-    """Another stream for each choice, the same every time; the first is the client's own."""
+    """Return a reproducible, distinct seed for each choice; the first is the client's own."""
     if index == 0:
         return seed % 2**63
     digest = hashlib.blake2b(f"{seed}/{index}".encode(), digest_size=8).digest()
@@ -300,10 +300,10 @@ def _seed(seed: int, index: int) -> int:
 
 
 def fresh_id(prefix: str) -> str:
-    """An id for an answer."""
+    """Return an id for an answer."""
     return f"{prefix}{secrets.token_hex(12)}"
 
 
 def now() -> int:
-    """Seconds since 1970."""
+    """Return the seconds since 1970."""
     return int(time.time())

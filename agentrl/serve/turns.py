@@ -1,4 +1,4 @@
-"""The turns that were sampled for clients, and by what they are recognized."""
+"""The turns sampled for clients, and the keys by which they are recognized."""
 
 from __future__ import annotations
 
@@ -19,40 +19,40 @@ Tools = Sequence[Mapping[str, Any]]
 
 
 class Matched(StrEnum):
-    """How the turn was recognised that a prompt goes on from."""
+    """How the turn that a prompt continues was recognized."""
 
     OPENING = "opening"
     """There is no assistant turn in the request."""
     CALL_ID = "call_id"
-    """By the ids minted for its tool calls, and the conversation before it is the one it was sampled after."""
+    """By the ids minted for its tool calls; the conversation before it is the one it was sampled after."""
     NAME = "name"
-    """By the id of its response (`previous_response_id`), and the conversation before it is the same."""
+    """By the id of its response (`previous_response_id`); the conversation before it is the same."""
     FORM = "form"
     """By the canonical form of the conversation up to it."""
     TOKENS = "tokens"
-    """The request, rendered afresh, begins with the very tokens of that turn and its context."""
+    """The request, rendered from scratch, starts with the exact tokens of that turn and its context."""
     FORK = "fork"
-    """Not at all: the request is a new branch, rendered afresh."""
+    """Not at all: the request is a new branch, rendered from scratch."""
 
 
 class DriftKind(StrEnum):
     """How a request differs from what was sampled here."""
 
     ECHO = "echo"
-    """A turn of ours came back in other words of the same meaning; its ids are reused."""
+    """A sampled turn came back reworded with the same meaning; its ids are reused."""
     REWORDED = "reworded"
-    """A turn of ours came back with other content, or other calls."""
+    """A sampled turn came back with different content or calls."""
     HISTORY = "history"
-    """A turn of ours came back after other messages than it was sampled after."""
+    """A sampled turn came back after different messages than it was sampled after."""
     TOOLS = "tools"
-    """A turn of ours came back with other tools on offer."""
+    """A sampled turn came back with different tools offered."""
     FOREIGN = "foreign"
     """An assistant turn that was not sampled in this session."""
 
 
 @dataclass(frozen=True, slots=True)
 class EchoDifference:
-    """One difference; `message` counts in the request, `turn` is the number of our turn where it is one."""
+    """One difference; `message` is an index in the request, `turn` the number of the sampled turn, if any."""
 
     kind: DriftKind
     message: int
@@ -61,13 +61,14 @@ class EchoDifference:
 
 @dataclass(frozen=True, slots=True)
 class Incoming:
-    """One message as a client sent it.
+    """One message as sent by a client.
 
     Attributes:
-        message: what it says; tool calls carry the client's ids.
-        raw_arguments: the text of each call's arguments as sent, where `message` is an assistant turn.
-        problem: why it cannot be rendered afresh (arguments that are no JSON object); a recognised turn is not.
-        turn: number of the turn of the session that this is, where the client named it; None finds out.
+        message: its content; tool calls carry the client's ids.
+        raw_arguments: the text of each call's arguments as sent, if `message` is an assistant turn.
+        problem: why it cannot be rendered from scratch (arguments that are not a JSON object); recognized turns
+        need not be.
+        turn: number of the session's turn that this is, if the client named it; None to find out.
     """
 
     message: Message
@@ -77,7 +78,7 @@ class Incoming:
 
 
 class UnrenderableError(ValueError):
-    """A message that must be rendered cannot be: `message` counts in the request."""
+    """A message that must be rendered cannot be: `message` is its index in the request."""
 
     def __init__(self, message: int, problem: str) -> None:
         super().__init__(problem)
@@ -86,18 +87,18 @@ class UnrenderableError(ValueError):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ServedTurn:
-    """One completion that was sampled in this session.
+    """One completion sampled in this session.
 
     Attributes:
-        number: counts the turns of the session.
+        number: index of the turn in the session.
         branch: the transcript that ends with this completion; fork it, never extend it.
-        message: the assistant message as the renderer reads it, with the transcript's own call ids.
-        sent: the same as the client gets it, with minted call ids.
+        message: the assistant message as parsed by the renderer, with the transcript's call ids.
+        sent: the same message as the client receives it, with minted call ids.
         completion: ids, logprobs and versions.
-        prompt_tokens: how many tokens the completion continues.
-        parent: number of the turn that this one goes on from; None after an empty context.
-        conversation: the engine session that computes it.
-        matched: how `parent` was recognised.
+        prompt_tokens: number of tokens that the completion continues.
+        parent: number of the turn that this one continues; None after an empty context.
+        conversation: name of the engine session that computes it.
+        matched: how `parent` was recognized.
         drift: what differed in the request.
     """
 
@@ -130,13 +131,13 @@ class Prompt:
 
     @property
     def ids(self) -> Sequence[int]:
-        """What the engine continues."""
+        """The ids that the engine continues."""
         return self.branch.ids
 
 
 @dataclass(slots=True)
 class KnownTurns:
-    """The turns that are remembered, by what they are recognised by."""
+    """The remembered turns, indexed by the keys for recognizing them."""
 
     turns: OrderedDict[int, ServedTurn] = field(default_factory=OrderedDict)  # least recently used first
     by_chain: dict[bytes, list[ServedTurn]] = field(default_factory=dict)
@@ -159,7 +160,7 @@ class KnownTurns:
         self.tokens += len(ids)
 
     def drop_oldest(self) -> ServedTurn:
-        """Forget the turn that was not used for longest."""
+        """Forget the least recently used turn."""
         _, turn = self.turns.popitem(last=False)
         ids = np.asarray(turn.branch.ids)
         _take_out(self.by_chain, turn.chain, turn)
@@ -176,14 +177,14 @@ class KnownTurns:
         return turn
 
     def of(self, one: Incoming) -> ServedTurn | None:
-        """The turn that an assistant message says it is, by its number or by the ids of its calls."""
+        """Return the turn that an assistant message claims to be, by its number or by the ids of its calls."""
         if one.turn is not None:
             return self.turns.get(one.turn)
         ids = [call.id for call in one.message.tool_calls]
         return next((self.by_call[id] for id in ids if id in self.by_call), None)
 
     def begins(self, ids: Sequence[int], offered: bytes) -> ServedTurn | None:
-        """The turn with most tokens that `ids` begin with and go beyond; the newest of several."""
+        """Return the longest turn whose tokens are a proper prefix of `ids`; the newest if there are several."""
         array = np.asarray(ids)
         ends = [count for count, id in enumerate(array[:-1].tolist(), 1) if (count, id) in self.ends]
         found, hashed, at = None, token_hash(offered, array[:0]), 0
@@ -201,7 +202,7 @@ def _take_out(turns: dict[bytes, list[ServedTurn]], key: bytes, turn: ServedTurn
 
 
 def token_hash(tools: bytes, ids: NDArray[np.int64]) -> hashlib.blake2b:
-    """Of tokens and the tools that were on offer; more tokens may be added to it."""
+    """Hash tokens and the tools offered; more tokens may be added to it."""
     hashed = hashlib.blake2b(tools, digest_size=16)
     hashed.update(ids.tobytes())
     return hashed

@@ -1,1 +1,1 @@
-"""See the docstrings of the modules inside."""
+"""Display episodes as text, and their tokens in color."""

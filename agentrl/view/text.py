@@ -1,4 +1,4 @@
-"""Episodes as text for a terminal: who said what, what each tool answered, why it stopped, what it scored."""
+"""Display episodes as text in a terminal: messages, tool results, stop reason and rewards."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from agentrl.types import LIMITS, CallRecord, Episode, Image, Message, ToolCall,
 
 
 def worst_first(records: Iterable[EpisodeRecord]) -> list[EpisodeRecord]:
-    """Failed episodes, then by reward from below; among equals those with more mistakes first."""
+    """Sort failed episodes first, then by ascending reward; ties are ordered by most mistakes."""
 
     def badness(record: EpisodeRecord) -> tuple[bool, float, float]:
         episode = record.episode
@@ -26,7 +26,7 @@ def worst_first(records: Iterable[EpisodeRecord]) -> list[EpisodeRecord]:
 
 
 def mistakes(episode: Episode) -> Mapping[str, float]:
-    """How often the policy made which mistake: calls that cannot be read, and those whose outcome is not "ok"."""
+    """Count the policy's mistakes: calls that cannot be parsed, and those whose outcome is not "ok"."""
     counts: dict[str, float] = {}
     for turn in episode.turns:
         if turn.message.parse_errors:
@@ -38,7 +38,7 @@ def mistakes(episode: Episode) -> Mapping[str, float]:
 
 
 def step_table(records: Sequence[EpisodeRecord]) -> RenderableType:
-    """One line for each episode."""
+    """Return one line per episode."""
     table = Table(box=None, pad_edge=False, header_style="bold")
     table.add_column("episode", no_wrap=True)
     for heading in ("reward", "advantage", "turns", "tokens"):
@@ -60,21 +60,21 @@ def step_table(records: Sequence[EpisodeRecord]) -> RenderableType:
 
 
 def num_sampled(episode: Episode) -> int:
-    """Tokens that the policy sampled; as its endpoint counts them where there are no segments."""
+    """Count the tokens that the policy sampled, or use its endpoint's count if there are no segments."""
     if not episode.segments:
         return sum(turn.tokens for turn in episode.turns)
     return sum(len(segment.ids) for segment in episode.segments if segment.origin == "sampled")
 
 
 def episode_text(record: EpisodeRecord) -> RenderableType:
-    """A whole episode, message by message."""
+    """Format a whole episode, message by message."""
     episode = record.episode
     turns = list(episode.turns)
     parts: list[RenderableType] = [_head(record), ""]
     answers: dict[str, CallRecord] = {}
     for message in episode.messages:
         turn = None
-        if turns and message == turns[0].message:  # other assistant messages are of a branch, or the client's own
+        if turns and message == turns[0].message:  # others are from a branch, or written by the client
             turn = turns.pop(0)
             answers.update({call.call.id: call for call in turn.calls})
         parts += [*_message(message, turn, answers), ""]
@@ -137,7 +137,7 @@ def _foot(record: EpisodeRecord) -> Text:
 
 
 def message_text(message: Message) -> str:
-    """The content of a message; an image is named by its type and size."""
+    """Return the content of a message; an image is shown as its type and size."""
     if isinstance(message.content, str):
         return message.content
     return "".join(
@@ -147,7 +147,7 @@ def message_text(message: Message) -> str:
 
 
 def call_text(call: ToolCall) -> str:
-    """A call as Python would write it: `calculator(expression="1 + 2")`."""
+    """Format a call as Python would write it: `calculator(expression="1 + 2")`."""
     arguments = ", ".join(
         f"{name}={json.dumps(value, ensure_ascii=False)}" for name, value in call.arguments.items()
     )

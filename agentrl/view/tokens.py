@@ -1,4 +1,4 @@
-"""The tokens of an episode in colour: what was prompt, what was sampled, what was observed, and what trains."""
+"""Display an episode's tokens in color: prompt, sampled and observed tokens, and which ones train."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ STYLES: dict[Origin, str] = {
     "observation": "magenta",
     "glue": "dim",
 }
-"""Colour of each origin; sampled tokens with a negative advantage are red, those with none are plain."""
+"""Color of each origin; sampled tokens with a negative advantage are red, those with none are plain."""
 
 
 def tokens_text(
     segments: Sequence[Segment], decode: Callable[[Sequence[int]], str], advantages: Sequence[float] = ()
 ) -> Text:
-    """Every token of an episode, segment by segment, each token apart from its neighbour by an underline.
+    """Format every token of an episode, segment by segment; underlines separate neighboring tokens.
 
     Args:
-        segments: the ledger.
-        decode: ids to text, control tokens included.
-        advantages: one for each sampled segment; empty where the episode does not train.
+        segments: the episode's token segments.
+        decode: converts ids to text, control tokens included.
+        advantages: one per sampled segment; empty if the episode is not used for training.
     """
     out = Text()
     sampled = iter(advantages)
@@ -41,7 +41,7 @@ def tokens_text(
 
 
 def pieces(ids: Sequence[int], decode: Callable[[Sequence[int]], str]) -> list[str]:
-    """The text of each token; tokens that only together make a character are one piece."""
+    """Return the text of each token; tokens that only together form a character are merged into one piece."""
     found: list[str] = []
     start = 0
     for end in range(1, len(ids) + 1):

@@ -1,1 +1,1 @@
-"""The dialects of the endpoint: chat completions, completions, responses."""
+"""The request formats of the endpoint: chat completions, completions, responses."""

@@ -1,7 +1,7 @@
-"""POST /v1/chat/completions: the request as an `GenerationRequest`, the answer as JSON or as chunks.
+"""POST /v1/chat/completions: the request as a `GenerationRequest`, the answer as JSON or as chunks.
 
-Source: the OpenAI API reference. Extensions: `reasoning_content` (as vLLM, SGLang and DeepSeek name it), and with
-`return_token_ids` the ids of prompt and choices (vLLM).
+Source: the OpenAI API reference. Extensions: `reasoning_content` (the name used by vLLM, SGLang and DeepSeek), and
+with `return_token_ids` the ids of prompt and choices (vLLM).
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ from agentrl.serve.service import Choice, GenerationRequest, Job, fresh_id, now
 
 
 def request_of(request: ChatRequest) -> GenerationRequest:
-    """What the request asks for.
+    """Convert the request.
 
     Raises:
-        ApiError: a parameter has a value that is not known, or that is not supported.
+        ApiError: a parameter has an unknown or unsupported value.
     """
     request.refuse_unsupported()
     tools = tools_of(request.tools)
@@ -62,7 +62,7 @@ def _choice(given: str | dict[str, Any] | None) -> tuple[str, str]:
 
 
 def format_of(given: ResponseFormat | None) -> AnswerFormat | None:
-    """The grammar of an answer, None where it is free text."""
+    """Return the grammar of an answer, or None for free text."""
     if given is None or given.type == "text":
         return None
     if given.type == "json_object":
@@ -73,7 +73,7 @@ def format_of(given: ResponseFormat | None) -> AnswerFormat | None:
 
 
 class ChatWriter:
-    """Writes the answer to one request, whole or in chunks."""
+    """Write the answer to one request, whole or in chunks."""
 
     def __init__(self, request: ChatRequest, job: Job, *, fingerprint: str, renderer: Renderer) -> None:
         self._request, self._job, self._renderer = request, job, renderer
@@ -86,7 +86,7 @@ class ChatWriter:
         }
 
     def whole(self, spoken: Sequence[Choice]) -> dict[str, Any]:
-        """The answer as one object."""
+        """Return the answer as one object."""
         body = {
             **self._head,
             "object": "chat.completion",
@@ -129,7 +129,7 @@ class ChatWriter:
     # -- chunks ------------------------------------------------------------------------------------------------
 
     def chunks(self, index: int, deltas: Sequence[Delta], drawn: Sequence[TokenLogprob]) -> list[dict[str, Any]]:
-        """Pieces of choice `index`; the tokens go with the last of them."""
+        """Return pieces of choice `index`; the tokens are sent with the last of them."""
         bodies = [self._delta(delta) for delta in deltas]
         tokens = [token for token in drawn if token.id not in self._renderer.stop_ids]
         if not bodies and tokens and (self._logprobs or self._request.return_token_ids):
@@ -142,7 +142,7 @@ class ChatWriter:
         return chunks
 
     def opening(self) -> list[dict[str, Any]]:
-        """The chunks that say whose turn it is."""
+        """Return the chunks that start each choice with its role."""
         chunks = [
             self._chunk(index, {"role": "assistant", "content": "", "refusal": None})
             for index in range(self._job.ask.n)
@@ -152,7 +152,7 @@ class ChatWriter:
         return chunks
 
     def closing(self, spoken: Sequence[Choice]) -> list[dict[str, Any]]:
-        """The chunks that say why each choice ended, and what it all cost where that was asked for."""
+        """Return the chunks with each choice's finish reason, and the usage if requested."""
         chunks = [self._chunk(index, {}, one.finish) for index, one in enumerate(spoken)]
         if self._wants_usage:
             chunks.append({**self._chunk(0, {}), "choices": [], "usage": usage_of(self._job)})
@@ -195,7 +195,7 @@ class ChatWriter:
 
 
 def usage_of(job: Job) -> dict[str, Any]:
-    """What the request cost."""
+    """Return the token usage of the request."""
     return {
         "prompt_tokens": job.prompt_tokens,
         "completion_tokens": job.completion_tokens,

@@ -1,4 +1,4 @@
-"""POST /v1/completions: text or ids in, text out; nothing is rendered and nothing is recognised.
+"""POST /v1/completions: text or ids in, text out; no chat template and no turn recognition.
 
 Source: the OpenAI API reference (legacy completions).
 """
@@ -20,14 +20,14 @@ from agentrl.serve.service import COLDEST, fresh_id, now
 from agentrl.types import Completion, Sampling
 
 MAX_CHOICES = 2048
-"""Completions in one request, of all its prompts together."""
+"""Maximum number of completions in one request, over all its prompts."""
 
 Emit = Callable[[int, list[Delta], Sequence[TokenLogprob]], None]
 
 
 @dataclass(frozen=True, slots=True)
 class Continued:
-    """One finished choice: its prompt with the logprobs of it (where they were asked for), and what followed."""
+    """One finished choice: its prompt, with logprobs if requested, and the completion."""
 
     prompt: tuple[int, ...]
     scored: tuple[TokenLogprob, ...]
@@ -36,7 +36,7 @@ class Continued:
 
 
 class TextJob:
-    """A completion request that is ready to be sampled.
+    """Convert a completion request so that it can be sampled.
 
     Raises:
         ApiError: it cannot be answered.
@@ -80,7 +80,7 @@ class TextJob:
 
     @property
     def count(self) -> int:
-        """Completions to sample."""
+        """Number of completions to sample."""
         return len(self.prompts) * (self.request.n or 1)
 
     async def run(self, emit: Emit | None = None) -> list[Continued]:
@@ -121,7 +121,7 @@ class TextJob:
 
 
 class TextWriter:
-    """Writes the answer to one request, whole or in chunks."""
+    """Write the answer to one request, whole or in chunks."""
 
     def __init__(self, job: TextJob, renderer: Renderer, fingerprint: str) -> None:
         self._job, self._renderer, self._request = job, renderer, job.request
@@ -135,7 +135,7 @@ class TextWriter:
         }
 
     def whole(self, done: Sequence[Continued]) -> dict[str, Any]:
-        """The answer as one object."""
+        """Return the answer as one object."""
         return {
             **self._head,
             "choices": [self._choice(n, one) for n, one in enumerate(done)],
@@ -159,11 +159,11 @@ class TextWriter:
         return choice
 
     def opening(self) -> list[dict[str, Any]]:
-        """Nothing is said before the first piece."""
+        """Return no chunks: none come before the first piece."""
         return []
 
     def chunks(self, index: int, deltas: Sequence[Delta], drawn: Sequence[TokenLogprob]) -> list[dict[str, Any]]:
-        """Pieces of choice `index`; the tokens go with the first of them."""
+        """Return pieces of choice `index`; the tokens are sent with the first of them."""
         chunks = [self._chunk(index, delta.text) for delta in deltas if isinstance(delta, ContentDelta)]
         if not chunks and self._request.logprobs is not None:
             chunks = [self._chunk(index, "")]
@@ -174,7 +174,7 @@ class TextWriter:
         return chunks
 
     def closing(self, done: Sequence[Continued]) -> list[dict[str, Any]]:
-        """Why each choice ended, and the cost where it was asked for."""
+        """Return each choice's finish reason, and the usage if requested."""
         chunks = [self._chunk(index, "", _finish(one)) for index, one in enumerate(done)]
         options = self._request.stream_options
         if options is not None and options.include_usage:
@@ -199,17 +199,17 @@ class TextWriter:
         }
 
     def _name(self, id: int) -> str:
-        """The text of one token; bytes that are no text alone are named as bytes."""
+        """Return the text of one token; bytes that are not valid text on their own are shown as bytes."""
         raw = self._renderer.vocabulary.token_bytes(id)
         try:
             return raw.decode()
         except UnicodeDecodeError:
             return "bytes:" + "".join(f"\\x{byte:02x}" for byte in raw)
 
-    # The stop token is among the tokens though not in the text: harnesses count on one entry for each token drawn.
+    # The stop token is among the tokens but not in the text: harnesses expect one entry per sampled token.
 
     def _logprobs(self, first: int | None, drawn: Sequence[TokenLogprob], offset: int) -> dict[str, Any]:
-        """Lists by token; `first` is a prompt's first token, which nothing stands before."""
+        """Return lists by token; `first` is a prompt's first token, which has no context."""
         names = [] if first is None else [self._name(first)]
         values: list[float | None] = [None] * len(names)
         tops: list[dict[str, float] | None] = [None] * len(names)

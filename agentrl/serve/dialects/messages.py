@@ -1,4 +1,4 @@
-"""From the wire to messages and tools, and back to JSON."""
+"""Convert messages and tools from the wire format, and back to JSON."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from agentrl.serve.turns import Incoming
 
 
 def incoming_of(messages: Sequence[WireMessage], param: str = "messages") -> list[Incoming]:
-    """The messages of a request.
+    """Convert the messages of a request.
 
     Raises:
-        ApiError: content that is not text, or a tool result without the id of its call.
+        ApiError: content is not text, or a tool result lacks the id of its call.
     """
     return [_incoming(message, f"{param}[{n}]") for n, message in enumerate(messages)]
 
@@ -33,10 +33,10 @@ def _incoming(message: WireMessage, where: str) -> Incoming:
 
 
 def tools_of(tools: Sequence[WireTool] | None) -> tuple[dict[str, Any], ...]:
-    """The tools of a request in the shape in which envs offer theirs, so that the prompt is the same.
+    """Convert the tools of a request to the form in which envs offer theirs, so that the prompt is the same.
 
     Raises:
-        ApiError: a tool that is no function, or two of one name.
+        ApiError: a tool is not a function, or two have the same name.
     """
     found: dict[str, dict[str, Any]] = {}
     for n, tool in enumerate(tools or ()):

@@ -22,13 +22,13 @@ from agentrl.serve.turns import Incoming
 
 
 def request_of(request: ResponsesRequest, earlier: Sequence[Incoming] = ()) -> GenerationRequest:
-    """What the request asks for.
+    """Convert the request.
 
     Args:
-        earlier: the conversation that it goes on from, without instructions.
+        earlier: the conversation that it continues, without instructions.
 
     Raises:
-        ApiError: a parameter has a value that is not known, or that is not supported.
+        ApiError: a parameter has an unknown or unsupported value.
     """
     request.refuse_unsupported()
     tools = tools_of([_tool(n, tool.type, tool) for n, tool in enumerate(request.tools or ())])
@@ -83,10 +83,10 @@ def _format(text: TextOptions | None) -> AnswerFormat | None:
 
 
 def earlier_of(request: ResponsesRequest, session: Conversations) -> tuple[Incoming, ...]:
-    """The conversation that the request goes on from; empty where it names none.
+    """Return the conversation that the request continues; empty if it names none.
 
     Raises:
-        ApiError: there is no such response here.
+        ApiError: the response does not exist here.
     """
     id = request.previous_response_id
     if id is None:
@@ -140,7 +140,7 @@ def _message(item: Item, where: str) -> WireMessage:
 
 
 def _turn(said: Sequence[Item]) -> list[WireMessage]:
-    """The items of one assistant turn as one message."""
+    """Combine the items of one assistant turn into one message."""
     if not said:
         return []
     texts: list[str] = []
@@ -168,7 +168,7 @@ def _turn(said: Sequence[Item]) -> list[WireMessage]:
 
 @dataclass(slots=True)
 class _Open:
-    """An output item that is being written; `text` is what it holds so far."""
+    """An output item in progress; `text` is its content so far."""
 
     kind: str
     id: str
@@ -177,7 +177,7 @@ class _Open:
     name: str = ""
 
     def item(self, status: str) -> dict[str, Any]:
-        """The item as JSON."""
+        """Return the item as JSON."""
         if self.kind == "function_call":
             return {
                 "id": self.id,
@@ -193,14 +193,14 @@ class _Open:
         return {"id": self.id, "type": "message", "role": "assistant", "status": status, "content": content}
 
     def part(self) -> dict[str, Any]:
-        """The content part as JSON."""
+        """Return the content part as JSON."""
         if self.kind == "reasoning":
             return {"type": "reasoning_text", "text": self.text}
         return {"type": "output_text", "text": self.text, "annotations": [], "logprobs": []}
 
 
 class ResponseWriter:
-    """Writes the answer to one request, whole or in events."""
+    """Write the answer to one request, whole or in events."""
 
     def __init__(self, request: ResponsesRequest, job: Job) -> None:
         self._request, self._job = request, job
@@ -209,14 +209,14 @@ class ResponseWriter:
         self._number = 0
 
     def whole(self, spoken: Sequence[Choice]) -> dict[str, Any]:
-        """The answer as one object."""
+        """Return the answer as one object."""
         (one,) = spoken
         self._absorb(one)
         self._keep(one)
         return self._response(self._status(one), one)
 
     def _keep(self, one: Choice) -> None:
-        """Let the next request go on from here; before the client is told, who may ask at once."""
+        """Make the response available to later requests, before the client receives it and may refer to it."""
         if self._stored:
             before = self._job.ask.messages[bool(self._request.instructions) :]
             self._job.session.keep(self._id, one.turn, before)
@@ -226,7 +226,7 @@ class ResponseWriter:
         return self._request.store is not False
 
     def _absorb(self, one: Choice) -> None:
-        """The items of a turn that was not streamed."""
+        """Return the items of a turn that was not streamed."""
         sent = one.sent.message
         if sent.reasoning:
             self._items.append(_Open("reasoning", fresh_id("rs_"), sent.reasoning))
@@ -283,14 +283,14 @@ class ResponseWriter:
         return {"type": kind, "sequence_number": number, **fields}
 
     def opening(self) -> list[dict[str, Any]]:
-        """The response exists."""
+        """Return the events that announce the response."""
         return [
             self._event("response.created", response=self._response("in_progress")),
             self._event("response.in_progress", response=self._response("in_progress")),
         ]
 
     def chunks(self, index: int, deltas: Sequence[Delta], drawn: Sequence[TokenLogprob]) -> list[dict[str, Any]]:
-        """Pieces of the turn."""
+        """Return the events for pieces of the turn."""
         return [event for delta in deltas for event in self._piece(delta)]
 
     def _piece(self, delta: Delta) -> list[dict[str, Any]]:
@@ -327,7 +327,7 @@ class ResponseWriter:
         return events
 
     def closing(self, spoken: Sequence[Choice]) -> list[dict[str, Any]]:
-        """Every item is complete, and so is the response."""
+        """Return the events that complete every item and the response."""
         (one,) = spoken
         self._keep(one)
         status = self._status(one)

@@ -1,6 +1,7 @@
-"""What clients send: chat and text completions. Types are strict; unknown fields pass, harmful ones are refused.
+"""Request models for chat and text completions. Types are strict; unknown fields are ignored, harmful ones
+rejected.
 
-Source: the OpenAI API reference; fields beyond it are those of vLLM and SGLang by the same names.
+Source: the OpenAI API reference; additional fields have the names that vLLM and SGLang use.
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ HARMLESS: dict[str, tuple[Any, ...]] = {
     "use_beam_search": (False,),
     "web_search_options": (),
 }
-"""Parameters of other servers that would change the answer, with the values (besides null) that change nothing."""
+"""Other servers' parameters that would change the answer, with the values (besides null) that have no effect."""
 
 Tokens = Annotated[int, Field(ge=1, le=1 << 31)]
 
@@ -55,7 +56,7 @@ class Wire(BaseModel):
 
 
 class Part(Wire):
-    """One part of a message's content; only text is known."""
+    """One part of a message's content; only text is supported."""
 
     type: Annotated[str, Field(json_schema_extra={"enum": ["text", "input_text", "output_text", "refusal"]})]
     text: str | None = None
@@ -63,7 +64,7 @@ class Part(Wire):
 
 
 class CalledFunction(Wire):
-    """Which function, with which arguments."""
+    """The function to call, and its arguments."""
 
     name: str
     arguments: str = "{}"
@@ -87,29 +88,29 @@ class WireMessage(Wire):
     tool_calls: list[WireCall] | None = None
     tool_call_id: str | None = None
     reasoning_content: str | None = None
-    """The think block of an assistant turn, as this server sends it."""
+    """The think block of an assistant turn, in the format this server sends."""
     reasoning: str | None = None
 
 
 class Function(Wire):
-    """A tool on offer."""
+    """The function of a tool."""
 
     name: Annotated[str, Field(min_length=1, max_length=256)]
     description: str | None = None
     parameters: dict[str, Any] | None = None
     strict: bool | None = None
-    """Accepted; the schema is part of the prompt either way."""
+    """Accepted but without effect: the schema is part of the prompt either way."""
 
 
 class WireTool(Wire):
-    """A tool on offer; only functions are known."""
+    """A tool offered to the model; only functions are supported."""
 
     type: Annotated[str, Field(json_schema_extra={"enum": ["function"]})]
     function: Function | None = None
 
 
 class JsonSchema(Wire):
-    """The schema that an answer has to follow."""
+    """The schema that an answer must follow."""
 
     name: str | None = None
     schema_: dict[str, Any] | None = Field(default=None, alias="schema")
@@ -117,20 +118,20 @@ class JsonSchema(Wire):
 
 
 class ResponseFormat(Wire):
-    """What an answer looks like."""
+    """The format of an answer."""
 
     type: Literal["text", "json_object", "json_schema"]
     json_schema: JsonSchema | None = None
 
 
 class StreamOptions(Wire):
-    """How an answer is streamed."""
+    """Streaming options."""
 
     include_usage: bool | None = None
 
 
 class WireRequest(Wire):
-    """What all requests have in common."""
+    """Fields common to all requests."""
 
     model_config = ConfigDict(extra="allow")
 
@@ -155,11 +156,11 @@ class WireRequest(Wire):
 
     @property
     def stops(self) -> tuple[str, ...]:
-        """The stop texts."""
+        """Return the stop texts."""
         return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
 
     def refuse_unsupported(self) -> None:
-        """Raise for parameters that would change the answer and are not there."""
+        """Raise for unsupported parameters that would change the answer."""
         for name, value in (self.model_extra or {}).items():
             if name in HARMLESS and value is not None and value not in HARMLESS[name]:
                 raise unsupported(name, "is not supported here; leave it out")
@@ -181,7 +182,7 @@ class ChatRequest(WireRequest):
 
     @property
     def limit(self) -> int | None:
-        """Tokens in each completion at most."""
+        """Maximum number of tokens per completion."""
         return self.max_completion_tokens or self.max_tokens
 
     @model_validator(mode="after")
@@ -200,6 +201,6 @@ class CompletionRequest(WireRequest):
     """Text, token ids, or a list of either."""
     echo: bool | None = None
     logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
-    """How many alternatives each token comes with."""
+    """Number of alternatives to return per token."""
     max_tokens: Annotated[int, Field(ge=0, le=1 << 31)] | None = 16
     best_of: Annotated[int, Field(ge=1, le=128)] | None = None

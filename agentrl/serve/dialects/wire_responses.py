@@ -1,4 +1,4 @@
-"""What clients send to /v1/responses. Source: the OpenAI API reference."""
+"""Request models for /v1/responses. Source: the OpenAI API reference."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ Value = Annotated[str, Field(max_length=512)]
 
 
 class Item(Wire):
-    """One item of the conversation: a message, a call, the result of a call, or a think block."""
+    """One item of the conversation: a message, a call, a call's result, or a think block."""
 
     type: Annotated[str, Field(json_schema_extra={"enum": KINDS})] = "message"
     role: Literal["system", "developer", "user", "assistant"] | None = None
@@ -29,18 +29,18 @@ class Item(Wire):
 
 
 class FlatTool(Wire):
-    """A tool on offer; only functions are known."""
+    """A tool offered to the model; only functions are supported."""
 
     type: Annotated[str, Field(json_schema_extra={"enum": ["function"]})]
     name: str | None = None
     description: str | None = None
     parameters: dict[str, Any] | None = None
     strict: bool | None = None
-    """Accepted; the schema is part of the prompt either way."""
+    """Accepted but without effect: the schema is part of the prompt either way."""
 
 
 class TextFormat(Wire):
-    """What an answer looks like."""
+    """The format of an answer."""
 
     type: Literal["text", "json_object", "json_schema"]
     name: str | None = None
@@ -49,7 +49,7 @@ class TextFormat(Wire):
 
 
 class TextOptions(Wire):
-    """How the answer's text is written."""
+    """Options for the answer's text."""
 
     format: TextFormat | None = None
 
@@ -62,11 +62,11 @@ class ResponsesRequest(Wire):
     model: str
     input: str | list[Item]
     instructions: str | None = None
-    """Becomes the first system message, of this response only: the next one brings its own."""
+    """The first system message, for this response only: the next one provides its own."""
     previous_response_id: str | None = None
-    """The response that `input` goes on from; its conversation is not sent again."""
+    """The response that `input` continues; its conversation is not sent again."""
     store: bool | None = None
-    """False: no other response can go on from this one."""
+    """False: no other response can continue from this one."""
     tools: list[FlatTool] | None = None
     tool_choice: Literal["none", "auto", "required"] | dict[str, Any] | None = None
     """`none`, `auto`, `required`, or {"type": "function", "name": ...}."""
@@ -77,10 +77,10 @@ class ResponsesRequest(Wire):
     max_output_tokens: Tokens | None = None
     text: TextOptions | None = None
     metadata: Annotated[dict[Key, Value], Field(max_length=16)] | None = None
-    """Comes back with the response."""
+    """Returned with the response."""
 
     def refuse_unsupported(self) -> None:
-        """Raise for parameters that would change the answer and are not there."""
+        """Raise for unsupported parameters that would change the answer."""
         for name, value in (self.model_extra or {}).items():
             if name in HARMLESS and value is not None and value not in HARMLESS[name]:
                 raise unsupported(name, HARMLESS_WHY.get(name, "is not supported here; leave it out"))
@@ -94,5 +94,5 @@ HARMLESS: dict[str, tuple[Any, ...]] = {
     "top_logprobs": (0,),
     "truncation": ("disabled",),
 }
-"""Parameters that would change the answer, with the values (besides null) that change nothing."""
+"""Parameters that would change the answer, with the values (besides null) that have no effect."""
 HARMLESS_WHY = {"conversation": "there are no conversation objects here; go on by `previous_response_id`"}
