@@ -1,4 +1,4 @@
-"""What can go wrong with a sandbox itself; what a program inside does is never among it."""
+"""Failures of a sandbox itself; failures of the programs inside are never among them."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from agentrl.errors import ConfigError, SandboxError
 
 
 class SandboxUnavailable(SandboxError):
-    """The back-end cannot start sandboxes now (daemon gone, kernel refuses, host out of resources)."""
+    """The back-end cannot start sandboxes now (daemon unavailable, kernel refuses, host out of resources)."""
 
 
 class SandboxCreateTimeout(SandboxUnavailable):
@@ -14,13 +14,14 @@ class SandboxCreateTimeout(SandboxUnavailable):
 
 
 class SandboxDied(SandboxError):
-    """The sandbox is gone, or no longer answers and has been destroyed."""
+    """The sandbox is gone, or stopped responding and has been destroyed."""
 
 
 class SandboxBroken(SandboxError):
     """The sandbox died after a program had run in it, and nothing outside explains why.
 
-    Unlike its base classes this is no infrastructure failure: the episode ends with `StopReason.SANDBOX_BROKEN`.
+    Unlike its base classes, this is not an infrastructure failure: the episode ends with
+    `StopReason.SANDBOX_BROKEN`.
 
     Attributes:
         reward: total reward of the episode.
@@ -39,4 +40,4 @@ class PoolExhausted(SandboxError):
 
 
 class PromiseNotEnforceable(ConfigError):
-    """The back-end cannot keep, on this machine, what the spec asks for."""
+    """The back-end cannot keep a promise that the spec requires on this machine."""
