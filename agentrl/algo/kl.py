@@ -83,7 +83,7 @@ def kl_in_reward(
 
 
 class FixedKL:
-    """The coefficient of the KL penalty stays as it is."""
+    """The coefficient of the KL penalty is fixed."""
 
     def __init__(self, coef: float) -> None:
         if not coef >= 0:
@@ -130,7 +130,7 @@ class AdaptiveKL:
         return {"coef": self.coef}
 
     def load_state_dict(self, state: Mapping[str, float]) -> None:
-        """Go on with the coefficient of a checkpoint; target and horizon are the configuration's."""
+        """Resume with the coefficient of a checkpoint; target and horizon are the configuration's."""
         self.coef = float(state["coef"])
 
 

@@ -1,4 +1,4 @@
-"""Sums over the tokens of each sequence, for tokens that lie flat and in any order."""
+"""Sums over the tokens of each sequence, for flat tokens in any order."""
 
 from __future__ import annotations
 

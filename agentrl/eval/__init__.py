@@ -1,1 +1,1 @@
-"""Playing tasks with a policy, without training on them: any checkpoint or endpoint, on any env."""
+"""Evaluation without training: any checkpoint or endpoint, on any env."""

@@ -1,4 +1,4 @@
-"""Two evaluations side by side, task by task."""
+"""Compare two evaluations, task by task."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Playing tasks with a policy, without training on them: a checkpoint of ours, or a model behind an endpoint.
+"""Evaluate a policy without training: a checkpoint, or a model behind an endpoint.
 
 The folder of an evaluation is a run folder: config.yaml, metrics.jsonl, and the episodes under the step of the
 checkpoint. Finished tasks are kept in `episodes/partial.jsonl` as they end, so that the same evaluation goes on
@@ -62,15 +62,15 @@ LOST_IN_A_ROW = 5
 
 @dataclass(frozen=True, slots=True)
 class EvalOptions:
-    """How an evaluation plays.
+    """The settings of an evaluation.
 
     Attributes:
         split: which tasks; the env's generator or the run's data files give them.
         tasks: how many; `eval.tasks` of the run where None.
         attempts: episodes of each task.
         temperature: 0 is greedy; None is greedy with one attempt, and the temperature of training with several.
-        filters: which tokens may be drawn.
-        concurrency: episodes in flight at most.
+        filters: sampling filters.
+        concurrency: maximum concurrent episodes.
         prices: of the endpoint's tokens.
     """
 

@@ -1,7 +1,7 @@
-"""The critic: what an episode will still earn, said at every token before it is sampled.
+"""The critic: predicts the remaining return of an episode before each sampled token.
 
 It is a Hugging Face token classifier with one label: the body of the policy (or of another model directory) with a
-head that says 0 everywhere at first. It has its own optimiser, and its checkpoint is a model directory of its own.
+head that initially outputs 0. It has a separate optimizer and a separate model directory in checkpoints.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ CRITIC_FOLDER = "critic"
 
 
 def load_critic(directory: Path) -> PreTrainedModel:
-    """A value model from a directory; of a policy's the body is taken and the head begins at 0.
+    """A value model from a directory; for a policy, the body is used and the head starts at 0.
 
     Raises:
         ConfigError: the directory is missing or holds no model, or its architecture has no token classifier.
@@ -176,7 +176,7 @@ class Critic:
         """One optimizer update with the clipped gradient, at `factor` times the learning rate.
 
         Raises:
-            AgentRLError: the gradient is not finite; the critic is left as it was.
+            AgentRLError: the gradient is not finite; the critic is unchanged.
         """
         norm = whole(torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.critic.max_grad_norm))
         if not math.isfinite(float(norm)):

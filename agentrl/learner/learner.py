@@ -40,7 +40,7 @@ THREAD = "agentrl-learner"
 
 
 class Learner:
-    """What a run trains with. Every method runs in the learner's own thread, so the event loop never waits for it.
+    """The learner of a run. Every method runs in a dedicated thread, so the event loop never waits for it.
 
     Attributes:
         reference_apart: whether the reference has ranks to itself, so its log-probabilities must be annotated.
@@ -130,7 +130,7 @@ class Learner:
         await self._in_thread(write, directory)
 
     async def load(self, directory: Path) -> Note:
-        """Restore what a checkpoint holds besides the weights, however many ranks wrote it; returns its note.
+        """Restore the checkpoint's state other than the weights, however many ranks wrote it; returns its note.
 
         Raises:
             CheckpointError: the files are missing or damaged, or belong to another model.

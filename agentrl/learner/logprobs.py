@@ -1,8 +1,8 @@
 """Log-probabilities and entropies of the trained tokens, in chunks, so that the N x V logits never exist at once.
 
-The model's output layer is asked for numbers per token instead of logits: within the forward pass it takes the
-hidden states of `chunk` tokens, makes their logits, reads off what is wanted and forgets them; the backward pass
-makes them again. Results and gradients equal those of the whole matrix.
+The model's output layer returns numbers per token instead of logits: in the forward pass it computes the logits of
+`chunk` tokens, reads the requested values and discards the logits; the backward pass recomputes them. Results and
+gradients equal those of the full matrix.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from agentrl.learner.pack import Packed, pack
 from agentrl.types import Sample
 
 Wanted = frozenset[str]
-"""Of "entropy" and "sum_pi_squared": what is computed next to the log-probabilities."""
+"""Of "entropy" and "sum_pi_squared": what to compute in addition to the log-probabilities."""
 
 
 class TokenStats(NamedTuple):
-    """Of the N trained tokens of a micro-batch, in float32 or better; None if it was not asked for."""
+    """Of the N trained tokens of a micro-batch, in float32 or better; None if not requested."""
 
     logprobs_N: Tensor
     entropy_N: Tensor | None = None
@@ -40,12 +40,12 @@ def token_stats(
     wanted: Wanted = frozenset(),
     entropy_gradient: bool = False,
 ) -> TokenStats:
-    """What the model says of the trained tokens.
+    """Statistics of the trained tokens under the model.
 
     Args:
         temperature: logits are divided by it.
         chunk: tokens whose logits exist at once; 0 makes all of them at once.
-        wanted: what is computed next to the log-probabilities.
+        wanted: what to compute in addition to the log-probabilities.
         entropy_gradient: whether gradients flow through the entropy.
     """
 

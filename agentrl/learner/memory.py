@@ -1,4 +1,4 @@
-"""Freed memory stays with the process: on Linux, giving large tensors back to the kernel costs page faults."""
+"""Keep freed memory in the process: on Linux, giving large tensors back to the kernel costs page faults."""
 
 from __future__ import annotations
 

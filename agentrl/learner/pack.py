@@ -34,7 +34,7 @@ class Packed:
 
 @dataclass(slots=True)
 class _Layout:
-    """Where rows come to lie."""
+    """The layout of packed rows."""
 
     ids: list[int] = field(default_factory=list)
     positions: list[int] = field(default_factory=list)
@@ -50,7 +50,7 @@ class _Layout:
 def pack(
     samples: Sequence[Sample], device: torch.device | str = "cpu", dtype: torch.dtype = torch.float32
 ) -> Packed:
-    """Lay the rows of one micro-batch end to end; rows of one group share what they begin with.
+    """Lay the rows of one micro-batch end to end; rows of a group share their common prefix.
 
     The tokens that all rows of a group have in common before the first trained one (system prompt, tools, user
     message) are computed once, with the gradient of all rows flowing through them: same result, fewer tokens.
@@ -111,7 +111,7 @@ def _shared_prefix(rows: Sequence[Sample]) -> int:
     """How many leading tokens all rows have in common before anything is trained; 0 for a single row."""
     if len(rows) < 2:
         return 0
-    first, last = min(r.ids for r in rows), max(r.ids for r in rows)  # all others lie between these two
+    first, last = min(r.ids for r in rows), max(r.ids for r in rows)  # all others are between these two
     common = next(
         (t for t, (a, b) in enumerate(zip(first, last, strict=False)) if a != b), min(len(first), len(last))
     )
@@ -122,7 +122,7 @@ def _shared_prefix(rows: Sequence[Sample]) -> int:
 def micro_batches(samples: Sequence[Sample], max_tokens: int) -> list[list[Sample]]:
     """Split into micro-batches of at most `max_tokens` packed tokens, groups together where they fit.
 
-    What a group shares counts once, as it is computed once; the rows of one episode are never apart. Groups, or
+    A group's shared prefix counts once, as it is computed once; the rows of an episode stay together. Groups, or
     what fits of them, go in by size, largest first, each into the first micro-batch with room.
 
     Raises:

@@ -80,8 +80,8 @@ def policy_loss(
             taken if there are none), correction weights, and selected (see `agentrl.train.algorithm`).
         stats: of the policy that is trained, with gradients.
         totals: counts of the whole update.
-        ref_logprobs_N: under the reference, where the loss has a KL penalty.
-        kl_coef: its weight now.
+        ref_logprobs_N: log-probabilities under the reference, if the loss has a KL penalty.
+        kl_coef: the current weight of the penalty.
         first_update: whether the policy is still the one that the step began with.
     """
     config, columns = configured.config, packed.columns
@@ -130,10 +130,10 @@ def policy_loss(
 
 
 def make_policy_loss(config: AlgorithmConfig) -> ConfiguredLoss:
-    """The policy loss that the configuration names; a function of the user's own is tried on a few tokens.
+    """The policy loss that the configuration names; a user-supplied function is tested on a few tokens.
 
     Raises:
-        ConfigError: a function of the user's own cannot be loaded, or does not do what it should.
+        ConfigError: a user-supplied function cannot be loaded or is invalid.
     """
     correction = make_correction(config.correction)
     if isinstance(config.loss, OwnFunction):
@@ -172,7 +172,7 @@ def _own_loss(own: OwnFunction) -> Callable[..., LossOutput]:
 
 
 def _metrics(given: Mapping[str, Any]) -> Metrics:
-    """Metrics as they are; plain tensors count as the mean of their values."""
+    """Metrics unchanged; plain tensors become the mean of their values."""
     return {name: m if isinstance(m, Metric) else mean_of(torch.as_tensor(m)) for name, m in given.items()}
 
 

@@ -80,7 +80,7 @@ class LocalPolicyRank:
         self._know_heads()
 
     def annotate(self, batches: Sequence[Rows], names: frozenset[str]) -> list[Columns]:
-        """The named columns of this rank's rows, under the models as they are before the first update."""
+        """The named columns of this rank's rows, under the models before the first update."""
 
         def evaluate(packed: Packed) -> dict[str, Tensor]:
             found: dict[str, Tensor] = {}
@@ -210,7 +210,7 @@ class LocalPolicyRank:
         """One optimizer update with the clipped gradient; returns its norm before clipping.
 
         Raises:
-            AgentRLError: the gradient is not finite; the policy is left as it was.
+            AgentRLError: the gradient is not finite; the policy is unchanged.
         """
         norm = float(
             whole(torch.nn.utils.clip_grad_norm_(self.policy.parameters(), self.optim_config.max_grad_norm))

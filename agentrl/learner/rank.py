@@ -26,7 +26,7 @@ Note = Mapping[str, Any]
 
 @dataclass(frozen=True, slots=True)
 class LearnerSpec:
-    """What a learner is made of.
+    """The inputs of a learner.
 
     Attributes:
         policy_dir: a Hugging Face model directory.
@@ -146,7 +146,7 @@ class Ranks(Protocol[Rank_co]):
     def start(
         self, call: Callable[[Rank_co, Part], Result], parts: Sequence[Part], *, doing: str, writes: bool = False
     ) -> Callable[[], list[Result]]:
-        """Call every rank at the same time, each with its own part.
+        """Call all ranks concurrently, each with its part.
 
         Args:
             call: applied to each rank; it must not capture anything that cannot be pickled.
@@ -167,7 +167,7 @@ class Closing(Protocol):
     """Something that can be closed."""
 
     def close(self) -> None:
-        """Free what it holds; idempotent."""
+        """Release its resources; idempotent."""
         ...
 
 

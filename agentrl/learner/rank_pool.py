@@ -100,7 +100,7 @@ class RankPool(Generic[Rank]):
             import_module("ray.util").remove_placement_group(group)
 
     def _gather(self, refs: Sequence[Any], what: str) -> list[Any]:
-        """The results of all ranks; trouble of one is not waited out in the others.
+        """The results of all ranks; a failure of one does not wait for the others.
 
         Raises:
             WorkerLost: a worker died; the others have been ended.
@@ -117,7 +117,7 @@ class RankPool(Generic[Rank]):
         return found
 
     def _trouble(self, refs: Sequence[Any], what: str) -> Exception:
-        """What to raise once a rank has failed; ends the ranks unless all have raised the same on purpose."""
+        """The error to raise after a rank has failed; stops the ranks unless all raised the same agentrl error."""
         exceptions = self._ray.exceptions
         done, _ = self._ray.wait(list(refs), num_returns=len(refs), timeout=GRACE_S)
         errors: dict[int, Exception] = {}

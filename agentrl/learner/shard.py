@@ -1,8 +1,8 @@
 """The ranks of a learner, and models cut into shards over them (FSDP2).
 
-Every rank holds 1/n of each parameter, gradient and optimiser state, along the first dimension, and gathers one
-block at a time while it computes. Gradients are summed over the ranks, not averaged: the loss is normalised with
-counts of all ranks together.
+Every rank holds 1/n of each parameter, gradient and optimizer state, along the first dimension, and gathers one
+block at a time while it computes. Gradients are summed over the ranks, not averaged: the loss is normalized with
+counts over all ranks.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """The work of one step, split over updates, ranks and micro-batches before any of it is done.
 
-The learner splits and the ranks only compute. Counts that normalise the loss are those of the whole update,
+The learner splits and the ranks only compute. Counts that normalize the loss are those of the whole update,
 so that neither the number of ranks nor the split changes the gradient.
 """
 
@@ -18,7 +18,7 @@ from agentrl.types import Sample
 
 Rows = tuple[Sample, ...]
 Columns = Mapping[str, tuple[float, ...]]
-"""What a model says of a row: numbers of its trained tokens, by name."""
+"""A model's outputs for a row: values of its trained tokens, by name."""
 NOTHING: Rows = (Sample((0, 0), (False, False), (0.0, 0.0), (0.0, 0.0), (0, 0), episode_id=""),)
 """What a rank computes that has no rows for a micro-batch, so that it takes part: nothing of it is trained."""
 OF_UPDATE = ("loss", "policy_kl", "clip_fraction", "ratio_veto", "grad_norm")

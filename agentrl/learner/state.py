@@ -1,8 +1,9 @@
-"""What a learner keeps on disk next to the weights: safetensors and JSON, whichever number of ranks wrote them.
+"""The learner's state on disk, in addition to the weights: safetensors and JSON, independent of the number of
+ranks.
 
-Each rank writes the rows of the optimiser's state that it holds into a file of its own, with the row at which each
-piece begins in the file's header. Whoever loads reads the rows it needs from whichever files have them.
-docs/design/checkpoints.md says why this is not PyTorch's own format.
+Each rank writes its rows of the optimizer state to a separate file, with the first row of each piece in the file's
+header. A loader reads the rows it needs from the files that have them. docs/design/checkpoints.md explains why
+this is not PyTorch's format.
 """
 
 from __future__ import annotations

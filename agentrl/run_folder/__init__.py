@@ -1,1 +1,1 @@
-"""The folder that a run leaves: metrics, episodes, checkpoints."""
+"""The run folder: metrics, episodes, checkpoints."""

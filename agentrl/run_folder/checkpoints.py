@@ -20,10 +20,10 @@ _NAME = re.compile(r"step-(\d+)")
 
 @contextmanager
 def writing(folder: Path, step: int) -> Iterator[Path]:
-    """Fill the folder that this yields; when the block ends well it becomes `folder/step-N`, else it is removed.
+    """Yield a folder to fill; if the block succeeds, it becomes `folder/step-N`, else it is removed.
 
     An earlier `step-N` is replaced. A process that dies at any moment leaves the earlier one, the new one, or
-    leftovers that `sweep` puts right.
+    leftovers that `sweep` cleans up.
     """
     target = folder / f"step-{step}"
     temp, old = folder / f".writing-step-{step}", folder / f".replaced-step-{step}"
@@ -45,7 +45,7 @@ def writing(folder: Path, step: int) -> Iterator[Path]:
 
 
 def sweep(folder: Path) -> None:
-    """Put right what a process left that died inside `writing`."""
+    """Clean up after a process that died inside `writing`."""
     for temp in folder.glob(".writing-step-*"):
         shutil.rmtree(temp)
     for old in folder.glob(".replaced-step-*"):

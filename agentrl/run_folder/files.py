@@ -18,9 +18,9 @@ def open_regular(path: Path) -> BinaryIO:
     """Open a file for reading. Pipes, devices and sockets, which could block or never end, are refused.
 
     Raises:
-        FileNotFoundError: there is nothing at `path`.
+        FileNotFoundError: `path` does not exist.
         PermissionError: it may not be read.
-        CheckpointError: it is no regular file.
+        CheckpointError: it is not a regular file.
     """
     try:
         handle = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC | os.O_NOCTTY)
@@ -38,8 +38,8 @@ def read_bounded(path: Path, limit: int = MAX_FILE) -> bytes:
     """The content of a regular file of at most `limit` bytes.
 
     Raises:
-        FileNotFoundError: there is nothing at `path`.
-        CheckpointError: it is no regular file, or larger.
+        FileNotFoundError: `path` does not exist.
+        CheckpointError: it is not a regular file, or is larger.
     """
     with open_regular(path) as file:
         data = file.read(limit + 1)

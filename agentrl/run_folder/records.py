@@ -1,4 +1,4 @@
-"""Episodes on disk: what a run folder holds of each episode, and the reading of run folders.
+"""Episodes on disk: the record of each episode, and reading run folders.
 
 Reading needs no torch and no lock, so that a page or a command can look into a run while it trains.
 """
@@ -33,7 +33,7 @@ class EpisodeRecord:
     `group` numbers the tasks of the step from 0. `advantages` has one number for each sampled segment of the
     episode, in their order; it is empty when the episode did not train. `set_aside` marks the groups without
     signal that gave their places to others (`rollout.refill_zero_signal`); `baseline` the greedy episode that the
-    others of its group are compared with (`advantage: remax`).
+    rest of its group is compared with (`advantage: remax`).
     """
 
     step: int
@@ -128,7 +128,7 @@ def _tame(value: Any, depth: int) -> Any:
 def _text_of(value: Any) -> str:
     try:
         text = value if isinstance(value, str) else str(value)
-    except Exception:  # somebody else's __str__, or a structure that is too deep for it
+    except Exception:  # a user-defined __str__, or a structure that is too deep for it
         text = f"<{type(value).__name__}>"
     return clean_text(text[:100_000])
 
@@ -146,12 +146,12 @@ def _plain(value: Any) -> Any:
     """NumPy scalars and arrays as numbers and lists, anything else as its text."""
     try:
         return value.tolist() if hasattr(value, "tolist") else _text_of(value)
-    except Exception:  # somebody else's tolist
+    except Exception:  # a user-defined tolist
         return _text_of(value)
 
 
 def episodes_file(run: Path, step: int) -> Path:
-    """Where the episodes of a step are; step 0 is before the first update."""
+    """The episodes file of a step; step 0 is before the first update."""
     return run / "episodes" / f"step-{step:06d}.jsonl.zst"
 
 
@@ -244,7 +244,7 @@ def read_episodes(run: Path, step: int) -> list[Episode]:
 
 
 def read_metrics(run: Path) -> list[Mapping[str, float]]:
-    """The lines of metrics.jsonl in order, each with its `step`; a torn last line is left out."""
+    """The lines of metrics.jsonl in order, each with its `step`; an incomplete last line is skipped."""
     path = run / "metrics.jsonl"
     lines = [parse_metrics(line) for line in bounded_lines(path, MAX_LINE)]
     return [line for line in lines if line is not None]
@@ -257,7 +257,7 @@ def bounded_lines(path: Path, limit: int) -> Iterator[bytes]:
 
 
 MAX_LINE = 4 << 20
-"""Bytes of a line of metrics.jsonl; a longer one is no whole line."""
+"""Bytes of a line of metrics.jsonl; a longer one is not valid."""
 
 
 def parse_metrics(line: bytes) -> Mapping[str, float] | None:

@@ -1,8 +1,8 @@
-"""Episodes that were lost to the infrastructure and played again: how many, why, on which tasks, and whether that
-loss is blind to what the policy does.
+"""Episodes lost to infrastructure failures and replayed: how many, why, on which tasks, and whether the losses are
+independent of the policy's behavior.
 
-Training on the survivors of a loss that hits bad episodes more often teaches the policy to be lost. Nothing can
-prove that a loss is blind, but three signs say that it is not, and `findings` looks for them.
+If bad episodes are lost more often, training on the survivors teaches the policy to get lost. Independence cannot
+be proven, but three signs contradict it, and `findings` checks for them.
 """
 
 from __future__ import annotations
@@ -154,7 +154,7 @@ class Redraws:
         return f"{reasons}; most on the tasks {', '.join(worst)}" if worst else reasons
 
     def findings(self) -> dict[str, str]:
-        """By kind, each sign that what is lost depends on the policy; empty if there is none."""
+        """The signs, by kind, that losses depend on the policy; empty if there are none."""
         found: dict[str, str] = {}
         if self.redrawn < 4:
             return found
@@ -249,7 +249,7 @@ class RedrawGuard:
     Args:
         redrawn_above: share of the latest episodes that may be lost; None: any.
         faults_above: share of the latest episodes in which the same reward (or the env) may raise; None: any.
-        tell: is told of the first fault of each name.
+        tell: called with the first fault of each name.
     """
 
     redrawn_above: float | None = None

@@ -4,7 +4,7 @@
     metrics.jsonl             one line for each step, synced
     episodes/step-N.jsonl.zst every episode of a step (agentrl.run_folder.records)
     checkpoints/step-N/       sealed by a manifest (agentrl.run_folder.checkpoints)
-    events.log                what happened when, for people
+    events.log                human-readable log of events
     summary.json, reward_curve.png   written at the end
 
 Steps are counted by the optimizer steps done: the line and the episodes of step N belong to the N-th update,
@@ -64,7 +64,7 @@ class Checkpoint:
 
 
 class RunStore:
-    """One run folder, held by one process; a context manager that lets it go.
+    """A run folder locked by one process; a context manager that releases it.
 
     Attributes:
         path: the folder.
@@ -87,13 +87,13 @@ class RunStore:
     def open(cls, config: RunConfig, path: Path | None = None, *, fresh: bool = False) -> Self:
         """Make or reopen the folder of a run (`runs/<name>` unless `path` is given) and lock it.
 
-        A torn last line of metrics.jsonl and leftovers of a killed process are put right. A folder in which no
-        step was taken blocks nothing: another configuration replaces it; a cold start in it is kept next to it.
+        An incomplete last line of metrics.jsonl and leftovers of a killed process are cleaned up. A folder without
+        any step can be replaced by another configuration; a cold start in it is moved to a sibling folder.
 
         Args:
             config: the resolved configuration; saved in a new folder, compared in an existing one.
             path: the run folder.
-            fresh: start over; what is there is kept next to it under a name with the time.
+            fresh: start over; the existing folder is renamed with a timestamp.
 
         Raises:
             ConfigError: the folder holds a run with another configuration, holds other things, cannot be written,
@@ -133,7 +133,7 @@ class RunStore:
         self.close()
 
     def close(self) -> None:
-        """Let the folder go; idempotent."""
+        """Release the folder; idempotent."""
         if self._metrics is not None:
             self._metrics.close()
             self._metrics = None
@@ -212,7 +212,7 @@ class RunStore:
 
     @contextmanager
     def checkpoint(self, step: int, keep: int, *, best: bool = False) -> Iterator[Path]:
-        """Fill the folder that this yields; when the block ends well it is `checkpoints/step-N`.
+        """Yield a folder to fill; if the block succeeds, it becomes `checkpoints/step-N`.
 
         Afterwards only the newest `keep` checkpoints remain, and with `best` the one whose line in metrics.jsonl
         has the highest `held_out` (the newest of equals; `held_out_reward` if nothing declares what is solved).
@@ -237,7 +237,7 @@ class RunStore:
         self.event(f"checkpoint step-{step}")
 
     def latest_checkpoint(self) -> Checkpoint | None:
-        """The newest checkpoint that agrees with its manifest, None when there is none.
+        """The newest checkpoint that matches its manifest; None if there is none.
 
         A damaged one is renamed to `step-N.damaged`, with a warning, and the one before it is tried.
         """
@@ -377,7 +377,7 @@ def _cold_started(path: Path, config: RunConfig) -> bool:
 
 
 def _empty(path: Path) -> None:
-    """Remove what a refused attempt has left, but for the lock that is held."""
+    """Remove the files of a rejected attempt, except for the held lock."""
     for child in path.iterdir():
         if child.is_dir():
             shutil.rmtree(child)

@@ -1,1 +1,1 @@
-"""See the docstrings of the modules inside."""
+"""Training: the loop, advantages, checkpoints, evaluation and the cold start."""

@@ -1,4 +1,4 @@
-"""What estimators and corrections read of a whole step, as flat tensors over all trained tokens."""
+"""Inputs of estimators and corrections for a whole step, as flat tensors over all trained tokens."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def part_names(parts: Iterable[Mapping[str, float]]) -> list[str]:
 def step_data(
     flat: Flat, order_N: Tensor, scores: Scores, configured: ConfiguredLoss, kl_coef: float
 ) -> tuple[StepData, Metrics]:
-    """What the estimator is given, tokens as they were sampled."""
+    """The estimator's input, with tokens in sampling order."""
     config = configured.config
 
     def ordered(name: str) -> Tensor:
@@ -75,7 +75,7 @@ def unordered(values_N: Tensor, order_N: Tensor) -> Tensor:
 
 
 def explained_variance(returns_N: Tensor, values_N: Tensor | None) -> Tensor:
-    """The share of the variance of the returns that the values explain: 1 is all, 0 is that of a constant."""
+    """The fraction of the variance of the returns that the values explain: 1 is all of it, 0 equals a constant."""
     if values_N is None or returns_N.numel() < 2:
         return torch.zeros((), dtype=torch.float64)
     return 1 - (returns_N - values_N).var() / returns_N.var().clamp(min=1e-12)

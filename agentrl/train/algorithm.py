@@ -1,7 +1,7 @@
-"""The algorithm of a run: groups to rows, rows to advantages, and what the loss must know of the whole step.
+"""The algorithm of a run: groups to rows, rows to advantages, and the step-wide inputs of the loss.
 
-Every question about the whole step is answered here, once: advantages, which tokens are rejected, the mean of the
-correction weights, which tokens a loss selects. So no answer depends on ranks or micro-batches.
+Everything that depends on the whole step is computed here, once: advantages, rejected tokens, the mean of the
+correction weights, tokens selected by a loss. The results therefore do not depend on ranks or micro-batches.
 """
 
 from __future__ import annotations
@@ -31,22 +31,22 @@ from agentrl.train.samples import Flat, TrainingRows, to_samples
 from agentrl.types import Group, Sample
 
 LATE_FIELDS = frozenset({"values_N", "old_logprobs_N", "sum_pi_squared_N"})
-"""What an estimator may need of the learner."""
+"""Columns an estimator may need from the learner."""
 LOSS_COLUMNS = frozenset(
     {"learner_logprobs", "ref_logprobs", "values", "returns", "correction", "selected", "high_entropy"}
 )
-"""What the losses read; other columns are removed before the step."""
+"""Columns read by the losses; others are removed before the step."""
 
 
 class Algorithm:
-    """What turns scored groups into the rows of a step. Its methods are pure but for the weight of the KL penalty.
+    """Turns scored groups into the rows of a step. Its methods are pure except for the weight of the KL penalty.
 
     Args:
         overlong: what happens to episodes that a limit cut, see `rollout.overlong`.
         reference_apart: whether the reference has ranks to itself, so its log-probabilities must be annotated.
 
     Raises:
-        ConfigError: a function of the user's own cannot be loaded, or does not do what it should.
+        ConfigError: a user-supplied function cannot be loaded or is invalid.
     """
 
     def __init__(self, config: AlgorithmConfig, *, overlong: str = "train", reference_apart: bool = False) -> None:
@@ -69,7 +69,7 @@ class Algorithm:
         flat = Flat.of(rows.samples, rows.scores.episodes)
         segment_N = flat.column("segment").long()
         width = int(segment_N.max()) + 1 if segment_N.numel() else 1
-        order_N = torch.argsort(flat.sequence_N * width + segment_N, stable=True)  # as they were sampled
+        order_N = torch.argsort(flat.sequence_N * width + segment_N, stable=True)  # in sampling order
         step, metrics = step_data(flat, order_N, rows.scores, self.configured, rows.kl_coef)
         self.estimator.check(step.component_names)
         found = self.estimator.estimate(step)
@@ -133,7 +133,7 @@ class Algorithm:
         return self.configured.silent and not (learns or shared)
 
     def observe(self, values: Mapping[str, float], num_episodes: int) -> dict[str, float]:
-        """Adapt the weight of the KL penalty to a step's metrics; returns what to log about it."""
+        """Adapt the weight of the KL penalty to a step's metrics; returns metrics to log."""
         used = self.kl.coef
         kl = values.get("kl", values.get("kl_in_reward"))
         if kl is not None:
@@ -141,7 +141,7 @@ class Algorithm:
         return {"kl_coef": used} if self.config.kl.control == "adaptive" else {}
 
     def state_dict(self) -> dict[str, Any]:
-        """What a checkpoint needs, as JSON."""
+        """The state for a checkpoint, as JSON."""
         return {"kl": self.kl.state_dict()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -180,7 +180,7 @@ class Algorithm:
 
 
 def make_kl_control(config: KLConfig) -> KLController:
-    """What the weight of the KL penalty is."""
+    """The weight of the KL penalty."""
     if config.control == "adaptive":
         return AdaptiveKL(config.coef, target=config.target, horizon=config.horizon)
     return FixedKL(config.coef)

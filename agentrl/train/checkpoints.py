@@ -1,4 +1,4 @@
-"""The checkpoints of a run: the policy, what training needs to resume, and where the tasks stand."""
+"""The checkpoints of a run: the policy, the training state, and the position in the tasks."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class Checkpoints:
     async def save(self, step: int) -> None:
         """Write checkpoint `step`: a Hugging Face directory with its tokenizer, and the optimizer's state.
 
-        It holds the present state; with `checkpoint.background` it is written while the next steps run.
+        It contains the current state; with `checkpoint.background` it is written while the next steps run.
         """
         await self.saved()
         with ExitStack() as stack:

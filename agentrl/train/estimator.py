@@ -1,4 +1,4 @@
-"""The advantage estimator that a configuration names, with its parameters; your own are tried out first."""
+"""The advantage estimator that a configuration names, with its parameters; user-supplied ones are tested first."""
 
 from __future__ import annotations
 
@@ -38,10 +38,10 @@ class NamedEstimator:
 
 
 def make_estimator(config: AlgorithmConfig) -> NamedEstimator:
-    """The estimator that the configuration names; a function of the user's own is tried on a few tokens.
+    """The estimator that the configuration names; a user-supplied function is tested on a few tokens.
 
     Raises:
-        ConfigError: a function of the user's own cannot be loaded, or does not do what it should.
+        ConfigError: a user-supplied function cannot be loaded or is invalid.
     """
     chosen = config.advantage
     return _own_estimator(chosen) if isinstance(chosen, OwnFunction) else _built_in(chosen)

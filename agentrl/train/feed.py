@@ -1,4 +1,4 @@
-"""Which tasks a run plays, and where they stand in a checkpoint."""
+"""The tasks of a run, and their position in a checkpoint."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from agentrl.rollout.admission import Admission
 from agentrl.types import Task
 
 SAMPLER_FILE = "sampler.json"
-"""In a checkpoint: where the task sampler stands, and which groups were under way."""
+"""File in a checkpoint with the state of the task sampler and the groups in flight."""
 
 
 def make_admission(config: RunConfig, tasks: Sequence[Task], *, done: int = 0) -> Admission:
-    """The groups that a configuration asks for after `done` steps; `load_feed` says where the tasks stood then."""
+    """The groups of a configuration after `done` steps; `load_feed` restores the position in the tasks."""
     data, rollout = config.data.sampler, config.rollout
     return Admission(
         TaskSampler(tasks, config.seed, data.order, data.window, data.floor),
@@ -31,18 +31,18 @@ def make_admission(config: RunConfig, tasks: Sequence[Task], *, done: int = 0) -
 
 
 def save_feed(admission: Admission, folder: Path) -> None:
-    """Write into a checkpoint folder where the tasks stand. Groups under way are played again from there: no task
-    is lost, and the same draws are made with the weights of the checkpoint."""
+    """Save the position in the tasks to a checkpoint folder. Groups in flight are replayed from it: no task is
+    lost, and sampling uses the same seeds with the checkpoint's weights."""
     (folder / SAMPLER_FILE).write_text(json.dumps(admission.state()))
 
 
 def load_feed(admission: Admission, folder: Path) -> None:
-    """Resume where `save_feed` was called.
+    """Resume from the state of `save_feed`.
 
-    A checkpoint that has no such file was written by a version that walked through the tasks in order.
+    A checkpoint that has no such file was written by a version that took the tasks in order.
 
     Raises:
-        CheckpointError: the file is damaged, or missing where the order is not sequential.
+        CheckpointError: the file is damaged, or missing although the order is not sequential.
     """
     file = folder / SAMPLER_FILE
     if not file.exists() and admission.sampler.order == "sequential":

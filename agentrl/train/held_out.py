@@ -20,7 +20,7 @@ class HeldOut:
     """Plays the held-out tasks.
 
     Args:
-        player: samples as `eval` says.
+        player: samples with the settings in `eval`.
     """
 
     config: RunConfig
@@ -33,8 +33,8 @@ class HeldOut:
         """`held_out`, the share of episodes solved (if the env declares that), and `held_out_reward`, the mean
         reward; with several attempts also `held_out_pass`, the share of tasks solved at least once.
 
-        Empty if there are no held-out tasks. The loop waits meanwhile, so all tokens are sampled with the weights
-        of this step, and no training episode begins (those in flight continue).
+        Empty if there are no held-out tasks. The loop waits during the evaluation, so all tokens are sampled with
+        the weights of this step, and no training episode begins (those in flight continue).
         """
         if not self.tasks:
             return {}

@@ -1,4 +1,4 @@
-"""How far the step in progress is, for the display."""
+"""Progress of the current step, for the display."""
 
 from __future__ import annotations
 
@@ -32,17 +32,17 @@ class InStep:
             self._show()
 
     def pause(self, doing: str) -> None:
-        """Something else is being done now."""
+        """Switch to another activity."""
         self._paused = True
         self.reporter.within(doing)
 
     def resume(self) -> None:
-        """Episodes are waited for again."""
+        """Switch back to waiting for episodes."""
         self._paused = False
         self._show()
 
     def taken(self, batch: Batch) -> None:
-        """A batch was trained: its episodes are no longer ahead."""
+        """A batch was trained: subtract its episodes."""
         groups = (*batch.groups, *batch.aside)
         self.num_ended -= sum(len(g.episodes) + len(g.failed) + (g.greedy is not None) for g in groups)
         self.resume()
@@ -65,7 +65,7 @@ def counting(reporter: Reporter, doing: str, total: int) -> Callable[[Episode], 
 
 
 def starting_engine(config: RunConfig) -> str:
-    """What is waited for while the engine of a run is made."""
+    """The status while the engine starts."""
     engine, server = config.engine, config.engine.server
     if not engine.on_servers:
         return "loading the engine"

@@ -1,4 +1,4 @@
-"""The page everybody reads: play groups, score them against their siblings, step, hand the weights over."""
+"""The training loop: play groups, score episodes against their siblings, step, push the weights."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from agentrl.train.training_run import Run
 
 
 async def train(run: Run) -> None:
-    """Train until the last step, or until somebody asks the run to stop."""
+    """Train until the last step, or until the run is asked to stop."""
     algorithm, learner = run.algorithm, run.learner
     async with run.scheduler:
         async for batch in run.scheduler.batches():  # admission keeps staleness <= rollout.max_staleness
             async with run.updating():
-                rows = await to_thread(algorithm.rows, batch.groups)  # sampled tokens, and who earned what
+                rows = await to_thread(algorithm.rows, batch.groups)  # sampled tokens and rewards
                 rows = await learner.annotate(rows, algorithm.advantage_needs)  # values, old and ref logprobs
                 rows = await to_thread(algorithm.advantages, rows)  # group baseline or critic, KL in the reward
                 rows = await learner.annotate(rows, algorithm.loss_needs)  # old logprobs of the rows that train

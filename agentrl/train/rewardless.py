@@ -1,4 +1,4 @@
-"""A run whose episodes are never given a reward learns nothing: `check` says so, and `train` stops."""
+"""Detect runs whose episodes never get a reward: `check` reports it, and `train` stops."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from agentrl.types import Episode
 STEPS = 3
 """Steps without any reward after which a run stops: tools may give rewards that no episode earned yet."""
 STEPS_RARE = 20
-"""The same for an env that cannot say which rewards it has: they may be there and rarely earned."""
+"""The same for an env that does not declare its rewards: they may be rare."""
 ADVICE = (
     "write a method with @reward, name a function as `reward` in env.options, return a reward from a tool, or set "
     "reward_model"
@@ -24,12 +24,12 @@ ADVICE_OF_ENVS = (
 
 
 def rewarded(episodes: Iterable[Episode]) -> bool:
-    """Whether any of them was given a reward: one by name, whatever its value, or one of a turn."""
+    """Whether any of them got a reward: a named one of any value, or a turn reward."""
     return any(reward_parts(e) or e.reward or any(turn.reward for turn in e.turns) for e in episodes)
 
 
 def no_reward(env: Env, episodes: Iterable[Episode]) -> str:
-    """What to say of an env that declares no reward and gave none to these episodes; else empty."""
+    """The warning about an env that declares no reward and gave none to these episodes; else empty."""
     declared = env.declared_rewards()
     if declared or rewarded(episodes):
         return ""
@@ -47,7 +47,7 @@ class RewardWatch:
         self._steps = STEPS_RARE if env.declared_rewards() is None else STEPS
 
     def see(self, step: int, episodes: Iterable[Episode]) -> None:
-        """Take in the episodes of a step.
+        """Record the episodes of a step.
 
         Raises:
             ConfigError: there was no reward in `STEPS` steps (`STEPS_RARE` of an env that declares none).

@@ -1,4 +1,4 @@
-"""Whether every episode fits into a micro-batch, which is known before anything is loaded."""
+"""Check before loading that every episode fits into a micro-batch."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from agentrl.config.run import RunConfig
 
 
 def too_long(config: RunConfig) -> str:
-    """What to say where an episode may be larger than a micro-batch, which is never cut; else empty."""
+    """The error if an episode, which is never cut, may be larger than a micro-batch; else empty."""
     budget, room = config.rollout.token_budget, config.learner.tokens_per_micro_batch
     if min(budget, _context(config) or budget) <= room:
         return ""
@@ -20,12 +20,12 @@ def too_long(config: RunConfig) -> str:
 
 
 def _context(config: RunConfig) -> int | None:
-    """Tokens that the model takes, where its config says so."""
+    """The model's maximum context, if its config has one."""
     if config.model.tiny is not None:
         return config.model.tiny.max_context
     try:
         found = json.loads((Path(config.model.path or "") / "config.json").read_text(encoding="utf-8"))
         length = found.get("max_position_embeddings", found.get("text_config", {}).get("max_position_embeddings"))
-    except (OSError, ValueError, AttributeError):  # said where the model is loaded
+    except (OSError, ValueError, AttributeError):  # reported when the model is loaded
         return None
     return length if isinstance(length, int) else None

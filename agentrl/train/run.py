@@ -64,10 +64,10 @@ class _Setting:
 
 
 def train_run(config: RunConfig, store: RunStore, reporter: Reporter) -> Summary:
-    """Train as configured, resuming where the run folder stands; returns the summary, which is also written.
+    """Train as configured, resuming from the run folder; returns the summary, which is also written to disk.
 
     Raises:
-        AgentRLError: with what, where and what to do. The run folder can be resumed afterwards.
+        AgentRLError: describes the problem and a remedy. The run folder can be resumed afterwards.
     """
     keep_freed_memory()
     with stop_requested(tell=reporter.note) as stop, ThreadPoolExecutor(1, "agentrl-disk") as disk:
@@ -103,10 +103,10 @@ async def _train_run(setting: _Setting) -> Summary:
 
 
 def _checked_content(config: RunConfig, store: RunStore, reporter: Reporter) -> Content:
-    """The tasks and the env; notes what deserves attention.
+    """Load the tasks and the env; reports notes.
 
     Raises:
-        ConfigError: they cannot be used.
+        ConfigError: they are invalid.
     """
     if said := too_long(config):
         raise ConfigError(said)

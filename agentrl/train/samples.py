@@ -17,15 +17,15 @@ from agentrl.types import LIMITS, Episode, Group, Sample
 
 @dataclass(frozen=True, slots=True)
 class Scores:
-    """The scored episodes of a step. They all vote; those that train have rows.
+    """The scored episodes of a step. All of them count in group statistics; those that train have rows.
 
     Attributes:
         episodes: their ids.
         rewards: total reward of each.
         groups: the number of each one's group.
         greedy: reward of the greedy episode of the same task, if there is one.
-        parts: the rewards of each by name. One that an episode was not given counts 0; nan says that it does not
-            apply to the episode, which then neither votes for it nor gets anything from it.
+        parts: the rewards of each by name. A missing reward counts as 0; nan means that it does not apply to the
+            episode, which is then excluded from its statistics.
     """
 
     episodes: Sequence[str]
@@ -51,7 +51,7 @@ class TrainingRows(StepRows):
 
 
 def penalised(groups: Sequence[Group], penalty: float) -> list[Group]:
-    """The same groups with `penalty` taken from the rewards of what a limit cut, as part `overlong`."""
+    """The same groups with `penalty` subtracted from the rewards of truncated episodes, as part `overlong`."""
 
     def judged(episode: Episode) -> Episode:
         if episode.stop_reason not in LIMITS or episode.reward is None:
@@ -71,10 +71,10 @@ def penalised(groups: Sequence[Group], penalty: float) -> list[Group]:
 
 
 def to_samples(groups: Sequence[Group], *, overlong: str) -> tuple[list[Sample], Scores]:
-    """Rows for the loss, still without advantages, and the scores that advantages are made from.
+    """Rows for the loss, without advantages yet, and the scores that advantages are computed from.
 
-    Every scored episode votes. No rows have those whose tokens failed the tokenization check and, where `overlong`
-    is "mask", those that a limit cut.
+    Every scored episode counts in group statistics. Episodes that failed the tokenization check have no rows; nor
+    do truncated ones if `overlong` is "mask".
     """
     samples: list[Sample] = []
     numbered = [(number, episode) for number, group in enumerate(groups) for episode in group.episodes]
@@ -96,7 +96,7 @@ def to_samples(groups: Sequence[Group], *, overlong: str) -> tuple[list[Sample],
 def to_records(
     groups: Sequence[Group], advantages: Mapping[str, Mapping[int, float]], *, step: int
 ) -> list[EpisodeRecord]:
-    """What the run folder keeps of every episode.
+    """The records of all episodes for the run folder.
 
     Args:
         advantages: by episode and sampled segment; all 0 or nothing where an episode did not train.
@@ -116,8 +116,8 @@ def to_records(
 def episode_samples(episode: Episode, *, group: int = 0) -> list[Sample]:
     """The rows of one episode; rows without a sampled token are left out.
 
-    Columns: `segment` and `turn` of each trained token, and `reward`: what a turn earned lies on its last token,
-    what the whole episode earned on the last token of all.
+    Columns: `segment` and `turn` of each trained token, and `reward`: a turn's rewards are on its last token, the
+        episode's rewards on the very last token.
     """
     turn_of = segment_turns(episode)
     reward_of = _segment_rewards(episode, turn_of)
@@ -162,7 +162,7 @@ def segment_turns(episode: Episode) -> dict[int, int]:
 
 
 def _segment_rewards(episode: Episode, turn_of: Mapping[int, int]) -> dict[int, float]:
-    """Where the reward lies: each turn's on its last segment, the episode's own on the last of all."""
+    """Place rewards: each turn's on its last segment, the episode's on the very last one."""
     last_of = {turn: i for i, turn in turn_of.items() if episode.segments[i].ids}
     rewards: dict[int, float] = {}
     given = 0.0
@@ -177,9 +177,9 @@ def _segment_rewards(episode: Episode, turn_of: Mapping[int, int]) -> dict[int, 
 
 
 def _parts(episode: Episode) -> dict[str, float]:
-    """The rewards by name; what turns earned is one of them."""
+    """The rewards by name, with the turn rewards as one of them."""
     turns = sum(turn.reward for turn in episode.turns)
-    return {**episode.rewards, **({"turns": turns} if turns else {})}  # what is missing counts 0
+    return {**episode.rewards, **({"turns": turns} if turns else {})}  # missing rewards count as 0
 
 
 class Flat:
@@ -222,7 +222,7 @@ class Flat:
         return torch.tensor([v for row in self.rows for v in row.columns[name]], dtype=torch.float64)
 
     def add(self, name: str, values_N: Tensor) -> None:
-        """Give the rows a column."""
+        """Add a column to the rows."""
         parts = torch.split(values_N, self.counts)
         self.rows = [
             replace(row, columns={**row.columns, name: tuple(part.tolist())})

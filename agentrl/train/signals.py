@@ -1,4 +1,4 @@
-"""Leaving on request: the first Ctrl-C or SIGTERM asks the loop to save and leave, the second aborts."""
+"""Graceful shutdown: the first Ctrl-C or SIGTERM asks the loop to save and exit, the second aborts."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from typing import TypeVar
 
 T = TypeVar("T")
 POLL_S = 0.2
-"""How often a wait looks whether the run was asked to stop."""
+"""How often a wait checks whether the run was asked to stop."""
 
 
 class StopRequest:
@@ -21,14 +21,14 @@ class StopRequest:
 
     def __init__(self) -> None:
         self.by: str | None = None
-        """The signal that asked, None before."""
+        """The received signal; None before."""
 
     def __bool__(self) -> bool:
         return self.by is not None
 
 
 class StoppedEarly(Exception):
-    """The run was asked to stop while it waited for something before its first step."""
+    """The run was asked to stop before its first step."""
 
     @staticmethod
     def ends(kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> bool:
@@ -37,7 +37,7 @@ class StoppedEarly(Exception):
 
 
 async def unless_stopped(stopping: Callable[[], bool], work: Awaitable[T]) -> T:
-    """Wait for `work`; when the run is asked to stop meanwhile, cancel it.
+    """Wait for `work`; cancel it if the run is asked to stop in the meantime.
 
     Raises:
         StoppedEarly: it was asked to.
@@ -60,7 +60,7 @@ def stop_requested(tell: Callable[[str], None] = lambda text: None) -> Iterator[
     """Catch SIGINT and SIGTERM while the block runs; the earlier handlers come back after it.
 
     The first signal makes the yielded request true and calls `tell` with a sentence for the user. The second one
-    raises KeyboardInterrupt where the main thread stands. Outside the main thread signals are left as they are.
+    raises KeyboardInterrupt in the main thread. Outside of the main thread, signal handlers are not changed.
 
     Args:
         tell: shows the sentence; runs inside the signal handler, so it must not wait for locks of other threads.

@@ -1,4 +1,4 @@
-"""The policy that reinforcement begins with: loaded, or made, and cold-started where the run says so."""
+"""The initial policy for RL training: loaded or created, with an optional cold start."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from agentrl.train.warmup import cold_start, demonstration_samples
 
 
 def start_directory(config: RunConfig, run: Path) -> Path:
-    """Where the start policy lies: in the run folder if the run makes it, else where the model is."""
+    """The folder of the initial policy: in the run folder if the run creates it, else the model's."""
     if config.model.tiny is not None or config.warmup is not None:
         return run / "start"
     return Path(config.model.path or "")
@@ -46,10 +46,10 @@ async def make_start(
     reporter: Reporter,
     stopping: Callable[[], bool],
 ) -> Path | None:
-    """Make the start policy unless it is there already; it appears complete or not at all.
+    """Create the initial policy unless it exists; the write is atomic.
 
     Returns:
-        Its directory: a Hugging Face model with its tokenizer; None when the run was asked to stop meanwhile.
+        Its directory: a Hugging Face model with its tokenizer; None if the run was asked to stop in the meantime.
     """
     start = start_directory(config, run)
     if start.is_dir():
@@ -164,7 +164,7 @@ async def sent_weights(config: RunConfig, learner: Learner) -> dict[str, Tensor]
 
 
 def copy_tokenizer(source: Path, target: Path) -> None:
-    """Copy what is no weights (tokenizer, template, generation config) and is not there yet."""
+    """Copy missing files other than weights (tokenizer, template, generation config)."""
     for file in source.iterdir():
         weights = file.name.endswith((".safetensors", ".bin", ".index.json"))
         if file.is_file() and not weights and not (target / file.name).exists():

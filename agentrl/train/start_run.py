@@ -1,4 +1,4 @@
-"""From a configuration to its summary: the run folder, the display and the signals around `train_run`."""
+"""Start a run: the run folder, the display and the signal handlers around `train_run`."""
 
 from __future__ import annotations
 
@@ -25,17 +25,17 @@ def start_run(
     again: str = "the same command",
     console: Console | None = None,
 ) -> Summary:
-    """Train (or go on training) with a progress display; returns the summary that is also in summary.json.
+    """Train (or resume training) with a progress display; returns the summary that is also in summary.json.
 
     Args:
         config: the run, from `load_config`.
         run_dir: the run folder; `runs/<name>` by default.
-        fresh: start over where the folder holds an earlier run, which is kept next to it.
+        fresh: start over if the folder contains an earlier run, which is moved to a sibling folder.
         again: how the user resumes; named when the run is stopped before its end.
         console: where progress goes; standard output by default.
 
     Raises:
-        ConfigError: the configuration, the env or the model cannot be used, or the folder holds another run.
+        ConfigError: the configuration, the env or the model is invalid, or the folder contains another run.
     """
     with (
         make_display(config.name, again=again, console=console) as display,

@@ -1,4 +1,4 @@
-"""What a run writes down and says about each step: metrics, episodes, notes, and when the sampler has drifted."""
+"""Log each step: metrics, episodes, notes, and drift of the sampler."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ class StepLog:
         return found
 
     def episodes(self, batch: Batch, rows: TrainingRows) -> None:
-        """Write the episodes of a step, and note what is wrong with them.
+        """Write the episodes of a step, and report problems with them.
 
         Raises:
             ConfigError: the first steps had no reward at all.
@@ -87,7 +87,7 @@ class StepLog:
             self.disk_thread.submit(write_curve, self.store.path)
 
     def _note_redraws(self, batch: Batch) -> None:
-        """Keep what the step lost, and warn if what was lost depends on what the policy did."""
+        """Record the step's lost episodes, and warn if the losses depend on the policy."""
         found = Redraws.of([*batch.groups, *batch.aside])
         self.store.log_redraws(batch.step, found)
         self.redraws += found
@@ -116,13 +116,13 @@ def check_drift(config: RunConfig, step: int, metrics: Mapping[str, float]) -> N
 
 
 def _weight_of_nothing(config: RunConfig, batch: Batch) -> str:
-    """What to say of a weight of a part that none of these episodes had; empty if there is none."""
+    """The warning about weights of reward parts that none of these episodes had; else empty."""
     given = {part for group in batch.groups for episode in group.episodes for part in reward_parts(episode)}
     return weight_of_nothing(config.env.reward_weights, given)
 
 
 def _records_aside(batch: Batch) -> list[EpisodeRecord]:
-    """The episodes of groups that were put aside, and the failed ones among them, numbered after the batch's."""
+    """The episodes of groups that were set aside, and the failed ones among them, numbered after the batch's."""
     return [
         EpisodeRecord(batch.step, number, episode, set_aside=True)
         for number, group in enumerate(batch.aside, len(batch.groups))

@@ -1,4 +1,4 @@
-"""A run in training: what the loop works with."""
+"""The state of a running training."""
 
 from __future__ import annotations
 

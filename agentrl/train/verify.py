@@ -1,4 +1,4 @@
-"""Whether the servers have the learner's weights: both say how likely the same fixed tokens are."""
+"""Verify that servers have the learner's weights, by comparing log-probabilities of fixed tokens."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from agentrl.errors import AgentRLError
 from agentrl.types import Sample
 
 TEXT = "The 7 wizards quickly jinxed 5,240 gnomes; {'vapour': [1, 2.5, null]} is what they left behind."
-"""Beside the schemas of the env's tools: common words, digits, punctuation."""
+"""Text in addition to the schemas of the env's tools: common words, digits, punctuation."""
 MOST_TOKENS = 256
 
 
 class WeightCheck:
     """Compares servers with the learner after each update of weights.
 
-    What this catches: weights that went astray on their way, a server that kept old ones, a cache that survived,
-    and servers that compute something else than the learner.
+    This catches weights corrupted in transfer, a server that kept old ones, a stale cache, and servers whose
+    computation differs from the learner's.
     """
 
     def __init__(
@@ -33,10 +33,10 @@ class WeightCheck:
         """Compare on `rows`.
 
         Args:
-            engine: asked for the log-probabilities of all tokens but the first of each row.
+            engine: returns the log-probabilities of all tokens except the first of each row.
             learner: log-probabilities (temperature 1) of the tokens under the mask of each sample.
             rows: fixed token ids.
-            tolerance: mean difference above which something is wrong.
+            tolerance: maximum mean difference.
         """
         self._engine, self._learner, self._tolerance = engine, learner, tolerance
         self._rows = [tuple(row) for row in rows]
@@ -63,7 +63,7 @@ class WeightCheck:
 
 
 def check_rows(renderer: Renderer, env: Env, most: int) -> list[list[int]]:
-    """Fixed token ids in the policy's own vocabulary: the schemas of the env's tools, and a line of text."""
+    """Fixed token ids in the policy's vocabulary: the schemas of the env's tools, and a line of text."""
     texts = [json.dumps(list(env.tools)), TEXT]
     rows = [renderer.encode_text(text)[: min(most, MOST_TOKENS)] for text in texts]
     return [list(row) for row in rows if len(row) > 1]

@@ -1,7 +1,7 @@
 """The cold start: supervised steps on demonstrations, until there is something to reinforce.
 
-It is judged by what the policy does, not by its loss: training tasks are played every few steps, and it begins to
-end at the first look at which enough of them are solved at least now and then.
+Progress is measured by playing training tasks every few steps, not by the loss. The anneal starts at the first
+probe in which enough tasks are solved at least occasionally.
 """
 
 from __future__ import annotations

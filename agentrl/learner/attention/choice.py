@@ -1,4 +1,4 @@
-"""Which attention the learner computes with: decided without torch, so that `agentrl plan` can say it at once."""
+"""Which attention the learner computes with: chosen without importing torch, so that `agentrl plan` stays fast."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ Kind = Literal["sdpa", "flex", "flash"]
 
 
 def choose_attention(config: LearnerConfig, device_type: str, head_dims: set[int]) -> Kind:
-    """What `learner.attention` means here: `auto` takes the best that is there for this model and precision.
+    """Resolve `learner.attention`: `auto` picks the best available kernel for this model and precision.
 
     Args:
         head_dims: sizes of the heads, of queries and keys and of values.
 
     Raises:
-        ConfigError: what is asked for cannot work here.
+        ConfigError: the requested attention does not work here.
     """
     gpu, low = device_type == "cuda", config.precision == "bfloat16"
     if config.attention == "auto":
@@ -54,7 +54,7 @@ _LEAVE = "leave learner.attention at auto"
 
 
 def _fits_flash(sizes: set[int]) -> bool:
-    """Its kernels have one head size, a multiple of 8 up to 256, on GPUs since Ampere."""
+    """Its kernels support a single head size, a multiple of 8 up to 256, on GPUs since Ampere."""
     return len(sizes) == 1 and max(sizes) <= 256 and max(sizes) % 8 == 0 and not _before_ampere()
 
 

@@ -1,6 +1,6 @@
-"""Packed attention with flash-attn: every row is a sequence of its own length, whose keys begin with its prefix.
+"""Packed attention with flash-attn: every row is a separate sequence whose keys start with its prefix.
 
-Where there are more keys than queries, flash-attn (2.1 and later) aligns the causal mask to the last key of each
+If there are more keys than queries, flash-attn (2.1 and later) aligns the causal mask to the last key of each
 sequence, which is what rows behind a shared prefix need.
 Source: `flash_attn_varlen_func` of https://github.com/Dao-AILab/flash-attention (Dao 2023, arXiv:2307.08691).
 """
@@ -43,7 +43,7 @@ def attend(
 
 @dataclass(frozen=True, slots=True)
 class _Plan:
-    """Sequences of queries and of keys; `key_K` are the keys' flat positions, None if each has its own."""
+    """Sequences of queries and of keys; `key_K` are the keys' flat positions, None if each has separate keys."""
 
     key_K: Tensor | None
     query_ends: Tensor

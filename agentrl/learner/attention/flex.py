@@ -1,4 +1,4 @@
-"""Packed attention with PyTorch's flex attention: one call over all flat positions, without blocks nobody sees.
+"""Packed attention with PyTorch's flex attention: one call over all flat positions, skipping fully masked blocks.
 
 Source: https://docs.pytorch.org/docs/2.13/nn.attention.flex_attention.html.
 """
@@ -33,12 +33,12 @@ def attend(
 
 @cache
 def _kernel(device_type: str) -> Callable[..., Any]:
-    """Compiled on GPUs; on a CPU, where only tests of the forward pass run, as it is."""
+    """Compiled on GPUs; not compiled on a CPU, where only tests of the forward pass run."""
     return cast(Callable[..., Any], torch.compile(flex_attention) if device_type == "cuda" else flex_attention)
 
 
 def block_mask(spans: Spans, window: int | None) -> BlockMask:
-    """Who sees whom, and which blocks need not be computed: from the rows, never from pairs of positions."""
+    """The mask and the blocks to skip, computed from the rows rather than from pairs of positions."""
     rows, device = spans.rows, spans.device
     length = rows[-1].at + rows[-1].length
     own = torch.tensor([row.length for row in rows])
@@ -85,7 +85,7 @@ def _blocks(spans: Spans, window: int | None, size: int) -> tuple[Tensor, Tensor
 
 
 class _Run(NamedTuple):
-    """Positions of a row that lie side by side: the first one, its place in the row, how many there are."""
+    """Contiguous positions of a row: the first one, its place in the row, and their number."""
 
     at: int
     place: int

@@ -1,8 +1,8 @@
-"""The attention of the learner: rows of a packed batch are kept apart, and only what is computed exactly is run.
+"""The attention of the learner: rows of a packed batch are isolated, and unsupported variants are rejected.
 
-One function stands in for transformers' own in every layer. What a token may look at comes from the `Spans` of the
-packed batch: its row, what its row shares with others, and the layer's sliding window. How it is computed, with
-PyTorch's SDPA, flex attention or flash-attn, is chosen for each model if it is placed (`use_attention`).
+One function replaces transformers' attention in every layer. The visible keys of a token come from the `Spans` of
+the packed batch: its row, what its row shares with others, and the layer's sliding window. How it is computed,
+with PyTorch's SDPA, flex attention or flash-attn, is chosen for each model if it is placed (`use_attention`).
 """
 
 from __future__ import annotations
@@ -24,16 +24,16 @@ from agentrl.learner.attention.choice import Kind, choose_attention
 from agentrl.models.trial import ALONE, ENDS, SHARED, probe
 
 NAMES: dict[Kind, str] = {"sdpa": "agentrl_packed", "flex": "agentrl_blocks", "flash": "agentrl_sequences"}
-"""Known to transformers by these; a name with sdpa or flash in it would be taken for one of its own."""
+"""Names registered with transformers; they must not contain sdpa or flash, which transformers treats specially."""
 PACKED_ATTENTION = NAMES["sdpa"]
-"""What models are loaded with, in host memory."""
+"""The attention of models during loading, in host memory."""
 P = TypeVar("P")
 
 
 class Span(NamedTuple):
-    """Where a row lies among the flat positions: what it shares with others, then its own tokens.
+    """The flat positions of a row: its shared prefix, then its remaining tokens.
 
-    A prefix that others share is a row of its own with nothing before it.
+    A shared prefix is a separate row without a prefix.
     """
 
     prefix_at: int
@@ -48,9 +48,9 @@ class Span(NamedTuple):
 
 @dataclass(slots=True)
 class Spans:
-    """The rows of a packed batch, in the order in which they lie; together they cover every flat position once.
+    """The rows of a packed batch in flat order; together they cover every position once.
 
-    What an attention needs of them is worked out in the first layer that asks and kept for the others.
+    Derived data is computed in the first layer that needs it and cached for the others.
     """
 
     rows: Sequence[Span]
@@ -63,7 +63,7 @@ class Spans:
         return max(row.prefix + row.length for row in self.rows)
 
     def plan(self, make: Callable[[Spans, int | None], P], window: int | None) -> P:
-        """What `make` gives for the window (None: there is none), once for all layers that have it."""
+        """The result of `make` for the window (None: no window), cached for all layers with this window."""
         if window is not None and window >= self.longest:
             window = None
         if (make, window) not in self._plans:
@@ -84,7 +84,7 @@ def packed_attention(
     sliding_window: int | None = None,
     **more: Any,
 ) -> tuple[Tensor, None]:
-    """Causal attention within each row of a packed batch; equal to attention over the rows one by one.
+    """Causal attention within each row of a packed batch; equivalent to attention over each row separately.
 
     Args:
         module: the attention layer that calls.
@@ -93,14 +93,14 @@ def packed_attention(
         kind: how it is computed.
         spans: the rows of the packed batch.
         scaling: factor of the scores; 1/sqrt(D) when None.
-        sliding_window: keys that a query sees at most, itself included; None is all before it.
-        more: what else the layer hands over.
+        sliding_window: maximum keys per query, including itself; None means all previous ones.
+        more: other arguments of the layer.
 
     Returns:
         [1, T, H, D] and no weights.
 
     Raises:
-        ConfigError: the layer asks for something that is not computed here.
+        ConfigError: the layer uses a feature that is not supported here.
     """
     if spans is None:
         raise ConfigError(f"{type(module).__name__} is called without the keywords given to the model, {_ADVICE}")
@@ -128,7 +128,7 @@ def use_attention(module: nn.Module, config: LearnerConfig, device: torch.device
 
 
 def check_attention(model: PreTrainedModel, where: str) -> None:
-    """See that the model computes the same on a packed batch as with its own attention on the rows one by one.
+    """Check that the model's output on a packed batch equals its original attention on separate rows.
 
     Raises:
         ConfigError: it does not: its layers carry a state of another kind along the row, or change the scores in a
@@ -174,7 +174,7 @@ _ADVICE = (
 
 
 def _refuse_unknown(module: nn.Module, attention_mask: Tensor | None, more: dict[str, Any]) -> None:
-    """Raise ConfigError for what would change the result and is not computed."""
+    """Raise ConfigError for unsupported features that would change the result."""
     found = [name for name in _NOT_COMPUTED if more.get(name) is not None]
     found += ["is_causal=False"] if more.get("is_causal") is False else []
     found += ["a mask of its own"] if attention_mask is not None else []
