@@ -1,8 +1,8 @@
 """Evaluate a policy without training: a checkpoint, or a model behind an endpoint.
 
 The folder of an evaluation is a run folder: config.yaml, metrics.jsonl, and the episodes under the step of the
-checkpoint. Finished tasks are kept in `episodes/partial.jsonl` as they end, so that the same evaluation goes on
-if it was stopped.
+checkpoint. Finished tasks are appended to `episodes/partial.jsonl`, so that a repeated evaluation resumes where it
+stopped.
 """
 
 from __future__ import annotations
@@ -54,10 +54,10 @@ from agentrl.sandbox import close_pools
 from agentrl.types import EVERY_TOKEN, Episode, Filters, Task
 
 SPEC_FILE = "eval.json"
-"""In the folder of an evaluation: what is played."""
+"""File in an evaluation folder with its settings."""
 PARTIAL_FILE = "episodes/partial.jsonl"
 LOST_IN_A_ROW = 5
-"""So many tasks lost before any is played stop an evaluation: nothing answers."""
+"""Stop an evaluation after this many lost tasks if none has been played: nothing answers."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,12 +66,12 @@ class EvalOptions:
 
     Attributes:
         split: which tasks; the env's generator or the run's data files give them.
-        tasks: how many; `eval.tasks` of the run where None.
+        tasks: number of tasks; None means `eval.tasks` of the run.
         attempts: episodes of each task.
         temperature: 0 is greedy; None is greedy with one attempt, and the temperature of training with several.
         filters: sampling filters.
         concurrency: maximum concurrent episodes.
-        prices: of the endpoint's tokens.
+        prices: prices of the endpoint's tokens.
     """
 
     split: Split = "held_out"
@@ -93,7 +93,7 @@ class Subject:
 
     @property
     def name(self) -> str:
-        """For people."""
+        """A readable name."""
         if self.endpoint is not None:
             return f"{self.endpoint.model} at {self.endpoint.base_url}"
         return str(self.checkpoint)
@@ -169,18 +169,18 @@ def evaluate(
     """Play tasks and report the result; resumes an unfinished folder.
 
     Args:
-        subject: whose answers count.
-        config: the run that says which env, which limits and which seed.
-        options: how much is played and how.
+        subject: the model to evaluate.
+        config: configuration with the env, limits and seed.
+        options: the settings of the evaluation.
         folder: the folder of this evaluation.
-        fresh: play everything again; the old folder is kept next to the new one.
-        reporter: told of every episode that ends.
+        fresh: start over; the old folder is renamed.
+        reporter: shows the progress.
 
     Raises:
         CheckpointError: it was trained with another tokenizer, template or parser.
-        ConfigError: the env, the model or the endpoint cannot be used, there are no such tasks, or the folder
-            holds another evaluation.
-        InfraError: nothing could be played.
+        ConfigError: the env, the model or the endpoint is invalid, there are no such tasks, or the folder contains
+            another evaluation.
+        InfraError: no task could be played.
     """
     if subject.endpoint is not None and config.agent is not None:
         raise ConfigError(
@@ -269,7 +269,7 @@ async def _play(
     content: Content,
     progress: _Progress,
 ) -> None:
-    """Make what plays, play, and close it."""
+    """Create the player, play, and close it."""
     try:
         if subject.endpoint is not None:
             if config.data.overlong_prompts is not None:
@@ -342,7 +342,7 @@ async def _play_tasks(
 
 @dataclass
 class AtMost:
-    """A player of whose episodes only so many are in flight at once."""
+    """A player with a bound on concurrent episodes."""
 
     player: Plays
     at_most: int

@@ -1,7 +1,7 @@
-"""Episodes as rows for supervised fine-tuning: what a run or an evaluation said, for other programs and for ours.
+"""Episodes as rows for supervised fine-tuning: export the episodes of a run or an evaluation.
 
 `openai` is the chat format of OpenAI's fine-tuning files (also what `warmup.demonstrations` reads): one JSON
-object a line with `messages` and `tools`. `hf` is a parquet file of the same rows for `datasets` and TRL; there
+object per line with `messages` and `tools`. `hf` is a parquet file of the same rows for `datasets` and TRL; there
 arguments and tools are JSON text, because Arrow would give every call the arguments of all. `jsonl` is the whole
 record: ids, log-probabilities, rewards, timings (`agentrl.run_folder.records`).
 """
@@ -34,7 +34,7 @@ class Selection:
 
     Args:
         steps: (first, last) step; None if that end is open.
-        min_reward: reward at least.
+        min_reward: minimum reward.
         solved: only solved ones.
         malformed: also those in which the policy wrote a call that cannot be read or is invalid.
         baselines: also the greedy episodes that `advantage: remax` compares with.

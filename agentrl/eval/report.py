@@ -14,7 +14,7 @@ from agentrl.reporting.display import duration, percent
 
 
 def result_text(result: EvalResult) -> Text:
-    """What came out, how sure that is, what went wrong how often, what it cost, where it is."""
+    """Results with confidence intervals, counts of problems, cost, and the folder."""
     spec, estimates = result.spec, result.estimates
     tasks = result.episodes // spec.attempts
     what = f"{tasks} {spec.split.replace('_', '-')} tasks"

@@ -1,4 +1,4 @@
-"""What an evaluation found: estimates over tasks, and counts over episodes. No torch: read by commands."""
+"""The result of an evaluation: estimates over tasks, and counts over episodes. Does not import torch."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from agentrl.run_folder.redraws import Redraws
 from agentrl.types import LIMITS, Episode, Group
 
 RESULTS_FILE = "results.json"
-"""In the folder of an evaluation: what it found."""
+"""File in an evaluation folder with its result."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +41,7 @@ class Prices:
 
 @dataclass(frozen=True, slots=True)
 class EvalSpec:
-    """What was played, so that two evaluations can be told apart.
+    """Identifies what was evaluated.
 
     `policy` names the checkpoint or the endpoint, `digest` its content (the configuration and weights, as far as
     they are known).
@@ -62,14 +62,14 @@ class EvalSpec:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EvalResult:
-    """What an evaluation found.
+    """The result of an evaluation.
 
     Attributes:
         estimates: means over tasks by name: `solved`, `reward`, `reward/NAME`, and with several attempts `pass@K`
             (at least one of K solves it) and `pass^K` (all K do), with 95 % confidence intervals. Without a
             declaration of what is solved there are only the rewards.
         stop_reasons: how often each.
-        lost: tasks that could not be played; they enter no number.
+        lost: tasks that could not be played (excluded from all metrics).
         infra_failures: episodes that failed in the infrastructure and were played again.
         redrawn: the same by the class of their error.
         biased: signs that which of them failed depended on the policy.
@@ -78,7 +78,7 @@ class EvalResult:
         turn_seconds: 50th, 90th and 99th percentile of the time that the policy took for a turn.
         episode_seconds: the same of whole episodes.
         seconds: wall time of playing, resumed parts not counted.
-        cost: dollars, where prices were given.
+        cost: dollars, if prices were given.
         solved: what counts as solved.
     """
 
@@ -113,7 +113,7 @@ class EvalResult:
         """Read results.json.
 
         Raises:
-            CheckpointError: there is none, or it is damaged.
+            CheckpointError: the file is missing or damaged.
         """
         path = folder / RESULTS_FILE
         try:
@@ -169,7 +169,7 @@ def task_values(records: Iterable[EpisodeRecord]) -> dict[str, dict[str, list[fl
 
 
 def mean_of(values: Sequence[float]) -> float:
-    """The mean; 0 of nothing."""
+    """The mean; 0 for no values."""
     return sum(values) / len(values) if values else 0.0
 
 

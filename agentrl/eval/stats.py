@@ -1,4 +1,4 @@
-"""The statistics of an evaluation: tasks are what is drawn at random, attempts at one task belong together."""
+"""The statistics of an evaluation: tasks are the sampling unit, and attempts at one task are clustered."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def pass_all(k: int, attempts: int, solved: int) -> float:
 
 
 def estimate(values_T: Sequence[float]) -> Estimate:
-    """The mean of one value a task: Wilson's interval where all are 0 or 1, else the bootstrap's percentiles.
+    """The mean of one value per task: Wilson's interval where all are 0 or 1, else the bootstrap's percentiles.
 
     Args:
         values_T: [T] one value for each task.

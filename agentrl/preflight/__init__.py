@@ -1,1 +1,1 @@
-"""What can be known before a run starts: memory and time, rules, and a dry run of the environment."""
+"""Checks before a run: memory estimates, rules, and a dry run of the environment."""

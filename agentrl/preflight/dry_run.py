@@ -1,4 +1,4 @@
-"""A run without its model: env, tasks, tokenizer, template and rewards looked over with played episodes."""
+"""A dry run without the model: check env, tasks, tokenizer, template and rewards by playing episodes."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ PROBED_TASKS = 32
 
 @dataclass(frozen=True, slots=True)
 class Rehearsal:
-    """What a run would work with, seen without weights.
+    """The parts of a run, without weights.
 
     Attributes:
         played_by: what the first episode follows: the env's `oracle`, or a generated call to its first tool.
@@ -60,8 +60,8 @@ class Rehearsal:
         prompt_tokens: the longest opening of the first tasks.
         max_context: what the model can take, None if its config does not say.
         demonstration_tokens: the longest demonstration, None without demonstrations.
-        findings: what breaks the contract of an env, or would go wrong later; nothing in a good run.
-        notes: what one would rather know, and what keeps no run from being good.
+        findings: violations of the env contract and later problems; empty for a valid run.
+        notes: remarks that do not make a run invalid.
         decode: ids to text.
     """
 
@@ -123,7 +123,7 @@ def _holding_back(make_env: Callable[[], Env]) -> Env:
 
 
 class _Noting(Silent):
-    """Keeps what a run would be told."""
+    """Collects a run's notes."""
 
     def __init__(self) -> None:
         self.notes: list[str] = []

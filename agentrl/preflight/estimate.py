@@ -1,4 +1,4 @@
-"""What a plan holds: memory by phase, findings, and the devices and disk of this machine."""
+"""The parts of a plan: memory by phase, findings, and the devices and disk of this machine."""
 
 from __future__ import annotations
 
@@ -40,13 +40,13 @@ class Phase:
 
     @property
     def total(self) -> int:
-        """All of it."""
+        """The total in bytes."""
         return sum(self.parts.values())
 
 
 @dataclass(frozen=True, slots=True)
 class PlanFinding:
-    """A rule that speaks. `level`: error (it will fail), warning (it will hurt), note."""
+    """The finding of a rule. `level`: error (it will fail), warning (it will hurt), note."""
 
     code: str
     level: str
@@ -56,7 +56,7 @@ class PlanFinding:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """Everything that `agentrl plan` says."""
+    """The content of `agentrl plan`."""
 
     model: ModelShape
     batch: Arithmetic
@@ -116,7 +116,7 @@ def disk_free(folder: Path) -> int:
 
 
 def size(number: int) -> str:
-    """Bytes for people."""
+    """Bytes in readable units."""
     value = float(number)
     for unit in ("B", "KiB", "MiB", "GiB"):
         if value < 1024:

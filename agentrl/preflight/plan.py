@@ -1,4 +1,4 @@
-"""`agentrl plan`: what a run will cost and where it will run, before anything is loaded.
+"""`agentrl plan`: estimate the cost and the placement of a run before anything is loaded.
 
 Memory is what tensors need; allocators and the driver of a GPU take some more on top.
 """
@@ -22,7 +22,7 @@ GIB = 2**30
 
 
 def make_plan(config: RunConfig, *, memory_bytes: int | None = None, gpu: bool | None = None) -> Plan:
-    """Work out what a run will need.
+    """Estimate the resources of a run.
 
     Args:
         config: the run.
@@ -166,7 +166,7 @@ def placement(config: RunConfig, gpu: bool) -> list[str]:
 
 
 def attention_there(config: RunConfig, shape: ModelShape, gpu: bool) -> str:
-    """How the learner will compute its attention; what was asked for where that cannot be known from here."""
+    """How the learner will compute its attention; the requested one if it cannot be determined here."""
     asked = config.learner.attention
     if gpu and not gpus_here():
         return asked

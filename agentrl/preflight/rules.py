@@ -1,4 +1,4 @@
-"""What goes wrong with runs before they begin: one function per rule, each with its code, and what to do."""
+"""Rules that detect problems before a run: one function per rule, with a code and a remedy."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ TOO_FULL = 0.9
 
 
 def findings(config: RunConfig, plan: Plan, gpu: bool) -> list[PlanFinding]:
-    """What every rule has to say, errors first."""
+    """The findings of all rules, errors first."""
     found = [finding for rule in RULES for finding in rule(config, plan, gpu)]
     return sorted(found, key=lambda f: ("error", "warning", "note").index(f.level))
 
@@ -218,7 +218,7 @@ def attention(config: RunConfig, plan: Plan, gpu: bool) -> Iterator[PlanFinding]
 
 
 def devices(config: RunConfig, plan: Plan, gpu: bool) -> Iterator[PlanFinding]:
-    """PL16: devices that this machine has not."""
+    """PL16: devices that this machine lacks."""
     if not plan.here:
         return
     learner, engine = config.learner, config.engine

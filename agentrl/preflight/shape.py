@@ -1,4 +1,4 @@
-"""What a model costs, from its config.json alone: no weights are read and none are made."""
+"""The size of a model, from its config.json alone; no weights are read or created."""
 
 from __future__ import annotations
 

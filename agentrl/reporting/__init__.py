@@ -1,1 +1,1 @@
-"""What a run tells while it goes: the display, notes, the summary, the curve."""
+"""Reporting of a run: the display, notes, the summary, the curve."""

@@ -1,4 +1,4 @@
-"""The progress of a run: one live screen on a terminal, one plain line a step elsewhere."""
+"""The progress of a run: one live screen on a terminal, one plain line per step elsewhere."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class Display(Reporter):
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """Leave the terminal as it was found."""
+        """Restore the terminal."""
 
 
 def make_display(name: str, *, again: str, console: Console | None = None) -> Display:
@@ -56,7 +56,7 @@ def make_display(name: str, *, again: str, console: Console | None = None) -> Di
 
 @dataclass
 class Progress:
-    """Where the current phase stands. Times are of `clock`, in seconds."""
+    """The progress of the current phase. Times are of `clock`, in seconds."""
 
     clock: Callable[[], float] = time.monotonic
     name: str = ""
@@ -64,7 +64,7 @@ class Progress:
     done: int = 0
     started: float = 0.0
     latest: float = 0.0
-    """When the newest unit was done."""
+    """When the latest unit finished."""
     before: int = 0
     """Units done before this process began the phase (a resumed run)."""
     doing: str = ""
@@ -156,9 +156,9 @@ def update_metrics(metrics: Mapping[str, float]) -> list[tuple[str, str]]:
 
 
 LINE_EVERY_S = 5.0
-"""Units that are no training steps, such as those of a warm-up, get a line at most this often."""
+"""Units other than training steps, such as those of a warmup, get a line at most this often."""
 QUIET_S = 30.0
-"""After so long without a line, one says what is being done."""
+"""After this time without output, a line reports the current activity."""
 
 
 class PlainDisplay(Display):
@@ -191,14 +191,14 @@ class PlainDisplay(Display):
             self._line(f"{name}: begins" + (f", {total} to do" if total is not None else ""))
 
     def within(self, doing: str, done: int = 0, total: int | None = None) -> None:
-        """Write what is done in a phase without units; otherwise it shows only if it takes long."""
+        """Write the activity of a phase without units; otherwise only if it takes long."""
         news = doing != self.progress.doing
         self.progress.within(doing, done, total)
         if self.progress.total is None and not done and news:
             self._line(f"{self.progress.name}: {doing}")
 
     def remind(self) -> None:
-        """Write what is being done, if nothing was written for long."""
+        """Write the current activity, if nothing was written for a while."""
         progress = self.progress
         if progress.clock() - self._said >= QUIET_S and progress.name:
             parts = [f"{progress.name} {progress.count()}".strip(), progress.now()]
@@ -210,7 +210,7 @@ class PlainDisplay(Display):
             self.remind()
 
     def step(self, metrics: Mapping[str, float]) -> None:
-        """Write the line of a step; units that are no training steps share one."""
+        """Write the line of a step; other units share one."""
         progress = self.progress
         progress.advance(metrics)
         last, waited = progress.done == progress.total, progress.latest - self._said >= LINE_EVERY_S
@@ -294,7 +294,7 @@ class LiveDisplay(Display):
                 self._note(text)
 
     def phase(self, name: str, total: int | None = None, done: int = 0) -> None:
-        """The bar starts anew; the phase before it leaves its last line above."""
+        """Restart the progress bar; the last line of the previous phase stays above."""
         if self.progress.metrics:
             self.console.print(Text(self._left_behind(), style="dim"))
         self.progress.begin(name, total, done)
@@ -377,7 +377,7 @@ class LiveDisplay(Display):
 
 
 def _before_and_after(summary: Summary) -> list[tuple[str, str, str, str]]:
-    """What became of the held-out tasks: the share that is solved, or their reward where that is not declared."""
+    """The result on the held-out tasks: the share that is solved, or their reward where that is not declared."""
     name, before, after = "solved", percent(summary.held_out_before), percent(summary.held_out_after)
     if summary.held_out_after is None and summary.held_out_reward_after is not None:
         name, after = "reward", f"{summary.held_out_reward_after:.3f}"
@@ -389,7 +389,7 @@ def _before_and_after(summary: Summary) -> list[tuple[str, str, str, str]]:
 
 
 def summary_text(summary: Summary, *, again: str, columns: int = 100) -> Text:
-    """The end of a run for people: what came out, what went wrong how often, where it is, what to run next.
+    """The final summary: results, counts of problems, the run folder, and next commands.
 
     Remarks are wrapped at `columns`; commands are not.
     """

@@ -1,4 +1,4 @@
-"""Notes for the user: one that is repeated is shown once and counted, not shown again."""
+"""Notes for the user: repeated notes are shown once and counted."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a run tells while it goes, and what it says at its end."""
+"""The reporter interface, and the summary of a run."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ class Summary:
     env: str = ""
     """The env that was played."""
     redrawn: Mapping[str, int] = field(default_factory=dict)
-    """Why episodes failed in the infrastructure and were played again: the error's class, and how often."""
+    """Infrastructure failures that were replayed: counts by error class."""
     redrawn_tasks: Mapping[str, Mapping[str, int]] = field(default_factory=dict)
     """The same for the 20 tasks with most of them; `played` is how many episodes of the task there were."""
     biased: Sequence[str] = field(default_factory=list)
@@ -72,7 +72,7 @@ class Summary:
         """Read what `to_json` wrote.
 
         Raises:
-            CheckpointError: it is something else.
+            CheckpointError: the file has another format.
         """
         try:
             return TypeAdapter(cls).validate_json(text)
@@ -81,11 +81,11 @@ class Summary:
 
 
 class Reporter(Protocol):
-    """Where a run shows its progress. Calls are cheap and never raise.
+    """Shows the progress of a run. Calls are cheap and never raise.
 
     Metric names that a display knows: `step`; `solved` (0 to 1); `reward` and `reward/NAME` (means over the
-    step's episodes); `loss`, `kl`, `lr`, `grad_norm`, `entropy`; `tokens_per_s`; `held_out` (0 to 1, where an
-    evaluation took place). Others are shown only in metrics.jsonl.
+    step's episodes); `loss`, `kl`, `lr`, `grad_norm`, `entropy`; `tokens_per_s`; `held_out` (0 to 1, after an
+    evaluation). Others are shown only in metrics.jsonl.
     """
 
     def phase(self, name: str, total: int | None = None, done: int = 0) -> None:

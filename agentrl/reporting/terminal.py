@@ -1,4 +1,4 @@
-"""A live screen's terminal, guarded against what others print: child processes, C libraries.
+"""A live screen's terminal, protected from output of others: child processes, C libraries.
 
 While the guard is open, file descriptors 1 and 2 lead to a file, and each new line of it is shown above the
 screen. The screen itself writes to a copy of the terminal's descriptor. A file and not a pipe: a child that
@@ -20,7 +20,7 @@ class TerminalGuard:
     """Open from `start` until `stop`, which gives the terminal back.
 
     Args:
-        tell: shows a line that somebody else has printed; called from a thread of the guard.
+        tell: shows a line printed by other code; called from a thread of the guard.
     """
 
     def __init__(self, tell: Callable[[str], None]) -> None:

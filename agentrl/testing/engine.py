@@ -1,4 +1,4 @@
-"""An engine without a model: each completion is written beforehand, as a message or as raw text."""
+"""An engine without a model: each completion is scripted, as a message or as raw text."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def raw_completion(renderer: Renderer, text: str) -> Completion:
 
 
 class ScriptedEngine(Engine):
-    """Says the same script in every session. Safe to call from many tasks.
+    """Replays the same script in every session. Safe to call from many tasks.
 
     Args:
         renderer: turns messages into tokens.
@@ -95,7 +95,7 @@ class ScriptedEngine(Engine):
         self._turns.pop(session, None)
 
     async def update_weights(self, weights: Mapping[str, Any], version: int) -> None:
-        """There are no weights; the version counts."""
+        """Only the version changes; there are no weights."""
         self._version = version
 
     async def close(self) -> None:

@@ -1,10 +1,10 @@
-"""One suite for every sandbox back-end: what they all do, what gets stopped, how ends are told apart, what breaks.
+"""One suite for every sandbox back-end: conformance, confinement, exit fidelity, and failures.
 
     report = asyncio.run(check_sandbox(Sandbox(backend="my_package.boxes:Backend")))
     print(report)
     assert report.ok
 
-With pytest: parametrise over `sandbox_checks(...)` and await `check.run(stage)`.
+With pytest: parametrize over `sandbox_checks(...)` and await `check.run(stage)`.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def sandbox_checks() -> list[Check]:
 
 @dataclass(frozen=True)
 class SuiteReport:
-    """What became of each check: None, or what went wrong; `skipped` says which promise was not made."""
+    """The result of each check: None, or the error; `skipped` gives the missing promise."""
 
     backend: str
     results: dict[str, str | None]

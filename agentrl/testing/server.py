@@ -1,7 +1,7 @@
 """A real HTTP server on the loopback that speaks SGLang's wire format, without a model behind it.
 
-For tests of whatever talks to inference servers: it draws tokens by a rule, at a pace of its own, pauses, takes
-weights by version, and can be made to die, to hang or to answer nonsense.
+For tests of whatever talks to inference servers: it generates tokens by a rule, at a configurable pace, pauses,
+takes weights by version, and can be made to die, to hang or to answer nonsense.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ class LoopbackServer:
 
     @property
     def url(self) -> str:
-        """Where it is."""
+        """The server's URL."""
         return f"http://{self.host}:{self.port}"
 
     async def start(self) -> None:

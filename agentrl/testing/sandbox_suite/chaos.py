@@ -1,4 +1,4 @@
-"""The sandbox's own troubles: each must come as a SandboxError, never as a result, and leave nothing."""
+"""Failures of the sandbox: each must raise a SandboxError, never return a result, and leave nothing behind."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Every way a program can end is told apart from every other, and its bytes arrive as they were."""
+"""Every way a program can end is distinguishable, and its bytes arrive unchanged."""
 
 from __future__ import annotations
 

@@ -23,7 +23,7 @@ Kind = Literal["conformance", "hostile", "sabotage", "fidelity", "chaos"]
 
 
 class Unseen(Exception):
-    """What a check looks for cannot be seen from outside: the sandbox has a kernel of its own."""
+    """What a check looks for cannot be seen from outside: the sandbox has a separate kernel."""
 
 
 class Stage:
@@ -81,7 +81,7 @@ class Stage:
             return self._neighbor
 
     def order(self, **more: object) -> bytes:
-        """What a hostile program is told: where the bait is."""
+        """The input of a hostile program: the location of the bait."""
         spec = self.spec
         known = {
             "secret": self.secret, "marker": self.marker, "folder": self.folder, "victim": self.victim.pid,
