@@ -32,8 +32,9 @@ def load_object(spec: str, *, base: Path | None = None) -> Any:
     found: Any = module
     for part in name.split("."):
         if not hasattr(found, part):
-            names = [n for n in vars(found) if not n.startswith("_")]
-            hint = did_you_mean(part, names, otherwise=f"it has: {', '.join(sorted(names)[:12])}")
+            names = [n for n in getattr(found, "__dict__", {}) if not n.startswith("_")]
+            there = f"it has: {', '.join(sorted(names)[:12])}" if names else "it has no public names"
+            hint = did_you_mean(part, names, otherwise=there)
             raise ConfigError(f"{spec!r}: {module_name} has no {part!r}; {hint}")
         found = getattr(found, part)
     return found
@@ -65,7 +66,7 @@ def try_function(call: Callable[[], object], where: str) -> None:
         call()
     except ConfigError:
         raise
-    except Exception as e:
+    except (Exception, SystemExit) as e:
         raise ConfigError(f"{where}: a first call with a few tokens raised {type(e).__name__}: {e}") from e
 
 
@@ -93,7 +94,7 @@ def load_file(path: Path) -> ModuleType:
     except ConfigError:
         sys.modules.pop(name, None)
         raise
-    except Exception as e:
+    except (Exception, SystemExit) as e:
         sys.modules.pop(name, None)
         raise ConfigError(f"{path}{_line_of(e, path)}: {type(e).__name__}: {e}") from e
     finally:
@@ -130,5 +131,5 @@ def _import(name: str, spec: str) -> ModuleType:
         raise ConfigError(f"{spec!r}: importing {name} needs module {e.name!r}, which is not installed") from e
     except ConfigError:
         raise
-    except Exception as e:
+    except (Exception, SystemExit) as e:
         raise ConfigError(f"{spec!r}: importing {name} raised {type(e).__name__}: {e}") from e

@@ -7,7 +7,7 @@ Their parameters are the classes in `agentrl.algo`.
 from __future__ import annotations
 
 import difflib
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Literal, Self
 
 from pydantic import Field, model_validator
 
@@ -17,7 +17,7 @@ from agentrl.algo.losses import POLICY_LOSSES
 from agentrl.algo.losses.ppo_clip import PPOClip
 from agentrl.algo.parameters import Above0, Named, NonNegative, Share, check_band
 from agentrl.config.choice import OneOf, OwnFunction
-from agentrl.config.facts import MayChangeOnResume, PathTo
+from agentrl.config.facts import MayChangeOnResume, NeverWhen, OnlyWhen, PathTo
 from agentrl.config.section import Count, Positive, Section
 
 ALONE = frozenset(name for name, estimator in ESTIMATORS.items() if not estimator.compares)
@@ -77,21 +77,23 @@ class CriticConfig(Section):
 class KLConfig(Section):
     """The KL penalty toward the frozen reference policy (the policy at the start of RL training)."""
 
-    where: Literal["loss", "reward", "both"] = "loss"
+    where: Annotated[Literal["loss", "reward", "both"], NeverWhen("coef", 0)] = "loss"
     """Add the penalty to the loss, subtract it from each token's reward before advantages are estimated, or
     both."""
     coef: NonNegative = 0.01
     """Weight of the penalty; 0 disables it and skips the reference pass."""
-    kind: Literal["auto", "unbiased", "k1", "abs", "k2", "k3", "k1+", "abs+", "k2+", "k3+"] = "auto"
+    kind: Annotated[
+        Literal["auto", "unbiased", "k1", "abs", "k2", "k3", "k1+", "abs+", "k2+", "k3+"], NeverWhen("coef", 0)
+    ] = "auto"
     """The estimate. `auto`: `unbiased` in the loss (k3's value, an unbiased gradient that never vanishes) and
     `k1` in the reward. A `+` keeps the estimate's value and uses the gradient of k2. Without it, `k1` in the loss
     has a gradient of 0 on average, and `abs` and `k3` do not have the gradient of the KL divergence either."""
-    control: Literal["fixed", "adaptive"] = "fixed"
+    control: Annotated[Literal["fixed", "adaptive"], NeverWhen("coef", 0)] = "fixed"
     """Keep the weight fixed, or adapt it to the measured KL; the current weight is saved in checkpoints."""
-    target: Above0 = 0.1
-    """`control: adaptive`: target KL per token."""
-    horizon: Above0 = 10_000.0
-    """`control: adaptive`: horizon of the adaptation, in episodes."""
+    target: Annotated[Above0, OnlyWhen("control", "adaptive")] = 0.1
+    """Target KL per token."""
+    horizon: Annotated[Above0, OnlyWhen("control", "adaptive")] = 10_000.0
+    """Horizon of the adaptation, in episodes."""
 
     @property
     def in_loss(self) -> bool:
@@ -120,11 +122,11 @@ class CorrectionConfig(Section):
     importance: Literal["none", "token", "sequence"] = "none"
     """Importance weights: multiply each token's loss by the ratio learner / sampler of the token or its
     sequence."""
-    high: Above0 = 2.0
+    high: Annotated[Above0, OnlyWhen("importance", "token", "sequence")] = 2.0
     """Ratios are truncated at this value."""
-    low: Above0 | None = None
+    low: Annotated[Above0 | None, OnlyWhen("importance", "token", "sequence")] = None
     """If set, ratios outside [low, high] count as 0 (IcePop) instead of being truncated at `high`."""
-    normalize: bool = False
+    normalize: Annotated[bool, OnlyWhen("importance", "token", "sequence")] = False
     """Normalize the ratios of a step to a mean of 1."""
     reject: dict[str, float | tuple[float, float]] = Field(default_factory=dict)
     """Mask tokens or sequences out of the loss: a statistic (`token_k1`, `seq_mean_k3`, ...) and its maximum; for
@@ -249,16 +251,11 @@ class AlgorithmConfig(Section):
 
 def _dead_keys(config: AlgorithmConfig) -> list[str]:
     """Errors about keys that are missing or have no effect."""
-    kl, correction = config.kl, config.correction
+    kl = config.kl
     norm, bypass = config.aggregation == "seq-mean-token-sum-norm", config.old_logprobs == "sampler"
-    weighs = correction.importance != "none"
+    weighs = config.correction.importance != "none"
     checks = (
         (config.aggregation_scale and not norm, "aggregation_scale", "aggregation: seq-mean-token-sum-norm"),
-        (kl.coef == 0 and kl.where != "loss", "kl.where", "a kl.coef above 0"),
-        (kl.coef == 0 and kl.kind != "auto", "kl.kind", "a kl.coef above 0"),
-        (kl.coef == 0 and kl.control != "fixed", "kl.control", "a kl.coef above 0"),
-        (kl.control == "fixed" and kl.target != _default(kl, "target"), "kl.target", "kl.control: adaptive"),
-        (kl.control == "fixed" and kl.horizon != _default(kl, "horizon"), "kl.horizon", "kl.control: adaptive"),
         (kl.in_reward and config.advantage.name == "gdpo", "kl.where", "another advantage than gdpo"),
         (
             config.drop_zero_signal_groups and config.advantage.name == "gae",
@@ -266,9 +263,6 @@ def _dead_keys(config: AlgorithmConfig) -> list[str]:
             "an advantage that compares episodes",
         ),
         (weighs and bypass, "correction.importance", "old_logprobs: learner or auto"),
-        (not weighs and correction.high != 2.0, "correction.high", "correction.importance"),
-        (not weighs and correction.low is not None, "correction.low", "correction.importance"),
-        (not weighs and correction.normalize, "correction.normalize", "correction.importance"),
     )
     found = [f"algorithm.{key} has no effect without {other}: remove it" for dead, key, other in checks if dead]
     if norm and config.aggregation_scale is None:
@@ -279,7 +273,3 @@ def _dead_keys(config: AlgorithmConfig) -> list[str]:
     if kl.where == "reward" and kl.kind not in ("auto", "k1", "abs", "k2", "k3") and kl.coef > 0:
         found.append(f"algorithm.kl.kind {kl.kind} differs in its gradient, and a reward has none: write k1 or k3")
     return found
-
-
-def _default(section: Section, key: str) -> Any:
-    return type(section).model_fields[key].default

@@ -67,18 +67,22 @@ class OneOf:
         if isinstance(value, str):
             value = {"use": value} if is_own(value) else {"name": value}
         if not isinstance(value, dict):
-            raise ValueError(
-                f"must be a name or a section with `name`, got {'nothing' if value is None else value}"
-            )
+            raise ValueError(f"must be a name or a section with `name`, got {_said(value)}")
         if "use" in value:
+            if "name" in value:
+                raise ValueError("gives both `name` and `use`: remove one of them")
             if isinstance(value["use"], str) and not _CODE.fullmatch(value["use"]):
                 raise ValueError(
                     f"use must be `module:function` or `path/to/file.py:function`, got {value['use']!r}"
                 )
             return value
         name = value.get("name", self.default)
+        if not isinstance(name, str):
+            raise ValueError(f"name must be text, got {_said(name)}")
+        if is_own(name):
+            raise ValueError(f"name is for the kinds that come with agentrl: write `use: {name}`")
         if name not in self.names:
-            near = difflib.get_close_matches(str(name), self.names, 1, cutoff=0.5)
+            near = difflib.get_close_matches(name.lower(), self.names, 1, cutoff=0.5)
             hint = f"; did you mean {near[0]!r}?" if near else ""
             raise ValueError(f"must be one of {', '.join(self.names)}, or `module:function`, got {name!r}{hint}")
         return {"name": name, **value}
@@ -103,6 +107,12 @@ class OneOf:
     def __get_pydantic_json_schema__(self, schema: CoreSchema, handler: GetJsonSchemaHandler) -> JsonSchemaValue:
         short = {"type": "string", "description": f"{', '.join(self.names)}, or `module:function`"}
         return {"anyOf": [short, *_options(handler(schema))]}
+
+
+def _said(value: Any) -> str:
+    if isinstance(value, dict):
+        return f"a section with {', '.join(map(str, value)) or 'no keys'}"
+    return "nothing" if value is None else str(value).lower() if isinstance(value, bool) else repr(value)
 
 
 def _options(schema: JsonSchemaValue) -> Iterator[Any]:

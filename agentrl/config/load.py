@@ -219,10 +219,15 @@ def _numbers(source: Source) -> None:
         elif type(value) is int and value > LARGEST and loc != ("seed",):  # which has a separate bound
             text = f"must be at most {LARGEST}, got {value}"
             source.problems.append(Problem(loc, text, source.spot(loc)))
-    weights = _get(source.data, ("env", "reward_weights"))
-    for name, value in weights.items() if isinstance(weights, dict) else ():
+        for kind in kinds if isinstance(value, dict) else ():
+            if get_origin(kind) is dict and float in alternatives(get_args(kind)[1]):
+                _numbers_by_name(source, loc, value)
+
+
+def _numbers_by_name(source: Source, around: Loc, given: dict[str, Any]) -> None:
+    for name, value in given.items():
         if isinstance(value, bool | str):
-            loc = ("env", "reward_weights", name)
+            loc = (*around, name)
             source.problems.append(Problem(loc, f"must be a number, got {_show(value)}", source.spot(loc)))
 
 

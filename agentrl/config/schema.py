@@ -11,7 +11,7 @@ import annotated_types
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
-from agentrl.config.choice import choice_of
+from agentrl.config.choice import OWN, choice_of
 from agentrl.config.dump import yaml_value
 from agentrl.config.facts import metadata
 from agentrl.config.run import RunConfig
@@ -127,6 +127,8 @@ def unknown_key(loc: Loc, value: Any = None) -> str:
     *parent, key = (str(part) for part in loc)
     if (moved := MOVED.get(".".join((*parent, key)))) is not None:
         return moved.format(address=value if value not in (None, "local") else "ADDRESS")
+    if other := _parameter_of_another_kind(parent, key):
+        return other
     section = section_at(tuple(parent)) or RunConfig
     if outside := _section_beside_a_name(section, key, value):
         return outside
@@ -170,6 +172,25 @@ def _section_beside_a_name(section: type[BaseModel], key: str, value: Any) -> st
             spelled = yaml_value({"name": kind, **written})
             return f"unknown key; parameters stand with the name: write `{name}: {spelled}`"
     return None
+
+
+def _parameter_of_another_kind(parent: Sequence[str], key: str) -> str | None:
+    """What to say about a key that the kind of a choice does not have; `parent` ends in the kind."""
+    field = field_at(tuple(parent[:-1]))
+    choice = choice_of(field) if field is not None else None
+    if choice is None or parent[-1] not in choice.kinds:
+        return None
+    kind, where = parent[-1], ".".join(parent[:-1])
+    known = [name for name in choice.kinds[kind].model_fields if name != "name"]
+    if kind == OWN:
+        return f"unknown key; a function of your own takes its arguments under `{where}.options`"
+    if key == "options":
+        return "unknown key; options are for a function of your own: name it as `use: module:function`"
+    if near := did_you_mean(key, known, cutoff=0.75):
+        return f"unknown key; {near}"
+    takes = f"{kind} takes {', '.join(known)}" if known else f"{kind} has no parameters"
+    others = [name for name in choice.names if key in choice.kinds[name].model_fields]
+    return f"unknown key; {takes}" + (f" (`{key}` is a parameter of {', '.join(others)})" if others else "")
 
 
 def _under(paths: list[tuple[str, ...]]) -> str:

@@ -7,6 +7,7 @@ import inspect
 import json
 import math
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +34,12 @@ async def open_own(config: EngineConfig, model: Path) -> Engine:
         ConfigError: it cannot be imported or created, is not an `Engine`, or fails the trial.
     """
     where = f"engine.kind {config.kind}"
-    make = load_object(config.kind)
+    try:
+        make = load_object(config.kind)
+    except ConfigError as e:
+        raise ConfigError(f"engine.kind {e}") from None
+    if not callable(make):
+        raise ConfigError(f"{where}: must be a class or a function, got a value of type {type(make).__name__}")
     if missing := sorted(getattr(make, "__abstractmethods__", ())):
         raise ConfigError(f"{where}: does not implement {', '.join(missing)}")
     try:
@@ -41,7 +47,7 @@ async def open_own(config: EngineConfig, model: Path) -> Engine:
         engine = await made if inspect.isawaitable(made) else made
     except AgentRLError:
         raise
-    except Exception as e:
+    except (Exception, SystemExit) as e:
         raise ConfigError(
             f"{where}: {getattr(make, '__name__', make)}(model, config, **engine.options) raised "
             f"{type(e).__name__}: {e}"
@@ -51,7 +57,8 @@ async def open_own(config: EngineConfig, model: Path) -> Engine:
     try:
         await _try(engine, _vocabulary(model), where)
     except BaseException:
-        await engine.close()
+        with suppress(Exception):  # what is wrong with the engine is in the first error
+            await engine.close()
         raise
     return engine
 
@@ -71,7 +78,10 @@ async def _try(engine: Engine, vocabulary: int | None, where: str) -> None:
     Raises:
         ConfigError: what the engine did wrong.
     """
-    max_context, version = getattr(engine, "max_context", None), engine.policy_version
+    try:
+        max_context, version = getattr(engine, "max_context", None), engine.policy_version
+    except Exception as e:
+        raise ConfigError(f"{where}: max_context or policy_version raised {type(e).__name__}: {e}") from e
     if not isinstance(max_context, int) or max_context < len(TRIAL_IDS) + TRIAL_TOKENS:
         raise ConfigError(f"{where}: max_context must be a number of tokens, got {max_context!r}")
     if version != 0:

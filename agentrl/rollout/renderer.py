@@ -57,10 +57,15 @@ def own_parser(spec: str) -> Parser:
         raise ConfigError(f"model.parser {e}") from None
     try:
         parser = found() if isinstance(found, type) else found
-    except Exception as e:
+    except (Exception, SystemExit) as e:
         raise ConfigError(f"model.parser {spec}: cannot be made: {said_by(e)}") from e
     if not isinstance(parser, Parser):
-        raise ConfigError(f"model.parser {spec}: must be an agentrl.chat.parsers.Parser, got {found!r}")
+        got = (
+            f"the class {found.__name__}" if isinstance(found, type) else f"a value of type {type(found).__name__}"
+        )
+        raise ConfigError(
+            f"model.parser {spec}: must be a subclass or an instance of agentrl.chat.parsers.Parser, got {got}"
+        )
     return parser
 
 

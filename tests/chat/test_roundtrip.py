@@ -57,8 +57,12 @@ def test_a_parser_of_ones_own_reads_it(tmp_path: Path):
         "query": "a",
         "limit": 2,
     }
-    with pytest.raises(ConfigError, match=r"must be an agentrl\.chat\.parsers\.Parser"):
-        own_parser("json:dumps")
+    for spec, got in (("json:dumps", "a value of type function"), ("pathlib:Path", "the class Path")):
+        with pytest.raises(ConfigError, match=rf"instance of agentrl\.chat\.parsers\.Parser, got {got}"):
+            own_parser(spec)
+    (tmp_path / "leaves.py").write_text("raise SystemExit(4)\n")
+    with pytest.raises(ConfigError, match=r"model\.parser .*leaves\.py:1: SystemExit: 4"):
+        own_parser(f"{tmp_path / 'leaves.py'}:Bang")
 
 
 @pytest.mark.parametrize(

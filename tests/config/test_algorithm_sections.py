@@ -129,6 +129,28 @@ def test_your_own_function_takes_options(tmp_path: Path):
             "{loss: a:b, loss_options: {power: 2}}",
             "write `loss: {use: module:function, options: {power: 2}}`",
         ),
+        (
+            "{loss: {name: gspo, ratio_min: 1}}",
+            "unknown key; gspo takes clip_low, clip_high, dual_clip (`ratio_min` is a parameter of cispo)",
+        ),
+        ("{loss: {name: gpg, clip_low: 0.1}}", "clip_low: unknown key; gpg has no parameters (`clip_low` is a"),
+        ("{loss: {options: {a: 1}}}", "options are for a function of your own: name it as `use: module:function`"),
+        ("{loss: {use: a:b, clip_low: 1}}", "takes its arguments under `algorithm.loss.options`"),
+        ("{loss: {use: a:b, name: gspo}}", "algorithm.loss: gives both `name` and `use`: remove one of them"),
+        ("{loss: {name: 'a:b'}}", "name is for the kinds that come with agentrl: write `use: a:b`"),
+        ("{loss: {name: null}}", "algorithm.loss: name must be text, got nothing"),
+        ("{loss: true}", "must be a name or a section with `name`, got true"),
+        ("{loss: GSPO}", "got 'GSPO'; did you mean 'gspo'?"),
+        (
+            "{advantage: {name: gdpo, weights: {a: '1'}}}",
+            "algorithm.advantage.weights.a must be a number, got '1'",
+        ),
+        ("{advantage: {name: gdpo, weights: {a: true}}}", "advantage.weights.a must be a number, got true"),
+        ("{loss: {name: reinforce, high: 2.0}}", "high has no effect while importance is none: remove it"),
+        ("{kl: {coef: 0, where: loss}}", "algorithm.kl.where has no effect while algorithm.kl.coef is 0"),
+        ("{kl: {coef: 0, control: fixed}}", "algorithm.kl.control has no effect while algorithm.kl.coef is 0"),
+        ("{kl: {target: 0.1}}", "kl.target has no effect unless algorithm.kl.control is adaptive (it is fixed)"),
+        ("{correction: {high: 2.0}}", "correction.high has no effect unless algorithm.correction.importance is"),
     ],
 )
 def test_what_is_wrong_is_shown_with_its_place(tmp_path: Path, algorithm: str, said: str):

@@ -126,7 +126,7 @@ def test_a_key_in_the_wrong_place_is_told_where_it_belongs(tmp_path: Path, text:
         ("rollout: {group_size: 1}", "4:11: rollout.group_size is 1: a group of one has no advantage"),
         (
             "algorithm: {kl: {coef: 0, kind: k3}}",
-            "4:27: algorithm.kl.kind has no effect without a kl.coef above 0",
+            "4:27: algorithm.kl.kind has no effect while algorithm.kl.coef is 0",
         ),
         (
             "rollout: {overlong_penalty: 0.1}",

@@ -54,3 +54,22 @@ class Partial(Engine):
 def not_an_engine(model, config):
     """Something else."""
     return object()
+
+
+NUMBER = 3
+
+
+def leaves(model, config):
+    """Ends the program, as scripts do that read flags."""
+    raise SystemExit(3)
+
+
+class Versionless(PlainEngine):
+    """Cannot say which weights it has, and cannot be closed."""
+
+    @property
+    def policy_version(self):
+        raise RuntimeError("no version yet")
+
+    async def close(self):
+        raise OSError("already gone")

@@ -50,7 +50,11 @@ async def test_a_function_and_a_file_name_it_too(models: dict[str, Path]) -> Non
         ("not_an_engine", {}, "must be an agentrl.engine.base.Engine, got object"),
         ("PlainEngine", {"max_context": "many"}, "max_context must be a number of tokens, got 'many'"),
         ("PlainEngine", {"depth": 1}, "raised TypeError"),
+        ("Nothing", {}, "engine.kind '"),
         ("Nothing", {}, "has no 'Nothing'"),
+        ("NUMBER", {}, "must be a class or a function, got a value of type int"),
+        ("leaves", {}, "raised SystemExit: 3"),
+        ("Versionless", {}, "max_context or policy_version raised RuntimeError: no version yet"),
     ],
 )
 async def test_what_is_wrong_with_it_is_said_before_the_run(

@@ -27,6 +27,9 @@ class Reinforce(Named):
 
     @model_validator(mode="after")
     def _band(self) -> Self:
+        given = self.model_fields_set - {"name", "importance"}
+        if self.importance == "none" and (self.low is not None or self.high != 2.0 or len(given) == 1):
+            raise ValueError(f"{' and '.join(sorted(given))} has no effect while importance is none: remove it")
         check_band(self.low, self.high)
         return self
 
