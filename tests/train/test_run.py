@@ -215,7 +215,7 @@ def test_held_out_tasks_are_sampled_as_the_eval_section_says(tmp_path: Path, mon
         seen.extend(groups if label == "held-out-0" else [])
         return groups
 
-    monkeypatch.setattr("agentrl.train.run.collect", watched)
+    monkeypatch.setattr("agentrl.train.held_out.collect", watched)
     (tmp_path / "envs.py").write_text(ENVS)
 
     def played(name: str, **changes: float) -> tuple[list[str], dict[str, float]]:
