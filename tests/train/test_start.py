@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import ClassVar
 
@@ -69,10 +68,7 @@ def nothing_played():
 
 async def start(policy: str | None, folder: Path, notes: Notes) -> None:
     settings = config(policy)
-    with ThreadPoolExecutor(1) as thread:
-        await make_start(
-            settings, load_content(settings), folder, learner_thread=thread, reporter=notes, stopping=lambda: False
-        )
+    await make_start(settings, load_content(settings), folder, reporter=notes, stopping=lambda: False)
 
 
 async def test_probes_play_only_what_fits(tmp_path: Path):
@@ -108,10 +104,5 @@ async def test_a_demonstration_that_is_larger_than_a_micro_batch_is_refused_befo
     tmp_path: Path,
 ):
     small = config("drop").model_copy(update={"learner": LearnerConfig(tokens_per_micro_batch=5)})
-    with (
-        ThreadPoolExecutor(1) as thread,
-        pytest.raises(ConfigError, match=r"more than learner\.tokens_per_micro_"),
-    ):
-        await make_start(
-            small, load_content(small), tmp_path, learner_thread=thread, reporter=Notes(), stopping=lambda: False
-        )
+    with pytest.raises(ConfigError, match=r"more than learner\.tokens_per_micro_"):
+        await make_start(small, load_content(small), tmp_path, reporter=Notes(), stopping=lambda: False)

@@ -160,5 +160,5 @@ RESOURCES = [
         for _ in range(100):
             sys.stdout.write("x" * (1 << 20))
         print("END")
-    """, _output_is_bounded, wall_s=20.0),
+    """, _output_is_bounded, wall_s=40.0),
 ]  # fmt: skip
