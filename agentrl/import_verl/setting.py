@@ -454,7 +454,7 @@ def _engine(found: Imported) -> None:
             found.say(f"{ROLLOUT}dtype", "by hand", "engine.dtype is auto, bfloat16 or float32")
         else:
             found.set("engine.dtype", known)
-    if name in ("sglang_async", "vllm_async"):  # of releases in which these were engines of their own
+    if name in ("sglang_async", "vllm_async"):  # older releases listed these as separate engines
         name = name.removesuffix("_async")
     if name not in ("sglang", "vllm"):
         if name and name != "hf":

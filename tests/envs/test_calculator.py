@@ -1,5 +1,6 @@
 import json
 import re
+from fractions import Fraction
 
 import pytest
 from hypothesis import given
@@ -59,9 +60,10 @@ def test_bad_expressions_say_what_is_wrong(expression, text):
 @given(st.text(alphabet="0123456789+-*/() x\n٣", max_size=250))
 def test_any_text_is_a_number_or_a_calculator_error(expression):
     try:
-        evaluate(expression)
+        value = evaluate(expression)
     except CalculatorError:
         return
+    assert isinstance(value, Fraction)
 
 
 @given(st.integers(1, 99), st.lists(st.tuples(st.sampled_from("+-*"), st.integers(1, 99)), min_size=1, max_size=3))

@@ -100,7 +100,7 @@ class Parser(ABC):
 
     @abstractmethod
     def stream(self, *, tools: Tools = (), thinking: bool = False, partial: bool = False) -> ParserStream:
-        """Return an incremental reader of a completion; the arguments are those of `parse`.
+        """Return an incremental reader of a completion; it takes the same arguments as `parse`.
 
         Args:
             partial: also report calls while they are being written, for formats with JSON arguments. A malformed

@@ -16,7 +16,7 @@ from agentrl.engine.local.sampler import Draw, sample
 def sample_constrained(
     logits_BV: Tensor, draw: Draw, by_row: Mapping[int, GenerateOptions]
 ) -> tuple[Tensor, Tensor]:
-    """Like `sample`, with the masks of the special rows; logprobs are those of the unrestricted distribution."""
+    """Like `sample`, with the masks of the special rows; logprobs come from the unrestricted distribution."""
     masks = {row: options.mask for row, options in by_row.items() if options.mask is not None}
     if not masks:
         return sample(logits_BV, draw)

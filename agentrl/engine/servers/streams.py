@@ -25,7 +25,7 @@ class SGLangStream:
     """The events of one streamed `/generate`."""
 
     def __init__(self, where: str, version: int | None, listener: Listener) -> None:
-        """`version` is that of the sampling adapter; without it each event names the weights it is from."""
+        """`version` identifies the sampling adapter; if it is None, each event names its own weights."""
         self._where, self._version, self._listener = where, version, listener
         self._ids: list[int] = []
         self._logprobs: list[Any] = []
