@@ -12,8 +12,9 @@ quickstart: $(VENV)/.train  ## install, then train a tool-calling policy on this
 quick: $(VENV)/.dev  ## the edit loop, under a minute: lint what changed, imports, types, quick unit tests
 	PATH="$(CURDIR)/$(BIN):$$PATH" scripts/quick
 
-test: $(VENV)/.dev  ## the whole test suite
-	$(BIN)/python -m pytest
+JOBS ?= 3
+test: $(VENV)/.dev  ## the whole test suite, in JOBS processes; the tests of a file stay together
+	$(BIN)/python -m pytest -n $(JOBS) --dist loadfile
 
 lint: $(VENV)/.dev  ## format, lint, types, imports
 	PATH="$(CURDIR)/$(BIN):$$PATH" scripts/check
