@@ -35,11 +35,17 @@ def schema(
 
 
 @app.command("show")
-def show(path: YamlFile, overrides: Overrides = []) -> None:  # noqa: B006
-    """Print the whole configuration of a run, defaults included."""
+def show(
+    path: YamlFile,
+    overrides: Overrides = [],  # noqa: B006
+    everything: Annotated[
+        bool, typer.Option("--all", help="Include advanced settings at their defaults.")
+    ] = False,
+) -> None:
+    """Print the configuration of a run, defaults included."""
     from agentrl.config import dump_config, load_config
 
-    print(dump_config(load_config(path, overrides, check_paths=False)), end="")
+    print(dump_config(load_config(path, overrides, check_paths=False), everything=everything), end="")
 
 
 @app.command("diff")

@@ -17,7 +17,7 @@ from agentrl.algo.losses import POLICY_LOSSES
 from agentrl.algo.losses.ppo_clip import PPOClip
 from agentrl.algo.parameters import Above0, Named, NonNegative, Share, check_band
 from agentrl.config.choice import OneOf, OwnFunction
-from agentrl.config.facts import MayChangeOnResume, NeverWhen, OnlyWhen, PathTo
+from agentrl.config.facts import Advanced, MayChangeOnResume, NeverWhen, OnlyWhen, PathTo
 from agentrl.config.section import Count, Positive, Section
 
 ALONE = frozenset(name for name, estimator in ESTIMATORS.items() if not estimator.compares)
@@ -54,20 +54,20 @@ class CriticConfig(Section):
     """Model directory to initialize the critic from; by default the policy's initial model."""
     lr: Above0 = 1e-5
     """Peak learning rate; it follows the policy's schedule."""
-    value_clip: Above0 | None = 0.5
+    value_clip: Annotated[Above0 | None, Advanced()] = 0.5
     """Value clipping: predictions are clipped to within this distance of those before the step; null disables
     it."""
     warmup_steps: Count = 0
     """Number of initial steps that train only the critic."""
-    max_grad_norm: Above0 = 1.0
+    max_grad_norm: Annotated[Above0, Advanced()] = 1.0
     """Maximum gradient norm; larger gradients are scaled down."""
-    updates_per_step: Positive | None = None
+    updates_per_step: Annotated[Positive | None, Advanced()] = None
     """Mini-batches per step for the critic; by default the policy's number."""
-    epochs: Positive | None = None
+    epochs: Annotated[Positive | None, Advanced()] = None
     """Passes of the critic over the episodes of a step; by default the policy's number."""
-    aggregation: Aggregation | None = None
+    aggregation: Annotated[Aggregation | None, Advanced()] = None
     """How token errors are aggregated; by default like the policy's token losses."""
-    aggregation_scale: Above0 | None = None
+    aggregation_scale: Annotated[Above0 | None, Advanced()] = None
     """Like `algorithm.aggregation_scale`, which is also the default."""
     ranks: Annotated[Count, MayChangeOnResume()] = 0
     """Number of dedicated Ray workers for the critic, each with one shard; 0 runs it on the policy's ranks. With
@@ -88,11 +88,11 @@ class KLConfig(Section):
     """The estimate. `auto`: `unbiased` in the loss (k3's value, an unbiased gradient that never vanishes) and
     `k1` in the reward. A `+` keeps the estimate's value and uses the gradient of k2. Without it, `k1` in the loss
     has a gradient of 0 on average, and `abs` and `k3` do not have the gradient of the KL divergence either."""
-    control: Annotated[Literal["fixed", "adaptive"], NeverWhen("coef", 0)] = "fixed"
+    control: Annotated[Literal["fixed", "adaptive"], NeverWhen("coef", 0), Advanced()] = "fixed"
     """Keep the weight fixed, or adapt it to the measured KL; the current weight is saved in checkpoints."""
-    target: Annotated[Above0, OnlyWhen("control", "adaptive")] = 0.1
+    target: Annotated[Above0, OnlyWhen("control", "adaptive"), Advanced()] = 0.1
     """Target KL per token."""
-    horizon: Annotated[Above0, OnlyWhen("control", "adaptive")] = 10_000.0
+    horizon: Annotated[Above0, OnlyWhen("control", "adaptive"), Advanced()] = 10_000.0
     """Horizon of the adaptation, in episodes."""
 
     @property
@@ -126,12 +126,12 @@ class CorrectionConfig(Section):
     """Ratios are truncated at this value."""
     low: Annotated[Above0 | None, OnlyWhen("importance", "token", "sequence")] = None
     """If set, ratios outside [low, high] count as 0 (IcePop) instead of being truncated at `high`."""
-    normalize: Annotated[bool, OnlyWhen("importance", "token", "sequence")] = False
+    normalize: Annotated[bool, OnlyWhen("importance", "token", "sequence"), Advanced()] = False
     """Normalize the ratios of a step to a mean of 1."""
     reject: dict[str, float | tuple[float, float]] = Field(default_factory=dict)
     """Mask tokens or sequences out of the loss: a statistic (`token_k1`, `seq_mean_k3`, ...) and its maximum; for
     k1, the maximum ratio sampler / learner, or [minimum, maximum]."""
-    veto: Annotated[float, Field(gt=0, lt=1)] | None = None
+    veto: Annotated[Annotated[float, Field(gt=0, lt=1)] | None, Advanced()] = None
     """Mask every sequence with a token whose ratio learner / sampler is below this (for example, 1e-4)."""
     off_policy: Above0 | None = None
     """Mask sequences with a negative advantage whose tokens have drifted by more than this on average."""
@@ -147,13 +147,13 @@ class CorrectionConfig(Section):
 class DriftGateConfig(Section):
     """Limits on the difference between sampler and learner; the run stops if one is exceeded; null: no limit."""
 
-    mean_abs: Above0 | None = 0.1
+    mean_abs: Annotated[Above0 | None, Advanced()] = 0.1
     """Maximum mean |sampler logprob - learner logprob| of a step."""
-    max_abs: Above0 | None = None
+    max_abs: Annotated[Above0 | None, Advanced()] = None
     """Maximum |sampler logprob - learner logprob| of any token."""
-    k3: Above0 | None = None
+    k3: Annotated[Above0 | None, Advanced()] = None
     """Maximum estimate of KL(sampler, learner)."""
-    ess: Share | None = None
+    ess: Annotated[Share | None, Advanced()] = None
     """Minimum effective sample size, as a fraction of the tokens."""
 
 
@@ -175,7 +175,7 @@ class AlgorithmConfig(Section):
     `module:function`. See [algorithms](algorithms.md#policy-losses)."""
     aggregation: Aggregation = "token-mean"
     """How token losses are aggregated into one number."""
-    aggregation_scale: Above0 | None = None
+    aggregation_scale: Annotated[Above0 | None, Advanced()] = None
     """`seq-mean-token-sum-norm`: the divisor of the token sums (for example, the maximum tokens per episode)."""
     kl: KLConfig = KLConfig()
     """The KL penalty toward the reference policy."""
@@ -191,7 +191,7 @@ class AlgorithmConfig(Section):
     drop_zero_signal_groups: bool = False
     """Drop groups in which no episode has an advantage, also from the KL penalty, the entropy bonus and the means.
     This saves time, but the gradient no longer matches the objective exactly."""
-    ratio_veto: Annotated[float, Field(gt=1)] | None = 1e4
+    ratio_veto: Annotated[Annotated[float, Field(gt=1)] | None, Advanced()] = 1e4
     """Mask sequences with a token whose ratio to the old policy exceeds this: such an old log-probability cannot
     be right, and not every loss bounds the ratio. null disables the check."""
     old_logprobs: Literal["auto", "learner", "sampler"] = "auto"

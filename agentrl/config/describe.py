@@ -11,7 +11,7 @@ from pydantic.fields import FieldInfo
 
 from agentrl.config.choice import OneOf, choice_of
 from agentrl.config.dump import yaml_value
-from agentrl.config.facts import MayChangeOnResume, NamesCode, PathTo, effects, facts
+from agentrl.config.facts import MayChangeOnResume, NamesCode, PathTo, effects, facts, is_advanced
 from agentrl.config.run import RunConfig
 from agentrl.config.schema import alternatives, bounds, field_at, kind_name, section_of
 from agentrl.config.section import Section
@@ -71,7 +71,15 @@ def page() -> str:
         section = section_of(field)
         if section is not None:
             parts += ["", *_section(name, field, section)]
+    parts += ["", ADVANCED, *_advanced()]
     return "\n".join(parts) + "\n"
+
+
+ADVANCED = """\
+## Advanced settings
+
+Few runs change these. `agentrl config show` prints those that differ from their defaults, or all with `--all`.
+"""
 
 
 def with_kinds(text: str) -> str:
@@ -141,16 +149,38 @@ def _optional(name: str, field: FieldInfo, section: type[Section]) -> str:
 
 
 def _rows(section: type[Section], *, own: bool = False) -> Iterator[str]:
-    """The table of a section; with `own`, its inner sections get separate pages."""
-    yield "| key | type | default | |"
-    yield "|---|---|---|---|"
-    for name, field in section.model_fields.items():
-        if own and section_of(field) is not None:
-            continue
-        known = [fact.condition() for fact in effects(field)]
-        known += ["*May change on resuming.*" for _ in facts(field, MayChangeOnResume)]
-        about = " ".join([*(field.description or "").split(), *known]).replace("|", "\\|")
-        yield f"| `{name}` | {_kind(field)} | {_default(field)} | {about} |"
+    """The table of a section, without its advanced keys; with `own`, its inner sections get separate pages."""
+    shown = [(k, f) for k, f in section.model_fields.items() if not (is_advanced(f) or (own and section_of(f)))]
+    if not shown:
+        yield "All of it is [advanced](#advanced-settings)."
+        return
+    yield from TABLE
+    for name, field in shown:
+        yield _row(name, field)
+
+
+TABLE = ("| key | type | default | |", "|---|---|---|---|")
+
+
+def _advanced() -> Iterator[str]:
+    """The table of all advanced keys, by their full names."""
+    yield from TABLE
+    for name, field in RunConfig.model_fields.items():
+        section = section_of(field)
+        for inner_name, inner_field in section.model_fields.items() if section is not None else ():
+            if is_advanced(inner_field):
+                yield _row(f"{name}.{inner_name}", inner_field)
+            innermost = section_of(inner_field)
+            for last_name, last_field in innermost.model_fields.items() if innermost is not None else ():
+                if is_advanced(last_field):
+                    yield _row(f"{name}.{inner_name}.{last_name}", last_field)
+
+
+def _row(name: str, field: FieldInfo) -> str:
+    known = [fact.condition() for fact in effects(field)]
+    known += ["*May change on resuming.*" for _ in facts(field, MayChangeOnResume)]
+    about = " ".join([*(field.description or "").split(), *known]).replace("|", "\\|")
+    return f"| `{name}` | {_kind(field)} | {_default(field)} | {about} |"
 
 
 def _kind(field: FieldInfo) -> str:

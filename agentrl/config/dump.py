@@ -8,15 +8,37 @@ import re
 from collections.abc import Iterator
 from typing import Any
 
+from pydantic import BaseModel
+
+from agentrl.config.facts import is_advanced
 from agentrl.config.run import RunConfig
+from agentrl.config.section import Section
 
 RESOLVED = "# Written by agentrl with all defaults. A value that equals its default counts as not written."
 """The first line of such a file; there, a key without effect is not an error if it has its default."""
 
 
-def dump_config(config: RunConfig) -> str:
-    """The whole configuration as YAML, defaults included; `load_config` reads an equal one from it."""
-    return "".join(f"{line}\n" for line in (RESOLVED, *_block(config.model_dump(), "")))
+def dump_config(config: RunConfig, *, everything: bool = True) -> str:
+    """The configuration as YAML, defaults included; `load_config` reads an equal one from it.
+
+    Args:
+        everything: include advanced settings that have their defaults.
+    """
+    data = config.model_dump() if everything else _everyday(config)
+    return "".join(f"{line}\n" for line in (RESOLVED, *_block(data, "")))
+
+
+def _everyday(section: BaseModel) -> dict[str, Any]:
+    """A section without the advanced settings that have their defaults."""
+    found: dict[str, Any] = {}
+    dumped = section.model_dump()
+    for name, field in type(section).model_fields.items():
+        value = getattr(section, name)
+        default = value == field.get_default(call_default_factory=True, validated_data={})
+        inner = _everyday(value) if isinstance(value, Section) else dumped[name]
+        if not (default and (is_advanced(field) or (isinstance(value, Section) and not inner))):
+            found[name] = inner
+    return found
 
 
 def _block(data: dict[str, Any], indent: str) -> Iterator[str]:

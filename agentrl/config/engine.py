@@ -9,7 +9,7 @@ from pydantic import Field, field_validator, model_validator
 
 from agentrl.config.address import address_problem
 from agentrl.config.choice import is_own
-from agentrl.config.facts import NamesCode, NeverWhen, NeverWith, OnlyWhen, PathTo, UnusedBy
+from agentrl.config.facts import Advanced, NamesCode, NeverWhen, NeverWith, OnlyWhen, PathTo, UnusedBy
 from agentrl.config.section import Count, Device, Positive, Section
 from agentrl.gpu import gpus_here
 from agentrl.suggest import did_you_mean
@@ -42,19 +42,19 @@ class ServerConfig(Section):
     """Python interpreter with the server installed; by default the run's."""
     args: Annotated[list[str], NeverWith("urls")] = Field(default_factory=list)
     """Additional command-line arguments for the server."""
-    environment: Annotated[dict[str, str], NeverWith("urls")] = Field(default_factory=dict)
+    environment: Annotated[dict[str, str], NeverWith("urls"), Advanced()] = Field(default_factory=dict)
     """Additional environment variables for the server."""
-    start_timeout_s: Seconds = 600.0
+    start_timeout_s: Annotated[Seconds, Advanced()] = 600.0
     """Startup timeout of a server."""
-    request_timeout_s: Seconds = 1200.0
+    request_timeout_s: Annotated[Seconds, Advanced()] = 1200.0
     """Timeout of one completion or weight update; after it the server counts as lost."""
-    health_every_s: Seconds = 15.0
+    health_every_s: Annotated[Seconds, Advanced()] = 15.0
     """Interval of health checks while a server is silent."""
-    restarts: Count = 3
+    restarts: Annotated[Count, Advanced()] = 3
     """Consecutive restarts of (or waits for) a lost server that has not answered in between."""
-    sync_folder: Annotated[str | None, OnlyWhen("sync", "disk", "lora")] = None
+    sync_folder: Annotated[str | None, OnlyWhen("sync", "disk", "lora"), Advanced()] = None
     """Folder that both the run and the servers can read; by default a temporary one."""
-    bucket_mb: Annotated[Positive, OnlyWhen("sync", "tensor", "broadcast")] = 512
+    bucket_mb: Annotated[Positive, OnlyWhen("sync", "tensor", "broadcast"), Advanced()] = 512
     """Megabytes of weights per transfer."""
     sleep: Annotated[bool, UnusedBy("eval", "serve")] = False
     """Free the servers' GPU memory during the update, for a learner on the same GPU."""
@@ -80,7 +80,9 @@ class EngineConfig(Section):
     """`cpu`, `cuda`, `cuda:N`, or `auto`: CUDA if there is one."""
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     """Precision of the sampler's weights. `auto`: bfloat16 on CUDA, float32 on a CPU, where bfloat16 is slower."""
-    cuda_graphs: Annotated[Literal["auto", "off"], OnlyWhen("kind", "local"), NeverWhen("device", "cpu")] = "auto"
+    cuda_graphs: Annotated[
+        Literal["auto", "off"], OnlyWhen("kind", "local"), NeverWhen("device", "cpu"), Advanced()
+    ] = "auto"
     """Whether `local` on CUDA captures its decode steps as CUDA graphs and replays them; `off` is slower but needs
     less memory."""
     max_slots: Positive = 256

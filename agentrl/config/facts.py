@@ -54,6 +54,11 @@ class MayChangeOnResume:
 
 
 @dataclass(frozen=True, slots=True)
+class Advanced:
+    """Few runs change the key: the docs list it last, and `config show` omits it while it has its default."""
+
+
+@dataclass(frozen=True, slots=True)
 class UnusedBy:
     """Commands for which the key has no effect."""
 
@@ -179,6 +184,11 @@ def facts(field: FieldInfo, kind: type[Fact]) -> Iterator[Fact]:
     for item in metadata(field):
         if isinstance(item, kind):
             yield item
+
+
+def is_advanced(field: FieldInfo) -> bool:
+    """Whether few runs change a key."""
+    return any(facts(field, Advanced))
 
 
 def effects(field: FieldInfo) -> Iterator[Effect]:

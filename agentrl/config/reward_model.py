@@ -6,7 +6,7 @@ from typing import Annotated, Literal, Self
 
 from pydantic import Field, model_validator
 
-from agentrl.config.facts import MayChangeOnResume, OnlyWhen, PathTo
+from agentrl.config.facts import Advanced, MayChangeOnResume, OnlyWhen, PathTo
 from agentrl.config.section import Count, Device, Positive, Section
 
 NEEDED = {"classifier": ("path",), "judge": ("url", "model"), "http": ("url",)}
@@ -39,14 +39,14 @@ class RewardModelConfig(Section):
         "Rate how well the assistant solved the task. Answer with one number from {low} to {high}."
     )
     """Prompt placed above the conversation."""
-    low: Annotated[float, OnlyWhen("kind", "judge")] = 0.0
+    low: Annotated[float, OnlyWhen("kind", "judge"), Advanced()] = 0.0
     """The lowest score."""
-    high: Annotated[float, OnlyWhen("kind", "judge")] = 1.0
+    high: Annotated[float, OnlyWhen("kind", "judge"), Advanced()] = 1.0
     """The highest score."""
-    on_malformed: Annotated[Literal["score", "infra"], OnlyWhen("kind", "judge")] = "score"
+    on_malformed: Annotated[Literal["score", "infra"], OnlyWhen("kind", "judge"), Advanced()] = "score"
     """What an answer without a score means: a score of 0 (or `low` if that is less), or a replay of the episode.
     The policy's text can provoke such answers, so with `infra` a policy can get its bad episodes replayed."""
-    max_tokens: Positive | None = None
+    max_tokens: Annotated[Positive | None, Advanced()] = None
     """Maximum conversation length in tokens (`classifier`; otherwise roughly words); the middle of longer ones is
     cut out."""
     device: Annotated[Device, OnlyWhen("kind", "classifier"), MayChangeOnResume()] = "auto"
@@ -54,13 +54,13 @@ class RewardModelConfig(Section):
     workers: Annotated[Count, OnlyWhen("kind", "classifier"), MayChangeOnResume()] = 0
     """Ray workers for the model, each with a full copy and a dedicated GPU (or none, on CPUs); 0 scores in the
     training process. A worker that dies is restarted and its requests are retried."""
-    batch_size: Annotated[Positive, OnlyWhen("kind", "classifier"), MayChangeOnResume()] = 16
+    batch_size: Annotated[Positive, OnlyWhen("kind", "classifier"), MayChangeOnResume(), Advanced()] = 16
     """Maximum conversations per forward pass."""
-    max_concurrent: Annotated[Positive, OnlyWhen("kind", "judge", "http")] = 32
+    max_concurrent: Annotated[Positive, OnlyWhen("kind", "judge", "http"), Advanced()] = 32
     """Maximum concurrent requests."""
-    timeout_s: Annotated[float, Field(gt=0), OnlyWhen("kind", "judge", "http")] = 60.0
+    timeout_s: Annotated[float, Field(gt=0), OnlyWhen("kind", "judge", "http"), Advanced()] = 60.0
     """Timeout of one attempt."""
-    retries: Annotated[Count, OnlyWhen("kind", "judge", "http")] = 3
+    retries: Annotated[Count, OnlyWhen("kind", "judge", "http"), Advanced()] = 3
     """Retries after a failed attempt."""
 
     @model_validator(mode="after")

@@ -11,6 +11,7 @@ from agentrl.config.algorithm import ALONE, AlgorithmConfig, CriticConfig
 from agentrl.config.choice import OwnFunction, choice_of
 from agentrl.config.engine import EngineConfig
 from agentrl.config.facts import (
+    Advanced,
     DataFiles,
     MayChangeOnResume,
     NamesCode,
@@ -110,7 +111,7 @@ class AgentConfig(Section):
     """Working directory of the command; by default the current one."""
     max_running: Positive = 64
     """Maximum concurrent episodes."""
-    crash: Literal["infra", "score"] = "score"
+    crash: Annotated[Literal["infra", "score"], Advanced()] = "score"
     """If the program raises or exits with a nonzero code after the policy has answered: score the episode so far,
     or treat it as lost and replay it. The policy's text can crash a program, so with `infra` a policy can get its
     bad episodes replayed. After a crash before the first answer the episode is always replayed."""
@@ -127,9 +128,9 @@ class SamplerConfig(Section):
 
     order: Literal["sequential", "shuffled", "weighted"] = "sequential"
     """In order, in a new random order each epoch, or at random with weights from recent solve rates."""
-    window: Annotated[Positive, OnlyWhen("order", "weighted")] = 8
+    window: Annotated[Positive, OnlyWhen("order", "weighted"), Advanced()] = 8
     """Number of recent groups of a task that its solve rate is averaged over."""
-    floor: Annotated[float, Field(gt=0, le=1), OnlyWhen("order", "weighted")] = 0.1
+    floor: Annotated[float, Field(gt=0, le=1), OnlyWhen("order", "weighted"), Advanced()] = 0.1
     """Weight of a task that is always or never solved; a task solved half the time has weight 1."""
 
 
@@ -170,20 +171,20 @@ class WarmupConfig(Section):
     """Maximum passes over the demonstrations."""
     until_pass: Fraction = 0.9
     """End the cold start once this fraction of probed tasks is solved in one of `probe_samples` episodes."""
-    anneal_epochs: Count = 0
+    anneal_epochs: Annotated[Count, Advanced()] = 0
     """Additional passes with a decaying learning rate; the last ones of `max_epochs` if `until_pass` is never
     reached."""
-    at_least: Fraction = 0.3
+    at_least: Annotated[Fraction, Advanced()] = 0.3
     """Stop the run if the fraction is below this after the cold start: too little to reinforce."""
-    probe_every: Positive = 50
+    probe_every: Annotated[Positive, Advanced()] = 50
     """Supervised steps between probes."""
-    probe_tasks: Positive = 32
+    probe_tasks: Annotated[Positive, Advanced()] = 32
     """Training tasks per probe."""
-    probe_samples: Positive = 8
+    probe_samples: Annotated[Positive, Advanced()] = 8
     """Episodes per probed task, sampled as in training."""
     lr: Annotated[float, Field(gt=0)] = 1e-3
     """Learning rate: reached after 20 steps, then constant until the anneal."""
-    batch_episodes: Positive = 16
+    batch_episodes: Annotated[Positive, Advanced()] = 16
     """Demonstrations per optimizer step."""
 
     @model_validator(mode="after")
@@ -214,7 +215,9 @@ class RolloutConfig(Section):
     """Wall-clock limit per episode."""
     tokenization_check: Literal["strict", "ignore_strippable", "disable"] = "ignore_strippable"
     """Compare each episode's token ids with a new rendering; episodes that fail are excluded from training."""
-    tokenization_stop_above: Annotated[Fraction | None, NeverWhen("tokenization_check", "disable")] = 0.2
+    tokenization_stop_above: Annotated[Fraction | None, NeverWhen("tokenization_check", "disable"), Advanced()] = (
+        0.2
+    )
     """Stop the run above this fraction of failed episodes, once it has seen 20; `null` never stops it."""
     overlong: Literal["train", "mask", "penalise"] = "train"
     """Episodes cut by a limit: trained with their reward, kept out of the loss, or trained with less reward."""
@@ -222,25 +225,25 @@ class RolloutConfig(Section):
     """Subtracted from the reward of such an episode; logged as the reward `overlong`."""
     refill_zero_signal: Count = 0
     """Maximum number of zero-variance groups per step that are replaced by new ones."""
-    infra_retries: Count = 2
+    infra_retries: Annotated[Count, Advanced()] = 2
     """Retries per episode after infrastructure failures before the run stops."""
-    redrawn_stop_above: Fraction | None = 0.1
+    redrawn_stop_above: Annotated[Fraction | None, Advanced()] = 0.1
     """Stop the run if infrastructure failures exceed this fraction of the last 1,000 episodes, once there are 20
     of
     them: training would be biased toward the survivors. `null` never stops it."""
-    faults_stop_above: Fraction | None = 0.5
+    faults_stop_above: Annotated[Fraction | None, Advanced()] = 0.5
     """Stop the run if the same reward (or the env itself) raised in more than this fraction of the last 1,000
     episodes, once there are 20 of them; below it, such a reward counts as 0. `null` never stops it."""
     max_staleness: Count = 0
     """Maximum staleness of an episode's weights in optimizer steps: 0 is synchronous, 1 samples one step ahead,
     more is asynchronous. A group starts only if the bound can be met; no group is dropped for it."""
-    groups_ahead: Annotated[Count | None, NeverWhen("max_staleness", 0)] = None
+    groups_ahead: Annotated[Count | None, NeverWhen("max_staleness", 0), Advanced()] = None
     """Maximum groups in flight beyond those of the next step; by default those of `max_staleness` steps. Fewer
     means fresher data; quick groups may train before slow ones (over-sampling), and the rest train later."""
     workers: Annotated[Count, NeverWith("agent")] = 0
     """Ray actors that run episodes, so that tokenization, tools and rewards use several cores; 0 runs them in the
     training process. An actor that dies is replaced and its episodes are replayed."""
-    note_after_s: Annotated[float, Field(gt=0)] = 120.0
+    note_after_s: Annotated[float, Field(gt=0), Advanced()] = 120.0
     """How long a step waits for episodes before a warning names the oldest one and what it is waiting for."""
 
     @model_validator(mode="after")
@@ -262,7 +265,7 @@ class OptimConfig(Section):
 
     lr: Annotated[float, Field(gt=0)] = 1e-6
     """Peak learning rate."""
-    betas: tuple[_Decay, _Decay] = (0.9, 0.99)
+    betas: Annotated[tuple[_Decay, _Decay], Advanced()] = (0.9, 0.99)
     """Decay rates of the first and second moments."""
     weight_decay: Annotated[float, Field(ge=0)] = 0.0
     """Decoupled weight decay."""
@@ -309,7 +312,7 @@ class LearnerConfig(Section):
     tokens_per_micro_batch: Annotated[Positive, MayChangeOnResume()] = 16384
     """Token budget of one forward and backward pass per rank; gradients accumulate over as many passes as
     needed."""
-    logits_at_once: Annotated[Count, MayChangeOnResume()] = 1024
+    logits_at_once: Annotated[Count, MayChangeOnResume(), Advanced()] = 1024
     """Tokens per chunk of logits, so that memory does not grow with vocabulary times batch; 0: all at once."""
     ranks: Annotated[Positive, MayChangeOnResume()] = 1
     """1 trains in this process; more start Ray workers, one per GPU (or CPU), each with a shard of the model."""
@@ -327,7 +330,7 @@ class LearnerConfig(Section):
     checkpoint_activations: Annotated[bool, MayChangeOnResume()] = False
     """Activation checkpointing: keep only the input of each block and recompute the rest in the backward pass.
     Less memory, more time."""
-    offload_activations: Annotated[bool, MayChangeOnResume(), NeverWhen("device", "cpu")] = False
+    offload_activations: Annotated[bool, MayChangeOnResume(), NeverWhen("device", "cpu"), Advanced()] = False
     """Offload activations to host memory until the backward pass; for GPUs."""
     cpu_offload: Annotated[bool, MayChangeOnResume(), NeverWhen("device", "cpu")] = False
     """Keep parameters, gradients and optimizer state in host memory and update them there; for GPUs."""
@@ -385,7 +388,7 @@ class CheckpointConfig(Section):
     """Number of newest checkpoints to keep."""
     best: bool = True
     """Also keep the checkpoint with the best held-out score; `checkpoints/best` points at it."""
-    background: bool = True
+    background: Annotated[bool, Advanced()] = True
     """Write checkpoints in the background from a copy in host memory; otherwise the run waits for the write."""
 
 

@@ -21,7 +21,7 @@ def test_the_page_in_the_repository_is_current():
 def test_the_page_names_every_key_with_its_meaning():
     text = page()
     for loc, field in fields():
-        assert f"`{loc[-1]}" in text or f"`{'.'.join(loc)}:`" in text
+        assert any(f"`{name}" in text for name in (loc[-1], ".".join(loc)))
         if len(loc) > 1:
             assert field.description, f"{'.'.join(loc)} has no sentence under it"
 

@@ -51,6 +51,18 @@ def test_a_dump_names_every_key_in_the_order_of_the_schema(tmp_path: Path):
     assert "  lr: 1e-06" in lines
 
 
+def test_without_advanced_defaults_a_dump_is_shorter_and_reads_back_equal(tmp_path: Path):
+    changed = config(rollout={"infra_retries": 7}, algorithm={"drift_gate": {"k3": 0.5}})
+    text = dump_config(changed, everything=False)
+    assert "infra_retries: 7" in text
+    assert "k3: 0.5" in text
+    assert "redrawn_stop_above" not in text
+    assert "mean_abs" not in text
+    path = tmp_path / "config.yaml"
+    path.write_text(text, encoding="utf-8")
+    assert load_config(path, check_paths=False) == changed
+
+
 def test_a_diff_has_a_line_for_each_key_that_changed():
     old = config(warmup=None, env={"use": "m:E", "options": {"a": 1, "b": {"c": True}}})
     new = config(warmup={"num": 5}, env={"use": "m:E", "options": {"b": {"c": False}, "d": "x"}}, seed=4)
