@@ -38,7 +38,7 @@ def check(
     require("train", "agentrl check")
 
     from agentrl.preflight.dry_run import rehearse
-    from agentrl.view.text import episode_text
+    from agentrl.view.episode_text import episode_text
     from agentrl.view.tokens import tokens_text
 
     rehearsal = rehearse(config, play_outside=play)

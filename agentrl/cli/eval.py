@@ -153,7 +153,7 @@ def evaluate(
         if target is not None or base_url is not None:
             raise ConfigError("--compare takes the folders of two evaluations and plays nothing: drop the rest")
         from agentrl.eval.compare import compare as compare_folders
-        from agentrl.eval.report import comparison_text
+        from agentrl.eval.tables import comparison_text
 
         Console().print(comparison_text(compare_folders(*compare)), soft_wrap=True)
         return
@@ -185,7 +185,7 @@ def _say(result: EvalResult, short: list[str]) -> None:
     """Print the result; exit with 1 if tasks were lost or a bound was missed."""
     from rich.console import Console
 
-    from agentrl.eval.report import result_text
+    from agentrl.eval.tables import result_text
 
     Console().print(result_text(result), soft_wrap=True)
     for text in short:

@@ -48,8 +48,8 @@ def export(
 ) -> None:
     """Export episodes as conversations for supervised fine-tuning, tools included."""
     from agentrl.errors import ConfigError
-    from agentrl.eval.export import Selection
-    from agentrl.eval.export import export as export_records
+    from agentrl.eval.finetune_rows import Selection
+    from agentrl.eval.finetune_rows import export as export_records
     from agentrl.run_folder.files import write_atomic
 
     if format is Format.HF and out is None:

@@ -37,8 +37,8 @@ def serve(
     import asyncio
 
     from agentrl.sandbox import Sandbox
-    from agentrl.sandbox.server import limits_from
-    from agentrl.sandbox.server import serve as run
+    from agentrl.sandbox.remote_server import limits_from
+    from agentrl.sandbox.remote_server import serve as run
 
     asyncio.run(
         run(

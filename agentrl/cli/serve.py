@@ -237,7 +237,7 @@ async def _serve(
 
 async def _record(policy: _Policy, key: str | None, host: str, port: int, folder: Path) -> None:
     """Record episodes until a signal comes, and write them."""
-    from agentrl.agents.folder import RecordFolder
+    from agentrl.agents.external import RecordFolder
     from agentrl.agents.recorder import Recorder
     from agentrl.rollout.limits import EpisodeLimits
     from agentrl.serve.listen import running

@@ -28,7 +28,7 @@ def show(
 
     from agentrl.errors import CheckpointError
     from agentrl.run_folder.records import read_records, recorded_steps
-    from agentrl.view.text import episode_text, step_table, worst_first
+    from agentrl.view.episode_text import episode_text, step_table, worst_first
 
     console = Console()
     steps = recorded_steps(run)

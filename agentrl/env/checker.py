@@ -15,8 +15,8 @@ from agentrl.env.env import Env
 from agentrl.env.play import Policy, RandomPolicy, play, random_arguments
 from agentrl.env.stand_in import with_stand_in
 from agentrl.env.toolenv.env import ToolEnv
+from agentrl.env.toolenv.json_schema import InvalidArguments
 from agentrl.env.toolenv.observe import plain_text
-from agentrl.env.toolenv.schema import InvalidArguments
 from agentrl.types import Episode, Message, Task, ToolCall
 
 Make = Callable[[], Env]

@@ -30,9 +30,9 @@ from agentrl.env.solved import BY_NAME, SolvedRule
 from agentrl.env.toolenv.declare import TOOL_MARK, RewardMark
 from agentrl.env.toolenv.dispatch import BoundTool
 from agentrl.env.toolenv.env import ToolEnv
+from agentrl.env.toolenv.json_schema import shorten
 from agentrl.env.toolenv.observe import error_text
 from agentrl.env.toolenv.rewards import MAX_PARTS, BadReward, Rewards, check_number
-from agentrl.env.toolenv.schema import shorten
 from agentrl.env.toolenv.spec import MethodTool, RewardSpec, tool_from
 from agentrl.env.verl import VerlTool, VerlToolEntry, is_compute_score, score_arguments, verl_names
 from agentrl.errors import ConfigError, InfraError

@@ -23,8 +23,8 @@ from agentrl.env.toolenv.background import background
 from agentrl.env.toolenv.declare import ToolResult
 from agentrl.env.toolenv.dispatch import BoundTool, call_function
 from agentrl.env.toolenv.env import Step, ToolEnv
+from agentrl.env.toolenv.json_schema import InvalidArguments, shorten
 from agentrl.env.toolenv.observe import plain_text
-from agentrl.env.toolenv.schema import InvalidArguments, shorten
 from agentrl.errors import ConfigError
 from agentrl.types import Episode, Message, StopReason, Task, ToolCall, Turn
 

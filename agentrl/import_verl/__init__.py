@@ -16,7 +16,7 @@ from agentrl.config.schema import without_kinds
 from agentrl.config.section import dead_keys, problems_of
 from agentrl.import_verl.found import Imported, Note
 from agentrl.import_verl.objective import import_objective
-from agentrl.import_verl.read import read_keys
+from agentrl.import_verl.read_config import read_keys
 from agentrl.import_verl.setting import import_setting
 
 __all__ = ["Imported", "Note", "import_verl", "read_keys"]

@@ -6,8 +6,8 @@ import math
 from dataclasses import dataclass, field
 from typing import Any
 
-from agentrl.import_verl.read import Keys
-from agentrl.import_verl.rows import BY_KEY, How, row_of
+from agentrl.import_verl.keys import BY_KEY, How, row_of
+from agentrl.import_verl.read_config import Keys
 
 _SWITCHES = {"algorithm.pf_ppo": "algorithm.use_pf_ppo", "global_profiler": "global_profiler.tool"}
 """Keys that switch a section on, beside its own `enable`."""

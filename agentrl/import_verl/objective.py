@@ -9,7 +9,7 @@ from agentrl.algo.advantages import ESTIMATORS
 from agentrl.algo.losses import POLICY_LOSSES
 from agentrl.config.algorithm import ALONE, STATISTICS
 from agentrl.import_verl.found import Imported
-from agentrl.import_verl.rows import ACTOR
+from agentrl.import_verl.keys import ACTOR
 
 _ROLLOUT_N = "actor_rollout_ref.rollout.n"
 _MODE = f"{ACTOR}policy_loss.loss_mode"

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 from itertools import groupby
 
-from agentrl.import_verl.rows import ROWS, How, Row
+from agentrl.import_verl.keys import ROWS, How, Row
 
 HEAD = """\
 # Every key of verl, and what it is here
 
-*Written by `scripts/verl-keys` from `agentrl/import_verl/rows.py`; change the rows, not this page.*
+*Written by `scripts/verl-keys` from `agentrl/import_verl/keys.py`; change the rows, not this page.*
 
 `agentrl import-verl FILE --out tools.yaml` translates a YAML file or a launch script (`run_*.sh`, which is
 read, never run) by this table, and prints a line for every key that it finds. Where verl's default differs from

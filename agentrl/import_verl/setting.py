@@ -12,8 +12,8 @@ from agentrl.config.datafiles import data_files
 from agentrl.env.rows import count_rows
 from agentrl.errors import ConfigError
 from agentrl.import_verl.found import Imported
-from agentrl.import_verl.read import read_yaml
-from agentrl.import_verl.rows import ACTOR, MODEL, ROLLOUT
+from agentrl.import_verl.keys import ACTOR, MODEL, ROLLOUT
+from agentrl.import_verl.read_config import read_yaml
 
 _TURNS, _VAL = ROLLOUT + "multi_turn.", ROLLOUT + "val_kwargs."
 _UNBOUNDED_TURNS = 100

@@ -32,8 +32,8 @@ from agentrl.models.folder import check_model_folder
 from agentrl.models.tiny import make_tokenizer
 from agentrl.reporting.report import Silent
 from agentrl.rollout.content import Content, check_held_out, corpus, load_content, repeated_ids
+from agentrl.rollout.episode_metrics import reward_parts
 from agentrl.rollout.group import with_group_rewards
-from agentrl.rollout.metrics import reward_parts
 from agentrl.rollout.oracle import author_method
 from agentrl.rollout.prompts import fitting, prompt_tokens
 from agentrl.rollout.renderer import load_renderer

@@ -13,7 +13,7 @@ from agentrl.config.run import RunConfig
 from agentrl.engine.servers.kinds import KINDS
 from agentrl.errors import ConfigError
 from agentrl.gpu import gpus_here
-from agentrl.learner.attention.choice import choose_attention
+from agentrl.learner.attention.kind import choose_attention
 from agentrl.preflight.estimate import Arithmetic, Phase, Plan, machine_memory, on_gpu, own_devices, size
 from agentrl.preflight.rules import findings
 from agentrl.preflight.shape import BFLOAT16, FLOAT32, ModelShape, classifier_parameters

@@ -9,7 +9,7 @@ from pathlib import Path
 from agentrl.config.run import RunConfig
 from agentrl.errors import ConfigError
 from agentrl.gpu import gpus_here
-from agentrl.learner.attention.choice import choose_attention
+from agentrl.learner.attention.kind import choose_attention
 from agentrl.preflight.estimate import Phase, Plan, PlanFinding, disk_free, own_devices, size
 
 Rule = Callable[[RunConfig, Plan, bool], Iterator[PlanFinding]]

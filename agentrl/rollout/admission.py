@@ -14,7 +14,7 @@ from typing import Any
 from agentrl.env.curriculum import TaskSampler, has_signal
 from agentrl.env.solved import NOT_DECLARED
 from agentrl.errors import ConfigError
-from agentrl.rollout.metrics import solved, undeclared
+from agentrl.rollout.episode_metrics import solved, undeclared
 from agentrl.types import Group, Task
 
 

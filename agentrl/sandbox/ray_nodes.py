@@ -12,7 +12,7 @@ from typing import Any
 
 from agentrl.errors import ConfigError
 from agentrl.sandbox.contract import Sandbox
-from agentrl.sandbox.server import SandboxServer, to_wire
+from agentrl.sandbox.remote_server import SandboxServer, to_wire
 
 
 class NodeServer:

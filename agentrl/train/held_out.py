@@ -9,8 +9,8 @@ from agentrl.config.run import RunConfig
 from agentrl.reporting.report import Reporter
 from agentrl.rollout.build import make_guard
 from agentrl.rollout.collect import collect
+from agentrl.rollout.episode_metrics import mean_reward, passed, solved
 from agentrl.rollout.group import Plays
-from agentrl.rollout.metrics import mean_reward, passed, solved
 from agentrl.train.in_step import InStep, counting
 from agentrl.types import Task
 

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 
 from agentrl.env.env import Env
 from agentrl.errors import ConfigError
-from agentrl.rollout.metrics import reward_parts
+from agentrl.rollout.episode_metrics import reward_parts
 from agentrl.types import Episode
 
 STEPS = 3

@@ -31,7 +31,6 @@ from agentrl.run_folder.curve import write_curve
 from agentrl.run_folder.store import RunStore
 from agentrl.sandbox import close_pools
 from agentrl.train.algorithm import Algorithm
-from agentrl.train.checkpoints import Checkpoints, resume
 from agentrl.train.feed import load_feed, make_admission
 from agentrl.train.held_out import HeldOut
 from agentrl.train.in_step import InStep, starting_engine
@@ -39,6 +38,7 @@ from agentrl.train.loop import train
 from agentrl.train.rewardless import RewardWatch
 from agentrl.train.room import too_long
 from agentrl.train.samples import penalised
+from agentrl.train.save import Checkpoints, resume
 from agentrl.train.signals import StoppedEarly, StopRequest, stop_requested, unless_stopped
 from agentrl.train.start import make_learner, make_start, sent_weights
 from agentrl.train.step_log import StepLog

@@ -23,7 +23,7 @@ from agentrl.reporting.report import Reporter
 from agentrl.rollout.build import make_engine, make_player
 from agentrl.rollout.collect import collect
 from agentrl.rollout.content import Content, corpus, require_solved
-from agentrl.rollout.metrics import passed, undeclared
+from agentrl.rollout.episode_metrics import passed, undeclared
 from agentrl.rollout.prompts import fitting
 from agentrl.rollout.renderer import load_renderer, require_template
 from agentrl.train.in_step import counting, starting_engine

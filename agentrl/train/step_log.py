@@ -14,7 +14,7 @@ from agentrl.errors import AgentRLError
 from agentrl.learner.split import StepResult
 from agentrl.reporting.report import Reporter
 from agentrl.rollout.admission import Batch
-from agentrl.rollout.metrics import episode_metrics, reward_parts, set_aside, staleness
+from agentrl.rollout.episode_metrics import episode_metrics, reward_parts, set_aside, staleness
 from agentrl.run_folder.curve import write_curve
 from agentrl.run_folder.records import EpisodeRecord
 from agentrl.run_folder.redraws import Redraws

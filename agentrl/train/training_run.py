@@ -14,10 +14,10 @@ from agentrl.learner.split import StepResult
 from agentrl.rollout.admission import Batch
 from agentrl.rollout.scheduler import Scheduler
 from agentrl.train.algorithm import Algorithm
-from agentrl.train.checkpoints import Checkpoints
 from agentrl.train.held_out import HeldOut
 from agentrl.train.in_step import InStep
 from agentrl.train.samples import TrainingRows
+from agentrl.train.save import Checkpoints
 from agentrl.train.signals import StopRequest
 from agentrl.train.start import sent_weights
 from agentrl.train.step_log import StepLog, check_drift

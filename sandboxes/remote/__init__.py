@@ -13,7 +13,7 @@ from agentrl.errors import ConfigError
 from agentrl.sandbox.contract import Sandbox
 from agentrl.sandbox.errors import SandboxUnavailable
 from agentrl.sandbox.link import StreamLink
-from agentrl.sandbox.server import read_token, to_wire
+from agentrl.sandbox.remote_server import read_token, to_wire
 
 CONNECT_TIMEOUT_S = 10.0
 ANSWER_TIMEOUT_S = 120.0

@@ -11,7 +11,7 @@ from typing import Any
 import httpx
 from openai import AsyncOpenAI
 
-from agentrl.agents.folder import PARTIAL_FILE, RecordFolder
+from agentrl.agents.external import PARTIAL_FILE, RecordFolder
 from agentrl.agents.recorder import Recorder
 from agentrl.chat.template import Renderer
 from agentrl.models.tiny import make_tokenizer

@@ -11,7 +11,7 @@ import pytest
 
 from agentrl.cli import main
 from agentrl.config import RunConfig
-from agentrl.eval.export import conversations
+from agentrl.eval.finetune_rows import conversations
 from agentrl.rollout.content import load_content, message_of
 from agentrl.run_folder.records import EpisodeRecord, decode, read_records
 from agentrl.run_folder.store import RunStore
@@ -68,7 +68,7 @@ def test_greedy_baselines_are_exported_only_when_asked_for(tmp_path: Path, capsy
 
 
 def test_parquet_in_several_row_groups_is_read_back(run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("agentrl.eval.export.ROW_GROUP", 1)
+    monkeypatch.setattr("agentrl.eval.finetune_rows.ROW_GROUP", 1)
     assert agentrl(run, "--format", "hf", "--out", tmp_path / "rows.parquet") == 0
     said = pq.read_table(tmp_path / "rows.parquet").to_pylist()
     assert pq.ParquetFile(tmp_path / "rows.parquet").num_row_groups == len(said) == 3

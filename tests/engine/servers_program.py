@@ -19,7 +19,7 @@ from agentrl.types import Sampling
 
 SERVER = """
 import asyncio, sys
-from agentrl.testing.server import LoopbackServer
+from agentrl.testing.sglang_server import LoopbackServer
 
 async def main():
     server = LoopbackServer(token_s=0.02)

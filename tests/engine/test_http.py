@@ -7,7 +7,7 @@ import asyncio
 import pytest
 
 from agentrl.engine.servers.http import HttpServer, ServerLost
-from agentrl.testing.server import LoopbackServer
+from agentrl.testing.sglang_server import LoopbackServer
 
 
 @pytest.mark.parametrize("turns", [1, 3, 6, 9, 14], ids="after {} turns of the loop".format)

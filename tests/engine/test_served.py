@@ -25,7 +25,7 @@ from agentrl.engine.servers.sglang import SGLangServer
 from agentrl.engine.servers.streams import SGLangStream
 from agentrl.engine.servers.weight_sync import AdapterSync, DiskSync, TensorSync, WeightSync, buckets, distinct
 from agentrl.errors import EngineError
-from agentrl.testing.server import LoopbackServer
+from agentrl.testing.sglang_server import LoopbackServer
 from agentrl.types import Sampling
 
 PROMPT = [5, 6, 7]

@@ -19,7 +19,7 @@ from agentrl.engine.open import open_engine
 from agentrl.engine.servers.opening import launch_recipe
 from agentrl.engine.servers.server_engine import ServedEngine
 from agentrl.errors import ConfigError, EngineError
-from agentrl.testing.server import LoopbackVLLM
+from agentrl.testing.sglang_server import LoopbackVLLM
 from agentrl.types import Sampling
 
 PROMPT = [5, 6, 7]

@@ -11,7 +11,7 @@ from gymnasium.utils.env_checker import check_env
 import agentrl.envs
 from agentrl.env.ansi import without_colors
 from agentrl.env.gym import AnyText, GymnasiumEnv, TextGym, action_text, read_action, reader_of
-from agentrl.env.toolenv.schema import InvalidArguments
+from agentrl.env.toolenv.json_schema import InvalidArguments
 from agentrl.envs.calculator import Calculator
 from agentrl.errors import ConfigError
 from agentrl.testing.policy import ScriptedPolicy, call, play

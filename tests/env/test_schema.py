@@ -12,7 +12,7 @@ from typing_extensions import TypedDict
 
 from agentrl.env import ToolEnv, tool
 from agentrl.env.toolenv.dispatch import MISTAKES
-from agentrl.env.toolenv.schema import InvalidArguments, describe_callable
+from agentrl.env.toolenv.json_schema import InvalidArguments, describe_callable
 from agentrl.errors import ConfigError
 from agentrl.types import Message, Task, ToolCall
 

@@ -12,9 +12,9 @@ from agentrl.env.gym import GymnasiumEnv
 from agentrl.env.load import load_env
 from agentrl.envs import SHIPPED
 from agentrl.errors import ConfigError, JudgeError
-from agentrl.eval.export import Selection
-from agentrl.eval.report import result_text
+from agentrl.eval.finetune_rows import Selection
 from agentrl.eval.result import EvalSpec, result_of
+from agentrl.eval.tables import result_text
 from agentrl.rollout.content import Content, env_factory, require_solved
 from agentrl.run_folder.records import EpisodeRecord, decode, encode
 from agentrl.run_folder.store import RunStore

@@ -12,12 +12,12 @@ from agentrl.engine.chat_client import Endpoint
 from agentrl.errors import ConfigError, EngineError
 from agentrl.eval.compare import compare
 from agentrl.eval.evaluate import EvalOptions, Subject, check_minimum, evaluate
-from agentrl.eval.report import comparison_text, result_text
 from agentrl.eval.result import EvalResult, Prices
+from agentrl.eval.tables import comparison_text, result_text
 from agentrl.reporting.report import Silent
 from agentrl.run_folder.records import read_episodes, read_metrics, recorded_steps
 from agentrl.types import Filters, StopReason
-from agentrl.view.text import num_sampled
+from agentrl.view.episode_text import num_sampled
 from tests.eval.eval_server import Server, guess, refusal, serving, solve
 
 

@@ -8,8 +8,8 @@ from agentrl.config.run import RunConfig
 from agentrl.env.compose import ComposedEnv
 from agentrl.errors import ConfigError
 from agentrl.import_verl import import_verl, read_keys
+from agentrl.import_verl.keys import ROWS, row_of
 from agentrl.import_verl.page import page
-from agentrl.import_verl.rows import ROWS, row_of
 
 DEFAULTS = Path(__file__).parent / "data" / "verl_defaults.yaml"
 CONFIG = """

@@ -18,8 +18,8 @@ from agentrl.learner.ray_learner import ray_learner
 from agentrl.learner.shard import World
 from agentrl.learner.split import StepResult
 from agentrl.train.algorithm import Algorithm
-from agentrl.train.checkpoints import resume
 from agentrl.train.samples import Scores, TrainingRows
+from agentrl.train.save import resume
 from agentrl.types import Sample
 
 

@@ -27,8 +27,8 @@ from agentrl.config.algorithm import AlgorithmConfig
 from agentrl.config.run import LearnerConfig, OptimConfig
 from agentrl.errors import ConfigError
 from agentrl.learner.attention import flex
-from agentrl.learner.attention.choice import choose_attention
 from agentrl.learner.attention.flex import BLOCK, block_mask
+from agentrl.learner.attention.kind import choose_attention
 from agentrl.learner.attention.packed import NAMES
 from agentrl.learner.critic import load_critic
 from agentrl.learner.logprobs import token_stats
@@ -300,7 +300,7 @@ def chosen(attention: str = "auto", device: str = "cuda", head: int = 128, **con
 
 def test_auto_takes_the_best_that_is_there(monkeypatch: pytest.MonkeyPatch):
     there: set[str] = set()
-    monkeypatch.setattr("agentrl.learner.attention.choice.find_spec", lambda name: name in there or None)
+    monkeypatch.setattr("agentrl.learner.attention.kind.find_spec", lambda name: name in there or None)
     low = {"precision": "bfloat16"}
     assert chosen(**low) == "sdpa"
     there.add("triton")
@@ -323,7 +323,7 @@ def test_auto_takes_the_best_that_is_there(monkeypatch: pytest.MonkeyPatch):
     ],
 )
 def test_what_cannot_work_is_refused(given: dict[str, Any], text: str, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("agentrl.learner.attention.choice.find_spec", lambda name: None)
+    monkeypatch.setattr("agentrl.learner.attention.kind.find_spec", lambda name: None)
     with pytest.raises(ConfigError, match=text):
         chosen(**given)
 

@@ -18,12 +18,12 @@ from agentrl.env.env import Env, StepInfo
 from agentrl.envs.calculator import Calculator
 from agentrl.errors import EngineError, InfraError, JudgeError, SandboxError
 from agentrl.rollout.episode import Player, run_episode
+from agentrl.rollout.episode_metrics import episode_metrics
 from agentrl.rollout.limits import EpisodeLimits
-from agentrl.rollout.metrics import episode_metrics
 from agentrl.testing.engine import ScriptedEngine
 from agentrl.testing.policy import call, calls, say
 from agentrl.types import Completion, Episode, Group, Message, Sampling, StopReason, Task
-from agentrl.view.text import mistakes
+from agentrl.view.episode_text import mistakes
 
 CHAIN = Task("chain", {"start": 2, "operations": [["+", 3], ["*", 4]]})
 PLAIN = Task("plain")

@@ -13,9 +13,9 @@ from agentrl.env import ToolEnv, reward
 from agentrl.env.env import Env, StepInfo
 from agentrl.errors import InfraError, JudgeError
 from agentrl.rollout.episode import Player
+from agentrl.rollout.episode_metrics import episode_metrics
 from agentrl.rollout.group import GroupPlayer
 from agentrl.rollout.limits import EpisodeLimits
-from agentrl.rollout.metrics import episode_metrics
 from agentrl.rollout.rewards.model import RewardModel
 from agentrl.testing.engine import ScriptedEngine
 from agentrl.testing.policy import say

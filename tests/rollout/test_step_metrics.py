@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from agentrl.rollout.metrics import episode_metrics, passed, set_aside, solved, staleness
+from agentrl.rollout.episode_metrics import episode_metrics, passed, set_aside, solved, staleness
 from agentrl.types import Episode, Group, Message, Segment, StopReason, Task, Turn
 
 TASK = Task("t")

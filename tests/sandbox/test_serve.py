@@ -12,7 +12,7 @@ import pytest
 from agentrl.errors import ConfigError
 from agentrl.sandbox import Sandbox, SandboxError, SandboxPool, SandboxUnavailable
 from agentrl.sandbox.link import StreamLink
-from agentrl.sandbox.server import SandboxServer, from_wire, limits_from, read_token, to_wire
+from agentrl.sandbox.remote_server import SandboxServer, from_wire, limits_from, read_token, to_wire
 from agentrl.sandboxes.remote import Backend
 from agentrl.testing.sandbox import SMALL_LIMITS, Check, not_promised, sandbox_checks
 from tests.sandbox.theatre import Theatre, selected_checks

@@ -17,7 +17,7 @@ from agentrl.cli.serve import _find, _with_engine
 from agentrl.config.run import TinyModel
 from agentrl.engine.open import open_engine
 from agentrl.models.tiny import make_tiny_model
-from agentrl.testing.server import LoopbackServer
+from agentrl.testing.sglang_server import LoopbackServer
 from agentrl.types import Message
 from tests.serve.serve_kit import TOOLS, serving
 

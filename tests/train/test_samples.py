@@ -10,7 +10,7 @@ import torch
 
 from agentrl.config.run import AlgorithmConfig
 from agentrl.errors import ConfigError
-from agentrl.rollout.metrics import episode_metrics
+from agentrl.rollout.episode_metrics import episode_metrics
 from agentrl.run_folder.records import EpisodeRecord
 from agentrl.train.algorithm import Algorithm
 from agentrl.train.samples import episode_samples, penalised, segment_turns, to_records

@@ -11,8 +11,8 @@ from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol, runtime_checkable
 
 from agentrl.env.toolenv.declare import Content, Stop, ToolResult
+from agentrl.env.toolenv.json_schema import InvalidArguments
 from agentrl.env.toolenv.observe import answered_error, to_content
-from agentrl.env.toolenv.schema import InvalidArguments
 from agentrl.env.toolenv.threads import CallTimeout, ToolRaised, current, run_apart
 from agentrl.errors import InfraError
 from agentrl.types import ToolCall

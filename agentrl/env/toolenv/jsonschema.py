@@ -12,7 +12,7 @@ import re
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
-from agentrl.env.toolenv.schema import InvalidArguments, shorten
+from agentrl.env.toolenv.json_schema import InvalidArguments, shorten
 
 _TYPES: dict[str, Callable[[Any], bool]] = {
     "object": lambda v: isinstance(v, Mapping),

@@ -15,7 +15,7 @@ from pydantic.errors import PydanticSchemaGenerationError, PydanticUserError
 from agentrl.env.solved import BY_NAME, SolvedRule, rule_of
 from agentrl.env.toolenv.declare import REWARD_MARK, TOOL_MARK, RewardMark, ToolMark
 from agentrl.env.toolenv.dispatch import call_function
-from agentrl.env.toolenv.schema import (
+from agentrl.env.toolenv.json_schema import (
     Signature,
     check_name,
     describe_callable,

@@ -11,8 +11,8 @@ from typing import Any
 
 from agentrl.env.toolenv.declare import TOOL_MARK
 from agentrl.env.toolenv.dispatch import BoundTool, call_function
+from agentrl.env.toolenv.json_schema import check_name, describe_callable, function_schema
 from agentrl.env.toolenv.observe import error_text
-from agentrl.env.toolenv.schema import check_name, describe_callable, function_schema
 from agentrl.env.toolenv.spec import MethodTool, check_methods, check_timeout, place_of
 from agentrl.errors import ConfigError
 

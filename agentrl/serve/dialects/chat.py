@@ -12,8 +12,8 @@ from typing import Any
 from agentrl.chat.template import Renderer
 from agentrl.engine.base import TokenLogprob
 from agentrl.serve.api_errors import invalid, unsupported
-from agentrl.serve.dialects.messages import incoming_of, tools_of
 from agentrl.serve.dialects.wire import ChatRequest, ResponseFormat
+from agentrl.serve.dialects.wire_messages import incoming_of, tools_of
 from agentrl.serve.grammar import AnswerFormat
 from agentrl.serve.reader import ArgumentsDelta, CallBegun, ContentDelta, Delta, ReasoningDelta
 from agentrl.serve.service import Choice, GenerationRequest, Job, fresh_id, now

@@ -12,8 +12,8 @@ from typing import Any
 from agentrl.engine.base import TokenLogprob
 from agentrl.serve.api_errors import ApiError, invalid, unsupported
 from agentrl.serve.conversations import Conversations
-from agentrl.serve.dialects.messages import incoming_of, tools_of
 from agentrl.serve.dialects.wire import CalledFunction, Function, Part, WireCall, WireMessage, WireTool
+from agentrl.serve.dialects.wire_messages import incoming_of, tools_of
 from agentrl.serve.dialects.wire_responses import Item, ResponsesRequest, TextOptions
 from agentrl.serve.grammar import AnswerFormat
 from agentrl.serve.reader import ArgumentsDelta, CallBegun, ContentDelta, Delta, ReasoningDelta

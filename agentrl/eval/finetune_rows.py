@@ -20,7 +20,7 @@ from typing import Any, Literal
 from agentrl.chat.messages import write_message
 from agentrl.env.solved import NOT_DECLARED
 from agentrl.errors import ConfigError
-from agentrl.rollout.metrics import is_malformed
+from agentrl.rollout.episode_metrics import is_malformed
 from agentrl.run_folder.records import EpisodeRecord, encode, iter_records, recorded_steps
 from agentrl.types import Episode, Message
 

@@ -10,7 +10,7 @@ from rich.table import Table
 from rich.text import Text
 
 from agentrl.clean import visible
-from agentrl.rollout.metrics import reward_parts
+from agentrl.rollout.episode_metrics import reward_parts
 from agentrl.run_folder.records import EpisodeRecord
 from agentrl.types import LIMITS, CallRecord, Episode, Image, Message, ToolCall, Turn
 
