@@ -1,7 +1,7 @@
 """Record episodes of external programs: opened and ended over HTTP, stored in a folder.
 
     POST /episodes                {"task": {"id": "t1", "row": {...}}}  -> {"id", "base_url", "api_key"}
-    ANY  /episodes/ID/v1/...      OpenAI's chat and responses dialects, with the episode's key
+    ANY  /episodes/ID/v1/...      the chat, responses and messages dialects, with the episode's key
     GET  /episodes/ID             the recording so far
     POST /episodes/ID/end         {"reward": 1.0, "rewards": {...}} or {"error": "..."}
 

@@ -63,12 +63,27 @@ class Clients:
 @dataclass(frozen=True, slots=True)
 class Access:
     """How a program reaches the policy: `base_url` and `api_key` belong to its episode, `model` can be any
-    name."""
+    name. Clients of Anthropic's API use `anthropic_base_url`."""
 
     base_url: str
     api_key: str
     model: str = "policy"
     clients: Clients = field(default_factory=Clients, repr=False)
+
+    @property
+    def anthropic_base_url(self) -> str:
+        """The address without its last part `/v1`, which clients of Anthropic's API add themselves."""
+        return self.base_url.removesuffix("/v1")
+
+    @property
+    def environment(self) -> dict[str, str]:
+        """Environment variables that the official SDKs and most agents read."""
+        openai = {"OPENAI_BASE_URL": self.base_url, "OPENAI_API_KEY": self.api_key, "OPENAI_MODEL": self.model}
+        return openai | {
+            "ANTHROPIC_BASE_URL": self.anthropic_base_url,
+            "ANTHROPIC_API_KEY": self.api_key,
+            "ANTHROPIC_MODEL": self.model,
+        }
 
     def client(self) -> AsyncOpenAI:
         """The official client, ready for this episode and cheap; do not close it."""
@@ -138,8 +153,9 @@ class FunctionAgent:
 class CommandAgent:
     """A command, started for each episode in a separate process group.
 
-    Its standard input is the task as JSON; OPENAI_BASE_URL, OPENAI_API_KEY and OPENAI_MODEL point to the policy;
-    `{prompt}` and `{id}` in its arguments are replaced. Its standard output is its outcome.
+    Its standard input is the task as JSON; OPENAI_BASE_URL, OPENAI_API_KEY, OPENAI_MODEL and their ANTHROPIC_
+    counterparts point to the policy; `{prompt}` and `{id}` in its arguments are replaced. Its standard output is
+    its outcome.
     """
 
     command: Sequence[str]
@@ -158,12 +174,7 @@ class CommandAgent:
                 stdout=asyncio.subprocess.PIPE,
                 stderr=asyncio.subprocess.PIPE,
                 cwd=self.cwd,
-                env={
-                    **os.environ,
-                    "OPENAI_BASE_URL": access.base_url,
-                    "OPENAI_API_KEY": access.api_key,
-                    "OPENAI_MODEL": access.model,
-                },
+                env={**os.environ, **access.environment},
                 start_new_session=True,
             )
         except OSError as e:

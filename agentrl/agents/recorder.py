@@ -39,7 +39,7 @@ from agentrl.rollout.limits import EpisodeLimits
 from agentrl.rollout.seeds import draw_seed
 from agentrl.serve.api_errors import ApiError, unsupported
 from agentrl.serve.conversations import Conversations
-from agentrl.serve.endpoint import ApiEndpoint, ApiKeyGuard, Settings, with_errors
+from agentrl.serve.endpoint import ApiEndpoint, ApiKeyGuard, Settings, key_of, with_errors
 from agentrl.serve.prometheus import Metrics
 from agentrl.serve.reader import ArgumentsDelta, CallBegun, ContentDelta, Delta, ReasoningDelta
 from agentrl.serve.service import ChatService, Choice, Client, Emit, Gate, GenerationRequest, Job
@@ -351,11 +351,11 @@ class Recorder:
                 await self.engine.release(name)
 
     def app(self, extra_routes: Sequence[Route] = ()) -> ASGIApp:
-        """The application: OpenAI's chat and responses dialects under the address of each episode."""
+        """The application: the chat, responses and messages dialects under the address of each episode."""
         return ApiKeyGuard(with_errors([*self.routes(), *extra_routes]), self._settings)
 
     def routes(self) -> list[Route]:
-        """OpenAI's routes; text completions are not among them, because they have no conversation."""
+        """OpenAI's and Anthropic's routes, except text completions, which have no conversation."""
         endpoint = ApiEndpoint(self._talk, self._settings)
         prefix = "/episodes/{episode}/v1"
         routes = endpoint.api_routes(prefix, self.find_client)
@@ -364,9 +364,8 @@ class Recorder:
     def find(self, request: Request) -> EpisodeRecording:
         """The recording that a request is for. Raises ApiError if the key is not its own."""
         recording = self._open.get(request.path_params["episode"])
-        kind, _, given = request.headers.get("authorization", "").partition(" ")
         known = recording.key if recording is not None else secrets.token_hex(16)
-        if kind.lower() != "bearer" or not hmac.compare_digest(given.encode(), known.encode()) or not recording:
+        if not hmac.compare_digest(key_of(request.headers).encode(), known.encode()) or not recording:
             raise no_episode()
         return recording
 

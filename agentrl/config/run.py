@@ -106,7 +106,8 @@ class AgentConfig(Section):
     use: Annotated[str | None, NamesCode("function")] = None
     """`module:function` or `path/to/file.py:function`, relative to the YAML file: `async def f(task, access)`."""
     command: list[str] = Field(default_factory=list)
-    """Or a command and its arguments, started for each episode with OPENAI_BASE_URL and OPENAI_API_KEY set."""
+    """Or a command and its arguments, started for each episode with OPENAI_BASE_URL, OPENAI_API_KEY and their
+    ANTHROPIC_ counterparts set."""
     cwd: Annotated[str | None, PathTo("folder"), OnlyWith("command")] = None
     """Working directory of the command; by default the current one."""
     max_running: Positive = 64

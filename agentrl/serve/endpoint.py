@@ -15,10 +15,12 @@ import secrets
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
+from datetime import UTC, datetime
 from typing import Any, Protocol, TypeVar
 
 from pydantic import BaseModel, ValidationError
 from starlette.applications import Starlette
+from starlette.datastructures import Headers
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response
@@ -29,9 +31,10 @@ from agentrl.engine.base import TokenLogprob
 from agentrl.errors import EngineError
 from agentrl.serve.api_errors import ApiError, from_validation
 from agentrl.serve.conversations import Conversations
-from agentrl.serve.dialects import chat, responses
+from agentrl.serve.dialects import anthropic, chat, responses
 from agentrl.serve.dialects.completions import TextJob, TextWriter
 from agentrl.serve.dialects.wire import ChatRequest, CompletionRequest
+from agentrl.serve.dialects.wire_anthropic import CountRequest, MessagesRequest
 from agentrl.serve.dialects.wire_responses import ResponsesRequest
 from agentrl.serve.event_stream import EventStream, GoneError, event, gone, while_there
 from agentrl.serve.openapi import describe
@@ -128,28 +131,33 @@ class ApiKeyGuard:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        id = f"req_{secrets.token_hex(12)}"
+        id = f"req_{secrets.token_hex(12)}".encode()
+        ids = [(b"x-request-id", id), (b"request-id", id)]  # OpenAI's name, and Anthropic's
 
         async def named(message: Any) -> None:
             if message["type"] == "http.response.start":
-                message = {**message, "headers": [*message.get("headers", []), (b"x-request-id", id.encode())]}
+                message = {**message, "headers": [*message.get("headers", []), *ids]}
             await send(message)
 
         if self._key is not None and scope["path"] != "/health" and not self._knows(scope):
             error = ApiError(
                 401,
-                "The API key is missing or wrong; send it as `Authorization: Bearer KEY`.",
+                "The API key is missing or wrong; send it as `Authorization: Bearer KEY` or `x-api-key: KEY`.",
                 code="invalid_api_key",
                 headers={"WWW-Authenticate": "Bearer"},
             )
-            await error_response(error)(scope, receive, named)
+            await error_response(error, scope["path"])(scope, receive, named)
             return
         await self._app(scope, receive, named)
 
     def _knows(self, scope: Scope) -> bool:
-        given = next((value for name, value in scope["headers"] if name == b"authorization"), b"")
-        key = given[7:] if given[:7].lower() == b"bearer " else b""
-        return hmac.compare_digest(key, (self._key or "").encode())
+        return hmac.compare_digest(key_of(Headers(scope=scope)).encode(), (self._key or "").encode())
+
+
+def key_of(headers: Headers) -> str:
+    """The key that a client sent, in OpenAI's way (`Authorization: Bearer KEY`) or Anthropic's (`x-api-key`)."""
+    kind, _, key = headers.get("authorization", "").partition(" ")
+    return key if kind.lower() == "bearer" else headers.get("x-api-key", "")
 
 
 class ApiEndpoint:
@@ -160,7 +168,7 @@ class ApiEndpoint:
         self._created = now()
 
     def api_routes(self, prefix: str, find_client: FindClient) -> list[Route]:
-        """Return the OpenAI routes under `prefix`, for the sessions that `find_client` selects.
+        """Return the OpenAI and Anthropic routes under `prefix`, for the sessions that `find_client` selects.
 
         Args:
             prefix: may contain path parameters, which `find_client` reads from the request.
@@ -176,6 +184,8 @@ class ApiEndpoint:
             route("/chat/completions", self._chat, "POST"),
             route("/completions", self._completions, "POST"),
             route("/responses", self._responses, "POST"),
+            route("/messages", self._messages, "POST"),
+            route("/messages/count_tokens", self._count_tokens, "POST"),
             route("/models", self._models, "GET"),
             route("/models/{model:path}", self._model, "GET"),
         ]
@@ -213,13 +223,13 @@ class ApiEndpoint:
         except (GoneError, ClientDisconnect):
             answer = Response(status_code=499)  # nobody reads it
         except asyncio.CancelledError:  # only a server shutdown cancels a request
-            answer = error_response(_ending())
+            answer = error_response(_ending(), route)
         except BaseExceptionGroup as group:
             if group.subgroup(asyncio.CancelledError) is not None:
                 raise
-            answer = error_response(_explained(group.exceptions[0]))
+            answer = error_response(_explained(group.exceptions[0]), route)
         except Exception as e:
-            answer = error_response(_explained(e))
+            answer = error_response(_explained(e), route)
         status = getattr(answer, "status_code", 200)
         self.service.metrics.requests.labels(route, str(status)).inc()
         seconds = self.service.metrics.seconds.labels(route)
@@ -262,6 +272,9 @@ class ApiEndpoint:
             )
 
     async def _models(self, request: Request, client: Client) -> Response:
+        if "anthropic-version" in request.headers:
+            created = datetime.fromtimestamp(self._created, UTC).isoformat()
+            return JSONResponse(anthropic.models_body(self.settings.names, created))
         return JSONResponse({"object": "list", "data": [self._described(name) for name in self.settings.names]})
 
     async def _model(self, request: Request, client: Client) -> Response:
@@ -283,14 +296,14 @@ class ApiEndpoint:
         self._known_model(body.model)
         job = await self.service.prepare(chat.request_of(body), client)
         writer = chat.ChatWriter(body, job, fingerprint=self.settings.fingerprint, renderer=self.service.renderer)
-        return await self._play(request, job, writer, job.ask.n, bool(body.stream), _data_only, "[DONE]")
+        return await self._play(request, job, writer, job.ask.n, bool(body.stream), CHUNKS)
 
     async def _completions(self, request: Request, client: Client) -> Any:
         body = await self._body(request, CompletionRequest)
         self._known_model(body.model)
         job = TextJob(self.service.engine, self.service.renderer, body)
         writer = TextWriter(job, self.service.renderer, self.settings.fingerprint)
-        return await self._play(request, job, writer, job.count, bool(body.stream), _data_only, "[DONE]")
+        return await self._play(request, job, writer, job.count, bool(body.stream), CHUNKS)
 
     async def _responses(self, request: Request, client: Client) -> Any:
         body = await self._body(request, ResponsesRequest)
@@ -298,17 +311,22 @@ class ApiEndpoint:
         earlier = responses.earlier_of(body, client.session)
         job = await self.service.prepare(responses.request_of(body, earlier), client)
         writer = responses.ResponseWriter(body, job)
-        return await self._play(request, job, writer, 1, bool(body.stream), _named, None)
+        return await self._play(request, job, writer, 1, bool(body.stream), EVENTS)
+
+    async def _messages(self, request: Request, client: Client) -> Any:
+        body = await self._body(request, MessagesRequest)
+        self._known_model(body.model)
+        job = await self.service.prepare(anthropic.request_of(body), client)
+        writer = anthropic.MessagesWriter(body, job)
+        return await self._play(request, job, writer, 1, bool(body.stream), ANTHROPIC_EVENTS)
+
+    async def _count_tokens(self, request: Request, client: Client) -> Response:
+        body = await self._body(request, CountRequest)
+        self._known_model(body.model)
+        return JSONResponse({"input_tokens": await self.service.count(anthropic.counted_of(body))})
 
     async def _play(
-        self,
-        request: Request,
-        job: StreamJob,
-        writer: Writer,
-        count: int,
-        stream: bool,
-        framed: Callable[[Any], bytes],
-        last: str | None,
+        self, request: Request, job: StreamJob, writer: Writer, count: int, stream: bool, framing: Framing
     ) -> Any:
         """Sample the job and write its answer, whole or streamed."""
         gate = self.service.gate
@@ -318,7 +336,7 @@ class ApiEndpoint:
                 return JSONResponse(writer.whole(await while_there(request, job.run())))
             finally:
                 gate.leave(count)
-        streaming = _Streaming(job, writer, framed, last, self.service)
+        streaming = _Streaming(job, writer, framing, self.service)
         try:
             await streaming.first(request)
         except BaseException:
@@ -330,22 +348,33 @@ class ApiEndpoint:
             headers={},
             on_end=lambda: gate.leave(count),
             write_timeout_s=self.settings.write_timeout_s,
-            farewell=event(_ending().body(), _error_name(last)),
+            farewell=framing.error(_ending()),
         )
+
+
+@dataclass(frozen=True, slots=True)
+class Framing:
+    """How a dialect streams: the bytes of a chunk, of an error, and of the end if it has its own event."""
+
+    chunk: Callable[[Any], bytes]
+    error: Callable[[ApiError], bytes]
+    last: bytes = b""
+
+
+def _named(chunk: Any) -> bytes:
+    return event(chunk, chunk["type"])
+
+
+CHUNKS = Framing(event, lambda error: event(error.body()), event("[DONE]"))
+EVENTS = Framing(_named, lambda error: event(error.body(), "error"))
+ANTHROPIC_EVENTS = Framing(_named, lambda error: event(anthropic.error_body(error), "error"))
 
 
 class _Streaming:
     """A job that is sampled while its answer is being sent."""
 
-    def __init__(
-        self,
-        job: StreamJob,
-        writer: Writer,
-        framed: Callable[[Any], bytes],
-        last: str | None,
-        service: ChatService,
-    ) -> None:
-        self._writer, self._framed, self._last = writer, framed, last
+    def __init__(self, job: StreamJob, writer: Writer, framing: Framing, service: ChatService) -> None:
+        self._writer, self._framing = writer, framing
         self._ready = asyncio.Event()
         self._chunks: list[Any] = list(writer.opening())
         self._started, self._talk = time.monotonic(), service
@@ -385,16 +414,16 @@ class _Streaming:
                 self._ready.clear()
                 chunks, self._chunks = self._chunks, []
                 for chunk in chunks:
-                    yield self._framed(chunk)
+                    yield self._framing.chunk(chunk)
                 if self._task.done() and not self._chunks:
                     break
             for chunk in self._writer.closing(self._task.result()):
-                yield self._framed(chunk)
-            if self._last is not None:
-                yield event(self._last)
+                yield self._framing.chunk(chunk)
+            if self._framing.last:
+                yield self._framing.last
         except Exception as e:
             trouble = e.exceptions[0] if isinstance(e, ExceptionGroup) else e
-            yield event(_explained(trouble).body(), _error_name(self._last))
+            yield self._framing.error(_explained(trouble))
         finally:
             await self.stop()
 
@@ -405,26 +434,14 @@ class _Streaming:
             await self._task
 
 
-def _data_only(chunk: Any) -> bytes:
-    return event(chunk)
-
-
-def _named(chunk: Any) -> bytes:
-    return event(chunk, chunk["type"])
-
-
-def _error_name(last: str | None) -> str | None:
-    """Return the event name of an error; None for dialects that end a stream with a fixed last event."""
-    return None if last is not None else "error"
-
-
 def _ending() -> ApiError:
     return ApiError(503, "The server is ending; ask again.", code="server_ending", headers={"Retry-After": "5"})
 
 
-def error_response(error: ApiError) -> Response:
-    """An error in OpenAI's envelope."""
-    return JSONResponse(error.body(), error.status, headers=error.headers)
+def error_response(error: ApiError, path: str = "") -> Response:
+    """An error in the envelope of the dialect that answers this path: Anthropic's, or OpenAI's."""
+    body = anthropic.error_body(error) if anthropic.in_anthropic(path) else error.body()
+    return JSONResponse(body, error.status, headers=error.headers)
 
 
 def _explained(e: BaseException) -> ApiError:
@@ -445,6 +462,5 @@ async def _http_error(request: Request, error: Exception) -> Response:
     texts = {404: f"There is nothing at {what}.", 405: f"{what}: this method is not allowed here."}
     headers: Mapping[str, str] = error.headers or {}
     code = "method_not_supported" if error.status_code == 405 else "not_found"
-    return error_response(
-        ApiError(error.status_code, texts.get(error.status_code, error.detail), code=code, headers=headers)
-    )
+    text = texts.get(error.status_code, error.detail)
+    return error_response(ApiError(error.status_code, text, code=code, headers=headers), request.url.path)

@@ -8,13 +8,17 @@ from typing import Any
 
 from pydantic.json_schema import models_json_schema
 
+from agentrl.serve.dialects.anthropic import in_anthropic
 from agentrl.serve.dialects.wire import ChatRequest, CompletionRequest
+from agentrl.serve.dialects.wire_anthropic import CountRequest, MessagesRequest
 from agentrl.serve.dialects.wire_responses import ResponsesRequest
 
 _REQUESTS = {
     "/v1/chat/completions": (ChatRequest, "The next assistant turn of a conversation."),
     "/v1/completions": (CompletionRequest, "What follows a text."),
     "/v1/responses": (ResponsesRequest, "The next items of a conversation."),
+    "/v1/messages": (MessagesRequest, "The next assistant message, in Anthropic's format."),
+    "/v1/messages/count_tokens": (CountRequest, "The number of tokens in a prompt, in Anthropic's format."),
 }
 _ERRORS = {
     "400": "The request is malformed, or asks for what is not supported.",
@@ -41,6 +45,18 @@ _ENVELOPE = {
         }
     },
 }
+_ANTHROPIC_ENVELOPE = {
+    "type": "object",
+    "required": ["type", "error"],
+    "properties": {
+        "type": {"const": "error"},
+        "error": {
+            "type": "object",
+            "required": ["type", "message"],
+            "properties": {"type": {"type": "string"}, "message": {"type": "string"}},
+        },
+    },
+}
 
 
 @cache
@@ -57,7 +73,10 @@ def describe() -> dict[str, Any]:
                 "operationId": path.removeprefix("/v1/").replace("/", "_"),
                 "summary": summary,
                 "requestBody": {"required": True, "content": {"application/json": {"schema": schema}}},
-                "responses": {"200": _streamed("The answer, or its events."), **_errors(*_ERRORS)},
+                "responses": {
+                    "200": _streamed("The answer, or its events."),
+                    **_errors(*_ERRORS, envelope="AnthropicError" if in_anthropic(path) else "Error"),
+                },
             }
         }
     paths["/v1/models"] = {"get": _get("models", "What is served here.", "401")}
@@ -68,7 +87,7 @@ def describe() -> dict[str, Any]:
         }
     }
     paths["/health"] = {"get": _get("health", "Whether requests are answered.", "503")}
-    schemas = {**definitions["$defs"], "Error": _ENVELOPE}
+    schemas = {**definitions["$defs"], "Error": _ENVELOPE, "AnthropicError": _ANTHROPIC_ENVELOPE}
     return {
         "openapi": "3.1.0",
         "info": {"title": "agentrl", "version": version("agentrl-train")},
@@ -96,6 +115,6 @@ def _streamed(text: str) -> dict[str, Any]:
     }
 
 
-def _errors(*statuses: str) -> dict[str, Any]:
-    content = {"application/json": {"schema": {"$ref": "#/components/schemas/Error"}}}
+def _errors(*statuses: str, envelope: str = "Error") -> dict[str, Any]:
+    content = {"application/json": {"schema": {"$ref": f"#/components/schemas/{envelope}"}}}
     return {status: {"description": _ERRORS[status], "content": content} for status in statuses}

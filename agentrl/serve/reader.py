@@ -229,6 +229,11 @@ class MessageReader:
         return self._cut
 
     @property
+    def stopped_by(self) -> str | None:
+        """The stop text that ended the completion."""
+        return self._stops.found
+
+    @property
     def may_cut(self) -> bool:
         """Whether the completion can end before the policy ends it."""
         return self._one_call or self._stops.any

@@ -79,12 +79,14 @@ class Client:
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """One finished choice: `sent` is what the client received, `finish` as OpenAI names it."""
+    """One finished choice: `sent` is what the client received, `finish` as OpenAI names it, `stopped_by` the stop
+    text that ended it."""
 
     turn: ServedTurn
     sent: Incoming
     finish: Literal["stop", "length", "tool_calls"]
     drawn: tuple[TokenLogprob, ...]
+    stopped_by: str | None = None
 
 
 @dataclass(slots=True)
@@ -143,6 +145,14 @@ class ChatService:
         for event in prompt.drift:
             self.metrics.drift.labels(event.kind.value).inc()
         return Job(self, ask, client.session, prompt, min(room, ask.limit or room))
+
+    async def count(self, ask: GenerationRequest) -> int:
+        """Number of tokens in the prompt of a request, rendered from scratch; nothing is remembered.
+
+        Raises:
+            ApiError: the messages cannot be rendered.
+        """
+        return len((await self._prompt(ask, Conversations(self.renderer))).ids)
 
     def _check(self, ask: GenerationRequest) -> None:
         names = [tool["function"]["name"] for tool in ask.tools]
@@ -288,7 +298,7 @@ class Job:
             finish = "length"
         elif sent.message.tool_calls:
             finish = "tool_calls"
-        return Choice(turn, sent, finish, sampled.drawn)
+        return Choice(turn, sent, finish, sampled.drawn, reader.stopped_by)
 
 
 def _seed(seed: int, index: int) -> int:

@@ -7,7 +7,9 @@ AGENTRL_CLIENTS_PYTHON names the Python of one that is there already.
 from __future__ import annotations
 
 import asyncio
+import json
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -21,14 +23,23 @@ from tests.serve.serve_kit import TOOLS, call, serving
 
 CLIENTS = Path(__file__).parent / "clients"
 INSTALLED = [
+    "anthropic==2.12.*",
     "openai==2.54.*",
     "openai-agents==0.20.*",
     "litellm==1.106.*",
     "pydantic-ai-slim[openai]==2.31.*",
     "langchain-openai==1.7.*",
 ]
-LOOPS = {"with_openai": 1, "with_openai_agents": 2, "with_pydantic_ai": 1, "with_langchain": 1, "with_litellm": 1}
+LOOPS = {
+    "with_anthropic": 1,
+    "with_openai": 1,
+    "with_openai_agents": 2,
+    "with_pydantic_ai": 1,
+    "with_langchain": 1,
+    "with_litellm": 1,
+}
 """How many loops each program plays each way."""
+SCRIPT = [call(2, 3), Message("assistant", "The answer is 5.")]
 
 
 @pytest.fixture(scope="module")
@@ -53,28 +64,42 @@ def python(tmp_path_factory: pytest.TempPathFactory) -> str:
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 async def test_every_client_completes_its_loop_on_one_transcript(renderer: Renderer, python: str):
-    script = [call(2, 3), Message("assistant", "The answer is 5.")]
+    for program, loops in LOOPS.items():
+        await _completes(renderer, [python, str(CLIENTS / f"{program}.py")], loops)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+async def test_the_node_sdk_of_anthropic_completes_its_loop(renderer: Renderer, tmp_path: Path):
+    npm, node = shutil.which("npm"), shutil.which("node")
+    if npm is None or node is None:
+        pytest.skip("Node.js is not installed")
+    shutil.copy(CLIENTS / "with_anthropic.mjs", tmp_path)
+    command = [npm, "install", "--no-audit", "--no-fund", "@anthropic-ai/sdk@1.12"]
+    installed = await asyncio.to_thread(subprocess.run, command, cwd=tmp_path, capture_output=True, text=True)
+    if installed.returncode:
+        pytest.skip(f"the SDK could not be installed: {installed.stderr.strip()[-300:]}")
+    await _completes(renderer, [node, str(tmp_path / "with_anthropic.mjs")], 1)
+
+
+async def _completes(renderer: Renderer, program: list[str], loops: int) -> None:
+    """A program gets the answer plain and streamed; its second request continues the tokens of the first."""
 
     def endpoint():
-        return serving(ScriptedEngine(renderer, script, tools=TOOLS), renderer)
+        return serving(ScriptedEngine(renderer, SCRIPT, tools=TOOLS), renderer)
 
-    for program, loops in LOOPS.items():
-        async with endpoint() as plain, endpoint() as stream:
-            process = await asyncio.create_subprocess_exec(
-                python,
-                str(CLIENTS / f"{program}.py"),
-                plain.base_url,
-                stream.base_url,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.PIPE,
-            )
-            out, err = await process.communicate()
-            assert process.returncode == 0, f"{program}: {err.decode()[-3000:]}"
-            assert out.decode().strip().splitlines()[-1] == str(["The answer is 5."] * 2), program
-            for way, served in (("plain", plain), ("stream", stream)):
-                turns = served.session.turns
-                assert len(turns) == 2 * loops, f"{program} {way}"
-                for first, second in zip(turns[::2], turns[1::2], strict=True):
-                    assert second.parent == first.number, f"{program} {way}: {second.matched} {second.drift}"
-                    known = tuple(first.branch.ids)
-                    assert tuple(second.branch.ids)[: len(known)] == known, f"{program} {way}"
+    async with endpoint() as plain, endpoint() as stream:
+        process = await asyncio.create_subprocess_exec(
+            *program, plain.base_url, stream.base_url, stdout=subprocess.PIPE, stderr=subprocess.PIPE
+        )
+        out, err = await process.communicate()
+        assert process.returncode == 0, f"{program}: {err.decode()[-3000:]}"
+        said = json.loads(out.decode().strip().splitlines()[-1].replace("'", '"'))
+        assert said == ["The answer is 5."] * 2, program
+        for way, served in (("plain", plain), ("stream", stream)):
+            turns = served.session.turns
+            assert len(turns) == 2 * loops, f"{program} {way}"
+            for first, second in zip(turns[::2], turns[1::2], strict=True):
+                assert second.parent == first.number, f"{program} {way}: {second.matched} {second.drift}"
+                known = tuple(first.branch.ids)
+                assert tuple(second.branch.ids)[: len(known)] == known, f"{program} {way}"

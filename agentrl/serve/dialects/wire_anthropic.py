@@ -1,0 +1,131 @@
+"""Request models for /v1/messages. Source: the Anthropic Messages API reference, version 2023-06-01."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import ConfigDict, Field, JsonValue, model_validator
+
+from agentrl.serve.api_errors import invalid, unsupported
+from agentrl.serve.dialects.wire import Tokens, Wire
+
+KINDS: list[JsonValue] = ["text", "thinking", "redacted_thinking", "tool_use", "tool_result"]
+
+
+class Block(Wire):
+    """One block of a message's content; each type has its own fields."""
+
+    type: Annotated[str, Field(json_schema_extra={"enum": KINDS})]
+    text: str | None = None
+    thinking: str | None = None
+    signature: str | None = None
+    id: str | None = None
+    """Of a tool use; its result repeats it as `tool_use_id`."""
+    name: str | None = None
+    input: dict[str, Any] | None = None
+    tool_use_id: str | None = None
+    content: str | list[Block] | None = None
+    """Of a tool result."""
+    is_error: bool | None = None
+
+
+class TextBlock(Wire):
+    """One block of the system prompt."""
+
+    type: Annotated[str, Field(json_schema_extra={"enum": ["text"]})]
+    text: str
+
+
+class AnthropicMessage(Wire):
+    """One message of the conversation."""
+
+    role: Literal["user", "assistant", "system"]
+    content: str | list[Block]
+
+
+class AnthropicTool(Wire):
+    """A tool offered to the model; only tools that the client runs are supported."""
+
+    type: Annotated[str, Field(json_schema_extra={"enum": ["custom"]})] | None = None
+    name: Annotated[str, Field(min_length=1, max_length=256)]
+    description: str | None = None
+    input_schema: dict[str, Any] | None = None
+
+
+class AnthropicToolChoice(Wire):
+    """Whether the model must call a tool."""
+
+    type: Literal["auto", "any", "tool", "none"]
+    name: str | None = None
+    disable_parallel_tool_use: bool | None = None
+
+
+class SchemaFormat(Wire):
+    """The JSON schema that an answer must follow."""
+
+    type: Literal["json_schema"]
+    schema_: dict[str, Any] = Field(alias="schema")
+
+
+class OutputConfig(Wire):
+    """Options for the answer; `effort` is accepted and has no effect."""
+
+    format: SchemaFormat | None = None
+
+
+class CountRequest(Wire):
+    """POST /v1/messages/count_tokens."""
+
+    model_config = ConfigDict(extra="allow")
+
+    model: str
+    messages: Annotated[list[AnthropicMessage], Field(min_length=1)]
+    system: str | list[TextBlock] | None = None
+    tools: list[AnthropicTool] | None = None
+    tool_choice: AnthropicToolChoice | None = None
+    thinking: dict[str, Any] | None = None
+    """Accepted without effect: the chat template decides whether the model thinks."""
+
+    def refuse_unsupported(self) -> None:
+        """Raise for unsupported parameters that would change the answer."""
+        for name, value in (self.model_extra or {}).items():
+            if name == "context_management":
+                _refuse_edits(value)
+            elif name in HARMLESS and value is not None and value not in HARMLESS[name]:
+                raise unsupported(name, "is not supported here; leave it out")
+
+
+class MessagesRequest(CountRequest):
+    """POST /v1/messages."""
+
+    max_tokens: Tokens
+    stream: bool | None = None
+    temperature: Annotated[float, Field(ge=0, le=1)] | None = None
+    top_p: Annotated[float, Field(gt=0, le=1)] | None = None
+    top_k: Annotated[int, Field(ge=0, le=1 << 31)] | None = None
+    stop_sequences: list[str] | None = None
+    metadata: dict[str, Any] | None = None
+    output_config: OutputConfig | None = None
+    output_format: SchemaFormat | None = None
+    return_token_ids: bool | None = None
+    """Extension: the answer has `prompt_token_ids` and `token_ids`."""
+
+    @model_validator(mode="after")
+    def _stop_texts(self) -> MessagesRequest:
+        stops = self.stop_sequences or []
+        if len(stops) > 16 or not all(stops):
+            raise invalid("stop_sequences", "must be up to 16 texts, none of them empty")
+        return self
+
+
+HARMLESS: dict[str, tuple[Any, ...]] = {"container": (), "mcp_servers": ([],)}
+"""Parameters that would change the answer, with the values (besides null) that have no effect."""
+
+
+def _refuse_edits(given: Any) -> None:
+    """Raise for edits of the history, except for those that keep all of it."""
+    edits = given.get("edits", []) if isinstance(given, dict) else given
+    for edit in edits or ():
+        kept = edit.get("keep") if isinstance(edit, dict) else None
+        if not (isinstance(edit, dict) and str(edit.get("type")).startswith("clear_thinking") and kept == "all"):
+            raise unsupported("context_management", "this server does not edit a history; send the edited one")
