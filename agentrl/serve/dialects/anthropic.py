@@ -7,11 +7,10 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Sequence
-from typing import Any
 
 from agentrl.engine.base import TokenLogprob
 from agentrl.serve.api_errors import ApiError, invalid, unsupported
-from agentrl.serve.dialects.wire import CalledFunction, Function, Part, WireCall, WireMessage, WireTool
+from agentrl.serve.dialects.wire import CalledFunction, Function, Json, Part, WireCall, WireMessage, WireTool
 from agentrl.serve.dialects.wire_anthropic import (
     AnthropicMessage,
     AnthropicTool,
@@ -76,7 +75,7 @@ def counted_of(request: CountRequest) -> GenerationRequest:
     return GenerationRequest(messages=messages, tools=_tools(request.tools or ()))
 
 
-def _tools(tools: Sequence[AnthropicTool]) -> tuple[dict[str, Any], ...]:
+def _tools(tools: Sequence[AnthropicTool]) -> tuple[Json, ...]:
     wired = []
     for number, tool in enumerate(tools):
         if tool.type not in (None, "custom"):
@@ -163,15 +162,15 @@ class MessagesWriter:
 
     def __init__(self, request: MessagesRequest, job: Job) -> None:
         self._request, self._job, self._id = request, job, fresh_id("msg_")
-        self._open: dict[str, Any] | None = None
+        self._open: Json | None = None
         self._started = 0
         self._arguments = ""  # of the open call; sent when it is complete, because they may be malformed
 
-    def whole(self, spoken: Sequence[Choice]) -> dict[str, Any]:
+    def whole(self, spoken: Sequence[Choice]) -> Json:
         """Return the answer as one object."""
         (one,) = spoken
         sent = one.sent.message
-        content: list[dict[str, Any]] = []
+        content: list[Json] = []
         if sent.reasoning:
             content.append({"type": "thinking", "thinking": sent.reasoning, "signature": self._id})
         if sent.content:
@@ -181,23 +180,23 @@ class MessagesWriter:
         reason = {"stop_reason": self._reason(one), "stop_sequence": one.stopped_by}
         return {**self._head(), "content": content, **reason, "usage": self._usage(), **self._ids(one)}
 
-    def opening(self) -> list[dict[str, Any]]:
+    def opening(self) -> list[Json]:
         """Return the events that start the message."""
         message = {**self._head(), "content": [], "stop_reason": None, "stop_sequence": None}
         return [{"type": "message_start", "message": {**message, "usage": self._usage()}}, {"type": "ping"}]
 
-    def chunks(self, index: int, deltas: Sequence[Delta], drawn: Sequence[TokenLogprob]) -> list[dict[str, Any]]:
+    def chunks(self, index: int, deltas: Sequence[Delta], drawn: Sequence[TokenLogprob]) -> list[Json]:
         """Return the events for pieces of the turn."""
         return [event for delta in deltas for event in self._piece(delta)]
 
-    def closing(self, spoken: Sequence[Choice]) -> list[dict[str, Any]]:
+    def closing(self, spoken: Sequence[Choice]) -> list[Json]:
         """Return the events that end the message."""
         (one,) = spoken
         delta = {"stop_reason": self._reason(one), "stop_sequence": one.stopped_by}
         end = {"type": "message_delta", "delta": delta, "usage": self._usage(), **self._ids(one)}
         return [*self._close(), end, {"type": "message_stop"}]
 
-    def _piece(self, delta: Delta) -> Iterator[dict[str, Any]]:
+    def _piece(self, delta: Delta) -> Iterator[Json]:
         if isinstance(delta, CallBegun):
             yield from self._begin({"type": "tool_use", "id": delta.id, "name": delta.name, "input": {}})
             return
@@ -211,15 +210,15 @@ class MessagesWriter:
         piece = {"type": f"{kind}_delta", kind: delta.text}
         yield {"type": "content_block_delta", "index": self._started - 1, "delta": piece}
 
-    def _begin(self, block: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    def _begin(self, block: Json) -> Iterator[Json]:
         yield from self._close()
         self._open, self._started = block, self._started + 1
         yield {"type": "content_block_start", "index": self._started - 1, "content_block": block}
 
-    def _close(self) -> Iterator[dict[str, Any]]:
+    def _close(self) -> Iterator[Json]:
         if self._open is not None:
             index = self._started - 1
-            last: dict[str, Any] | None = None
+            last: Json | None = None
             if self._open["type"] == "thinking":
                 last = {"type": "signature_delta", "signature": self._id}
             elif self._open["type"] == "tool_use":
@@ -230,13 +229,13 @@ class MessagesWriter:
             self._open, self._arguments = None, ""
             yield {"type": "content_block_stop", "index": index}
 
-    def _head(self) -> dict[str, Any]:
+    def _head(self) -> Json:
         return {"id": self._id, "type": "message", "role": "assistant", "model": self._request.model}
 
     def _reason(self, one: Choice) -> str:
         return "stop_sequence" if one.stopped_by is not None else STOP_REASONS[one.finish]
 
-    def _usage(self) -> dict[str, Any]:
+    def _usage(self) -> Json:
         job = self._job
         return {
             "input_tokens": job.prompt_tokens - job.cached_tokens,
@@ -245,7 +244,7 @@ class MessagesWriter:
             "output_tokens": job.completion_tokens,
         }
 
-    def _ids(self, one: Choice) -> dict[str, Any]:
+    def _ids(self, one: Choice) -> Json:
         if not self._request.return_token_ids:
             return {}
         return {"prompt_token_ids": list(self._job.prompt.ids), "token_ids": list(one.turn.completion.ids)}
@@ -255,7 +254,7 @@ MALFORMED = "malformed_arguments"
 """The only key of a call's input whose arguments are not a JSON object; its value is their text."""
 
 
-def _input(raw: str) -> dict[str, Any]:
+def _input(raw: str) -> Json:
     """The arguments of a call as the object that a block needs."""
     try:
         value = json.loads(raw) if raw.strip() else {}
@@ -264,7 +263,7 @@ def _input(raw: str) -> dict[str, Any]:
     return value if isinstance(value, dict) else {MALFORMED: raw}
 
 
-def _raw(value: dict[str, Any]) -> str:
+def _raw(value: Json) -> str:
     """The text of a call's arguments, from what `_input` made of it."""
     malformed = value.get(MALFORMED)
     if isinstance(malformed, str) and len(value) == 1:
@@ -290,7 +289,7 @@ _ERRORS = {
 }
 
 
-def error_body(error: ApiError) -> dict[str, Any]:
+def error_body(error: ApiError) -> Json:
     """An error in this dialect's envelope."""
     text = error.message
     if error.code == "context_length_exceeded":
@@ -301,7 +300,7 @@ def error_body(error: ApiError) -> dict[str, Any]:
     }
 
 
-def models_body(names: Sequence[str], created: str) -> dict[str, Any]:
+def models_body(names: Sequence[str], created: str) -> Json:
     """The list of models in this dialect."""
     data = [{"type": "model", "id": name, "display_name": name, "created_at": created} for name in names]
     return {"data": data, "has_more": False, "first_id": names[0], "last_id": names[-1]}

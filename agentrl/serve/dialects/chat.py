@@ -7,12 +7,11 @@ with `return_token_ids` the ids of prompt and choices (vLLM).
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 from agentrl.chat.template import Renderer
 from agentrl.engine.base import TokenLogprob
 from agentrl.serve.api_errors import invalid, unsupported
-from agentrl.serve.dialects.wire import ChatRequest, ResponseFormat
+from agentrl.serve.dialects.wire import ChatRequest, Json, ResponseFormat
 from agentrl.serve.dialects.wire_messages import incoming_of, tools_of
 from agentrl.serve.grammar import AnswerFormat
 from agentrl.serve.reader import ArgumentsDelta, CallBegun, ContentDelta, Delta, ReasoningDelta
@@ -48,7 +47,7 @@ def request_of(request: ChatRequest) -> GenerationRequest:
     )
 
 
-def _choice(given: str | dict[str, Any] | None) -> tuple[str, str]:
+def _choice(given: str | Json | None) -> tuple[str, str]:
     if given is None or isinstance(given, str):
         return given or "auto", ""
     function = given.get("function")
@@ -85,7 +84,7 @@ class ChatWriter:
             "system_fingerprint": fingerprint,
         }
 
-    def whole(self, spoken: Sequence[Choice]) -> dict[str, Any]:
+    def whole(self, spoken: Sequence[Choice]) -> Json:
         """Return the answer as one object."""
         body = {
             **self._head,
@@ -97,13 +96,13 @@ class ChatWriter:
             body["prompt_token_ids"] = list(self._job.prompt.ids)
         return body
 
-    def _choice(self, index: int, one: Choice) -> dict[str, Any]:
+    def _choice(self, index: int, one: Choice) -> Json:
         sent = one.sent.message
         calls = [
             {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": raw}}
             for call, raw in zip(sent.tool_calls, one.sent.raw_arguments, strict=True)
         ]
-        message: dict[str, Any] = {
+        message: Json = {
             "role": "assistant",
             "content": sent.content or (None if calls else ""),
             "refusal": None,
@@ -128,7 +127,7 @@ class ChatWriter:
 
     # -- chunks ------------------------------------------------------------------------------------------------
 
-    def chunks(self, index: int, deltas: Sequence[Delta], drawn: Sequence[TokenLogprob]) -> list[dict[str, Any]]:
+    def chunks(self, index: int, deltas: Sequence[Delta], drawn: Sequence[TokenLogprob]) -> list[Json]:
         """Return pieces of choice `index`; the tokens are sent with the last of them."""
         bodies = [self._delta(delta) for delta in deltas]
         tokens = [token for token in drawn if token.id not in self._renderer.stop_ids]
@@ -141,7 +140,7 @@ class ChatWriter:
             chunks[-1]["choices"][0]["token_ids"] = [token.id for token in drawn]
         return chunks
 
-    def opening(self) -> list[dict[str, Any]]:
+    def opening(self) -> list[Json]:
         """Return the chunks that start each choice with its role."""
         chunks = [
             self._chunk(index, {"role": "assistant", "content": "", "refusal": None})
@@ -151,7 +150,7 @@ class ChatWriter:
             chunks[0]["prompt_token_ids"] = list(self._job.prompt.ids)
         return chunks
 
-    def closing(self, spoken: Sequence[Choice]) -> list[dict[str, Any]]:
+    def closing(self, spoken: Sequence[Choice]) -> list[Json]:
         """Return the chunks with each choice's finish reason, and the usage if requested."""
         chunks = [self._chunk(index, {}, one.finish) for index, one in enumerate(spoken)]
         if self._wants_usage:
@@ -163,13 +162,13 @@ class ChatWriter:
         options = self._request.stream_options
         return options is not None and bool(options.include_usage)
 
-    def _chunk(self, index: int, delta: dict[str, Any], finish: str | None = None) -> dict[str, Any]:
-        choice: dict[str, Any] = {"index": index, "delta": delta, "logprobs": None, "finish_reason": finish}
+    def _chunk(self, index: int, delta: Json, finish: str | None = None) -> Json:
+        choice: Json = {"index": index, "delta": delta, "logprobs": None, "finish_reason": finish}
         chunk = {**self._head, "object": "chat.completion.chunk", "choices": [choice]}
         return {**chunk, "usage": None} if self._wants_usage else chunk
 
     @staticmethod
-    def _delta(delta: Delta) -> dict[str, Any]:
+    def _delta(delta: Delta) -> Json:
         if isinstance(delta, ContentDelta):
             return {"content": delta.text}
         if isinstance(delta, ReasoningDelta):
@@ -182,8 +181,8 @@ class ChatWriter:
         assert isinstance(delta, ArgumentsDelta)
         return {"tool_calls": [{"index": delta.index, "function": {"arguments": delta.text}}]}
 
-    def _logprobs_of(self, drawn: Sequence[TokenLogprob]) -> dict[str, Any]:
-        def entry(id: int, logprob: float) -> dict[str, Any]:
+    def _logprobs_of(self, drawn: Sequence[TokenLogprob]) -> Json:
+        def entry(id: int, logprob: float) -> Json:
             raw = self._renderer.vocabulary.token_bytes(id)
             return {"token": raw.decode("utf-8", "replace"), "logprob": logprob, "bytes": list(raw)}
 
@@ -194,7 +193,7 @@ class ChatWriter:
         return {"content": content, "refusal": None}
 
 
-def usage_of(job: Job) -> dict[str, Any]:
+def usage_of(job: Job) -> Json:
     """Return the token usage of the request."""
     return {
         "prompt_tokens": job.prompt_tokens,

@@ -8,12 +8,11 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from agentrl.chat.template import Renderer
 from agentrl.engine.base import Engine, TokenLogprob
 from agentrl.serve.api_errors import context_exceeded, invalid, unsupported
-from agentrl.serve.dialects.wire import CompletionRequest
+from agentrl.serve.dialects.wire import CompletionRequest, Json
 from agentrl.serve.generate import CompletionOptions, Sampled, generate
 from agentrl.serve.reader import ContentDelta, Delta, TextReader
 from agentrl.serve.service import COLDEST, fresh_id, now
@@ -134,7 +133,7 @@ class TextWriter:
             "system_fingerprint": fingerprint,
         }
 
-    def whole(self, done: Sequence[Continued]) -> dict[str, Any]:
+    def whole(self, done: Sequence[Continued]) -> Json:
         """Return the answer as one object."""
         return {
             **self._head,
@@ -142,7 +141,7 @@ class TextWriter:
             "usage": self._usage(),
         }
 
-    def _choice(self, index: int, one: Continued) -> dict[str, Any]:
+    def _choice(self, index: int, one: Continued) -> Json:
         echoed = self._renderer.decode(one.prompt) if self._request.echo else ""
         logprobs = None
         if self._request.logprobs is not None:
@@ -158,11 +157,11 @@ class TextWriter:
             choice |= {"token_ids": list(one.sampled.completion.ids), "prompt_token_ids": list(one.prompt)}
         return choice
 
-    def opening(self) -> list[dict[str, Any]]:
+    def opening(self) -> list[Json]:
         """Return no chunks: none come before the first piece."""
         return []
 
-    def chunks(self, index: int, deltas: Sequence[Delta], drawn: Sequence[TokenLogprob]) -> list[dict[str, Any]]:
+    def chunks(self, index: int, deltas: Sequence[Delta], drawn: Sequence[TokenLogprob]) -> list[Json]:
         """Return pieces of choice `index`; the tokens are sent with the first of them."""
         chunks = [self._chunk(index, delta.text) for delta in deltas if isinstance(delta, ContentDelta)]
         if not chunks and self._request.logprobs is not None:
@@ -173,7 +172,7 @@ class TextWriter:
             self._offsets[index] = at + sum(len(self._name(token.id)) for token in drawn)
         return chunks
 
-    def closing(self, done: Sequence[Continued]) -> list[dict[str, Any]]:
+    def closing(self, done: Sequence[Continued]) -> list[Json]:
         """Return each choice's finish reason, and the usage if requested."""
         chunks = [self._chunk(index, "", _finish(one)) for index, one in enumerate(done)]
         options = self._request.stream_options
@@ -181,13 +180,13 @@ class TextWriter:
             chunks.append({**self._head, "choices": [], "usage": self._usage()})
         return chunks
 
-    def _chunk(self, index: int, text: str, finish: str | None = None) -> dict[str, Any]:
+    def _chunk(self, index: int, text: str, finish: str | None = None) -> Json:
         return {
             **self._head,
             "choices": [{"index": index, "text": text, "logprobs": None, "finish_reason": finish}],
         }
 
-    def _usage(self) -> dict[str, Any]:
+    def _usage(self) -> Json:
         prompt = sum(len(ids) for ids in self._job.prompts)
         sampled = sum(len(one.sampled.completion.ids) for one in self._job.done)
         cached = sum(one.sampled.completion.cached_tokens for one in self._job.done[:: self._request.n or 1])
@@ -208,7 +207,7 @@ class TextWriter:
 
     # The stop token is among the tokens but not in the text: harnesses expect one entry per sampled token.
 
-    def _logprobs(self, first: int | None, drawn: Sequence[TokenLogprob], offset: int) -> dict[str, Any]:
+    def _logprobs(self, first: int | None, drawn: Sequence[TokenLogprob], offset: int) -> Json:
         """Return lists by token; `first` is a prompt's first token, which has no context."""
         names = [] if first is None else [self._name(first)]
         values: list[float | None] = [None] * len(names)

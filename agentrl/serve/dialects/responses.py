@@ -12,7 +12,7 @@ from typing import Any
 from agentrl.engine.base import TokenLogprob
 from agentrl.serve.api_errors import ApiError, invalid, unsupported
 from agentrl.serve.conversations import Conversations
-from agentrl.serve.dialects.wire import CalledFunction, Function, Part, WireCall, WireMessage, WireTool
+from agentrl.serve.dialects.wire import CalledFunction, Function, Json, Part, WireCall, WireMessage, WireTool
 from agentrl.serve.dialects.wire_messages import incoming_of, tools_of
 from agentrl.serve.dialects.wire_responses import Item, ResponsesRequest, TextOptions
 from agentrl.serve.grammar import AnswerFormat
@@ -60,7 +60,7 @@ def _tool(number: int, kind: str, tool: Any) -> WireTool:
     )
 
 
-def _choice(given: str | dict[str, Any] | None) -> tuple[str, str]:
+def _choice(given: str | Json | None) -> tuple[str, str]:
     if given is None or isinstance(given, str):
         return given or "auto", ""
     name = given.get("name")
@@ -176,7 +176,7 @@ class _Open:
     call_id: str = ""
     name: str = ""
 
-    def item(self, status: str) -> dict[str, Any]:
+    def item(self, status: str) -> Json:
         """Return the item as JSON."""
         if self.kind == "function_call":
             return {
@@ -192,7 +192,7 @@ class _Open:
         content = [self.part()] if self.text or status != "in_progress" else []
         return {"id": self.id, "type": "message", "role": "assistant", "status": status, "content": content}
 
-    def part(self) -> dict[str, Any]:
+    def part(self) -> Json:
         """Return the content part as JSON."""
         if self.kind == "reasoning":
             return {"type": "reasoning_text", "text": self.text}
@@ -208,7 +208,7 @@ class ResponseWriter:
         self._items: list[_Open] = []
         self._number = 0
 
-    def whole(self, spoken: Sequence[Choice]) -> dict[str, Any]:
+    def whole(self, spoken: Sequence[Choice]) -> Json:
         """Return the answer as one object."""
         (one,) = spoken
         self._absorb(one)
@@ -240,7 +240,7 @@ class ResponseWriter:
     def _status(one: Choice) -> str:
         return "incomplete" if one.finish == "length" else "completed"
 
-    def _response(self, status: str, one: Choice | None = None) -> dict[str, Any]:
+    def _response(self, status: str, one: Choice | None = None) -> Json:
         request, job = self._request, self._job
         format = request.text.format if request.text else None
         done = one is not None
@@ -278,22 +278,22 @@ class ResponseWriter:
 
     # -- events ------------------------------------------------------------------------------------------------
 
-    def _event(self, kind: str, **fields: Any) -> dict[str, Any]:
+    def _event(self, kind: str, **fields: Any) -> Json:
         number, self._number = self._number, self._number + 1
         return {"type": kind, "sequence_number": number, **fields}
 
-    def opening(self) -> list[dict[str, Any]]:
+    def opening(self) -> list[Json]:
         """Return the events that announce the response."""
         return [
             self._event("response.created", response=self._response("in_progress")),
             self._event("response.in_progress", response=self._response("in_progress")),
         ]
 
-    def chunks(self, index: int, deltas: Sequence[Delta], drawn: Sequence[TokenLogprob]) -> list[dict[str, Any]]:
+    def chunks(self, index: int, deltas: Sequence[Delta], drawn: Sequence[TokenLogprob]) -> list[Json]:
         """Return the events for pieces of the turn."""
         return [event for delta in deltas for event in self._piece(delta)]
 
-    def _piece(self, delta: Delta) -> list[dict[str, Any]]:
+    def _piece(self, delta: Delta) -> list[Json]:
         if isinstance(delta, CallBegun):
             return self._begin(_Open("function_call", fresh_id("fc_"), "", delta.id, delta.name))
         if isinstance(delta, ArgumentsDelta):
@@ -310,14 +310,14 @@ class ResponseWriter:
             place = found[0] if found else len(self._items) - 1
         item = self._items[place]
         item.text += delta.text
-        where: dict[str, Any] = {"item_id": item.id, "output_index": place}
+        where: Json = {"item_id": item.id, "output_index": place}
         if item.kind != "function_call":
             where["content_index"] = 0
         if item.kind == "message":
             where["logprobs"] = []
         return [*events, self._event(kind, **where, delta=delta.text)]
 
-    def _begin(self, item: _Open) -> list[dict[str, Any]]:
+    def _begin(self, item: _Open) -> list[Json]:
         self._items.append(item)
         place = len(self._items) - 1
         events = [self._event("response.output_item.added", output_index=place, item=item.item("in_progress"))]
@@ -326,14 +326,14 @@ class ResponseWriter:
             events.append(self._event("response.content_part.added", **where, part=item.part()))
         return events
 
-    def closing(self, spoken: Sequence[Choice]) -> list[dict[str, Any]]:
+    def closing(self, spoken: Sequence[Choice]) -> list[Json]:
         """Return the events that complete every item and the response."""
         (one,) = spoken
         self._keep(one)
         status = self._status(one)
         events = [] if self._items else self._begin(_Open("message", fresh_id("msg_")))
         for place, item in enumerate(self._items):
-            where: dict[str, Any] = {"item_id": item.id, "output_index": place}
+            where: Json = {"item_id": item.id, "output_index": place}
             if item.kind == "function_call":
                 events.append(
                     self._event(

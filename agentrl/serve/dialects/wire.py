@@ -46,6 +46,9 @@ HARMLESS: dict[str, tuple[Any, ...]] = {
 }
 """Other servers' parameters that would change the answer, with the values (besides null) that have no effect."""
 
+Json = dict[str, Any]
+"""A JSON object."""
+
 Tokens = Annotated[int, Field(ge=1, le=1 << 31)]
 
 
@@ -97,7 +100,7 @@ class Function(Wire):
 
     name: Annotated[str, Field(min_length=1, max_length=256)]
     description: str | None = None
-    parameters: dict[str, Any] | None = None
+    parameters: Json | None = None
     strict: bool | None = None
     """Accepted but without effect: the schema is part of the prompt either way."""
 
@@ -113,7 +116,7 @@ class JsonSchema(Wire):
     """The schema that an answer must follow."""
 
     name: str | None = None
-    schema_: dict[str, Any] | None = Field(default=None, alias="schema")
+    schema_: Json | None = Field(default=None, alias="schema")
     strict: bool | None = None
 
 
@@ -171,7 +174,7 @@ class ChatRequest(WireRequest):
 
     messages: Annotated[list[WireMessage], Field(min_length=1)]
     tools: list[WireTool] | None = None
-    tool_choice: Literal["none", "auto", "required"] | dict[str, Any] | None = None
+    tool_choice: Literal["none", "auto", "required"] | Json | None = None
     """`none`, `auto`, `required`, or {"type": "function", "function": {"name": ...}}."""
     parallel_tool_calls: bool | None = None
     """False: the completion ends with its first call."""

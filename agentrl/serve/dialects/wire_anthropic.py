@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 from pydantic import ConfigDict, Field, JsonValue, model_validator
 
 from agentrl.serve.api_errors import invalid, unsupported
-from agentrl.serve.dialects.wire import Tokens, Wire
+from agentrl.serve.dialects.wire import Json, Tokens, Wire
 
 KINDS: list[JsonValue] = ["text", "thinking", "redacted_thinking", "tool_use", "tool_result"]
 
@@ -22,7 +22,7 @@ class Block(Wire):
     id: str | None = None
     """Of a tool use; its result repeats it as `tool_use_id`."""
     name: str | None = None
-    input: dict[str, Any] | None = None
+    input: Json | None = None
     tool_use_id: str | None = None
     content: str | list[Block] | None = None
     """Of a tool result."""
@@ -49,7 +49,7 @@ class AnthropicTool(Wire):
     type: Annotated[str, Field(json_schema_extra={"enum": ["custom"]})] | None = None
     name: Annotated[str, Field(min_length=1, max_length=256)]
     description: str | None = None
-    input_schema: dict[str, Any] | None = None
+    input_schema: Json | None = None
 
 
 class AnthropicToolChoice(Wire):
@@ -64,7 +64,7 @@ class SchemaFormat(Wire):
     """The JSON schema that an answer must follow."""
 
     type: Literal["json_schema"]
-    schema_: dict[str, Any] = Field(alias="schema")
+    schema_: Json = Field(alias="schema")
 
 
 class OutputConfig(Wire):
@@ -83,7 +83,7 @@ class CountRequest(Wire):
     system: str | list[TextBlock] | None = None
     tools: list[AnthropicTool] | None = None
     tool_choice: AnthropicToolChoice | None = None
-    thinking: dict[str, Any] | None = None
+    thinking: Json | None = None
     """Accepted without effect: the chat template decides whether the model thinks."""
 
     def refuse_unsupported(self) -> None:
@@ -104,7 +104,7 @@ class MessagesRequest(CountRequest):
     top_p: Annotated[float, Field(gt=0, le=1)] | None = None
     top_k: Annotated[int, Field(ge=0, le=1 << 31)] | None = None
     stop_sequences: list[str] | None = None
-    metadata: dict[str, Any] | None = None
+    metadata: Json | None = None
     output_config: OutputConfig | None = None
     output_format: SchemaFormat | None = None
     return_token_ids: bool | None = None

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 from agentrl.chat.messages import MessageFormatError, read_message
 from agentrl.chat.parsers.parser import unsound
 from agentrl.serve.api_errors import invalid, unsupported
-from agentrl.serve.dialects.wire import WireMessage, WireTool
+from agentrl.serve.dialects.wire import Json, WireMessage, WireTool
 from agentrl.serve.turns import Incoming
 
 
@@ -32,13 +31,13 @@ def _incoming(message: WireMessage, where: str) -> Incoming:
     return Incoming(read.message, read.raw_arguments, problems[-1] if problems else "")
 
 
-def tools_of(tools: Sequence[WireTool] | None) -> tuple[dict[str, Any], ...]:
+def tools_of(tools: Sequence[WireTool] | None) -> tuple[Json, ...]:
     """Convert the tools of a request to the form in which envs offer theirs, so that the prompt is the same.
 
     Raises:
         ApiError: a tool is not a function, or two have the same name.
     """
-    found: dict[str, dict[str, Any]] = {}
+    found: dict[str, Json] = {}
     for n, tool in enumerate(tools or ()):
         if tool.type != "function":
             raise unsupported(f"tools[{n}].type", f"{tool.type!r} is not known: only functions are")
@@ -49,7 +48,7 @@ def tools_of(tools: Sequence[WireTool] | None) -> tuple[dict[str, Any], ...]:
             raise invalid(f"tools[{n}].function.name", f"{function.name!r} is there twice")
         if problem := unsound(function.parameters or {}):
             raise invalid(f"tools[{n}].function.parameters", problem)
-        shape: dict[str, Any] = {"name": function.name}
+        shape: Json = {"name": function.name}
         if function.description is not None:
             shape["description"] = function.description
         if function.parameters is not None:

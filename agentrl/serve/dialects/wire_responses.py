@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 from pydantic import ConfigDict, Field, JsonValue
 
 from agentrl.serve.api_errors import unsupported
-from agentrl.serve.dialects.wire import Part, Tokens, Wire
+from agentrl.serve.dialects.wire import Json, Part, Tokens, Wire
 
 KINDS: list[JsonValue] = ["message", "function_call", "function_call_output", "reasoning"]
 
@@ -34,7 +34,7 @@ class FlatTool(Wire):
     type: Annotated[str, Field(json_schema_extra={"enum": ["function"]})]
     name: str | None = None
     description: str | None = None
-    parameters: dict[str, Any] | None = None
+    parameters: Json | None = None
     strict: bool | None = None
     """Accepted but without effect: the schema is part of the prompt either way."""
 
@@ -44,7 +44,7 @@ class TextFormat(Wire):
 
     type: Literal["text", "json_object", "json_schema"]
     name: str | None = None
-    schema_: dict[str, Any] | None = Field(default=None, alias="schema")
+    schema_: Json | None = Field(default=None, alias="schema")
     strict: bool | None = None
 
 
@@ -68,7 +68,7 @@ class ResponsesRequest(Wire):
     store: bool | None = None
     """False: no other response can continue from this one."""
     tools: list[FlatTool] | None = None
-    tool_choice: Literal["none", "auto", "required"] | dict[str, Any] | None = None
+    tool_choice: Literal["none", "auto", "required"] | Json | None = None
     """`none`, `auto`, `required`, or {"type": "function", "name": ...}."""
     parallel_tool_calls: bool | None = None
     stream: bool | None = None
