@@ -1,0 +1,117 @@
+// Several runs at once: curves over one another, the same tasks before and after, what differs in the configuration.
+import { html, useEffect, useMemo, useState } from "./vendor/htm-preact.js";
+import { get, useGet, useLive } from "./data.js";
+import { Chart, isSparse, palette, smooth } from "./chart.js";
+import { HeldOut, Status } from "./runs.js";
+import { api, Crumbs, duration, link, Loading, num, pattern, setQuery, signed, store, Table, visible } from "./ui.js";
+
+const AS_SEED = /(^|\.)seed$|^name$/; // settings that tell runs of one experiment apart
+
+/** Runs that differ in their seed only: [{name, runs}]. */
+export function experiments(runs, diff) {
+	const matter = diff.filter((d) => !AS_SEED.test(d.key));
+	const groups = new Map();
+	for (const run of runs) {
+		const key = JSON.stringify(matter.map((d) => d.values[run.id] ?? null));
+		groups.set(key, [...(groups.get(key) ?? []), run]);
+	}
+	const names = new Set();
+	return [...groups.values()].map((all) => {
+		let name = all.length > 1 ? `${all[0].name} ×${all.length}` : all[0].name;
+		while (names.has(name)) name += "′";
+		names.add(name);
+		return { name, runs: all };
+	});
+}
+
+/** The mean of several lines over the union of their steps, with the lowest and the highest. */
+export function band(lines, steps) {
+	const at = lines.map(({ steps: s, values }) => new Map(s.map((step, i) => [step, values[i]])));
+	const low = [], high = [], mean = [];
+	for (const step of steps) {
+		const known = at.map((m) => m.get(step)).filter((v) => v !== null && v !== undefined && Number.isFinite(v));
+		low.push(known.length ? Math.min(...known) : null);
+		high.push(known.length ? Math.max(...known) : null);
+		mean.push(known.length ? known.reduce((a, b) => a + b, 0) / known.length : null);
+	}
+	return { low, high, mean };
+}
+
+function useCurves(runs, names) {
+	const [state, setState] = useState({ found: {}, error: null });
+	const [round, setRound] = useState(0);
+	useLive((ids) => { if (ids && (!ids.length || ids.some((id) => runs.includes(id)))) setRound((n) => n + 1); });
+	const wanted = names.join(","), of = runs.join(",");
+	useEffect(() => {
+		const control = new AbortController();
+		Promise.all(runs.map((run) => get(api.run(run, `/series?names=${encodeURIComponent(wanted)}`), control.signal))).then(
+			(all) => !control.signal.aborted && setState({ found: Object.fromEntries(runs.map((run, i) => [run, all[i]])), error: null }),
+			(error) => !control.signal.aborted && setState((old) => ({ ...old, error })),
+		);
+		return () => control.abort();
+	}, [wanted, of, round]);
+	return state;
+}
+
+export function Compare({ query, theme }) {
+	const ids = useMemo(() => (query.get("runs") ?? "").split(",").filter(Boolean), [query]);
+	const path = ids.length ? `/api/compare?runs=${[...ids].sort().map(encodeURIComponent).join(",")}` : null;
+	const { data, error } = useGet(path);
+	const about = useGet(ids.length ? api.run(ids[0]) : null, ids[0]).data;
+	const [text, setText] = useState(query.get("q") ?? "");
+	const [weight, setWeight] = useState(() => store.get("smooth", 0.6));
+	const [bands, setBands] = useState(query.get("bands") !== "off");
+	useEffect(() => setQuery({ bands: bands ? "" : "off", q: text }), [bands, text]);
+	const common = data?.series_common ?? [];
+	const curated = useMemo(() => new Set((about?.series ?? []).filter((s) => s.curated).map((s) => s.name)), [about]);
+	const wanted = pattern(text);
+	const nameOf = (s) => (typeof s === "string" ? s : s.name);
+	const names = useMemo(() => common.map(nameOf).filter((n) => (wanted ? wanted.test(n) : curated.has(n))).slice(0, 40), [data, about, text]);
+	const { found, error: lost } = useCurves(ids, names);
+	const known = data?.runs ?? [];
+	const diff = data?.config_diff ?? [];
+	const groups = useMemo(() => (bands ? experiments(known, diff) : known.map((run) => ({ name: run.name, runs: [run] }))), [data, bands]);
+	const charts = useMemo(() => names.map((name) => {
+		const steps = [...new Set(Object.values(found).flatMap((f) => (f.values[name]?.some((v) => v !== null) ? f.steps : [])))].sort((a, b) => a - b);
+		if (!steps.length) return null;
+		const lines = groups.map((g, i) => {
+			const all = g.runs.map((r) => found[r.id]).filter((f) => f?.values[name]).map((f) => ({ steps: f.steps, values: f.values[name] }));
+			const { low, high, mean } = band(all, steps);
+			const sparse = isSparse(mean);
+			return { name: g.name, color: i, values: sparse ? mean : smooth(mean, weight), ...(all.length > 1 ? { low: sparse ? low : smooth(low, weight), high: sparse ? high : smooth(high, weight) } : {}) };
+		});
+		return { name, steps, lines };
+	}).filter(Boolean), [found, groups, weight, names]);
+	const crumbs = html`<${Crumbs} items=${[["Runs", link.runs()], ["Compare"]]} />`;
+	if (!ids.length) return html`${crumbs}<p class="quiet">Pick two or more runs in the <a href="#/">table of runs</a>.</p>`;
+	if (!data) return html`${crumbs}<${Loading} error=${error} what="the comparison" />`;
+	return html`${crumbs}
+		<div class="scroll"><table class="table"><thead><tr><th>Run</th><th>Status</th><th class="num">Step</th><th class="num">Held out</th><th class="num">Wall time</th></tr></thead>
+			<tbody>${known.map((r) => html`<tr><td><i class=${`swatch s${Math.max(0, groups.findIndex((g) => g.runs.includes(r))) % palette.length}`}></i> <a href=${link.run(r.id)}>${visible(r.name)}</a></td><td><${Status} status=${r.status} /></td><td class="num">${num(r.step)}</td><td class="num"><${HeldOut} run=${r} /></td><td class="num">${duration(r.wall_seconds)}</td></tr>`)}</tbody></table></div>
+		<div class="bar"><input type="search" class="find" placeholder=${`Find among ${num(common.length)} series …`} aria-label="Find a series" value=${text} onInput=${(e) => setText(e.target.value)} />
+			<label class="slider">Smoothing <input type="range" min="0" max="0.98" step="0.02" value=${weight} onInput=${(e) => { setWeight(Number(e.target.value)); store.set("smooth", Number(e.target.value)); }} /></label>
+			<label class="check"><input type="checkbox" checked=${bands} onChange=${(e) => setBands(e.target.checked)} /> bands over seeds</label></div>
+		${lost && html`<${Loading} error=${lost} />`}
+		<div class="charts">${charts.map((c) => html`<${Chart} key=${c.name} title=${c.name} steps=${c.steps} lines=${c.lines} theme=${theme} legend=${charts.length < 3} height=${180} />`)}</div>
+		<div class="legend">${groups.map((g, i) => html`<span><i class=${`swatch s${i % palette.length}`}></i>${visible(g.name)}</span>`)}</div>
+		<${Tasks} tasks=${data.tasks ?? []} regressions=${data.regressions ?? []} />
+		<${Difference} diff=${diff} runs=${known} />`;
+}
+
+function Tasks({ tasks, regressions }) {
+	const worse = new Set(regressions.map((r) => (typeof r === "string" ? r : r.task)));
+	const columns = [
+		{ key: "task", title: "Task" }, { key: "before", title: "Before", num: true }, { key: "after", title: "After", num: true },
+		{ key: "delta", title: "Change", num: true, cell: (t) => html`<b class=${t.delta > 0 ? "good" : t.delta < 0 ? "bad" : "quiet"}>${signed(t.delta)}</b>` },
+	];
+	const rows = tasks.map((t) => ({ ...t, key: t.task }));
+	const bad = rows.filter((t) => worse.has(t.task));
+	return html`<div class="split">${bad.length > 0 && html`<section class="panel open"><h2>Regressions <span class="quiet">${bad.length}</span></h2><${Table} columns=${columns} rows=${bad} sort=${{ key: "delta", down: false }} limit=${20} /></section>`}
+		${rows.length > 0 && html`<section class="panel open"><h2>Same task, before and after <span class="quiet">${rows.length}</span></h2><${Table} columns=${columns} rows=${rows} sort=${{ key: "delta", down: true }} limit=${20} /></section>`}</div>`;
+}
+
+function Difference({ diff, runs }) {
+	const show = (v) => visible(v === undefined || v === null ? "–" : typeof v === "string" ? v : JSON.stringify(v));
+	const columns = [{ key: "key", title: "Setting", cell: (d) => html`<code>${visible(d.key)}</code>` }, ...runs.map((r) => ({ key: `run ${r.id}`, title: visible(r.name), value: (d) => show(d.values[r.id]), cell: (d) => show(d.values[r.id]) }))];
+	return html`<section class="panel open"><h2>Configuration differences <span class="quiet">${diff.length}</span></h2>${diff.length ? html`<${Table} columns=${columns} rows=${diff} />` : html`<p class="quiet">The configurations are the same.</p>`}</section>`;
+}

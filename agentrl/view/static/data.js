@@ -1,0 +1,112 @@
+// All data comes through get(path): from the server, or from what an export carries.
+import { useEffect, useRef, useState } from "./vendor/htm-preact.js";
+import { searchExport } from "./offline.js";
+
+export const exported = Boolean(window.AGENTRL_EXPORT);
+
+const answers = new Map(); // of the server, newest last; dropped when a run changes
+const KEEP = 24;
+
+async function fetched(path, signal) {
+	const response = await fetch(path, { signal, headers: { accept: "application/json" } });
+	let body = null;
+	try { body = await response.json(); } catch (e) { if (signal?.aborted) throw e; }
+	if (response.ok && body !== null) return body;
+	const told = body?.error;
+	const error = new Error(told?.message ?? `${path} answered ${response.status}`);
+	error.todo = told?.what_to_do ?? (response.status === 401 || response.status === 403
+		? "Open the address that `agentrl view` printed; it holds this session's token." : "");
+	throw error;
+}
+
+function carried(path) {
+	const bundle = window.AGENTRL_EXPORT;
+	if (path.startsWith("/api/search?")) return searchExport(path, carried);
+	const key = path.replace(/^(\/api\/runs\/[^/]+\/series)\?.*/, "$1")
+		.replace(/^(\/api\/runs\/[^/]+\/tokens\/.*\?step=\d+)&.*/, "$1");
+	const found = bundle.get(key);
+	if (found === undefined) return Promise.reject(new Error("This export does not contain that page."));
+	return found;
+}
+
+export async function get(path, signal) {
+	if (exported) return carried(path);
+	if (answers.has(path)) return answers.get(path);
+	const body = await fetched(path, signal);
+	answers.set(path, body);
+	if (answers.size > KEEP) answers.delete(answers.keys().next().value);
+	return body;
+}
+
+/** The address of an image: the server's, or the data: URL that an export carries. */
+export async function imageSource(path) {
+	return exported ? carried(path) : path;
+}
+
+// Live following: the server says which runs changed, and what a program wants a person to see.
+const watchers = new Set();
+export const live = { state: exported ? "export" : "connecting" };
+
+function changed(runs) {
+	for (const path of [...answers.keys()]) {
+		if (runs.some((id) => path.includes(`/runs/${encodeURIComponent(id)}`)) || !/^\/api\/runs\/./.test(path)) answers.delete(path);
+	}
+	for (const watcher of [...watchers]) watcher(runs);
+}
+
+function setLive(state) {
+	if (live.state === state) return;
+	live.state = state;
+	for (const watcher of [...watchers]) watcher(null);
+}
+
+export async function follow(show) {
+	let after = null;
+	for (let failures = 0; !exported;) {
+		try {
+			const body = await fetched(after === null ? "/api/events" : `/api/events?after=${after}`);
+			const missed = failures > 0 && after !== null;
+			failures = 0;
+			setLive("live");
+			after = body.next;
+			if (missed) changed([]);
+			for (const event of body.events) {
+				if (event.changed) changed(event.changed);
+				if (typeof event.hash === "string" && event.hash.startsWith("#/")) show(event.hash);
+			}
+		} catch (e) {
+			failures += 1;
+			setLive("offline");
+			await new Promise((resolve) => setTimeout(resolve, Math.min(10000, 500 * 2 ** failures)));
+		}
+	}
+}
+
+export function useLive(watcher) {
+	const current = useRef(watcher);
+	current.current = watcher;
+	useEffect(() => {
+		const call = (runs) => current.current(runs);
+		watchers.add(call);
+		return () => watchers.delete(call);
+	}, []);
+}
+
+/** {data, error} of one path (null: nothing to get); what is shown stays until newer data has arrived. */
+export function useGet(path, run) {
+	const [state, setState] = useState({ path: null, data: null, error: null });
+	const [round, setRound] = useState(0);
+	useLive((runs) => {
+		if (runs && (run === undefined || runs.includes(run) || !runs.length)) setRound((n) => n + 1);
+	});
+	useEffect(() => {
+		if (!path) { setState({ path, data: null, error: null }); return undefined; }
+		const control = new AbortController();
+		get(path, control.signal).then(
+			(data) => { if (!control.signal.aborted) setState({ path, data, error: null }); },
+			(error) => { if (!control.signal.aborted) setState((old) => ({ path, data: old.path === path ? old.data : null, error })); },
+		);
+		return () => control.abort();
+	}, [path, round]);
+	return state.path === path ? state : { path, data: null, error: null };
+}

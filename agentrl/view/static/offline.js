@@ -1,0 +1,46 @@
+// Search in an export: over the episodes that the export carries.
+import { messageText } from "./text.js";
+
+export async function searchExport(path, carried) {
+	const started = performance.now();
+	const query = new URL(path, "http://x/").searchParams;
+	const wanted = matcher(query);
+	const found = [];
+	for (const key of window.AGENTRL_EXPORT.keys()) {
+		const place = /^\/api\/runs\/([^/]+)\/episodes\//.exec(key);
+		if (!place) continue;
+		const run = decodeURIComponent(place[1]);
+		if (query.get("run") && query.get("run") !== run) continue;
+		const snippet = wanted(await carried(key));
+		if (snippet !== null) {
+			const e = await carried(key);
+			found.push({ run, step: e.step, episode: e.id, group: e.group, task: e.task, reward: e.rewards?.total ?? null, stop_reason: e.stop_reason, snippet });
+		}
+	}
+	const offset = Number(query.get("offset") ?? 0);
+	const limit = Number(query.get("limit") ?? 50);
+	return { total: found.length, took_ms: performance.now() - started, hits: found.slice(offset, offset + limit) };
+}
+
+function matcher(query) {
+	const q = query.get("q") ?? "";
+	const text = query.get("regex") ? new RegExp(q, "i") : new RegExp(q.replace(/[.*+?^${}()|[\]\\]/g, "\\$&"), "i");
+	const bound = (name, otherwise) => (query.get(name) ? Number(query.get(name)) : otherwise);
+	return (e) => {
+		const reward = e.rewards?.total ?? null;
+		if (query.get("tool") && !e.calls.some((c) => c.name === query.get("tool"))) return null;
+		if (query.get("outcome") && !e.calls.some((c) => c.outcome === query.get("outcome"))) return null;
+		if (query.get("stop") && e.stop_reason !== query.get("stop")) return null;
+		if (query.get("task") && String(e.task) !== query.get("task")) return null;
+		if (query.get("reward_min") && !(reward >= bound("reward_min"))) return null;
+		if (query.get("reward_max") && !(reward !== null && reward <= bound("reward_max"))) return null;
+		if (e.step < bound("step_min", -Infinity) || e.step > bound("step_max", Infinity)) return null;
+		if (!q) return "";
+		for (const message of e.messages) {
+			const all = messageText(message);
+			const at = all.search(text);
+			if (at >= 0) return all.slice(Math.max(0, at - 60), at + 140);
+		}
+		return null;
+	};
+}

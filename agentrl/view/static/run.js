@@ -1,0 +1,111 @@
+// One run: the curves that matter, every other series by search, and what happened on the same axis.
+import { html, useEffect, useMemo, useRef, useState } from "./vendor/htm-preact.js";
+import { get, useGet, useLive } from "./data.js";
+import { Chart, isSparse, smooth } from "./chart.js";
+import { HeldOut, Status } from "./runs.js";
+import { api, Crumbs, duration, link, Loading, num, pattern, store, Table, Tags, visible } from "./ui.js";
+
+/** The values of some series, extended as the run goes on. */
+export function useSeries(run, names) {
+	const [state, setState] = useState({ steps: [], values: {}, error: null, ready: false });
+	const [round, setRound] = useState(0);
+	useLive((runs) => { if (runs?.includes(run) || runs?.length === 0) setRound((n) => n + 1); });
+	const wanted = names.join(",");
+	useEffect(() => {
+		if (!names.length) { setState({ steps: [], values: {}, error: null, ready: true }); return undefined; }
+		const control = new AbortController();
+		get(api.run(run, `/series?names=${encodeURIComponent(wanted)}`), control.signal).then(
+			(data) => !control.signal.aborted && setState({ ...data, error: null, ready: true }),
+			(error) => !control.signal.aborted && setState((old) => ({ ...old, error, ready: true })),
+		);
+		return () => control.abort();
+	}, [run, wanted, round]);
+	return state;
+}
+
+const KINDS = { note: "Note", event: "Event", finding: "Finding", checkpoint: "Checkpoint", evaluation: "Evaluation" };
+
+function Happened({ run, notes }) {
+	const [kind, setKind] = useState("");
+	const kinds = [...new Set(notes.map((n) => n.kind))];
+	const rows = notes.filter((n) => !kind || n.kind === kind);
+	return html`<details class="panel" open=${notes.length < 12}><summary>Notes, events and findings <span class="quiet">${num(notes.length)}</span></summary>
+		${kinds.length > 1 && html`<div class="bar">${["", ...kinds].map((k) => html`<button class="chip" aria-pressed=${kind === k} onClick=${() => setKind(k)}>${k ? KINDS[k] ?? visible(k) : "all"}</button>`)}</div>`}
+		<ol class="notes">${rows.slice(-300).map((n) => html`<li class=${n.severity ?? ""}>
+			${n.step === null || n.step === undefined ? html`<span class="at quiet">–</span>` : html`<a class="at" href=${link.step(run, n.step)}>${n.step}</a>`}
+			<span class="kind">${KINDS[n.kind] ?? visible(n.kind ?? "")}</span><span class="text">${visible(n.text)}${n.setting && html` <code>${visible(n.setting)}</code>`}${n.episode && html` <a href=${link.episode(run, n.episode.step, n.episode.id)}>episode</a>`}</span></li>`)}</ol></details>`;
+}
+
+function Findings({ run, findings }) {
+	if (!findings?.length) return null;
+	return html`<section class="findings" aria-label="Findings of the doctor">${findings.map((f) => html`<div class=${`finding ${f.severity ?? ""}`}>
+		<b>${visible(f.text ?? f.title ?? "")}</b> ${f.step !== null && f.step !== undefined && html`<a href=${link.step(run, f.step)}>step ${f.step}</a>`}
+		${f.setting && html` <code>${visible(f.setting)}</code>`}${f.episode && html` <a href=${link.episode(run, f.episode.step, f.episode.id)}>episode</a>`}</div>`)}</section>`;
+}
+
+function Config({ config }) {
+	const [text, setText] = useState("");
+	const rows = useMemo(() => flatten(config), [config]);
+	const wanted = pattern(text);
+	const found = rows.filter((r) => !wanted || wanted.test(`${r.key} ${r.value}`));
+	return html`<details class="panel"><summary>Configuration <span class="quiet">${num(rows.length)} settings</span></summary>
+		<div class="bar"><input type="search" class="find" placeholder="Setting …" aria-label="Find a setting" value=${text} onInput=${(e) => setText(e.target.value)} /></div>
+		<dl class="config">${found.slice(0, 400).map((r) => html`<dt>${visible(r.key)}</dt><dd>${visible(r.value)}</dd>`)}</dl></details>`;
+}
+
+export function flatten(value, prefix = "") {
+	if (value === null || typeof value !== "object" || Array.isArray(value)) return [{ key: prefix, value: typeof value === "string" ? value : JSON.stringify(value) }];
+	const keys = Object.keys(value);
+	return keys.length ? keys.flatMap((k) => flatten(value[k], prefix ? `${prefix}.${k}` : k)) : [{ key: prefix, value: "{}" }];
+}
+
+export function Run({ run, query, theme }) {
+	const { data, error } = useGet(api.run(run), run);
+	const [text, setText] = useState(query.get("q") ?? "");
+	const [weight, setWeight] = useState(() => store.get("smooth", 0.6));
+	const [table, setTable] = useState(query.get("view") === "table");
+	const find = useRef(null);
+	const all = data?.series ?? [];
+	const wanted = pattern(text);
+	const shown = useMemo(() => {
+		if (!wanted) return all.filter((s) => s.curated);
+		return all.filter((s) => [s.name, s.description ?? "", s.group ?? ""].some((t) => wanted.test(t))).slice(0, 60);
+	}, [data, text]);
+	const series = useSeries(run, useMemo(() => shown.map((s) => s.name), [shown]));
+	const lines = useMemo(() => Object.fromEntries(shown.map(({ name }) => {
+		const raw = series.values[name];
+		if (!raw || raw.every((v) => v === null)) return [name, null];
+		const sparse = isSparse(raw);
+		return [name, [{ name, values: sparse ? raw : smooth(raw, weight), raw: sparse || !weight ? undefined : raw }]];
+	})), [series.values, shown, weight]);
+	if (!data) return html`<${Crumbs} items=${[["Runs", link.runs()], [run]]} /><${Loading} error=${error} what="the run" />`;
+	const open = (step) => { location.hash = link.step(run, step); };
+	const drawn = shown.filter((s) => lines[s.name]);
+	const marks = [...(data.notes ?? []), ...(data.findings ?? []).map((f) => ({ kind: "finding", ...f }))].filter((n) => n.step !== null && n.step !== undefined);
+	const facts = [["model", data.model], ["env", data.env], ["estimator", data.estimator], ["loss", data.loss], ["wall time", duration(data.wall_seconds)]];
+	return html`<${Crumbs} items=${[["Runs", link.runs()], [data.name ?? run]]}>
+			<a class="button" href=${data.step ? link.step(run, data.step) : undefined}>Last step</a><a class="button" href=${link.tools(run)}>Tools</a>
+			<a class="button" href=${link.search(`run=${encodeURIComponent(run)}`)}>Search</a></${Crumbs}>
+		<div class="facts"><${Status} status=${data.status} /><span>step <b>${num(data.step)}</b>${data.steps ? ` / ${num(data.steps)}` : ""}</span>
+			<span>held out <b><${HeldOut} run=${data} /></b></span>${facts.map(([k, v]) => v && html`<span><span class="quiet">${k}</span> ${visible(v)}</span>`)}<${Tags} tags=${data.tags} /></div>
+		<${Findings} run=${run} findings=${data.findings} />
+		<div class="bar">
+			<input type="search" class="find" ref=${find} placeholder=${`Find among ${num(all.length)} series …`} aria-label="Find a series" value=${text} onInput=${(e) => setText(e.target.value)} />
+			<label class="slider">Smoothing <input type="range" min="0" max="0.98" step="0.02" value=${weight} onInput=${(e) => { setWeight(Number(e.target.value)); store.set("smooth", Number(e.target.value)); }} /></label>
+			<span class="grow"></span><button class="chip" aria-pressed=${table} onClick=${() => setTable(!table)}>Table</button>
+		</div>
+		${series.error && html`<${Loading} error=${series.error} />`}
+		${!series.ready && html`<${Loading} what="series" />`}
+		${series.ready && !shown.length && html`<p class="quiet">${text ? "No series matches." : "No metrics yet."}</p>`}
+		${table ? html`<${SeriesTable} run=${run} series=${series} shown=${shown} />`
+			: html`<div class="charts">${drawn.map((s) => html`<${Chart} key=${s.name} title=${s.name} description=${s.description} unit=${s.unit} steps=${series.steps} lines=${lines[s.name]} marks=${marks} onStep=${open} theme=${theme} />`)}</div>`}
+		<${Happened} run=${run} notes=${data.notes ?? []} />
+		<${Config} config=${data.config ?? {}} />`;
+}
+
+function SeriesTable({ run, series, shown }) {
+	const columns = [{ key: "step", title: "Step", num: true, cell: (r) => html`<a href=${link.step(run, r.step)}>${r.step}</a>` },
+		...shown.map((s) => ({ key: s.name, title: visible(s.name), num: true }))];
+	const rows = series.steps.map((step, i) => ({ key: step, step, ...Object.fromEntries(shown.map((s) => [s.name, series.values[s.name]?.[i] ?? null])) }));
+	return html`<${Table} columns=${columns} rows=${rows} sort=${{ key: "step", down: true }} caption="Values by step" />`;
+}

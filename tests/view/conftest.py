@@ -1,0 +1,96 @@
+"""A real Chromium for the tests of the page."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+
+from tests.view.site import Site, serve
+
+if TYPE_CHECKING:
+    from playwright.sync_api import Browser, BrowserContext, Page
+
+FLAGS = [
+    "--headless",
+    "--no-sandbox",
+    "--disable-gpu",
+    "--disable-quic",
+    "--no-first-run",
+    "--disable-background-networking",
+    "--disable-component-update",
+    "--disable-sync",
+    "--disable-dev-shm-usage",
+]
+
+
+def chromium() -> str | None:
+    """Where Debian's package put it, or None."""
+    return shutil.which("chromium") or shutil.which("chromium-browser")
+
+
+@pytest.fixture(scope="session")
+def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
+    """One browser for all tests; where AGENTRL_BROWSER is "required" (CI), its absence is a failure."""
+    program = chromium()
+    try:
+        from playwright.sync_api import sync_playwright
+    except ImportError:
+        program = None
+    if program is None:
+        why = "needs the program `chromium` (Debian's package) and `pip install playwright`"
+        if os.environ.get("AGENTRL_BROWSER") == "required":
+            raise AssertionError(f"AGENTRL_BROWSER=required, but the browser is missing: {why}")
+        pytest.skip(why)
+    with sync_playwright() as playwright:
+        browser = playwright.chromium.launch(executable_path=program, args=FLAGS)
+        yield browser
+        browser.close()
+
+
+class Errors(list[str]):
+    """What the page complained about; a test that expects a complaint empties it."""
+
+
+@pytest.fixture
+def context(browser: Browser) -> Iterator[BrowserContext]:
+    context = browser.new_context(viewport={"width": 1400, "height": 900}, reduced_motion="reduce")
+    context.set_default_timeout(15_000)
+    yield context
+    context.close()
+
+
+@pytest.fixture
+def errors() -> Errors:
+    return Errors()
+
+
+@pytest.fixture
+def page(context: BrowserContext, errors: Errors) -> Iterator[Page]:
+    """A page whose script errors and refused resources fail the test."""
+    page = context.new_page()
+    page.on("pageerror", lambda error: errors.append(str(error)))
+    page.on("console", lambda message: errors.append(message.text) if message.type == "error" else None)
+    yield page
+    assert errors == []
+
+
+@pytest.fixture(scope="module")
+def site() -> Site:
+    return Site()
+
+
+@pytest.fixture(scope="module")
+def url(site: Site) -> Iterator[str]:
+    with serve(site) as address:
+        yield address
+
+
+@pytest.fixture(scope="session")
+def pictures() -> Path | None:
+    """Where the pictures of docs/view.md go; None unless AGENTRL_PICTURES asks for them."""
+    return Path(os.environ["AGENTRL_PICTURES"]) if os.environ.get("AGENTRL_PICTURES") else None
