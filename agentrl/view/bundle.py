@@ -1,7 +1,7 @@
-"""The page as files that open from disk: one HTML file, or a folder, with every answer of the API in it.
+"""The page in as few files as possible: three for the server, one or a folder for an export that opens from disk.
 
-Browsers refuse ES modules from disk, so the modules become one classic script: each is a function that returns
-what it exports, in the order of their imports.
+Twenty modules take as many requests, and browsers refuse modules from disk, so they become one classic script:
+each is a function that returns what it exports, in the order of their imports.
 """
 
 from __future__ import annotations
@@ -68,6 +68,23 @@ def script() -> str:
     found: dict[str, str] = {}
     _modules("app.js", found)
     return f'"use strict";\n(() => {{\nconst modules = {{}};\n{"".join(found.values())}}})();\n'
+
+
+def served() -> Mapping[str, str]:
+    """Return what the server sends for its page, by path; the same as `static/index.html` in three requests."""
+    page = static_text("index.html")
+    links = re.sub(r"^<(?:link rel=\"stylesheet\"|script ).*\n", "", page, flags=re.MULTILINE)
+    ours = '<link rel="stylesheet" href="page.css">\n<script src="page.js" defer></script>\n</head>'
+    return {
+        "/": links.replace("</head>", ours),
+        "/page.css": _style(),
+        "/page.js": static_text("vendor/uPlot.js") + "\n" + script(),
+    }
+
+
+@cache
+def _style() -> str:
+    return static_text("vendor/uPlot.css") + "\n" + static_text("app.css")
 
 
 _HEAD = """<!doctype html>
@@ -141,14 +158,13 @@ def single_file(
         title: the title of the document.
     """
     parts = [static_text("vendor/uPlot.js"), _ONE_FILE, script()]
-    styles = [static_text("vendor/uPlot.css"), static_text("app.css")]
     scripts = [*map(_hash, parts), *_hashes(renderers)]
     policy = (
         f"default-src 'none'; script-src {' '.join(scripts)}; style-src 'unsafe-inline'; "
         "img-src data:; frame-src 'self'"
     )
     yield _HEAD.format(policy=policy, title=escape(title))
-    yield from (f"<style>{style}</style>\n" for style in styles)
+    yield f"<style>{_style()}</style>\n"
     yield _BODY
     for path, answer in chain(renderers.items(), data):
         yield f'<script type="application/json" data-path="{escape(path)}">{_json(answer)}</script>\n'
@@ -177,7 +193,7 @@ def write_folder(
     index = f"window.AGENTRL_FILES = {_json(_json(places))};\n"
     for name, text in {
         "uPlot.js": static_text("vendor/uPlot.js"),
-        "style.css": static_text("vendor/uPlot.css") + "\n" + static_text("app.css"),
+        "style.css": _style(),
         "data/index.js": index + _FOLDER,
         "app.js": script(),
     }.items():

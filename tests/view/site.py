@@ -17,6 +17,8 @@ from importlib.resources import files
 from typing import Any
 from urllib.parse import parse_qs, unquote, urlsplit
 
+from agentrl.view.bundle import served
+
 POLICY = "default-src 'self'; img-src 'self' data:; frame-src 'self'"
 FRAME_POLICY = (
     "sandbox allow-scripts; default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; "
@@ -522,6 +524,9 @@ class _Handler(BaseHTTPRequestHandler):
                 "application/json",
                 404 if found is None else 200,
             )
+        elif path in served():
+            kind = KINDS[path.rpartition(".")[2] if "." in path else "html"]
+            self.send(served()[path].encode(), kind)
         else:
             file = files("agentrl.view").joinpath("static", *(path.strip("/") or "index.html").split("/"))
             if file.is_file():

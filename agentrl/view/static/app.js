@@ -8,7 +8,7 @@ import { Runs } from "./runs.js";
 import { Search } from "./search.js";
 import { Step } from "./step.js";
 import { Tools } from "./tools.js";
-import { link, onToast, store } from "./ui.js";
+import { dark, link, onToast, store } from "./ui.js";
 
 const decode = (text) => { try { return decodeURIComponent(text); } catch { return text; } };
 
@@ -117,6 +117,11 @@ function App() {
 		follow((shown) => { location.hash = shown; });
 	}, []);
 	useEffect(() => { const timer = toast && setTimeout(() => setToast(""), 2500); return () => clearTimeout(timer); }, [toast]);
+	useEffect(() => {
+		const change = () => redraw((n) => n + 1);
+		dark.addEventListener("change", change);
+		return () => dark.removeEventListener("change", change);
+	}, []);
 	const turn = () => setTheme((old) => { const next = THEMES[(THEMES.indexOf(old) + 1) % 3]; store.set("theme", next); return next; });
 	document.documentElement.dataset.theme = theme;
 	useEffect(() => {
@@ -131,7 +136,7 @@ function App() {
 			<span class="grow"></span><span class=${`live ${live.state}`} role="status"><i aria-hidden="true"></i>${says}</span>
 			<button class="plain" onClick=${turn} title="Light, dark, or as the system (t)">${theme === "system" ? "auto" : theme}</button>
 			<button class="plain" aria-label="Keys" title="Keys (?)" onClick=${() => setHelp(true)}>?</button></header>
-		<main id="main"><${Shown} place=${place} theme=${theme} /></main>
+		<main id="main"><${Shown} place=${place} theme=${`${theme} ${dark.matches}`} /></main>
 		${help && html`<${Help} close=${() => setHelp(false)} />`}
 		${toast && html`<div class="toast" role="status">${toast}</div>`}</div>`;
 }

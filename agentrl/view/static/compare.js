@@ -1,7 +1,8 @@
 // Several runs at once: curves over one another, the same tasks before and after, what differs in the configuration.
 import { html, useEffect, useMemo, useState } from "./vendor/htm-preact.js";
-import { get, useGet, useLive } from "./data.js";
+import { useGet } from "./data.js";
 import { Chart, isSparse, palette, smooth } from "./chart.js";
+import { Controls, useSeries } from "./run.js";
 import { HeldOut, Status } from "./runs.js";
 import { api, Crumbs, duration, link, Loading, num, pattern, setQuery, signed, store, Table, visible } from "./ui.js";
 
@@ -37,22 +38,6 @@ export function band(lines, steps) {
 	return { low, high, mean };
 }
 
-function useCurves(runs, names) {
-	const [state, setState] = useState({ found: {}, error: null });
-	const [round, setRound] = useState(0);
-	useLive((ids) => { if (ids && (!ids.length || ids.some((id) => runs.includes(id)))) setRound((n) => n + 1); });
-	const wanted = names.join(","), of = runs.join(",");
-	useEffect(() => {
-		const control = new AbortController();
-		Promise.all(runs.map((run) => get(api.run(run, `/series?names=${encodeURIComponent(wanted)}`), control.signal))).then(
-			(all) => !control.signal.aborted && setState({ found: Object.fromEntries(runs.map((run, i) => [run, all[i]])), error: null }),
-			(error) => !control.signal.aborted && setState((old) => ({ ...old, error })),
-		);
-		return () => control.abort();
-	}, [wanted, of, round]);
-	return state;
-}
-
 export function Compare({ query, theme }) {
 	const ids = useMemo(() => (query.get("runs") ?? "").split(",").filter(Boolean), [query]);
 	const path = ids.length ? `/api/compare?runs=${[...ids].sort().map(encodeURIComponent).join(",")}` : null;
@@ -67,7 +52,7 @@ export function Compare({ query, theme }) {
 	const wanted = pattern(text);
 	const nameOf = (s) => (typeof s === "string" ? s : s.name);
 	const names = useMemo(() => common.map(nameOf).filter((n) => (wanted ? wanted.test(n) : curated.has(n))).slice(0, 40), [data, about, text]);
-	const { found, error: lost } = useCurves(ids, names);
+	const { found, error: lost } = useSeries(ids, names);
 	const known = data?.runs ?? [];
 	const diff = data?.config_diff ?? [];
 	const groups = useMemo(() => (bands ? experiments(known, diff) : known.map((run) => ({ name: run.name, runs: [run] }))), [data, bands]);
@@ -88,9 +73,8 @@ export function Compare({ query, theme }) {
 	return html`${crumbs}
 		<div class="scroll"><table class="table"><thead><tr><th>Run</th><th>Status</th><th class="num">Step</th><th class="num">Held out</th><th class="num">Wall time</th></tr></thead>
 			<tbody>${known.map((r) => html`<tr><td><i class=${`swatch s${Math.max(0, groups.findIndex((g) => g.runs.includes(r))) % palette.length}`}></i> <a href=${link.run(r.id)}>${visible(r.name)}</a></td><td><${Status} status=${r.status} /></td><td class="num">${num(r.step)}</td><td class="num"><${HeldOut} run=${r} /></td><td class="num">${duration(r.wall_seconds)}</td></tr>`)}</tbody></table></div>
-		<div class="bar"><input type="search" class="find" placeholder=${`Find among ${num(common.length)} series …`} aria-label="Find a series" value=${text} onInput=${(e) => setText(e.target.value)} />
-			<label class="slider">Smoothing <input type="range" min="0" max="0.98" step="0.02" value=${weight} onInput=${(e) => { setWeight(Number(e.target.value)); store.set("smooth", Number(e.target.value)); }} /></label>
-			<label class="check"><input type="checkbox" checked=${bands} onChange=${(e) => setBands(e.target.checked)} /> bands over seeds</label></div>
+		<${Controls} count=${common.length} text=${text} setText=${setText} weight=${weight} setWeight=${setWeight}>
+			<label class="check"><input type="checkbox" checked=${bands} onChange=${(e) => setBands(e.target.checked)} /> bands over seeds</label></${Controls}>
 		${lost && html`<${Loading} error=${lost} />`}
 		<div class="charts">${charts.map((c) => html`<${Chart} key=${c.name} title=${c.name} steps=${c.steps} lines=${c.lines} theme=${theme} legend=${charts.length < 3} height=${180} />`)}</div>
 		<div class="legend">${groups.map((g, i) => html`<span><i class=${`swatch s${i % palette.length}`}></i>${visible(g.name)}</span>`)}</div>

@@ -1,26 +1,33 @@
 // One run: the curves that matter, every other series by search, and what happened on the same axis.
-import { html, useEffect, useMemo, useRef, useState } from "./vendor/htm-preact.js";
+import { html, useEffect, useMemo, useState } from "./vendor/htm-preact.js";
 import { get, useGet, useLive } from "./data.js";
 import { Chart, isSparse, smooth } from "./chart.js";
 import { HeldOut, Status } from "./runs.js";
 import { api, Crumbs, duration, link, Loading, num, pattern, store, Table, Tags, visible } from "./ui.js";
 
-/** The values of some series, extended as the run goes on. */
-export function useSeries(run, names) {
-	const [state, setState] = useState({ steps: [], values: {}, error: null, ready: false });
+/** The values of some series of some runs, {found: by run, error, ready}, followed as the runs go on. */
+export function useSeries(runs, names) {
+	const [state, setState] = useState({ found: {}, error: null, ready: false });
 	const [round, setRound] = useState(0);
-	useLive((runs) => { if (runs?.includes(run) || runs?.length === 0) setRound((n) => n + 1); });
-	const wanted = names.join(",");
+	useLive((ids) => { if (ids && (!ids.length || ids.some((id) => runs.includes(id)))) setRound((n) => n + 1); });
+	const query = `/series?names=${encodeURIComponent(names.join(","))}`;
 	useEffect(() => {
-		if (!names.length) { setState({ steps: [], values: {}, error: null, ready: true }); return undefined; }
+		if (!names.length) { setState({ found: {}, error: null, ready: true }); return undefined; }
 		const control = new AbortController();
-		get(api.run(run, `/series?names=${encodeURIComponent(wanted)}`), control.signal).then(
-			(data) => !control.signal.aborted && setState({ ...data, error: null, ready: true }),
+		Promise.all(runs.map((run) => get(api.run(run, query), control.signal))).then(
+			(all) => !control.signal.aborted && setState({ found: Object.fromEntries(runs.map((run, i) => [run, all[i]])), error: null, ready: true }),
 			(error) => !control.signal.aborted && setState((old) => ({ ...old, error, ready: true })),
 		);
 		return () => control.abort();
-	}, [run, wanted, round]);
+	}, [runs.join(","), query, round]);
 	return state;
+}
+
+/** Where a series is searched and lines are smoothed. */
+export function Controls({ count, text, setText, weight, setWeight, children }) {
+	const smoother = (e) => { setWeight(Number(e.target.value)); store.set("smooth", Number(e.target.value)); };
+	return html`<div class="bar"><input type="search" class="find" placeholder=${`Find among ${num(count)} series …`} aria-label="Find a series" value=${text} onInput=${(e) => setText(e.target.value)} />
+		<label class="slider">Smoothing <input type="range" min="0" max="0.98" step="0.02" value=${weight} onInput=${smoother} /></label>${children}</div>`;
 }
 
 const KINDS = { note: "Note", event: "Event", finding: "Finding", checkpoint: "Checkpoint", evaluation: "Evaluation" };
@@ -59,19 +66,21 @@ export function flatten(value, prefix = "") {
 	return keys.length ? keys.flatMap((k) => flatten(value[k], prefix ? `${prefix}.${k}` : k)) : [{ key: prefix, value: "{}" }];
 }
 
+const NOTHING = { steps: [], values: {} };
+
 export function Run({ run, query, theme }) {
 	const { data, error } = useGet(api.run(run), run);
 	const [text, setText] = useState(query.get("q") ?? "");
 	const [weight, setWeight] = useState(() => store.get("smooth", 0.6));
 	const [table, setTable] = useState(query.get("view") === "table");
-	const find = useRef(null);
 	const all = data?.series ?? [];
 	const wanted = pattern(text);
 	const shown = useMemo(() => {
 		if (!wanted) return all.filter((s) => s.curated);
 		return all.filter((s) => [s.name, s.description ?? "", s.group ?? ""].some((t) => wanted.test(t))).slice(0, 60);
 	}, [data, text]);
-	const series = useSeries(run, useMemo(() => shown.map((s) => s.name), [shown]));
+	const { found, error: lost, ready } = useSeries([run], shown.map((s) => s.name));
+	const series = found[run] ?? NOTHING;
 	const lines = useMemo(() => Object.fromEntries(shown.map(({ name }) => {
 		const raw = series.values[name];
 		if (!raw || raw.every((v) => v === null)) return [name, null];
@@ -89,14 +98,11 @@ export function Run({ run, query, theme }) {
 		<div class="facts"><${Status} status=${data.status} /><span>step <b>${num(data.step)}</b>${data.steps ? ` / ${num(data.steps)}` : ""}</span>
 			<span>held out <b><${HeldOut} run=${data} /></b></span>${facts.map(([k, v]) => v && html`<span><span class="quiet">${k}</span> ${visible(v)}</span>`)}<${Tags} tags=${data.tags} /></div>
 		<${Findings} run=${run} findings=${data.findings} />
-		<div class="bar">
-			<input type="search" class="find" ref=${find} placeholder=${`Find among ${num(all.length)} series …`} aria-label="Find a series" value=${text} onInput=${(e) => setText(e.target.value)} />
-			<label class="slider">Smoothing <input type="range" min="0" max="0.98" step="0.02" value=${weight} onInput=${(e) => { setWeight(Number(e.target.value)); store.set("smooth", Number(e.target.value)); }} /></label>
-			<span class="grow"></span><button class="chip" aria-pressed=${table} onClick=${() => setTable(!table)}>Table</button>
-		</div>
-		${series.error && html`<${Loading} error=${series.error} />`}
-		${!series.ready && html`<${Loading} what="series" />`}
-		${series.ready && !shown.length && html`<p class="quiet">${text ? "No series matches." : "No metrics yet."}</p>`}
+		<${Controls} count=${all.length} text=${text} setText=${setText} weight=${weight} setWeight=${setWeight}>
+			<span class="grow"></span><button class="chip" aria-pressed=${table} onClick=${() => setTable(!table)}>Table</button></${Controls}>
+		${lost && html`<${Loading} error=${lost} />`}
+		${!ready && html`<${Loading} what="series" />`}
+		${ready && !shown.length && html`<p class="quiet">${text ? "No series matches." : "No metrics yet."}</p>`}
 		${table ? html`<${SeriesTable} run=${run} series=${series} shown=${shown} />`
 			: html`<div class="charts">${drawn.map((s) => html`<${Chart} key=${s.name} title=${s.name} description=${s.description} unit=${s.unit} steps=${series.steps} lines=${lines[s.name]} marks=${marks} onStep=${open} theme=${theme} />`)}</div>`}
 		<${Happened} run=${run} notes=${data.notes ?? []} />

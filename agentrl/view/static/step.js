@@ -29,13 +29,17 @@ function describe(e, group) {
 
 function Matrix({ run, step, groups, scale, wanted }) {
 	const widest = Math.max(1, ...groups.map((g) => g.episodes.length));
-	return html`<div class="matrix" data-wide=${widest > 16 ? "2" : widest > 8 ? "1" : "0"} role="grid" aria-label="Episodes by group">
+	const all = useMemo(() => new Map(groups.flatMap((g) => g.episodes.map((e) => [link.episode(run, step, e.id), [e, g]]))), [groups]);
+	const tell = ({ target }) => { // a thousand descriptions are only made where one is read
+		const known = !target.title && all.get(target.getAttribute("href"));
+		if (known) target.title = describe(...known);
+	};
+	return html`<div class="matrix" onMouseOver=${tell} data-wide=${widest > 16 ? "2" : widest > 8 ? "1" : "0"} role="grid" aria-label="Episodes by group">
 		${groups.map((g) => html`<div class=${`row${g.set_aside ? " aside" : ""}`} role="row" key=${g.group}>
 			<span class="label" role="rowheader" title=${visible(`group ${g.group}, task ${g.task}`)}>${visible(g.task ?? g.group)}</span>
 			${g.episodes.map((e) => {
 				const glyph = glyphOf(e);
-				return html`<a role="gridcell" key=${e.id} class=${`cell ${shade(e.reward, scale[0], scale[1])}${wanted(e) ? "" : " dim"}`} href=${link.episode(run, step, e.id)}
-					title=${describe(e, g)} aria-label=${visible(`${e.id}: reward ${num(e.reward)}${glyph ? `, ${glyph[2]}` : ""}`)}>${glyph ? glyph[1] : ""}</a>`;
+				return html`<a role="gridcell" key=${e.id} class=${`cell ${shade(e.reward, scale[0], scale[1])}${wanted(e) ? "" : " dim"}`} href=${link.episode(run, step, e.id)} aria-label=${visible(`${e.id}: reward ${num(e.reward)}${glyph ? `, ${glyph[2]}` : ""}`)}>${glyph ? glyph[1] : ""}</a>`;
 			})}</div>`)}</div>`;
 }
 
@@ -129,10 +133,12 @@ export function Step({ run, step, query }) {
 	const crumbs = html`<${Crumbs} items=${[["Runs", link.runs()], [run, link.run(run)], [`Step ${step}`]]}>
 		<a class="button" rel="prev" href=${here > 0 ? link.step(run, steps[here - 1]) : undefined} aria-disabled=${here <= 0}>←</a>
 		<a class="button" rel="next" href=${here >= 0 && here < steps.length - 1 ? link.step(run, steps[here + 1]) : undefined} aria-disabled=${here < 0 || here >= steps.length - 1}>→</a></${Crumbs}>`;
+	const wanted = useMemo(() => { // in the chosen bin, with the chosen glyph
+		const all = bins([], scale), chosen = bin === null ? null : all[bin];
+		return (e) => (!chosen || inBin(e.reward, chosen, chosen === all.at(-1))) && (!only || e[only]);
+	}, [bin, only, scale]);
+	const matrix = useMemo(() => data && html`<${Matrix} run=${run} step=${step} groups=${data.groups} scale=${scale} wanted=${wanted} />`, [data, wanted]);
 	if (!data) return html`${crumbs}<${Loading} error=${error} what="the step" />`;
-	const all = bins(episodes.map((e) => e.reward), scale);
-	const range = bin === null ? null : all[bin];
-	const wanted = (e) => (!range || inBin(e.reward, range, bin === all.length - 1)) && (!only || e[only]);
 	const counts = GLYPHS.map(([key, glyph, name]) => [key, glyph, name, episodes.filter((e) => e[key]).length]).filter((c) => c[3]);
 	const scored = episodes.filter((e) => e.reward !== null && !e.failed);
 	const mean = scored.length ? scored.reduce((s, e) => s + e.reward, 0) / scored.length : null;
@@ -147,10 +153,10 @@ export function Step({ run, step, query }) {
 			${data.timings && html`<section class="panel open wide"><h2>Where the time went</h2><${Lanes} run=${run} step=${step} timings=${data.timings} /></section>`}
 		</div>
 		<div class="bar"><h2>Episodes</h2>${counts.map(([key, glyph, name, n]) => html`<button class="chip" aria-pressed=${only === key} onClick=${() => setOnly(only === key ? "" : key)}><b class="glyph">${glyph}</b> ${name} ${n}</button>`)}
-			${(range || only) && html`<span>${num(found.length)} of ${num(episodes.length)} <button class="plain" onClick=${() => { setBin(null); setOnly(""); }}>clear</button></span>`}
+			${(bin !== null || only) && html`<span>${num(found.length)} of ${num(episodes.length)} <button class="plain" onClick=${() => { setBin(null); setOnly(""); }}>clear</button></span>`}
 			<span class="grow"></span><button class="chip" aria-pressed=${table} onClick=${() => setTable(!table)}>Table</button></div>
-		${table || range || only ? html`<${EpisodeTable} run=${run} step=${step} rows=${found} />` : ""}
-		${!table && html`<${Matrix} run=${run} step=${step} groups=${data.groups} scale=${scale} wanted=${wanted} />`}
+		${table || bin !== null || only ? html`<${EpisodeTable} run=${run} step=${step} rows=${found} />` : ""}
+		${!table && matrix}
 		<${Metrics} metrics=${data.metrics} />`;
 }
 

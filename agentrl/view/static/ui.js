@@ -19,7 +19,7 @@ export function num(value, digits = 3) {
 	const x = Number(value);
 	if (Number.isNaN(x)) return "NaN";
 	if (!Number.isFinite(x)) return x > 0 ? "∞" : "−∞";
-	if (Number.isInteger(x) && Math.abs(x) < 1e6) return (x < 0 ? "−" : "") + Math.abs(x).toLocaleString("en-US");
+	if (Number.isInteger(x) && Math.abs(x) < 1e6) return String(x).replace(/\B(?=\d{3}$)/, ",").replace("-", "−");
 	const text = Math.abs(x) >= 1e6 || (Math.abs(x) < 1e-3 && x !== 0) ? x.toExponential(digits - 1) : String(Number(x.toPrecision(digits)));
 	return text.replace(/^-/, "−");
 }
@@ -44,10 +44,16 @@ export function ago(when) {
 
 /** A color of the style sheet as a canvas takes it: what light-dark() chose. */
 export function css(name) {
-	const probe = document.getElementById("app");
-	probe.style.outlineColor = `var(${name})`;
-	return getComputedStyle(probe).outlineColor;
+	const key = `${name} ${dark.matches} ${document.documentElement.dataset.theme}`;
+	if (!colors.has(key)) {
+		const probe = document.getElementById("app");
+		probe.style.outlineColor = `var(${name})`;
+		colors.set(key, getComputedStyle(probe).outlineColor);
+	}
+	return colors.get(key);
 }
+const colors = new Map();
+export const dark = matchMedia("(prefers-color-scheme: dark)");
 
 /** The class of a reward between two ends: r0 (worst) to r8 (best). */
 export function shade(value, low, high) {
