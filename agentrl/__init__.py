@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from agentrl.env import Env as Env
     from agentrl.env import StepInfo as StepInfo
     from agentrl.env import Stop as Stop
+    from agentrl.env import TextEnv as TextEnv
     from agentrl.env import ToolEnv as ToolEnv
     from agentrl.env import ToolResult as ToolResult
     from agentrl.env import reward as reward
@@ -37,7 +38,7 @@ if TYPE_CHECKING:
 _HOMES = {
     "agentrl.config.load": ("load_config",),
     "agentrl.config.run": ("RunConfig",),
-    "agentrl.env": ("Env", "StepInfo", "Stop", "ToolEnv", "ToolResult", "reward", "tool"),
+    "agentrl.env": ("Env", "StepInfo", "Stop", "TextEnv", "ToolEnv", "ToolResult", "reward", "tool"),
     "agentrl.errors": ("AgentRLError", "ConfigError", "InfraError"),
     "agentrl.run_folder.records": ("read_episodes",),
     "agentrl.train.start_run": ("start_run",),

@@ -12,6 +12,8 @@ from typing import Any, Literal
 
 Role = Literal["system", "user", "assistant", "tool"]
 Origin = Literal["prompt", "sampled", "observation", "glue"]
+ToolSchema = Mapping[str, Any]
+"""A tool in the OpenAI shape: {"type": "function", "function": {...}}."""
 
 
 @dataclass(frozen=True, slots=True)

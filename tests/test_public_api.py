@@ -14,7 +14,18 @@ import agentrl
 
 NAMES = {
     *("AgentRLError", "Completion", "ConfigError", "Env", "Episode", "Group", "Image", "InfraError", "Message"),
-    *("RunConfig", "Sampling", "StepInfo", "Stop", "StopReason", "Task", "ToolCall", "ToolEnv", "ToolResult"),
+    *(
+        "RunConfig",
+        "Sampling",
+        "StepInfo",
+        "Stop",
+        "StopReason",
+        "Task",
+        "TextEnv",
+        "ToolCall",
+        "ToolEnv",
+        "ToolResult",
+    ),
     *("Turn", "load_config", "read_episodes", "reward", "start_run", "tool"),
 }
 HEAVY = {

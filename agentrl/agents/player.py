@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Literal
+from typing import Any, Literal
 
 from agentrl.agents.program import Access, Agent, AgentCrashedError, AgentTask, Clients
 from agentrl.agents.recorder import EpisodeRecording, Recorder
@@ -23,6 +24,16 @@ from agentrl.rollout.lifecycle import (
     score_env,
 )
 from agentrl.types import Episode, StopReason, Task
+
+
+def read_outcome(text: str) -> Any:
+    """What a program returned: the value of a JSON object or array, else the text itself."""
+    if not text.lstrip().startswith(("{", "[")):
+        return text
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError):
+        return text
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,9 +87,8 @@ class AgentPlayer:
                     env.bind(PolicyAccess(count_tokens=count_tokens, decode=renderer.vocabulary.decode_plain))
                     opening = await reset_env(env, episode)
                     episode.transcript = recording.ledger
-                    env.outcome = await self._run_agent(
-                        AgentTask(episode.task, opening, env.tools), episode, recording
-                    )
+                    said = await self._run_agent(AgentTask(episode.task, opening, env.tools), episode, recording)
+                    env.outcome = read_outcome(said)
                 await score_env(env, episode, timeout_s)
         return self._checked(episode.result(), recording)
 

@@ -18,7 +18,7 @@ from agentrl.config.section import Section
 
 
 def json_schema() -> dict[str, Any]:
-    """The JSON schema (2020-12) of a run's YAML file; `env` may be text, its short form."""
+    """The JSON schema (2020-12) of a run's YAML file; `env` and `warmup` may be text, their short forms."""
     schema = RunConfig.model_json_schema()
     schema["$schema"] = "https://json-schema.org/draft/2020-12/schema"
     schema["title"] = "agentrl run"
@@ -30,10 +30,15 @@ def json_schema() -> dict[str, Any]:
             {"$ref": env["$ref"]},
         ],
     }
+    warmup = schema["properties"]["warmup"]
+    warmup["anyOf"] = [{"const": "oracle", "description": EXTRA["warmup"]}, *warmup["anyOf"]]
     return schema
 
 
-EXTRA = {"env": "The environment; `env: module:Class` is short for `env: {use: module:Class}`."}
+EXTRA = {
+    "env": "The environment; `env: module:Class` is short for `env: {use: module:Class}`.",
+    "warmup": "`warmup: oracle` is short for `warmup: {use: oracle}`: the env's oracle writes the demonstrations.",
+}
 """What the schema alone does not express about a key."""
 
 HEAD = """\

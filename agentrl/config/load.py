@@ -183,7 +183,7 @@ def _stands_for(loc: Loc, text: str) -> str | None:
     field = field_at(loc)
     if field is not None and choice_of(field) is not None:
         return "use" if is_own(text) else "name"
-    return "use" if loc == ("env",) else None
+    return "use" if loc in (("env",), ("warmup",)) else None
 
 
 # --- checks that pydantic does not make ------------------------------------------------------------------------

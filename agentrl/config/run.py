@@ -161,6 +161,9 @@ class WarmupConfig(Section):
     reinforce on every task, and much is left to learn.
     """
 
+    use: Annotated[Literal["demonstrations", "oracle"] | None, NeverWith("demonstrations")] = None
+    """Who writes the demonstrations: the env's `demonstrations`, or its `oracle`, which plays training tasks. By
+    default `demonstrations` if the env has it; `warmup: oracle` is short for `warmup: {use: oracle}`."""
     demonstrations: Annotated[str | None, PathTo("file")] = None
     """JSON-lines file of {"messages": [...]}; by default the env's `demonstrations`, or episodes that its `oracle`
     plays on training tasks."""
@@ -427,8 +430,9 @@ class RunConfig(Section):
     @model_validator(mode="before")
     @classmethod
     def _env_shorthand(cls, data: Any) -> Any:
-        if isinstance(data, dict) and isinstance(data.get("env"), str):
-            return data | {"env": {"use": data["env"]}}
+        if isinstance(data, dict):
+            short = {key: {"use": data[key]} for key in ("env", "warmup") if isinstance(data.get(key), str)}
+            return data | short
         return data
 
     @model_validator(mode="before")

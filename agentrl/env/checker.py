@@ -130,16 +130,29 @@ def _rounded(rewards: Mapping[str, float]) -> dict[str, float]:
 
 
 async def _check_tools(make: Make, tasks: Sequence[Task]) -> list[str]:
-    findings: list[str] = []
     env = make()
+    try:
+        await env.reset(tasks[0])
+        return await _tool_findings(env, make, tasks[0])
+    finally:
+        await env.close()
+
+
+async def _tool_findings(env: Env, make: Make, task: Task) -> list[str]:
+    findings: list[str] = []
     schemas = list(env.tools)
     names = [schema["function"]["name"] for schema in schemas]
     if len(set(names)) != len(names):
         findings.append(f"tools: two of one name: {names}")
     if json.loads(json.dumps(schemas)) != schemas:
         findings.append("tools: a schema does not survive JSON")
-    if list(make().tools) != schemas:
-        findings.append("tools: two instances have different tools; they must be constant")
+    other = make()
+    try:
+        await other.reset(task)
+        if list(other.tools) != schemas:
+            findings.append("tools: two instances have different tools for the same task")
+    finally:
+        await other.close()
     if isinstance(env, ToolEnv):
         rng = random.Random(0)
         for name, bound in env._bound().items():
@@ -175,7 +188,11 @@ async def _check_mistakes(make: Make, tasks: Sequence[Task]) -> list[str]:
     """Check that no policy output makes the env raise."""
     findings: list[str] = []
     env = make()
-    known = [schema["function"]["name"] for schema in env.tools]
+    try:
+        await env.reset(tasks[0])
+        known = [schema["function"]["name"] for schema in env.tools]
+    finally:
+        await env.close()
     bad = [
         Message("assistant", parse_errors=("not JSON",)),
         Message("assistant", tool_calls=(ToolCall("x", "no_such_tool", {}),)),
@@ -230,7 +247,7 @@ async def _check_play(
     findings: list[str] = []
 
     async def run(env: Env, task: Task, seed: int) -> Episode:
-        return await play(env, task, RandomPolicy(env.tools, seed), max_turns=max_turns)
+        return await play(env, task, RandomPolicy(lambda: env.tools, seed), max_turns=max_turns)
 
     alone = [await run(make(), task, i) for i, task in enumerate(tasks)]
     for episode in alone:

@@ -32,7 +32,7 @@ from agentrl.env.toolenv.dispatch import BoundTool
 from agentrl.env.toolenv.env import ToolEnv
 from agentrl.env.toolenv.json_schema import shorten
 from agentrl.env.toolenv.observe import error_text
-from agentrl.env.toolenv.rewards import MAX_PARTS, BadReward, Rewards, check_number
+from agentrl.env.toolenv.rewards import Rewards, read_parts
 from agentrl.env.toolenv.spec import MethodTool, RewardSpec, tool_from
 from agentrl.env.verl import VerlTool, VerlToolEntry, is_compute_score, score_arguments, verl_names
 from agentrl.errors import ConfigError, InfraError
@@ -144,13 +144,10 @@ class ComposedEnv(ToolEnv):
         """The return value of a reward as weighted parts by name; for a mapping each entry, or just `only`."""
         if isinstance(value, Mapping) and only is not None:
             value = value.get(only)
-        if isinstance(value, Mapping) and len(value) > MAX_PARTS:
-            raise BadReward(f"returned {len(value)} parts; there may be {MAX_PARTS}")
-        parts = {f"{name}/{k}": v for k, v in value.items()} if isinstance(value, Mapping) else {name: value}
-        numbers = {part: check_number(v) for part, v in parts.items()}
+        spec = RewardSpec(name, name, RewardMark(name, 1.0, "episode", None), None)
+        numbers, weighted = read_parts(spec, value, self.settings.reward_weights)
         self._unweighted |= numbers
-        weights = self.settings.reward_weights
-        return {part: weights.get(part, weights.get(name, 1.0)) * number for part, number in numbers.items()}
+        return weighted
 
     def solved_rule(self) -> SolvedRule | None:
         """`solved_at`, a part named `solved`, or the only reward if it is annotated to return bool."""

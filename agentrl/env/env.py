@@ -91,8 +91,9 @@ class Env(ABC):
     """Decode sampled ids to text without special tokens; None if the episode has no token ids. Set by `bind`."""
     reads_images: bool = True
     """Whether the policy sees images. Set by `bind`."""
-    outcome: str | None = None
-    """The return value of the program under `agent:`, for rewards to read; None if no program plays."""
+    outcome: Any = None
+    """The return value of the program under `agent:`, for rewards to read: the value of a JSON object or array,
+    else text; None if no program plays."""
     hold_back: bool = False
     """Whether `outside_tools` get a placeholder answer instead of being called; set by `agentrl check`."""
 
@@ -100,7 +101,10 @@ class Env(ABC):
 
     @property
     def tools(self) -> Sequence[Mapping[str, Any]]:
-        """JSON schemas of the tools in the OpenAI shape ({"type": "function", "function": {...}}); constant."""
+        """JSON schemas of the tools in the OpenAI shape ({"type": "function", "function": {...}}).
+
+        They may depend on the task: from `reset` until `close`, they are the tools of that task.
+        """
         return ()
 
     def bind(self, policy: PolicyAccess) -> None:

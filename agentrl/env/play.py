@@ -13,7 +13,7 @@ from agentrl.env.env import Env
 from agentrl.env.stand_in import with_stand_in
 from agentrl.env.toolenv.observe import plain_text
 from agentrl.errors import RewardError
-from agentrl.types import Episode, Message, StopReason, Task, ToolCall, Turn
+from agentrl.types import Episode, Message, StopReason, Task, ToolCall, ToolSchema, Turn
 
 Policy = Callable[[Sequence[Message]], Message | Awaitable[Message]]
 """Takes the conversation so far and returns the next assistant message; may be async."""
@@ -51,19 +51,26 @@ class ScriptedPolicy:
 class RandomPolicy:
     """Calls random tools with arguments that fit their schemas, then answers with text from the conversation.
 
-    String arguments are words from the conversation, so that they sometimes name existing things.
+    `tools` may be a function that returns them, for envs whose tools depend on the task. String arguments are
+    words from the conversation, so that they sometimes name existing things.
     """
 
-    def __init__(self, tools: Sequence[Mapping[str, Any]], seed: int, answer_share: float = 0.25) -> None:
-        self._tools = [tool["function"] for tool in tools]
+    def __init__(
+        self,
+        tools: Sequence[ToolSchema] | Callable[[], Sequence[ToolSchema]],
+        seed: int,
+        answer_share: float = 0.25,
+    ) -> None:
+        self._offered = tools
         self._rng, self._answer_share = random.Random(seed), answer_share
 
     def __call__(self, messages: Sequence[Message]) -> Message:
         rng = self._rng
         words = re.findall(r"[\w./-]+", " ".join(plain_text(m.content) for m in messages[-6:])) or ["a"]
-        if not self._tools or rng.random() < self._answer_share:
+        tools = self._offered() if callable(self._offered) else self._offered
+        if not tools or rng.random() < self._answer_share:
             return say(rng.choice(words))
-        function = rng.choice(self._tools)
+        function = rng.choice(tools)["function"]
         return call(function["name"], **random_arguments(function["parameters"], rng, words))
 
 

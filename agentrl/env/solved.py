@@ -4,7 +4,7 @@ The first of these applies:
 
 1. `env.solved_at` of the run, or `solved_at` on the class: a total, or thresholds by part name;
 2. the rewards marked `@reward(solved=True)` or `@reward(solved=0.9)`, all of them;
-3. a part named `solved`, or `NAME/solved` of a composed reward;
+3. a part named `solved`, or `NAME/solved` of a composed reward or of one annotated to return a mapping;
 4. the only reward of the class, if it is per episode and returns `bool`.
 
 Otherwise nothing is declared. Parts are compared before their weight; True is 1.

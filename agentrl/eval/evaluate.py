@@ -46,6 +46,7 @@ from agentrl.rollout.lifecycle import EpisodeStatus
 from agentrl.rollout.limits import EpisodeLimits
 from agentrl.rollout.prompts import fitting
 from agentrl.rollout.renderer import check_renderer, load_renderer, require_template
+from agentrl.rollout.task_tools import task_tools
 from agentrl.run_folder.checkpoints import MANIFEST
 from agentrl.run_folder.files import read_bounded
 from agentrl.run_folder.records import MAX_BYTES, EpisodeRecord, bounded_lines, decode, encode
@@ -291,7 +292,7 @@ async def _play(
         directory = subject.checkpoint or Path()
         quiet_transformers()
         renderer = load_renderer(config, directory)
-        require_template(renderer, content.make_env().tools)
+        require_template(renderer, await task_tools(content.make_env, content.held_out_tasks))
         check_renderer(renderer, directory)
         progress.reporter.within("starting servers" if config.engine.on_servers else "loading the model")
         engine = await make_engine(config, directory)

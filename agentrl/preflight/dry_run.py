@@ -34,16 +34,17 @@ from agentrl.reporting.report import Silent
 from agentrl.rollout.content import Content, check_held_out, corpus, load_content, repeated_ids
 from agentrl.rollout.episode_metrics import reward_parts
 from agentrl.rollout.group import with_group_rewards
-from agentrl.rollout.oracle import author_method
+from agentrl.rollout.oracle import Demonstration, author_method
 from agentrl.rollout.prompts import fitting, prompt_tokens
 from agentrl.rollout.renderer import load_renderer
+from agentrl.rollout.task_tools import task_tools_now
 from agentrl.run_folder.records import EpisodeRecord
 from agentrl.sandbox import close_pools
 from agentrl.train.algorithm import Algorithm
 from agentrl.train.rewardless import no_reward
 from agentrl.train.room import too_long
 from agentrl.train.samples import to_records
-from agentrl.types import LIMITS, Episode, Group, Message, Segment, Task
+from agentrl.types import LIMITS, Episode, Group, Segment, Task
 
 PROBED_TASKS = 32
 """Opening messages that are rendered to see how long they get."""
@@ -105,7 +106,8 @@ def rehearse(config: RunConfig, *, play_outside: bool = False) -> Rehearsal:
         folder, max_context = _tokenizer(config, content, Path(temp))
         renderer = load_renderer(config, folder)
         proof = prove(renderer)
-        proof.require(tools=bool(content.make_env().tools))
+        tools = task_tools_now(content.make_env, content.train_tasks)
+        proof.require(tools=bool(tools))
         try:
             found = asyncio.run(_closing_pools(_rehearse(config, content, renderer, proof, max_context)))
         except (InfraError, EnvError, RewardError) as e:
@@ -217,7 +219,7 @@ def _policy(config: RunConfig, content: Content, task: Task) -> tuple[Policy, st
                 f"{config.env.use}.oracle must return a policy (ScriptedPolicy([...])), got {policy!r}"
             )
         return policy, "the env's oracle"
-    tools = content.make_env().tools
+    tools = task_tools_now(content.make_env, [task])
     if not tools:
         return ScriptedPolicy(["hello"]), "a plain answer (the env has no tools)"
     function = tools[0]["function"]
@@ -332,8 +334,9 @@ def _limit_findings(config: RunConfig, episode: Episode) -> list[str]:
 
 
 def _longest_demonstration(content: Content, renderer: Renderer, like: Episode) -> int | None:
-    def length(messages: Sequence[Message]) -> int:
-        segments: Sequence[Segment] = imitate(renderer, messages, like.tools).segments
+    def length(given: Demonstration) -> int:
+        tools = like.tools if given.tools is None else given.tools
+        segments: Sequence[Segment] = imitate(renderer, given, tools).segments
         return sum(len(segment.ids) for segment in segments)
 
     return max(map(length, content.demonstrations), default=None)

@@ -15,7 +15,8 @@ from agentrl.env.load import load_env, said_by
 from agentrl.env.rows import load_rows, read_jsonl
 from agentrl.env.solved import NOT_DECLARED
 from agentrl.errors import AgentRLError, ConfigError
-from agentrl.rollout.oracle import author_method, oracle_demonstrations
+from agentrl.rollout.oracle import Demonstration, author_method, oracle_demonstrations
+from agentrl.rollout.task_tools import task_tools_now
 from agentrl.types import Message, Task
 
 
@@ -26,7 +27,7 @@ class Content:
     make_env: Callable[[], Env]
     train_tasks: Sequence[Task]
     held_out_tasks: Sequence[Task]
-    demonstrations: Sequence[Sequence[Message]]
+    demonstrations: Sequence[Demonstration]
 
 
 def load_content(config: RunConfig) -> Content:
@@ -86,11 +87,10 @@ def repeated_ids(content: Content) -> list[str]:
 
 def corpus(content: Content, num: int = 2000) -> Iterable[str]:
     """Text of the env for a tokenizer: tools, opening messages of training tasks, demonstrations."""
-    env = content.make_env()
-    schemas = json.dumps(list(env.tools))
+    schemas = json.dumps(task_tools_now(content.make_env, content.train_tasks))
     yield from [schemas] * 20
-    for messages in content.demonstrations[:num]:
-        for message in messages:
+    for demonstration in content.demonstrations[:num]:
+        for message in demonstration:
             yield message.content if isinstance(message.content, str) else ""
             for call in message.tool_calls:
                 yield json.dumps({"name": call.name, "arguments": dict(call.arguments)})
@@ -153,19 +153,18 @@ def _tasks(
 
 def _demonstrations(
     env_class: type[Env], config: RunConfig, make_env: Callable[[], Env], tasks: Sequence[Task]
-) -> Sequence[Sequence[Message]]:
+) -> Sequence[Demonstration]:
     warmup = config.warmup
     if warmup is None:
         return ()
     if warmup.demonstrations is not None:
-        return [
-            [
-                message_of(m, f"{warmup.demonstrations}:{line}")
-                for m in _messages(row, f"{warmup.demonstrations}:{line}")
-            ]
-            for line, row in read_jsonl(Path(warmup.demonstrations))
-        ]
-    generator = author_method(env_class, "demonstrations")
+        path = Path(warmup.demonstrations)
+        return [_demonstration(row, f"{path}:{line}") for line, row in read_jsonl(path)]
+    generator = None if warmup.use == "oracle" else author_method(env_class, "demonstrations")
+    if generator is None and warmup.use == "demonstrations":
+        raise ConfigError(
+            f"warmup.use: {config.env.use} has no `demonstrations` classmethod; add one, or write `warmup: oracle`"
+        )
     if generator is None:
         return oracle_demonstrations(env_class, config, make_env, tasks)
     try:
@@ -176,7 +175,17 @@ def _demonstrations(
         raise ConfigError(
             f"{config.env.use}.demonstrations with warmup.options {dict(warmup.options)}: {said_by(e)}"
         ) from e
-    return found
+    return [Demonstration(messages) for messages in found]
+
+
+def _demonstration(row: Mapping[str, Any], where: str) -> Demonstration:
+    """A row of a file: its messages, and its tools if it names any."""
+    tools = row.get("tools")
+    if tools is not None and not (
+        isinstance(tools, list) and all(isinstance(t, dict) and isinstance(t.get("function"), dict) for t in tools)
+    ):
+        raise ConfigError(f'{where}: "tools" must be a list of {{"type": "function", "function": {{...}}}}')
+    return Demonstration([message_of(m, where) for m in _messages(row, where)], tools)
 
 
 def _messages(row: Mapping[str, Any], where: str) -> Sequence[Mapping[str, Any]]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -13,9 +13,22 @@ from agentrl.env.env import Env
 from agentrl.env.load import said_by
 from agentrl.env.play import play
 from agentrl.errors import AgentRLError, ConfigError
-from agentrl.types import Message, Task
+from agentrl.types import Message, Task, ToolSchema
 
 _AT_ONCE = 8
+
+
+class Demonstration(list[Message]):
+    """The messages of a conversation for the cold start.
+
+    Args:
+        messages: the conversation, up to the last assistant message.
+        tools: the tools offered in it; None for those of the env.
+    """
+
+    def __init__(self, messages: Iterable[Message], tools: Sequence[ToolSchema] | None = None) -> None:
+        super().__init__(messages)
+        self.tools = tools
 
 
 def author_method(env_class: type[Env], name: str) -> Callable[..., Any] | None:
@@ -27,7 +40,7 @@ def author_method(env_class: type[Env], name: str) -> Callable[..., Any] | None:
 
 def oracle_demonstrations(
     env_class: type[Env], config: RunConfig, make_env: Callable[[], Env], tasks: Sequence[Task]
-) -> list[list[Message]]:
+) -> list[Demonstration]:
     """Let the env's `oracle` play `warmup.num` training tasks in the real env.
 
     Raises:
@@ -35,6 +48,11 @@ def oracle_demonstrations(
     """
     warmup, oracle = config.warmup, author_method(env_class, "oracle")
     assert warmup is not None
+    if oracle is None and warmup.use == "oracle":
+        raise ConfigError(
+            f"warmup.use: {config.env.use} has no oracle: add `@classmethod def oracle(cls, task)` that returns a "
+            "policy for the task"
+        )
     if oracle is None:
         raise ConfigError(
             f"{config.env.use} writes no demonstrations by itself: name a file under warmup.demonstrations, add a "
@@ -42,7 +60,7 @@ def oracle_demonstrations(
         )
     if warmup.options:
         raise ConfigError(
-            f"warmup.options has no effect: {config.env.use} has no `demonstrations`, its oracle plays; remove it"
+            f"warmup.options has no effect: the oracle of {config.env.use} writes the demonstrations; remove it"
         )
     chosen = [tasks[i] for i in range(min(warmup.num, len(tasks)))]
     with ThreadPoolExecutor(1) as thread:  # a loop may already be running in this thread
@@ -51,10 +69,10 @@ def oracle_demonstrations(
 
 async def _play_all(
     config: RunConfig, oracle: Callable[[Task], Any], make_env: Callable[[], Env], tasks: Sequence[Task]
-) -> list[list[Message]]:
+) -> list[Demonstration]:
     places = asyncio.Semaphore(_AT_ONCE)
 
-    async def one(task: Task) -> list[Message]:
+    async def one(task: Task) -> Demonstration:
         async with places:
             try:
                 episode = await play(make_env(), task, oracle(task), max_turns=config.rollout.max_turns)
@@ -65,6 +83,6 @@ async def _play_all(
         messages = list(episode.messages)
         while messages and messages[-1].role != "assistant":  # messages after the last turn are never used
             messages.pop()
-        return messages
+        return Demonstration(messages, episode.tools)
 
     return list(await asyncio.gather(*[one(task) for task in tasks]))

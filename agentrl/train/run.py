@@ -27,6 +27,7 @@ from agentrl.rollout.prompts import fitting
 from agentrl.rollout.renderer import check_renderer, load_renderer, require_template
 from agentrl.rollout.rewards.model import RewardModel, make_reward_model
 from agentrl.rollout.scheduler import Scheduler, Stall
+from agentrl.rollout.task_tools import task_tools
 from agentrl.run_folder.curve import write_curve
 from agentrl.run_folder.store import RunStore
 from agentrl.sandbox import close_pools
@@ -139,7 +140,7 @@ async def _make_run(stack: contextlib.AsyncExitStack, setting: _Setting, content
     store.rewind(done)
     policy = checkpoint.path if checkpoint else start
     renderer = load_renderer(config, start)
-    require_template(renderer, content.make_env().tools)
+    require_template(renderer, await task_tools(content.make_env, content.train_tasks))
     check_renderer(renderer, policy)
     reporter.phase("start")
     reporter.within("loading the learner")

@@ -26,6 +26,7 @@ from agentrl.rollout.content import Content, corpus, require_solved
 from agentrl.rollout.episode_metrics import passed, undeclared
 from agentrl.rollout.prompts import fitting
 from agentrl.rollout.renderer import load_renderer, require_template
+from agentrl.rollout.task_tools import task_tools
 from agentrl.train.in_step import counting, starting_engine
 from agentrl.train.signals import StoppedEarly, unless_stopped
 from agentrl.train.warmup import cold_start, demonstration_samples
@@ -90,7 +91,7 @@ async def _cold_start(
     """Train the policy in `source` on the demonstrations and write it to `target`."""
     require_solved(content, "warmup.until_pass")
     renderer = load_renderer(config, source)
-    tools = content.make_env().tools
+    tools = await task_tools(content.make_env, content.train_tasks)
     require_template(renderer, tools)
     samples = demonstration_samples(renderer, content.demonstrations, tools)
     micro_batches(samples, config.learner.tokens_per_micro_batch)  # one that is too long is refused here

@@ -17,6 +17,7 @@ from agentrl.config.run import WarmupConfig
 from agentrl.errors import ConfigError, TemplateError
 from agentrl.learner.learner import Learner
 from agentrl.reporting.report import Reporter
+from agentrl.rollout.oracle import Demonstration
 from agentrl.types import Message, Sample
 
 
@@ -30,8 +31,9 @@ def demonstration_samples(
     """
     samples = []
     for number, messages in enumerate(demonstrations):
+        own = messages.tools if isinstance(messages, Demonstration) else None
         try:
-            rows = imitate(renderer, messages, tools).rows()
+            rows = imitate(renderer, messages, tools if own is None else own).rows()
         except TemplateError as e:
             raise ConfigError(f"warmup: demonstration {number + 1}: {e}") from e
         if not rows:

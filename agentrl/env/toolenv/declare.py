@@ -122,10 +122,12 @@ def reward(
     """Make a method a reward, logged under its name and multiplied by `weight`.
 
     Args:
-        function: the method, `async` or plain; returns bool, int or float, finite. Its arguments:
+        function: the method, `async` or plain; returns bool, int or float, finite, or a mapping of named parts:
+            `{"solved": True, "cost": -3}` of the reward `grade` is logged as `grade/solved` and `grade/cost`, and
+            each part can have a weight in the run. Its arguments:
             per="episode": nothing, or `episode` (the finished `Episode`);
             per="turn": nothing, or `turn` (a `TurnView`), after every turn;
-            per="group": `episodes` (all scored episodes of the task), returning one number per episode; runs on an
+            per="group": `episodes` (all scored episodes of the task), returning one value per episode; runs on an
             instance without `setup`.
         weight: factor; a run may override it by name.
         per: when it runs.
@@ -133,7 +135,8 @@ def reward(
         timeout_s: timeout in seconds; None means `ToolSettings.reward_timeout_s`.
         judge: the method returns a question, and the judge's score is the reward (per episode or turn).
         solved: the episode counts as solved if this reward, before its weight, is True (or at least 1), or reaches
-            the given number. If several rewards declare it, all must hold. Only for rewards per episode.
+            the given number. If several rewards declare it, all must hold. A reward in parts is compared by their
+            sum. Only for rewards per episode.
 
     A reward that raises, times out or returns NaN counts as 0 and is recorded as a fault of the episode, because
     the policy may have caused it. Raise `InfraError` for failures the policy cannot cause.

@@ -11,6 +11,7 @@ import asyncio
 import random
 import warnings
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from agentrl.env.env import StepInfo
@@ -19,6 +20,7 @@ from agentrl.env.mcp import McpConnection, McpServer, mcp_tools
 from agentrl.env.toolenv import toolbox
 from agentrl.env.toolenv.asked import asking
 from agentrl.env.toolenv.calls import CallRunner, add_counts, answer
+from agentrl.env.toolenv.declare import Stop, ToolResult
 from agentrl.env.toolenv.dispatch import BoundTool, call_function
 from agentrl.env.toolenv.held_back import HeldBack, acts_outside
 from agentrl.env.toolenv.observe import (
@@ -92,7 +94,11 @@ class ToolEnv(ScoredEnv):
         return class_spec(type(self)).system
 
     def respond(self, message: Message) -> Any:
-        """The user's answer to a message without a tool call; may be async. None ends the episode."""
+        """The user's answer to a message without a tool call; may be async.
+
+        None ends the episode; `Stop(text, reward)` ends it with a last message; `ToolResult(text, reward=...)`
+        adds a reward to the turn.
+        """
         return None
 
     def teardown(self) -> Any:
@@ -112,7 +118,10 @@ class ToolEnv(ScoredEnv):
         return None
 
     def more_tools(self) -> Sequence[BoundTool]:
-        """Additional tools, created for each episode; for classes that build tools from data."""
+        """Additional tools, created for each episode before `setup`; for classes that build tools from data.
+
+        They may depend on `self.task`. Build tools from functions with `agentrl.env.toolenv.spec.tool_from`.
+        """
         return ()
 
     # The contract.
@@ -206,10 +215,13 @@ class ToolEnv(ScoredEnv):
         with self._on_thread():
             outcomes = await self._calls.run(message.tool_calls, self._bound(), self.settings, self._thread)
         answers = answer(outcomes, message, self.settings, self.count_tokens, images=self.reads_images)
-        view, metrics = answers.view, answers.metrics
+        view, metrics, user = answers.view, answers.metrics, ToolResult([])
         if not outcomes and not message.parse_errors:
-            view.extend(await self._ask_user(message))
-            info.stop_reason = None if view else StopReason.ANSWERED
+            user = await self._ask_user(message)
+            view.extend(user.content)
+            if user.stop:
+                info.stop_reason = StopReason.TERMINATED if view else StopReason.ANSWERED
+            add_counts(metrics, user.metrics)
         elif any(o.stop for o in outcomes):
             info.stop_reason = StopReason.STOPPED_BY_TOOL
         elif answers.fatal:
@@ -225,10 +237,11 @@ class ToolEnv(ScoredEnv):
         turn = TurnView(self._turns, message, info.calls, tuple(view), terminated)
         info.faults = faults = dict[str, str]()
         earned = sum(self._earned(outcome, faults) for outcome in outcomes)
-        for name, part in (("reward/tools", earned), ("reward/mistakes", -answers.penalty)):
+        said = self._reward_of("respond", user.reward, faults)
+        for name, part in (("reward/tools", earned), ("reward/mistakes", -answers.penalty), ("reward/env", said)):
             if part:
                 add_counts(metrics, {name: part})
-        reward = earned - answers.penalty + await self._turn_rewards(turn, metrics, faults)
+        reward = earned + said - answers.penalty + await self._turn_rewards(turn, metrics, faults)
         self._turns += 1
         info.metrics = metrics
         return view, reward, terminated, truncated, info
@@ -291,7 +304,7 @@ class ToolEnv(ScoredEnv):
                 tools += self._open_toolbox(make)
             for server in self.mcp:
                 tools += self._connect(server)
-            tools += self.more_tools()
+            tools += self._tools_of_task()
             found = {tool.name: tool for tool in tools}
             if len(found) < len(tools):
                 names = [tool.name for tool in tools]
@@ -301,6 +314,14 @@ class ToolEnv(ScoredEnv):
                 found = {name: HeldBack(tool) if acts_outside(tool) else tool for name, tool in found.items()}
             self._tools = found
         return self._tools
+
+    def _tools_of_task(self) -> Sequence[BoundTool]:
+        try:
+            return self.more_tools()
+        except AttributeError as e:
+            if e.name == "task" and e.obj is self:  # asked before `reset`: there is no task yet
+                return ()
+            raise
 
     def _open_toolbox(self, make: Callable[[], Any]) -> Sequence[BoundTool]:
         made = make()
@@ -347,9 +368,10 @@ class ToolEnv(ScoredEnv):
         except TypeError as e:
             raise ConfigError(f"{type(self).__name__}.setup returned no user message: {e}") from None
 
-    async def _ask_user(self, message: Message) -> list[Message]:
+    async def _ask_user(self, message: Message) -> ToolResult:
+        """The user's answer: a list of messages as content, empty if the episode ends without one."""
         if type(self).respond is ToolEnv.respond:
-            return []
+            return ToolResult([], stop=True)
         limit_s = self.settings.setup_timeout_s
         try:
             with self._on_thread(), asking() as asked:
@@ -364,11 +386,19 @@ class ToolEnv(ScoredEnv):
             text = f"{type(self).__name__}.respond: {error_text(cause)}\n{traceback_of(cause)}"
             raise EnvError(text) from cause
         if said is None:
+            return ToolResult([], stop=True)
+        if isinstance(said, Stop):
+            said = ToolResult(said.content, said.reward, stop=True)
+        given = said if isinstance(said, ToolResult) else ToolResult(said)
+        return replace(given, content=self._user_messages(given))
+
+    def _user_messages(self, said: ToolResult) -> list[Message]:
+        if isinstance(said.content, Message):
+            return [said.content]
+        if said.stop and said.content in ("", None):
             return []
-        if isinstance(said, Message):
-            return [said]
         try:
-            return [Message("user", to_content(said))]
+            return [Message("user", to_content(said.content))]
         except TypeError as e:
             raise EnvError(f"{type(self).__name__}.respond: {e}") from None
 

@@ -138,6 +138,42 @@ def check_number(value: Any) -> float:
     return number
 
 
+def read_parts(
+    spec: RewardSpec, value: Any, weights: Mapping[str, float], others: Iterable[str] = ()
+) -> tuple[dict[str, float], dict[str, float]]:
+    """The return value of a reward as numbers by name, before and after their weights.
+
+    A mapping is a reward in parts: `{"solved": True}` of the reward `score` is the part `score/solved`. Its weight
+    is that of the part, else that of the reward.
+
+    Args:
+        others: names of the other rewards, which no part may take.
+
+    Raises:
+        BadReward: a value is not a finite number, or a name is not usable.
+    """
+    if not isinstance(value, Mapping):
+        number = check_number(value)
+        return {spec.name: number}, {spec.name: weight_of(spec, weights) * number}
+    if len(value) > MAX_PARTS:
+        raise BadReward(f"returned {len(value)} parts; at most {MAX_PARTS} are allowed")
+    taken, numbers = set(others), dict[str, float]()
+    for part, given in value.items():
+        if not isinstance(part, str) or not part:
+            raise BadReward(f"returned a part named {_short(part)}; the name of a part must be text")
+        name = f"{spec.name}/{part}"
+        if part in taken or name in taken:
+            raise BadReward(
+                f"returned a part named {part!r}, which is the name of another reward; rename the part"
+            )
+        try:
+            numbers[name] = check_number(given)
+        except BadReward as e:
+            raise BadReward(f"{e} (part {part!r})") from None
+    weight = weight_of(spec, weights)
+    return numbers, {name: float(weights.get(name, weight)) * number for name, number in numbers.items()}
+
+
 def _short(value: Any) -> str:
     try:
         return f"{value!r:.80}"
@@ -168,14 +204,14 @@ def weight_of_nothing(weights: Mapping[str, float], given: Iterable[str]) -> str
     return ""
 
 
-def check_group(values: Any, num_episodes: int) -> list[float]:
-    """Validate one finite number per episode.
+def check_group(values: Any, num_episodes: int) -> list[Any]:
+    """Validate that there is one value per episode.
 
     Raises:
-        BadReward: the count differs, or a value is not a finite number.
+        BadReward: the count differs.
     """
     if isinstance(values, str | bytes | Mapping) or not isinstance(values, Sequence):
         values = list(values) if hasattr(values, "__iter__") and not isinstance(values, str | Mapping) else values
     if not isinstance(values, Sequence) or isinstance(values, str) or len(values) != num_episodes:
         raise BadReward(f"returned {_short(values)}; one number for each of the {num_episodes} episodes is wanted")
-    return [check_number(value) for value in values]
+    return list(values)

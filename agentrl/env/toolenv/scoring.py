@@ -10,7 +10,15 @@ from agentrl.env.env import DeclaredReward, Env
 from agentrl.env.solved import SolvedAt, SolvedRule
 from agentrl.env.toolenv.calls import add_counts
 from agentrl.env.toolenv.dispatch import CallOutcome
-from agentrl.env.toolenv.rewards import BadReward, Rewards, TurnView, check_group, check_number, weight_of
+from agentrl.env.toolenv.rewards import (
+    BadReward,
+    Rewards,
+    TurnView,
+    check_group,
+    check_number,
+    read_parts,
+    weight_of,
+)
 from agentrl.env.toolenv.settings import ToolSettings
 from agentrl.env.toolenv.spec import ClassSpec, RewardSpec, class_spec, unknown_weights
 from agentrl.env.toolenv.threads import EpisodeThread, current
@@ -71,7 +79,7 @@ class ScoredEnv(Env):
     def check_solved_at(self, thresholds: Mapping[str, float]) -> None:
         """Raises ConfigError when a threshold of the run names no reward per episode."""
         known = [name for name, reward in self.declared_rewards().items() if reward.per == "episode"]
-        if unknown := [name for name in thresholds if name not in known]:
+        if unknown := [name for name in thresholds if name not in known and name.split("/")[0] not in known]:
             raise ConfigError(
                 f"env.solved_at: {unknown[0]!r} is no reward per episode of {type(self).__name__}; "
                 f"they are: {', '.join(known) or 'none'}"
@@ -107,16 +115,17 @@ class ScoredEnv(Env):
         rewards = Rewards(type(self).__name__, self.settings.reward_timeout_s)
         for spec in self.spec().rewards:
             if spec.mark.per == "group":
-                values = [0.0 for _ in episodes]
+                values: list[dict[str, float]] = [{spec.name: 0.0} for _ in episodes]
 
-                def read(value: Any, values: list[float] = values) -> Mapping[str, float]:
-                    values[:] = check_group(value, len(episodes))
+                def read(
+                    value: Any, values: list[dict[str, float]] = values, spec: RewardSpec = spec
+                ) -> Mapping[str, float]:
+                    values[:] = [self._read_parts(spec, v)[1] for v in check_group(value, len(episodes))]
                     return {}
 
                 await self._ask_reward(rewards, spec, getattr(self, spec.attribute), episodes, read)
-                weight = weight_of(spec, self.settings.reward_weights)
                 for parts, value in zip(found, values, strict=True):
-                    parts[spec.name] = weight * value
+                    parts.update(value)
         if not self._open:
             await self._thread.close()
         if rewards.faults:
@@ -125,10 +134,14 @@ class ScoredEnv(Env):
 
     def _earned(self, outcome: CallOutcome, faults: dict[str, str]) -> float:
         """The tool's reward for this call; 0 if it is not a number."""
+        return self._reward_of(outcome.call.name, outcome.reward, faults)
+
+    def _reward_of(self, name: str, value: Any, faults: dict[str, str]) -> float:
         try:
-            return 0.0 if outcome.reward is None else check_number(outcome.reward)
+            return 0.0 if value is None else check_number(value)
         except BadReward as e:
-            faults[outcome.call.name] = f"reward of tool {outcome.call.name!r} of {type(self).__name__}: it {e}"
+            what = "" if name == "respond" else "tool "
+            faults[name] = f"reward of {what}{name!r} of {type(self).__name__}: it {e}"
             return 0.0
 
     async def _turn_rewards(self, turn: TurnView, metrics: dict[str, float], faults: dict[str, str]) -> float:
@@ -141,16 +154,19 @@ class ScoredEnv(Env):
         rewards = Rewards(type(self).__name__, self.settings.reward_timeout_s)
         for spec in self.spec().rewards:
             if spec.mark.per == per:
-                weight, name = weight_of(spec, self.settings.reward_weights), spec.name
 
-                def read(value: Any, weight: float = weight, name: str = name) -> Mapping[str, float]:
-                    number = check_number(value)
+                def read(value: Any, spec: RewardSpec = spec) -> Mapping[str, float]:
+                    numbers, weighted = self._read_parts(spec, value)
                     if per == "episode":
-                        self._unweighted[name] = number
-                    return {name: weight * number}
+                        self._unweighted |= {spec.name: sum(numbers.values()), **numbers}
+                    return weighted
 
                 await self._ask_reward(rewards, spec, getattr(self, spec.attribute), argument, read)
         return rewards
+
+    def _read_parts(self, spec: RewardSpec, value: Any) -> tuple[dict[str, float], dict[str, float]]:
+        others = [reward.name for reward in self.spec().rewards if reward.name != spec.name]
+        return read_parts(spec, value, self.settings.reward_weights, others)
 
     async def _ask_reward(
         self,

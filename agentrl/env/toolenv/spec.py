@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import inspect
 import math
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, get_type_hints
@@ -82,6 +83,8 @@ class RewardSpec:
     takes: str | None
     says_bool: bool = False
     """Whether the return annotation is bool."""
+    says_parts: bool = False
+    """Whether the return annotation is a mapping of parts."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,6 +137,8 @@ class ClassSpec:
             return replace(BY_NAME, strict=True)
         if len(self.rewards) == 1 and self.rewards[0].says_bool and self.rewards[0].mark.per == "episode":
             return SolvedRule("the only reward, a bool", {self.rewards[0].name: 1.0})
+        if any(r.says_parts and r.mark.per == "episode" for r in self.rewards):
+            return BY_NAME
         return None
 
 
@@ -285,8 +290,16 @@ def _reward_spec(attribute: str, function: Callable[..., Any], mark: RewardMark,
             f"{where}: a reward per {mark.per} takes {'exactly' if mark.per == 'group' else 'nothing or'} "
             f"`{next(iter(allowed))}`, got ({', '.join(names)})"
         )
-    says_bool = function.__annotations__.get("return") in (bool, "bool")
-    return RewardSpec(mark.name or attribute, attribute, mark, names[0] if names else None, says_bool)
+    returned = function.__annotations__.get("return")
+    says_parts = re.match(r"(typing\.|collections\.abc\.|<class ')*([Dd]ict|Mapping)\b", str(returned)) is not None
+    return RewardSpec(
+        mark.name or attribute,
+        attribute,
+        mark,
+        names[0] if names else None,
+        says_bool=returned in (bool, "bool"),
+        says_parts=says_parts,
+    )
 
 
 def _setup_spec(cls: type) -> SetupSpec:
@@ -320,7 +333,7 @@ def _setup_spec(cls: type) -> SetupSpec:
 
 def _system(cls: type) -> str:
     for base in cls.__mro__:
-        if base.__module__ == "agentrl.env.toolenv.env":
+        if base.__module__ in ("agentrl.env.toolenv.env", "agentrl.env.textenv"):
             return ""
         if text := base.__dict__.get("__doc__"):
             return inspect.cleandoc(text)
@@ -331,7 +344,7 @@ def unknown_weights(spec: ClassSpec, weights: Mapping[str, float], where: str) -
     """Raises ConfigError if a weight does not match a reward of the class."""
     names = [r.name for r in spec.rewards]
     for name, weight in weights.items():
-        if name not in names:
+        if name not in names and name.split("/")[0] not in names:
             raise ConfigError(
                 f"{where}: no reward named {shorten(name)}; the rewards are: {', '.join(names) or 'none'}"
             )
