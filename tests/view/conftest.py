@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import shutil
 from collections.abc import Iterator
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
@@ -88,9 +87,3 @@ def site() -> Site:
 def url(site: Site) -> Iterator[str]:
     with serve(site) as address:
         yield address
-
-
-@pytest.fixture(scope="session")
-def pictures() -> Path | None:
-    """Where the pictures of docs/view.md go; None unless AGENTRL_PICTURES asks for them."""
-    return Path(os.environ["AGENTRL_PICTURES"]) if os.environ.get("AGENTRL_PICTURES") else None

@@ -10,7 +10,7 @@ import math
 import random
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from importlib.resources import files
@@ -59,7 +59,8 @@ COLUMNS = (
     "ids", "pieces", "origin", "segment", "logprob", "learner_logprob", "ref_logprob", "entropy", "ratio",
     "advantage", "weight", "flags", "version",
 )  # fmt: skip
-WORDS = ["the", "sum", "of", "both", "numbers", "is", "checked", "with", "a", "tool", "so", "that", "it", "holds"]
+TEXT = "First the calculator adds both numbers , then it checks that the sum holds and answers ."
+WORDS = TEXT.split()
 
 
 def _run(name: str, status: str, seed: int, **other: Any) -> dict[str, Any]:
@@ -115,6 +116,8 @@ class Site:
         url = urlsplit(path)
         query = {key: values[0] for key, values in parse_qs(url.query).items()}
         parts = [unquote(part) for part in url.path.split("/")[2:]]
+        if len(parts) > 1 and parts[0] == "runs" and parts[1] not in [run["id"] for run in self.runs]:
+            return None
         match parts:
             case ["runs"]:
                 return {"runs": self.runs}
@@ -381,7 +384,7 @@ class Site:
         origins = ["prompt", "sampled", "observation", "glue"]
         for s in segments:
             for k in range(max(start, s["start"]), min(start + count, s["start"] + s["count"])):
-                word = (k * 7 + (len(name) + ord(name[-1]) if k >= 90 else 0)) % len(WORDS)
+                word = (k * 5 + (len(name) + ord(name[-1]) if k >= 90 else 0)) % len(WORDS)
                 sampled, trains = s["origin"] == "sampled", k % 10 != 0
                 values = {
                     "ids": word,
@@ -501,13 +504,11 @@ class _Handler(BaseHTTPRequestHandler):
         self.end_headers()
         self.wfile.write(body)
 
-    def do_GET(self) -> None:
-        try:
-            self._get()
-        except (BrokenPipeError, ConnectionResetError):  # the page went elsewhere
-            self.close_connection = True
+    def handle(self) -> None:
+        with suppress(BrokenPipeError, ConnectionResetError):  # the page went elsewhere
+            super().handle()
 
-    def _get(self) -> None:
+    def do_GET(self) -> None:
         path = urlsplit(self.path).path
         if path.startswith("/api/events"):
             self._events(parse_qs(urlsplit(self.path).query))

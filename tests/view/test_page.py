@@ -402,6 +402,10 @@ def test_an_unknown_address_and_a_missing_run_say_so(page, url, errors):
     expect(page.locator(".error")).to_contain_text("Nothing is shown at this address.")
     shown(page, url, "#/run/calc-seed0/step/5/episode/%E0%A4%A")  # broken escape
     expect(page.locator(".msg")).to_have_count(9)
+    expect(page.locator(".crumbs h1")).to_have_text("%E0%A4%A")
+    shown(page, url, "#/run/none")
+    expect(page.locator(".error")).to_have_text("nothing at /api/runs/noneLook at the list of runs.")
+    assert [text for text in errors if "404" not in text] == []
     errors.clear()
 
 
@@ -411,7 +415,7 @@ def test_hostile_text_is_shown_and_never_run(page, url, site):
     expect(page.locator(".msg")).to_have_count(2)
     text = page.locator(".msg.user .tokens").inner_text()
     assert "<img src=x onerror=" in text
-    assert "␛[31mred␀\\u202eevil\\u200b\\u009b" in text
+    assert "\\x1b[31mred\\x00\\u202eevil\\u200b\\u009b" in text
     assert "\\ud800" in text
     assert page.evaluate("document.querySelectorAll('main img, main script').length") == 0
     assert page.evaluate("window.pwned") is None
@@ -462,3 +466,18 @@ def test_a_site_without_runs_says_what_to_expect(page):
         page.goto(url)
         expect(page.get_by_text("No runs in this folder yet.")).to_be_visible()
         page.goto("about:blank")
+
+
+def test_addresses_survive_any_name(page, url):
+    shown(page, url, "#/")
+    names = ["a/b", "a//b", "50%", "%2F", "a?b#c", "épisode é/", "step/3/episode/x", '"><b>', "a b"]
+    got = page.evaluate(
+        """async (names) => {
+            const { link } = await import('/ui.js');
+            return names.map((name) => link.episode('calc-seed0', 3, name, 7));
+        }""",
+        names,
+    )
+    for name, address in zip(names, got, strict=True):
+        page.evaluate("(address) => { location.hash = address; }", address)
+        expect(page.locator(".crumbs h1")).to_have_text(name)

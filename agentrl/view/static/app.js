@@ -15,18 +15,17 @@ const decode = (text) => { try { return decodeURIComponent(text); } catch { retu
 /** What an address shows: {page, run, step, id, query, up}. */
 export function parse(hash) {
 	const [path, query = ""] = hash.replace(/^#/, "").split(/\?(.*)/s);
-	const parts = path.split("/").filter(Boolean).map(decode);
 	const found = { page: "missing", query: new URLSearchParams(query), up: link.runs() };
+	const deep = /^\/run\/([^/]+)\/step\/(\d+)\/episode\/(.+)$/s.exec(path);
+	const parts = path.split("/").filter(Boolean).map(decode);
 	if (!parts.length) return { ...found, page: "runs" };
 	if (parts[0] === "search" || parts[0] === "compare") return { ...found, page: parts[0] };
 	if (parts[0] !== "run" || parts.length < 2) return found;
-	const run = parts[1];
+	const run = parts[1], step = Number(parts[3]);
+	if (deep) return { ...found, page: "episode", run, step, id: deep[3].split("/").map(decode).join("/"), up: link.step(run, step) };
 	if (parts.length === 2) return { ...found, page: "run", run };
 	if (parts[2] === "tools") return { ...found, page: "tools", run, up: link.run(run) };
-	if (parts[2] !== "step" || !/^\d+$/.test(parts[3] ?? "")) return found;
-	const step = Number(parts[3]);
-	if (parts.length === 4) return { ...found, page: "step", run, step, up: link.run(run) };
-	if (parts[4] === "episode" && parts.length > 5) return { ...found, page: "episode", run, step, id: parts.slice(5).join("/"), up: link.step(run, step) };
+	if (parts[2] === "step" && parts.length === 4 && /^\d+$/.test(parts[3])) return { ...found, page: "step", run, step, up: link.run(run) };
 	return found;
 }
 

@@ -16,7 +16,7 @@ export function PlainText({ text }) {
 		const all = visible(text), found = [];
 		for (let at = 0; at < all.length;) {
 			let end = Math.min(all.length, at + 8000);
-			const line = end < all.length ? all.lastIndexOf("\n", end) + 1 : end;
+			const line = end < all.length ? at + all.slice(at, end).lastIndexOf("\n") + 1 : end;
 			const cut = line <= at;
 			if (!cut) end = line;
 			found.push({ text: all.slice(at, end), cut: cut && end < all.length });

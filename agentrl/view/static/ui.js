@@ -7,9 +7,7 @@ const HIDDEN = /[\x00-\x08\x0b-\x1f\x7f-\x9f\u00ad\u061c\u180e\u200b\u200e\u200f
 export function visible(text) {
 	return String(text).replace(HIDDEN, (c) => {
 		const code = c.codePointAt(0);
-		if (code === 13) return "␍";
-		if (code < 32) return String.fromCharCode(0x2400 + code);
-		if (code === 127) return "␡";
+		if (code < 128) return code === 13 ? "\\r" : `\\x${code.toString(16).padStart(2, "0")}`;
 		return code < 0x10000 ? `\\u${code.toString(16).padStart(4, "0")}` : `\\u{${code.toString(16)}}`;
 	});
 }
