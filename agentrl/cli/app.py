@@ -22,6 +22,7 @@ from agentrl.cli.plan import plan
 from agentrl.cli.serve import serve
 from agentrl.cli.show import show
 from agentrl.cli.train import train
+from agentrl.cli.view import view
 from agentrl.errors import AgentRLError, ConfigError, TemplateError
 from agentrl.extras import missing_extra
 
@@ -61,6 +62,7 @@ app.command("train")(train)
 app.command("check")(check)
 app.command("plan")(plan)
 app.command("show")(show)
+app.command("view")(view)
 app.command("eval")(evaluate)
 app.command("serve")(serve)
 app.command("export")(export)

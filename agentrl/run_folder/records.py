@@ -180,19 +180,30 @@ def iter_records(run: Path, step: int) -> Iterator[EpisodeRecord]:
     Raises:
         CheckpointError: the run has no episodes of this step, or the file is damaged.
     """
+    for num_read, line in enumerate(episode_lines(run, step)):
+        try:
+            yield decode(line)
+        except ValidationError as e:
+            where = f"{episodes_file(run, step)}:{num_read + 1}"
+            raise CheckpointError(f"{where}: damaged after {num_read} episodes: {first_reason(e)}") from None
+
+
+def episode_lines(run: Path, step: int) -> Iterator[bytes]:
+    """The lines of one step's episodes file, each the JSON of a record.
+
+    Raises:
+        CheckpointError: the run has no episodes of this step, or the file is damaged.
+    """
     path = episodes_file(run, step)
     num_read = 0
     try:
         for line in _lines(path):
-            yield decode(line)
+            yield line
             num_read += 1
     except FileNotFoundError:
         steps = recorded_steps(run)
         have = f"it has steps {steps[0]} to {steps[-1]}" if steps else "it has none"
         raise CheckpointError(f"{run}: no episodes of step {step}; {have}") from None
-    except ValidationError as e:
-        where = f"{path}:{num_read + 1}"
-        raise CheckpointError(f"{where}: damaged after {num_read} episodes: {first_reason(e)}") from None
     except (zstandard.ZstdError, MemoryError, EOFError, RecursionError) as e:
         reason = (str(e).splitlines() or [type(e).__name__])[0]
         raise CheckpointError(f"{path}:{num_read + 1}: damaged after {num_read} episodes: {reason}") from e

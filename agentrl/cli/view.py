@@ -1,0 +1,61 @@
+"""`agentrl view`: look at runs in a browser."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+
+def view(
+    paths: Annotated[
+        list[Path] | None,
+        typer.Argument(metavar="[RUN|FOLDER]...", help="Run folders, or folders with runs. [default: runs]"),
+    ] = None,
+    port: Annotated[int, typer.Option(help="Port on 127.0.0.1; 0 takes a free one.")] = 0,
+    browse: Annotated[bool, typer.Option("--open", help="Open the page in the browser.")] = False,
+) -> None:
+    """Show runs on a local page: curves, steps, episodes token by token, tools and a search.
+
+    The page is served on 127.0.0.1 to whoever has the address with its token, needs no network, and follows runs
+    while they train.
+    """
+    import asyncio
+    import contextlib
+
+    from agentrl.errors import ConfigError
+    from agentrl.run_folder.reader import find_runs
+
+    given = paths or [Path("runs")]
+    for path in given:
+        if not path.is_dir():
+            raise ConfigError(f"{path}: no such folder; name a run, or a folder with runs")
+    if paths and not find_runs(given):
+        raise ConfigError(
+            f"{', '.join(map(str, given))}: no run is there; a run folder has a config.yaml and episodes/"
+        )
+    with contextlib.suppress(KeyboardInterrupt):
+        asyncio.run(_serve(given, port, browse))
+
+
+async def _serve(paths: list[Path], port: int, browse: bool) -> None:
+    import asyncio
+    import secrets
+    import webbrowser
+    from urllib.parse import urlsplit
+
+    from agentrl.serve.listen import running
+    from agentrl.view.library import Library
+    from agentrl.view.view_server import create_view
+
+    token, library, hosts = secrets.token_urlsafe(24), Library(paths), set[str]()
+    app = create_view(library, token, hosts)
+    async with running(app, port=port) as address:
+        bound = urlsplit(address).port
+        hosts |= {f"127.0.0.1:{bound}", f"localhost:{bound}"}
+        url = f"{address}/?token={token}"
+        print(f"{url}\n{len(library.runs)} runs; stop with Ctrl-C", flush=True)
+        if browse:
+            webbrowser.open(url)
+        await asyncio.Event().wait()

@@ -1,0 +1,294 @@
+"""Follow run folders without a lock: headers, metrics, notes and raw episode records, cached by size and time.
+
+Nothing here imports torch or the trainer. Records are plain JSON objects: a page that shows a thousand episodes
+cannot wait for each of them to be validated.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import socket
+import threading
+import time
+from collections import OrderedDict
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+from pydantic_core import from_json
+
+from agentrl.errors import CheckpointError
+from agentrl.run_folder.files import open_regular, read_bounded
+from agentrl.run_folder.records import bounded_lines, episode_lines, episodes_file, parse_metrics, recorded_steps
+
+Json = dict[str, Any]
+"""A JSON object."""
+
+MAX_LINE = 4 << 20
+EVENTS_KEPT = 5_000
+"""Lines of events.log that are read."""
+QUIET_S = 600.0
+"""A run on another machine counts as running for this long after its last change."""
+
+
+def is_run(path: Path) -> bool:
+    """Whether a folder holds a run."""
+    return (path / "config.yaml").is_file() and (path / "episodes").is_dir()
+
+
+def find_runs(paths: Sequence[Path]) -> list[Path]:
+    """The run folders among `paths` and in them, at most two levels deep, by name."""
+    found: dict[Path, None] = {}
+    for path in paths:
+        for candidate in (path, *_children(path)):
+            if is_run(candidate):
+                found[candidate.resolve()] = None
+            elif candidate != path:
+                found.update((inner.resolve(), None) for inner in _children(candidate) if is_run(inner))
+    return sorted(found)
+
+
+def _children(path: Path) -> list[Path]:
+    try:
+        return sorted(child for child in path.iterdir() if child.is_dir() and not child.name.startswith("."))
+    except OSError:
+        return []
+
+
+@dataclass
+class Metrics:
+    """The lines of metrics.jsonl as columns: `values[name][i]` belongs to `steps[i]`, None where it is missing."""
+
+    steps: list[int] = field(default_factory=list)
+    values: dict[str, list[float | None]] = field(default_factory=dict)
+    num_bytes: int = 0
+
+    def add(self, line: Mapping[str, Any]) -> None:
+        """Append a line; one of a step that is there replaces it and all after it, as a resumed run does."""
+        step = int(line["step"])
+        while self.steps and self.steps[-1] >= step:
+            self.steps.pop()
+            for column in self.values.values():
+                column.pop()
+        self.steps.append(step)
+        for name, value in line.items():
+            number = value if isinstance(value, int | float) and not isinstance(value, bool) else None
+            if name != "step":
+                column = self.values.setdefault(name, [None] * (len(self.steps) - 1))
+                column.append(number)
+        for column in self.values.values():
+            if len(column) < len(self.steps):
+                column.append(None)
+
+    def last(self, name: str) -> float | None:
+        """The newest value of a series."""
+        return next((value for value in reversed(self.values.get(name, ())) if value is not None), None)
+
+    def first(self, name: str) -> float | None:
+        """The oldest value of a series."""
+        return next((value for value in self.values.get(name, ()) if value is not None), None)
+
+
+class RunReader:
+    """One run folder, read again where its files have changed. Safe to use from several threads.
+
+    Attributes:
+        path: the folder.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._lock = threading.RLock()
+        self._metrics = Metrics()
+        self._seen: tuple[int, int] = (0, 0)
+        self._config: tuple[tuple[int, int], Json] | None = None
+
+    @property
+    def config(self) -> Json:
+        """The resolved configuration as the file says it; empty where it cannot be read."""
+        with self._lock:
+            stamp = _stamp(self.path / "config.yaml")
+            if self._config is None or self._config[0] != stamp:
+                self._config = (stamp, _yaml(self.path / "config.yaml"))
+            return self._config[1]
+
+    @property
+    def metrics(self) -> Metrics:
+        """All metrics so far."""
+        path = self.path / "metrics.jsonl"
+        with self._lock:
+            stamp = _stamp(path)
+            if stamp == self._seen:
+                return self._metrics
+            if stamp[0] < self._metrics.num_bytes or self._seen[0] > stamp[0]:
+                self._metrics = Metrics()
+            self._read_metrics(path)
+            self._seen = stamp
+            return self._metrics
+
+    def _read_metrics(self, path: Path) -> None:
+        try:
+            with open_regular(path) as file:
+                file.seek(self._metrics.num_bytes)
+                while line := file.readline(MAX_LINE):
+                    if not line.endswith(b"\n"):
+                        break  # still being written
+                    self._metrics.num_bytes += len(line)
+                    if (found := parse_metrics(line)) is not None:
+                        self._metrics.add(found)
+        except FileNotFoundError:
+            self._metrics = Metrics()
+
+    @property
+    def summary(self) -> Json:
+        """What summary.json says; empty before the run ended."""
+        try:
+            found = json.loads(read_bounded(self.path / "summary.json"))
+        except (OSError, ValueError, RecursionError, CheckpointError):
+            return {}
+        return found if isinstance(found, dict) else {}
+
+    @property
+    def events(self) -> list[tuple[str, str]]:
+        """The newest lines of events.log: time and text."""
+        lines = [
+            line.decode("utf-8", "replace").rstrip("\n")
+            for line in bounded_lines(self.path / "events.log", MAX_LINE)
+        ]
+        return [(time, text) for time, _, text in (line.partition(" ") for line in lines[-EVENTS_KEPT:]) if text]
+
+    @property
+    def status(self) -> str:
+        """`running`, `finished` or `stopped`."""
+        summary = self.summary
+        if self._held():
+            return "running"
+        return "finished" if summary.get("finished") else "stopped"
+
+    def _held(self) -> bool:
+        try:
+            said = read_bounded(self.path / ".lock").decode("utf-8", "replace")
+        except (OSError, CheckpointError):
+            return False
+        match = re.fullmatch(r"process (\d+) on (\S+)\s*", said)
+        if match is None:
+            return False
+        if match[2] != socket.gethostname():
+            return time.time() - self.updated < QUIET_S
+        try:
+            os.kill(int(match[1]), 0)
+        except ProcessLookupError:
+            return False
+        except (PermissionError, OverflowError):
+            return True
+        return True
+
+    @property
+    def started(self) -> float:
+        """When the run began, in seconds since 1970."""
+        return _when(self.events[0][0]) if self.events else self.updated
+
+    @property
+    def updated(self) -> float:
+        """When a file of the run changed last."""
+        files = ("metrics.jsonl", "events.log", "summary.json", "config.yaml")
+        return max(_stamp(self.path / name)[1] / 1e9 for name in files)
+
+    @property
+    def state(self) -> tuple[tuple[int, int], ...]:
+        """Changes whenever the run has something new to show."""
+        return tuple(
+            _stamp(self.path / name) for name in ("metrics.jsonl", "events.log", "summary.json", "episodes")
+        )
+
+    @property
+    def steps(self) -> list[int]:
+        """The steps with recorded episodes."""
+        return recorded_steps(self.path)
+
+    def records(self, step: int) -> Iterator[Json]:
+        """The records of a step as JSON objects.
+
+        Raises:
+            CheckpointError: there are none, or the file is damaged.
+        """
+        for line in episode_lines(self.path, step):
+            try:
+                record = from_json(line)
+            except ValueError as e:
+                raise CheckpointError(f"{episodes_file(self.path, step)}: a damaged record: {e}") from None
+            if not isinstance(record, dict) or not isinstance(record.get("episode"), dict):
+                raise CheckpointError(f"{episodes_file(self.path, step)}: a line is not an episode")
+            yield record
+
+
+class RecordCache:
+    """Whole steps of raw records, the most recently used ones, up to a number of uncompressed bytes."""
+
+    def __init__(self, max_bytes: int = 64 << 20) -> None:
+        self._max, self._lock = max_bytes, threading.Lock()
+        self._kept: OrderedDict[tuple[Path, int], tuple[tuple[int, int], list[bytes]]] = OrderedDict()
+
+    def lines(self, run: RunReader, step: int) -> list[bytes]:
+        """The lines of a step. Raises CheckpointError as `RunReader.records`."""
+        stamp, key = _stamp(episodes_file(run.path, step)), (run.path, step)
+        with self._lock:
+            if (kept := self._kept.get(key)) is not None and kept[0] == stamp:
+                self._kept.move_to_end(key)
+                return kept[1]
+        lines = list(episode_lines(run.path, step))
+        with self._lock:
+            self._kept[key] = (stamp, lines)
+            while (
+                len(self._kept) > 1 and sum(sum(map(len, lines)) for _, lines in self._kept.values()) > self._max
+            ):
+                self._kept.popitem(last=False)
+        return lines
+
+    def records(self, run: RunReader, step: int) -> list[Json]:
+        """The records of a step as JSON objects. Raises CheckpointError as `RunReader.records`."""
+        try:
+            return [record for line in self.lines(run, step) if isinstance(record := from_json(line), dict)]
+        except ValueError as e:
+            raise CheckpointError(f"{episodes_file(run.path, step)}: a damaged record: {e}") from None
+
+    def record(self, run: RunReader, step: int, episode: str) -> Json | None:
+        """One record by the id of its episode; the last where several have it."""
+        mark = json.dumps(episode).encode()
+        found = None
+        for line in self.lines(run, step):
+            if mark in line:
+                record = from_json(line)
+                if isinstance(record, dict) and record.get("episode", {}).get("id") == episode:
+                    found = record
+        return found
+
+
+def _stamp(path: Path) -> tuple[int, int]:
+    try:
+        stat = path.stat()
+    except OSError:
+        return 0, 0
+    return stat.st_size, stat.st_mtime_ns
+
+
+def _when(text: str) -> float:
+    try:
+        return datetime.fromisoformat(text.replace("Z", "+00:00")).timestamp()
+    except ValueError:
+        return 0.0
+
+
+def _yaml(path: Path) -> Json:
+    from ruamel.yaml import YAML
+    from ruamel.yaml.error import YAMLError
+
+    try:
+        found = YAML(typ="safe").load(read_bounded(path).decode("utf-8", "replace"))
+    except (OSError, YAMLError, RecursionError, ValueError, CheckpointError):
+        return {}
+    return found if isinstance(found, dict) else {}

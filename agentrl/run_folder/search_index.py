@@ -1,0 +1,316 @@
+"""Search the episodes of many runs: an SQLite index in the user's cache, made from the files and never the truth.
+
+A file of episodes is indexed again when its size or time changes; a damaged index is replaced. Run folders are
+only read.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import sqlite3
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from pydantic_core import from_json
+
+from agentrl.errors import CheckpointError, ConfigError
+from agentrl.run_folder.records import episode_lines, episodes_file, recorded_steps
+
+VERSION = 1
+MAX_TEXT = 200_000
+"""Characters of an episode that are searched."""
+MANY = 3_000
+"""From this many matches on, looking through all texts is faster than the index of words."""
+SNIPPET = 80
+"""Characters around a match."""
+_UNIT, _RECORD = "\x1f", "\x1e"  # around a call, and between its tool and its outcome
+
+_SCHEMA = """
+create table if not exists files(
+    id integer primary key, run text, step integer, size integer, mtime integer, problem text, unique(run, step));
+create table if not exists episodes(
+    id integer primary key, file integer, step integer, episode text, task_group integer, task text, reward real,
+    stop text, calls text, body text);
+create index if not exists episodes_file on episodes(file);
+create virtual table if not exists words using fts5(
+    body, content='episodes', content_rowid='id', tokenize="unicode61 tokenchars '_'");
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class Query:
+    """What to look for; what is None does not restrict.
+
+    Attributes:
+        text: words or a part of the text, in any case; a regular expression where `regex` is set.
+        outcome: of a call of `tool`, or of any tool.
+        run: the path of one run.
+    """
+
+    text: str = ""
+    regex: bool = False
+    tool: str | None = None
+    outcome: str | None = None
+    stop: str | None = None
+    reward_min: float | None = None
+    reward_max: float | None = None
+    step_min: int | None = None
+    step_max: int | None = None
+    task: str | None = None
+    run: Path | None = None
+    limit: int = 50
+    offset: int = 0
+    worst_first: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Hit:
+    """One episode that was found; `snippet` is the text around the match."""
+
+    run: Path
+    step: int
+    episode: str
+    group: int
+    task: str
+    reward: float | None
+    stop_reason: str
+    snippet: str
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """A page of hits, and how many there are in all."""
+
+    total: int
+    hits: tuple[Hit, ...]
+    seconds: float
+
+
+def cache_folder() -> Path:
+    """Where the index lives: below XDG_CACHE_HOME or ~/.cache, else among temporary files."""
+    base = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    for folder in (base / "agentrl", Path(tempfile.gettempdir()) / f"agentrl-{os.getuid()}"):
+        try:
+            folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+        except OSError:
+            continue
+        if os.access(folder, os.W_OK) and folder.stat().st_uid == os.getuid():
+            return folder
+    raise ConfigError("no folder for the search index: set XDG_CACHE_HOME to one that can be written")
+
+
+def open_index(runs: Sequence[Path], file: Path | None = None) -> Index:
+    """The index over some runs; call `refresh` before searching.
+
+    Args:
+        file: the database; by default one in the cache for all runs.
+    """
+    return Index(runs, file or cache_folder() / f"episodes-{VERSION}.sqlite")
+
+
+class Index:
+    """Episodes of some runs in an SQLite file that several processes may use. Safe to use from several threads."""
+
+    def __init__(self, runs: Sequence[Path], file: Path) -> None:
+        self.runs, self.file = [run.resolve() for run in runs], file
+        self._lock = threading.Lock()
+
+    def refresh(self, on_progress: Callable[[int], None] | None = None) -> int:
+        """Index what has changed since the last time; returns the number of episodes indexed.
+
+        Args:
+            on_progress: called with that number now and then.
+        """
+        with self._lock:
+            try:
+                return self._refresh(on_progress)
+            except sqlite3.DatabaseError as e:
+                if isinstance(e, sqlite3.OperationalError) and "locked" in str(e):
+                    return 0  # another viewer is indexing the same files
+                for leftover in (self.file, *(Path(f"{self.file}-{end}") for end in ("wal", "shm"))):
+                    leftover.unlink(missing_ok=True)
+                return self._refresh(on_progress)
+
+    def search(self, query: Query) -> Found:
+        """The episodes that match, newest step first, or lowest reward first.
+
+        Raises:
+            ConfigError: the regular expression is not valid.
+        """
+        started = time.perf_counter()
+        with self._open() as db:
+            where, values = self._where(query, db)
+            order = "episodes.reward is not null, episodes.reward, " if query.worst_first else ""
+            found = f"from episodes join files on files.id = episodes.file {where}"
+            (total,) = db.execute(f"select count(*) {found}", values).fetchone()
+            rows = db.execute(
+                "select files.run, episodes.step, episode, task_group, task, reward, stop, body "
+                f"{found} order by {order}episodes.step desc, episodes.id limit ? offset ?",
+                [*values, max(0, query.limit), max(0, query.offset)],
+            ).fetchall()
+        hits = tuple(
+            Hit(Path(run), *rest) for run, *rest in ((*row[:-1], _snippet(row[-1], query)) for row in rows)
+        )
+        return Found(total, hits, time.perf_counter() - started)
+
+    def problems(self) -> list[str]:
+        """The files that could not be read, with the reason."""
+        with self._open() as db:
+            rows = db.execute("select run, problem from files where problem is not null").fetchall()
+        return [problem for run, problem in rows if Path(run) in self.runs]
+
+    def _refresh(self, on_progress: Callable[[int], None] | None) -> int:
+        done = 0
+        with self._open() as db:
+            for run in self.runs:
+                known = {
+                    step: (id, size, mtime)
+                    for id, step, size, mtime in db.execute(
+                        "select id, step, size, mtime from files where run = ?", [str(run)]
+                    )
+                }
+                there = recorded_steps(run)
+                for step in known.keys() - set(there):
+                    _forget(db, known[step][0])
+                for step in there:
+                    try:
+                        stat = episodes_file(run, step).stat()
+                    except OSError:
+                        continue
+                    if step in known:
+                        if known[step][1:] == (stat.st_size, stat.st_mtime_ns):
+                            continue
+                        _forget(db, known[step][0])
+                    done += _add(db, run, step, stat)
+                    db.commit()
+                    if on_progress is not None:
+                        on_progress(done)
+            db.commit()
+        return done
+
+    @contextmanager
+    def _open(self) -> Iterator[sqlite3.Connection]:
+        with closing(sqlite3.connect(self.file, timeout=5)) as db:
+            db.execute("pragma journal_mode = wal")
+            db.execute("pragma synchronous = off")
+            db.executescript(_SCHEMA)
+            yield db
+
+    def _where(self, query: Query, db: sqlite3.Connection) -> tuple[str, list[object]]:
+        runs = self.runs if query.run is None else [query.run.resolve()]
+        parts = [f"files.run in ({', '.join('?' * len(runs))})"]
+        values: list[object] = [str(run) for run in runs]
+        conditions: tuple[tuple[str, str, object], ...] = (
+            ("stop", "=", query.stop),
+            ("task", "=", query.task),
+            ("reward", ">=", query.reward_min),
+            ("reward", "<=", query.reward_max),
+            ("episodes.step", ">=", query.step_min),
+            ("episodes.step", "<=", query.step_max),
+        )
+        for column, sign, value in conditions:
+            if value is not None:
+                parts.append(f"{column} {sign} ?")
+                values.append(value)
+        if query.tool is not None or query.outcome is not None:
+            before = "" if query.tool is None else f"{_UNIT}{query.tool}"
+            after = "" if query.outcome is None else f"{query.outcome}{_UNIT}"
+            parts.append("instr(calls, ?) > 0")
+            values.append(f"{before}{_RECORD}{after}")
+        if query.text:
+            condition, sought = _matching(query, db)
+            parts.append(condition)
+            values.append(sought)
+        return f"where {' and '.join(parts)}", values
+
+
+def _matching(query: Query, db: sqlite3.Connection) -> tuple[str, object]:
+    """The condition on the text: by the index of words where it can answer, else by looking through all texts."""
+    if query.regex:
+        try:
+            pattern = re.compile(query.text, re.IGNORECASE)
+        except (re.error, RecursionError, OverflowError) as e:
+            raise ConfigError(f"{query.text[:80]!r} is not a regular expression: {e}") from None
+        db.create_function("matches", 1, lambda body: pattern.search(body) is not None, deterministic=True)
+        return "(? is not null and matches(body))", query.text
+    words = re.findall(r"\w+", query.text)
+    if words and re.fullmatch(r"[\w\s]+", query.text):
+        match = '"' + " ".join(words) + '"' + ("" if query.text[-1].isspace() else "*")
+        found = db.execute("select count(*) from (select 1 from words where words match ? limit ?)", [match, MANY])
+        if 0 < found.fetchone()[0] < MANY:
+            return "episodes.id in (select rowid from words where words match ?)", match
+    return "instr(lower(body), ?) > 0", query.text.lower()
+
+
+def _forget(db: sqlite3.Connection, file: int) -> None:
+    db.execute(
+        "insert into words(words, rowid, body) select 'delete', id, body from episodes where file = ?", [file]
+    )
+    db.execute("delete from episodes where file = ?", [file])
+    db.execute("delete from files where id = ?", [file])
+
+
+def _add(db: sqlite3.Connection, run: Path, step: int, stat: os.stat_result) -> int:
+    """Index one file; what is whole before a damaged place is kept."""
+    values = [str(run), step, stat.st_size, stat.st_mtime_ns]
+    file = db.execute("insert or replace into files(run, step, size, mtime) values (?, ?, ?, ?)", values).lastrowid
+    first = db.execute("select coalesce(max(id), 0) from episodes").fetchone()[0]
+    rows: list[tuple[object, ...]] = []
+    try:
+        for line in episode_lines(run, step):
+            rows.append((file, step, *_row(line)))
+    except (CheckpointError, OSError, ValueError, KeyError, TypeError, AttributeError) as e:
+        db.execute("update files set problem = ? where id = ?", [str(e)[:500] or type(e).__name__, file])
+    columns = "file, step, episode, task_group, task, reward, stop, calls, body"
+    db.executemany(f"insert into episodes({columns}) values (?, ?, ?, ?, ?, ?, ?, ?, ?)", rows)
+    db.execute(
+        "insert into words(rowid, body) select id, body from episodes where id > ? and file = ?", [first, file]
+    )
+    return len(rows)
+
+
+def _row(line: bytes) -> tuple[object, ...]:
+    record = from_json(line)
+    episode = record["episode"]
+    texts: list[str] = []
+    for message in episode["messages"]:
+        content = message["content"]
+        texts += [content] if isinstance(content, str) else [part for part in content if isinstance(part, str)]
+        if message.get("reasoning"):
+            texts.append(message["reasoning"])
+        texts += [f"{call['name']}({_arguments(call['arguments'])})" for call in message.get("tool_calls", ())]
+    if episode.get("error"):
+        texts.append(episode["error"])
+    calls = [
+        f"{_UNIT}{call['call']['name']}{_RECORD}{call['outcome']}{_UNIT}"
+        for turn in episode["turns"]
+        for call in turn.get("calls", ())
+    ]
+    reward = episode.get("reward")
+    body = "\n".join(texts)[:MAX_TEXT].encode("utf-8", "replace").decode()
+    return (
+        *(episode["id"], int(record["group"]), str(episode["task"]["id"])),
+        *(float(reward) if reward is not None else None, episode["stop_reason"], "".join(calls), body),
+    )
+
+
+def _arguments(arguments: dict[str, object]) -> str:
+    return ", ".join(f"{name}={value}" for name, value in arguments.items())
+
+
+def _snippet(body: str, query: Query) -> str:
+    at, end = 0, 0
+    if query.text:
+        pattern = (
+            query.text if query.regex else r"\s+".join(map(re.escape, query.text.split())) or re.escape(query.text)
+        )
+        if (match := re.search(pattern, body, re.IGNORECASE)) is not None:
+            at, end = match.span()
+    low, high = max(0, at - SNIPPET), min(len(body), max(end, at) + SNIPPET)
+    return f"{'…' if low else ''}{body[low:high]}{'…' if high < len(body) else ''}"

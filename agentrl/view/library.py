@@ -1,0 +1,255 @@
+"""All runs that one page shows: found, followed and read, for the server and for exports."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, ParamSpec, TypeVar
+
+from agentrl.errors import CheckpointError, ConfigError
+from agentrl.run_folder.reader import Json, RecordCache, RunReader, find_runs
+from agentrl.run_folder.search_index import Index, Query, open_index
+from agentrl.run_folder.token_records import NOTHING_RECORDED, read_tokens
+from agentrl.view import episode_page, run_page, step_page
+from agentrl.view.episode_page import Decode, Span
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer
+
+RECENT = 20
+"""Steps at the end of a run whose calls the page of tools counts."""
+MAX_TOKENIZER = 64 << 20
+
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+
+class NotFoundError(Exception):
+    """There is no such run, step, episode or image."""
+
+
+class Library:
+    """The runs among some paths. Safe to use from several threads.
+
+    Args:
+        paths: run folders, or folders with run folders; new runs appear by themselves.
+        index: the file of the search index; by default in the user's cache.
+    """
+
+    def __init__(self, paths: Sequence[Path], *, index: Path | None = None) -> None:
+        self.paths, self.cache = list(paths), RecordCache()
+        self._index_file = index
+        self._runs: dict[str, RunReader] = {}
+        self._ids: dict[Path, str] = {}
+        self._tokenizers: dict[Path, tuple[tuple[str, int, int], Tokenizer] | None] = {}
+        self._lock = threading.Lock()
+
+    @property
+    def runs(self) -> Mapping[str, RunReader]:
+        """The runs by id, in the order of their folders."""
+        with self._lock:
+            found = find_runs(self.paths)
+            for path in found:
+                if path not in self._ids:
+                    reader = RunReader(path)
+                    self._ids[path] = run_page.run_id(reader, self._runs)
+                    self._runs[self._ids[path]] = reader
+            return {self._ids[path]: self._runs[self._ids[path]] for path in found}
+
+    def run(self, id: str) -> RunReader:
+        """A run by its id. Raises NotFoundError."""
+        found = self._runs.get(id) or self.runs.get(id)
+        if found is None:
+            raise NotFoundError(f"There is no run {id!r}.")
+        return found
+
+    def all_runs(self) -> Json:
+        """The table of runs."""
+        return {"runs": [run_page.header(id, reader) for id, reader in self.runs.items()]}
+
+    def about(self, id: str) -> Json:
+        """A run. Raises NotFoundError."""
+        reader = self.run(id)
+        return run_page.about(id, reader, (), tokenizer=self._tokenizer(reader) is not None)
+
+    def step(self, id: str, step: int) -> Json:
+        """The matrix of a step. Raises NotFoundError."""
+        reader = self.run(id)
+        return _found(step_page.step, reader, step, self.cache)
+
+    def tools(self, id: str) -> Json:
+        """The calls of the last steps of a run. Raises NotFoundError."""
+        reader = self.run(id)
+        return step_page.tools(reader, self.cache, reader.steps[-RECENT:])
+
+    def record(self, id: str, step: int | None, episode: str) -> Json:
+        """The raw record of an episode, in any step where none is given. Raises NotFoundError."""
+        reader = self.run(id)
+        steps = _likely(episode, reader.steps) if step is None else [step]
+        for number in steps:
+            if (found := _found(self.cache.record, reader, number, episode)) is not None:
+                return found
+        raise NotFoundError(
+            f"Run {id} has no episode {episode!r}{f' in step {step}' if step is not None else ''}."
+        )
+
+    def episode(self, id: str, step: int | None, name: str) -> Json:
+        """An episode without its tokens. Raises NotFoundError."""
+        record = self.record(id, step, name)
+        records = self.cache.records(self.run(id), record["step"])
+        siblings = [
+            r["episode"]["id"] for r in records if r["group"] == record["group"] and r["episode"]["id"] != name
+        ]
+        return episode_page.episode(record, id, siblings, None)
+
+    def tokens(self, id: str, step: int | None, name: str, span: Span) -> Json:
+        """The tokens of an episode. Raises NotFoundError."""
+        reader, record = self.run(id), self.record(id, step, name)
+        try:
+            columns = read_tokens(reader.path, record["step"]).get(name, NOTHING_RECORDED)
+        except CheckpointError:
+            columns = NOTHING_RECORDED
+        return episode_page.tokens(record, span, self._decode(reader), columns)
+
+    def image(self, id: str, step: int | None, name: str, message: int, part: int) -> tuple[bytes, str]:
+        """An image and its type. Raises NotFoundError."""
+        found = episode_page.image(self.record(id, step, name), message, part)
+        if found is None:
+            raise NotFoundError("There is no image that a browser can show.")
+        return found
+
+    def search(self, query: Query) -> Json:
+        """A page of hits. Raises ConfigError for an invalid regular expression."""
+        runs = self.runs
+        index = self._index(list(runs.values()))
+        index.refresh()
+        found = index.search(query)
+        ids = {reader.path: id for id, reader in runs.items()}
+        hits = [
+            {
+                "run": ids[hit.run],
+                "step": hit.step,
+                "episode": hit.episode,
+                "group": hit.group,
+                "task": hit.task,
+                "reward": hit.reward,
+                "stop_reason": hit.stop_reason,
+                "snippet": hit.snippet,
+            }
+            for hit in found.hits
+        ]
+        return {"total": found.total, "took_ms": round(1000 * found.seconds, 1), "hits": hits}
+
+    def compare(self, ids: Sequence[str]) -> Json:
+        """Several runs beside each other. Raises NotFoundError."""
+        return run_page.compare({id: self.run(id) for id in ids}, self.cache)
+
+    def _index(self, runs: Sequence[RunReader]) -> Index:
+        return open_index([reader.path for reader in runs], self._index_file)
+
+    def _decode(self, reader: RunReader) -> Decode | None:
+        tokenizer = self._tokenizer(reader)
+        if tokenizer is None:
+            return None
+        return lambda ids: tokenizer.decode(list(ids), skip_special_tokens=False)
+
+    def _tokenizer(self, reader: RunReader) -> Tokenizer | None:
+        """The tokenizer of a run's model: of its start policy, a checkpoint, or the model folder it began from."""
+        for file in _tokenizer_files(reader):
+            try:
+                stat = file.stat()
+            except OSError:
+                continue
+            stamp = (str(file), stat.st_size, stat.st_mtime_ns)
+            with self._lock:
+                kept = self._tokenizers.get(reader.path)
+            if kept is not None and kept[0] == stamp:
+                return kept[1]
+            if (found := _load(file)) is not None:
+                with self._lock:
+                    self._tokenizers[reader.path] = (stamp, found)
+                return found
+        return None
+
+
+def _found(read: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+    try:
+        return read(*args, **kwargs)
+    except CheckpointError as e:
+        raise NotFoundError(str(e)) from None
+
+
+def _tokenizer_files(reader: RunReader) -> list[Path]:
+    model = reader.config.get("model")
+    folders = [reader.path / "start", *sorted(reader.path.glob("checkpoints/step-*"), reverse=True)]
+    if isinstance(model, dict) and isinstance(model.get("path"), str):
+        folders.append(Path(model["path"]))
+    return [folder / name for folder in folders for name in ("tokenizer.json", "policy/tokenizer.json")]
+
+
+def _load(file: Path) -> Tokenizer | None:
+    from tokenizers import Tokenizer
+
+    if file.stat().st_size > MAX_TOKENIZER:
+        return None
+    try:
+        return Tokenizer.from_file(str(file))
+    except Exception:  # the library raises its own base class
+        return None
+
+
+def _likely(episode: str, steps: Sequence[int]) -> list[int]:
+    """All steps, the one that the id names (s12/...) first, then the newest."""
+    named = episode.partition("/")[0].removeprefix("s")
+    likely = int(named) if named.isdecimal() else -1
+    return sorted(steps, key=lambda step: (step != likely, -step))
+
+
+def query_of(given: Mapping[str, str], library: Library) -> Query:
+    """The query of a request's parameters.
+
+    Raises:
+        ConfigError: a number is not one.
+        NotFoundError: there is no such run.
+    """
+
+    def number(name: str, kind: type[int] | type[float]) -> float | None:
+        text = given.get(name, "")
+        if not text:
+            return None
+        try:
+            return kind(text)
+        except ValueError:
+            raise ConfigError(f"{name}: {text[:40]!r} is not a number") from None
+
+    def whole(name: str) -> int | None:
+        found = number(name, int)
+        return None if found is None else int(found)
+
+    return Query(
+        text=given.get("q", ""),
+        regex=given.get("regex", "") not in ("", "0", "false"),
+        tool=given.get("tool") or None,
+        outcome=given.get("outcome") or None,
+        stop=given.get("stop") or None,
+        reward_min=number("reward_min", float),
+        reward_max=number("reward_max", float),
+        step_min=whole("step_min"),
+        step_max=whole("step_max"),
+        task=given.get("task") or None,
+        run=library.run(given["run"]).path if given.get("run") else None,
+        limit=min(1000, whole("limit") or 50),
+        offset=whole("offset") or 0,
+    )
+
+
+def chat_messages(record: Json) -> list[Json]:
+    """The messages of an episode in the chat format of the OpenAI API."""
+    from agentrl.chat.messages import write_message
+    from agentrl.run_folder.records import decode
+
+    episode = decode(json.dumps(record).encode()).episode
+    return [write_message(message, extended=True) for message in episode.messages]

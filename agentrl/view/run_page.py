@@ -1,0 +1,250 @@
+"""What the page shows of runs as a whole: the table, one run's header and series, and comparisons."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator, Mapping, Sequence
+from datetime import datetime
+from typing import Any
+
+from agentrl.errors import CheckpointError
+from agentrl.run_folder.reader import Json, Metrics, RecordCache, RunReader
+
+CURATED = (
+    *("solved", "reward", "held_out", "held_out_reward", "entropy", "kl", "loss", "grad_norm"),
+    *("drift/mean_abs", "staleness/mean", "clip_fraction", "sampled_tokens", "turns", "lr"),
+    *("rollout_seconds", "update_seconds", "seconds"),
+)
+"""Series shown without a search; parts of the reward and tool errors join them."""
+GROUPS = {
+    "rewards": ("solved", "reward"),
+    "held out": ("held_out",),
+    "policy": ("entropy", "kl", "drift", "staleness", "clip", "policy_kl", "log_ratio", "correction"),
+    "learner": ("loss", "grad_norm", "lr", "critic"),
+    "lengths": ("sampled_tokens", "turns", "trained_tokens", "learner_tokens", "tokens"),
+    "tools": ("env/", "malformed"),
+    "time": ("seconds", "_seconds", "tokens_per_s"),
+    "stop reasons": ("stop/",),
+}
+
+
+def run_id(reader: RunReader, taken: Mapping[str, object]) -> str:
+    """A short id of a run that is safe in a URL: its folder's name, with a digest where another run has it."""
+    name = "".join(c if c.isalnum() or c in "._-" else "-" for c in reader.path.name)[:80] or "run"
+    if name not in taken:
+        return name
+    return f"{name}.{hashlib.blake2b(str(reader.path).encode(), digest_size=4).hexdigest()}"
+
+
+def header(id: str, reader: RunReader) -> Json:
+    """The row of a run in the table."""
+    config, metrics, summary = reader.config, reader.metrics, reader.summary
+    solved = "held_out" if "held_out" in metrics.values else "held_out_reward"
+    algorithm = _section(config, "algorithm")
+    step, started = (metrics.steps[-1] if metrics.steps else 0), reader.started
+    return {
+        "id": id,
+        "name": reader.path.name,
+        "path": str(reader.path),
+        "status": reader.status,
+        "tags": [],
+        "step": step,
+        "steps": config.get("steps"),
+        "started": started,
+        "updated": reader.updated,
+        "wall_seconds": summary.get("wall_seconds", max(0.0, reader.updated - started)),
+        "held_out_before": metrics.first(solved),
+        "held_out_after": metrics.last(solved),
+        "model": _model(_section(config, "model")),
+        "env": _section(config, "env").get("use"),
+        "estimator": _name(algorithm.get("advantage")),
+        "loss": _name(algorithm.get("loss")),
+    }
+
+
+def about(id: str, reader: RunReader, findings: Sequence[Json], *, tokenizer: bool) -> Json:
+    """A run: its header, configuration, notes, evaluations and the list of its series."""
+    metrics = reader.metrics
+    evaluations = [
+        {"step": step, "name": "held_out", "metrics": values}
+        for index, step in enumerate(metrics.steps)
+        if (
+            values := {
+                name: column[index] for name, column in metrics.values.items() if _evaluated(name, column[index])
+            }
+        )
+    ]
+    marks = [
+        {"step": e["step"], "time": None, "kind": "evaluation", "text": _said(e), "severity": "info"}
+        for e in evaluations
+    ]
+    found = [{"kind": "finding", "time": None, **finding} for finding in findings]
+    notes = sorted([*_notes(reader), *marks, *found], key=lambda note: note["step"] or 0)
+    return {
+        **header(id, reader),
+        "config": reader.config,
+        "notes": notes,
+        "evaluations": evaluations,
+        "findings": list(found),
+        "series": list(series_list(metrics)),
+        "tokenizer": tokenizer,
+        "summary": reader.summary,
+    }
+
+
+def _evaluated(name: str, value: float | None) -> bool:
+    return name.startswith("held_out") and value is not None
+
+
+def _said(evaluation: Json) -> str:
+    return ", ".join(f"{name} {value:.3g}" for name, value in evaluation["metrics"].items())
+
+
+def series_list(metrics: Metrics) -> Iterator[Json]:
+    """Every series with its group; curated ones first, in their order."""
+    order = {name: place for place, name in enumerate(CURATED)}
+    names = [name for name in metrics.values if any(value is not None for value in metrics.values[name])]
+    for name in sorted(names, key=lambda name: (order.get(name, len(order)), name)):
+        shown = name in order or (name.startswith("reward/") and sum(n.startswith("reward/") for n in names) > 1)
+        shown = shown or name in ("env/parse_error", "env/tool_exception", "env/tool_error")
+        yield {"name": name, "description": "", "unit": _unit(name), "group": _group(name), "curated": shown}
+
+
+def _group(name: str) -> str:
+    for group, starts in GROUPS.items():
+        if any(name.endswith(start) if start.startswith("_") else name.startswith(start) for start in starts):
+            return group
+    return "other"
+
+
+def _unit(name: str) -> str:
+    return "s" if name.endswith("seconds") else "tokens" if name.endswith("_tokens") else ""
+
+
+def series(reader: RunReader, names: Sequence[str] | None, after: int) -> Json:
+    """Some series as columns, from the first step after `after`."""
+    metrics = reader.metrics
+    start = next((index for index, step in enumerate(metrics.steps) if step > after), len(metrics.steps))
+    wanted = (
+        metrics.values
+        if names is None
+        else {name: metrics.values[name] for name in names if name in metrics.values}
+    )
+    return {"steps": metrics.steps[start:], "values": {name: column[start:] for name, column in wanted.items()}}
+
+
+def steps(reader: RunReader) -> Json:
+    """The recorded steps with a number or two of each."""
+    metrics = reader.metrics
+    places = {step: index for index, step in enumerate(metrics.steps)}
+
+    def value(name: str, step: int) -> float | None:
+        return metrics.values[name][places[step]] if name in metrics.values and step in places else None
+
+    return {
+        "steps": [
+            {
+                "step": step,
+                "episodes": value("episodes", step),
+                "reward_mean": value("reward", step),
+                "solved": value("solved", step),
+            }
+            for step in reader.steps
+        ]
+    }
+
+
+def _notes(reader: RunReader) -> Iterator[Json]:
+    """The lines of the event log; each belongs to the step that it names, or to the last one named before it."""
+    step = 0
+    for when, text in reader.events:
+        kind, severity = "event", "info"
+        if text.startswith("checkpoint step-"):
+            kind, step = "checkpoint", int(text.removeprefix("checkpoint step-") or 0)
+        elif text.startswith("step "):
+            number = text.removeprefix("step ").partition(":")[0]
+            step = int(number) if number.isdecimal() else step
+            kind, severity = "note", "warning"
+        yield {"step": step, "time": _seconds(when), "kind": kind, "text": text, "severity": severity}
+
+
+def _seconds(when: str) -> float | None:
+    try:
+        return datetime.fromisoformat(when.replace("Z", "+00:00")).timestamp()
+    except ValueError:
+        return None
+
+
+def compare(runs: Mapping[str, RunReader], cache: RecordCache) -> Json:
+    """Several runs: headers, configuration keys that differ, common series, tasks of the first and the last."""
+    flat = {id: dict(_leaves(reader.config)) for id, reader in runs.items()}
+    keys = dict.fromkeys(key for leaves in flat.values() for key in leaves)
+    different = [
+        {"key": key, "values": {id: leaves.get(key) for id, leaves in flat.items()}}
+        for key in keys
+        if len({repr(leaves.get(key)) for leaves in flat.values()}) > 1
+    ]
+    named = [set(reader.metrics.values) for reader in runs.values()]
+    tasks = _tasks(list(runs.values()), cache) if len(runs) > 1 else []
+    return {
+        "runs": [header(id, reader) for id, reader in runs.items()],
+        "config_diff": different,
+        "tasks": tasks,
+        "regressions": [task for task in tasks if task["delta"] < 0],
+        "series_common": sorted(set.intersection(*named)) if named else [],
+    }
+
+
+LAST_STEPS = 5
+"""Steps at the end of a run over which a task's reward is averaged."""
+
+
+def _tasks(readers: Sequence[RunReader], cache: RecordCache) -> list[Json]:
+    """Mean rewards of the tasks that the first and the last run both played near their ends."""
+    before, after = _task_means(readers[0], cache), _task_means(readers[-1], cache)
+    both = [
+        {"task": task, "before": before[task], "after": after[task], "delta": after[task] - before[task]}
+        for task in before
+        if task in after
+    ]
+    return sorted(both, key=lambda task: (task["delta"], task["task"]))
+
+
+def _task_means(reader: RunReader, cache: RecordCache) -> dict[str, float]:
+    rewards: dict[str, list[float]] = {}
+    for step in reader.steps[-LAST_STEPS:]:
+        try:
+            records = cache.records(reader, step)
+        except CheckpointError:
+            continue
+        for record in records:
+            episode = record["episode"]
+            if isinstance(reward := episode.get("reward"), int | float):
+                rewards.setdefault(str(episode["task"]["id"]), []).append(float(reward))
+    return {task: sum(values) / len(values) for task, values in rewards.items()}
+
+
+def _leaves(data: Any, key: str = "") -> Iterator[tuple[str, Any]]:
+    if isinstance(data, dict) and data:
+        for name, value in data.items():
+            yield from _leaves(value, f"{key}.{name}" if key else str(name))
+    else:
+        yield key, data
+
+
+def _section(config: Json, name: str) -> Json:
+    found = config.get(name)
+    return found if isinstance(found, dict) else {}
+
+
+def _model(model: Json) -> str:
+    if model.get("path"):
+        return str(model["path"])
+    tiny = model.get("tiny")
+    return f"tiny {tiny.get('hidden')}x{tiny.get('layers')}" if isinstance(tiny, dict) else ""
+
+
+def _name(choice: Any) -> str:
+    if isinstance(choice, dict):
+        return str(choice.get("name") or choice.get("use") or "")
+    return str(choice or "")

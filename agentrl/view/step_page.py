@@ -1,0 +1,227 @@
+"""What the page shows of a step: groups and episodes as a matrix, timings, and the calls of all tools."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from agentrl.errors import CheckpointError
+from agentrl.run_folder.reader import Json, RecordCache, RunReader
+from agentrl.types import LIMITS
+
+FAILING = 8
+"""Argument sets shown for a tool that fails."""
+MAX_ARGUMENTS = 2_000
+"""Characters of the arguments shown."""
+
+
+def step(reader: RunReader, number: int, cache: RecordCache) -> Json:
+    """The groups of a step. Raises CheckpointError if there are none."""
+    groups: dict[int, list[Json]] = {}
+    for record in cache.records(reader, number):
+        groups.setdefault(int(record["group"]), []).append(record)
+    metrics = reader.metrics
+    values: Json = {}
+    if number in metrics.steps:
+        index = metrics.steps.index(number)
+        values = {name: column[index] for name, column in metrics.values.items() if column[index] is not None}
+    return {
+        "step": number,
+        "groups": [_group(group, records, number) for group, records in sorted(groups.items())],
+        "timings": with_phases(timings(groups.values()), values),
+        "metrics": {"step": number, **values},
+    }
+
+
+def _group(number: int, records: Sequence[Json], step: int) -> Json:
+    scored = [
+        r["episode"]["reward"] for r in records if r["episode"].get("reward") is not None and not r.get("baseline")
+    ]
+    equal = len(scored) > 1 and len(set(scored)) == 1
+    return {
+        "group": number,
+        "task": records[0]["episode"]["task"]["id"],
+        "set_aside": any(record.get("set_aside") for record in records),
+        "episodes": [_cell(record, step, equal) for record in records],
+    }
+
+
+def _cell(record: Json, step: int, equal: bool) -> Json:
+    episode = record["episode"]
+    advantages = record.get("advantages") or []
+    versions = [
+        v
+        for s in episode.get("segments", ())
+        if s["origin"] == "sampled" and s["versions"]
+        for v in (s["versions"][0], s["versions"][-1])
+    ]
+    failed = episode.get("reward") is None
+    return {
+        "id": episode["id"],
+        "reward": _finite(episode.get("reward")),
+        "parts": parts(episode),
+        "solved": episode.get("solved"),
+        "stop_reason": episode.get("stop_reason"),
+        "turns": len(episode.get("turns", ())),
+        "tokens": tokens(episode),
+        "seconds": episode.get("seconds", 0.0),
+        "advantage": [min(advantages), max(advantages)] if advantages else None,
+        "trained": bool(advantages),
+        "no_signal": equal and not failed,
+        "cut": episode.get("stop_reason") in LIMITS,
+        "failed": failed,
+        "set_aside": bool(record.get("set_aside")),
+        "baseline": bool(record.get("baseline")),
+        "stale": bool(versions) and min(versions) < step - 1,
+        "versions": [min(versions), max(versions)] if versions else None,
+        "mistakes": sum(outcome != "ok" for outcome in outcomes(episode)),
+    }
+
+
+def parts(episode: Json) -> Json:
+    """The parts of the reward by name."""
+    return {name: _finite(value) for name, value in (episode.get("rewards") or {}).items()}
+
+
+def tokens(episode: Json) -> int:
+    """The number of sampled tokens."""
+    sampled = sum(len(s["ids"]) for s in episode.get("segments", ()) if s["origin"] == "sampled")
+    return sampled or sum(turn.get("tokens", 0) for turn in episode.get("turns", ()))
+
+
+def outcomes(episode: Json) -> Iterator[str]:
+    """What became of each call."""
+    for turn in episode.get("turns", ()):
+        for call in turn.get("calls", ()):
+            yield call.get("outcome", "")
+
+
+def timings(groups: Iterable[Sequence[Json]]) -> Json | None:
+    """The spans of the episodes, as far as their turns say: the engine, then tools, then the rest of the env.
+
+    Episodes are taken to begin together, which is what a synchronous step does.
+    """
+    spans: list[Json] = []
+    for records in groups:
+        for record in records:
+            at, name = 0.0, record["episode"]["id"]
+            for turn in record["episode"].get("turns", ()):
+                called = sum(call.get("seconds", 0.0) for call in turn.get("calls", ()))
+                rest = max(0.0, turn.get("env_seconds", 0.0) - called)
+                for kind, seconds in (
+                    ("engine", turn.get("engine_seconds", 0.0)),
+                    ("tool", called),
+                    ("env", rest),
+                ):
+                    if seconds > 0:
+                        spans.append({"episode": name, "kind": kind, "start_s": at, "end_s": at + seconds})
+                        at += seconds
+    return {"phases": [], "episodes": spans} if spans else None
+
+
+def with_phases(found: Json | None, metrics: Json) -> Json:
+    """Add the phases of the step to its timings, from the seconds that its metrics name."""
+    phases, at = [], 0.0
+    for name, key in (
+        ("generate", "rollout_seconds"),
+        ("update", "update_seconds"),
+        ("publish", "publish_seconds"),
+    ):
+        if isinstance(seconds := metrics.get(key), int | float):
+            phases.append({"name": name, "start_s": at, "end_s": at + seconds})
+            at += seconds
+    return {"episodes": [], **(found or {}), "phases": phases}
+
+
+@dataclass
+class _Tool:
+    seconds: list[float] = field(default_factory=list)
+    outcomes: Counter[str] = field(default_factory=Counter)
+    truncated: int = 0
+    failing: dict[tuple[str, str], Json] = field(default_factory=dict)
+
+
+def tools(reader: RunReader, cache: RecordCache, steps: Sequence[int]) -> Json:
+    """The calls of every tool over some steps; tools that were offered and never called are there too."""
+    found: dict[str, _Tool] = {}
+    by_step = []
+    for number in steps:
+        try:
+            records = cache.records(reader, number)
+        except CheckpointError:
+            continue
+        calls: Counter[str] = Counter()
+        for record in records:
+            calls.update(_count(record, number, found))
+        by_step.append({"step": number, "calls": dict(calls)})
+    return {
+        "tools": [
+            _tool(name, tool) for name, tool in sorted(found.items(), key=lambda item: -len(item[1].seconds))
+        ],
+        "by_step": by_step,
+        "steps": list(steps),
+    }
+
+
+def _count(record: Json, step: int, found: dict[str, _Tool]) -> Iterator[str]:
+    episode = record["episode"]
+    for schema in episode.get("tools", ()):
+        name = (schema.get("function") or {}).get("name")
+        if isinstance(name, str):
+            found.setdefault(name, _Tool())
+    for turn in episode.get("turns", ()):
+        for call in turn.get("calls", ()):
+            name, outcome = call["call"]["name"], call["outcome"]
+            yield name
+            tool = found.setdefault(name, _Tool())
+            tool.seconds.append(call["seconds"])
+            tool.outcomes[outcome] += 1
+            tool.truncated += truncated(call["result"])
+            if outcome != "ok":
+                key = (
+                    json.dumps(call["call"]["arguments"], sort_keys=True, ensure_ascii=False)[:MAX_ARGUMENTS],
+                    outcome,
+                )
+                if key not in tool.failing:
+                    example = {"step": step, "episode": episode["id"]}
+                    tool.failing[key] = {
+                        "arguments": call["call"]["arguments"],
+                        "count": 0,
+                        "outcome": outcome,
+                        "example": example,
+                    }
+                tool.failing[key]["count"] += 1
+
+
+def _tool(name: str, tool: _Tool) -> Json:
+    seconds = sorted(tool.seconds)
+    failing = sorted(tool.failing.values(), key=lambda found: -found["count"])[:FAILING]
+    return {
+        "name": name,
+        "calls": len(seconds),
+        "outcomes": dict(tool.outcomes.most_common()),
+        "p50_ms": _percentile(seconds, 0.5),
+        "p99_ms": _percentile(seconds, 0.99),
+        "truncated": tool.truncated,
+        "never_called": not seconds,
+        "failing": failing,
+    }
+
+
+def _percentile(seconds: Sequence[float], share: float) -> float | None:
+    return round(1000 * seconds[min(len(seconds) - 1, int(share * len(seconds)))], 3) if seconds else None
+
+
+def truncated(result: str) -> bool:
+    """Whether a tool's result was shortened before the policy saw it."""
+    return " characters left out ...]" in result
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, str):  # how records write what JSON cannot
+        return None if value in ("NaN", "Infinity", "-Infinity") else value
+    return None if isinstance(value, float) and not math.isfinite(value) else value

@@ -1,0 +1,312 @@
+"""The server of the page: static files and a JSON API on loopback, for whoever has the token.
+
+Every request needs the token (in the first URL, then as a cookie, or as `Authorization: Bearer`), a Host header
+that names this server, and for POST an Origin that is this server's. Nothing on the page comes from elsewhere.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hmac
+import json
+import math
+import mimetypes
+from collections.abc import Callable, Mapping, Set
+from dataclasses import dataclass, field
+from importlib.resources import files
+from typing import Any
+from urllib.parse import parse_qs, urlsplit
+
+from starlette.applications import Starlette
+from starlette.concurrency import run_in_threadpool
+from starlette.requests import Request
+from starlette.responses import RedirectResponse, Response
+from starlette.routing import Route
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from agentrl.errors import ConfigError
+from agentrl.run_folder.reader import Json
+from agentrl.view import run_page
+from agentrl.view.episode_page import Span
+from agentrl.view.library import Library, NotFoundError, query_of
+
+COOKIE = "agentrl_view"
+HEADERS = {
+    "Content-Security-Policy": "default-src 'self'; img-src 'self' data:; frame-src 'self'; object-src 'none'; "
+    "frame-ancestors 'none'; base-uri 'none'; form-action 'none'",
+    "X-Content-Type-Options": "nosniff",
+    "X-Frame-Options": "DENY",
+    "Referrer-Policy": "no-referrer",
+    "Cross-Origin-Resource-Policy": "same-origin",
+    "Cross-Origin-Opener-Policy": "same-origin",
+    "Cache-Control": "no-store",
+}
+MAX_POST = 64 << 10
+POLL_S = 25.0
+"""How long a request for events waits."""
+LOOK_EVERY_S = 1.0
+"""Seconds between looks at the run folders while a page waits for events."""
+MAX_EVENTS = 1_000
+
+
+@dataclass
+class Events:
+    """What pages wait for: runs that changed, and views that a program wants a person to see."""
+
+    library: Library
+    happened: list[Json] = field(default_factory=list)
+    dropped: int = 0
+    _states: dict[str, object] = field(default_factory=dict)
+    _arrived: asyncio.Condition = field(default_factory=asyncio.Condition)
+
+    @property
+    def next(self) -> int:
+        """The number of the event after the newest."""
+        return self.dropped + len(self.happened)
+
+    async def add(self, event: Json) -> None:
+        """Add an event and wake those who wait."""
+        async with self._arrived:
+            self.happened.append(event)
+            if len(self.happened) > MAX_EVENTS:
+                self.dropped += len(self.happened) - MAX_EVENTS
+                del self.happened[:-MAX_EVENTS]
+            self._arrived.notify_all()
+
+    async def after(self, number: int) -> list[Json]:
+        """The events from `number` on; waits a while for the first."""
+        try:
+            async with asyncio.timeout(POLL_S):
+                while self.next <= number:
+                    await self._look()
+                    if self.next <= number:
+                        async with self._arrived:
+                            try:
+                                await asyncio.wait_for(self._arrived.wait(), LOOK_EVERY_S)
+                            except TimeoutError:
+                                continue
+        except TimeoutError:
+            return []
+        return self.happened[max(0, number - self.dropped) :]
+
+    async def _look(self) -> None:
+        states = await run_in_threadpool(lambda: {id: run.state for id, run in self.library.runs.items()})
+        changed = [id for id, state in states.items() if self._states.get(id) != state]
+        first, self._states = not self._states, dict(states)
+        if changed and not first:
+            await self.add({"changed": changed})
+
+
+class Page:
+    """Answers the requests of the page."""
+
+    def __init__(self, library: Library) -> None:
+        self.library, self.events = library, Events(library)
+
+    def routes(self) -> list[Route]:
+        """All routes."""
+        return [
+            self._get("/api/runs", lambda r: self.library.all_runs()),
+            self._get("/api/runs/{run}", lambda r: self.library.about(_run(r))),
+            self._get("/api/runs/{run}/series", self._series),
+            self._get("/api/runs/{run}/steps", lambda r: run_page.steps(self.library.run(_run(r)))),
+            self._get(
+                "/api/runs/{run}/steps/{step:int}", lambda r: self.library.step(_run(r), r.path_params["step"])
+            ),
+            self._get("/api/runs/{run}/tools", lambda r: self.library.tools(_run(r))),
+            self._get("/api/runs/{run}/episodes/{id:path}", lambda r: self.library.episode(_run(r), *_named(r))),
+            self._get(
+                "/api/runs/{run}/tokens/{id:path}", lambda r: self.library.tokens(_run(r), *_named(r), _span(r))
+            ),
+            self._get("/api/search", lambda r: self.library.search(query_of(r.query_params, self.library))),
+            self._get("/api/compare", self._compare),
+            Route("/api/image/{run}/{id:path}", self._image, methods=["GET"]),
+            Route("/api/events", self._events, methods=["GET"]),
+            Route("/api/view", self._view, methods=["POST"]),
+            Route("/{path:path}", self._static, methods=["GET"]),
+        ]
+
+    def _get(self, path: str, find: Callable[[Request], Json]) -> Route:
+        async def answer(request: Request) -> Response:
+            try:
+                return _json(await run_in_threadpool(find, request))
+            except NotFoundError as e:
+                return _error(404, str(e), "Go back to the list of runs.")
+            except ConfigError as e:
+                return _error(400, str(e), "Change the address.")
+
+        return Route(path, answer, methods=["GET"])
+
+    def _series(self, request: Request) -> Json:
+        names = request.query_params.get("names")
+        after = _number(request, "after", -1)
+        return run_page.series(self.library.run(_run(request)), names.split(",") if names else None, after)
+
+    def _compare(self, request: Request) -> Json:
+        ids = [id for id in request.query_params.get("runs", "").split(",") if id]
+        if not 0 < len(ids) <= 50:
+            raise ConfigError("runs: name between 1 and 50 runs, separated by commas")
+        return self.library.compare(ids)
+
+    async def _image(self, request: Request) -> Response:
+        try:
+            place = _number(request, "message", -1), _number(request, "part", -1)
+            data, kind = await run_in_threadpool(self.library.image, _run(request), *_named(request), *place)
+        except (NotFoundError, ConfigError) as e:
+            return _error(404, str(e), "Go back to the episode.")
+        return Response(data, media_type=kind, headers={"Content-Disposition": "inline"})
+
+    async def _events(self, request: Request) -> Response:
+        if "after" not in request.query_params:
+            await self.events._look()
+            return _json({"next": self.events.next, "events": []})
+        try:
+            found = await self.events.after(_number(request, "after", 0))
+        except ConfigError as e:
+            return _error(400, str(e), "Ask without `after` first.")
+        return _json({"next": self.events.next, "events": found})
+
+    async def _view(self, request: Request) -> Response:
+        body = b""
+        async for part in request.stream():
+            body += part
+            if len(body) > MAX_POST:
+                return _error(413, "The body is too large.", 'Send {"hash": "#/run/ID"}.')
+        try:
+            found = json.loads(body)
+            place = found["hash"]
+        except (ValueError, KeyError, TypeError, RecursionError):
+            place = None
+        if not isinstance(place, str) or not place.startswith("#/"):
+            return _error(400, "hash: must be text that begins with #/", 'Send {"hash": "#/run/ID"}.')
+        await self.events.add({"hash": place})
+        return _json({"shown": place})
+
+    async def _static(self, request: Request) -> Response:
+        path = request.path_params["path"] or "index.html"
+        found = STATIC.get(path)
+        if found is None:
+            return _error(
+                404, f"There is nothing at /{path[:200]}.", "Open the address that `agentrl view` printed."
+            )
+        return Response(found[0], media_type=found[1])
+
+
+def _static_files() -> dict[str, tuple[bytes, str]]:
+    """The files of the page by path: nothing else on disk can be asked for."""
+    found: dict[str, tuple[bytes, str]] = {}
+    root = files("agentrl.view").joinpath("static")
+    folders = [("", root)]
+    while folders:
+        prefix, folder = folders.pop()
+        for child in folder.iterdir() if folder.is_dir() else ():
+            if child.is_dir():
+                folders.append((f"{prefix}{child.name}/", child))
+            else:
+                kind = "text/javascript" if child.name.endswith(".js") else mimetypes.guess_type(child.name)[0]
+                found[prefix + child.name] = child.read_bytes(), kind or "text/plain"
+    return found
+
+
+STATIC = _static_files()
+
+
+class Guard:
+    """Lets requests through that carry the token and come from where they should.
+
+    Args:
+        hosts: the values of a Host header that name this server, as `127.0.0.1:8000`; may be filled in later.
+    """
+
+    def __init__(self, app: ASGIApp, token: str, hosts: Set[str]) -> None:
+        self._app, self._token, self._hosts = app, token, hosts
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answer a request, or refuse it."""
+        if scope["type"] == "lifespan":
+            await self._app(scope, receive, send)
+            return
+        if scope["type"] != "http":
+            raise RuntimeError(f"{scope['type']} requests are not answered")
+        request = Request(scope)
+
+        async def guarded(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                extra = [(name.lower().encode(), value.encode()) for name, value in HEADERS.items()]
+                message = {**message, "headers": [*message.get("headers", []), *extra]}
+            await send(message)
+
+        answer = self._refused(request)
+        await (answer or self._app)(scope, receive, guarded)
+
+    def _refused(self, request: Request) -> Response | None:
+        if request.headers.get("host", "") not in self._hosts:
+            return _error(403, "This server does not answer to that name.", "Open the address that was printed.")
+        if request.method not in ("GET", "HEAD") and not self._ours(request.headers.get("origin")):
+            return _error(403, "A request from another page is not answered.", "Send no Origin, or this server's.")
+        given = parse_qs(urlsplit(str(request.url)).query).get("token", [""])[0]
+        if request.method == "GET" and request.url.path == "/" and self._is_token(given):
+            answer = RedirectResponse("/", 303)
+            answer.set_cookie(COOKIE, self._token, httponly=True, samesite="strict", path="/")
+            return answer
+        kind, _, key = request.headers.get("authorization", "").partition(" ")
+        key = key if kind.lower() == "bearer" else request.cookies.get(COOKIE, "")
+        if not self._is_token(key):
+            return _error(401, "The token is missing or wrong.", "Open the address that `agentrl view` printed.")
+        return None
+
+    def _ours(self, origin: str | None) -> bool:
+        return origin is None or origin in {f"http://{host}" for host in self._hosts}
+
+    def _is_token(self, given: str) -> bool:
+        return hmac.compare_digest(given.encode("utf-8", "replace"), self._token.encode())
+
+
+def create_view(library: Library, token: str, hosts: Set[str]) -> ASGIApp:
+    """The application."""
+    return Guard(Starlette(routes=Page(library).routes()), token, hosts)
+
+
+def _run(request: Request) -> str:
+    return str(request.path_params["run"])
+
+
+def _named(request: Request) -> tuple[int | None, str]:
+    step = _number(request, "step", -1)
+    return (step if step >= 0 else None), str(request.path_params["id"])
+
+
+def _span(request: Request) -> Span:
+    count = _number(request, "count", -1)
+    return Span(max(0, _number(request, "from", 0)), count if count >= 0 else None)
+
+
+def _number(request: Request, name: str, otherwise: int) -> int:
+    text = request.query_params.get(name, "")
+    if not text:
+        return otherwise
+    try:
+        return max(-1, min(int(text), 1 << 53))
+    except ValueError:
+        raise ConfigError(f"{name}: {text[:40]!r} is not a whole number") from None
+
+
+def _error(status: int, message: str, what_to_do: str) -> Response:
+    return _json({"error": {"message": message, "what_to_do": what_to_do}}, status)
+
+
+def _json(body: Any, status: int = 200) -> Response:
+    """JSON that every browser reads: nothing infinite, and no half of a surrogate pair unescaped."""
+    try:
+        text = json.dumps(body, allow_nan=False, separators=(",", ":"), default=str)
+    except ValueError:
+        text = json.dumps(_finite(body), allow_nan=False, separators=(",", ":"), default=str)
+    return Response(text, status, media_type="application/json")
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {str(key): _finite(inner) for key, inner in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(inner) for inner in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value

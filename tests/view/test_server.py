@@ -1,0 +1,264 @@
+"""The server of the page: what it answers, and whom it refuses."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from starlette.testclient import TestClient
+
+from agentrl.errors import ConfigError
+from agentrl.run_folder.records import EpisodeRecord, episodes_file
+from agentrl.view.library import Library
+from agentrl.view.view_server import COOKIE, Events, create_view
+from tests.view.runs import PNG, episode, make_run, write_step
+
+TOKEN = "secret"
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    make_run(tmp_path / "runs", "calc")
+    make_run(tmp_path / "runs", "other", seed=1, env="n:F")
+    return tmp_path / "runs"
+
+
+@pytest.fixture
+def library(folder: Path, tmp_path: Path) -> Library:
+    return Library([folder], index=tmp_path / "index.sqlite")
+
+
+@pytest.fixture
+def client(library: Library) -> Iterator[TestClient]:
+    app = create_view(library, TOKEN, {"127.0.0.1:80"})
+    with TestClient(
+        app, "http://127.0.0.1:80", headers={"host": "127.0.0.1:80"}, cookies={COOKIE: TOKEN}
+    ) as found:
+        yield found
+
+
+def test_the_table_has_a_row_for_each_run(client: TestClient):
+    rows = {row["id"]: row for row in client.get("/api/runs").json()["runs"]}
+    assert set(rows) == {"calc", "other"}
+    row = rows["calc"]
+    assert (row["status"], row["step"], row["steps"], row["wall_seconds"]) == ("finished", 3, 3, 300.0)
+    assert (row["held_out_before"], row["held_out_after"]) == (0.25, 0.75)
+    assert (row["model"], row["env"], row["estimator"], row["loss"]) == ("tiny 64x2", "m:E", "grpo", "gspo")
+
+
+def test_a_run_has_its_notes_series_and_configuration(client: TestClient):
+    run = client.get("/api/runs/calc").json()
+    assert run["config"]["env"] == {"use": "m:E"}
+    assert {"step": 2, "kind": "note"}.items() <= next(n for n in run["notes"] if "no signal" in n["text"]).items()
+    names = [one["name"] for one in run["series"]]
+    assert names[:2] == ["reward", "held_out"]
+    assert "kl" not in names  # it has no value at all
+    data = client.get("/api/runs/calc/series?names=reward,held_out,unknown&after=1").json()
+    assert data == {"steps": [2, 3], "values": {"reward": [0.77, 0.78], "held_out": [None, 0.75]}}
+
+
+def test_a_step_is_a_matrix_that_says_what_became_of_each_episode(client: TestClient):
+    step = client.get("/api/runs/calc/steps/2").json()
+    mixed, equal = step["groups"]
+    assert [e["reward"] for e in mixed["episodes"]] == [1.0, 0.0]
+    assert [e["no_signal"] for g in (mixed, equal) for e in g["episodes"]] == [False, False, True, True, False]
+    assert [e["failed"] for e in equal["episodes"]] == [False, False, True]
+    first = mixed["episodes"][0]
+    assert (first["trained"], first["advantage"], first["tokens"], first["versions"]) == (
+        True,
+        [-0.5, 0.5],
+        7,
+        [3, 4],
+    )
+    spans = [s for s in step["timings"]["episodes"] if s["episode"] == "s2/g0/e0"]
+    assert [(s["kind"], s["start_s"], s["end_s"]) for s in spans] == [
+        *(("engine", 0.0, 1.0), ("tool", 1.0, 1.25), ("env", 1.25, 1.5), ("engine", 1.5, 2.0)),
+    ]
+    assert step["timings"]["phases"] == [{"name": "generate", "start_s": 0.0, "end_s": 2.0}]
+    assert client.get("/api/runs/calc/steps/9").status_code == 404
+
+
+def test_an_episode_places_turns_calls_rewards_and_branches(client: TestClient):
+    found = client.get("/api/runs/calc/episodes/s2/g0/e0?step=2").json()
+    assert [turn["message"] for turn in found["turns"]] == [2, 4]
+    (call,) = found["calls"]
+    assert (call["turn"], call["message"], call["name"], call["outcome"]) == (0, 3, "calculator", "ok")
+    total = sum(part["value"] * part["weight"] for part in found["rewards"]["parts"])
+    assert total == found["rewards"]["total"] == 1.0
+    assert [(p["name"], p["turn"]) for p in found["rewards"]["parts"]] == [("solved", None), ("progress", 0)]
+    assert [(b["segment"], b["parent"], b["kind"], b["tokens"]) for b in found["branches"]] == [
+        *((0, -1, "root", 11), (4, 0, "fork", 1)),
+    ]
+    assert found["siblings"] == ["s2/g0/e1"]
+    assert found["messages"][1]["content"][1] == {"image": 1, "mime_type": "image/png", "bytes": len(PNG)}
+    anywhere = client.get("/api/runs/calc/episodes/s3/g1/e0").json()
+    assert anywhere["step"] == 3
+
+
+def test_tokens_are_columns_with_their_pieces(client: TestClient):
+    found = client.get("/api/runs/calc/tokens/s2/g0/e0?step=2&from=2&count=4").json()
+    assert (found["total"], found["from"], found["ids"]) == (12, 2, [7, 8, 9, 10])
+    assert found["origin"] == [0, 1, 1, 1]
+    assert found["logprob"] == [None, -0.5, -1.0, -0.25]
+    assert found["advantage"] == [None, 0.5, 0.5, 0.5]
+    assert found["version"] == [None, 3, 3, 3]
+    assert found["flags"] == [None, 1, 1, 1]
+    assert found["learner_logprob"] == [None] * 4
+    assert all(len(column) == 4 for name, column in found.items() if isinstance(column, list))
+    assert "".join(found["pieces"])
+
+
+def test_images_are_served_with_safe_types_only(client: TestClient, folder: Path):
+    answer = client.get("/api/image/calc/s2/g0/e0?step=2&message=1&part=1")
+    assert (answer.content, answer.headers["content-type"]) == (PNG, "image/png")
+    assert client.get("/api/image/calc/s2/g0/e0?step=2&message=0&part=0").status_code == 404
+    path = episodes_file(folder / "calc", 2)
+    from agentrl.run_folder.records import _lines, decode
+    from agentrl.types import Image, Message
+
+    records = [decode(line) for line in _lines(path)]
+    from dataclasses import replace
+
+    evil = Message("user", (Image(b"<svg onload=alert(1)>", "image/svg+xml"),))
+    write_step(folder / "calc", 2, [replace(records[0], episode=replace(records[0].episode, messages=(evil,)))])
+    assert client.get("/api/image/calc/s2/g0/e0?step=2&message=0&part=0").status_code == 404
+
+
+def test_tools_are_counted_and_one_that_was_never_called_is_there(client: TestClient):
+    found = {tool["name"]: tool for tool in client.get("/api/runs/calc/tools").json()["tools"]}
+    assert found["web"]["never_called"]
+    calculator = found["calculator"]
+    assert calculator["calls"] == 15
+    assert calculator["outcomes"] == {"ok": 9, "tool_exception": 6}
+    assert calculator["p50_ms"] == 250.0
+    assert calculator["failing"][0]["arguments"] == {"expression": "1+2"}
+    assert calculator["failing"][0]["count"] == 6
+
+
+def test_search_finds_text_calls_and_rewards(client: TestClient, folder: Path):
+    assert client.get("/api/search?q=tool").json()["total"] == 30
+    assert client.get("/api/search?q=tool&run=calc&step_min=2&limit=3").json()["total"] == 10
+    assert len(client.get("/api/search?q=tool&limit=3").json()["hits"]) == 3
+    assert client.get("/api/search?regex=1&q=1%5C%2B%5Cd").json()["total"] == 30
+    assert client.get("/api/search?tool=calculator&outcome=tool_exception&run=calc").json()["total"] == 6
+    assert client.get("/api/search?tool=web").json()["total"] == 0
+    assert client.get("/api/search?stop=infra&reward_max=9").json()["total"] == 0
+    assert client.get("/api/search?stop=infra").json()["total"] == 6
+    bad = client.get("/api/search?regex=1&q=%28")
+    assert bad.status_code == 400
+    assert "not a regular expression" in bad.json()["error"]["message"]
+    write_step(folder / "calc", 4, [EpisodeRecord(4, 0, episode("s4/g0/e0", text="a new zebra"))])
+    (hit,) = client.get("/api/search?q=zebr").json()["hits"]
+    assert (hit["run"], hit["step"], hit["episode"]) == ("calc", 4, "s4/g0/e0")
+    assert "zebra" in hit["snippet"]
+
+
+def test_a_damaged_file_and_a_damaged_index_cost_nothing_else(client: TestClient, folder: Path, tmp_path: Path):
+    path = episodes_file(folder / "calc", 2)
+    path.write_bytes(path.read_bytes()[:-9])
+    assert client.get("/api/search?q=tool&run=calc").json()["total"] >= 10
+    assert client.get("/api/runs/calc/steps/2").status_code == 404
+    assert client.get("/api/runs/calc/steps/3").status_code == 200
+    (tmp_path / "index.sqlite").write_bytes(b"nonsense" * 1000)
+    assert client.get("/api/search?q=tool&run=other").json()["total"] == 15
+
+
+def test_runs_are_compared_by_configuration_and_task(client: TestClient):
+    found = client.get("/api/compare?runs=calc,other").json()
+    keys = {row["key"]: row["values"] for row in found["config_diff"]}
+    assert keys["seed"] == {"calc": 0, "other": 1}
+    assert {task["task"]: task["delta"] for task in found["tasks"]} == {"t0": 0.0, "t1": 0.0}
+    assert "reward" in found["series_common"]
+    assert client.get("/api/compare?runs=calc,nobody").status_code == 404
+
+
+def test_nobody_without_the_token_from_elsewhere_or_by_another_name(library: Library):
+    app = create_view(library, TOKEN, {"127.0.0.1:80"})
+    with TestClient(
+        app, "http://127.0.0.1:80", headers={"host": "127.0.0.1:80"}, follow_redirects=False
+    ) as client:
+        assert client.get("/api/runs").status_code == 401
+        assert client.get("/?token=wrong").status_code == 401
+        opened = client.get(f"/?token={TOKEN}")
+        assert (opened.status_code, opened.headers["location"]) == (303, "/")
+        cookie = opened.headers["set-cookie"].lower()
+        assert "httponly" in cookie
+        assert "samesite=strict" in cookie
+        assert client.get("/api/runs").status_code == 200
+        assert client.get("/api/runs", headers={"host": "evil.example"}).status_code == 403
+        shown = {"hash": "#/run/calc"}
+        assert client.post("/api/view", json=shown, headers={"origin": "http://evil.example"}).status_code == 403
+        assert client.post("/api/view", json=shown, headers={"origin": "null"}).status_code == 403
+        assert client.post("/api/view", json=shown).status_code == 200
+        assert client.post("/api/view", json={"hash": "javascript:1"}).status_code == 400
+    with TestClient(app, "http://127.0.0.1:80", headers={"host": "127.0.0.1:80"}) as bearer:
+        answer = bearer.get("/api/runs", headers={"authorization": f"Bearer {TOKEN}"})
+        assert answer.status_code == 200
+        assert "default-src 'self'" in answer.headers["content-security-policy"]
+        assert answer.headers["x-content-type-options"] == "nosniff"
+        assert answer.headers["cross-origin-resource-policy"] == "same-origin"
+
+
+@pytest.mark.parametrize(
+    "path", ["/../pyproject.toml", "/static/../x", "/%2e%2e/%2e%2e/etc/passwd", "/__init__.py"]
+)
+def test_nothing_but_the_page_is_served_from_disk(client: TestClient, path: str):
+    assert client.get(path).status_code == 404
+
+
+@pytest.mark.parametrize("id", ["..", "../calc", "calc/../../x", "%2e%2e", "a" * 5000, "\x00"])
+def test_a_run_is_found_by_its_id_only(client: TestClient, id: str):
+    from urllib.parse import quote
+
+    assert client.get(f"/api/runs/{quote(id, safe='')}").status_code == 404
+
+
+def test_hostile_text_arrives_as_json(client: TestClient, folder: Path):
+    text = "</script><script>alert(1)</script>\x00\u202e \x1b[31m"
+    write_step(folder / "calc", 5, [EpisodeRecord(5, 0, episode("s5/g0/e0", float("inf"), text=text))])
+    answer = client.get("/api/runs/calc/episodes/s5/g0/e0?step=5")
+    assert answer.headers["content-type"] == "application/json"
+    assert text in json.dumps(answer.json()["messages"], ensure_ascii=False).encode().decode(
+        "unicode_escape", "replace"
+    ) or (answer.json()["messages"][1]["content"][0] == text)
+    assert client.get("/api/runs/calc/steps/5").status_code == 200
+
+
+async def test_pages_hear_of_changes_and_of_views(folder: Path, library: Library):
+    events = Events(library)
+    await events._look()
+    waiting = asyncio.ensure_future(events.after(events.next))
+    await asyncio.sleep(0.05)
+    with (folder / "calc" / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 4, "reward": 0.5}\n')
+    assert await asyncio.wait_for(waiting, 10) == [{"changed": ["calc"]}]
+    assert library.run("calc").metrics.last("reward") == 0.5
+    waiting = asyncio.ensure_future(events.after(events.next))
+    await asyncio.sleep(0.05)
+    await events.add({"hash": "#/run/calc"})
+    assert await asyncio.wait_for(waiting, 10) == [{"hash": "#/run/calc"}]
+
+
+def test_metrics_follow_a_file_that_grows_is_torn_and_is_rewound(folder: Path, library: Library):
+    run, path = library.run("calc"), folder / "calc" / "metrics.jsonl"
+    assert run.metrics.steps == [0, 1, 2, 3]
+    with path.open("a") as file:
+        file.write('{"step": 4, "reward": 0.1}\n{"step": 5, "rew')
+    assert run.metrics.steps == [0, 1, 2, 3, 4]
+    with path.open("a") as file:
+        file.write('ard": 0.2}\n')
+    assert run.metrics.last("reward") == 0.2
+    path.write_text("".join(path.read_text().splitlines(keepends=True)[:3]))
+    assert run.metrics.steps == [0, 1, 2]
+
+
+def test_the_command_names_what_is_missing(tmp_path: Path):
+    from agentrl.cli.view import view
+
+    with pytest.raises(ConfigError, match="no such folder"):
+        view([tmp_path / "nothing"], 0, False)
+    with pytest.raises(ConfigError, match="no run is there"):
+        view([tmp_path], 0, False)
