@@ -15,6 +15,19 @@ def view(
     ] = None,
     port: Annotated[int, typer.Option(help="Port on 127.0.0.1; 0 takes a free one.")] = 0,
     browse: Annotated[bool, typer.Option("--open", help="Open the page in the browser.")] = False,
+    export: Annotated[
+        Path | None,
+        typer.Option(
+            help="Write the page as FILE.html or a folder instead; it opens from disk.", show_default=False
+        ),
+    ] = None,
+    steps: Annotated[
+        int, typer.Option(min=0, help="With --export: steps per run, spread over it; 0 for all.")
+    ] = 5,
+    episodes: Annotated[int, typer.Option(min=0, help="With --export: episodes per step in full; 0 for all.")] = 8,
+    redact: Annotated[
+        bool, typer.Option("--redact", help="With --export: leave out texts, tokens, paths and configuration.")
+    ] = False,
 ) -> None:
     """Show runs on a local page: curves, steps, episodes token by token, tools and a search.
 
@@ -35,6 +48,15 @@ def view(
         raise ConfigError(
             f"{', '.join(map(str, given))}: no run is there; a run folder has a config.yaml and episodes/"
         )
+    if redact and export is None:
+        raise ConfigError("--redact: has an effect with --export only; the page on this machine shows everything")
+    if export is not None:
+        from agentrl.view.export import Extent
+        from agentrl.view.export import export as write
+        from agentrl.view.library import Library
+
+        print(f"{export}: {write(Library(given), export, Extent(steps or None, episodes or None, redact))}")
+        return
     with contextlib.suppress(KeyboardInterrupt):
         asyncio.run(_serve(given, port, browse))
 
@@ -55,7 +77,8 @@ async def _serve(paths: list[Path], port: int, browse: bool) -> None:
         bound = urlsplit(address).port
         hosts |= {f"127.0.0.1:{bound}", f"localhost:{bound}"}
         url = f"{address}/?token={token}"
-        print(f"{url}\n{len(library.runs)} runs; stop with Ctrl-C", flush=True)
+        print(f"{url}\nstop with Ctrl-C", flush=True)
         if browse:
             webbrowser.open(url)
+        await asyncio.to_thread(library.indexed)  # so that the first search need not wait
         await asyncio.Event().wait()

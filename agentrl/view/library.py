@@ -45,7 +45,7 @@ class Library:
         self._runs: dict[str, RunReader] = {}
         self._ids: dict[Path, str] = {}
         self._tokenizers: dict[Path, tuple[tuple[str, int, int], Tokenizer] | None] = {}
-        self._lock = threading.Lock()
+        self._lock, self._indexing = threading.Lock(), threading.Lock()
 
     @property
     def runs(self) -> Mapping[str, RunReader]:
@@ -124,9 +124,7 @@ class Library:
     def search(self, query: Query) -> Json:
         """A page of hits. Raises ConfigError for an invalid regular expression."""
         runs = self.runs
-        index = self._index(list(runs.values()))
-        index.refresh()
-        found = index.search(query)
+        found = self.indexed().search(query)
         ids = {reader.path: id for id, reader in runs.items()}
         hits = [
             {
@@ -147,8 +145,12 @@ class Library:
         """Several runs beside each other. Raises NotFoundError."""
         return run_page.compare({id: self.run(id) for id in ids}, self.cache)
 
-    def _index(self, runs: Sequence[RunReader]) -> Index:
-        return open_index([reader.path for reader in runs], self._index_file)
+    def indexed(self) -> Index:
+        """The index of all episodes so far; the first call takes a second for each 10,000 of them or so."""
+        index = open_index([reader.path for reader in self.runs.values()], self._index_file)
+        with self._indexing:
+            index.refresh()
+        return index
 
     def _decode(self, reader: RunReader) -> Decode | None:
         tokenizer = self._tokenizer(reader)

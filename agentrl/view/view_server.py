@@ -10,10 +10,8 @@ import asyncio
 import hmac
 import json
 import math
-import mimetypes
 from collections.abc import Callable, Mapping, Set
 from dataclasses import dataclass, field
-from importlib.resources import files
 from typing import Any
 from urllib.parse import parse_qs, urlsplit
 
@@ -27,6 +25,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from agentrl.errors import ConfigError
 from agentrl.run_folder.reader import Json
 from agentrl.view import run_page
+from agentrl.view.bundle import served
 from agentrl.view.episode_page import Span
 from agentrl.view.library import Library, NotFoundError, query_of
 
@@ -183,32 +182,20 @@ class Page:
         return _json({"shown": place})
 
     async def _static(self, request: Request) -> Response:
-        path = request.path_params["path"] or "index.html"
-        found = STATIC.get(path)
+        path = f"/{request.path_params['path']}"
+        found = served().get(path)
         if found is None:
             return _error(
-                404, f"There is nothing at /{path[:200]}.", "Open the address that `agentrl view` printed."
+                404, f"There is nothing at {path[:200]}.", "Open the address that `agentrl view` printed."
             )
-        return Response(found[0], media_type=found[1])
+        return Response(found, media_type=KINDS[path.rpartition(".")[2] if "." in path else "html"])
 
 
-def _static_files() -> dict[str, tuple[bytes, str]]:
-    """The files of the page by path: nothing else on disk can be asked for."""
-    found: dict[str, tuple[bytes, str]] = {}
-    root = files("agentrl.view").joinpath("static")
-    folders = [("", root)]
-    while folders:
-        prefix, folder = folders.pop()
-        for child in folder.iterdir() if folder.is_dir() else ():
-            if child.is_dir():
-                folders.append((f"{prefix}{child.name}/", child))
-            else:
-                kind = "text/javascript" if child.name.endswith(".js") else mimetypes.guess_type(child.name)[0]
-                found[prefix + child.name] = child.read_bytes(), kind or "text/plain"
-    return found
-
-
-STATIC = _static_files()
+KINDS = {
+    "html": "text/html; charset=utf-8",
+    "css": "text/css; charset=utf-8",
+    "js": "text/javascript; charset=utf-8",
+}
 
 
 class Guard:

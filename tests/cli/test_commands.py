@@ -497,7 +497,7 @@ class TestConfig:
 
     def test_show_and_diff(self, run, tmp_path: Path):
         path = write(tmp_path / "tools.yaml", GOOD)
-        code, out, _ = run("config", "show", path, "--set", "seed=4")
+        code, out, _ = run("config", "show", "--all", path, "--set", "seed=4")
         assert code == 0
         assert out == dump_config(load_config(path, ["seed=4"]))
         other = write(tmp_path / "other.yaml", out)

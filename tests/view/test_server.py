@@ -5,13 +5,17 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
+from urllib.parse import quote
 
 import pytest
 from starlette.testclient import TestClient
 
 from agentrl.errors import ConfigError
-from agentrl.run_folder.records import EpisodeRecord, episodes_file
+from agentrl.run_folder.records import EpisodeRecord, episodes_file, read_records
+from agentrl.types import Image, Message
+from agentrl.view.export import Extent, export
 from agentrl.view.library import Library
 from agentrl.view.view_server import COOKIE, Events, create_view
 from tests.view.runs import PNG, episode, make_run, write_step
@@ -115,13 +119,7 @@ def test_images_are_served_with_safe_types_only(client: TestClient, folder: Path
     answer = client.get("/api/image/calc/s2/g0/e0?step=2&message=1&part=1")
     assert (answer.content, answer.headers["content-type"]) == (PNG, "image/png")
     assert client.get("/api/image/calc/s2/g0/e0?step=2&message=0&part=0").status_code == 404
-    path = episodes_file(folder / "calc", 2)
-    from agentrl.run_folder.records import _lines, decode
-    from agentrl.types import Image, Message
-
-    records = [decode(line) for line in _lines(path)]
-    from dataclasses import replace
-
+    records = read_records(folder / "calc", 2)
     evil = Message("user", (Image(b"<svg onload=alert(1)>", "image/svg+xml"),))
     write_step(folder / "calc", 2, [replace(records[0], episode=replace(records[0].episode, messages=(evil,)))])
     assert client.get("/api/image/calc/s2/g0/e0?step=2&message=0&part=0").status_code == 404
@@ -211,8 +209,6 @@ def test_nothing_but_the_page_is_served_from_disk(client: TestClient, path: str)
 
 @pytest.mark.parametrize("id", ["..", "../calc", "calc/../../x", "%2e%2e", "a" * 5000, "\x00"])
 def test_a_run_is_found_by_its_id_only(client: TestClient, id: str):
-    from urllib.parse import quote
-
     assert client.get(f"/api/runs/{quote(id, safe='')}").status_code == 404
 
 
@@ -262,3 +258,36 @@ def test_the_command_names_what_is_missing(tmp_path: Path):
         view([tmp_path / "nothing"], 0, False)
     with pytest.raises(ConfigError, match="no run is there"):
         view([tmp_path], 0, False)
+
+
+@pytest.mark.parametrize("target", ["report.html", "report"])
+def test_an_export_carries_spread_steps_and_the_best_and_worst_episodes(
+    library: Library, tmp_path: Path, target: str
+):
+    said = export(library, tmp_path / target, Extent(steps=2, episodes=2))
+    assert said == "2 runs, 4 of 6 steps, 8 episodes in full"
+    text = "".join(
+        path.read_text() for path in [tmp_path / target, *(tmp_path / target).rglob("*")] if path.is_file()
+    )
+    assert "/api/runs/calc/episodes/s3/g1/e2?step=3" in text
+    assert "/api/runs/calc/steps/2" not in text
+    assert "data:image/png;base64" in text
+    with pytest.raises(ConfigError, match="is there already"):
+        export(library, tmp_path / target, Extent())
+
+
+def test_a_redacted_export_has_no_text_of_the_run(library: Library, tmp_path: Path):
+    export(library, tmp_path / "report.html", Extent(redact=True))
+    text = (tmp_path / "report.html").read_text()
+    for secret in (
+        "What is 1+2",
+        "I call.",
+        "Let me think",
+        "1+2",
+        str(tmp_path),
+        "the engine is lost",
+        "tiny 64x2",
+    ):
+        assert secret not in text
+    assert "/api/runs/calc/tokens/" not in text
+    assert "s3/g1/e2" in text

@@ -1,0 +1,182 @@
+"""Exports of the page: which answers go into a file or folder, and what is taken out of them."""
+
+from __future__ import annotations
+
+import base64
+import re
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+from urllib.parse import quote
+
+from agentrl.errors import CheckpointError, ConfigError
+from agentrl.run_folder.reader import Json
+from agentrl.view import run_page
+from agentrl.view.bundle import single_file, write_folder
+from agentrl.view.episode_page import Span, image_path
+from agentrl.view.library import Library, NotFoundError
+
+Answer = tuple[str, object]
+
+
+@dataclass(frozen=True, slots=True)
+class Extent:
+    """What an export carries.
+
+    Attributes:
+        steps: that many steps of each run, spread over it, the last one included; all where it is None.
+        episodes: that many episodes of each of these steps, the best and the worst; all where it is None.
+        redact: replace messages, tasks, arguments and results by their lengths, and leave out tokens and paths.
+    """
+
+    steps: int | None = 5
+    episodes: int | None = 8
+    redact: bool = False
+
+
+def export(library: Library, target: Path, extent: Extent) -> str:
+    """Write the page with its data to a file (`*.html`) or a folder; returns what it carries and what it does not.
+
+    Raises:
+        ConfigError: the target is there already, or cannot be written.
+    """
+    if target.exists() and (target.suffix == ".html" or any(target.iterdir())):
+        raise ConfigError(f"{target}: is there already; give another name")
+    data = list(_answers(library, extent))
+    title = "agentrl" if extent.redact else ", ".join(reader.path.name for reader in library.runs.values())
+    if target.suffix == ".html":
+        target.parent.mkdir(parents=True, exist_ok=True)
+        with target.open("w", encoding="utf-8") as file:
+            file.writelines(single_file(data, title=title))
+    else:
+        write_folder(target, data, title=title)
+    return _contents(library, data, extent)
+
+
+def _contents(library: Library, data: Sequence[Answer], extent: Extent) -> str:
+    episodes = sum("/episodes/" in path for path, _ in data)
+    steps = sum(bool(re.search(r"/steps/\d+$", path)) for path, _ in data)
+    recorded = sum(len(reader.steps) for reader in library.runs.values())
+    runs = len(library.runs)
+    text = f"{runs} {'run' if runs == 1 else 'runs'}, {steps} of {recorded} steps, {episodes} episodes in full"
+    return f"{text}; texts, tokens and paths are left out" if extent.redact else text
+
+
+def _answers(library: Library, extent: Extent) -> Iterator[Answer]:
+    redact = _redact if extent.redact else _keep
+    yield "/api/runs", redact(library.all_runs())
+    for id, reader in library.runs.items():
+        base = f"/api/runs/{quote(id, safe='')}"
+        yield base, redact(library.about(id))
+        yield f"{base}/series", run_page.series(reader, None, -1)
+        yield f"{base}/steps", run_page.steps(reader)
+        yield f"{base}/tools", redact(library.tools(id))
+        for step in spread(reader.steps, extent.steps):
+            try:
+                found = library.step(id, step)
+            except NotFoundError:
+                continue
+            yield f"{base}/steps/{step}", redact(found)
+            yield from _episodes(library, id, step, found, extent)
+    ids = sorted(library.runs)
+    if 1 < len(ids) <= 10:
+        yield f"/api/compare?runs={','.join(quote(id, safe='') for id in ids)}", redact(library.compare(ids))
+
+
+def _episodes(library: Library, run: str, step: int, found: Json, extent: Extent) -> Iterator[Answer]:
+    every = [episode for group in found["groups"] for episode in group["episodes"]]
+    every.sort(key=lambda episode: (episode["reward"] is not None, episode["reward"] or 0.0))
+    base = f"/api/runs/{quote(run, safe='')}"
+    for one in ends(every, extent.episodes):
+        id = one["id"]
+        place = f"{quote(id, safe='/')}?step={step}"
+        try:
+            episode = library.episode(run, step, id)
+            tokens = {} if extent.redact else library.tokens(run, step, id, Span())
+        except (NotFoundError, CheckpointError):
+            continue
+        if extent.redact:
+            yield f"{base}/episodes/{place}", _redact({**episode, "segments": [], "branches": [], "tools": []})
+            continue
+        yield f"{base}/episodes/{place}", episode
+        yield f"{base}/tokens/{place}", tokens
+        for message, content in enumerate(m["content"] for m in episode["messages"]):
+            for part in content if isinstance(content, list) else ():
+                if isinstance(part, dict):
+                    try:
+                        data, kind = library.image(run, step, id, message, part["image"])
+                    except NotFoundError:
+                        continue
+                    url = f"data:{kind};base64,{base64.b64encode(data).decode()}"
+                    yield image_path(run, step, id, message, part["image"]), url
+
+
+def spread(items: Sequence[int], count: int | None) -> list[int]:
+    """That many items at equal distances, the first and the last among them."""
+    if count is None or len(items) <= count:
+        return list(items)
+    if count <= 1:
+        return list(items[-1:]) if count else []
+    places = {round(n * (len(items) - 1) / (count - 1)) for n in range(count)}
+    return [items[place] for place in sorted(places)]
+
+
+def ends(items: Sequence[Json], count: int | None) -> Iterable[Json]:
+    """Half of them from the beginning and half from the end."""
+    if count is None or len(items) <= count:
+        return items
+    low = count - count // 2
+    return [*items[:low], *items[len(items) - count // 2 :]]
+
+
+SECRET_TEXTS = frozenset(
+    {
+        "content",
+        "reasoning",
+        "result",
+        "error",
+        "snippet",
+        "text",
+        "task",
+        "path",
+        "url",
+        "base_url",
+        "arguments",
+        "row",
+        "model",
+        "env",
+    }
+)
+"""Keys whose values come from prompts, policies, tools or the machine."""
+SECRET_PARTS = frozenset(
+    {"config", "faults", "parse_errors", "failing", "config_diff", "tasks", "regressions", "summary"}
+)
+"""Keys that are left empty: their shapes say too much."""
+
+
+def _keep(data: Json) -> Json:
+    return data
+
+
+def _redact(data: Any) -> Any:
+    """Answers without texts: what may be secret is replaced by its length."""
+    if isinstance(data, dict):
+        return {key: _hidden(key, value) for key, value in data.items()}
+    if isinstance(data, list):
+        return [_redact(inner) for inner in data]
+    return data
+
+
+def _hidden(key: str, value: Any) -> Any:
+    if key in SECRET_PARTS and isinstance(value, dict | list):
+        return type(value)()
+    if key not in SECRET_TEXTS:
+        return _redact(value)
+    if isinstance(value, str):
+        return f"[{len(value)} characters]"
+    if isinstance(value, dict):
+        return {}
+    if isinstance(value, list):
+        return [f"[{len(part)} characters]" if isinstance(part, str) else "[an image]" for part in value]
+    return value
