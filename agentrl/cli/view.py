@@ -38,7 +38,7 @@ def view(
     import contextlib
 
     from agentrl.errors import ConfigError
-    from agentrl.run_folder.reader import find_runs
+    from agentrl.run_folder.run_reader import find_runs
 
     given = paths or [Path("runs")]
     for path in given:

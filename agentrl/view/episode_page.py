@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 from urllib.parse import quote
 
-from agentrl.run_folder.reader import Json
+from agentrl.run_folder.run_reader import Json
 from agentrl.run_folder.token_records import NOTHING_RECORDED, TokenColumns
 from agentrl.view.step_page import truncated
 

@@ -11,7 +11,7 @@ from typing import Any
 from urllib.parse import quote
 
 from agentrl.errors import CheckpointError, ConfigError
-from agentrl.run_folder.reader import Json
+from agentrl.run_folder.run_reader import Json
 from agentrl.view import run_page
 from agentrl.view.bundle import single_file, write_folder
 from agentrl.view.episode_page import Span, image_path

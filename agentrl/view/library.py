@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, ParamSpec, TypeVar
 
 from agentrl.errors import CheckpointError, ConfigError
-from agentrl.run_folder.reader import Json, RecordCache, RunReader, find_runs
+from agentrl.run_folder.run_reader import Json, RecordCache, RunReader, find_runs
 from agentrl.run_folder.search_index import Index, Query, open_index
 from agentrl.run_folder.token_records import NOTHING_RECORDED, read_tokens
 from agentrl.view import episode_page, run_page, step_page

@@ -8,7 +8,7 @@ from datetime import datetime
 from typing import Any
 
 from agentrl.errors import CheckpointError
-from agentrl.run_folder.reader import Json, Metrics, RecordCache, RunReader
+from agentrl.run_folder.run_reader import Json, Metrics, RecordCache, RunReader
 
 CURATED = (
     *("solved", "reward", "held_out", "held_out_reward", "entropy", "kl", "loss", "grad_norm"),

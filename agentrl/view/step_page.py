@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from agentrl.errors import CheckpointError
-from agentrl.run_folder.reader import Json, RecordCache, RunReader
+from agentrl.run_folder.run_reader import Json, RecordCache, RunReader
 from agentrl.types import LIMITS
 
 FAILING = 8

@@ -23,7 +23,7 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from agentrl.errors import ConfigError
-from agentrl.run_folder.reader import Json
+from agentrl.run_folder.run_reader import Json
 from agentrl.view import run_page
 from agentrl.view.bundle import served
 from agentrl.view.episode_page import Span
