@@ -13,7 +13,7 @@ quick: $(VENV)/.dev  ## the edit loop, under a minute: lint what changed, import
 	PATH="$(CURDIR)/$(BIN):$$PATH" scripts/quick
 
 JOBS ?= 3
-test: $(VENV)/.dev  ## the whole test suite, in JOBS processes; the tests of a file stay together
+test: $(VENV)/.dev $(VENV)/openenv/.done  ## the whole test suite, in JOBS processes; the tests of a file stay together
 	$(BIN)/python -m pytest -n $(JOBS) --dist loadfile
 
 lint: $(VENV)/.dev  ## format, lint, types, imports
@@ -32,8 +32,16 @@ $(VENV)/.train: pyproject.toml constraints.txt
 
 $(VENV)/.dev: pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(PIP) -e '.[train,docker,hf,lora,mcp,parquet,ray,serve,dev]'
+	$(PIP) -e '.[train,docker,hf,lora,mcp,openenv,parquet,ray,serve,dev]'
 	touch $@ $(VENV)/.train
+
+# OpenEnv's servers pin other versions than ours, so the tests run them in a Python of their own; no gradio.
+OPENENV := fastapi uvicorn[standard] 'fastmcp>=3,<4' httpx openai pyyaml rich requests typer huggingface_hub jsonschema tomli tomli-w
+$(VENV)/openenv/.done:
+	$(PYTHON) -m venv $(VENV)/openenv
+	$(VENV)/openenv/bin/python -m pip --disable-pip-version-check install -q $(OPENENV)
+	$(VENV)/openenv/bin/python -m pip --disable-pip-version-check install -q --no-deps openenv==0.10.0
+	touch $@
 
 $(VENV)/.docs: $(VENV)/.train
 	$(PIP) -e '.[docs]'

@@ -16,6 +16,7 @@ EXTRAS: Mapping[str, tuple[str, ...]] = {
     "lora": ("peft",),
     "docker": ("docker",),
     "mcp": ("mcp",),
+    "openenv": ("websockets",),
     "hf": ("datasets",),
     "parquet": ("pyarrow",),
     "sglang": ("sglang",),

@@ -1,0 +1,1 @@
+"""Environments of other projects, played unchanged; one small module each."""
