@@ -37,7 +37,7 @@ def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
     """One browser for all tests; where AGENTRL_BROWSER is "required" (CI), its absence is a failure."""
     program = chromium()
     try:
-        from playwright.sync_api import sync_playwright
+        from playwright.sync_api import expect, sync_playwright
     except ImportError:
         program = None
     if program is None:
@@ -45,6 +45,7 @@ def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
         if os.environ.get("AGENTRL_BROWSER") == "required":
             raise AssertionError(f"AGENTRL_BROWSER=required, but the browser is missing: {why}")
         pytest.skip(why)
+    expect.set_options(timeout=20_000)  # the machine may do much else
     with sync_playwright() as playwright:
         browser = playwright.chromium.launch(executable_path=program, args=FLAGS)
         yield browser
@@ -58,7 +59,7 @@ class Errors(list[str]):
 @pytest.fixture
 def context(browser: Browser) -> Iterator[BrowserContext]:
     context = browser.new_context(viewport={"width": 1400, "height": 900}, reduced_motion="reduce")
-    context.set_default_timeout(15_000)
+    context.set_default_timeout(30_000)
     yield context
     context.close()
 

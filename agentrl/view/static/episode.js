@@ -45,13 +45,20 @@ function Picture({ path, part }) {
 	return source && html`<img class="picture" src=${source} alt=${`${visible(part.mime_type ?? "image")}${part.bytes ? `, ${bytes(part.bytes)}` : ""}`} loading="lazy" />`;
 }
 
-function Call({ call }) {
+const FOLDED = 5000;
+
+function Long({ text }) {
 	const [all, setAll] = useState(false);
-	const result = typeof call.result === "string" ? call.result : JSON.stringify(call.result ?? "", null, 2);
-	return html`<details class=${`call ${call.outcome === "ok" ? "" : "failed"}`}>
-		<summary><code>${visible(callText(call)).slice(0, 300)}</code><span class="outcome">${visible(call.outcome ?? "")}</span><span class="quiet">${duration(call.seconds)}</span>${call.truncated && html`<span class="tag">truncated</span>`}</summary>
-		<dl class="fold"><dt>arguments</dt><dd><pre>${visible(JSON.stringify(call.arguments, null, 2) ?? "")}</pre></dd>
-		<dt>result</dt><dd><pre>${visible(all ? result : result.slice(0, 5000))}</pre>${!all && result.length > 5000 && html`<button class="plain" onClick=${() => setAll(true)}>Show all ${bytes(result.length)}</button>`}</dd></dl></details>`;
+	return html`<pre>${visible(all ? text : text.slice(0, FOLDED))}</pre>${!all && text.length > FOLDED && html`<button class="plain" onClick=${() => setAll(true)}>Show all ${bytes(text.length)}</button>`}`;
+}
+
+const asText = (value) => (typeof value === "string" ? value : JSON.stringify(value ?? "", null, 2));
+
+function Call({ call }) {
+	const [opened, setOpened] = useState(false);
+	return html`<details class=${`call ${call.outcome === "ok" ? "" : "failed"}`} onToggle=${(e) => setOpened(e.target.open)}>
+		<summary><code>${visible(callText(call).slice(0, 300))}</code><span class="outcome">${visible(call.outcome ?? "")}</span><span class="quiet">${duration(call.seconds)}</span>${call.truncated && html`<span class="tag">truncated</span>`}</summary>
+		${opened && html`<dl class="fold"><dt>arguments</dt><dd><${Long} text=${asText(call.arguments)} /></dd><dt>result</dt><dd><${Long} text=${asText(call.result)} /></dd></dl>`}</details>`;
 }
 
 function Block({ block, episode, run, tokens, round, look, views, opened, toggle }) {
@@ -66,10 +73,10 @@ function Block({ block, episode, run, tokens, round, look, views, opened, toggle
 	return html`<article class=${`msg ${role}${opened ? "" : " folded"}`} id=${`block-${block.index}`} data-nav tabindex="-1" aria-label=${visible(role)}>
 		${block.fork && html`<div class="fork">⑂ ${visible(block.fork.kind ?? "branch")}${block.fork.reason && html`: ${visible(block.fork.reason)}`}</div>`}
 		<header><button class="role" aria-expanded=${opened} onClick=${() => toggle(block)}>${visible(role)}</button>
-			${answer && html`<code class="clip">${visible(callText(answer)).slice(0, 160)}</code><span class=${answer.outcome === "ok" ? "good" : "bad"}>${visible(answer.outcome)}</span><span class="quiet">${duration(answer.seconds)}</span>`}
+			${answer && html`<code class="clip">${visible(callText(answer).slice(0, 160))}</code><span class=${answer.outcome === "ok" ? "good" : "bad"}>${visible(answer.outcome)}</span><span class="quiet">${duration(answer.seconds)}</span>`}
 			${!answer && message?.name && html`<code>${visible(message.name)}</code>`}
 			<span class="grow"></span>
-			${turn && html`<span class="quiet">turn ${block.turnIndex + 1} · ${duration(turn.engine_seconds)}${turn.finish === "length" ? " · cut at its token limit" : ""}</span>`}
+			${turn && html`<span class="quiet">turn ${block.turnIndex + 1} · engine ${duration(turn.engine_seconds)}${turn.env_seconds ? ` · env ${duration(turn.env_seconds)}` : ""}${turn.finish === "length" ? " · cut at its token limit" : ""}</span>`}
 			${block.version !== null && html`<span class="quiet">v${block.version}</span>`}
 			<span class="quiet">${plain ? "no tokens" : `${num(size)} tokens`}</span></header>
 		${opened && (plain
