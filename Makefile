@@ -32,7 +32,8 @@ $(VENV)/.train: pyproject.toml constraints.txt
 
 $(VENV)/.dev: pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(PIP) -e '.[train,docker,hf,lora,mcp,openenv,parquet,ray,serve,dev]'
+	$(PIP) -e '.[train,docker,hf,lora,mcp,openenv,parquet,ray,reasoning-gym,serve,textarena,dev]'
+	$(PIP) --no-deps gem-llm==0.1.0  # it pins older versions of packages that other extras need
 	touch $@ $(VENV)/.train
 
 # OpenEnv's servers pin other versions than ours, so the tests run them in a Python of their own; no gradio.

@@ -19,7 +19,9 @@ EXTRAS: Mapping[str, tuple[str, ...]] = {
     "openenv": ("websockets",),
     "hf": ("datasets",),
     "parquet": ("pyarrow",),
+    "reasoning-gym": ("reasoning_gym",),
     "sglang": ("sglang",),
+    "textarena": ("textarena",),
 }
 """The modules that each extra of the distribution installs."""
 

@@ -14,6 +14,7 @@ from agentrl.clean import visible
 from agentrl.cli import config, sandbox
 from agentrl.cli.check import check
 from agentrl.cli.doctor import doctor
+from agentrl.cli.envs import envs
 from agentrl.cli.eval import evaluate
 from agentrl.cli.export import export
 from agentrl.cli.import_verl import import_verl
@@ -67,6 +68,7 @@ app.command("eval")(evaluate)
 app.command("serve")(serve)
 app.command("export")(export)
 app.command("new")(new)
+app.command("envs")(envs)
 app.command("doctor")(doctor)
 app.command("import-verl")(import_verl)
 app.add_typer(config.app, name="config")

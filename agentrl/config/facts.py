@@ -42,10 +42,12 @@ class NamesCode:
     Attributes:
         kind: what the code is.
         or_word: a name without a colon is one of agentrl's.
+        or_scheme: `SCHEME:REST` of `agentrl.config.schemes` is accepted, too.
     """
 
     kind: Literal["class", "function"]
     or_word: bool = False
+    or_scheme: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -34,6 +34,7 @@ from agentrl.config.schema import (
     unknown_key,
     without_kinds,
 )
+from agentrl.config.schemes import SCHEMES, scheme_of
 from agentrl.config.section import DeadKey, DeadKeys, dead_keys
 from agentrl.config.source import Loc, Problem, Source, Spot, dotted, excerpt, read_source, read_value
 from agentrl.errors import ConfigError
@@ -299,10 +300,18 @@ def _code_path(source: Source, loc: Loc, code: NamesCode, folder: Path, *, check
     text = _get(source.data, loc)
     if not isinstance(text, str) or (code.or_word and ":" not in text):
         return
+    if code.or_scheme and (scheme := scheme_of(text)) is not None:
+        _scheme_path(source, loc, scheme, folder)
+        return
     module, colon, name = text.rpartition(":")
     if not colon or not module or not all(part.isidentifier() for part in name.split(".")):
         what = code.kind.capitalize() if code.kind == "class" else code.kind
         problem = f"must be `module:{what}` or `path/to/file.py:{what}`, got {text!r}"
+        if code.or_scheme:
+            hint = did_you_mean(
+                text.partition(":")[0], SCHEMES, otherwise=f"the schemes are: {', '.join(SCHEMES)}"
+            )
+            problem = problem.replace(", got", ", or SCHEME:REST (`agentrl envs` lists them), got") + f"; {hint}"
         source.problems.append(Problem(loc, problem, source.spot(loc)))
         return
     if text == COMPOSED and isinstance(source.data["env"], dict):
@@ -315,6 +324,14 @@ def _code_path(source: Source, loc: Loc, code: NamesCode, folder: Path, *, check
     _get(source.data, loc[:-1])[loc[-1]] = f"{path}:{name}"
     if check and not _exists(path, "file"):
         source.problems.append(Problem(loc, f"there is no file {path}{_neighbours(path)}", source.spot(loc)))
+
+
+def _scheme_path(source: Source, loc: Loc, scheme: tuple[str, str], folder: Path) -> None:
+    """Make the path of a scheme that names one absolute."""
+    name, rest = scheme
+    if SCHEMES[name].path and rest:
+        path, at, more = rest.partition("@")
+        _get(source.data, loc[:-1])[loc[-1]] = f"{name}:{_absolute(path, source.spot(loc), folder)}{at}{more}"
 
 
 def _absolute(text: str, spot: Spot | None, folder: Path) -> Path:

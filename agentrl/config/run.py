@@ -87,10 +87,11 @@ class ModelConfig(Section):
 class EnvConfig(Section):
     """The environment."""
 
-    use: Annotated[str, NamesCode("class")]
-    """`module:Class` or `path/to/file.py:Class`; a path is relative to the YAML file."""
+    use: Annotated[str, NamesCode("class", or_scheme=True)]
+    """`module:Class` or `path/to/file.py:Class`; a path is relative to the YAML file. Or `SCHEME:REST`, an env of
+    another ecosystem, such as `textarena:2048-v0` (`agentrl envs` lists the schemes)."""
     options: dict[str, Any] = Field(default_factory=dict)
-    """Keyword arguments for the class."""
+    """Keyword arguments for the class, or the options of the scheme."""
     settings: dict[str, Any] = Field(default_factory=dict)
     """Limits on calls and results, and the handling of mistakes: the fields of `agentrl.env.ToolSettings`."""
     solved_at: float | dict[str, float] | None = None

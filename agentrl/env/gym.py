@@ -17,7 +17,7 @@ import numpy as np
 from gymnasium import spaces
 
 from agentrl.env.ansi import without_colors
-from agentrl.env.env import Env
+from agentrl.env.env import DeclaredReward, Env
 from agentrl.env.tasks import Split, generated
 from agentrl.env.toolenv.background import background
 from agentrl.env.toolenv.declare import ToolResult
@@ -207,6 +207,10 @@ class GymnasiumEnv(ToolEnv):
     def tasks(cls, split: Split = "train", seed: int = 0, *, size: int = 10_000) -> Sequence[Task]:
         """Games by seed; each task has no row."""
         return generated(cls.env_id.lower() or "game", split, seed, size, lambda rng: {})
+
+    def declared_rewards(self) -> Mapping[str, DeclaredReward] | None:
+        """Those of the class; undeclared if it has none, because the game's rewards are rewards of turns."""
+        return super().declared_rewards() or None
 
     def describe(self, observation: Any) -> str:
         """What the policy sees: the rendered text if the game supports it, else the observation."""

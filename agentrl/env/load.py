@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
+from typing import Any
 
+from agentrl.config.schemes import scheme_of
+from agentrl.env.adapter import load_adapter
 from agentrl.env.env import Env
 from agentrl.env.toolenv.observe import error_text
 from agentrl.errors import ConfigError
@@ -13,18 +17,22 @@ from agentrl.importing import load_object
 from agentrl.types import Task
 
 
-def load_env(spec: str, *, base: Path | None = None) -> type[Env]:
+def load_env(
+    spec: str, options: Mapping[str, Any] = MappingProxyType({}), *, base: Path | None = None
+) -> type[Env]:
     """Load the env class that `spec` names and read its tools and rewards.
 
     Args:
-        spec: `module:Name` or `path/to/file.py:Name`; a relative path is resolved against `base` (by default the
-            working directory).
+        spec: `module:Name`, `path/to/file.py:Name`, or `SCHEME:REST` of another ecosystem; a relative path is
+            resolved against `base` (by default the working directory).
+        options: `env.options`, which become part of the class of a scheme.
         base: folder of the file that names the env.
 
     Raises:
         ConfigError: it cannot be imported, is not a concrete Env, or declares an invalid tool or reward.
     """
-    found = load_object(spec, base=base)
+    scheme = scheme_of(spec)
+    found = load_object(spec, base=base) if scheme is None else load_adapter(*scheme, options)
     if not (isinstance(found, type) and issubclass(found, Env)):
         raise ConfigError(
             f"env {spec!r}: {getattr(found, '__name__', found)!r} is no subclass of agentrl.Env or agentrl.ToolEnv"

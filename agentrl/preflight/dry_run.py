@@ -207,7 +207,7 @@ def _tokenizer(config: RunConfig, content: Content, temp: Path) -> tuple[Path, i
 
 
 def _policy(config: RunConfig, content: Content, task: Task) -> tuple[Policy, str]:
-    env_class = load_env(config.env.use)
+    env_class = load_env(config.env.use, config.env.options)
     oracle = author_method(env_class, "oracle")
     if oracle is not None:
         try:

@@ -10,6 +10,7 @@ from typing import Any
 
 from agentrl.chat.messages import MessageFormatError, read_well_formed
 from agentrl.config.run import RunConfig
+from agentrl.config.schemes import scheme_of
 from agentrl.env.env import Env
 from agentrl.env.load import load_env, said_by
 from agentrl.env.rows import load_rows, read_jsonl
@@ -36,7 +37,7 @@ def load_content(config: RunConfig) -> Content:
     Raises:
         ConfigError: names the problem, its location and a remedy.
     """
-    env_class = load_env(config.env.use)
+    env_class = load_env(config.env.use, config.env.options)
     make_env = env_factory(env_class, config)
     train = _tasks(env_class, config, "train", config.data.train)
     return Content(
@@ -102,8 +103,10 @@ def env_factory(env_class: type[Env], config: RunConfig) -> Callable[[], Env]:
     options, settings, weights = config.env.options, config.env.settings, config.env.reward_weights
     at = config.env.solved_at
 
+    given = {} if scheme_of(config.env.use) else options  # the class of a scheme has them
+
     def make() -> Env:
-        env = env_class(**options)
+        env = env_class(**given)
         env.configure(settings, weights, at)
         return env
 

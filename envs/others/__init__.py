@@ -1,1 +1,1 @@
-"""Environments of other projects, played unchanged; one small module each."""
+"""Environments of other projects, played unchanged; `agentrl.config.schemes` names them."""

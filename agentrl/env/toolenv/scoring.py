@@ -60,7 +60,7 @@ class ScoredEnv(Env):
         if isinstance(solved_at, Mapping):
             self.check_solved_at(solved_at)
 
-    def declared_rewards(self) -> Mapping[str, DeclaredReward]:
+    def declared_rewards(self) -> Mapping[str, DeclaredReward] | None:
         """The methods marked `@reward`, in the order of definition."""
         weights = self.settings.reward_weights
         return {r.name: DeclaredReward(r.mark.per, weight_of(r, weights)) for r in self.spec().rewards}
@@ -78,7 +78,7 @@ class ScoredEnv(Env):
 
     def check_solved_at(self, thresholds: Mapping[str, float]) -> None:
         """Raises ConfigError when a threshold of the run names no reward per episode."""
-        known = [name for name, reward in self.declared_rewards().items() if reward.per == "episode"]
+        known = [name for name, reward in (self.declared_rewards() or {}).items() if reward.per == "episode"]
         if unknown := [name for name in thresholds if name not in known and name.split("/")[0] not in known]:
             raise ConfigError(
                 f"env.solved_at: {unknown[0]!r} is no reward per episode of {type(self).__name__}; "

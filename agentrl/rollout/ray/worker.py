@@ -20,6 +20,7 @@ from numpy.typing import NDArray
 
 from agentrl.chat.token_check import Mode, TokenCheckBudget, TokenReport
 from agentrl.config.run import RunConfig
+from agentrl.config.schemes import scheme_of
 from agentrl.engine.base import Engine, EngineCapabilities
 from agentrl.env.load import load_env
 from agentrl.errors import AgentRLError, ConfigError, EngineError
@@ -175,7 +176,7 @@ class EnvWorker:
             (folder / name).parent.mkdir(parents=True, exist_ok=True)
             (folder / name).write_bytes(content)
         self._renderer = load_renderer(config, folder)
-        self._make_env = env_factory(load_env(config.env.use), config)
+        self._make_env = env_factory(load_env(config.env.use, config.env.options), config)
 
     async def ready(self) -> None:
         """Returns once the worker can play.
@@ -250,6 +251,8 @@ def pack_setup(config: RunConfig, model: Path, max_context: int) -> WorkerSetup:
 
 def _env_file(config: RunConfig) -> Path | None:
     """The Python file of the run's env; None if the env is given as a module."""
+    if scheme_of(config.env.use):
+        return None
     name = config.env.use.rpartition(":")[0]
     return Path(name).expanduser().absolute() if name.endswith(".py") or "/" in name else None
 

@@ -1,0 +1,24 @@
+"""`agentrl envs`: what a run can name under `env:`."""
+
+from __future__ import annotations
+
+
+def envs() -> None:
+    """List the shipped environments and the schemes of other ecosystems, with what is installed."""
+    from rich.console import Console
+    from rich.text import Text
+
+    from agentrl.config.schemes import SCHEMES
+    from agentrl.env.adapter import missing_module
+    from agentrl.importing import load_object
+
+    console = Console()
+    console.print(Text("Shipped", style="bold"))
+    for where in load_object("agentrl.envs:SHIPPED").values():
+        console.print(Text(f"  {where}"), soft_wrap=True)
+    console.print(Text("\nOther ecosystems: env: SCHEME:REST, with env.options", style="bold"))
+    for name, scheme in SCHEMES.items():
+        missing = missing_module(scheme)
+        state = "installed" if missing is None else f"not installed: pip install {scheme.install}"
+        console.print(Text(f"  {name}:{scheme.rest}", style="bold").append(f"  {state}", "default not bold"))
+        console.print(Text(f"      {scheme.about}"), soft_wrap=True)

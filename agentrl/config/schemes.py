@@ -1,0 +1,73 @@
+"""The short names of other ecosystems' environments: `env: SCHEME:REST`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class EnvScheme:
+    """How `SCHEME:REST` becomes an env.
+
+    Attributes:
+        adapter: `module:Class` of the adapter, a subclass of `agentrl.env.adapter.Adapter`.
+        rest: what follows the colon, for help texts.
+        about: one line for `agentrl envs`.
+        modules: modules that must be installed.
+        install: the arguments of `pip install` that install them.
+        path: REST starts with a path (up to an `@`), relative to the YAML file.
+    """
+
+    adapter: str
+    rest: str
+    about: str
+    modules: tuple[str, ...] = ()
+    install: str = ""
+    path: bool = False
+
+
+SCHEMES: Mapping[str, EnvScheme] = {
+    "gem": EnvScheme(
+        "agentrl.envs.others.gem:Gem",
+        "ID",
+        "GEM games and rg: tasks, e.g. gem:game:Sudoku-v0-easy",
+        ("gem", "reasoning_gym"),
+        "--no-deps gem-llm==0.1.0",
+    ),
+    "gymnasium": EnvScheme(
+        "agentrl.envs.others.gymnasium:GymnasiumGame",
+        "ID",
+        "any Gymnasium env, played through one tool, e.g. gymnasium:FrozenLake-v1",
+        ("gymnasium",),
+        "gymnasium",
+    ),
+    "mcp": EnvScheme(
+        "agentrl.envs.others.mcp:McpEnv",
+        "COMMAND|URL",
+        "the tools of an MCP server, e.g. mcp:http://127.0.0.1:8000/mcp",
+        ("mcp",),
+        "'agentrl-train[mcp]'",
+    ),
+    "reasoning_gym": EnvScheme(
+        "agentrl.envs.others.reasoning_gym:ReasoningGym",
+        "DATASET",
+        "procedural reasoning tasks, e.g. reasoning_gym:sudoku",
+        ("reasoning_gym",),
+        "'agentrl-train[reasoning-gym]'",
+    ),
+    "textarena": EnvScheme(
+        "agentrl.envs.others.textarena:TextArena",
+        "ID",
+        "text games for one or two players, e.g. textarena:2048-v0",
+        ("textarena",),
+        "'agentrl-train[textarena]'",
+    ),
+}
+"""The adapters by scheme; each is imported when it is used."""
+
+
+def scheme_of(text: str) -> tuple[str, str] | None:
+    """The scheme and the rest of `SCHEME:REST`; None if the text has no known scheme."""
+    name, colon, rest = text.partition(":")
+    return (name, rest) if colon and name in SCHEMES else None

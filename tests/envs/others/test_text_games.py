@@ -1,0 +1,171 @@
+"""TextArena, GEM, Reasoning Gym, Gymnasium and MCP by their schemes, with the real packages."""
+
+from __future__ import annotations
+
+import random
+import sys
+from pathlib import Path
+
+import pytest
+
+from agentrl import ConfigError, Task, load_config
+from agentrl.config.schemes import SCHEMES, scheme_of
+from agentrl.env.checker import check_env
+from agentrl.env.load import load_env
+from agentrl.env.play import ScriptedPolicy, call, play
+from agentrl.preflight.dry_run import rehearse
+from agentrl.rollout.content import load_content
+from bench.reach import ECOSYSTEMS
+
+SERVER = Path(__file__).parents[2] / "env" / "mcp_server.py"
+
+
+@pytest.mark.parametrize("name", ["textarena", "gem", "reasoning_gym"])
+def test_rewards_equal_the_ecosystems_own(name):
+    pytest.importorskip(name)
+    agreed, count = ECOSYSTEMS[name][1](70)
+    assert count >= 140
+    assert agreed == count
+
+
+@pytest.mark.parametrize(
+    ("use", "options", "low"),
+    [
+        ("textarena:2048-v0-ultra-easy", {}, 0),
+        ("textarena:TicTacToe-v0", {"opponent": "random"}, -1),
+        ("textarena:TicTacToe-v0", {"opponent": "random", "player": 1}, -1),
+        ("gem:game:Sudoku-v0-easy", {}, -10),
+        ("reasoning_gym:mini_sudoku", {"config": {"max_empty": 10}}, 0),
+    ],
+)
+async def test_the_contract_holds(use, options, low):
+    pytest.importorskip(use.split(":")[0])
+    env = load_env(use, options)
+    await check_env(env, env.tasks("train", 0), reward_range=(low, 10), oracle=None)
+
+
+async def test_the_oracle_of_reasoning_gym_earns_everything_and_splits_differ():
+    pytest.importorskip("reasoning_gym")
+    env = load_env("reasoning_gym:chain_sum", {"size": 20})
+    train, held_out = env.tasks("train", 3), env.tasks("held_out", 3)
+    assert len(train) == 20
+    questions = set()
+    for task in [*train, *held_out]:
+        episode = await play(env(), task, env.oracle(task))
+        assert (episode.reward, episode.solved) == (1.0, True)
+        questions.add(episode.messages[1].content)
+    assert len(questions) > 35
+
+
+async def test_a_game_keeps_the_global_generator_as_it_was():
+    pytest.importorskip("textarena")
+    env = load_env("textarena:2048-v0-ultra-easy")
+    random.seed(5)
+    before = random.getstate()
+    episode = await play(env(), env.tasks("train", 0)[0], ScriptedPolicy(["[Up]"]))
+    assert random.getstate() == before
+    assert 0 < episode.reward < 1
+
+
+async def test_a_random_opponent_makes_valid_moves_and_wins_against_nonsense():
+    pytest.importorskip("textarena")
+    env = load_env("textarena:TicTacToe-v0", {"opponent": "random"})
+    tasks = env.tasks("train", 0)
+    lost = await play(env(), tasks[0], ScriptedPolicy([], otherwise="nonsense"))
+    assert lost.reward == -1.0
+    moves = [f"[{i}]" for i in (0, 4, 8, 1, 7, 2, 6, 3, 5)]
+    episodes = [await play(env(), task, ScriptedPolicy(moves)) for task in tasks[:12]]
+    assert {"Player 1 made an invalid move" in str(e.messages[-1].content) for e in episodes} == {False}
+    assert any(e.solved for e in episodes)
+
+
+@pytest.mark.parametrize(
+    ("use", "options", "said"),
+    [
+        ("textarena:2048-v1", {}, r"no such game; did you mean '2048-v0"),
+        ("textarena:2048-v0", {"oponent": "random"}, r"env\.options\.oponent: unknown; did you mean 'opponent'"),
+        ("textarena:2048-v0", {"opponent": "random"}, "a game for one player"),
+        ("textarena:2048-v0", {"make": {"sides": 3}}, "sides"),
+        ("textarena:TicTacToe-v0", {}, "a game for two: set env.options.opponent"),
+        ("textarena:TicTacToe-v0", {"opponent": "scripted"}, r"env\.options\.script: give it with"),
+        ("textarena:TicTacToe-v0", {"opponent": "human"}, r"env\.options\.opponent"),
+        ("textarena:TicTacToe-v0", {"opponent": "random", "url": "http://x"}, r"env\.options\.url"),
+        ("textarena:ThreePlayerTicTacToe-v0", {}, "more than two players"),
+        ("gem:game:Sudoku-v0-esy", {}, "did you mean 'game:Sudoku-v0-easy'"),
+        ("reasoning_gym:sudokuu", {}, "did you mean 'sudoku'"),
+        ("reasoning_gym:sudoku", {"config": {"empty": 3}}, r"env\.options\.config does not fit sudoku.*empty"),
+        ("reasoning_gym:sudoku", {"config": {"min_empty": 99}}, r"env\.options\.config does not fit sudoku"),
+        ("reasoning_gym:composite", {}, r"env\.options\.datasets"),
+        ("reasoning_gym:sudoku", {"size": "ten"}, r"env\.options\.size must be"),
+        ("gymnasium:FrozenLake-v99", {}, "FrozenLake"),
+        ("gymnasium:FrozenLake-v1", {"actions": ["up"]}, "4 different action names"),
+        ("gym:x", {}, "gym:x|'gym'"),
+        ("textarena:", {}, "write textarena:ID"),
+    ],
+)
+def test_a_mistake_is_one_clear_error(use, options, said):
+    if (scheme := scheme_of(use)) is not None:
+        pytest.importorskip(SCHEMES[scheme[0]].modules[0])
+    with pytest.raises(ConfigError, match=said):
+        load_env(use, options)
+
+
+def test_a_missing_package_is_named_with_its_command(monkeypatch):
+    monkeypatch.setattr("agentrl.env.adapter.missing_module", lambda scheme: "textarena")
+    with pytest.raises(ConfigError, match=r"needs textarena.*pip install 'agentrl-train\[textarena\]'"):
+        load_env("textarena:2048-v0")
+
+
+def config_of(tmp_path, text):
+    (tmp_path / "tools.yaml").write_text(text + "\nmodel: {tiny: {}}\nrollout: {max_tokens: 200}\n")
+    return load_config(tmp_path / "tools.yaml")
+
+
+@pytest.mark.parametrize(
+    ("module", "text"),
+    [
+        ("reasoning_gym", "env: reasoning_gym:chain_sum\nwarmup: oracle"),
+        ("gymnasium", "env: {use: gymnasium:FrozenLake-v1, options: {make: {is_slippery: false}}}"),
+    ],
+)
+def test_check_accepts_a_scheme(tmp_path, module, text):
+    pytest.importorskip(module)
+    assert rehearse(config_of(tmp_path, text)).findings == ()
+
+
+def test_an_unknown_scheme_is_refused_by_the_file(tmp_path):
+    with pytest.raises(ConfigError, match=r"tools\.yaml:1:6.*SCHEME:REST.*did you mean 'textarena'"):
+        config_of(tmp_path, "env: textarea:2048-v0")
+
+
+def test_gymnasium_rewards_are_the_games_own():
+    import asyncio
+
+    env = load_env("gymnasium:FrozenLake-v1", {"make": {"is_slippery": False}, "reward_scale": 2.0})
+    way = [call("act", action=a) for a in (1, 1, 2, 1, 2, 2)]
+    episode = asyncio.run(play(env(), env.tasks("train", 0)[0], ScriptedPolicy(way)))
+    assert episode.reward == 2.0
+
+
+def test_an_mcp_server_by_its_command(tmp_path):
+    pytest.importorskip("mcp")
+    (tmp_path / "rows.jsonl").write_text('{"prompt": "add 1 and 2"}\n')
+    (tmp_path / "own.py").write_text("def right(episode) -> bool:\n    return True\n")
+    use = f"mcp:{sys.executable} {SERVER}"
+    reward = f"{tmp_path}/own.py:right"
+    config = config_of(
+        tmp_path, f"env: {{use: '{use}', options: {{reward: '{reward}'}}}}\ndata: {{train: rows.jsonl}}"
+    )
+    content = load_content(config)
+    assert content.train_tasks[0].row == {"prompt": "add 1 and 2"}
+    assert len(content.make_env().tools) > 0
+
+
+async def test_an_unreachable_opponent_is_infrastructure():
+    pytest.importorskip("textarena")
+    options = {"opponent": "endpoint", "url": "http://127.0.0.1:9/v1", "model": "m"}
+    env = load_env("textarena:TicTacToe-v0", options)
+    from agentrl.errors import InfraError
+
+    with pytest.raises(InfraError, match=r"the opponent at http://127\.0\.0\.1:9/v1 does not answer"):
+        await play(env(), Task("t", {}, 1), ScriptedPolicy(["[0]"]))
