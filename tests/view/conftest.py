@@ -32,9 +32,12 @@ def chromium() -> str | None:
     return shutil.which("chromium") or shutil.which("chromium-browser")
 
 
-@pytest.fixture(scope="session")
-def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
-    """One browser for all tests; where AGENTRL_BROWSER is "required" (CI), its absence is a failure."""
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Browser]:
+    """One browser for a file; where AGENTRL_BROWSER is "required" (CI), its absence is a failure.
+
+    Playwright keeps an event loop running in this thread, so it must be gone before another file's async tests.
+    """
     program = chromium()
     try:
         from playwright.sync_api import expect, sync_playwright
