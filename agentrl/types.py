@@ -60,6 +60,8 @@ class Task:
     id: str
     row: Mapping[str, Any] = field(default_factory=dict)
     seed: int = 0
+    env: str = ""
+    """The name of its env in a run of several (`envs`)."""
 
 
 @dataclass(frozen=True, slots=True)

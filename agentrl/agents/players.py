@@ -5,8 +5,8 @@ from __future__ import annotations
 import asyncio
 import os
 import shutil
-from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Callable, Mapping
+from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
@@ -17,7 +17,7 @@ from agentrl.env.env import Env
 from agentrl.errors import ConfigError
 from agentrl.importing import load_object
 from agentrl.rollout.build import make_player
-from agentrl.rollout.episode import Player, TokenCheck
+from agentrl.rollout.episode import TokenCheck
 from agentrl.rollout.group import Plays
 from agentrl.rollout.limits import EpisodeLimits
 from agentrl.rollout.ray.workers import placed
@@ -31,9 +31,14 @@ class MakePlayer(Protocol):
     """Creates a player for a sampling temperature."""
 
     def __call__(
-        self, *, temperature: float, filters: Filters = EVERY_TOKEN, token_check: TokenCheck | None = None
+        self,
+        *,
+        env: str = "",
+        temperature: float,
+        filters: Filters = EVERY_TOKEN,
+        token_check: TokenCheck | None = None,
     ) -> Plays:
-        """Create the player.
+        """Create the player of an env.
 
         Raises:
             ConfigError: the player does not support sampling filters.
@@ -41,9 +46,16 @@ class MakePlayer(Protocol):
         ...
 
 
+MakeEnv = Callable[[], Env]
+
+
 @asynccontextmanager
 async def players(
-    config: RunConfig, model: Path | None, engine: Engine, renderer: Renderer, make_env: Callable[[], Env]
+    config: RunConfig,
+    model: Path | None,
+    engine: Engine,
+    renderer: Renderer,
+    make_env: MakeEnv | Mapping[str, MakeEnv],
 ) -> AsyncIterator[MakePlayer]:
     """Yields the factory of the run's players; their shared resources exist while the block runs.
 
@@ -52,41 +64,41 @@ async def players(
         model: directory with the tokenizer, for workers; None plays in this process.
         engine: samples for all of them.
         renderer: renderer of the run.
-        make_env: creates the env of an episode.
+        make_env: creates the env of an episode; with several envs, one for each by name.
 
     Raises:
         ConfigError: the program under `agent:` cannot be found, or does not fit the env.
         WorkerLost: no worker could be started.
     """
+    make_envs = make_env if isinstance(make_env, Mapping) else {"": make_env}
     if config.agent is not None:
+        (make_env,) = make_envs.values()
         async with _agent_players(config, config.agent, engine, renderer, make_env) as make:
             yield make
         return
 
-    def here(
-        *, temperature: float, filters: Filters = EVERY_TOKEN, token_check: TokenCheck | None = None
-    ) -> Player:
-        return make_player(
-            config,
-            engine,
-            renderer,
-            make_env,
-            temperature=temperature,
-            filters=filters,
-            token_check=token_check,
-        )
+    async with AsyncExitStack() as stack:
+        place = None if model is None else await stack.enter_async_context(placed(config, model, engine))
 
-    if model is None:
-        yield here
-        return
-    async with placed(config, model, engine) as place:
-
-        def there(
-            *, temperature: float, filters: Filters = EVERY_TOKEN, token_check: TokenCheck | None = None
+        def make(
+            *,
+            env: str = "",
+            temperature: float,
+            filters: Filters = EVERY_TOKEN,
+            token_check: TokenCheck | None = None,
         ) -> Plays:
-            return place(here(temperature=temperature, filters=filters, token_check=token_check))
+            player = make_player(
+                config.by_env[env],
+                engine,
+                renderer,
+                make_envs[env],
+                temperature=temperature,
+                filters=filters,
+                token_check=token_check,
+            )
+            return player if place is None else place(player)
 
-        yield there
+        yield make
 
 
 @asynccontextmanager
@@ -107,7 +119,11 @@ async def _agent_players(
     async with running(recorder.app()) as address:
 
         def make(
-            *, temperature: float, filters: Filters = EVERY_TOKEN, token_check: TokenCheck | None = None
+            *,
+            env: str = "",
+            temperature: float,
+            filters: Filters = EVERY_TOKEN,
+            token_check: TokenCheck | None = None,
         ) -> Plays:
             if filters != EVERY_TOKEN:
                 raise ConfigError("agent: its completions are drawn as in training, without top_p, top_k or min_p")

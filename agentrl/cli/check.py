@@ -37,24 +37,28 @@ def check(
     config = load_config(path, overrides)
     require("train", "agentrl check")
 
-    from agentrl.preflight.dry_run import rehearse
+    from agentrl.preflight.dry_run import rehearsals
     from agentrl.view.episode_text import episode_text
     from agentrl.view.tokens import tokens_text
 
-    rehearsal = rehearse(config, play_outside=play)
+    found = rehearsals(config, play_outside=play)
     console = Console()
-    scripted = rehearsal.episodes[0]
-    console.print(_overview(rehearsal), soft_wrap=True)
-    console.rule(f"one episode, played by {rehearsal.played_by}", style="dim")
-    console.print(episode_text(scripted))
-    console.rule("its tokens", style="dim")
-    console.print(tokens_text(scripted.episode.segments, rehearsal.decode, scripted.advantages), soft_wrap=True)
-    console.print(_group_line(rehearsal), soft_wrap=True)
-    for note in rehearsal.notes:
-        console.print(Text.assemble(("note: ", "bold yellow"), note), soft_wrap=True)
-    for finding in rehearsal.findings:
-        console.print(f"[bold red]problem:[/bold red] {finding}", soft_wrap=True, highlight=False)
-    if rehearsal.findings:
+    for name, rehearsal in found.items():
+        if name:
+            console.rule(f"envs.{name}", style="bold")
+        scripted = rehearsal.episodes[0]
+        console.print(_overview(rehearsal), soft_wrap=True)
+        console.rule(f"one episode, played by {rehearsal.played_by}", style="dim")
+        console.print(episode_text(scripted))
+        console.rule("its tokens", style="dim")
+        tokens = tokens_text(scripted.episode.segments, rehearsal.decode, scripted.advantages)
+        console.print(tokens, soft_wrap=True)
+        console.print(_group_line(rehearsal), soft_wrap=True)
+        for note in rehearsal.notes:
+            console.print(Text.assemble(("note: ", "bold yellow"), note), soft_wrap=True)
+        for finding in rehearsal.findings:
+            console.print(f"[bold red]problem:[/bold red] {finding}", soft_wrap=True, highlight=False)
+    if any(rehearsal.findings for rehearsal in found.values()):
         raise typer.Exit(2)
     again = escape(shlex.join(["agentrl", "train", str(path), *(w for o in overrides for w in ("--set", o))]))
     console.print(f"\n[bold green]good[/bold green]  next: [bold]{again}[/bold]", highlight=False, soft_wrap=True)
@@ -68,7 +72,7 @@ def _overview(rehearsal: Rehearsal) -> Text:
     per_step = rollout.groups_per_step * rollout.group_size
     rows = [
         ("run", f"{config.name}: {config.steps} steps of {per_step} episodes"),
-        ("env", config.env.use),
+        ("env", config.sole_env.use),
         *[("tool" if number == 0 else "", line) for number, line in enumerate(rehearsal.tools)],
         ("rewards", ", ".join(rehearsal.rewards) or "none"),
         ("solved", rehearsal.solved),

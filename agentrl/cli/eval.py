@@ -38,7 +38,9 @@ Target = Annotated[
 EnvName = Annotated[
     str | None,
     typer.Option(
-        help="Env to use instead: `module:Class` or `file.py:Class`. [default: the run's]", show_default=False
+        help="Env to use instead: `module:Class` or `file.py:Class`; or, of a run with several, the name of one. "
+        "[default: the run's]",
+        show_default=False,
     ),
 ]
 Tasks = Annotated[
@@ -209,7 +211,8 @@ def find(
     from agentrl.run_folder.store import find_checkpoint
 
     _check_overrides(overrides, endpoint)
-    changes = [f"env.use={env}", *overrides] if env else overrides
+    named = env is not None and ":" not in env  # one of several envs of the run
+    changes = [f"env.use={env}", "envs=null", *overrides] if env and not named else overrides
     if target is None:
         if endpoint is None:
             raise ConfigError("name what plays: a run folder, a checkpoint, or --base-url and --model")
@@ -219,13 +222,13 @@ def find(
     target = policy_folder(target)
     for run in (target, target.absolute().parent.parent):
         if (run / "config.yaml").is_file():
-            config = load_config(run / "config.yaml", changes, check_paths=False)
+            config = of_env(load_config(run / "config.yaml", changes, check_paths=False), env)
             if endpoint is not None:
                 return Subject(endpoint=endpoint), config, run / "eval"
             found = find_checkpoint(target)
             return Subject(checkpoint=found.path, step=found.step), config, run / "eval"
     if target.is_file():
-        config = load_config(target, changes)
+        config = of_env(load_config(target, changes), env)
         if endpoint is not None:
             return Subject(endpoint=endpoint), config, Path("runs/eval")
         if config.model.path is None:
@@ -241,6 +244,30 @@ def find(
     if env is None:
         raise ConfigError(f"{target}: is a model outside of a run; name what it plays: --env module:Class")
     return Subject(checkpoint=target), _bare(str(target), changes), Path("runs/eval")
+
+
+def of_env(config: RunConfig, env: str | None) -> RunConfig:
+    """The run as one of its envs sees it; a run of one env itself.
+
+    Raises:
+        ConfigError: the run has several envs and none is chosen, or it has no env of this name.
+    """
+    from agentrl.errors import ConfigError
+    from agentrl.suggest import did_you_mean
+
+    names = ", ".join(config.envs)
+    if config.envs and env is None:
+        raise ConfigError(f"the run has several envs; name the one to evaluate: --env NAME (one of {names})")
+    if env is None or (":" in env and not config.envs):
+        return config
+    if env in config.envs:
+        return config.by_env[env]
+    hint = did_you_mean(env, list(config.envs), otherwise=f"its envs are {names}") if config.envs else ""
+    raise ConfigError(
+        f"--env {env}: the run has no env of this name; {hint}"
+        if config.envs
+        else f"--env {env}: must be `module:Class` or `path/to/file.py:Class`"
+    )
 
 
 def _check_overrides(overrides: list[str], endpoint: Endpoint | None) -> None:

@@ -12,7 +12,7 @@ from pydantic.fields import FieldInfo
 from pydantic.json_schema import JsonSchemaValue
 from pydantic_core import CoreSchema, core_schema
 
-from agentrl.config.facts import NamesCode
+from agentrl.config.facts import NamesCode, facts
 from agentrl.config.section import Section
 
 
@@ -125,4 +125,4 @@ def _options(schema: JsonSchemaValue) -> Iterator[Any]:
 
 def choice_of(field: FieldInfo) -> OneOf | None:
     """The kinds that a field chooses from; None for every other field."""
-    return next((item for item in field.metadata if isinstance(item, OneOf)), None)
+    return next(facts(field, OneOf), None)

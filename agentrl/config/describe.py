@@ -13,7 +13,7 @@ from agentrl.config.choice import OneOf, choice_of
 from agentrl.config.dump import yaml_value
 from agentrl.config.facts import MayChangeOnResume, NamesCode, PathTo, effects, facts, is_advanced
 from agentrl.config.run import RunConfig
-from agentrl.config.schema import alternatives, bounds, field_at, kind_name, section_of
+from agentrl.config.schema import alternatives, bounds, field_at, kind_name, named_section_of, section_of
 from agentrl.config.section import Section
 
 
@@ -22,12 +22,13 @@ def json_schema() -> dict[str, Any]:
     schema = RunConfig.model_json_schema()
     schema["$schema"] = "https://json-schema.org/draft/2020-12/schema"
     schema["title"] = "agentrl run"
+    schema["required"].remove("env")  # `envs` may stand for it
     env = schema["properties"]["env"]
     schema["properties"]["env"] = {
         "description": env.get("description", EXTRA["env"]),
         "anyOf": [
             {"type": "string", "description": "`module:Class` or `path/to/file.py:Class`"},
-            {"$ref": env["$ref"]},
+            env["anyOf"][0],
         ],
     }
     warmup = schema["properties"]["warmup"]
@@ -76,6 +77,8 @@ def page() -> str:
         section = section_of(field)
         if section is not None:
             parts += ["", *_section(name, field, section)]
+        elif (each := named_section_of(field)) is not None:
+            parts += ["", *_named(name, each)]
     parts += ["", ADVANCED, *_advanced()]
     return "\n".join(parts) + "\n"
 
@@ -136,6 +139,24 @@ def _section(name: str, field: FieldInfo, section: type[Section]) -> Iterator[st
         inner = section_of(inner_field)
         if inner is not None:
             yield f"\n### `{name}.{inner_name}:`\n"
+            yield (inner.__doc__ or "").strip() + "\n"
+            yield from _rows(inner)
+
+
+def _named(name: str, section: type[Section]) -> Iterator[str]:
+    """A mapping of names: the keys that its entries have beyond those of the section they extend."""
+    base = section.__base__
+    known = base.model_fields if isinstance(base, type) and issubclass(base, Section) else {}
+    yield f"## `{name}.NAME:`\n"
+    yield (section.__doc__ or "").strip() + "\n"
+    yield from TABLE
+    own = {key: field for key, field in section.model_fields.items() if key not in known}
+    for key, field in own.items():
+        yield _row(key, field)
+    for key, field in own.items():
+        inner = section_of(field)
+        if inner is not None and inner not in {section_of(f) for f in RunConfig.model_fields.values()}:
+            yield f"\n### `{name}.NAME.{key}:`\n"
             yield (inner.__doc__ or "").strip() + "\n"
             yield from _rows(inner)
 
@@ -210,6 +231,6 @@ def _default(field: FieldInfo) -> str:
     if section_of(field) is not None:
         return ""
     value = field.get_default(call_default_factory=True)
-    if (choice := choice_of(field)) is not None:
+    if (choice := choice_of(field)) is not None and value is not None:
         value = choice.default
     return "" if value is None else f"`{yaml_value(value)}`"

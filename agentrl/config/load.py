@@ -30,6 +30,7 @@ from agentrl.config.schema import (
     fields,
     first_sentence,
     kind_name,
+    named_section_of,
     section_of,
     unknown_key,
     without_kinds,
@@ -141,6 +142,9 @@ def _drop_defaults(data: dict[str, Any], section: type[BaseModel]) -> None:
                 value["name"] = kind
         elif inner is not None and isinstance(value, dict):
             _drop_defaults(value, inner)
+        elif (each := named_section_of(field)) is not None and isinstance(value, dict) and value:
+            for entry in value.values():
+                _drop_defaults(entry, each)
         elif name in data and not field.is_required():
             default = field.get_default(call_default_factory=True)
             if value == (list(default) if isinstance(default, tuple) else default):
@@ -184,7 +188,7 @@ def _stands_for(loc: Loc, text: str) -> str | None:
     field = field_at(loc)
     if field is not None and choice_of(field) is not None:
         return "use" if is_own(text) else "name"
-    return "use" if loc in (("env",), ("warmup",)) else None
+    return "use" if loc in (("env",), ("warmup",)) or (len(loc) == 2 and loc[0] == "envs") else None
 
 
 # --- checks that pydantic does not make ------------------------------------------------------------------------
@@ -314,8 +318,8 @@ def _code_path(source: Source, loc: Loc, code: NamesCode, folder: Path, *, check
             problem = problem.replace(", got", ", or SCHEME:REST (`agentrl envs` lists them), got") + f"; {hint}"
         source.problems.append(Problem(loc, problem, source.spot(loc)))
         return
-    if text == COMPOSED and isinstance(source.data["env"], dict):
-        options = source.data["env"].setdefault("options", {})
+    if text == COMPOSED and isinstance(env := _get(source.data, loc[:-1]), dict) and loc[-1] == "use":
+        options = env.setdefault("options", {})
         if isinstance(options, dict):
             options.setdefault("base", str(folder))  # its tools and rewards are named by paths as well
     if not module.endswith(".py"):

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import math
+import re
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, model_validator
 
+from agentrl.algo.advantages import ESTIMATORS
+from agentrl.algo.parameters import Named
 from agentrl.config.algorithm import ALONE, AlgorithmConfig, CriticConfig
-from agentrl.config.choice import OwnFunction, choice_of
+from agentrl.config.choice import OneOf, OwnFunction, choice_of
 from agentrl.config.engine import EngineConfig
 from agentrl.config.facts import (
     Advanced,
@@ -230,6 +233,9 @@ class RolloutConfig(Section):
     """Subtracted from the reward of such an episode; logged as the reward `overlong`."""
     refill_zero_signal: Count = 0
     """Maximum number of zero-variance groups per step that are replaced by new ones."""
+    env_shares: Annotated[Literal["fixed", "solve_rate"], OnlyWith("envs")] = "fixed"
+    """Keep the shares of the envs, or weigh them by recent solve rates: an env solved half the time has its full
+    weight, one that is always or never solved a tenth of it."""
     infra_retries: Annotated[Count, Advanced()] = 2
     """Retries per episode after infrastructure failures before the run stops."""
     redrawn_stop_above: Annotated[Fraction | None, Advanced()] = 0.1
@@ -397,6 +403,48 @@ class CheckpointConfig(Section):
     """Write checkpoints in the background from a copy in host memory; otherwise the run waits for the write."""
 
 
+class RolloutOfEnv(Section):
+    """Settings of `rollout` that differ for the episodes of one env; null takes the run's."""
+
+    group_size: Annotated[int, Field(gt=0, le=65_536)] | None = None
+    """Group size."""
+    max_turns: Positive | None = None
+    """Maximum completions per episode."""
+    max_tokens: Positive | None = None
+    """Maximum tokens per completion."""
+    token_budget: Positive | None = None
+    """Maximum tokens of the whole episode."""
+    timeout_s: Annotated[float, Field(gt=0)] | None = None
+    """Wall-clock limit per episode."""
+    refill_zero_signal: Count | None = None
+    """Maximum number of this env's zero-variance groups per step that are replaced."""
+
+
+class AlgorithmOfEnv(Section):
+    """Settings of `algorithm` that differ for one env; null takes the run's."""
+
+    advantage: (
+        Annotated[Named | OwnFunction, OneOf({name: entry.config for name, entry in ESTIMATORS.items()}, "grpo")]
+        | None
+    ) = None
+    """The advantage estimator of its episodes."""
+
+
+class EnvOfMixture(EnvConfig):
+    """One of several environments; the keys of `env`, and these."""
+
+    share: Annotated[float, Field(gt=0, le=1e6)] = 1.0
+    """Its share of the prompts, relative to the shares of the others."""
+    data: DataConfig = DataConfig()
+    """Its tasks, as `data` of a run with one env."""
+    rollout: RolloutOfEnv = RolloutOfEnv()
+    """Settings of `rollout` that differ for this env."""
+    algorithm: AlgorithmOfEnv = Field(default_factory=AlgorithmOfEnv)
+    """Settings of `algorithm` that differ for this env."""
+    eval: EvalConfig | None = None
+    """Its evaluation: interval, number of tasks, attempts and sampling; by default the run's `eval`."""
+
+
 class RunConfig(Section):
     """The configuration of a run: one YAML file."""
 
@@ -406,7 +454,9 @@ class RunConfig(Section):
     """Seeds tasks, model making, sampling and data order."""
     steps: Annotated[Positive, UnusedBy("eval", "serve")] = 100
     """Optimizer steps."""
-    env: Annotated[EnvConfig, UnusedBy("serve")]
+    env: Annotated[EnvConfig | None, UnusedBy("serve")]
+    envs: Annotated[dict[str, EnvOfMixture], UnusedBy("serve")] = Field(default_factory=dict)
+    """Several environments by name, each with its share of the prompts, instead of `env`."""
     agent: Annotated[AgentConfig | None, UnusedBy("serve")] = None
     model: Annotated[ModelConfig, UnusedBy("eval --base-url")]
     data: Annotated[DataConfig, UnusedBy("serve")] = DataConfig()
@@ -431,9 +481,13 @@ class RunConfig(Section):
     @model_validator(mode="before")
     @classmethod
     def _env_shorthand(cls, data: Any) -> Any:
-        if isinstance(data, dict):
-            short = {key: {"use": data[key]} for key in ("env", "warmup") if isinstance(data.get(key), str)}
-            return data | short
+        if not isinstance(data, dict):
+            return data
+        data = data | {key: {"use": data[key]} for key in ("env", "warmup") if isinstance(data.get(key), str)}
+        if isinstance(several := data.get("envs"), dict):
+            data = data | {"envs": {k: {"use": v} if isinstance(v, str) else v for k, v in several.items()}}
+            if several:
+                data = {"env": None} | data
         return data
 
     @model_validator(mode="before")
@@ -452,11 +506,39 @@ class RunConfig(Section):
     @model_validator(mode="after")
     def _sections_agree(self) -> Self:
         """Checks across sections; a setting without effect is an error."""
+        _check_envs(self)
         _check_models(self)
-        _check_group_size(self)
+        for name, view in self.by_env.items():
+            _check_group_size(view, name)
         _check_step(self)
         _check_places(self)
         return self
+
+    @property
+    def sole_env(self) -> EnvConfig:
+        """The env of a run with one, or of one env's view of a run."""
+        assert self.env is not None, "a run of several envs is seen through `by_env`"
+        return self.env
+
+    @property
+    def env_names(self) -> str:
+        """The classes of the env or envs, for people."""
+        return ", ".join(view.sole_env.use for view in self.by_env.values())
+
+    @property
+    def episodes_per_step(self) -> int:
+        """Episodes of a step; with several envs, of an average one."""
+        groups = self.rollout.groups_per_step
+        if not self.envs:
+            return groups * self.rollout.group_size
+        size = {name: view.rollout.group_size for name, view in self.by_env.items()}
+        total = sum(env.share for env in self.envs.values())
+        return round(sum(groups * size[name] * env.share / total for name, env in self.envs.items()))
+
+    @property
+    def by_env(self) -> dict[str, RunConfig]:
+        """The run as the episodes of each env see it; with one env, the run itself under ''."""
+        return {name: _view(self, each) for name, each in self.envs.items()} or {"": self}
 
     @property
     def learner_on_ray(self) -> bool:
@@ -472,6 +554,68 @@ class RunConfig(Section):
         return self.learner_on_ray or self.rollout.workers > 0 or scorers > 0 or servers
 
 
+def _view(config: RunConfig, env: EnvOfMixture) -> RunConfig:
+    """The run as if it had only this env."""
+    sole = EnvConfig.model_validate({key: getattr(env, key) for key in EnvConfig.model_fields})
+    algorithm = {} if env.algorithm.advantage is None else {"advantage": env.algorithm.advantage}
+    rollout = {key: value for key, value in env.rollout if value is not None}
+    return config.model_copy(
+        update={
+            "env": sole,
+            "envs": {},
+            "data": env.data,
+            "rollout": config.rollout.model_copy(update=rollout),
+            "algorithm": config.algorithm.model_copy(update=algorithm),
+            "eval": config.eval if env.eval is None else env.eval,
+        }
+    )
+
+
+def _check_envs(config: RunConfig) -> None:
+    """One env, or several; what the envs of a mixture may set."""
+    if config.env is None and not config.envs:
+        raise ValueError("env is missing: name the environment (or several, under `envs`)")
+    if config.env is not None and config.envs:
+        raise ValueError("envs cannot be combined with `env`: give one of the two")
+    if len(config.envs) == 1:
+        raise ValueError("envs has only one environment: write it under `env`, or add another")
+    for name, env in config.envs.items():
+        if not re.fullmatch(r"[A-Za-z0-9_-]{1,64}", name):
+            raise ValueError(f"envs.{name!r}: a name has up to 64 letters, digits, '_' and '-'")
+        own = env.algorithm.advantage
+        if own is not None and "gae" in (own.name, config.algorithm.advantage.name):
+            raise ValueError(
+                f"envs.{name}.algorithm.advantage is {own.name}, and algorithm.advantage is "
+                f"{config.algorithm.advantage.name}: the critic of gae learns from all episodes of a run, so gae "
+                "cannot be chosen or replaced for a single env"
+            )
+        _check_overrides(config, name, env)
+    if config.envs and config.data != DataConfig():
+        raise ValueError("data has no effect with `envs`: write it under the env it belongs to (envs.NAME.data)")
+    if config.envs and config.agent is not None:
+        raise ValueError("agent plays the episodes of one env: use `env` instead of `envs`, or remove `agent`")
+    if config.envs and config.warmup is not None and (config.warmup.demonstrations or config.warmup.options):
+        raise ValueError(
+            "warmup.demonstrations and warmup.options are those of one env; with `envs`, each env writes its own "
+            "demonstrations: remove them"
+        )
+    if config.envs and config.eval.written and all(env.eval is not None for env in config.envs.values()):
+        raise ValueError("eval has no effect: every env under `envs` has its own `eval`; remove it")
+
+
+def _check_overrides(config: RunConfig, name: str, env: EnvOfMixture) -> None:
+    """An override that equals the run's setting does nothing."""
+    for key, value in env.rollout:
+        if value is not None and value == getattr(config.rollout, key):
+            raise ValueError(
+                f"envs.{name}.rollout.{key} has no effect: it equals rollout.{key} ({value}); remove it"
+            )
+    if env.algorithm.advantage is not None and env.algorithm.advantage == config.algorithm.advantage:
+        raise ValueError(
+            f"envs.{name}.algorithm.advantage has no effect: it equals algorithm.advantage; remove it"
+        )
+
+
 def _check_models(config: RunConfig) -> None:
     """Settings of models that the run does not use."""
     learner = config.learner
@@ -484,14 +628,15 @@ def _check_models(config: RunConfig) -> None:
         raise ValueError("engine.sync lora sends the adapter alone, and there is none: set learner.lora")
 
 
-def _check_group_size(config: RunConfig) -> None:
+def _check_group_size(config: RunConfig, env: str = "") -> None:
     """An episode without siblings needs an advantage that does not compare."""
+    where = f"envs.{env}: " if env else ""
     advantage = config.algorithm.advantage.name
     if config.rollout.group_size == 1 and not (
         advantage in ALONE or isinstance(config.algorithm.advantage, OwnFunction)
     ):
         raise ValueError(
-            "rollout.group_size is 1: a group of one has no advantage; use at least 2, or choose an "
+            f"{where}rollout.group_size is 1: a group of one has no advantage; use at least 2, or choose an "
             f"algorithm.advantage that needs no siblings ({', '.join(sorted(ALONE))})"
         )
 
@@ -499,7 +644,7 @@ def _check_group_size(config: RunConfig) -> None:
 def _check_step(config: RunConfig) -> None:
     """Checks of batch sizes."""
     rollout, algorithm, critic = config.rollout, config.algorithm, config.critic
-    episodes = rollout.groups_per_step * rollout.group_size
+    episodes = rollout.groups_per_step * min(view.rollout.group_size for view in config.by_env.values())
     keys = {"algorithm.updates_per_step": algorithm.updates_per_step}
     if critic is not None and critic.updates_per_step is not None:
         keys["critic.updates_per_step"] = critic.updates_per_step
@@ -509,6 +654,20 @@ def _check_step(config: RunConfig) -> None:
                 f"{key} is {updates}, and a step has {episodes} episodes (rollout.groups_per_step x group_size): "
                 "each update needs at least one; lower it"
             )
+    for view in config.by_env.values():
+        _check_refill(view)
+    if "warmup_steps" in config.optim.written and config.optim.warmup_steps > config.steps:
+        raise ValueError(
+            f"optim.warmup_steps is {config.optim.warmup_steps}, and the run has {config.steps} steps: the "
+            "learning rate would never reach optim.lr; lower it, or raise steps"
+        )
+    if critic is not None:
+        _check_critic(critic, algorithm)
+
+
+def _check_refill(config: RunConfig) -> None:
+    """Groups are replaced for scoring the same only if that carries no signal."""
+    rollout, algorithm = config.rollout, config.algorithm
     if rollout.refill_zero_signal and (rollout.group_size == 1 or algorithm.advantage.name in ALONE):
         why = (
             "rollout.group_size is 1: the episode of each group"
@@ -519,13 +678,6 @@ def _check_step(config: RunConfig) -> None:
             f"rollout.refill_zero_signal puts aside groups whose episodes all scored the same, and {why} would be "
             "valid signal; remove it"
         )
-    if "warmup_steps" in config.optim.written and config.optim.warmup_steps > config.steps:
-        raise ValueError(
-            f"optim.warmup_steps is {config.optim.warmup_steps}, and the run has {config.steps} steps: the "
-            "learning rate would never reach optim.lr; lower it, or raise steps"
-        )
-    if critic is not None:
-        _check_critic(critic, algorithm)
 
 
 def _check_critic(critic: CriticConfig, algorithm: AlgorithmConfig) -> None:

@@ -30,6 +30,18 @@ def section_of(field: FieldInfo) -> type[Section] | None:
     return None
 
 
+def named_section_of(field: FieldInfo) -> type[Section] | None:
+    """The section that each entry of a mapping of names holds (`envs`), or None."""
+    for kind in alternatives(field.annotation):
+        if (
+            get_origin(kind) is dict
+            and isinstance(inner := get_args(kind)[1], type)
+            and issubclass(inner, Section)
+        ):
+            return inner
+    return None
+
+
 def alternatives(annotation: Any) -> tuple[Any, ...]:
     """The members of a union, or the annotation alone; without what `Annotated` adds to them."""
     members = get_args(annotation) if get_origin(annotation) in (Union, UnionType) else (annotation,)
@@ -51,7 +63,11 @@ def _walk(loc: Loc) -> tuple[type[BaseModel] | None, FieldInfo | None]:
     `algorithm.loss.gspo.clip_low`; without it, the first kind with this key is used."""
     section: type[BaseModel] | None = RunConfig
     field: FieldInfo | None = None
+    named: type[Section] | None = None
     for part in loc:
+        if named is not None:
+            section, field, named = named, None, None
+            continue
         kinds = choice.kinds if field is not None and (choice := choice_of(field)) is not None else {}
         if section is None and part in kinds:
             section = kinds[str(part)]
@@ -61,7 +77,7 @@ def _walk(loc: Loc) -> tuple[type[BaseModel] | None, FieldInfo | None]:
         if section is None or not isinstance(part, str) or part not in section.model_fields:
             return None, None
         field = section.model_fields[part]
-        section = section_of(field)
+        section, named = section_of(field), named_section_of(field)
     return section, field
 
 
@@ -93,6 +109,9 @@ def fields(
             inner = choice.kinds.get(choice.kind_of(value) or "")
         if inner is not None:
             yield from fields(inner, (*loc, name), value)
+        elif (each := named_section_of(field)) is not None and isinstance(value, dict):
+            for key, entry in value.items():
+                yield from fields(each, (*loc, name, str(key)), entry)
 
 
 def _every_key() -> Iterator[tuple[str, ...]]:

@@ -38,6 +38,19 @@ class TaskSampler:
         if self.order not in ("sequential", "shuffled", "weighted"):
             raise ValueError(f"order {self.order!r} must be sequential, shuffled or weighted")
 
+    @property
+    def rated(self) -> bool:
+        """Whether results are reported, because the order depends on them."""
+        return self.order == "weighted"
+
+    def task(self, position: int) -> Task:
+        """The task at a position."""
+        return self.tasks[position]
+
+    def replacement(self, position: int) -> tuple[int, Task]:
+        """The next task, in place of the one at `position`, whose group had no signal."""
+        return self.take(1)[0]
+
     def take(self, num: int) -> list[tuple[int, Task]]:
         """The next `num` tasks with their positions, which `report` takes."""
         found = []

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, Literal, overload
 
 from agentrl.types import Task
@@ -33,6 +34,28 @@ class GeneratedTasks(Sequence[Task]):
 
     def __iter__(self) -> Iterator[Task]:
         return (self._make(i) for i in range(self._size))
+
+
+class NamedTasks(Sequence[Task]):
+    """The tasks of one of several envs; each names the env."""
+
+    def __init__(self, tasks: Sequence[Task], env: str) -> None:
+        self._tasks, self._env = tasks, env
+
+    def __len__(self) -> int:
+        return len(self._tasks)
+
+    @overload
+    def __getitem__(self, index: int) -> Task: ...
+    @overload
+    def __getitem__(self, index: slice) -> Sequence[Task]: ...
+    def __getitem__(self, index: int | slice) -> Task | Sequence[Task]:
+        if isinstance(index, slice):
+            return [replace(task, env=self._env) for task in self._tasks[index]]
+        return replace(self._tasks[index], env=self._env)
+
+    def __iter__(self) -> Iterator[Task]:
+        return (self[i] for i in range(len(self)))
 
 
 def generated(

@@ -134,7 +134,7 @@ def make_spec(subject: Subject, config: RunConfig, options: EvalOptions) -> Eval
     tasks = options.tasks or config.eval.tasks
     return EvalSpec(
         subject.name,
-        config.env.use,
+        config.sole_env.use,
         options.split,
         tasks,
         options.attempts,

@@ -41,6 +41,7 @@ from agentrl.rollout.task_tools import task_tools_now
 from agentrl.run_folder.records import EpisodeRecord
 from agentrl.sandbox import close_pools
 from agentrl.train.algorithm import Algorithm
+from agentrl.train.estimator import make_estimator
 from agentrl.train.rewardless import no_reward
 from agentrl.train.room import too_long
 from agentrl.train.samples import to_records
@@ -85,25 +86,47 @@ class Rehearsal:
     decode: Callable[[Sequence[int]], str]
 
 
-def rehearse(config: RunConfig, *, play_outside: bool = False) -> Rehearsal:
+def rehearsals(config: RunConfig, *, play_outside: bool = False) -> dict[str, Rehearsal]:
+    """The rehearsal of each env by name; see `rehearse`."""
+    content = load_content(config)
+    check_held_out(config, content)
+    for view in config.by_env.values():
+        make_estimator(view.algorithm)
+    return {
+        name: rehearse(view, play_outside=play_outside, content=content.by_env[name], everything=content)
+        for name, view in config.by_env.items()
+    }
+
+
+def rehearse(
+    config: RunConfig,
+    *,
+    play_outside: bool = False,
+    content: Content | None = None,
+    everything: Content | None = None,
+) -> Rehearsal:
     """Load everything but the weights, play two episodes and prove the chat template.
 
     Args:
         play_outside: call tools that act outside of the episode (MCP servers, HTTP) as well.
+        content: of the env, if it has been loaded.
+        everything: the content of all envs of the run, for a tokenizer that is made from it.
 
     Raises:
         ConfigError: the env, its tasks, a tool, a reward or the tokenizer cannot be used.
         TemplateError: the chat template cannot be used.
     """
-    content = load_content(config)
-    check_held_out(config, content)
+    if content is None:
+        content = load_content(config)
+        check_held_out(config, content)
+    corpus_of = everything or content
     if config.agent is not None:
         make_agent(config.agent)
     held_back = () if play_outside else tuple(content.make_env().outside_tools())
     if held_back:
         content = replace(content, make_env=partial(_holding_back, content.make_env))
     with tempfile.TemporaryDirectory(prefix="agentrl-check-") as temp:
-        folder, max_context = _tokenizer(config, content, Path(temp))
+        folder, max_context = _tokenizer(config, corpus_of, Path(temp))
         renderer = load_renderer(config, folder)
         proof = prove(renderer)
         tools = task_tools_now(content.make_env, content.train_tasks)
@@ -111,7 +134,7 @@ def rehearse(config: RunConfig, *, play_outside: bool = False) -> Rehearsal:
         try:
             found = asyncio.run(_closing_pools(_rehearse(config, content, renderer, proof, max_context)))
         except (InfraError, EnvError, RewardError) as e:
-            raise ConfigError(f"{config.env.use}: {e}") from e
+            raise ConfigError(f"{config.sole_env.use}: {e}") from e
     if not held_back:
         return found
     note = f"these tools act outside of the episode and were not called: {', '.join(held_back)}; --play calls them"
@@ -164,7 +187,7 @@ async def _rehearse(
     if config.reward_model is None and (nothing := no_reward(env, (scripted, silent))):
         (notes if env.declared_rewards() is None else findings).append(nothing)
     given = {part for episode in (scripted, silent) for part in reward_parts(episode)}
-    if nothing := weight_of_nothing(config.env.reward_weights, given):
+    if nothing := weight_of_nothing(config.sole_env.reward_weights, given):
         findings.append(nothing)
     longest = _longest_demonstration(content, renderer, scripted)
     if longest is not None and max_context is not None and longest > max_context:
@@ -207,16 +230,16 @@ def _tokenizer(config: RunConfig, content: Content, temp: Path) -> tuple[Path, i
 
 
 def _policy(config: RunConfig, content: Content, task: Task) -> tuple[Policy, str]:
-    env_class = load_env(config.env.use, config.env.options)
+    env_class = load_env(config.sole_env.use, config.sole_env.options)
     oracle = author_method(env_class, "oracle")
     if oracle is not None:
         try:
             policy: Policy = oracle(task)
         except Exception as e:
-            raise ConfigError(f"{config.env.use}.oracle on task {task.id!r}: {said_by(e)}") from e
+            raise ConfigError(f"{config.sole_env.use}.oracle on task {task.id!r}: {said_by(e)}") from e
         if not callable(policy):
             raise ConfigError(
-                f"{config.env.use}.oracle must return a policy (ScriptedPolicy([...])), got {policy!r}"
+                f"{config.sole_env.use}.oracle must return a policy (ScriptedPolicy([...])), got {policy!r}"
             )
         return policy, "the env's oracle"
     tools = task_tools_now(content.make_env, [task])

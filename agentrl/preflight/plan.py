@@ -63,16 +63,20 @@ def make_plan(config: RunConfig, *, memory_bytes: int | None = None, gpu: bool |
 def arithmetic(config: RunConfig) -> Arithmetic:
     """The numbers of a step."""
     rollout, learner = config.rollout, config.learner
-    episodes = rollout.groups_per_step * rollout.group_size
-    tokens = episodes * rollout.token_budget
+    views = config.by_env.values()
+    episodes = config.episodes_per_step
+    tokens = episodes * max(view.rollout.token_budget for view in views)
     updates = min(config.algorithm.updates_per_step, episodes)
     per_rank = tokens / updates / learner.ranks
-    sampled = min(rollout.max_turns * rollout.max_tokens, rollout.token_budget)
+    sampled = max(
+        min(view.rollout.max_turns * view.rollout.max_tokens, view.rollout.token_budget) for view in views
+    )
     rows = None
-    if config.data.train is not None:
+    files = [view.data.train for view in views if view.data.train is not None]
+    if len(files) == len(views):
         from agentrl.env.rows import count_rows  # with all of env: needed for files only
 
-        rows = sum(count_rows(path) for path in data_files(config.data.train))
+        rows = sum(count_rows(path) for each in files for path in data_files(each))
     return Arithmetic(
         tasks=rollout.groups_per_step,
         episodes=episodes,

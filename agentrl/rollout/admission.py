@@ -6,12 +6,13 @@ rule, see docs/design/staleness-bound.md.
 
 from __future__ import annotations
 
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from agentrl.env.curriculum import TaskSampler, has_signal
+from agentrl.env.curriculum import has_signal
+from agentrl.env.mixture import TaskSource
 from agentrl.env.solved import NOT_DECLARED
 from agentrl.errors import ConfigError
 from agentrl.rollout.episode_metrics import solved, undeclared
@@ -73,14 +74,14 @@ class Admission:
 
     def __init__(
         self,
-        sampler: TaskSampler,
+        sampler: TaskSource,
         *,
         groups_per_step: int,
         last_step: int,
         first_step: int = 1,
         max_staleness: int = 0,
         groups_ahead: int | None = None,
-        refill: int = 0,
+        refill: int | Mapping[str, int] = 0,
         label: str = "s{step}",
     ) -> None:
         """Start before step `first_step`.
@@ -93,11 +94,13 @@ class Admission:
             max_staleness: maximum age of a group's initial weights in steps; 0 is synchronous.
             groups_ahead: maximum groups in flight beyond those of the next step; by default as many as the bound
                 allows.
-            refill: maximum groups per step that are replaced because all their episodes scored the same.
+            refill: maximum groups per step that are replaced because all their episodes scored the same; or that
+                number for each env by name.
             label: name prefix for the groups of a step.
         """
         self.sampler, self.next_step, self.last_step = sampler, first_step, last_step
-        self.groups_per_step, self.max_staleness, self.refill = groups_per_step, max_staleness, refill
+        self.groups_per_step, self.max_staleness = groups_per_step, max_staleness
+        self.refill = refill if isinstance(refill, Mapping) else {"": refill}
         self.groups_ahead = max_staleness * groups_per_step if groups_ahead is None else groups_ahead
         self._label = label
         self._planned = (first_step - 1) * groups_per_step
@@ -134,7 +137,7 @@ class Admission:
         while (chosen := self._choose()) is not None:
             self._report(chosen)
             dull = [t for t in chosen if t.group and not has_signal([e.reward or 0.0 for e in t.group.episodes])]
-            if dull := dull[: self.refill - len(self._aside)]:
+            if dull := self._replaceable(dull):
                 self._put_aside(dull)
                 continue
             for ticket in chosen:
@@ -161,7 +164,7 @@ class Admission:
     def _ticket(self, version: int) -> Ticket:
         if self._pending:
             place = self._pending.popleft()
-            return Ticket(place, self.sampler.tasks[place.position], version)
+            return Ticket(place, self.sampler.task(place.position), version)
         step, number = divmod(self._planned, self.groups_per_step)
         ((position, task),) = self.sampler.take(1)
         place = Place(self._planned, self._named(step + 1), number, position)
@@ -188,13 +191,25 @@ class Admission:
         for ticket in chosen:
             if not ticket.reported and ticket.group is not None:
                 ticket.reported = True
-                if self.sampler.order == "weighted":
+                if self.sampler.rated:
                     self.sampler.report(ticket.place.position, _share_solved(ticket.group))
+
+    def _replaceable(self, dull: Sequence[Ticket]) -> list[Ticket]:
+        """Those of these groups that the step may still replace, in their order."""
+        left = Counter(self.refill)
+        left.subtract(_allowance(group.task, self.refill) for group in self._aside)
+        found = []
+        for ticket in dull:
+            env = _allowance(ticket.task, self.refill)
+            left[env] -= 1
+            if left[env] >= 0:
+                found.append(ticket)
+        return found
 
     def _put_aside(self, dull: Sequence[Ticket]) -> None:
         """Release the slots of these groups for the next tasks."""
         label = f"{self._named(self.next_step)}/refill{len(self._aside)}"
-        drawn = self.sampler.take(len(dull))
+        drawn = [self.sampler.replacement(ticket.place.position) for ticket in dull]
         new = []
         for number, (ticket, (position, _)) in enumerate(zip(dull, drawn, strict=True)):
             new.append(replace(ticket.place, label=label, number=number, position=position))
@@ -203,7 +218,15 @@ class Admission:
         self._pending.extendleft(reversed(new))
 
 
+def _allowance(task: Task, refill: Mapping[str, int]) -> str:
+    """Whose number of replacements a group counts toward: its env's, or the run's."""
+    return task.env if task.env in refill else ""
+
+
 def _share_solved(group: Group) -> float:
     if undeclared([group]):
-        raise ConfigError(f"data.sampler.order: weighted has to know when an episode is solved: {NOT_DECLARED}")
+        raise ConfigError(
+            "rollout.env_shares: solve_rate or data.sampler.order: weighted has to know when an episode is "
+            f"solved: {NOT_DECLARED}"
+        )
     return solved([group]) or 0.0

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +15,7 @@ from agentrl.env.env import Env
 from agentrl.env.load import load_env, said_by
 from agentrl.env.rows import load_rows, read_jsonl
 from agentrl.env.solved import NOT_DECLARED
+from agentrl.env.tasks import NamedTasks
 from agentrl.errors import AgentRLError, ConfigError
 from agentrl.rollout.oracle import Demonstration, author_method, oracle_demonstrations
 from agentrl.rollout.task_tools import task_tools_now
@@ -29,15 +30,51 @@ class Content:
     train_tasks: Sequence[Task]
     held_out_tasks: Sequence[Task]
     demonstrations: Sequence[Demonstration]
+    parts: Mapping[str, Content] = field(default_factory=dict)
+
+    @property
+    def by_env(self) -> Mapping[str, Content]:
+        """The content of each env by name; with one env, this content itself under ''."""
+        return self.parts or {"": self}
 
 
 def load_content(config: RunConfig) -> Content:
     """Import the env, read or generate tasks and demonstrations; everything is checked before a model is loaded.
 
+    With several envs, the content of each is in `parts`, and nothing else is set.
+
     Raises:
         ConfigError: names the problem, its location and a remedy.
     """
-    env_class = load_env(config.env.use, config.env.options)
+    if config.envs:
+        return mixed({name: _load_part(name, view) for name, view in config.by_env.items()})
+    return _load_one(config)
+
+
+def mixed(parts: Mapping[str, Content]) -> Content:
+    """The content of several envs."""
+    return Content(_no_sole_env, (), (), (), parts)
+
+
+def _no_sole_env() -> Env:
+    raise AssertionError("this content has several envs: use `by_env`")
+
+
+def _load_part(name: str, config: RunConfig) -> Content:
+    """The content of one of several envs; its tasks name the env."""
+    try:
+        found = _load_one(config)
+    except ConfigError as e:
+        raise ConfigError(f"envs.{name}: {e}") from e
+    return replace(
+        found,
+        train_tasks=NamedTasks(found.train_tasks, name),
+        held_out_tasks=NamedTasks(found.held_out_tasks, name),
+    )
+
+
+def _load_one(config: RunConfig) -> Content:
+    env_class = load_env(config.sole_env.use, config.sole_env.options)
     make_env = env_factory(env_class, config)
     train = _tasks(env_class, config, "train", config.data.train)
     return Content(
@@ -51,9 +88,10 @@ def load_content(config: RunConfig) -> Content:
 def check_held_out(config: RunConfig, content: Content) -> None:
     """Evaluation settings require tasks. Raises ConfigError if there are none."""
     default = type(config.eval)()
+    held_out = [task for part in content.by_env.values() for task in part.held_out_tasks[:1]]
     for key in ("every", "tasks"):
         value = getattr(config.eval, key)
-        if not content.held_out_tasks and value != getattr(default, key):
+        if not held_out and value != getattr(default, key):
             raise ConfigError(
                 f"eval.{key} is {value}, and there are no held-out tasks: name a file under data.held_out, or "
                 "remove the key"
@@ -62,9 +100,11 @@ def check_held_out(config: RunConfig, content: Content) -> None:
 
 def require_solved(content: Content, what: str) -> None:
     """Raises ConfigError if nothing declares when an episode is solved but `what` needs it."""
-    env = content.make_env()
-    if env.solved_rule() is None:
-        raise ConfigError(f"{what} has to know when an episode of {type(env).__name__} is solved: {NOT_DECLARED}")
+    for part in content.by_env.values():
+        env = part.make_env()
+        if env.solved_rule() is None:
+            name = type(env).__name__
+            raise ConfigError(f"{what} has to know when an episode of {name} is solved: {NOT_DECLARED}")
 
 
 def repeated_ids(content: Content) -> list[str]:
@@ -72,7 +112,7 @@ def repeated_ids(content: Content) -> list[str]:
 
     This is harmless, because episodes are identified by position, but readers cannot tell them apart.
     """
-    said = []
+    said = [note for part in content.parts.values() for note in repeated_ids(part)]
     for split, tasks in (("train", content.train_tasks), ("held_out", content.held_out_tasks)):
         first: dict[str, int] = {}
         for place, task in enumerate(tasks if isinstance(tasks, list | tuple) else ()):
@@ -88,22 +128,23 @@ def repeated_ids(content: Content) -> list[str]:
 
 def corpus(content: Content, num: int = 2000) -> Iterable[str]:
     """Text of the env for a tokenizer: tools, opening messages of training tasks, demonstrations."""
-    schemas = json.dumps(task_tools_now(content.make_env, content.train_tasks))
-    yield from [schemas] * 20
-    for demonstration in content.demonstrations[:num]:
-        for message in demonstration:
-            yield message.content if isinstance(message.content, str) else ""
-            for call in message.tool_calls:
-                yield json.dumps({"name": call.name, "arguments": dict(call.arguments)})
+    for part in content.by_env.values():
+        schemas = json.dumps(task_tools_now(part.make_env, part.train_tasks))
+        yield from [schemas] * 20
+        for messages in part.demonstrations[:num]:
+            for message in messages:
+                yield message.content if isinstance(message.content, str) else ""
+                for call in message.tool_calls:
+                    yield json.dumps({"name": call.name, "arguments": dict(call.arguments)})
     yield from ["system", "user", "assistant", "tool", "# Tools", "Error: ", "To call one:"] * 20
 
 
 def env_factory(env_class: type[Env], config: RunConfig) -> Callable[[], Env]:
     """A factory of envs with the run's options and settings; creates one immediately as a check."""
-    options, settings, weights = config.env.options, config.env.settings, config.env.reward_weights
-    at = config.env.solved_at
+    options, settings, weights = config.sole_env.options, config.sole_env.settings, config.sole_env.reward_weights
+    at = config.sole_env.solved_at
 
-    given = {} if scheme_of(config.env.use) else options  # the class of a scheme has them
+    given = {} if scheme_of(config.sole_env.use) else options  # the class of a scheme has them
 
     def make() -> Env:
         env = env_class(**given)
@@ -113,11 +154,11 @@ def env_factory(env_class: type[Env], config: RunConfig) -> Callable[[], Env]:
     try:
         make()
     except (TypeError, ValueError, OSError) as e:
-        raise ConfigError(f"env.options {dict(options)} do not fit {config.env.use}: {e}") from e
+        raise ConfigError(f"env.options {dict(options)} do not fit {config.sole_env.use}: {e}") from e
     except AgentRLError:
         raise
     except Exception as e:
-        raise ConfigError(f"{config.env.use} cannot be made: {said_by(e)}") from e
+        raise ConfigError(f"{config.sole_env.use} cannot be made: {said_by(e)}") from e
     return make
 
 
@@ -131,10 +172,10 @@ def _tasks(
     generator = author_method(env_class, "tasks")
     if generator is None:
         raise ConfigError(
-            f"{config.env.use} has no `tasks` classmethod: name a JSON-lines file under data.{split}, or add "
+            f"{config.sole_env.use} has no `tasks` classmethod: name a JSON-lines file under data.{split}, or add "
             "`@classmethod def tasks(cls, split, seed, **options)` that returns a sequence of Task"
         )
-    where = f"{config.env.use}.tasks({split!r}, ...)"
+    where = f"{config.sole_env.use}.tasks({split!r}, ...)"
     try:
         tasks: Any = generator(split, config.seed if split == "train" else 0, **config.data.options)
         first = tasks[0] if hasattr(tasks, "__getitem__") else None
@@ -166,7 +207,8 @@ def _demonstrations(
     generator = None if warmup.use == "oracle" else author_method(env_class, "demonstrations")
     if generator is None and warmup.use == "demonstrations":
         raise ConfigError(
-            f"warmup.use: {config.env.use} has no `demonstrations` classmethod; add one, or write `warmup: oracle`"
+            f"warmup.use: {config.sole_env.use} has no `demonstrations` classmethod; add one, or write "
+            "`warmup: oracle`"
         )
     if generator is None:
         return oracle_demonstrations(env_class, config, make_env, tasks)
@@ -176,7 +218,7 @@ def _demonstrations(
         raise
     except Exception as e:
         raise ConfigError(
-            f"{config.env.use}.demonstrations with warmup.options {dict(warmup.options)}: {said_by(e)}"
+            f"{config.sole_env.use}.demonstrations with warmup.options {dict(warmup.options)}: {said_by(e)}"
         ) from e
     return [Demonstration(messages) for messages in found]
 

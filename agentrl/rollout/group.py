@@ -147,6 +147,36 @@ class GroupPlayer:
         self._scores_groups = self.player.make_env().scores_groups
 
 
+class PlaysGroups(Protocol):
+    """Plays groups: a `GroupPlayer`, or one of each env."""
+
+    @property
+    def playing(self) -> Mapping[str, EpisodeStatus]:
+        """Episodes in flight by name, oldest first."""
+        ...
+
+    async def play(self, task: Task, label: str, number: int) -> Group:
+        """Play a complete group of this task."""
+        ...
+
+
+@dataclass(frozen=True)
+class GroupsByEnv:
+    """Plays each group with the player of its task's env.
+
+    Args:
+        players: by env.
+        playing: episodes in flight by name, oldest first; the same mapping as that of each player.
+    """
+
+    players: Mapping[str, GroupPlayer]
+    playing: Mapping[str, EpisodeStatus]
+
+    async def play(self, task: Task, label: str, number: int) -> Group:
+        """Play a complete group of this task."""
+        return await self.players[task.env].play(task, label, number)
+
+
 async def with_group_rewards(env: Env, episodes: Sequence[Episode], timeout_s: float = 300.0) -> Sequence[Episode]:
     """Add the env's group rewards to the scored episodes of one task.
 

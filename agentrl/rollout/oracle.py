@@ -50,17 +50,18 @@ def oracle_demonstrations(
     assert warmup is not None
     if oracle is None and warmup.use == "oracle":
         raise ConfigError(
-            f"warmup.use: {config.env.use} has no oracle: add `@classmethod def oracle(cls, task)` that returns a "
-            "policy for the task"
+            f"warmup.use: {config.sole_env.use} has no oracle: add `@classmethod def oracle(cls, task)` that "
+            "returns a policy for the task"
         )
     if oracle is None:
         raise ConfigError(
-            f"{config.env.use} writes no demonstrations by itself: name a file under warmup.demonstrations, add a "
-            "`demonstrations` or an `oracle` classmethod, or leave `warmup:` out"
+            f"{config.sole_env.use} writes no demonstrations by itself: name a file under warmup.demonstrations, "
+            "add a `demonstrations` or an `oracle` classmethod, or leave `warmup:` out"
         )
     if warmup.options:
         raise ConfigError(
-            f"warmup.options has no effect: the oracle of {config.env.use} writes the demonstrations; remove it"
+            f"warmup.options has no effect: the oracle of {config.sole_env.use} writes the demonstrations; "
+            "remove it"
         )
     chosen = [tasks[i] for i in range(min(warmup.num, len(tasks)))]
     with ThreadPoolExecutor(1) as thread:  # a loop may already be running in this thread
@@ -79,7 +80,7 @@ async def _play_all(
             except AgentRLError:
                 raise
             except Exception as e:
-                raise ConfigError(f"{config.env.use}.oracle on task {task.id!r}: {said_by(e)}") from e
+                raise ConfigError(f"{config.sole_env.use}.oracle on task {task.id!r}: {said_by(e)}") from e
         messages = list(episode.messages)
         while messages and messages[-1].role != "assistant":  # messages after the last turn are never used
             messages.pop()

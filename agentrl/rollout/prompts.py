@@ -35,6 +35,13 @@ async def fitting(
     Raises:
         ConfigError: `refuse` found one, none fits, there are too many tasks to check, or one cannot be set up.
     """
+    if content.parts:
+        views = config.by_env
+        parts = [
+            (name, await fitting(part, views[name], renderer, max_context, reporter))
+            for name, part in content.parts.items()
+        ]
+        return replace(content, parts=dict(parts))
     policy = config.data.overlong_prompts
     most = min(max_context, config.rollout.token_budget) - 1
     if policy is None:

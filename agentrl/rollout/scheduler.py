@@ -14,7 +14,7 @@ from types import TracebackType
 from typing import Self
 
 from agentrl.rollout.admission import Admission, Batch, Ticket
-from agentrl.rollout.group import GroupPlayer
+from agentrl.rollout.group import PlaysGroups
 from agentrl.types import Group
 
 
@@ -42,7 +42,7 @@ class Scheduler:
 
     def __init__(
         self,
-        groups: GroupPlayer,
+        groups: PlaysGroups,
         admission: Admission,
         *,
         version: Callable[[], int],

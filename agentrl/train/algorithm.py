@@ -15,7 +15,9 @@ import torch
 from agentrl.algo.correction import LogprobDrift
 from agentrl.algo.kl import AdaptiveKL, FixedKL, KLController
 from agentrl.algo.metrics import Metric, Metrics, mean_of
+from agentrl.algo.parameters import Named
 from agentrl.config.algorithm import AlgorithmConfig, KLConfig
+from agentrl.config.choice import OwnFunction
 from agentrl.learner.policy_loss import make_policy_loss
 from agentrl.train.advantages import (
     advantages_by_segment,
@@ -26,8 +28,8 @@ from agentrl.train.advantages import (
     with_advantages,
     without_advantage,
 )
-from agentrl.train.estimator import make_estimator
-from agentrl.train.samples import Flat, TrainingRows, to_samples
+from agentrl.train.estimator import NamedEstimator, make_estimator
+from agentrl.train.samples import Flat, TrainingRows, joined, scores_by_env, to_samples
 from agentrl.types import Group, Sample
 
 LATE_FIELDS = frozenset({"values_N", "old_logprobs_N", "sum_pi_squared_N"})
@@ -44,14 +46,26 @@ class Algorithm:
     Args:
         overlong: what happens to episodes that a limit cut, see `rollout.overlong`.
         reference_apart: whether the reference has ranks to itself, so its log-probabilities must be annotated.
+        by_env: advantage estimators of envs that have their own.
 
     Raises:
         ConfigError: a user-supplied function cannot be loaded or is invalid.
     """
 
-    def __init__(self, config: AlgorithmConfig, *, overlong: str = "train", reference_apart: bool = False) -> None:
+    def __init__(
+        self,
+        config: AlgorithmConfig,
+        *,
+        overlong: str = "train",
+        reference_apart: bool = False,
+        by_env: Mapping[str, Named | OwnFunction] | None = None,
+    ) -> None:
         self.config, self.overlong, self.reference_apart = config, overlong, reference_apart
         self.estimator = make_estimator(config)
+        self.by_env = {
+            name: make_estimator(config.model_copy(update={"advantage": advantage}))
+            for name, advantage in (by_env or {}).items()
+        }
         self.configured = make_policy_loss(config)
         self.kl = make_kl_control(config.kl)
 
@@ -59,20 +73,39 @@ class Algorithm:
         """Sampled tokens, each reward on the token that earned it."""
         samples, scores = to_samples(groups, overlong=self.overlong)
         return TrainingRows(
-            samples, kl_coef=self.kl.coef, scores=scores, num_episodes=len({s.episode_id for s in samples})
+            samples,
+            kl_coef=self.kl.coef,
+            scores=scores,
+            by_env=scores_by_env(groups, overlong=self.overlong),
+            num_episodes=len({s.episode_id for s in samples}),
         )
 
     def advantages(self, rows: TrainingRows) -> TrainingRows:
-        """Estimate the advantage of every trained token; the KL penalty first, if it is part of the reward."""
+        """Estimate the advantage of every trained token; the KL penalty first, if it is part of the reward.
+
+        With several envs, the episodes of each are estimated by themselves: no baseline or normalizer, even one
+        over the whole batch, sees the episodes of another env.
+        """
         if not rows.samples:
             return rows
+        if not rows.by_env:
+            return self.without_signal(self._estimated(rows, self.estimator))
+        parts = []
+        for env, scores in rows.by_env.items():
+            own = frozenset(scores.episodes)
+            part = replace(rows, samples=[s for s in rows.samples if s.episode_id in own], scores=scores)
+            if part.samples:
+                parts.append(self._estimated(part, self.by_env.get(env, self.estimator)))
+        return self.without_signal(joined(rows, parts))
+
+    def _estimated(self, rows: TrainingRows, estimator: NamedEstimator) -> TrainingRows:
         flat = Flat.of(rows.samples, rows.scores.episodes)
         segment_N = flat.column("segment").long()
         width = int(segment_N.max()) + 1 if segment_N.numel() else 1
         order_N = torch.argsort(flat.sequence_N * width + segment_N, stable=True)  # in sampling order
         step, metrics = step_data(flat, order_N, rows.scores, self.configured, rows.kl_coef)
-        self.estimator.check(step.component_names)
-        found = self.estimator.estimate(step)
+        estimator.check(step.component_names)
+        found = estimator.estimate(step)
         advantages_N = unordered(found.advantages_N.to(torch.float64), order_N)
         by_segment = advantages_by_segment(flat, segment_N, advantages_N)
         if found.returns_N is not None:
@@ -80,8 +113,7 @@ class Algorithm:
             metrics["critic/explained_variance"] = mean_of(
                 explained_variance(found.returns_N, step.values_N)[None]
             )
-        scored = replace(rows, samples=with_advantages(flat, advantages_N), by_segment=by_segment, metrics=metrics)
-        return self.without_signal(scored)
+        return replace(rows, samples=with_advantages(flat, advantages_N), by_segment=by_segment, metrics=metrics)
 
     def without_signal(self, rows: TrainingRows) -> TrainingRows:
         """Mark or drop what has no advantage, where that changes nothing or the configuration asks for it."""
@@ -111,7 +143,7 @@ class Algorithm:
     @property
     def late(self) -> bool:
         """Whether advantages need columns of the learner."""
-        return bool(self.estimator.needs & LATE_FIELDS) or self.config.kl.in_reward
+        return bool(self._estimators_need & LATE_FIELDS) or self.config.kl.in_reward
 
     @property
     def advantage_needs(self) -> frozenset[str]:
@@ -154,12 +186,17 @@ class Algorithm:
             self.kl.load_state_dict(state["kl"])
 
     @property
+    def _estimators_need(self) -> frozenset[str]:
+        """Fields of StepData that the run's estimators need."""
+        return self.estimator.needs.union(*(estimator.needs for estimator in self.by_env.values()))
+
+    @property
     def _needs(self) -> frozenset[str]:
         """Columns that the learner must annotate before the first update."""
         c, found = self.config, {"ref_logprobs"} if self.reference_apart else set[str]()
-        if "values_N" in self.estimator.needs:
+        if "values_N" in self._estimators_need:
             found.add("values")
-        if "sum_pi_squared_N" in self.estimator.needs:
+        if "sum_pi_squared_N" in self._estimators_need:
             found.add("sum_pi_squared")
         if c.kl.in_reward or (c.kl.in_loss and c.epochs > 1):
             found.add("ref_logprobs")
@@ -167,7 +204,7 @@ class Algorithm:
             found.add("entropy")
         correction = self.configured.correction
         if (
-            "old_logprobs_N" in self.estimator.needs
+            "old_logprobs_N" in self._estimators_need
             or c.kl.in_reward
             or self.configured.select is not None
             or (c.updates_per_step * c.epochs > 1 and c.old_logprobs != "sampler")

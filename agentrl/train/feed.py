@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from agentrl.config.run import RunConfig
 from agentrl.env.curriculum import TaskSampler
+from agentrl.env.mixture import MixedSampler, TaskSource
 from agentrl.errors import CheckpointError
 from agentrl.rollout.admission import Admission
 from agentrl.types import Task
@@ -16,18 +17,40 @@ SAMPLER_FILE = "sampler.json"
 """File in a checkpoint with the state of the task sampler and the groups in flight."""
 
 
-def make_admission(config: RunConfig, tasks: Sequence[Task], *, done: int = 0) -> Admission:
-    """The groups of a configuration after `done` steps; `load_feed` restores the position in the tasks."""
-    data, rollout = config.data.sampler, config.rollout
+def make_admission(
+    config: RunConfig, tasks: Sequence[Task] | Mapping[str, Sequence[Task]], *, done: int = 0
+) -> Admission:
+    """The groups of a configuration after `done` steps; `load_feed` restores the position in the tasks.
+
+    Args:
+        tasks: the training tasks; with several envs, those of each by name.
+    """
+    rollout, views = config.rollout, config.by_env
+    by_env = tasks if isinstance(tasks, Mapping) else {"": tasks}
+    samplers = {name: _sampler(view, by_env[name]) for name, view in views.items()}
+    source: TaskSource = (
+        samplers[""]
+        if not config.envs
+        else MixedSampler(
+            samplers,
+            {name: env.share for name, env in config.envs.items()},
+            by_solve_rate=rollout.env_shares == "solve_rate",
+        )
+    )
     return Admission(
-        TaskSampler(tasks, config.seed, data.order, data.window, data.floor),
+        source,
         groups_per_step=rollout.groups_per_step,
         first_step=done + 1,
         last_step=config.steps,
         max_staleness=rollout.max_staleness,
         groups_ahead=rollout.groups_ahead,
-        refill=rollout.refill_zero_signal,
+        refill={name: view.rollout.refill_zero_signal for name, view in views.items()},
     )
+
+
+def _sampler(config: RunConfig, tasks: Sequence[Task]) -> TaskSampler:
+    data = config.data.sampler
+    return TaskSampler(tasks, config.seed, data.order, data.window, data.floor)
 
 
 def save_feed(admission: Admission, folder: Path) -> None:
@@ -45,7 +68,8 @@ def load_feed(admission: Admission, folder: Path) -> None:
         CheckpointError: the file is damaged, or missing although the order is not sequential.
     """
     file = folder / SAMPLER_FILE
-    if not file.exists() and admission.sampler.order == "sequential":
+    sampler = admission.sampler
+    if not file.exists() and isinstance(sampler, TaskSampler) and sampler.order == "sequential":
         done = (admission.next_step - 1) * admission.groups_per_step
         admission.restore({"drawn": done, "results": {}})
         return

@@ -9,7 +9,7 @@ from concurrent.futures import Executor, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
-from agentrl.agents.players import make_agent, players
+from agentrl.agents.players import MakePlayer, make_agent, players
 from agentrl.chat.template import Renderer
 from agentrl.config.run import RunConfig
 from agentrl.engine.base import Engine
@@ -22,7 +22,8 @@ from agentrl.reporting.report import Reporter, Summary
 from agentrl.rollout.admission import Admission
 from agentrl.rollout.build import make_engine, make_guard, make_token_check
 from agentrl.rollout.content import Content, check_held_out, load_content, repeated_ids, require_solved
-from agentrl.rollout.group import GroupPlayer, Plays
+from agentrl.rollout.group import GroupPlayer, GroupsByEnv
+from agentrl.rollout.lifecycle import EpisodeStatus
 from agentrl.rollout.prompts import fitting
 from agentrl.rollout.renderer import check_renderer, load_renderer, require_template
 from agentrl.rollout.rewards.model import RewardModel, make_reward_model
@@ -33,7 +34,7 @@ from agentrl.run_folder.store import RunStore
 from agentrl.sandbox import close_pools
 from agentrl.train.algorithm import Algorithm
 from agentrl.train.feed import load_feed, make_admission
-from agentrl.train.held_out import HeldOut
+from agentrl.train.held_out import EvalSet, HeldOut
 from agentrl.train.in_step import InStep, starting_engine
 from agentrl.train.loop import train
 from agentrl.train.rewardless import RewardWatch
@@ -89,9 +90,7 @@ async def _train_run(setting: _Setting) -> Summary:
             stack.push(StoppedEarly.ends)
             run = await _make_run(stack, setting, content, start)
             if not any(line["step"] == 0 for line in store.metrics()) and not setting.stop:
-                before = {}
-                if config.eval.before_training:
-                    before = await unless_stopped(setting.stopping, run.held_out.play(0))
+                before = await unless_stopped(setting.stopping, run.held_out.play(0))
                 store.log_metrics(0, {"warmup_seconds": warmup_seconds} | before)
             if not setting.stop:
                 run.begin()
@@ -109,23 +108,33 @@ def _checked_content(config: RunConfig, store: RunStore, reporter: Reporter) -> 
     Raises:
         ConfigError: they are invalid.
     """
-    if said := too_long(config):
-        raise ConfigError(said)
+    for view in config.by_env.values():
+        if said := too_long(view):
+            raise ConfigError(said)
     content = load_content(config)
     check_held_out(config, content)
     for note in (*repeated_ids(content), *config.algorithm.notes(config.rollout.max_staleness)):
         reporter.note(note)
+    for name, part in content.by_env.items():
+        _check_part(config, name, part, store, reporter)
+    if config.rollout.env_shares == "solve_rate":
+        require_solved(content, "rollout.env_shares: solve_rate")
+    return content
+
+
+def _check_part(config: RunConfig, name: str, content: Content, store: RunStore, reporter: Reporter) -> None:
+    """Check the content of one env; its name is empty if it is the only one."""
+    where = f"envs.{name}: " if name else ""
     if config.agent is None:
         refuse_images(content.make_env())
     else:
         make_agent(config.agent)  # refused before any model is loaded
     if (rule := content.make_env().solved_rule()) is None:
-        reporter.note(f"solved: {NOT_DECLARED}; held-out tasks are compared by their reward")
+        reporter.note(f"{where}solved: {NOT_DECLARED}; held-out tasks are compared by their reward")
     else:
-        store.event(f"solved: {rule}")
-    if config.data.sampler.order == "weighted":
-        require_solved(content, "data.sampler.order: weighted")
-    return content
+        store.event(f"{where}solved: {rule}")
+    if config.by_env[name].data.sampler.order == "weighted":
+        require_solved(content, f"{where}data.sampler.order: weighted")
 
 
 async def _make_run(stack: contextlib.AsyncExitStack, setting: _Setting, content: Content, start: Path) -> Run:
@@ -140,7 +149,8 @@ async def _make_run(stack: contextlib.AsyncExitStack, setting: _Setting, content
     store.rewind(done)
     policy = checkpoint.path if checkpoint else start
     renderer = load_renderer(config, start)
-    require_template(renderer, await task_tools(content.make_env, content.train_tasks))
+    for part in content.by_env.values():
+        require_template(renderer, await task_tools(part.make_env, part.train_tasks))
     check_renderer(renderer, policy)
     reporter.phase("start")
     reporter.within("loading the learner")
@@ -150,6 +160,7 @@ async def _make_run(stack: contextlib.AsyncExitStack, setting: _Setting, content
         config.algorithm.decided(config.rollout.max_staleness),
         overlong=config.rollout.overlong,
         reference_apart=learner.reference_apart,
+        by_env={name: env.algorithm.advantage for name, env in config.envs.items() if env.algorithm.advantage},
     )
     if checkpoint:
         await resume(learner, algorithm, checkpoint.path)
@@ -164,20 +175,21 @@ async def _make_run(stack: contextlib.AsyncExitStack, setting: _Setting, content
     reporter.within("measuring prompts")
     measuring = fitting(content, config, renderer, engine.max_context, reporter)
     content = await unless_stopped(setting.stopping, measuring)
-    admission = make_admission(config, content.train_tasks, done=done)
+    admission = make_admission(config, {k: part.train_tasks for k, part in content.by_env.items()}, done=done)
     if checkpoint:
         load_feed(admission, checkpoint.path)
     lora = config.learner.lora
     if checkpoint or (lora is not None and lora.adapter is not None):  # the engine loaded `start`, without this
         await engine.update_weights(await sent_weights(config, learner), version=done)
-    make = await stack.enter_async_context(players(config, start, engine, renderer, content.make_env))
-    greedy = make(temperature=0.0)
-    filters = Filters(config.eval.top_p, config.eval.top_k, config.eval.min_p)
-    examined = make(temperature=config.eval.temperature, filters=filters)
-    in_step = InStep(reporter, config.rollout.groups_per_step * config.rollout.group_size)
-    player = make(temperature=config.rollout.temperature, token_check=make_token_check(config))
-    group_player = _group_player(setting, player, greedy, reward_model, in_step)
-    held_out = HeldOut(config, content.held_out_tasks[: config.eval.tasks], examined, reporter, in_step)
+    make_envs = {name: part.make_env for name, part in content.by_env.items()}
+    make = await stack.enter_async_context(players(config, start, engine, renderer, make_envs))
+    in_step = InStep(reporter, config.episodes_per_step)
+    group_player = _group_players(setting, make, reward_model, in_step)
+    held_out = HeldOut(
+        [_eval_set(name, view, content.by_env[name], make) for name, view in config.by_env.items()],
+        reporter,
+        in_step,
+    )
     return Run(
         config=config,
         scheduler=_scheduler(setting, group_player, admission, engine),
@@ -189,7 +201,12 @@ async def _make_run(stack: contextlib.AsyncExitStack, setting: _Setting, content
             config.checkpoint, store, learner, algorithm, admission, renderer, start, setting.disk_thread
         ),
         log=StepLog(
-            config, store, reporter, RewardWatch(content.make_env()), store.redraws(), setting.disk_thread
+            config,
+            store,
+            reporter,
+            {name: RewardWatch(make_env()) for name, make_env in make_envs.items()},
+            store.redraws(),
+            setting.disk_thread,
         ),
         in_step=in_step,
         stop=setting.stop,
@@ -203,28 +220,44 @@ def _weight_check(
     """Needed if weights travel to other processes."""
     if not engine.capabilities.separate_weights:
         return None
-    rows = check_rows(renderer, content.make_env(), engine.max_context - 1)
+    env = next(iter(content.by_env.values())).make_env()
+    rows = check_rows(renderer, env, engine.max_context - 1)
     return WeightCheck(engine, learner.probe, rows, config.engine.resolved_tolerance)
 
 
-def _group_player(
-    setting: _Setting, player: Plays, greedy: Plays, reward_model: RewardModel | None, in_step: InStep
-) -> GroupPlayer:
-    config = setting.config
-    return GroupPlayer(
-        player,
-        config.rollout.group_size,
-        config.seed,
-        config.rollout.infra_retries,
-        on_episode=in_step.ended,
-        greedy=greedy if config.algorithm.advantage.name == "remax" else None,
-        reward_model=reward_model,
-        guard=make_guard(config, lambda text: _tell(setting, text)),
-        timeout_s=config.rollout.timeout_s,
-    )
+def _eval_set(name: str, config: RunConfig, content: Content, make: MakePlayer) -> EvalSet:
+    settings = config.eval
+    filters = Filters(settings.top_p, settings.top_k, settings.min_p)
+    player = make(env=name, temperature=settings.temperature, filters=filters)
+    return EvalSet(name, config, content.held_out_tasks[: settings.tasks], player)
 
 
-def _scheduler(setting: _Setting, player: GroupPlayer, admission: Admission, engine: Engine) -> Scheduler:
+def _group_players(
+    setting: _Setting, make: MakePlayer, reward_model: RewardModel | None, in_step: InStep
+) -> GroupsByEnv:
+    """One player of groups for each env; they share the token check, the guard and the episodes in flight."""
+    playing: dict[str, EpisodeStatus] = {}
+    guard = make_guard(setting.config, lambda text: _tell(setting, text))
+    token_check = make_token_check(setting.config)
+    found = {
+        name: GroupPlayer(
+            make(env=name, temperature=config.rollout.temperature, token_check=token_check),
+            config.rollout.group_size,
+            config.seed,
+            config.rollout.infra_retries,
+            on_episode=in_step.ended,
+            greedy=make(env=name, temperature=0.0) if config.algorithm.advantage.name == "remax" else None,
+            reward_model=reward_model,
+            guard=guard,
+            timeout_s=config.rollout.timeout_s,
+            playing=playing,
+        )
+        for name, config in setting.config.by_env.items()
+    }
+    return GroupsByEnv(found, playing)
+
+
+def _scheduler(setting: _Setting, player: GroupsByEnv, admission: Admission, engine: Engine) -> Scheduler:
     rollout = setting.config.rollout
 
     def less_overlong(group: Group) -> Group:

@@ -9,6 +9,7 @@ from hashlib import blake2b
 import torch
 from torch import Tensor
 
+from agentrl.algo.metrics import merge_metrics
 from agentrl.chat.transcript import rows_of
 from agentrl.learner.split import StepRows
 from agentrl.run_folder.records import EpisodeRecord
@@ -41,11 +42,13 @@ class TrainingRows(StepRows):
 
     Attributes:
         scores: what advantages are estimated from.
+        by_env: the scores of each env's episodes, with several envs.
         num_episodes: how many episodes have rows.
         by_segment: the advantage of each episode's sampled segments, by their number, once it was estimated.
     """
 
     scores: Scores = Scores((), (), ())
+    by_env: Mapping[str, Scores] = field(default_factory=dict)
     num_episodes: int = 0
     by_segment: Mapping[str, Mapping[int, float]] = field(default_factory=dict)
 
@@ -91,6 +94,28 @@ def to_samples(groups: Sequence[Group], *, overlong: str) -> tuple[list[Sample],
         parts=[_parts(episode) for _, episode in numbered],
     )
     return samples, scores
+
+
+def scores_by_env(groups: Sequence[Group], *, overlong: str) -> dict[str, Scores]:
+    """The scores of each env's episodes; empty if there is only one env, which has no name."""
+    envs = dict.fromkeys(group.task.env for group in groups if group.task.env)
+    return {
+        env: to_samples([group for group in groups if group.task.env == env], overlong=overlong)[1] for env in envs
+    }
+
+
+def joined(rows: TrainingRows, parts: Sequence[TrainingRows]) -> TrainingRows:
+    """`rows` as scored in parts, in the order of `rows`."""
+    of_episode: dict[str, list[Sample]] = {}
+    for sample in (sample for part in parts for sample in part.samples):
+        of_episode.setdefault(sample.episode_id, []).append(sample)
+    scored = {episode: iter(samples) for episode, samples in of_episode.items()}
+    return replace(
+        rows,
+        samples=[next(scored[sample.episode_id]) for sample in rows.samples],
+        by_segment={episode: segments for part in parts for episode, segments in part.by_segment.items()},
+        metrics=merge_metrics(part.metrics for part in parts),
+    )
 
 
 def to_records(

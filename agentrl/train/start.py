@@ -30,6 +30,7 @@ from agentrl.rollout.task_tools import task_tools
 from agentrl.train.in_step import counting, starting_engine
 from agentrl.train.signals import StoppedEarly, unless_stopped
 from agentrl.train.warmup import cold_start, demonstration_samples
+from agentrl.types import Sample
 
 
 def start_directory(config: RunConfig, run: Path) -> Path:
@@ -91,23 +92,31 @@ async def _cold_start(
     """Train the policy in `source` on the demonstrations and write it to `target`."""
     require_solved(content, "warmup.until_pass")
     renderer = load_renderer(config, source)
-    tools = await task_tools(content.make_env, content.train_tasks)
-    require_template(renderer, tools)
-    samples = demonstration_samples(renderer, content.demonstrations, tools)
+    samples: list[Sample] = []
+    for name, part in content.by_env.items():
+        tools = await task_tools(part.make_env, part.train_tasks)
+        require_template(renderer, tools)
+        samples += demonstration_samples(renderer, part.demonstrations, tools, env=name)
     micro_batches(samples, config.learner.tokens_per_micro_batch)  # one that is too long is refused here
     learner = await make_learner(config, source, None)
     reporter.within(starting_engine(config))
     engine = await unless_stopped(stopping, make_engine(config, source, trains=True))
-    player = make_player(config, engine, renderer, content.make_env, temperature=config.rollout.temperature)
 
     async def probe() -> float:
+        """The share of probed tasks that is solved; with several envs, that of the env with the lowest."""
         await engine.update_weights(await sent_weights(config, learner), version=0)
-        samples = warmup.probe_samples
+        shares = [await probe_env(name, view) for name, view in config.by_env.items()]
+        return min(shares)
+
+    async def probe_env(name: str, view: RunConfig) -> float:
+        part, samples = fitted.by_env[name], warmup.probe_samples
+        tasks = part.train_tasks[: warmup.probe_tasks]
+        player = make_player(view, engine, renderer, part.make_env, temperature=view.rollout.temperature)
         groups = await collect(
             player,
             tasks,
             group_size=samples,
-            label="probe",
+            label=f"probe/{name}" if name else "probe",
             seed=config.seed,
             infra_retries=config.rollout.infra_retries,
             on_episode=counting(reporter, "probe", len(tasks) * samples),
@@ -119,7 +128,6 @@ async def _cold_start(
     try:
         # Before the first step, so that a prompt that is refused costs no time. The run says what is left out.
         fitted = await fitting(content, config, renderer, engine.max_context, None)
-        tasks = fitted.train_tasks[: warmup.probe_tasks]
         await cold_start(
             learner,
             samples,

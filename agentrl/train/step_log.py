@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import Executor
 from dataclasses import dataclass, field
 
@@ -21,6 +21,7 @@ from agentrl.run_folder.redraws import Redraws
 from agentrl.run_folder.store import RunStore
 from agentrl.train.rewardless import RewardWatch
 from agentrl.train.samples import TrainingRows, to_records
+from agentrl.types import Episode, Group
 
 DRAW_EVERY_S = 20.0
 
@@ -30,6 +31,7 @@ class StepLog:
     """Writes to the run folder and tells the reporter.
 
     Args:
+        rewards: watches the rewards of each env.
         redraws: of the steps before, if the run was resumed.
         disk_thread: where the curve is drawn.
     """
@@ -37,7 +39,7 @@ class StepLog:
     config: RunConfig
     store: RunStore
     reporter: Reporter
-    rewards: RewardWatch
+    rewards: Mapping[str, RewardWatch]
     redraws: Redraws
     disk_thread: Executor
     _warned: set[str] = field(default_factory=set)
@@ -52,8 +54,10 @@ class StepLog:
             "learner_tokens": float(update.tokens),
             "tokens_per_s": found["sampled_tokens"] / found["seconds"],
         }
-        if self.config.rollout.refill_zero_signal:
+        if any(view.rollout.refill_zero_signal for view in self.config.by_env.values()):
             found |= set_aside(batch.aside)
+        for name in self.config.envs:
+            found |= _metrics_of_env(name, batch)
         return found
 
     def episodes(self, batch: Batch, rows: TrainingRows) -> None:
@@ -66,9 +70,13 @@ class StepLog:
         records = to_records(batch.groups, rows.by_segment, step=step)
         self.store.write_episodes(step, [*records, *_records_aside(batch)])
         self._note_redraws(batch)
-        if step == 1 and (nothing := _weight_of_nothing(self.config, batch)):
-            self.reporter.note(f"step 1: {nothing}")
-        self.rewards.see(step, [episode for group in batch.groups for episode in group.episodes])
+        for name, view in self.config.by_env.items():
+            played = [episode for group in _of_env(name, batch.groups) for episode in group.episodes]
+            if not played:
+                continue
+            if step == 1 and (nothing := _weight_of_nothing(view, played)):
+                self.reporter.note(f"step 1: {nothing}")
+            self.rewards[name].see(step, played)
 
     def step(self, step: int, metrics: Mapping[str, float]) -> None:
         """Write the metrics of a step and show them."""
@@ -115,10 +123,23 @@ def check_drift(config: RunConfig, step: int, metrics: Mapping[str, float]) -> N
         )
 
 
-def _weight_of_nothing(config: RunConfig, batch: Batch) -> str:
+def _of_env(name: str, groups: Sequence[Group]) -> list[Group]:
+    return [group for group in groups if group.task.env == name]
+
+
+def _metrics_of_env(name: str, batch: Batch) -> dict[str, float]:
+    """The metrics of one of several envs in a step, as `env/NAME/...`; only the counts if it had no group."""
+    groups, aside = _of_env(name, batch.groups), _of_env(name, batch.aside)
+    found = {"groups": float(len(groups))}
+    if groups or aside:
+        found |= episode_metrics(groups, aside) | set_aside(aside)
+    return {f"env/{name}/{key.removeprefix('env/')}": value for key, value in found.items()}
+
+
+def _weight_of_nothing(config: RunConfig, episodes: Iterable[Episode]) -> str:
     """The warning about weights of reward parts that none of these episodes had; else empty."""
-    given = {part for group in batch.groups for episode in group.episodes for part in reward_parts(episode)}
-    return weight_of_nothing(config.env.reward_weights, given)
+    given = {part for episode in episodes for part in reward_parts(episode)}
+    return weight_of_nothing(config.sole_env.reward_weights, given)
 
 
 def _records_aside(batch: Batch) -> list[EpisodeRecord]:

@@ -34,7 +34,7 @@ def summarize(store: RunStore, config: RunConfig, wall_seconds: float) -> Summar
         malformed=total("malformed"),
         limits=total("limits"),
         infra_failures=total("infra_failures"),
-        env=config.env.use,
+        env=config.env_names,
         redrawn=dict(redraws.reasons.most_common()),
         redrawn_tasks=redraws.worst_tasks(20),
         biased=list(redraws.findings().values()),

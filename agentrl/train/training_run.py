@@ -81,8 +81,7 @@ class Run:
         metrics |= self.algorithm.observe(update.metrics, rows.num_episodes)
         self.log.episodes(batch, rows)
         last = step == config.steps
-        if last or (config.eval.every and step % config.eval.every == 0):
-            metrics |= await self.held_out.play(step)
+        metrics |= await self.held_out.play(step)
         self.log.step(step, metrics)
         if last or self.stop or (config.checkpoint.every and step % config.checkpoint.every == 0):
             self.in_step.pause("checkpoint")

@@ -22,26 +22,33 @@ from agentrl.types import Message, Sample
 
 
 def demonstration_samples(
-    renderer: Renderer, demonstrations: Sequence[Sequence[Message]], tools: Sequence[Mapping[str, Any]]
+    renderer: Renderer,
+    demonstrations: Sequence[Sequence[Message]],
+    tools: Sequence[Mapping[str, Any]],
+    *,
+    env: str = "",
 ) -> list[Sample]:
     """The rows of the demonstrations, each rendered turn by turn as an episode would be.
 
     Raises:
         ConfigError: a demonstration has no assistant message, or one that no policy could sample.
     """
+    where = f"envs.{env}: warmup" if env else "warmup"
     samples = []
     for number, messages in enumerate(demonstrations):
         own = messages.tools if isinstance(messages, Demonstration) else None
         try:
             rows = imitate(renderer, messages, tools if own is None else own).rows()
         except TemplateError as e:
-            raise ConfigError(f"warmup: demonstration {number + 1}: {e}") from e
+            raise ConfigError(f"{where}: demonstration {number + 1}: {e}") from e
         if not rows:
-            raise ConfigError(f"warmup: demonstration {number + 1} has no assistant message")
+            raise ConfigError(f"{where}: demonstration {number + 1} has no assistant message")
         for row in rows:
             zeros = (0.0,) * len(row.ids)
             samples.append(
-                Sample(row.ids, row.loss_mask, zeros, zeros, row.versions, episode_id=f"demonstration/{number}")
+                Sample(
+                    row.ids, row.loss_mask, zeros, zeros, row.versions, episode_id=f"demonstration/{env}{number}"
+                )
             )
     return samples
 

@@ -12,7 +12,7 @@ from rich.text import Text
 from agentrl.clean import visible
 from agentrl.rollout.episode_metrics import reward_parts
 from agentrl.run_folder.records import EpisodeRecord
-from agentrl.types import LIMITS, CallRecord, Episode, Image, Message, ToolCall, Turn
+from agentrl.types import LIMITS, CallRecord, Episode, Image, Message, Task, ToolCall, Turn
 
 
 def worst_first(records: Iterable[EpisodeRecord]) -> list[EpisodeRecord]:
@@ -35,6 +35,11 @@ def mistakes(episode: Episode) -> Mapping[str, float]:
             if call.outcome != "ok":
                 counts[call.outcome] = counts.get(call.outcome, 0) + 1
     return counts
+
+
+def _task_name(task: Task) -> str:
+    """The task's id, after the name of its env in a run of several."""
+    return visible(f"{task.env}: {task.id}" if task.env else task.id)
 
 
 def step_table(records: Sequence[EpisodeRecord]) -> RenderableType:
@@ -87,7 +92,7 @@ def _head(record: EpisodeRecord) -> Text:
         f"  step {record.step}  group {record.group}", style="dim"
     )
     row = ", ".join(f"{key}={_short(value)}" for key, value in episode.task.row.items())
-    return head.append(f"\ntask {visible(episode.task.id)}", style="dim").append(
+    return head.append(f"\ntask {_task_name(episode.task)}", style="dim").append(
         f"  {visible(row)}" if row else "", style="dim"
     )
 

@@ -171,12 +171,15 @@ class EnvWorker:
             self._error = e
 
     def _load(self, kit: WorkerSetup, folder: Path) -> None:
-        config = _with_code(kit, folder)
+        views = {name: _with_code(kit, name, view, folder) for name, view in kit.config.by_env.items()}
         for name, content in kit.tokenizer.items():
             (folder / name).parent.mkdir(parents=True, exist_ok=True)
             (folder / name).write_bytes(content)
-        self._renderer = load_renderer(config, folder)
-        self._make_env = env_factory(load_env(config.env.use, config.env.options), config)
+        self._renderer = load_renderer(kit.config, folder)
+        self._make_env = {
+            name: env_factory(load_env(view.sole_env.use, view.sole_env.options), view)
+            for name, view in views.items()
+        }
 
     async def ready(self) -> None:
         """Returns once the worker can play.
@@ -194,7 +197,7 @@ class EnvWorker:
         player = Player(
             self._proxy(),
             self._renderer,
-            self._make_env,
+            self._make_env[order.task.env],
             order.limits,
             replace(order.sampling, stop_ids=self._renderer.stop_ids),
             None if order.token_check is None else TokenCheck(order.token_check, reports),
@@ -243,28 +246,30 @@ def pack_setup(config: RunConfig, model: Path, max_context: int) -> WorkerSetup:
     files = {file for pattern in text for file in model.glob(pattern) if file.is_file()}
     tokenizer = {str(f.relative_to(model)): f.read_bytes() for f in files if not f.name.endswith(".index.json")}
     code: dict[str, bytes] = {}
-    if (env := _env_file(config)) is not None:
-        with contextlib.suppress(OSError):
-            code = {file.name: file.read_bytes() for file in env.parent.glob("*.py")}
+    for name, view in config.by_env.items():
+        if (env := _env_file(view)) is not None:
+            with contextlib.suppress(OSError):
+                code |= {str(Path(name, file.name)): file.read_bytes() for file in env.parent.glob("*.py")}
     return WorkerSetup(config, tokenizer, code, max_context)
 
 
 def _env_file(config: RunConfig) -> Path | None:
     """The Python file of the run's env; None if the env is given as a module."""
-    if scheme_of(config.env.use):
+    if scheme_of(config.sole_env.use):
         return None
-    name = config.env.use.rpartition(":")[0]
+    name = config.sole_env.use.rpartition(":")[0]
     return Path(name).expanduser().absolute() if name.endswith(".py") or "/" in name else None
 
 
-def _with_code(kit: WorkerSetup, folder: Path) -> RunConfig:
-    """The configuration with an env that can be imported here: in place, or from the transferred files."""
-    env = _env_file(kit.config)
-    if env is None or (env.is_file() and env.read_bytes() == kit.code.get(env.name)):
-        return kit.config
-    code = folder / "code"
-    code.mkdir()
-    for name, content in kit.code.items():
-        (code / name).write_bytes(content)
-    use = f"{code / env.name}:{kit.config.env.use.rpartition(':')[2]}"
-    return kit.config.model_copy(update={"env": kit.config.env.model_copy(update={"use": use})})
+def _with_code(kit: WorkerSetup, name: str, config: RunConfig, folder: Path) -> RunConfig:
+    """The view of an env that can be imported here: in place, or from the transferred files."""
+    env = _env_file(config)
+    if env is None or (env.is_file() and env.read_bytes() == kit.code.get(str(Path(name, env.name)))):
+        return config
+    code = folder / "code" / name
+    code.mkdir(parents=True)
+    for file, content in kit.code.items():
+        if Path(file).parent == Path(name):
+            (code / Path(file).name).write_bytes(content)
+    use = f"{code / env.name}:{config.sole_env.use.rpartition(':')[2]}"
+    return config.model_copy(update={"env": config.sole_env.model_copy(update={"use": use})})
