@@ -1,0 +1,268 @@
+"""NeMo Gym's protocol: a loopback server that follows it, and the real package where a Python has it (>= 3.12)."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import random
+import socket
+import subprocess
+import time
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+from uuid import uuid4
+
+import httpx
+import pytest
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+from starlette.routing import Route
+
+from agentrl.env.play import Policy, RandomPolicy, ScriptedPolicy, call, play, say
+from agentrl.envs.others.nemo_gym import NemoGym, read_input, read_rewards, responses_object
+from agentrl.errors import ConfigError, InfraError, RewardError
+from agentrl.serve.listen import running
+from agentrl.testing import check_env
+from agentrl.types import Episode, Message, Task, ToolCall
+
+PYTHON = os.environ.get("AGENTRL_NEMO_GYM_PYTHON", "")
+needs_nemo_gym = pytest.mark.skipif(
+    not PYTHON, reason="AGENTRL_NEMO_GYM_PYTHON names no Python 3.12 with nemo-gym (which brings Ray and MLflow)"
+)
+
+
+def function(name: str, **properties: Any) -> dict[str, Any]:
+    parameters = {"type": "object", "properties": properties, "required": list(properties)}
+    return {"type": "function", "name": name, "description": "", "strict": True, "parameters": parameters}
+
+
+def counter_row(number: int) -> dict[str, Any]:
+    """A row of NeMo Gym's example of session state."""
+    first, added = number % 7, number % 5 + 1
+    tools = [function("increment_counter", count={"type": "integer"}), function("get_counter_value")]
+    asked = [{"role": "user", "content": f"add {added}"}]
+    return {
+        "responses_create_params": {"input": asked, "tools": tools},
+        "initial_count": first,
+        "expected_count": first + added,
+    }
+
+
+def counter_tasks(num: int) -> list[Task]:
+    return [Task(f"counter-{i}", counter_row(i), seed=i) for i in range(num)]
+
+
+def counter_oracle(task: Task) -> Policy:
+    added = task.row["expected_count"] - task.row["initial_count"]
+    return ScriptedPolicy([call("increment_counter", count=added), call("get_counter_value")])
+
+
+def counter_policy(task: Task, number: int) -> Policy:
+    if number % 3 == 0:
+        return counter_oracle(task)
+    tools = [{"type": "function", "function": tool} for tool in task.row["responses_create_params"]["tools"]]
+    if number % 3 == 1:
+        return RandomPolicy(tools, number)
+    rng = random.Random(number)
+    counts: Sequence[Any] = [rng.choice([1, 2, "two", 3.5]) for _ in range(3)]
+    return ScriptedPolicy([call("increment_counter", count=count) for count in counts])
+
+
+def counter_reward(episode: Episode) -> float:
+    """What the example's scorer says, from the calls that its schema accepts."""
+    records = [record for turn in episode.turns for record in turn.calls]
+    added = [r.call.arguments.get("count") for r in records if r.call.name == "increment_counter"]
+    total = episode.task.row["initial_count"] + sum(count for count in added if isinstance(count, int))
+    return float(total == episode.task.row["expected_count"])
+
+
+def loopback() -> Starlette:
+    """The session-state example by its protocol, with faults on request."""
+    counters: dict[str, int] = {}
+
+    async def seed(request: Request) -> Response:
+        row = await request.json()
+        if row.get("fault") == "seed":
+            return JSONResponse({"detail": "out of memory"}, 500)
+        session = uuid4().hex
+        counters[session] = row["initial_count"]
+        answer = JSONResponse({"mcp": {"url_path": "/mcp"}} if row.get("fault") == "mcp" else {})
+        answer.set_cookie("session", session)
+        return answer
+
+    async def increment(request: Request) -> Response:
+        count = (await request.json()).get("count")
+        if not isinstance(count, int):
+            return JSONResponse({"detail": [{"loc": ["body", "count"], "msg": "not an integer"}]}, 422)
+        counters[request.cookies["session"]] += count
+        return JSONResponse({"success": True})
+
+    async def value(request: Request) -> Response:
+        return JSONResponse({"count": counters[request.cookies["session"]]})
+
+    async def verify(request: Request) -> Response:
+        body = await request.json()
+        output = body["response"]["output"]
+        for item in output:
+            if item["type"] == "function_call":
+                json.loads(item["arguments"])
+        if body.get("fault") == "verify":
+            return JSONResponse("KeyError('answer')", 500)
+        reward = float(counters[request.cookies["session"]] == body["expected_count"])
+        parts = {"right": reward, "brief": 0.5 * (len(output) < 4)}
+        more = {"reward_components": parts, "reward": sum(parts.values())} if body.get("parts") else {}
+        return JSONResponse({**body, "reward": reward, "mask_sample": body.get("fault") == "mask", **more})
+
+    paths = {"seed_session": seed, "increment_counter": increment, "get_counter_value": value, "verify": verify}
+    return Starlette(routes=[Route(f"/{name}", serve, methods=["POST"]) for name, serve in paths.items()])
+
+
+@pytest.fixture
+async def server() -> AsyncIterator[str]:
+    async with running(loopback(), host="127.0.0.1", port=0) as url:
+        yield url
+
+
+async def episodes(url: str, tasks: Sequence[Task], width: int = 64) -> list[Episode]:
+    turns = asyncio.Semaphore(width)
+
+    async def one(number: int, task: Task) -> Episode:
+        async with turns:
+            return await play(NemoGym(url), task, counter_policy(task, number), max_turns=6)
+
+    return await asyncio.gather(*[one(i, task) for i, task in enumerate(tasks)])
+
+
+async def test_200_episodes_keep_their_sessions_apart(server: str):
+    played = await episodes(server, counter_tasks(200))
+    assert [e.reward for e in played] == [counter_reward(e) for e in played]
+    assert [e.reward for e in played[::3]] == [1.0] * 67
+    assert {e.reward for e in played} == {0.0, 1.0}
+
+
+async def test_the_checker_accepts_it(server: str):
+    await check_env(lambda: NemoGym(server), counter_tasks(8), oracle=counter_oracle)
+
+
+async def test_the_server_checks_arguments_and_its_answer_is_the_observation(server: str):
+    script = [call("increment_counter", count="two"), call("verify"), call("../verify")]
+    episode = await play(NemoGym(server), counter_tasks(1)[0], ScriptedPolicy(script))
+    seen = [str(m.content) for m in episode.messages if m.role == "tool"]
+    assert "not an integer" in seen[0]
+    assert all("unknown tool" in text for text in seen[1:]), "only the row's tools can be called"
+
+
+async def test_parts_that_add_up_are_the_rewards(server: str):
+    task = Task("t", {**counter_row(3), "parts": True})
+    episode = await play(NemoGym(server), task, ScriptedPolicy([call("increment_counter", count=4)]))
+    assert sorted(episode.rewards.values()) == [0.5, 1.0] or episode.reward == 1.5
+    assert any("brief" in name for name in episode.rewards)
+
+
+@pytest.mark.parametrize(
+    ("fault", "error", "text"),
+    [
+        ("seed", InfraError, "out of memory"),
+        ("mask", InfraError, "mask_sample"),
+        ("verify", RewardError, "KeyError"),
+        ("mcp", ConfigError, "over MCP"),
+    ],
+)
+async def test_faults_of_the_server(server: str, fault: str, error: type[Exception], text: str):
+    with pytest.raises(error, match=text):
+        await play(NemoGym(server), Task("t", {**counter_row(3), "fault": fault}), ScriptedPolicy([]))
+
+
+async def test_a_server_that_is_gone_is_infrastructure():
+    async with running(loopback(), host="127.0.0.1", port=0) as url:
+        env = NemoGym(url)
+        await env.reset(counter_tasks(1)[0])
+    with pytest.raises(InfraError, match="get_counter_value"):
+        await env.step(Message("assistant", tool_calls=(ToolCall("a", "get_counter_value", {}),)))
+    await env.close()
+    with pytest.raises(InfraError, match="seed_session"):
+        await env.reset(counter_tasks(1)[0])
+    await env.close()
+
+
+def test_messages_and_the_responses_object():
+    items: list[dict[str, Any]] = [
+        {"role": "developer", "content": [{"type": "input_text", "text": "Be brief."}]},
+        {"role": "user", "content": "Hi"},
+        {"type": "function_call", "call_id": "c0", "name": "f", "arguments": '{"x": 1}'},
+        {"type": "function_call_output", "call_id": "c0", "output": "2"},
+    ]
+    opening = read_input({"instructions": "Help.", "input": items}, "t")
+    assert [m.role for m in opening] == ["system", "system", "user", "assistant", "tool"]
+    assert opening[3].tool_calls[0].arguments == {"x": 1}
+    said = [
+        Message("assistant", "Well.", (ToolCall("c1", "f", {"x": 2}),)),
+        Message("tool", "3", tool_call_id="c1"),
+    ]
+    output: Any = responses_object(said, {}, "e")["output"]
+    assert [item["type"] for item in output] == ["message", "function_call", "function_call_output"]
+    assert json.loads(output[1]["arguments"]) == {"x": 2}
+    for bad, text in (({"input": []}, "empty"), ({"input": [{"type": "image"}]}, "cannot read")):
+        with pytest.raises(ConfigError, match=text):
+            read_input(bad, "t")
+
+
+def test_rewards_and_addresses_are_checked():
+    assert read_rewards({"reward": 1.0, "reward_components": {"a": 0.2}}) == {"reward": 1.0}
+    for bad in ({}, {"reward": "1"}, {"reward": float("nan")}):
+        with pytest.raises(ValueError, match="returned the reward"):
+            read_rewards(dict[str, object](bad))
+    with pytest.raises(ConfigError, match="no http or https URL"):
+        NemoGym("localhost:80")
+
+
+def serving(kind: str) -> Iterator[str]:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        port = int(taken.getsockname()[1])
+    command = [PYTHON, Path(__file__).parent / "nemo_gym_server.py", kind, str(port)]
+    process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    try:
+        for _ in range(1200):
+            try:
+                httpx.get(f"http://127.0.0.1:{port}/docs")
+                break
+            except httpx.HTTPError:
+                time.sleep(0.1)
+        yield f"http://127.0.0.1:{port}"
+    finally:
+        process.kill()
+        process.wait()
+
+
+@needs_nemo_gym
+@pytest.mark.slow
+async def test_200_episodes_of_the_packages_own_example():
+    for url in serving("counter"):
+        played = await episodes(url, counter_tasks(200))
+        assert [e.reward for e in played] == [counter_reward(e) for e in played]
+        assert [e.reward for e in played[::3]] == [1.0] * 67
+
+
+@needs_nemo_gym
+@pytest.mark.slow
+async def test_parts_of_the_packages_own_example():
+    row: Mapping[str, Any] = {
+        "responses_create_params": {
+            "input": "Weather in Rome?",
+            "tools": [function("weather", city={"type": "string"})],
+        },
+        "expected_call": {"name": "weather", "arguments": {"city": "Rome"}},
+    }
+    for url in serving("parts"):
+        right = await play(
+            NemoGym(url), Task("t", row), ScriptedPolicy([call("weather", city="Rome")], otherwise="")
+        )
+        assert (right.reward, len(right.rewards)) == (3.0, 3)
+        wrong = await play(
+            NemoGym(url), Task("t", row), ScriptedPolicy([call("weather", city="Oslo"), say("Rain.")])
+        )
+        assert wrong.reward == 1.0
