@@ -4,6 +4,7 @@ import json
 import re
 import subprocess
 import sys
+import threading
 
 import pytest
 
@@ -481,3 +482,22 @@ def test_addresses_survive_any_name(page, url):
     for name, address in zip(names, got, strict=True):
         page.evaluate("(address) => { location.hash = address; }", address)
         expect(page.locator(".crumbs h1")).to_have_text(name)
+
+
+def test_a_run_that_changes_all_the_time_is_shown(page, url, site):
+    stop = threading.Event()
+
+    def change() -> None:
+        while not stop.wait(0.02):
+            site.tell({"changed": ["calc-seed0"]})
+
+    thread = threading.Thread(target=change)
+    thread.start()
+    try:
+        page.route("**/api/runs/calc-seed0*", lambda route: (page.wait_for_timeout(150), route.continue_()))
+        shown(page, url, f"#/run/{RUN}")
+        expect(page.locator("figure.chart")).to_have_count(len(SERIES))
+    finally:
+        stop.set()
+        thread.join()
+        page.unroute_all(behavior="ignoreErrors")

@@ -92,21 +92,37 @@ export function useLive(watcher) {
 	}, []);
 }
 
-/** {data, error} of one path (null: nothing to get); what is shown stays until newer data has arrived. */
-export function useGet(path, run) {
-	const [state, setState] = useState({ path: null, data: null, error: null });
+/**
+ * {data, error} of some paths (none: nothing to get), asked again when one of `runs` changes (not given: any run).
+ * What is shown stays until newer data has arrived, and an answer under way is not given up for a newer one: a run that
+ * changes faster than it is read would never be shown.
+ */
+export function useAll(paths, runs) {
+	const key = paths.join("\n");
+	const [state, setState] = useState({ key: null });
 	const [round, setRound] = useState(0);
-	useLive((runs) => {
-		if (runs && (run === undefined || runs.includes(run) || !runs.length)) setRound((n) => n + 1);
+	const place = useRef({ key: null });
+	useLive((changed) => {
+		if (changed && (!runs || !changed.length || changed.some((id) => runs.includes(id)))) setRound((n) => n + 1);
 	});
 	useEffect(() => {
-		if (!path) { setState({ path, data: null, error: null }); return undefined; }
-		const control = new AbortController();
-		get(path, control.signal).then(
-			(data) => { if (!control.signal.aborted) setState({ path, data, error: null }); },
-			(error) => { if (!control.signal.aborted) setState((old) => ({ path, data: old.path === path ? old.data : null, error })); },
-		);
-		return () => control.abort();
-	}, [path, round]);
-	return state.path === path ? state : { path, data: null, error: null };
+		if (place.current.key !== key) {
+			place.current.control?.abort();
+			place.current = { key, control: new AbortController(), asked: 0, shown: 0 };
+		}
+		const here = place.current, number = here.asked += 1;
+		const take = (change) => {
+			if (here.control.signal.aborted || number < here.shown) return;
+			here.shown = number;
+			setState((old) => ({ key, data: old.key === key ? old.data : null, error: null, ...change }));
+		};
+		Promise.all(paths.map((path) => get(path, here.control.signal))).then((data) => take({ data }), (error) => take({ error }));
+	}, [key, round]);
+	useEffect(() => () => place.current.control?.abort(), []);
+	return state.key === key ? state : { data: null, error: null };
+}
+
+export function useGet(path, run) {
+	const { data, error } = useAll(path ? [path] : [], run === undefined ? undefined : [run]);
+	return { data: data?.[0] ?? null, error };
 }

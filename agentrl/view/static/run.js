@@ -1,26 +1,16 @@
 // One run: the curves that matter, every other series by search, and what happened on the same axis.
-import { html, useEffect, useMemo, useState } from "./vendor/htm-preact.js";
-import { get, useGet, useLive } from "./data.js";
+import { html, useMemo, useState } from "./vendor/htm-preact.js";
+import { useAll, useGet } from "./data.js";
 import { Chart, isSparse, smooth } from "./chart.js";
 import { HeldOut, Status } from "./runs.js";
 import { api, Crumbs, duration, link, Loading, num, pattern, store, Table, Tags, visible } from "./ui.js";
 
 /** The values of some series of some runs, {found: by run, error, ready}, followed as the runs go on. */
 export function useSeries(runs, names) {
-	const [state, setState] = useState({ found: {}, error: null, ready: false });
-	const [round, setRound] = useState(0);
-	useLive((ids) => { if (ids && (!ids.length || ids.some((id) => runs.includes(id)))) setRound((n) => n + 1); });
 	const query = `/series?names=${encodeURIComponent(names.join(","))}`;
-	useEffect(() => {
-		if (!names.length) { setState({ found: {}, error: null, ready: true }); return undefined; }
-		const control = new AbortController();
-		Promise.all(runs.map((run) => get(api.run(run, query), control.signal))).then(
-			(all) => !control.signal.aborted && setState({ found: Object.fromEntries(runs.map((run, i) => [run, all[i]])), error: null, ready: true }),
-			(error) => !control.signal.aborted && setState((old) => ({ ...old, error, ready: true })),
-		);
-		return () => control.abort();
-	}, [runs.join(","), query, round]);
-	return state;
+	const { data, error } = useAll(names.length ? runs.map((run) => api.run(run, query)) : [], runs);
+	const found = useMemo(() => Object.fromEntries(runs.map((run, i) => [run, data?.[i]]).filter(([, one]) => one)), [data]);
+	return { found, error, ready: Boolean(data || error) };
 }
 
 /** Where a series is searched and lines are smoothed. */
@@ -90,7 +80,7 @@ export function Run({ run, query, theme }) {
 	if (!data) return html`<${Crumbs} items=${[["Runs", link.runs()], [run]]} /><${Loading} error=${error} what="the run" />`;
 	const open = (step) => { location.hash = link.step(run, step); };
 	const drawn = shown.filter((s) => lines[s.name]);
-	const marks = [...(data.notes ?? []), ...(data.findings ?? []).map((f) => ({ kind: "finding", ...f }))].filter((n) => n.step !== null && n.step !== undefined);
+	const marks = (data.notes ?? []).filter((n) => n.step !== null && n.step !== undefined);
 	const facts = [["model", data.model], ["env", data.env], ["estimator", data.estimator], ["loss", data.loss], ["wall time", duration(data.wall_seconds)]];
 	return html`<${Crumbs} items=${[["Runs", link.runs()], [data.name ?? run]]}>
 			<a class="button" href=${data.step ? link.step(run, data.step) : undefined}>Last step</a><a class="button" href=${link.tools(run)}>Tools</a>

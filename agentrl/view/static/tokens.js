@@ -21,6 +21,7 @@ export class Tokens {
 	take(part) {
 		this.total = part.total;
 		const count = part.pieces.length;
+		if (part.pieces.every((piece) => !piece)) part = { ...part, pieces: (part.ids ?? []).map((id) => `⟨${id}⟩`) }; // no tokenizer
 		for (const name of COLUMNS) {
 			const values = part[name];
 			for (let i = 0; i < count; i += 1) this[name].push(values ? values[i] ?? null : null);

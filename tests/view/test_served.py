@@ -1,0 +1,201 @@
+"""The page on its real server, started by the command, over run folders written by the code of a run."""
+
+import json
+import os
+import re
+import subprocess
+import sys
+import threading
+import urllib.request
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from urllib.parse import urlsplit
+
+import pytest
+
+from agentrl.run_folder.records import EpisodeRecord
+from tests.view.runs import episode, make_run, write_step
+from tests.view.site import HOSTILE
+
+pytest.importorskip("playwright")
+from playwright.sync_api import expect
+
+pytestmark = pytest.mark.browser
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("served") / "runs"
+    make_run(folder, "calc")
+    make_run(folder, "other", seed=1)
+    bad = episode("bad", text=HOSTILE.replace("\ud800", ""))
+    write_step(
+        folder / "calc", 2, [EpisodeRecord.of(2, 0, bad, 0.5), EpisodeRecord.of(2, 0, episode("good"), 0.5)]
+    )
+    return folder
+
+
+@pytest.fixture(scope="module")
+def address(runs: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """What `agentrl view` prints."""
+    env = {**os.environ, "XDG_CACHE_HOME": str(tmp_path_factory.mktemp("cache"))}
+    command = [sys.executable, "-m", "agentrl", "view", str(runs)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=env) as server:
+        assert server.stdout is not None
+        lines = []
+        for line in server.stdout:
+            lines.append(line)
+            if found := re.search(r"http://127\.0\.0\.1:\d+/\?token=\S+", line):
+                yield found[0]
+                break
+        else:
+            raise AssertionError("".join(lines))
+        server.terminate()
+
+
+@pytest.fixture
+def start(address: str) -> str:
+    """The address without the token."""
+    return address.partition("/?")[0]
+
+
+def test_every_page_of_a_real_run(page, address, start):
+    page.goto(address)
+    expect(page.locator("tbody tr")).to_have_count(2)
+    assert "token" not in page.url
+    expect(page.locator("tbody tr").first).to_contain_text("25 % → 75 %")
+    page.get_by_role("link", name="calc", exact=True).click()
+    expect(page.locator("figure.chart").first).to_be_visible()
+    expect(page.locator(".notes")).to_contain_text("step 2: no signal")
+    page.goto(f"{start}/#/run/calc/step/3")
+    expect(page.locator(".cell")).to_have_count(5)
+    expect(page.locator(".cell").last).to_have_text("✕")
+    page.locator(".cell").first.click()
+    expect(page.locator(".msg")).to_have_count(6)  # the answer was tried twice
+    expect(page.locator(".fork")).to_have_count(1)
+    expect(page.locator("details.call")).to_contain_text('calculator(expression="1+2")')
+    expect(page.locator("img.picture")).to_have_js_property("naturalWidth", 1)
+    page.locator(".msg.assistant i.o1").first.hover()
+    expect(page.get_by_role("tooltip")).to_contain_text("sampler logprob")
+    expect(page.get_by_role("tooltip")).to_contain_text("−0.5")
+    page.get_by_text("side by side").first.click()
+    expect(page.locator("#difference")).to_contain_text("Both episodes have the same tokens.")
+    page.goto(f"{start}/#/run/calc/tools")
+    expect(page.locator(".finding")).to_contain_text("web")
+    page.goto(f"{start}/#/search?q=1%2B2&run=calc")
+    expect(page.locator(".hits li").first).to_be_visible()
+    page.goto(f"{start}/#/compare?runs=calc,other")
+    expect(page.locator("figure.chart").first).to_be_visible()
+    expect(
+        page.locator("section", has=page.get_by_role("heading", name="Configuration differences"))
+    ).to_contain_text("seed")
+
+
+def test_a_page_follows_the_files_and_shows_what_is_posted(page, address, start, runs):
+    page.goto(address)
+    page.goto(f"{start}/#/run/other")
+    expect(page.locator(".facts")).to_contain_text("step 3")
+    expect(page.locator(".live")).to_have_text("live")
+    with (runs / "other" / "metrics.jsonl").open("a") as file:
+        file.write(json.dumps({"step": 4, "reward": 0.9}) + "\n")
+    expect(page.locator(".facts")).to_contain_text("step 4")
+    key = address.partition("token=")[2]
+    headers = {"Authorization": f"Bearer {key}", "Content-Type": "application/json"}
+    body = json.dumps({"hash": "#/run/calc/step/3/episode/s3/g0/e0?token=1"}).encode()
+    with urllib.request.urlopen(urllib.request.Request(f"{start}/api/view", body, headers), timeout=30) as answer:
+        assert answer.status == 200
+    page.wait_for_url(re.compile("episode/s3/g0/e0"))
+    expect(page.locator(".tokens i.at")).to_be_in_viewport()
+
+
+def test_hostile_text_of_a_record_is_shown_and_never_run(page, address, start):
+    page.goto(address)
+    page.goto(f"{start}/#/run/calc/step/2/episode/bad")
+    expect(page.locator(".msg").first).to_be_visible()
+    page.locator("summary", has_text="Task row").click()
+    expect(page.locator(".config").first).to_contain_text("</script><script>window.pwned=1</script>")
+    expect(page.locator(".config").first).to_contain_text("\\x1b[31mred\\x00\\u202eevil")
+    page.goto(f"{start}/#/search?q=onerror")
+    expect(page.locator(".hits li")).to_have_count(1)
+    expect(page.locator(".snippet")).to_contain_text("<img src=x")
+    assert page.evaluate("window.pwned") is None
+
+
+OTHER = """<!doctype html><title>other</title><p id=said></p><script>
+(async () => {
+  const target = location.hash.slice(1), got = [];
+  const tries = {
+    fetch: () => fetch(target + "/api/runs", { credentials: "include" }).then((r) => r.text()),
+    script: () => new Promise((yes, no) => { const s = document.createElement("script");
+      s.src = target + "/page.js"; s.onload = yes; s.onerror = no; document.head.append(s); }),
+    post: () => fetch(target + "/api/view", { method: "POST", credentials: "include", body: '{"hash": "#/"}' })
+      .then((r) => r.text()),
+    frame: () => new Promise((yes, no) => { const f = document.createElement("iframe"); f.src = target + "/";
+      f.onload = () => { try { yes(f.contentDocument.body.textContent); } catch (e) { no(e); } };
+      document.body.append(f); setTimeout(no, 3000); }).then((text) => { if (!text) throw new Error("empty"); }),
+  };
+  for (const [name, attempt] of Object.entries(tries)) {
+    await attempt().then(() => got.push(name + ": read"), () => got.push(name + ": refused"));
+  }
+  document.getElementById("said").textContent = got.join(", ");
+})();
+</script>"""
+
+
+class _Other(BaseHTTPRequestHandler):
+    def do_GET(self) -> None:
+        self.send_response(200)
+        self.send_header("Content-Type", "text/html")
+        self.end_headers()
+        self.wfile.write(OTHER.encode())
+
+    def log_message(self, *args: object) -> None:
+        pass
+
+
+def test_a_page_of_another_origin_cannot_read_it(page, address, start, errors):
+    page.goto(address)  # the cookie is there
+    expect(page.locator("tbody tr")).to_have_count(2)
+    server = ThreadingHTTPServer(("127.0.0.1", 0), _Other)
+    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.05})
+    thread.start()
+    try:
+        for host in ("127.0.0.1", "localhost"):
+            page.goto("about:blank")
+            page.goto(f"http://{host}:{server.server_port}/#{start}")
+            said = page.locator("#said")
+            expect(said).to_have_text("fetch: refused, script: refused, post: refused, frame: refused")
+        port = urlsplit(start).port
+        page.goto(f"http://localhost:{port}/")  # another name of this server has no cookie
+        expect(page.locator("body")).to_contain_text("The token is missing or wrong.")
+    finally:
+        server.shutdown()
+        thread.join()
+        server.server_close()
+    errors.clear()
+
+
+@pytest.mark.parametrize("target", ["report.html", "report"])
+def test_the_command_exports_what_opens_from_disk(page, context, runs, tmp_path, target):
+    file = tmp_path / target
+    done = subprocess.run(
+        [sys.executable, "-m", "agentrl", "view", str(runs / "calc"), "--export", str(file)],
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert done.returncode == 0, done.stderr
+    context.set_offline(True)
+    place = (file if file.is_file() else file / "index.html").as_uri()
+    page.goto(place)
+    expect(page.locator("tbody tr")).to_have_count(1)
+    page.goto(f"{place}#/run/calc/step/3/episode/s3/g0/e0")
+    expect(page.locator(".tokens i.o1").first).to_be_visible()
+    expect(page.locator("img.picture")).to_have_js_property("naturalWidth", 1)
+    page.goto(f"{place}#/run/calc")
+    expect(page.locator("figure.chart").first).to_be_visible()
+    page.goto(f"{place}#/run/calc/step/2/episode/bad")
+    page.locator("summary", has_text="Task row").click()
+    expect(page.locator(".config").first).to_contain_text("</script>")
+    assert page.evaluate("window.pwned") is None
