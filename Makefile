@@ -33,7 +33,7 @@ $(VENV)/.train: pyproject.toml constraints.txt
 $(VENV)/.dev: pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(PIP) -e '.[train,docker,hf,lora,mcp,openenv,parquet,ray,reasoning-gym,serve,textarena,dev]'
-	$(PIP) --no-deps gem-llm==0.1.0  # it pins older versions of packages that other extras need
+	$(PIP) --no-deps gem-llm==0.1.0 bfcl-eval==2026.3.23  # they pin older versions of packages that other extras need
 	touch $@ $(VENV)/.train
 
 # OpenEnv's servers pin other versions than ours, so the tests run them in a Python of their own; no gradio.

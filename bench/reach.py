@@ -175,10 +175,63 @@ def reasoning_gym(num: int) -> tuple[int, int]:
     return total(*found)
 
 
+def bfcl(num: int) -> tuple[int, int]:
+    """Calls of the ground truth, whole, cut short, in reverse and mixed with those of other entries."""
+    import bfcl_eval.eval_checker.multi_turn_eval.multi_turn_checker as own
+
+    from agentrl.env.play import calls, say
+    from agentrl.envs.others.bfcl import entries, true_call
+
+    found = []
+    for category in ("multi_turn_base", "multi_turn_miss_func", "multi_turn_long_context"):
+        options = {"strict": False, "held_out": "all"}
+        env: Any = load_env(f"bfcl:{category}", options)
+        tasks, given, verdicts = env.tasks("train"), [], []
+        for i in range(min(num, 200)):
+            entry, truth = entries(category)[i]
+            made = env()
+            made.entry = entry
+            known = made.load_apis()
+            plan = _plan(truth, entries(category), i, random.Random(i))
+            script: list[Any] = []
+            for turn in plan:
+                valid = [t for t in turn if _known(t, known)]
+                turn[:] = valid
+                script += [calls(*[true_call(t, known) for t in valid])] if valid else []
+                script.append(say("done"))
+            given.append((tasks[i], ScriptedPolicy(script)))
+            steps = [[turn] if turn else [] for turn in plan]
+            verdicts.append(own.multi_turn_checker(steps, truth, entry, category, f"reach{i}")["valid"])
+        episodes = played(f"bfcl:{category}", options, given)
+        agreed = sum(e.reward == float(v) for e, v in zip(episodes, verdicts, strict=True))
+        found.append((agreed, len(episodes)))
+    return total(*found)
+
+
+def _plan(truth: list[list[str]], entries: Any, i: int, rng: random.Random) -> list[list[str]]:
+    """The calls of each turn: as they should be, or with one of three mistakes."""
+    other = entries[rng.randrange(len(entries))][1]
+    if i % 4 == 1:
+        return [turn[:-1] if rng.random() < 0.3 else turn[:] for turn in truth]
+    if i % 4 == 2:
+        return [turn[::-1] for turn in truth]
+    if i % 4 == 3:
+        return [[*turn, *rng.choice(other)] for turn in truth]
+    return [turn[:] for turn in truth]
+
+
+def _known(text: str, apis: Any) -> bool:
+    """Whether a call names a function of these APIs."""
+    from agentrl.envs.others.bfcl import api_method
+
+    return api_method(apis, text.partition("(")[0].strip()) is not None
+
+
 ECOSYSTEMS: dict[str, tuple[str, Callable[[int], tuple[int, int]]]] = {
     "textarena": ("textarena", textarena),
     "gem": ("gem", gem),
     "reasoning_gym": ("reasoning_gym", reasoning_gym),
+    "bfcl": ("bfcl_eval", bfcl),
 }
 """Each with the module it needs, and a function of the episodes per game that returns (agreed, all)."""
 

@@ -28,6 +28,13 @@ class EnvScheme:
 
 
 SCHEMES: Mapping[str, EnvScheme] = {
+    "bfcl": EnvScheme(
+        "agentrl.envs.others.bfcl:Bfcl",
+        "CATEGORY",
+        "Berkeley Function Calling Leaderboard v4, multi-turn, e.g. bfcl:multi_turn_base",
+        ("bfcl_eval", "mpmath"),
+        "--no-deps bfcl-eval==2026.3.23 mpmath==1.3.0",
+    ),
     "gem": EnvScheme(
         "agentrl.envs.others.gem:Gem",
         "ID",
