@@ -56,6 +56,18 @@ SCHEMES: Mapping[str, EnvScheme] = {
         ("mcp",),
         "'agentrl-train[mcp]'",
     ),
+    "nemo_gym": EnvScheme(
+        "agentrl.envs.others.nemo_gym:NemoGym",
+        "URL",
+        "a resources server of NeMo Gym, e.g. nemo_gym:http://127.0.0.1:8000",
+    ),
+    "openenv": EnvScheme(
+        "agentrl.envs.others.openenv:OpenEnv",
+        "URL",
+        "an OpenEnv server, e.g. openenv:http://127.0.0.1:8000",
+        ("websockets",),
+        "'agentrl-train[openenv]'",
+    ),
     "reasoning_gym": EnvScheme(
         "agentrl.envs.others.reasoning_gym:ReasoningGym",
         "DATASET",

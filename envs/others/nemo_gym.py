@@ -14,11 +14,13 @@ import math
 import ssl
 import time
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import TypeAlias, cast
 
 import httpx
 
 from agentrl.config.address import address_problem
+from agentrl.env.adapter import Adapter
 from agentrl.env.toolenv.declare import reward
 from agentrl.env.toolenv.dispatch import BoundTool
 from agentrl.env.toolenv.env import ToolEnv
@@ -34,31 +36,34 @@ RESERVED = ("seed_session", "verify", "aggregate_metrics", "mcp")
 _ROLES: Mapping[str, Role] = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant"}
 
 
-class NemoGym(ToolEnv):
+@dataclass(frozen=True)
+class NemoGymOptions:
+    """Options of `nemo_gym:URL`."""
+
+    system: str = ""
+    """System prompt for rows without one."""
+    verify_timeout_s: float = 300.0
+    """Timeout of `/seed_session` and `/verify`."""
+
+
+class NemoGym(ToolEnv, Adapter):
     """A resources server of NeMo Gym."""
 
-    url: str = ""
-    """Address of the server."""
+    Options = NemoGymOptions
+    options: NemoGymOptions
 
-    def __init__(self, url: str | None = None, *, system: str = "", verify_timeout_s: float = 300.0) -> None:
-        """Connect to nothing yet.
+    def __init__(self) -> None:
+        self.url = self.rest.rstrip("/")
 
-        Args:
-            url: address of the resources server, e.g. http://127.0.0.1:8000.
-            system: a system prompt for rows without one.
-            verify_timeout_s: timeout of `/seed_session` and `/verify`.
-
-        Raises:
-            ConfigError: `url` is no address.
-        """
-        self.url = (url or self.url).rstrip("/")
-        self._system_text, self.verify_timeout_s = system, verify_timeout_s
-        if problem := address_problem(self.url):
-            raise ConfigError(f"nemo_gym: url {self.url!r}: {problem}; write e.g. http://127.0.0.1:8000")
+    @classmethod
+    def check_name(cls) -> None:
+        """Raises ConfigError if `rest` is no address."""
+        if problem := address_problem(cls.rest):
+            raise ConfigError(f"nemo_gym: url {cls.rest!r}: {problem}; write e.g. nemo_gym:http://127.0.0.1:8000")
 
     def system(self) -> str:
         """The configured system prompt, unless the row has one."""
-        return "" if any(message.role == "system" for message in self._opening_messages) else self._system_text
+        return "" if any(message.role == "system" for message in self._opening_messages) else self.options.system
 
     def more_tools(self) -> Sequence[BoundTool]:
         """The tools of the row."""
@@ -70,7 +75,7 @@ class NemoGym(ToolEnv):
         self._opening_messages = read_input(responses_create_params, self.task.id)
         local = httpx.URL(self.url).host in ("localhost", "127.0.0.1", "::1")
         self.http = httpx.AsyncClient(base_url=self.url, verify=_certificates(), trust_env=not local, timeout=None)
-        answer = await self.post("seed_session", dict(self.task.row), self.verify_timeout_s)
+        answer = await self.post("seed_session", dict(self.task.row), self.options.verify_timeout_s)
         if answer.is_error:
             raise InfraError(f"nemo_gym: {self.url}/seed_session: {answer.status_code}: {answer.text[:300]}")
         if answer.content and isinstance(said := answer.json(), dict) and said.get("mcp"):
@@ -98,7 +103,7 @@ class NemoGym(ToolEnv):
         said = episode.messages[len(episode.messages) - _num_played(episode) :]
         body = {**row, "response": responses_object(said, _object(row["responses_create_params"]), episode.id)}
         try:
-            answer = await self.post("verify", body, self.verify_timeout_s)
+            answer = await self.post("verify", body, self.options.verify_timeout_s)
         except CallTimeout as e:
             raise InfraError(f"nemo_gym: {self.url}/verify: {e}") from None
         if answer.is_error:  # what the policy wrote may be the cause

@@ -15,6 +15,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import cast
 
+from agentrl.env.adapter import Adapter
 from agentrl.env.tasks import GeneratedTasks, Split, generated
 from agentrl.env.toolenv.background import background
 from agentrl.env.toolenv.declare import Content, ToolResult
@@ -46,41 +47,43 @@ class RemoteAction:
         return {**self.fixed, "arguments": arguments} if self.mcp else {**arguments, **self.fixed}
 
 
-class OpenEnv(ToolEnv):
+@dataclass(frozen=True)
+class OpenEnvOptions:
+    """Options of `openenv:URL`."""
+
+    system: str = ""
+    """System prompt; by default, one sentence."""
+    tools: tuple[str, ...] = ()
+    """Names of the tools to offer; all if empty."""
+    connect_timeout_s: float = 60.0
+    """Timeout for a session, including the wait for a free one."""
+    api_key_env: str = ""
+    """Environment variable with a bearer token for the server."""
+
+
+class OpenEnv(ToolEnv, Adapter):
     """Use the tools to act in the environment. Reply without a tool call when you are done."""
 
-    url: str = ""
-    """Address of the server."""
+    Options = OpenEnvOptions
+    options: OpenEnvOptions
 
-    def __init__(
-        self,
-        url: str | None = None,
-        *,
-        system: str | None = None,
-        tools: Sequence[str] = (),
-        connect_timeout_s: float = 60.0,
-        api_key_env: str = "",
-    ) -> None:
-        """Connect to nothing yet.
-
-        Args:
-            url: address of the server, e.g. http://127.0.0.1:8000.
-            system: the system prompt; by default, one sentence.
-            tools: names of the tools to offer; all if empty.
-            connect_timeout_s: timeout for a session, including the wait for a free one.
-            api_key_env: environment variable with a bearer token for the server.
-
-        Raises:
-            ConfigError: `url` is no address, or a package is missing.
-        """
-        self.url = url or self.url
-        self.server = OpenEnvServer(self.url, connect_timeout_s, api_key_env)
-        self._system_text, self._chosen = system, tuple(tools)
+    def __init__(self) -> None:
+        self.server = self.server_of()
 
     @classmethod
-    def tasks(cls, split: Split = "train", seed: int = 0, *, url: str = "", size: int = 10_000) -> Sequence[Task]:
+    def server_of(cls) -> OpenEnvServer:
+        """The server at the address. Raises ConfigError."""
+        return OpenEnvServer(cls.rest, cls.options.connect_timeout_s, cls.options.api_key_env)
+
+    @classmethod
+    def check_name(cls) -> None:
+        """Raises ConfigError if `rest` is no address."""
+        cls.server_of()
+
+    @classmethod
+    def tasks(cls, split: Split = "train", seed: int = 0, *, size: int = 10_000) -> Sequence[Task]:
         """The server's tasks if it has the Task API (`train`; `test` or `validation`), else seeds."""
-        found = _split(OpenEnvServer(url), split) if (url := url or cls.url) else None
+        found = _split(cls.server_of(), split)
         if found is None:
             return generated("openenv", split, seed, size, lambda rng: {})
         name, count = found
@@ -92,7 +95,7 @@ class OpenEnv(ToolEnv):
 
     def system(self) -> str:
         """The configured system prompt."""
-        return super().system() if self._system_text is None else self._system_text
+        return self.options.system or super().system()
 
     def more_tools(self) -> Sequence[BoundTool]:
         """The typed actions of the server, or the tools of an MCP environment, which `setup` lists again."""
@@ -112,7 +115,9 @@ class OpenEnv(ToolEnv):
         if _typed_actions(self.server) is None:
             actions = await _list_tools(self.session)
             if not actions:
-                raise InfraError(f"openenv: {self.url}: the server lists no tools for task {self.task.id!r}")
+                raise InfraError(
+                    f"openenv: {self.server.url}: the server lists no tools for task {self.task.id!r}"
+                )
             self._tools = {a.name: _ActionTool(self, a) for a in self._only(actions)}
         opening = observed(_object(first.get("observation")), opening=True)
         if not isinstance(opening, str):
@@ -127,9 +132,9 @@ class OpenEnv(ToolEnv):
 
     def _only(self, actions: Sequence[RemoteAction]) -> Sequence[RemoteAction]:
         names = [action.name for action in actions]
-        if actions and (missing := [name for name in self._chosen if name not in names]):
-            raise ConfigError(f"openenv: {self.url} has no tool {missing[0]!r}; it has: {', '.join(names)}")
-        return [action for action in actions if not self._chosen or action.name in self._chosen]
+        if actions and (missing := [name for name in self.options.tools if name not in names]):
+            raise ConfigError(f"openenv: {self.server.url} has no tool {missing[0]!r}; it has: {', '.join(names)}")
+        return [action for action in actions if not self.options.tools or action.name in self.options.tools]
 
 
 class _ActionTool:

@@ -21,8 +21,9 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
+from agentrl.env.load import load_env
 from agentrl.env.play import Policy, RandomPolicy, ScriptedPolicy, call, play, say
-from agentrl.envs.others.nemo_gym import NemoGym, read_input, read_rewards, responses_object
+from agentrl.envs.others.nemo_gym import read_input, read_rewards, responses_object
 from agentrl.errors import ConfigError, InfraError, RewardError
 from agentrl.serve.listen import running
 from agentrl.testing import check_env
@@ -32,6 +33,11 @@ PYTHON = os.environ.get("AGENTRL_NEMO_GYM_PYTHON", "")
 needs_nemo_gym = pytest.mark.skipif(
     not PYTHON, reason="AGENTRL_NEMO_GYM_PYTHON names no Python 3.12 with nemo-gym (which brings Ray and MLflow)"
 )
+
+
+def nemo_gym(url: str) -> Any:
+    """The class for `nemo_gym:URL`, loaded as a run does."""
+    return load_env(f"nemo_gym:{url}")
 
 
 def function(name: str, **properties: Any) -> dict[str, Any]:
@@ -131,7 +137,7 @@ async def episodes(url: str, tasks: Sequence[Task], width: int = 64) -> list[Epi
 
     async def one(number: int, task: Task) -> Episode:
         async with turns:
-            return await play(NemoGym(url), task, counter_policy(task, number), max_turns=6)
+            return await play(nemo_gym(url)(), task, counter_policy(task, number), max_turns=6)
 
     return await asyncio.gather(*[one(i, task) for i, task in enumerate(tasks)])
 
@@ -144,12 +150,12 @@ async def test_200_episodes_keep_their_sessions_apart(server: str):
 
 
 async def test_the_checker_accepts_it(server: str):
-    await check_env(lambda: NemoGym(server), counter_tasks(8), oracle=counter_oracle)
+    await check_env(lambda: nemo_gym(server)(), counter_tasks(8), oracle=counter_oracle)
 
 
 async def test_the_server_checks_arguments_and_its_answer_is_the_observation(server: str):
     script = [call("increment_counter", count="two"), call("verify"), call("../verify")]
-    episode = await play(NemoGym(server), counter_tasks(1)[0], ScriptedPolicy(script))
+    episode = await play(nemo_gym(server)(), counter_tasks(1)[0], ScriptedPolicy(script))
     seen = [str(m.content) for m in episode.messages if m.role == "tool"]
     assert "not an integer" in seen[0]
     assert all("unknown tool" in text for text in seen[1:]), "only the row's tools can be called"
@@ -157,7 +163,7 @@ async def test_the_server_checks_arguments_and_its_answer_is_the_observation(ser
 
 async def test_parts_that_add_up_are_the_rewards(server: str):
     task = Task("t", {**counter_row(3), "parts": True})
-    episode = await play(NemoGym(server), task, ScriptedPolicy([call("increment_counter", count=4)]))
+    episode = await play(nemo_gym(server)(), task, ScriptedPolicy([call("increment_counter", count=4)]))
     assert sorted(episode.rewards.values()) == [0.5, 1.0] or episode.reward == 1.5
     assert any("brief" in name for name in episode.rewards)
 
@@ -173,12 +179,12 @@ async def test_parts_that_add_up_are_the_rewards(server: str):
 )
 async def test_faults_of_the_server(server: str, fault: str, error: type[Exception], text: str):
     with pytest.raises(error, match=text):
-        await play(NemoGym(server), Task("t", {**counter_row(3), "fault": fault}), ScriptedPolicy([]))
+        await play(nemo_gym(server)(), Task("t", {**counter_row(3), "fault": fault}), ScriptedPolicy([]))
 
 
 async def test_a_server_that_is_gone_is_infrastructure():
     async with running(loopback(), host="127.0.0.1", port=0) as url:
-        env = NemoGym(url)
+        env = nemo_gym(url)()
         await env.reset(counter_tasks(1)[0])
     with pytest.raises(InfraError, match="get_counter_value"):
         await env.step(Message("assistant", tool_calls=(ToolCall("a", "get_counter_value", {}),)))
@@ -216,7 +222,7 @@ def test_rewards_and_addresses_are_checked():
         with pytest.raises(ValueError, match="returned the reward"):
             read_rewards(dict[str, object](bad))
     with pytest.raises(ConfigError, match="no http or https URL"):
-        NemoGym("localhost:80")
+        nemo_gym("localhost:80")()
 
 
 def serving(kind: str) -> Iterator[str]:
@@ -259,10 +265,10 @@ async def test_parts_of_the_packages_own_example():
     }
     for url in serving("parts"):
         right = await play(
-            NemoGym(url), Task("t", row), ScriptedPolicy([call("weather", city="Rome")], otherwise="")
+            nemo_gym(url)(), Task("t", row), ScriptedPolicy([call("weather", city="Rome")], otherwise="")
         )
         assert (right.reward, len(right.rewards)) == (3.0, 3)
         wrong = await play(
-            NemoGym(url), Task("t", row), ScriptedPolicy([call("weather", city="Oslo"), say("Rain.")])
+            nemo_gym(url)(), Task("t", row), ScriptedPolicy([call("weather", city="Oslo"), say("Rain.")])
         )
         assert wrong.reward == 1.0

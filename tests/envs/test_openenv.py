@@ -17,8 +17,9 @@ from typing import Any
 import httpx
 import pytest
 
+from agentrl.env.load import load_env
 from agentrl.env.play import Policy, RandomPolicy, ScriptedPolicy, call, play
-from agentrl.envs.others.openenv import OpenEnv, _actions_of, read_step
+from agentrl.envs.others.openenv import _actions_of, read_step
 from agentrl.errors import ConfigError, InfraError
 from agentrl.testing import check_env
 from agentrl.types import Episode, Message, Task
@@ -28,6 +29,11 @@ PYTHON = Path(os.environ.get("AGENTRL_OPENENV_PYTHON", f"{sys.prefix}/openenv/bi
 needs_openenv = pytest.mark.skipif(
     not PYTHON.exists(), reason=f"no Python with openenv at {PYTHON}: make {PYTHON.parents[1]}/.done"
 )
+
+
+def openenv(url: str, **options: Any) -> Any:
+    """The class for `openenv:URL`, loaded as a run does."""
+    return load_env(f"openenv:{url}", options)
 
 
 def free_port() -> int:
@@ -98,7 +104,7 @@ async def episodes(
 
     async def one(number: int, task: Task) -> Episode:
         async with turns:
-            env = OpenEnv(url)
+            env = openenv(url)()
             tools: list[Any] = []
 
             def act(messages: Sequence[Message]) -> Any:
@@ -134,7 +140,7 @@ def own_rewards(url: str, played: Sequence[Episode], *, mcp: bool = False) -> li
 
 @needs_openenv
 async def test_a_typed_action_is_a_tool_with_the_fields_of_the_schema(guess: str):
-    (tool,) = OpenEnv(guess).tools
+    (tool,) = openenv(guess)().tools
     assert tool["function"]["name"] == "act"
     assert tool["function"]["description"] == "Guess the number."
     assert list(tool["function"]["parameters"]["properties"]) == ["number", "crash"]
@@ -165,20 +171,20 @@ async def test_64_episodes_of_an_mcp_environment_earn_what_the_own_client_reads(
 @needs_openenv
 @pytest.mark.slow
 async def test_the_checker_accepts_both_kinds(guess: str, ledger: str):
-    tasks = OpenEnv.tasks("train", url=guess)
-    await check_env(lambda: OpenEnv(guess), tasks, reward_range=(-0.8, 1.0))
-    seeds = OpenEnv.tasks("train", url=ledger)
-    await check_env(lambda: OpenEnv(ledger), seeds, oracle=lambda task: balance)
+    tasks = openenv(guess).tasks("train")
+    await check_env(lambda: openenv(guess)(), tasks, reward_range=(-0.8, 1.0))
+    seeds = openenv(ledger).tasks("train")
+    await check_env(lambda: openenv(ledger)(), seeds, oracle=lambda task: balance)
 
 
 @needs_openenv
 async def test_tasks_come_from_the_task_api(guess: str, ledger: str):
-    train, held_out = OpenEnv.tasks("train", url=guess), OpenEnv.tasks("held_out", url=guess)
+    train, held_out = openenv(guess).tasks("train"), openenv(guess).tasks("held_out")
     assert (len(train), len(held_out)) == (40, 7)
     assert held_out[6].row == {"split": "test", "index": 6}
-    episode = await play(OpenEnv(guess), train[30], ScriptedPolicy([call("act", number=9)]))
+    episode = await play(openenv(guess)(), train[30], ScriptedPolicy([call("act", number=9)]))
     assert episode.reward == 1.0, "task 30 has the number 30 % 21"
-    assert len(OpenEnv.tasks("train", url=ledger, size=5)) == 5, "seeds, without the Task API"
+    assert len(openenv(ledger).tasks("train", size=5)) == 5, "seeds, without the Task API"
 
 
 @needs_openenv
@@ -189,7 +195,7 @@ async def test_bad_actions_are_observations(guess: str, ledger: str):
         call("act", number=3, crash="error"),
         call("guess", number=3),
     ]
-    episode = await play(OpenEnv(guess), Task("t", {}, seed=1), ScriptedPolicy(script))
+    episode = await play(openenv(guess)(), Task("t", {}, seed=1), ScriptedPolicy(script))
     seen = [str(m.content) for m in episode.messages if m.role == "tool"]
     assert "invalid arguments" in seen[0]
     assert "at most 20" in seen[1]
@@ -197,7 +203,7 @@ async def test_bad_actions_are_observations(guess: str, ledger: str):
     assert "unknown tool" in seen[3]
     assert episode.error is None
 
-    failed = await play(OpenEnv(ledger), Task("t", {}, seed=1), ScriptedPolicy([call("fail")]))
+    failed = await play(openenv(ledger)(), Task("t", {}, seed=1), ScriptedPolicy([call("fail")]))
     assert "no such account" in str(failed.messages[3].content)
 
 
@@ -206,9 +212,9 @@ async def test_a_lost_connection_is_infrastructure():
     process, url = start("guess")
     try:
         with pytest.raises(InfraError, match="the connection was lost in step"):
-            await play(OpenEnv(url), Task("t"), ScriptedPolicy([call("act", number=1, crash="exit")]))
+            await play(openenv(url)(), Task("t"), ScriptedPolicy([call("act", number=1, crash="exit")]))
         with pytest.raises(InfraError, match="Connect"):
-            await play(OpenEnv(url), Task("t"), ScriptedPolicy([]))
+            await play(openenv(url)(), Task("t"), ScriptedPolicy([]))
     finally:
         process.kill()
         process.wait()
@@ -221,11 +227,11 @@ async def test_sessions_wait_for_a_free_one():
         tasks = [Task(f"t{i}", {}, seed=i) for i in range(12)]
         played = await episodes(url, tasks, lambda tools, i: bisect, width=12)
         assert all(e.reward > 0.5 for e in played)
-        held = [OpenEnv(url) for _ in range(2)]
+        held = [openenv(url)() for _ in range(2)]
         for env in held:
             await env.reset(Task("t"))
         with pytest.raises(InfraError, match="no free session after"):
-            await OpenEnv(url, connect_timeout_s=0.3).reset(Task("t"))
+            await openenv(url, connect_timeout_s=0.3)().reset(Task("t"))
         for env in held:
             await env.close()
     finally:
@@ -235,11 +241,11 @@ async def test_sessions_wait_for_a_free_one():
 
 def test_no_server_is_one_clear_line():
     with pytest.raises(ConfigError, match="is an OpenEnv server running there"):
-        _ = OpenEnv(f"http://127.0.0.1:{free_port()}").tools
+        _ = openenv(f"http://127.0.0.1:{free_port()}")().tools
     with pytest.raises(ConfigError, match="no http or https URL"):
-        OpenEnv("localhost")
+        openenv("localhost")()
     with pytest.raises(ConfigError, match="NO_SUCH_KEY"):
-        OpenEnv("http://127.0.0.1:1", api_key_env="NO_SUCH_KEY")
+        openenv("http://127.0.0.1:1", api_key_env="NO_SUCH_KEY")()
 
 
 def test_a_union_of_actions_is_one_tool_for_each():
