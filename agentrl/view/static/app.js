@@ -1,5 +1,5 @@
 // The page: which part is shown, the keys, light and dark, and what a program asks to show.
-import { html, render, useEffect, useErrorBoundary, useMemo, useState } from "./vendor/htm-preact.js";
+import { html, render, useEffect, useErrorBoundary, useLayoutEffect, useMemo, useState } from "./vendor/htm-preact.js";
 import { Compare } from "./compare.js";
 import { exported, follow, live, useLive } from "./data.js";
 import { EpisodePage } from "./episode.js";
@@ -106,7 +106,7 @@ function App() {
 	const [, redraw] = useState(0);
 	const place = useMemo(() => parse(hash), [hash]);
 	useLive((runs) => { if (runs === null) redraw((n) => n + 1); });
-	useEffect(() => {
+	useLayoutEffect(() => { // before anybody can change the address unseen
 		const go = () => { setHash(location.hash); scrollTo(0, 0); };
 		addEventListener("hashchange", go);
 		return () => removeEventListener("hashchange", go);
