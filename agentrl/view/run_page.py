@@ -8,6 +8,7 @@ from datetime import datetime
 from typing import Any
 
 from agentrl.errors import CheckpointError
+from agentrl.reporting.metric_docs import describe
 from agentrl.run_folder.run_reader import Json, Metrics, RecordCache, RunReader
 
 CURATED = (
@@ -107,7 +108,14 @@ def series_list(metrics: Metrics) -> Iterator[Json]:
     for name in sorted(names, key=lambda name: (order.get(name, len(order)), name)):
         shown = name in order or (name.startswith("reward/") and sum(n.startswith("reward/") for n in names) > 1)
         shown = shown or name in ("env/parse_error", "env/tool_exception", "env/tool_error")
-        yield {"name": name, "description": "", "unit": _unit(name), "group": _group(name), "curated": shown}
+        doc = describe(name)
+        yield {
+            "name": name,
+            "description": doc.description if doc else "",
+            "unit": doc.unit if doc else _unit(name),
+            "group": _group(name),
+            "curated": shown,
+        }
 
 
 def _group(name: str) -> str:
