@@ -359,6 +359,14 @@ class LearnerConfig(Section):
         return self
 
 
+class LogConfig(Section):
+    """What the run folder records besides episodes and metrics."""
+
+    tokens: Annotated[Literal["all", "sample", "none"], MayChangeOnResume(), UnusedBy("eval", "serve")] = "all"
+    """Record the learner's side of sampled tokens (log-probabilities, ratio, entropy, clipping): of all groups, of
+    every eighth, or of none."""
+
+
 class EvalConfig(Section):
     """Evaluation on held-out tasks: greedy by default, or sampled as a deployment would."""
 
@@ -477,6 +485,7 @@ class RunConfig(Section):
     learner by `learner.ranks`, `learner.reference_ranks` and `critic.ranks`, episodes by `rollout.workers`, the
     reward model by `reward_model.workers`, servers by `engine.server.launch: ray`."""
     checkpoint: Annotated[CheckpointConfig, MayChangeOnResume(), UnusedBy("eval", "serve")] = CheckpointConfig()
+    log: LogConfig = LogConfig()
 
     @model_validator(mode="before")
     @classmethod

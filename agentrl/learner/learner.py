@@ -21,9 +21,11 @@ from agentrl.learner.split import (
     Columns,
     MicroBatches,
     Passes,
+    RankResult,
     Rows,
     StepResult,
     StepRows,
+    TokenValues,
     merge_results,
     split_rows,
     split_step,
@@ -167,7 +169,8 @@ class Learner:
             shares = self._split(step, self._critic_passes, self._critic.size)
             values = self._critic.start(lambda rank, work: rank.update(work), shares, doing="the update")
         results = policy()
-        return merge_results(step, results, [] if values is None else values(), epochs=self._passes.epochs)
+        merged = merge_results(step, results, [] if values is None else values(), epochs=self._passes.epochs)
+        return replace(merged, values=_values(step, own, results)) if step.record else merged
 
     def _split(self, step: StepRows, passes: Passes, ranks: int) -> list[list[MicroBatches]]:
         return split_step(step, passes, ranks=ranks, max_tokens=self._max_tokens)
@@ -241,6 +244,19 @@ class Learner:
 def critic_passes(critic: CriticConfig, policy: Passes) -> Passes:
     """Those of the critic; what it leaves out is as for the policy."""
     return Passes(critic.updates_per_step or policy.updates, critic.epochs or policy.epochs, policy.seed)
+
+
+def _values(
+    step: StepRows, work: Sequence[Sequence[MicroBatches]], results: Sequence[RankResult]
+) -> Sequence[TokenValues]:
+    """What the ranks recorded, in the order of the step's rows; the first update that saw a row counts."""
+    found: dict[int, TokenValues] = {}
+    for updates, result in zip(work, results, strict=True):
+        for update, values in zip(updates, result.values, strict=False):  # only the first pass is recorded
+            rows = [row for batch in update.rows for row in in_pack_order(batch)]
+            for row, one in zip(rows, values, strict=True):
+                found.setdefault(id(row), one)
+    return [found.get(id(row), {}) for row in step.samples]
 
 
 def _by_row(

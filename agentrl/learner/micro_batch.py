@@ -7,12 +7,13 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
 from agentrl.config.run import LearnerConfig, OptimConfig
 from agentrl.learner.pack import Packed, in_pack_order, pack
-from agentrl.learner.split import NOTHING, Columns, Rows
+from agentrl.learner.split import NOTHING, Columns, Rows, TokenValues
 
 
 def working_dtype(model: nn.Module) -> torch.dtype:
@@ -42,6 +43,14 @@ def annotated(
             for rows in batches
             for columns in _by_row(rows, evaluate(packed_rows(rows, (), device, dtype)))
         ]
+
+
+def recorded(rows: Rows, found: Mapping[str, Tensor]) -> list[TokenValues]:
+    """The values of each row's trained tokens, in the order of `in_pack_order`, in host memory."""
+    counts = [sum(row.loss_mask) for row in in_pack_order(rows)]
+    ends = np.cumsum(counts)[:-1]
+    parts = {name: np.split(values_N.float().cpu().numpy(), ends) for name, values_N in found.items()}
+    return [{name: part[n] for name, part in parts.items()} for n in range(len(counts))]
 
 
 def lr_factor(optim: OptimConfig, step: int, total_steps: int) -> float:

@@ -24,7 +24,7 @@ from agentrl.algo.correction import (
     drift,
     off_policy_sequences,
 )
-from agentrl.algo.kl import kl_per_token
+from agentrl.algo.kl import bounded_exp, kl_per_token
 from agentrl.algo.losses import POLICY_LOSSES
 from agentrl.algo.metrics import Metric, Metrics, mean_of, sum_of
 from agentrl.algo.parameters import Named
@@ -56,11 +56,15 @@ class ConfiguredLoss:
 
 
 class Loss(NamedTuple):
-    """A micro-batch's part of the loss, its metrics, and the drift if it was measured here."""
+    """A micro-batch's part of the loss, its metrics, and the drift if it was measured here.
+
+    `tokens` are the values of its tokens for the record, if they were asked for.
+    """
 
     value: Tensor
     metrics: Metrics
     drift: LogprobDrift
+    tokens: Mapping[str, Tensor]
 
 
 def policy_loss(
@@ -72,6 +76,7 @@ def policy_loss(
     ref_logprobs_N: Tensor | None = None,
     kl_coef: float = 0.0,
     first_update: bool = True,
+    record: bool = False,
 ) -> Loss:
     """The policy loss of one micro-batch with its penalties.
 
@@ -83,6 +88,7 @@ def policy_loss(
         ref_logprobs_N: log-probabilities under the reference, if the loss has a KL penalty.
         kl_coef: the current weight of the penalty.
         first_update: whether the policy is still the one that the step began with.
+        record: return the values of the tokens.
     """
     config, columns = configured.config, packed.columns
     new_N, sequence_N, sampler_N = stats.logprobs_N, packed.sequence_N, packed.sampler_logprobs_N
@@ -117,6 +123,16 @@ def policy_loss(
         new_N, old_N, packed.advantages_N, loss_weights_N, sequence_N, kept_N, **selected
     )
     metrics = metrics | found
+    tokens: dict[str, Tensor] = {}
+    if record:
+        clipped_N = _clipped(loss, new_N, packed.advantages_N * loss_weights_N) & kept_N
+        ratio_N = bounded_exp(new_N.detach() - old_N)
+        tokens = {"learner_logprobs": learner_N, "ratio": ratio_N, "clipped": clipped_N}
+        tokens |= {"kept": kept_N, "advantages": packed.advantages_N}
+        tokens |= {} if stats.entropy_N is None else {"entropy": stats.entropy_N.detach()}
+        tokens |= {} if ref_logprobs_N is None else {"ref_logprobs": ref_logprobs_N}
+        if configured.correction.importance != "none":
+            tokens["weights"] = columns.get("correction", loss_weights_N / weights_N)
     if ref_logprobs_N is not None and kl_coef > 0:
         kl_N = kl_per_token(config.kl.loss_kind, new_N, ref_logprobs_N, mask_N)
         loss = loss + kl_coef * aggregate(kl_N, weights_N, mask_N)
@@ -126,7 +142,13 @@ def policy_loss(
         if config.entropy_coef > 0:
             loss = loss - config.entropy_coef * aggregate(stats.entropy_N, weights_N, mask_N)
     metrics["loss"] = sum_of(loss)
-    return Loss(loss, metrics, measured)
+    return Loss(loss, metrics, measured, tokens)
+
+
+def _clipped(loss: Tensor, logprobs_N: Tensor, pulls_N: Tensor) -> Tensor:
+    """[N] whether the loss gives a token no gradient although its advantage and weight (`pulls_N`) would."""
+    (gradient_N,) = torch.autograd.grad(loss, logprobs_N, retain_graph=True, allow_unused=True)
+    return (pulls_N != 0) & (torch.zeros_like(pulls_N) if gradient_N is None else gradient_N).eq(0)
 
 
 def make_policy_loss(config: AlgorithmConfig) -> ConfiguredLoss:

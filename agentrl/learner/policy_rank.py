@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 
@@ -27,13 +27,13 @@ from agentrl.learner.lora import (
     merged_weights,
     write_adapter,
 )
-from agentrl.learner.micro_batch import annotated, lr_factor, packed_rows, saving, working_dtype
+from agentrl.learner.micro_batch import annotated, lr_factor, packed_rows, recorded, saving, working_dtype
 from agentrl.learner.pack import Packed
 from agentrl.learner.policy_loss import make_policy_loss, policy_loss
 from agentrl.learner.policy_model import checkpoint_activations, empty_policy, load_policy
 from agentrl.learner.rank import InProcess, LearnerSpec, Note
 from agentrl.learner.shard import World, check_offload, whole
-from agentrl.learner.split import Columns, MicroBatches, RankResult, Rows
+from agentrl.learner.split import Columns, MicroBatches, RankResult, Rows, TokenValues
 from agentrl.learner.state import TrainingState, copy_state, restore_optimizer, whole_weights
 from agentrl.models.device import pick_device
 
@@ -111,11 +111,13 @@ class LocalPolicyRank:
         values = {} if self.critic is None else self.critic.update(critic_work)
         updates: list[Metrics] = []
         drifts: list[LogprobDrift] = []
+        seen: list[list[TokenValues]] = []
         if self.steps_done >= self.first_step:
             for number, micro_batches in enumerate(work):
-                metrics, found = self._update_once(micro_batches, first_update=number == 0)
+                metrics, found, tokens = self._update_once(micro_batches, first_update=number == 0)
                 updates.append(metrics)
                 drifts.append(found)
+                seen += [tokens] if micro_batches.record else []
         self.steps_done += 1
         return RankResult(
             merge_metrics([*updates, values]),
@@ -123,12 +125,16 @@ class LocalPolicyRank:
             max((float(metrics["grad_norm"].value) for metrics in updates), default=0.0),
             self.optimizer.param_groups[0]["lr"],
             updates,
+            seen,
         )
 
-    def _update_once(self, micro_batches: MicroBatches, *, first_update: bool) -> tuple[Metrics, LogprobDrift]:
+    def _update_once(
+        self, micro_batches: MicroBatches, *, first_update: bool
+    ) -> tuple[Metrics, LogprobDrift, list[TokenValues]]:
         """One optimizer update: the gradients of all micro-batches add up to that of the whole batch."""
         metrics: list[Metrics] = []
         drifts: list[LogprobDrift] = []
+        tokens: list[tuple[Rows, Mapping[str, Tensor]]] = []
         for rows in micro_batches.rows:
             packed = packed_rows(rows, micro_batches.columns, self.device, self._dtype)
             with saving(self.config):
@@ -140,12 +146,15 @@ class LocalPolicyRank:
                     ref_logprobs_N=self._reference_logprobs(packed),
                     kl_coef=micro_batches.kl_coef,
                     first_update=first_update,
+                    record=micro_batches.record and bool(rows),
                 )
             loss.value.backward()  # type: ignore[no-untyped-call]
             metrics.append(loss.metrics)
             drifts.append(loss.drift)
+            tokens += [(rows, loss.tokens)] if loss.tokens else []
         norm = self._optimizer_step(f"step {self.steps_done + 1}", f"lower optim.lr ({self.optim_config.lr:g})")
-        return to_host(merge_metrics(metrics)) | {"grad_norm": Metric("max", norm)}, merge_drift(drifts)
+        values = [one for rows, found in tokens for one in recorded(rows, found)]
+        return to_host(merge_metrics(metrics)) | {"grad_norm": Metric("max", norm)}, merge_drift(drifts), values
 
     def _know_heads(self) -> None:
         """See at once, on all ranks alike, whether the models' logits are what their output layers give."""

@@ -10,6 +10,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from hashlib import blake2b
 
+import numpy as np
+from numpy.typing import NDArray
+
 from agentrl.algo.aggregate import Totals, totals_of_lengths
 from agentrl.algo.correction import LogprobDrift, merge_drift
 from agentrl.algo.metrics import Metrics, merge_metrics, metric_values
@@ -19,6 +22,8 @@ from agentrl.types import Sample
 Rows = tuple[Sample, ...]
 Columns = Mapping[str, tuple[float, ...]]
 """A model's outputs for a row: values of its trained tokens, by name."""
+TokenValues = Mapping[str, NDArray[np.float32]]
+"""What an update saw of a row's trained tokens, by name, for the record."""
 NOTHING: Rows = (Sample((0, 0), (False, False), (0.0, 0.0), (0.0, 0.0), (0, 0), episode_id=""),)
 """What a rank computes that has no rows for a micro-batch, so that it takes part: nothing of it is trained."""
 OF_UPDATE = ("loss", "policy_kl", "clip_fraction", "ratio_veto", "grad_norm")
@@ -37,6 +42,7 @@ class StepRows:
         kl_coef: weight of the KL penalty in this step.
         metrics: what was measured while the rows were prepared.
         drift: between sampler and learner, if it was measured while the rows were prepared.
+        record: whether the step returns what its updates saw of each token.
     """
 
     samples: Sequence[Sample]
@@ -44,6 +50,7 @@ class StepRows:
     kl_coef: float = 0.0
     metrics: Metrics = field(default_factory=dict)
     drift: LogprobDrift = LogprobDrift()  # noqa: RUF009 - frozen
+    record: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,11 +61,14 @@ class StepResult:
         metrics: to log.
         tokens: tokens that went through the model.
         trained: tokens under the loss.
+        values: what the updates of the first pass saw of each row's trained tokens, in the order of the rows;
+            empty for idle rows, and for all if nothing is recorded.
     """
 
     metrics: Mapping[str, float]
     tokens: int
     trained: int
+    values: Sequence[TokenValues] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,12 +80,14 @@ class MicroBatches:
         totals: counts of the whole update, over all ranks.
         kl_coef: weight of the KL penalty in this step.
         columns: names of the columns that the rows of this step have.
+        record: whether the rank returns what the update saw of each token.
     """
 
     rows: tuple[Rows, ...]
     totals: Totals
     kl_coef: float = 0.0
     columns: tuple[str, ...] = ()
+    record: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,6 +100,9 @@ class RankResult:
     lr: float
     updates: Sequence[Metrics] = ()
     """The metrics of each optimizer update, those in `OF_UPDATE`."""
+    values: Sequence[Sequence[TokenValues]] = ()
+    """For each recorded update what it saw of each row, micro-batch by micro-batch in the order of
+    `in_pack_order`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,13 +148,14 @@ def split_step(step: StepRows, passes: Passes, *, ranks: int, max_tokens: int) -
         if sample.episode_id not in step.idle:
             rows_of[sample.episode_id].append((place, sample))
     columns = next((tuple(rows[0][1].columns) for rows in rows_of.values() if rows), ())
-    for episodes in passes.mini_batches(list(lengths)) or [[]]:
+    for number, episodes in enumerate(passes.mini_batches(list(lengths)) or [[]]):
         totals = totals_of_lengths(lengths[name] for name in episodes)
         part = [row for _, row in sorted((row for name in episodes for row in rows_of[name]), key=lambda r: r[0])]
         for rank, rows in enumerate(split_rows(part, ranks=ranks, max_tokens=max_tokens)):
             # A gradient of 0 is one as well: the optimizer goes on by its momentum.
             rows = rows or ((),) if totals.num_tokens else rows
-            by_rank[rank].append(MicroBatches(rows, totals, step.kl_coef, columns))
+            record = step.record and number < passes.updates
+            by_rank[rank].append(MicroBatches(rows, totals, step.kl_coef, columns, record))
     return by_rank
 
 

@@ -3,6 +3,7 @@
     config.yaml               the resolved configuration
     metrics.jsonl             one line for each step, synced
     episodes/step-N.jsonl.zst every episode of a step (agentrl.run_folder.records)
+    tokens/step-N.tok.zst     what the learner saw of its tokens (agentrl.run_folder.token_records)
     checkpoints/step-N/       sealed by a manifest (agentrl.run_folder.checkpoints)
     events.log                human-readable log of events
     summary.json, reward_curve.png   written at the end
@@ -48,6 +49,7 @@ from agentrl.run_folder.records import (
     recorded_steps,
 )
 from agentrl.run_folder.redraws import Redraws, read_redraws, redraws_file, redraws_line
+from agentrl.run_folder.token_records import TokenColumns, encode_tokens, tokens_file
 
 __all__ = ["Checkpoint", "RunStore", "find_checkpoint", "read_episodes", "read_metrics", "read_records"]
 
@@ -117,7 +119,7 @@ class RunStore:
         store = cls(path, config, lock, resumed=resumed, set_aside=aside)
         (path / "episodes").mkdir(exist_ok=True)
         (path / "checkpoints").mkdir(exist_ok=True)
-        for leftover in [*path.glob(".*.tmp"), *(path / "episodes").glob(".*.tmp")]:
+        for leftover in [*path.glob(".*.tmp"), *path.glob("episodes/.*.tmp"), *path.glob("tokens/.*.tmp")]:
             leftover.unlink()
         checkpoints.sweep(path / "checkpoints")
         store._repair_metrics()
@@ -173,6 +175,12 @@ class RunStore:
         """Write every episode of a step, failed ones included; replaces what was there."""
         write_atomic(episodes_file(self.path, step), compress(records))
 
+    def write_tokens(self, step: int, columns: Mapping[str, TokenColumns]) -> None:
+        """Write what the learner saw of a step's tokens; replaces what was there."""
+        path = tokens_file(self.path, step)
+        path.parent.mkdir(exist_ok=True)
+        write_atomic(path, encode_tokens(columns))
+
     def log_redraws(self, step: int, found: Redraws) -> None:
         """Append what a step lost to the infrastructure."""
         with redraws_file(self.path).open("a", encoding="utf-8") as file:
@@ -196,6 +204,7 @@ class RunStore:
         for recorded in recorded_steps(self.path):
             if recorded > step:
                 episodes_file(self.path, recorded).unlink()
+                tokens_file(self.path, recorded).unlink(missing_ok=True)
 
     def _repair_metrics(self) -> None:
         path = self.path / "metrics.jsonl"
@@ -351,7 +360,7 @@ def _set_aside(path: Path, lock: IO[str]) -> tuple[IO[str], Path]:
 
 _OURS = {
     *(_LOCK, "config.yaml", "events.log", "metrics.jsonl", "summary.json", "reward_curve.png", "eval.json"),
-    *("episodes", "checkpoints", "start", ".start.base", ".start.making"),
+    *("episodes", "tokens", "checkpoints", "start", ".start.base", ".start.making"),
 }
 """What a folder may hold in which nothing was done yet."""
 

@@ -1,8 +1,10 @@
 """What the learner says about sampled tokens, beside the episodes of a step: columns, rounded and compressed.
 
-    tokens/step-N.json.zst    one JSON object: columns by episode id, with null where a value is missing
+    tokens/step-N.tok.zst    a line of JSON (episode ids, tokens of each, column names), then the columns
 
-A column has one number for each sampled token of its episode, in the order of the episode's sampled segments.
+A column has one number for each sampled token of all episodes, in the order of ids and of each episode's sampled
+segments: float32 with 16 bits of mantissa (flags: int8). The first bytes of all numbers come first, then the second
+ones, and so on, which compresses well. NaN stands for a value that was not computed.
 """
 
 from __future__ import annotations
@@ -15,7 +17,6 @@ from pathlib import Path
 import numpy as np
 import zstandard
 from numpy.typing import NDArray
-from pydantic_core import from_json
 
 from agentrl.errors import CheckpointError
 from agentrl.run_folder.files import read_bounded
@@ -60,32 +61,44 @@ class TokenColumns:
 
 
 NOTHING_RECORDED = TokenColumns()
-DIGITS = 6
-"""Significant digits kept."""
+NAMES = tuple(field.name for field in fields(TokenColumns))
 MAX_BYTES = 1 << 30
 """Bytes of a file once it is uncompressed."""
 
 
 def tokens_file(run: Path, step: int) -> Path:
     """The file of a step."""
-    return run / "tokens" / f"step-{step:06d}.json.zst"
+    return run / "tokens" / f"step-{step:06d}.tok.zst"
 
 
 def encode_tokens(columns: Mapping[str, TokenColumns]) -> bytes:
     """The content of a file."""
-    data = {
-        id: {f.name: _listed(value) for f in fields(one) if (value := getattr(one, f.name)) is not None}
-        for id, one in columns.items()
-    }
-    return zstandard.ZstdCompressor(level=3, write_checksum=True).compress(
-        json.dumps(data, separators=(",", ":")).encode()
-    )
+    counts = [len(one.flags) if one.flags is not None else 0 for one in columns.values()]
+    names = [name for name in NAMES if any(getattr(one, name) is not None for one in columns.values())]
+    header = json.dumps({"ids": list(columns), "counts": counts, "columns": names}).encode() + b"\n"
+    parts = [header]
+    for name in names:
+        found = [getattr(one, name) for one in columns.values()]
+        filled = [
+            np.full(n, np.nan) if values is None else values for values, n in zip(found, counts, strict=True)
+        ]
+        parts.append(_packed(np.concatenate(filled), flags=name == "flags"))
+    return zstandard.ZstdCompressor(level=3, write_checksum=True).compress(b"".join(parts))
 
 
-def _listed(values: NDArray[np.generic]) -> list[float | int | None]:
-    if values.dtype.kind in "iu":
-        return [int(value) for value in values.tolist()]
-    return [float(f"{value:.{DIGITS}g}") if np.isfinite(value) else None for value in values.tolist()]
+def _packed(values: NDArray[np.generic], *, flags: bool) -> bytes:
+    if flags:
+        return values.astype(np.int8).tobytes()
+    bits = values.astype(np.float32).view(np.uint32)
+    rounded = np.where(np.isnan(values.astype(np.float32)), bits, (bits + 0x40) & np.uint32(0xFFFFFF80))
+    return rounded.astype("<u4").view(np.uint8).reshape(-1, 4).T.tobytes()
+
+
+def _unpacked(data: bytes, *, flags: bool) -> NDArray[np.generic]:
+    if flags:
+        return np.frombuffer(data, dtype=np.int8).astype(np.int64)
+    planes = np.frombuffer(data, dtype=np.uint8).reshape(4, -1)
+    return np.ascontiguousarray(planes.T).view("<f4").ravel().astype(np.float64)
 
 
 def read_tokens(run: Path, step: int) -> Mapping[str, TokenColumns]:
@@ -96,21 +109,33 @@ def read_tokens(run: Path, step: int) -> Mapping[str, TokenColumns]:
     """
     path = tokens_file(run, step)
     try:
-        data = from_json(zstandard.ZstdDecompressor().decompress(read_bounded(path), max_output_size=MAX_BYTES))
-        return {id: _columns(one) for id, one in data.items()}
+        data = zstandard.ZstdDecompressor().decompress(read_bounded(path), max_output_size=MAX_BYTES)
+        return _decoded(data)
     except FileNotFoundError:
         return {}
-    except (zstandard.ZstdError, ValueError, TypeError, AttributeError, MemoryError) as e:
+    except (zstandard.ZstdError, ValueError, TypeError, KeyError, MemoryError, RecursionError) as e:
         raise CheckpointError(f"{path}: damaged: {(str(e).splitlines() or [type(e).__name__])[0]}") from None
 
 
-def _columns(data: Mapping[str, list[float | None]]) -> TokenColumns:
-    known = {field.name for field in fields(TokenColumns)}
-    found = {
-        name: np.asarray([np.nan if v is None else v for v in values])
-        for name, values in data.items()
-        if name in known
+def _decoded(data: bytes) -> dict[str, TokenColumns]:
+    line, _, body = data.partition(b"\n")
+    header = json.loads(line)
+    ids, counts, total = header["ids"], header["counts"], sum(header["counts"])
+    ends = np.cumsum(counts)[:-1]
+    split: dict[str, list[NDArray[np.generic]]] = {}
+    at = 0
+    for name in header["columns"]:
+        size = total * (1 if name == "flags" else 4)
+        split[name] = np.split(_unpacked(body[at : at + size], flags=name == "flags"), ends)
+        at += size
+    if at != len(body):
+        raise ValueError(f"it has {len(body)} bytes of columns, not {at}")
+    known = [name for name in NAMES if name in split]
+    return {
+        id: TokenColumns(**{name: split[name][n] for name in known if not _missing(split[name][n])})  # type: ignore[arg-type]
+        for n, id in enumerate(ids)
     }
-    if "flags" in found:
-        found["flags"] = found["flags"].astype(np.int64)
-    return TokenColumns(**found)
+
+
+def _missing(values: NDArray[np.generic]) -> bool:
+    return values.dtype.kind == "f" and bool(np.isnan(values.astype(np.float64)).all())

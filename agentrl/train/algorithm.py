@@ -47,6 +47,7 @@ class Algorithm:
         overlong: what happens to episodes that a limit cut, see `rollout.overlong`.
         reference_apart: whether the reference has ranks to itself, so its log-probabilities must be annotated.
         by_env: advantage estimators of envs that have their own.
+        record: whether steps return what their updates saw of each token.
 
     Raises:
         ConfigError: a user-supplied function cannot be loaded or is invalid.
@@ -59,8 +60,10 @@ class Algorithm:
         overlong: str = "train",
         reference_apart: bool = False,
         by_env: Mapping[str, Named | OwnFunction] | None = None,
+        record: bool = False,
     ) -> None:
         self.config, self.overlong, self.reference_apart = config, overlong, reference_apart
+        self.record = record
         self.estimator = make_estimator(config)
         self.by_env = {
             name: make_estimator(config.model_copy(update={"advantage": advantage}))
@@ -78,6 +81,7 @@ class Algorithm:
             scores=scores,
             by_env=scores_by_env(groups, overlong=self.overlong),
             num_episodes=len({s.episode_id for s in samples}),
+            record=self.record,
         )
 
     def advantages(self, rows: TrainingRows) -> TrainingRows:

@@ -161,6 +161,7 @@ async def _make_run(stack: contextlib.AsyncExitStack, setting: _Setting, content
         overlong=config.rollout.overlong,
         reference_apart=learner.reference_apart,
         by_env={name: env.algorithm.advantage for name, env in config.envs.items() if env.algorithm.advantage},
+        record=config.log.tokens != "none",
     )
     if checkpoint:
         await resume(learner, algorithm, checkpoint.path)

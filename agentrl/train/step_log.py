@@ -22,8 +22,11 @@ from agentrl.run_folder.store import RunStore
 from agentrl.train.rewardless import RewardWatch
 from agentrl.train.samples import TrainingRows, to_records
 from agentrl.types import Episode, Group
+from agentrl.train.token_log import token_columns
 
 DRAW_EVERY_S = 20.0
+SAMPLED_GROUPS = 8
+"""With `log.tokens: sample`, every eighth group is recorded."""
 
 
 @dataclass
@@ -77,6 +80,20 @@ class StepLog:
             if step == 1 and (nothing := _weight_of_nothing(view, played)):
                 self.reporter.note(f"step 1: {nothing}")
             self.rewards[name].see(step, played)
+
+    def tokens(self, batch: Batch, rows: TrainingRows, update: StepResult) -> None:
+        """Write what the learner saw of each token, in the background."""
+        if self.config.log.tokens != "none":
+            every = SAMPLED_GROUPS if self.config.log.tokens == "sample" else 1
+            self.disk_thread.submit(self._write_tokens, batch, rows, update, every)
+
+    def _write_tokens(self, batch: Batch, rows: TrainingRows, update: StepResult, every: int) -> None:
+        try:
+            self.store.write_tokens(batch.step, token_columns(batch.groups[::every], rows, update.values))
+        except Exception as e:  # a record of a step must not end the run
+            if "tokens" not in self._warned:
+                self._warned.add("tokens")
+                self.reporter.note(f"step {batch.step}: its tokens are not recorded: {type(e).__name__}: {e}")
 
     def step(self, step: int, metrics: Mapping[str, float]) -> None:
         """Write the metrics of a step and show them."""

@@ -80,6 +80,7 @@ class Run:
         metrics = self.log.metrics(batch, update, timing)
         metrics |= self.algorithm.observe(update.metrics, rows.num_episodes)
         self.log.episodes(batch, rows)
+        self.log.tokens(batch, rows, update)
         last = step == config.steps
         metrics |= await self.held_out.play(step)
         self.log.step(step, metrics)
