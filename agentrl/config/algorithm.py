@@ -181,7 +181,7 @@ class AlgorithmConfig(Section):
     """The KL penalty toward the reference policy."""
     entropy_coef: NonNegative = 0.0
     """Weight of the entropy bonus in the loss."""
-    entropy_top: Share = 1.0
+    entropy_top: Annotated[Share, Advanced()] = 1.0
     """Train only this fraction of a step's tokens, those with the highest entropy."""
     updates_per_step: Positive = 1
     """Mini-batches per step; each is one optimizer update."""

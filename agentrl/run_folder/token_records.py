@@ -2,9 +2,9 @@
 
     tokens/step-N.tok.zst    a line of JSON (episode ids, tokens of each, column names), then the columns
 
-A column has one number for each sampled token of all episodes, in the order of ids and of each episode's sampled
-segments: float32 with 16 bits of mantissa (flags: int8). The first bytes of all numbers come first, then the second
-ones, and so on, which compresses well. NaN stands for a value that was not computed.
+A column has one number for each sampled token of all episodes, in the order of ids and sampled segments: float32
+with 16 bits of mantissa (flags: int8). The first bytes of all numbers come first, then the second ones, and so on,
+which compresses well. NaN stands for a value that was not computed.
 """
 
 from __future__ import annotations

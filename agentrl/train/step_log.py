@@ -21,8 +21,8 @@ from agentrl.run_folder.redraws import Redraws
 from agentrl.run_folder.store import RunStore
 from agentrl.train.rewardless import RewardWatch
 from agentrl.train.samples import TrainingRows, to_records
-from agentrl.types import Episode, Group
 from agentrl.train.token_log import token_columns
+from agentrl.types import Episode, Group
 
 DRAW_EVERY_S = 20.0
 SAMPLED_GROUPS = 8
