@@ -20,15 +20,16 @@ def test_there_are_shipped_files():
 
 
 def test_every_shipped_env_has_an_example():
-    used = {load_config(path, check_paths=False).env.use.partition(":")[0] for path in FILES}
+    configs = [load_config(path, check_paths=False) for path in FILES]
+    used = {view.env.use.partition(":")[0] for config in configs for view in config.by_env.values()}
     shipped = {where.partition(":")[0] for where in SHIPPED.values()}
     assert shipped <= used
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda p: p.relative_to(ROOT).as_posix())
 def test_a_shipped_file_loads_and_its_env_imports(path: Path):
-    config = load_config(path, check_paths=False)
-    assert load_env(config.env.use).__name__
+    for view in load_config(path, check_paths=False).by_env.values():
+        assert load_env(view.env.use).__name__
 
 
 @pytest.mark.timeout(120)
@@ -37,9 +38,10 @@ def test_an_example_passes_check_and_its_demonstrations_fit(path: Path):
     config = load_config(path, ["warmup.num=2"])
     if config.agent is not None:
         pytest.skip("a program plays it, which needs a model")
-    found = rehearse(config)
-    assert not found.findings
-    assert found.num_demonstrations == 2
-    assert found.demonstration_tokens is not None
-    assert found.demonstration_tokens <= config.rollout.token_budget
-    assert (found.episodes[0].episode.reward or 0) > 0  # the oracle, within the limits of the file
+    for view in config.by_env.values():
+        found = rehearse(view)
+        assert not found.findings
+        assert found.num_demonstrations == 2
+        assert found.demonstration_tokens is not None
+        assert found.demonstration_tokens <= view.rollout.token_budget
+        assert (found.episodes[0].episode.reward or 0) > 0  # the oracle, within the limits of the file
