@@ -227,11 +227,38 @@ def _known(text: str, apis: Any) -> bool:
     return api_method(apis, text.partition("(")[0].strip()) is not None
 
 
+def gymnasium(num: int) -> tuple[int, int]:
+    """FrozenLake (slippery) and CliffWalking with random actions."""
+    import gymnasium as gym
+
+    from agentrl.env.play import call
+
+    def direct(name: str, seed: int, actions: Sequence[int]) -> float:
+        game, earned = gym.make(name), 0.0
+        game.reset(seed=seed)
+        for action in actions:
+            _, reward, terminated, truncated, _ = game.step(action)
+            earned += float(reward)
+            if terminated or truncated:
+                break
+        game.close()
+        return earned
+
+    agreed = 0
+    for name in ("FrozenLake-v1", "CliffWalking-v1"):
+        cases = cases_of(f"gymnasium:{name}", {}, num, lambda i, rng: [str(rng.randrange(4)) for _ in range(40)])
+        given = [(task, ScriptedPolicy([call("act", action=int(a)) for a in moves])) for task, moves in cases]
+        for episode, (task, moves) in zip(played(f"gymnasium:{name}", {}, given), cases, strict=True):
+            agreed += episode.reward == direct(name, task.seed, [int(a) for a in moves])
+    return agreed, 2 * num
+
+
 ECOSYSTEMS: dict[str, tuple[str, Callable[[int], tuple[int, int]]]] = {
     "textarena": ("textarena", textarena),
     "gem": ("gem", gem),
     "reasoning_gym": ("reasoning_gym", reasoning_gym),
     "bfcl": ("bfcl_eval", bfcl),
+    "gymnasium": ("gymnasium", gymnasium),
 }
 """Each with the module it needs, and a function of the episodes per game that returns (agreed, all)."""
 

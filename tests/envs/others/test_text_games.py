@@ -20,7 +20,7 @@ from bench.reach import ECOSYSTEMS
 SERVER = Path(__file__).parents[2] / "env" / "mcp_server.py"
 
 
-@pytest.mark.parametrize("name", ["textarena", "gem", "reasoning_gym"])
+@pytest.mark.parametrize("name", ["textarena", "gem", "reasoning_gym", "gymnasium"])
 def test_rewards_equal_the_ecosystems_own(name):
     pytest.importorskip(name)
     agreed, count = ECOSYSTEMS[name][1](70)
