@@ -13,7 +13,7 @@ quick: $(VENV)/.dev  ## the edit loop, under a minute: lint what changed, import
 	PATH="$(CURDIR)/$(BIN):$$PATH" scripts/quick
 
 JOBS ?= 3
-test: $(VENV)/.dev $(VENV)/openenv/.done  ## the whole test suite, in JOBS processes; the tests of a file stay together
+test: $(VENV)/.dev $(VENV)/openenv/.done $(VENV)/trackio/.done  ## the whole test suite, in JOBS processes; the tests of a file stay together
 	$(BIN)/python -m pytest -n $(JOBS) --dist loadfile
 
 lint: $(VENV)/.dev  ## format, lint, types, imports
@@ -32,7 +32,7 @@ $(VENV)/.train: pyproject.toml constraints.txt
 
 $(VENV)/.dev: pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(PIP) -e '.[train,docker,hf,lora,mcp,openenv,parquet,ray,reasoning-gym,serve,textarena,dev]'
+	$(PIP) -e '.[train,docker,hf,lora,mcp,mlflow,openenv,parquet,ray,reasoning-gym,serve,tensorboard,textarena,wandb,dev]'
 	$(PIP) --no-deps gem-llm==0.1.0 bfcl-eval==2026.3.23  # they pin older versions of packages that other extras need
 	touch $@ $(VENV)/.train
 
@@ -42,6 +42,12 @@ $(VENV)/openenv/.done:
 	$(PYTHON) -m venv $(VENV)/openenv
 	$(VENV)/openenv/bin/python -m pip --disable-pip-version-check install -q $(OPENENV)
 	$(VENV)/openenv/bin/python -m pip --disable-pip-version-check install -q --no-deps openenv==0.10.0
+	touch $@
+
+# trackio needs an older Pillow than ours, so its test runs it in a Python of its own.
+$(VENV)/trackio/.done:
+	$(PYTHON) -m venv $(VENV)/trackio
+	$(VENV)/trackio/bin/python -m pip --disable-pip-version-check install -q trackio==0.43.0
 	touch $@
 
 $(VENV)/.docs: $(VENV)/.train

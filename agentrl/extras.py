@@ -21,6 +21,10 @@ EXTRAS: Mapping[str, tuple[str, ...]] = {
     "parquet": ("pyarrow",),
     "reasoning-gym": ("reasoning_gym",),
     "sglang": ("sglang",),
+    "tensorboard": ("tensorboard",),
+    "wandb": ("wandb",),
+    "mlflow": ("mlflow",),
+    "trackio": ("trackio",),
     "textarena": ("textarena",),
 }
 """The modules that each extra of the distribution installs."""

@@ -33,9 +33,11 @@ def check(
 
     from agentrl.config import load_config
     from agentrl.extras import require
+    from agentrl.reporting.loggers.make import make_loggers
 
     config = load_config(path, overrides)
     require("train", "agentrl check")
+    make_loggers(config.loggers)
 
     from agentrl.preflight.dry_run import rehearsals
     from agentrl.view.episode_text import episode_text

@@ -193,6 +193,8 @@ def _advanced() -> Iterator[str]:
     yield from TABLE
     for name, field in RunConfig.model_fields.items():
         section = section_of(field)
+        if is_advanced(field):
+            yield _row(name, field)
         for inner_name, inner_field in section.model_fields.items() if section is not None else ():
             if is_advanced(inner_field):
                 yield _row(f"{name}.{inner_name}", inner_field)

@@ -25,6 +25,7 @@ from agentrl.config.facts import (
     PathTo,
     UnusedBy,
 )
+from agentrl.config.loggers import LoggerConfig
 from agentrl.config.reward_model import RewardModelConfig
 from agentrl.config.section import Count, Device, Fraction, Positive, Section
 
@@ -486,6 +487,11 @@ class RunConfig(Section):
     reward model by `reward_model.workers`, servers by `engine.server.launch: ray`."""
     checkpoint: Annotated[CheckpointConfig, MayChangeOnResume(), UnusedBy("eval", "serve")] = CheckpointConfig()
     log: LogConfig = LogConfig()
+    loggers: Annotated[list[LoggerConfig], MayChangeOnResume(), UnusedBy("eval", "serve"), Advanced()] = Field(
+        default_factory=list
+    )
+    """Where metrics go besides the run folder: `tensorboard`, `wandb`, `mlflow`, `trackio` or `module:Name`, each
+    alone or as a section with `use` (docs/loggers.md)."""
 
     @model_validator(mode="before")
     @classmethod

@@ -100,6 +100,8 @@ METRICS: tuple[MetricDoc, ...] = (
         "evaluation",
         ("*held_out", "fraction", "Fraction of held-out episodes that are solved."),
         ("*held_out_reward", "", "Mean reward of the held-out episodes."),
+        ("*env/{env}/held_out", "fraction", "The same for one of several envs."),
+        ("*env/{env}/held_out_reward", "", "The same for one of several envs."),
         ("held_out_pass", "fraction", "Fraction of held-out tasks solved at least once; with several attempts."),
         (
             "pass@{k}",
@@ -210,6 +212,7 @@ METRICS: tuple[MetricDoc, ...] = (
         ("env/agent/cut", "requests", "Completions cut by the token limit."),
         ("env/agent/retries", "requests", "Requests that repeated an earlier one."),
         ("env/agent/drift_{kind}", "requests", "Requests whose messages differ from the recorded ones, by kind."),
+        ("env/{env}/{metric}", "", "With several envs, a metric of one of them."),
         ("env/{name}", "", "Sum over the step's episodes of a count that the env, a tool or an agent reports."),
     ),
     *_docs(

@@ -360,7 +360,7 @@ def _set_aside(path: Path, lock: IO[str]) -> tuple[IO[str], Path]:
 
 _OURS = {
     *(_LOCK, "config.yaml", "events.log", "metrics.jsonl", "summary.json", "reward_curve.png", "eval.json"),
-    *("episodes", "tokens", "checkpoints", "start", ".start.base", ".start.making"),
+    *("episodes", "tokens", "checkpoints", "loggers", "start", ".start.base", ".start.making"),
 }
 """What a folder may hold in which nothing was done yet."""
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import dataclasses
 import time
 from concurrent.futures import Executor, ThreadPoolExecutor
 from dataclasses import dataclass
@@ -18,6 +19,7 @@ from agentrl.env.solved import NOT_DECLARED
 from agentrl.errors import ConfigError
 from agentrl.learner.learner import Learner
 from agentrl.learner.memory import keep_freed_memory
+from agentrl.reporting.loggers.log_feed import LogFeed
 from agentrl.reporting.report import Reporter, Summary
 from agentrl.rollout.admission import Admission
 from agentrl.rollout.build import make_engine, make_guard, make_token_check
@@ -36,6 +38,7 @@ from agentrl.train.algorithm import Algorithm
 from agentrl.train.feed import load_feed, make_admission
 from agentrl.train.held_out import EvalSet, HeldOut
 from agentrl.train.in_step import InStep, starting_engine
+from agentrl.train.logging import logging, rewind
 from agentrl.train.loop import train
 from agentrl.train.rewardless import RewardWatch
 from agentrl.train.room import too_long
@@ -59,6 +62,7 @@ class _Setting:
     reporter: Reporter
     stop: StopRequest
     disk_thread: Executor
+    loggers: LogFeed
 
     def stopping(self) -> bool:
         """Whether the run was asked to stop."""
@@ -72,8 +76,14 @@ def train_run(config: RunConfig, store: RunStore, reporter: Reporter) -> Summary
         AgentRLError: describes the problem and a remedy. The run folder can be resumed afterwards.
     """
     keep_freed_memory()
-    with stop_requested(tell=reporter.note) as stop, ThreadPoolExecutor(1, "agentrl-disk") as disk:
-        return asyncio.run(_train_run(_Setting(config, store, reporter, stop, disk)))
+    with (
+        logging(config, store, reporter.note) as loggers,
+        stop_requested(tell=reporter.note) as stop,
+        ThreadPoolExecutor(1, "agentrl-disk") as disk,
+    ):
+        summary = asyncio.run(_train_run(_Setting(config, store, reporter, stop, disk, loggers)))
+        loggers.finish(dataclasses.asdict(summary))
+        return summary
 
 
 async def _train_run(setting: _Setting) -> Summary:
@@ -91,7 +101,9 @@ async def _train_run(setting: _Setting) -> Summary:
             run = await _make_run(stack, setting, content, start)
             if not any(line["step"] == 0 for line in store.metrics()) and not setting.stop:
                 before = await unless_stopped(setting.stopping, run.held_out.play(0))
-                store.log_metrics(0, {"warmup_seconds": warmup_seconds} | before)
+                before = {"warmup_seconds": warmup_seconds} | before
+                store.log_metrics(0, before)
+                setting.loggers.metrics(0, before)
             if not setting.stop:
                 run.begin()
                 await train(run)
@@ -146,7 +158,7 @@ async def _make_run(stack: contextlib.AsyncExitStack, setting: _Setting, content
     config, store, reporter = setting.config, setting.store, setting.reporter
     checkpoint = store.latest_checkpoint()
     done = checkpoint.step if checkpoint else 0
-    store.rewind(done)
+    rewind(config, store, setting.loggers, done)
     policy = checkpoint.path if checkpoint else start
     renderer = load_renderer(config, start)
     for part in content.by_env.values():
@@ -208,6 +220,7 @@ async def _make_run(stack: contextlib.AsyncExitStack, setting: _Setting, content
             {name: RewardWatch(make_env()) for name, make_env in make_envs.items()},
             store.redraws(),
             setting.disk_thread,
+            setting.loggers,
         ),
         in_step=in_step,
         stop=setting.stop,

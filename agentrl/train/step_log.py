@@ -12,6 +12,7 @@ from agentrl.config.run import RunConfig
 from agentrl.env.toolenv.rewards import weight_of_nothing
 from agentrl.errors import AgentRLError
 from agentrl.learner.split import StepResult
+from agentrl.reporting.loggers.log_feed import LogFeed
 from agentrl.reporting.report import Reporter
 from agentrl.rollout.admission import Batch
 from agentrl.rollout.episode_metrics import episode_metrics, reward_parts, set_aside, staleness
@@ -37,6 +38,7 @@ class StepLog:
         rewards: watches the rewards of each env.
         redraws: of the steps before, if the run was resumed.
         disk_thread: where the curve is drawn.
+        loggers: get the metrics and episodes as well.
     """
 
     config: RunConfig
@@ -45,6 +47,7 @@ class StepLog:
     rewards: Mapping[str, RewardWatch]
     redraws: Redraws
     disk_thread: Executor
+    loggers: LogFeed
     _warned: set[str] = field(default_factory=set)
     _drawn: float | None = None
 
@@ -72,6 +75,7 @@ class StepLog:
         step = batch.step
         records = to_records(batch.groups, rows.by_segment, step=step)
         self.store.write_episodes(step, [*records, *_records_aside(batch)])
+        self.loggers.episodes(step, [episode for group in batch.groups for episode in group.episodes])
         self._note_redraws(batch)
         for name, view in self.config.by_env.items():
             played = [episode for group in _of_env(name, batch.groups) for episode in group.episodes]
@@ -102,6 +106,7 @@ class StepLog:
                 f"step {step}: all episodes of every group scored the same; no reward to learn from"
             )
         self.store.log_metrics(step, metrics)
+        self.loggers.metrics(step, metrics)
         self.reporter.step({"step": step, **metrics})
 
     def draw(self) -> None:

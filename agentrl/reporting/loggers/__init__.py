@@ -1,0 +1,1 @@
+"""Loggers: TensorBoard, Weights & Biases, MLflow, trackio, and your own."""

@@ -1,0 +1,50 @@
+"""A run's configuration without what must not leave the machine."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+
+HIDDEN = "(hidden)"
+_KEY = re.compile(
+    r"(^|[_\-.])(api[_-]?key|access[_-]?key|private[_-]?key|key|secret|secrets|password|passwd|pwd|passphrase|"
+    r"credentials?|auth|authorization|token|bearer|cookie)$",
+    re.IGNORECASE,
+)
+_VALUE = re.compile(
+    r"(?P<url>\b[a-z][a-z0-9+.-]*://)[^/@\s]+@"
+    r"|\bBearer\s+\S+"
+    r"|\b(?:sk|hf|ghp|gho|glpat|xox[abp])[-_][A-Za-z0-9_-]{16,}"
+    r"|\bAKIA[A-Z0-9]{16}\b"
+    r"|(?P<flag>--?[\w-]*(?:key|token|secret|password)(?:=|\s+))\S+"
+    r"|(?P<query>[?&][\w-]*(?:key|token|secret|password|signature)=)[^&\s]+",
+    re.IGNORECASE,
+)
+_FLAG = re.compile(r"--?[\w-]*(key|token|secret|password)", re.IGNORECASE)
+
+
+def without_secrets(config: Mapping[str, object]) -> dict[str, object]:
+    """A copy in which values of keys such as `api_key`, and credentials inside of texts, are hidden."""
+    return {str(key): HIDDEN if _secret(str(key), value) else _clean(value) for key, value in config.items()}
+
+
+def _secret(key: str, value: object) -> bool:
+    return isinstance(value, str) and bool(value) and _KEY.search(key) is not None
+
+
+def _clean(value: object) -> object:
+    if isinstance(value, Mapping):
+        return without_secrets(value)
+    if isinstance(value, list | tuple):
+        cleaned = [_clean(item) for item in value]
+        for place, item in enumerate(value[:-1]):
+            if isinstance(item, str) and _FLAG.fullmatch(item):  # `[--api-key, xyz]`
+                cleaned[place + 1] = HIDDEN
+        return cleaned
+    return _VALUE.sub(_hidden, value) if isinstance(value, str) else value
+
+
+def _hidden(found: re.Match[str]) -> str:
+    if found["url"]:
+        return f"{found['url']}{HIDDEN}@"
+    return f"{found['flag'] or found['query'] or ''}{HIDDEN}"

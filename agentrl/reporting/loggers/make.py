@@ -1,0 +1,73 @@
+"""Make the loggers that a configuration names."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Sequence
+
+from agentrl.config.loggers import LOGGERS, LoggerConfig
+from agentrl.errors import AgentRLError, ConfigError
+from agentrl.extras import require
+from agentrl.importing import load_object
+from agentrl.reporting.loggers.log_feed import Fed
+from agentrl.reporting.loggers.mlflow import Mlflow
+from agentrl.reporting.loggers.protocol import Logger
+from agentrl.reporting.loggers.tensorboard import TensorBoard
+from agentrl.reporting.loggers.trackio import Trackio
+from agentrl.reporting.loggers.wandb import Wandb
+
+
+def make_loggers(configs: Sequence[LoggerConfig]) -> list[Fed]:
+    """All loggers, not started.
+
+    Raises:
+        ConfigError: a package is missing, or a logger of the user's own cannot be made.
+    """
+    check_loggers(configs)
+    seen: dict[str, int] = {}
+    found: list[Fed] = []
+    for config in configs:
+        number = seen[config.use] = seen.get(config.use, 0) + 1
+        name = config.use if number == 1 else f"{config.use}-{number}"
+        found.append(Fed(name, _make(config), config.series, config.samples))
+    return found
+
+
+def check_loggers(configs: Sequence[LoggerConfig]) -> None:
+    """See that the packages are installed, without importing them.
+
+    Raises:
+        ConfigError: one is missing.
+    """
+    for config in configs:
+        if config.use in LOGGERS:
+            require(config.use, f"loggers: {config.use}")
+        if config.use == "tensorboard" and importlib.util.find_spec("torch") is None:
+            require("train", "loggers: tensorboard")
+
+
+def _make(config: LoggerConfig) -> Logger:
+    if config.use == "tensorboard":
+        return TensorBoard()
+    if config.use == "wandb":
+        return Wandb(config.project, config.entity, config.mode)
+    if config.use == "mlflow":
+        return Mlflow(config.project, config.tracking_uri)
+    if config.use == "trackio":
+        return Trackio(config.project)
+    return _own(config)
+
+
+def _own(config: LoggerConfig) -> Logger:
+    made = load_object(config.use)
+    try:
+        logger = made(**config.options)
+    except AgentRLError:
+        raise
+    except Exception as e:
+        raise ConfigError(f"loggers: {config.use} could not be made: {type(e).__name__}: {e}") from e
+    if not isinstance(logger, Logger):
+        methods = ("start", "metrics", "episodes", "finish")
+        missing = ", ".join(name for name in methods if not hasattr(logger, name))
+        raise ConfigError(f"loggers: {config.use} is no logger: it has no method {missing} (docs/loggers.md)")
+    return logger

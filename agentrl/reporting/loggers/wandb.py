@@ -1,0 +1,56 @@
+"""Weights & Biases."""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Mapping, Sequence
+from dataclasses import astuple
+from typing import Literal
+
+from agentrl.reporting.loggers.protocol import RunInfo, SampleEpisode
+from agentrl.reporting.loggers.sample_table import COLUMNS
+
+
+class Wandb:
+    """Logs to a W&B server, or into files for `wandb sync`."""
+
+    def __init__(self, project: str, entity: str | None, mode: Literal["online", "offline"] | None) -> None:
+        self._project, self._entity, self._mode = project, entity, mode
+
+    def start(self, run: RunInfo) -> None:
+        """Start the run, or continue the one of the same id."""
+        import wandb
+
+        if (id := run.recall("id")) is None:
+            id = uuid.uuid4().hex[:12]
+            run.remember("id", id)
+        self._run = wandb.init(
+            project=self._project,
+            entity=self._entity,
+            mode=self._mode,
+            id=id,
+            resume="allow",
+            name=run.name,
+            dir=str(run.folder),
+            config=dict(run.config),
+            settings=wandb.Settings(silent=True, console="off"),
+        )
+        # W&B refuses to log an earlier step again, as a run does after a crash: `step` is the axis instead.
+        self._run.define_metric("step", hidden=True)
+        self._run.define_metric("*", step_metric="step")
+
+    def metrics(self, step: int, values: Mapping[str, float]) -> None:
+        """One row."""
+        self._run.log({"step": step, **values})
+
+    def episodes(self, step: int, rows: Sequence[SampleEpisode]) -> None:
+        """A table per step."""
+        import wandb
+
+        table = wandb.Table(columns=list(COLUMNS), data=[list(astuple(row)) for row in rows])
+        self._run.log({"step": step, "episodes_table": table})
+
+    def finish(self, summary: Mapping[str, object]) -> None:
+        """Write the summary and wait for the upload."""
+        self._run.summary.update({f"summary/{key}": value for key, value in summary.items()})
+        self._run.finish(exit_code=0 if summary else 1)
