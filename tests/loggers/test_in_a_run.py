@@ -47,7 +47,7 @@ VARIANTS = {
     "async": {
         "algorithm": {
             "kl": {"coef": 0.01},
-            "correction": {"importance": "token", "reject": [{"statistic": "token_k1", "low": 0.1, "high": 10.0}]},
+            "correction": {"importance": "token", "reject": {"token_k1": (0.1, 10.0)}},
             "updates_per_step": 2,
         },
         "rollout": {"max_staleness": 1, "refill_zero_signal": 1},
@@ -147,6 +147,6 @@ def test_a_missing_package_names_its_extra(monkeypatch: pytest.MonkeyPatch) -> N
     ],
 )
 def test_a_logger_of_your_own_is_made_before_the_run(use: str, options: dict[str, object], said: str) -> None:
-    with pytest.raises(ConfigError, match="loggers|has no") as raised:
+    with pytest.raises(ConfigError, match=r"loggers|has no") as raised:
         make_loggers([LoggerConfig(use=use, options=options)])
     assert said in str(raised.value)
