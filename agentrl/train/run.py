@@ -181,13 +181,12 @@ async def _make_run(stack: contextlib.AsyncExitStack, setting: _Setting, content
     if reward_model is not None:
         stack.push_async_callback(reward_model.close)
     reporter.within(starting_engine(config))
-    base = start if config.engine.sync == "lora" else policy
-    engine = await unless_stopped(setting.stopping, make_engine(config, base, trains=True))
+    base, stopping = start if config.engine.sync == "lora" else policy, setting.stopping
+    engine = await unless_stopped(stopping, make_engine(config, base, trains=True))
     stack.push_async_callback(close_pools)
     stack.push_async_callback(engine.close)
     reporter.within("measuring prompts")
-    measuring = fitting(content, config, renderer, engine.max_context, reporter)
-    content = await unless_stopped(setting.stopping, measuring)
+    content = await unless_stopped(stopping, fitting(content, config, renderer, engine.max_context, reporter))
     admission = make_admission(config, {k: part.train_tasks for k, part in content.by_env.items()}, done=done)
     if checkpoint:
         load_feed(admission, checkpoint.path)
