@@ -409,6 +409,8 @@ def _wrong_value(loc: Loc, error: ErrorDetails) -> str:
         if error["type"] in _TYPE_ERRORS:
             text = f"must be {kind_name(field.annotation)}, got {_show(value)}"
             return text + _nearest_choice(field.annotation, value)
+    if error["type"] == "model_type":
+        return f"must be a section (keys and values), got {_show(value)}"
     if error["type"] == "string_pattern_mismatch" and loc == ("name",):
         return f"must be made of letters, digits, '.', '_' and '-' (it names a folder), got {_show(value)}"
     if error["type"] == "string_pattern_mismatch" and loc[-1:] == ("device",):

@@ -501,9 +501,7 @@ class RunConfig(Section):
         data = data | {key: {"use": data[key]} for key in ("env", "warmup") if isinstance(data.get(key), str)}
         if isinstance(several := data.get("envs"), dict):
             data = data | {"envs": {k: {"use": v} if isinstance(v, str) else v for k, v in several.items()}}
-            if several:
-                data = {"env": None} | data
-        return data
+        return {"env": None} | data if "envs" in data else data
 
     @model_validator(mode="before")
     @classmethod

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 from agentrl.env.adapter import Adapter
 from agentrl.env.gym import GymnasiumEnv
+from agentrl.errors import ConfigError
 
 
 @dataclass(frozen=True)
@@ -33,6 +35,10 @@ class GymnasiumGame(GymnasiumEnv, Adapter):
     @classmethod
     def check_name(cls) -> None:
         """Make the game once."""
+        if not (math.isfinite(cls.options.reward_scale) and cls.options.reward_scale):
+            raise ConfigError(
+                f"env.options.reward_scale must be a finite number other than 0, got {cls.options.reward_scale}"
+            )
         cls.env_id, cls.actions = cls.rest, cls.options.actions
         cls.make_options, cls.reward_scale = cls.options.make, cls.options.reward_scale
         cls()

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import re
 import shlex
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from agentrl.config.address import address_problem
 from agentrl.env.adapter import Adapter
 from agentrl.env.compose import ComposedEnv
+from agentrl.env.mcp import McpServer
+from agentrl.errors import ConfigError
 
 
 @dataclass(frozen=True)
@@ -30,8 +34,25 @@ class McpEnv(ComposedEnv, Adapter):
     options: McpOptions
 
     def __init__(self) -> None:
-        where = {"url": self.rest} if "://" in self.rest else {"command": shlex.split(self.rest)}
         reward: Any = self.options.reward
-        super().__init__(
-            tools=[{"mcp": {**where, **self.options.server}}], reward=reward, system=self.options.system
-        )
+        super().__init__(tools=[{"mcp": self.server()}], reward=reward, system=self.options.system)
+
+    @classmethod
+    def check_name(cls) -> None:
+        """Read the server's settings; it is not started."""
+        McpServer.from_mapping(cls.server())
+
+    @classmethod
+    def server(cls) -> dict[str, Any]:
+        """The server as an entry of `tools`."""
+        for key in ("url", "command"):
+            if key in cls.options.server:
+                raise ConfigError(f"env.options.server.{key}: the server is {cls.rest!r}, after `mcp:`; remove it")
+        if re.match(r"\w+://", cls.rest):
+            if problem := address_problem(cls.rest):
+                raise ConfigError(f"env mcp:{cls.rest}: {problem}")
+            return {"url": cls.rest, **cls.options.server}
+        try:
+            return {"command": shlex.split(cls.rest), **cls.options.server}
+        except ValueError as e:
+            raise ConfigError(f"env mcp:{cls.rest}: this is no command line: {e}") from e

@@ -77,6 +77,9 @@ class ReasoningGym(TextEnv, Adapter):
             raise ConfigError("env.options.datasets: give it with reasoning_gym:composite, and only there")
         if options.size < 1:
             raise ConfigError(f"env.options.size must be at least 1, got {options.size}")
+        for key, instead in (("size", "set env.options.size"), ("seed", "the run's seed decides")):
+            if key in options.config:
+                raise ConfigError(f"env.options.config.{key} has no effect: {instead}; remove it")
         cls.made = functools.lru_cache(maxsize=8)(cls.make)
         try:
             cls.dataset(0)[0]

@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from agentrl.config.address import address_problem
 from agentrl.env.adapter import Adapter
 from agentrl.env.tasks import Split, generated
 from agentrl.env.textenv import TextEnv
@@ -50,6 +51,8 @@ class TextArenaOptions:
                     raise ConfigError(f"env.options.{key}: give it with `opponent: {opponent}`, and only there")
         if self.moves and self.opponent != "random":
             raise ConfigError("env.options.moves: give it with `opponent: random`, and only there")
+        if self.opponent == "endpoint" and (problem := address_problem(self.url)):
+            raise ConfigError(f"env.options.url {self.url!r}: {problem}")
 
 
 class TextArena(TextEnv, Adapter):

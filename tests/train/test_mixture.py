@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 from safetensors.torch import load_file
 
+from agentrl.config.load import load_config
 from agentrl.config.run import AlgorithmConfig, RunConfig
 from agentrl.errors import ConfigError
 from agentrl.reporting.report import Silent, Summary
@@ -163,6 +164,7 @@ def test_advantages_are_those_of_each_env_alone(name: str):
     [
         ({"env": "a.b:E"}, "give one of the two"),
         ({"envs": {"one": "a.b:E"}}, "has only one environment"),
+        ({"envs": {}}, "name the environment"),
         ({"envs": {"a": {"use": "a.b:E", "share": 0}, "b": "a.b:E"}}, "greater than 0"),
         ({"envs": {"a b": "a.b:E", "b": "a.b:E"}}, "letters, digits"),
         (
@@ -195,3 +197,11 @@ def test_an_error_names_the_env(tmp_path: Path):
     }
     with pytest.raises(ConfigError, match=r"envs\.math: .*sovled"):
         run(config(envs=envs), tmp_path / "r")
+
+
+def test_an_env_without_keys_is_one_clear_line(tmp_path: Path):
+    (tmp_path / "run.yaml").write_text("envs:\n  one:\n  two: a.b:E\nmodel: {tiny: {}}\n")
+    with pytest.raises(ConfigError) as caught:
+        load_config(tmp_path / "run.yaml")
+    assert "envs.one must be a section (keys and values), got nothing" in str(caught.value)
+    assert "env is missing" not in str(caught.value)

@@ -169,3 +169,29 @@ async def test_an_unreachable_opponent_is_infrastructure():
 
     with pytest.raises(InfraError, match=r"the opponent at http://127\.0\.0\.1:9/v1 does not answer"):
         await play(env(), Task("t", {}, 1), ScriptedPolicy(["[0]"]))
+
+
+@pytest.mark.parametrize(
+    ("use", "options", "problem"),
+    [
+        ("reasoning_gym:chain_sum", {"config": {"seed": 3}}, "config.seed has no effect"),
+        ("reasoning_gym:composite", {"datasets": ["chain_sum"]}, r"datasets\[0\] must be a section"),
+        ("gymnasium:FrozenLake-v1", {"reward_scale": float("nan")}, "reward_scale must be a number"),
+        ("gymnasium:FrozenLake-v1", {"reward_scale": 0}, "a finite number other than 0"),
+        ("textarena:TicTacToe-v0", {"opponent": "endpoint", "url": "x", "model": "m"}, "no http or https URL"),
+        ("mcp:python 'x", {}, "no command line"),
+        ("mcp:ftp://x", {}, "no http or https URL"),
+        ("mcp:http://127.0.0.1:1/mcp", {"server": {"nope": 1}}, "unknown key 'nope'"),
+        ("mcp:http://127.0.0.1:1/mcp", {"server": {"url": "http://y"}}, "server.url"),
+    ],
+)
+def test_options_are_checked_when_the_env_is_named(use, options, problem):
+    if "mcp" not in use:
+        pytest.importorskip(use.partition(":")[0])
+    with pytest.raises(ConfigError, match=problem):
+        load_env(use, options)
+
+
+def test_a_url_among_a_commands_arguments_is_no_address():
+    env = load_env("mcp:python server.py --from http://127.0.0.1:1", {})
+    assert env.server() == {"command": ["python", "server.py", "--from", "http://127.0.0.1:1"]}
