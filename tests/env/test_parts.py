@@ -256,3 +256,19 @@ def test_a_text_env_with_a_tool_or_without_reply_is_refused():
 
     with pytest.raises(ConfigError, match="write `def reply"):
         Silent.check_class()
+
+
+@pytest.mark.parametrize(
+    ("found", "said"),
+    [
+        (lambda self: None, "more_tools: return a list of tools made with tool_from"),
+        (lambda self: ["lookup"], r"got \['lookup'\]"),
+        (lambda self: [len], "made with tool_from"),
+        (lambda self: self.nothing, "more_tools: AttributeError: .*'nothing'"),
+        (lambda self: [self.task.row["missing"]], "more_tools: KeyError: 'missing'"),
+    ],
+)
+async def test_tools_of_a_task_that_are_none_say_so(found, said):
+    env = type("Wrong", (PerTask,), {"more_tools": found})()
+    with pytest.raises(ConfigError, match=said):
+        await env.reset(TASKS[0])

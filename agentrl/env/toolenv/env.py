@@ -316,12 +316,20 @@ class ToolEnv(ScoredEnv):
         return self._tools
 
     def _tools_of_task(self) -> Sequence[BoundTool]:
+        where = f"{type(self).__name__}.more_tools"
         try:
-            return self.more_tools()
-        except AttributeError as e:
-            if e.name == "task" and e.obj is self:  # asked before `reset`: there is no task yet
-                return ()
+            found: Any = self.more_tools()
+        except (ConfigError, InfraError):
             raise
+        except Exception as e:
+            if isinstance(e, AttributeError) and e.name == "task" and e.obj is self:
+                return ()  # asked before `reset`: there is no task yet
+            raise ConfigError(f"{where}: {error_text(e)}\n{traceback_of(e)}") from e
+        if not isinstance(found, Sequence) or not all(hasattr(tool, "schema") for tool in found):
+            raise ConfigError(
+                f"{where}: return a list of tools made with tool_from(function), got {found!r}"[:300]
+            )
+        return found
 
     def _open_toolbox(self, make: Callable[[], Any]) -> Sequence[BoundTool]:
         made = make()
