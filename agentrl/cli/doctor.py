@@ -1,4 +1,4 @@
-"""`agentrl doctor`: what this machine can do."""
+"""`agentrl doctor`: what this machine can do, or what is wrong with a run."""
 
 from __future__ import annotations
 
@@ -8,13 +8,17 @@ import os
 import platform
 import shutil
 import sys
+from collections.abc import Sequence
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from agentrl.extras import DISTRIBUTION
+
+if TYPE_CHECKING:
+    from agentrl.doctor.finding import Finding
 
 PACKAGES = {
     "pydantic": "reads configurations and tool arguments",
@@ -43,11 +47,20 @@ def doctor(
     what: Annotated[
         str, typer.Argument(help="`sandbox` prints only what sandboxes keep here; a run folder is looked over.")
     ] = "all",
+    strict: Annotated[
+        bool, typer.Option("--strict", help="Of a run: exit with 1 if there is a warning or an error.")
+    ] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Of a run: print the findings as JSON.")] = False,
 ) -> None:
-    """Show what this machine has (Python, packages, GPUs, disk space, working sandboxes), or what a run lost."""
+    """Show what this machine has (Python, packages, GPUs, disk space, working sandboxes), or what is wrong with a
+    run, with the evidence and the setting to change next."""
     if what not in ("all", "sandbox"):
-        _run(Path(what))
+        _run(Path(what), strict=strict, as_json=as_json)
         return
+    if strict or as_json:
+        from agentrl.errors import ConfigError
+
+        raise ConfigError("--strict and --json: have an effect for a run folder only")
     if what == "all":
         _machine()
         print()
@@ -58,15 +71,45 @@ def doctor(
     print(sandboxes(), end="")
 
 
-def _run(run: Path) -> None:
-    """Which episodes of a run were lost to infrastructure failures, and whether the losses depend on the
-    policy."""
-    from agentrl.clean import visible
+def _run(run: Path, *, strict: bool, as_json: bool) -> None:
+    """What is wrong with a run."""
+    from agentrl.doctor.examine import findings
     from agentrl.errors import ConfigError
-    from agentrl.run_folder.redraws import Redraws, read_redraws
 
     if not (run / "config.yaml").is_file():
         raise ConfigError(f"doctor {run}: write `all`, `sandbox`, or the path of a run folder")
+    found = findings(run)
+    if as_json:
+        print(json.dumps({"run": str(run), "findings": [finding.data() for finding in found]}, indent=2))
+    else:
+        _lost(run)
+        _show(found)
+    if strict and any(finding.severity != "hint" for finding in found):
+        raise typer.Exit(1)
+
+
+def _show(found: Sequence[Finding]) -> None:
+    from agentrl.clean import visible
+
+    if not found:
+        print("findings        none")
+    for finding in found:
+        where = f"step {finding.step}{f', episode {finding.episode}' if finding.episode else ''}"
+        print(f"\n{finding.severity}: {visible(finding.text)}  [{finding.name}]")
+        print(f"  change next   {visible(finding.setting)}")
+        if finding.step:
+            print(f"  look at       {visible(where)}")
+        if finding.series:
+            print(f"  series        {', '.join(finding.series)}")
+        if finding.why:
+            print(f"  why           {visible(finding.why)}")
+
+
+def _lost(run: Path) -> None:
+    """Which episodes of a run were lost to infrastructure failures."""
+    from agentrl.clean import visible
+    from agentrl.run_folder.redraws import Redraws, read_redraws
+
     found = sum(read_redraws(run).values(), Redraws())
     print(
         f"episodes        {found.episodes:,} played, {found.redrawn:,} lost to the infrastructure and played again"
@@ -79,8 +122,6 @@ def _run(run: Path) -> None:
         print(f"{'':<15} {found.broken.total():,} ended because the policy broke its sandbox; they are scored")
     for task, count in found.broken.most_common(10):
         print(f"task {visible(task)}: {count:,} broke the sandbox")
-    for text in found.findings().values():
-        print(f"warning: {visible(text)}")
 
 
 def _machine() -> None:

@@ -6,6 +6,7 @@
     tokens/step-N.tok.zst     what the learner saw of its tokens (agentrl.run_folder.token_records)
     checkpoints/step-N/       sealed by a manifest (agentrl.run_folder.checkpoints)
     events.log                human-readable log of events
+    tasks.json                digests of the training and held-out tasks
     summary.json, reward_curve.png   written at the end
 
 Steps are counted by the optimizer steps done: the line and the episodes of step N belong to the N-th update,
@@ -360,7 +361,7 @@ def _set_aside(path: Path, lock: IO[str]) -> tuple[IO[str], Path]:
 
 _OURS = {
     *(_LOCK, "config.yaml", "events.log", "metrics.jsonl", "summary.json", "reward_curve.png", "eval.json"),
-    *("episodes", "tokens", "checkpoints", "loggers", "start", ".start.base", ".start.making"),
+    *("tasks.json", "episodes", "tokens", "checkpoints", "loggers", "start", ".start.base", ".start.making"),
 }
 """What a folder may hold in which nothing was done yet."""
 

@@ -33,6 +33,7 @@ from agentrl.rollout.scheduler import Scheduler, Stall
 from agentrl.rollout.task_tools import task_tools
 from agentrl.run_folder.curve import write_curve
 from agentrl.run_folder.store import RunStore
+from agentrl.run_folder.task_digests import task_digests
 from agentrl.sandbox import close_pools
 from agentrl.train.algorithm import Algorithm
 from agentrl.train.feed import load_feed, make_admission
@@ -141,6 +142,7 @@ def _check_part(config: RunConfig, name: str, content: Content, store: RunStore,
         refuse_images(content.make_env())
     else:
         make_agent(config.agent)  # refused before any model is loaded
+    store.write_file("tasks.json", task_digests(content.train_tasks, content.held_out_tasks))
     if (rule := content.make_env().solved_rule()) is None:
         reporter.note(f"{where}solved: {NOT_DECLARED}; held-out tasks are compared by their reward")
     else:

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 
 from agentrl.algo.correction import DriftGate
 from agentrl.config.run import RunConfig
+from agentrl.doctor.examine import findings
 from agentrl.env.toolenv.rewards import weight_of_nothing
 from agentrl.errors import AgentRLError
 from agentrl.learner.split import StepResult
@@ -26,6 +27,8 @@ from agentrl.train.token_log import token_columns
 from agentrl.types import Episode, Group
 
 DRAW_EVERY_S = 20.0
+EXAMINE_AT, EXAMINE_EVERY = (1, 3, 10), 20
+"""Steps after which the doctor looks at the run."""
 SAMPLED_GROUPS = 8
 """With `log.tokens: sample`, every eighth group is recorded."""
 
@@ -108,6 +111,23 @@ class StepLog:
         self.store.log_metrics(step, metrics)
         self.loggers.metrics(step, metrics)
         self.reporter.step({"step": step, **metrics})
+
+    def examine(self, step: int) -> None:
+        """Look the run over in the background now and then, and note what is new."""
+        if step in EXAMINE_AT or step % EXAMINE_EVERY == 0:
+            self.disk_thread.submit(self._examine, step)
+
+    def _examine(self, step: int) -> None:
+        try:
+            found = [finding for finding in findings(self.store.path, step) if finding.severity != "hint"]
+        except Exception as e:  # a fault of the doctor must not end the run
+            found = []
+            self.store.event(f"step {step}: the run could not be examined: {type(e).__name__}: {e}")
+        for finding in found:
+            if finding.name not in self._warned:
+                self._warned.add(finding.name)
+                self.reporter.note(finding.line())
+                self.store.event(f"step {step}: {finding.line()}")
 
     def draw(self) -> None:
         """Draw the curve in the background, at most once every `DRAW_EVERY_S`."""

@@ -87,6 +87,7 @@ class Run:
         if last or self.stop or (config.checkpoint.every and step % config.checkpoint.every == 0):
             self.in_step.pause("checkpoint")
             await self.checkpoints.save(step)
+        self.log.examine(step)
         check_drift(config, step, metrics)
         self.log.draw()
         self.in_step.taken(batch)

@@ -8,6 +8,8 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, ParamSpec, TypeVar
 
+from agentrl.doctor.examine import findings
+from agentrl.doctor.finding import Finding
 from agentrl.errors import CheckpointError, ConfigError
 from agentrl.run_folder.run_reader import Json, RecordCache, RunReader, find_runs
 from agentrl.run_folder.search_index import Index, Query, open_index
@@ -45,6 +47,7 @@ class Library:
         self._runs: dict[str, RunReader] = {}
         self._ids: dict[Path, str] = {}
         self._tokenizers: dict[Path, tuple[tuple[str, int, int], Tokenizer] | None] = {}
+        self._examined: dict[Path, tuple[object, list[Json]]] = {}
         self._lock, self._indexing = threading.Lock(), threading.Lock()
 
     @property
@@ -73,7 +76,18 @@ class Library:
     def about(self, id: str) -> Json:
         """A run. Raises NotFoundError."""
         reader = self.run(id)
-        return run_page.about(id, reader, (), tokenizer=self._tokenizer(reader) is not None)
+        return run_page.about(id, reader, self._findings(reader), tokenizer=self._tokenizer(reader) is not None)
+
+    def _findings(self, reader: RunReader) -> list[Json]:
+        """What the doctor finds, examined again when the run has changed."""
+        state = reader.state
+        with self._lock:
+            kept = self._examined.get(reader.path)
+        if kept is None or kept[0] != state:
+            kept = (state, [_told(finding) for finding in findings(reader.path)])
+            with self._lock:
+                self._examined[reader.path] = kept
+        return kept[1]
 
     def step(self, id: str, step: int) -> Json:
         """The matrix of a step. Raises NotFoundError."""
@@ -175,6 +189,12 @@ class Library:
                     self._tokenizers[reader.path] = (stamp, found)
                 return found
         return None
+
+
+def _told(finding: Finding) -> Json:
+    place = {"step": finding.step, "id": finding.episode} if finding.episode else None
+    data = finding.data()
+    return {**data, "text": f"{finding.text}. {finding.why}".rstrip(". ") + ".", "episode": place}
 
 
 def _found(read: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:

@@ -1,0 +1,118 @@
+"""Are the tasks sound? Duplicates, leaks into held-out tasks, answers in the prompt or in reach of a tool."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections import Counter
+from collections.abc import Iterator
+from typing import Any
+
+from agentrl.doctor.evidence import Evidence, Played
+from agentrl.doctor.finding import Finding
+
+SECRETS = re.compile(r"answer|solution|expected|target|label|gold|truth|result", re.IGNORECASE)
+"""Names of columns that hold what the policy should find."""
+
+
+def leaked(evidence: Evidence) -> Iterator[Finding]:
+    """Held-out tasks that are trained on."""
+    train, held = set(evidence.tasks.get("train", ())), list(evidence.tasks.get("held_out", ()))
+    both = [digest for digest in held if digest in train]
+    if held and len(both) >= max(2, 0.02 * len(held)):
+        yield Finding(
+            "held-out-leak",
+            "error",
+            f"{len(both)} of {len(held)} held-out tasks are among the training tasks: held-out "
+            "results say nothing",
+            "data.held_out (rows that are not in data.train), or the env's tasks(split)",
+            series=("held_out",),
+            why="rows are compared, not ids",
+        )
+
+
+def duplicates(evidence: Evidence) -> Iterator[Finding]:
+    """The same task under several ids."""
+    digests = list(evidence.tasks.get("train", ()))
+    rows: dict[str, str] = {}
+    for played in evidence.episodes:
+        row = played.raw["task"].get("row") or {}
+        if row:
+            rows[str(played.raw["task"]["id"])] = json.dumps(row, sort_keys=True, default=str)
+    known = digests or list(rows.values())
+    extra = len(known) - len(set(known))
+    if len(known) >= 16 and extra > 0.2 * len(known):
+        most = Counter(known).most_common(1)[0][1]
+        yield Finding(
+            "duplicate-tasks",
+            "warning",
+            f"{extra} of {len(known)} training tasks repeat another one (one is there {most} times)",
+            "data.train: remove the duplicates, or make the env's tasks vary",
+            why="rows are compared, not ids",
+        )
+
+
+def answer_in_sight(evidence: Evidence) -> Iterator[Finding]:
+    """What the policy should find stands in the prompt, or a tool gives it away."""
+    seen: dict[str, list[Played]] = {"prompt": [], "tool": []}
+    tasks: dict[str, set[str]] = {"prompt": set(), "tool": set(), "all": set()}
+    for played in evidence.scored:
+        secrets = _secrets(played)
+        if not secrets:
+            continue
+        id = str(played.raw["task"]["id"])
+        tasks["all"].add(id)
+        prompt = played.text("system", "user")
+        if any(_contains(prompt, secret) for secret in secrets):
+            tasks["prompt"].add(id)
+            seen["prompt"].append(played)
+        elif any(
+            SECRETS.search(c.arguments + c.tool) and any(_contains(c.result, s) for s in secrets)
+            for c in played.calls
+        ):
+            tasks["tool"].add(id)
+            seen["tool"].append(played)
+    if len(tasks["all"]) >= 8 and len(tasks["prompt"]) > 0.5 * len(tasks["all"]):
+        found = seen["prompt"][0]
+        text = (
+            f"the answer of the task stands in the prompt of {len(tasks['prompt'])} of {len(tasks['all'])} tasks"
+        )
+        setting = "the env's setup or data: keep the answer's column out of the prompt"
+        yield Finding("answer-in-prompt", "warning", text, setting, found.step, found.id)
+    elif len(tasks["tool"]) >= 3:
+        found = seen["tool"][0]
+        text = f"a tool shows the answer of the task in {len(tasks['tool'])} of {len(tasks['all'])} tasks"
+        setting = "the env: keep files and tables with answers out of reach of its tools"
+        yield Finding("answer-in-reach", "warning", text, setting, found.step, found.id)
+    else:
+        yield from _answer_copied(evidence)
+
+
+def _answer_copied(evidence: Evidence) -> Iterator[Finding]:
+    """Short final answers of solved episodes that can be read off the prompt, for rows that do not hold them."""
+    solved = [p for p in evidence.scored if p.raw.get("solved") and 2 <= len(p.answer) <= 40 and p.tools]
+    copied = [p for p in solved if _contains(p.text("system", "user"), p.answer)]
+    tasks = {str(p.raw["task"]["id"]) for p in solved}
+    if len(tasks) >= 12 and len(copied) > 0.9 * len(solved) and len({p.answer for p in copied}) >= 8:
+        text = f"the final answers of {len(copied)} of {len(solved)} solved episodes stand in their prompts"
+        setting = "the env's setup or data: keep the answer out of the prompt"
+        why = "tasks that ask to choose from the prompt look the same"
+        yield Finding("answer-in-prompt", "warning", text, setting, copied[0].step, copied[0].id, why=why)
+
+
+def _secrets(played: Played) -> list[str]:
+    row: dict[str, Any] = played.raw["task"].get("row") or {}
+    found = []
+    for name, value in row.items():
+        if SECRETS.search(str(name)) and isinstance(value, str | int | float) and not isinstance(value, bool):
+            text = f"{value:g}" if isinstance(value, float) else str(value).strip()
+            if 2 <= len(text) <= 200:
+                found.append(text)
+    return found
+
+
+def _contains(text: str, part: str) -> bool:
+    return re.search(rf"(?<![\w.]){re.escape(part)}(?![\w]|\.\d)", text) is not None
+
+
+CHECKS = (leaked, duplicates, answer_in_sight)

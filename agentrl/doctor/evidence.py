@@ -1,0 +1,235 @@
+"""What the checks look at: configuration, series, and the episodes of some steps."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from agentrl.errors import CheckpointError
+from agentrl.run_folder.redraws import Redraws, read_redraws
+from agentrl.run_folder.run_reader import Json, RunReader
+from agentrl.run_folder.token_records import TokenColumns, read_tokens
+
+MOST_STEPS = 10
+"""Steps whose episodes are read, spread over the run."""
+MOST_EPISODES = 512
+"""Episodes read of each."""
+
+Floats = NDArray[np.float64]
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """One tool call."""
+
+    tool: str
+    arguments: str
+    result: str
+    outcome: str
+    seconds: float
+
+
+@dataclass(frozen=True)
+class Played:
+    """One scored or failed episode, as its record says."""
+
+    step: int
+    group: int
+    advantages: Sequence[float]
+    raw: Json
+
+    @property
+    def id(self) -> str:
+        """The id of the episode."""
+        return str(self.raw["id"])
+
+    @property
+    def reward(self) -> float | None:
+        """The reward; None if the episode failed, nan if it is not a number."""
+        found = self.raw.get("reward")
+        return None if found is None else _number(found)
+
+    @property
+    def parts(self) -> dict[str, float]:
+        """The reward by name."""
+        return {name: _number(value) for name, value in (self.raw.get("rewards") or {}).items()}
+
+    @cached_property
+    def calls(self) -> list[Call]:
+        """All tool calls."""
+        return [
+            Call(
+                call["call"]["name"],
+                json.dumps(call["call"]["arguments"], sort_keys=True),
+                call["result"],
+                call["outcome"],
+                call["seconds"],
+            )
+            for turn in self.raw.get("turns", ())
+            for call in turn.get("calls", ())
+        ]
+
+    @property
+    def tools(self) -> list[str]:
+        """Names of the tools offered."""
+        return [str(tool.get("function", {}).get("name")) for tool in self.raw.get("tools", ())]
+
+    def text(self, *roles: str) -> str:
+        """The text of all messages of some roles."""
+        contents = [m.get("content") for m in self.raw.get("messages", ()) if m.get("role") in roles]
+        parts = [part for content in contents for part in (content if isinstance(content, list) else [content])]
+        return "\n".join(part for part in parts if isinstance(part, str))
+
+    @property
+    def answer(self) -> str:
+        """The last message of the policy."""
+        said = [m for m in self.raw.get("messages", ()) if m.get("role") == "assistant"]
+        content = said[-1].get("content") if said else ""
+        return content.strip() if isinstance(content, str) else ""
+
+    @cached_property
+    def sampled(self) -> list[Json]:
+        """The sampled segments."""
+        return [segment for segment in self.raw.get("segments", ()) if segment["origin"] == "sampled"]
+
+    @property
+    def num_tokens(self) -> int:
+        """Sampled tokens."""
+        return sum(len(s["ids"]) for s in self.sampled) or sum(
+            t.get("tokens", 0) for t in self.raw.get("turns", ())
+        )
+
+    @cached_property
+    def logprobs(self) -> Floats:
+        """Of the sampler, for all sampled tokens."""
+        return np.asarray([_number(v) for s in self.sampled for v in s["logprobs"]], dtype=np.float64)
+
+    @property
+    def oldest_version(self) -> int | None:
+        """The oldest weights that sampled a token."""
+        return min((v for s in self.sampled for v in s["versions"]), default=None)
+
+
+@dataclass
+class Evidence:
+    """A run, read once.
+
+    Args:
+        reader: of the run folder.
+        upto: the last step to look at; None for all.
+    """
+
+    reader: RunReader
+    upto: int | None = None
+    _tokens: dict[int, dict[str, TokenColumns]] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, run: Path, upto: int | None = None) -> Evidence:
+        """The evidence of a run folder."""
+        return cls(RunReader(run), upto)
+
+    def setting(self, key: str, otherwise: Any = None) -> Any:
+        """A value of the configuration by its dotted key."""
+        found: Any = self.reader.config
+        for part in key.split("."):
+            if not isinstance(found, dict) or part not in found:
+                return otherwise
+            found = found[part]
+        return found
+
+    def series(self, name: str) -> tuple[Floats, Floats]:
+        """The steps and values of a metric, without gaps and without step 0."""
+        metrics = self.reader.metrics
+        column = metrics.values.get(name, [])
+        pairs = [(s, v) for s, v in zip(metrics.steps, column, strict=False) if v is not None and s > 0]
+        pairs = [(s, v) for s, v in pairs if self.upto is None or s <= self.upto]
+        return np.asarray([s for s, _ in pairs], dtype=float), np.asarray([v for _, v in pairs], dtype=float)
+
+    def with_start(self, name: str) -> tuple[Floats, Floats]:
+        """As `series`, with step 0."""
+        metrics = self.reader.metrics
+        pairs = [
+            (s, v) for s, v in zip(metrics.steps, metrics.values.get(name, []), strict=False) if v is not None
+        ]
+        return np.asarray([s for s, _ in pairs], dtype=float), np.asarray([v for _, v in pairs], dtype=float)
+
+    @cached_property
+    def num_steps(self) -> int:
+        """Steps logged so far."""
+        return len(self.series("seconds")[0]) or len([s for s in self.reader.metrics.steps if s > 0])
+
+    @cached_property
+    def steps(self) -> list[int]:
+        """The steps whose episodes are read: spread over the run, the first and the last among them."""
+        known = [step for step in self.reader.steps if step > 0 and (self.upto is None or step <= self.upto)]
+        if len(known) <= MOST_STEPS:
+            return known
+        return [known[round(n * (len(known) - 1) / (MOST_STEPS - 1))] for n in range(MOST_STEPS)]
+
+    @cached_property
+    def episodes(self) -> list[Played]:
+        """The episodes of these steps that were not set aside, failed ones included."""
+        return [played for step in self.steps for played in self._of(step)]
+
+    @cached_property
+    def scored(self) -> list[Played]:
+        """Those with a reward."""
+        return [played for played in self.episodes if played.reward is not None]
+
+    def of_steps(self, steps: Sequence[int]) -> list[Played]:
+        """The scored episodes of some of the steps."""
+        return [played for played in self.scored if played.step in steps]
+
+    def groups(self, chosen: Sequence[Played] | None = None) -> Iterator[list[Played]]:
+        """Scored episodes by group."""
+        found: dict[tuple[int, int], list[Played]] = {}
+        for played in self.scored if chosen is None else chosen:
+            found.setdefault((played.step, played.group), []).append(played)
+        yield from found.values()
+
+    def tokens(self, step: int) -> dict[str, TokenColumns]:
+        """What the learner saw in a step, by episode; empty if it was not recorded."""
+        if step not in self._tokens:
+            try:
+                self._tokens[step] = dict(read_tokens(self.reader.path, step))
+            except CheckpointError:
+                self._tokens[step] = {}
+        return self._tokens[step]
+
+    @cached_property
+    def redraws(self) -> Redraws:
+        """What was lost to failures."""
+        return sum(read_redraws(self.reader.path).values(), Redraws())
+
+    @cached_property
+    def tasks(self) -> Json:
+        """Digests of the training and held-out tasks, if the run recorded them."""
+        from agentrl.run_folder.files import read_bounded
+
+        try:
+            found = json.loads(read_bounded(self.reader.path / "tasks.json"))
+        except (OSError, ValueError, CheckpointError, RecursionError):
+            return {}
+        return found if isinstance(found, dict) else {}
+
+    def _of(self, step: int) -> Iterator[Played]:
+        try:
+            for number, record in enumerate(self.reader.records(step)):
+                if number >= MOST_EPISODES:
+                    return
+                if not record.get("set_aside") and not record.get("baseline"):
+                    yield Played(step, int(record["group"]), record.get("advantages") or (), record["episode"])
+        except CheckpointError:
+            return
+
+
+def _number(value: Any) -> float:
+    return float(value) if isinstance(value, int | float) else math.nan

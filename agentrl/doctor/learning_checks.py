@@ -1,0 +1,226 @@
+"""Does the policy learn, and at the right pace? Signal, learning rate, KL, entropy, lengths."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+
+from agentrl.doctor.evidence import Evidence
+from agentrl.doctor.finding import Finding
+from agentrl.doctor.statistics import correlation, ends
+
+FEW_STEPS = 3
+SOME_STEPS = 8
+
+
+def progress(evidence: Evidence) -> tuple[float, float]:
+    """Mean reward in the first and the last quarter of the run, as shares of the best seen."""
+    _, reward = evidence.series("reward")
+    if not len(reward):
+        return 0.0, 0.0
+    low, high = ends(reward)
+    return low, high
+
+
+def no_signal(evidence: Evidence) -> Iterator[Finding]:
+    """Nearly all groups score the same."""
+    steps, signal = evidence.series("groups_with_signal")
+    groups = float(evidence.setting("rollout.groups_per_step", 0) or 0)
+    if len(signal) < FEW_STEPS or groups <= 0 or int(evidence.setting("rollout.group_size", 1) or 1) < 2:
+        return
+    share = float(signal[-max(FEW_STEPS, len(signal) // 2) :].mean()) / groups
+    if share > 0.1:
+        return
+    rewards = [played.reward or 0.0 for played in evidence.of_steps(evidence.steps[-3:])]
+    solved = sum(played.raw.get("solved") is True for played in evidence.of_steps(evidence.steps[-3:]))
+    if rewards and (solved > 0.9 * len(rewards)):
+        text = f"nearly every group is solved by all its episodes: {share:.0%} of the groups still have a signal"
+        yield Finding("all-solved", "hint", text, "harder tasks (data), or stop here", int(steps[-1]))
+        return
+    _, every = evidence.series("reward")
+    if _never_solved(evidence):
+        return  # the next check says it better
+    yield Finding(
+        "no-signal",
+        "warning",
+        f"only {share:.0%} of the groups have episodes with different rewards; the others teach nothing "
+        f"(mean reward {every[-1]:.2f})",
+        "rollout.group_size (larger), tasks of middle difficulty (data.sampler.order: weighted), "
+        "rollout.refill_zero_signal, rollout.temperature",
+        step=int(steps[-1]),
+        series=("groups_with_signal", "reward"),
+    )
+
+
+def _never_solved(evidence: Evidence) -> bool:
+    scored = evidence.scored
+    if len(scored) < 16:
+        return False
+    if any(played.raw.get("solved") is not None for played in scored):
+        return not any(played.raw.get("solved") for played in scored)
+    rewards = {round(played.reward or 0.0, 9) for played in scored}
+    return len(rewards) == 1
+
+
+def never_solved(evidence: Evidence) -> Iterator[Finding]:
+    """Nothing has ever been solved: there is nothing to reinforce."""
+    steps, _ = evidence.series("reward")
+    if len(steps) < FEW_STEPS or not _never_solved(evidence):
+        return
+    _, signal = evidence.series("groups_with_signal")
+    if len(signal) and float(signal.mean()) > 0.25 * float(evidence.setting("rollout.groups_per_step", 1) or 1):
+        return  # other parts of the reward teach something
+    cold = evidence.setting("warmup") is None
+    worst = evidence.scored[0]
+    yield Finding(
+        "never-solved",
+        "error",
+        f"no episode of {len(evidence.scored)} was solved: there is nothing to reinforce"
+        + (", and the run has no cold start" if cold else ""),
+        "warmup (oracle or demonstrations)" if cold else "warmup.num and warmup.max_epochs (more), easier tasks",
+        step=worst.step,
+        episode=worst.id,
+        series=("solved", "reward"),
+    )
+
+
+def too_fast(evidence: Evidence) -> Iterator[Finding]:
+    """Updates that tear the policy apart."""
+    steps, entropy = evidence.series("entropy")
+    _, reward = evidence.series("reward")
+    _, kl = evidence.series("kl")
+    if len(steps) < FEW_STEPS or len(reward) != len(steps):
+        return
+    if next(iter(wrong_sign(evidence)), None) is not None:
+        return
+    best, last = float(reward.max()), float(reward[-max(1, len(reward) // 4) :].mean())
+    fell = float(reward[:2].mean()) - last > 0.5 * max(float(np.ptp(reward)), 1e-9) and best - last > 0.15
+    at = int(np.argmax(reward))
+    torn = len(kl) == len(steps) and float(kl.max()) > 1.0
+    jumped = float(np.abs(np.diff(np.log(np.maximum(entropy, 1e-6)))).max()) > 1.6
+    if (torn and (fell or jumped)) or (fell and jumped):
+        yield Finding(
+            "learning-rate-too-high",
+            "error",
+            f"the policy breaks: the reward falls from {best:.2f} to {last:.2f}"
+            + (f", KL reaches {kl.max():.2g}" if torn else "")
+            + (", entropy jumps from step to step" if jumped else ""),
+            f"optim.lr (now {float(evidence.setting('optim.lr', 0) or 0):g}: divide by 10), optim.max_grad_norm, "
+            "algorithm.kl.coef",
+            step=int(steps[min(at + 1, len(steps) - 1)]),
+            series=("reward", "kl", "entropy", "grad_norm"),
+            why="a single bad step would recover; this does not",
+        )
+
+
+def too_slow(evidence: Evidence) -> Iterator[Finding]:
+    """Signal is there, and the policy does not move."""
+    steps, reward = evidence.series("reward")
+    _, signal = evidence.series("groups_with_signal")
+    groups = float(evidence.setting("rollout.groups_per_step", 0) or 0)
+    if len(steps) < SOME_STEPS or groups <= 0 or len(signal) < SOME_STEPS or float(signal.mean()) < 0.2 * groups:
+        return
+    _, kl = evidence.series("kl")
+    _, entropy = evidence.series("entropy")
+    still = len(kl) == len(steps) and float(kl[-3:].mean()) < 2e-4
+    if not len(kl) and len(entropy) >= SOME_STEPS:
+        low, high = ends(entropy)
+        still = abs(high - low) < 0.02 * max(low, 1e-9)
+    low, high = progress(evidence)
+    if still and high - low < 0.05 * max(abs(low), float(np.ptp(reward)), 0.1):
+        rate = float(evidence.setting("optim.lr", 0) or 0)
+        moved = f"KL to the start is {kl[-1]:.1g}" if len(kl) else "its entropy does not change"
+        yield Finding(
+            "learning-rate-too-low",
+            "warning",
+            f"after {len(steps)} steps with signal the policy is where it began: {moved}, and the "
+            "reward does not rise",
+            f"optim.lr (now {rate:g}: multiply by 10)",
+            step=int(steps[-1]),
+            series=("kl", "entropy", "reward"),
+        )
+
+
+def wrong_sign(evidence: Evidence) -> Iterator[Finding]:
+    """The KL penalty rewards the distance that it should punish: the loss falls as KL rises."""
+    steps, kl = evidence.series("kl")
+    _, loss = evidence.series("loss")
+    coef = float(evidence.setting("algorithm.kl.coef", 0) or 0)
+    if len(steps) < FEW_STEPS or len(loss) != len(kl) or coef <= 0:
+        return
+    share = coef * kl
+    if float(share.max()) < 0.02 or float(kl.max()) < 0.3:
+        return
+    explained = correlation(share, loss)
+    rest_minus, rest_plus = float(np.std(loss + share)), float(np.std(loss - share))
+    if (explained < -0.6 and rest_minus < 0.5 * rest_plus) or float(loss[-1]) < -0.5 * float(share[-1]):
+        yield Finding(
+            "kl-sign",
+            "error",
+            f"KL rises to {kl.max():.2g} and the loss falls with it (correlation {explained:.2f}): "
+            "the penalty has the "
+            "wrong sign",
+            "algorithm.kl (kind, coef, a custom loss or reward that handles KL): the penalty must be "
+            "added to the loss",
+            step=int(steps[int(np.argmax(kl))]),
+            series=("kl", "loss"),
+            why="with the right sign the loss contains +coef * KL",
+        )
+
+
+def entropy_collapse(evidence: Evidence) -> Iterator[Finding]:
+    """The policy stops to explore before it has learned the tasks."""
+    steps, entropy = evidence.series("entropy")
+    if len(steps) < 4:
+        return
+    first, last = (
+        float(entropy[: max(1, len(entropy) // 8)].mean()),
+        float(entropy[-max(1, len(entropy) // 8) :].mean()),
+    )
+    recent = evidence.of_steps(evidence.steps[-3:])
+    solved = [played.raw.get("solved") for played in recent if played.raw.get("solved") is not None]
+    low, high = progress(evidence)
+    done = (sum(bool(s) for s in solved) > 0.75 * len(solved)) if solved else high > low + 0.1
+    if last < 0.05 * first and last < 0.05 and not done:
+        yield Finding(
+            "entropy-collapse",
+            "warning",
+            f"entropy fell from {first:.2g} to {last:.2g} nats while the tasks are not learned",
+            "algorithm.kl.coef (higher), optim.lr (lower), algorithm.loss.clip_high (higher), "
+            "algorithm.entropy_coef, "
+            "rollout.temperature",
+            step=int(steps[-1]),
+            series=("entropy", "groups_with_signal"),
+        )
+
+
+def length_explosion(evidence: Evidence) -> Iterator[Finding]:
+    """Completions grow and grow."""
+    steps, tokens = evidence.series("sampled_tokens")
+    _, episodes = evidence.series("episodes")
+    if len(steps) < 4 or len(episodes) != len(tokens):
+        return
+    low, high = ends(tokens / np.maximum(episodes, 1))
+    before, after = progress(evidence)
+    cut = [
+        p
+        for p in evidence.of_steps(evidence.steps[-2:])
+        if p.raw.get("stop_reason") in ("max_tokens", "token_budget", "context_full")
+    ]
+    recent = max(1, len(evidence.of_steps(evidence.steps[-2:])))
+    if high > 2.5 * low and (len(cut) > 0.2 * recent or after <= before + 0.05):
+        yield Finding(
+            "length-explosion",
+            "warning",
+            f"episodes grew from {low:.0f} to {high:.0f} sampled tokens; {len(cut) / recent:.0%} of "
+            "the last ones are cut",
+            "rollout.overlong: mask (or penalise), the rewards of the env, algorithm.aggregation, "
+            "rollout.max_tokens",
+            step=int(steps[-1]),
+            episode=cut[0].id if cut else "",
+            series=("sampled_tokens", "stop/max_tokens"),
+        )
+
+
+CHECKS = (*(no_signal, never_solved, too_fast, too_slow, wrong_sign, entropy_collapse, length_explosion),)

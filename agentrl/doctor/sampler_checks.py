@@ -1,0 +1,128 @@
+"""Do sampler and learner mean the same policy? Weights, temperature, masks and staleness."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+
+from agentrl.doctor.evidence import Evidence, Floats
+from agentrl.doctor.finding import Finding
+from agentrl.doctor.statistics import correlation, slope
+
+SMALL = 2e-3
+"""Mean |difference| of log-probabilities that arithmetic alone explains, also in bfloat16 with a server."""
+LARGE = 0.02
+TOKENS = 100
+"""Tokens that a comparison needs."""
+
+
+def both_sides(evidence: Evidence, step: int) -> tuple[Floats, Floats]:
+    """Log-probabilities of the same tokens: the sampler's, and the learner's before its update."""
+    columns = evidence.tokens(step)
+    sampler, learner = [], []
+    for played in evidence.of_steps([step]):
+        own = columns.get(played.id)
+        if (
+            own is not None
+            and own.learner_logprobs is not None
+            and len(own.learner_logprobs) == len(played.logprobs)
+        ):
+            known = np.isfinite(own.learner_logprobs) & np.isfinite(played.logprobs)
+            sampler.append(played.logprobs[known])
+            learner.append(own.learner_logprobs[known])
+    return (np.concatenate(sampler), np.concatenate(learner)) if sampler else (np.zeros(0), np.zeros(0))
+
+
+def disagreement(evidence: Evidence) -> Iterator[Finding]:
+    """Where the two disagree, which fault explains it."""
+    steps, drift = evidence.series("drift/mean_abs")
+    _, stale = evidence.series("staleness/max")
+    if not len(steps) or (len(stale) and stale[0] > 0):
+        return
+    first, worst = float(drift[0]), int(np.argmax(drift))
+    if first > LARGE:
+        yield from _at_once(evidence, int(steps[0]), first)
+    elif len(stale) and stale.max() > 0:
+        return
+    elif len(steps) > 1 and drift[worst] > LARGE and drift[worst] > 50 * max(first, 1e-6) and _grows(drift):
+        yield Finding(
+            "weights-not-reaching-sampler",
+            "error",
+            "the learner's log-probabilities agree with the sampler's in the first step "
+            f"({first:.1g}) and leave it "
+            f"since then ({drift[-1]:.2g} on average): updates do not reach the sampler",
+            "engine.sync, and for adapters learner.lora with engine.sync: full; check that the server loads them",
+            step=int(steps[worst]),
+            series=("drift/mean_abs", "sync_gap"),
+            why="tokens are reported as sampled with the newest weights, so staleness cannot explain it",
+        )
+
+
+def _grows(drift: Floats) -> bool:
+    late = drift[1:]
+    return float(np.median(late)) > 10 * max(float(drift[0]), 1e-7) and float(late.min()) > 3 * float(drift[0])
+
+
+def _at_once(evidence: Evidence, step: int, drift: float) -> Iterator[Finding]:
+    """Before any update both are the same policy: another temperature, other tokens, or another model."""
+    sampler, learner = both_sides(evidence, step)
+    series = ("drift/mean_abs",)
+    if len(sampler) < TOKENS:
+        text = f"sampler and learner differ by {drift:.2g} in the first step already"
+        yield Finding("sampler-learner-mismatch", "error", text, "engine.dtype", step=step, series=series)
+        return
+    related, steep = correlation(sampler, learner), slope(sampler, learner)
+    if related < 0.5:
+        yield Finding(
+            "tokens-shifted",
+            "error",
+            "the learner scores other tokens than the sampler drew: their log-probabilities differ "
+            f"by {drift:.2g} and "
+            f"hardly correlate ({related:.2f}); the loss mask or the rows are shifted",
+            "the code that makes rows and loss masks (a custom engine or learner); model.path and "
+            "tokenizer must match",
+            step=step,
+            series=series,
+            why="another temperature or precision would leave the correlation near 1",
+        )
+        return
+    scaled = "higher" if steep < 1 else "lower"
+    yield Finding(
+        "temperature-mismatch",
+        "error",
+        f"before any update, log-probabilities differ by {drift:.2g} although they correlate "
+        f"({related:.2f}): learner "
+        f"and sampler use different temperatures (the learner's is {scaled}), filters or precisions",
+        "rollout.temperature (the sampler must report log-probabilities at it), then engine.dtype",
+        step=step,
+        series=series,
+        why="a shift of the tokens would destroy the correlation",
+    )
+
+
+def staleness(evidence: Evidence) -> Iterator[Finding]:
+    """Tokens older than the run allows."""
+    allowed = int(evidence.setting("rollout.max_staleness", 0) or 0)
+    ages = [
+        (played.step - 1 - oldest, played)
+        for played in evidence.scored
+        if (oldest := played.oldest_version) is not None
+    ]
+    late = [(age, played) for age, played in ages if age > allowed]
+    if len(late) >= max(3, 0.05 * len(ages)):
+        age, played = max(late, key=lambda found: found[0])
+        yield Finding(
+            "stale-weights",
+            "error",
+            f"{len(late)} of {len(ages)} episodes were sampled with weights up to {age} steps old; "
+            f"rollout.max_staleness allows {allowed}",
+            "engine.sync and the engine's update_weights: weights must be published after every step",
+            step=played.step,
+            episode=played.id,
+            series=("staleness/max",),
+            why="every token carries the version that sampled it",
+        )
+
+
+CHECKS = (disagreement, staleness)
