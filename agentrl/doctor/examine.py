@@ -20,7 +20,9 @@ ORDER = ("error", "warning", "hint")
 CONSEQUENCES = {
     "no-tool-called": {"no-signal", "never-solved"},
     "tool-always-fails": {"no-signal", "never-solved"},
-    "tokens-shifted": {"learning-rate-too-high", "entropy-collapse"},
+    "tokens-shifted": {
+        *("sampler-learner-mismatch", "temperature-mismatch", "learning-rate-too-high", "entropy-collapse"),
+    },
     "kl-sign": {"learning-rate-too-high", "length-explosion"},
 }
 """What follows from a finding is not reported next to it."""

@@ -9,6 +9,7 @@ import numpy as np
 from agentrl.doctor.evidence import Evidence, Floats
 from agentrl.doctor.finding import Finding
 from agentrl.doctor.statistics import correlation, slope
+from agentrl.run_folder.token_records import REJECTED
 
 SMALL = 2e-3
 """Mean |difference| of log-probabilities that arithmetic alone explains, also in bfloat16 with a server."""
@@ -101,6 +102,30 @@ def _at_once(evidence: Evidence, step: int, drift: float) -> Iterator[Finding]:
     )
 
 
+def left_out(evidence: Evidence) -> Iterator[Finding]:
+    """Sampled tokens that do not train although nothing rejects them: the loss mask has moved."""
+    correction = evidence.setting("algorithm.correction", {}) or {}
+    if correction.get("reject") or correction.get("veto") is not None or correction.get("off_policy") is not None:
+        return
+    for step in evidence.steps[:3]:
+        columns = evidence.tokens(step)
+        flags = [(id, one.flags) for id, one in columns.items() if one.flags is not None]
+        lost = [(id, int((found & REJECTED > 0).sum())) for id, found in flags if (found & REJECTED).any()]
+        if len(lost) >= max(2, 0.1 * len(flags)):
+            yield Finding(
+                "tokens-shifted",
+                "error",
+                f"{sum(count for _, count in lost)} sampled tokens of {len(lost)} episodes are not trained, "
+                "and no correction is configured that rejects tokens: the loss mask does not fit the tokens",
+                "the code that makes rows and loss masks",
+                step=step,
+                episode=lost[0][0],
+                series=("trained_tokens", "sampled_tokens"),
+                why="each token's flags say whether it trained",
+            )
+            return
+
+
 def staleness(evidence: Evidence) -> Iterator[Finding]:
     """Tokens older than the run allows."""
     allowed = int(evidence.setting("rollout.max_staleness", 0) or 0)
@@ -125,4 +150,4 @@ def staleness(evidence: Evidence) -> Iterator[Finding]:
         )
 
 
-CHECKS = (disagreement, staleness)
+CHECKS = (disagreement, left_out, staleness)

@@ -9,6 +9,8 @@ from collections.abc import Iterator, Sequence
 from agentrl.doctor.evidence import Call, Evidence, Played
 from agentrl.doctor.finding import Finding
 
+POLICY_OUTCOMES = frozenset({"ok", "parse_error", "unknown_tool", "invalid_args", "not_run", "output_truncated"})
+"""Outcomes that say nothing about the tool itself."""
 ENOUGH = 16
 """Episodes or calls that a share needs."""
 _ERROR = re.compile(
@@ -59,11 +61,11 @@ def one_error(evidence: Evidence) -> Iterator[Finding]:
         texts = Counter(_shape(call.result) for call, _ in made)
         shape, count = texts.most_common(1)[0]
         same = [(call, played) for call, played in made if _shape(call.result) == shape]
-        failed = sum(call.outcome != "ok" for call, _ in same) > 0.5 * count
+        failed = sum(call.outcome not in POLICY_OUTCOMES for call, _ in same) > 0.5 * count
         looks = bool(_ERROR.search(shape[:300]))
         arguments = len({call.arguments for call, _ in same})
         share = count / len(made)
-        if share >= 0.5 and arguments >= 5 and (failed or looks):
+        if share >= 0.6 and (failed or (looks and arguments >= 5)):
             call, played = same[0]
             yield Finding(
                 "tool-always-fails",

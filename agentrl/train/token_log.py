@@ -53,11 +53,14 @@ def _columns(episode: Episode, found: Sequence[tuple[Sample, TokenValues]], rows
         advantages[start : start + len(episode.segments[segment].ids)] = advantage
     full = [row for row in rows_of(episode.segments) if any(row.loss_mask)] if found else []
     for row, (sample, values) in zip(full, found, strict=bool(found)):
-        places = _places(row, starts)
-        kept = np.asarray(sample.loss_mask)[np.flatnonzero(row.loss_mask)]
-        flags[places[~kept]] |= REJECTED
-        flags[places[kept]] |= SKIPPED if episode.id in rows.idle else TRAINED
-        _fill(columns, advantages, flags, places[kept], values)
+        place_of = np.full(len(row.ids), -1, dtype=np.int64)
+        place_of[np.flatnonzero(row.loss_mask)] = _places(row, starts)
+        trained = np.asarray(sample.loss_mask)
+        flags[place_of[~trained & (place_of >= 0)]] |= REJECTED
+        places = place_of[trained]
+        known = places >= 0  # all of them, unless something has moved the mask
+        flags[places[known]] |= SKIPPED if episode.id in rows.idle else TRAINED
+        _fill(columns, advantages, flags, places[known], {k: column[known] for k, column in values.items()})
     present = {name: column for name, column in columns.items() if not np.isnan(column).all()}
     return TokenColumns(advantages=advantages, flags=flags, **present)
 

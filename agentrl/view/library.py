@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -243,9 +242,12 @@ def query_of(given: Mapping[str, str], library: Library) -> Query:
         if not text:
             return None
         try:
-            return kind(text)
+            found = kind(text)
         except ValueError:
             raise ConfigError(f"{name}: {text[:40]!r} is not a number") from None
+        if found != found or abs(found) > 1e15:
+            raise ConfigError(f"{name}: {text[:40]!r} is out of range")
+        return found
 
     def whole(name: str) -> int | None:
         found = number(name, int)
@@ -266,12 +268,3 @@ def query_of(given: Mapping[str, str], library: Library) -> Query:
         limit=min(1000, whole("limit") or 50),
         offset=whole("offset") or 0,
     )
-
-
-def chat_messages(record: Json) -> list[Json]:
-    """The messages of an episode in the chat format of the OpenAI API."""
-    from agentrl.chat.messages import write_message
-    from agentrl.run_folder.records import decode
-
-    episode = decode(json.dumps(record).encode()).episode
-    return [write_message(message, extended=True) for message in episode.messages]

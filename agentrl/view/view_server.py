@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import hmac
 import json
+import logging
 import math
 from collections.abc import Callable, Mapping, Set
 from dataclasses import dataclass, field
@@ -28,6 +29,8 @@ from agentrl.view import run_page
 from agentrl.view.bundle import served
 from agentrl.view.episode_page import Span
 from agentrl.view.library import Library, NotFoundError, query_of
+
+log = logging.getLogger(__name__)
 
 COOKIE = "agentrl_view"
 HEADERS = {
@@ -133,6 +136,9 @@ class Page:
                 return _error(404, str(e), "Go back to the list of runs.")
             except ConfigError as e:
                 return _error(400, str(e), "Change the address.")
+            except Exception as e:
+                log.exception("a request failed: %s", request.url.path)
+                return _error(500, f"Internal error: {type(e).__name__}", "See what `agentrl view` printed.")
 
         return Route(path, answer, methods=["GET"])
 

@@ -145,6 +145,8 @@ def test_search_finds_text_calls_and_rewards(client: TestClient, folder: Path):
     assert client.get("/api/search?tool=web").json()["total"] == 0
     assert client.get("/api/search?stop=infra&reward_max=9").json()["total"] == 0
     assert client.get("/api/search?stop=infra").json()["total"] == 6
+    for wrong in ("step_min=99999999999999999999", "reward_min=nan", "limit=x"):
+        assert client.get(f"/api/search?{wrong}").status_code == 400
     bad = client.get("/api/search?regex=1&q=%28")
     assert bad.status_code == 400
     assert "not a regular expression" in bad.json()["error"]["message"]
