@@ -61,8 +61,8 @@ def disagreement(evidence: Evidence) -> Iterator[Finding]:
 
 
 def _grows(drift: Floats) -> bool:
-    late = drift[1:]
-    return float(np.median(late)) > 10 * max(float(drift[0]), 1e-7) and float(late.min()) > 3 * float(drift[0])
+    late = drift[len(drift) // 2 :]
+    return float(late.min()) > 10 * max(float(drift[0]), 1e-7)
 
 
 def _at_once(evidence: Evidence, step: int, drift: float) -> Iterator[Finding]:

@@ -188,9 +188,9 @@ def test_weights_that_never_reach_the_sampler(start: Path, tmp_path: Path, monke
     found = planted(
         start,
         tmp_path,
-        optim={"lr": 1e-2, "warmup_steps": 0},
-        algorithm={"drift_gate": {"mean_abs": None}},
-        steps=6,
+        optim={"lr": 3e-2, "warmup_steps": 0},
+        algorithm={"drift_gate": {"mean_abs": None}, "entropy_coef": 0.02},
+        steps=8,
     )
     assert found["weights-not-reaching-sampler"].severity == "error"
     assert "engine.sync" in found["weights-not-reaching-sampler"].setting
