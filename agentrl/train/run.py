@@ -130,6 +130,9 @@ def _checked_content(config: RunConfig, store: RunStore, reporter: Reporter) -> 
         reporter.note(note)
     for name, part in content.by_env.items():
         _check_part(config, name, part, store, reporter)
+    train = (task for part in content.by_env.values() for task in part.train_tasks)
+    held_out = (task for part in content.by_env.values() for task in part.held_out_tasks)
+    store.write_file("tasks.json", task_digests(train, held_out))
     if config.rollout.env_shares == "solve_rate":
         require_solved(content, "rollout.env_shares: solve_rate")
     return content
@@ -142,7 +145,6 @@ def _check_part(config: RunConfig, name: str, content: Content, store: RunStore,
         refuse_images(content.make_env())
     else:
         make_agent(config.agent)  # refused before any model is loaded
-    store.write_file("tasks.json", task_digests(content.train_tasks, content.held_out_tasks))
     if (rule := content.make_env().solved_rule()) is None:
         reporter.note(f"{where}solved: {NOT_DECLARED}; held-out tasks are compared by their reward")
     else:
