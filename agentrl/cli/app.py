@@ -20,6 +20,7 @@ from agentrl.cli.export import export
 from agentrl.cli.import_verl import import_verl
 from agentrl.cli.new import new
 from agentrl.cli.plan import plan
+from agentrl.cli.runs import compare, runs
 from agentrl.cli.serve import serve
 from agentrl.cli.show import show
 from agentrl.cli.train import train
@@ -63,6 +64,8 @@ app.command("train")(train)
 app.command("check")(check)
 app.command("plan")(plan)
 app.command("show")(show)
+app.command("runs")(runs)
+app.command("compare")(compare)
 app.command("view")(view)
 app.command("eval")(evaluate)
 app.command("serve")(serve)

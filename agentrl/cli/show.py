@@ -1,7 +1,10 @@
-"""`agentrl show`: read the episodes of a run."""
+"""`agentrl show`: read the episodes of a run, or search them."""
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -9,46 +12,148 @@ import typer
 
 if TYPE_CHECKING:
     from agentrl.run_folder.records import EpisodeRecord
+    from agentrl.run_folder.search_index import Query
+
+ROWS = 20
+"""Episodes in the table."""
 
 
 def show(
     run: Annotated[Path, typer.Argument(metavar="RUN", help="A run folder.", show_default=False)],
     step: Annotated[
         int | None,
-        typer.Option(help="Which step. [default: the last one, or that of --episode]", show_default=False),
+        typer.Option(
+            help="Which step. [default: the last one; all of them with --worst, a filter or --episode]",
+            show_default=False,
+        ),
     ] = None,
     worst: Annotated[bool, typer.Option("--worst", help="Failed and lowest-scoring episodes first.")] = False,
     episode: Annotated[
         str | None, typer.Option(help="One episode by its id, e.g. s12/g0/e3.", show_default=False)
     ] = None,
     num: Annotated[int, typer.Option("--num", "-n", min=0, help="Episodes shown in full.")] = 3,
+    tool: Annotated[str | None, typer.Option(help="Only with a call of this tool.", show_default=False)] = None,
+    outcome: Annotated[
+        str | None,
+        typer.Option(help="Only with a call that ended so, e.g. tool_exception.", show_default=False),
+    ] = None,
+    stop: Annotated[
+        str | None, typer.Option(help="Only with this stop reason, e.g. max_turns.", show_default=False)
+    ] = None,
+    reward_min: Annotated[float | None, typer.Option(help="Lowest reward.", show_default=False)] = None,
+    reward_max: Annotated[float | None, typer.Option(help="Highest reward.", show_default=False)] = None,
+    task: Annotated[str | None, typer.Option(help="Only of the task with this id.", show_default=False)] = None,
+    grep: Annotated[str | None, typer.Option(help="Only with this text, in any case.", show_default=False)] = None,
+    regex: Annotated[
+        str | None, typer.Option(help="Only with a match of this regular expression.", show_default=False)
+    ] = None,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Print the number of episodes and the first --num records as JSON.")
+    ] = False,
 ) -> None:
     """Read what the policy said, what the tools answered and what each episode scored."""
-    from rich.console import Console
-
-    from agentrl.errors import CheckpointError
+    from agentrl.errors import CheckpointError, ConfigError
     from agentrl.run_folder.records import read_records, recorded_steps
-    from agentrl.view.episode_text import episode_text, step_table, worst_first
+    from agentrl.run_folder.search_index import Query
+    from agentrl.view.episode_text import worst_first
 
-    console = Console()
+    if grep is not None and regex is not None:
+        raise ConfigError("--grep and --regex: give one of them")
+    query = Query(
+        *(grep or regex or "", regex is not None, tool, outcome, stop, reward_min, reward_max, step, step, task),
+        worst_first=worst,
+    )
+    _check(query, (("--grep", grep), ("--regex", regex)))
+    filtered = replace(query, step_min=None, step_max=None, worst_first=False) != Query()
+    if filtered and episode is not None:
+        raise ConfigError("--episode: names one episode; leave out the filters")
     steps = recorded_steps(run)
     if not steps:
         what = "no run folder" if not (run / "config.yaml").is_file() else "has no episodes yet"
         raise CheckpointError(f"{run}: {what}")
     chosen = steps[-1] if step is None else step
+    where = f"step {chosen} of {steps[0]} to {steps[-1]}"
     if episode is not None:
-        records, num = _named(run, episode, steps if step is None else [step]), 1
+        records = _named(run, episode, steps if step is None else [step])
+        _print(records, 1, 1, None, as_json)
+        return
+    if filtered or (worst and step is None):
+        if step is not None and step not in steps:
+            read_records(run, step)  # says which steps there are
+        total, records = _found(run, replace(query, limit=num if as_json else max(ROWS, num)))
+        where = f"steps {steps[0]} to {steps[-1]}" if step is None else where
     else:
         records = read_records(run, chosen)
-    if worst:
-        records = worst_first(records)
-    if episode is None:
-        console.print(f"[bold]step {chosen}[/bold] of {steps[0]} to {steps[-1]}: {len(records)} episodes\n")
-        console.print(step_table(records[:20]))
-        if len(records) > 20:
-            console.print(f"[dim]... and {len(records) - 20} more[/dim]")
+        records, total = worst_first(records) if worst else records, len(records)
+    _print(records, total, num, where, as_json)
+
+
+def _check(query: Query, texts: Sequence[tuple[str, str | None]]) -> None:
+    """Refuse filters that no episode can pass."""
+    from agentrl.errors import ConfigError
+    from agentrl.suggest import did_you_mean
+    from agentrl.types import StopReason
+
+    for name, text in (*texts, ("--tool", query.tool), ("--outcome", query.outcome), ("--task", query.task)):
+        if text == "":
+            raise ConfigError(f"{name}: is empty; leave it out to allow everything")
+    reasons = [reason.value for reason in StopReason]
+    if query.stop is not None and query.stop not in reasons:
+        hint = did_you_mean(query.stop, reasons, otherwise=f"one of {', '.join(reasons)}")
+        raise ConfigError(f"--stop {query.stop}: no such stop reason; {hint}")
+    low, high = query.reward_min, query.reward_max
+    for name, value in (("--reward-min", low), ("--reward-max", high)):
+        if value is not None and math.isnan(value):
+            raise ConfigError(f"{name} nan: not a number")
+    if low is not None and high is not None and low > high:
+        raise ConfigError(f"--reward-min {low:g} is above --reward-max {high:g}")
+
+
+def _found(run: Path, query: Query) -> tuple[int, list[EpisodeRecord]]:
+    """How many episodes of a run match, and the records of the first ones."""
+    import sys
+
+    from agentrl.clean import visible
+    from agentrl.run_folder.records import read_records
+    from agentrl.run_folder.search_index import open_index
+
+    index = open_index([run])
+    index.refresh()
+    for problem in index.problems():
+        print(f"not searched: {visible(problem)}", file=sys.stderr)
+    found = index.search(query)
+    wanted = {(hit.step, hit.episode) for hit in found.hits}
+    records = {
+        (step, record.episode.id): record
+        for step in {hit.step for hit in found.hits}
+        for record in read_records(run, step)
+        if (step, record.episode.id) in wanted
+    }
+    keys = [(hit.step, hit.episode) for hit in found.hits]
+    return found.total, [records[key] for key in keys if key in records]
+
+
+def _print(records: Sequence[EpisodeRecord], total: int, num: int, where: str | None, as_json: bool) -> None:
+    """Show a table (not where `where` is None: one episode was named) and the first `num` records in full."""
+    from rich.console import Console
+
+    from agentrl.run_folder.records import encode
+    from agentrl.view.episode_text import episode_text, step_table
+
+    if as_json:
+        lines = ",".join(encode(record).decode() for record in records[:num])
+        print(f'{{"total":{total},"episodes":[{lines}]}}')
+        return
+    console = Console()
+    if where is not None:
+        console.print(f"[bold]{where}[/bold]: {total} episodes\n")
+        if not records:
+            return
+        console.print(step_table(records[:ROWS]))
+        if total > ROWS:
+            console.print(f"[dim]... and {total - ROWS} more[/dim]")
     for record in records[:num]:
-        if episode is None:
+        if where is not None:
             console.print()
             console.rule(style="dim")
         console.print(episode_text(record))

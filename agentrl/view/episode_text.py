@@ -47,8 +47,8 @@ def step_table(records: Sequence[EpisodeRecord]) -> RenderableType:
     table = Table(box=None, pad_edge=False, header_style="bold")
     table.add_column("episode", no_wrap=True)
     for heading in ("reward", "advantage", "turns", "tokens"):
-        table.add_column(heading, justify="right")
-    table.add_column("stopped")
+        table.add_column(heading, justify="right", no_wrap=True)
+    table.add_column("stopped", no_wrap=True)
     table.add_column("mistakes", overflow="fold")
     for record in records:
         episode = record.episode
@@ -170,7 +170,8 @@ def _advantage(record: EpisodeRecord) -> Text:
     if not values:
         why = "set aside" if record.set_aside else "baseline" if record.baseline else "not trained"
         return Text(why, style="dim")
-    text = f"{values[0]:+.2f}" if len(values) == 1 else f"{values[0]:+.2f} to {values[-1]:+.2f}"
+    low, high = f"{values[0]:+.2f}", f"{values[-1]:+.2f}"
+    text = low if low == high else f"{low} to {high}"
     return Text(text, style="dim" if not any(values) else "green" if values[-1] > 0 else "red")
 
 

@@ -1,0 +1,135 @@
+"""`agentrl runs` and `agentrl compare`: runs as tables in a terminal."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+if TYPE_CHECKING:
+    from agentrl.run_folder.run_reader import Json
+
+ROWS = 20
+"""Tasks listed by `agentrl compare`."""
+
+
+def runs(
+    folder: Annotated[Path, typer.Argument(metavar="[FOLDER]", help="A folder with runs, or a run.")] = Path(
+        "runs"
+    ),
+    as_json: Annotated[bool, typer.Option("--json", help="Print the table as JSON.")] = False,
+) -> None:
+    """List runs: status, step, held-out result before and after, and wall time."""
+    import json
+
+    from rich.console import Console
+    from rich.table import Table
+
+    from agentrl.errors import ConfigError
+    from agentrl.view.library import Library
+
+    if not folder.is_dir():
+        raise ConfigError(f"{folder}: no such folder; name one with runs")
+    found = Library([folder]).all_runs()
+    if as_json:
+        print(json.dumps(found))
+        return
+    if not found["runs"]:
+        raise ConfigError(f"{folder}: no run is there; a run folder has a config.yaml and episodes/")
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    table.add_column("run", overflow="fold")
+    table.add_column("status", no_wrap=True)
+    for heading in ("step", "before", "after", "time"):
+        table.add_column(heading, justify="right", no_wrap=True)
+    for run in found["runs"]:
+        steps = "" if run["steps"] is None else f"/{run['steps']}"
+        table.add_row(
+            *(_text(run["id"]), _text(run["status"]), _text(f"{run['step']}{steps}")),
+            *(_number(run["held_out_before"]), _number(run["held_out_after"]), _time(run["wall_seconds"])),
+        )
+    Console().print(table)
+
+
+def compare(
+    paths: Annotated[list[Path], typer.Argument(metavar="RUN RUN...", help="Run folders.", show_default=False)],
+    as_json: Annotated[bool, typer.Option("--json", help="Print the comparison as JSON.")] = False,
+) -> None:
+    """Compare runs: settings that differ, and tasks of the first run next to the same tasks of the last one.
+
+    A task's reward is its mean over the last five steps of a run. Tasks that lost most come first.
+    """
+    import json
+
+    from agentrl.errors import ConfigError
+    from agentrl.run_folder.run_reader import is_run
+    from agentrl.view.library import Library
+
+    for path in paths:
+        if not is_run(path):
+            raise ConfigError(f"{path}: no run is there; a run folder has a config.yaml and episodes/")
+    places = list(dict.fromkeys(path.resolve() for path in paths))
+    if len(places) < 2:
+        raise ConfigError(f"{paths[0]}: one run only; name two or more")
+    library = Library(places)
+    ids = {reader.path: id for id, reader in library.runs.items()}
+    compared = library.compare([ids[place] for place in places])
+    if as_json:
+        print(json.dumps(compared))
+        return
+    _print(compared)
+
+
+def _print(compared: Json) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    console = Console()
+    ids = [run["id"] for run in compared["runs"]]
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    table.add_column("", overflow="fold")
+    for id in ids:
+        table.add_column(_text(id), justify="right", overflow="fold")
+    for name, key in (("held out before", "held_out_before"), ("held out after", "held_out_after")):
+        table.add_row(name, *(_number(run[key]) for run in compared["runs"]))
+    table.add_row("wall time", *(_time(run["wall_seconds"]) for run in compared["runs"]))
+    for row in compared["config_diff"]:
+        table.add_row(_text(row["key"]), *(_value(row["values"][id]) for id in ids))
+    console.print(table)
+    tasks, lost = compared["tasks"], len(compared["regressions"])
+    if not tasks:
+        console.print("\nno task in common")
+        return
+    console.print(f"\n{len(tasks)} tasks in common, {lost} with a lower reward in {ids[-1]}", markup=False)
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    table.add_column("task", overflow="fold")
+    for heading in ("before", "after", "change"):
+        table.add_column(heading, justify="right", no_wrap=True)
+    for task in tasks[:ROWS]:
+        style = "red" if task["delta"] < 0 else ""
+        change = f"{task['delta']:+.3g}" if task["delta"] else "0"
+        table.add_row(_text(task["task"]), _number(task["before"]), _number(task["after"]), change, style=style)
+    console.print(table)
+    if len(tasks) > ROWS:
+        console.print(f"[dim]... and {len(tasks) - ROWS} more[/dim]")
+
+
+def _text(value: object) -> str:
+    from rich.markup import escape
+
+    from agentrl.clean import visible
+
+    return escape(visible(str(value)))
+
+
+def _value(value: object) -> str:
+    return "-" if value is None else _text(value)
+
+
+def _number(value: float | None) -> str:
+    return "-" if value is None else f"{value:.3g}"
+
+
+def _time(seconds: float) -> str:
+    minutes, hours = seconds / 60, seconds / 3600
+    return f"{seconds:.0f} s" if minutes < 2 else f"{minutes:.0f} min" if hours < 2 else f"{hours:.1f} h"

@@ -1,0 +1,160 @@
+"""`agentrl show` with filters, `agentrl runs` and `agentrl compare`."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from agentrl.cli import main
+from agentrl.run_folder.records import EpisodeRecord
+from tests.view.runs import episode, make_run, write_step
+
+
+@pytest.fixture(autouse=True)
+def narrow(monkeypatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setenv("COLUMNS", "80")
+
+
+@pytest.fixture
+def calc(tmp_path: Path) -> Path:
+    """Three steps of five episodes; one of step 2 is unlike the others."""
+    run = make_run(tmp_path / "runs")
+    odd = replace(episode("s2/odd", -2.47, text="A PURPLE apple", task="t9"), stop_reason="max_turns")
+    write_step(run, 2, [EpisodeRecord(2, 0, odd, (-2.471, -2.469)), EpisodeRecord(2, 1, episode("s2/good"))])
+    return run
+
+
+def run(capsys, *words: object) -> tuple[int, str, str]:
+    code = 0
+    try:
+        main([str(word) for word in words])
+    except SystemExit as e:
+        code = int(e.code or 0)
+    out, err = capsys.readouterr()
+    return code, out, err
+
+
+def found(capsys, *words: object) -> list[str]:
+    code, out, err = run(capsys, "show", *words, "--json", "-n", 99)
+    assert code == 0, err
+    said = json.loads(out)
+    assert said["total"] == len(said["episodes"])
+    return [record["episode"]["id"] for record in said["episodes"]]
+
+
+@pytest.mark.parametrize(
+    "filters",
+    [
+        ("--stop", "max_turns"),
+        ("--reward-max", -1),
+        ("--task", "t9"),
+        ("--grep", "purple APPLE"),
+        ("--regex", "p[u]rple a.ple"),
+        ("--step", 2, "--reward-min", -3, "--reward-max", 0.5),
+    ],
+)
+def test_a_filter_finds_the_one_episode_in_any_step(capsys, calc: Path, filters: tuple[object, ...]):
+    assert found(capsys, calc, *filters) == ["s2/odd"]
+
+
+def test_tool_and_outcome_belong_to_one_call(capsys, calc: Path):
+    failed = found(capsys, calc, "--tool", "calculator", "--outcome", "tool_exception")
+    assert sorted(failed) == ["s1/g0/e1", "s1/g1/e2", "s3/g0/e1", "s3/g1/e2"]
+    assert found(capsys, calc, "--tool", "web") == []
+    assert found(capsys, calc, "--step", 1, "--outcome", "tool_exception") == ["s1/g0/e1", "s1/g1/e2"]
+
+
+def test_worst_looks_at_all_steps(capsys, calc: Path):
+    worst = found(capsys, calc, "--worst")
+    assert len(worst) == 12
+    assert set(worst[:2]) == {"s1/g1/e2", "s3/g1/e2"}  # failed
+    assert worst[2] == "s2/odd"
+    assert found(capsys, calc, "--worst", "--step", 2) == ["s2/odd", "s2/good"]
+
+
+def test_json_gives_the_first_records_and_the_number_of_all(capsys, calc: Path):
+    said = json.loads(run(capsys, "show", calc, "--worst", "--json", "-n", 1)[1])
+    assert said["total"] == 12
+    assert len(said["episodes"]) == 1
+    assert found(capsys, calc, "--episode", "s1/g0/e0") == ["s1/g0/e0"]
+
+
+def test_a_row_stays_on_one_line_of_80_columns(capsys, calc: Path):
+    long = replace(episode("s1234/g127/e15", -12.5), stop_reason="stopped_by_tool")
+    write_step(calc, 4, [EpisodeRecord(4, 0, long, (-2.47, -1.31))])
+    _, out, _ = run(capsys, "show", calc, "-n", 0)
+    assert any("s1234/g127/e15" in x and "-2.47 to -1.31" in x and "stopped_by_tool" in x for x in out.split("\n"))
+    _, out, _ = run(capsys, "show", calc, "--stop", "max_turns", "-n", 0)
+    assert "-2.47" in out
+    assert " to -2.47" not in out  # both ends look the same
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (("--stop", "max_turn"), "did you mean 'max_turns'"),
+        (("--reward-min", 1, "--reward-max", 0), "--reward-min 1 is above --reward-max 0"),
+        (("--reward-min", "nan"), "not a number"),
+        (("--grep", "a", "--regex", "b"), "give one of them"),
+        (("--regex", "("), "is not a regular expression"),
+        (("--grep", ""), "--grep: is empty"),
+        (("--episode", "s1/g0/e0", "--tool", "web"), "leave out the filters"),
+    ],
+)
+def test_show_refuses_what_no_episode_can_pass(capsys, calc: Path, words: tuple[object, ...], said: str):
+    code, out, err = run(capsys, "show", calc, *words)
+    assert (code, out) == (2, "")
+    assert said in err
+    assert len(err.splitlines()) == 1
+
+
+def test_a_filter_with_a_step_that_is_not_there(capsys, calc: Path):
+    code, _, err = run(capsys, "show", calc, "--step", 9, "--tool", "web")
+    assert code == 1
+    assert "step 9" in err
+
+
+def test_runs_lists_the_runs_of_a_folder(capsys, calc: Path):
+    make_run(calc.parent, "evil[red]\x1b", steps=1)
+    code, out, _ = run(capsys, "runs", calc.parent)
+    assert code == 0
+    (row,) = [line.split() for line in out.splitlines() if line.startswith("calc")]
+    assert row == ["calc", "finished", "3/3", "0.25", "0.75", "5", "min"]
+    assert "\x1b" not in out
+    assert max(map(len, out.splitlines())) <= 80
+    said = json.loads(run(capsys, "runs", calc.parent, "--json")[1])
+    assert [r["name"] for r in said["runs"]] == ["calc", "evil[red]\x1b"]
+
+
+def test_runs_and_compare_refuse_what_is_no_run(capsys, tmp_path: Path, calc: Path):
+    (tmp_path / "empty").mkdir()
+    for words in (
+        ("runs", tmp_path / "no"),
+        ("runs", tmp_path / "empty"),
+        ("compare", calc, tmp_path / "empty"),
+        ("compare", calc, calc),
+    ):
+        code, out, err = run(capsys, *words)
+        assert (code, out, len(err.splitlines())) == (2, "", 1), words
+
+
+def test_compare_says_what_differs_and_what_got_worse(capsys, calc: Path):
+    other = make_run(calc.parent, "other", seed=7)
+    records = [EpisodeRecord(3, 0, episode("s3/g0/e0", 0.25, task="t1")), EpisodeRecord(3, 1, episode("x", 1.0))]
+    for step in (1, 2, 3):
+        write_step(other, step, [replace(record, step=step) for record in records])
+    code, out, _ = run(capsys, "compare", other, calc)
+    assert code == 0
+    assert ["seed", "7", "0"] in [line.split() for line in out.splitlines()]
+    assert "2 tasks in common, 1 with a lower reward in calc" in out
+    # t0: 1 in `other`; 1, 0 | 1 | 1, 0 in `calc`. t1: 0.25 in `other`, always 1 in `calc`.
+    assert ["t0", "1", "0.6", "-0.4"] in [line.split() for line in out.splitlines()]
+    assert ["t1", "0.25", "1", "+0.75"] in [line.split() for line in out.splitlines()]
+    said = json.loads(run(capsys, "compare", other, calc, "--json")[1])
+    assert [r["name"] for r in said["runs"]] == ["other", "calc"]
+    assert [task["task"] for task in said["regressions"]] == ["t0"]
+    assert {row["key"]: list(row["values"].values()) for row in said["config_diff"]}["seed"] == [7, 0]
