@@ -164,10 +164,9 @@ class RunReader:
     @property
     def status(self) -> str:
         """`running`, `finished` or `stopped`."""
-        summary = self.summary
-        if self._held():
-            return "running"
-        return "finished" if summary.get("finished") else "stopped"
+        if self.summary.get("finished"):
+            return "finished"
+        return "running" if self._held() else "stopped"
 
     def _held(self) -> bool:
         try:
