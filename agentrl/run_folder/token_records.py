@@ -13,13 +13,18 @@ import json
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-import numpy as np
 import zstandard
-from numpy.typing import NDArray
 
 from agentrl.errors import CheckpointError
 from agentrl.run_folder.files import read_bounded
+
+if TYPE_CHECKING:  # whoever opens a run folder need not wait for numpy
+    import numpy as np
+    from numpy.typing import NDArray
+
+    Column = NDArray[np.float64]
 
 TRAINED = 1
 """Flag: the token is in the loss."""
@@ -33,8 +38,6 @@ VETOED = 16
 """Flag: the ratio of its episode is out of bounds (`algorithm.ratio_veto`)."""
 SKIPPED = 32
 """Flag: all advantages of its episode are 0, which leaves nothing to compute."""
-
-Column = NDArray[np.float64]
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,6 +76,8 @@ def tokens_file(run: Path, step: int) -> Path:
 
 def encode_tokens(columns: Mapping[str, TokenColumns]) -> bytes:
     """The content of a file."""
+    import numpy as np
+
     counts = [len(one.flags) if one.flags is not None else 0 for one in columns.values()]
     names = [name for name in NAMES if any(getattr(one, name) is not None for one in columns.values())]
     header = json.dumps({"ids": list(columns), "counts": counts, "columns": names}).encode() + b"\n"
@@ -87,6 +92,8 @@ def encode_tokens(columns: Mapping[str, TokenColumns]) -> bytes:
 
 
 def _packed(values: NDArray[np.generic], *, flags: bool) -> bytes:
+    import numpy as np
+
     if flags:
         return values.astype(np.int8).tobytes()
     bits = values.astype(np.float32).view(np.uint32)
@@ -95,6 +102,8 @@ def _packed(values: NDArray[np.generic], *, flags: bool) -> bytes:
 
 
 def _unpacked(data: bytes, *, flags: bool) -> NDArray[np.generic]:
+    import numpy as np
+
     if flags:
         return np.frombuffer(data, dtype=np.int8).astype(np.int64)
     planes = np.frombuffer(data, dtype=np.uint8).reshape(4, -1)
@@ -118,6 +127,8 @@ def read_tokens(run: Path, step: int) -> Mapping[str, TokenColumns]:
 
 
 def _decoded(data: bytes) -> dict[str, TokenColumns]:
+    import numpy as np
+
     line, _, body = data.partition(b"\n")
     header = json.loads(line)
     ids, counts, total = header["ids"], header["counts"], sum(header["counts"])
@@ -138,4 +149,6 @@ def _decoded(data: bytes) -> dict[str, TokenColumns]:
 
 
 def _missing(values: NDArray[np.generic]) -> bool:
+    import numpy as np
+
     return values.dtype.kind == "f" and bool(np.isnan(values.astype(np.float64)).all())
