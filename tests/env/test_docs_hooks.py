@@ -148,7 +148,9 @@ async def test_an_oracle_solves_the_tasks_and_its_episodes_are_the_demonstration
         assert messages[1].content == f"The balance is {task.row['start']}. Make it 20."
         assert [m.role for m in messages] == ["system", "user", "assistant", "tool", "assistant"]
         assert messages[3].content == "balance=20"
-    with pytest.raises(ConfigError, match=r"warmup.options has no effect: the oracle of .* writes the demonstrations"):
+    with pytest.raises(
+        ConfigError, match=r"warmup.options has no effect: the oracle of .* writes the demonstrations"
+    ):
         demonstrated(file, "Shown", options={"wrong": 0.2})
     with pytest.raises(ConfigError, match="writes no demonstrations by itself"):
         demonstrated(file, "Endless")

@@ -48,7 +48,7 @@ RESOURCES = [
             escaped(len(held))
         except MemoryError:
             print("stopped at", len(held))
-    """, escapes_outside=True),
+    """, escapes_outside=True, wall_s=20.0),
     program("memory_bomb_many", "memory", """
         each = order["memory_mb"] // 6
         reader, writer = os.pipe()
