@@ -12,7 +12,7 @@ quickstart: $(VENV)/.train  ## install, then train a tool-calling policy on this
 quick: $(VENV)/.dev  ## the edit loop, under a minute: lint what changed, imports, types, quick unit tests
 	PATH="$(CURDIR)/$(BIN):$$PATH" scripts/quick
 
-JOBS ?= 3
+JOBS ?= 2
 test: $(VENV)/.dev $(VENV)/openenv/.done $(VENV)/trackio/.done  ## the whole test suite, in JOBS processes; the tests of a file stay together
 	$(BIN)/python -m pytest -n $(JOBS) --dist loadfile
 

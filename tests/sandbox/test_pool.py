@@ -80,7 +80,7 @@ async def test_there_are_never_more_than_allowed() -> None:
 
 
 async def test_an_exhausted_pool_says_so() -> None:
-    async with SandboxPool(Sandbox(), min_idle=0, max_total=1, acquire_timeout_s=0.2) as pool:
+    async with SandboxPool(Sandbox(), min_idle=0, max_total=1, acquire_timeout_s=3.0) as pool:
         async with pool.lease():
             with pytest.raises(PoolExhausted, match="1 of at most 1"):
                 await pool.acquire("episode 7")
