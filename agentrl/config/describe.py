@@ -141,6 +141,10 @@ def _section(name: str, field: FieldInfo, section: type[Section]) -> Iterator[st
             yield f"\n### `{name}.{inner_name}:`\n"
             yield (inner.__doc__ or "").strip() + "\n"
             yield from _rows(inner)
+        elif (each := named_section_of(inner_field)) is not None:
+            yield f"\n### `{name}.{inner_name}.NAME:`\n"
+            yield (each.__doc__ or "").strip() + "\n"
+            yield from _rows(each)
 
 
 def _named(name: str, section: type[Section]) -> Iterator[str]:

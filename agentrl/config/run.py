@@ -10,9 +10,10 @@ from pydantic import Field, model_validator
 
 from agentrl.algo.advantages import ESTIMATORS
 from agentrl.algo.parameters import Named
-from agentrl.config.algorithm import ALONE, AlgorithmConfig, CriticConfig
+from agentrl.config.algorithm import ALONE, AlgorithmConfig, CriticConfig, KLConfig
 from agentrl.config.choice import OneOf, OwnFunction, choice_of
 from agentrl.config.engine import EngineConfig
+from agentrl.config.eval_config import EvalConfig
 from agentrl.config.facts import (
     Advanced,
     DataFiles,
@@ -368,37 +369,6 @@ class LogConfig(Section):
     every eighth, or of none."""
 
 
-class EvalConfig(Section):
-    """Evaluation on held-out tasks: greedy by default, or sampled as a deployment would."""
-
-    every: Count = 0
-    """Steps between evaluations; 0 evaluates only before and after training."""
-    tasks: Positive = 200
-    """Number of held-out tasks."""
-    before_training: bool = True
-    """Also evaluate before the first step."""
-    attempts: Annotated[int, Field(gt=0, le=65_536)] = 1
-    """Episodes per held-out task. With more than one, `held_out` is the mean over all of them and
-    `held_out_pass` the share of tasks solved at least once (pass@n)."""
-    temperature: Annotated[float, Field(ge=0)] = 0.0
-    """Sampling temperature; 0 is greedy."""
-    top_p: Annotated[float, Field(gt=0, le=1), NeverWhen("temperature", 0)] = 1.0
-    """Nucleus sampling: keep the most likely tokens up to this cumulative probability; 1 disables it."""
-    top_k: Annotated[Count, NeverWhen("temperature", 0)] = 0
-    """Sample from this many of the most likely tokens; 0 disables it."""
-    min_p: Annotated[float, Field(ge=0, lt=1), NeverWhen("temperature", 0)] = 0.0
-    """Sample from tokens with at least this fraction of the largest probability; 0 disables it."""
-
-    @model_validator(mode="after")
-    def _attempts_differ(self) -> Self:
-        if self.temperature == 0 and self.attempts > 1:
-            raise ValueError(
-                f"eval.attempts is {self.attempts}, and greedy episodes of one task are all the same: set "
-                "eval.temperature above 0, or remove eval.attempts"
-            )
-        return self
-
-
 class CheckpointConfig(Section):
     """When training state is saved."""
 
@@ -437,6 +407,8 @@ class AlgorithmOfEnv(Section):
         | None
     ) = None
     """The advantage estimator of its episodes."""
+    kl_coef: Annotated[float, Field(ge=0)] | None = None
+    """Weight of the KL penalty (`algorithm.kl.coef`) on its tokens."""
 
 
 class EnvOfMixture(EnvConfig):
@@ -570,7 +542,10 @@ class RunConfig(Section):
 def _view(config: RunConfig, env: EnvOfMixture) -> RunConfig:
     """The run as if it had only this env."""
     sole = EnvConfig.model_validate({key: getattr(env, key) for key in EnvConfig.model_fields})
-    algorithm = {} if env.algorithm.advantage is None else {"advantage": env.algorithm.advantage}
+    own = env.algorithm
+    algorithm: dict[str, object] = {} if own.advantage is None else {"advantage": own.advantage}
+    if own.kl_coef is not None:
+        algorithm["kl"] = config.algorithm.kl.model_copy(update={"coef": own.kl_coef})
     rollout = {key: value for key, value in env.rollout if value is not None}
     return config.model_copy(
         update={
@@ -612,8 +587,21 @@ def _check_envs(config: RunConfig) -> None:
             "warmup.demonstrations and warmup.options are those of one env; with `envs`, each env writes its own "
             "demonstrations: remove them"
         )
-    if config.envs and config.eval.written and all(env.eval is not None for env in config.envs.values()):
+    _check_eval_of_envs(config)
+
+
+def _check_eval_of_envs(config: RunConfig) -> None:
+    """Which settings of evaluation belong to the run, and which to an env."""
+    if not config.envs:
+        return
+    own = all(env.eval is not None for env in config.envs.values())
+    if own and set(config.eval.written) - {"background"}:
         raise ValueError("eval has no effect: every env under `envs` has its own `eval`; remove it")
+    if config.eval.sets:
+        raise ValueError("eval.sets holds tasks of one env: write it under that env (envs.NAME.eval.sets)")
+    for name, env in config.envs.items():
+        if env.eval is not None and "background" in env.eval.written:
+            raise ValueError(f"envs.{name}.eval.background is a setting of the whole run: write eval.background")
 
 
 def _check_overrides(config: RunConfig, name: str, env: EnvOfMixture) -> None:
@@ -627,6 +615,20 @@ def _check_overrides(config: RunConfig, name: str, env: EnvOfMixture) -> None:
         raise ValueError(
             f"envs.{name}.algorithm.advantage has no effect: it equals algorithm.advantage; remove it"
         )
+    if env.algorithm.kl_coef is not None:
+        _check_kl_of_env(config.algorithm.kl, f"envs.{name}.algorithm.kl_coef", env.algorithm.kl_coef)
+
+
+def _check_kl_of_env(kl: KLConfig, key: str, coef: float) -> None:
+    if kl.coef == 0:
+        raise ValueError(
+            f"{key} has no effect while algorithm.kl.coef is 0 (the run has no reference): set that above 0, and "
+            "kl_coef to 0 for the envs that are not to be penalized"
+        )
+    if coef == kl.coef:
+        raise ValueError(f"{key} has no effect: it equals algorithm.kl.coef ({coef:g}); remove it")
+    if kl.control == "adaptive":
+        raise ValueError(f"{key} cannot be combined with algorithm.kl.control: adaptive, which changes the weight")
 
 
 def _check_models(config: RunConfig) -> None:

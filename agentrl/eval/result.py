@@ -14,8 +14,8 @@ from pydantic import TypeAdapter, ValidationError
 
 from agentrl.clean import first_reason
 from agentrl.errors import CheckpointError
-from agentrl.eval.stats import Estimate, estimate, pass_all, pass_at
-from agentrl.rollout.episode_metrics import is_malformed, reward_parts
+from agentrl.eval.stats import Estimate, estimate, pass_all
+from agentrl.rollout.episode_metrics import is_malformed, pass_at, reward_parts
 from agentrl.run_folder.files import read_bounded
 from agentrl.run_folder.records import EpisodeRecord
 from agentrl.run_folder.redraws import Redraws

@@ -36,14 +36,6 @@ def wilson(successes: float, trials: int, z: float = 1.96) -> tuple[float, float
     return max(middle - half, 0.0), min(middle + half, 1.0)
 
 
-def pass_at(k: int, attempts: int, solved: int) -> float:
-    """pass@k of one task: the chance that of k attempts, drawn from those made, at least one solved it.
-
-    Source: Chen et al., Evaluating Large Language Models Trained on Code, arXiv:2107.03374, equation 1.
-    """
-    return 1.0 - math.comb(attempts - solved, k) / math.comb(attempts, k)
-
-
 def pass_all(k: int, attempts: int, solved: int) -> float:
     """pass^k of one task: the chance that k attempts, drawn from those made, all solved it.
 

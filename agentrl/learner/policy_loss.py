@@ -82,7 +82,8 @@ def policy_loss(
 
     Args:
         packed: its tokens; `columns` may hold learner_logprobs (before the first update; the current ones are
-            taken if there are none), correction weights, and selected (see `agentrl.train.algorithm`).
+            taken if there are none), correction weights, selected, and the scale of the KL penalty (see
+            `agentrl.train.algorithm`).
         stats: of the policy that is trained, with gradients.
         totals: counts of the whole update.
         ref_logprobs_N: log-probabilities under the reference, if the loss has a KL penalty.
@@ -135,7 +136,8 @@ def policy_loss(
             tokens["weights"] = columns.get("correction", loss_weights_N / weights_N)
     if ref_logprobs_N is not None and kl_coef > 0:
         kl_N = kl_per_token(config.kl.loss_kind, new_N, ref_logprobs_N, mask_N)
-        loss = loss + kl_coef * aggregate(kl_N, weights_N, mask_N)
+        scaled_N = kl_N * columns["kl_scale"] if "kl_scale" in columns else kl_N  # an env with its own weight
+        loss = loss + kl_coef * aggregate(scaled_N, weights_N, mask_N)
         metrics["kl"] = mean_of(kl_N)
     if stats.entropy_N is not None:
         metrics["entropy"] = mean_of(stats.entropy_N)

@@ -297,7 +297,7 @@ def _ledger_findings(renderer: Renderer, transcript: Transcript) -> list[str]:
 async def _longest_opening(content: Content, renderer: Renderer) -> int:
     """Tokens of the longest prompt among the first tasks of both splits."""
     longest = 0
-    for tasks in (content.train_tasks, content.held_out_tasks):
+    for tasks in (content.train_tasks, content.held_out_tasks, *content.eval_sets.values()):
         for task in [tasks[i] for i in range(min(PROBED_TASKS, len(tasks)))]:
             longest = max(longest, await prompt_tokens(content, task, renderer))
     return longest

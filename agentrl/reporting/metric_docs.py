@@ -103,6 +103,15 @@ METRICS: tuple[MetricDoc, ...] = (
         ("*env/{env}/held_out", "fraction", "The same for one of several envs."),
         ("*env/{env}/held_out_reward", "", "The same for one of several envs."),
         ("held_out_pass", "fraction", "Fraction of held-out tasks solved at least once; with several attempts."),
+        ("held_out_pass@{k}", "fraction", "Estimated chance that at least one of k attempts solves a task."),
+        ("*held_out/{set}", "fraction", "Fraction of the episodes of one of `eval.sets` that are solved."),
+        ("*held_out_reward/{set}", "", "Mean reward of the episodes of one of `eval.sets`."),
+        ("held_out_pass/{set}", "fraction", "Fraction of its tasks solved at least once; with several attempts."),
+        (
+            "held_out_pass@{k}/{set}",
+            "fraction",
+            "Estimated chance that one of k attempts solves a task.",
+        ),
         (
             "pass@{k}",
             "fraction",

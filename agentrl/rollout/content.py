@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -30,12 +31,19 @@ class Content:
     train_tasks: Sequence[Task]
     held_out_tasks: Sequence[Task]
     demonstrations: Sequence[Demonstration]
+    eval_sets: Mapping[str, Sequence[Task]] = field(default_factory=dict)
+    """The tasks of `eval.sets` by name."""
     parts: Mapping[str, Content] = field(default_factory=dict)
 
     @property
     def by_env(self) -> Mapping[str, Content]:
         """The content of each env by name; with one env, this content itself under ''."""
         return self.parts or {"": self}
+
+    @property
+    def all_held_out(self) -> Iterator[Task]:
+        """The tasks of every held-out set of this env."""
+        return chain(self.held_out_tasks, *self.eval_sets.values())
 
 
 def load_content(config: RunConfig) -> Content:
@@ -53,7 +61,7 @@ def load_content(config: RunConfig) -> Content:
 
 def mixed(parts: Mapping[str, Content]) -> Content:
     """The content of several envs."""
-    return Content(_no_sole_env, (), (), (), parts)
+    return Content(_no_sole_env, (), (), (), parts=parts)
 
 
 def _no_sole_env() -> Env:
@@ -70,6 +78,7 @@ def _load_part(name: str, config: RunConfig) -> Content:
         found,
         train_tasks=NamedTasks(found.train_tasks, name),
         held_out_tasks=NamedTasks(found.held_out_tasks, name),
+        eval_sets={key: NamedTasks(tasks, name) for key, tasks in found.eval_sets.items()},
     )
 
 
@@ -80,15 +89,34 @@ def _load_one(config: RunConfig) -> Content:
     return Content(
         make_env,
         train,
-        _tasks(env_class, config, "held_out", config.data.held_out),
+        held_out := _tasks(env_class, config, "held_out", config.data.held_out),
         _demonstrations(env_class, config, make_env, train),
+        {name: _eval_set(env_class, config, name, held_out) for name in config.eval.sets},
     )
+
+
+def _eval_set(env_class: type[Env], config: RunConfig, name: str, held_out: Sequence[Task]) -> Sequence[Task]:
+    """The tasks of one of `eval.sets`: its rows, generated tasks, or the held-out tasks."""
+    settings = config.eval.sets[name]
+    found = held_out
+    if settings.data is not None or settings.options:
+        options = config.data.options | settings.options
+        data = config.data.model_copy(update={"train": None, "held_out": settings.data, "options": options})
+        try:
+            found = _tasks(env_class, config.model_copy(update={"data": data}), "held_out", settings.data)
+        except ConfigError as e:
+            raise ConfigError(f"eval.sets.{name}: {e}") from e
+    if not len(found):
+        raise ConfigError(f"eval.sets.{name}: there are no held-out tasks; give it `data`")
+    return found[: config.eval.by_set[name].tasks]
 
 
 def check_held_out(config: RunConfig, content: Content) -> None:
     """Evaluation settings require tasks. Raises ConfigError if there are none."""
     default = type(config.eval)()
-    held_out = [task for part in content.by_env.values() for task in part.held_out_tasks[:1]]
+    held_out = any(
+        len(tasks) for c in content.by_env.values() for tasks in (c.held_out_tasks, *c.eval_sets.values())
+    )
     for key in ("every", "tasks"):
         value = getattr(config.eval, key)
         if not held_out and value != getattr(default, key):

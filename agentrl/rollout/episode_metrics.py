@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Iterable, Sequence
 
@@ -45,6 +46,19 @@ def undeclared(groups: Sequence[Group]) -> bool:
 def passed(groups: Sequence[Group]) -> float:
     """The fraction of groups in which at least one episode is solved; 0 for none."""
     return sum(any(e.solved for e in g.episodes) for g in groups) / max(1, len(groups))
+
+
+def pass_at(k: int, attempts: int, solved: int) -> float:
+    """pass@k of one task: the chance that of k attempts, drawn from those made, at least one solved it.
+
+    Source: Chen et al., Evaluating Large Language Models Trained on Code, arXiv:2107.03374, equation 1.
+    """
+    return 1.0 - math.comb(attempts - solved, k) / math.comb(attempts, k)
+
+
+def passed_at(k: int, groups: Sequence[Group]) -> float:
+    """The mean pass@k over groups of at least k episodes."""
+    return _mean(pass_at(k, len(g.episodes), sum(e.solved is True for e in g.episodes)) for g in groups)
 
 
 def mean_reward(groups: Sequence[Group]) -> float:

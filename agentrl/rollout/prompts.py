@@ -50,7 +50,11 @@ async def fitting(
         return content
     train = await _fitting(content, content.train_tasks, "training", renderer, most, policy, reporter)
     held_out = await _fitting(content, content.held_out_tasks, "held-out", renderer, most, policy, reporter)
-    return replace(content, train_tasks=train, held_out_tasks=held_out)
+    eval_sets = {
+        name: await _fitting(content, tasks, f"eval.sets.{name}", renderer, most, policy, reporter)
+        for name, tasks in content.eval_sets.items()
+    }
+    return replace(content, train_tasks=train, held_out_tasks=held_out, eval_sets=eval_sets)
 
 
 async def _check_room(
@@ -69,7 +73,7 @@ async def _check_room(
         except InfraError:  # a service of the env may be down temporarily; the run retries such episodes
             return 0, task
 
-    for split in (content.train_tasks, content.held_out_tasks):
+    for split in (content.train_tasks, content.held_out_tasks, *content.eval_sets.values()):
         first = [split[i] for i in range(min(len(split), FIRST))]
         found = await asyncio.gather(*map(measured, first))
         tokens, task = min(found, key=lambda pair: pair[0], default=(0, None))

@@ -11,7 +11,7 @@ import json
 import math
 import os
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, is_dataclass
 from functools import cache
 from pathlib import Path
@@ -254,11 +254,18 @@ def read_episodes(run: Path, step: int) -> list[Episode]:
     return [record.episode for record in iter_records(run, step)]
 
 
-def read_metrics(run: Path) -> list[Mapping[str, float]]:
-    """The lines of metrics.jsonl in order, each with its `step`; an incomplete last line is skipped."""
-    path = run / "metrics.jsonl"
-    lines = [parse_metrics(line) for line in bounded_lines(path, MAX_LINE)]
-    return [line for line in lines if line is not None]
+def read_metrics(run: Path) -> Sequence[Mapping[str, float]]:
+    """The metrics of every step in order, each with its `step`; an incomplete last line is skipped."""
+    found: list[dict[str, float]] = []
+    for line in bounded_lines(run / "metrics.jsonl", MAX_LINE):
+        values = parse_metrics(line)
+        if values is not None and LATE in values:
+            of_step = next((each for each in reversed(found) if each["step"] == values["step"]), None)
+            if of_step is not None:
+                of_step.update({key: value for key, value in values.items() if key != LATE})
+        elif values is not None:
+            found.append(dict(values))
+    return found
 
 
 def bounded_lines(path: Path, limit: int) -> Iterator[bytes]:
@@ -267,6 +274,8 @@ def bounded_lines(path: Path, limit: int) -> Iterator[bytes]:
         yield from iter(lambda: file.readline(limit), b"")
 
 
+LATE = "late"
+"""The key of a line of metrics.jsonl that adds to the line of its step, which was written before."""
 MAX_LINE = 4 << 20
 """Bytes of a line of metrics.jsonl; a longer one is not valid."""
 

@@ -12,6 +12,7 @@ import re
 import socket
 import threading
 import time
+from bisect import bisect_left
 from collections import OrderedDict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -23,7 +24,14 @@ from pydantic_core import from_json
 
 from agentrl.errors import CheckpointError
 from agentrl.run_folder.files import open_regular, read_bounded
-from agentrl.run_folder.records import bounded_lines, episode_lines, episodes_file, parse_metrics, recorded_steps
+from agentrl.run_folder.records import (
+    LATE,
+    bounded_lines,
+    episode_lines,
+    episodes_file,
+    parse_metrics,
+    recorded_steps,
+)
 
 Json = dict[str, Any]
 """A JSON object."""
@@ -68,8 +76,12 @@ class Metrics:
     num_bytes: int = 0
 
     def add(self, line: Mapping[str, Any]) -> None:
-        """Append a line; one of a step that is there replaces it and all after it, as a resumed run does."""
+        """Append a line; one of a step that is there replaces it and all after it, as a resumed run does. A late
+        line adds to its step."""
         step = int(line["step"])
+        if LATE in line:
+            self._add_late(step, line)
+            return
         while self.steps and self.steps[-1] >= step:
             self.steps.pop()
             for column in self.values.values():
@@ -83,6 +95,14 @@ class Metrics:
         for column in self.values.values():
             if len(column) < len(self.steps):
                 column.append(None)
+
+    def _add_late(self, step: int, line: Mapping[str, Any]) -> None:
+        place = bisect_left(self.steps, step)
+        if place == len(self.steps) or self.steps[place] != step:
+            return
+        for name, value in line.items():
+            if name not in ("step", LATE) and isinstance(value, int | float):
+                self.values.setdefault(name, [None] * len(self.steps))[place] = value
 
     def last(self, name: str) -> float | None:
         """The newest value of a series."""

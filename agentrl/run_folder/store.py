@@ -1,7 +1,7 @@
 """The run folder: everything a run leaves behind, whole after `kill -9` at any moment.
 
     config.yaml               the resolved configuration
-    metrics.jsonl             one line for each step, synced
+    metrics.jsonl             one line for each step, synced; a line with "late" adds to that of its step
     episodes/step-N.jsonl.zst every episode of a step (agentrl.run_folder.records)
     tokens/step-N.tok.zst     what the learner saw of its tokens (agentrl.run_folder.token_records)
     checkpoints/step-N/       sealed by a manifest (agentrl.run_folder.checkpoints)
@@ -23,7 +23,7 @@ import os
 import shutil
 import socket
 import warnings
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -40,6 +40,7 @@ from agentrl.reporting.report import Summary
 from agentrl.run_folder import checkpoints
 from agentrl.run_folder.files import fsync_dir, read_bounded, write_atomic
 from agentrl.run_folder.records import (
+    LATE,
     EpisodeRecord,
     compress,
     episodes_file,
@@ -168,8 +169,12 @@ class RunStore:
         self._metrics.flush()
         os.fsync(self._metrics.fileno())
 
-    def metrics(self) -> list[Mapping[str, float]]:
-        """The lines so far, in order, each with its `step`; null is left as None."""
+    def add_metrics(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Add metrics that were measured later to a step, in a line of their own."""
+        self.log_metrics(step, {LATE: True, **metrics})
+
+    def metrics(self) -> Sequence[Mapping[str, float]]:
+        """The metrics of each step so far, in order, each with its `step`; null is left as None."""
         return read_metrics(self.path)
 
     def write_episodes(self, step: int, records: Iterable[EpisodeRecord]) -> None:
@@ -229,13 +234,17 @@ class RunStore:
         Nothing is left when the block raises. The block may end
         on another thread, but one checkpoint is written at a time.
         """
-        folder = self.path / "checkpoints"
-        lines = self.metrics()
-        key = "held_out" if any("held_out" in line for line in lines) else "held_out_reward"
-        scores = {line["step"]: line[key] for line in lines if line.get(key) is not None}
-        with checkpoints.writing(folder, step) as temp:
+        with checkpoints.writing(self.path / "checkpoints", step) as temp:
             write_atomic(temp / "config.yaml", (self.path / "config.yaml").read_bytes())
             yield temp
+        self.tidy_checkpoints(keep, best=best)
+        self.event(f"checkpoint step-{step}")
+
+    def tidy_checkpoints(self, keep: int, *, best: bool) -> None:
+        """Point `best` at the best checkpoint, and remove all but it and the newest `keep`; see `checkpoint`."""
+        folder, lines = self.path / "checkpoints", self.metrics()
+        key = "held_out" if any("held_out" in line for line in lines) else "held_out_reward"
+        scores = {line["step"]: line[key] for line in lines if line.get(key) is not None}
         there = checkpoints.steps_saved(folder)
         scored = [s for s in there if s in scores] if best else []
         first = max(scored, key=lambda s: (scores[s], s), default=None)
@@ -244,7 +253,6 @@ class RunStore:
         for old in there[:-keep]:
             if old != first:
                 checkpoints.remove(folder, old)
-        self.event(f"checkpoint step-{step}")
 
     def latest_checkpoint(self) -> Checkpoint | None:
         """The newest checkpoint that matches its manifest; None if there is none.

@@ -35,7 +35,7 @@ from agentrl.types import Group, Sample
 LATE_FIELDS = frozenset({"values_N", "old_logprobs_N", "sum_pi_squared_N"})
 """Columns an estimator may need from the learner."""
 LOSS_COLUMNS = frozenset(
-    {"learner_logprobs", "ref_logprobs", "values", "returns", "correction", "selected", "high_entropy"}
+    {"learner_logprobs", "ref_logprobs", "values", "returns", "correction", "selected", "high_entropy", "kl_scale"}
 )
 """Columns read by the losses; others are removed before the step."""
 
@@ -47,6 +47,7 @@ class Algorithm:
         overlong: what happens to episodes that a limit cut, see `rollout.overlong`.
         reference_apart: whether the reference has ranks to itself, so its log-probabilities must be annotated.
         by_env: advantage estimators of envs that have their own.
+        kl_by_env: weights of the KL penalty of envs that have their own.
         record: whether steps return what their updates saw of each token.
 
     Raises:
@@ -60,10 +61,11 @@ class Algorithm:
         overlong: str = "train",
         reference_apart: bool = False,
         by_env: Mapping[str, Named | OwnFunction] | None = None,
+        kl_by_env: Mapping[str, float] | None = None,
         record: bool = False,
     ) -> None:
         self.config, self.overlong, self.reference_apart = config, overlong, reference_apart
-        self.record = record
+        self.record, self.kl_by_env = record, dict(kl_by_env or {})
         self.estimator = make_estimator(config)
         self.by_env = {
             name: make_estimator(config.model_copy(update={"advantage": advantage}))
@@ -75,6 +77,8 @@ class Algorithm:
     def rows(self, groups: Sequence[Group]) -> TrainingRows:
         """Sampled tokens, each reward on the token that earned it."""
         samples, scores = to_samples(groups, overlong=self.overlong)
+        if self.kl_by_env and self.config.kl.in_loss:
+            samples = [self._kl_scaled(row, groups[row.group].task.env) for row in samples]
         return TrainingRows(
             samples,
             kl_coef=self.kl.coef,
@@ -97,10 +101,20 @@ class Algorithm:
         parts = []
         for env, scores in rows.by_env.items():
             own = frozenset(scores.episodes)
-            part = replace(rows, samples=[s for s in rows.samples if s.episode_id in own], scores=scores)
+            part = replace(
+                rows,
+                samples=[s for s in rows.samples if s.episode_id in own],
+                scores=scores,
+                kl_coef=self.kl_by_env.get(env, rows.kl_coef),
+            )
             if part.samples:
                 parts.append(self._estimated(part, self.by_env.get(env, self.estimator)))
         return self.without_signal(joined(rows, parts))
+
+    def _kl_scaled(self, row: Sample, env: str) -> Sample:
+        """Note the weight of the KL penalty of a row's env, relative to the run's."""
+        scale = self.kl_by_env.get(env, self.kl.coef) / self.kl.coef
+        return replace(row, columns={**row.columns, "kl_scale": (scale,) * sum(row.loss_mask)})
 
     def _estimated(self, rows: TrainingRows, estimator: NamedEstimator) -> TrainingRows:
         flat = Flat.of(rows.samples, rows.scores.episodes)

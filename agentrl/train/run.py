@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import dataclasses
 import time
+from collections.abc import Mapping
 from concurrent.futures import Executor, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -36,8 +37,8 @@ from agentrl.run_folder.store import RunStore
 from agentrl.run_folder.task_digests import task_digests
 from agentrl.sandbox import close_pools
 from agentrl.train.algorithm import Algorithm
+from agentrl.train.evaluation import EvaluationParts, check_background, make_evaluation
 from agentrl.train.feed import load_feed, make_admission
-from agentrl.train.held_out import EvalSet, HeldOut
 from agentrl.train.in_step import InStep, starting_engine
 from agentrl.train.logging import logging, rewind
 from agentrl.train.loop import train
@@ -51,7 +52,7 @@ from agentrl.train.step_log import StepLog
 from agentrl.train.summary import summarize
 from agentrl.train.training_run import Run
 from agentrl.train.verify import WeightCheck, check_rows
-from agentrl.types import Filters, Group
+from agentrl.types import Group
 
 
 @dataclass(frozen=True)
@@ -101,14 +102,16 @@ async def _train_run(setting: _Setting) -> Summary:
             stack.push(StoppedEarly.ends)
             run = await _make_run(stack, setting, content, start)
             if not any(line["step"] == 0 for line in store.metrics()) and not setting.stop:
-                before = await unless_stopped(setting.stopping, run.held_out.play(0))
-                before = {"warmup_seconds": warmup_seconds} | before
+                before = await unless_stopped(setting.stopping, run.evaluation.after(0))
+                before = {"warmup_seconds": warmup_seconds, **before}
                 store.log_metrics(0, before)
                 setting.loggers.metrics(0, before)
             if not setting.stop:
+                await run.evaluation.catch_up(store.metrics())
                 run.begin()
                 await train(run)
             await run.checkpoints.saved()
+            await run.evaluation.finished()
     summary = summarize(store, config, time.monotonic() - started + (earlier.wall_seconds if earlier else 0.0))
     store.write_summary(summary)
     write_curve(store.path)
@@ -124,6 +127,7 @@ def _checked_content(config: RunConfig, store: RunStore, reporter: Reporter) -> 
     for view in config.by_env.values():
         if said := too_long(view):
             raise ConfigError(said)
+    check_background(config)
     content = load_content(config)
     check_held_out(config, content)
     for note in (*repeated_ids(content), *config.algorithm.notes(config.rollout.max_staleness)):
@@ -131,7 +135,7 @@ def _checked_content(config: RunConfig, store: RunStore, reporter: Reporter) -> 
     for name, part in content.by_env.items():
         _check_part(config, name, part, store, reporter)
     train = (task for part in content.by_env.values() for task in part.train_tasks)
-    held_out = (task for part in content.by_env.values() for task in part.held_out_tasks)
+    held_out = (task for part in content.by_env.values() for task in part.all_held_out)
     store.write_file("tasks.json", task_digests(train, held_out))
     if config.rollout.env_shares == "solve_rate":
         require_solved(content, "rollout.env_shares: solve_rate")
@@ -172,13 +176,7 @@ async def _make_run(stack: contextlib.AsyncExitStack, setting: _Setting, content
     reporter.within("loading the learner")
     learner = await make_learner(config, policy, start)
     stack.push_async_callback(learner.close)
-    algorithm = Algorithm(
-        config.algorithm.decided(config.rollout.max_staleness),
-        overlong=config.rollout.overlong,
-        reference_apart=learner.reference_apart,
-        by_env={name: env.algorithm.advantage for name, env in config.envs.items() if env.algorithm.advantage},
-        record=config.log.tokens != "none",
-    )
+    algorithm = _algorithm(config, learner)
     if checkpoint:
         await resume(learner, algorithm, checkpoint.path)
     reward_model = await make_reward_model(config.reward_model, start, config.ray)
@@ -201,10 +199,16 @@ async def _make_run(stack: contextlib.AsyncExitStack, setting: _Setting, content
     make = await stack.enter_async_context(players(config, start, engine, renderer, make_envs))
     in_step = InStep(reporter, config.episodes_per_step)
     group_player = _group_players(setting, make, reward_model, in_step)
-    held_out = HeldOut(
-        [_eval_set(name, view, content.by_env[name], make) for name, view in config.by_env.items()],
+    parts = EvaluationParts(
+        config,
+        content,
+        base,
+        renderer,
+        lambda: sent_weights(config, learner),
         reporter,
         in_step,
+        lambda step, metrics: _late(setting, step, metrics),
+        stopping,
     )
     return Run(
         config=config,
@@ -212,22 +216,38 @@ async def _make_run(stack: contextlib.AsyncExitStack, setting: _Setting, content
         algorithm=algorithm,
         learner=learner,
         engine=engine,
-        held_out=held_out,
+        evaluation=await make_evaluation(parts, make, stack),
         checkpoints=Checkpoints(
             config.checkpoint, store, learner, algorithm, admission, renderer, start, setting.disk_thread
         ),
-        log=StepLog(
-            config,
-            store,
-            reporter,
-            {name: RewardWatch(make_env()) for name, make_env in make_envs.items()},
-            store.redraws(),
-            setting.disk_thread,
-            setting.loggers,
-        ),
+        log=_step_log(setting, content),
         in_step=in_step,
         stop=setting.stop,
         check=_weight_check(config, engine, renderer, content, learner),
+    )
+
+
+def _algorithm(config: RunConfig, learner: Learner) -> Algorithm:
+    own = {name: env.algorithm for name, env in config.envs.items()}
+    return Algorithm(
+        config.algorithm.decided(config.rollout.max_staleness),
+        overlong=config.rollout.overlong,
+        reference_apart=learner.reference_apart,
+        by_env={name: of_env.advantage for name, of_env in own.items() if of_env.advantage},
+        kl_by_env={name: of_env.kl_coef for name, of_env in own.items() if of_env.kl_coef is not None},
+        record=config.log.tokens != "none",
+    )
+
+
+def _step_log(setting: _Setting, content: Content) -> StepLog:
+    return StepLog(
+        setting.config,
+        setting.store,
+        setting.reporter,
+        {name: RewardWatch(part.make_env()) for name, part in content.by_env.items()},
+        setting.store.redraws(),
+        setting.disk_thread,
+        setting.loggers,
     )
 
 
@@ -240,13 +260,6 @@ def _weight_check(
     env = next(iter(content.by_env.values())).make_env()
     rows = check_rows(renderer, env, engine.max_context - 1)
     return WeightCheck(engine, learner.probe, rows, config.engine.resolved_tolerance)
-
-
-def _eval_set(name: str, config: RunConfig, content: Content, make: MakePlayer) -> EvalSet:
-    settings = config.eval
-    filters = Filters(settings.top_p, settings.top_k, settings.min_p)
-    player = make(env=name, temperature=settings.temperature, filters=filters)
-    return EvalSet(name, config, content.held_out_tasks[: settings.tasks], player)
 
 
 def _group_players(
@@ -272,6 +285,16 @@ def _group_players(
         for name, config in setting.config.by_env.items()
     }
     return GroupsByEnv(found, playing)
+
+
+def _late(setting: _Setting, step: int, metrics: Mapping[str, float]) -> None:
+    """Log the metrics of an evaluation that ended after its step."""
+    setting.store.add_metrics(step, metrics)
+    setting.loggers.metrics(step, metrics)
+    said = ", ".join(f"{name} {value:.3f}" for name, value in metrics.items())
+    setting.reporter.note(f"evaluation after step {step}: {said}")
+    keep, best = setting.config.checkpoint.keep, setting.config.checkpoint.best
+    setting.disk_thread.submit(setting.store.tidy_checkpoints, keep, best=best)
 
 
 def _scheduler(setting: _Setting, player: GroupsByEnv, admission: Admission, engine: Engine) -> Scheduler:

@@ -14,7 +14,7 @@ from agentrl.learner.split import StepResult
 from agentrl.rollout.admission import Batch
 from agentrl.rollout.scheduler import Scheduler
 from agentrl.train.algorithm import Algorithm
-from agentrl.train.held_out import HeldOut
+from agentrl.train.held_out import Evaluation
 from agentrl.train.in_step import InStep
 from agentrl.train.samples import TrainingRows
 from agentrl.train.save import Checkpoints
@@ -37,7 +37,7 @@ class Run:
     algorithm: Algorithm
     learner: Learner
     engine: Engine
-    held_out: HeldOut
+    evaluation: Evaluation
     checkpoints: Checkpoints
     log: StepLog
     in_step: InStep
@@ -82,7 +82,7 @@ class Run:
         self.log.episodes(batch, rows)
         self.log.tokens(batch, rows, update)
         last = step == config.steps
-        metrics |= await self.held_out.play(step)
+        metrics |= await self.evaluation.after(step)
         self.log.step(step, metrics)
         if last or self.stop or (config.checkpoint.every and step % config.checkpoint.every == 0):
             self.in_step.pause("checkpoint")

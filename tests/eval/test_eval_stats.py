@@ -8,7 +8,8 @@ import math
 import numpy as np
 import pytest
 
-from agentrl.eval.stats import estimate, paired, pass_all, pass_at, wilson
+from agentrl.eval.stats import estimate, paired, pass_all, wilson
+from agentrl.rollout.episode_metrics import pass_at
 
 
 def test_wilsons_interval():

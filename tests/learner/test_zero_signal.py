@@ -5,7 +5,7 @@ The reference is plain PyTorch: the padded model of transformers and the objecti
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -82,6 +82,7 @@ def expected(
     entropy: float = 0.0,
     token_loss: Callable[[Tensor, Tensor, float], Tensor] | None = None,
     only: set[int] | None = None,
+    kl_of_group: Mapping[int, float] | None = None,
 ) -> Tensor:
     """The gradient of mean(-A r + KL k3 - entropy H), all episodes counted, in double precision."""
     rows, scores = step
@@ -102,7 +103,8 @@ def expected(
         value = advantage[row.episode_id]
         loss_T = token_loss(new_T, old_T, value) if token_loss else -value * (new_T - old_T).exp()
         if reference is not None:
-            loss_T = loss_T + KL * ((ref_T - new_T).exp() - 1 - (ref_T - new_T))
+            coef = KL if kl_of_group is None else kl_of_group[row.group]
+            loss_T = loss_T + coef * ((ref_T - new_T).exp() - 1 - (ref_T - new_T))
         by_episode.setdefault(row.episode_id, []).append(loss_T - entropy * entropy_T)
     sequences = [torch.cat(parts) for parts in by_episode.values()]
     loss = {
@@ -206,3 +208,17 @@ def test_high_entropy_selection_leaves_penalty_and_counts_alone(small_dir: Path,
     step = two_groups(equal=(0, 1))
     ((gradient,), _) = found(make(small_dir, other_dir, entropy_top=0.2), step)
     assert relative(gradient, expected(small_dir, other_dir, step)) < 1e-6
+
+
+@pytest.mark.parametrize("tokens", [60, 16384])
+def test_each_env_has_its_own_weight_of_the_kl_penalty(small_dir: Path, other_dir: Path, tokens: int):
+    rows, scores = two_groups(equal=(1,))
+    weights = {0: 0.3, 1: 0.0}
+    step = [
+        replace(row, columns={**row.columns, "kl_scale": (weights[row.group] / KL,) * sum(row.loss_mask)})
+        for row in rows
+    ]
+    (gradient,), metrics = found(make(small_dir, other_dir, tokens=tokens), (step, scores))
+    assert relative(gradient, expected(small_dir, other_dir, (rows, scores), kl_of_group=weights)) < 1e-6
+    (_,), unscaled = found(make(small_dir, other_dir), (rows, scores))
+    assert metrics["kl"] == pytest.approx(unscaled["kl"], rel=1e-6), "the metric is the KL, not the penalty"
