@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from agentrl.errors import ConfigError as ConfigError
     from agentrl.errors import InfraError as InfraError
     from agentrl.run_folder.records import read_episodes as read_episodes
-    from agentrl.train.start_run import start_run as start_run
+    from agentrl.trainer.start_run import start_run as start_run
     from agentrl.types import Completion as Completion
     from agentrl.types import Episode as Episode
     from agentrl.types import Group as Group
@@ -41,7 +41,7 @@ _HOMES = {
     "agentrl.env": ("Env", "StepInfo", "Stop", "TextEnv", "ToolEnv", "ToolResult", "reward", "tool"),
     "agentrl.errors": ("AgentRLError", "ConfigError", "InfraError"),
     "agentrl.run_folder.records": ("read_episodes",),
-    "agentrl.train.start_run": ("start_run",),
+    "agentrl.trainer.start_run": ("start_run",),
     "agentrl.types": (
         *("Completion", "Episode", "Group", "Image", "Message", "Sampling", "StopReason", "Task", "ToolCall"),
         "Turn",

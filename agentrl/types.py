@@ -1,6 +1,6 @@
 """What flows through the house: plain frozen dataclasses, no behaviour.
 
-Token data are tuples of Python numbers: they pickle, print and compare; tensors begin in `agentrl.train`.
+Token data are tuples of Python numbers: they pickle, print and compare; tensors begin in `agentrl.trainer`.
 """
 
 from __future__ import annotations

@@ -52,7 +52,7 @@ def configured(start: Path | None, args: argparse.Namespace, *, agent: bool, ste
 
 def train(config: RunConfig, folder: Path) -> tuple[dict[str, Any], dict[str, float]]:
     """One run: held-out success by step and what its episodes were like; and how long it took."""
-    from agentrl.train.run import train_run
+    from agentrl.trainer.run import train_run
 
     began = time.perf_counter()
     with RunStore.open(config, folder, fresh=True) as store:

@@ -141,7 +141,7 @@ def make_config(
 
 def train(config: RunConfig, folder: Path) -> dict[str, Any]:
     """One run: success before and after, seconds, staleness and the curve."""
-    from agentrl.train.run import train_run
+    from agentrl.trainer.run import train_run
 
     began = time.perf_counter()
     with RunStore.open(config, folder) as store:

@@ -31,7 +31,7 @@ from typing import Any
 from agentrl.config.run import RunConfig
 from agentrl.reporting.report import Silent, Summary
 from agentrl.run_folder.store import RunStore
-from agentrl.train.run import train_run
+from agentrl.trainer.run import train_run
 
 OUT = Path(__file__).parent / "results" / "sglang.json"
 LORA = {"rank": 8, "alpha": 16}

@@ -33,8 +33,8 @@ from agentrl.learner.split import StepResult, StepRows
 from agentrl.reporting.report import Silent
 from agentrl.run_folder.records import read_metrics
 from agentrl.run_folder.store import RunStore
-from agentrl.train import run as runs
-from agentrl.train.start import make_learner
+from agentrl.trainer import run as runs
+from agentrl.trainer.start import make_learner
 
 sys.path.append(str(Path(__file__).parent))  # it is missing with `python -m` or when loaded by a path
 from kill9 import ENV

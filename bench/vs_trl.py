@@ -188,7 +188,7 @@ def run_config(shape: Shape, model: Mapping[str, Any], **changes: Any) -> RunCon
 def make_model(shape: Shape, folder: str) -> None:
     """Make the tiny model and cold-start it; the folder then holds it under `start`."""
     from agentrl.rollout.content import load_content
-    from agentrl.train.start import make_start
+    from agentrl.trainer.start import make_start
 
     options = {"quality": 0.8, "min_operations": shape.operations, "max_operations": shape.operations}
     warmup = {**shape.warmup, "options": options}
@@ -247,7 +247,7 @@ class Turns(Silent):
 
 def run_ours(shape: Shape, model: str, prompt_tokens: int, folder: str, pipe: Connection) -> None:
     from agentrl.run_folder.store import RunStore
-    from agentrl.train.run import train_run
+    from agentrl.trainer.run import train_run
 
     config = run_config(shape, {"path": model})
     rollout = config.rollout.model_copy(update={"token_budget": prompt_tokens + shape.completion_tokens})

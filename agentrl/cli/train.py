@@ -28,7 +28,7 @@ def train(
     """
     from agentrl.config import load_config
     from agentrl.extras import require
-    from agentrl.train.start_run import start_run
+    from agentrl.trainer.start_run import start_run
 
     config = load_config(path, overrides)
     require("train", "agentrl train")

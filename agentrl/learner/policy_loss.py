@@ -83,7 +83,7 @@ def policy_loss(
     Args:
         packed: its tokens; `columns` may hold learner_logprobs (before the first update; the current ones are
             taken if there are none), correction weights, selected, and the scale of the KL penalty (see
-            `agentrl.train.algorithm`).
+            `agentrl.trainer.algorithm`).
         stats: of the policy that is trained, with gradients.
         totals: counts of the whole update.
         ref_logprobs_N: log-probabilities under the reference, if the loss has a KL penalty.

@@ -40,11 +40,11 @@ from agentrl.rollout.renderer import load_renderer
 from agentrl.rollout.task_tools import task_tools_now
 from agentrl.run_folder.records import EpisodeRecord
 from agentrl.sandbox import close_pools
-from agentrl.train.algorithm import Algorithm
-from agentrl.train.estimator import make_estimator
-from agentrl.train.rewardless import no_reward
-from agentrl.train.room import too_long
-from agentrl.train.samples import to_records
+from agentrl.trainer.algorithm import Algorithm
+from agentrl.trainer.estimator import make_estimator
+from agentrl.trainer.rewardless import no_reward
+from agentrl.trainer.room import too_long
+from agentrl.trainer.samples import to_records
 from agentrl.types import LIMITS, Episode, Group, Segment, Task
 
 PROBED_TASKS = 32

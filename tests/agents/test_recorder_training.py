@@ -10,7 +10,7 @@ from agentrl.config.run import RunConfig
 from agentrl.reporting.report import Silent
 from agentrl.run_folder.records import read_episodes
 from agentrl.run_folder.store import RunStore
-from agentrl.train.run import train_run
+from agentrl.trainer.run import train_run
 
 FILES = '''
 import json

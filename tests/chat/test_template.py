@@ -13,7 +13,7 @@ from agentrl.chat.template import CHATML_TEMPLATE, Renderer
 from agentrl.chat.token_check import check_tokens
 from agentrl.chat.transcript import Transcript
 from agentrl.errors import ConfigError, TemplateError
-from agentrl.train.start import copy_tokenizer
+from agentrl.trainer.start import copy_tokenizer
 from agentrl.types import Completion, Image, Message, ToolCall
 from tests.chat.chat_tokenizers import QWEN3, make, needs_qwen3, qwen3
 from tests.chat.families import FAMILIES, QWEN25, Family

@@ -21,7 +21,7 @@ from agentrl.config.algorithm import STATISTICS, AlgorithmConfig, CorrectionConf
 from agentrl.config.choice import choice_of
 from agentrl.config.describe import json_schema
 from agentrl.errors import ConfigError
-from agentrl.train.algorithm import Algorithm
+from agentrl.trainer.algorithm import Algorithm
 
 HEAD = "env: agentrl.envs.calculator:Calculator\nmodel: {tiny: {}}\n"
 CHOICES = [("advantage", n, e.config) for n, e in ESTIMATORS.items()] + [

@@ -16,8 +16,8 @@ from agentrl.doctor.examine import findings
 from agentrl.errors import AgentRLError
 from agentrl.reporting.report import Silent
 from agentrl.run_folder.store import RunStore
-from agentrl.train import training_run
-from agentrl.train.run import train_run
+from agentrl.trainer import training_run
+from agentrl.trainer.run import train_run
 from agentrl.types import Completion, Message
 
 ENV = '''
@@ -197,7 +197,7 @@ def test_weights_that_never_reach_the_sampler(start: Path, tmp_path: Path, monke
 
 
 def test_another_temperature_in_the_learner(start: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    from agentrl.train import start as made
+    from agentrl.trainer import start as made
 
     original = made.LearnerSpec
     monkeypatch.setattr(made, "LearnerSpec", lambda *a, **k: replace(original(*a, **k), temperature=0.5))
@@ -206,7 +206,7 @@ def test_another_temperature_in_the_learner(start: Path, tmp_path: Path, monkeyp
 
 
 def test_a_loss_mask_that_is_shifted_by_one(start: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    from agentrl.train import algorithm
+    from agentrl.trainer import algorithm
 
     original = algorithm.to_samples
 

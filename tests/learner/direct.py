@@ -17,9 +17,9 @@ from agentrl.learner.rank import InProcess, LearnerSpec
 from agentrl.learner.ray_learner import ray_learner
 from agentrl.learner.shard import World
 from agentrl.learner.split import StepResult
-from agentrl.train.algorithm import Algorithm
-from agentrl.train.samples import Scores, TrainingRows
-from agentrl.train.save import resume
+from agentrl.trainer.algorithm import Algorithm
+from agentrl.trainer.samples import Scores, TrainingRows
+from agentrl.trainer.save import resume
 from agentrl.types import Sample
 
 

@@ -16,7 +16,7 @@ from agentrl.config.run import LearnerConfig, OptimConfig
 from agentrl.errors import AgentRLError, ConfigError
 from agentrl.learner.critic import load_critic
 from agentrl.learner.pack import pack
-from agentrl.train.samples import Flat
+from agentrl.trainer.samples import Flat
 from tests.learner.direct import DirectLearner
 from tests.learner.train_models import make_batch, make_sample, relative, scored, write_model
 

@@ -16,7 +16,7 @@ from agentrl.algo.returns import rewards_at_end, whiten
 from agentrl.config.algorithm import AlgorithmConfig, CriticConfig
 from agentrl.config.run import LearnerConfig, OptimConfig
 from agentrl.learner.split import Passes
-from agentrl.train.samples import Scores
+from agentrl.trainer.samples import Scores
 from agentrl.types import Sample
 from tests.learner.direct import DirectLearner
 from tests.learner.train_models import make_batch, padded_logprobs, plain_model, scored, write_model

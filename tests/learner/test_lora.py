@@ -21,7 +21,7 @@ from agentrl.models.tiny import make_tiny_model
 from agentrl.reporting.report import Silent
 from agentrl.rollout.content import corpus, load_content
 from agentrl.run_folder.store import RunStore
-from agentrl.train.run import train_run
+from agentrl.trainer.run import train_run
 from tests.learner.direct import DirectLearner
 from tests.learner.train_models import make_batch, padded_logprobs, plain_model
 

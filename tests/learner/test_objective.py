@@ -17,7 +17,7 @@ from agentrl.algo.losses import POLICY_LOSSES
 from agentrl.config.algorithm import AlgorithmConfig
 from agentrl.config.run import LearnerConfig, OptimConfig
 from agentrl.errors import ConfigError
-from agentrl.train.samples import Scores
+from agentrl.trainer.samples import Scores
 from agentrl.types import Sample
 from tests.learner.direct import DirectLearner
 from tests.learner.train_models import gradients, make_batch, padded_logprobs, plain_model, relative, write_model
@@ -260,7 +260,7 @@ def test_your_own_estimator_and_loss(small_dir: Path, tmp_path: Path):
     ],
 )
 def test_your_own_function_is_tried_before_the_run(tmp_path: Path, key: str, name: str, said: str):
-    from agentrl.train.algorithm import Algorithm
+    from agentrl.trainer.algorithm import Algorithm
 
     file = tmp_path / "own.py"
     file.write_text(OWN)

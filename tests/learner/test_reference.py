@@ -17,8 +17,8 @@ from transformers import AutoModelForTokenClassification, PreTrainedModel
 
 from agentrl.config.algorithm import AlgorithmConfig, CriticConfig
 from agentrl.config.run import LearnerConfig, OptimConfig
-from agentrl.train.algorithm import Algorithm
-from agentrl.train.samples import Scores, penalised
+from agentrl.trainer.algorithm import Algorithm
+from agentrl.trainer.samples import Scores, penalised
 from agentrl.types import Episode, Group, Message, Sample, Segment, StopReason, Task, Turn
 from tests.learner.direct import DirectLearner
 from tests.learner.train_models import (

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from agentrl.config.algorithm import AlgorithmConfig
 from agentrl.config.run import LearnerConfig, OptimConfig
-from agentrl.train.samples import Scores
+from agentrl.trainer.samples import Scores
 from agentrl.types import Sample
 from tests.learner.direct import DirectLearner
 from tests.learner.train_models import gradients, make_batch, padded_logprobs, plain_model, relative, write_model

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel, Qwen3Config, Qwen3ForCausalLM
 
-from agentrl.train.samples import Scores
+from agentrl.trainer.samples import Scores
 from agentrl.types import Sample
 
 VOCABULARY = 97

@@ -12,7 +12,7 @@ from agentrl.config.run import RunConfig
 from agentrl.errors import ConfigError
 from agentrl.reporting.loggers.make import make_loggers
 from agentrl.reporting.metric_docs import describe
-from tests.train.test_run import Notes, Told, buttons, run
+from tests.trainer.test_run import Notes, Told, buttons, run
 
 OWN = """
 import json

@@ -22,7 +22,7 @@ from agentrl.rollout.group import GroupPlayer
 from agentrl.rollout.limits import EpisodeLimits
 from agentrl.testing.engine import ScriptedEngine
 from agentrl.testing.policy import say
-from agentrl.train.rewardless import no_reward
+from agentrl.trainer.rewardless import no_reward
 from agentrl.types import Episode, Message, Sampling, Task
 
 

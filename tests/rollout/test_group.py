@@ -19,7 +19,7 @@ from agentrl.rollout.limits import EpisodeLimits
 from agentrl.rollout.rewards.model import RewardModel
 from agentrl.testing.engine import ScriptedEngine
 from agentrl.testing.policy import say
-from agentrl.train.samples import penalised, to_records, to_samples
+from agentrl.trainer.samples import penalised, to_records, to_samples
 from agentrl.types import Episode, Message, Sampling, StopReason, Task
 
 

@@ -15,7 +15,7 @@ from agentrl.rollout.episode import Player, TokenCheck, run_episode
 from agentrl.rollout.limits import EpisodeLimits
 from agentrl.testing.engine import ScriptedEngine
 from agentrl.testing.policy import say
-from agentrl.train.samples import to_samples
+from agentrl.trainer.samples import to_samples
 from agentrl.types import Group, Message, Sampling, Task
 
 

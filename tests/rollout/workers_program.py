@@ -32,7 +32,7 @@ from agentrl.run_folder.records import read_episodes
 from agentrl.run_folder.store import RunStore
 from agentrl.testing.engine import ScriptedEngine
 from agentrl.testing.policy import call, say
-from agentrl.train.run import train_run
+from agentrl.trainer.run import train_run
 from agentrl.types import Completion, Episode, Group, Sampling, Task
 
 NEIGHBOUR = "WORD = 'found'\n"

@@ -17,7 +17,7 @@ from agentrl.envs.calculator.demonstrate import demonstrate
 from agentrl.reporting.report import Silent
 from agentrl.run_folder.records import read_metrics
 from agentrl.run_folder.store import RunStore
-from agentrl.train.run import train_run
+from agentrl.trainer.run import train_run
 
 TASKS = [
     {"start": a, "operations": [[operator, b]]}

@@ -37,7 +37,7 @@ from agentrl.engine.servers.weight_sync import BroadcastSync, DiskSync, TensorSy
 from agentrl.models.tiny import make_tiny_model
 from agentrl.reporting.report import Silent, Summary
 from agentrl.run_folder.store import RunStore
-from agentrl.train.run import train_run
+from agentrl.trainer.run import train_run
 from agentrl.types import Completion, Sampling
 
 PYTHON = os.environ.get("AGENTRL_SGLANG_PYTHON", "")

@@ -21,9 +21,9 @@ from agentrl.run_folder.curve import write_curve
 from agentrl.run_folder.records import EpisodeRecord
 from agentrl.run_folder.redraws import Redraws
 from agentrl.run_folder.store import RunStore
-from agentrl.train.rewardless import RewardWatch
-from agentrl.train.samples import TrainingRows, to_records
-from agentrl.train.token_log import token_columns
+from agentrl.trainer.rewardless import RewardWatch
+from agentrl.trainer.samples import TrainingRows, to_records
+from agentrl.trainer.token_log import token_columns
 from agentrl.types import Episode, Group
 
 DRAW_EVERY_S = 20.0

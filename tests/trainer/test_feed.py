@@ -14,7 +14,7 @@ from agentrl.models.tiny import make_tokenizer
 from agentrl.rollout.admission import Admission, Batch
 from agentrl.rollout.content import Content
 from agentrl.rollout.prompts import fitting, prompt_tokens
-from agentrl.train.feed import SAMPLER_FILE, load_feed, make_admission, save_feed
+from agentrl.trainer.feed import SAMPLER_FILE, load_feed, make_admission, save_feed
 from agentrl.types import Episode, Group, Message, StopReason, Task, Turn
 
 TASKS = [Task(f"t{i}", {"number": i}) for i in range(10)]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from asyncio import to_thread
 
-from agentrl.train.training_run import Run
+from agentrl.trainer.training_run import Run
 
 
 async def train(run: Run) -> None:

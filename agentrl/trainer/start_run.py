@@ -48,7 +48,7 @@ def start_run(
         display.within("importing torch")  # many seconds on a cold disk
         try:
             from agentrl.reporting.display import quiet_transformers
-            from agentrl.train.run import train_run
+            from agentrl.trainer.run import train_run
 
             quiet_transformers()
             summary = train_run(config, store, display)

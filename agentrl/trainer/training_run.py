@@ -13,15 +13,15 @@ from agentrl.learner.learner import Learner
 from agentrl.learner.split import StepResult
 from agentrl.rollout.admission import Batch
 from agentrl.rollout.scheduler import Scheduler
-from agentrl.train.algorithm import Algorithm
-from agentrl.train.held_out import Evaluation
-from agentrl.train.in_step import InStep
-from agentrl.train.samples import TrainingRows
-from agentrl.train.save import Checkpoints
-from agentrl.train.signals import StopRequest
-from agentrl.train.start import sent_weights
-from agentrl.train.step_log import StepLog, check_drift
-from agentrl.train.verify import WeightCheck
+from agentrl.trainer.algorithm import Algorithm
+from agentrl.trainer.held_out import Evaluation
+from agentrl.trainer.in_step import InStep
+from agentrl.trainer.samples import TrainingRows
+from agentrl.trainer.save import Checkpoints
+from agentrl.trainer.signals import StopRequest
+from agentrl.trainer.start import sent_weights
+from agentrl.trainer.step_log import StepLog, check_drift
+from agentrl.trainer.verify import WeightCheck
 
 
 @dataclass

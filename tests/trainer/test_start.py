@@ -14,9 +14,9 @@ from agentrl.errors import ConfigError
 from agentrl.reporting.report import Silent
 from agentrl.rollout.content import load_content
 from agentrl.run_folder.store import RunStore
-from agentrl.train.room import too_long
-from agentrl.train.run import train_run
-from agentrl.train.start import make_start
+from agentrl.trainer.room import too_long
+from agentrl.trainer.run import train_run
+from agentrl.trainer.start import make_start
 from agentrl.types import Message, Task
 
 

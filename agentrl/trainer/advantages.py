@@ -15,7 +15,7 @@ from agentrl.algo.kl import kl_per_token
 from agentrl.algo.metrics import Metrics, mean_of
 from agentrl.algo.step_data import StepData, penalize_kl
 from agentrl.learner.policy_loss import ConfiguredLoss
-from agentrl.train.samples import Flat, Scores
+from agentrl.trainer.samples import Flat, Scores
 from agentrl.types import Sample
 
 K = TypeVar("K", bound=Hashable)

@@ -18,10 +18,10 @@ from agentrl.errors import ConfigError
 from agentrl.reporting.report import Silent, Summary
 from agentrl.run_folder.records import read_episodes
 from agentrl.run_folder.store import RunStore
-from agentrl.train.algorithm import Algorithm
-from agentrl.train.run import train_run
+from agentrl.trainer.algorithm import Algorithm
+from agentrl.trainer.run import train_run
 from agentrl.types import Group, Task
-from tests.train.test_samples import group
+from tests.trainer.test_samples import group
 
 TINY = {"tiny": {"hidden": 32, "layers": 1, "heads": 2, "intermediate": 64, "vocab": 400, "max_context": 2048}}
 

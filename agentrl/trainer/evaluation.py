@@ -16,9 +16,9 @@ from agentrl.errors import ConfigError
 from agentrl.reporting.report import Reporter
 from agentrl.rollout.build import make_engine
 from agentrl.rollout.content import Content
-from agentrl.train.held_out import EvalSet, Evaluation, HeldOut, InBackground
-from agentrl.train.in_step import InStep
-from agentrl.train.signals import unless_stopped
+from agentrl.trainer.held_out import EvalSet, Evaluation, HeldOut, InBackground
+from agentrl.trainer.in_step import InStep
+from agentrl.trainer.signals import unless_stopped
 from agentrl.types import Filters
 
 

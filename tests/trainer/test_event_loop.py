@@ -15,7 +15,7 @@ from agentrl.config.run import RunConfig
 from agentrl.learner.policy_rank import LocalPolicyRank
 from agentrl.reporting.report import Silent
 from agentrl.run_folder.store import RunStore
-from agentrl.train import run as runs
+from agentrl.trainer import run as runs
 from agentrl.types import Message, Task
 
 TAKES_S = 1.0

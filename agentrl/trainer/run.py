@@ -36,22 +36,22 @@ from agentrl.run_folder.curve import write_curve
 from agentrl.run_folder.store import RunStore
 from agentrl.run_folder.task_digests import task_digests
 from agentrl.sandbox import close_pools
-from agentrl.train.algorithm import Algorithm
-from agentrl.train.evaluation import EvaluationParts, check_background, make_evaluation
-from agentrl.train.feed import load_feed, make_admission
-from agentrl.train.in_step import InStep, starting_engine
-from agentrl.train.logging import logging, rewind
-from agentrl.train.loop import train
-from agentrl.train.rewardless import RewardWatch
-from agentrl.train.room import too_long
-from agentrl.train.samples import penalised
-from agentrl.train.save import Checkpoints, resume
-from agentrl.train.signals import StoppedEarly, StopRequest, stop_requested, unless_stopped
-from agentrl.train.start import make_learner, make_start, sent_weights
-from agentrl.train.step_log import StepLog
-from agentrl.train.summary import summarize
-from agentrl.train.training_run import Run
-from agentrl.train.verify import WeightCheck, check_rows
+from agentrl.trainer.algorithm import Algorithm
+from agentrl.trainer.evaluation import EvaluationParts, check_background, make_evaluation
+from agentrl.trainer.feed import load_feed, make_admission
+from agentrl.trainer.in_step import InStep, starting_engine
+from agentrl.trainer.logging import logging, rewind
+from agentrl.trainer.loop import train
+from agentrl.trainer.rewardless import RewardWatch
+from agentrl.trainer.room import too_long
+from agentrl.trainer.samples import penalised
+from agentrl.trainer.save import Checkpoints, resume
+from agentrl.trainer.signals import StoppedEarly, StopRequest, stop_requested, unless_stopped
+from agentrl.trainer.start import make_learner, make_start, sent_weights
+from agentrl.trainer.step_log import StepLog
+from agentrl.trainer.summary import summarize
+from agentrl.trainer.training_run import Run
+from agentrl.trainer.verify import WeightCheck, check_rows
 from agentrl.types import Group
 
 

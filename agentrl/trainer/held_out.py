@@ -18,8 +18,8 @@ from agentrl.rollout.build import make_guard
 from agentrl.rollout.collect import collect
 from agentrl.rollout.episode_metrics import mean_reward, passed, passed_at, solved
 from agentrl.rollout.group import Plays
-from agentrl.train.in_step import InStep, counting
-from agentrl.train.signals import StoppedEarly, unless_stopped
+from agentrl.trainer.in_step import InStep, counting
+from agentrl.trainer.signals import StoppedEarly, unless_stopped
 from agentrl.types import Group, Task
 
 

@@ -15,7 +15,7 @@ from agentrl.reporting.report import Silent, Summary
 from agentrl.rollout.collect import collect
 from agentrl.run_folder.records import read_episodes, read_records
 from agentrl.run_folder.store import RunStore
-from agentrl.train.run import train_run
+from agentrl.trainer.run import train_run
 from agentrl.types import Group
 
 TIMES = ("seconds", "tokens_per_s")
@@ -215,7 +215,7 @@ def test_held_out_tasks_are_sampled_as_the_eval_section_says(tmp_path: Path, mon
         seen.extend(groups if label == "held-out-0" else [])
         return groups
 
-    monkeypatch.setattr("agentrl.train.held_out.collect", watched)
+    monkeypatch.setattr("agentrl.trainer.held_out.collect", watched)
     (tmp_path / "envs.py").write_text(ENVS)
 
     def played(name: str, **changes: float) -> tuple[list[str], dict[str, float]]:
@@ -340,7 +340,7 @@ def test_ahead_of_the_learner_no_token_is_older_than_allowed_and_no_group_is_los
         held_out[label] = {v for g in groups for e in g.episodes for s in e.segments for v in s.versions}
         return groups
 
-    monkeypatch.setattr("agentrl.train.held_out.collect", watched)
+    monkeypatch.setattr("agentrl.trainer.held_out.collect", watched)
     config = buttons(tmp_path)
     config = config.model_copy(update={"rollout": config.rollout.model_copy(update={"max_staleness": 2})})
     folder = tmp_path / "run"

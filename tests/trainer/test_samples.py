@@ -12,8 +12,8 @@ from agentrl.config.run import AlgorithmConfig
 from agentrl.errors import ConfigError
 from agentrl.rollout.episode_metrics import episode_metrics
 from agentrl.run_folder.records import EpisodeRecord
-from agentrl.train.algorithm import Algorithm
-from agentrl.train.samples import episode_samples, penalised, segment_turns, to_records
+from agentrl.trainer.algorithm import Algorithm
+from agentrl.trainer.samples import episode_samples, penalised, segment_turns, to_records
 from agentrl.types import LIMITS, Episode, Group, Message, Sample, Segment, StopReason, Task, Turn
 
 PROMPT = Segment((1, 2), "prompt", -1, 0)

@@ -11,7 +11,7 @@ import torch
 
 from agentrl.config.run import AlgorithmConfig, LearnerConfig, OptimConfig
 from agentrl.errors import AgentRLError
-from agentrl.train.verify import WeightCheck
+from agentrl.trainer.verify import WeightCheck
 from agentrl.types import Sample
 from tests.learner.direct import DirectLearner
 from tests.learner.train_models import VOCABULARY, make_sample, plain_model

@@ -9,7 +9,7 @@ import pytest
 from agentrl.env import Env, ToolEnv, reward, tool
 from agentrl.env.env import StepInfo
 from agentrl.errors import ConfigError
-from agentrl.train.rewardless import RewardWatch, no_reward
+from agentrl.trainer.rewardless import RewardWatch, no_reward
 from agentrl.types import Episode, Message, StopReason, Task, Turn
 
 

@@ -18,7 +18,7 @@ from agentrl.run_folder.token_records import (
     VETOED,
     TokenColumns,
 )
-from agentrl.train.samples import TrainingRows
+from agentrl.trainer.samples import TrainingRows
 from agentrl.types import Episode, Group, Sample
 
 VALUES = ("learner_logprobs", "ref_logprobs", "entropy", "ratio", "weights")

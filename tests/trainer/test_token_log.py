@@ -20,10 +20,10 @@ from agentrl.run_folder.token_records import (
     read_tokens,
     tokens_file,
 )
-from agentrl.train.samples import TrainingRows, episode_samples
-from agentrl.train.token_log import token_columns
+from agentrl.trainer.samples import TrainingRows, episode_samples
+from agentrl.trainer.token_log import token_columns
 from agentrl.types import Group, Segment, Task
-from tests.train.test_samples import ANSWER, PROMPT, episode
+from tests.trainer.test_samples import ANSWER, PROMPT, episode
 
 FORK = Segment((4, 5), "sampled", 0, 1, (-0.5, -0.6), (4, 4))
 

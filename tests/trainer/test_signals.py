@@ -11,7 +11,7 @@ import threading
 
 import pytest
 
-from agentrl.train.signals import stop_requested
+from agentrl.trainer.signals import stop_requested
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
@@ -34,7 +34,7 @@ def test_an_asyncio_loop_sees_the_request_at_its_next_step():
     """asyncio.run installs its own SIGINT handler only where the default one stands."""
     code = (
         "import asyncio, os, signal\n"
-        "from agentrl.train.signals import stop_requested\n"
+        "from agentrl.trainer.signals import stop_requested\n"
         "async def loop():\n"
         "    with stop_requested() as stop:\n"
         "        for step in range(1000):\n"

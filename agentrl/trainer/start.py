@@ -27,9 +27,9 @@ from agentrl.rollout.episode_metrics import passed, undeclared
 from agentrl.rollout.prompts import fitting
 from agentrl.rollout.renderer import load_renderer, require_template
 from agentrl.rollout.task_tools import task_tools
-from agentrl.train.in_step import counting, starting_engine
-from agentrl.train.signals import StoppedEarly, unless_stopped
-from agentrl.train.warmup import cold_start, demonstration_samples
+from agentrl.trainer.in_step import counting, starting_engine
+from agentrl.trainer.signals import StoppedEarly, unless_stopped
+from agentrl.trainer.warmup import cold_start, demonstration_samples
 from agentrl.types import Sample
 
 

@@ -17,11 +17,11 @@ from agentrl.rollout.content import load_content
 from agentrl.run_folder.records import read_metrics
 from agentrl.run_folder.run_reader import RunReader
 from agentrl.run_folder.store import RunStore
-from agentrl.train.algorithm import Algorithm
-from agentrl.train.evaluation import check_background
-from agentrl.train.run import train_run
-from tests.train.test_mixture import TINY, StopAfter, of_env, run
-from tests.train.test_samples import group
+from agentrl.trainer.algorithm import Algorithm
+from agentrl.trainer.evaluation import check_background
+from agentrl.trainer.run import train_run
+from tests.trainer.test_mixture import TINY, StopAfter, of_env, run
+from tests.trainer.test_samples import group
 
 
 def settings(**changes: Any) -> RunConfig:

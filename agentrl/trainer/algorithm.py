@@ -19,7 +19,7 @@ from agentrl.algo.parameters import Named
 from agentrl.config.algorithm import AlgorithmConfig, KLConfig
 from agentrl.config.choice import OwnFunction
 from agentrl.learner.policy_loss import make_policy_loss
-from agentrl.train.advantages import (
+from agentrl.trainer.advantages import (
     advantages_by_segment,
     correct_rows,
     explained_variance,
@@ -28,8 +28,8 @@ from agentrl.train.advantages import (
     with_advantages,
     without_advantage,
 )
-from agentrl.train.estimator import NamedEstimator, make_estimator
-from agentrl.train.samples import Flat, TrainingRows, joined, scores_by_env, to_samples
+from agentrl.trainer.estimator import NamedEstimator, make_estimator
+from agentrl.trainer.samples import Flat, TrainingRows, joined, scores_by_env, to_samples
 from agentrl.types import Group, Sample
 
 LATE_FIELDS = frozenset({"values_N", "old_logprobs_N", "sum_pi_squared_N"})

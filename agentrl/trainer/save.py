@@ -16,9 +16,9 @@ from agentrl.learner.learner import Learner
 from agentrl.rollout.admission import Admission
 from agentrl.rollout.renderer import RENDERER_FILE
 from agentrl.run_folder.store import RunStore
-from agentrl.train.algorithm import Algorithm
-from agentrl.train.feed import save_feed
-from agentrl.train.start import copy_tokenizer
+from agentrl.trainer.algorithm import Algorithm
+from agentrl.trainer.feed import save_feed
+from agentrl.trainer.start import copy_tokenizer
 
 
 @dataclass
