@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 __all__ = ["CHATML_TEMPLATE", "Addition", "Habits", "Piece", "Renderer"]
 
 History = Literal["keep", "fork"]
-Tools = Sequence[Mapping[str, Any]]
+Tools = Sequence[Mapping[str, object]]
 
 _SYSTEM = "\u2060system\u2060"
 STAND_IN_USER = Message("user", "u")
@@ -109,7 +109,7 @@ class Renderer:
         *,
         parser: str | Parser = "auto",
         history: History = "keep",
-        variables: Mapping[str, Any] | None = None,
+        variables: Mapping[str, object] | None = None,
         eos_ids: Iterable[int] = (),
         tokenizer_digest: str = "",
     ) -> None:
@@ -192,7 +192,7 @@ class Renderer:
         template: str | None = None,
         parser: str | Parser = "auto",
         history: History = "keep",
-        variables: Mapping[str, Any] | None = None,
+        variables: Mapping[str, object] | None = None,
     ) -> Renderer:
         """Load the tokenizer and template of a Hugging Face model directory.
 
@@ -283,7 +283,7 @@ class Renderer:
         """Return the schemas with control tokens in their text shielded; `written` is their cache key."""
         return self._tools(written, len(written), lambda: [Fixed(self.vocabulary.shield(tool)) for tool in tools])
 
-    def data(self, message: Message) -> dict[str, Any]:
+    def data(self, message: Message) -> dict[str, object]:
         """Convert a message to the format chat templates read, with control tokens in its text shielded."""
         shield = self.vocabulary.shield
         content = shield(_content(message))
@@ -370,7 +370,7 @@ class Renderer:
         pieces = self._pieces(tail, cut, [glue, *ends[1:]])
         return self._addition([Piece(p.ids, p.message - 1 if p.message else None) for p in pieces])
 
-    def _attempt(self, data: Sequence[Mapping[str, Any]], tools: Tools) -> str | None:
+    def _attempt(self, data: Sequence[Mapping[str, object]], tools: Tools) -> str | None:
         """Return the prompt after these messages; None if the template refuses them."""
         try:
             return self.render_data(data, tools, generation_prompt=True)
@@ -406,7 +406,7 @@ class Renderer:
             "use a template whose turns end with a special token of the tokenizer"
         )
 
-    def stand_in(self, last: Message, messages: Sequence[Message]) -> dict[str, Any]:
+    def stand_in(self, last: Message, messages: Sequence[Message]) -> dict[str, object]:
         """Return a short assistant message that ends like `last`, with its text replaced by the sentinel."""
         if self.habits.inline_calls or not messages or messages[0].role != "tool":
             return {"role": "assistant", "content": SENTINEL}
@@ -416,14 +416,14 @@ class Renderer:
         shown = []
         for call in calls:
             data = self._call(ToolCall(call.id, call.name, {}))
-            arguments: Any = {"x": SENTINEL}
+            arguments: object = {"x": SENTINEL}
             data["function"]["arguments"] = (
                 json.dumps(arguments, ensure_ascii=False) if self.habits.json_arguments else arguments
             )
             shown.append(data)
         return {"role": "assistant", "content": "", "tool_calls": shown}
 
-    def _prefix(self, data: Sequence[Mapping[str, Any]], tools: Tools, prompt: str) -> int | None:
+    def _prefix(self, data: Sequence[Mapping[str, object]], tools: Tools, prompt: str) -> int | None:
         """Return where `data`, rendered alone, ends in `prompt`; None if it is not a prefix of it."""
         try:
             part = self.render_data(data, tools)
@@ -431,7 +431,7 @@ class Renderer:
             return None
         return len(part) if prompt.startswith(part) else None
 
-    def _match(self, data: Sequence[Mapping[str, Any]], tools: Tools, tail: str) -> int | None:
+    def _match(self, data: Sequence[Mapping[str, object]], tools: Tools, tail: str) -> int | None:
         """Return where `data` ends in `tail`, both measured from the end of the stand-in's turn; None as in
         `_prefix`."""
         try:
@@ -497,7 +497,7 @@ class Renderer:
         return ids[:-1] if ids and ids[-1] in self.stop_ids else ids
 
 
-def _known_variables(template: str, variables: Mapping[str, Any], special: Mapping[str, str]) -> None:
+def _known_variables(template: str, variables: Mapping[str, object], special: Mapping[str, str]) -> None:
     """Reject variables that the template never reads or that the renderer sets itself."""
     reads = variables_of(template) if variables else frozenset()
     for name in variables:
@@ -529,7 +529,7 @@ def to_message(parsed: Parsed, number: int) -> Message:
 def same_meaning(a: Message, b: Message) -> bool:
     """Whether two parses of a completion mean the same: white space around parts and call ids are ignored."""
 
-    def parts(message: Message) -> tuple[Any, ...]:
+    def parts(message: Message) -> tuple[object, ...]:
         calls = [(call.name, dict(call.arguments)) for call in message.tool_calls]
         return _content(message).split(), (message.reasoning or "").split(), calls
 

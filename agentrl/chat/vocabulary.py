@@ -106,7 +106,7 @@ class Vocabulary:
         }
         return cls(spec, special, template, str(path))
 
-    def shield(self, value: Any) -> Any:
+    def shield(self, value: object) -> Any:
         """Return `value` (text, or JSON-like data with text) with every control token in it made opaque."""
         if isinstance(value, str):
             return self._to_shield.sub(self._opaque, _LONE_SURROGATE.sub("\ufffd", value))
@@ -248,7 +248,7 @@ def read_json(path: Path) -> dict[str, Any]:
     return data
 
 
-def _tokenizer(spec: Mapping[str, Any], where: str) -> Tokenizer:
+def _tokenizer(spec: Mapping[str, object], where: str) -> Tokenizer:
     from tokenizers import Tokenizer
 
     try:
@@ -286,7 +286,7 @@ def _without(
     )
 
 
-def _without_prefix_space(node: Any) -> Any:
+def _without_prefix_space(node: object) -> Any:
     """Return the tokenizer description without the rules that put a space before the first word."""
     if isinstance(node, Sequence) and not isinstance(node, str):
         return [_without_prefix_space(n) for n in node if not (isinstance(n, dict) and n.get("type") == "Prepend")]

@@ -79,7 +79,7 @@ class ModelConfig(Section):
     parser: Annotated[str, NamesCode("class", or_word=True)] = "auto"
     """Tool-call format: a name from docs/tokens.md, your own parser as `module:Name` or `path/to/file.py:Name`, or
     `auto`: the first format that parses the calls rendered by the chat template."""
-    template_options: dict[str, Any] = Field(default_factory=dict)
+    template_options: dict[str, object] = Field(default_factory=dict)
     """Chat template variables, such as `enable_thinking: false`; variables the template never reads are errors."""
 
     @model_validator(mode="after")
@@ -95,9 +95,9 @@ class EnvConfig(Section):
     use: Annotated[str, NamesCode("class", or_scheme=True)]
     """`module:Class` or `path/to/file.py:Class`; a path is relative to the YAML file. Or `SCHEME:REST`, an env of
     another ecosystem, such as `textarena:2048-v0` (`agentrl envs` lists the schemes)."""
-    options: dict[str, Any] = Field(default_factory=dict)
+    options: dict[str, object] = Field(default_factory=dict)
     """Keyword arguments for the class, or the options of the scheme."""
-    settings: dict[str, Any] = Field(default_factory=dict)
+    settings: dict[str, object] = Field(default_factory=dict)
     """Limits on calls and results, and the handling of mistakes: the fields of `agentrl.env.ToolSettings`."""
     solved_at: float | dict[str, float] | None = None
     """When an episode counts as solved: at this total reward, or when each named reward, before its weight,
@@ -152,7 +152,7 @@ class DataConfig(Section):
     """Held-out rows for evaluation, in the same form as `train`."""
     columns: Annotated[dict[str, str], OnlyWith("train", "held_out")] = Field(default_factory=dict)
     """Maps arguments of `setup` to column names if they differ: `{prompt: question}`."""
-    options: Annotated[dict[str, Any], NeverWith("train")] = Field(default_factory=dict)
+    options: Annotated[dict[str, object], NeverWith("train")] = Field(default_factory=dict)
     """Keyword arguments for the env's `tasks` generator."""
     sampler: SamplerConfig = SamplerConfig()
     """The order of tasks."""
@@ -173,7 +173,7 @@ class WarmupConfig(Section):
     demonstrations: Annotated[str | None, PathTo("file")] = None
     """JSON-lines file of {"messages": [...]}; by default the env's `demonstrations`, or episodes that its `oracle`
     plays on training tasks."""
-    options: Annotated[dict[str, Any], NeverWith("demonstrations")] = Field(default_factory=dict)
+    options: Annotated[dict[str, object], NeverWith("demonstrations")] = Field(default_factory=dict)
     """Keyword arguments for the env's `demonstrations` generator."""
     num: Annotated[Positive, NeverWith("demonstrations")] = 600
     """Number of demonstration episodes."""
@@ -467,7 +467,7 @@ class RunConfig(Section):
 
     @model_validator(mode="before")
     @classmethod
-    def _env_shorthand(cls, data: Any) -> Any:
+    def _env_shorthand(cls, data: object) -> object:
         if not isinstance(data, dict):
             return data
         data = data | {key: {"use": data[key]} for key in ("env", "warmup") if isinstance(data.get(key), str)}
@@ -477,7 +477,7 @@ class RunConfig(Section):
 
     @model_validator(mode="before")
     @classmethod
-    def _critic_of_gae(cls, data: Any) -> Any:
+    def _critic_of_gae(cls, data: Any) -> object:
         """Give `advantage: gae` a critic with defaults if the user configured none."""
         algorithm = data.get("algorithm") if isinstance(data, dict) else None
         advantage = (

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from types import UnionType
-from typing import Annotated, Any, Literal, Union, get_args, get_origin
+from typing import Annotated, Literal, Union, get_args, get_origin
 
 import annotated_types
 from pydantic import BaseModel
@@ -42,7 +42,7 @@ def named_section_of(field: FieldInfo) -> type[Section] | None:
     return None
 
 
-def alternatives(annotation: Any) -> tuple[Any, ...]:
+def alternatives(annotation: object) -> tuple[object, ...]:
     """The members of a union, or the annotation alone; without what `Annotated` adds to them."""
     members = get_args(annotation) if get_origin(annotation) in (Union, UnionType) else (annotation,)
     return tuple(get_args(kind)[0] if get_origin(kind) is Annotated else kind for kind in members)
@@ -93,7 +93,7 @@ def without_kinds(loc: Loc) -> Loc:
 
 
 def fields(
-    section: type[BaseModel] = RunConfig, loc: tuple[str, ...] = (), data: Any = None
+    section: type[BaseModel] = RunConfig, loc: tuple[str, ...] = (), data: object = None
 ) -> Iterator[tuple[tuple[str, ...], FieldInfo]]:
     """Every field below a section with its location, parents first.
 
@@ -141,7 +141,7 @@ MOVED = {
 """Messages about keys of earlier versions; `{address}` is the given value."""
 
 
-def unknown_key(loc: Loc, value: Any = None) -> str:
+def unknown_key(loc: Loc, value: object = None) -> str:
     """The message about an unknown key with this value."""
     *parent, key = (str(part) for part in loc)
     if (moved := MOVED.get(".".join((*parent, key)))) is not None:
@@ -176,7 +176,7 @@ def unknown_key(loc: Loc, value: Any = None) -> str:
     return "unknown key; " + did_you_mean(key, known, otherwise=f"the keys here are {', '.join(known)}")
 
 
-def _section_beside_a_name(section: type[BaseModel], key: str, value: Any) -> str | None:
+def _section_beside_a_name(section: type[BaseModel], key: str, value: object) -> str | None:
     """The message about parameters outside of their choice: `gspo: {...}` next to `loss: gspo`."""
     for name, field in section.model_fields.items():
         choice = choice_of(field)
@@ -220,8 +220,8 @@ def _under(paths: list[tuple[str, ...]]) -> str:
 
 def bounds(field: FieldInfo) -> str | None:
     """The allowed range of a number in words ("in (0, 1)", "at least 1"), None without bounds."""
-    low: tuple[str, Any] | None = None
-    high: tuple[str, Any] | None = None
+    low: tuple[str, object] | None = None
+    high: tuple[str, object] | None = None
     for item in metadata(field):
         if isinstance(item, annotated_types.Gt):
             low = ("(", item.gt)
@@ -240,11 +240,11 @@ def bounds(field: FieldInfo) -> str | None:
     return None
 
 
-def _number(value: Any) -> str:
+def _number(value: object) -> str:
     return f"{value:g}" if isinstance(value, float) else str(value)
 
 
-def kind_name(annotation: Any) -> str:
+def kind_name(annotation: object) -> str:
     """A type in plain language: "a whole number", "text", "'grpo' or 'rloo'"."""
     names = []
     for kind in alternatives(annotation):
@@ -258,7 +258,7 @@ def kind_name(annotation: Any) -> str:
     return " or ".join(names)
 
 
-_KINDS: dict[Any, str] = {
+_KINDS: dict[object, str] = {
     bool: "true or false",
     int: "a whole number",
     float: "a number",

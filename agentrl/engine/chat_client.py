@@ -18,7 +18,7 @@ from agentrl.config.address import address_problem
 from agentrl.errors import ConfigError, EngineError
 from agentrl.types import Message
 
-Tools = Sequence[Mapping[str, Any]]
+Tools = Sequence[Mapping[str, object]]
 
 _ECHOED = ("reasoning_content", "reasoning", "reasoning_details")
 """Non-standard fields that endpoints expect to receive again in the next request."""
@@ -42,7 +42,7 @@ class Endpoint:
     api_key_env: str = ""
     timeout_s: float = 120.0
     retries: int = 5
-    request: Mapping[str, Any] = field(default_factory=dict)
+    request: Mapping[str, object] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         if problem := address_problem(self.base_url):
@@ -101,7 +101,7 @@ class ChatClient:
         await self._client.close()
 
     async def ask(
-        self, messages: Sequence[Mapping[str, Any]], tools: Tools, *, temperature: float, max_tokens: int
+        self, messages: Sequence[Mapping[str, object]], tools: Tools, *, temperature: float, max_tokens: int
     ) -> tuple[dict[str, Any], Reply]:
         """Send a conversation in wire format; return the answer and the message to send back next time.
 
@@ -149,16 +149,16 @@ class ChatClient:
             return ConfigError(f"{where}: refuses `{param}`: {text}")
         return EngineError(f"{where}: status {e.status_code}: {text}")
 
-    def _read(self, answer: Any, seconds: float) -> tuple[dict[str, Any], Reply]:
+    def _read(self, answer: Any, seconds: float) -> tuple[dict[str, object], Reply]:
         choices = getattr(answer, "choices", None)
         if not choices or choices[0].message is None:
             said = getattr(answer, "error", None) or answer
             raise EngineError(f"{self.endpoint.base_url}: an answer without a message: {str(said)[:300]}")
         raw = choices[0].message
         wired = _wire_calls(raw.tool_calls or ())
-        extra: dict[str, Any] = {k: v for k in _ECHOED if (v := getattr(raw, k, None)) is not None}
+        extra: dict[str, object] = {k: v for k in _ECHOED if (v := getattr(raw, k, None)) is not None}
         content = raw.content if raw.content is not None else (getattr(raw, "refusal", None) or "")
-        wire: dict[str, Any] = {"role": "assistant", "content": raw.content or (None if wired else content)}
+        wire: dict[str, object] = {"role": "assistant", "content": raw.content or (None if wired else content)}
         wire |= ({"tool_calls": wired} if wired else {}) | extra
         readable = {k: v for k, v in wire.items() if k not in _ECHOED or isinstance(v, str)}
         read = read_message(readable)
@@ -186,7 +186,7 @@ class Conversation:
 
     def __init__(self, client: ChatClient, tools: Tools = ()) -> None:
         self._client, self._tools = client, tools
-        self._wire: list[dict[str, Any]] = []
+        self._wire: list[dict[str, object]] = []
         self._malformed: list[str] = []  # ids of unreadable calls that await their answer
 
     def extend(self, messages: Sequence[Message]) -> None:
@@ -216,9 +216,9 @@ class Conversation:
         return reply
 
 
-def _wire_calls(raw: Sequence[Any]) -> list[dict[str, Any]]:
+def _wire_calls(raw: Sequence[Any]) -> list[dict[str, object]]:
     """Return the calls of an answer in wire format, with unique ids."""
-    wired: list[dict[str, Any]] = []
+    wired: list[dict[str, object]] = []
     seen: set[str] = set()
     for number, call in enumerate(raw):
         function = getattr(call, "function", None)

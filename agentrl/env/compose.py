@@ -40,10 +40,10 @@ from agentrl.importing import load_object
 from agentrl.sandbox import Sandbox
 from agentrl.types import Episode, Message
 
-Reward = str | Callable[..., Any] | Mapping[str, Any]
+Reward = str | Callable[..., object] | Mapping[str, Any]
 """A function, its name, or `{use: name, options: {...}}` with keyword arguments for it."""
-Entry = str | Callable[..., Any] | Mapping[str, Any]
-Loaded = McpServer | VerlToolEntry | MethodTool | Callable[[], Any]
+Entry = str | Callable[..., object] | Mapping[str, Any]
+Loaded = McpServer | VerlToolEntry | MethodTool | Callable[[], object]
 
 
 class ComposedEnv(ToolEnv):
@@ -65,7 +65,7 @@ class ComposedEnv(ToolEnv):
         tools: Sequence[Entry] = (),
         reward: Reward | Sequence[Reward] | Mapping[str, Reward] = (),
         system: str = "",
-        sandbox: Mapping[str, Any] | None = None,
+        sandbox: Mapping[str, object] | None = None,
         base: str | Path | None = None,
     ) -> None:
         self._base = None if base is None else Path(base)
@@ -87,7 +87,7 @@ class ComposedEnv(ToolEnv):
         """The configured system prompt, unless the row has one."""
         return "" if self._prompt_has_system else self._system_text
 
-    async def setup(self, prompt: str | list[dict[str, Any]], **row: Any) -> str | list[Message]:
+    async def setup(self, prompt: str | list[dict[str, object]], **row: Any) -> str | list[Message]:
         """Open with the row's prompt; verl-style tools are created with the row's `extra_info.tools_kwargs`."""
         extra: Mapping[str, Any] = row.get("extra_info") or {}
         selected = extra.get("tool_selection")
@@ -140,7 +140,7 @@ class ComposedEnv(ToolEnv):
                 await self._ask_reward(rewards, spec, tool.calc_reward, None, read)
         return rewards.result()
 
-    def _parts(self, name: str, only: str | None, value: Any) -> dict[str, float]:
+    def _parts(self, name: str, only: str | None, value: object) -> dict[str, float]:
         """The return value of a reward as weighted parts by name; for a mapping each entry, or just `only`."""
         if isinstance(value, Mapping) and only is not None:
             value = value.get(only)
@@ -179,7 +179,7 @@ class ComposedEnv(ToolEnv):
         return [entry] if isinstance(entry, MethodTool) else self._open_toolbox(entry)
 
 
-def _sandbox(options: Mapping[str, Any]) -> Sandbox:
+def _sandbox(options: Mapping[str, object]) -> Sandbox:
     known = [f.name for f in fields(Sandbox)]
     if unknown := [key for key in options if key not in known]:
         raise ConfigError(f"sandbox: unknown key {unknown[0]!r}; the keys are: {', '.join(known)}")
@@ -207,8 +207,8 @@ def _load_entry(entry: Entry, base: Path | None) -> Loaded:
 
 
 def _load_named(
-    use: str | Callable[..., Any], options: Mapping[str, Any], base: Path | None
-) -> MethodTool | Callable[[], Any]:
+    use: str | Callable[..., object], options: Mapping[str, object], base: Path | None
+) -> MethodTool | Callable[[], object]:
     with verl_names():
         found = load_object(use, base=base) if isinstance(use, str) else use
     if isinstance(found, type):
@@ -231,7 +231,7 @@ def _load_named(
 
 def _load_rewards(
     reward: Reward | Sequence[Reward] | Mapping[str, Reward], base: Path | None
-) -> dict[str, Callable[..., Any]]:
+) -> dict[str, Callable[..., object]]:
     named: dict[str, Reward] = {}
     if isinstance(reward, Mapping) and "use" not in reward:
         named = dict(reward.items())
@@ -243,7 +243,7 @@ def _load_rewards(
             if name in named:
                 raise ConfigError(f"reward: two are named {name!r}; write a mapping of names to functions")
             named[name] = item
-    found: dict[str, Callable[..., Any]] = {}
+    found: dict[str, Callable[..., object]] = {}
     for name, item in named.items():
         use, options = (item.get("use"), item.get("options") or {}) if isinstance(item, Mapping) else (item, {})
         with verl_names():
@@ -264,12 +264,12 @@ def _load_rewards(
     return found
 
 
-def _reward_name(item: Any) -> str:
+def _reward_name(item: object) -> str:
     use = item.get("use") if isinstance(item, Mapping) else item
     return use.rpartition(":")[2] if isinstance(use, str) else str(getattr(use, "__name__", use))
 
 
-def _takes(function: Callable[..., Any], name: str) -> bool:
+def _takes(function: Callable[..., object], name: str) -> bool:
     parameters = inspect.signature(function).parameters
     return name in parameters or any(p.kind is p.VAR_KEYWORD for p in parameters.values())
 

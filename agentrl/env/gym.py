@@ -35,11 +35,11 @@ class AnyText(spaces.Text):
     def __init__(self, max_length: int = 1_000_000) -> None:
         super().__init__(max_length, charset=frozenset(string.printable))
 
-    def contains(self, x: Any) -> bool:
+    def contains(self, x: object) -> bool:
         """Whether `x` is text within the length limit."""
         return isinstance(x, str) and len(x) <= self.max_length
 
-    def sample(self, mask: Any = None, probability: Any = None) -> str:
+    def sample(self, mask: object = None, probability: object = None) -> str:
         """Short random text."""
         length = int(self.np_random.integers(1, 41))
         return "".join(self.np_random.choice(sorted(string.printable), length))
@@ -54,7 +54,7 @@ class TextGym(gymnasium.Env[str, str]):
         render_mode: "ansi" renders the conversation.
     """
 
-    metadata: dict[str, Any] = {"render_modes": ["ansi"], "render_fps": 1}  # noqa: RUF012  # as Gymnasium declares it
+    metadata: dict[str, object] = {"render_modes": ["ansi"], "render_fps": 1}  # noqa: RUF012  # as Gymnasium declares it
 
     def __init__(
         self, env: Callable[[], Env], tasks: Sequence[Task], render_mode: str | None = None, max_turns: int = 50
@@ -69,13 +69,13 @@ class TextGym(gymnasium.Env[str, str]):
         self._turns: list[Turn] = []
 
     @property
-    def tools(self) -> Sequence[Mapping[str, Any]]:
+    def tools(self) -> Sequence[Mapping[str, object]]:
         """The tool schemas that a policy needs in addition to the text."""
         return self._env.tools
 
     def reset(
         self, *, seed: int | None = None, options: dict[str, Any] | None = None
-    ) -> tuple[str, dict[str, Any]]:
+    ) -> tuple[str, dict[str, object]]:
         """Start an episode on a task sampled with the env's generator."""
         super().reset(seed=seed)
         wanted = (options or {}).get("task")
@@ -87,7 +87,7 @@ class TextGym(gymnasium.Env[str, str]):
         self._messages, self._turns = list(opening), []
         return _text(opening), {"task_id": self._task.id}
 
-    def step(self, action: str) -> tuple[str, float, bool, bool, dict[str, Any]]:
+    def step(self, action: str) -> tuple[str, float, bool, bool, dict[str, object]]:
         """Play one assistant message."""
         if self._task is None:
             raise gymnasium.error.ResetNeeded("call reset before step")
@@ -98,7 +98,7 @@ class TextGym(gymnasium.Env[str, str]):
         stop = info.stop_reason
         if not terminated and len(self._turns) >= self._max_turns:
             truncated, stop = True, stop or StopReason.MAX_TURNS
-        said: dict[str, Any] = {"metrics": dict(info.metrics)}
+        said: dict[str, object] = {"metrics": dict(info.metrics)}
         if terminated or truncated:
             episode = self._episode(stop or StopReason.TERMINATED)
             rewards = background.run(self._env.score(episode))
@@ -161,7 +161,7 @@ class GymnasiumEnv(ToolEnv):
 
     env_id: str = ""
     """Gymnasium id of the env."""
-    make_options: Mapping[str, Any] = {}
+    make_options: Mapping[str, object] = {}
     """Keyword arguments of `gymnasium.make`."""
     actions: tuple[str, ...] = ()
     """Names of a Discrete space's actions; numbers if it is empty."""
@@ -169,7 +169,7 @@ class GymnasiumEnv(ToolEnv):
     """Factor for the game's rewards, which become turn rewards."""
 
     def __init__(
-        self, env_id: str | None = None, *, actions: Sequence[str] | None = None, **make_options: Any
+        self, env_id: str | None = None, *, actions: Sequence[str] | None = None, **make_options: object
     ) -> None:
         self.env_id = env_id or self.env_id
         self.actions = tuple(actions) if actions is not None else self.actions
@@ -179,10 +179,10 @@ class GymnasiumEnv(ToolEnv):
                 f'{type(self).__name__}: say which game, e.g. GymnasiumEnv("FrozenLake-v1"), or in YAML '
                 "env.options: {env_id: FrozenLake-v1}"
             )
-        self.game: gymnasium.Env[Any, Any] = self.make_game()
+        self.game: gymnasium.Env[object, object] = self.make_game()
         self.reader = reader_of(self.game.action_space, self.actions, self.env_id)
 
-    def make_game(self, **options: Any) -> gymnasium.Env[Any, Any]:
+    def make_game(self, **options: Any) -> gymnasium.Env[Any, object]:
         """Create the game, with text rendering if supported."""
         wanted = {**self.make_options, **options}
         try:
@@ -212,13 +212,13 @@ class GymnasiumEnv(ToolEnv):
         """Those of the class; undeclared if it has none, because the game's rewards are rewards of turns."""
         return super().declared_rewards() or None
 
-    def describe(self, observation: Any) -> str:
+    def describe(self, observation: object) -> str:
         """What the policy sees: the rendered text if the game supports it, else the observation."""
         if getattr(self.game, "render_mode", None) == "ansi":
             return without_colors(str(self.game.render())).strip("\n")
         return json.dumps(_plain(observation))
 
-    def act(self, action: Any) -> ToolResult:
+    def act(self, action: object) -> ToolResult:
         """Play one action of the game's action space."""
         observation, reward, terminated, truncated, _ = self.game.step(action)
         self.end = (terminated, truncated)
@@ -247,7 +247,7 @@ class _Act:
     def __init__(self, env: GymnasiumEnv) -> None:
         self._env = env
         schema = env.reader.schema
-        self.schema: Mapping[str, Any] = {
+        self.schema: Mapping[str, object] = {
             "type": "function",
             "function": {
                 "name": "act",
@@ -256,25 +256,25 @@ class _Act:
             },
         }
 
-    def validate(self, arguments: Mapping[str, Any]) -> dict[str, Any]:
+    def validate(self, arguments: Mapping[str, object]) -> dict[str, object]:
         if not isinstance(arguments, Mapping) or "action" not in arguments:
             raise InvalidArguments("args.action: required")
         if unknown := [name for name in arguments if name != "action"]:
             raise InvalidArguments(f"args.{unknown[0]}: unknown argument (known: action)")
         return {"action": self._env.reader.read(arguments["action"])}
 
-    async def call(self, arguments: dict[str, Any], timeout_s: float | None) -> Any:
+    async def call(self, arguments: dict[str, object], timeout_s: float | None) -> object:
         return await call_function(self._env.act, arguments, timeout_s)
 
 
 class ActionReader:
     """JSON schema of an action space, and the conversion from JSON values to actions."""
 
-    def __init__(self, schema: Mapping[str, Any], read: Callable[[Any], Any]) -> None:
+    def __init__(self, schema: Mapping[str, object], read: Callable[[object], object]) -> None:
         self.schema, self.read = schema, read
 
 
-def reader_of(space: spaces.Space[Any], names: Sequence[str], env_id: str) -> ActionReader:
+def reader_of(space: spaces.Space[object], names: Sequence[str], env_id: str) -> ActionReader:
     """Map the actions of `space` to JSON for a language model.
 
     Raises:
@@ -304,7 +304,7 @@ def _discrete(space: spaces.Discrete, names: Sequence[str], env_id: str) -> Acti
     if names:
         numbers = {name: start + i for i, name in enumerate(names)}
 
-        def read_name(value: Any) -> int:
+        def read_name(value: object) -> int:
             if not isinstance(value, str) or value not in numbers:
                 wanted = " or ".join(repr(n) for n in names)
                 raise InvalidArguments(f"args.action: expected {wanted}, got {shorten(value)}")
@@ -312,14 +312,14 @@ def _discrete(space: spaces.Discrete, names: Sequence[str], env_id: str) -> Acti
 
         return ActionReader({"type": "string", "enum": list(names)}, read_name)
 
-    def read_number(value: Any) -> int:
+    def read_number(value: object) -> int:
         return int(_number(value, "integer", (start, start + count - 1), "args.action"))
 
     return ActionReader({"type": "integer", "minimum": start, "maximum": start + count - 1}, read_number)
 
 
-def _numbers(kind: str, bounds: Sequence[tuple[float, float]], space: spaces.Space[Any]) -> ActionReader:
-    def part(low: float, high: float) -> dict[str, Any]:
+def _numbers(kind: str, bounds: Sequence[tuple[float, float]], space: spaces.Space[object]) -> ActionReader:
+    def part(low: float, high: float) -> dict[str, object]:
         limits = {"minimum": low, "maximum": high}
         return {"type": kind} | {k: v for k, v in limits.items() if np.isfinite(v)}
 
@@ -327,7 +327,7 @@ def _numbers(kind: str, bounds: Sequence[tuple[float, float]], space: spaces.Spa
     items = {"items": parts[0]} if all(p == parts[0] for p in parts) else {"prefixItems": parts}
     schema = {"type": "array", **items, "minItems": len(parts), "maxItems": len(parts)}
 
-    def read(value: Any) -> Any:
+    def read(value: object) -> object:
         if not isinstance(value, list) or len(value) != len(bounds):
             raise InvalidArguments(f"args.action: expected array of {len(bounds)} numbers, got {shorten(value)}")
         checked = [
@@ -338,7 +338,7 @@ def _numbers(kind: str, bounds: Sequence[tuple[float, float]], space: spaces.Spa
     return ActionReader(schema, read)
 
 
-def _number(value: Any, kind: str, bounds: tuple[float, float], path: str) -> float:
+def _number(value: object, kind: str, bounds: tuple[float, float], path: str) -> float:
     wanted = int if kind == "integer" else int | float
     if isinstance(value, bool) or not isinstance(value, wanted):
         raise InvalidArguments(f"{path}: expected {kind}, got {shorten(value)}")
@@ -347,7 +347,7 @@ def _number(value: Any, kind: str, bounds: tuple[float, float], path: str) -> fl
     return value
 
 
-def _plain(value: Any) -> Any:
+def _plain(value: object) -> object:
     """A Gymnasium observation as JSON data."""
     if isinstance(value, Mapping):
         return {str(k): _plain(v) for k, v in value.items()}

@@ -85,7 +85,7 @@ class McpServer:
 class _Listed:
     name: str
     description: str
-    parameters: Mapping[str, Any]
+    parameters: Mapping[str, object]
 
 
 _listings: dict[McpServer, tuple[_Listed, ...]] = {}
@@ -193,7 +193,7 @@ class McpConnection:
         finally:
             self._client = None
 
-    async def call(self, name: str, arguments: dict[str, Any], timeout_s: float | None) -> Any:
+    async def call(self, name: str, arguments: dict[str, object], timeout_s: float | None) -> object:
         """Call a tool; text and images come back as content.
 
         Raises:
@@ -278,11 +278,11 @@ class McpTool:
     parallel: bool = False
     outside: bool = True
 
-    def validate(self, arguments: Mapping[str, Any]) -> dict[str, Any]:
+    def validate(self, arguments: Mapping[str, object]) -> dict[str, object]:
         """Raises InvalidArguments."""
         return check_arguments(self.schema["function"]["parameters"], arguments)
 
-    async def call(self, arguments: dict[str, Any], timeout_s: float | None) -> Any:
+    async def call(self, arguments: dict[str, object], timeout_s: float | None) -> object:
         """Call the tool on the server."""
         return await self.connection.call(self.remote_name, arguments, timeout_s)
 

@@ -24,12 +24,12 @@ def say(text: str) -> Message:
     return Message("assistant", text)
 
 
-def call(name: str, /, **arguments: Any) -> Message:
+def call(name: str, /, **arguments: object) -> Message:
     """An assistant message with one call; its id is set when it is played."""
     return calls((name, arguments))
 
 
-def calls(*wanted: tuple[str, Mapping[str, Any]]) -> Message:
+def calls(*wanted: tuple[str, Mapping[str, object]]) -> Message:
     """An assistant message with several calls."""
     return Message(
         "assistant", tool_calls=tuple(ToolCall(f"call_{i}", n, dict(a)) for i, (n, a) in enumerate(wanted))
@@ -81,8 +81,8 @@ def random_arguments(schema: Mapping[str, Any], rng: random.Random, words: Seque
 
 def _value(
     schema: Mapping[str, Any], definitions: Mapping[str, Any], rng: random.Random, words: Sequence[str], depth: int
-) -> Any:
-    def inner(part: Mapping[str, Any]) -> Any:
+) -> object:
+    def inner(part: Mapping[str, object]) -> object:
         return _value(part, definitions, rng, words, depth + 1)
 
     if "$ref" in schema:
@@ -108,7 +108,7 @@ def _value(
     return _scalar(kind, schema, rng, words)
 
 
-def _scalar(kind: str, schema: Mapping[str, Any], rng: random.Random, words: Sequence[str]) -> Any:
+def _scalar(kind: str, schema: Mapping[str, Any], rng: random.Random, words: Sequence[str]) -> object:
     if kind == "null":
         return None
     if kind == "boolean":

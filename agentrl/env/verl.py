@@ -33,28 +33,28 @@ from agentrl.types import Episode, Image, Message, Segment
 class ToolResponse:
     """The return value of `execute`: text, and images as encoded bytes or objects with a `save` method."""
 
-    def __init__(self, text: str | None = None, image: Any = None, video: Any = None) -> None:
+    def __init__(self, text: str | None = None, image: object = None, video: object = None) -> None:
         if video:
             raise ValueError("video in a ToolResponse is not supported")
         self.text, self.image, self.video = text, image, video
 
 
-class ToolSchema(dict[str, Any]):
+class ToolSchema(dict[str, object]):
     """The OpenAI tool schema, accessible as a dict and by attribute (`schema.function.name`)."""
 
-    def __getattr__(self, name: str) -> Any:
+    def __getattr__(self, name: str) -> object:
         try:
             value = self[name]
         except KeyError:
             raise AttributeError(name) from None
         return ToolSchema(value) if isinstance(value, dict) else value
 
-    def model_dump(self, **_: Any) -> dict[str, Any]:
+    def model_dump(self, **_: object) -> dict[str, object]:
         """The schema as a plain dict."""
         return dict(self)
 
     @classmethod
-    def model_validate(cls, value: Mapping[str, Any]) -> ToolSchema:
+    def model_validate(cls, value: Mapping[str, object]) -> ToolSchema:
         """The same schema; no fields are dropped."""
         return cls(value)
 
@@ -62,7 +62,7 @@ class ToolSchema(dict[str, Any]):
 class BaseTool:
     """Stand-in for verl's base class for tools."""
 
-    def __init__(self, config: dict[str, Any], tool_schema: Any = None) -> None:
+    def __init__(self, config: dict[str, object], tool_schema: Any = None) -> None:
         self.config = config
         self.tool_schema = tool_schema or self.get_openai_tool_schema()
         if self.tool_schema is None:
@@ -73,24 +73,24 @@ class BaseTool:
         """The schema, if a subclass builds it."""
         return getattr(self, "tool_schema", None)
 
-    async def create(self, instance_id: str | None = None, **kwargs: Any) -> Any:
+    async def create(self, instance_id: str | None = None, **kwargs: Any) -> object:
         """Create an instance."""
         return instance_id or str(uuid4()), ToolResponse()
 
-    async def execute(self, instance_id: str, parameters: dict[str, Any], **kwargs: Any) -> Any:
+    async def execute(self, instance_id: str, parameters: dict[str, object], **kwargs: object) -> object:
         """Run one call."""
         return ToolResponse(text="nothing was done"), 0.0, {}
 
-    async def calc_reward(self, instance_id: str, **kwargs: Any) -> float:
+    async def calc_reward(self, instance_id: str, **kwargs: object) -> float:
         """The reward of the instance."""
         return 0.0
 
-    async def release(self, instance_id: str, **kwargs: Any) -> None:
+    async def release(self, instance_id: str, **kwargs: object) -> None:
         """Release the instance."""
         return None
 
 
-def _function_tool(*names: Any, name: str | None = None, **_: Any) -> Any:
+def _function_tool(*names: Any, name: str | None = None, **_: object) -> object:
     """Stand-in for verl's function decorator, with or without arguments; the schema comes from the type hints."""
     if names and callable(names[0]):
         return tool(names[0])
@@ -107,7 +107,7 @@ def verl_names() -> Iterator[None]:
         if importlib.util.find_spec("verl") is not None:
             yield
             return
-        contents: dict[str, dict[str, Any]] = {
+        contents: dict[str, dict[str, object]] = {
             "verl": {"__path__": []},
             "verl.tools": {"__path__": []},
             "verl.tools.base_tool": {"BaseTool": BaseTool},
@@ -131,9 +131,9 @@ def verl_names() -> Iterator[None]:
 class VerlToolEntry:
     """One `class_name` entry of a tools.yaml, its class already loaded."""
 
-    cls: Callable[..., Any]
-    config: Mapping[str, Any]
-    schema: Mapping[str, Any] | None
+    cls: Callable[..., object]
+    config: Mapping[str, object]
+    schema: Mapping[str, object] | None
 
     @classmethod
     def load(cls, entry: Mapping[str, Any], base: Path | None) -> VerlToolEntry:
@@ -184,7 +184,7 @@ class VerlTool:
     _kwargs: Mapping[str, Any] = field(default_factory=dict)
     _instance: str | None = None
 
-    def validate(self, arguments: Mapping[str, Any]) -> dict[str, Any]:
+    def validate(self, arguments: Mapping[str, object]) -> dict[str, object]:
         """Validate the arguments. Raises InvalidArguments."""
         parameters = self.schema["function"].get("parameters", {"type": "object"})
         return check_arguments(parameters, arguments)
@@ -198,7 +198,7 @@ class VerlTool:
         if isinstance(created, tuple) and created and isinstance(created[0], str):
             self._instance = created[0]
 
-    async def call(self, arguments: dict[str, Any], timeout_s: float | None) -> Any:
+    async def call(self, arguments: dict[str, object], timeout_s: float | None) -> object:
         """`execute`; its step reward is added to the turn's reward, its metrics to the episode's."""
         extra = dict(self._kwargs.get("execute_kwargs") or {})
         function, accepted = self.tool.execute, _accepted(self.tool.execute, extra)
@@ -228,7 +228,7 @@ class VerlTool:
         if instance is not None:
             await self._ask("release", instance, **(self._kwargs.get("release_kwargs") or {}))
 
-    async def _ask(self, method: str, instance: str | None, **kwargs: Any) -> Any:
+    async def _ask(self, method: str, instance: str | None, **kwargs: object) -> Any:
         function = getattr(self.tool, method)
         bound = functools.partial(function, instance, **_accepted(function, kwargs))
         return await call_function(bound, {}, None, inline=_is_async(function))
@@ -238,7 +238,7 @@ def _is_async(function: Callable[..., Any]) -> bool:
     return inspect.iscoroutinefunction(inspect.unwrap(function))
 
 
-def _accepted(function: Callable[..., Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+def _accepted(function: Callable[..., object], kwargs: Mapping[str, object]) -> dict[str, object]:
     parameters = inspect.signature(function).parameters.values()
     if any(p.kind is p.VAR_KEYWORD for p in parameters):
         return dict(kwargs)
@@ -246,14 +246,14 @@ def _accepted(function: Callable[..., Any], kwargs: Mapping[str, Any]) -> dict[s
     return {name: value for name, value in kwargs.items() if name in names}
 
 
-def _content(response: Any) -> Any:
+def _content(response: object) -> object:
     text = getattr(response, "text", None)
     images = getattr(response, "image", None)
     if text is None and images is None:
         return response if isinstance(response, str | dict | list) else ""
     if not images:
         return text or ""
-    parts: list[Any] = [text] if text else []
+    parts: list[object] = [text] if text else []
     for image in images if isinstance(images, list | tuple) else [images]:
         parts.append(Image(image) if isinstance(image, bytes) else Image(_png(image)))
     return tuple(parts)
@@ -267,7 +267,7 @@ def _png(image: Any) -> bytes:
     return buffer.getvalue()
 
 
-def is_compute_score(function: Callable[..., Any]) -> bool:
+def is_compute_score(function: Callable[..., object]) -> bool:
     """Whether `function` has verl's signature `(data_source, solution_str, ground_truth, extra_info, ...)`."""
     names = inspect.signature(function).parameters
     return "solution_str" in names and "ground_truth" in names
@@ -275,7 +275,7 @@ def is_compute_score(function: Callable[..., Any]) -> bool:
 
 def score_arguments(
     episode: Episode, tools: Sequence[VerlTool], decode: Callable[[Sequence[int]], str] | None
-) -> dict[str, Any]:
+) -> dict[str, object]:
     """The arguments of `compute_score`; see `solution_text` for `solution_str`."""
     row = episode.task.row
     extra = dict(row.get("extra_info") or {})

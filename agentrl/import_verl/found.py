@@ -19,7 +19,7 @@ class Note:
     either, "by hand" (something is to be decided), or "refused" (not supported, and why)."""
 
     key: str
-    value: Any
+    value: object
     kind: How
     text: str
 
@@ -37,7 +37,7 @@ class Imported:
     notes: list[Note] = field(default_factory=list)
     _said: set[str] = field(default_factory=set)
 
-    def set(self, path: str, value: Any) -> None:
+    def set(self, path: str, value: object) -> None:
         """Put a value at a dotted path."""
         *sections, key = path.split(".")
         place = self.config
@@ -56,12 +56,12 @@ class Imported:
         """Whether the source gives the key a value."""
         return self.keys.values.get(key) is not None
 
-    def value(self, key: str) -> Any:
+    def value(self, key: str) -> object:
         """The value of a key of verl: that of the source, else verl's own default."""
         found = self.keys.values.get(key)
         return found if found is not None else BY_KEY[key].default
 
-    def value_given(self, key: str) -> Any:
+    def value_given(self, key: str) -> object:
         """The value that the source gives; None where it gives none."""
         return self.keys.values.get(key)
 
@@ -144,6 +144,6 @@ class Imported:
                     return name
         return None
 
-    def _unreadable(self, key: str, wanted: str) -> Any:
+    def _unreadable(self, key: str, wanted: str) -> object:
         self.say(key, "by hand", f"must be {wanted}; verl's default {BY_KEY[key].default!r} was taken")
         return BY_KEY[key].default

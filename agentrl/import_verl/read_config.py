@@ -6,7 +6,6 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 from ruamel.yaml import YAML
 from ruamel.yaml.error import YAMLError
@@ -31,7 +30,7 @@ class Keys:
     """Values by dotted key, and what has to be said of the source as a whole."""
 
     source: Path
-    values: dict[str, Any] = field(default_factory=dict)
+    values: dict[str, object] = field(default_factory=dict)
     remarks: list[str] = field(default_factory=list)
 
     def find(self, name: str) -> Path | None:
@@ -66,7 +65,7 @@ def read_keys(source: Path) -> Keys:
     return keys
 
 
-def read_leaves(path: Path, text: str) -> dict[str, Any]:
+def read_leaves(path: Path, text: str) -> dict[str, object]:
     """The leaves of a YAML mapping by dotted key; Hydra's own sections are left out. Raises ConfigError."""
     data = read_yaml(path, text)
     if not isinstance(data, Mapping):
@@ -74,7 +73,7 @@ def read_leaves(path: Path, text: str) -> dict[str, Any]:
     return {k: v for k, v in _leaves(data, "") if k.partition(".")[0] not in ("defaults", "hydra")}
 
 
-def read_yaml(path: Path, text: str) -> Any:
+def read_yaml(path: Path, text: str) -> object:
     """The data of a YAML text. Raises ConfigError."""
     try:
         return YAML(typ="safe", pure=True).load(text)
@@ -82,15 +81,15 @@ def read_yaml(path: Path, text: str) -> Any:
         raise ConfigError(f"{path}: not YAML: {str(e).splitlines()[0]}") from None
 
 
-def _leaves(data: Mapping[Any, Any], before: str) -> list[tuple[str, Any]]:
-    found: list[tuple[str, Any]] = []
+def _leaves(data: Mapping[object, object], before: str) -> list[tuple[str, object]]:
+    found: list[tuple[str, object]] = []
     for key, value in data.items():
         path = f"{before}{key}"
         found += _leaves(value, f"{path}.") if isinstance(value, Mapping) and value else [(path, value)]
     return found
 
 
-def value_of(text: str) -> Any:
+def value_of(text: str) -> object:
     """The value of a command line setting: YAML, as far as Hydra's own grammar is the same."""
     text = text.strip()
     if not text:
@@ -169,7 +168,7 @@ def _base(keys: Keys, words: list[str]) -> None:
     keys.values |= read_leaves(path, path.read_text(encoding="utf-8"))
 
 
-def _resolve(values: dict[str, Any]) -> None:
+def _resolve(values: dict[str, object]) -> None:
     """Fill in `${a.b}`, `${.b}` and `${oc.select:a.b,default}`; one that names no key here is left out."""
     for key in list(values):
         for _ in range(8):
@@ -183,7 +182,7 @@ def _resolve(values: dict[str, Any]) -> None:
             values[key] = found if whole else value.replace(match[0], "" if found is None else str(found))
 
 
-def _lookup(key: str, inner: str, values: Mapping[str, Any]) -> Any:
+def _lookup(key: str, inner: str, values: Mapping[str, object]) -> object:
     name, comma, default = inner.removeprefix("oc.select:").partition(",")
     name = name.strip()
     if inner.startswith("oc.env:"):

@@ -81,7 +81,7 @@ class Box:
         self._link: Link | None = None
         self.home = ""
         """Working directory of programs, as they see it; relative paths start here."""
-        self.facts: Mapping[str, Any] = {}
+        self.facts: Mapping[str, object] = {}
         """What the supervisor reported at startup."""
         self._lock = asyncio.Lock()
         self._dead: SandboxError | None = None
@@ -142,7 +142,7 @@ class Box:
         argv = ["bash", "-c", command] if isinstance(command, str) else list(command)
         if not argv:
             raise ValueError("run: the command is empty")
-        order: dict[str, Any] = {"kind": "exec", "argv": argv, "cwd": cwd or self.home, "env": dict(env or {})}
+        order: dict[str, object] = {"kind": "exec", "argv": argv, "cwd": cwd or self.home, "env": dict(env or {})}
         return await self._execute(order, b"", stdin, narrowed(self.spec, wall_s, limits))
 
     async def python(
@@ -157,7 +157,7 @@ class Box:
         limits: SandboxLimits | None = None,
     ) -> ExecResult:
         """Run a complete Python program in a fresh interpreter (a pre-forked, warmed-up child)."""
-        order: dict[str, Any] = {
+        order: dict[str, object] = {
             "kind": "python", "argv": list(argv), "cwd": cwd or self.home, "env": dict(env or {})
         }  # fmt: skip
         source = code.encode("utf-8", "surrogatepass")
@@ -170,7 +170,7 @@ class Box:
         return session
 
     async def _execute(
-        self, order: dict[str, Any], code: bytes, stdin: bytes, limits: SandboxLimits
+        self, order: dict[str, object], code: bytes, stdin: bytes, limits: SandboxLimits
     ) -> ExecResult:
         order["rlimits"] = limits.rlimits()
         framed = frames.pack(order, code)  # in the program's own format: the supervisor only forwards it
@@ -181,7 +181,7 @@ class Box:
         return result_of(answer, output)
 
     async def _call(
-        self, header: dict[str, Any], payload: bytes, limits: CallLimits
+        self, header: dict[str, object], payload: bytes, limits: CallLimits
     ) -> tuple[dict[str, Any], bytes]:
         """Run a program and await its answer, holding the lock. Limits stay in force until they are changed."""
         if limits != self._told:
@@ -240,7 +240,7 @@ class Box:
             self.spec.death_reward,
         )
 
-    async def _cancel(self, link: Link, header: dict[str, Any], payload: bytes) -> None:
+    async def _cancel(self, link: Link, header: dict[str, object], payload: bytes) -> None:
         """Stop what the abandoned order is running; destroy the sandbox if that fails."""
         try:
             async with asyncio.timeout(GRACE_S + (PATIENCE_S if self._used else 0.0)):
@@ -368,7 +368,9 @@ class Box:
         for portion in trees.portions(entries, CHUNK):
             await self._file({"op": "unpack", "path": path}, portion)
 
-    async def _file(self, order: dict[str, Any], data: bytes = b"", most: int = 0) -> tuple[dict[str, Any], bytes]:
+    async def _file(
+        self, order: dict[str, object], data: bytes = b"", most: int = 0
+    ) -> tuple[dict[str, object], bytes]:
         """Run one file operation and return its answer and data; errors it encountered are raised as OSError.
 
         Args:

@@ -55,7 +55,7 @@ def limits_from(given: Sequence[str]) -> dict[str, Any]:
     Raises:
         ConfigError: the limit does not exist, or its value is invalid.
     """
-    found: dict[str, Any] = {}
+    found: dict[str, object] = {}
     for text in given:
         name, _, value = text.partition("=")
         if name not in (*BOUNDS, "network"):
@@ -89,7 +89,7 @@ def to_wire(spec: Sandbox) -> dict[str, Any]:
     return {f.name: getattr(spec, f.name) for f in fields(Sandbox) if f.name not in LOCAL_ONLY}
 
 
-def from_wire(asked: Mapping[str, Any], own: Sandbox) -> Sandbox:
+def from_wire(asked: Mapping[str, object], own: Sandbox) -> Sandbox:
     """Merge a client's request into the server's spec.
 
     Raises:
@@ -122,7 +122,7 @@ def from_wire(asked: Mapping[str, Any], own: Sandbox) -> Sandbox:
         raise ConfigError(f"lease: {error}") from error
 
 
-def _within(name: str, asked: Any, most: float | None) -> Any:
+def _within(name: str, asked: Any, most: float | None) -> object:
     """Return the limit that a client requests, or the server's own if it requests none.
 
     Raises:
@@ -140,7 +140,7 @@ def _within(name: str, asked: Any, most: float | None) -> Any:
     return asked
 
 
-def _plain(value: Any) -> Any:
+def _plain(value: object) -> Any:
     """Convert JSON lists back to the tuples of a spec."""
     return tuple(_plain(item) for item in value) if isinstance(value, list) else value
 
@@ -212,7 +212,7 @@ class SandboxServer:
             with contextlib.suppress(ConnectionError):
                 await writer.wait_closed()
 
-    def health(self) -> dict[str, Any]:
+    def health(self) -> dict[str, object]:
         """Report the back-end, its capabilities and its load."""
         capabilities = self._pools[self.spec].capabilities
         kept = sorted(capabilities.kept) if capabilities is not None else []
@@ -220,7 +220,7 @@ class SandboxServer:
         return {"backend": self.spec.backend, "kept": kept, "leased": leased, "max_total": self.max_total}
 
     async def _lease(
-        self, asked: Mapping[str, Any], reader: asyncio.StreamReader, writer: asyncio.StreamWriter
+        self, asked: Mapping[str, object], reader: asyncio.StreamReader, writer: asyncio.StreamWriter
     ) -> None:
         try:
             pool = self._pool(from_wire(asked, self.spec))
@@ -283,7 +283,7 @@ async def _read_head(reader: asyncio.StreamReader) -> tuple[str, str, dict[str, 
     return method, path, headers
 
 
-async def _answer(writer: asyncio.StreamWriter, status: int, body: Mapping[str, Any]) -> None:
+async def _answer(writer: asyncio.StreamWriter, status: int, body: Mapping[str, object]) -> None:
     text = json.dumps(body).encode()
     head = f"HTTP/1.1 {status} -\r\nContent-Type: application/json\r\nContent-Length: {len(text)}\r\n"
     writer.write(f"{head}Connection: close\r\n\r\n".encode() + text)

@@ -40,15 +40,15 @@ class LoopbackServer:
     def __init__(self, *, vocabulary: int = 97, max_context: int = 256, token_s: float = 0.0) -> None:
         self.vocabulary, self.max_context, self.token_s = vocabulary, max_context, token_s
         self.version = "default"
-        self.weights: list[tuple[str, Mapping[str, Any]]] = []
+        self.weights: list[tuple[str, Mapping[str, object]]] = []
         """Path and body of each request that brought weights, in order."""
         self.log: list[str] = []
         """Path of each request, in order."""
         self.prompts: list[list[int]] = []
         """What each `/generate` was asked to continue."""
-        self.answer: Callable[[dict[str, Any]], Any] | None = None
+        self.answer: Callable[[dict[str, Any]], object] | None = None
         """Changes the answer of `/generate`, for instance into nonsense."""
-        self.refuse: dict[str, tuple[int, Any]] = {}
+        self.refuse: dict[str, tuple[int, object]] = {}
         """Status and body to answer instead, by path."""
         self.sick = False
         """Whether health checks fail."""
@@ -135,7 +135,7 @@ class LoopbackServer:
             self._open.discard(task)
             writer.transport.abort()
 
-    async def _stream(self, writer: asyncio.StreamWriter, events: AsyncGenerator[Any, None]) -> None:
+    async def _stream(self, writer: asyncio.StreamWriter, events: AsyncGenerator[object, None]) -> None:
         """Server-sent events in chunks; a client that hangs up ends what is drawn for it."""
         writer.write(b"HTTP/1.1 200 X\r\ncontent-type: text/event-stream\r\ntransfer-encoding: chunked\r\n\r\n")
         async with contextlib.aclosing(events) as open_events:
@@ -146,7 +146,7 @@ class LoopbackServer:
         writer.write(b"0\r\n\r\n")
         await writer.drain()
 
-    async def _handle(self, method: str, path: str, body: dict[str, Any]) -> tuple[int, Any]:
+    async def _handle(self, method: str, path: str, body: dict[str, object]) -> tuple[int, object]:
         self.log.append(path)
         path, _, query = path.partition("?")
         body = dict(parse_qsl(query)) | body
@@ -156,18 +156,18 @@ class LoopbackServer:
         handler = getattr(self, f"_{method.lower()}_{name}", None)
         if handler is None:
             return 404, {"detail": "Not Found"}
-        result: tuple[int, Any] = await handler(body)
+        result: tuple[int, object] = await handler(body)
         return result
 
     # -- SGLang ------------------------------------------------------------------------------------------------
 
-    async def _get_health(self, body: dict[str, Any]) -> tuple[int, Any]:
+    async def _get_health(self, body: dict[str, object]) -> tuple[int, object]:
         return (503, "") if self.sick else (200, "")
 
-    async def _get_server_info(self, body: dict[str, Any]) -> tuple[int, Any]:
+    async def _get_server_info(self, body: dict[str, object]) -> tuple[int, object]:
         return 200, {"max_req_input_len": self.max_context - 1, "enable_deterministic_inference": True}
 
-    async def _post_generate(self, body: dict[str, Any]) -> tuple[int, Any]:
+    async def _post_generate(self, body: dict[str, Any]) -> tuple[int, object]:
         ids, params = body["input_ids"], body["sampling_params"]
         if len(ids) >= self.max_context:
             return 400, {
@@ -179,7 +179,7 @@ class LoopbackServer:
         self.named.append(adapter)
         if "logprob_start_len" in body:
             scores = [[None if n == 0 else _logprob(token), token, None] for n, token in enumerate(ids)]
-            meta: dict[str, Any] = {"input_token_logprobs": scores}
+            meta: dict[str, object] = {"input_token_logprobs": scores}
             if top := int(body.get("top_logprobs_num") or 0):
                 meta["input_top_logprobs"] = [None, *(_alternatives(token, top) for token in ids[1:])]
             return 200, {"output_ids": [], "meta_info": meta}
@@ -206,7 +206,7 @@ class LoopbackServer:
         finally:
             self.running.pop(rid, None)
 
-    async def _events(self, request: _Running, rid: str, top: int) -> AsyncGenerator[Any, None]:
+    async def _events(self, request: _Running, rid: str, top: int) -> AsyncGenerator[object, None]:
         """What SGLang streams: everything so far, or what is new."""
         with self._under_way(rid, request):
             async for kind in self._drawing(request):
@@ -246,7 +246,7 @@ class LoopbackServer:
         yield "length"
 
     def _meta(self, request: _Running, kind: str, rid: str) -> dict[str, Any]:
-        spans: list[dict[str, Any]] = []
+        spans: list[dict[str, object]] = []
         for place, version in enumerate(request.versions):
             if spans and spans[-1]["version"] == version:
                 spans[-1]["end"] = place + 1
@@ -264,32 +264,32 @@ class LoopbackServer:
             "output_token_logprobs": [[_logprob(token), token, None] for token in request.ids],
         }
 
-    async def _post_abort_request(self, body: dict[str, Any]) -> tuple[int, Any]:
+    async def _post_abort_request(self, body: dict[str, object]) -> tuple[int, object]:
         for rid, request in self.running.items():
             if body.get("abort_all") or rid == body.get("rid"):
                 request.aborted = True
         return 200, ""
 
-    async def _post_pause_generation(self, body: dict[str, Any]) -> tuple[int, Any]:
+    async def _post_pause_generation(self, body: dict[str, object]) -> tuple[int, object]:
         self._go.clear()
         if body.get("mode") == "retract":
             for request in self.running.values():
                 request.retractions += 1
         return 200, {"status": "ok"}
 
-    async def _post_continue_generation(self, body: dict[str, Any]) -> tuple[int, Any]:
+    async def _post_continue_generation(self, body: dict[str, object]) -> tuple[int, object]:
         self._go.set()
         return 200, {"status": "ok"}
 
-    async def _post_flush_cache(self, body: dict[str, Any]) -> tuple[int, Any]:
+    async def _post_flush_cache(self, body: dict[str, object]) -> tuple[int, object]:
         return 200, "Cache flushed."
 
-    async def _post_begin_weight_update(self, body: dict[str, Any]) -> tuple[int, Any]:
+    async def _post_begin_weight_update(self, body: dict[str, object]) -> tuple[int, object]:
         return 200, {"success": True, "message": "Success"}
 
     _post_end_weight_update = _post_begin_weight_update
 
-    async def _take_weights(self, path: str, body: dict[str, Any]) -> tuple[int, Any]:
+    async def _take_weights(self, path: str, body: dict[str, Any]) -> tuple[int, object]:
         if self._go.is_set():
             return 400, {"success": False, "message": "this test server takes weights while it is paused only"}
         self.weights.append((path, body))
@@ -303,7 +303,7 @@ class LoopbackServer:
         self.weights.append(("/load_lora_adapter", body))
         return 200, {"success": True, "error_message": ""}
 
-    async def _post_unload_lora_adapter(self, body: dict[str, Any]) -> tuple[int, Any]:
+    async def _post_unload_lora_adapter(self, body: dict[str, object]) -> tuple[int, object]:
         name = body["lora_name"]
         if name not in self.adapters:
             return 400, {"success": False, "error_message": f"LoRA with name {name} does not exist"}
@@ -312,13 +312,13 @@ class LoopbackServer:
         del self.adapters[name]
         return 200, {"success": True, "error_message": ""}
 
-    async def _post_update_weights_from_disk(self, body: dict[str, Any]) -> tuple[int, Any]:
+    async def _post_update_weights_from_disk(self, body: dict[str, object]) -> tuple[int, object]:
         return await self._take_weights("/update_weights_from_disk", body)
 
-    async def _post_update_weights_from_tensor(self, body: dict[str, Any]) -> tuple[int, Any]:
+    async def _post_update_weights_from_tensor(self, body: dict[str, object]) -> tuple[int, object]:
         return await self._take_weights("/update_weights_from_tensor", body)
 
-    async def _post_release_memory_occupation(self, body: dict[str, Any]) -> tuple[int, Any]:
+    async def _post_release_memory_occupation(self, body: dict[str, Any]) -> tuple[int, object]:
         self.asleep |= set(body.get("tags") or ("weights", "kv_cache"))
         return 200, None
 
@@ -330,10 +330,10 @@ class LoopbackServer:
 class LoopbackVLLM(LoopbackServer):
     """The same, speaking the part of vLLM's wire format that the engine uses."""
 
-    async def _get_models(self, body: dict[str, Any]) -> tuple[int, Any]:
+    async def _get_models(self, body: dict[str, object]) -> tuple[int, object]:
         return 200, {"data": [{"id": "policy", "max_model_len": self.max_context}]}
 
-    async def _post_completions(self, body: dict[str, Any]) -> tuple[int, Any]:
+    async def _post_completions(self, body: dict[str, Any]) -> tuple[int, object]:
         ids = body["prompt"]
         model = body["model"]
         if (model != "policy" and model not in self.adapters) or len(ids) + body["max_tokens"] > self.max_context:
@@ -360,7 +360,7 @@ class LoopbackVLLM(LoopbackServer):
         answer = {"choices": [choice], "usage": {"prompt_tokens": len(ids)}}
         return 200, answer if self.answer is None else self.answer(answer)
 
-    async def _pieces(self, request: _Running, rid: str, top: int, prompt: int) -> AsyncGenerator[Any, None]:
+    async def _pieces(self, request: _Running, rid: str, top: int, prompt: int) -> AsyncGenerator[object, None]:
         """What vLLM streams: one token after another, the reason with an empty piece, and the usage."""
         with self._under_way(rid, request):
             async for kind in self._drawing(request):
@@ -373,7 +373,7 @@ class LoopbackVLLM(LoopbackServer):
         yield {"choices": [], "usage": {"prompt_tokens": prompt, "prompt_tokens_details": {"cached_tokens": 2}}}
         yield "[DONE]"
 
-    async def _post_pause(self, body: dict[str, Any]) -> tuple[int, Any]:
+    async def _post_pause(self, body: dict[str, object]) -> tuple[int, object]:
         for request in self.running.values():
             request.aborted = body.get("mode") == "abort"
         while self.running:  # noqa: ASYNC110
@@ -381,18 +381,18 @@ class LoopbackVLLM(LoopbackServer):
         self._go.clear()
         return 200, {"status": "paused"}
 
-    async def _post_resume(self, body: dict[str, Any]) -> tuple[int, Any]:
+    async def _post_resume(self, body: dict[str, object]) -> tuple[int, object]:
         self._go.set()
         return 200, {"status": "resumed"}
 
-    async def _post_collective_rpc(self, body: dict[str, Any]) -> tuple[int, Any]:
+    async def _post_collective_rpc(self, body: dict[str, object]) -> tuple[int, object]:
         return await self._take_weights("/collective_rpc", body | {"weight_version": "?"})
 
-    async def _post_sleep(self, body: dict[str, Any]) -> tuple[int, Any]:
+    async def _post_sleep(self, body: dict[str, object]) -> tuple[int, object]:
         self.asleep = {"weights", "kv_cache"}
         return 200, None
 
-    async def _post_wake_up(self, body: dict[str, Any]) -> tuple[int, Any]:
+    async def _post_wake_up(self, body: dict[str, object]) -> tuple[int, object]:
         self.asleep -= {body["tags"]}
         return 200, None
 

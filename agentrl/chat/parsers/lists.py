@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, ClassVar
+from typing import ClassVar
 
 from agentrl.chat.parsers.parser import (
     Malformed,
@@ -47,11 +47,11 @@ class JsonCalls(BlockParser):
                 yield self.one(value, (at, end))
             at = self._past(body, end)
 
-    def one(self, value: Any, span: tuple[int, int]) -> ParsedCall | Malformed:
+    def one(self, value: object, span: tuple[int, int]) -> ParsedCall | Malformed:
         """Convert one JSON value to a call."""
         return call_from_json(_read_text_arguments(value), span, arguments=_ARGUMENTS)
 
-    def write(self, calls: Sequence[tuple[str, Mapping[str, Any]]]) -> str:
+    def write(self, calls: Sequence[tuple[str, Mapping[str, object]]]) -> str:
         opening, closing = self.blocks[0]
         return opening + _listed(calls) + closing
 
@@ -60,11 +60,11 @@ class JsonCalls(BlockParser):
         return match.end() if match else at
 
 
-def _listed(calls: Sequence[tuple[str, Mapping[str, Any]]]) -> str:
+def _listed(calls: Sequence[tuple[str, Mapping[str, object]]]) -> str:
     return json.dumps([{"name": name, "arguments": dict(given)} for name, given in calls], ensure_ascii=False)
 
 
-def _read_text_arguments(value: Any) -> Any:
+def _read_text_arguments(value: object) -> object:
     """Arguments encoded as JSON inside JSON text, as some templates write them."""
     if isinstance(value, dict):
         for key in _ARGUMENTS:
@@ -98,7 +98,7 @@ class Functools(Phi4Mini):
     name = "functools"
     misspelt = True
 
-    def write(self, calls: Sequence[tuple[str, Mapping[str, Any]]]) -> str:
+    def write(self, calls: Sequence[tuple[str, Mapping[str, object]]]) -> str:
         return "functools" + _listed(calls)
 
 
@@ -115,7 +115,7 @@ class InternLM(JsonCalls):
     name = "internlm"
     blocks = (("<|action_start|><|plugin|>", "<|action_end|>"), ("<|action_start|> <|plugin|>", "<|action_end|>"))
 
-    def write(self, calls: Sequence[tuple[str, Mapping[str, Any]]]) -> str:
+    def write(self, calls: Sequence[tuple[str, Mapping[str, object]]]) -> str:
         opening, closing = self.blocks[0]
         one = [json.dumps({"name": name, "parameters": dict(given)}, ensure_ascii=False) for name, given in calls]
         return "".join(f"{opening}\n{text}{closing}" for text in one)
@@ -151,7 +151,7 @@ class Xlam(JsonCalls):
         elif body.lstrip()[:1] != "[":
             yield Malformed(f"expected a JSON list of calls, got {body.strip()[:40]!r}", (0, len(body)))
 
-    def write(self, calls: Sequence[tuple[str, Mapping[str, Any]]]) -> str:
+    def write(self, calls: Sequence[tuple[str, Mapping[str, object]]]) -> str:
         return _listed(calls)
 
 
@@ -163,13 +163,13 @@ class Apertus(JsonCalls):
     blocks = (("<|tools_prefix|>", "<|tools_suffix|>"),)
     call_head = None
 
-    def one(self, value: Any, span: tuple[int, int]) -> ParsedCall | Malformed:
+    def one(self, value: object, span: tuple[int, int]) -> ParsedCall | Malformed:
         if isinstance(value, dict) and len(value) == 1:
             [(name, arguments)] = value.items()
             value = {"name": name, "arguments": arguments}
         return super().one(value, span)
 
-    def write(self, calls: Sequence[tuple[str, Mapping[str, Any]]]) -> str:
+    def write(self, calls: Sequence[tuple[str, Mapping[str, object]]]) -> str:
         opening, closing = self.blocks[0]
         return opening + json.dumps([{name: dict(given)} for name, given in calls], ensure_ascii=False) + closing
 
@@ -183,12 +183,12 @@ class Cohere(JsonCalls):
     unseen = ("<|START_RESPONSE|>", "<|END_RESPONSE|>", "<|START_TEXT|>", "<|END_TEXT|>")
     call_head = None
 
-    def one(self, value: Any, span: tuple[int, int]) -> ParsedCall | Malformed:
+    def one(self, value: object, span: tuple[int, int]) -> ParsedCall | Malformed:
         if isinstance(value, dict) and "tool_name" in value:
             value = {**value, "name": value["tool_name"]}
         return super().one(value, span)
 
-    def write(self, calls: Sequence[tuple[str, Mapping[str, Any]]]) -> str:
+    def write(self, calls: Sequence[tuple[str, Mapping[str, object]]]) -> str:
         opening, closing = self.blocks[0]
         listed = [
             {"tool_call_id": str(n), "tool_name": name, "parameters": dict(given)}

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from typing import Any
 
 from agentrl.chat.parsers.notation import Wrong, read_literal
 from agentrl.chat.parsers.parser import Tools, unsound
 
 
-def schema_of(tools: Tools, name: str) -> Mapping[str, Any]:
+def schema_of(tools: Tools, name: str) -> Mapping[str, object]:
     """Return the properties of a tool's parameters; empty if the tool is unknown."""
     for tool in tools:
         function = tool.get("function", tool)
@@ -20,7 +19,7 @@ def schema_of(tools: Tools, name: str) -> Mapping[str, Any]:
     return {}
 
 
-def typed(text: str, schema: Any) -> Any:
+def typed(text: str, schema: object) -> object:
     """Return the value of `text`: JSON or a Python literal (`True`, `None`, `['a']`) if the schema allows that
     type (or, for lists and objects, gives none); otherwise the text itself."""
     types = _types(schema)
@@ -36,11 +35,11 @@ def typed(text: str, schema: Any) -> Any:
     return value if not types or _fits(value, types) or "string" not in types else text
 
 
-def untexted(arguments: Mapping[str, Any], tools: Tools, name: str) -> dict[str, Any]:
+def untexted(arguments: Mapping[str, object], tools: Tools, name: str) -> dict[str, object]:
     """Convert text arguments to the values they denote, where the schema does not allow text."""
     properties = schema_of(tools, name)
 
-    def value(key: str, given: Any) -> Any:
+    def value(key: str, given: object) -> object:
         types = _types(properties.get(key))
         return (
             typed(given, properties.get(key))
@@ -51,7 +50,7 @@ def untexted(arguments: Mapping[str, Any], tools: Tools, name: str) -> dict[str,
     return {key: value(key, given) for key, given in arguments.items()}
 
 
-def from_json(text: str) -> Any:
+def from_json(text: str) -> object:
     """Return the JSON value of `text`, or `text` itself if it has no usable value."""
     try:
         value = json.loads(text, parse_constant=_refuse)
@@ -60,7 +59,7 @@ def from_json(text: str) -> Any:
     return text if unsound(value) else value
 
 
-def _from_python(text: str) -> Any:
+def _from_python(text: str) -> object:
     try:
         value = read_literal(text)
     except (Wrong, RecursionError):
@@ -68,12 +67,12 @@ def _from_python(text: str) -> Any:
     return text if isinstance(value, str) or unsound(value) else value
 
 
-def _fits(value: Any, types: set[str]) -> bool:
+def _fits(value: object, types: set[str]) -> bool:
     kind = _json_type(value)
     return kind in types or (kind == "integer" and "number" in types)
 
 
-def _types(schema: Any) -> set[str]:
+def _types(schema: object) -> set[str]:
     if not isinstance(schema, Mapping):
         return set()
     if isinstance(schema.get("enum"), list):
@@ -87,7 +86,7 @@ def _types(schema: Any) -> set[str]:
     return types | {"null"} if types and schema.get("nullable") is True else types
 
 
-def _json_type(value: Any) -> str:
+def _json_type(value: object) -> str:
     names = {str: "string", bool: "boolean", int: "integer", float: "number", list: "array", dict: "object"}
     return names.get(type(value), "null")
 

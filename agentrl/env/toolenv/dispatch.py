@@ -57,10 +57,10 @@ class BoundTool(Protocol):
     def timeout_s(self) -> float | None:
         """Timeout of one call; None means the setting's."""
 
-    def validate(self, arguments: Mapping[str, Any]) -> dict[str, Any]:
+    def validate(self, arguments: Mapping[str, object]) -> dict[str, Any]:
         """Validate and convert the arguments. Raises InvalidArguments."""
 
-    def call(self, arguments: dict[str, Any], timeout_s: float | None) -> Awaitable[Any]:
+    def call(self, arguments: dict[str, Any], timeout_s: float | None) -> Awaitable[object]:
         """Run the tool; raises CallTimeout after `timeout_s`, and whatever the tool raises."""
 
 
@@ -72,7 +72,7 @@ class CallOutcome:
     content: Content
     outcome: str = "ok"
     seconds: float = 0.0
-    reward: Any = 0.0
+    reward: object = 0.0
     """As the tool returned it; validated when rewards are summed."""
     stop: bool = False
     metrics: Mapping[str, float] = field(default_factory=dict)
@@ -113,7 +113,7 @@ async def run_call(tools: Mapping[str, BoundTool], call: ToolCall, default_timeo
     return outcome
 
 
-def _read_result(call: ToolCall, value: Any) -> CallOutcome:
+def _read_result(call: ToolCall, value: object) -> CallOutcome:
     if isinstance(value, Stop):
         return CallOutcome(call, to_content(value.content), reward=value.reward, stop=True)
     if isinstance(value, ToolResult):
@@ -128,8 +128,8 @@ def _read_result(call: ToolCall, value: Any) -> CallOutcome:
 
 
 async def call_function(
-    function: Callable[..., Any],
-    arguments: Mapping[str, Any],
+    function: Callable[..., object],
+    arguments: Mapping[str, object],
     timeout_s: float | None,
     *,
     inline: bool = False,
@@ -164,7 +164,7 @@ async def call_function(
     return await within(value, timeout_s) if inspect.isawaitable(value) else value
 
 
-async def within(coroutine: Any, timeout_s: float | None, grace_s: float = 1.0) -> Any:
+async def within(coroutine: object, timeout_s: float | None, grace_s: float = 1.0) -> Any:
     """Await `coroutine` for at most `timeout_s`; then cancel it and wait `grace_s` for cleanup.
 
     Raises:
@@ -188,7 +188,7 @@ async def within(coroutine: Any, timeout_s: float | None, grace_s: float = 1.0) 
     raise CallTimeout(f"no result after {timeout_s:g} s")
 
 
-async def _no_exit(awaitable: Any) -> Any:
+async def _no_exit(awaitable: Any) -> object:
     try:
         return await awaitable
     except SystemExit as e:  # in a task it would end the event loop

@@ -49,7 +49,7 @@ class ToolEnv(ScoredEnv):
     box: Box
     """The sandbox of this episode, on classes that declare one; available from before `setup` until after
     `teardown`."""
-    toolboxes: Sequence[Callable[[], Any]] = ()
+    toolboxes: Sequence[Callable[[], object]] = ()
     """Classes with @tool methods (for example, those in `agentrl.tools`) whose tools are added to the declared
     ones. They run in `self.box` if the class declares a sandbox, otherwise each in a separate one."""
     mcp: Sequence[McpServer] = ()
@@ -58,13 +58,13 @@ class ToolEnv(ScoredEnv):
     rng: random.Random
     """Random generator seeded with the task's seed before `setup`; use it for all randomness in an episode."""
 
-    _pristine: dict[str, Any] | None = None
+    _pristine: dict[str, object] | None = None
     _was_set_up: bool = False
     _leases: dict[Sandbox, Box]
     _connections: list[McpConnection]
     _toolboxes: list[Any]
 
-    def __new__(cls, *args: Any, **kwargs: Any) -> ToolEnv:
+    def __new__(cls, *args: Any, **kwargs: object) -> ToolEnv:
         if (args or kwargs) and cls.__init__ is object.__init__:  # Python would accept them
             given = ", ".join([*map(repr, args), *kwargs])
             raise TypeError(f"{cls.__name__} takes no arguments (it has no __init__), got {given}")
@@ -82,7 +82,7 @@ class ToolEnv(ScoredEnv):
 
     # Optional hooks, in addition to @tool and @reward.
 
-    def setup(self, *args: Any, **row: Any) -> Any:
+    def setup(self, *args: Any, **row: Any) -> object:
         """Start an episode with one data row as keyword arguments; may be async.
 
         Returns the user message (text or parts), or a sequence of messages that follow the system prompt.
@@ -93,7 +93,7 @@ class ToolEnv(ScoredEnv):
         """The system prompt; called after `setup`. If empty, there is no system message."""
         return class_spec(type(self)).system
 
-    def respond(self, message: Message) -> Any:
+    def respond(self, message: Message) -> object:
         """The user's answer to a message without a tool call; may be async.
 
         None ends the episode; `Stop(text, reward)` ends it with a last message; `ToolResult(text, reward=...)`
@@ -101,11 +101,11 @@ class ToolEnv(ScoredEnv):
         """
         return None
 
-    def teardown(self) -> Any:
+    def teardown(self) -> object:
         """Release what `setup` acquired; may be async; called exactly once per episode, however it ended."""
         return None
 
-    def on_timeout(self, name: str) -> Any:
+    def on_timeout(self, name: str) -> object:
         """Interrupt a plain method that exceeded its timeout, for example with `self.db.interrupt()`; may be
         async.
 
@@ -132,7 +132,7 @@ class ToolEnv(ScoredEnv):
         cls.spec()
 
     @classmethod
-    def row_problem(cls, row: Mapping[str, Any]) -> str:
+    def row_problem(cls, row: Mapping[str, object]) -> str:
         """Why a data row does not fit the arguments of `setup`; empty if it fits."""
         return cls.spec().setup.problem(row) or ""
 
@@ -145,11 +145,11 @@ class ToolEnv(ScoredEnv):
         return [name for name, tool in self._bound().items() if returns_image(tool)]
 
     @property
-    def tools(self) -> Sequence[Mapping[str, Any]]:
+    def tools(self) -> Sequence[Mapping[str, object]]:
         """Schemas of all tools, in the order of definition."""
         return [tool.schema for tool in self._bound().values()]
 
-    async def reset(self, task: Task) -> tuple[Sequence[Message], Mapping[str, Any]]:
+    async def reset(self, task: Task) -> tuple[Sequence[Message], Mapping[str, object]]:
         """Start an episode.
 
         Raises:
@@ -163,7 +163,7 @@ class ToolEnv(ScoredEnv):
         with self._on_thread():
             return await self._begin(task)
 
-    async def _begin(self, task: Task) -> tuple[Sequence[Message], Mapping[str, Any]]:
+    async def _begin(self, task: Task) -> tuple[Sequence[Message], Mapping[str, object]]:
         where = type(self).__name__
         if problem := self.spec().setup.problem(task.row):
             raise ConfigError(f"task {task.id!r}: {problem}")
@@ -318,7 +318,7 @@ class ToolEnv(ScoredEnv):
     def _tools_of_task(self) -> Sequence[BoundTool]:
         where = f"{type(self).__name__}.more_tools"
         try:
-            found: Any = self.more_tools()
+            found: object = self.more_tools()
         except (ConfigError, InfraError):
             raise
         except Exception as e:
@@ -331,7 +331,7 @@ class ToolEnv(ScoredEnv):
             )
         return found
 
-    def _open_toolbox(self, make: Callable[[], Any]) -> Sequence[BoundTool]:
+    def _open_toolbox(self, make: Callable[[], object]) -> Sequence[BoundTool]:
         made = make()
         self._toolboxes.append(made)
         return toolbox.toolbox_tools(made)
@@ -366,7 +366,7 @@ class ToolEnv(ScoredEnv):
         self._turns, self._calls = 0, CallRunner()
         self._leases, self._unweighted = {}, {}
 
-    def _opening(self, opening: Any) -> list[Message]:
+    def _opening(self, opening: object) -> list[Message]:
         if isinstance(opening, list | tuple) and opening and all(isinstance(m, Message) for m in opening):
             return list(opening)
         if opening is None or opening == "":
@@ -383,7 +383,7 @@ class ToolEnv(ScoredEnv):
         limit_s = self.settings.setup_timeout_s
         try:
             with self._on_thread(), asking() as asked:
-                said: Any = await call_function(self.respond, {"message": message}, limit_s)
+                said: object = await call_function(self.respond, {"message": message}, limit_s)
         except (InfraError, ConfigError):
             raise
         except Exception as e:

@@ -50,7 +50,7 @@ class InvalidArguments(Exception):
 
 
 class _NoFieldTitles(GenerateJsonSchema):
-    def field_title_should_be_set(self, schema: Any) -> bool:
+    def field_title_should_be_set(self, schema: object) -> bool:
         return False
 
 
@@ -58,13 +58,13 @@ class _NoFieldTitles(GenerateJsonSchema):
 class Signature:
     """The parameters of a callable: their JSON schema (an object) and a validator."""
 
-    schema: Mapping[str, Any]
+    schema: Mapping[str, object]
     description: str
-    adapter: TypeAdapter[dict[str, Any]]
+    adapter: TypeAdapter[dict[str, object]]
     names: tuple[str, ...]
     required: tuple[str, ...]
 
-    def validate(self, arguments: Any) -> dict[str, Any]:
+    def validate(self, arguments: object) -> dict[str, object]:
         """Check `arguments` (parsed JSON) and convert them to the annotated types.
 
         Raises:
@@ -80,7 +80,7 @@ class Signature:
             raise InvalidArguments(f"args: not valid JSON data ({type(e).__name__})") from None
 
 
-def describe_callable(function: Callable[..., Any], *, where: str, method: bool) -> Signature:
+def describe_callable(function: Callable[..., object], *, where: str, method: bool) -> Signature:
     """Read the parameters of `function`; with `method` the first one (self) is left out.
 
     Raises:
@@ -92,8 +92,8 @@ def describe_callable(function: Callable[..., Any], *, where: str, method: bool)
     except NameError as e:
         raise ConfigError(f"{where}: type hint cannot be resolved: {e}; import the name at module level") from e
     description, texts = _read_docstring(function)
-    fields: dict[str, Any] = {}
-    defaults: dict[str, Any] = {}
+    fields: dict[str, object] = {}
+    defaults: dict[str, object] = {}
     for parameter in parameters:
         _refuse_unusable(parameter, hints, where)
         fields[parameter.name] = hints[parameter.name] = readable(hints[parameter.name])
@@ -108,7 +108,7 @@ def describe_callable(function: Callable[..., Any], *, where: str, method: bool)
     arguments.__optional_keys__ = frozenset(defaults)
     arguments.__pydantic_config__ = ConfigDict(extra="forbid")
     try:
-        adapter: TypeAdapter[dict[str, Any]] = TypeAdapter(arguments)
+        adapter: TypeAdapter[dict[str, object]] = TypeAdapter(arguments)
         raw = adapter.json_schema(schema_generator=_NoFieldTitles)
     except (PydanticSchemaGenerationError, PydanticUserError) as e:
         first = str(e).split("\n", 1)[0]
@@ -128,16 +128,16 @@ def check_name(name: str, where: str) -> str:
     return name
 
 
-def function_schema(name: str, signature: Signature) -> dict[str, Any]:
+def function_schema(name: str, signature: Signature) -> dict[str, object]:
     """The OpenAI tool format; `description` is omitted if the docstring is empty."""
-    function: dict[str, Any] = {"name": name}
+    function: dict[str, object] = {"name": name}
     if signature.description:
         function["description"] = signature.description
     function["parameters"] = signature.schema
     return {"type": "function", "function": function}
 
 
-def shorten(value: Any, limit: int = 60) -> str:
+def shorten(value: object, limit: int = 60) -> str:
     """repr of a value from the policy, truncated."""
     try:
         text = repr(value)
@@ -146,7 +146,7 @@ def shorten(value: Any, limit: int = 60) -> str:
     return text if len(text) <= limit else f"{text[: limit - 3]}..."
 
 
-def describe_errors(error: ValidationError, data: Any, names: Sequence[str]) -> str:
+def describe_errors(error: ValidationError, data: object, names: Sequence[str]) -> str:
     """All problems of a validation, one line each; alternatives of a union share a line."""
     lines: dict[str, tuple[list[str], str]] = {}
     for detail in error.errors(include_url=False, include_context=True):
@@ -164,7 +164,7 @@ def _join(expectations: list[str]) -> str:
     return "; ".join([f"expected {' or '.join(wants)}", *rest] if wants else rest)
 
 
-def _path(detail: ErrorDetails, data: Any) -> str:
+def _path(detail: ErrorDetails, data: object) -> str:
     """`args.items[2].qty`. pydantic's location includes names of union branches, which are not part of the data
     and are dropped."""
     path, here = "args", data
@@ -197,7 +197,7 @@ def _expectation(detail: ErrorDetails, names: Sequence[str]) -> tuple[str, str]:
     return message[:1].lower() + message[1:], got if kind != "json_invalid" else ""
 
 
-def _refuse_unusable(parameter: inspect.Parameter, hints: Mapping[str, Any], where: str) -> None:
+def _refuse_unusable(parameter: inspect.Parameter, hints: Mapping[str, object], where: str) -> None:
     if parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD, parameter.POSITIONAL_ONLY):
         raise ConfigError(f"{where}: parameter {parameter} cannot be a tool argument; name each argument")
     if parameter.name not in hints:
@@ -209,9 +209,9 @@ def _refuse_unusable(parameter: inspect.Parameter, hints: Mapping[str, Any], whe
         raise ConfigError(f"{where}: argument {parameter.name!r}: write `Annotated[type, Field(...)] = default`")
 
 
-def _refuse_default(name: str, default: Any, hint: Any, where: str) -> None:
+def _refuse_default(name: str, default: object, hint: Any, where: str) -> None:
     """A default shown to the model must be a value of its type, in Python or JSON form."""
-    adapter: TypeAdapter[Any] = TypeAdapter(hint)
+    adapter: TypeAdapter[object] = TypeAdapter(hint)
     try:
         text = json.dumps(to_jsonable_python(default))
     except (PydanticSerializationError, ValueError):
@@ -230,11 +230,11 @@ def _refuse_default(name: str, default: Any, hint: Any, where: str) -> None:
             ) from None
 
 
-def _has_description(hint: Any) -> bool:
+def _has_description(hint: object) -> bool:
     return any(getattr(m, "description", None) for m in getattr(hint, "__metadata__", ()))
 
 
-def _read_docstring(function: Callable[..., Any]) -> tuple[str, dict[str, str]]:
+def _read_docstring(function: Callable[..., object]) -> tuple[str, dict[str, str]]:
     """The text before the first section, and the entries of `Args:` (Google style)."""
     lines = (inspect.getdoc(function) or "").splitlines()
     start = next((i for i, line in enumerate(lines) if _SECTION.fullmatch(line)), len(lines))
@@ -257,7 +257,7 @@ def _indent(line: str) -> int:
     return len(line) - len(line.lstrip())
 
 
-def _finish(raw: dict[str, Any], defaults: Mapping[str, Any], texts: Mapping[str, str]) -> dict[str, Any]:
+def _finish(raw: dict[str, Any], defaults: Mapping[str, object], texts: Mapping[str, str]) -> dict[str, object]:
     definitions = raw.pop("$defs", {})
     for name, definition in definitions.items():
         if definition.get("title") == name:
@@ -278,7 +278,7 @@ def _finish(raw: dict[str, Any], defaults: Mapping[str, Any], texts: Mapping[str
     return {"type": "object", "properties": {}} | schema
 
 
-def _inline(node: Any, definitions: Mapping[str, Any], inside: tuple[str, ...]) -> Any:
+def _inline(node: object, definitions: Mapping[str, object], inside: tuple[str, ...]) -> Any:
     if isinstance(node, list):
         return [_inline(item, definitions, inside) for item in node]
     if not isinstance(node, dict):

@@ -34,7 +34,7 @@ _BOUNDS: dict[str, tuple[Callable[[float, float], bool], str]] = {
 _MAX_DEPTH = 50
 
 
-def check_arguments(schema: Mapping[str, Any], arguments: Any) -> dict[str, Any]:
+def check_arguments(schema: Mapping[str, object], arguments: object) -> dict[str, Any]:
     """Validate the arguments of one call against `schema` (the schema of the argument object).
 
     Raises:
@@ -48,7 +48,7 @@ def check_arguments(schema: Mapping[str, Any], arguments: Any) -> dict[str, Any]
     return dict(arguments)
 
 
-def _problems(schema: Any, value: Any, path: str, root: Mapping[str, Any], depth: int) -> Iterator[str]:
+def _problems(schema: object, value: object, path: str, root: Mapping[str, object], depth: int) -> Iterator[str]:
     if not isinstance(schema, Mapping):
         if schema is False:
             yield f"{path}: not allowed"
@@ -79,7 +79,7 @@ def _problems(schema: Any, value: Any, path: str, root: Mapping[str, Any], depth
 
 
 def _branches(
-    schema: Mapping[str, Any], value: Any, path: str, root: Mapping[str, Any], depth: int
+    schema: Mapping[str, Any], value: object, path: str, root: Mapping[str, object], depth: int
 ) -> Iterator[str]:
     for part in schema.get("allOf", ()):
         yield from _problems(part, value, path, root, depth + 1)
@@ -94,7 +94,7 @@ def _branches(
 
 
 def _object(
-    schema: Mapping[str, Any], value: Mapping[str, Any], path: str, root: Mapping[str, Any], depth: int
+    schema: Mapping[str, Any], value: Mapping[str, object], path: str, root: Mapping[str, object], depth: int
 ) -> Iterator[str]:
     properties = schema.get("properties", {})
     for name in schema.get("required", ()):
@@ -110,7 +110,9 @@ def _object(
             yield from _problems(extra, item, f"{path}.{name}", root, depth + 1)
 
 
-def _array(schema: Mapping[str, Any], value: Any, path: str, root: Mapping[str, Any], depth: int) -> Iterator[str]:
+def _array(
+    schema: Mapping[str, Any], value: Any, path: str, root: Mapping[str, object], depth: int
+) -> Iterator[str]:
     if len(value) < schema.get("minItems", 0):
         yield f"{path}: expected at least {schema['minItems']} items, got {len(value)}"
     if "maxItems" in schema and len(value) > schema["maxItems"]:
@@ -130,21 +132,21 @@ def _text(schema: Mapping[str, Any], value: str, path: str) -> Iterator[str]:
         yield f"{path}: must match {pattern!r}, got {shorten(value)}"
 
 
-def _bounds(schema: Mapping[str, Any], value: float, path: str) -> Iterator[str]:
+def _bounds(schema: Mapping[str, object], value: float, path: str) -> Iterator[str]:
     for keyword, (fits, word) in _BOUNDS.items():
         bound = schema.get(keyword)
         if isinstance(bound, int | float) and not isinstance(bound, bool) and not fits(value, bound):
             yield f"{path}: must be {word} {bound}, got {shorten(value)}"
 
 
-def _equal(a: Any, b: Any) -> bool:
+def _equal(a: object, b: object) -> bool:
     return bool(a == b) and isinstance(a, bool) == isinstance(b, bool)
 
 
-def _resolve(reference: str, root: Mapping[str, Any]) -> Any:
+def _resolve(reference: str, root: Mapping[str, object]) -> object:
     if not reference.startswith("#/"):
         return True
-    node: Any = root
+    node: object = root
     for part in reference[2:].split("/"):
         part = part.replace("~1", "/").replace("~0", "~")
         if not isinstance(node, Mapping) or part not in node:

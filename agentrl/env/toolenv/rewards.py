@@ -6,7 +6,6 @@ import asyncio
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 from agentrl.env.toolenv.asked import Asked, asking, waits_for
 from agentrl.env.toolenv.dispatch import call_function, within
@@ -57,9 +56,9 @@ class Rewards:
     async def ask(
         self,
         spec: RewardSpec,
-        function: Callable[..., Any],
-        argument: Any,
-        read: Callable[[Any], Mapping[str, float]],
+        function: Callable[..., object],
+        argument: object,
+        read: Callable[[object], Mapping[str, float]],
     ) -> None:
         """Call one reward, and its judge if it has one; `read` converts the return value to weighted values.
 
@@ -76,9 +75,9 @@ class Rewards:
     async def _fault(
         self,
         spec: RewardSpec,
-        function: Callable[..., Any],
-        argument: Any,
-        read: Callable[[Any], Mapping[str, float]],
+        function: Callable[..., object],
+        argument: object,
+        read: Callable[[object], Mapping[str, float]],
         asked: Asked,
     ) -> str:
         """The faults as text; empty if there are none."""
@@ -110,7 +109,7 @@ class Rewards:
         return self.values
 
 
-async def _called(spec: RewardSpec, function: Callable[..., Any], argument: Any, limit: float) -> Any:
+async def _called(spec: RewardSpec, function: Callable[..., object], argument: object, limit: float) -> object:
     arguments = {} if spec.takes is None else {spec.takes: argument}
     value = await call_function(function, arguments, limit)
     if spec.mark.judge is None:
@@ -121,7 +120,7 @@ async def _called(spec: RewardSpec, function: Callable[..., Any], argument: Any,
         return await within(spec.mark.judge.score(value), limit)
 
 
-def check_number(value: Any) -> float:
+def check_number(value: object) -> float:
     """A finite float from bool, int, float or a numpy scalar.
 
     Raises:
@@ -139,7 +138,7 @@ def check_number(value: Any) -> float:
 
 
 def read_parts(
-    spec: RewardSpec, value: Any, weights: Mapping[str, float], others: Iterable[str] = ()
+    spec: RewardSpec, value: object, weights: Mapping[str, float], others: Iterable[str] = ()
 ) -> tuple[dict[str, float], dict[str, float]]:
     """The return value of a reward as numbers by name, before and after their weights.
 
@@ -174,7 +173,7 @@ def read_parts(
     return numbers, {name: float(weights.get(name, weight)) * number for name, number in numbers.items()}
 
 
-def _short(value: Any) -> str:
+def _short(value: object) -> str:
     try:
         return f"{value!r:.80}"
     except Exception:
@@ -204,7 +203,7 @@ def weight_of_nothing(weights: Mapping[str, float], given: Iterable[str]) -> str
     return ""
 
 
-def check_group(values: Any, num_episodes: int) -> list[Any]:
+def check_group(values: object, num_episodes: int) -> list[object]:
     """Validate that there is one value per episode.
 
     Raises:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any
 
 from agentrl.env.env import DeclaredReward, Env
 from agentrl.env.solved import SolvedAt, SolvedRule
@@ -49,7 +48,7 @@ class ScoredEnv(Env):
         return class_spec(cls)
 
     def configure(
-        self, settings: Mapping[str, Any], reward_weights: Mapping[str, float], solved_at: SolvedAt = None
+        self, settings: Mapping[str, object], reward_weights: Mapping[str, float], solved_at: SolvedAt = None
     ) -> None:
         """Apply the settings, reward weights and `solved_at` of a run; see `Env.configure`."""
         weights = {"reward_weights": reward_weights} if reward_weights else {}
@@ -118,7 +117,7 @@ class ScoredEnv(Env):
                 values: list[dict[str, float]] = [{spec.name: 0.0} for _ in episodes]
 
                 def read(
-                    value: Any, values: list[dict[str, float]] = values, spec: RewardSpec = spec
+                    value: object, values: list[dict[str, float]] = values, spec: RewardSpec = spec
                 ) -> Mapping[str, float]:
                     values[:] = [self._read_parts(spec, v)[1] for v in check_group(value, len(episodes))]
                     return {}
@@ -136,7 +135,7 @@ class ScoredEnv(Env):
         """The tool's reward for this call; 0 if it is not a number."""
         return self._reward_of(outcome.call.name, outcome.reward, faults)
 
-    def _reward_of(self, name: str, value: Any, faults: dict[str, str]) -> float:
+    def _reward_of(self, name: str, value: object, faults: dict[str, str]) -> float:
         try:
             return 0.0 if value is None else check_number(value)
         except BadReward as e:
@@ -150,12 +149,12 @@ class ScoredEnv(Env):
         add_counts(metrics, {f"reward/{name}": value for name, value in rewards.values.items()})
         return sum(rewards.values.values())
 
-    async def _ask_all(self, per: str, argument: Any) -> Rewards:
+    async def _ask_all(self, per: str, argument: object) -> Rewards:
         rewards = Rewards(type(self).__name__, self.settings.reward_timeout_s)
         for spec in self.spec().rewards:
             if spec.mark.per == per:
 
-                def read(value: Any, spec: RewardSpec = spec) -> Mapping[str, float]:
+                def read(value: object, spec: RewardSpec = spec) -> Mapping[str, float]:
                     numbers, weighted = self._read_parts(spec, value)
                     if per == "episode":
                         self._unweighted |= {spec.name: sum(numbers.values()), **numbers}
@@ -164,7 +163,7 @@ class ScoredEnv(Env):
                 await self._ask_reward(rewards, spec, getattr(self, spec.attribute), argument, read)
         return rewards
 
-    def _read_parts(self, spec: RewardSpec, value: Any) -> tuple[dict[str, float], dict[str, float]]:
+    def _read_parts(self, spec: RewardSpec, value: object) -> tuple[dict[str, float], dict[str, float]]:
         others = [reward.name for reward in self.spec().rewards if reward.name != spec.name]
         return read_parts(spec, value, self.settings.reward_weights, others)
 
@@ -172,9 +171,9 @@ class ScoredEnv(Env):
         self,
         rewards: Rewards,
         spec: RewardSpec,
-        function: Callable[..., Any],
-        argument: Any,
-        read: Callable[[Any], Mapping[str, float]],
+        function: Callable[..., object],
+        argument: object,
+        read: Callable[[object], Mapping[str, float]],
     ) -> None:
         """Compute one reward on the episode's thread; see `Rewards.ask`."""
         await self._thread.held()

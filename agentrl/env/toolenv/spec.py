@@ -35,7 +35,7 @@ class ToolSpec:
 
     name: str
     attribute: str
-    schema: Mapping[str, Any]
+    schema: Mapping[str, object]
     signature: Signature
     mark: ToolMark
 
@@ -57,18 +57,18 @@ class MethodTool:
     """A `BoundTool` around a typed Python callable."""
 
     name: str
-    schema: Mapping[str, Any]
+    schema: Mapping[str, object]
     parallel: bool
     timeout_s: float | None
     signature: Signature
-    function: Callable[..., Any]
+    function: Callable[..., object]
     inline: bool = False
 
-    def validate(self, arguments: Mapping[str, Any]) -> dict[str, Any]:
+    def validate(self, arguments: Mapping[str, object]) -> dict[str, object]:
         """Convert arguments to the annotated types. Raises InvalidArguments."""
         return self.signature.validate(arguments)
 
-    async def call(self, arguments: dict[str, Any], timeout_s: float | None) -> Any:
+    async def call(self, arguments: dict[str, object], timeout_s: float | None) -> object:
         """Run the function. Raises CallTimeout, and whatever the function raises."""
         return await call_function(self.function, arguments, timeout_s, inline=self.inline, apart=self.parallel)
 
@@ -95,9 +95,9 @@ class SetupSpec:
     names: tuple[str, ...]
     required: tuple[str, ...]
     open_ended: bool
-    adapters: Mapping[str, TypeAdapter[Any]]
+    adapters: Mapping[str, TypeAdapter[object]]
 
-    def problem(self, row: Mapping[str, Any]) -> str | None:
+    def problem(self, row: Mapping[str, object]) -> str | None:
         """The problem with `row`, in one line; None if it fits."""
         missing = [name for name in self.required if name not in row]
         if missing:
@@ -142,7 +142,7 @@ class ClassSpec:
         return None
 
 
-def tool_from(function: Callable[..., Any], mark: ToolMark | None = None) -> MethodTool:
+def tool_from(function: Callable[..., object], mark: ToolMark | None = None) -> MethodTool:
     """A free function as a tool, marked with `@tool` or not."""
     mark = mark or getattr(function, TOOL_MARK, None) or ToolMark(None, False, None, False)
     where = f"tool {function.__module__}.{function.__qualname__}"
@@ -223,7 +223,7 @@ def _check_attributes(cls: type) -> None:
     from agentrl.env.toolenv.settings import ToolSettings
     from agentrl.sandbox import Sandbox
 
-    def refuse(name: str, wanted: str, value: Any) -> None:
+    def refuse(name: str, wanted: str, value: object) -> None:
         raise ConfigError(f"{cls.__qualname__}.{name} must be {wanted}, got {shorten(value)}")
 
     plain = {
@@ -252,7 +252,7 @@ def reserve_names(cls: type) -> None:
 
 def _members(cls: type) -> dict[str, Any]:
     """Functions of the class and its bases by name; the most derived one wins, at the first position."""
-    found: dict[str, Any] = {}
+    found: dict[str, object] = {}
     for base in reversed(cls.__mro__):
         for name, value in vars(base).items():
             if inspect.isfunction(value):
@@ -262,7 +262,7 @@ def _members(cls: type) -> dict[str, Any]:
     return found
 
 
-def _tool_spec(attribute: str, function: Callable[..., Any], mark: ToolMark, where: str) -> ToolSpec:
+def _tool_spec(attribute: str, function: Callable[..., object], mark: ToolMark, where: str) -> ToolSpec:
     name = check_name(mark.name or attribute, where)
     check_timeout(mark.timeout_s, where)
     if mark.inline and inspect.iscoroutinefunction(function):
@@ -271,7 +271,7 @@ def _tool_spec(attribute: str, function: Callable[..., Any], mark: ToolMark, whe
     return ToolSpec(name, attribute, function_schema(name, signature), signature, mark)
 
 
-def _reward_spec(attribute: str, function: Callable[..., Any], mark: RewardMark, where: str) -> RewardSpec:
+def _reward_spec(attribute: str, function: Callable[..., object], mark: RewardMark, where: str) -> RewardSpec:
     names = list(inspect.signature(function).parameters)[1:]
     allowed = _REWARD_ARGUMENTS.get(mark.per)
     if allowed is None:
@@ -316,10 +316,10 @@ def _setup_spec(cls: type) -> SetupSpec:
         hints = get_type_hints(function, include_extras=True)
     except NameError as e:
         raise ConfigError(f"{where}: type hint cannot be resolved: {e}") from e
-    adapters: dict[str, TypeAdapter[Any]] = {}
+    adapters: dict[str, TypeAdapter[object]] = {}
     for parameter in named:
         try:
-            adapters[parameter.name] = TypeAdapter(hints.get(parameter.name, Any))
+            adapters[parameter.name] = TypeAdapter(hints.get(parameter.name, object))
         except (PydanticSchemaGenerationError, PydanticUserError):
             continue  # hints that pydantic cannot check are ignored here
     return SetupSpec(

@@ -14,7 +14,7 @@ import typing_extensions
 NEEDED = sys.version_info < (3, 12)
 
 
-def readable(hint: Any) -> Any:
+def readable(hint: object) -> object:
     """The hint with each `typing.TypedDict` replaced by its `typing_extensions` counterpart.
 
     A recursive one is left unchanged.
@@ -22,7 +22,7 @@ def readable(hint: Any) -> Any:
     return _converted(hint, {}) if NEEDED else hint
 
 
-def _converted(hint: Any, done: dict[Any, Any]) -> Any:
+def _converted(hint: object, done: dict[object, object]) -> object:
     if typing.is_typeddict(hint) and type(hint).__module__ == "typing":
         return _typed_dict(hint, done)
     origin, arguments = get_origin(hint), get_args(hint)
@@ -43,7 +43,7 @@ def _converted(hint: Any, done: dict[Any, Any]) -> Any:
     return origin[parts]
 
 
-def _typed_dict(hint: Any, done: dict[Any, Any]) -> Any:
+def _typed_dict(hint: Any, done: dict[object, object]) -> object:
     if hint in done:
         return done[hint]
     done[hint] = hint  # for recursive ones

@@ -58,14 +58,14 @@ class ByteStream:
         self.total += len(data)
         self._digest.update(data)
 
-    def told(self) -> list[Any]:
+    def told(self) -> list[object]:
         """Return what the other side compares: byte count and digest."""
         return [self.total, self._digest.hexdigest()]
 
 
 def perform(order: dict[str, Any]) -> int:
     """Run one operation; the exit status is 0 if the answer on stderr is not an error."""
-    answer: dict[str, Any]
+    answer: dict[str, object]
     taken, sent = ByteStream(0), ByteStream(1)
     try:
         answer = OPERATIONS[order["op"]](order, taken, sent)
@@ -95,7 +95,7 @@ def _open_regular(path: str, flags: int, mode: int = 0o644) -> int:
     return fd
 
 
-def read(order: dict[str, Any], taken: ByteStream, sent: ByteStream) -> dict[str, Any]:
+def read(order: dict[str, Any], taken: ByteStream, sent: ByteStream) -> dict[str, object]:
     """Write bytes `offset` to `offset + max_bytes` of a regular file to stdout."""
     fd = _open_regular(order["path"], os.O_RDONLY)
     size = os.fstat(fd).st_size
@@ -110,7 +110,7 @@ def read(order: dict[str, Any], taken: ByteStream, sent: ByteStream) -> dict[str
     return {"size": size}
 
 
-def write(order: dict[str, Any], taken: ByteStream, sent: ByteStream) -> dict[str, Any]:
+def write(order: dict[str, Any], taken: ByteStream, sent: ByteStream) -> dict[str, object]:
     """Write stdin to a regular file at `offset`, which must also be the file's current length."""
     path, offset = order["path"], order["offset"]
     if order["parents"] and os.path.dirname(path):
@@ -129,26 +129,26 @@ def write(order: dict[str, Any], taken: ByteStream, sent: ByteStream) -> dict[st
     return {"size": taken.total}
 
 
-def _describe(path: str) -> dict[str, Any]:
+def _describe(path: str) -> dict[str, object]:
     info = os.lstat(path)
     kinds = ((stat.S_ISREG, "file"), (stat.S_ISDIR, "directory"), (stat.S_ISLNK, "link"))
     kind = next((name for test, name in kinds if test(info.st_mode)), "other")
     return {"kind": kind, "size": info.st_size, "mode": stat.S_IMODE(info.st_mode), "mtime": info.st_mtime}
 
 
-def describe(order: dict[str, Any], taken: ByteStream, sent: ByteStream) -> dict[str, Any]:
+def describe(order: dict[str, Any], taken: ByteStream, sent: ByteStream) -> dict[str, object]:
     """Describe the entry at the path; links are not followed."""
     return _describe(order["path"])
 
 
-def entries(order: dict[str, Any], taken: ByteStream, sent: ByteStream) -> dict[str, Any]:
+def entries(order: dict[str, Any], taken: ByteStream, sent: ByteStream) -> dict[str, object]:
     """List a directory in sorted order, up to `max_entries` entries."""
     names = sorted(os.listdir(order["path"]))
     shown = names[: order["max_entries"]]
     return {"entries": [[n, _describe(os.path.join(order["path"], n))] for n in shown], "total": len(names)}
 
 
-def remove(order: dict[str, Any], taken: ByteStream, sent: ByteStream) -> dict[str, Any]:
+def remove(order: dict[str, Any], taken: ByteStream, sent: ByteStream) -> dict[str, object]:
     """Delete a file, or a directory and its contents."""
     path = order["path"]
     if stat.S_ISDIR(os.lstat(path).st_mode):
@@ -161,13 +161,13 @@ def remove(order: dict[str, Any], taken: ByteStream, sent: ByteStream) -> dict[s
     return {}
 
 
-def make_directory(order: dict[str, Any], taken: ByteStream, sent: ByteStream) -> dict[str, Any]:
+def make_directory(order: dict[str, Any], taken: ByteStream, sent: ByteStream) -> dict[str, object]:
     """Create a directory and its parents."""
     os.makedirs(order["path"], exist_ok=True)
     return {}
 
 
-def pack_tree(order: dict[str, Any], taken: ByteStream, sent: ByteStream) -> dict[str, Any]:
+def pack_tree(order: dict[str, Any], taken: ByteStream, sent: ByteStream) -> dict[str, object]:
     """Write the regular files, directories and links below `path` to stdout, within both limits; see `packing`.
 
     Entries that their owner has made unreadable are unlocked, read, and locked again.
@@ -248,7 +248,7 @@ def _send_content(fd: int, name: bytes, mode: int, most: int, sent: ByteStream, 
     return size
 
 
-def unpack_tree(order: dict[str, Any], taken: ByteStream, sent: ByteStream) -> dict[str, Any]:
+def unpack_tree(order: dict[str, Any], taken: ByteStream, sent: ByteStream) -> dict[str, object]:
     """Write the tree on stdin below `path`. No entry is written through a link, and existing entries are
     replaced."""
     os.makedirs(order["path"], exist_ok=True)
