@@ -22,6 +22,11 @@ if TYPE_CHECKING:
     from agentrl.errors import AgentRLError as AgentRLError
     from agentrl.errors import ConfigError as ConfigError
     from agentrl.errors import InfraError as InfraError
+    from agentrl.python.configure import configure as configure
+    from agentrl.python.rollouts import rollouts as rollouts
+    from agentrl.python.rollouts import training_rows as training_rows
+    from agentrl.python.training import train as train
+    from agentrl.python.training import train_blocking as train_blocking
     from agentrl.run_folder.records import read_episodes as read_episodes
     from agentrl.trainer.start_run import start_run as start_run
     from agentrl.types import Completion as Completion
@@ -29,6 +34,7 @@ if TYPE_CHECKING:
     from agentrl.types import Group as Group
     from agentrl.types import Image as Image
     from agentrl.types import Message as Message
+    from agentrl.types import Sample as Sample
     from agentrl.types import Sampling as Sampling
     from agentrl.types import StopReason as StopReason
     from agentrl.types import Task as Task
@@ -40,10 +46,24 @@ _HOMES = {
     "agentrl.config.run": ("RunConfig",),
     "agentrl.env": ("Env", "StepInfo", "Stop", "TextEnv", "ToolEnv", "ToolResult", "reward", "tool"),
     "agentrl.errors": ("AgentRLError", "ConfigError", "InfraError"),
+    "agentrl.python.configure": ("configure",),
+    "agentrl.python.rollouts": ("rollouts", "training_rows"),
+    "agentrl.python.training": ("train", "train_blocking"),
     "agentrl.run_folder.records": ("read_episodes",),
     "agentrl.trainer.start_run": ("start_run",),
     "agentrl.types": (
-        *("Completion", "Episode", "Group", "Image", "Message", "Sampling", "StopReason", "Task", "ToolCall"),
+        *(
+            "Completion",
+            "Episode",
+            "Group",
+            "Image",
+            "Message",
+            "Sample",
+            "Sampling",
+            "StopReason",
+            "Task",
+            "ToolCall",
+        ),
         "Turn",
     ),
 }

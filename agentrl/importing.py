@@ -15,6 +15,38 @@ from typing import Any
 from agentrl.errors import ConfigError
 from agentrl.suggest import did_you_mean
 
+_given: dict[str, object] = {}
+"""Objects of this process that were given in place of their names, by name."""
+
+
+def name_object(given: object) -> str:
+    """The name under which `load_object` finds this class, function or object.
+
+    An object that cannot be imported again (of a notebook or script, nested, or an instance) is kept in this
+    process, and only this process finds it.
+    """
+    of_class = given if isinstance(given, type) or hasattr(given, "__qualname__") else type(given)
+    module, name = getattr(of_class, "__module__", "__main__"), getattr(of_class, "__qualname__", "object")
+    if module != "__main__" and of_class is given:
+        found: object = sys.modules.get(module)
+        for part in name.split("."):
+            found = getattr(found, part, None)
+        if found is given:
+            return f"{module}:{name}"
+    short = re.sub(r"\W", "", name.rpartition(".")[2]) or "function"
+    number, spec = 1, f"{module}:{short}"
+    while not _may_replace(_given.get(spec), given):
+        number += 1
+        spec = f"{module}:{short}_{number}"
+    _given[spec] = given if of_class is given else (lambda: given)
+    return spec
+
+
+def _may_replace(old: object, new: object) -> bool:
+    """Whether an object is the same, or an earlier version of the same cell or file."""
+    same = getattr(old, "__qualname__", "") == getattr(new, "__qualname__", None)
+    return old is None or old is new or (same and "<lambda>" not in getattr(new, "__qualname__", ""))
+
 
 def load_object(spec: str, *, base: Path | None = None) -> Any:
     """Any object named as `module:Name` or `path/to/file.py:Name` (dots after the colon reach inside).
@@ -22,6 +54,8 @@ def load_object(spec: str, *, base: Path | None = None) -> Any:
     Raises:
         ConfigError: the form is wrong, the module does not import, or it has no such name.
     """
+    if spec in _given:
+        return _given[spec]
     module_name, colon, name = spec.rpartition(":")
     if not colon or not module_name or not name:
         raise ConfigError(f"{spec!r}: write `module:Name` or `path/to/file.py:Name`")
@@ -32,6 +66,11 @@ def load_object(spec: str, *, base: Path | None = None) -> Any:
     found: Any = module
     for part in name.split("."):
         if not hasattr(found, part):
+            if module_name == "__main__":
+                raise ConfigError(
+                    f"{spec!r}: was defined in another process (notebook or script): put it in a file and name "
+                    "it as path/to/file.py:Name"
+                )
             names = [n for n in getattr(found, "__dict__", {}) if not n.startswith("_")]
             there = f"it has: {', '.join(sorted(names)[:12])}" if names else "it has no public names"
             hint = did_you_mean(part, names, otherwise=there)

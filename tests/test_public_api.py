@@ -27,6 +27,7 @@ NAMES = {
         "ToolResult",
     ),
     *("Turn", "load_config", "read_episodes", "reward", "start_run", "tool"),
+    *("Sample", "configure", "rollouts", "train", "train_blocking", "training_rows"),
 }
 HEAVY = {
     "torch",

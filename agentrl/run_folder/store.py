@@ -103,8 +103,11 @@ class RunStore:
             ConfigError: the folder holds a run with another configuration, holds other things, cannot be written,
                 or is held by another process.
         """
+        if path is None and not config.name:
+            raise ConfigError("name is empty: give the run a `name`, or a run folder")
         path = (path or Path("runs") / config.name).absolute()
         _make_folder(path)
+        _require_run_folder(path)
         lock, aside = _lock(path), None
         try:
             if fresh and any(child.name != _LOCK for child in path.iterdir()):
@@ -403,14 +406,18 @@ def _empty(path: Path) -> None:
             child.unlink()
 
 
+def _require_run_folder(path: Path) -> None:
+    """Raises ConfigError for a folder that holds other things than a run: it must not be moved."""
+    others = sorted(child.name for child in path.iterdir() if not child.name.startswith("."))
+    if others and not (path / "config.yaml").is_file():
+        hint = "give another `name`, or `--run-dir`"
+        raise ConfigError(f"{path}: is not a run folder (it holds {', '.join(others[:3])}); {hint}")
+
+
 def _claim(path: Path, config: RunConfig) -> bool:
     """Save the configuration in a new folder, or see that the folder holds the same; True for an old one."""
     file = path / "config.yaml"
     if not file.is_file():
-        others = sorted(child.name for child in path.iterdir() if not child.name.startswith("."))
-        if others:
-            hint = "give another `name`, or `--run-dir`"
-            raise ConfigError(f"{path}: is not a run folder (it holds {', '.join(others[:3])}); {hint}")
         write_atomic(file, dump_config(config).encode())
         return False
     old = load_config(file, check_paths=False)

@@ -71,8 +71,14 @@ class _Setting:
         return bool(self.stop)
 
 
-def train_run(config: RunConfig, store: RunStore, reporter: Reporter) -> Summary:
+def train_run(config: RunConfig, store: RunStore, reporter: Reporter, stop: StopRequest | None = None) -> Summary:
     """Train as configured, resuming from the run folder; returns the summary, which is also written to disk.
+
+    Args:
+        config: the run.
+        store: its folder.
+        reporter: shows progress.
+        stop: asks the run to save and end; signals set it, too.
 
     Raises:
         AgentRLError: describes the problem and a remedy. The run folder can be resumed afterwards.
@@ -80,7 +86,7 @@ def train_run(config: RunConfig, store: RunStore, reporter: Reporter) -> Summary
     keep_freed_memory()
     with (
         logging(config, store, reporter.note) as loggers,
-        stop_requested(tell=reporter.note) as stop,
+        stop_requested(reporter.note, stop) as stop,
         ThreadPoolExecutor(1, "agentrl-disk") as disk,
     ):
         summary = asyncio.run(_train_run(_Setting(config, store, reporter, stop, disk, loggers)))

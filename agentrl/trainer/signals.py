@@ -56,7 +56,9 @@ async def unless_stopped(stopping: Callable[[], bool], work: Awaitable[T]) -> T:
 
 
 @contextmanager
-def stop_requested(tell: Callable[[str], None] = lambda text: None) -> Iterator[StopRequest]:
+def stop_requested(
+    tell: Callable[[str], None] = lambda text: None, request: StopRequest | None = None
+) -> Iterator[StopRequest]:
     """Catch SIGINT and SIGTERM while the block runs; the earlier handlers come back after it.
 
     The first signal makes the yielded request true and calls `tell` with a sentence for the user. The second one
@@ -64,8 +66,9 @@ def stop_requested(tell: Callable[[str], None] = lambda text: None) -> Iterator[
 
     Args:
         tell: shows the sentence; runs inside the signal handler, so it must not wait for locks of other threads.
+        request: becomes true; by default a new one.
     """
-    request = StopRequest()
+    request = StopRequest() if request is None else request
     if threading.current_thread() is not threading.main_thread():
         yield request
         return

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import re
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
+from itertools import count
 from pathlib import Path
 from typing import TextIO
 
@@ -15,6 +17,7 @@ from agentrl.errors import AgentRLError
 from agentrl.reporting.display import make_display
 from agentrl.reporting.report import Reporter, Summary
 from agentrl.run_folder.store import RunStore
+from agentrl.trainer.signals import StopRequest
 
 
 def start_run(
@@ -24,19 +27,25 @@ def start_run(
     fresh: bool = False,
     again: str = "the same command",
     console: Console | None = None,
+    stop: StopRequest | None = None,
 ) -> Summary:
     """Train (or resume training) with a progress display; returns the summary that is also in summary.json.
 
+    Needs a thread without a running event loop; `agentrl.train` and `agentrl.train_blocking` do not.
+
     Args:
         config: the run, from `load_config`.
-        run_dir: the run folder; `runs/<name>` by default.
+        run_dir: the run folder; `runs/<name>` by default. A run without a name gets a new one.
         fresh: start over if the folder contains an earlier run, which is moved to a sibling folder.
         again: how the user resumes; named when the run is stopped before its end.
         console: where progress goes; standard output by default.
+        stop: asks the run to save and end; by default only signals do.
 
     Raises:
         ConfigError: the configuration, the env or the model is invalid, or the folder contains another run.
     """
+    if run_dir is None and not config.name:
+        config = config.model_copy(update={"name": _new_name(config)})
     with (
         make_display(config.name, again=again, console=console) as display,
         RunStore.open(config, run_dir, fresh=fresh) as store,
@@ -51,12 +60,19 @@ def start_run(
             from agentrl.trainer.run import train_run
 
             quiet_transformers()
-            summary = train_run(config, store, display)
+            summary = train_run(config, store, display, stop)
         except AgentRLError:
             store.discard()
             raise
         display.done(summary)
     return summary
+
+
+def _new_name(config: RunConfig) -> str:
+    """A name that no run has: the env's, with a number."""
+    env = next(iter(config.by_env.values())).sole_env.use.rpartition(":")[2]
+    word = re.sub(r"[^a-z0-9]+", "-", env.lower()).strip("-") or "run"
+    return next(name for n in count(1) if not Path("runs", name := f"{word}-{n}").exists())
 
 
 @contextmanager

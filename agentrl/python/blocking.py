@@ -1,0 +1,114 @@
+"""Blocking forms of coroutines that also work where an event loop is already running, as in Jupyter."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
+from contextlib import aclosing, suppress
+from queue import Queue
+from typing import Generic, TypeVar
+
+T = TypeVar("T")
+
+
+def in_event_loop() -> bool:
+    """Whether this thread runs an event loop."""
+    with suppress(RuntimeError):
+        asyncio.get_running_loop()
+        return True
+    return False
+
+
+class Worker(Generic[T]):
+    """A call on a thread of its own, whose result or exception is handed over.
+
+    Args:
+        stop: asks the call to end; called when the waiting thread is interrupted, which then waits on.
+    """
+
+    def __init__(self, call: Callable[[], T], stop: Callable[[], None], name: str) -> None:
+        self._call, self._stop = call, stop
+        self._result: list[T] = []
+        self._error: BaseException | None = None
+        self._thread = threading.Thread(target=self._work, name=name, daemon=True)
+        self._thread.start()
+
+    def result(self) -> T:
+        """Wait for the call. A first KeyboardInterrupt asks it to end, a second one is raised."""
+        try:
+            self._join()
+        except KeyboardInterrupt:
+            self._stop()
+            self._join()
+        if self._error is not None:
+            raise self._error
+        return self._result[0]
+
+    def _join(self) -> None:
+        while self._thread.is_alive():
+            self._thread.join(0.2)  # an endless join cannot be interrupted on every platform
+
+    def _work(self) -> None:
+        try:
+            self._result.append(self._call())
+        except BaseException as e:  # handed over
+            self._error = e
+
+
+class _End:
+    """The last item; holds the exception that ended the iteration, if one did."""
+
+    def __init__(self, error: BaseException | None) -> None:
+        self.error = error
+
+
+def iterate(make: Callable[[], AsyncIterator[T]]) -> Iterator[T]:
+    """The items of an async generator, from any thread; it runs on an event loop of its own.
+
+    Args:
+        make: called on the other thread. The generator is closed when the iteration ends early.
+    """
+    items: Queue[T | _End] = Queue(maxsize=1)
+    loop, wanted = asyncio.new_event_loop(), threading.Event()
+
+    async def produce() -> None:
+        generator = make()
+        async with aclosing(generator) as found:  # type: ignore[type-var]
+            async for item in found:
+                if wanted.is_set():
+                    return
+                await asyncio.to_thread(items.put, item)
+
+    def work() -> None:
+        error = None
+        try:
+            loop.run_until_complete(produce())
+        except BaseException as e:  # handed over
+            error = e
+        finally:
+            loop.run_until_complete(loop.shutdown_asyncgens())
+            loop.run_until_complete(loop.shutdown_default_executor())
+            loop.close()
+        items.put(_End(error))
+
+    thread = threading.Thread(target=work, name="agentrl-rollouts", daemon=True)
+    thread.start()
+    try:
+        while not isinstance(item := items.get(), _End):
+            yield item
+        if item.error is not None:
+            raise item.error
+    finally:
+        wanted.set()
+        while thread.is_alive():
+            with suppress(Exception):
+                items.get(timeout=0.1)
+        thread.join()
+
+
+def run_blocking(make: Callable[[], Coroutine[object, object, T]]) -> T:
+    """Run a coroutine to its end, on a thread of its own if this one already runs an event loop."""
+    if not in_event_loop():
+        return asyncio.run(make())
+    return Worker(lambda: asyncio.run(make()), lambda: None, "agentrl").result()

@@ -1,0 +1,198 @@
+"""Play an env with a model, without a trainer: groups of episodes, and the rows that a trainer would get."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import tempfile
+from collections.abc import AsyncIterator, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from agentrl.agents.players import players
+from agentrl.config.run import RunConfig
+from agentrl.env.curriculum import TaskSampler
+from agentrl.env.mixture import TaskSource
+from agentrl.errors import ConfigError, first_error
+from agentrl.models.tiny import make_tiny_model
+from agentrl.python.blocking import iterate
+from agentrl.python.configure import configure
+from agentrl.python.training import RunSettings
+from agentrl.reporting.report import Silent
+from agentrl.rollout.build import make_engine, make_token_check
+from agentrl.rollout.content import Content, corpus, load_content
+from agentrl.rollout.group import GroupPlayer, GroupsByEnv
+from agentrl.rollout.lifecycle import EpisodeStatus
+from agentrl.rollout.prompts import fitting
+from agentrl.rollout.renderer import check_renderer, load_renderer, require_template
+from agentrl.rollout.task_tools import task_tools
+from agentrl.run_folder.store import find_checkpoint
+from agentrl.sandbox import close_pools
+from agentrl.trainer.algorithm import Algorithm
+from agentrl.trainer.feed import make_admission
+from agentrl.types import Group, Sample
+
+
+@dataclass(frozen=True)
+class Rollouts:
+    """Groups of episodes as they end: `async for group in rollouts(...)`, or `for group in rollouts(...)`.
+
+    Each iteration plays the same episodes again: the same seeds, tasks and model.
+    """
+
+    config: RunConfig
+    model: Path | None
+    split: Literal["train", "held_out"]
+    num_groups: int
+
+    def __aiter__(self) -> AsyncIterator[Group]:
+        return _play(self)
+
+    def __iter__(self) -> Iterator[Group]:
+        return iterate(lambda: _play(self))
+
+
+def rollouts(
+    config: RunSettings,
+    num_groups: int,
+    *,
+    model: Path | str | None = None,
+    split: Literal["train", "held_out"] = "train",
+) -> Rollouts:
+    """Play groups of episodes of a configuration with a model, as a training step would.
+
+    Args:
+        config: the configuration; see `configure` for its forms. Its env, tasks, `rollout`, `engine` and `agent`
+            count, and its seed.
+        num_groups: groups to play, of `rollout.group_size` episodes each.
+        model: a model directory, a run folder (its newest checkpoint) or a checkpoint; by default `model.path`, or
+            a new random model for `model.tiny`.
+        split: the tasks to play, in their configured order.
+
+    Raises:
+        ConfigError: the configuration, the env or the model is invalid. What is found only when the episodes begin
+            is raised by the iteration.
+    """
+    if num_groups < 1:
+        raise ConfigError(f"num_groups is {num_groups}: ask for at least one group")
+    if split not in ("train", "held_out"):
+        raise ConfigError(f"split is {split!r}: it is 'train' or 'held_out'")
+    ready = configure(config).model_copy(update={"warmup": None})
+    return Rollouts(ready, None if model is None else Path(model), split, num_groups)
+
+
+def training_rows(groups: Sequence[Group], config: RunSettings | None = None) -> list[Sample]:
+    """The rows that a trainer gets for these groups: token ids, loss mask, sampler log-probabilities, advantages.
+
+    Args:
+        groups: complete groups, from `rollouts` or a run folder. Statistics over the batch see all of them.
+        config: whose `algorithm` and `rollout.overlong` estimate the advantages; GRPO without it.
+
+    Raises:
+        ConfigError: the advantages need log-probabilities or values of the learner, which a rollout does not have.
+    """
+    ready = None if config is None else configure(config)
+    algorithm = RunConfig.model_fields["algorithm"].get_default() if ready is None else ready.algorithm
+    overlong = "train" if ready is None else ready.rollout.overlong
+    made = Algorithm(algorithm, overlong=overlong)
+    if made.advantage_needs:
+        raise ConfigError(
+            f"algorithm.advantage {algorithm.advantage.name} needs {', '.join(sorted(made.advantage_needs))} of a "
+            "learner: choose another one here, or train with agentrl.train"
+        )
+    return list(made.advantages(made.rows(groups)).samples)
+
+
+async def _play(asked: Rollouts) -> AsyncIterator[Group]:
+    async with contextlib.AsyncExitStack() as stack:
+        stack.push_async_callback(close_pools)
+        content = load_content(asked.config)
+        folder = _model(asked, content, stack)
+        groups, source = await _prepare(asked, content, folder, stack)
+        at_once = max(asked.config.rollout.groups_per_step, 1)
+        queue: asyncio.Queue[Group] = asyncio.Queue()
+        waiting = iter(range(asked.num_groups))
+
+        async def work() -> None:
+            for number in waiting:
+                ((_, task),) = source.take(1)
+                queue.put_nowait(await groups.play(task, asked.split, number))
+
+        async def everything() -> None:
+            try:
+                async with asyncio.TaskGroup() as running:
+                    for _ in range(min(at_once, asked.num_groups)):
+                        running.create_task(work())
+            except BaseExceptionGroup as several:
+                raise first_error(several) from several
+
+        playing = asyncio.create_task(everything())
+        try:
+            for _ in range(asked.num_groups):
+                getting = asyncio.create_task(queue.get())
+                await asyncio.wait({getting, playing}, return_when=asyncio.FIRST_COMPLETED)
+                if not getting.done() and playing.done() and queue.empty():
+                    getting.cancel()
+                    playing.result()  # raises what ended it
+                yield await getting
+        finally:
+            playing.cancel()
+            await asyncio.gather(playing, return_exceptions=True)
+
+
+async def _prepare(
+    asked: Rollouts, content: Content, folder: Path, stack: contextlib.AsyncExitStack
+) -> tuple[GroupsByEnv, TaskSource]:
+    """The player of groups, and where its tasks come from."""
+    config = asked.config
+    renderer = load_renderer(config, folder)
+    for part in content.by_env.values():
+        tasks = part.train_tasks if asked.split == "train" else part.held_out_tasks
+        if not len(tasks):
+            raise ConfigError(f"there are no {asked.split} tasks: name a file under data.{asked.split}")
+        require_template(renderer, await task_tools(part.make_env, tasks))
+    check_renderer(renderer, folder)
+    engine = await make_engine(config, folder)
+    stack.push_async_callback(engine.close)
+    content = await fitting(content, config, renderer, engine.max_context, Silent())
+    make_envs = {name: part.make_env for name, part in content.by_env.items()}
+    make = await stack.enter_async_context(players(config, folder, engine, renderer, make_envs))
+    playing: dict[str, EpisodeStatus] = {}
+    token_check = make_token_check(config)
+    by_env = {
+        name: GroupPlayer(
+            make(env=name, temperature=view.rollout.temperature, token_check=token_check),
+            view.rollout.group_size,
+            view.seed,
+            view.rollout.infra_retries,
+            timeout_s=view.rollout.timeout_s,
+            playing=playing,
+        )
+        for name, view in config.by_env.items()
+    }
+    return GroupsByEnv(by_env, playing), _source(asked, content)
+
+
+def _source(asked: Rollouts, content: Content) -> TaskSource:
+    if asked.split == "held_out" and not asked.config.envs:
+        return TaskSampler(content.held_out_tasks, asked.config.seed)
+    tasks = {
+        name: part.train_tasks if asked.split == "train" else part.held_out_tasks
+        for name, part in content.by_env.items()
+    }
+    return make_admission(asked.config, tasks).sampler
+
+
+def _model(asked: Rollouts, content: Content, stack: contextlib.AsyncExitStack) -> Path:
+    """The folder of the model that plays."""
+    if asked.model is not None:
+        if (asked.model / "config.json").is_file():
+            return asked.model
+        return find_checkpoint(asked.model).path
+    if asked.config.model.path is not None:
+        return Path(asked.config.model.path)
+    assert asked.config.model.tiny is not None
+    folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="agentrl-tiny-"))) / "model"
+    make_tiny_model(folder, corpus(content), asked.config.model.tiny, seed=asked.config.seed)
+    return folder

@@ -1,0 +1,87 @@
+"""Train from Python: awaited or blocking."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import Mapping
+from contextlib import suppress
+from pathlib import Path
+
+from rich.console import Console
+
+from agentrl.config.run import RunConfig
+from agentrl.python.configure import configure
+from agentrl.reporting.report import Summary
+from agentrl.trainer.signals import StopRequest
+from agentrl.trainer.start_run import start_run
+
+RunSettings = RunConfig | Mapping[str, object] | str | os.PathLike[str]
+"""A configuration, its data, or a YAML file; see `configure`."""
+
+
+async def train(
+    config: RunSettings,
+    *,
+    run_dir: Path | str | None = None,
+    fresh: bool = False,
+    console: Console | None = None,
+) -> Summary:
+    """Train (or resume training) and return the summary; other tasks of the event loop continue meanwhile.
+
+    The run has a thread and an event loop to itself. If this coroutine is cancelled, the run saves a checkpoint
+    after the current step, as after Ctrl-C, and the cancellation continues then; the same call resumes it.
+
+    Args:
+        config: the configuration; see `configure` for its forms.
+        run_dir: the run folder; `runs/<name>` by default. A configuration without a name gets a new one.
+        fresh: start over if the folder contains an earlier run, which is moved to a sibling folder.
+        console: where progress goes; standard output by default.
+
+    Raises:
+        ConfigError: the configuration, the env or the model is invalid, or the folder contains something else.
+    """
+    stop = StopRequest()
+    ready = configure(config)
+    folder = None if run_dir is None else Path(run_dir)
+    run = asyncio.create_task(
+        asyncio.to_thread(
+            start_run, ready, run_dir=folder, fresh=fresh, again="the same call", console=console, stop=stop
+        )
+    )
+    try:
+        return await asyncio.shield(run)
+    except asyncio.CancelledError:
+        stop.by = "cancellation"
+        with suppress(Exception):
+            await run
+        raise
+
+
+def train_blocking(
+    config: RunSettings,
+    *,
+    run_dir: Path | str | None = None,
+    fresh: bool = False,
+    console: Console | None = None,
+) -> Summary:
+    """Train (or resume training) and return the summary; the blocking form of `train`, which also works in a
+    notebook. The first KeyboardInterrupt saves a checkpoint and returns, the second one aborts.
+
+    Takes what `train` takes, and raises what it raises.
+    """
+    from agentrl.python.blocking import Worker, in_event_loop
+
+    ready, folder = configure(config), None if run_dir is None else Path(run_dir)
+    stop = StopRequest()
+
+    def call() -> Summary:
+        return start_run(ready, run_dir=folder, fresh=fresh, again="the same call", console=console, stop=stop)
+
+    if not in_event_loop():
+        return call()
+
+    def interrupt() -> None:
+        stop.by = "KeyboardInterrupt"
+
+    return Worker(call, interrupt, "agentrl-run").result()

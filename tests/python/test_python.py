@@ -1,0 +1,251 @@
+"""Runs, rollouts and rows from Python: with and without an event loop, with objects in place of names."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import threading
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+import agentrl
+from agentrl import TextEnv, ToolEnv, reward, tool
+from agentrl.envs.calculator import Calculator
+from agentrl.importing import load_object, name_object
+from agentrl.reporting.loggers.protocol import RunInfo, SampleEpisode
+from agentrl.run_folder.records import read_metrics
+from agentrl.types import Task
+from tests.trainer.test_mixture import TINY
+
+SMALL: dict[str, Any] = {
+    "steps": 2,
+    "env": Calculator,
+    "data": {"options": {"max_operations": 1}},
+    "model": TINY,
+    "rollout": {"groups_per_step": 2, "group_size": 2, "max_turns": 1, "max_tokens": 6, "token_budget": 1200},
+    "algorithm": {"kl": {"coef": 0}},
+    "optim": {"lr": 1e-3},
+    "eval": {"tasks": 2, "before_training": False},
+    "loggers": [],
+}
+
+
+@pytest.fixture(autouse=True)
+def own_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+
+
+def weights(folder: str) -> dict[str, list[float]]:
+    found = load_file(next((Path(folder) / "checkpoints" / "step-2").glob("*.safetensors")))
+    return {name: tensor.flatten().tolist() for name, tensor in found.items()}
+
+
+@pytest.mark.timeout(120)
+def test_awaited_and_blocking_train_the_same_weights_also_inside_a_loop():
+    ticks: list[int] = []
+
+    async def tick() -> None:
+        while True:
+            ticks.append(1)
+            await asyncio.sleep(0.01)
+
+    async def notebook() -> list[Any]:
+        clock = asyncio.create_task(tick())
+        awaited = await agentrl.train(SMALL | {"name": "awaited"})
+        during = len(ticks)
+        inside = agentrl.train_blocking(SMALL | {"name": "inside"})
+        clock.cancel()
+        return [awaited, inside, during]
+
+    awaited, inside, during = asyncio.run(notebook())
+    outside = agentrl.train_blocking(SMALL | {"name": "outside"})
+    assert awaited.finished
+    assert during > 5, "other tasks of the loop went on"
+    assert weights(awaited.run) == weights(inside.run) == weights(outside.run)
+
+
+@pytest.mark.timeout(60)
+def test_a_cancelled_run_saves_its_step_and_the_same_call_resumes_it():
+    config = SMALL | {"name": "cut", "steps": 50}
+
+    async def cut() -> None:
+        run = asyncio.create_task(agentrl.train(config))
+        while not any(line["step"] for line in read_metrics(Path("runs/cut"))):  # noqa: ASYNC110 - files
+            await asyncio.sleep(0.01)
+        run.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await run
+
+    asyncio.run(cut())
+    done = read_metrics(Path("runs/cut"))[-1]["step"]
+    assert 0 < done < 50
+    assert list(Path("runs/cut/checkpoints").glob("step-*"))
+    assert not [t for t in threading.enumerate() if t.name.startswith("agentrl-run")]
+
+
+@pytest.mark.timeout(90)
+def test_runs_without_a_name_get_new_ones_and_fresh_moves_only_its_own_folder():
+    first = agentrl.train_blocking(SMALL)
+    second = agentrl.train_blocking(SMALL, fresh=True)
+    assert [Path(run.run).name for run in (first, second)] == ["calculator-1", "calculator-2"]
+    Path("mine").mkdir()
+    Path("mine/thesis.txt").write_text("years of work")
+    with pytest.raises(agentrl.ConfigError, match=r"is not a run folder \(it holds thesis.txt\)"):
+        agentrl.train_blocking(SMALL, run_dir="mine", fresh=True)
+    with pytest.raises(agentrl.ConfigError, match="is not a run folder"):
+        agentrl.train_blocking(SMALL, run_dir="runs", fresh=True)
+    assert sorted(path.name for path in Path("runs").iterdir()) == ["calculator-1", "calculator-2"]
+    assert Path("mine/thesis.txt").read_text() == "years of work"
+
+
+@pytest.mark.timeout(60)
+def test_objects_stand_in_place_of_names():
+    seen: dict[str, Any] = {"steps": []}
+
+    class Echo(TextEnv):
+        """Say the number."""
+
+        @classmethod
+        def tasks(cls, split: str, seed: int) -> list[Task]:
+            return [Task(f"{split}-{n}", row={"number": n}) for n in range(4)]
+
+        def setup(self, number: int) -> str:
+            self.number = number
+            return f"Say {number}"
+
+        @reward(solved=True)
+        def said(self) -> float:
+            return float(str(self.number) in self.transcript.final)
+
+    def centered(rewards_E: torch.Tensor, group_E: torch.Tensor, **_: object) -> torch.Tensor:
+        seen["advantage"] = True
+        return rewards_E - rewards_E.mean()
+
+    def loss(
+        logprobs_T: torch.Tensor, old_T: torch.Tensor, advantages_T: torch.Tensor, weights_T: torch.Tensor, *_: Any
+    ) -> torch.Tensor:
+        seen["loss"] = True
+        return -(weights_T * advantages_T * (logprobs_T - old_T).exp()).sum()
+
+    class Ledger:
+        def start(self, run: RunInfo) -> None: ...
+
+        def metrics(self, step: int, values: Mapping[str, float]) -> None:
+            seen["steps"].append(step)
+
+        def episodes(self, step: int, rows: Sequence[SampleEpisode]) -> None: ...
+
+        def finish(self, summary: Mapping[str, object]) -> None:
+            seen["finished"] = summary["finished"]
+
+    config = SMALL | {
+        "name": "objects",
+        "env": Calculator,
+        "algorithm": {"loss": loss, "kl": {"coef": 0}},
+        "loggers": [Ledger()],
+    }
+    assert agentrl.train_blocking(config).finished
+    assert seen["loss"]
+    assert seen["steps"] == [1, 2]
+    assert seen["finished"] is True
+    dumped = Path("runs/objects/config.yaml").read_text()
+    assert "tests.python.test_python:loss" in dumped
+    assert name_object(Calculator) == "agentrl.envs.calculator.env:Calculator"
+    assert load_object(name_object(centered)) is centered
+    assert load_object(name_object(Echo)) is Echo
+
+
+def test_two_lambdas_have_two_names():
+    one, other = (lambda: 1), (lambda: 2)
+    assert load_object(name_object(one)) is one
+    assert load_object(name_object(other)) is other
+    assert name_object(one) == name_object(one) != name_object(other)
+
+
+def test_an_object_of_a_notebook_is_named_in_another_process():
+    with pytest.raises(agentrl.ConfigError, match="was defined in another process"):
+        load_object("__main__:never_defined_here")
+
+
+@pytest.mark.timeout(60)
+def test_rollouts_need_no_trainer():
+    asked = agentrl.rollouts(SMALL, 3)
+
+    async def awaited() -> list[Any]:
+        return [group async for group in asked]
+
+    groups = list(asked)
+    again = asyncio.run(awaited())
+    assert len(groups) == 3
+    assert {len(group.episodes) for group in groups} == {2}
+
+    def ids(found: Sequence[Any]) -> Any:
+        return sorted((e.id, tuple(s.ids for s in e.segments)) for g in found for e in g.episodes)
+
+    assert ids(groups) == ids(again)
+    rows = agentrl.training_rows(groups, SMALL)
+    assert len(rows) == 6
+    for row in rows:
+        assert len(row.ids) == len(row.loss_mask) == len(row.logprobs) == len(row.advantages)
+        assert any(row.loss_mask)
+    with pytest.raises(agentrl.ConfigError, match="needs values of a learner"):
+        agentrl.training_rows(groups, SMALL | {"algorithm": {"advantage": "gae"}})
+
+
+@pytest.mark.timeout(60)
+def test_an_iteration_that_ends_early_stops_the_episodes():
+    for group in agentrl.rollouts(SMALL, 50):
+        assert group.episodes
+        break
+    assert not [t for t in threading.enumerate() if t.name == "agentrl-rollouts"]
+
+
+@pytest.mark.timeout(60)
+def test_rollouts_of_a_run_play_its_newest_checkpoint():
+    summary = agentrl.train_blocking(SMALL | {"name": "trained"})
+    (group,) = agentrl.rollouts(SMALL, 1, model=summary.run, split="held_out")
+    assert group.task.id.startswith("held_out") or "held" in group.task.id
+    with pytest.raises(agentrl.AgentRLError, match="no such folder"):
+        list(agentrl.rollouts(SMALL, 1, model="nowhere"))
+
+
+class Broken(ToolEnv):
+    """Cannot be set up."""
+
+    @classmethod
+    def tasks(cls, split: str, seed: int) -> list[Task]:
+        return [Task("t", row={})]
+
+    async def setup(self) -> str:
+        raise agentrl.InfraError("the service is down")
+
+    @tool
+    async def nothing(self) -> str:
+        """Do nothing."""
+        return ""
+
+    @reward
+    def never(self) -> float:
+        return 0.0
+
+
+@pytest.mark.timeout(60)
+def test_what_ends_the_episodes_is_raised_by_the_iteration():
+    with pytest.raises(agentrl.AgentRLError, match="the service is down"):
+        list(agentrl.rollouts(SMALL | {"env": Broken, "data": {}}, 2))
+
+
+def test_mistakes_are_those_of_a_yaml_file():
+    with pytest.raises(agentrl.ConfigError, match=r"rollout.group_sise.*group_size"):
+        agentrl.configure(SMALL | {"rollout": {"group_sise": 4}})
+    with pytest.raises(agentrl.ConfigError, match="ask for at least one group"):
+        agentrl.rollouts(SMALL, 0)
+    with pytest.raises(agentrl.ConfigError, match="takes no overrides"):
+        agentrl.configure(agentrl.configure(SMALL), ["steps=3"])
+    assert agentrl.configure(SMALL, ["steps=7"]).steps == 7
+    assert json.loads(agentrl.configure(SMALL).model_dump_json())["env"]["use"].endswith(":Calculator")
