@@ -21,18 +21,43 @@ def train(
     fresh: Annotated[
         bool, typer.Option("--fresh", help="Start over; an earlier run of this name is renamed and kept.")
     ] = False,
+    source: Annotated[
+        str | None,
+        typer.Option(
+            "--from",
+            metavar="RUN[@STEP]",
+            help="Fork this run at its newest checkpoint, or at STEP or `best`.",
+            show_default=False,
+        ),
+    ] = None,
+    weights_only: Annotated[
+        bool, typer.Option("--weights-only", help="With --from: take the weights alone, and start from step 1.")
+    ] = False,
+    accept_code: Annotated[
+        bool,
+        typer.Option("--accept-code", help="Resume although code of env or rewards, or tasks, changed."),
+    ] = False,
 ) -> None:
-    """Train a policy; run the same command again to resume.
+    """Train a policy; run the same command again to resume, also with more steps or other settings.
 
     Ctrl-C saves a checkpoint and exits; a second Ctrl-C aborts.
     """
     from agentrl.config import load_config
+    from agentrl.errors import ConfigError
     from agentrl.extras import require
+    from agentrl.run_folder.fork import fork_run, forked_config
     from agentrl.trainer.start_run import start_run
 
     config = load_config(path, overrides)
     require("train", "agentrl train")
-    summary = start_run(config, run_dir=run_dir, fresh=fresh, again=_again())
+    if source is not None:
+        if fresh:
+            raise ConfigError("--from and --fresh exclude each other: a fork has a new folder of its own")
+        run_dir = fork_run(config, source, run_dir=run_dir, weights_only=weights_only)
+        config = forked_config(config, run_dir)
+    elif weights_only:
+        raise ConfigError("--weights-only has no effect without --from RUN")
+    summary = start_run(config, run_dir=run_dir, fresh=fresh, again=_again(), accept_code=accept_code)
     if not summary.finished:
         raise typer.Exit(130)
 

@@ -17,7 +17,7 @@ from agentrl.algo.losses import POLICY_LOSSES
 from agentrl.algo.losses.ppo_clip import PPOClip
 from agentrl.algo.parameters import Above0, Named, NonNegative, Share, check_band
 from agentrl.config.choice import OneOf, OwnFunction
-from agentrl.config.facts import Advanced, MayChangeOnResume, NeverWhen, OnlyWhen, PathTo
+from agentrl.config.facts import Advanced, NeverWhen, OnlyWhen, OnResume, PathTo
 from agentrl.config.section import Count, Positive, Section
 
 ALONE = frozenset(name for name, estimator in ESTIMATORS.items() if not estimator.compares)
@@ -50,7 +50,7 @@ def _check_rule(statistic: str, limit: float | tuple[float, float]) -> None:
 class CriticConfig(Section):
     """The critic of `advantage: gae`: a value model trained together with the policy."""
 
-    path: Annotated[str | None, PathTo("folder", hub=True)] = None
+    path: Annotated[str | None, PathTo("folder", hub=True), OnResume("fixed")] = None
     """Model directory to initialize the critic from; by default the policy's initial model."""
     lr: Above0 = 1e-5
     """Peak learning rate; it follows the policy's schedule."""
@@ -69,7 +69,7 @@ class CriticConfig(Section):
     """How token errors are aggregated; by default like the policy's token losses."""
     aggregation_scale: Annotated[Above0 | None, Advanced()] = None
     """Like `algorithm.aggregation_scale`, which is also the default."""
-    ranks: Annotated[Count, MayChangeOnResume()] = 0
+    ranks: Annotated[Count, OnResume("free")] = 0
     """Number of dedicated Ray workers for the critic, each with one shard; 0 runs it on the policy's ranks. With
     dedicated ranks, the policy also runs on Ray, even with a single rank."""
 

@@ -11,7 +11,7 @@ from pydantic.fields import FieldInfo
 
 from agentrl.config.choice import OneOf, choice_of
 from agentrl.config.dump import yaml_value
-from agentrl.config.facts import MayChangeOnResume, NamesCode, PathTo, effects, facts, is_advanced
+from agentrl.config.facts import NamesCode, OnResume, PathTo, effects, facts, is_advanced
 from agentrl.config.run import RunConfig
 from agentrl.config.schema import alternatives, bounds, field_at, kind_name, named_section_of, section_of
 from agentrl.config.section import Section
@@ -63,6 +63,8 @@ model:
 - Relative paths in the file are relative to the file; relative paths given by `--set` to the current folder.
 - An unknown key, a wrong value or a missing file stops the run before it starts, all mistakes at once, each with
   `file:line:column`.
+- A run may be [resumed with other settings](runs.md): keys marked *free* change without a trace, *fixed* ones
+  never, and every other change is recorded in its history. A mark on a section holds for all its keys.
 - `agentrl config show tools.yaml` prints the whole configuration, defaults included; a run folder keeps it as
   `config.yaml`. `agentrl config diff a.yaml b.yaml` compares two.
 - `agentrl config schema -o agentrl.schema.json` writes a JSON schema. Editors that speak the YAML language server
@@ -189,6 +191,8 @@ def _rows(section: type[Section], *, own: bool = False) -> Iterator[str]:
         yield _row(name, field)
 
 
+ON_RESUME = {"free": "*Free on resume.*", "fixed": "*Fixed on resume.*"}
+
 TABLE = ("| key | type | default | |", "|---|---|---|---|")
 
 
@@ -210,7 +214,7 @@ def _advanced() -> Iterator[str]:
 
 def _row(name: str, field: FieldInfo) -> str:
     known = [fact.condition() for fact in effects(field)]
-    known += ["*May change on resuming.*" for _ in facts(field, MayChangeOnResume)]
+    known += [ON_RESUME[fact.kind] for fact in facts(field, OnResume)]
     about = " ".join([*(field.description or "").split(), *known]).replace("|", "\\|")
     return f"| `{name}` | {_kind(field)} | {_default(field)} | {about} |"
 

@@ -78,24 +78,27 @@ def _quoted(text: str) -> str:
 
 def config_diff(old: RunConfig, new: RunConfig) -> str:
     """One line for each key whose value differs, `rollout.group_size: 8 -> 16`; empty when the two are equal."""
+    return "\n".join(f"{'.'.join(loc)}: {before} -> {after}" for loc, before, after in config_changes(old, new))
+
+
+def config_changes(old: RunConfig, new: RunConfig) -> Iterator[tuple[tuple[str, ...], str, str]]:
+    """Each key whose value differs: its location, and both values as text."""
     before, after = dict(_leaves(old.model_dump())), dict(_leaves(new.model_dump()))
-    lines = []
-    for key in [*before, *(key for key in after if key not in before)]:
-        left, right = before.get(key, _ABSENT), after.get(key, _ABSENT)
+    for loc in [*before, *(loc for loc in after if loc not in before)]:
+        left, right = before.get(loc, _ABSENT), after.get(loc, _ABSENT)
         if left != right:
-            lines.append(f"{key}: {_show(left)} -> {_show(right)}")
-    return "\n".join(lines)
+            yield loc, _show(left), _show(right)
 
 
 _ABSENT = object()
 
 
-def _leaves(data: Any, key: str = "") -> Iterator[tuple[str, Any]]:
+def _leaves(data: object, loc: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], object]]:
     if isinstance(data, dict) and data:
         for name, value in data.items():
-            yield from _leaves(value, f"{key}.{name}" if key else str(name))
+            yield from _leaves(value, (*loc, str(name)))
     else:
-        yield key, data
+        yield loc, data
 
 
 def _show(value: Any) -> str:

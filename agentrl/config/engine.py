@@ -9,7 +9,7 @@ from pydantic import Field, field_validator, model_validator
 
 from agentrl.config.address import address_problem
 from agentrl.config.choice import is_own
-from agentrl.config.facts import Advanced, NamesCode, NeverWhen, NeverWith, OnlyWhen, PathTo, UnusedBy
+from agentrl.config.facts import Advanced, NamesCode, NeverWhen, NeverWith, OnlyWhen, OnResume, PathTo, UnusedBy
 from agentrl.config.section import Count, Device, Positive, Section
 from agentrl.gpu import gpus_here
 from agentrl.suggest import did_you_mean
@@ -76,7 +76,7 @@ class EngineConfig(Section):
     `path/to/file.py:Name` is your own engine. See docs/engines.md."""
     options: Annotated[dict[str, Any], NeverWhen("kind", "local", *SERVERS)] = Field(default_factory=dict)
     """Keyword arguments of your own engine."""
-    device: Device = "auto"
+    device: Annotated[Device, OnResume("free")] = "auto"
     """`cpu`, `cuda`, `cuda:N`, or `auto`: CUDA if there is one."""
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     """Precision of the sampler's weights. `auto`: bfloat16 on CUDA, float32 on a CPU, where bfloat16 is slower."""
@@ -85,7 +85,7 @@ class EngineConfig(Section):
     ] = "auto"
     """Whether `local` on CUDA captures its decode steps as CUDA graphs and replays them; `off` is slower but needs
     less memory."""
-    max_slots: Positive = 256
+    max_slots: Annotated[Positive, OnResume("free")] = 256
     """Maximum number of concurrent sequences in the KV cache; for servers, per server."""
     sync: Annotated[Literal["auto", "disk", "tensor", "broadcast", "lora"], OnlyWhen("kind", *SERVERS)] = "auto"
     """How weights are sent to servers: through a folder, as tensors in a request, over a process group, or
@@ -96,7 +96,7 @@ class EngineConfig(Section):
     ] = None
     """Stop the run if, after a sync, the log-probabilities of fixed tokens differ by more than this on average
     between servers and learner; by default 0.002 in float32 and 0.1 in bfloat16."""
-    server: Annotated[ServerConfig, OnlyWhen("kind", *SERVERS)] = ServerConfig()
+    server: Annotated[ServerConfig, OnlyWhen("kind", *SERVERS), OnResume("free")] = ServerConfig()
     """The servers of `sglang` and `vllm`."""
 
     @field_validator("kind")

@@ -7,7 +7,7 @@ from typing import Annotated, Any, Self
 
 from pydantic import Field, ValidationError, model_validator
 
-from agentrl.config.facts import Advanced, DataFiles, MayChangeOnResume, NeverWhen, NeverWith, UnusedBy
+from agentrl.config.facts import Advanced, DataFiles, NeverWhen, NeverWith, UnusedBy
 from agentrl.config.section import Count, Positive, Section
 
 
@@ -62,7 +62,7 @@ class EvalConfig(Section):
     """Sample from this many of the most likely tokens; 0 disables it."""
     min_p: Annotated[float, Field(ge=0, lt=1), NeverWhen("temperature", 0)] = 0.0
     """Sample from tokens with at least this fraction of the largest probability; 0 disables it."""
-    background: Annotated[bool, MayChangeOnResume(), UnusedBy("eval", "serve"), Advanced()] = False
+    background: Annotated[bool, UnusedBy("eval", "serve"), Advanced()] = False
     """Evaluate while training continues: a second engine keeps the weights of the evaluated step. Needs memory for
     another copy of the policy (with servers, one more server)."""
     sets: Annotated[dict[str, EvalSetConfig], UnusedBy("eval", "serve"), Advanced()] = Field(default_factory=dict)

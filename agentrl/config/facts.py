@@ -51,8 +51,16 @@ class NamesCode:
 
 
 @dataclass(frozen=True, slots=True)
-class MayChangeOnResume:
-    """The key changes where or how something is computed, not its result: a resumed run may change it."""
+class OnResume:
+    """What becomes of a change of the key when a run is resumed. It holds for all keys below it that do not have
+    their own. A change of a key without this fact is accepted, and recorded in the run's history.
+
+    Attributes:
+        kind: `free` keys do not change what is learned (placement, length, evaluation); `fixed` keys define what
+            the run is.
+    """
+
+    kind: Literal["free", "fixed"]
 
 
 @dataclass(frozen=True, slots=True)

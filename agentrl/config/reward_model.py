@@ -6,7 +6,7 @@ from typing import Annotated, Literal, Self
 
 from pydantic import Field, model_validator
 
-from agentrl.config.facts import Advanced, MayChangeOnResume, OnlyWhen, PathTo
+from agentrl.config.facts import Advanced, OnlyWhen, OnResume, PathTo
 from agentrl.config.section import Count, Device, Positive, Section
 
 NEEDED = {"classifier": ("path",), "judge": ("url", "model"), "http": ("url",)}
@@ -49,12 +49,12 @@ class RewardModelConfig(Section):
     max_tokens: Annotated[Positive | None, Advanced()] = None
     """Maximum conversation length in tokens (`classifier`; otherwise roughly words); the middle of longer ones is
     cut out."""
-    device: Annotated[Device, OnlyWhen("kind", "classifier"), MayChangeOnResume()] = "auto"
+    device: Annotated[Device, OnlyWhen("kind", "classifier"), OnResume("free")] = "auto"
     """`classifier`: `cpu`, `cuda`, `cuda:N` (a dedicated GPU), or `auto`; for `workers` not `cuda:N`."""
-    workers: Annotated[Count, OnlyWhen("kind", "classifier"), MayChangeOnResume()] = 0
+    workers: Annotated[Count, OnlyWhen("kind", "classifier"), OnResume("free")] = 0
     """Ray workers for the model, each with a full copy and a dedicated GPU (or none, on CPUs); 0 scores in the
     training process. A worker that dies is restarted and its requests are retried."""
-    batch_size: Annotated[Positive, OnlyWhen("kind", "classifier"), MayChangeOnResume(), Advanced()] = 16
+    batch_size: Annotated[Positive, OnlyWhen("kind", "classifier"), OnResume("free"), Advanced()] = 16
     """Maximum conversations per forward pass."""
     max_concurrent: Annotated[Positive, OnlyWhen("kind", "judge", "http"), Advanced()] = 32
     """Maximum concurrent requests."""

@@ -17,12 +17,12 @@ from agentrl.config.eval_config import EvalConfig
 from agentrl.config.facts import (
     Advanced,
     DataFiles,
-    MayChangeOnResume,
     NamesCode,
     NeverWhen,
     NeverWith,
     OnlyWhen,
     OnlyWith,
+    OnResume,
     PathTo,
     UnusedBy,
 )
@@ -238,13 +238,13 @@ class RolloutConfig(Section):
     env_shares: Annotated[Literal["fixed", "solve_rate"], OnlyWith("envs")] = "fixed"
     """Keep the shares of the envs, or weigh them by recent solve rates: an env solved half the time has its full
     weight, one that is always or never solved a tenth of it."""
-    infra_retries: Annotated[Count, Advanced()] = 2
+    infra_retries: Annotated[Count, OnResume("free"), Advanced()] = 2
     """Retries per episode after infrastructure failures before the run stops."""
-    redrawn_stop_above: Annotated[Fraction | None, Advanced()] = 0.1
+    redrawn_stop_above: Annotated[Fraction | None, OnResume("free"), Advanced()] = 0.1
     """Stop the run if infrastructure failures exceed this fraction of the last 1,000 episodes, once there are 20
     of
     them: training would be biased toward the survivors. `null` never stops it."""
-    faults_stop_above: Annotated[Fraction | None, Advanced()] = 0.5
+    faults_stop_above: Annotated[Fraction | None, OnResume("free"), Advanced()] = 0.5
     """Stop the run if the same reward (or the env itself) raised in more than this fraction of the last 1,000
     episodes, once there are 20 of them; below it, such a reward counts as 0. `null` never stops it."""
     max_staleness: Count = 0
@@ -253,10 +253,10 @@ class RolloutConfig(Section):
     groups_ahead: Annotated[Count | None, NeverWhen("max_staleness", 0), Advanced()] = None
     """Maximum groups in flight beyond those of the next step; by default those of `max_staleness` steps. Fewer
     means fresher data; quick groups may train before slow ones (over-sampling), and the rest train later."""
-    workers: Annotated[Count, NeverWith("agent")] = 0
+    workers: Annotated[Count, NeverWith("agent"), OnResume("free")] = 0
     """Ray actors that run episodes, so that tokenization, tools and rewards use several cores; 0 runs them in the
     training process. An actor that dies is replaced and its episodes are replayed."""
-    note_after_s: Annotated[float, Field(gt=0), Advanced()] = 120.0
+    note_after_s: Annotated[float, Field(gt=0), OnResume("free"), Advanced()] = 120.0
     """How long a step waits for episodes before a warning names the oldest one and what it is waiting for."""
 
     @model_validator(mode="after")
@@ -320,34 +320,32 @@ class LoRAConfig(Section):
 class LearnerConfig(Section):
     """How the update is computed."""
 
-    device: Annotated[Device, MayChangeOnResume()] = "auto"
+    device: Annotated[Device, OnResume("free")] = "auto"
     """`cpu`, `cuda`, `cuda:N`, or `auto`: CUDA if there is one."""
-    tokens_per_micro_batch: Annotated[Positive, MayChangeOnResume()] = 16384
+    tokens_per_micro_batch: Annotated[Positive, OnResume("free")] = 16384
     """Token budget of one forward and backward pass per rank; gradients accumulate over as many passes as
     needed."""
-    logits_at_once: Annotated[Count, MayChangeOnResume(), Advanced()] = 1024
+    logits_at_once: Annotated[Count, OnResume("free"), Advanced()] = 1024
     """Tokens per chunk of logits, so that memory does not grow with vocabulary times batch; 0: all at once."""
-    ranks: Annotated[Positive, MayChangeOnResume()] = 1
+    ranks: Annotated[Positive, OnResume("free")] = 1
     """1 trains in this process; more start Ray workers, one per GPU (or CPU), each with a shard of the model."""
-    reference_ranks: Annotated[
-        Count, MayChangeOnResume(), NeverWith("lora"), NeverWhen("algorithm.kl.coef", 0)
-    ] = 0
+    reference_ranks: Annotated[Count, OnResume("free"), NeverWith("lora"), NeverWhen("algorithm.kl.coef", 0)] = 0
     """Number of dedicated Ray workers for the reference, each with one shard; 0 runs it on the policy's ranks.
     With dedicated ranks, the policy also runs on Ray, even with a single rank."""
     precision: Literal["float32", "bfloat16"] = "float32"
     """Compute precision; parameters, accumulated gradients and optimizer state are always float32."""
-    attention: Annotated[Literal["auto", "sdpa", "flex", "flash"], MayChangeOnResume()] = "auto"
+    attention: Annotated[Literal["auto", "sdpa", "flex", "flash"], OnResume("free")] = "auto"
     """Attention implementation: PyTorch's `sdpa`, its `flex` attention (GPUs), or `flash` from the flash-attn
     package (GPUs, bfloat16). `auto` is `sdpa` on a CPU; on a GPU the first of `flash`, `flex` and `sdpa` that
     works."""
-    checkpoint_activations: Annotated[bool, MayChangeOnResume()] = False
+    checkpoint_activations: Annotated[bool, OnResume("free")] = False
     """Activation checkpointing: keep only the input of each block and recompute the rest in the backward pass.
     Less memory, more time."""
-    offload_activations: Annotated[bool, MayChangeOnResume(), NeverWhen("device", "cpu"), Advanced()] = False
+    offload_activations: Annotated[bool, OnResume("free"), NeverWhen("device", "cpu"), Advanced()] = False
     """Offload activations to host memory until the backward pass; for GPUs."""
-    cpu_offload: Annotated[bool, MayChangeOnResume(), NeverWhen("device", "cpu")] = False
+    cpu_offload: Annotated[bool, OnResume("free"), NeverWhen("device", "cpu")] = False
     """Keep parameters, gradients and optimizer state in host memory and update them there; for GPUs."""
-    lora: LoRAConfig | None = None
+    lora: Annotated[LoRAConfig | None, OnResume("fixed")] = None
     """Train adapters instead of the whole model."""
 
     @model_validator(mode="after")
@@ -364,7 +362,7 @@ class LearnerConfig(Section):
 class LogConfig(Section):
     """What the run folder records besides episodes and metrics."""
 
-    tokens: Annotated[Literal["all", "sample", "none"], MayChangeOnResume(), UnusedBy("eval", "serve")] = "all"
+    tokens: Annotated[Literal["all", "sample", "none"], UnusedBy("eval", "serve")] = "all"
     """Record the learner's side of sampled tokens (log-probabilities, ratio, entropy, clipping): of all groups, of
     every eighth, or of none."""
 
@@ -422,26 +420,28 @@ class EnvOfMixture(EnvConfig):
     """Settings of `rollout` that differ for this env."""
     algorithm: AlgorithmOfEnv = Field(default_factory=AlgorithmOfEnv)
     """Settings of `algorithm` that differ for this env."""
-    eval: EvalConfig | None = None
+    eval: Annotated[EvalConfig | None, OnResume("free")] = None
     """Its evaluation: interval, number of tasks, attempts and sampling; by default the run's `eval`."""
 
 
 class RunConfig(Section):
     """The configuration of a run: one YAML file."""
 
-    name: Annotated[str, UnusedBy("eval")] = Field(default="", pattern=r"^[A-Za-z0-9._-]*$", max_length=200)
+    name: Annotated[str, OnResume("free"), UnusedBy("eval")] = Field(
+        default="", pattern=r"^[A-Za-z0-9._-]*$", max_length=200
+    )
     """Name of the run folder under `runs/`; the YAML file's folder name when empty."""
-    seed: Annotated[int, Field(ge=-(2**63), lt=2**63), UnusedBy("serve")] = 0
+    seed: Annotated[int, Field(ge=-(2**63), lt=2**63), OnResume("fixed"), UnusedBy("serve")] = 0
     """Seeds tasks, model making, sampling and data order."""
-    steps: Annotated[Positive, UnusedBy("eval", "serve")] = 100
+    steps: Annotated[Positive, OnResume("free"), UnusedBy("eval", "serve")] = 100
     """Optimizer steps."""
     env: Annotated[EnvConfig | None, UnusedBy("serve")]
     envs: Annotated[dict[str, EnvOfMixture], UnusedBy("serve")] = Field(default_factory=dict)
     """Several environments by name, each with its share of the prompts, instead of `env`."""
     agent: Annotated[AgentConfig | None, UnusedBy("serve")] = None
-    model: Annotated[ModelConfig, UnusedBy("eval --base-url")]
+    model: Annotated[ModelConfig, OnResume("fixed"), UnusedBy("eval --base-url")]
     data: Annotated[DataConfig, UnusedBy("serve")] = DataConfig()
-    warmup: Annotated[WarmupConfig | None, UnusedBy("eval", "serve")] = None
+    warmup: Annotated[WarmupConfig | None, OnResume("fixed"), UnusedBy("eval", "serve")] = None
     rollout: Annotated[RolloutConfig, UnusedBy("serve")] = RolloutConfig()
     engine: Annotated[EngineConfig, UnusedBy("eval --base-url")] = EngineConfig()
     algorithm: Annotated[AlgorithmConfig, UnusedBy("eval", "serve")] = AlgorithmConfig()
@@ -451,15 +451,15 @@ class RunConfig(Section):
     reward_model: Annotated[RewardModelConfig | None, UnusedBy("eval", "serve")] = None
     optim: Annotated[OptimConfig, UnusedBy("eval", "serve")] = OptimConfig()
     learner: Annotated[LearnerConfig, UnusedBy("eval", "serve")] = LearnerConfig()
-    eval: Annotated[EvalConfig, UnusedBy("serve")] = EvalConfig()
-    ray: Annotated[str | None, MayChangeOnResume()] = None
+    eval: Annotated[EvalConfig, OnResume("free"), UnusedBy("serve")] = EvalConfig()
+    ray: Annotated[str | None, OnResume("free")] = None
     """Address of the run's Ray cluster (`10.0.0.1:6379`), or `auto` for the cluster this machine is part of; by
     default, a cluster is started on this machine if something needs one. Other keys choose what runs there: the
     learner by `learner.ranks`, `learner.reference_ranks` and `critic.ranks`, episodes by `rollout.workers`, the
     reward model by `reward_model.workers`, servers by `engine.server.launch: ray`."""
-    checkpoint: Annotated[CheckpointConfig, MayChangeOnResume(), UnusedBy("eval", "serve")] = CheckpointConfig()
-    log: LogConfig = LogConfig()
-    loggers: Annotated[list[LoggerConfig], MayChangeOnResume(), UnusedBy("eval", "serve"), Advanced()] = Field(
+    checkpoint: Annotated[CheckpointConfig, OnResume("free"), UnusedBy("eval", "serve")] = CheckpointConfig()
+    log: Annotated[LogConfig, OnResume("free")] = LogConfig()
+    loggers: Annotated[list[LoggerConfig], OnResume("free"), UnusedBy("eval", "serve"), Advanced()] = Field(
         default_factory=list
     )
     """Where metrics go besides the run folder: `tensorboard`, `wandb`, `mlflow`, `trackio` or `module:Name`, each

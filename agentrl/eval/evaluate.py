@@ -190,7 +190,7 @@ def evaluate(
     spec = make_spec(subject, config, options)
     if subject.endpoint is None:
         require("train", "agentrl eval")
-    with RunStore.open(config, folder, fresh=fresh) as store:
+    with RunStore.open(config, folder, fresh=fresh, exact=True) as store:
         try:
             return _evaluate(subject, config, options, spec, store, reporter)
         except AgentRLError:

@@ -6,6 +6,7 @@ import asyncio
 import os
 from collections.abc import Mapping
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 
 from rich.console import Console
@@ -25,6 +26,7 @@ async def train(
     *,
     run_dir: Path | str | None = None,
     fresh: bool = False,
+    accept_code: bool = False,
     console: Console | None = None,
 ) -> Summary:
     """Train (or resume training) and return the summary; other tasks of the event loop continue meanwhile.
@@ -36,6 +38,7 @@ async def train(
         config: the configuration; see `configure` for its forms.
         run_dir: the run folder; `runs/<name>` by default. A configuration without a name gets a new one.
         fresh: start over if the folder contains an earlier run, which is moved to a sibling folder.
+        accept_code: resume also if the code of env and rewards, or the tasks, have changed.
         console: where progress goes; standard output by default.
 
     Raises:
@@ -44,11 +47,8 @@ async def train(
     stop = StopRequest()
     ready = configure(config)
     folder = None if run_dir is None else Path(run_dir)
-    run = asyncio.create_task(
-        asyncio.to_thread(
-            start_run, ready, run_dir=folder, fresh=fresh, again="the same call", console=console, stop=stop
-        )
-    )
+    call = partial(start_run, run_dir=folder, fresh=fresh, accept_code=accept_code, again="the same call")
+    run = asyncio.create_task(asyncio.to_thread(call, ready, console=console, stop=stop))
     try:
         return await asyncio.shield(run)
     except asyncio.CancelledError:
@@ -63,6 +63,7 @@ def train_blocking(
     *,
     run_dir: Path | str | None = None,
     fresh: bool = False,
+    accept_code: bool = False,
     console: Console | None = None,
 ) -> Summary:
     """Train (or resume training) and return the summary; the blocking form of `train`, which also works in a
@@ -76,7 +77,8 @@ def train_blocking(
     stop = StopRequest()
 
     def call() -> Summary:
-        return start_run(ready, run_dir=folder, fresh=fresh, again="the same call", console=console, stop=stop)
+        made = partial(start_run, run_dir=folder, fresh=fresh, accept_code=accept_code, again="the same call")
+        return made(ready, console=console, stop=stop)
 
     if not in_event_loop():
         return call()

@@ -160,6 +160,8 @@ class Admission:
         self._planned = int(state.get("planned", self._planned))
         again = [(int(o), str(label), int(n), int(p)) for o, label, n, p in state.get("again", ())]
         self._pending = deque(Place(*place) for place in again)
+        # Exactly this many groups were planned, unless a resumed run has another number of groups per step.
+        self._planned = max(self._planned, (self.next_step - 1) * self.groups_per_step + len(again))
 
     def _ticket(self, version: int) -> Ticket:
         if self._pending:

@@ -7,6 +7,9 @@
     checkpoints/step-N/       sealed by a manifest (agentrl.run_folder.checkpoints)
     events.log                human-readable log of events
     tasks.json                digests of the training and held-out tasks
+    code.json, code/          digests and a copy of the code of envs, rewards and own functions
+    history.jsonl             changes of settings and code that were made on resuming
+    lineage.json              the run and step that a forked run began with
     summary.json, reward_curve.png   written at the end
 
 Steps are counted by the optimizer steps done: the line and the episodes of step N belong to the N-th update,
@@ -29,16 +32,16 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 from types import TracebackType
-from typing import IO, Self, TypeVar
+from typing import IO, Self
 
 from agentrl.clean import clean_text
-from agentrl.config import RunConfig, config_diff, dump_config, load_config
-from agentrl.config.facts import MayChangeOnResume, facts
-from agentrl.config.section import Section
+from agentrl.config import RunConfig, dump_config, load_config
+from agentrl.config.changes import Change, changes_of
 from agentrl.errors import CheckpointError, ConfigError
 from agentrl.reporting.report import Summary
 from agentrl.run_folder import checkpoints
 from agentrl.run_folder.files import fsync_dir, read_bounded, write_atomic
+from agentrl.run_folder.history import add_history
 from agentrl.run_folder.records import (
     LATE,
     EpisodeRecord,
@@ -56,9 +59,6 @@ from agentrl.run_folder.token_records import TokenColumns, encode_tokens, tokens
 __all__ = ["Checkpoint", "RunStore", "find_checkpoint", "read_episodes", "read_metrics", "read_records"]
 
 
-SectionT = TypeVar("SectionT", bound=Section)
-
-
 @dataclass(frozen=True, slots=True)
 class Checkpoint:
     """A verified checkpoint folder: the weights after `step` updates."""
@@ -73,6 +73,7 @@ class RunStore:
     Attributes:
         path: the folder.
         resumed: True when the folder already held this run.
+        changes: what differs from the configuration before, if it was resumed with another one.
         set_aside: where an earlier folder of this name was moved, None if there was none.
     """
 
@@ -81,6 +82,7 @@ class RunStore:
     ) -> None:
         self.path = path
         self.resumed = resumed
+        self.changes: Sequence[Change] = ()
         self.set_aside = set_aside
         self._config = config
         self._lock = lock
@@ -88,7 +90,9 @@ class RunStore:
         self._metrics: IO[bytes] | None = None
 
     @classmethod
-    def open(cls, config: RunConfig, path: Path | None = None, *, fresh: bool = False) -> Self:
+    def open(
+        cls, config: RunConfig, path: Path | None = None, *, fresh: bool = False, exact: bool = False
+    ) -> Self:
         """Make or reopen the folder of a run (`runs/<name>` unless `path` is given) and lock it.
 
         An incomplete last line of metrics.jsonl and leftovers of a killed process are cleaned up. A folder without
@@ -98,10 +102,12 @@ class RunStore:
             config: the resolved configuration; saved in a new folder, compared in an existing one.
             path: the run folder.
             fresh: start over; the existing folder is renamed with a timestamp.
+            exact: reject every other configuration; otherwise only one with another `fixed` key, and other changes
+                are recorded in history.jsonl.
 
         Raises:
-            ConfigError: the folder holds a run with another configuration, holds other things, cannot be written,
-                or is held by another process.
+            ConfigError: the folder holds another run, holds other things, cannot be written, or is held by another
+                process.
         """
         if path is None and not config.name:
             raise ConfigError("name is empty: give the run a `name`, or a run folder")
@@ -112,16 +118,19 @@ class RunStore:
         try:
             if fresh and any(child.name != _LOCK for child in path.iterdir()):
                 lock, aside = _set_aside(path, lock)
-            elif (old := _unstarted(path)) is not None and old != config:
+            elif (old := _unstarted(path)) is not None and not all(
+                c.kind == "free" for c in changes_of(old, config)
+            ):
                 if _cold_started(path, old):
                     lock, aside = _set_aside(path, lock)
                 else:
                     _empty(path)
-            resumed = _claim(path, config)
+            resumed, changes = _claim(path, config, exact=exact)
         except BaseException:
             lock.close()
             raise
         store = cls(path, config, lock, resumed=resumed, set_aside=aside)
+        store.changes = changes
         (path / "episodes").mkdir(exist_ok=True)
         (path / "checkpoints").mkdir(exist_ok=True)
         for leftover in [*path.glob(".*.tmp"), *path.glob("episodes/.*.tmp"), *path.glob("tokens/.*.tmp")]:
@@ -129,6 +138,8 @@ class RunStore:
         checkpoints.sweep(path / "checkpoints")
         store._repair_metrics()
         store.event("resumed" if resumed else "created")
+        for change in changes:
+            store.event(f"changed: {change}")
         return store
 
     def __enter__(self) -> Self:
@@ -145,6 +156,10 @@ class RunStore:
             self._metrics.close()
             self._metrics = None
         self._lock.close()
+
+    def changed(self, *sections: str) -> bool:
+        """Whether the run was resumed with other settings in one of these top-level sections."""
+        return any(change.key.partition(".")[0] in sections for change in self.changes)
 
     def discard(self) -> None:
         """Remove the folder of a run that was refused before it did anything, so that nothing blocks its name.
@@ -238,7 +253,9 @@ class RunStore:
         on another thread, but one checkpoint is written at a time.
         """
         with checkpoints.writing(self.path / "checkpoints", step) as temp:
-            write_atomic(temp / "config.yaml", (self.path / "config.yaml").read_bytes())
+            for name in ("config.yaml", CODE_FILE):
+                if (self.path / name).is_file():
+                    write_atomic(temp / name, (self.path / name).read_bytes())
             yield temp
         self.tidy_checkpoints(keep, best=best)
         self.event(f"checkpoint step-{step}")
@@ -370,9 +387,13 @@ def _set_aside(path: Path, lock: IO[str]) -> tuple[IO[str], Path]:
     return new, aside
 
 
+CODE_FILE = "code.json"
+"""Digests of the code of a run, in its folder and in each checkpoint."""
+
 _OURS = {
     *(_LOCK, "config.yaml", "events.log", "metrics.jsonl", "summary.json", "reward_curve.png", "eval.json"),
-    *("tasks.json", "episodes", "tokens", "checkpoints", "loggers", "start", ".start.base", ".start.making"),
+    *("tasks.json", CODE_FILE, "code", "history.jsonl", "lineage.json", "episodes", "tokens", "checkpoints"),
+    *("loggers", "start", ".start.base", ".start.making"),
 }
 """What a folder may hold in which nothing was done yet."""
 
@@ -397,6 +418,11 @@ def _cold_started(path: Path, config: RunConfig) -> bool:
     return config.warmup is not None and (path / "start").is_dir()
 
 
+def _replaces(old: RunConfig, new: RunConfig, *, exact: bool) -> bool:
+    """Whether a run that was not started yet becomes another one."""
+    return any(exact or change.kind != "free" for change in changes_of(old, new))
+
+
 def _empty(path: Path) -> None:
     """Remove the files of a rejected attempt, except for the held lock."""
     for child in path.iterdir():
@@ -414,35 +440,33 @@ def _require_run_folder(path: Path) -> None:
         raise ConfigError(f"{path}: is not a run folder (it holds {', '.join(others[:3])}); {hint}")
 
 
-def _claim(path: Path, config: RunConfig) -> bool:
-    """Save the configuration in a new folder, or see that the folder holds the same; True for an old one."""
+def _claim(path: Path, config: RunConfig, *, exact: bool) -> tuple[bool, Sequence[Change]]:
+    """Save the configuration in a new folder, or compare it with that of an old one.
+
+    Returns:
+        Whether the folder held a run, and the changes that its history records.
+    """
     file = path / "config.yaml"
     if not file.is_file():
         write_atomic(file, dump_config(config).encode())
-        return False
-    old = load_config(file, check_paths=False)
-    if old != config and _elsewhere(old, config) == config:  # the same run, computed in another place
-        write_atomic(file, dump_config(config).encode())
-    elif old != config:
-        changes = config_diff(old, config).replace("\n", "\n    ")
+        return False, ()
+    changes = changes_of(load_config(file, check_paths=False), config)
+    refused = [change for change in changes if exact or change.kind == "fixed"]
+    if refused:
+        listed = "\n    ".join(map(str, refused))
+        remedy = "undo the change" if exact else "undo the change, which no run can make once it has started,"
         raise ConfigError(
-            f"{path}: holds a run with another configuration:\n    {changes}\n"
-            "undo the change to resume it, give this one another `name`, or start over with --fresh "
+            f"{path}: holds a run with another configuration:\n    {listed}\n"
+            f"{remedy} to resume it, give this one another `name`, or start over with --fresh "
             "(the old folder is kept beside it)"
         )
-    return True
-
-
-def _elsewhere(old: SectionT, new: SectionT) -> SectionT:
-    """`old`, with the settings of `new` that do not change what is computed."""
-    found: dict[str, object] = {}
-    for name, field in type(old).model_fields.items():
-        before, after = getattr(old, name), getattr(new, name)
-        if any(facts(field, MayChangeOnResume)):
-            found[name] = after
-        elif isinstance(before, Section) and type(before) is type(after):
-            found[name] = _elsewhere(before, after)
-    return old.model_copy(update=found)
+    recorded = [change for change in changes if change.kind == "recorded"]
+    if recorded:
+        step = max(checkpoints.steps_saved(path / "checkpoints"), default=0)
+        add_history(path, step, {change.key: [change.old, change.new] for change in recorded})
+    if changes:
+        write_atomic(file, dump_config(config).encode())
+    return True, recorded
 
 
 def _free_name(path: Path) -> Path:

@@ -9,6 +9,7 @@ from itertools import islice
 
 from agentrl.types import Task
 
+TASKS_FILE = "tasks.json"
 MOST = 20_000
 """Tasks of each split that are recorded."""
 

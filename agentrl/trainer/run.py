@@ -34,9 +34,9 @@ from agentrl.rollout.scheduler import Scheduler, Stall
 from agentrl.rollout.task_tools import task_tools
 from agentrl.run_folder.curve import write_curve
 from agentrl.run_folder.store import RunStore
-from agentrl.run_folder.task_digests import task_digests
 from agentrl.sandbox import close_pools
 from agentrl.trainer.algorithm import Algorithm
+from agentrl.trainer.code_check import check_code
 from agentrl.trainer.evaluation import EvaluationParts, check_background, make_evaluation
 from agentrl.trainer.feed import load_feed, make_admission
 from agentrl.trainer.in_step import InStep, starting_engine
@@ -65,13 +65,21 @@ class _Setting:
     stop: StopRequest
     disk_thread: Executor
     loggers: LogFeed
+    accept_code: bool = False
 
     def stopping(self) -> bool:
         """Whether the run was asked to stop."""
         return bool(self.stop)
 
 
-def train_run(config: RunConfig, store: RunStore, reporter: Reporter, stop: StopRequest | None = None) -> Summary:
+def train_run(
+    config: RunConfig,
+    store: RunStore,
+    reporter: Reporter,
+    stop: StopRequest | None = None,
+    *,
+    accept_code: bool = False,
+) -> Summary:
     """Train as configured, resuming from the run folder; returns the summary, which is also written to disk.
 
     Args:
@@ -79,6 +87,7 @@ def train_run(config: RunConfig, store: RunStore, reporter: Reporter, stop: Stop
         store: its folder.
         reporter: shows progress.
         stop: asks the run to save and end; signals set it, too.
+        accept_code: resume also if the code of env and rewards, or the tasks, have changed.
 
     Raises:
         AgentRLError: describes the problem and a remedy. The run folder can be resumed afterwards.
@@ -89,7 +98,7 @@ def train_run(config: RunConfig, store: RunStore, reporter: Reporter, stop: Stop
         stop_requested(reporter.note, stop) as stop,
         ThreadPoolExecutor(1, "agentrl-disk") as disk,
     ):
-        summary = asyncio.run(_train_run(_Setting(config, store, reporter, stop, disk, loggers)))
+        summary = asyncio.run(_train_run(_Setting(config, store, reporter, stop, disk, loggers, accept_code)))
         loggers.finish(dataclasses.asdict(summary))
         return summary
 
@@ -100,6 +109,8 @@ async def _train_run(setting: _Setting) -> Summary:
     reporter.within("reading tasks")
     earlier = store.read_summary()
     content = _checked_content(config, store, reporter)
+    for line in check_code(config, content, store, accept=setting.accept_code):
+        reporter.note(f"changed since the newest checkpoint: {line}")
     reporter.within("making the start policy")
     start = await make_start(config, content, store.path, reporter=reporter, stopping=setting.stopping)
     warmup_seconds = 0.0 if config.warmup is None else time.monotonic() - started
@@ -140,9 +151,6 @@ def _checked_content(config: RunConfig, store: RunStore, reporter: Reporter) -> 
         reporter.note(note)
     for name, part in content.by_env.items():
         _check_part(config, name, part, store, reporter)
-    train = (task for part in content.by_env.values() for task in part.train_tasks)
-    held_out = (task for part in content.by_env.values() for task in part.all_held_out)
-    store.write_file("tasks.json", task_digests(train, held_out))
     if config.rollout.env_shares == "solve_rate":
         require_solved(content, "rollout.env_shares: solve_rate")
     return content

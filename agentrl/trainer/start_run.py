@@ -28,6 +28,7 @@ def start_run(
     again: str = "the same command",
     console: Console | None = None,
     stop: StopRequest | None = None,
+    accept_code: bool = False,
 ) -> Summary:
     """Train (or resume training) with a progress display; returns the summary that is also in summary.json.
 
@@ -40,6 +41,7 @@ def start_run(
         again: how the user resumes; named when the run is stopped before its end.
         console: where progress goes; standard output by default.
         stop: asks the run to save and end; by default only signals do.
+        accept_code: resume also if the code of env and rewards, or the tasks, have changed.
 
     Raises:
         ConfigError: the configuration, the env or the model is invalid, or the folder contains another run.
@@ -53,6 +55,9 @@ def start_run(
     ):
         if store.resumed:
             display.note(f"resumes the run in {store.path}")
+        if store.changes:
+            said = "; ".join(map(str, store.changes))
+            display.note(f"changed since the run was started, and recorded in its history: {said}")
         display.phase("start")
         display.within("importing torch")  # many seconds on a cold disk
         try:
@@ -60,7 +65,7 @@ def start_run(
             from agentrl.trainer.run import train_run
 
             quiet_transformers()
-            summary = train_run(config, store, display, stop)
+            summary = train_run(config, store, display, stop, accept_code=accept_code)
         except AgentRLError:
             store.discard()
             raise

@@ -1,0 +1,183 @@
+"""Fork a run: a new run folder that begins with a checkpoint of another."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+from agentrl.config import RunConfig, dump_config, load_config
+from agentrl.config.changes import changes_of
+from agentrl.config.run import ModelConfig
+from agentrl.errors import CheckpointError, ConfigError
+from agentrl.run_folder import checkpoints
+from agentrl.run_folder.files import write_atomic
+from agentrl.run_folder.history import Lineage, add_history, read_lineage, write_lineage
+from agentrl.run_folder.records import bounded_lines, episodes_file, parse_metrics, recorded_steps
+from agentrl.run_folder.redraws import read_redraws, redraws_file, redraws_line
+from agentrl.run_folder.token_records import tokens_file
+
+MAX_LINE = 4 << 20
+WEIGHTS = "from"
+"""Folder of a forked run with the weights that it starts with, if it took only those."""
+
+
+def parse_source(text: str) -> tuple[Path, int]:
+    """The run folder and step of `RUN`, `RUN@STEP` or `RUN@best`; without a step, the newest checkpoint.
+
+    Raises:
+        CheckpointError: there is no such run or checkpoint. Names those that are there.
+    """
+    path, at = Path(text), ""
+    if not path.is_dir() and "@" in text:
+        before, _, at = text.rpartition("@")
+        path = Path(before)
+    if not (path / "config.yaml").is_file():
+        raise CheckpointError(f"--from {text}: {path} is not a run folder; give RUN or RUN@STEP")
+    steps = checkpoints.steps_saved(path / "checkpoints")
+    if at == "best" and (best := path / "checkpoints" / "best").exists():
+        at = re.sub(r"\D", "", best.resolve().name)
+    wanted = int(at) if at.isdigit() else max(steps, default=0) if not at else -1
+    if wanted not in steps:
+        kept = ", ".join(map(str, steps)) or "none"
+        raise CheckpointError(
+            f"--from {text}: there is no checkpoint of step {at or 'any'} in {path} (kept: {kept}; see "
+            "checkpoint.keep)"
+        )
+    return path, wanted
+
+
+def fork_run(config: RunConfig, source: str, *, run_dir: Path | None = None, weights_only: bool = False) -> Path:
+    """Make the folder of a run that continues another one's checkpoint; training then resumes it.
+
+    The new run has the metrics, episodes and checkpoint of the other one up to that step, with its optimizer and
+    its position in the data. The same call finds the folder again.
+
+    Args:
+        config: of the new run. Its fixed keys are those of the other run; other changes enter its history.
+        source: `RUN`, `RUN@STEP` or `RUN@best`.
+        run_dir: the new folder; by default `runs/<name>`, or `runs/<name>-from-STEP` if that is the other run.
+        weights_only: take only the weights, as the start policy (and reference) of a run from step 1. The model
+            and the cold start of the configuration then do not apply.
+
+    Raises:
+        ConfigError: a fixed key differs, or the folder holds something else.
+        CheckpointError: there is no such checkpoint, or it is damaged.
+    """
+    parent, step = parse_source(source)
+    lineage = Lineage(os.path.abspath(parent), step, weights_only)
+    target = _target(config, parent, step, run_dir)
+    if (target / "config.yaml").is_file() and read_lineage(target) == lineage:
+        return target
+    if target.exists() and any(not child.name.startswith(".") for child in target.iterdir()):
+        raise ConfigError(
+            f"{target}: holds another run; give the fork another `name` (--set name=...), or --run-dir"
+        )
+    old = load_config(parent / "config.yaml", check_paths=False)
+    checkpoint = parent / "checkpoints" / f"step-{step}"
+    checkpoints.verify(checkpoint)
+    making = target.with_name(f".{target.name}.forking")
+    shutil.rmtree(making, ignore_errors=True)
+    making.mkdir(parents=True)
+    try:
+        if weights_only:
+            config = _weights_only(config, checkpoint, making, target)
+        else:
+            _require_same(old, config, target)
+            _copy_run(parent, making, step)
+        write_atomic(making / "config.yaml", dump_config(config).encode())
+        write_lineage(making, lineage)
+        changed = (
+            {} if weights_only else {c.key: [c.old, c.new] for c in changes_of(old, config) if c.kind != "free"}
+        )
+        add_history(making, step, {"forked from": str(lineage), **changed})
+        if target.is_dir():
+            shutil.rmtree(target)
+        making.rename(target)
+    except BaseException:
+        shutil.rmtree(making, ignore_errors=True)
+        raise
+    return target
+
+
+def forked_config(config: RunConfig, folder: Path) -> RunConfig:
+    """The configuration with which a forked run is trained: its model is the weights that it took."""
+    lineage = read_lineage(folder)
+    return _starting_with(config, folder / WEIGHTS) if lineage is not None and lineage.weights_only else config
+
+
+def _target(config: RunConfig, parent: Path, step: int, run_dir: Path | None) -> Path:
+    if run_dir is not None:
+        return run_dir.absolute()
+    name = config.name or parent.name
+    target = Path("runs", name).absolute()
+    return target.with_name(f"{name}-from-{step}") if target == parent.absolute() else target
+
+
+def _require_same(old: RunConfig, new: RunConfig, target: Path) -> None:
+    fixed = [str(change) for change in changes_of(old, new) if change.kind == "fixed"]
+    if fixed:
+        listed = "\n    ".join(fixed)
+        raise ConfigError(
+            f"{target}: a fork keeps what is fixed, but the configuration differs:\n    {listed}\n"
+            "undo the change, or take only the weights with --weights-only"
+        )
+
+
+def _weights_only(config: RunConfig, checkpoint: Path, making: Path, target: Path) -> RunConfig:
+    """Copy the model of a checkpoint; returns the configuration that starts with it."""
+    (making / WEIGHTS).mkdir()
+    for file in checkpoint.iterdir():
+        training = file.name.startswith(("optimizer", "learner.json", checkpoints.MANIFEST, "sampler.json"))
+        if file.is_file() and not training and file.name not in ("config.yaml", "code.json", "renderer.json"):
+            _link(file, making / WEIGHTS / file.name)
+        elif file.is_dir() and file.name == "additional_chat_templates":
+            _link_tree(file, making / WEIGHTS / file.name)
+    return _starting_with(config, target / WEIGHTS)
+
+
+def _starting_with(config: RunConfig, folder: Path) -> RunConfig:
+    kept = {key: value for key, value in config.model if key not in ("path", "tiny")}
+    model = ModelConfig.model_validate({**kept, "path": str(folder), "tiny": None})
+    return config.model_copy(update={"model": model, "warmup": None})
+
+
+def _copy_run(parent: Path, making: Path, step: int) -> None:
+    """The run up to a step. Files that are never changed in place are hard links where the disk allows it."""
+    for name in ("start", "code"):
+        if (parent / name).is_dir():
+            _link_tree(parent / name, making / name)
+    for name in ("tasks.json", "code.json", "history.jsonl"):
+        if (parent / name).is_file():
+            shutil.copyfile(parent / name, making / name)
+    _link_tree(parent / "checkpoints" / f"step-{step}", making / "checkpoints" / f"step-{step}")
+    for folder in ("episodes", "tokens"):
+        (making / folder).mkdir(exist_ok=True)
+    for number in recorded_steps(parent):
+        for file in (episodes_file, tokens_file):
+            if number <= step and file(parent, number).is_file():
+                _link(file(parent, number), file(making, number))
+    (making / "metrics.jsonl").write_bytes(b"".join(_lines(parent, step)))
+    lost = [redraws_line(at, found) for at, found in read_redraws(parent).items() if at <= step]
+    if lost:
+        redraws_file(making).write_text("".join(lost), encoding="utf-8")
+
+
+def _lines(parent: Path, step: int) -> Iterator[bytes]:
+    for line in bounded_lines(parent / "metrics.jsonl", MAX_LINE):
+        values = parse_metrics(line)
+        if values is not None and values["step"] <= step:
+            yield line
+
+
+def _link_tree(source: Path, target: Path) -> None:
+    shutil.copytree(source, target, copy_function=lambda a, b: _link(Path(a), Path(b)))
+
+
+def _link(source: Path, target: Path) -> None:
+    try:
+        os.link(source, target)
+    except OSError:
+        shutil.copyfile(source, target)

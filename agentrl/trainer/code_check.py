@@ -1,0 +1,78 @@
+"""Compare the code and tasks of a resumed run with those it was trained on, and keep a copy of the code."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from agentrl.config.run import RunConfig
+from agentrl.errors import ConfigError
+from agentrl.rollout.code_record import CodeRecord, code_changes, code_of, row_changes
+from agentrl.rollout.content import Content
+from agentrl.run_folder.checkpoints import steps_saved
+from agentrl.run_folder.files import read_bounded
+from agentrl.run_folder.history import add_history
+from agentrl.run_folder.store import CODE_FILE, RunStore
+from agentrl.run_folder.task_digests import TASKS_FILE, task_digests
+
+
+def check_code(config: RunConfig, content: Content, store: RunStore, *, accept: bool) -> list[str]:
+    """Record the code and tasks of a run; returns what changed since its newest checkpoint.
+
+    Args:
+        accept: go on with changed code or tasks, which the history then records.
+
+    Raises:
+        ConfigError: something changed, and `accept` is False. Names the files, tools, rewards and rows.
+    """
+    step = max(steps_saved(store.path / "checkpoints"), default=0)
+    new, tasks = code_of(config, content), _digests(content)
+    code, rows = _compared(store.path, step, new, tasks) if step else ([], [])
+    expected = store.changed("env", "envs", "data")  # the settings changed the tasks
+    if (code or (rows and not expected)) and not accept:
+        listed = "\n    ".join([*code, *rows])
+        raise ConfigError(
+            f"{store.path}: the code or the tasks changed since step {step}:\n    {listed}\n"
+            "undo the change, or confirm it with --accept-code (the history records it)"
+        )
+    found = [*code, *rows]
+    if found:
+        add_history(store.path, step, {"code": found})
+        for line in found:
+            store.event(f"accepted: {line}")
+    store.write_file(TASKS_FILE, tasks)
+    store.write_file(CODE_FILE, new.to_json())
+    if code or not step:
+        _keep(store, new, step)
+    return found
+
+
+def _compared(run: Path, step: int, new: CodeRecord, tasks: bytes) -> tuple[list[str], list[str]]:
+    """What differs from the newest checkpoint: code, and tasks. Nothing if it has no record."""
+    old = CodeRecord.read(run / "checkpoints" / f"step-{step}" / CODE_FILE)
+    return [] if old is None else code_changes(old, new), row_changes(
+        _read_digests(run / TASKS_FILE), json.loads(tasks)
+    )
+
+
+def _keep(store: RunStore, code: CodeRecord, step: int) -> None:
+    """Copy the files to `code/step-N`, where N is the last step without them."""
+    for name, text in code.texts.items():
+        target = store.path / "code" / f"step-{step}" / name.strip("<>")
+        target.parent.mkdir(parents=True, exist_ok=True)
+        target.write_text(text, encoding="utf-8")
+
+
+def _digests(content: Content) -> bytes:
+    train = (task for part in content.by_env.values() for task in part.train_tasks)
+    held_out = (task for part in content.by_env.values() for task in part.all_held_out)
+    return task_digests(train, held_out)
+
+
+def _read_digests(path: Path) -> Mapping[str, Sequence[str]]:
+    try:
+        data = json.loads(read_bounded(path))
+    except (OSError, ValueError, RecursionError):
+        return {}
+    return data if isinstance(data, dict) else {}

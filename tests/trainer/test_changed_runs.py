@@ -1,0 +1,253 @@
+"""Runs that are resumed with other settings or code, and forks."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+from safetensors.torch import load_file
+from typer.testing import CliRunner
+
+from agentrl.cli.app import app
+from agentrl.config.changes import changes_of, kind_of
+from agentrl.config.load import load_config
+from agentrl.config.run import RunConfig
+from agentrl.errors import CheckpointError, ConfigError
+from agentrl.reporting.report import Silent, Summary
+from agentrl.run_folder.fork import fork_run, forked_config, parse_source
+from agentrl.run_folder.history import read_history, read_lineage
+from agentrl.run_folder.records import read_episodes, read_metrics
+from agentrl.run_folder.store import RunStore
+from agentrl.trainer.run import train_run
+from tests.trainer.test_mixture import TINY, StopAfter
+
+ENV = '''
+from agentrl import Task, TextEnv, reward
+
+HELP = "one letter"
+
+
+class Letters(TextEnv):
+    """Say a letter."""
+
+    @classmethod
+    def tasks(cls, split, seed, size=20):
+        return [Task(f"{split}-{n}", {"number": n}) for n in range(size)]
+
+    async def setup(self, number: int) -> str:
+        self.number = number
+        return f"Say something about {number}"
+
+    def reply(self, text):
+        return None
+
+    @reward
+    def vowels(self, episode) -> float:
+        # a comment
+        return sum(letter in "aeiou" for letter in str(episode.messages[-1].content)) / 10.0
+'''
+TIMES = ("seconds", "_s", "waited", "wait", "timing")
+
+
+@pytest.fixture(autouse=True)
+def own_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("letters.py").write_text(ENV)
+
+
+def settings(**changes: Any) -> RunConfig:
+    base: dict[str, Any] = {
+        "name": "letters",
+        "steps": 2,
+        "env": {"use": f"{Path.cwd()}/letters.py:Letters"},
+        "model": TINY,
+        "rollout": {"groups_per_step": 2, "group_size": 3, "max_turns": 1, "max_tokens": 6, "token_budget": 400},
+        "algorithm": {"kl": {"coef": 0.01}},
+        "optim": {"lr": 1e-2, "warmup_steps": 1},
+        "eval": {"tasks": 2},
+        "checkpoint": {"every": 1, "keep": 10},
+    }
+    return RunConfig.model_validate(base | changes)
+
+
+def run(config: RunConfig, folder: str | Path, reporter: Silent | None = None, **more: Any) -> Summary:
+    with RunStore.open(config, Path(folder)) as store:
+        return train_run(config, store, reporter or Silent(), **more)
+
+
+def weights(folder: str | Path, step: int) -> dict[str, list[float]]:
+    found = load_file(next((Path(folder) / "checkpoints" / f"step-{step}").glob("model*.safetensors")))
+    return {name: tensor.flatten().tolist() for name, tensor in found.items()}
+
+
+def curve(folder: str | Path) -> list[dict[str, float]]:
+    lines = [{k: v for k, v in line.items() if not k.endswith(TIMES)} for line in read_metrics(Path(folder))]
+    return [{k: v for k, v in line.items() if "second" not in k and k != "tokens_per_s"} for line in lines]
+
+
+@pytest.mark.timeout(120)
+def test_a_finished_run_goes_on_as_if_it_had_been_longer_from_the_start():
+    assert run(settings(), "short").finished
+    assert run(settings(steps=4, checkpoint={"every": 2, "keep": 3}), "short").finished
+    assert run(settings(steps=4), "long").finished
+    assert weights("short", 4) == weights("long", 4)
+    assert [e.id for e in read_episodes(Path("short"), 4)] == [e.id for e in read_episodes(Path("long"), 4)]
+    assert read_history(Path("short")) == [], "these keys are free"
+
+
+@pytest.mark.timeout(120)
+def test_a_changed_setting_takes_effect_and_enters_the_history():
+    run(settings(), "r")
+    changed = settings(
+        steps=3,
+        optim={"lr": 1e-4, "warmup_steps": 1},
+        rollout=settings().rollout.model_dump() | {"group_size": 4, "groups_per_step": 3},
+    )
+    assert run(changed, "r").finished
+    (entry,) = read_history(Path("r"))
+    assert entry["step"] == 2
+    assert entry["changes"] == {
+        "rollout.groups_per_step": ["2", "3"],
+        "rollout.group_size": ["3", "4"],
+        "optim.lr": ["0.01", "0.0001"],
+    }
+    last = read_metrics(Path("r"))[-1]
+    assert last["lr"] == pytest.approx(1e-4)
+    assert last["episodes"] == 12
+    ids = [e.id for step in (1, 2, 3) for e in read_episodes(Path("r"), step)]
+    assert len(set(ids)) == len(ids), "no name is used twice"
+    assert "changed: optim.lr: 0.01 -> 0.0001" in Path("r/events.log").read_text()
+    assert load_config("r/config.yaml").optim.lr == 1e-4
+    shown = CliRunner().invoke(app, ["show", "r", "-n", "0"])
+    assert "changed after step 2: optim.lr: 0.01 -> 0.0001" in shown.output
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"seed": 5}, "seed: 0 -> 5"),
+        ({"model": {"tiny": {**TINY["tiny"], "layers": 2}}}, "model.tiny.layers: 1 -> 2"),
+        ({"learner": {"lora": {"rank": 4}}}, "learner.lora"),
+        ({"algorithm": {"advantage": "gae", "kl": {"coef": 0.01}}}, "critic"),
+    ],
+)
+def test_what_a_run_is_cannot_change(change: Mapping[str, Any], said: str):
+    run(settings(), "r")
+    before = Path("r/config.yaml").read_text()
+    with pytest.raises(ConfigError, match=said):
+        run(settings(**change), "r")
+    assert Path("r/config.yaml").read_text() == before
+    assert read_history(Path("r")) == []
+
+
+def test_every_key_has_a_kind():
+    kinds = {
+        key: kind_of(key.split(".")) for key in ("steps", "optim.lr", "model.tiny.layers", "eval.sets.x.every")
+    }
+    assert kinds == {
+        "steps": "free",
+        "optim.lr": "recorded",
+        "model.tiny.layers": "fixed",
+        "eval.sets.x.every": "free",
+    }
+    assert kind_of(["engine", "server", "replicas"]) == "free"
+    assert kind_of(["envs", "a", "rollout", "group_size"]) == "recorded"
+    assert [str(change) for change in changes_of(settings(), settings(steps=9))] == ["steps: 2 -> 9"]
+
+
+@pytest.mark.timeout(120)
+def test_changed_code_is_named_and_must_be_confirmed():
+    run(settings(), "r")
+    Path("letters.py").write_text(ENV.replace("# a comment", "# another one"))
+    assert run(settings(steps=3), "r").finished, "comments do not count"
+    changed = ENV.replace("/ 10.0", "/ 5.0").replace("one letter", "two").replace("size=20", "size=19")
+    Path("letters.py").write_text(changed + "\n    @reward\n    def other(self) -> float:\n        return 0.0\n")
+    with pytest.raises(ConfigError) as refused:
+        run(settings(steps=4), "r")
+    said = str(refused.value)
+    for part in (
+        "letters.py: ",
+        "reward Letters.vowels changed",
+        "reward Letters.other added",
+        "Letters.tasks changed",
+        "(module) changed",
+        "train tasks: 20 -> 19",
+        "--accept-code",
+    ):
+        assert part in said
+    assert run(settings(steps=4), "r", accept_code=True).finished
+    assert "reward Letters.vowels changed" in json.dumps(read_history(Path("r")))
+    assert Path("r/code/step-0/letters.py").read_text() == ENV
+    assert "/ 5.0" in Path("r/code/step-3/letters.py").read_text()
+    assert run(settings(steps=5), "r").finished, "asked once"
+
+
+@pytest.mark.timeout(60)
+def test_tasks_that_changed_with_their_settings_need_no_confirmation():
+    run(settings(), "r")
+    assert run(settings(steps=3, data={"options": {"size": 15}}), "r").finished
+    assert "train tasks: 20 -> 15" in json.dumps(read_history(Path("r")))
+
+
+@pytest.mark.timeout(120)
+def test_a_fork_reaches_the_weights_of_the_run_it_comes_from():
+    run(settings(steps=4), "runs/letters")
+    folder = fork_run(settings(steps=4), "runs/letters@2")
+    assert folder.name == "letters-from-2"
+    assert not (folder / "checkpoints/step-4").exists()
+    assert run(settings(steps=4), folder).finished
+    assert weights(folder, 4) == weights("runs/letters", 4)
+    assert curve(folder) == curve("runs/letters")
+    assert [e.id for e in read_episodes(folder, 1)] == [e.id for e in read_episodes(Path("runs/letters"), 1)]
+    lineage = read_lineage(folder)
+    assert lineage is not None
+    assert (Path(lineage.run).name, lineage.step) == ("letters", 2)
+    assert fork_run(settings(steps=4), "runs/letters@2") == folder, "the same command finds it again"
+    shown = CliRunner().invoke(app, ["show", str(folder), "-n", "0"])
+    assert "forked from" in shown.output
+    again = fork_run(settings(name="third", optim={"lr": 1e-3, "warmup_steps": 1}), f"{folder}@4")
+    assert "optim.lr" in json.dumps(read_history(again))
+
+
+@pytest.mark.timeout(60)
+def test_weights_alone_start_a_run_from_step_one():
+    run(settings(), "runs/letters")
+    config = settings(name="new", steps=1, model={"tiny": {}}, checkpoint={"every": 1, "keep": 10})
+    folder = fork_run(
+        config,
+        "runs/letters@best" if Path("runs/letters/checkpoints/best").exists() else "runs/letters",
+        weights_only=True,
+    )
+    ready = forked_config(config, folder)
+    assert ready.model.path == str(folder / "from")
+    assert run(ready, folder).finished
+    assert [line["step"] for line in read_metrics(folder)] == [0, 1]
+    assert forked_config(config, folder) == ready
+
+
+def test_forks_that_make_no_sense_are_refused():
+    run(settings(), "runs/letters")
+    with pytest.raises(CheckpointError, match=r"no checkpoint of step 7 in runs/letters \(kept: 1, 2"):
+        parse_source("runs/letters@7")
+    with pytest.raises(CheckpointError, match="is not a run folder"):
+        parse_source("nowhere@2")
+    with pytest.raises(ConfigError, match=r"a fork keeps what is fixed(.|\n)*seed: 0 -> 9(.|\n)*--weights-only"):
+        fork_run(settings(seed=9, name="other"), "runs/letters@1")
+    assert not Path("runs/other").exists()
+    Path("runs/taken").mkdir()
+    Path("runs/taken/notes.txt").write_text("mine")
+    with pytest.raises(ConfigError, match="holds another run"):
+        fork_run(settings(name="taken"), "runs/letters@1")
+    result = CliRunner().invoke(app, ["train", "x.yaml", "--weights-only"])
+    assert result.exit_code != 0
+
+
+@pytest.mark.timeout(60)
+def test_a_stopped_run_resumes_with_a_change_at_the_step_it_reached():
+    assert not run(settings(steps=6), "r", StopAfter(2)).finished
+    assert run(settings(steps=6, algorithm={"kl": {"coef": 0.5}}), "r").finished
+    (entry,) = read_history(Path("r"))
+    assert entry["changes"] == {"algorithm.kl.coef": ["0.01", "0.5"]}
