@@ -11,7 +11,7 @@ from typing import Annotated
 import typer
 
 from agentrl.clean import visible
-from agentrl.cli import config, sandbox
+from agentrl.cli import config, env, sandbox
 from agentrl.cli.check import check
 from agentrl.cli.doctor import doctor
 from agentrl.cli.envs import envs
@@ -74,6 +74,7 @@ app.command("new")(new)
 app.command("envs")(envs)
 app.command("doctor")(doctor)
 app.command("import-verl")(import_verl)
+app.add_typer(env.app, name="env")
 app.add_typer(config.app, name="config")
 app.add_typer(sandbox.app, name="sandbox")
 

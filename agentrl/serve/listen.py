@@ -99,12 +99,18 @@ class _Protocol(H11Protocol):
 
 @contextlib.asynccontextmanager
 async def running(
-    app: ASGIApp, *, host: str = "127.0.0.1", port: int = 0, head_timeout_s: float = 30.0
+    app: ASGIApp,
+    *,
+    host: str = "127.0.0.1",
+    port: int = 0,
+    head_timeout_s: float = 30.0,
+    websockets: bool = False,
 ) -> AsyncIterator[str]:
     """Serve `app` during the block; yields the address, http://HOST:PORT. Port 0 selects a free port.
 
     Args:
         head_timeout_s: time limit from connecting to the end of a request's head.
+        websockets: whether connections may be upgraded to WebSockets.
 
     Raises:
         ConfigError: the port is not available.
@@ -115,7 +121,7 @@ async def running(
         http=functools.partial(_Protocol, head_timeout_s=head_timeout_s),  # type: ignore[arg-type]
         proxy_headers=False,
         lifespan="off",
-        ws="none",
+        ws="websockets-sansio" if websockets else "none",
         log_config=None,
         access_log=False,
         server_header=False,

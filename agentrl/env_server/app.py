@@ -1,0 +1,305 @@
+"""The application: OpenEnv's routes, and MCP at /mcp."""
+
+from __future__ import annotations
+
+import hmac
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import cast
+from urllib.parse import urlsplit
+
+from starlette.applications import Starlette
+from starlette.datastructures import Headers
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+from starlette.routing import Route, WebSocketRoute
+from starlette.types import ASGIApp, Receive, Scope, Send
+from starlette.websockets import WebSocket, WebSocketDisconnect
+
+from agentrl.env_server import openenv_wire as wire
+from agentrl.env_server.jsonrpc import Rpc
+from agentrl.env_server.open_sessions import Sessions, SessionsFull
+from agentrl.env_server.served import EnvSource, Json, JsonObject, RequestError
+from agentrl.env_server.session import EnvSession
+from agentrl.errors import AgentRLError
+
+MAX_BODY = 16 << 20
+"""Largest request, in bytes."""
+MAX_LISTED = 10_000
+"""Most tasks in one answer."""
+_SESSION = "mcp-session-id"
+
+
+def create_env_app(sessions: Sessions, token: str | None = None) -> ASGIApp:
+    """The application over these sessions; with a token, every request except /health must send it."""
+    pages = _Pages(sessions, Rpc(sessions))
+    tasks = _TaskPages(sessions.source)
+    routes = [
+        Route("/health", pages.health),
+        Route("/metadata", pages.metadata),
+        Route("/schema", pages.schema),
+        Route("/mcp", pages.mcp, methods=["POST", "DELETE"]),
+        WebSocketRoute("/ws", pages.socket),
+        WebSocketRoute("/mcp", pages.mcp_socket),
+        Route("/list_environments", tasks.environments),
+        Route("/{env}/splits", tasks.splits),
+        Route("/{env}/num_tasks", tasks.count, methods=["POST"]),
+        Route("/{env}/tasks", tasks.span, methods=["POST"]),
+        Route("/{env}/task_range", tasks.span, methods=["POST"]),
+        Route("/{env}/task", tasks.one, methods=["POST"]),
+    ]
+    return _Guard(Starlette(routes=routes), token)
+
+
+@dataclass(frozen=True, slots=True)
+class _Guard:
+    """Refuses requests without the token, and those of web pages of other sites."""
+
+    app: ASGIApp
+    token: str | None
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] in ("http", "websocket") and (problem := self._problem(scope)):
+            if scope["type"] == "websocket":
+                await receive()
+                await send({"type": "websocket.close", "code": 1008, "reason": problem})
+            else:
+                await JSONResponse({"detail": problem}, 401)(scope, receive, send)
+            return
+        await self.app(scope, receive, send)
+
+    def _problem(self, scope: Scope) -> str:
+        headers = Headers(scope=scope)
+        origin = headers.get("origin")
+        if origin is not None and urlsplit(origin).netloc != headers.get("host"):
+            return f"origin {origin}: pages of other sites may not use this server"
+        if self.token is None or scope["path"] == "/health":
+            return ""
+        kind, _, given = headers.get("authorization", "").partition(" ")
+        known = kind.lower() == "bearer" and hmac.compare_digest(given.encode(), self.token.encode())
+        return "" if known else "the token is missing or wrong; send it as `Authorization: Bearer TOKEN`"
+
+
+@dataclass(frozen=True, slots=True)
+class _Pages:
+    """Sessions, over WebSocket and JSON-RPC."""
+
+    sessions: Sessions
+    rpc: Rpc
+
+    async def health(self, request: Request) -> Response:
+        """Whether the server is up."""
+        return JSONResponse({"status": "healthy"})
+
+    async def metadata(self, request: Request) -> Response:
+        """The name of the env."""
+        name = self.sessions.source.name
+        return JSONResponse({"name": name, "description": f"{name}, served by agentrl"})
+
+    async def schema(self, request: Request) -> Response:
+        """The shape of actions and observations."""
+        state = {"type": "object", "properties": {"episode_id": {}, "step_count": {"type": "integer"}}}
+        return JSONResponse({"action": wire.ACTION_SCHEMA, "observation": wire.OBSERVATION_SCHEMA, "state": state})
+
+    async def mcp(self, request: Request) -> Response:
+        """MCP's Streamable HTTP with JSON answers, and OpenEnv's sessions in `params.session_id`."""
+        session_id = request.headers.get(_SESSION)
+        session = self.sessions.get(session_id)
+        if session_id is not None and session is None:
+            return _rpc_problem(404, f"unknown session {session_id}: it was closed, or idle for too long")
+        if request.method == "DELETE":
+            closed = session is not None and await self.sessions.close(session.id)
+            return Response(status_code=204 if closed else 400)
+        try:
+            body = json.loads(await _body(request))
+        except RequestError as e:
+            return _rpc_problem(413, str(e))
+        except (ValueError, RecursionError):
+            return _rpc_problem(400, "the body is not JSON")
+        answer = await self.rpc.answer(body, session=session, query=request.query_params)
+        if answer.body is None:
+            return Response(status_code=202)
+        return JSONResponse(answer.body, headers={_SESSION: answer.session_id} if answer.session_id else None)
+
+    async def mcp_socket(self, socket: WebSocket) -> None:
+        """JSON-RPC over a WebSocket, with a session of its own."""
+        await socket.accept()
+        try:
+            session = self.sessions.create(attached=True)
+        except SessionsFull as e:
+            await socket.close(1013, str(e))
+            return
+        try:
+            while True:
+                answer = await self.rpc.answer(_loads(await socket.receive_text()), session=session)
+                if answer.body is not None:
+                    await socket.send_json(answer.body)
+        except WebSocketDisconnect:
+            pass
+        finally:
+            await self.sessions.close(session.id)
+
+    async def socket(self, socket: WebSocket) -> None:
+        """A session of OpenEnv: its own, or the one that `session_id` names."""
+        await socket.accept()
+        named = socket.query_params.get("session_id")
+        try:
+            session = self.sessions.attach(named) if named else self.sessions.create(attached=True)
+        except SessionsFull as e:
+            counts = {"active_sessions": len(self.sessions), "max_sessions": self.sessions.max_sessions}
+            await _refuse(socket, "CAPACITY_REACHED", str(e), **counts)
+            return
+        if session is None:
+            await _refuse(socket, "SESSION_ERROR", f"session {named}: unknown, or held by another connection")
+            return
+        try:
+            await self._converse(socket, session)
+        except WebSocketDisconnect:
+            pass
+        finally:
+            if named:
+                self.sessions.detach(named)
+            else:
+                await self.sessions.close(session.id)
+
+    async def _converse(self, socket: WebSocket, session: EnvSession) -> None:
+        while True:
+            sent = _loads(await socket.receive_text())
+            if isinstance(sent, dict) and sent.get("type") == "close":
+                await socket.close()
+                return
+            try:
+                kind, data = await self._answer(session, sent)
+            except _Refused as e:
+                kind, data = "error", {"message": e.message, "code": e.code}
+            await socket.send_json({"type": kind, "data": data})
+
+    async def _answer(self, session: EnvSession, sent: object) -> tuple[str, JsonObject]:
+        if not isinstance(sent, dict):
+            raise _Refused("INVALID_JSON", "a message must be a JSON object")
+        kind, data = sent.get("type"), sent.get("data") or {}
+        if not isinstance(data, dict):
+            raise _Refused("VALIDATION_ERROR", f"data {data!r:.80}: must be an object")
+        try:
+            if kind == "reset":
+                return "observation", wire.messages_payload(await session.reset(data))
+            if kind == "step":
+                return "observation", await wire.step(session, cast(JsonObject, data))
+            if kind == "state":
+                return "state", {
+                    "episode_id": session.task.id if session.task else None,
+                    "step_count": session.turns,
+                }
+            if kind == "mcp":
+                return "mcp", (await self.rpc.answer(data, session=session)).body or {}
+        except RequestError as e:
+            raise _Refused("VALIDATION_ERROR", str(e)) from None
+        except AgentRLError as e:
+            raise _Refused("SESSION_ERROR", f"{type(e).__name__}: {e}".partition("\n")[0]) from None
+        raise _Refused("UNKNOWN_TYPE", f"Unknown message type: {kind!r:.80}")
+
+
+@dataclass(frozen=True, slots=True)
+class _TaskPages:
+    """OpenEnv's Task API. The rows stay here: an episode names its task by split and index."""
+
+    source: EnvSource
+
+    async def environments(self, request: Request) -> Response:
+        """The name of the env."""
+        return JSONResponse([self.source.name])
+
+    async def splits(self, request: Request) -> Response:
+        """The splits that have tasks."""
+        return self._checked(request) or JSONResponse([{"name": s, "type": s} for s in self.source.splits])
+
+    async def count(self, request: Request) -> Response:
+        """How many tasks a split has."""
+        if refused := self._checked(request):
+            return refused
+        try:
+            return JSONResponse({"num_tasks": len(self.source.tasks((await _object(request)).get("split")))})
+        except RequestError as e:
+            return JSONResponse({"detail": str(e)}, 400)
+
+    async def one(self, request: Request) -> Response:
+        """One task."""
+        if refused := self._checked(request):
+            return refused
+        try:
+            asked = await _object(request)
+            task = self.source.task({"split": asked.get("split"), "index": asked.get("index")})
+        except RequestError as e:
+            return JSONResponse({"detail": str(e)}, 400)
+        return JSONResponse({"task": {"id": task.id, "split": asked.get("split"), "index": asked.get("index")}})
+
+    async def span(self, request: Request) -> Response:
+        """The tasks from `start` to `stop`."""
+        if refused := self._checked(request):
+            return refused
+        try:
+            asked = await _object(request)
+            tasks = self.source.tasks(split := asked.get("split"))
+            places = range(len(tasks))[_bound(asked, "start") : _bound(asked, "stop")]
+            if len(places) > MAX_LISTED:
+                raise RequestError(f"{len(places):,} tasks: ask for at most {MAX_LISTED:,} with start and stop")
+        except RequestError as e:
+            return JSONResponse({"detail": str(e)}, 400)
+        listed = [{"id": tasks[i].id, "split": split, "index": i} for i in places]
+        return JSONResponse({"tasks": listed, "env_name": self.source.name})
+
+    def _checked(self, request: Request) -> Response | None:
+        name = request.path_params["env"]
+        if name.lower() == self.source.name.lower():
+            return None
+        return JSONResponse({"detail": f"unknown environment {name!r}; this is {self.source.name!r}"}, 404)
+
+
+@dataclass(frozen=True, slots=True)
+class _Refused(Exception):
+    """An error message of OpenEnv."""
+
+    code: str
+    message: str
+
+
+async def _refuse(socket: WebSocket, code: str, message: str, **more: int) -> None:
+    await socket.send_json({"type": "error", "data": {"message": message, "code": code, **more}})
+    await socket.close()
+
+
+def _rpc_problem(status: int, message: str) -> Response:
+    return JSONResponse({"jsonrpc": "2.0", "id": None, "error": {"code": -32600, "message": message}}, status)
+
+
+def _loads(text: str) -> object:
+    try:
+        found: object = json.loads(text)
+    except (ValueError, RecursionError):
+        return None
+    return found
+
+
+async def _body(request: Request) -> bytes:
+    """The body. Raises RequestError if it is too large."""
+    found = bytearray()
+    async for chunk in request.stream():
+        found += chunk
+        if len(found) > MAX_BODY:
+            raise RequestError(f"the body has more than {MAX_BODY:,} bytes")
+    return bytes(found)
+
+
+async def _object(request: Request) -> Mapping[str, Json]:
+    found = _loads((await _body(request)).decode(errors="replace"))
+    if not isinstance(found, dict):
+        raise RequestError("the body must be a JSON object")
+    return found
+
+
+def _bound(asked: Mapping[str, Json], key: str) -> int | None:
+    value = asked.get(key)
+    if value is not None and (not isinstance(value, int) or isinstance(value, bool)):
+        raise RequestError(f"{key} {value!r}: must be a whole number")
+    return value
