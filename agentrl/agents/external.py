@@ -14,7 +14,7 @@ import contextlib
 import hmac
 import os
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -32,6 +32,7 @@ from agentrl.errors import ConfigError
 from agentrl.run_folder.files import write_atomic
 from agentrl.run_folder.records import EpisodeRecord, compress, decode, encode, episodes_file
 from agentrl.serve.api_errors import ApiError, from_validation
+from agentrl.serve.browsers import BrowserGuard
 from agentrl.serve.endpoint import ApiKeyGuard, Settings, error_response, with_errors
 from agentrl.types import Episode, StopReason, Task
 
@@ -83,9 +84,17 @@ class RecordFolder:
         temperature: sampling temperature of all completions.
     """
 
-    def __init__(self, recorder: Recorder, folder: Path, *, api_key: str | None, temperature: float) -> None:
+    def __init__(
+        self,
+        recorder: Recorder,
+        folder: Path,
+        *,
+        api_key: str | None,
+        temperature: float,
+        cors: Sequence[str] = (),
+    ) -> None:
         self.recorder, self.folder = recorder, folder
-        self._api_key, self._temperature = api_key, temperature
+        self._api_key, self._temperature, self._cors = api_key, temperature, cors
         self._open: dict[str, _Open] = {}
         self._groups: dict[str, int] = {}
         self._count = 0
@@ -103,11 +112,14 @@ class RecordFolder:
         """The application."""
         routes = [
             Route("/health", self._health, methods=["GET"]),
+            Route("/metrics", self.recorder.metrics, methods=["GET"]),
+            Route("/v1/models", self._models, methods=["GET"]),
             Route("/episodes", self._answering(self._begin), methods=["POST"]),
             Route("/episodes/{episode}", self._answering(self._show), methods=["GET"]),
             Route("/episodes/{episode}/end", self._answering(self._end), methods=["POST"]),
         ]
-        return ApiKeyGuard(with_errors([*routes, *self.recorder.routes()]), Settings(names=("policy",)))
+        app = ApiKeyGuard(with_errors([*routes, *self.recorder.routes()]), Settings(names=("policy",)))
+        return BrowserGuard(app, self._cors, keyless=self._api_key is None)
 
     async def close(self) -> None:
         """End open episodes without a reward, and write the episodes file."""
@@ -129,6 +141,12 @@ class RecordFolder:
 
     async def _health(self, request: Request) -> Response:
         return JSONResponse({"status": "ok", "open": len(self._open), "kept": self._count})
+
+    async def _models(self, request: Request) -> Response:
+        """The name under which each episode serves the policy; other names are accepted there as well."""
+        return JSONResponse(
+            {"object": "list", "data": [{"id": "policy", "object": "model", "owned_by": "agentrl"}]}
+        )
 
     async def _begin(self, request: Request) -> Response:
         given = request.headers.get("authorization", "").partition(" ")[2]

@@ -27,6 +27,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from starlette.requests import Request
+from starlette.responses import Response
 from starlette.routing import Route
 from starlette.types import ASGIApp
 
@@ -360,6 +361,10 @@ class Recorder:
         prefix = "/episodes/{episode}/v1"
         routes = endpoint.api_routes(prefix, self.find_client)
         return [route for route in routes if route.path != f"{prefix}/completions"]
+
+    async def metrics(self, request: Request) -> Response:
+        """Answer with counters in Prometheus format."""
+        return await ApiEndpoint(self._talk, self._settings).metrics(request)
 
     def find(self, request: Request) -> EpisodeRecording:
         """The recording that a request is for. Raises ApiError if the key is not its own."""

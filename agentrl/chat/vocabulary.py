@@ -164,7 +164,7 @@ class Vocabulary:
     def _encode_text(self, text: str) -> list[int]:
         if not text:
             return []
-        ids: list[int] = self._bare.encode(text, add_special_tokens=False).ids
+        ids: list[int] = _encoding(self._bare, text)
         if self._remap:
             ids = [self._remap.get(id, id) for id in ids]
         if self._token_of_id.keys().isdisjoint(ids):
@@ -174,6 +174,10 @@ class Vocabulary:
         if not self._token_of_id.keys().isdisjoint(ids):
             raise TemplateError(f"the tokenizer makes a control token out of the text {text[:80]!r}")
         return ids
+
+    def count(self, text: str) -> int:
+        """The number of tokens of a plain text by itself."""
+        return len(_encoding(self._bare, text))
 
     def decode(self, ids: Iterable[int]) -> str:
         """Decode `ids`, control tokens included."""
@@ -187,8 +191,7 @@ class Vocabulary:
 
     def encode_raw(self, text: str) -> list[int]:
         """Encode text, interpreting control tokens and adding those that the tokenizer puts around any text."""
-        ids: list[int] = self._full.encode(text, add_special_tokens=True).ids
-        return ids
+        return _encoding(self._full, text, add_special_tokens=True)
 
     def token_bytes(self, id: int) -> bytes:
         """Return the bytes of a token; the bytes of several tokens together are their text in UTF-8."""
@@ -302,3 +305,12 @@ def _without_prefix_space(node: object) -> Any:
     if "add_prefix_space" in out:
         out["add_prefix_space"] = False
     return out
+
+
+def _encoding(tokenizer: Tokenizer, text: str, *, add_special_tokens: bool = False) -> list[int]:
+    """The ids of a text. Unlike `encode`, `encode_batch` releases the interpreter's lock while it works."""
+    if len(text) < _REMEMBERED_LENGTH:
+        ids: list[int] = tokenizer.encode(text, add_special_tokens=add_special_tokens).ids
+        return ids
+    (found,) = tokenizer.encode_batch([text], add_special_tokens=add_special_tokens)
+    return list(found.ids)

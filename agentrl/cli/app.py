@@ -20,6 +20,7 @@ from agentrl.cli.export import export
 from agentrl.cli.import_verl import import_verl
 from agentrl.cli.new import new
 from agentrl.cli.plan import plan
+from agentrl.cli.replay import replay
 from agentrl.cli.runs import compare, runs
 from agentrl.cli.serve import serve
 from agentrl.cli.show import show
@@ -70,6 +71,7 @@ app.command("view")(view)
 app.command("eval")(evaluate)
 app.command("serve")(serve)
 app.command("export")(export)
+app.command("replay")(replay)
 app.command("new")(new)
 app.command("envs")(envs)
 app.command("doctor")(doctor)

@@ -65,6 +65,14 @@ def serve(
             show_default=False,
         ),
     ] = None,
+    cors: Annotated[
+        list[str],
+        typer.Option(
+            metavar="ORIGIN",
+            help="Origin of a web page that may use the endpoint; repeat for more.",
+            show_default=False,
+        ),
+    ] = [],  # noqa: B006
     overrides: PlayOverrides = [],  # noqa: B006
 ) -> None:
     """Serve a policy through an OpenAI-compatible API, with the exact tokens of its training, until Ctrl-C."""
@@ -83,12 +91,13 @@ def serve(
         accept_any_model=accept_any_model,
         api_key=key,
         fingerprint=f"fp_{policy.digest}",
+        cors=tuple(cors),
     )
     quiet_transformers()
     if told := _about_tools(policy.renderer):
         print(told, file=sys.stderr, flush=True)
     if record is not None:
-        asyncio.run(_record(policy, key, host, port, record))
+        asyncio.run(_record(policy, settings, host, port, record))
         return
     asyncio.run(_serve(policy, settings, host, port, max_requests, memory_tokens))
 
@@ -235,7 +244,7 @@ async def _serve(
     await _with_engine(policy, use)
 
 
-async def _record(policy: _Policy, key: str | None, host: str, port: int, folder: Path) -> None:
+async def _record(policy: _Policy, settings: Settings, host: str, port: int, folder: Path) -> None:
     """Record episodes until a signal comes, and write them."""
     from agentrl.agents.external import RecordFolder
     from agentrl.agents.recorder import Recorder
@@ -247,7 +256,7 @@ async def _record(policy: _Policy, key: str | None, host: str, port: int, folder
         recorder = Recorder(
             engine, policy.renderer, EpisodeLimits(max_turns=1 << 30, max_tokens=room, token_budget=room)
         )
-        episodes = RecordFolder(recorder, folder, api_key=key, temperature=1.0)
+        episodes = RecordFolder(recorder, folder, api_key=settings.api_key, temperature=1.0, cors=settings.cors)
         try:
             async with running(episodes.app(), host=host, port=port) as url:
                 print(f"POST {url}/episodes opens an episode; {policy.directory}; Ctrl-C ends", flush=True)

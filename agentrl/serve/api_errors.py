@@ -12,10 +12,12 @@ from agentrl.errors import AgentRLError
 _TYPES = {
     400: "invalid_request_error",
     401: "invalid_request_error",
+    403: "invalid_request_error",
     404: "invalid_request_error",
     405: "invalid_request_error",
     408: "invalid_request_error",
     413: "invalid_request_error",
+    415: "invalid_request_error",
     429: "rate_limit_error",
     503: "service_unavailable_error",
 }
@@ -60,10 +62,11 @@ def invalid(param: str, why: str) -> ApiError:
     return ApiError(400, f"{param}: {why}", param=param, code="invalid_value")
 
 
-def context_exceeded(param: str, tokens: int, limit: int) -> ApiError:
-    """A prompt that leaves no room for a completion."""
+def context_exceeded(param: str, tokens: int, limit: int, *, at_least: bool = False) -> ApiError:
+    """A prompt that leaves no room for a completion; `at_least` if its tokens were not counted to the end."""
     text = (
-        f"This model's maximum context length is {limit} tokens, and the prompt has {tokens}: "
+        f"This model's maximum context length is {limit} tokens, and the prompt has "
+        f"{'at least ' if at_least else ''}{tokens}: "
         "there is no room for a completion; shorten it"
     )
     return ApiError(400, text, param=param, code="context_length_exceeded")

@@ -172,22 +172,28 @@ class Conversations:
         self._forget()
         return turn
 
-    def keep(self, name: str, turn: ServedTurn, before: Sequence[Incoming]) -> None:
+    def keep(self, name: str, turn: ServedTurn, before: Sequence[Incoming], answer: Mapping[str, object]) -> None:
         """Allow a conversation to be continued by name for as long as its last turn is remembered.
 
         Args:
             name: must be unique.
             turn: its last turn.
             before: the messages before that turn.
+            answer: what the client received.
         """
         if turn.number in self._known.turns:
             said = Incoming(turn.sent, turn.raw_arguments, turn=turn.number)
             self._known.by_name[name] = (*before, said)
+            self._known.answers[name] = answer
             self._known.names.setdefault(turn.number, []).append(name)
 
     def kept(self, name: str) -> tuple[Incoming, ...] | None:
         """Return the conversation stored under a name; None if there is none or its last turn is forgotten."""
         return self._known.by_name.get(name)
+
+    def answer(self, name: str) -> Mapping[str, object] | None:
+        """The answer stored under a name, as the client received it."""
+        return self._known.answers.get(name)
 
     def remembers(self, conversation: str) -> bool:
         """Whether a turn of this conversation is remembered; once none is, `on_forgotten` is called."""

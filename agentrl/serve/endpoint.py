@@ -29,7 +29,10 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from agentrl.engine.base import TokenLogprob
 from agentrl.errors import EngineError
-from agentrl.serve.api_errors import ApiError, from_validation
+from agentrl.serve.api_errors import ApiError, context_exceeded, from_validation
+from agentrl.serve.body import read_body
+from agentrl.serve.bounds import tokens_above
+from agentrl.serve.browsers import BrowserGuard
 from agentrl.serve.conversations import Conversations
 from agentrl.serve.dialects import anthropic, chat, responses
 from agentrl.serve.dialects.completions import TextJob, TextWriter
@@ -60,6 +63,7 @@ class Settings:
         max_body_bytes: larger requests are rejected.
         body_timeout_s: time limit for a client to send its request.
         write_timeout_s: how long a client may stop reading a streamed answer.
+        cors: origins of web pages that may use the endpoint; `*` for all.
     """
 
     names: tuple[str, ...]
@@ -69,6 +73,7 @@ class Settings:
     max_body_bytes: int = 32 << 20
     body_timeout_s: float = 60.0
     write_timeout_s: float = 120.0
+    cors: tuple[str, ...] = ()
 
 
 class StreamJob(Protocol):
@@ -112,7 +117,12 @@ def create_app(
         *endpoint.api_routes("/v1", lambda request: client),
         *extra_routes,
     ]
-    return ApiKeyGuard(with_errors(routes), settings)
+    return guarded(with_errors(routes), settings)
+
+
+def guarded(app: ASGIApp, settings: Settings) -> ASGIApp:
+    """The application behind its key, closed to web pages that are not listed."""
+    return BrowserGuard(ApiKeyGuard(app, settings), settings.cors, keyless=settings.api_key is None)
 
 
 def with_errors(routes: Sequence[Route]) -> Starlette:
@@ -184,6 +194,7 @@ class ApiEndpoint:
             route("/chat/completions", self._chat, "POST"),
             route("/completions", self._completions, "POST"),
             route("/responses", self._responses, "POST"),
+            route("/responses/{id}", self._response, "GET"),
             route("/messages", self._messages, "POST"),
             route("/messages/count_tokens", self._count_tokens, "POST"),
             route("/models", self._models, "GET"),
@@ -240,24 +251,9 @@ class ApiEndpoint:
         return answer
 
     async def _body(self, request: Request, kind: type[Body]) -> Body:
-        limit = self.settings.max_body_bytes
-        too_large = ApiError(413, f"The request body is larger than {limit} bytes.", code="request_too_large")
-        length = request.headers.get("content-length", "0")
-        if length.isdecimal() and int(length) > limit:
-            raise too_large
-        parts, size = [], 0
+        data = await read_body(request, self.settings.max_body_bytes, self.settings.body_timeout_s)
         try:
-            async with asyncio.timeout(self.settings.body_timeout_s):
-                async for part in request.stream():
-                    size += len(part)
-                    if size > limit:
-                        raise too_large
-                    parts.append(part)
-        except TimeoutError:
-            text = f"The request body took longer than {self.settings.body_timeout_s:g} s."
-            raise ApiError(408, text, code="request_timeout", headers={"Connection": "close"}) from None
-        try:
-            return kind.model_validate_json(b"".join(parts))
+            return kind.model_validate_json(data)
         except ValidationError as e:
             raise from_validation(e) from None
 
@@ -301,7 +297,14 @@ class ApiEndpoint:
     async def _completions(self, request: Request, client: Client) -> Any:
         body = await self._body(request, CompletionRequest)
         self._known_model(body.model)
-        job = TextJob(self.service.engine, self.service.renderer, body)
+        given = [body.prompt] if isinstance(body.prompt, str) else body.prompt
+        limit = self.service.engine.max_context
+        for text in given:
+            if not isinstance(text, str):
+                break
+            if (tokens := await tokens_above(self.service.renderer.vocabulary, [text], limit)) is not None:
+                raise context_exceeded("prompt", tokens, limit, at_least=True)
+        job = await asyncio.to_thread(TextJob, self.service.engine, self.service.renderer, body)
         writer = TextWriter(job, self.service.renderer, self.settings.fingerprint)
         return await self._play(request, job, writer, job.count, bool(body.stream), CHUNKS)
 
@@ -312,6 +315,13 @@ class ApiEndpoint:
         job = await self.service.prepare(responses.request_of(body, earlier), client)
         writer = responses.ResponseWriter(body, job)
         return await self._play(request, job, writer, 1, bool(body.stream), EVENTS)
+
+    async def _response(self, request: Request, client: Client) -> Response:
+        id = request.path_params["id"]
+        found = client.session.answer(id)
+        if found is None:
+            raise responses.not_found(id)
+        return JSONResponse(found)
 
     async def _messages(self, request: Request, client: Client) -> Any:
         body = await self._body(request, MessagesRequest)

@@ -115,13 +115,17 @@ class Grammars:
         format: AnswerFormat | None,
         *,
         tools: Sequence[Mapping[str, Any]] = (),
+        forced: bool = True,
         named: str | None = None,
         one_call: bool = False,
         thinking: bool = False,
     ) -> Mask | None:
-        """Return the mask for `format`, or for calls of `tools`; None if neither is given.
+        """Return the mask for an answer in `format`, or for calls of `tools`; None if everything is allowed.
 
         Args:
+            format: the format of an answer; has no effect on a turn that must call.
+            tools: what may be called.
+            forced: the turn must call. Otherwise it is an answer in `format`, or calls.
             named: the one tool that must be called.
             one_call: exactly one call.
             thinking: the prompt has opened a think block, which must end first.
@@ -129,9 +133,10 @@ class Grammars:
         Raises:
             GrammarError: the schema or the call format cannot be converted to a grammar.
         """
-        if format is None and not tools:
+        forced = forced and bool(tools)
+        if format is None and not forced:
             return None
-        schema = None if format is None else dict(format.schema)
+        schema = None if format is None or forced else dict(format.schema)
         key = json.dumps([schema, list(tools), named, one_call, thinking], sort_keys=True)
         if key not in self._kept:
             offered = [tool for tool in tools if named in (None, tool["function"]["name"])]
@@ -155,10 +160,11 @@ class Grammars:
 
         param = "response_format" if schema is not None else "tool_choice"
         try:
-            if schema is not None:
-                body = f"answer: {_json(schema or {'type': 'object'})}\n"
+            if schema is None:
+                body = f"answer: calls\n{self._calls(tools, one_call)}"
             else:
-                body = self._calls(tools, one_call)
+                body = f"answer: json{' | calls' if tools else ''}\njson: {_json(schema or {'type': 'object'})}\n"
+                body += self._calls_or_loose(tools, one_call) if tools else ""
             text = f"start: {self._thoughts(thinking)}answer\n{body}THOUGHT: /(.|\\n)*/\n"
             if problem := LLMatcher.validate_grammar(text, self._tokenizer):
                 raise GrammarError(param, f"cannot be made a grammar: {_why(str(problem))}")
@@ -176,6 +182,33 @@ class Grammars:
             return f"THOUGHT <[{closing}]> /\\n*/ "
         return f"(<[{opening}]> THOUGHT <[{closing}]> /\\n*/)? "
 
+    def _calls_or_loose(self, tools: Sequence[Mapping[str, Any]], one_call: bool) -> str:
+        """Return the grammar of calls; where arguments are not JSON, only the beginning of a call is held."""
+        try:
+            return self._calls(tools, one_call)
+        except GrammarError:
+            control = frozenset(self._renderer.vocabulary.control.values())
+            begins, marks = [], set[int]()
+            for tool in tools:
+                name = tool["function"]["name"]
+                message = Message("assistant", "", (ToolCall("c00000000", name, _MARK),))
+                ids = self._renderer.unstopped(self._renderer.completion_ids(message, tools))
+                begins.append(self._pattern(self._until(ids, name)))
+                marks |= control.intersection(ids)
+            rest = " | ".join(["THOUGHT", *(f"<[{id}]>" for id in sorted(marks))])
+            return f"calls: ({' | '.join(dict.fromkeys(begins))}) ({rest})*\n"
+
+    def _until(self, ids: Sequence[int], name: str) -> list[int]:
+        """The ids of a call up to and including the name of its function."""
+        for end in range(1, len(ids) + 1):
+            text = self._renderer.decode(ids[:end])
+            if name in text:
+                before = text[: text.index(name) + len(name)]
+                fixed = next(n for n in range(end, -1, -1) if before.startswith(self._renderer.decode(ids[:n])))
+                rest = before[len(self._renderer.decode(ids[:fixed])) :]
+                return [*ids[:fixed], *self._renderer.vocabulary.encode_text(rest)]
+        return list(ids)
+
     def _calls(self, tools: Sequence[Mapping[str, Any]], one_call: bool) -> str:
         """Return the grammar of one or more calls of these tools."""
         first = tools[0]["function"]["name"]
@@ -189,7 +222,7 @@ class Grammars:
             more.append(f"{self._pattern(between)} arguments{n}")
             closing = self._pattern(after)
         again = "" if one_call else f" ({' | '.join(more)})*"
-        return f"answer: ({' | '.join(options)}){again} {closing}\n" + "".join(rules)
+        return f"calls: ({' | '.join(options)}){again} {closing}\n" + "".join(rules)
 
     def _around(
         self, tools: Sequence[Mapping[str, Any]], first: str, name: str

@@ -14,6 +14,7 @@ from agentrl.chat.template import Renderer
 from agentrl.engine.base import Engine, TokenLogprob
 from agentrl.errors import TemplateError
 from agentrl.serve.api_errors import ApiError, context_exceeded, invalid, overloaded, unsupported
+from agentrl.serve.bounds import LONG_TEXT, tokens_above
 from agentrl.serve.conversations import Conversations
 from agentrl.serve.generate import CompletionOptions, Sampled, generate
 from agentrl.serve.grammar import AnswerFormat, GrammarError, Grammars
@@ -21,9 +22,6 @@ from agentrl.serve.prometheus import Metrics
 from agentrl.serve.reader import Delta, MessageReader
 from agentrl.serve.turns import Incoming, Prompt, ServedTurn, UnrenderableError
 from agentrl.types import Sampling
-
-LONG_TEXT = 50_000
-"""Requests with at least this many characters are rendered in a thread, so that they do not block others."""
 
 COLDEST = 1e-3
 """Lower temperatures are greedy: logits divided by them would not be finite."""
@@ -172,7 +170,10 @@ class ChatService:
             )
 
     async def _prompt(self, ask: GenerationRequest, session: Conversations) -> Prompt:
-        size = sum(len(str(one.message.content)) + sum(map(len, one.raw_arguments)) for one in ask.messages)
+        texts = [text for one in ask.messages for text in (str(one.message.content), *one.raw_arguments)]
+        size, limit = sum(map(len, texts)), self.engine.max_context
+        if (tokens := await tokens_above(self.renderer.vocabulary, texts, limit)) is not None:
+            raise context_exceeded(ask.param, tokens, limit, at_least=True)
         try:
             async with session.lock:
                 if size < LONG_TEXT:
@@ -275,7 +276,8 @@ class Job:
         try:
             mask = await self.service.grammars.mask(
                 ask.format,
-                tools=ask.tools if ask.choice in ("required", "named") else (),
+                tools=() if ask.choice == "none" else ask.tools,
+                forced=ask.choice in ("required", "named"),
                 named=ask.named or None,
                 one_call=ask.one_call,
                 thinking=self.prompt.branch.thinking,

@@ -144,6 +144,7 @@ class KnownTurns:
     by_tokens: dict[bytes, list[ServedTurn]] = field(default_factory=dict)
     by_call: dict[str, ServedTurn] = field(default_factory=dict)
     by_name: dict[str, tuple[Incoming, ...]] = field(default_factory=dict)  # conversations that end with a turn
+    answers: dict[str, Mapping[str, object]] = field(default_factory=dict)  # what clients received, by name
     names: dict[int, list[str]] = field(default_factory=dict)
     ends: Counter[tuple[int, int]] = field(default_factory=Counter)  # (tokens, last id) of the turns
     tokens: int = 0
@@ -168,7 +169,7 @@ class KnownTurns:
         for call in turn.sent.tool_calls:
             self.by_call.pop(call.id, None)
         for name in self.names.pop(turn.number, ()):
-            del self.by_name[name]
+            del self.by_name[name], self.answers[name]
         end = len(ids), int(ids[-1])
         self.ends[end] -= 1
         if not self.ends[end]:

@@ -144,7 +144,7 @@ async def test_a_client_that_sends_too_slowly_is_told_so(renderer: Renderer):
         yield b'"tiny"}'
 
     async with serving(talker(renderer), renderer, body_timeout_s=0.2) as served:
-        head = "POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 100\r\n\r\n{"
+        head = "POST /v1/chat/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: 100\r\n\r\n{"
         host, port = served.url.removeprefix("http://").split(":")
         reader, writer = await asyncio.open_connection(host, int(port))
         writer.write(head.encode())
@@ -263,7 +263,7 @@ async def test_a_client_that_stops_reading_does_not_hold_the_engine(renderer: Re
         host, port = served.url.removeprefix("http://").split(":")
         body = json.dumps({**GOOD, "stream": True, "n": 8}).encode()
         reader, writer = await asyncio.open_connection(host, int(port), limit=1024)
-        head = f"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nContent-Length: {len(body)}\r\n\r\n"
+        head = f"POST /v1/chat/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(body)}\r\n\r\n"
         writer.write(head.encode() + body)
         assert b"200" in await reader.readline()
         async with asyncio.timeout(50):
@@ -301,7 +301,7 @@ async def test_health_is_a_503_while_requests_would_wait_for_the_engine(renderer
             assert (answer.status_code, answer.json()) == (status, {"status": said, "policy_version": 0})
 
 
-HEAD = b"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nContent-Le"
+HEAD = b"POST /v1/chat/completions HTTP/1.1\r\nHost: localhost\r\nContent-Le"
 
 
 @pytest.mark.parametrize(
@@ -309,8 +309,8 @@ HEAD = b"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nContent-Le"
     [
         (b"", b""),
         (HEAD, b"HTTP/1.1 408"),
-        (b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n" + HEAD, b"HTTP/1.1 200"),
-        (b"POST /nothing HTTP/1.1\r\nHost: x\r\nContent-Length: 100\r\n\r\n{", b"HTTP/1.1 404"),
+        (b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n" + HEAD, b"HTTP/1.1 200"),
+        (b"POST /nothing HTTP/1.1\r\nHost: localhost\r\nContent-Length: 100\r\n\r\n{", b"HTTP/1.1 404"),
         (b"nonsense\r\n\r\n", b"HTTP/1.1 400"),
     ],
     ids=["silent", "half", "second", "body", "nonsense"],
@@ -344,7 +344,7 @@ async def test_a_connection_is_kept_for_the_next_request_longer_than_a_head_may_
         host, port = served.url.removeprefix("http://").split(":")
         reader, writer = await asyncio.open_connection(host, int(port))
         for _ in range(2):
-            writer.write(b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n")
+            writer.write(b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n")
             head = await asyncio.wait_for(reader.readuntil(b"\r\n\r\n"), 20)
             assert b"HTTP/1.1 200" in head
             length = next(

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 from agentrl.chat.template import Renderer
 from agentrl.engine.base import TokenLogprob
-from agentrl.serve.api_errors import invalid, unsupported
+from agentrl.serve.api_errors import invalid
 from agentrl.serve.dialects.wire import ChatRequest, Json, ResponseFormat
 from agentrl.serve.dialects.wire_messages import incoming_of, tools_of
 from agentrl.serve.grammar import AnswerFormat
@@ -27,8 +27,6 @@ def request_of(request: ChatRequest) -> GenerationRequest:
     request.refuse_unsupported()
     tools = tools_of(request.tools)
     choice, named = _choice(request.tool_choice)
-    if choice in ("required", "named") and request.response_format and request.response_format.type != "text":
-        raise unsupported("response_format", "a forced call and a response format exclude one another")
     return GenerationRequest(
         messages=incoming_of(request.messages),
         tools=tools,
@@ -131,7 +129,7 @@ class ChatWriter:
         """Return pieces of choice `index`; the tokens are sent with the last of them."""
         bodies = [self._delta(delta) for delta in deltas]
         tokens = [token for token in drawn if token.id not in self._renderer.stop_ids]
-        if not bodies and tokens and (self._logprobs or self._request.return_token_ids):
+        if not bodies and ((tokens and self._logprobs) or (drawn and self._request.return_token_ids)):
             bodies = [{}]
         chunks = [self._chunk(index, body) for body in bodies]
         if chunks and self._logprobs and tokens:

@@ -32,10 +32,9 @@ def request_of(request: ResponsesRequest, earlier: Sequence[Incoming] = ()) -> G
     """
     request.refuse_unsupported()
     tools = tools_of([_tool(n, tool.type, tool) for n, tool in enumerate(request.tools or ())])
-    choice, named = _choice(request.tool_choice)
+    tools, given = _allowed(tools, request.tool_choice)
+    choice, named = _choice(given)
     answer = _format(request.text)
-    if choice in ("required", "named") and answer is not None:
-        raise unsupported("text.format", "a forced call and a response format exclude one another")
     return GenerationRequest(
         messages=_conversation(request, earlier),
         tools=tools,
@@ -58,6 +57,20 @@ def _tool(number: int, kind: str, tool: Any) -> WireTool:
     return WireTool(
         type=kind, function=Function(name=tool.name, description=tool.description, parameters=tool.parameters)
     )
+
+
+def _allowed(tools: tuple[Json, ...], given: str | Json | None) -> tuple[tuple[Json, ...], str | Json | None]:
+    """The tools that may be called, and the choice among them: `allowed_tools` names some of those offered."""
+    if not isinstance(given, dict) or given.get("type") != "allowed_tools":
+        return tools, given
+    listed = given.get("tools")
+    names = {tool.get("name") for tool in listed if isinstance(tool, dict)} if isinstance(listed, list) else set()
+    offered = {tool["function"]["name"] for tool in tools}
+    if not names or not names <= offered or given.get("mode", "auto") not in ("auto", "required"):
+        raise invalid(
+            "tool_choice", "allowed_tools needs `mode` auto or required and `tools` that are among those offered"
+        )
+    return tuple(tool for tool in tools if tool["function"]["name"] in names), given.get("mode", "auto")
 
 
 def _choice(given: str | Json | None) -> tuple[str, str]:
@@ -101,6 +114,12 @@ def earlier_of(request: ResponsesRequest, session: Conversations) -> tuple[Incom
             code="previous_response_not_found",
         )
     return found
+
+
+def not_found(id: str) -> ApiError:
+    """No response is stored under this id."""
+    text = f"Response with id {id[:200]!r} not found: it is not of this server, was not stored, or is forgotten."
+    return ApiError(404, text, param="id", code="response_not_found")
 
 
 def _conversation(request: ResponsesRequest, earlier: Sequence[Incoming]) -> list[Incoming]:
@@ -212,14 +231,15 @@ class ResponseWriter:
         """Return the answer as one object."""
         (one,) = spoken
         self._absorb(one)
-        self._keep(one)
-        return self._response(self._status(one), one)
+        body = self._response(self._status(one), one)
+        self._keep(one, body)
+        return body
 
-    def _keep(self, one: Choice) -> None:
+    def _keep(self, one: Choice, body: Json) -> None:
         """Make the response available to later requests, before the client receives it and may refer to it."""
         if self._stored:
             before = self._job.ask.messages[bool(self._request.instructions) :]
-            self._job.session.keep(self._id, one.turn, before)
+            self._job.session.keep(self._id, one.turn, before, body)
 
     @property
     def _stored(self) -> bool:
@@ -329,7 +349,6 @@ class ResponseWriter:
     def closing(self, spoken: Sequence[Choice]) -> list[Json]:
         """Return the events that complete every item and the response."""
         (one,) = spoken
-        self._keep(one)
         status = self._status(one)
         events = [] if self._items else self._begin(_Open("message", fresh_id("msg_")))
         for place, item in enumerate(self._items):
@@ -349,4 +368,6 @@ class ResponseWriter:
                 events.append(self._event("response.output_text.done", **where, text=item.text, logprobs=[]))
                 events.append(self._event("response.content_part.done", **where, part=item.part()))
             events.append(self._event("response.output_item.done", output_index=place, item=item.item(status)))
-        return [*events, self._event(f"response.{status}", response=self._response(status, one))]
+        body = self._response(status, one)
+        self._keep(one, body)
+        return [*events, self._event(f"response.{status}", response=body)]

@@ -14,33 +14,54 @@ from agentrl.serve.api_errors import invalid, unsupported
 
 HARMLESS: dict[str, tuple[Any, ...]] = {
     "add_generation_prompt": (True,),
+    "allowed_token_ids": ([],),
     "audio": (),
     "bad_words": ([],),
     "chat_template": (),
     "chat_template_kwargs": ({},),
     "continue_final_message": (False,),
+    "custom_logit_processor": (),
+    "documents": ([],),
+    "ebnf": (),
+    "enable_thinking": (),
     "frequency_penalty": (0,),
     "function_call": ("none", "auto"),
     "functions": ([],),
+    "grammar": (),
+    "guided_decoding": ({},),
     "guided_choice": (),
     "guided_grammar": (),
     "guided_json": (),
     "guided_regex": (),
     "ignore_eos": (False,),
+    "include_stop_str_in_output": (False,),
     "input_ids": (),
+    "json_schema": (),
     "length_penalty": (1,),
     "logit_bias": ({},),
     "lora_path": (),
+    "max_length": (),
+    "min_length": (0,),
     "min_p": (0,),
+    "mirostat": (0,),
     "min_tokens": (0,),
     "modalities": (["text"],),
+    "no_stop_trim": (False,),
     "presence_penalty": (0,),
     "prompt_logprobs": (),
     "regex": (),
+    "repeat_penalty": (1,),
     "repetition_penalty": (1,),
+    "skip_special_tokens": (True,),
+    "stop_regex": ([],),
     "stop_token_ids": ([],),
     "structured_outputs": (),
     "suffix": ("",),
+    "template": (),
+    "thinking_budget": (),
+    "truncate_prompt_tokens": (),
+    "truncation": ("disabled",),
+    "typical_p": (1,),
     "use_beam_search": (False,),
     "web_search_options": (),
 }
@@ -171,6 +192,9 @@ class WireRequest(Wire):
 
 class ChatRequest(WireRequest):
     """POST /v1/chat/completions."""
+
+    echo: Literal[False] | None = None
+    best_of: Literal[1] | None = None
 
     messages: Annotated[list[WireMessage], Field(min_length=1)]
     tools: list[WireTool] | None = None

@@ -1,0 +1,50 @@
+"""`agentrl replay`: recompute updates from the files of a run."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+
+def replay(
+    run: Annotated[Path, typer.Argument(metavar="RUN", help="A run folder.", show_default=False)],
+    step: Annotated[
+        int | None, typer.Option(help="The last step to replay. [default: the last one]", show_default=False)
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+) -> None:
+    """Recompute the updates up to a step from recorded episodes, and compare weights and metrics.
+
+    Starts from the newest checkpoint before the step. Exits with 1 if something differs.
+    """
+    from agentrl.errors import CheckpointError
+    from agentrl.extras import require
+    from agentrl.reporting.display import quiet_transformers
+    from agentrl.run_folder.records import recorded_steps
+
+    require("train", "agentrl replay")
+    if not (run / "config.yaml").is_file():
+        raise CheckpointError(f"{run}: is not a run folder")
+    quiet_transformers()
+    from agentrl.trainer.replay import replay as replayed
+
+    steps = recorded_steps(run)
+    found = replayed(run, max(steps, default=0) if step is None else step)
+    if as_json:
+        body = dataclasses.asdict(found) | {"equal": found.equal, "first_in": found.first_in}
+        typer.echo(json.dumps(body, indent=1))
+    else:
+        typer.echo(f"replayed steps {found.from_step + 1} to {found.step} of {run}")
+        typer.echo(f"weights {found.digest[:16]}, saved {(found.saved_digest or 'not kept')[:16]}")
+        for number, metrics in found.metrics.items():
+            for name, (logged, computed) in metrics.items():
+                typer.echo(f"step {number}: {name} {logged!r} in the run, {computed!r} replayed")
+        if found.tensor:
+            typer.echo(f"first tensor that differs: {found.tensor}, by up to {found.max_difference:.3g}")
+        typer.echo("equal" if found.equal else f"differs, first in the {found.first_in}")
+    if not found.equal:
+        raise typer.Exit(1)

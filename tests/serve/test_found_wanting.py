@@ -1,0 +1,204 @@
+"""What a review with real clients found: each case as a request."""
+
+from __future__ import annotations
+
+import asyncio
+import gzip
+import json
+import time
+from typing import Any
+
+import httpx
+import pytest
+
+from agentrl.chat.template import Renderer
+from agentrl.serve.bounds import tokens_above
+from agentrl.serve.browsers import is_loopback
+from agentrl.serve.grammar import AnswerFormat
+from agentrl.testing.engine import ScriptedEngine
+from agentrl.types import Message
+from tests.serve.serve_kit import TOOLS, call, said, serving
+from tests.serve.test_grammar import SUBTRACT, drawn
+
+SCHEMA = {
+    "type": "object",
+    "properties": {"sum": {"type": "integer", "maximum": 9, "minimum": 0}},
+    "required": ["sum"],
+    "additionalProperties": False,
+}
+CHAT: dict[str, Any] = {"model": "tiny", "messages": [{"role": "user", "content": "hi"}], "max_tokens": 40}
+
+
+def agreeing(renderer: Renderer) -> ScriptedEngine:
+    return ScriptedEngine(renderer, lambda turn: Message("assistant", "yes"), max_context=4096)
+
+
+async def test_with_tools_and_a_format_a_turn_is_an_answer_or_calls(renderer: Renderer):
+    found = {"answer": 0, "calls": 0}
+    for seed in range(16):
+        text = await drawn(renderer, seed, format=AnswerFormat(SCHEMA), tools=[*TOOLS, SUBTRACT], forced=False)
+        read = renderer.read_text(text, tools=TOOLS)
+        assert read.parse_errors == ()
+        if read.tool_calls:
+            found["calls"] += 1
+            assert {one.name for one in read.tool_calls} <= {"add", "subtract"}
+        else:
+            found["answer"] += 1
+            assert 0 <= json.loads(str(read.content).strip())["sum"] <= 9
+    assert min(found.values()) > 0, found
+
+
+async def test_a_forced_call_wins_over_a_format(renderer: Renderer):
+    text = await drawn(renderer, 1, format=AnswerFormat(SCHEMA), tools=TOOLS, named="add")
+    assert [one.name for one in renderer.read_text(text, tools=TOOLS).tool_calls] == ["add"]
+
+
+async def test_long_texts_are_counted_up_to_the_limit_only(renderer: Renderer):
+    vocabulary, text = renderer.vocabulary, "What is 2 plus 3? " * 200_000
+    assert await tokens_above(vocabulary, ["short"], 0) is None
+    assert await tokens_above(vocabulary, [text[:60_000]], 10_000_000) is None
+    started = time.process_time()
+    found = await tokens_above(vocabulary, [text], 4096)
+    spent = time.process_time() - started
+    assert found is not None
+    assert 4096 < found <= vocabulary.count(text[: 1 << 16])
+    whole = time.process_time()
+    vocabulary.count(text)
+    assert spent < (time.process_time() - whole), "most of the text was not tokenized"
+
+
+async def test_a_large_prompt_is_refused_while_others_are_answered(renderer: Renderer):
+    engine = agreeing(renderer)
+    body = json.dumps({**CHAT, "messages": [{"role": "user", "content": "What is 2 plus 3? " * 1_000_000}]})
+    async with serving(engine, renderer) as served, httpx.AsyncClient(base_url=served.url, timeout=60) as client:
+        large = asyncio.create_task(client.post("/v1/chat/completions", content=body))
+        answered = 0
+        while not large.done():
+            assert (await client.get("/health")).status_code == 200
+            answered += 1
+            await asyncio.sleep(0.005)
+        refused = (await large).json()["error"]
+        text = await client.post(
+            "/v1/completions", json={"model": "tiny", "prompt": "What is 2 plus 3? " * 100_000, "max_tokens": 2}
+        )
+    assert refused["code"] == "context_length_exceeded"
+    assert "the prompt has at least" in refused["message"]
+    assert text.json()["error"]["code"] == "context_length_exceeded"
+    assert answered > 2
+
+
+async def test_streamed_token_ids_have_the_stop_token(renderer: Renderer):
+    completion = said(renderer, Message("assistant", "yes"))
+    asked = {**CHAT, "return_token_ids": True}
+    async with serving(agreeing(renderer), renderer) as served, httpx.AsyncClient(base_url=served.url) as client:
+        whole = (await client.post("/v1/chat/completions", json=asked)).json()
+        streamed = await client.post("/v1/chat/completions", json={**asked, "stream": True})
+    lines = [json.loads(x[6:]) for x in streamed.text.splitlines() if x.startswith("data: {")]
+    ids = [id for line in lines for choice in line["choices"] for id in choice.get("token_ids", ())]
+    assert ids == whole["choices"][0]["token_ids"] == list(completion.ids)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("allowed_token_ids", [1]),
+        ("truncate_prompt_tokens", 5),
+        ("grammar", "root ::= 'x'"),
+        ("ebnf", "root ::= 'x'"),
+        ("guided_decoding", {"json": {}}),
+        ("repeat_penalty", 1.3),
+        ("enable_thinking", False),
+        ("echo", True),
+        ("typical_p", 0.5),
+        ("skip_special_tokens", False),
+        ("documents", [{"text": "x"}]),
+        ("chat_template_kwargs", {"enable_thinking": False}),
+    ],
+)
+async def test_parameters_that_would_change_the_answer_are_named(renderer: Renderer, name: str, value: object):
+    async with serving(agreeing(renderer), renderer) as served, httpx.AsyncClient(base_url=served.url) as client:
+        answer = await client.post("/v1/chat/completions", json={**CHAT, name: value})
+    assert answer.status_code == 400
+    assert answer.json()["error"]["param"] == name
+
+
+async def test_compressed_bodies_are_read_and_bombs_are_not(renderer: Renderer):
+    engine = agreeing(renderer)
+    headers = {"content-encoding": "gzip", "content-type": "application/json"}
+    async with (
+        serving(engine, renderer, max_body_bytes=1 << 20) as served,
+        httpx.AsyncClient(base_url=served.url, headers=headers) as client,
+    ):
+        good = gzip.compress(json.dumps(CHAT).encode())
+        assert (await client.post("/v1/chat/completions", content=good)).status_code == 200
+        bomb = await client.post("/v1/chat/completions", content=gzip.compress(b" " * (64 << 20)))
+        torn = await client.post("/v1/chat/completions", content=good[:-9])
+        other = await client.post("/v1/chat/completions", content=b"x", headers={"content-encoding": "br"})
+    assert [bomb.status_code, torn.status_code, other.status_code] == [413, 400, 415]
+
+
+async def test_web_pages_need_to_be_listed(renderer: Renderer):
+    engine = agreeing(renderer)
+    page = {"origin": "https://app.example.com"}
+    async with serving(engine, renderer) as served, httpx.AsyncClient(base_url=served.url) as client:
+        foreign = await client.post("/v1/chat/completions", json=CHAT, headers=page)
+        rebound = await client.get("/v1/models", headers={"host": "evil.example.com"})
+        assert (await client.get("/v1/models", headers={"host": "localhost:1"})).status_code == 200
+        assert (await client.get("/v1/models", headers={"origin": served.url})).status_code == 200
+    assert foreign.status_code == 403
+    assert "--cors https://app.example.com" in foreign.json()["error"]["message"]
+    assert rebound.status_code == 403
+    async with (
+        serving(engine, renderer, cors=("https://app.example.com",)) as served,
+        httpx.AsyncClient(base_url=served.url, headers=page) as client,
+    ):
+        asked = {"access-control-request-method": "POST", "access-control-request-headers": "authorization"}
+        before = await client.options("/v1/chat/completions", headers=asked)
+        assert before.headers["access-control-allow-origin"] == page["origin"]
+        answer = await client.post("/v1/chat/completions", json=CHAT)
+        assert answer.status_code == 200
+        assert answer.headers["access-control-allow-origin"] == page["origin"]
+    async with serving(engine, renderer, api_key="k") as served, httpx.AsyncClient(base_url=served.url) as client:
+        assert (await client.get("/v1/models", headers={"host": "lab.example.com"})).status_code == 401
+        known = {"host": "lab.example.com", "authorization": "Bearer k"}
+        assert (await client.get("/v1/models", headers=known)).status_code == 200
+
+
+def test_names_of_this_machine():
+    assert all(map(is_loopback, ("localhost", "a.localhost", "127.0.0.1", "127.8.8.8", "::1")))
+    assert not any(map(is_loopback, ("example.com", "10.0.0.1", "localhost.example.com", "")))
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_stored_response_can_be_fetched(renderer: Renderer, stream: bool):
+    engine = agreeing(renderer)
+    async with serving(engine, renderer) as served, httpx.AsyncClient(base_url=served.url) as client:
+        answer = await client.post("/v1/responses", json={"model": "tiny", "input": "hi", "stream": stream})
+        if stream:
+            last = [x for x in answer.text.splitlines() if x.startswith("data: ")][-1]
+            body = json.loads(last[6:])["response"]
+        else:
+            body = answer.json()
+        assert (await client.get(f"/v1/responses/{body['id']}")).json() == body
+        missing = await client.get("/v1/responses/resp_nothing")
+        kept = await client.post("/v1/responses", json={"model": "tiny", "input": "hi", "store": False})
+        assert (await client.get(f"/v1/responses/{kept.json()['id']}")).status_code == 404
+    assert missing.status_code == 404
+    assert missing.json()["error"]["code"] == "response_not_found"
+
+
+async def test_allowed_tools_are_the_only_ones_offered(renderer: Renderer):
+    engine = ScriptedEngine(renderer, lambda turn: call(2, 3), tools=TOOLS)
+    tools = [{"type": "function", "name": name, "parameters": {"type": "object"}} for name in ("add", "other")]
+
+    def asked(*names: str) -> dict[str, Any]:
+        allowed = [{"type": "function", "name": name} for name in names]
+        choice = {"type": "allowed_tools", "mode": "auto", "tools": allowed}
+        return {"model": "tiny", "input": "2 and 3", "tools": tools, "tool_choice": choice}
+
+    async with serving(engine, renderer) as served, httpx.AsyncClient(base_url=served.url) as client:
+        answer = await client.post("/v1/responses", json=asked("add"))
+        wrong = await client.post("/v1/responses", json=asked("nothing"))
+    assert [item["type"] for item in answer.json()["output"]][-1] == "function_call"
+    assert wrong.status_code == 400
+    assert wrong.json()["error"]["param"] == "tool_choice"
