@@ -78,21 +78,14 @@ def serve(
     """Serve a policy through an OpenAI-compatible API, with the exact tokens of its training, until Ctrl-C."""
     from agentrl.extras import require
 
-    require("serve", "agentrl serve")
-    require("train", "agentrl serve")
-
+    for extra in ("serve", "train"):
+        require(extra, "agentrl serve")
     from agentrl.reporting.display import quiet_transformers
     from agentrl.serve.endpoint import Settings
 
-    key = _key(host, api_key_env)
-    policy = _find(target, overrides)
-    settings = Settings(
-        names=tuple(model_name) or (policy.name,),
-        accept_any_model=accept_any_model,
-        api_key=key,
-        fingerprint=f"fp_{policy.digest}",
-        cors=tuple(cors),
-    )
+    key, policy = _key(host, api_key_env), _find(target, overrides)
+    names, fingerprint = tuple(model_name) or (policy.name,), f"fp_{policy.digest}"
+    settings = Settings(names, accept_any_model, key, fingerprint, cors=tuple(cors))
     quiet_transformers()
     if told := _about_tools(policy.renderer):
         print(told, file=sys.stderr, flush=True)
