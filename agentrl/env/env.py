@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal, Protocol
+from typing import Any, ClassVar, Literal, Protocol
 
 from agentrl.env.solved import SolvedAt, SolvedRule, rule_of
 from agentrl.errors import ConfigError
@@ -80,6 +80,8 @@ class Env(ABC):
     the episode with a reward of 0, and in the other two the reward counts as 0.
     """
 
+    view: ClassVar[str | None] = None
+    """A JavaScript file beside the class's file that shows an episode in `agentrl view` (docs/view.md)."""
     solved_at: SolvedAt = None
     """When an episode is solved: at this total reward, or when each part reaches its threshold. A run may set
     it."""

@@ -6,6 +6,7 @@ only read.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import sqlite3
@@ -16,13 +17,17 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
+import regex
 from pydantic_core import from_json
 
 from agentrl.errors import CheckpointError, ConfigError
 from agentrl.run_folder.records import episode_lines, episodes_file, recorded_steps
 
 VERSION = 1
+REGEX_S = 5.0
+"""How long a search by regular expression may take; some patterns would take years."""
 MAX_TEXT = 200_000
 """Characters of an episode that are searched."""
 MANY = 3_000
@@ -144,6 +149,21 @@ class Index:
             ConfigError: the regular expression is not valid.
         """
         started = time.perf_counter()
+        try:
+            total, rows = self._rows(query)
+        except sqlite3.OperationalError as e:
+            if not query.regex or "user-defined function" not in str(e):
+                raise
+            raise ConfigError(
+                f"{query.text[:80]!r} took more than {REGEX_S:g} s to find: write a simpler regular expression "
+                "or search fewer steps"
+            ) from None
+        hits = tuple(
+            Hit(Path(run), *rest) for run, *rest in ((*row[:-1], _snippet(row[-1], query)) for row in rows)
+        )
+        return Found(total, hits, time.perf_counter() - started)
+
+    def _rows(self, query: Query) -> tuple[int, list[tuple[Any, ...]]]:
         with self._open() as db:
             where, values = self._where(query, db)
             order = "episodes.reward is not null, episodes.reward, " if query.worst_first else ""
@@ -154,10 +174,7 @@ class Index:
                 f"{found} order by {order}episodes.step desc, episodes.id limit ? offset ?",
                 [*values, max(0, query.limit), max(0, query.offset)],
             ).fetchall()
-        hits = tuple(
-            Hit(Path(run), *rest) for run, *rest in ((*row[:-1], _snippet(row[-1], query)) for row in rows)
-        )
-        return Found(total, hits, time.perf_counter() - started)
+        return total, rows
 
     def problems(self) -> list[str]:
         """The files that could not be read, with the reason."""
@@ -234,10 +251,15 @@ def _matching(query: Query, db: sqlite3.Connection) -> tuple[str, object]:
     """The condition on the text: by the index of words where it can answer, else by looking through all texts."""
     if query.regex:
         try:
-            pattern = re.compile(query.text, re.IGNORECASE)
-        except (re.error, RecursionError, OverflowError) as e:
+            pattern = regex.compile(query.text, regex.IGNORECASE)
+        except (regex.error, RecursionError, OverflowError) as e:
             raise ConfigError(f"{query.text[:80]!r} is not a regular expression: {e}") from None
-        db.create_function("matches", 1, lambda body: pattern.search(body) is not None, deterministic=True)
+        until = time.monotonic() + REGEX_S
+
+        def matches(body: str) -> bool:
+            return pattern.search(body, timeout=max(until - time.monotonic(), 1e-3)) is not None
+
+        db.create_function("matches", 1, matches, deterministic=True)
         return "(? is not null and matches(body))", query.text
     words = re.findall(r"\w+", query.text)
     if words and re.fullmatch(r"[\w\s]+", query.text):
@@ -310,7 +332,8 @@ def _snippet(body: str, query: Query) -> str:
         pattern = (
             query.text if query.regex else r"\s+".join(map(re.escape, query.text.split())) or re.escape(query.text)
         )
-        if (match := re.search(pattern, body, re.IGNORECASE)) is not None:
-            at, end = match.span()
+        with contextlib.suppress(TimeoutError):
+            if (match := regex.search(pattern, body, regex.IGNORECASE, timeout=0.5)) is not None:
+                at, end = match.span()
     low, high = max(0, at - SNIPPET), min(len(body), max(end, at) + SNIPPET)
     return f"{'…' if low else ''}{body[low:high]}{'…' if high < len(body) else ''}"

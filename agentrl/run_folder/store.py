@@ -40,6 +40,7 @@ from agentrl.config.changes import Change, changes_of
 from agentrl.errors import CheckpointError, ConfigError
 from agentrl.reporting.report import Summary
 from agentrl.run_folder import checkpoints
+from agentrl.run_folder.env_views import VIEWS
 from agentrl.run_folder.files import fsync_dir, read_bounded, write_atomic
 from agentrl.run_folder.history import add_history
 from agentrl.run_folder.records import (
@@ -393,7 +394,7 @@ CODE_FILE = "code.json"
 _OURS = {
     *(_LOCK, "config.yaml", "events.log", "metrics.jsonl", "summary.json", "reward_curve.png", "eval.json"),
     *("tasks.json", CODE_FILE, "code", "history.jsonl", "lineage.json", "episodes", "tokens", "checkpoints"),
-    *("loggers", "start", ".start.base", ".start.making"),
+    *("loggers", VIEWS, "start", ".start.base", ".start.making"),
 }
 """What a folder may hold in which nothing was done yet."""
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -11,6 +12,7 @@ from agentrl.errors import ConfigError
 from agentrl.rollout.code_record import CodeRecord, code_changes, code_of, row_changes
 from agentrl.rollout.content import Content
 from agentrl.run_folder.checkpoints import steps_saved
+from agentrl.run_folder.env_views import VIEWS, view_name
 from agentrl.run_folder.files import read_bounded
 from agentrl.run_folder.history import add_history
 from agentrl.run_folder.store import CODE_FILE, RunStore
@@ -26,6 +28,7 @@ def check_code(config: RunConfig, content: Content, store: RunStore, *, accept: 
     Raises:
         ConfigError: something changed, and `accept` is False. Names the files, tools, rewards and rows.
     """
+    _keep_views(content, store)
     step = max(steps_saved(store.path / "checkpoints"), default=0)
     new, tasks = code_of(config, content), _digests(content)
     code, rows = _compared(store.path, step, new, tasks) if step else ([], [])
@@ -54,6 +57,19 @@ def _compared(run: Path, step: int, new: CodeRecord, tasks: bytes) -> tuple[list
     return [] if old is None else code_changes(old, new), row_changes(
         _read_digests(run / TASKS_FILE), json.loads(tasks)
     )
+
+
+def _keep_views(content: Content, store: RunStore) -> None:
+    """Copy the scripts with which envs show their episodes. Raises ConfigError if one does not exist."""
+    for name, part in content.by_env.items():
+        kind = type(part.make_env())
+        script: object = kind.view  # the name may be taken by a tool
+        if isinstance(script, str):
+            file = Path(inspect.getfile(kind)).parent / script
+            if not file.is_file():
+                raise ConfigError(f"{kind.__name__}.view is {script!r}: there is no file {file}")
+            (store.path / VIEWS).mkdir(exist_ok=True)
+            store.write_file(f"{VIEWS}/{view_name(name)}", file.read_bytes())
 
 
 def _keep(store: RunStore, code: CodeRecord, step: int) -> None:

@@ -44,13 +44,14 @@ def export(library: Library, target: Path, extent: Extent) -> str:
     if target.exists() and (target.suffix == ".html" or any(target.iterdir())):
         raise ConfigError(f"{target}: is there already; give another name")
     data = list(_answers(library, extent))
+    renderers = {} if extent.redact else library.renderers()
     title = "agentrl" if extent.redact else ", ".join(reader.path.name for reader in library.runs.values())
     if target.suffix == ".html":
         target.parent.mkdir(parents=True, exist_ok=True)
         with target.open("w", encoding="utf-8") as file:
-            file.writelines(single_file(data, title=title))
+            file.writelines(single_file(data, renderers=renderers, title=title))
     else:
-        write_folder(target, data, title=title)
+        write_folder(target, data, renderers=renderers, title=title)
     return _contents(library, data, extent)
 
 
@@ -97,7 +98,10 @@ def _episodes(library: Library, run: str, step: int, found: Json, extent: Extent
         except (NotFoundError, CheckpointError):
             continue
         if extent.redact:
-            yield f"{base}/episodes/{place}", _redact({**episode, "segments": [], "branches": [], "tools": []})
+            yield (
+                f"{base}/episodes/{place}",
+                _redact({**episode, "segments": [], "branches": [], "tools": [], "renderer": None}),
+            )
             continue
         yield f"{base}/episodes/{place}", episode
         yield f"{base}/tokens/{place}", tokens

@@ -6,14 +6,17 @@ import threading
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, ParamSpec, TypeVar
+from urllib.parse import quote
 
 from agentrl.doctor.examine import findings
 from agentrl.doctor.finding import Finding
 from agentrl.errors import CheckpointError, ConfigError
+from agentrl.run_folder.env_views import VIEWS
 from agentrl.run_folder.run_reader import Json, RecordCache, RunReader, find_runs
 from agentrl.run_folder.search_index import Index, Query, open_index
 from agentrl.run_folder.token_records import NOTHING_RECORDED, read_tokens
 from agentrl.view import episode_page, run_page, step_page
+from agentrl.view.env_view import view_file, view_page
 from agentrl.view.episode_page import Decode, Span
 
 if TYPE_CHECKING:
@@ -116,7 +119,25 @@ class Library:
         siblings = [
             r["episode"]["id"] for r in records if r["group"] == record["group"] and r["episode"]["id"] != name
         ]
-        return episode_page.episode(record, id, siblings, None)
+        env = str(record["episode"]["task"].get("env") or "")
+        shown = view_file(self.run(id).path, env) is not None
+        url = f"/api/renderer/{quote(id, safe='')}/{quote(env or 'env', safe='')}" if shown else None
+        return episode_page.episode(record, id, siblings, url)
+
+    def renderer(self, id: str, env: str) -> str:
+        """The page with which an env shows its episodes. Raises NotFoundError."""
+        file = view_file(self.run(id).path, env)
+        if file is None:
+            raise NotFoundError(f"The env {env!r} of run {id} has no view.")
+        return _found(view_page, file)
+
+    def renderers(self) -> dict[str, str]:
+        """All such pages by their address."""
+        return {
+            f"/api/renderer/{quote(id, safe='')}/{quote(file.stem, safe='')}": _found(view_page, file)
+            for id, reader in self.runs.items()
+            for file in sorted((reader.path / VIEWS).glob("*.js"))
+        }
 
     def tokens(self, id: str, step: int | None, name: str, span: Span) -> Json:
         """The tokens of an episode. Raises NotFoundError."""

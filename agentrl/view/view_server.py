@@ -25,7 +25,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from agentrl.errors import ConfigError
 from agentrl.run_folder.run_reader import Json
-from agentrl.view import run_page
+from agentrl.view import env_view, run_page
 from agentrl.view.bundle import served
 from agentrl.view.episode_page import Span
 from agentrl.view.library import Library, NotFoundError, query_of
@@ -123,6 +123,7 @@ class Page:
             self._get("/api/search", lambda r: self.library.search(query_of(r.query_params, self.library))),
             self._get("/api/compare", self._compare),
             Route("/api/image/{run}/{id:path}", self._image, methods=["GET"]),
+            Route("/api/renderer/{run}/{env}", self._renderer, methods=["GET"]),
             Route("/api/events", self._events, methods=["GET"]),
             Route("/api/view", self._view, methods=["POST"]),
             Route("/{path:path}", self._static, methods=["GET"]),
@@ -160,6 +161,14 @@ class Page:
         except (NotFoundError, ConfigError) as e:
             return _error(404, str(e), "Go back to the episode.")
         return Response(data, media_type=kind, headers={"Content-Disposition": "inline"})
+
+    async def _renderer(self, request: Request) -> Response:
+        env = str(request.path_params["env"])
+        try:
+            page = await run_in_threadpool(self.library.renderer, _run(request), env)
+        except NotFoundError as e:
+            return _error(404, str(e), "Go back to the episode.")
+        return Response(page, media_type=KINDS["html"], headers=dict(env_view.HEADERS))
 
     async def _events(self, request: Request) -> Response:
         if "after" not in request.query_params:
@@ -225,7 +234,10 @@ class Guard:
 
         async def guarded(message: Message) -> None:
             if message["type"] == "http.response.start":
+                there = {name for name, _ in message.get("headers", [])}
+                framed = request.url.path.startswith("/api/renderer/") and b"content-security-policy" in there
                 extra = [(name.lower().encode(), value.encode()) for name, value in HEADERS.items()]
+                extra = [] if framed else extra
                 message = {**message, "headers": [*message.get("headers", []), *extra]}
             await send(message)
 

@@ -21,6 +21,7 @@ class _ToyText(GymnasiumEnv):
     """A game with a known transition table; its own rewards are left out, reaching the goal counts."""
 
     reward_scale = 0.0
+    view = "board.js"
 
     @reward(solved=True)
     def solved(self) -> bool:

@@ -251,3 +251,14 @@ def test_a_stopped_run_resumes_with_a_change_at_the_step_it_reached():
     assert run(settings(steps=6, algorithm={"kl": {"coef": 0.5}}), "r").finished
     (entry,) = read_history(Path("r"))
     assert entry["changes"] == {"algorithm.kl.coef": ["0.01", "0.5"]}
+
+
+@pytest.mark.timeout(60)
+def test_the_view_of_an_env_is_kept_with_the_run():
+    viewed = ENV.replace('    """Say a letter."""\n', '    """Say a letter."""\n\n    view = "board.js"\n')
+    Path("letters.py").write_text(viewed)
+    with pytest.raises(ConfigError, match=r"Letters.view is 'board.js': there is no file .*board.js"):
+        run(settings(), "r")
+    Path("board.js").write_text("function render() {}")
+    run(settings(name="other"), "other")
+    assert Path("other/views/env.js").read_text() == "function render() {}"

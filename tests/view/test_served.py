@@ -29,6 +29,10 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("served") / "runs"
     make_run(folder, "calc")
     make_run(folder, "other", seed=1)
+    (folder / "calc/views").mkdir()
+    (folder / "calc/views/env.js").write_text(
+        "function render(e, at, place) { place.textContent = `drawn ${e.id} at ${at}, origin ${self.origin}`; }"
+    )
     bad = episode("bad", text=HOSTILE.replace("\ud800", ""))
     write_step(
         folder / "calc", 2, [EpisodeRecord.of(2, 0, bad, 0.5), EpisodeRecord.of(2, 0, episode("good"), 0.5)]
@@ -199,3 +203,13 @@ def test_the_command_exports_what_opens_from_disk(page, context, runs, tmp_path,
     page.locator("summary", has_text="Task row").click()
     expect(page.locator(".config").first).to_contain_text("</script>")
     assert page.evaluate("window.pwned") is None
+
+
+def test_the_view_of_an_env_is_drawn_in_its_frame_and_reaches_nothing(page, address, start):
+    page.goto(address)
+    page.goto(f"{start}/#/run/calc/step/3/episode/s3/g1/e2")
+    frame = page.frame_locator("iframe.env")
+    expect(frame.locator("#view")).to_contain_text("drawn s3/g1/e2 at 4")
+    page.locator(".slider input").fill("1")
+    expect(frame.locator("#view")).to_contain_text("drawn s3/g1/e2 at 1")
+    expect(frame.locator("#view")).to_contain_text("origin null")

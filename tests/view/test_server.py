@@ -293,3 +293,43 @@ def test_a_redacted_export_has_no_text_of_the_run(library: Library, tmp_path: Pa
         assert secret not in text
     assert "/api/runs/calc/tokens/" not in text
     assert "s3/g1/e2" in text
+
+
+BOARD = "function render(episode, message, place) { place.textContent = `${episode.id} at ${message} </script>`; }"
+
+
+def test_the_view_of_an_env_has_no_origin_and_only_its_own_script(client: TestClient, folder: Path):
+    assert client.get("/api/runs/calc/episodes/s3/g1/e2?step=3").json()["renderer"] is None
+    assert client.get("/api/renderer/calc/env").status_code == 404
+    (folder / "calc/views").mkdir()
+    (folder / "calc/views/env.js").write_text(BOARD)
+    address = client.get("/api/runs/calc/episodes/s3/g1/e2?step=3").json()["renderer"]
+    assert address == "/api/renderer/calc/env"
+    answer = client.get(address)
+    assert answer.headers["content-security-policy"].endswith("sandbox allow-scripts")
+    assert "default-src 'none'" in answer.headers["content-security-policy"]
+    assert answer.headers.get("x-frame-options") is None
+    assert answer.text.count("</script>") == 1, "the script cannot end its element"
+    assert client.get("/api/renderer/calc/..%2f..%2fconfig").status_code == 404
+    assert client.get("/api/runs").headers["x-frame-options"] == "DENY"
+    client.cookies.clear()
+    assert client.get(address).status_code == 401
+
+
+def test_an_export_carries_the_view_unless_it_is_redacted(library: Library, folder: Path, tmp_path: Path):
+    (folder / "calc/views").mkdir()
+    (folder / "calc/views/env.js").write_text(BOARD)
+    export(library, tmp_path / "report.html", Extent())
+    export(library, tmp_path / "hidden.html", Extent(redact=True))
+    assert "/api/renderer/calc/env" in (tmp_path / "report.html").read_text()
+    assert "renderer/calc" not in (tmp_path / "hidden.html").read_text()
+
+
+def test_a_pattern_that_would_take_years_is_given_up(client: TestClient, folder: Path, monkeypatch):
+    monkeypatch.setattr("agentrl.run_folder.search_index.REGEX_S", 0.3)
+    slow = [EpisodeRecord.of(1, 0, episode(f"a{n}", text="a" * 40 + "b"), 0.5) for n in range(3)]
+    write_step(folder / "calc", 1, slow)
+    answer = client.get("/api/search", params={"q": "(a|aa|a?a)+$", "regex": "1"})
+    if answer.status_code != 200:
+        assert "took more than 0.3 s" in answer.json()["error"]["message"]
+    assert client.get("/api/search", params={"q": "a{40}b", "regex": "1"}).json()["total"] == 3
