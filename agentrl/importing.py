@@ -42,6 +42,11 @@ def name_object(given: object) -> str:
     return spec
 
 
+def is_given(spec: str) -> bool:
+    """Whether only this process knows the object of this name."""
+    return spec in _given
+
+
 def _may_replace(old: object, new: object) -> bool:
     """Whether an object is the same, or an earlier version of the same cell or file."""
     same = getattr(old, "__qualname__", "") == getattr(new, "__qualname__", None)

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import shlex
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from agentrl.cli.options import Overrides, YamlFile
+from agentrl.cli import exam as exams
+from agentrl.cli.options import Overrides
 
 if TYPE_CHECKING:
     from rich.text import Text
@@ -15,18 +17,46 @@ if TYPE_CHECKING:
     from agentrl.preflight.dry_run import Rehearsal
 
 
+Target = Annotated[
+    str,
+    typer.Argument(
+        metavar="TOOLS.YAML", help="The YAML file of a run; with --exam also an env by name.", show_default=False
+    ),
+]
+
+
 def check(
-    path: YamlFile,
+    target: Target,
     overrides: Overrides = [],  # noqa: B006
     play: Annotated[
         bool, typer.Option("--play", help="Also call tools of MCP servers and HTTP, with generated arguments.")
     ] = False,
+    exam: exams.Exam = False,
+    report: exams.Report = None,
+    fail_on: exams.FailOn = None,
+    tasks: exams.NumTasks = None,
+    endpoint: exams.EndpointUrl = None,
+    model: exams.ModelName = None,
+    attempts: exams.Attempts = None,
+    api_key_env: exams.ApiKeyEnv = None,
 ) -> None:
     """Validate a run without loading its model; no weights or GPU needed.
 
     Reads the YAML, imports the env, runs episodes to validate its tools, tasks and rewards, verifies the chat
     template, and prints the tokens of one episode (prompt, sampled, observation) with their advantages.
+
+    With `--exam`, looks for faults of the env that would spoil training: rewards for policies that solve nothing,
+    episodes that cannot be repeated, leaked answers, rows without a solution.
     """
+    options = exams.ExamOptions(report, fail_on, tasks, endpoint, model, attempts, api_key_env)
+    if exam:
+        exams.run_exam(target, overrides, options, play=play)
+        return
+    options.refuse()
+    _rehearse(Path(target), overrides, play=play)
+
+
+def _rehearse(path: Path, overrides: list[str], *, play: bool) -> None:
     from rich.console import Console
     from rich.markup import escape
     from rich.text import Text

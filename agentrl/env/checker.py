@@ -204,8 +204,13 @@ async def _check_mistakes(make: Make, tasks: Sequence[Task]) -> list[str]:
         env = make()
         try:
             await env.reset(tasks[0])
-            observation, *_ = await env.step(message)
-            if message.tool_calls and [m.tool_call_id for m in observation if m.tool_call_id] != ["x"]:
+            observation, _, terminated, truncated, _ = await env.step(message)
+            ended = terminated or truncated
+            if (
+                message.tool_calls
+                and not ended
+                and [m.tool_call_id for m in observation if m.tool_call_id] != ["x"]
+            ):
                 findings.append(f"step({message!r:.120}): the call was not answered under its id")
         except Exception as e:
             findings.append(f"step({message!r:.120}) raised {type(e).__name__}: {e}")

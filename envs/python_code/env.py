@@ -89,5 +89,7 @@ class PythonCode(ToolEnv):
     def oracle(cls, task: Task) -> ScriptedPolicy:
         """Tries the reference and hands it in."""
         steps = tuple((name, number) for name, number in task.row["steps"])
-        source = describe(steps, task.row["takes"]).source
-        return ScriptedPolicy([call("python", code=f"{source}\nprint(solve)"), call("submit", code=source)])
+        problem = describe(steps, task.row["takes"])
+        source, example = problem.source, problem.inputs(task.row["inputs"], 2)[1]
+        attempt = f"{source}\nprint(solve({example!r}))"
+        return ScriptedPolicy([call("python", code=attempt), call("submit", code=source)])

@@ -1,0 +1,270 @@
+"""Leak scan: is the answer in the prompt, in a tool's schema, or in reach of a tool that no solution needs?"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+from agentrl.env.env import Env
+from agentrl.env.play import Policy, call, say
+from agentrl.env.toolenv.observe import plain_text
+from agentrl.exam.arena import Arena, ExamEpisode, MakePolicy, parameters_of
+from agentrl.exam.marks import ExamResult, Level
+from agentrl.exam.strategies import arguments_with, is_text
+from agentrl.exam.texts import SNOOPED_FILES, SNOOPED_NAMES, SNOOPING_PYTHON, SNOOPING_SHELL
+from agentrl.types import Message, Task, ToolSchema
+
+_ANSWER_KEYS = re.compile(
+    r"^(the_|correct_|right_|final_|expected_|gold_|true_|reference_)?(answers?|solutions?|expected|gold|truth|ground_?truth|"
+    r"labels?|secret|reference|correct|password|expected_output|result)$",
+    re.I,
+)
+_LABEL = re.compile(
+    r"(answer|solution|hint|expected|correct|gold|truth|secret|reference|label|result|debug)\w*"
+    r"\W{0,4}(?:(?:is|was|equals|for \w+|=|value|the)\W{1,3}){0,2}\W{0,3}$",
+    re.I,
+)
+NUM_SNOOPED = 6
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """The answer of a task, as its row or its oracle has it, and what the policy sees before its first action."""
+
+    task: Task
+    texts: tuple[str, ...]
+    prompt: str
+    schemas: str
+
+
+def answers_of(oracle: Sequence[ExamEpisode], others: Sequence[ExamEpisode]) -> list[Answer]:
+    """The answers of tasks: the oracle's last text or call, and columns of the row with telling names."""
+    found: dict[str, Answer] = {}
+    for played in [*oracle, *others]:
+        if played.episode is None or played.task.id in found:
+            continue
+        first = next((i for i, m in enumerate(played.episode.messages) if m.role == "assistant"), None)
+        opening = played.episode.messages[:first]
+        texts = [*_row_answers(played.task.row), *(_last_answers(played) if played in oracle else ())]
+        prompt = "\n".join(plain_text(m.content) for m in opening)
+        schemas = json.dumps(list(played.episode.tools), ensure_ascii=False, default=str)
+        chosen = tuple(dict.fromkeys(t for t in map(_core, texts) if t))
+        found[played.task.id] = Answer(played.task, chosen, prompt, schemas)
+    return _varied([answer for answer in found.values() if answer.texts])
+
+
+def _row_answers(row: Mapping[str, object]) -> Iterator[str]:
+    for key, value in row.items():
+        if _ANSWER_KEYS.match(key) and isinstance(value, str | int | float) and not isinstance(value, bool):
+            yield str(value)
+
+
+def _last_answers(played: ExamEpisode) -> Iterator[str]:
+    assert played.episode is not None
+    if not played.episode.turns:
+        return
+    last = played.episode.turns[-1].message
+    if not last.tool_calls:
+        yield plain_text(last.content)
+    for made in last.tool_calls[-1:]:
+        for value in made.arguments.values():
+            if isinstance(value, str | int | float) and not isinstance(value, bool):
+                yield str(value)
+
+
+def _core(text: str) -> str:
+    """The answer without common wrappings."""
+    for pattern in (r"<answer>(.*?)</answer>", r"\\boxed\{(.*?)\}", r"(?i)^the answer is (.*?)\.?$"):
+        if match := re.search(pattern, text, re.S):
+            text = match.group(1)
+    return text.strip()
+
+
+def _varied(answers: list[Answer]) -> list[Answer]:
+    """The answers without texts that all tasks share: a closing phrase, or a fixed final call."""
+    if len(answers) < 2:
+        return answers
+    common = set.intersection(*[set(answer.texts) for answer in answers])
+    kept = [(a, tuple(t for t in a.texts if t not in common)) for a in answers]
+    return [Answer(a.task, texts, a.prompt, a.schemas) for a, texts in kept if texts]
+
+
+def places(text: str, answer: str) -> list[int]:
+    """Where an answer stands in a text as a word of its own."""
+    edge_l = r"(?<![\w.])" if answer[:1].isalnum() else ""
+    edge_r = r"(?![\w])(?!\.\d)" if answer[-1:].isalnum() else ""
+    return [m.start() for m in re.finditer(edge_l + re.escape(answer) + edge_r, text)]
+
+
+def examine_prompt(result: ExamResult, answers: Sequence[Answer]) -> None:
+    """Look for the answer in the opening messages and the tool schemas."""
+    labelled = [(a, t, c) for a in answers for t in a.texts if (c := _labelled(a.prompt, t, answers))]
+    if labelled:
+        _, text, context = labelled[0]
+        said = (
+            f"the prompt of {len({a.task.id for a, _, _ in labelled})} of {len(answers)} tasks contains the answer"
+        )
+        result.add("leak", Level.ERROR, f"{said}, e.g. {text[:40]!r} after {context!r}",
+                   list(dict.fromkeys(a.task.id for a, _, _ in labelled)))  # fmt: skip
+        return
+    if len(answers) < 4:
+        return
+    if same := _same_place(answers):
+        aside = bool(re.search(r"[\[({<?#]\W*$", same))
+        text = f"the prompt of all {len(answers)} tasks contains the answer at the same place, after {same!r}"
+        text += "" if aside else "; fine only if the task is to copy or extract it"
+        result.add("leak", Level.ERROR if aside else Level.WARNING, text)
+    long = [a for a in answers if any(len(t) >= 3 and places(a.schemas, t) for t in a.texts)]
+    differ = len({a.texts for a in answers}) > 1 and len({a.schemas for a in answers}) > 1
+    if differ and len(long) >= 0.9 * len(answers):
+        choices = all(_is_choice(a) for a in long)
+        if not choices:
+            result.add("leak", Level.ERROR, "the schemas of the tools contain the answer of their task")
+
+
+def _is_choice(answer: Answer) -> bool:
+    """Whether the answer is one of several values of an `enum` in the schemas."""
+    return '"enum"' in answer.schemas
+
+
+def _labelled(prompt: str, text: str, answers: Sequence[Answer]) -> str:
+    """What announces the answer in the prompt, if it is not the same in prompts with other answers."""
+    for at in places(prompt, text):
+        before = prompt[max(0, at - 40) : at].rpartition("\n")[2]
+        match = _LABEL.search(before)
+        if match is None:
+            continue
+        snippet = before[match.start() :] + text
+        elsewhere = [a for a in answers if a.prompt != prompt and text not in a.texts and snippet in a.prompt]
+        if not elsewhere and not _listed(prompt, at + len(text)):
+            return snippet
+    return ""
+
+
+def _listed(prompt: str, end: int) -> bool:
+    """Whether other candidates follow: `answer: A, B or C`."""
+    return bool(re.match(r"\s*(,|/|\bor\b|\|)", prompt[end:]))
+
+
+def _same_place(answers: Sequence[Answer]) -> str:
+    """The words right before the answer, if they are the same in every prompt."""
+    if len({a.texts for a in answers}) < max(2, len(answers) // 2):
+        return ""  # few different answers: options of a choice are in every prompt
+    common: set[str] | None = None
+    for answer in answers:
+        contexts = {
+            answer.prompt[max(0, at - length) : at]
+            for text in answer.texts
+            for at in places(answer.prompt, text)
+            for length in (3, 12)
+            if at >= length
+        }
+        common = contexts if common is None else common & contexts
+        if not common:
+            return ""
+    return max(common or {""}, key=len)
+
+
+# Tools.
+
+
+def snooping(name: str, given: Sequence[Mapping[str, object]]) -> MakePolicy:
+    """Calls one tool with each of the arguments in turn."""
+
+    def make(env: Env, task: Task) -> Policy:
+        left = list(given)
+
+        def policy(messages: Sequence[Message]) -> Message:
+            return call(name, **left.pop(0)) if left else say("")
+
+        return policy
+
+    return make
+
+
+def snoop_arguments(tool: ToolSchema) -> list[Mapping[str, object]]:
+    """Arguments that ask a tool for an answer without knowing anything of the task."""
+    text_names = [name for name, part in parameters_of(tool).items() if is_text(part)]
+    if not text_names:
+        return [arguments_with(tool, "")]
+    about = " ".join([tool["function"]["name"], *text_names]).lower()
+    texts: tuple[str, ...] = SNOOPED_NAMES
+    if re.search(r"path|file|open|read|view|dir|folder|name", about):
+        texts += SNOOPED_FILES
+    if re.search(r"command|cmd|shell|bash|exec|run", about):
+        texts += SNOOPING_SHELL
+    if re.search(r"code|python|script|program", about):
+        texts += (SNOOPING_PYTHON,)
+    return [arguments_with(tool, text) for text in texts]
+
+
+async def examine_tools(
+    result: ExamResult,
+    arena: Arena,
+    answers: Sequence[Answer],
+    oracle: Sequence[ExamEpisode],
+    tools: Sequence[ToolSchema],
+) -> None:
+    """Ask each tool for the answer, and see whether it gives it away."""
+    needed = {
+        made.name
+        for p in oracle
+        if p.episode is not None
+        for turn in p.episode.turns
+        for made in turn.message.tool_calls
+    }
+    some = list(answers[:NUM_SNOOPED])
+    for tool in tools[:12]:
+        name = tool["function"]["name"]
+        given = snoop_arguments(tool)
+        plan = [(f"asking {name} for the answer", a.task, snooping(name, given)) for a in some]
+        played = await arena.all_of(plan, max_turns=len(given) + 1)
+        hits = [(a, how) for a, p in zip(some, played, strict=True) if (how := _given_away(a, p))]
+        if len(hits) < max(1, 0.6 * len(some)):
+            continue
+        how = hits[0][1]
+        blind = not any(is_text(part) for part in parameters_of(tool).values())
+        if name in needed and (blind or not _asks_for_answer(how)):
+            continue
+        sure = bool(needed - {name}) or _asks_for_answer(how) or _asks_for_answer(name)
+        level = Level.ERROR if sure else Level.WARNING
+        tasks = [a.task.id for a, _ in hits]
+        result.add(
+            "leak", level, f"a tool gives the answer away on {len(hits)} of {len(some)} tasks: {how}", tasks
+        )
+
+
+def _asks_for_answer(text: str) -> bool:
+    return bool(
+        re.search(r"answer|solution|expected|gold|secret|reference|reveal|peek|cheat|hint|truth|label", text, re.I)
+    )
+
+
+def _given_away(answer: Answer, played: ExamEpisode) -> str:
+    """The call whose result is the answer; empty if none is."""
+    if played.episode is None:
+        return ""
+    for turn in played.episode.turns:
+        for message in turn.observation:
+            said = plain_text(message.content)
+            for text in answer.texts:
+                if _reveals(said, text):
+                    made = turn.message.tool_calls[0] if turn.message.tool_calls else None
+                    return (
+                        f"{made.name}({json.dumps(dict(made.arguments))[:120]}) returns {said[:60]!r}"
+                        if made
+                        else ""
+                    )
+    return ""
+
+
+def _reveals(said: str, text: str) -> bool:
+    """Whether a result is the answer, or names it as such."""
+    if said.strip().strip("\"'") == text:
+        return True
+    found = places(said, text)
+    if not found:
+        return False
+    return any(_LABEL.search(said[max(0, at - 40) : at]) for at in found) or (len(text) >= 12 and len(said) < 4000)

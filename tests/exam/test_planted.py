@@ -1,0 +1,80 @@
+"""The public suite: every planted fault is found, and healthy envs have none."""
+
+from __future__ import annotations
+
+import pytest
+
+from agentrl.config.load import make_config
+from agentrl.exam.marks import ExamResult, Level
+from agentrl.exam.sitting import examine
+from tests.exam.healthy import HEALTHY
+from tests.exam.planted import FAULTS, BlockingTool, SlowTool
+
+SLOW = {SlowTool, BlockingTool}
+
+
+def exam(use: str, *changes: str) -> ExamResult:
+    config = make_config(
+        {"name": "exam", "model": {"path": "."}}, [f"env.use={use}", *changes], use, check_paths=False
+    )
+    [result] = examine(config)
+    return result
+
+
+def test_there_are_at_least_twenty_faults():
+    assert len(FAULTS) >= 20
+
+
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize(
+    "faulty", [pytest.param(c, marks=[pytest.mark.slow] * (c in SLOW), id=c.__name__) for c in FAULTS]
+)
+def test_the_planted_fault_is_found(faulty):
+    result = exam(f"{faulty.__module__}:{faulty.__name__}")
+    assert {f.check for f in result.at_least(Level.ERROR)} & set(FAULTS[faulty]), result.findings
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("healthy", HEALTHY, ids=lambda c: c.__name__)
+def test_a_healthy_env_passes(healthy):
+    result = exam(f"{healthy.__module__}:{healthy.__name__}")
+    assert result.at_least(Level.WARNING) == []
+    assert not set(result.not_examined) & {"process", "clock", "parallel"}
+
+
+SHIPPED = {
+    "agentrl.envs.calculator:Calculator": False,
+    "agentrl.envs.gym_text:FrozenLake": False,
+    "agentrl.envs.retail:Retail": False,
+    "agentrl.envs.search:Search": False,
+    "agentrl.envs.sqlite:Sqlite": False,
+    "agentrl.envs.gym_text:Taxi": True,
+    "agentrl.envs.gym_text:CliffWalking": True,
+    "agentrl.envs.files:Files": True,
+    "agentrl.envs.python_code:PythonCode": True,
+}
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize(
+    "use", [pytest.param(use, marks=[pytest.mark.slow] * slow) for use, slow in SHIPPED.items()]
+)
+def test_a_shipped_env_passes(use):
+    result = exam(use)
+    assert result.at_least(Level.WARNING) == []
+    assert result.oracle
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(120)
+def test_the_bad_label_of_bfcl_is_found():
+    pytest.importorskip("bfcl_eval")
+    errors = exam("bfcl:multi_turn_base").at_least(Level.ERROR)
+    assert {task for finding in errors for task in finding.tasks} == {"multi_turn_base_173"}
+
+
+@pytest.mark.timeout(60)
+def test_an_env_of_a_scheme_without_an_oracle_says_what_was_not_examined():
+    result = exam("gymnasium:FrozenLake-v1")
+    assert result.at_least(Level.ERROR) == []
+    assert {"oracle", "leak"} <= set(result.not_examined)
