@@ -18,16 +18,31 @@ def plan(
         float | None,
         typer.Option("--memory", help="GiB per GPU, to plan for another machine.", show_default=False),
     ] = None,
+    gpus: Annotated[
+        str | None,
+        typer.Option(
+            metavar="NxCARD", help="Plan for these GPUs, e.g. 8xH100-80GB, and predict a step.", show_default=False
+        ),
+    ] = None,
+    nodes: Annotated[int, typer.Option(min=1, help="With --gpus: nodes with so many GPUs each.")] = 1,
 ) -> None:
     """Estimate batches, memory, checkpoints and placement from the YAML and the model's config.json.
 
     Needs no weights or GPU. Lists likely problems last; exits with 2 if the run would fail.
     """
     from agentrl.config import load_config
+    from agentrl.errors import ConfigError
+    from agentrl.preflight.machines import machine_of
     from agentrl.preflight.plan import GIB, lines, make_plan
 
+    if gpus is not None and memory_gib is not None:
+        raise ConfigError("--gpus and --memory: give one of them; a card has its memory")
+    if gpus is None and nodes > 1:
+        raise ConfigError("--nodes has no effect without --gpus")
     given = None if memory_gib is None else int(memory_gib * GIB)
-    found = make_plan(load_config(path, overrides), memory_bytes=given, gpu=None if given is None else True)
+    machine = None if gpus is None else machine_of(gpus, nodes)
+    config = load_config(path, overrides)
+    found = make_plan(config, memory_bytes=given, gpu=None if given is None else True, machine=machine)
     if as_json:
         typer.echo(json.dumps(found.to_dict(), indent=1))
     else:

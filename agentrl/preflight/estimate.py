@@ -6,11 +6,15 @@ import os
 import shutil
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from agentrl.config.run import RunConfig
 from agentrl.gpu import gpu_memory, gpus_here
+from agentrl.preflight.machines import Machine
 from agentrl.preflight.shape import ModelShape
+
+if TYPE_CHECKING:
+    from agentrl.preflight.predict import Prediction
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,6 +75,9 @@ class Plan:
     here: bool
     """Whether the run is planned for this machine."""
     findings: list[PlanFinding]
+    machine: Machine | None = None
+    """The GPUs that it is planned for, if they were named."""
+    prediction: Prediction | None = None
 
     def to_dict(self) -> dict[str, Any]:
         """As JSON."""

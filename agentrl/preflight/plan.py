@@ -15,23 +15,30 @@ from agentrl.errors import ConfigError
 from agentrl.gpu import gpus_here
 from agentrl.learner.attention.kind import choose_attention
 from agentrl.preflight.estimate import Arithmetic, Phase, Plan, machine_memory, on_gpu, own_devices, size
+from agentrl.preflight.machines import Machine
+from agentrl.preflight.predict import DECODE_SHARE, FILLED, MFU, SMALL_MFU, Prediction, predict
 from agentrl.preflight.rules import findings
 from agentrl.preflight.shape import BFLOAT16, FLOAT32, ModelShape, classifier_parameters
 
 GIB = 2**30
 
 
-def make_plan(config: RunConfig, *, memory_bytes: int | None = None, gpu: bool | None = None) -> Plan:
+def make_plan(
+    config: RunConfig, *, memory_bytes: int | None = None, gpu: bool | None = None, machine: Machine | None = None
+) -> Plan:
     """Estimate the resources of a run.
 
     Args:
         config: the run.
+        machine: the GPUs that it will run on; with them, the seconds of a step are predicted.
         memory_bytes: of one GPU (or of the machine, without GPUs); this machine's if nothing is given.
         gpu: whether it will run on GPUs; as here if nothing is given.
 
     Raises:
         ConfigError: the model directory has no usable config.json.
     """
+    if machine is not None:
+        config, gpu, memory_bytes = on_gpus(config), True, machine.memory_bytes
     here = memory_bytes is None and gpu is None
     gpu = on_gpu(config) if gpu is None else gpu
     memory = memory_bytes or machine_memory(gpu)
@@ -54,10 +61,23 @@ def make_plan(config: RunConfig, *, memory_bytes: int | None = None, gpu: bool |
     kept = config.checkpoint.keep + int(config.checkpoint.best) + 1  # the one that is being written
     where, attention = placement(config, gpu), attention_there(config, shape, gpu)
     plan = Plan(
-        shape, batch, where, attention, phases, per_token, kv, checkpoint, kept * checkpoint, memory, here, []
+        *(shape, batch, where, attention, phases, per_token, kv, checkpoint, kept * checkpoint, memory, here, []),
+        machine=machine,
+        prediction=None if machine is None else predict(config, shape, batch, machine),
     )
     plan.findings.extend(findings(config, plan, gpu))
     return plan
+
+
+def on_gpus(config: RunConfig) -> RunConfig:
+    """The run with what `auto` means on a machine with GPUs."""
+    learner = (
+        config.learner if config.learner.device != "auto" else config.learner.model_copy(update={"device": "cuda"})
+    )
+    engine = (
+        config.engine if config.engine.device != "auto" else config.engine.model_copy(update={"device": "cuda"})
+    )
+    return config.model_copy(update={"learner": learner, "engine": engine})
 
 
 def arithmetic(config: RunConfig) -> Arithmetic:
@@ -327,4 +347,18 @@ def lines(plan: Plan) -> Sequence[str]:
     out.append(
         f"checkpoint  {size(plan.checkpoint_bytes)} each, {size(plan.checkpoints_bytes)} with all that are kept"
     )
+    if plan.machine is not None and plan.prediction is not None:
+        out += _predicted(plan.machine, plan.prediction)
     return out
+
+
+def _predicted(machine: Machine, found: Prediction) -> list[str]:
+    return [
+        f"machine     {machine}, ${machine.price:.0f} an hour",
+        f"predicted   {found.together:.0f} s a step: rollout {found.rollout:.0f} s, update {found.update:.0f} s, "
+        f"weights {found.publish:.1f} s; ${found.dollars:.2f} a step",
+        f"            assumes decoding at {DECODE_SHARE:.0%} of the memory bandwidth, an MFU of {MFU:.0%} "
+        f"({SMALL_MFU:.0%} below 2 B parameters), episodes that fill {FILLED:.0%} of their limits, and no time in "
+        "tools",
+        f"            pays most: {found.knob}",
+    ]

@@ -187,6 +187,8 @@ def precision(config: RunConfig, plan: Plan, gpu: bool) -> Iterator[PlanFinding]
 
 def disk(config: RunConfig, plan: Plan, gpu: bool) -> Iterator[PlanFinding]:
     """PL12: checkpoints do not fit on the disk."""
+    if plan.machine is not None:
+        return  # whose disk is not this one
     free = disk_free(Path("runs").absolute() / config.name)
     if plan.checkpoints_bytes > free:
         text = f"checkpoints take up to {size(plan.checkpoints_bytes)}, the disk has {size(free)} left"
@@ -256,7 +258,30 @@ def devices(config: RunConfig, plan: Plan, gpu: bool) -> Iterator[PlanFinding]:
             )
 
 
+def named_machine(config: RunConfig, plan: Plan, gpu: bool) -> Iterator[PlanFinding]:
+    """PL17: more GPUs than the named machine has, GPUs without work, or a server across nodes."""
+    if plan.machine is None:
+        return
+    engine, server, total = config.engine, config.engine.server, plan.machine.total
+    learner = sum(own_devices(config, gpu).values()) or 1
+    started = engine.on_servers and not server.urls
+    serving = server.replicas * server.tensor_parallel if started else 0
+    needed = max(learner, serving) if server.sleep else learner + serving
+    if needed > total:
+        text = (
+            f"the run needs {needed} GPUs ({learner} to learn, {serving} to sample), and there are {plan.machine}"
+        )
+        fix = "lower learner.ranks or engine.server.replicas, or share the GPUs with engine.server.sleep"
+        yield PlanFinding("PL17", "error", text, fix)
+    elif needed < total:
+        text = f"{total - needed} of the {total} GPUs of {plan.machine} have no work"
+        yield PlanFinding("PL17", "warning", text, "raise learner.ranks or engine.server.replicas")
+    if started and server.tensor_parallel > plan.machine.gpus:
+        text = f"a server is split over {server.tensor_parallel} GPUs, and a node has {plan.machine.gpus}"
+        yield PlanFinding("PL17", "warning", text, "lower engine.server.tensor_parallel to what a node has")
+
+
 RULES: tuple[Rule, ...] = (
     memory, one_episode, context, turns, division, double_kl, reference, waves, bypass, learning_rate, precision,
-    disk, critic, signal, attention, devices,
+    disk, critic, signal, attention, devices, named_machine,
 )  # fmt: skip

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -36,6 +37,8 @@ class ModelShape:
     vocab: int
     max_context: int
     linear: tuple[tuple[str, int, int], ...] = ()
+    active: int = 0
+    """Parameters that each token passes through, if a router chooses experts; 0 for all."""
 
     @classmethod
     def of_directory(cls, directory: Path) -> ModelShape:
@@ -105,6 +108,7 @@ class ModelShape:
             vocab=int(text.vocab_size),
             max_context=int(text.max_position_embeddings),
             linear=linear,
+            active=_active(text, total, blocks),
         )
 
     @property
@@ -236,6 +240,16 @@ def _known_decoder(file: Path) -> ModelShape | None:
 def _size(value: object) -> int:
     """A positive whole number; 0 for anything else."""
     return value if type(value) is int and value > 0 else 0
+
+
+def _active(text: Any, total: int, blocks: Mapping[str, int]) -> int:
+    """Parameters that a token passes through in a model whose router chooses experts; 0 without one."""
+    experts = getattr(text, "num_experts", None) or getattr(text, "num_local_experts", None)
+    chosen = getattr(text, "num_experts_per_tok", None)
+    if not experts or not chosen:
+        return 0
+    routed = sum(number for name, number in blocks.items() if ".experts." in name)
+    return total - routed + routed * int(chosen) // int(experts)
 
 
 def classifier_parameters(directory: Path) -> int:

@@ -1,0 +1,159 @@
+"""`agentrl plan --gpus`: machines that are not here, and the shipped recipes on theirs."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from agentrl.cli.app import app
+from agentrl.config.load import load_config
+from agentrl.errors import ConfigError
+from agentrl.preflight.machines import machine_of
+from agentrl.preflight.plan import make_plan
+from agentrl.preflight.predict import predict
+from agentrl.preflight.shape import ModelShape
+
+ROOT = Path(__file__).parents[2]
+QWEN3 = {
+    "model_type": "qwen3",
+    "architectures": ["Qwen3ForCausalLM"],
+    "vocab_size": 151936,
+    "head_dim": 128,
+    "num_key_value_heads": 8,
+    "max_position_embeddings": 40960,
+    "tie_word_embeddings": False,
+}
+
+
+def sizes(hidden: int, intermediate: int, layers: int, heads: int, **more: Any) -> dict[str, Any]:
+    names = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
+    return QWEN3 | dict(zip(names, (hidden, intermediate, layers, heads), strict=True)) | more
+
+
+MODELS = {
+    "0.6b": sizes(1024, 3072, 28, 16, tie_word_embeddings=True),
+    "4b": sizes(2560, 9728, 36, 32, tie_word_embeddings=True),
+    "8b": sizes(4096, 12288, 36, 32),
+    "32b": sizes(5120, 25600, 64, 64),
+    "30b-a3b": sizes(
+        *(2048, 6144, 48, 32),
+        model_type="qwen3_moe",
+        architectures=["Qwen3MoeForCausalLM"],
+        moe_intermediate_size=768,
+        num_experts=128,
+        num_experts_per_tok=8,
+        num_key_value_heads=4,
+    ),
+}
+RECIPES = [
+    ("qwen3-0.6b-calculator", "0.6b", "H100-80GB", 1),
+    ("qwen3-0.6b-sglang", "0.6b", "2xH100-80GB", 1),
+    ("qwen3-4b-lora", "4b", "H100-80GB", 1),
+    ("qwen3-8b-8gpu", "8b", "8xH100-80GB", 1),
+    ("qwen3-32b-lora-8gpu", "32b", "8xH100-80GB", 1),
+    ("qwen3-30b-a3b-16gpu", "30b-a3b", "8xH100-80GB", 2),
+]
+
+
+def folder(path: Path, model: str) -> Path:
+    path.mkdir(exist_ok=True)
+    (path / "config.json").write_text(json.dumps(MODELS[model]))
+    return path
+
+
+@pytest.mark.parametrize(("recipe", "model", "gpus", "nodes"), RECIPES)
+def test_a_recipe_fits_its_machine(tmp_path: Path, recipe: str, model: str, gpus: str, nodes: int):
+    path = folder(tmp_path / "model", model)
+    command = ["plan", str(ROOT / f"configs/{recipe}.yaml"), "--gpus", gpus, "--nodes", str(nodes)]
+    result = CliRunner().invoke(app, [*command, "--set", f"model.path={path}", "--json"])
+    assert result.exit_code == 0, result.output
+    plan = json.loads(result.stdout)
+    assert [f for f in plan["findings"] if f["level"] == "error" or f["code"] == "PL17"] == []
+    assert plan["prediction"]["together"] > 0
+    assert "GPU" in " ".join(plan["placement"])
+    told = CliRunner().invoke(app, [*command, "--set", f"model.path={path}"]).stdout
+    assert "predicted" in told
+    assert "pays most" in told
+
+
+def plan_of(tmp_path: Path, gpus: str, *overrides: str) -> Any:
+    path = folder(tmp_path / "model", "8b")
+    config = load_config(ROOT / "configs/qwen3-8b-8gpu.yaml", [f"model.path={path}", *overrides])
+    return make_plan(config, machine=machine_of(gpus))
+
+
+def test_gpus_that_are_missing_or_idle_are_named(tmp_path: Path):
+    few = {f.code: f for f in plan_of(tmp_path, "4xH100-80GB").findings}
+    assert few["PL17"].level == "error"
+    assert "needs 8 GPUs (4 to learn, 4 to sample), and there are 4 x H100-80GB" in few["PL17"].text
+    many = {f.code: f for f in plan_of(tmp_path, "16xH100-80GB").findings}
+    assert (many["PL17"].level, "8 of the 16" in many["PL17"].text) == ("warning", True)
+    small = plan_of(tmp_path, "8xA100-40GB")
+    assert any(f.code == "PL01" for f in small.findings)
+    wide = plan_of(tmp_path, "8xH100-80GB", "engine.server.tensor_parallel=16", "engine.server.replicas=1")
+    assert any("a node has 8" in f.text for f in wide.findings)
+
+
+def test_predictions_follow_the_machine(tmp_path: Path):
+    slow, quick = plan_of(tmp_path, "8xA100-80GB"), plan_of(tmp_path, "8xB200-180GB")
+    assert slow.prediction.rollout > 2 * quick.prediction.rollout
+    assert slow.prediction.update > 4 * quick.prediction.update
+    ranks = plan_of(tmp_path, "16xH100-80GB", "learner.ranks=8").prediction
+    assert ranks.update == pytest.approx(plan_of(tmp_path, "16xH100-80GB").prediction.update / 2)
+    synchronous = plan_of(tmp_path, "8xH100-80GB", "rollout.max_staleness=0").prediction
+    parts = (synchronous.rollout, synchronous.update, synchronous.publish)
+    assert synchronous.together == pytest.approx(sum(parts))
+    assert synchronous.knob.startswith("rollout.max_staleness")
+    assert synchronous.dollars == pytest.approx(synchronous.together * 8 * 3.0 / 3600)
+
+
+def test_the_arithmetic_by_hand(tmp_path: Path):
+    """One token of an 8B model at batch 1: 16.4 GB at 60 % of 3.35 TB/s are 8.1 ms."""
+    path = folder(tmp_path / "model", "8b")
+    overrides = [
+        *(f"model.path={path}", "rollout.groups_per_step=1", "rollout.group_size=2", "engine.max_slots=1"),
+        *(
+            "rollout.max_turns=1",
+            "rollout.max_tokens=1024",
+            "rollout.token_budget=1024",
+            "rollout.max_staleness=0",
+        ),
+        *("engine.server.replicas=2",),
+    ]
+    config = load_config(ROOT / "configs/qwen3-8b-8gpu.yaml", overrides)
+    plan = make_plan(config, machine=machine_of("8xH100-80GB"))
+    found = predict(config, plan.model, plan.batch, machine_of("8xH100-80GB"))
+    per_token = (2 * 8_190_735_360 + 256 * 147_456) / (3.35e12 * 0.6)
+    assert found.rollout == pytest.approx(512 * per_token, rel=1e-6)
+
+
+def test_experts_that_a_token_does_not_meet_cost_no_time(tmp_path: Path):
+    shape = ModelShape.of_directory(folder(tmp_path / "model", "30b-a3b"))
+    assert shape.parameters == pytest.approx(30.5e9, rel=0.02)
+    assert shape.active == pytest.approx(3.3e9, rel=0.05)
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("8xH1000", "unknown card 'H1000'"),
+        ("8xA100", "say which: A100-40GB or A100-80GB"),
+        ("0xH100", "write NUMBERxCARD"),
+        ("eight H100s", "write NUMBERxCARD"),
+    ],
+)
+def test_a_machine_that_nobody_knows(text: str, said: str):
+    with pytest.raises(ConfigError, match=said):
+        machine_of(text)
+
+
+def test_names_of_machines():
+    assert str(machine_of("8xh100", 2)) == "2 nodes of 8 x H100-80GB"
+    assert machine_of("H200-141GB").total == 1
+    for wrong in (["--nodes", "2"], ["--gpus", "H100", "--memory", "80"]):
+        result = CliRunner().invoke(app, ["plan", str(ROOT / "examples/calculator/tools.yaml"), *wrong])
+        assert result.exit_code != 0
