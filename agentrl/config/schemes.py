@@ -49,6 +49,12 @@ SCHEMES: Mapping[str, EnvScheme] = {
         ("gymnasium",),
         "gymnasium",
     ),
+    "harbor": EnvScheme(
+        "agentrl.envs.others.harbor:Harbor",
+        "DIR",
+        "Harbor task folders, in our sandboxes, e.g. harbor:tasks/hello",
+        path=True,
+    ),
     "mcp": EnvScheme(
         "agentrl.envs.others.mcp:McpEnv",
         "COMMAND|URL",

@@ -358,6 +358,18 @@ class Box:
         with _met_inside(self.name):
             return trees.files_of(trees.read(data, max_bytes=max_bytes, max_files=max_files))
 
+    async def put_entries(self, entries: Sequence[trees.Entry], path: str = ".") -> None:
+        """Write files, folders and links below `path`, with their modes; see `put_tree`."""
+        await self._unpack(path, entries)
+
+    async def get_entries(
+        self, path: str = ".", *, max_bytes: int = 16 << 20, max_files: int = 10_000
+    ) -> Sequence[trees.Entry]:
+        """Read the files, folders and links below `path`, with their modes; see `get_tree`."""
+        data = await self._pack(path, max_bytes, max_files)
+        with _met_inside(self.name):
+            return list(trees.read(data, max_bytes=max_bytes, max_files=max_files))
+
     async def _pack(self, path: str, max_bytes: int, max_files: int) -> bytes:
         order = {"op": "pack", "path": path, "max_bytes": max_bytes, "max_files": max_files}
         _, data = await self._file(order, most=trees.stream_limit(max_bytes, max_files))

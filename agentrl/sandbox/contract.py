@@ -149,6 +149,9 @@ class Sandbox(SandboxLimits):
     """Promises that must hold, by name (see Back-ends); None: those the back-end always makes."""
     readonly: tuple[str, ...] = ()
     """Absolute host paths mounted read-only at the same path inside. Every user must be able to read them."""
+    writable: tuple[str, ...] = ()
+    """namespace, docker: absolute paths of further writable folders, for example `("/app",)`; they start empty
+    and count toward the disk. With docker, each may have `workspace_mb`."""
     python_path: tuple[str, ...] = ()
     """Directories, visible inside, to append to the module search path of `box.python` and Python sessions."""
     env: tuple[tuple[str, str], ...] = ()
@@ -209,6 +212,7 @@ class Sandbox(SandboxLimits):
         for path in self.readonly:
             if not path.startswith("/"):
                 raise ConfigError(f"sandbox readonly={path!r}: must be an absolute path")
+        _check_writable(self)
 
     @property
     def supervisor_mb(self) -> int:
@@ -219,6 +223,28 @@ class Sandbox(SandboxLimits):
     def limits(self) -> SandboxLimits:
         """Return only the limits."""
         return SandboxLimits(**{f.name: getattr(self, f.name) for f in fields(SandboxLimits)})
+
+
+_OCCUPIED = ("bin", "dev", "disk", "etc", "lib", "lib64", "proc", "sbin", "sys", "tmp", "usr", "workspace")
+"""Folders of the root that have a purpose in every sandbox."""
+
+
+def _check_writable(spec: Sandbox) -> None:
+    """Raise ConfigError for a folder that cannot be made writable."""
+    if spec.writable and spec.backend not in ("namespace", "docker"):
+        raise ConfigError(
+            f"sandbox writable={spec.writable[0]!r}: backend {spec.backend!r} cannot add folders; use namespace "
+            "or docker"
+        )
+    for path in spec.writable:
+        parts = path.split("/")
+        if parts[0] or len(parts) < 2 or any(part in ("", ".", "..") for part in parts[1:]):
+            raise ConfigError(f"sandbox writable={path!r}: must be an absolute path, for example '/app'")
+        if parts[1] in _OCCUPIED:
+            raise ConfigError(f"sandbox writable={path!r}: /{parts[1]} has a purpose of its own in a sandbox")
+        inside = [other for other in spec.writable if other != path and path.startswith(f"{other}/")]
+        if inside or spec.writable.count(path) > 1:
+            raise ConfigError(f"sandbox writable={path!r}: is already part of {(inside or [path])[0]!r}")
 
 
 _TEXTS = ("backend", "image", "runtime", "python", "url", "token_file")
@@ -233,7 +259,7 @@ def _check_types(spec: Sandbox) -> None:
     for name in ("network", "trusted"):
         if not isinstance(getattr(spec, name), bool):
             raise ConfigError(f"sandbox {name}={getattr(spec, name)!r}: must be True or False")
-    for name in ("readonly", "python_path", "require"):
+    for name in ("readonly", "writable", "python_path", "require"):
         value = getattr(spec, name)
         texts = isinstance(value, tuple) and all(isinstance(item, str) for item in value)
         if not texts and not (value is None and name == "require"):

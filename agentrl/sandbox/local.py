@@ -174,7 +174,8 @@ class LocalBackend:
             "op": "spawn", "box": name, "mode": self.name, "network": spec.network, "memory_mb": spec.memory_mb,
             "reserve_mb": spec.supervisor_mb,
             "pids": spec.pids, "cpus": spec.cpus, "workspace_mb": spec.workspace_mb, "inodes": spec.inodes,
-            "readonly": spec.readonly, "python_path": spec.python_path, "env": dict(spec.env),
+            "readonly": spec.readonly, "writable": spec.writable, "python_path": spec.python_path,
+            "env": dict(spec.env),
             "rlimits": {"NPROC": spec.pids + 2, **USER_RLIMITS}, "ttl_s": spec.ttl_s,
             "folders": tempfile.gettempdir(),
         }  # fmt: skip

@@ -38,8 +38,8 @@ MAX_SPECS = 32
 MAX_ENDED = 10_000
 """Number of ended leases to remember."""
 LOCAL_ONLY = (
-    "backend", "url", "token_file", "run_as", "python", "readonly", "trusted", "image", "runtime", "on_death",
-    "death_reward",
+    "backend", "url", "token_file", "run_as", "python", "readonly", "writable", "trusted", "image", "runtime",
+    "on_death", "death_reward",
 )  # fmt: skip
 """Settings a client cannot request: the server's spec decides them, or they concern only the client."""
 

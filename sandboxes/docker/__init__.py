@@ -366,7 +366,7 @@ class Backend:
             "env": dict(spec.env), "memory_mb": spec.memory_mb, "ttl_s": spec.ttl_s,
             "rlimits": USER_RLIMITS | ({"DATA": spec.memory_mb << 20} if self._gvisor else {}),
             "own_kernel": self._gvisor,
-            "python_path": spec.python_path, "door": PLACE if door is not None else "",
+            "python_path": spec.python_path, "writable": spec.writable, "door": PLACE if door is not None else "",
         }  # fmt: skip
         text = f"{bundle.program('contained')}{json.dumps(json.dumps(order))})\n"
         return ["python3", "-S", "-s", "-B", "-X", "utf8", "-c", text]
@@ -383,8 +383,9 @@ class Backend:
             HOME: f"{quiet},mode=755,exec,size={spec.workspace_mb}m,nr_inodes={spec.inodes}",
             "/tmp": f"{quiet},mode=1777,exec,size={side_mb}m,nr_inodes={max(1000, spec.inodes // 4)}",
         }
+        disks |= dict.fromkeys(spec.writable, disks[HOME])
         if self._podman:
-            disks = {"/tmp": f"rw,nosuid,nodev,exec,size={spec.workspace_mb}m"}
+            disks = dict.fromkeys(("/tmp", *spec.writable), f"rw,nosuid,nodev,exec,size={spec.workspace_mb}m")
         return self.client.create_host_config(
             auto_remove=True,
             network_mode="bridge" if spec.network else "none",

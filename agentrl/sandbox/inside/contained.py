@@ -59,7 +59,7 @@ def _confine(order: dict[str, Any]) -> tuple[child.Confinement, tree.Meter]:
         env["PATH"] = os.environ["PATH"]
     kernel.drop_privileges(os.getuid(), os.getgid())
     with contextlib.suppress(OSError):  # without Landlock, a program can lower its OOM score below that of PID 1
-        kernel.write_only_below([home, tmp, "/dev"])  # not in /proc
+        kernel.write_only_below([home, tmp, "/dev", *order["writable"]])  # not in /proc
     kernel.prctl(kernel.PR_SET_DUMPABLE, 0)
     alone = bool(order["own_kernel"])  # gVisor: shared memory is not counted, and PID 1 can be killed
     kernel.install_seccomp(kernel.seccomp_filter(network=True, shared_memory=not alone, mortal_init=alone))

@@ -34,7 +34,16 @@ def map_user(uid: int, gid: int) -> None:
             f.write(text)
 
 
-def build(binds: list[str], *, uid: int, gid: int, disk_mb: int, inodes: int, hostname: str = "sandbox") -> int:
+def build(
+    binds: list[str],
+    *,
+    uid: int,
+    gid: int,
+    disk_mb: int,
+    inodes: int,
+    writable: list[str],
+    hostname: str = "sandbox",
+) -> int:
     """Replace the root with a read-only tmpfs with read-only binds, one bounded disk, /proc and a few devices.
 
     Args:
@@ -43,6 +52,7 @@ def build(binds: list[str], *, uid: int, gid: int, disk_mb: int, inodes: int, ho
         gid: its group.
         disk_mb: size of the single tmpfs behind /workspace, /tmp, /dev/shm and the home directory.
         inodes: maximum number of files on it.
+        writable: further folders on it, by their absolute paths.
 
     Returns:
         A directory descriptor of /proc through which only the caller can still write to it.
@@ -54,7 +64,7 @@ def build(binds: list[str], *, uid: int, gid: int, disk_mb: int, inodes: int, ho
     root = "/tmp"
     quiet = kernel.MS_NOSUID | kernel.MS_NODEV
     kernel.mount("sandbox", root, "tmpfs", quiet, "mode=755,size=4m,nr_inodes=2000")
-    _disk(root, uid, gid, disk_mb, inodes)
+    _disk(root, uid, gid, disk_mb, inodes, writable)
     for path, link, fd in sources:  # after the disk: some may be below /tmp
         target = root + path
         os.makedirs(os.path.dirname(target), exist_ok=True)
@@ -110,16 +120,17 @@ def _bind(fd: int, target: str) -> None:
     os.close(fd)
 
 
-def _disk(root: str, uid: int, gid: int, disk_mb: int, inodes: int) -> None:
-    """Mount one tmpfs behind /workspace, /tmp and /dev/shm, so that one limit covers all of them."""
+def _disk(root: str, uid: int, gid: int, disk_mb: int, inodes: int, writable: list[str]) -> None:
+    """Mount one tmpfs behind /workspace, /tmp, /dev/shm and `writable`, so that one limit covers all of them."""
     quiet = kernel.MS_NOSUID | kernel.MS_NODEV
     disk = f"{root}/disk"
     os.mkdir(disk)
-    kernel.mount("disk", disk, "tmpfs", quiet, f"mode=755,size={disk_mb}m,nr_inodes={inodes + 5}")
+    kernel.mount("disk", disk, "tmpfs", quiet, f"mode=755,size={disk_mb}m,nr_inodes={inodes + 5 + len(writable)}")
     for name, place, mode in (
         ("workspace", "workspace", 0o755),
         ("tmp", "tmp", 0o1777),
         ("shm", "dev/shm", 0o1777),
+        *((f"more{number}", path.lstrip("/"), 0o755) for number, path in enumerate(writable)),
     ):
         os.mkdir(f"{disk}/{name}")
         os.chmod(f"{disk}/{name}", mode)

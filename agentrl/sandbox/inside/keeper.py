@@ -296,7 +296,14 @@ def build_jail(order: dict[str, Any], folder: str, uid: int, gid: int) -> tuple[
     if not any(sys.base_prefix == path or sys.base_prefix.startswith(path + "/") for path in binds):
         binds.append(sys.base_prefix)
     binds += [path for path in order["readonly"] if path not in binds]
-    proc = jail.build(binds, uid=inner_uid, gid=inner_gid, disk_mb=order["workspace_mb"], inodes=order["inodes"])
+    proc = jail.build(
+        binds,
+        uid=inner_uid,
+        gid=inner_gid,
+        disk_mb=order["workspace_mb"],
+        inodes=order["inodes"],
+        writable=order["writable"],
+    )
     if not order["network"]:
         jail.loopback_up()
     oom_fd = os.open("self/oom_score_adj", os.O_RDWR | os.O_CLOEXEC, dir_fd=proc)

@@ -1,0 +1,272 @@
+"""`harbor:DIR`: Harbor's task folders, played in our sandboxes.
+
+The policy has a shell in the task's working directory. Afterwards the task's artifacts are carried into a fresh
+sandbox, where `tests/test.sh` writes the reward. Nothing else that ran before the tests survives.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import io
+import tarfile
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path, PurePosixPath
+
+from agentrl.env.adapter import Adapter
+from agentrl.env.play import ScriptedPolicy, call
+from agentrl.env.tasks import Split
+from agentrl.env.toolenv.declare import reward, tool
+from agentrl.env.toolenv.env import ToolEnv
+from agentrl.envs.others.harbor_task import (
+    HarborTask,
+    host_tree,
+    read_dockerfile,
+    read_rewards,
+    read_task,
+    task_folders,
+)
+from agentrl.errors import ConfigError
+from agentrl.sandbox import Box, BoxSession, Sandbox, pool_for
+from agentrl.sandbox.inside import packing
+from agentrl.sandbox.trees import Entry
+from agentrl.tools.observation import observation
+from agentrl.types import Task
+
+LOGS = "/logs"
+TESTS = "/tests"
+SOLUTION = "/solution"
+MAX_FILES = 20_000
+_UNPACK = (
+    "import base64,io,sys,tarfile; "
+    f'tarfile.open(fileobj=io.BytesIO(base64.b64decode(sys.argv[1]))).extractall("{SOLUTION}")'
+)
+_SYSTEM = "You work in a Linux shell. Do the task with the tool; when it is done, say so without a tool call."
+
+
+@dataclass(frozen=True)
+class HarborOptions:
+    """Options of `harbor:DIR`."""
+
+    backend: str = "docker"
+    """docker runs the task's image; namespace uses this machine's programs, for Dockerfiles without RUN."""
+    system: str = _SYSTEM
+    """System prompt."""
+    held_out: str = "fifth"
+    """fifth holds out every fifth task (if there are five); all uses all tasks in both splits."""
+    writable: tuple[str, ...] = ()
+    """Further writable folders of the image."""
+    memory_mb: int = 1024
+    """Memory of tasks that do not say."""
+    workspace_mb: int = 256
+    """Disk of tasks that do not say."""
+    network: bool = False
+    """Give the sandboxes a network."""
+
+
+@dataclass(frozen=True, slots=True)
+class Stage:
+    """How a task starts: the sandbox, its working directory, and the files in the writable folders."""
+
+    spec: Sandbox
+    workdir: str
+    files: Mapping[str, Sequence[Entry]]
+
+
+class Harbor(ToolEnv, Adapter):
+    """One task folder per episode."""
+
+    Options = HarborOptions
+    options: HarborOptions
+    solved_at = 1.0
+    harbor: HarborTask
+    stage: Stage
+    _session: BoxSession | None = None
+
+    @classmethod
+    def check_name(cls) -> None:
+        """Read every task."""
+        if cls.options.backend not in ("docker", "namespace"):
+            raise ConfigError(f"env.options.backend: {cls.options.backend!r}: use docker or namespace")
+        if cls.options.held_out not in ("fifth", "all"):
+            raise ConfigError(f"env.options.held_out: {cls.options.held_out!r}: use fifth or all")
+        for folder in task_folders(Path(cls.rest)):
+            found = read_task(folder)
+            if cls.options.backend == "namespace":
+                if found.image is not None:
+                    raise ConfigError(f"{folder}: environment.docker_image needs `options: {{backend: docker}}`")
+                local_stage(found, cls.options)
+            elif found.image is None and not found.dockerfile.is_file():
+                raise ConfigError(f"{folder}: needs environment/Dockerfile or environment.docker_image")
+
+    @classmethod
+    def system(cls) -> str:
+        """The system prompt."""
+        return cls.options.system
+
+    async def setup(self, folder: str) -> str:
+        """Start the task's sandbox with its files; returns the instruction."""
+        self.harbor, self._session = read_task(Path(folder)), None
+        make = image_stage if self.options.backend == "docker" else local_stage
+        self.stage = await asyncio.to_thread(make, self.harbor, self.options)
+        pool_for(self.stage.spec, min_idle=0)  # a pool per image: keep none ready
+        self.box: Box = await self.lease(self.stage.spec)
+        await self._place()
+        return self.harbor.instruction
+
+    async def _place(self) -> None:
+        """Put the files of the image into the writable folders."""
+        for folder, entries in self.stage.files.items():
+            await self.box.put_entries(entries, folder)
+        for folder in (f"{LOGS}/agent", f"{LOGS}/verifier", f"{LOGS}/artifacts", self.stage.workdir):
+            await self.box.make_dir(folder)
+
+    @tool
+    async def shell(self, command: str) -> str:
+        """Run a bash command line; the working directory and variables stay."""
+        if self._session is None:
+            self._session = await self.box.session("bash")
+            await self._session.run(f"cd {self.stage.workdir}")
+        return observation(await self._session.run(command))
+
+    @reward(timeout_s=7200.0)
+    async def tests(self) -> Mapping[str, float]:
+        """What `tests/test.sh` writes in a fresh sandbox with the artifacts."""
+        carried = [await self._artifacts(path) for path in self.harbor.artifacts or self._carried()]
+        await self.box.reset()
+        self._session = None
+        await self._place() if self.harbor.artifacts else await self._folders()
+        for folder, entries in carried:
+            await self.box.put_entries(entries, folder)
+        await self.box.put_entries(host_tree(self.harbor.folder / "tests"), TESTS)
+        result = await self.box.run(
+            ["bash", f"{TESTS}/test.sh"],
+            cwd=self.stage.workdir,
+            env={**self.harbor.env, **self.harbor.test_env},
+            wall_s=self.harbor.test_timeout_s,
+        )
+        try:
+            return read_rewards(await self._log("reward.txt"), await self._log("reward.json"))
+        except ValueError as e:
+            said = (result.text() + result.error_text()).strip()[-300:]
+            raise ValueError(f"{self.harbor.name}: {e}; test.sh ended with {result.outcome}: {said}") from None
+
+    async def _folders(self) -> None:
+        for folder in (f"{LOGS}/verifier", self.stage.workdir):
+            await self.box.make_dir(folder)
+
+    def _carried(self) -> Sequence[str]:
+        """The writable folders that hold work, not tests or their results."""
+        workdir = self.stage.workdir
+        home = [workdir] if workdir.startswith("/workspace") else []
+        return [
+            *(f for f in self.stage.spec.writable if f not in (LOGS, TESTS, SOLUTION)),
+            f"{LOGS}/artifacts",
+            *home,
+        ]
+
+    async def _artifacts(self, path: str) -> tuple[str, Sequence[Entry]]:
+        """The files below a path, or the file there, with the folder they belong to."""
+        most = self.stage.spec.workspace_mb << 20
+        try:
+            found = await self.box.stat(path)
+            if found.kind == "file":
+                content = await self.box.read_file(path, max_bytes=most)
+                place = PurePosixPath(path)
+                return str(place.parent), [Entry(packing.FILE, place.name, content, found.mode & 0o777)]
+            return path, await self.box.get_entries(path, max_bytes=most, max_files=MAX_FILES)
+        except FileNotFoundError:
+            return path, []
+
+    async def _log(self, name: str) -> str | None:
+        try:
+            raw = await self.box.read_file(f"{LOGS}/verifier/{name}", max_bytes=1 << 16)
+            return raw.decode("utf-8", "replace")
+        except FileNotFoundError:
+            return None
+
+    @classmethod
+    def tasks(cls, split: Split = "train", seed: int = 0) -> Sequence[Task]:
+        """The folders by name; every fifth is held out."""
+        folders = task_folders(Path(cls.rest))
+        if cls.options.held_out == "fifth" and len(folders) >= 5:
+            folders = [f for i, f in enumerate(folders) if (i % 5 == 4) == (split == "held_out")]
+        return [Task(f"harbor-{folder.name}", {"folder": str(folder)}) for folder in folders]
+
+    @classmethod
+    def oracle(cls, task: Task) -> ScriptedPolicy:
+        """Run the task's `solution/solve.sh`."""
+        return ScriptedPolicy([call("shell", command=solution_command(Path(task.row["folder"]))), "It is done."])
+
+
+def solution_command(folder: Path) -> str:
+    """A command line that unpacks the task's solution and runs it. Raises ConfigError if there is none."""
+    solution = folder / "solution"
+    if not (solution / "solve.sh").is_file():
+        raise ConfigError(f"{folder}: has no solution/solve.sh, which an oracle needs")
+    packed = io.BytesIO()
+    with tarfile.open(fileobj=packed, mode="w:gz") as tar:
+        tar.add(solution, ".")
+    text = base64.b64encode(packed.getvalue()).decode()
+    return f"python3 -c '{_UNPACK}' {text} && bash {SOLUTION}/solve.sh"
+
+
+def local_stage(task: HarborTask, options: HarborOptions) -> Stage:
+    """The start of a task without an image. Raises ConfigError if its Dockerfile needs one."""
+    recipe = read_dockerfile(task.dockerfile)
+    workdir = task.workdir or recipe.workdir
+    spec = _spec(task, options, workdir, {**recipe.env, **task.env}, "agentrl/sandbox:latest")
+    files: dict[str, list[Entry]] = {}
+    for entry in recipe.files:
+        place = PurePosixPath(entry.name)
+        homes = [f for f in (*spec.writable, "/workspace") if place.is_relative_to(f) and str(place) != f]
+        if not homes and str(place) not in spec.writable:
+            raise ConfigError(
+                f"{task.dockerfile}: {place} is not in a writable folder; add one to env.options.writable"
+            )
+        for home in homes:
+            inside = Entry(entry.kind, str(place.relative_to(home)), entry.content, entry.mode, -1, entry.target)
+            files.setdefault(home, []).append(inside)
+    return Stage(spec, workdir, files)
+
+
+def image_stage(task: HarborTask, options: HarborOptions) -> Stage:
+    """The start of a task with an image, which is built if necessary."""
+    from agentrl.envs.others import harbor_image
+
+    image = task.image or harbor_image.built(task.folder / "environment")
+    found = harbor_image.facts(image)
+    workdir = task.workdir or found.workdir or "/app"
+    spec = _spec(task, options, workdir, {**found.env, **task.env}, image)
+    return Stage(spec, workdir, _image_files(image, (*spec.writable, "/workspace")))
+
+
+@cache
+def _image_files(image: str, folders: tuple[str, ...]) -> Mapping[str, Sequence[Entry]]:
+    from agentrl.envs.others.harbor_image import image_files
+
+    return image_files(image, folders)
+
+
+def _spec(task: HarborTask, options: HarborOptions, workdir: str, env: Mapping[str, str], image: str) -> Sandbox:
+    wanted = [workdir, TESTS, LOGS, SOLUTION, *options.writable]
+    inside = [f for f in dict.fromkeys(wanted) if not f.startswith("/workspace")]
+    outer = tuple(f for f in inside if not any(f != g and f.startswith(f"{g}/") for g in inside))
+    memory_mb = task.memory_mb or options.memory_mb
+    given = {"HOME": "/workspace", **env}
+    return Sandbox(
+        backend=options.backend,
+        image=image,
+        writable=outer,
+        env=tuple(sorted(given.items())),
+        memory_mb=memory_mb,
+        workspace_mb=min(task.storage_mb or options.workspace_mb, memory_mb),
+        file_mb=min(task.storage_mb or options.workspace_mb, memory_mb),
+        cpus=task.cpus,
+        wall_s=task.agent_timeout_s or 600.0,
+        pids=256,
+        open_files=1024,
+        network=options.network,
+    )
