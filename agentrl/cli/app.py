@@ -21,6 +21,7 @@ from agentrl.cli.import_verl import import_verl
 from agentrl.cli.new import new
 from agentrl.cli.plan import plan
 from agentrl.cli.replay import replay
+from agentrl.cli.rescore import rescore
 from agentrl.cli.runs import compare, runs
 from agentrl.cli.serve import serve
 from agentrl.cli.show import show
@@ -72,6 +73,7 @@ app.command("eval")(evaluate)
 app.command("serve")(serve)
 app.command("export")(export)
 app.command("replay")(replay)
+app.command("rescore")(rescore)
 app.command("new")(new)
 app.command("envs")(envs)
 app.command("doctor")(doctor)

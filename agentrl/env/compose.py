@@ -120,6 +120,12 @@ class ComposedEnv(ToolEnv):
         if failures:
             raise InfraError("; ".join(failures))
 
+    def rewards_of_record(self) -> Sequence[str]:
+        """The functions of `reward`; those of verl's kind read the verl-style tools as well, if there are any."""
+        return [
+            name for name, function in self._rewards.items() if not (is_compute_score(function) and self._verl)
+        ]
+
     async def score(self, episode: Episode) -> Mapping[str, float]:
         """The composed rewards by name, weighted; if there are none, the rewards of the verl-style tools."""
         rewards = Rewards(type(self).__name__, self.settings.reward_timeout_s)

@@ -196,6 +196,10 @@ class Env(ABC):
         """The declared rewards by name; None if the env does not declare its rewards."""
         return None
 
+    def rewards_of_record(self) -> Sequence[str]:
+        """Names of the rewards per episode that read the recorded episode alone, not the env's state."""
+        return ()
+
     def outside_tools(self) -> Sequence[str]:
         """Names of tools that act outside of the episode (MCP, HTTP); `agentrl check` does not call them."""
         return ()

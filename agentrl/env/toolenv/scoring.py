@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dis
+import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
@@ -63,6 +65,11 @@ class ScoredEnv(Env):
         """The methods marked `@reward`, in the order of definition."""
         weights = self.settings.reward_weights
         return {r.name: DeclaredReward(r.mark.per, weight_of(r, weights)) for r in self.spec().rewards}
+
+    def rewards_of_record(self) -> Sequence[str]:
+        """The methods marked `@reward` that never use `self`."""
+        found = [r for r in self.spec().rewards if r.mark.per == "episode"]
+        return [r.name for r in found if not _uses_self(getattr(type(self), r.attribute))]
 
     @property
     def scores_groups(self) -> bool:
@@ -179,3 +186,12 @@ class ScoredEnv(Env):
         await self._thread.held()
         with self._on_thread():
             await rewards.ask(spec, function, argument, read)
+
+
+def _uses_self(method: Callable[..., object]) -> bool:
+    """Whether the code of a method reads its first argument; True if that cannot be seen."""
+    code = getattr(inspect.unwrap(method), "__code__", None)
+    if code is None or code.co_argcount == 0 or "__class__" in code.co_freevars:  # `super()` reads it unseen
+        return True
+    first = code.co_varnames[0]
+    return first in code.co_cellvars or any(step.argval == first for step in dis.get_instructions(code))

@@ -1,0 +1,233 @@
+"""Rewards of recorded episodes, computed again."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from agentrl.cli.app import app
+from agentrl.config import RunConfig, dump_config
+from agentrl.config.load import load_config
+from agentrl.env.load import load_env
+from agentrl.env.play import ScriptedPolicy, call, calls, play, say
+from agentrl.errors import CheckpointError, ConfigError
+from agentrl.eval.rescore import TURNS, RescoreOptions, Rescoring, rescore
+from agentrl.rollout.content import env_factory
+from agentrl.run_folder.records import EpisodeRecord, compress, episodes_file
+from agentrl.types import Episode, StopReason, Task
+
+ENV = '''
+from agentrl import Stop, Task, ToolEnv, reward, tool
+
+
+class Ledger(ToolEnv):
+    """Reach the target."""
+
+    solved_at = {"reached": 1.0}
+
+    @classmethod
+    def tasks(cls, split, seed):
+        return [Task(f"{split}-{n}", {"target": n}) for n in range(4)]
+
+    def setup(self, target: int) -> str:
+        self.balance, self.target = 0, target
+        return f"Reach {target}."
+
+    @tool
+    def add(self, n: int) -> str:
+        """Add n."""
+        self.balance += n
+        return f"Balance: {self.balance}"
+
+    @reward
+    def reached(self) -> bool:
+        return self.balance == self.target
+
+    @reward(weight=-0.1)
+    def wordy(self, episode) -> int:
+        return len(str(episode.messages[-1].content))
+
+    @reward(per="turn")
+    def tidy(self, turn) -> float:
+        return 0.5 if len(turn.calls) == 1 else 0.0
+
+    @reward(per="group")
+    def fewest(self, episodes) -> list[float]:
+        least = min(len(e.turns) for e in episodes)
+        return [float(len(e.turns) == least) for e in episodes]
+'''
+
+
+@pytest.fixture(autouse=True)
+def own_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+
+
+def make_run(source: str = ENV, name: str = "ledger.py", *, error: bool = False) -> Path:
+    """A run folder with one group of three episodes at step 1."""
+    Path(name).write_text(source)
+    folder = Path("runs/shop")
+    (folder / "episodes").mkdir(parents=True)
+    use = f"{Path(name).absolute()}:Ledger"
+    config = RunConfig.model_validate({"name": "shop", "model": {"path": "."}, "env": {"use": use}})
+    (folder / "config.yaml").write_text(dump_config(config))
+    make = env_factory(load_env(use, {}), config)
+    task = Task("train-3", {"target": 3})
+    scripts = (
+        [call("add", n=3), say("ok")],
+        [calls(("add", {"n": 1}), ("add", {"n": 1})), say("done")],
+        [say("no")],
+    )
+
+    async def records() -> list[EpisodeRecord]:
+        from agentrl.rollout.group import with_group_rewards
+
+        played = [
+            await play(make(), task, ScriptedPolicy(script), episode_id=f"s1/g0/e{i}")
+            for i, script in enumerate(scripts)
+        ]
+        scored = await with_group_rewards(make(), played)
+        if error:
+            scored = [*scored[:2], lost(scored[2])]
+        return [EpisodeRecord(1, 0, episode) for episode in scored]
+
+    episodes_file(folder, 1).write_bytes(compress(asyncio.run(records())))
+    return folder
+
+
+def lost(episode: Episode) -> Episode:
+    from dataclasses import replace
+
+    return replace(episode, error="SandboxError: gone", reward=None, stop_reason=StopReason.INFRA)
+
+
+def scored(run: Path, *changes: str, play: bool = False) -> Rescoring:
+    config = load_config(run / "config.yaml", list(changes), check_paths=False)
+    return rescore(run, config, RescoreOptions(play_outside=play))
+
+
+def test_the_same_env_gives_the_same_rewards():
+    found = scored(make_run())
+    assert [episode.replayed for episode in found.episodes] == ["", "", ""]
+    assert [episode.recorded for episode in found.episodes] == pytest.approx([1.3, -0.4, 0.8])
+    for episode in found.episodes:
+        assert episode.rescored == pytest.approx(episode.recorded)
+        assert not any(part.changed or part.reason for part in episode.parts.values())
+    assert found.episodes[0].parts.keys() == {"reached", "wordy", "fewest", TURNS}
+
+
+def test_a_changed_reward_shows_by_part_and_episode():
+    run = make_run()
+    changed = ENV.replace("self.balance == self.target", "self.balance >= 2").replace("0.5 if", "0.25 if")
+    Path("ledger.py").write_text(changed)
+    other = Path("other.py")
+    other.write_text(changed)
+    found = scored(run, f"env.use={other.absolute()}:Ledger", "env.reward_weights.wordy=0.0")
+    first, second, third = found.episodes
+    assert first.parts[TURNS].recorded == 0.5
+    assert first.parts[TURNS].rescored == 0.25
+    assert second.parts["reached"].changed
+    assert (second.rescored, second.recorded) == (pytest.approx(1.0), pytest.approx(-0.4))
+    assert second.solved_recorded is False
+    assert second.solved is True
+    assert third.parts["wordy"].rescored == 0.0
+
+
+def test_another_env_computes_what_reads_only_the_record():
+    run = make_run()
+    other = Path("other.py")
+    other.write_text(
+        ENV.replace("Balance: {", "Now: {")
+        .replace("len(str(episode.messages[-1].content))", "2 * len(episode.turns)")
+        .replace('"""Add n."""', '"""Add n."""\n        assert n != 99')
+    )
+    found = scored(run, f"env.use={other.absolute()}:Ledger")
+    first, _, third = found.episodes
+    assert first.replayed == "the env answers turn 0 differently"
+    assert third.replayed == "", "it called no tool"
+    assert first.parts["reached"].reason == first.replayed
+    assert first.parts["wordy"].rescored == pytest.approx(-0.4)
+    assert first.parts["wordy"].reason == ""
+    assert first.parts["fewest"].reason == "", "group rewards see records only"
+    assert first.rescored == pytest.approx(1.0 - 0.4 + 0.5 + 0.0)
+    assert first.solved is None
+
+
+def test_an_env_with_other_tasks_says_so():
+    run = make_run()
+    other = Path("other.py")
+    other.write_text(ENV.replace("target: int)", "goal: int)").replace("{target}", "{goal}"))
+    found = scored(run, f"env.use={other.absolute()}:Ledger")
+    assert all("target" in episode.replayed for episode in found.episodes)
+    assert all(episode.parts["reached"].reason for episode in found.episodes)
+    assert all(not episode.parts["wordy"].reason for episode in found.episodes)
+
+
+def test_a_reward_that_raises_is_named_and_counts_nothing():
+    run = make_run()
+    other = Path("other.py")
+    other.write_text(ENV.replace("return len(str(", "return 1 // 0 + len(str("))
+    found = scored(run, f"env.use={other.absolute()}:Ledger")
+    assert "ZeroDivisionError" in found.episodes[0].faults["wordy"]
+    assert found.episodes[0].parts["wordy"].rescored == 0.0
+
+
+def test_episodes_without_a_reward_are_left_out():
+    found = scored(make_run(error=True))
+    assert len(found.episodes) == 2
+    assert found.left_out == {"infrastructure failure": 1}
+
+
+def test_a_tool_that_acts_outside_is_not_called_again(monkeypatch: pytest.MonkeyPatch):
+    source = (
+        ENV
+        + """
+
+    def outside_tools(self):
+        return ["add"]
+"""
+    )
+    run = make_run(source)
+    found = scored(run)
+    assert "add, which acts outside of the episode" in found.episodes[0].replayed
+    assert found.episodes[2].replayed == ""
+    assert scored(run, play=True).episodes[0].replayed == ""
+
+
+def test_the_command():
+    run = make_run()
+    Path("other.py").write_text(ENV.replace("self.balance == self.target", "True"))
+    said = CliRunner().invoke(app, ["rescore", str(run), "--env", f"{Path('other.py').absolute()}:Ledger"])
+    assert said.exit_code == 0, said.output
+    assert "3 episodes, 3 replayed exactly" in said.stdout
+    assert "s1/g0/e1 (train-3): -0.4 -> 0.6; reached 0 -> 1" in said.stdout
+    same = CliRunner().invoke(app, ["rescore", str(run), "--step", "1", "--json"])
+    body = json.loads(same.stdout)
+    assert [each["rescored"] for each in body["episodes"]] == pytest.approx([1.3, -0.4, 0.8])
+    nothing = CliRunner().invoke(app, ["rescore", str(run)])
+    assert nothing.stdout.splitlines()[-1] == "no episode changed"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "match"),
+    [
+        (["--step", "7"], CheckpointError, "no episodes of step 7; it has steps 1 to 1"),
+        (["--set", "optim.lr=1"], ConfigError, "has no effect on rewards"),
+        (["--env", "missing.py:Ledger"], ConfigError, "missing.py"),
+        (["--set", "env.reward_weights.reachd=1"], ConfigError, "reachd"),
+    ],
+)
+def test_what_cannot_be_rescored_says_why(arguments: list[str], error: type[Exception], match: str):
+    run = make_run()
+    said = CliRunner().invoke(app, ["rescore", str(run), *arguments])
+    assert isinstance(said.exception, error)
+    assert match in str(said.exception)
+
+
+def test_a_folder_that_is_no_run():
+    said = CliRunner().invoke(app, ["rescore", "."])
+    assert isinstance(said.exception, CheckpointError)
