@@ -1,21 +1,23 @@
-"""Rows of tokens packed end to end, without padding."""
+"""Rows of tokens packed end to end, without padding, what they share once."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from agentrl.errors import ConfigError
-from agentrl.learner.attention.packed import Span, Spans
+from agentrl.learner.attention.packed import Spans
+from agentrl.learner.tree import prefix_tree, tree_size
 from agentrl.types import Sample
 
 
 @dataclass(frozen=True, slots=True)
 class Packed:
-    """One micro-batch, rows end to end, T tokens, each shared prefix once. No padding.
+    """One micro-batch, a prefix tree of T tokens, shared ones once. No padding.
 
     Tensors with suffix _N run over the N trained tokens; `source_N` is the flat position that predicts each,
     `sequence_N` numbers the episodes from 0, and `columns` are those of the samples.
@@ -32,61 +34,41 @@ class Packed:
     columns: Mapping[str, Tensor] = field(default_factory=dict)
 
 
-@dataclass(slots=True)
-class _Layout:
-    """The layout of packed rows."""
-
-    ids: list[int] = field(default_factory=list)
-    positions: list[int] = field(default_factory=list)
-    rows: list[Span] = field(default_factory=list)
-
-    def add(self, ids: Sequence[int], first: int) -> int:
-        start = len(self.ids)
-        self.ids += ids
-        self.positions += range(first, first + len(ids))
-        return start
-
-
 def pack(
     samples: Sequence[Sample], device: torch.device | str = "cpu", dtype: torch.dtype = torch.float32
 ) -> Packed:
-    """Lay the rows of one micro-batch end to end; rows of a group share their common prefix.
+    """Lay the rows of one micro-batch end to end as a prefix tree.
 
-    The tokens that all rows of a group have in common before the first trained one (system prompt, tools, user
-    message) are computed once, with the gradient of all rows flowing through them: same result, fewer tokens.
+    Tokens that rows have in common from their first one on (system prompt, tools, user message, turns before an
+    episode branched) are computed once, with the gradients of all rows flowing through them: same result, fewer
+    tokens. A sampled token that several rows train is predicted once and has a loss in each.
 
     Raises:
         ValueError: the first token of a row is under the loss mask, if nothing predicts it.
     """
-    groups = _by_group(samples)
-    layout = _Layout()
+    rows = in_pack_order(samples)
+    tree = prefix_tree([row.ids for row in rows])
     source, ids, logprobs, advantages, sequence = [], [], [], [], []
     numbers: dict[str, int] = {}
     columns: dict[str, list[float]] = {name: [] for name in (samples[0].columns if samples else ())}
-    for rows in groups.values():
-        shared = _shared_prefix(rows)
-        prefix_at = layout.add(rows[0].ids[:shared], 0)
-        if shared:
-            layout.rows.append(Span(prefix_at, 0, prefix_at, shared))
-        for row in rows:
-            own_at = layout.add(row.ids[shared:], shared)
-            layout.rows.append(Span(prefix_at, shared, own_at, len(row.ids) - shared))
-            number = numbers.setdefault(row.episode_id, len(numbers))
-            trained = [t for t, on in enumerate(row.loss_mask) if on]
-            if trained and trained[0] == 0:
-                raise ValueError(f"episode {row.episode_id}: the first token of a row cannot be trained")
-            source += [prefix_at + t - 1 if t <= shared else own_at + t - 1 - shared for t in trained]
-            ids += [row.ids[t] for t in trained]
-            logprobs += [row.logprobs[t] for t in trained]
-            advantages += [row.advantages[t] for t in trained]
-            sequence += [number] * len(trained)
-            for name, column in columns.items():
-                column += row.columns[name]
+    for place, row in enumerate(rows):
+        number = numbers.setdefault(row.episode_id, len(numbers))
+        trained = [t for t, on in enumerate(row.loss_mask) if on]
+        if trained and trained[0] == 0:
+            raise ValueError(f"episode {row.episode_id}: the first token of a row cannot be trained")
+        source.append(tree.positions(place)[np.asarray(trained, np.int64) - 1])
+        ids += [row.ids[t] for t in trained]
+        logprobs += [row.logprobs[t] for t in trained]
+        advantages += [row.advantages[t] for t in trained]
+        sequence += [number] * len(trained)
+        for name, column in columns.items():
+            column += row.columns[name]
+    spans = Spans(tree.spans, torch.device(device))
     return Packed(
-        ids_T=torch.tensor(layout.ids, device=device),
-        positions_T=torch.tensor(layout.positions, device=device),
-        spans=Spans(layout.rows, torch.device(device)),
-        source_N=torch.tensor(source, dtype=torch.long, device=device),
+        ids_T=torch.from_numpy(tree.ids_T).to(device),
+        positions_T=spans.places(),
+        spans=spans,
+        source_N=torch.from_numpy(np.concatenate(source)).to(device),
         ids_N=torch.tensor(ids, dtype=torch.long, device=device),
         sampler_logprobs_N=torch.tensor(logprobs, dtype=dtype, device=device),
         advantages_N=torch.tensor(advantages, dtype=dtype, device=device),
@@ -107,23 +89,12 @@ def _by_group(samples: Sequence[Sample]) -> dict[int, list[Sample]]:
     return groups
 
 
-def _shared_prefix(rows: Sequence[Sample]) -> int:
-    """How many leading tokens all rows have in common before anything is trained; 0 for a single row."""
-    if len(rows) < 2:
-        return 0
-    first, last = min(r.ids for r in rows), max(r.ids for r in rows)  # all others are between these two
-    common = next(
-        (t for t, (a, b) in enumerate(zip(first, last, strict=False)) if a != b), min(len(first), len(last))
-    )
-    untrained = min(r.loss_mask.index(True) if True in r.loss_mask else len(r.ids) for r in rows)
-    return min(common, untrained, min(len(r.ids) for r in rows) - 1)
-
-
 def micro_batches(samples: Sequence[Sample], max_tokens: int) -> list[list[Sample]]:
     """Split into micro-batches of at most `max_tokens` packed tokens, groups together where they fit.
 
-    A group's shared prefix counts once, as it is computed once; the rows of an episode stay together. Groups, or
-    what fits of them, go in by size, largest first, each into the first micro-batch with room.
+    What rows share counts once, as it is computed once; the rows of an episode stay together. A group that does
+    not fit is cut where its episodes share least. Groups or parts of them go in by size, largest first, each into
+    the first micro-batch with room.
 
     Raises:
         ConfigError: one episode alone has more than `max_tokens` tokens.
@@ -141,26 +112,44 @@ def micro_batches(samples: Sequence[Sample], max_tokens: int) -> list[list[Sampl
 
 
 def _fitting(group: Sequence[Sample], max_tokens: int) -> Iterable[tuple[int, list[Sample]]]:
-    """The group in parts of whole episodes that fit, with the packed size of each."""
+    """The group in parts of whole episodes that fit, with the packed size of each.
+
+    Episodes that began alike are neighbors in lexicographic order. Of all ways to cut that order into parts that
+    fit, dynamic programming finds the one with the fewest tokens.
+    """
+    whole = packed_size(group)
+    if whole <= max_tokens:
+        yield whole, list(group)
+        return
     episodes: dict[str, list[Sample]] = {}
     for sample in group:
         episodes.setdefault(sample.episode_id, []).append(sample)
-    size, part = 0, list[Sample]()
-    for name, rows in episodes.items():
-        if (alone := _packed_size(rows)) > max_tokens:
-            raise ConfigError(
-                f"episode {name} has {alone} tokens, more than learner.tokens_per_micro_batch = {max_tokens}: "
-                "raise it, or lower rollout.token_budget"
-            )
-        together = _packed_size([*part, *rows])
-        if together > max_tokens:
-            yield size, part
-            size, part = alone, rows
-        else:
-            size, part = together, [*part, *rows]
-    yield size, part
+    ordered = sorted(episodes.items(), key=lambda item: min(row.ids for row in item[1]))
+    best = [(0, 0, 0)] + [(1 << 62, 0, 0)] * len(
+        ordered
+    )  # tokens of what is before, its last part's start and size
+    for start in range(len(ordered)):
+        taken: list[Sample] = []
+        for stop in range(start + 1, len(ordered) + 1):
+            name, rows = ordered[stop - 1]
+            taken += rows
+            size = packed_size(taken)
+            if size > max_tokens:
+                if stop == start + 1:
+                    raise ConfigError(
+                        f"episode {name} has {size} tokens, more than learner.tokens_per_micro_batch = "
+                        f"{max_tokens}: raise it, or lower rollout.token_budget"
+                    )
+                break
+            if best[start][0] + size < best[stop][0]:
+                best[stop] = (best[start][0] + size, start, size)
+    stop = len(ordered)
+    while stop:
+        _, start, size = best[stop]
+        yield size, [row for _, rows in ordered[start:stop] for row in rows]
+        stop = start
 
 
-def _packed_size(rows: Sequence[Sample]) -> int:
-    """How many tokens `pack` makes of rows of one group."""
-    return sum(len(row.ids) for row in rows) - _shared_prefix(rows) * (len(rows) - 1)
+def packed_size(rows: Sequence[Sample]) -> int:
+    """How many tokens `pack` makes of rows."""
+    return tree_size([row.ids for row in rows])

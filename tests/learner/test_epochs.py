@@ -19,7 +19,7 @@ from agentrl.learner.split import Passes
 from agentrl.trainer.samples import Scores
 from agentrl.types import Sample
 from tests.learner.direct import DirectLearner
-from tests.learner.train_models import make_batch, padded_logprobs, plain_model, scored, write_model
+from tests.learner.train_models import double, make_batch, padded_logprobs, plain_model, scored, write_model
 
 KL, LR, CRITIC_LR, CLIP, SEED = 0.05, 2e-3, 1e-2, (0.2, 0.28, 3.0), 7
 OPTIM: dict[str, Any] = {"betas": (0.9, 0.99), "weight_decay": 0.1}
@@ -36,7 +36,7 @@ def other_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def make(
-    policy: Path, reference: Path, *, tokens: int = 16384, double: bool = True, **algorithm: Any
+    policy: Path, reference: Path, *, tokens: int = 16384, exact: bool = True, **algorithm: Any
 ) -> DirectLearner:
     critic = CriticConfig(lr=CRITIC_LR, **algorithm.pop("critic", {})) if "critic" in algorithm else None
     learner = DirectLearner(
@@ -52,8 +52,8 @@ def make(
         seed=SEED,
     )
     for model in (learner.policy, learner.reference, learner.critic and learner.critic.model):
-        if model is not None and double:
-            model.double()
+        if model is not None and exact:
+            double(model)
     return learner
 
 
@@ -85,7 +85,7 @@ def plain_loop(
     policy: Path, reference: Path, rows: list[Sample], advantages: dict[int, Tensor], passes: Passes
 ) -> PreTrainedModel:
     """Epochs times mini-batches of PPO, as any textbook has it."""
-    model, frozen = plain_model(policy).double(), plain_model(reference).double()
+    model, frozen = double(plain_model(policy)), double(plain_model(reference))
     optimizer = plain_optimizer(model, LR)
     with torch.no_grad():
         old, ref = by_row(model, rows), by_row(frozen, rows)
@@ -153,9 +153,11 @@ def test_ppo_of_four_epochs_of_four_mini_batches_is_a_plain_loop(small_dir: Path
 
 
 def value_model(directory: Path) -> PreTrainedModel:
-    model = AutoModelForTokenClassification.from_pretrained(
-        directory, num_labels=1, dtype=torch.float32, attn_implementation="sdpa"
-    ).double()
+    model = double(
+        AutoModelForTokenClassification.from_pretrained(
+            directory, num_labels=1, dtype=torch.float32, attn_implementation="sdpa"
+        )
+    )
     torch.nn.init.zeros_(model.score.weight)
     torch.nn.init.zeros_(model.score.bias)
     return model.eval()
@@ -204,7 +206,7 @@ def test_every_pass_has_its_own_order_and_all_episodes():
 
 
 def test_a_resumed_run_deals_the_episodes_out_alike(small_dir: Path, other_dir: Path, tmp_path: Path):
-    settings: dict[str, Any] = {"double": False, "epochs": 2, "updates_per_step": 2}
+    settings: dict[str, Any] = {"exact": False, "epochs": 2, "updates_per_step": 2}
     learner = make(small_dir, other_dir, **settings)
     learner.step(*scored(make_batch(3)))
     learner.save(tmp_path)

@@ -14,20 +14,17 @@ from agentrl.learner.logprobs import forward as forward_logits
 from agentrl.learner.pack import micro_batches, pack
 from agentrl.learner.policy_model import load_policy
 from agentrl.types import Sample
-from tests.learner.train_models import VOCABULARY, gradients, make_batch, make_sample, plain_model, relative
+from tests.learner.train_models import (
+    VOCABULARY,
+    double,
+    gradients,
+    make_batch,
+    make_sample,
+    plain_model,
+    relative,
+)
 
 PROMPT = [5, 17, 3, 88, 41]
-
-
-def double(model: torch.nn.Module) -> torch.nn.Module:
-    """In float64 throughout: transformers' own norms compute in float32."""
-    for parent in list(model.modules()):
-        for name, norm in parent.named_children():
-            if type(norm).__name__ == "Qwen3RMSNorm":
-                exact = torch.nn.RMSNorm(norm.weight.shape, eps=norm.variance_epsilon)
-                exact.weight = norm.weight
-                setattr(parent, name, exact)
-    return model.double()
 
 
 def one_by_one(model: torch.nn.Module, samples: list[Sample]) -> Tensor:
@@ -64,6 +61,32 @@ def nothing_shared() -> list[Sample]:
     return [make_sample([t, *PROMPT], {2, 5}, episode=f"e{t}") for t in range(3)]
 
 
+def forks() -> list[Sample]:
+    """Two episodes of four turns whose thinking is dropped from the history: each turn is a row."""
+    rng = random.Random(5)
+    found = []
+    for episode in "ab":
+        history = list(PROMPT)
+        for turn in range(4):
+            thought, said = ([rng.randrange(VOCABULARY) for _ in range(n)] for n in (6, 3))
+            row = [*history, *thought, *said]
+            found.append(
+                make_sample(row, set(range(len(history), len(row))), episode=episode, advantage=turn - 1.5)
+            )
+            history += [*said, *(rng.randrange(VOCABULARY) for _ in range(4))]
+    return found
+
+
+def random_trees() -> list[Sample]:
+    """Few different tokens, so that rows branch everywhere, end inside others, and are equal."""
+    rng = random.Random(8)
+    rows = [[rng.randrange(2) for _ in range(rng.randrange(2, 14))] for _ in range(24)]
+    return [
+        make_sample(row, set(range(rng.randrange(1, len(row)), len(row))), episode=f"e{n // 2}", group=n // 8)
+        for n, row in enumerate(rows)
+    ]
+
+
 def very_different_lengths() -> list[Sample]:
     rng = random.Random(3)
     lengths = (1, 2, 40, 170)
@@ -79,6 +102,8 @@ BATCHES = [
     one_row_is_the_beginning_of_another,
     nothing_shared,
     very_different_lengths,
+    forks,
+    random_trees,
 ]
 
 
@@ -111,16 +136,17 @@ def test_what_rows_share_is_laid_down_once():
     assert packed.sampler_logprobs_N.tolist() == pytest.approx([-1.05, -1.06] * 4)
 
 
-def test_groups_share_nothing_with_one_another():
-    """The same prompt in two groups: their rows must not be mixed up, and nothing else ties them."""
+def test_groups_share_what_they_have_in_common():
     samples = [make_sample([*PROMPT, t], {5}, episode=f"e{t}", group=t // 2) for t in range(4)]
-    assert pack(samples).ids_T.tolist() == [*PROMPT, 0, 1, *PROMPT, 2, 3]
+    assert pack(samples).ids_T.tolist() == [*PROMPT, 0, 1, 2, 3]
 
 
-def test_what_is_trained_is_never_shared():
-    """The same sampled token in two rows has two losses: the shared part ends before it."""
+def test_a_token_that_two_rows_train_is_there_once_and_has_two_losses():
     samples = [make_sample([*PROMPT, 9, t], {5, 6}, episode=f"e{t}") for t in range(2)]
-    assert pack(samples).ids_T.tolist() == [*PROMPT, 9, 0, 9, 1]
+    packed = pack(samples)
+    assert packed.ids_T.tolist() == [*PROMPT, 9, 0, 1]
+    assert packed.source_N.tolist() == [4, 5, 4, 5]
+    assert packed.ids_N.tolist() == [9, 0, 9, 1]
 
 
 def test_rows_of_one_episode_have_one_number():

@@ -6,6 +6,7 @@ import random
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -15,6 +16,8 @@ from agentrl.trainer.samples import Scores
 from agentrl.types import Sample
 
 VOCABULARY = 97
+
+M = TypeVar("M", bound=torch.nn.Module)
 
 
 def write_model(directory: Path, *, seed: int, hidden: int = 32, layers: int = 2) -> Path:
@@ -120,3 +123,14 @@ def gradients(model: torch.nn.Module) -> Tensor:
 def relative(found: Tensor, wanted: Tensor) -> float:
     """Distance of two vectors, relative to the second."""
     return float(((found - wanted).norm() / wanted.norm()).detach())
+
+
+def double(model: M) -> M:
+    """In float64 throughout: transformers' own norms compute in float32."""
+    for parent in list(model.modules()):
+        for name, norm in parent.named_children():
+            if type(norm).__name__.endswith("RMSNorm") and hasattr(norm, "variance_epsilon"):
+                exact = torch.nn.RMSNorm(norm.weight.shape, eps=norm.variance_epsilon)
+                exact.weight = norm.weight
+                setattr(parent, name, exact)
+    return model.double()

@@ -1,7 +1,7 @@
-"""Packed attention with flash-attn: every row is a separate sequence whose keys start with its prefix.
+"""Packed attention with flash-attn: every span is a separate sequence whose keys start with its path.
 
 If there are more keys than queries, flash-attn (2.1 and later) aligns the causal mask to the last key of each
-sequence, which is what rows behind a shared prefix need.
+sequence, which is what spans behind a shared path need.
 Source: `flash_attn_varlen_func` of https://github.com/Dao-AILab/flash-attention (Dao 2023, arXiv:2307.08691).
 """
 
@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from importlib import import_module
 from itertools import accumulate
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -55,18 +56,17 @@ class _Plan:
 def _plan(spans: Spans, window: int | None) -> _Plan:
     rows, device = spans.rows, spans.device
     queries = [row.length for row in rows]
-    seen = [range(row.prefix_at + row.first_key(window), row.prefix_at + row.prefix) for row in rows]
-    keys = [len(prefix) + row.length for prefix, row in zip(seen, rows, strict=True)]
     flat = [
-        torch.cat([torch.arange(prefix.start, prefix.stop), torch.arange(row.at, row.at + row.length)])
-        for prefix, row in zip(seen, rows, strict=True)
+        np.concatenate([spans.path(number, row.first_key(window)), np.arange(row.at, row.at + row.length)])
+        for number, row in enumerate(rows)
     ]
+    keys = [len(positions) for positions in flat]
 
     def ends(lengths: list[int]) -> Tensor:
         return torch.tensor([0, *accumulate(lengths)], dtype=torch.int32, device=device)
 
     return _Plan(
-        key_K=torch.cat(flat).to(device) if keys != queries else None,
+        key_K=torch.from_numpy(np.concatenate(flat)).to(device) if keys != queries else None,
         query_ends=ends(queries),
         key_ends=ends(keys),
         most_queries=max(queries),

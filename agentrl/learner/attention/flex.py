@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import cache
-from typing import Any, NamedTuple, cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -38,23 +38,18 @@ def _kernel(device_type: str) -> Callable[..., Any]:
 
 
 def block_mask(spans: Spans, window: int | None) -> BlockMask:
-    """The mask and the blocks to skip, computed from the rows rather than from pairs of positions."""
-    rows, device = spans.rows, spans.device
-    length = rows[-1].at + rows[-1].length
-    own = torch.tensor([row.length for row in rows])
-    row_T = torch.repeat_interleave(torch.arange(len(rows)), own).to(device)
-    number = {row.at: n for n, row in enumerate(rows) if row.prefix == 0}
-    before = torch.tensor([number[row.prefix_at] if row.prefix else n for n, row in enumerate(rows)])
-    prefix_T = torch.repeat_interleave(before, own).to(device)
-    starts = torch.tensor([row.prefix - row.at for row in rows])
-    place_T = torch.arange(length, device=device) + torch.repeat_interleave(starts, own).to(device)
+    """The mask and the blocks to skip, computed from spans and blocks rather than from pairs of positions."""
+    device = spans.device
+    lengths = torch.tensor([row.length for row in spans.rows])
+    end_cpu_T = torch.repeat_interleave(torch.tensor([row.end for row in spans.rows]), lengths)
+    end_T, place_T = end_cpu_T.to(device), spans.places()
+    length = len(end_cpu_T)
 
     def sees(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
-        back = place_T[q] - place_T[k]
-        same = (row_T[q] == row_T[k]) | (prefix_T[q] == row_T[k])
-        return same & (back >= 0) & (back < window if window is not None else back >= 0)
+        below = (q >= k) & (q < end_T[k])  # depth first, whatever comes behind a token on its paths is together
+        return below if window is None else below & (place_T[q] - place_T[k] < window)
 
-    some_QK, all_QK = _blocks(spans, window, -(-length // BLOCK))
+    some_QK, all_QK = _blocks(end_cpu_T, place_T.cpu(), window)
     return BlockMask.from_kv_blocks(
         *_ordered(some_QK & ~all_QK, device),
         *_ordered(all_QK, device),
@@ -64,45 +59,27 @@ def block_mask(spans: Spans, window: int | None) -> BlockMask:
     )
 
 
-def _blocks(spans: Spans, window: int | None, size: int) -> tuple[Tensor, Tensor]:
-    """[Q, K] pairs of blocks in which a position sees another, and those in which each sees all."""
-    some_QK, all_QK = torch.zeros(2, size, size, dtype=torch.bool)
-    for row in spans.rows:
-        first = row.first_key(window)
-        queries = _Run(row.at, row.prefix, row.length)
-        for keys in (_Run(row.prefix_at + first, first, row.prefix - first), _Run(row.at, row.prefix, row.length)):
-            if keys.length <= 0:
-                continue
-            first_Q, last_Q = (places[:, None] for places in queries.ends)
-            first_K, last_K = (places[None, :] for places in keys.ends)
-            seen_QK, whole_QK = last_Q >= first_K, first_Q >= last_K
-            if window is not None:
-                seen_QK, whole_QK = seen_QK & (first_Q - last_K < window), whole_QK & (last_Q - first_K < window)
-            whole_QK = whole_QK & (last_Q - first_Q == BLOCK - 1) & (last_K - first_K == BLOCK - 1)
-            some_QK[queries.blocks, keys.blocks] |= seen_QK
-            all_QK[queries.blocks, keys.blocks] |= whole_QK
+def _blocks(end_T: Tensor, place_T: Tensor, window: int | None) -> tuple[Tensor, Tensor]:
+    """[Q, K] pairs of blocks in which a position may see another, and those in which each sees all.
+
+    With a window, the first are a few more than those in which one does.
+    """
+    number = torch.arange(-(-len(end_T) // BLOCK))
+    first, last = number * BLOCK, number * BLOCK + BLOCK - 1
+    ends = _by_block(end_T, 0)
+    some_QK = (number[:, None] >= number[None, :]) & (first[:, None] < ends.amax(1)[None, :])
+    all_QK = (number[:, None] > number[None, :]) & (last[:, None] < ends.amin(1)[None, :])
+    if window is not None:
+        lowest, highest = _by_block(place_T, 1 << 40).amin(1), _by_block(place_T, -1).amax(1)
+        some_QK &= lowest[:, None] - highest[None, :] < window
+        all_QK &= highest[:, None] - lowest[None, :] < window
     return some_QK, all_QK
 
 
-class _Run(NamedTuple):
-    """Contiguous positions of a row: the first one, its place in the row, and their number."""
-
-    at: int
-    place: int
-    length: int
-
-    @property
-    def blocks(self) -> slice:
-        """The blocks that it touches."""
-        return slice(self.at // BLOCK, -(-(self.at + self.length) // BLOCK))
-
-    @property
-    def ends(self) -> tuple[Tensor, Tensor]:
-        """The first and the last place of it in each of them."""
-        starts = torch.arange(self.blocks.start, self.blocks.stop) * BLOCK
-        first = starts.clamp(min=self.at)
-        last = (starts + BLOCK).clamp(max=self.at + self.length) - 1
-        return first - self.at + self.place, last - self.at + self.place
+def _by_block(values_T: Tensor, missing: int) -> Tensor:
+    """[blocks, BLOCK] the values, with others behind the last one."""
+    padding = -len(values_T) % BLOCK
+    return torch.nn.functional.pad(values_T, (0, padding), value=missing).view(-1, BLOCK)
 
 
 def _ordered(pairs_QK: Tensor, device: torch.device) -> tuple[Tensor, Tensor]:

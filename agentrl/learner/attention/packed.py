@@ -11,8 +11,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from importlib import import_module
-from typing import Any, NamedTuple, TypeVar, cast
+from typing import Any, TypeVar, cast
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface, PretrainedConfig, PreTrainedModel
@@ -21,6 +22,7 @@ from transformers.masking_utils import AttentionMaskInterface
 from agentrl.config.run import LearnerConfig
 from agentrl.errors import ConfigError
 from agentrl.learner.attention.kind import Kind, choose_attention
+from agentrl.learner.tree import Ids, Span, path_positions, prefix_tree
 from agentrl.models.trial import ALONE, ENDS, SHARED, probe
 
 NAMES: dict[Kind, str] = {"sdpa": "agentrl_packed", "flex": "agentrl_blocks", "flash": "agentrl_sequences"}
@@ -30,25 +32,9 @@ PACKED_ATTENTION = NAMES["sdpa"]
 P = TypeVar("P")
 
 
-class Span(NamedTuple):
-    """The flat positions of a row: its shared prefix, then its remaining tokens.
-
-    A shared prefix is a separate row without a prefix.
-    """
-
-    prefix_at: int
-    prefix: int
-    at: int
-    length: int
-
-    def first_key(self, window: int | None) -> int:
-        """The first place of the prefix that any own token sees."""
-        return 0 if window is None else max(0, self.prefix + 1 - window)
-
-
 @dataclass(slots=True)
 class Spans:
-    """The rows of a packed batch in flat order; together they cover every position once.
+    """The tree of a packed batch in flat order; together its spans cover every position once.
 
     Derived data is computed in the first layer that needs it and cached for the others.
     """
@@ -59,8 +45,20 @@ class Spans:
 
     @property
     def longest(self) -> int:
-        """Tokens of the longest row, its prefix included."""
+        """Tokens of the longest path."""
         return max(row.prefix + row.length for row in self.rows)
+
+    def places(self) -> Tensor:
+        """[T] the place of each flat position in its rows, counted from 0."""
+        lengths = torch.tensor([row.length for row in self.rows])
+        before = torch.tensor([row.prefix - row.at for row in self.rows])
+        total = int(lengths.sum())
+        return (torch.arange(total) + torch.repeat_interleave(before, lengths)).to(self.device)
+
+    def path(self, number: int, first: int) -> Ids:
+        """The flat positions before a span on its path, from the place `first` on."""
+        parent = self.rows[number].parent
+        return path_positions(self.rows, parent)[first:] if parent >= 0 else np.zeros(0, np.int64)
 
     def plan(self, make: Callable[[Spans, int | None], P], window: int | None) -> P:
         """The result of `make` for the window (None: no window), cached for all layers with this window."""
@@ -139,30 +137,25 @@ def check_attention(model: PreTrainedModel, where: str) -> None:
             f"{where}: {type(model).__name__} does not take its attention from transformers, {_ADVICE}"
         )
     vocabulary = int(model.config.get_text_config().vocab_size)
-    one, two, last = len(ENDS[0]), len(ENDS[1]), len(ALONE)
-    shared = len(SHARED)
-    rows = [[*SHARED, *ENDS[0]], [*SHARED, *ENDS[1]], [*ALONE]]
-    at = shared + one + two
-    spans = [Span(0, 0, 0, shared), Span(0, shared, shared, one), Span(0, shared, shared + one, two)]
-    spans.append(Span(at, 0, at, last))
-    places = [*range(shared), *range(shared, shared + one), *range(shared, shared + two), *range(last)]
+    wanted = [(*SHARED, *ENDS[0]), (*SHARED, *ENDS[1]), (*SHARED, *ENDS[1], *ENDS[0]), ALONE]
+    rows = [tuple(token % vocabulary for token in row) for row in wanted]
+    tree = prefix_tree(rows)
     device = next(model.parameters()).device
 
-    def hidden(body: nn.Module, tokens: Sequence[int], **given: Any) -> Tensor:
-        ids_1T = torch.tensor([[token % vocabulary for token in tokens]], device=device)
-        found: Tensor = body(input_ids=ids_1T, use_cache=False, **given)[0][0]
+    def hidden(body: nn.Module, tokens: Tensor, **given: Any) -> Tensor:
+        found: Tensor = body(input_ids=tokens[None].to(device), use_cache=False, **given)[0][0]
         return found
 
     def packed(tried: PreTrainedModel) -> Tensor:
-        ids = [*SHARED, *ENDS[0], *ENDS[1], *ALONE]
-        positions = torch.tensor([places], device=device)
-        return hidden(tried.base_model, ids, position_ids=positions, spans=Spans(spans, device))
+        spans, ids_T = Spans(tree.spans, device), torch.from_numpy(tree.ids_T)
+        found = hidden(tried.base_model, ids_T, position_ids=spans.places()[None], spans=spans)
+        return torch.cat([found[tree.positions(row)] for row in range(len(rows))])
 
     def alone(tried: PreTrainedModel) -> list[Tensor]:
         tried.set_attn_implementation("eager")
-        found = [hidden(tried.base_model, row) for row in rows]
+        found = [hidden(tried.base_model, torch.tensor(row)) for row in rows]
         tried.set_attn_implementation(PACKED_ATTENTION)
-        return [found[0], found[1][shared:], found[2]]
+        return found
 
     probe(model, packed, alone, where=where, advice=_ADVICE)
 

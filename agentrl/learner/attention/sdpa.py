@@ -1,10 +1,11 @@
-"""Packed attention with PyTorch's scaled_dot_product_attention: rows of similar length in one call."""
+"""Packed attention with PyTorch's scaled_dot_product_attention: spans of similar length in one call."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -27,8 +28,8 @@ def attend(
             q_BHLD,
             k_BHKD,
             v_BHKD,
-            attn_mask=bucket.mask_LK,
-            is_causal=bucket.mask_LK is None,
+            attn_mask=bucket.mask,
+            is_causal=bucket.mask is None,
             scale=scaling,
             enable_gqa=grouped,
         )
@@ -38,18 +39,18 @@ def attend(
 
 @dataclass(frozen=True, slots=True)
 class _Bucket:
-    """B rows of similar length that continue a shared prefix of the same length, in one attention call.
+    """B spans of similar length and with paths of similar length before them, in one attention call.
 
-    `query_BL` and `key_BK` are flat positions (K: what is seen of the prefix, then L); short rows repeat their
-    last one, which nothing before it attends to. `cell_N` says which of the B x L queries are real, `flat_N` where
-    their results belong. `mask_LK` is None if plain causal attention does.
+    `query_BL` and `key_BK` are flat positions (K: what is seen of the path, then L); short spans repeat their last
+    one, which nothing before it attends to. `cell_N` says which of the B x L queries are real, `flat_N` where
+    their results belong. `mask` is [L, K] or [B, 1, L, K], None if plain causal attention does.
     """
 
     query_BL: Tensor
     key_BK: Tensor
     cell_N: Tensor
     flat_N: Tensor
-    mask_LK: Tensor | None
+    mask: Tensor | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,29 +62,50 @@ class _Plan:
 
 
 def _plan(spans: Spans, window: int | None) -> _Plan:
-    buckets = tuple(_buckets(spans, window))
+    buckets = tuple(_bucket(spans, numbers, window) for numbers in _alike(spans))
     return _Plan(buckets, torch.argsort(torch.cat([bucket.flat_N for bucket in buckets])))
 
 
-def _buckets(spans: Spans, window: int | None) -> Iterator[_Bucket]:
-    """Rows with a prefix of the same length whose own lengths differ by at most a quarter."""
-    device = spans.device
-    waiting = sorted(spans.rows, key=lambda row: (row.prefix, row.length))
+def _alike(spans: Spans) -> Iterator[list[int]]:
+    """Spans whose own lengths differ by at most a quarter, and the lengths of their paths, too."""
+    rows = spans.rows
+    waiting = sorted(range(len(rows)), key=lambda n: rows[n].length)
     while waiting:
-        shared, shortest = waiting[0].prefix, waiting[0].length
-        taken = [r for r in waiting if r.prefix == shared and r.length <= max(shortest * 1.25, shortest + 8)]
+        widest = _slack(rows[waiting[0]].length)
+        taken = [n for n in waiting if rows[n].length <= widest]
         waiting = waiting[len(taken) :]
-        prefix_B, _, own_B, length_B = torch.tensor(taken, device=device).T
-        width, first = taken[-1].length, taken[0].first_key(window)
-        within_L = torch.arange(width, device=device)
-        query_BL = own_B[:, None] + torch.minimum(within_L[None, :], length_B[:, None] - 1)
-        real_BL = within_L[None, :] < length_B[:, None]
-        key_BK, mask_LK = query_BL, None
-        if first < shared:
-            key_BK = torch.cat(
-                [prefix_B[:, None] + torch.arange(first, shared, device=device)[None, :], query_BL], 1
-            )
-        if first < shared or (window is not None and window < width):
-            back_LK = (shared + within_L)[:, None] - torch.arange(first, shared + width, device=device)[None, :]
-            mask_LK = back_LK >= 0 if window is None else (back_LK >= 0) & (back_LK < window)
-        yield _Bucket(query_BL, key_BK, real_BL.flatten().nonzero().squeeze(1), query_BL[real_BL], mask_LK)
+        taken.sort(key=lambda n: rows[n].prefix)
+        while taken:
+            longest = _slack(rows[taken[0]].prefix) if rows[taken[0]].prefix else 0
+            together = [n for n in taken if rows[n].prefix <= longest]
+            taken = taken[len(together) :]
+            yield together
+
+
+def _slack(length: int) -> float:
+    return max(length * 1.25, length + 8)
+
+
+def _bucket(spans: Spans, numbers: Sequence[int], window: int | None) -> _Bucket:
+    """One attention call. Paths are aligned at their ends, so that the distance of two slots is that of places."""
+    rows, device = [spans.rows[n] for n in numbers], spans.device
+    at_B, length_B, prefix_B = torch.tensor([(row.at, row.length, row.prefix) for row in rows], device=device).T
+    width, shared = max(row.length for row in rows), max(row.prefix for row in rows)
+    within_L = torch.arange(width, device=device)
+    query_BL = at_B[:, None] + torch.minimum(within_L[None, :], length_B[:, None] - 1)
+    real_BL = within_L[None, :] < length_B[:, None]
+    key_BK, mask = query_BL, None
+    first = 0 if window is None else max(0, shared + 1 - window)  # the first slot that any query sees
+    if first < shared:
+        before = np.zeros((len(rows), shared - first), np.int64)
+        for path, number, row in zip(before, numbers, rows, strict=True):
+            missing = max(0, shared - row.prefix - first)
+            path[missing:] = spans.path(number, first - (shared - row.prefix) + missing)
+        key_BK = torch.cat([torch.from_numpy(before).to(device), query_BL], 1)
+    if first < shared or (window is not None and window < width):
+        slot_K = torch.arange(first, shared + width, device=device)
+        back_LK = (shared + within_L)[:, None] - slot_K[None, :]
+        mask = back_LK >= 0 if window is None else (back_LK >= 0) & (back_LK < window)
+        if first < shared and bool((prefix_B < shared).any()):
+            mask = (mask[None] & (slot_K[None, :] >= shared - prefix_B[:, None])[:, None, :])[:, None]
+    return _Bucket(query_BL, key_BK, real_BL.flatten().nonzero().squeeze(1), query_BL[real_BL], mask)
