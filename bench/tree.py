@@ -38,9 +38,9 @@ from agentrl.config.run import LearnerConfig, OptimConfig
 from agentrl.learner.learner import Learner
 from agentrl.learner.pack import micro_batches
 from agentrl.learner.policy_rank import local_learner
+from agentrl.learner.prefix_tree import Row, Span, Tree, common, prefix_tree
 from agentrl.learner.rank import LearnerSpec
 from agentrl.learner.split import StepRows
-from agentrl.learner.tree import Row, Span, Tree, common, prefix_tree
 from agentrl.types import Sample
 from bench.learner import Shape, make_model
 

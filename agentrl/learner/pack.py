@@ -11,7 +11,7 @@ from torch import Tensor
 
 from agentrl.errors import ConfigError
 from agentrl.learner.attention.packed import Spans
-from agentrl.learner.tree import prefix_tree, tree_size
+from agentrl.learner.prefix_tree import prefix_tree, tree_size
 from agentrl.types import Sample
 
 

@@ -22,7 +22,7 @@ from transformers.masking_utils import AttentionMaskInterface
 from agentrl.config.run import LearnerConfig
 from agentrl.errors import ConfigError
 from agentrl.learner.attention.kind import Kind, choose_attention
-from agentrl.learner.tree import Ids, Span, path_positions, prefix_tree
+from agentrl.learner.prefix_tree import Ids, Span, path_positions, prefix_tree
 from agentrl.models.trial import ALONE, ENDS, SHARED, probe
 
 NAMES: dict[Kind, str] = {"sdpa": "agentrl_packed", "flex": "agentrl_blocks", "flash": "agentrl_sequences"}

@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM
 from agentrl.learner.logprobs import token_stats
 from agentrl.learner.pack import micro_batches, pack, packed_size
 from agentrl.learner.policy_model import load_policy
-from agentrl.learner.tree import Span, Tree, prefix_tree, tree_size
+from agentrl.learner.prefix_tree import Span, Tree, prefix_tree, tree_size
 from agentrl.types import Sample
 from bench.families import Family, config_of
 from bench.tree import nothing_shared
