@@ -87,7 +87,9 @@ class AgentPlayer:
                     env.bind(PolicyAccess(count_tokens=count_tokens, decode=renderer.vocabulary.decode_plain))
                     opening = await reset_env(env, episode)
                     episode.transcript = recording.ledger
-                    said = await self._run_agent(AgentTask(episode.task, opening, env.tools), episode, recording)
+                    box = getattr(env, "box", None) if getattr(env, "sandbox", None) is not None else None
+                    given = AgentTask(episode.task, opening, env.tools, box)
+                    said = await self._run_agent(given, episode, recording)
                     env.outcome = read_outcome(said)
                 await score_env(env, episode, timeout_s)
         return self._checked(episode.result(), recording)

@@ -25,6 +25,7 @@ from agentrl.types import EVERY_TOKEN, Filters
 
 if TYPE_CHECKING:
     from agentrl.agents.program import Agent
+    from agentrl.agents.recorder import Recorder
 
 
 class MakePlayer(Protocol):
@@ -113,8 +114,9 @@ async def _agent_players(
     except ImportError as e:
         raise ConfigError(f"agent: the recorder needs {e.name}: pip install 'agentrl-train[serve]'") from e
     _check_env(make_env())
-    program, places = make_agent(agent), asyncio.Semaphore(agent.max_running)
     recorder = Recorder(engine, renderer, EpisodeLimits.of(config))
+    places = asyncio.Semaphore(agent.max_running)
+    program = make_agent(agent) if agent.sandbox is None else _make_boxed(agent, recorder)
     clients = Clients()
     async with running(recorder.app()) as address:
 
@@ -152,6 +154,14 @@ def make_agent(config: AgentConfig) -> Agent:
     if not callable(function):
         raise ConfigError(f"agent.use {config.use!r}: is no function; write `async def f(task, access)`")
     return FunctionAgent(function)
+
+
+def _make_boxed(config: AgentConfig, recorder: Recorder) -> Agent:
+    """Raises ConfigError if the sandbox could not keep the program to its episode."""
+    from agentrl.agents.boxed import BoxedAgent, box_spec
+
+    spec = box_spec(config.sandbox or {}, recorder.limits.timeout_s)
+    return BoxedAgent(config.command, spec, recorder.app())
 
 
 def _check_command(program: str, cwd: str | None) -> None:

@@ -1,4 +1,4 @@
-"""User programs that play an episode: a command or a Python function. They run without a sandbox."""
+"""User programs that play an episode: a command or a Python function, without a sandbox (see `boxed` for one)."""
 
 from __future__ import annotations
 
@@ -18,6 +18,8 @@ from agentrl.types import Message, Task
 
 if TYPE_CHECKING:
     from openai import AsyncOpenAI
+
+    from agentrl.sandbox import Box
 
 TAIL_BYTES = 64 << 10
 """Maximum bytes kept from the end of each output of a command."""
@@ -97,6 +99,8 @@ class AgentTask:
     task: Task
     messages: Sequence[Message]
     tools: Sequence[Mapping[str, Any]]
+    box: Box | None = None
+    """The env's sandbox, if it has one: a program in a sandbox works on a copy of its files."""
 
     @property
     def prompt(self) -> str:

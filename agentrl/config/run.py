@@ -114,8 +114,11 @@ class AgentConfig(Section):
     command: list[str] = Field(default_factory=list)
     """Or a command and its arguments, started for each episode with OPENAI_BASE_URL, OPENAI_API_KEY and their
     ANTHROPIC_ counterparts set."""
-    cwd: Annotated[str | None, PathTo("folder"), OnlyWith("command")] = None
+    cwd: Annotated[str | None, PathTo("folder"), OnlyWith("command"), NeverWith("sandbox")] = None
     """Working directory of the command; by default the current one."""
+    sandbox: Annotated[dict[str, object] | None, OnlyWith("command"), Advanced()] = None
+    """Run the command in a sandbox that reaches nothing but the policy: fields of `Sandbox` (`{}` for the defaults),
+    back-end `namespace` or `docker`. It works on a copy of the env's files, which is read back for the reward."""
     max_running: Positive = 64
     """Maximum concurrent episodes."""
     crash: Annotated[Literal["infra", "score"], Advanced()] = "score"

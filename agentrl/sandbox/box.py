@@ -410,14 +410,17 @@ class Box:
 
         All sessions end. Names, contents, modes, modification times and links are restored from the snapshot.
         """
-        size = len(to.data) if to is not None else 0
-        entries = trees.read(to.data, max_bytes=size, max_files=size) if to is not None else []
         async with self._lock:
             await self._destroy()
             self._dead = None
             await self.start()
             await self._wake()
-        if entries:
+        if to is not None:
+            await self.load(to)
+
+    async def load(self, files: BoxSnapshot) -> None:
+        """Write the files of a snapshot into the home directory; it may be of another sandbox."""
+        if entries := trees.read(files.data, max_bytes=len(files.data), max_files=len(files.data)):
             self._used = True  # programs may have left files in it
             await self._unpack(self.home, entries)
 

@@ -38,13 +38,18 @@ class _Protocol(H11Protocol):
     application; the rest of a body that has already been answered has the same time limit as a head.
     """
 
-    def __init__(self, *args: Any, head_timeout_s: float, **options: Any) -> None:
+    def __init__(
+        self, *args: Any, head_timeout_s: float, max_connections: int | None = None, **options: Any
+    ) -> None:
         super().__init__(*args, **options)
-        self._head_timeout_s = head_timeout_s
+        self._head_timeout_s, self._max_connections = head_timeout_s, max_connections
         self._slow: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
+        if self._max_connections is not None and len(self.connections) > self._max_connections:
+            transport.abort()
+            return
         self._slow = self.loop.call_later(self._head_timeout_s, self._too_slow)
 
     def data_received(self, data: bytes) -> None:
@@ -116,9 +121,32 @@ async def running(
         ConfigError: the port is not available.
     """
     listener = _listen(host, port)
+    async with serving(app, listener, head_timeout_s=head_timeout_s, websockets=websockets):
+        bound = listener.getsockname()
+        shown = f"[{bound[0]}]" if ":" in bound[0] else bound[0]
+        yield f"http://{shown}:{bound[1]}"
+
+
+@contextlib.asynccontextmanager
+async def serving(
+    app: ASGIApp,
+    listener: socket.socket,
+    *,
+    head_timeout_s: float = 30.0,
+    websockets: bool = False,
+    max_connections: int | None = None,
+) -> AsyncIterator[None]:
+    """Serve `app` on a listening socket during the block, and close the socket.
+
+    Args:
+        head_timeout_s: time limit from connecting to the end of a request's head.
+        websockets: whether connections may be upgraded to WebSockets.
+        max_connections: connections beyond this number are closed at once; None: no limit.
+    """
+    protocol = functools.partial(_Protocol, head_timeout_s=head_timeout_s, max_connections=max_connections)
     config = uvicorn.Config(
         app,
-        http=functools.partial(_Protocol, head_timeout_s=head_timeout_s),  # type: ignore[arg-type]
+        http=protocol,  # type: ignore[arg-type]
         proxy_headers=False,
         lifespan="off",
         ws="websockets-sansio" if websockets else "none",
@@ -129,18 +157,16 @@ async def running(
         timeout_graceful_shutdown=SHUTDOWN_S,
     )
     server = _Server(config)
-    serving = asyncio.ensure_future(server.serve([listener]))
+    task = asyncio.ensure_future(server.serve([listener]))
     try:
-        while not server.started and not serving.done():  # noqa: ASYNC110 - uvicorn has no event for it
+        while not server.started and not task.done():  # noqa: ASYNC110 - uvicorn has no event for it
             await asyncio.sleep(0.005)
-        if serving.done():
-            serving.result()
-        bound = listener.getsockname()
-        shown = f"[{bound[0]}]" if ":" in bound[0] else bound[0]
-        yield f"http://{shown}:{bound[1]}"
+        if task.done():
+            task.result()
+        yield
     finally:
         server.should_exit = True
-        await serving
+        await task
         listener.close()
 
 
