@@ -26,6 +26,7 @@ from agentrl.types import EVERY_TOKEN, Filters
 if TYPE_CHECKING:
     from agentrl.agents.program import Agent
     from agentrl.agents.recorder import Recorder
+    from agentrl.sandbox import Sandbox
 
 
 class MakePlayer(Protocol):
@@ -156,12 +157,25 @@ def make_agent(config: AgentConfig) -> Agent:
     return FunctionAgent(function)
 
 
+def check_agent(config: AgentConfig) -> None:
+    """Raises ConfigError if the program cannot be started, or its sandbox would not hold it."""
+    if config.sandbox is None:
+        make_agent(config)
+    else:
+        _make_spec(config, timeout_s=300.0)
+
+
+def _make_spec(config: AgentConfig, timeout_s: float) -> Sandbox:
+    from agentrl.agents.boxed import box_spec
+
+    return box_spec(config.sandbox or {}, timeout_s)
+
+
 def _make_boxed(config: AgentConfig, recorder: Recorder) -> Agent:
     """Raises ConfigError if the sandbox could not keep the program to its episode."""
-    from agentrl.agents.boxed import BoxedAgent, box_spec
+    from agentrl.agents.boxed import BoxedAgent
 
-    spec = box_spec(config.sandbox or {}, recorder.limits.timeout_s)
-    return BoxedAgent(config.command, spec, recorder.app())
+    return BoxedAgent(config.command, _make_spec(config, recorder.limits.timeout_s), recorder.app())
 
 
 def _check_command(program: str, cwd: str | None) -> None:

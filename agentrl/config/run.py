@@ -114,11 +114,11 @@ class AgentConfig(Section):
     command: list[str] = Field(default_factory=list)
     """Or a command and its arguments, started for each episode with OPENAI_BASE_URL, OPENAI_API_KEY and their
     ANTHROPIC_ counterparts set."""
-    cwd: Annotated[str | None, PathTo("folder"), OnlyWith("command"), NeverWith("sandbox")] = None
-    """Working directory of the command; by default the current one."""
+    cwd: Annotated[str | None, PathTo("folder"), OnlyWith("command")] = None
+    """Working directory of the command; by default the current one. Not with `sandbox`."""
     sandbox: Annotated[dict[str, object] | None, OnlyWith("command"), Advanced()] = None
-    """Run the command in a sandbox that reaches nothing but the policy: fields of `Sandbox` (`{}` for the defaults),
-    back-end `namespace` or `docker`. It works on a copy of the env's files, which is read back for the reward."""
+    """Run the command in a sandbox that reaches only the policy: fields of `Sandbox` (`{}` for the defaults), back-end
+    `namespace` or `docker`. It works on a copy of the env's files, which is read back for the reward."""
     max_running: Positive = 64
     """Maximum concurrent episodes."""
     crash: Annotated[Literal["infra", "score"], Advanced()] = "score"
@@ -130,6 +130,10 @@ class AgentConfig(Section):
     def _one_program(self) -> Self:
         if (self.use is None) == (not self.command):
             raise ValueError("give exactly one of `use` (a Python function) and `command` (a program)")
+        if self.sandbox is not None and self.cwd is not None:
+            raise ValueError(
+                "`cwd` has no effect with `sandbox`: the command starts in the sandbox's home directory"
+            )
         return self
 
 

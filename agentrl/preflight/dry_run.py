@@ -12,7 +12,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from agentrl.agents.players import make_agent
+from agentrl.agents.players import check_agent
 from agentrl.chat.demonstrate import imitate
 from agentrl.chat.proof import Proof, prove
 from agentrl.chat.template import Renderer, same_meaning
@@ -121,7 +121,7 @@ def rehearse(
         check_held_out(config, content)
     corpus_of = everything or content
     if config.agent is not None:
-        make_agent(config.agent)
+        check_agent(config.agent)
     held_back = () if play_outside else tuple(content.make_env().outside_tools())
     if held_back:
         content = replace(content, make_env=partial(_holding_back, content.make_env))

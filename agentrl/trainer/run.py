@@ -11,7 +11,7 @@ from concurrent.futures import Executor, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
-from agentrl.agents.players import MakePlayer, make_agent, players
+from agentrl.agents.players import MakePlayer, check_agent, players
 from agentrl.chat.template import Renderer
 from agentrl.config.run import RunConfig
 from agentrl.engine.base import Engine
@@ -162,7 +162,7 @@ def _check_part(config: RunConfig, name: str, content: Content, store: RunStore,
     if config.agent is None:
         refuse_images(content.make_env())
     else:
-        make_agent(config.agent)  # refused before any model is loaded
+        check_agent(config.agent)  # refused before any model is loaded
     if (rule := content.make_env().solved_rule()) is None:
         reporter.note(f"{where}solved: {NOT_DECLARED}; held-out tasks are compared by their reward")
     else:

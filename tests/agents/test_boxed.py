@@ -1,0 +1,293 @@
+"""Programs in sandboxes: they play like others, and reach nothing but their episode."""
+
+from __future__ import annotations
+
+import asyncio
+import shutil
+import socket
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import openai
+import pytest
+
+from agentrl import ToolEnv, reward
+from agentrl.agents.boxed import BoxedAgent, box_spec
+from agentrl.agents.player import AgentPlayer
+from agentrl.agents.recorder import Recorder
+from agentrl.chat.template import Renderer
+from agentrl.config.run import AgentConfig
+from agentrl.envs.calculator.env import Calculator
+from agentrl.errors import ConfigError
+from agentrl.rollout.limits import EpisodeLimits
+from agentrl.sandbox import Sandbox, close_pools
+from agentrl.serve.listen import running
+from agentrl.testing.engine import ScriptedEngine
+from agentrl.testing.policy import call, say
+from agentrl.types import StopReason, Task
+from tests.agents.test_player import EXAMPLE, SCRIPT, TASK, engine_of
+from tests.agents.test_player import renderer as renderer
+
+ASK = """
+import json, os, sys, urllib.request
+task = json.load(sys.stdin)
+def ask(base=os.environ["OPENAI_BASE_URL"], key=os.environ["OPENAI_API_KEY"]):
+    body = {"model": "m", "messages": task["messages"]}
+    headers = {"Authorization": "Bearer " + key, "Content-Type": "application/json"}
+    request = urllib.request.Request(base + "/chat/completions", json.dumps(body).encode(), headers)
+    return json.load(urllib.request.urlopen(request, timeout=20))["choices"][0]["message"]["content"]
+"""
+
+
+class Notes(ToolEnv):
+    """Write a note."""
+
+    sandbox = Sandbox(memory_mb=256)
+
+    async def setup(self) -> str:
+        assert self.box is not None
+        await self.box.write_file("given.txt", b"from the env")
+        return "Write a note."
+
+    @reward
+    async def noted(self) -> bool:
+        assert self.box is not None
+        try:
+            return (await self.box.read_file("note.txt")) == b"from the env: 11"
+        except OSError:
+            return False
+
+
+@asynccontextmanager
+async def boxed(
+    engine: ScriptedEngine,
+    renderer: Renderer,
+    command: list[str],
+    make_env: Any = Notes,
+    timeout_s: float = 60.0,
+    **sandbox: Any,
+) -> AsyncIterator[AgentPlayer]:
+    limits = EpisodeLimits(token_budget=4096, timeout_s=timeout_s)
+    recorder = Recorder(engine, renderer, limits)
+    app = recorder.app()
+    agent = BoxedAgent(command, box_spec(sandbox, timeout_s), app)
+    try:
+        async with running(app) as address:
+            player = AgentPlayer(recorder, address, agent, make_env, 1.0, asyncio.Semaphore(8))
+            yield player
+            await player.clients.close()
+    finally:
+        await close_pools()
+
+
+def program(code: str) -> list[str]:
+    return ["python", "-c", ASK + code]
+
+
+async def test_a_program_works_on_the_files_of_the_env(renderer: Renderer):
+    code = """
+note = open("given.txt").read() + ": " + ask()
+open("note.txt", "w").write(note)
+print(json.dumps({"note": note}))
+"""
+    outcomes: list[object] = []
+
+    class Seen(Notes):
+        @reward
+        def seen(self) -> bool:
+            outcomes.append(self.outcome)
+            return True
+
+    async with boxed(engine_of(renderer, [say("11")]), renderer, program(code), Seen) as player:
+        found = await player.play(Task("t"), episode_id="e", seed=1)
+    assert found.error is None
+    assert found.rewards == {"noted": 1.0, "seen": 1.0}
+    assert found.stop_reason is StopReason.ANSWERED
+    assert outcomes == [{"note": "from the env: 11"}]
+
+
+async def test_the_official_client_with_tools_gives_the_tokens_of_the_built_in_loop(renderer: Renderer):
+    packages = str(Path(openai.__file__).parents[1])
+    command = ["python", str(EXAMPLE / "agent.py"), "{prompt}"]
+    engine = engine_of(renderer)
+    box = {"readonly": (packages, str(EXAMPLE)), "python_path": (packages,), "memory_mb": 1024}
+    async with boxed(engine, renderer, command, Calculator, 200.0, **box) as player:
+        found = await player.play(TASK, episode_id="e", seed=1)
+    assert found.error is None
+    assert found.reward == 1.0
+    assert [len(turn.message.tool_calls) for turn in found.turns] == [1, 0]
+
+
+async def test_several_programs_at_once_each_reach_their_episode(renderer: Renderer):
+    code = 'open("note.txt", "w").write("from the env: " + ask())'
+    async with boxed(engine_of(renderer, [say("11")]), renderer, program(code)) as player:
+        played = [player.play(Task(f"t{n}"), episode_id=f"e{n}", seed=n) for n in range(4)]
+        found = await asyncio.gather(*played)
+    assert [episode.reward for episode in found] == [1.0] * 4
+
+
+NODE = """
+const task = JSON.parse(require("fs").readFileSync(0))
+const headers = {"Content-Type": "application/json", Authorization: "Bearer " + process.env.OPENAI_API_KEY}
+const body = JSON.stringify({model: "m", messages: task.messages})
+fetch(process.env.OPENAI_BASE_URL + "/chat/completions", {method: "POST", headers, body}).then(async (answer) => {
+  const said = (await answer.json()).choices[0].message.content
+  require("fs").writeFileSync("note.txt", require("fs").readFileSync("given.txt") + ": " + said)
+})
+"""
+
+
+@pytest.mark.skipif(shutil.which("node") is None, reason="node is not installed")
+async def test_a_node_program_is_an_agent(renderer: Renderer):
+    command = ["node", "-e", NODE]
+    async with boxed(engine_of(renderer, [say("11")]), renderer, command, memory_mb=4096) as player:
+        found = await player.play(Task("t"), episode_id="e", seed=1)
+    assert found.error is None
+    assert found.reward == 1.0
+
+
+@pytest.mark.docker
+@pytest.mark.timeout(120)
+async def test_a_program_in_a_container(renderer: Renderer):
+    code = """
+import socket
+try:
+    socket.create_connection(("8.8.8.8", 53), 2)
+except OSError:
+    open("note.txt", "w").write("from the env: " + ask())
+"""
+    async with boxed(engine_of(renderer, [say("11")]), renderer, program(code), backend="docker") as player:
+        found = await player.play(Task("t"), episode_id="e", seed=1)
+    assert found.error is None
+    assert found.reward == 1.0
+
+
+ATTACKS = {
+    "the host's loopback": """
+import socket
+ask()
+try:
+    socket.create_connection(("127.0.0.1", {port}), 3)
+    open("note.txt", "w").write("from the env: 11")
+except OSError:
+    pass
+""",
+    "another address": """
+import socket
+ask()
+for host in ("8.8.8.8", "192.168.0.1", "169.254.169.254"):
+    try:
+        socket.create_connection((host, 53), 2)
+        open("note.txt", "w").write("from the env: 11")
+    except OSError:
+        pass
+""",
+    "another episode's path": """
+ask()
+import urllib.error
+root = os.environ["OPENAI_BASE_URL"].split("/v1")[0].rsplit("/", 1)[0]
+for base, key in [(root + "{other}", "{key}"), (root + "/{key}/v1", "{key}"), (root + "/v1", "{key}")]:
+    try:
+        ask(base, key)
+        open("note.txt", "w").write("from the env: 11")
+    except urllib.error.HTTPError as error:
+        assert error.code in (401, 404), error.code
+""",
+    "other sockets of the recorder": """
+import glob
+ask()
+if [path for path in glob.glob("/tmp/agentrl-*/s") if os.access(path, os.R_OK)][1:]:
+    open("note.txt", "w").write("from the env: 11")
+""",
+    "the host's files": """
+ask()
+if os.path.exists("{file}"):
+    open("note.txt", "w").write("from the env: 11")
+""",
+    "a process that outlives the episode": """
+import subprocess
+ask()
+subprocess.Popen(["sh", "-c", "sleep 2; echo -n 'from the env: 11' > note.txt"], start_new_session=True)
+""",
+}
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("attack", ATTACKS)
+async def test_a_hostile_program_reaches_nothing_else(renderer: Renderer, attack: str):
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        listener.listen()
+        async with boxed(engine_of(renderer, [say("11")]), renderer, []) as player:
+            other = player.recorder.open(temperature=1.0, seed=0)
+            code = ATTACKS[attack]
+            values = {"port": listener.getsockname()[1], "other": other.path, "key": other.key, "file": __file__}
+            for name, value in values.items():
+                code = code.replace("{" + name + "}", str(value))
+            object.__setattr__(player.agent, "command", program(code))
+            found = await player.play(Task("t"), episode_id="e", seed=1)
+            assert other.num_turns == 0
+            await player.recorder.close(other)
+    assert found.error is None, "nothing that the program does is our failure"
+    assert found.reward == 0.0
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize(
+    "code",
+    ["os.kill(1, 9)", "os.kill(os.getppid(), 9)", "os.chmod('.', 0)", "sys.exit(3)", "bytearray(1 << 40)"],
+)
+async def test_a_program_that_breaks_its_sandbox_is_scored(renderer: Renderer, code: str):
+    async with boxed(engine_of(renderer, [say("11")]), renderer, program("ask()\n" + code)) as player:
+        found = await player.play(Task("t"), episode_id="e", seed=1)
+    assert found.error is None
+    assert found.reward is not None
+    assert found.reward <= 0.0
+    assert len(found.turns) == 1
+
+
+@pytest.mark.timeout(60)
+async def test_a_program_that_does_not_end_is_scored_by_what_it_left(renderer: Renderer):
+    code = """
+open("note.txt", "w").write("from the env: " + ask())
+import time
+time.sleep(60)
+"""
+    async with boxed(engine_of(renderer, [say("11")]), renderer, program(code), wall_s=4.0) as player:
+        found = await player.play(Task("t"), episode_id="e", seed=1)
+    assert found.error is None
+    assert found.metrics["agent/crashed"] == 1.0
+
+
+async def test_a_turn_with_tools_is_recorded_as_sampled(renderer: Renderer):
+    engine = engine_of(renderer, [call("calculator", expression="4+7"), *SCRIPT[1:]])
+    async with boxed(engine, renderer, program("print(ask())"), Calculator) as player:
+        found = await player.play(TASK, episode_id="e", seed=1)
+    assert found.error is None
+    assert [turn.tokens > 0 for turn in found.turns] == [True]
+    assert sum(segment.origin == "sampled" for segment in found.segments) == 1
+
+
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        ({"memory": 1}, "unknown key 'memory'"),
+        ({"backend": "process"}, "cannot keep a program from other addresses; use 'namespace' or 'docker'"),
+        ({"network": True}, "agent.sandbox.network: the only address"),
+        ({"death_reward": -1.0}, "agent.sandbox.death_reward: has no effect here"),
+        ({"readonly": ["/no/such/folder"]}, "/no/such/folder: no such file or folder"),
+    ],
+)
+def test_a_sandbox_that_could_not_hold_is_refused(options: dict[str, Any], text: str):
+    with pytest.raises(ConfigError, match=text):
+        box_spec(options, 60.0)
+
+
+def test_a_sandbox_needs_a_command():
+    with pytest.raises(ValueError, match="sandbox"):
+        AgentConfig.model_validate({"use": "agent.py:solve", "sandbox": {}})
+    with pytest.raises(ValueError, match="cwd"):
+        AgentConfig.model_validate({"command": ["python"], "sandbox": {}, "cwd": "."})
+    assert AgentConfig.model_validate({"command": ["python"], "sandbox": {}}).sandbox == {}
