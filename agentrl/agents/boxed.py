@@ -2,8 +2,8 @@
 
 The recorder listens on a Unix socket in a directory of the episode, which is mounted into the sandbox. Inside, a
 forwarder (`agentrl.agents.forwarder`) connects it to a port of the sandbox's own loopback, so unmodified clients
-reach the policy at `http://127.0.0.1:PORT/KEY/v1`. The program works on a copy of the env's files. The changed files
-are copied back for the reward, so no process of the program ever runs in the env's sandbox.
+reach the policy at `http://127.0.0.1:PORT/KEY/v1`. The program works on a copy of the env's files. The changed
+files are copied back for the reward, so no process of the program ever runs in the env's sandbox.
 """
 
 from __future__ import annotations
@@ -55,8 +55,8 @@ def box_spec(options: Mapping[str, object], timeout_s: float) -> Sandbox:
         )
     if values.get("network"):
         raise ConfigError(
-            "agent.sandbox.network: the only address that the program reaches is the recorder's; remove the key, or "
-            "remove agent.sandbox to run the program with the network of this machine"
+            "agent.sandbox.network: the only address that the program reaches is the recorder's; remove the key, "
+            "or remove agent.sandbox to run the program with the network of this machine"
         )
     for name in ("on_death", "death_reward"):
         if name in values:

@@ -117,8 +117,8 @@ class AgentConfig(Section):
     cwd: Annotated[str | None, PathTo("folder"), OnlyWith("command")] = None
     """Working directory of the command; by default the current one. Not with `sandbox`."""
     sandbox: Annotated[dict[str, object] | None, OnlyWith("command"), Advanced()] = None
-    """Run the command in a sandbox that reaches only the policy: fields of `Sandbox` (`{}` for the defaults), back-end
-    `namespace` or `docker`. It works on a copy of the env's files, which is read back for the reward."""
+    """Run the command in a sandbox that reaches only the policy: fields of `Sandbox` (`{}` for the defaults),
+    back-end `namespace` or `docker`. It works on a copy of the env's files, which is read back for the reward."""
     max_running: Positive = 64
     """Maximum concurrent episodes."""
     crash: Annotated[Literal["infra", "score"], Advanced()] = "score"
