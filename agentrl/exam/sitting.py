@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import io
+import os
 import time
 import warnings
 from collections.abc import Callable, Sequence
@@ -26,12 +27,12 @@ from agentrl.exam.floors import (
 from agentrl.exam.fresh_process import play_elsewhere
 from agentrl.exam.leaks import answers_of, examine_prompt, examine_tools
 from agentrl.exam.magnitude import examine_bounds, judge_bounds, judge_parts
-from agentrl.exam.marks import ExamResult, Level
+from agentrl.exam.marks import CHECKS, ExamResult, Level
 from agentrl.exam.repeats import ORACLE_TURNS, Repeat, compare_processes, differ, examine_repeats
 from agentrl.exam.row_checks import examine_duplicates, judge_playable, judge_splits
 from agentrl.exam.speed import judge_blocking, judge_times, watching_loop
 from agentrl.exam.strategies import saying
-from agentrl.exam.stray_files import judge_leftovers, watching_files
+from agentrl.exam.stray_files import judge_leftovers, judge_process, watching_files
 from agentrl.importing import is_given
 from agentrl.sandbox import close_pools
 from agentrl.types import Task, ToolSchema
@@ -43,6 +44,8 @@ SLOW_EPISODE_S = 0.15
 """With slower episodes, fewer tasks and texts are tried."""
 CRAWLING_EPISODE_S = 1.5
 """With episodes this slow, only the most important policies play, on a few tasks."""
+HANGING_EPISODE_S = 15.0
+"""With episodes this slow, nothing else is examined."""
 CONTRACT_S = 300.0
 NO_ORACLE = "the env has no `oracle` class method"
 
@@ -72,10 +75,12 @@ async def _closing(examinee: Examinee, tasks: int | None, say: Say) -> ExamResul
     with warnings.catch_warnings(), watching_files() as files, contextlib.redirect_stdout(io.StringIO()):
         warnings.simplefilter("ignore")
         try:
+            environ, folder = dict(os.environ), os.getcwd()
             async with watching_loop() as watch:
                 exam = _Exam(examinee, result, tasks, say)
                 await exam.take()
             judge_blocking(result, watch)
+            judge_process(result, environ, folder)
         finally:
             await close_pools()
         judge_leftovers(result, files.left())
@@ -100,7 +105,7 @@ class _Exam:
         self.examinee, self.result, self.say = examinee, result, say
         self.arena = Arena(examinee.make_env)
         self.wanted = tasks
-        self.few = self.crawls = False
+        self.few = self.crawls = self.hangs = False
         self.oracle: list[ExamEpisode] = []
         self.idle: list[ExamEpisode] = []
         self.tools: list[ToolSchema] = []
@@ -110,6 +115,8 @@ class _Exam:
         result, arena = self.result, self.arena
         result.oracle = self.examinee.oracle is not None
         tasks = await self._choose()
+        if self.hangs:
+            return
         result.num_tasks, result.num_examined = len(self.examinee.train), len(tasks)
         self.say("oracle and rows")
         await self._rows(tasks)
@@ -137,8 +144,19 @@ class _Exam:
         for _ in range(2):
             await self.arena.one("null", first[0], saying(""), keep=False)
             if (oracle := self.examinee.oracle_policy) is not None:
-                await self.arena.one("oracle", first[0], oracle, keep=False)
+                await self.arena.one("oracle", first[0], oracle)
             took, began = time.perf_counter() - began, time.perf_counter()
+            if took > HANGING_EPISODE_S:
+                break
+        self.hangs = took > HANGING_EPISODE_S
+        if self.hangs:
+            text = f"two episodes take {took:.0f} s; nothing else was examined"
+            self.result.add("speed", Level.ERROR, text, [first[0].id])
+            for check in CHECKS:
+                if check != "speed":
+                    self.result.skip(check, "the episodes are too slow")
+            judge_times(self.result, self.arena.seen)
+            return []
         self.few, self.crawls = took > SLOW_EPISODE_S, took > CRAWLING_EPISODE_S
         default = len(train) if len(train) <= ALL_TASKS else NUM_TASKS
         num = self.wanted or min(4 if self.crawls else 16 if took > 4 * SLOW_EPISODE_S else default, default)

@@ -7,7 +7,7 @@ import sys
 import sysconfig
 import tempfile
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -93,6 +93,20 @@ def _ours(path: str) -> bool:
 def _installed() -> tuple[str, ...]:
     paths = sysconfig.get_paths()
     return (paths["stdlib"], paths["purelib"], paths["platlib"])
+
+
+def judge_process(result: ExamResult, environ: Mapping[str, str], folder: str) -> None:
+    """Report changes of the environment variables and the working folder."""
+    changed = sorted(key for key in {*environ, *os.environ} if environ.get(key) != os.environ.get(key))
+    changed = [key for key in changed if key not in ("COLUMNS", "LINES") and not key.startswith("PYTEST_")]
+    before = ", ".join(changed[:5])
+    if changed and any(key in environ for key in changed):
+        result.add("leftovers", Level.ERROR, f"episodes change environment variables of the process: {before}")
+    elif changed:
+        result.add("leftovers", Level.WARNING, f"episodes set environment variables of the process: {before}")
+    if os.getcwd() != folder:
+        result.add("leftovers", Level.ERROR, "episodes change the working folder of the process")
+        os.chdir(folder)
 
 
 def judge_leftovers(result: ExamResult, left: list[str]) -> None:
