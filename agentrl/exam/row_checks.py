@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 
 from agentrl.env.play import Policy
 from agentrl.exam.arena import Arena, ExamEpisode, MakePolicy
+from agentrl.exam.examinee import Examinee
 from agentrl.exam.floors import opening_of
 from agentrl.exam.leaks import Answer
 from agentrl.exam.marks import ExamResult, Level
@@ -13,6 +14,8 @@ from agentrl.exam.strategies import random_policy, saying
 from agentrl.types import Task
 
 _NUM_PAIRS = 12
+_NUM_ROWS = 256
+"""Rows of each split that are loaded twice."""
 
 
 def judge_playable(result: ExamResult, played: Sequence[ExamEpisode]) -> None:
@@ -21,6 +24,20 @@ def judge_playable(result: ExamResult, played: Sequence[ExamEpisode]) -> None:
     if failed:
         text = f"{len(failed)} of {len(played)} rows cannot be played, e.g. {failed[0].error[:200]}"
         result.add("rows", Level.ERROR, text, [p.task.id for p in failed])
+
+
+def judge_generator(result: ExamResult, first: Examinee, second: Examinee) -> None:
+    """Tasks that were loaded twice with the same seed must be the same."""
+    for split in ("train", "held_out"):
+        once, again = getattr(first, split), getattr(second, split)
+        numbers = range(min(len(once), len(again), _NUM_ROWS))
+        differ = [n for n in numbers if (once[n].row, once[n].seed) != (again[n].row, again[n].seed)]
+        if differ or len(once) != len(again):
+            text = (
+                f"the {split} tasks differ each time they are loaded with the same seed, so a resumed run sees "
+                f"other tasks, and held-out results cannot be compared: {len(differ)} of the first {len(numbers)} rows"
+            )
+            result.add("determinism", Level.ERROR, text, [once[n].id for n in differ[:10]])
 
 
 async def examine_duplicates(

@@ -29,7 +29,7 @@ from agentrl.exam.leaks import answers_of, examine_prompt, examine_tools
 from agentrl.exam.magnitude import examine_bounds, judge_bounds, judge_parts
 from agentrl.exam.marks import CHECKS, ExamResult, Level
 from agentrl.exam.repeats import ORACLE_TURNS, Repeat, compare_processes, differ, examine_repeats
-from agentrl.exam.row_checks import examine_duplicates, judge_playable, judge_splits
+from agentrl.exam.row_checks import examine_duplicates, judge_generator, judge_playable, judge_splits
 from agentrl.exam.speed import judge_blocking, judge_times, watching_loop
 from agentrl.exam.strategies import saying
 from agentrl.exam.stray_files import judge_leftovers, judge_process, watching_files
@@ -66,7 +66,10 @@ def examine(
         ConfigError: an env or its tasks cannot be loaded.
     """
     found = examinees(config, hold_back=not play_outside)
-    return [asyncio.run(_closing(examinee, tasks, say)) for examinee in found]
+    results = [asyncio.run(_closing(examinee, tasks, say)) for examinee in found]
+    for result, before, again in zip(results, found, examinees(config, hold_back=not play_outside), strict=True):
+        judge_generator(result, before, again)
+    return results
 
 
 async def _closing(examinee: Examinee, tasks: int | None, say: Say) -> ExamResult:

@@ -133,6 +133,9 @@ def judge_times(result: ExamResult, seen: Sequence[ExamEpisode]) -> None:
                     times.setdefault(record.call.name, []).append(record.seconds)
             if not turn.calls:
                 times.setdefault("(step without a call)", []).append(turn.env_seconds)
+        if played.episode is not None:
+            in_steps = sum(turn.env_seconds for turn in played.episode.turns)
+            times.setdefault("(reset and rewards)", []).append(played.episode.seconds - in_steps)
     for name, values in sorted(times.items()):
         result.calls.append(CallTime(name, len(values), median(values), max(values)))
         best = sorted(values)[

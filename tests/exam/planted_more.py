@@ -206,11 +206,11 @@ class WrongOracleTool(Vault):
 
 
 FAULTS = {
-    ClassState: ("determinism", "order"),
+    ClassState: ("determinism", "order", "oracle", "process"),
     StateFile: ("determinism", "order", "leftovers"),
     UuidInPrompt: ("determinism",),
     StringHash: ("process",),
-    NanOnEmpty: ("bounds",),
+    NanOnEmpty: ("bounds", "contract"),
     DebugTool: ("leak",),
     AnswerInSystem: ("leak",),
     BarePrompt: ("leak",),
@@ -222,7 +222,7 @@ FAULTS = {
     SlowReward: ("speed",),
     RandomRows: ("determinism", "process"),
     ReverseContains: ("null",),
-    Crashes: ("bounds",),
+    Crashes: ("bounds", "contract"),
     SolvedNeverTrue: ("oracle",),
     SharedTemp: ("parallel",),
     UnplayableRow: ("rows",),

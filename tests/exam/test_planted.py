@@ -9,6 +9,7 @@ from agentrl.exam.marks import ExamResult, Level
 from agentrl.exam.sitting import examine
 from tests.exam.healthy import HEALTHY
 from tests.exam.planted import FAULTS, BlockingTool, SlowTool
+from tests.exam.planted_more import FAULTS as MORE
 
 SLOW = {SlowTool, BlockingTool}
 
@@ -32,6 +33,14 @@ def test_there_are_at_least_twenty_faults():
 def test_the_planted_fault_is_found(faulty):
     result = exam(f"{faulty.__module__}:{faulty.__name__}")
     assert {f.check for f in result.at_least(Level.ERROR)} & set(FAULTS[faulty]), result.findings
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("faulty", MORE, ids=lambda c: c.__name__)
+def test_a_fault_written_in_another_way_is_found(faulty):
+    result = exam(f"{faulty.__module__}:{faulty.__name__}")
+    assert {f.check for f in result.at_least(Level.ERROR)} & set(MORE[faulty]), result.findings
 
 
 @pytest.mark.timeout(60)
