@@ -34,8 +34,8 @@ def judge_generator(result: ExamResult, first: Examinee, second: Examinee) -> No
         differ = [n for n in numbers if (once[n].row, once[n].seed) != (again[n].row, again[n].seed)]
         if differ or len(once) != len(again):
             text = (
-                f"the {split} tasks differ each time they are loaded with the same seed ({len(differ)} of the first "
-                f"{len(numbers)} rows), so a resumed run sees other tasks, and results cannot be compared"
+                f"the {split} tasks differ each time they are loaded with the same seed ({len(differ)} of "
+                f"the first {len(numbers)} rows), so a resumed run sees other tasks, and results cannot be compared"
             )
             result.add("determinism", Level.ERROR, text, [once[n].id for n in differ[:10]])
 
