@@ -35,7 +35,7 @@ def judge_generator(result: ExamResult, first: Examinee, second: Examinee) -> No
         if differ or len(once) != len(again):
             text = (
                 f"the {split} tasks differ each time they are loaded with the same seed ({len(differ)} of "
-                f"the first {len(numbers)} rows), so a resumed run sees other tasks, and results cannot be compared"
+                f"the first {len(numbers)} rows), so resumed runs see other tasks and results do not compare"
             )
             result.add("determinism", Level.ERROR, text, [once[n].id for n in differ[:10]])
 
