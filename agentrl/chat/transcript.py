@@ -203,6 +203,12 @@ class Transcript:
             other._move(node, self._context[:keep])
         return other
 
+    def apart(self) -> Transcript:
+        """Return an independent copy: what is added to it is not part of the episode."""
+        other = self.fork()
+        other._segments, other._messages = list(self._segments), list(self._messages)
+        return other
+
     def rows(self) -> list[TrainingRow]:
         """Return the whole episode, all branches, as rows for training (see `rows_of`)."""
         return rows_of(self._segments)

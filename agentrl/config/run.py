@@ -12,6 +12,7 @@ from agentrl.algo.advantages import ESTIMATORS
 from agentrl.algo.parameters import Named
 from agentrl.config.algorithm import ALONE, AlgorithmConfig, CriticConfig, KLConfig
 from agentrl.config.choice import OneOf, OwnFunction, choice_of
+from agentrl.config.compact import CompactConfig
 from agentrl.config.engine import EngineConfig
 from agentrl.config.eval_config import EvalConfig
 from agentrl.config.facts import (
@@ -227,9 +228,11 @@ class RolloutConfig(Section):
     max_tokens: Positive = 256
     """Maximum tokens per completion."""
     token_budget: Positive = 4096
-    """Maximum tokens of the whole episode: prompt, completions and observations."""
+    """Maximum tokens of the whole episode: prompt, completions and observations, of all its branches."""
     timeout_s: Annotated[float, Field(gt=0)] = 300.0
     """Wall-clock limit per episode."""
+    compact: Annotated[CompactConfig | None, NeverWith("agent"), Advanced()] = None
+    """Shorten the conversation when the context fills up; by default the episode ends."""
     tokenization_check: Literal["strict", "ignore_strippable", "disable"] = "ignore_strippable"
     """Compare each episode's token ids with a new rendering; episodes that fail are excluded from training."""
     tokenization_stop_above: Annotated[Fraction | None, NeverWhen("tokenization_check", "disable"), Advanced()] = (

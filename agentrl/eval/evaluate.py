@@ -275,6 +275,8 @@ async def _play(
         if subject.endpoint is not None:
             if config.data.overlong_prompts is not None:
                 progress.reporter.note("data.overlong_prompts is not looked at: an endpoint does not count tokens")
+            if config.rollout.compact is not None:
+                progress.reporter.note("rollout.compact is not applied: an endpoint does not count tokens")
             request = {**subject.endpoint.request, **_given(options.filters)}
             client = ChatClient(replace(subject.endpoint, request=request))
             limits = EpisodeLimits.of(config)

@@ -59,7 +59,7 @@ class StepResult:
 
     Attributes:
         metrics: to log.
-        tokens: tokens of all rows, shared ones counted in each.
+        tokens: tokens of all rows; what rows share counts in each.
         trained: tokens under the loss.
         values: what the updates of the first pass saw of each row's trained tokens, in the order of the rows;
             empty for idle rows, and for all if nothing is recorded.

@@ -12,6 +12,7 @@ from agentrl.engine.base import Engine
 from agentrl.env.env import Env
 from agentrl.env.images import refuse_images
 from agentrl.errors import ConfigError
+from agentrl.rollout.compaction import Compaction
 from agentrl.rollout.episode import Player, TokenCheck
 from agentrl.rollout.limits import EpisodeLimits
 from agentrl.run_folder.redraws import RedrawGuard
@@ -57,7 +58,8 @@ def make_player(
     filters: Filters = EVERY_TOKEN,
     token_check: TokenCheck | None = None,
 ) -> Player:
-    """The player of this run at this temperature. Raises ConfigError if a tool returns images."""
+    """The player of this run at this temperature. Raises ConfigError if a tool returns images, or
+    `rollout.compact` has no effect."""
     refuse_images(make_env())
     return Player(
         engine=engine,
@@ -73,6 +75,7 @@ def make_player(
             stop_ids=renderer.stop_ids,
         ),
         token_check=token_check,
+        compaction=Compaction.of(config, engine),
     )
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -13,6 +13,7 @@ from agentrl.engine.base import Engine
 from agentrl.env.env import Env, PolicyAccess
 from agentrl.errors import EngineError
 from agentrl.rollout.branch import PolicyBranch
+from agentrl.rollout.compaction import IN_VAIN, Compaction, compact
 from agentrl.rollout.lifecycle import (
     EpisodeStatus,
     OpenEpisode,
@@ -25,7 +26,7 @@ from agentrl.rollout.lifecycle import (
 )
 from agentrl.rollout.limits import EpisodeLimits
 from agentrl.rollout.seeds import draw_seed
-from agentrl.types import Completion, Episode, Sampling, StopReason, Task, Turn
+from agentrl.types import Completion, Episode, Message, Sampling, StopReason, Task, Turn
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,6 +40,8 @@ class Player:
     sampling: Sampling
     token_check: TokenCheck | None = None
     """Compares every transcript with a new rendering; None skips the check."""
+    compaction: Compaction | None = None
+    """Shortens contexts that fill up; None ends the episode instead."""
 
     async def play(
         self, task: Task, *, episode_id: str, seed: int, status: EpisodeStatus | None = None
@@ -71,11 +74,12 @@ async def run_episode(
             async with episode_clock(episode, limits.timeout_s, outage_s=lambda: engine.outage_s):
                 ledger = Transcript(player.renderer)
                 env.bind(_policy_access(player, ledger, episode_id, seed))
-                observed = await reset_env(env, episode)
+                opening = observed = await reset_env(env, episode)
                 transcript = episode.transcript = ledger.fork(keep=0, tools=env.tools)
                 while episode.stop is None:
                     transcript.extend(observed)
-                    room, tight = _room(player, len(transcript.ids))
+                    transcript = episode.transcript = await _compacted(player, episode, opening, seed)
+                    room, tight = _room(player, transcript)
                     if room < 1:
                         episode.stop = tight
                         break
@@ -113,10 +117,32 @@ def _turn(transcript: Transcript, completion: Completion, number: int, seconds: 
     return Turn(message, (), 0.0, completion.finish, len(completion.ids), seconds, 0.0)
 
 
-def _room(player: Player, used: int) -> tuple[int, StopReason]:
+async def _compacted(player: Player, episode: OpenEpisode, opening: Sequence[Message], seed: int) -> Transcript:
+    """The transcript, or a shorter branch of it if its context is full and the run makes contexts shorter."""
+    how, transcript = player.compaction, episode.transcript
+    assert transcript is not None
+    if how is None or not how.due(transcript) or (how.asks and IN_VAIN in episode.metrics):
+        return transcript
+    left = player.limits.token_budget - how.spent(transcript)
+    if left < 1:
+        return transcript
+    number = len(episode.turns)
+    episode.status.now(f"the engine (summary before turn {number})")
+    sampling = replace(player.sampling, max_tokens=left, seed=draw_seed(seed, f"compact{number}"))
+    session = episode.status.episode_id
+    found = await compact(how, transcript, opening, player.engine, sampling, session)
+    episode.count(found.metrics)
+    if found.transcript is not transcript and player.token_check is not None:
+        episode.count(player.token_check.metrics(transcript, session))
+    return found.transcript
+
+
+def _room(player: Player, transcript: Transcript) -> tuple[int, StopReason]:
     """Tokens left for the next completion, and the stop reason if that many do not suffice."""
-    limits = player.limits
-    by_context, by_budget = player.engine.max_context - used, limits.token_budget - used
+    limits, how, used = player.limits, player.compaction, len(transcript.ids)
+    context = player.engine.max_context if how is None else how.context
+    spent = used if how is None else how.spent(transcript)
+    by_context, by_budget = context - used, limits.token_budget - spent
     room = min(limits.max_tokens, by_context, by_budget)
     if by_context <= max(room, 0):
         return room, StopReason.CONTEXT_FULL
@@ -146,4 +172,7 @@ def checked(check: TokenCheck | None, episode: Episode, transcript: Transcript |
     """The episode with the counts of its token check, if there is anything to check."""
     if check is None or transcript is None or episode.error is not None:
         return episode
-    return replace(episode, metrics={**episode.metrics, **check.metrics(transcript, episode.id)})
+    metrics = dict(episode.metrics)
+    for name, value in check.metrics(transcript, episode.id).items():  # beside those of branches that were left
+        metrics[name] = metrics.get(name, 0.0) + value
+    return replace(episode, metrics=metrics)
