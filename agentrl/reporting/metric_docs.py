@@ -238,7 +238,7 @@ METRICS: tuple[MetricDoc, ...] = (
         (
             "learner_tokens",
             "tokens",
-            "Tokens of the rows that passed through the learner, prompts and epochs included.",
+            "Tokens of all rows that the learner trained on, prompts and epochs included.",
         ),
         ("*tokens_per_s", "tokens/s", "Sampled tokens divided by the seconds of the step."),
         ("tokens/failed", "episodes", "Episodes that the tokenization check kept out of training."),
