@@ -13,7 +13,7 @@ quick: $(VENV)/.dev  ## the edit loop, under a minute: lint what changed, import
 	PATH="$(CURDIR)/$(BIN):$$PATH" scripts/quick
 
 JOBS ?= 2
-test: $(VENV)/.dev $(VENV)/openenv/.done $(VENV)/trackio/.done  ## the whole test suite, in JOBS processes; the tests of a file stay together
+test: $(VENV)/.dev $(VENV)/inspect/.done $(VENV)/openenv/.done $(VENV)/trackio/.done  ## the whole test suite, in JOBS processes; the tests of a file stay together
 	$(BIN)/python -m pytest -n $(JOBS) --dist loadfile
 
 lint: $(VENV)/.dev  ## format, lint, types, imports
@@ -42,6 +42,12 @@ $(VENV)/openenv/.done:
 	$(PYTHON) -m venv $(VENV)/openenv
 	$(VENV)/openenv/bin/python -m pip --disable-pip-version-check install -q $(OPENENV)
 	$(VENV)/openenv/bin/python -m pip --disable-pip-version-check install -q --no-deps openenv==0.10.0
+	touch $@
+
+# Inspect needs an older fsspec than ours, so its tasks are played by a Python of their own.
+$(VENV)/inspect/.done:
+	$(PYTHON) -m venv $(VENV)/inspect
+	$(VENV)/inspect/bin/python -m pip --disable-pip-version-check install -q inspect-ai==0.3.285
 	touch $@
 
 # trackio needs an older Pillow than ours, so its test runs it in a Python of its own.

@@ -55,6 +55,12 @@ SCHEMES: Mapping[str, EnvScheme] = {
         "Harbor task folders, in our sandboxes, e.g. harbor:tasks/hello",
         path=True,
     ),
+    "inspect": EnvScheme(
+        "agentrl.envs.others.inspect_ai:InspectTask",
+        "FILE@TASK",
+        "Inspect tasks with their scorers, in a Python that has inspect-ai, e.g. inspect:evals/sums.py@sums",
+        path=True,
+    ),
     "mcp": EnvScheme(
         "agentrl.envs.others.mcp:McpEnv",
         "COMMAND|URL",
