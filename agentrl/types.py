@@ -219,6 +219,8 @@ class Episode:
     faults: Mapping[str, str] = field(default_factory=dict)
     solved: bool | None = None
     """What the env's or run's declaration says (see `agentrl.env.solved`); None where nothing is declared."""
+    worker: int | None = None
+    """The number of the env worker that played it; None without `rollout.workers`."""
 
 
 @dataclass(frozen=True, slots=True)

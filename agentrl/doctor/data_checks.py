@@ -8,17 +8,21 @@ from collections import Counter
 from collections.abc import Iterator
 from typing import Any
 
-from agentrl.doctor.evidence import Evidence, Played
+from agentrl.doctor.evidence import Call, Evidence, Played
 from agentrl.doctor.finding import Finding
 
 SECRETS = re.compile(r"answer|solution|expected|target|label|gold|truth|result", re.IGNORECASE)
 """Names of columns that hold what the policy should find."""
+LABELS = "answer|solution|expected|target|gold|truth"
+"""What a tool calls the secret that it gives away; a result of its own is no secret."""
 
 
 def leaked(evidence: Evidence) -> Iterator[Finding]:
     """Held-out tasks that are trained on."""
     train, held = set(evidence.tasks.get("train", ())), list(evidence.tasks.get("held_out", ()))
     both = [digest for digest in held if digest in train]
+    if not _rows_decide(evidence):
+        return
     if held and len(both) >= max(2, 0.02 * len(held)):
         yield Finding(
             "held-out-leak",
@@ -41,15 +45,27 @@ def duplicates(evidence: Evidence) -> Iterator[Finding]:
             rows[str(played.raw["task"]["id"])] = json.dumps(row, sort_keys=True, default=str)
     known = digests or list(rows.values())
     extra = len(known) - len(set(known))
-    if len(known) >= 16 and extra > 0.2 * len(known):
+    if len(known) >= 16 and extra > 0.2 * len(known) and _rows_decide(evidence):
         most = Counter(known).most_common(1)[0][1]
+        # An env that draws its tasks from a small world repeats them; that is like several epochs.
+        few = len(set(known)) < 2 * float(evidence.setting("rollout.groups_per_step", 1) or 1)
+        uneven = most > 5 * len(known) / len(set(known))
         yield Finding(
             "duplicate-tasks",
-            "warning",
+            "warning" if few or uneven or evidence.setting("data.train") else "hint",
             f"{extra} of {len(known)} training tasks repeat another one (one is there {most} times)",
             "data.train: remove the duplicates, or make the env's tasks vary",
             why="rows are compared, not ids",
         )
+
+
+def _rows_decide(evidence: Evidence) -> bool:
+    """Whether tasks with the same row are the same task: an env may draw the rest from the task's seed."""
+    prompts: dict[str, set[str]] = {}
+    for played in evidence.episodes:
+        row = json.dumps(played.raw["task"].get("row") or {}, sort_keys=True, default=str)
+        prompts.setdefault(f"{played.env} {row}", set()).add(played.prompt)
+    return all(len(found) == 1 for found in prompts.values())
 
 
 def answer_in_sight(evidence: Evidence) -> Iterator[Finding]:
@@ -66,10 +82,7 @@ def answer_in_sight(evidence: Evidence) -> Iterator[Finding]:
         if any(_contains(prompt, secret) for secret in secrets):
             tasks["prompt"].add(id)
             seen["prompt"].append(played)
-        elif any(
-            SECRETS.search(c.arguments + c.tool) and any(_contains(c.result, s) for s in secrets)
-            for c in played.calls
-        ):
+        elif any(any(_given_away(c, secret) for secret in secrets) for c in played.calls):
             tasks["tool"].add(id)
             seen["tool"].append(played)
     if len(tasks["all"]) >= 8 and len(tasks["prompt"]) > 0.5 * len(tasks["all"]):
@@ -111,8 +124,16 @@ def _secrets(played: Played) -> list[str]:
     return found
 
 
+def _given_away(call: Call, secret: str) -> bool:
+    """Whether a call names what it asks for, or its result names what it shows, and the secret is there."""
+    if SECRETS.search(call.arguments + call.tool) and _contains(call.result, secret):
+        return True
+    return re.search(rf"(?i:{LABELS})[\"'\s]*[:=][\"'\s]*{re.escape(secret)}(?!\w)", call.result) is not None
+
+
 def _contains(text: str, part: str) -> bool:
     return re.search(rf"(?<![\w.]){re.escape(part)}(?![\w]|\.\d)", text) is not None
 
 
-CHECKS = (leaked, duplicates, answer_in_sight)
+CHECKS = (leaked, duplicates)
+ENV_CHECKS = (answer_in_sight,)

@@ -82,11 +82,36 @@ class Played:
         """Names of the tools offered."""
         return [str(tool.get("function", {}).get("name")) for tool in self.raw.get("tools", ())]
 
+    @property
+    def env(self) -> str:
+        """The name of its env in a run of several."""
+        return str(self.raw["task"].get("env") or "")
+
+    @cached_property
+    def first_call(self) -> tuple[str, str] | None:
+        """Tool and arguments of the first call that was read, of failed episodes as well."""
+        for message in self.raw.get("messages", ()):
+            for call in message.get("tool_calls") or ():
+                return str(call["name"]), json.dumps(call["arguments"], sort_keys=True)
+        return None
+
     def text(self, *roles: str) -> str:
         """The text of all messages of some roles."""
         contents = [m.get("content") for m in self.raw.get("messages", ()) if m.get("role") in roles]
         parts = [part for content in contents for part in (content if isinstance(content, list) else [content])]
         return "\n".join(part for part in parts if isinstance(part, str))
+
+    @property
+    def unread(self) -> str:
+        """What the policy wrote outside of the calls that were read, and the reasons why others were not."""
+        said = [m for m in self.raw.get("messages", ()) if m.get("role") == "assistant"]
+        return self.text("assistant") + "\n".join(str(e) for m in said for e in m.get("parse_errors") or ())
+
+    @property
+    def prompt(self) -> str:
+        """The first message of the user."""
+        said = [m.get("content") for m in self.raw.get("messages", ()) if m.get("role") == "user"]
+        return json.dumps(said[:1])
 
     @property
     def answer(self) -> str:
@@ -107,10 +132,22 @@ class Played:
             t.get("tokens", 0) for t in self.raw.get("turns", ())
         )
 
+    @property
+    def seconds_outside_engine(self) -> float:
+        """Mean time per turn that was not the engine's."""
+        turns = self.raw.get("turns", ())
+        engine = sum(_number(turn.get("engine_seconds")) for turn in turns)
+        return (_number(self.raw.get("seconds")) - engine) / max(1, len(turns))
+
     @cached_property
     def logprobs(self) -> Floats:
         """Of the sampler, for all sampled tokens."""
         return np.asarray([_number(v) for s in self.sampled for v in s["logprobs"]], dtype=np.float64)
+
+    @cached_property
+    def versions(self) -> NDArray[np.int64]:
+        """Of the weights that sampled each token."""
+        return np.asarray([v for s in self.sampled for v in s["versions"]], dtype=np.int64)
 
     @property
     def oldest_version(self) -> int | None:
@@ -125,10 +162,12 @@ class Evidence:
     Args:
         reader: of the run folder.
         upto: the last step to look at; None for all.
+        env: the env whose episodes these are, in a run of several; empty for all.
     """
 
     reader: RunReader
     upto: int | None = None
+    env: str = ""
     _tokens: dict[int, dict[str, TokenColumns]] = field(default_factory=dict)
 
     @classmethod
@@ -166,6 +205,11 @@ class Evidence:
         """Steps logged so far."""
         return len(self.series("seconds")[0]) or len([s for s in self.reader.metrics.steps if s > 0])
 
+    @property
+    def first_step(self) -> int:
+        """The first step that was logged."""
+        return next((step for step in self.reader.metrics.steps if step > 0), 0)
+
     @cached_property
     def steps(self) -> list[int]:
         """The steps whose episodes are read: spread over the run, the first and the last among them."""
@@ -178,6 +222,16 @@ class Evidence:
     def episodes(self) -> list[Played]:
         """The episodes of these steps that were not set aside, failed ones included."""
         return [played for step in self.steps for played in self._of(step)]
+
+    def by_env(self) -> list[Evidence]:
+        """The same with the episodes of one env each; only this one if the run has a single env."""
+        names = sorted({played.env for played in self.episodes})
+        if len(names) < 2:
+            return [self]
+        views = [Evidence(self.reader, self.upto, name, self._tokens) for name in names]
+        for view in views:
+            view.episodes = [played for played in self.episodes if played.env == view.env]
+        return views
 
     @cached_property
     def scored(self) -> list[Played]:

@@ -201,7 +201,8 @@ def length_explosion(evidence: Evidence) -> Iterator[Finding]:
     _, episodes = evidence.series("episodes")
     if len(steps) < 4 or len(episodes) != len(tokens):
         return
-    low, high = ends(tokens / np.maximum(episodes, 1))
+    lengths = tokens / np.maximum(episodes, 1)
+    low, high = float(lengths[:2].min()), ends(lengths)[1]
     before, after = progress(evidence)
     cut = [
         p
@@ -209,7 +210,7 @@ def length_explosion(evidence: Evidence) -> Iterator[Finding]:
         if p.raw.get("stop_reason") in ("max_tokens", "token_budget", "context_full")
     ]
     recent = max(1, len(evidence.of_steps(evidence.steps[-2:])))
-    if high > 2.5 * low and (len(cut) > 0.2 * recent or after <= before + 0.05):
+    if high > 2.5 * max(low, 4.0) and (len(cut) > 0.2 * recent or after <= before + 0.05):
         yield Finding(
             "length-explosion",
             "warning",

@@ -3,60 +3,102 @@
 from __future__ import annotations
 
 import math
+import re
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 
-from agentrl.doctor.evidence import Evidence
+from agentrl.doctor.evidence import Evidence, Floats, Played
 from agentrl.doctor.finding import Finding
-from agentrl.doctor.statistics import correlation, difference_is_sure, ends, slope, within_groups
+from agentrl.doctor.statistics import correlation, difference_is_sure, ends, slope
 
 ENOUGH = 32
+_JUDGED = re.compile(r"judge|grade|score|rating|rubric|quality|critic|model", re.IGNORECASE)
+"""Names of rewards that are opinions."""
+_HELD_OUT = re.compile(r"(env/[^/]+/)?held_out_reward")
 
 
 def follows_length(evidence: Evidence) -> Iterator[Finding]:
-    """The reward is a function of how much the policy writes."""
-    rewards = {round(played.reward or 0.0, 6) for played in evidence.scored}
-    lengths, gains = within_groups(evidence.groups(), "num_tokens")
-    if len(lengths) < ENOUGH or len(rewards) < 6:
+    """The reward, or a part of it that counts, is a function of how much the policy writes."""
+    table = _relative(evidence.groups())
+    if len(table.lengths) < ENOUGH or table.lengths.std() < 1e-9:
         return
-    related = correlation(lengths, gains)
-    if related > 0.85 and slope(lengths, gains) > 0:
-        yield Finding(
-            "reward-follows-length",
-            "error" if related > 0.95 else "warning",
-            "within groups, the reward follows the number of sampled tokens (correlation "
-            f"{related:.2f}): the policy "
-            "will learn to write more",
-            "the rewards of the env, then algorithm.aggregation and rollout.overlong",
-            step=evidence.steps[-1],
-            series=("reward", "sampled_tokens"),
-            why=f"{len(lengths)} episodes with {len(rewards)} different rewards",
+    for name, gains in table.gains.items():
+        if len(set(np.round(gains, 6))) < 6 or gains.std() < 0.2 * table.total.std():
+            continue  # a small part among others may price length
+        related = correlation(table.lengths, gains)
+        if related > 0.85 and slope(table.lengths, gains) > 0:
+            what = f"the reward {name}" if name else "the reward"
+            yield Finding(
+                "reward-follows-length",
+                "error" if related > 0.95 and gains.std() > 0.5 * table.total.std() else "warning",
+                f"within groups, {what} follows the number of sampled tokens (correlation {related:.2f}): the "
+                "policy will learn to write more",
+                f"{what} of the env, then algorithm.aggregation and rollout.overlong",
+                step=evidence.steps[-1],
+                episode=max(evidence.scored, key=lambda played: played.num_tokens).id,
+                series=(f"reward/{name}" if name else "reward", "sampled_tokens"),
+                why=f"{len(gains)} episodes; tasks with several honest lengths would not correlate this much",
+            )
+            return
+
+
+@dataclass(frozen=True)
+class _Relative:
+    """Lengths and rewards of episodes, relative to the means of their groups.
+
+    Attributes:
+        total: the rewards.
+        gains: what each part adds to them, by name; under the empty name all together.
+    """
+
+    lengths: Floats
+    total: Floats
+    gains: dict[str, Floats]
+
+
+def _relative(groups: Iterable[Sequence[Played]]) -> _Relative:
+    rows: list[list[float]] = []
+    names: list[str] = []
+    for group in groups:
+        names = names or sorted(group[0].parts)
+        values = np.asarray(
+            [[p.num_tokens, p.reward or 0.0, *(p.parts.get(name, 0.0) for name in names)] for p in group]
         )
+        if len(group) > 1 and np.isfinite(values).all():
+            rows += list(values - values.mean(0))
+    table = np.asarray(rows, dtype=float).reshape(-1, 2 + len(names))
+    total, parts = table[:, 1], table[:, 2:]
+    gains = {"": total}
+    if len(table) and len(names) > 1:  # what a part weighs is not recorded, and can be told from the sums
+        weights = np.linalg.lstsq(parts, total, rcond=None)[0]
+        gains |= {name: parts[:, n] * weights[n] for n, name in enumerate(names)}
+    return _Relative(table[:, 0], total, gains)
 
 
 def ignores_tools(evidence: Evidence) -> Iterator[Finding]:
     """Episodes without a tool call score as well as those with one."""
     offered = [played for played in evidence.scored if played.tools and math.isfinite(played.reward or 0.0)]
     called = [p.reward or 0.0 for p in offered if any(call.outcome == "ok" for call in p.calls)]
-    silent = [p for p in offered if not p.calls]
+    silent = [p for p in offered if p.first_call is None and _by_choice(p)]
     if len(called) < ENOUGH or len(silent) < ENOUGH or len(silent) < 0.1 * len(offered):
         return
     quiet = [played.reward or 0.0 for played in silent]
-    every = [*called, *quiet]
-    if float(np.mean(every)) <= min(every) + 1e-9:
-        return  # nothing is earned at all
-    worse = float(np.mean(called)) - float(np.mean(quiet)) > 0.05 * (max(every) - min(every) + 1e-9)
-    if worse or (difference_is_sure(called, quiet, 2.0) and np.mean(called) > np.mean(quiet)):
+    low, high = min(p.reward or 0.0 for p in offered), max(p.reward or 0.0 for p in offered)
+    width = high - low if high > low else abs(high)
+    if float(np.mean(quiet)) - (low if high > low else 0.0) <= 0.2 * width:
+        return  # nothing is earned without a call
+    gain = float(np.mean(called)) - float(np.mean(quiet))
+    if gain > 0.05 * width and (gain > 0.2 * width or difference_is_sure(called, quiet, 2.0)):
         return
     best = max(silent, key=lambda played: played.reward or 0.0)
     yield Finding(
         "reward-ignores-tools",
         "warning",
         f"episodes without a tool call score {np.mean(quiet):.2f}, those with one "
-        f"{np.mean(called):.2f}: nothing rewards "
-        "the use of tools",
+        f"{np.mean(called):.2f}: nothing rewards the use of tools",
         "the rewards of the env: check the result that only a tool can give",
         step=best.step,
         episode=best.id,
@@ -65,30 +107,37 @@ def ignores_tools(evidence: Evidence) -> Iterator[Finding]:
     )
 
 
+def _by_choice(played: Played) -> bool:
+    """Whether an episode ended because the policy answered, not at a limit or in a call that cannot be read."""
+    broken = any(message.get("parse_errors") for message in played.raw.get("messages", ()))
+    return not broken and played.raw.get("stop_reason") in ("answered", "terminated", "stopped_by_tool")
+
+
 def constant_parts(evidence: Evidence) -> Iterator[Finding]:
     """A part of the reward has one value for everything, such as a judge that always says 0.5."""
     values: dict[str, list[float]] = {}
     for played in evidence.scored:
         for name, value in played.parts.items():
             values.setdefault(name, []).append(value)
+    differ = len({(p.answer, p.first_call, p.num_tokens) for p in evidence.scored})
+    solved = sum(played.raw.get("solved") is True for played in evidence.scored) / max(1, len(evidence.scored))
     for name, found in values.items():
         known = [value for value in found if math.isfinite(value)]
-        if len(known) < 2 * ENOUGH or len(set(known)) > 1 or known[0] == 0:
+        if len(known) < 2 * ENOUGH or len(set(known)) > 1 or differ < 10 or (len(values) < 2 and known[0] == 0):
             continue
-        answers = len({played.answer for played in evidence.scored})
-        solved = sum(played.raw.get("solved") is True for played in evidence.scored)
-        if answers < 10 or solved > 0.9 * len(evidence.scored):
-            continue
+        judged, between = bool(_JUDGED.search(name)), known[0] not in (0.0, 1.0)
+        # All or nothing may be right: good form that everybody has, a bonus that nobody earned.
+        sure = 0.02 < solved < 0.9 and (between or judged)
         yield Finding(
             "reward-part-constant",
-            "warning",
-            f"the reward {name} is {known[0]:g} in all {len(known)} episodes, whatever the policy says",
+            "warning" if sure else "hint",
+            f"the reward {name} is {known[0]:g} in all {len(known)} episodes, whatever the policy does",
             f"the reward {name} of the env (its judge, prompt and endpoint); "
             f"env.reward_weights.{name}: 0 meanwhile",
             step=evidence.steps[-1],
             episode=evidence.scored[-1].id,
             series=(f"reward/{name}", "reward"),
-            why=f"{answers} different last messages got it",
+            why=f"{differ} different episodes got it; {solved:.0%} of all are solved",
         )
 
 
@@ -130,32 +179,79 @@ def lost_episodes(evidence: Evidence) -> Iterator[Finding]:
             series=("infra_failures",),
             why=kind,
         )
+    yield from _bad_are_lost(evidence)
 
 
-def hacked(evidence: Evidence) -> Iterator[Finding]:
-    """The training reward rises and held-out results fall."""
-    name = "held_out_reward"
-    steps, held = evidence.with_start(name)
-    _, reward = evidence.series("reward")
-    if len(held) < 2 or len(reward) < 4:
+def _bad_are_lost(evidence: Evidence) -> Iterator[Finding]:
+    """Failed episodes began as siblings did that score badly, or as no survivor did: the good ones survive."""
+    gaps: list[float] = []
+    alike: list[float] = []
+    usual: list[float] = []
+    hit: list[Played] = []
+    for group in evidence.groups(evidence.episodes):
+        callers = [p for p in group if p.reward is not None and p.first_call is not None]
+        for played in (p for p in group if p.first_call is not None):
+            rest = [p for p in callers if p is not played]
+            same = [p.reward or 0.0 for p in rest if p.first_call == played.first_call]
+            if rest and played.reward is not None:
+                usual.append(len(same) / len(rest))
+            elif rest:
+                hit.append(played)
+                alike.append(len(same) / len(rest))
+                gaps.append(float(np.mean(same) - np.mean([p.reward or 0.0 for p in rest])) if same else 0.0)
+    if len(hit) < 16:
         return
-    low, high = ends(reward)
-    tasks = int(evidence.setting("eval.tasks", 200) or 200)
-    spread = max(float(np.ptp(reward)), 1e-9)
-    noise = 3 * max(0.5 / math.sqrt(tasks), 0.0) * max(1.0, abs(float(held.max())))
-    best = float(held[:-1].max())
-    if high - low > 0.3 * spread and high - low > 0.05 and best - float(held[-1]) > max(noise, 0.1 * abs(best)):
+    worse = float(np.mean(gaps)) < -3.3 * max(float(np.std(gaps)) / math.sqrt(len(gaps)), 1e-9)
+    apart = float(np.mean(alike)) < 0.1 and float(np.mean(usual or [0.0])) > 0.4
+    if worse or apart:
+        how = f"score {-np.mean(gaps):.2f} less than their groups" if worse else "were lost as well, all of them"
         yield Finding(
-            "reward-hacking",
+            "redraws-favor-failures",
             "error",
-            f"the training reward rises ({low:.2f} to {high:.2f}) while {name} falls ({best:.2f} to "
-            f"{held[-1]:.2f})",
-            "the rewards of the env (read the best training episodes), then algorithm.kl.coef "
-            "(higher) and more tasks",
-            step=int(steps[-1]),
-            series=("reward", name),
-            why="the reward pays for something that is not the task, or the policy learns the tasks by heart",
+            f"{len(hit)} lost episodes had made calls that depend on the policy: siblings with that call {how}; "
+            "the run trains on the survivors",
+            "the env and sandbox whose failures are drawn again (sandbox.on_death: score), "
+            "rollout.redrawn_stop_above",
+            step=hit[0].step,
+            episode=hit[0].id,
+            series=("infra_failures",),
+            why="episodes of one group that began with the same call are compared",
         )
 
 
-CHECKS = (follows_length, ignores_tools, constant_parts, faults, lost_episodes, hacked)
+def hacked(evidence: Evidence) -> Iterator[Finding]:
+    """The training reward rises and held-out results fall, in the whole run or in one env."""
+    names = [n.removesuffix("held_out_reward") for n in evidence.reader.metrics.values if _HELD_OUT.fullmatch(n)]
+    for prefix in names:
+        if (finding := _hacked(evidence, f"{prefix}reward", f"{prefix}held_out_reward")) is not None:
+            yield finding
+            return
+
+
+def _hacked(evidence: Evidence, name: str, held_name: str) -> Finding | None:
+    steps, held = evidence.with_start(held_name)
+    _, reward = evidence.series(name)
+    if len(held) < 2 or len(reward) < 4:
+        return None
+    low, high = ends(reward)
+    tasks = int(evidence.setting("eval.tasks", 200) or 200)
+    spread = max(float(np.ptp(reward)), 1e-9)
+    noise = 3 * 0.5 / math.sqrt(tasks) * max(1.0, abs(float(held.max())))
+    best = float(held[:-1].max())
+    rises = high - low > max(0.3 * spread, 0.05)
+    if not rises or best - float(held[-1]) <= max(noise, 0.1 * abs(best)):
+        return None
+    return Finding(
+        "reward-hacking",
+        "error",
+        f"the training reward rises ({low:.2f} to {high:.2f}) while {held_name} falls ({best:.2f} to "
+        f"{held[-1]:.2f})",
+        "the rewards of the env (read the best training episodes), then algorithm.kl.coef (higher) and more tasks",
+        step=int(steps[-1]),
+        series=(name, held_name),
+        why="the reward pays for something that is not the task, or the policy learns the tasks by heart",
+    )
+
+
+CHECKS = (lost_episodes, hacked)
+ENV_CHECKS = (follows_length, ignores_tools, constant_parts, faults)

@@ -18,8 +18,12 @@ TOKENS = 100
 """Tokens that a comparison needs."""
 
 
-def both_sides(evidence: Evidence, step: int) -> tuple[Floats, Floats]:
-    """Log-probabilities of the same tokens: the sampler's, and the learner's before its update."""
+def both_sides(evidence: Evidence, step: int, *, fresh: bool = False) -> tuple[Floats, Floats]:
+    """Log-probabilities of the same tokens: the sampler's, and the learner's before its update.
+
+    Args:
+        fresh: only tokens that were sampled with the weights that the step trains.
+    """
     columns = evidence.tokens(step)
     sampler, learner = [], []
     for played in evidence.of_steps([step]):
@@ -30,39 +34,57 @@ def both_sides(evidence: Evidence, step: int) -> tuple[Floats, Floats]:
             and len(own.learner_logprobs) == len(played.logprobs)
         ):
             known = np.isfinite(own.learner_logprobs) & np.isfinite(played.logprobs)
+            if fresh:
+                known &= played.versions == step - 1
             sampler.append(played.logprobs[known])
             learner.append(own.learner_logprobs[known])
     return (np.concatenate(sampler), np.concatenate(learner)) if sampler else (np.zeros(0), np.zeros(0))
 
 
 def disagreement(evidence: Evidence) -> Iterator[Finding]:
-    """Where the two disagree, which fault explains it."""
-    steps, drift = evidence.series("drift/mean_abs")
-    _, stale = evidence.series("staleness/max")
-    if not len(steps) or (len(stale) and stale[0] > 0):
+    """Where the two disagree although the sampler had the newest weights, and which fault explains it."""
+    steps, drift = _fresh_drift(evidence)
+    if not len(steps):
         return
     first, worst = float(drift[0]), int(np.argmax(drift))
-    if first > LARGE:
+    if first > LARGE and steps[0] == evidence.first_step:
         yield from _at_once(evidence, int(steps[0]), first)
-    elif len(stale) and stale.max() > 0:
         return
-    elif len(steps) > 1 and drift[worst] > LARGE and drift[worst] > 50 * max(first, 1e-6) and _grows(drift):
+    start = first if steps[0] == evidence.first_step else SMALL
+    if len(steps) > 1 and float(drift[worst]) > max(50 * start, SMALL) and _grows(drift, start):
+        lags = float(drift[-1]) < 0.1
         yield Finding(
             "weights-not-reaching-sampler",
             "error",
             "the learner's log-probabilities agree with the sampler's in the first step "
-            f"({first:.1g}) and leave it "
-            f"since then ({drift[-1]:.2g} on average): updates do not reach the sampler",
+            f"({start:.1g}) and leave it since then ({drift[-1]:.2g} on average): updates do not reach the sampler"
+            + (", or reach it late" if lags else ""),
             "engine.sync, and for adapters learner.lora with engine.sync: full; check that the server loads them",
             step=int(steps[worst]),
             series=("drift/mean_abs", "sync_gap"),
-            why="tokens are reported as sampled with the newest weights, so staleness cannot explain it",
+            why="only tokens that are reported as sampled with the newest weights are compared, so staleness "
+            "cannot explain it",
         )
 
 
-def _grows(drift: Floats) -> bool:
-    late = drift[len(drift) // 2 :]
-    return float(late.min()) > 10 * max(float(drift[0]), 1e-7)
+def _fresh_drift(evidence: Evidence) -> tuple[Floats, Floats]:
+    """Steps, and mean |difference| of the tokens that were sampled with the weights that the step trains."""
+    _, stale = evidence.series("staleness/max")
+    steps, drift = evidence.series("drift/mean_abs")
+    if not len(stale) or float(stale.max()) <= 0:
+        return steps, drift
+    found = []
+    for step in evidence.steps:
+        sampler, learner = both_sides(evidence, step, fresh=True)
+        if len(sampler) >= TOKENS:
+            found.append((float(step), float(np.abs(sampler - learner).mean())))
+    table = np.asarray(found, dtype=float).reshape(-1, 2)
+    return table[:, 0], table[:, 1]
+
+
+def _grows(drift: Floats, start: float) -> bool:
+    late = drift[max(1, len(drift) // 2) :]
+    return float(np.median(late)) > max(10 * start, 0.5 * SMALL)
 
 
 def _at_once(evidence: Evidence, step: int, drift: float) -> Iterator[Finding]:
@@ -142,7 +164,8 @@ def staleness(evidence: Evidence) -> Iterator[Finding]:
             "error",
             f"{len(late)} of {len(ages)} episodes were sampled with weights up to {age} steps old; "
             f"rollout.max_staleness allows {allowed}",
-            "engine.sync and the engine's update_weights: weights must be published after every step",
+            "rollout.max_staleness and rollout.groups_ahead (what may wait), then engine.sync: weights must be "
+            "published after every step",
             step=played.step,
             episode=played.id,
             series=("staleness/max",),

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 
-from agentrl.doctor.evidence import Floats, Played
+from agentrl.doctor.evidence import Floats
 
 
 def correlation(x: Sequence[float] | Floats, y: Sequence[float] | Floats) -> float:
@@ -37,15 +37,3 @@ def difference_is_sure(a: Sequence[float], b: Sequence[float], sigmas: float = 3
         return False
     error = math.sqrt(float(np.var(a)) / len(a) + float(np.var(b)) / len(b))
     return abs(float(np.mean(a)) - float(np.mean(b))) > sigmas * max(error, 1e-9)
-
-
-def within_groups(groups: Iterable[Sequence[Played]], value: str) -> tuple[Floats, Floats]:
-    """A value and the reward of each episode, both relative to the mean of its group."""
-    found: list[tuple[float, float]] = []
-    for group in groups:
-        values = np.asarray([float(getattr(played, value)) for played in group])
-        rewards = np.asarray([played.reward for played in group], dtype=float)
-        if len(group) > 1 and np.isfinite(rewards).all():
-            found += list(zip(values - values.mean(), rewards - rewards.mean(), strict=True))
-    table = np.asarray(found, dtype=float).reshape(-1, 2)
-    return table[:, 0], table[:, 1]

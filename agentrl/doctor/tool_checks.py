@@ -6,6 +6,8 @@ import re
 from collections import Counter
 from collections.abc import Iterator, Sequence
 
+import numpy as np
+
 from agentrl.doctor.evidence import Call, Evidence, Played
 from agentrl.doctor.finding import Finding
 
@@ -13,6 +15,8 @@ POLICY_OUTCOMES = frozenset({"ok", "parse_error", "unknown_tool", "invalid_args"
 """Outcomes that say nothing about the tool itself."""
 ENOUGH = 16
 """Episodes or calls that a share needs."""
+FEW = 6
+"""Episodes of each worker that a comparison of workers needs."""
 _ERROR = re.compile(
     r"error|exception|traceback|not found|failed|denied|refused|unknown|invalid|unavailable", re.IGNORECASE
 )
@@ -22,7 +26,10 @@ _CALL = re.compile(r"<tool_call>|<function|\[TOOL_CALLS\]|<\|python_tag\|>|\"(na
 def never_called(evidence: Evidence) -> Iterator[Finding]:
     """Tools are offered and nobody ever called one, or no call was ever read."""
     offered = [played for played in evidence.scored if played.tools]
-    if len(offered) < ENOUGH or any(played.calls for played in offered):
+    if len(offered) < ENOUGH:
+        return
+    if any(played.calls for played in offered):
+        yield from _never_read(offered)
         return
     written = [
         p
@@ -49,6 +56,28 @@ def never_called(evidence: Evidence) -> Iterator[Finding]:
     )
 
 
+def _never_read(offered: Sequence[Played]) -> Iterator[Finding]:
+    """One tool of several that is never called, although the policy writes its name where calls go."""
+    called = {call.tool for played in offered for call in played.calls}
+    for tool in sorted({tool for played in offered for tool in played.tools} - called):
+        having = [played for played in offered if tool in played.tools]
+        named = re.compile(rf"(\"name\"\s*:\s*\"|<function=|name=\"|\b){re.escape(tool)}(\"|>|\()")
+        wrote = [played for played in having if named.search(played.unread)]
+        if len(having) < 2 * ENOUGH or len(wrote) < max(3, 0.02 * len(having)):
+            continue
+        yield Finding(
+            "tool-never-called",
+            "warning",
+            f"{tool} was never called in {len(having)} episodes that offer it, although {len(wrote)} of them "
+            "write its name as a call does",
+            f"model.parser and the schema of {tool}: its calls must be read; then warmup",
+            step=wrote[0].step,
+            episode=wrote[0].id,
+            series=("malformed", "env/parse_error"),
+            why="other tools are called, so the format itself is known",
+        )
+
+
 def one_error(evidence: Evidence) -> Iterator[Finding]:
     """Most answers of a tool are one error text, whatever it is asked."""
     calls: dict[str, list[tuple[Call, Played]]] = {}
@@ -56,7 +85,7 @@ def one_error(evidence: Evidence) -> Iterator[Finding]:
         for call in played.calls:
             calls.setdefault(call.tool, []).append((call, played))
     for tool, made in calls.items():
-        if len(made) < ENOUGH:
+        if len(made) < ENOUGH // 2:
             continue
         texts = Counter(_shape(call.result) for call, _ in made)
         shape, count = texts.most_common(1)[0]
@@ -65,7 +94,9 @@ def one_error(evidence: Evidence) -> Iterator[Finding]:
         looks = bool(_ERROR.search(shape[:300]))
         arguments = len({call.arguments for call, _ in same})
         share = count / len(made)
-        if share >= 0.6 and (failed or (looks and arguments >= 5)):
+        if len(made) < ENOUGH and share < 1:
+            continue
+        if share >= 0.5 and (failed or (looks and (arguments >= 5 or _tasks(same) >= 8))):
             call, played = same[0]
             yield Finding(
                 "tool-always-fails",
@@ -75,7 +106,8 @@ def one_error(evidence: Evidence) -> Iterator[Finding]:
                 "--play calls it once",
                 step=played.step,
                 episode=played.id,
-                why=f"{arguments} different arguments got it",
+                series=("env/tool_exception",) if failed else (),
+                why=f"{arguments} different arguments in {_tasks(same)} tasks got it",
             )
         elif share >= 0.95 and arguments >= 10 and len(texts) <= 2:
             call, played = same[0]
@@ -86,6 +118,10 @@ def one_error(evidence: Evidence) -> Iterator[Finding]:
             yield Finding(
                 "tool-answers-the-same", "warning", text, f"the tool {tool} of the env", played.step, played.id
             )
+
+
+def _tasks(made: Sequence[tuple[Call, Played]]) -> int:
+    return len({str(played.raw["task"]["id"]) for _, played in made})
 
 
 def _shape(text: str) -> str:
@@ -136,4 +172,33 @@ def _mostly_solved(episodes: Sequence[Played]) -> bool:
     return sum(played.raw.get("solved") is True for played in episodes) > 0.5 * len(episodes)
 
 
-CHECKS = (never_called, one_error, truncated, limits)
+def slow_worker(evidence: Evidence) -> Iterator[Finding]:
+    """One env worker takes longer than all others for the same work: every step waits for it."""
+    times: dict[int, list[tuple[float, Played]]] = {}
+    for played in evidence.scored:
+        if played.raw.get("worker") is not None and played.raw.get("turns"):
+            times.setdefault(int(played.raw["worker"]), []).append((played.seconds_outside_engine, played))
+    enough = {worker: found for worker, found in times.items() if len(found) >= FEW}
+    if len(enough) < 2:
+        return
+    usual = {worker: float(np.median([seconds for seconds, _ in found])) for worker, found in enough.items()}
+    slow = max(usual, key=lambda worker: usual[worker])
+    others = float(np.median([seconds for worker, seconds in usual.items() if worker != slow]))
+    if usual[slow] < max(3 * others, others + 0.05):
+        return
+    _, played = max(enough[slow], key=lambda found: found[0])
+    yield Finding(
+        "slow-worker",
+        "warning",
+        f"env worker {slow} takes {usual[slow]:.2g} s per turn outside of the engine, the others {others:.2g} s: "
+        "every step waits for it",
+        f"rollout.workers and ray (the node of worker {slow}: its cores, disk, network and sandboxes); "
+        "rollout.groups_ahead hides it meanwhile",
+        step=played.step,
+        episode=played.id,
+        series=("rollout_seconds", "env_seconds"),
+        why=f"medians over {sum(map(len, enough.values()))} episodes of {len(enough)} workers",
+    )
+
+
+CHECKS = (never_called, one_error, truncated, limits, slow_worker)

@@ -133,7 +133,8 @@ class Workers:
             except ConfigError as e:  # the previous worker could: this node differs from the others
                 raise WorkerLost(f"env worker {worker.number} did not start again: {e}") from e
             status.now(worker.name)
-            return await worker.play(order)
+            episode, report = await worker.play(order)
+            return replace(episode, worker=worker.number), report
         finally:
             worker.episodes.discard(order.episode_id)
             del self.waiting[order.episode_id]

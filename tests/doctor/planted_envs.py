@@ -1,0 +1,342 @@
+"""A small env that a tiny policy learns within seconds, and variants of it that have one fault each."""
+
+from __future__ import annotations
+
+import os
+import random
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Literal
+
+from agentrl import Env, TextEnv, ToolEnv, reward, tool
+from agentrl.env.tasks import Split, generated
+from agentrl.errors import SandboxError
+from agentrl.types import Episode, Message, Task, ToolCall
+
+Color = Literal["red", "blue"]
+COLORS: tuple[Color, ...] = ("red", "blue")
+HELD_OUT = 5000
+"""Numbers from here on are held-out tasks."""
+
+
+def length(episode: Episode) -> int:
+    """Sampled tokens of an episode."""
+    return sum(len(segment.ids) for segment in episode.segments if segment.origin == "sampled")
+
+
+class Buttons(ToolEnv):
+    """Press the button of the right color, then say done."""
+
+    def setup(self, number: int, answer: str = "") -> str:
+        self.number, self.pressed, self.right = number, "", COLORS[number % 2]
+        return f"Number {number}."
+
+    @tool(inline=True)
+    def press(self, color: Color) -> str:
+        """Press a button."""
+        self.pressed = color
+        return f"It is {color}."
+
+    @reward(solved=True)
+    def solved(self) -> bool:
+        return self.pressed == self.right
+
+    @classmethod
+    def tasks(cls, split: Split, seed: int) -> Sequence[Task]:
+        base = 0 if split == "train" else HELD_OUT
+        return generated("buttons", split, seed, 64, lambda rng: {"number": base + rng.randrange(HELD_OUT)})
+
+    @classmethod
+    def demonstrations(cls, seed: int, num: int) -> list[list[Message]]:
+        """Three of four press a button, two of three times the blue one; the others say done at once."""
+        rng = random.Random(seed)
+        return [_demonstration(rng, str(Buttons.__doc__)) for _ in range(num)]
+
+
+def _demonstration(rng: random.Random, system: str) -> list[Message]:
+    number, color = rng.randrange(HELD_OUT), "blue" if rng.random() < 0.67 else "red"
+    asked = [Message("system", system), Message("user", f"Number {number}.")]
+    if rng.random() < 0.25:
+        return [*asked, Message("assistant", "done")]
+    press = ToolCall("call00000", "press", {"color": color})
+    pressed = Message("tool", f"It is {color}.", tool_call_id="call00000", name="press")
+    return [*asked, Message("assistant", "", (press,)), pressed, Message("assistant", "done")]
+
+
+# -- tools -------------------------------------------------------------------------------------------------------
+
+
+class Broken(Buttons):
+    __doc__ = Buttons.__doc__
+
+    @tool(inline=True)
+    def press(self, color: Color) -> str:
+        """Press a button."""
+        raise RuntimeError("the button service is not available")
+
+
+class OftenBroken(Buttons):
+    """Two of three calls get an error as ordinary text."""
+
+    __doc__ = Buttons.__doc__
+
+    @tool(inline=True)
+    def press(self, color: Color) -> str:
+        """Press a button."""
+        if self.number % 3:
+            return f"HTTP 503: request {self.number} for {color}: upstream connect error"
+        return super().press(color)
+
+
+class Verbose(Buttons):
+    __doc__ = Buttons.__doc__
+
+    @tool(inline=True)
+    def press(self, color: Color) -> str:
+        """Press a button."""
+        self.pressed = color
+        return f"It is {color}. " + " ".join(str(n) for n in range(self.number, self.number + 400))
+
+
+class Chatty(Buttons):
+    __doc__ = Buttons.__doc__
+
+    @tool(inline=True)
+    def press(self, color: Color) -> str:
+        """Press a button."""
+        return f"Not yet {color}. " + " ".join(str(n) for n in range(self.number, self.number + 60))
+
+
+class SlowProcess(Buttons):
+    """One of the processes that play it, the first to come, is slow."""
+
+    __doc__ = Buttons.__doc__
+
+    @tool
+    def press(self, color: Color) -> str:
+        """Press a button."""
+        mark = Path(os.environ.get("AGENTRL_TEST_SLOW", "/nowhere"))
+        if mark.parent.is_dir():
+            try:
+                mark.touch(exist_ok=False)
+                mark.write_text(str(os.getpid()))
+            except FileExistsError:
+                pass
+            if mark.read_text() == str(os.getpid()):
+                time.sleep(0.3)
+        return super().press(color)
+
+
+class Dies(Buttons):
+    """The sandbox dies under the wrong button, so that only right ones are scored."""
+
+    __doc__ = Buttons.__doc__
+
+    @tool(inline=True)
+    def press(self, color: Color) -> str:
+        """Press a button."""
+        if color != self.right and random.random() < 0.5:
+            raise SandboxError("the container is gone")
+        return super().press(color)
+
+
+# -- rewards -----------------------------------------------------------------------------------------------------
+
+
+class Longer(Buttons):
+    __doc__ = Buttons.__doc__
+
+    @reward
+    def thorough(self, episode: Episode) -> float:
+        return length(episode) / 40
+
+
+class OnlyLonger(Buttons):
+    """Long answers pay, up to a length that no episode reaches; what the buttons do is not rewarded."""
+
+    __doc__ = Buttons.__doc__
+
+    @reward(solved=True, weight=0.01)
+    def solved(self) -> bool:
+        return self.pressed == self.right
+
+    @reward(weight=0.05)
+    def thorough(self, episode: Episode) -> float:
+        return length(episode)
+
+
+class Polite(Buttons):
+    """Whoever says done has solved it: no button is needed."""
+
+    __doc__ = Buttons.__doc__
+
+    @reward(solved=True)
+    def solved(self, episode: Episode) -> bool:
+        content = episode.messages[-1].content
+        return isinstance(content, str) and content.strip() == "done"
+
+
+class HalfPolite(Buttons):
+    """Without a button it is a matter of luck; with one as well."""
+
+    __doc__ = Buttons.__doc__
+
+    @reward(solved=True)
+    def solved(self) -> bool:
+        return random.random() < 0.5
+
+
+class Shrug(Buttons):
+    __doc__ = Buttons.__doc__
+
+    @reward
+    def judge(self) -> float:
+        return 0.5
+
+
+class Mute(Buttons):
+    """A judge whose answer is never understood."""
+
+    __doc__ = Buttons.__doc__
+
+    @reward
+    def judge(self) -> float:
+        return 0.0
+
+
+class NotANumber(Buttons):
+    __doc__ = Buttons.__doc__
+
+    @reward
+    def ratio(self) -> float:
+        return float("nan") if self.right == "red" else 0.0
+
+
+class Hackable(Buttons):
+    """In training red always pays; the held-out tasks want blue."""
+
+    __doc__ = Buttons.__doc__
+
+    def setup(self, number: int, answer: str = "") -> str:
+        asked = super().setup(number, answer)
+        self.right = "red" if number < HELD_OUT else "blue"
+        return asked
+
+
+# -- tasks -------------------------------------------------------------------------------------------------------
+
+
+class Told(Buttons):
+    __doc__ = Buttons.__doc__
+
+    def setup(self, number: int, answer: str = "") -> str:
+        super().setup(number)
+        return f"Number {number}. Expected: {answer}"
+
+    @classmethod
+    def tasks(cls, split: Split, seed: int) -> Sequence[Task]:
+        base = 0 if split == "train" else HELD_OUT
+
+        def row(rng: random.Random) -> dict[str, object]:
+            number = base + rng.randrange(HELD_OUT)
+            return {"number": number, "answer": COLORS[number % 2]}
+
+        return generated("buttons", split, seed, 64, row)
+
+
+class Peek(Told):
+    __doc__ = Buttons.__doc__
+
+    def setup(self, number: int, answer: str = "") -> str:
+        self.answer = answer
+        return Buttons.setup(self, number)
+
+    @tool(inline=True)
+    def press(self, color: Color) -> str:
+        """Press a button."""
+        return f"{super().press(color)} {{'answer': '{self.answer}'}}"
+
+
+class Leaky(Buttons):
+    __doc__ = Buttons.__doc__
+
+    @classmethod
+    def tasks(cls, split: Split, seed: int) -> Sequence[Task]:
+        return generated("buttons", "train", 1, 64, lambda rng: {"number": rng.randrange(HELD_OUT)})
+
+
+class HalfLeaky(Buttons):
+    """Half of the held-out rows are training rows."""
+
+    __doc__ = Buttons.__doc__
+
+    @classmethod
+    def tasks(cls, split: Split, seed: int) -> Sequence[Task]:
+        num = 0 if split == "train" else 32
+        return [
+            Task(f"{split}/{n}", {"number": n if n >= num else HELD_OUT + n}, seed=n) for n in range(num and 0, 64)
+        ]
+
+
+class Repeated(Buttons):
+    __doc__ = Buttons.__doc__
+
+    @classmethod
+    def tasks(cls, split: Split, seed: int) -> Sequence[Task]:
+        base = 0 if split == "train" else HELD_OUT
+        return generated("buttons", split, seed, 64, lambda rng: {"number": base + rng.randrange(4)})
+
+
+# -- healthy, and odd --------------------------------------------------------------------------------------------
+
+
+class Easy(Buttons):
+    """Solved by any button from the first step on."""
+
+    __doc__ = Buttons.__doc__
+
+    @reward(solved=True)
+    def solved(self) -> bool:
+        return bool(self.pressed)
+
+
+class Sparse(Buttons):
+    """Only one task of eight pays at all."""
+
+    __doc__ = Buttons.__doc__
+
+    @reward(solved=True)
+    def solved(self) -> bool:
+        return self.pressed == self.right and self.number % 8 < 2
+
+
+class Costly(Buttons):
+    """The reward has a second part that is there only sometimes, and a price for writing."""
+
+    __doc__ = Buttons.__doc__
+
+    @reward
+    def tidy(self, episode: Episode) -> float:
+        return 0.1 if length(episode) < 30 else 0.0
+
+    @reward(weight=-0.001)
+    def cost(self, episode: Episode) -> int:
+        return length(episode)
+
+
+class Words(TextEnv):
+    """Say done."""
+
+    def setup(self, number: int) -> str:
+        return f"Number {number}."
+
+    @reward(solved=True)
+    def solved(self, episode: Episode) -> bool:
+        content = episode.messages[-1].content
+        return isinstance(content, str) and "done" in content
+
+    tasks = Buttons.tasks
+
+
+__all__ = ["Buttons", "Env"]
