@@ -95,7 +95,8 @@ def too_fast(evidence: Evidence) -> Iterator[Finding]:
     if next(iter(wrong_sign(evidence)), None) is not None:
         return
     best, last = float(reward.max()), float(reward[-max(1, len(reward) // 4) :].mean())
-    fell = float(reward[:2].mean()) - last > 0.5 * max(float(np.ptp(reward)), 1e-9) and best - last > 0.15
+    early = float(reward[: max(2, len(reward) // 4)].max())
+    fell = early - last > 0.5 * max(float(np.ptp(reward)), 1e-9) and best - last > 0.15
     at = int(np.argmax(reward))
     torn = len(kl) == len(steps) and float(kl.max()) > 1.0
     jumped = float(np.abs(np.diff(np.log(np.maximum(entropy, 1e-6)))).max()) > 1.6

@@ -87,9 +87,9 @@ def one_error(evidence: Evidence) -> Iterator[Finding]:
     for tool, made in calls.items():
         if len(made) < ENOUGH // 2:
             continue
-        texts = Counter(_shape(call.result) for call, _ in made)
+        texts = Counter(_shape(call) for call, _ in made)
         shape, count = texts.most_common(1)[0]
-        same = [(call, played) for call, played in made if _shape(call.result) == shape]
+        same = [(call, played) for call, played in made if _shape(call) == shape]
         failed = sum(call.outcome not in POLICY_OUTCOMES for call, _ in same) > 0.5 * count
         looks = bool(_ERROR.search(shape[:300]))
         arguments = len({call.arguments for call, _ in same})
@@ -124,9 +124,12 @@ def _tasks(made: Sequence[tuple[Call, Played]]) -> int:
     return len({str(played.raw["task"]["id"]) for _, played in made})
 
 
-def _shape(text: str) -> str:
-    """A text without what varies from call to call: numbers, addresses, quoted parts."""
-    return re.sub(r"0x[0-9a-f]+|\d+|'[^']*'|\"[^\"]*\"", "#", text.strip())[:500]
+def _shape(call: Call) -> str:
+    """A result without what varies from call to call: arguments, numbers, addresses, quoted parts."""
+    text = call.result.strip()[:500]
+    for value in re.findall(r'"([^"\\]{2,})"', call.arguments):
+        text = text.replace(value, "#")
+    return re.sub(r"0x[0-9a-f]+|\d+|'[^']*'|\"[^\"]*\"", "#", text)
 
 
 def truncated(evidence: Evidence) -> Iterator[Finding]:

@@ -331,6 +331,9 @@ class Words(TextEnv):
     def setup(self, number: int) -> str:
         return f"Number {number}."
 
+    def reply(self, text: str) -> None:
+        return None
+
     @reward(solved=True)
     def solved(self, episode: Episode) -> bool:
         content = episode.messages[-1].content

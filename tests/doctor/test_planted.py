@@ -6,7 +6,16 @@ from pathlib import Path
 
 import pytest
 
+from tests.doctor.healthy import HEALTHY, Healthy
 from tests.doctor.planted import FAULTS, Planted, cold_start
+from tests.doctor.variants import VARIANTS
+
+LIVE = {"wrong parser": "no tool was called", "tool answers are one error": "are the same error"}
+"""Faults that a run notes after its first step."""
+ODD = ("solved from the first step", "one of two envs without tools", "one step off", "LoRA")
+"""Healthy runs that are played here; bench/doctor.py plays all."""
+CLOTHES = ("two of three answers are an error text", "judge is always 0", "learning rate x30", "temperature 1.3")
+"""The same of the variants."""
 
 
 @pytest.fixture(scope="module")
@@ -26,3 +35,24 @@ def test_a_planted_fault_is_named(fault: Planted, policy: Path, tmp_path: Path):
     for finding in found:
         assert finding.setting
         assert finding.step or finding.series or finding.why
+    if fault.title in LIVE:
+        noted = (tmp_path / "run" / "events.log").read_text().splitlines()
+        assert any(" step 1: error: " in line and LIVE[fault.title] in line for line in noted)
+
+
+@pytest.mark.parametrize(
+    "fault", [v for v in VARIANTS if v.title in CLOTHES], ids=lambda f: f.title.replace(" ", "-")
+)
+def test_a_fault_in_other_clothes_is_named(fault: Planted, policy: Path, tmp_path: Path):
+    found = fault.play(policy, tmp_path)
+    assert fault.named(found), [finding.line() for finding in found]
+
+
+@pytest.mark.parametrize("run", [h for h in HEALTHY if h.title in ODD], ids=lambda h: h.title.replace(" ", "-"))
+def test_an_odd_but_healthy_run_has_no_finding_above_a_hint(run: Healthy, policy: Path, tmp_path: Path):
+    assert [finding.line() for finding in run.play(policy, tmp_path)] == []
+    assert len(list((tmp_path / "run" / "episodes").iterdir())) == run.changes["steps"]
+
+
+def test_twenty_healthy_runs_are_listed():
+    assert len({run.title for run in HEALTHY}) == 20

@@ -1,0 +1,71 @@
+"""The faults of the list in other clothes: milder, partial, or with another cause."""
+
+from __future__ import annotations
+
+import functools
+
+from tests.doctor.planted import Planted, learner_made, mask_shifted, weights_kept
+
+_drift = {"drift_gate": {"mean_abs": None}}
+_make = functools.partial
+VARIANTS = (
+    Planted(
+        1,
+        "weights one update late",
+        ("weights-not-reaching-sampler",),
+        "engine.sync",
+        changes={"optim": {"lr": 2e-3}, "algorithm": _drift, "steps": 8},
+        inject=_make(weights_kept, 1),
+    ),
+    Planted(
+        1,
+        "weights never reach, asynchronous",
+        ("weights-not-reaching-sampler",),
+        "engine.sync",
+        changes={"optim": {"lr": 3e-3}, "algorithm": _drift, "steps": 10, "rollout": {"max_staleness": 1}},
+        inject=weights_kept,
+    ),
+    Planted(
+        1,
+        "adapter never reaches",
+        ("weights-not-reaching-sampler",),
+        "engine.sync",
+        changes={"optim": {"lr": 1e-2}, "algorithm": _drift, "steps": 8, "learner": {"lora": {"rank": 4}}},
+        inject=weights_kept,
+    ),
+    Planted(
+        3, "two of three answers are an error text", ("tool-always-fails",), "press", "OftenBroken", {"steps": 3}
+    ),
+    Planted(4, "loss mask shifted by two", ("tokens-shifted",), "loss mask", inject=_make(mask_shifted, 2)),
+    Planted(6, "reward is luck", ("reward-ignores-tools",), "reward", "HalfPolite", {"steps": 6}),
+    Planted(7, "judge is always 0", ("reward-part-constant",), "judge", "Mute"),
+    Planted(10, "half of held-out leaked", ("held-out-leak",), "data.held_out", "HalfLeaky"),
+    Planted(
+        13,
+        "learning rate x30",
+        ("learning-rate-too-high",),
+        "optim.lr",
+        changes={"steps": 10, "optim": {"lr": 3e-2}},
+    ),
+    Planted(
+        13,
+        "learning rate /30",
+        ("learning-rate-too-low",),
+        "optim.lr",
+        changes={"steps": 10, "optim": {"lr": 3e-5}},
+    ),
+    Planted(
+        14,
+        "temperature 0.8",
+        ("temperature-mismatch",),
+        "rollout.temperature",
+        inject=_make(learner_made, temperature=0.8),
+    ),
+    Planted(
+        14,
+        "temperature 1.3",
+        ("temperature-mismatch",),
+        "rollout.temperature",
+        inject=_make(learner_made, temperature=1.3),
+    ),
+)
