@@ -13,7 +13,7 @@ quick: $(VENV)/.dev  ## the edit loop, under a minute: lint what changed, import
 	PATH="$(CURDIR)/$(BIN):$$PATH" scripts/quick
 
 JOBS ?= 2
-test: $(VENV)/.dev $(VENV)/inspect/.done $(VENV)/openenv/.done $(VENV)/trackio/.done  ## the whole test suite, in JOBS processes; the tests of a file stay together
+test: $(VENV)/.dev $(VENV)/inspect/.done $(VENV)/openenv/.done $(VENV)/trackio/.done $(VENV)/verifiers/.done  ## the whole test suite, in JOBS processes; the tests of a file stay together
 	$(BIN)/python -m pytest -n $(JOBS) --dist loadfile
 
 lint: $(VENV)/.dev  ## format, lint, types, imports
@@ -54,6 +54,12 @@ $(VENV)/inspect/.done:
 $(VENV)/trackio/.done:
 	$(PYTHON) -m venv $(VENV)/trackio
 	$(VENV)/trackio/bin/python -m pip --disable-pip-version-check install -q trackio==0.43.0
+	touch $@
+
+# verifiers pins other versions of mcp and openai than ours.
+$(VENV)/verifiers/.done:
+	$(PYTHON) -m venv $(VENV)/verifiers
+	$(VENV)/verifiers/bin/python -m pip --disable-pip-version-check install -q verifiers==0.4.0
 	touch $@
 
 $(VENV)/.docs: $(VENV)/.train

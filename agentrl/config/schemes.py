@@ -94,6 +94,11 @@ SCHEMES: Mapping[str, EnvScheme] = {
         ("textarena",),
         "'agentrl-train[textarena]'",
     ),
+    "verifiers": EnvScheme(
+        "agentrl.envs.others.verifiers:Verifiers",
+        "ID",
+        "tasksets of verifiers, in a Python that has it, e.g. verifiers:gsm8k-v1",
+    ),
 }
 """The adapters by scheme; each is imported when it is used."""
 
