@@ -22,6 +22,10 @@ MOST_STEPS = 10
 """Steps whose episodes are read, spread over the run."""
 MOST_EPISODES = 512
 """Episodes read of each."""
+MOST_TOKENS = 200_000
+"""Tokens after which no more episodes of a step are read: long ones take time and memory, and fewer suffice."""
+FEWEST = 64
+"""Episodes of a step that are read however long they are."""
 
 Floats = NDArray[np.float64]
 
@@ -276,9 +280,11 @@ class Evidence:
 
     def _of(self, step: int) -> Iterator[Played]:
         try:
+            tokens = 0
             for number, record in enumerate(self.reader.records(step)):
-                if number >= MOST_EPISODES:
+                if number >= MOST_EPISODES or (tokens > MOST_TOKENS and number >= FEWEST):
                     return
+                tokens += sum(len(segment["ids"]) for segment in record["episode"].get("segments", ()))
                 if not record.get("set_aside") and not record.get("baseline"):
                     yield Played(step, int(record["group"]), record.get("advantages") or (), record["episode"])
         except CheckpointError:

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Literal
 
-from agentrl import Env, TextEnv, ToolEnv, reward, tool
+from agentrl import TextEnv, ToolEnv, reward, tool
 from agentrl.env.tasks import Split, generated
 from agentrl.errors import SandboxError
 from agentrl.types import Episode, Message, Task, ToolCall
@@ -273,10 +273,8 @@ class HalfLeaky(Buttons):
 
     @classmethod
     def tasks(cls, split: Split, seed: int) -> Sequence[Task]:
-        num = 0 if split == "train" else 32
-        return [
-            Task(f"{split}/{n}", {"number": n if n >= num else HELD_OUT + n}, seed=n) for n in range(num and 0, 64)
-        ]
+        new = 32 if split == "held_out" else 0
+        return [Task(f"{split}/{n}", {"number": HELD_OUT + n if n < new else n}, seed=n) for n in range(64)]
 
 
 class Repeated(Buttons):
@@ -340,6 +338,3 @@ class Words(TextEnv):
         return isinstance(content, str) and "done" in content
 
     tasks = Buttons.tasks
-
-
-__all__ = ["Buttons", "Env"]
