@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 
 import numpy as np
 import torch
@@ -11,7 +12,7 @@ from torch import Tensor
 
 from agentrl.errors import ConfigError
 from agentrl.learner.attention.packed import Spans
-from agentrl.learner.prefix_tree import prefix_tree, tree_size
+from agentrl.learner.prefix_tree import TreeSize, common, prefix_tree, tree_size
 from agentrl.types import Sample
 
 
@@ -114,8 +115,8 @@ def micro_batches(samples: Sequence[Sample], max_tokens: int) -> list[list[Sampl
 def _fitting(group: Sequence[Sample], max_tokens: int) -> Iterable[tuple[int, list[Sample]]]:
     """The group in parts of whole episodes that fit, with the packed size of each.
 
-    Episodes that began alike are neighbors in lexicographic order. Of all ways to cut that order into parts that
-    fit, dynamic programming finds the one with the fewest tokens.
+    Episodes that began alike are neighbors in lexicographic order. A part takes as many as fit and ends, in its last
+    quarter, where the neighbors have least in common.
     """
     whole = packed_size(group)
     if whole <= max_tokens:
@@ -125,29 +126,35 @@ def _fitting(group: Sequence[Sample], max_tokens: int) -> Iterable[tuple[int, li
     for sample in group:
         episodes.setdefault(sample.episode_id, []).append(sample)
     ordered = sorted(episodes.items(), key=lambda item: min(row.ids for row in item[1]))
-    best = [(0, 0, 0)] + [(1 << 62, 0, 0)] * len(
-        ordered
-    )  # tokens of what is before, its last part's start and size
-    for start in range(len(ordered)):
-        taken: list[Sample] = []
-        for stop in range(start + 1, len(ordered) + 1):
-            name, rows = ordered[stop - 1]
-            taken += rows
-            size = packed_size(taken)
-            if size > max_tokens:
-                if stop == start + 1:
-                    raise ConfigError(
-                        f"episode {name} has {size} tokens, more than learner.tokens_per_micro_batch = "
-                        f"{max_tokens}: raise it, or lower rollout.token_budget"
-                    )
-                break
-            if best[start][0] + size < best[stop][0]:
-                best[stop] = (best[start][0] + size, start, size)
-    stop = len(ordered)
-    while stop:
-        _, start, size = best[stop]
-        yield size, [row for _, rows in ordered[start:stop] for row in rows]
-        stop = start
+    firsts = [np.asarray(min(row.ids for row in rows)) for _, rows in ordered]
+    shared = [0, *(common(a, b) for a, b in pairwise(firsts))]  # of each with its neighbor before
+    start = 0
+    while start < len(ordered):
+        sizes = _sizes(ordered[start:], max_tokens)
+        if not sizes:
+            name, rows = ordered[start]
+            raise ConfigError(
+                f"episode {name} has {packed_size(rows)} tokens, more than learner.tokens_per_micro_batch = "
+                f"{max_tokens}: raise it, or lower rollout.token_budget"
+            )
+        stop = start + len(sizes)
+        if stop < len(ordered):
+            late = range(stop, start + max(1, 3 * len(sizes) // 4) - 1, -1)
+            stop = min(late, key=lambda place: shared[place])
+        yield sizes[stop - start - 1], [row for _, rows in ordered[start:stop] for row in rows]
+        start = stop
+
+
+def _sizes(ordered: Sequence[tuple[str, Sequence[Sample]]], max_tokens: int) -> list[int]:
+    """The packed sizes of the first episode, the first two, and so on, as long as they fit."""
+    tree, sizes = TreeSize(), list[int]()
+    for _, rows in ordered:
+        for row in rows:
+            tree.add(row.ids)
+        if tree.tokens > max_tokens:
+            break
+        sizes.append(tree.tokens)
+    return sizes
 
 
 def packed_size(rows: Sequence[Sample]) -> int:

@@ -7,6 +7,7 @@ computes each shared token once, with the gradients of all rows flowing through 
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -84,6 +85,22 @@ def tree_size(rows: Sequence[Row]) -> int:
     ordered = [np.asarray(row) for row in sorted(rows)]
     shared = sum(common(a, b) for a, b in pairwise(ordered))
     return sum(map(len, ordered)) - shared
+
+
+class TreeSize:
+    """The number of tokens in a prefix tree that grows row by row."""
+
+    def __init__(self) -> None:
+        self.tokens = 0
+        self._rows: list[Row] = []
+
+    def add(self, row: Row) -> None:
+        """Add a row: what its neighbors in lexicographic order begin with is there already."""
+        place = bisect_left(self._rows, row)
+        ids = np.asarray(row)
+        near = self._rows[max(0, place - 1) : place + 1]
+        self.tokens += len(row) - max((common(np.asarray(other), ids) for other in near), default=0)
+        self._rows.insert(place, row)
 
 
 def common(a: Ids, b: Ids) -> int:

@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM
 from agentrl.learner.logprobs import token_stats
 from agentrl.learner.pack import micro_batches, pack, packed_size
 from agentrl.learner.policy_model import load_policy
-from agentrl.learner.prefix_tree import Span, Tree, prefix_tree, tree_size
+from agentrl.learner.prefix_tree import Span, Tree, TreeSize, common, prefix_tree, tree_size
 from agentrl.types import Sample
 from bench.families import Family, config_of
 from bench.tree import nothing_shared
@@ -41,6 +41,10 @@ def test_it_has_each_beginning_of_a_row_once(seed: int):
         assert tuple(tree.ids_T[tree.positions(number)].tolist()) == row
     beginnings = {row[:n] for row in rows for n in range(1, len(row) + 1)}
     assert len(tree.ids_T) == len(beginnings) == tree_size(rows)
+    growing = TreeSize()
+    for row in rows:
+        growing.add(row)
+    assert growing.tokens == len(beginnings)
     assert [at for s in tree.spans for at in range(s.at, s.at + s.length)] == list(range(len(tree.ids_T)))
 
 
@@ -91,6 +95,20 @@ def test_a_group_is_cut_where_its_episodes_share_least():
         ["e1", "e3", "e5", "e7"],
     ]
     assert [packed_size(part) for part in parts] == [family, family]
+
+
+def test_many_episodes_of_one_group_are_cut_quickly():
+    """As demonstrations are, which have no groups: each row is looked at a few times, not once for each other."""
+    rng = random.Random(0)
+    rows = [
+        make_sample([7] * 90 + [rng.randrange(300) for _ in range(60)], {100}, episode=f"e{n}") for n in range(700)
+    ]
+    with patch("agentrl.learner.prefix_tree.common", wraps=common) as compared:
+        parts = micro_batches(rows, 4000)
+    assert compared.call_count < 8 * len(rows)
+    assert sum(len(part) for part in parts) == len(rows)
+    assert max(packed_size(part) for part in parts) <= 4000
+    assert len(parts) <= 14
 
 
 def test_no_part_is_larger_than_allowed_and_none_is_lost():
