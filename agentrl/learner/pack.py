@@ -115,8 +115,8 @@ def micro_batches(samples: Sequence[Sample], max_tokens: int) -> list[list[Sampl
 def _fitting(group: Sequence[Sample], max_tokens: int) -> Iterable[tuple[int, list[Sample]]]:
     """The group in parts of whole episodes that fit, with the packed size of each.
 
-    Episodes that began alike are neighbors in lexicographic order. A part takes as many as fit and ends, in its last
-    quarter, where the neighbors have least in common.
+    Episodes that began alike are neighbors in lexicographic order. A part takes as many as fit and ends, in its
+    last quarter, where the neighbors have least in common.
     """
     whole = packed_size(group)
     if whole <= max_tokens:
