@@ -13,7 +13,10 @@ import json
 import random
 import time
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
+
+from reach_apart import APART
 
 from agentrl.env.load import load_env
 from agentrl.env.play import Policy, ScriptedPolicy, play
@@ -270,10 +273,11 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="under a minute")
     args = parser.parse_args()
     ours = 0
-    for name in args.names or ECOSYSTEMS:
-        module, run = ECOSYSTEMS[name]
-        if importlib.util.find_spec(module) is None:
-            print(f"{name:<16} not installed")
+    for name in args.names or [*ECOSYSTEMS, *APART]:
+        needed, run = ECOSYSTEMS[name] if name in ECOSYSTEMS else APART[name]
+        found = needed.exists() if isinstance(needed, Path) else importlib.util.find_spec(needed) is not None
+        if not found:
+            print(f"{name:<16} skipped: {needed} is not installed")
             continue
         start = time.perf_counter()
         agreed, count = run(100 if args.quick else 400)
