@@ -1,4 +1,4 @@
-"""How many ecosystems' own scores our adapters reproduce: `python bench/reach.py [--quick] [NAME ...]`.
+"""How many ecosystems' own scores our adapters reproduce: `python -m bench.reach [--quick] [NAME ...]`.
 
 Each ecosystem is played by scripted, random and, where it has one, oracle policies: through our adapter, 64
 episodes at a time, and directly with the ecosystem's package, one at a time. It counts if every reward agrees.
@@ -16,11 +16,10 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from reach_apart import APART
-
 from agentrl.env.load import load_env
 from agentrl.env.play import Policy, ScriptedPolicy, play
 from agentrl.types import Episode, Task
+from bench.reach_apart import APART
 
 GOAL = 8
 """Ecosystems that should agree."""

@@ -1,7 +1,7 @@
 """Shared tokens computed once: the learner's update on episodes that rewrite their history.
 
     pip install -e '.[train]'
-    python bench/tree.py [--quick] [--json FILE]
+    python -m bench.tree [--quick] [--json FILE]
 
 Each episode has 20 turns of `history: fork`: the policy thinks, answers, and its thinking is dropped from the
 history, so every turn is a separate row with the same prompt and the answers before it. One step is taken

@@ -410,17 +410,20 @@ class Box:
 
         All sessions end. Names, contents, modes, modification times and links are restored from the snapshot.
         """
+        entries = _entries(to) if to is not None else []
         async with self._lock:
             await self._destroy()
             self._dead = None
             await self.start()
             await self._wake()
-        if to is not None:
-            await self.load(to)
+        await self._load(entries)
 
     async def load(self, files: BoxSnapshot) -> None:
         """Write the files of a snapshot into the home directory; it may be of another sandbox."""
-        if entries := trees.read(files.data, max_bytes=len(files.data), max_files=len(files.data)):
+        await self._load(_entries(files))
+
+    async def _load(self, entries: Sequence[trees.Entry]) -> None:
+        if entries:
             self._used = True  # programs may have left files in it
             await self._unpack(self.home, entries)
 
@@ -470,3 +473,8 @@ class Box:
 
     async def __aexit__(self, *_: object) -> None:
         await self.close()
+
+
+def _entries(files: BoxSnapshot) -> list[trees.Entry]:
+    """The files of a snapshot. Raises OSError if it is malformed."""
+    return trees.read(files.data, max_bytes=len(files.data), max_files=len(files.data))

@@ -67,7 +67,7 @@ def test_a_model_is_counted_from_its_config(tmp_path, name, parameters, block, k
 def test_what_the_backward_pass_keeps_is_as_measured(tmp_path: Path):
     directory = write_model(tmp_path, seed=0, hidden=64, layers=4)
     policy = load_policy(directory, torch.device("cpu"))
-    packed = pack([make_sample([*range(1, 90), i], {89}, episode=str(i), group=i) for i in range(8)])
+    packed = pack([make_sample([90 - i, *range(1, 89), i], {89}, episode=str(i), group=i) for i in range(8)])
     weights = {p.untyped_storage().data_ptr() for p in policy.parameters()}
     kept: dict[int, int] = {}
 
