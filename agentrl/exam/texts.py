@@ -114,7 +114,7 @@ CONSTANTS = (
 """Answers that ignore the task; one of them may be right by chance, but not for nearly every task."""
 
 STUFFED = (
-    " ".join(map(str, range(-20, 201))),
+    " ".join(map(str, range(-20, 1001))),
     "yes no true false A B C D E a b c d e 0 1 2 3 4 5 6 7 8 9 10 None correct incorrect valid invalid",
 )
 """Answers that list many candidates."""

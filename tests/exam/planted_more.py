@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import random
+import re
 import tempfile
 import time
 import uuid
@@ -203,6 +204,14 @@ class WrongOracleTool(Vault):
     @classmethod
     def oracle(cls, task):
         return ScriptedPolicy(["I would call submit."])
+
+
+class AnyNumber(Sums):
+    """An answer may list numbers up to 1000."""
+
+    @reward(solved=True)
+    def correct(self, episode) -> float:
+        return float(str(self.a + self.b) in re.findall(r"\d+", final_answer(episode)))
 
 
 FAULTS = {

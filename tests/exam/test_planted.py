@@ -10,6 +10,7 @@ from agentrl.exam.sitting import examine
 from tests.exam.healthy import HEALTHY
 from tests.exam.planted import FAULTS, BlockingTool, SlowTool
 from tests.exam.planted_more import FAULTS as MORE
+from tests.exam.planted_more import AnyNumber
 
 SLOW = {SlowTool, BlockingTool}
 
@@ -41,6 +42,12 @@ def test_the_planted_fault_is_found(faulty):
 def test_a_fault_written_in_another_way_is_found(faulty):
     result = exam(f"{faulty.__module__}:{faulty.__name__}")
     assert {f.check for f in result.at_least(Level.ERROR)} & set(MORE[faulty]), result.findings
+
+
+@pytest.mark.timeout(120)
+def test_listing_hundreds_of_numbers_is_a_warning():
+    result = exam(f"{AnyNumber.__module__}:{AnyNumber.__name__}")
+    assert "search" in {f.check for f in result.at_least(Level.WARNING)}, result.findings
 
 
 @pytest.mark.timeout(60)
