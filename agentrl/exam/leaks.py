@@ -26,6 +26,7 @@ _LABEL = re.compile(
     r"\W{0,4}(?:(?:is|was|equals|for \w+|=|value|the)\W{1,3}){0,2}\W{0,3}$",
     re.I,
 )
+_FILE_NAME = re.compile(r"[\w-][\w.-]*\.(?!\d+\b)\w{1,5}\b")
 NUM_SNOOPED = 6
 
 
@@ -122,6 +123,21 @@ def examine_prompt(result: ExamResult, answers: Sequence[Answer]) -> None:
         choices = all(_is_choice(a) for a in long)
         if not choices:
             result.add("leak", Level.ERROR, "the schemas of the tools contain the answer of their task")
+    elif table := _table(answers):
+        text = f"the schemas of the tools contain the answers of {len(table)} of {len(answers)} tasks"
+        result.add("leak", Level.ERROR, text, [answer.task.id for answer in table])
+
+
+def _table(answers: Sequence[Answer]) -> list[Answer]:
+    """The tasks whose answer stands in the schemas, which all tasks share, if those of half of the tasks do."""
+    found = [
+        a
+        for a in answers
+        if any(len(t) >= 2 and places(a.schemas, t) and not places(a.prompt, t) for t in a.texts)
+        and not _is_choice(a)
+    ]
+    distinct = {a.texts for a in found}
+    return found if len(distinct) >= NUM_SNOOPED and 2 * len(found) >= len(answers) else []
 
 
 def _is_choice(answer: Answer) -> bool:
@@ -200,6 +216,61 @@ def snoop_arguments(tool: ToolSchema) -> list[Mapping[str, object]]:
     return [arguments_with(tool, text) for text in texts]
 
 
+def exploring(tools: Sequence[ToolSchema], needed: set[str]) -> MakePolicy:
+    """Calls each tool that takes no text, then asks those that no solution needs for the file names that came
+    back."""
+    lists = [tool for tool in tools if not any(is_text(part) for part in parameters_of(tool).values())]
+    reads = [tool for tool in tools if tool not in lists and tool["function"]["name"] not in needed]
+
+    def make(env: Env, task: Task) -> Policy:
+        first = [(tool, "") for tool in lists]
+        asked: list[tuple[ToolSchema, str]] = []
+        listed = False
+
+        def policy(messages: Sequence[Message]) -> Message:
+            nonlocal listed
+            if first:
+                tool, text = first.pop(0)
+                return call(tool["function"]["name"], **arguments_with(tool, text))
+            if not listed:
+                listed = True
+                said = "\n".join(plain_text(m.content) for m in messages if m.role == "tool")
+                names = list(dict.fromkeys(_FILE_NAME.findall(said)))[:NUM_SNOOPED]
+                asked.extend((tool, name) for name in names for tool in reads)
+            if not asked:
+                return say("")
+            tool, text = asked.pop(0)
+            return call(tool["function"]["name"], **arguments_with(tool, text))
+
+        return policy
+
+    return make
+
+
+async def examine_files(
+    result: ExamResult, arena: Arena, answers: Sequence[Answer], tools: Sequence[ToolSchema], needed: set[str]
+) -> None:
+    """Read the files that a tool lists: does one that no solution needs hold the answers?"""
+    some = list(answers[:NUM_SNOOPED])
+    plan = [("reading the files that a tool lists", a.task, exploring(tools, needed)) for a in some]
+    played = await arena.all_of(plan, max_turns=len(tools) * (NUM_SNOOPED + 1) + 1)
+    holds: dict[tuple[str, str], list[str]] = {}
+    for answer, episode in zip(some, played, strict=True):
+        for turn in episode.episode.turns if episode.episode is not None else ():
+            for made in turn.message.tool_calls:
+                said = "\n".join(plain_text(message.content) for message in turn.observation)
+                named = next(
+                    (v for v in made.arguments.values() if isinstance(v, str) and _FILE_NAME.match(v)), ""
+                )
+                if named and made.name not in needed and any(len(t) > 1 and places(said, t) for t in answer.texts):
+                    holds.setdefault((made.name, named), []).append(answer.task.id)
+    for (name, file), tasks in holds.items():
+        if len(tasks) >= max(2, 0.8 * len(some)):
+            level = Level.ERROR if _asks_for_answer(file) else Level.WARNING
+            text = f"{name} reads {file!r}, which a tool lists and no solution needs; it holds the answers"
+            result.add("leak", level, f"{text} of {len(tasks)} of {len(some)} tasks", tasks)
+
+
 async def examine_tools(
     result: ExamResult,
     arena: Arena,
@@ -215,6 +286,7 @@ async def examine_tools(
         for turn in p.episode.turns
         for made in turn.message.tool_calls
     }
+    await examine_files(result, arena, answers, tools[:12], needed)
     some = list(answers[:NUM_SNOOPED])
     for tool in tools[:12]:
         name = tool["function"]["name"]

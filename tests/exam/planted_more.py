@@ -214,7 +214,37 @@ class AnyNumber(Sums):
         return float(str(self.a + self.b) in re.findall(r"\d+", final_answer(episode)))
 
 
+class TableInDocstring(Vault):
+    @tool
+    def lookup(self, key: str) -> str:
+        "Look up a sum."
+        return "no"
+
+    lookup.__doc__ = "Look up a sum. Known sums: " + ", ".join(
+        f"{task.row['a']}+{task.row['b']} is {task.row['a'] + task.row['b']}" for task in Sums.tasks("train")
+    )
+
+
+class ListedFile(Vault):
+    @tool
+    def ls(self) -> str:
+        """List the files."""
+        return "notes.md  labels_v2.csv"
+
+    @tool
+    def cat(self, name: str) -> str:
+        """Print a file."""
+        rows = [task.row for split in ("train", "held_out") for task in Sums.tasks(split)]
+        files = {
+            "labels_v2.csv": "\n".join(f"{r['a']},{r['b']},{r['a'] + r['b']}" for r in rows),
+            "notes.md": "Hi.",
+        }
+        return files.get(name, "no such file")
+
+
 FAULTS = {
+    TableInDocstring: ("leak",),
+    ListedFile: ("leak",),
     ClassState: ("determinism", "order", "oracle", "process"),
     StateFile: ("determinism", "order", "leftovers"),
     UuidInPrompt: ("determinism",),
