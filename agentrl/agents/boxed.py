@@ -128,7 +128,7 @@ class BoxedAgent:
             SandboxError: the sandbox is gone.
         """
         gate = EpisodeGate(self.app, urlsplit(access.base_url).path, access.api_key)
-        async with _socket(gate) as folder, _new_box(self.spec, folder) as box:
+        async with episode_socket(gate) as folder, _new_box(self.spec, folder) as box:
             if task.box is not None:
                 await box.load(await task.box.snapshot())
             order = json.dumps(self._order(task, access, f"{folder}/s"), default=str).encode()
@@ -153,7 +153,7 @@ class BoxedAgent:
 
 
 @contextlib.asynccontextmanager
-async def _socket(gate: EpisodeGate) -> AsyncIterator[str]:
+async def episode_socket(gate: EpisodeGate) -> AsyncIterator[str]:
     """Serve an episode on a Unix socket; yields the folder that holds it."""
     with tempfile.TemporaryDirectory(prefix="agentrl-") as folder:
         os.chmod(folder, 0o755)

@@ -7,6 +7,7 @@ import shutil
 import socket
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,11 +15,12 @@ import openai
 import pytest
 
 from agentrl import ToolEnv, reward
-from agentrl.agents.boxed import BoxedAgent, box_spec
+from agentrl.agents.boxed import BoxedAgent, EpisodeGate, box_spec, episode_socket
 from agentrl.agents.player import AgentPlayer
 from agentrl.agents.recorder import Recorder
 from agentrl.chat.template import Renderer
 from agentrl.config.run import AgentConfig
+from agentrl.envs import files
 from agentrl.envs.calculator.env import Calculator
 from agentrl.errors import ConfigError
 from agentrl.rollout.limits import EpisodeLimits
@@ -199,20 +201,42 @@ for base, key in [(root + "{other}", "{key}"), (root + "/{key}/v1", "{key}"), (r
         assert error.code in (401, 404), error.code
 """,
     "other sockets of the recorder": """
-import glob
+import glob, socket
 ask()
-if [path for path in glob.glob("/tmp/agentrl-*/s") if os.access(path, os.R_OK)][1:]:
-    open("note.txt", "w").write("from the env: 11")
+found = glob.glob("/tmp/agentrl-*/s") + ["{socket}"]
+print(len(found))
+for path in found:
+    try:
+        with socket.socket(socket.AF_UNIX) as there:
+            there.connect(path)
+            there.sendall(b"GET /v1/models HTTP/1.1\\r\\nHost: a\\r\\nAuthorization: Bearer {key}\\r\\n\\r\\n")
+            if there.recv(64).split()[1] == b"200":
+                open("note.txt", "w").write("from the env: 11")
+    except OSError:
+        pass
+""",
+    "odd paths": """
+ask()
+import http.client
+for path in ("/../episodes", "/%2e%2e/episodes", "//episodes", "{other}/models", "/v1/../..{other}/models"):
+    there = http.client.HTTPConnection(os.environ["OPENAI_BASE_URL"].split("/")[2])
+    there.request("GET", path, headers={"Authorization": "Bearer {key}"})
+    if there.getresponse().status == 200:
+        open("note.txt", "w").write("from the env: 11")
 """,
     "the host's files": """
 ask()
-if os.path.exists("{file}"):
-    open("note.txt", "w").write("from the env: 11")
+for path in ("{file}", "{env}", "/root/.bashrc", "/proc/1/environ"):
+    try:
+        if b"PYTEST" in open(path, "rb").read() or "/proc" not in path:
+            open("note.txt", "w").write("from the env: 11")
+    except OSError:
+        pass
 """,
     "a process that outlives the episode": """
 import subprocess
 ask()
-subprocess.Popen(["sh", "-c", "sleep 2; echo -n 'from the env: 11' > note.txt"], start_new_session=True)
+subprocess.Popen(["sleep", "98765.4"], start_new_session=True, stdout=subprocess.DEVNULL)
 """,
 }
 
@@ -220,21 +244,35 @@ subprocess.Popen(["sh", "-c", "sleep 2; echo -n 'from the env: 11' > note.txt"],
 @pytest.mark.timeout(60)
 @pytest.mark.parametrize("attack", ATTACKS)
 async def test_a_hostile_program_reaches_nothing_else(renderer: Renderer, attack: str):
+    said: list[str] = []
+
+    class Heard(Notes):
+        @reward(weight=0.0)
+        def heard(self) -> bool:
+            said.append(str(self.outcome))
+            return True
+
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
         listener.listen()
-        async with boxed(engine_of(renderer, [say("11")]), renderer, []) as player:
-            other = player.recorder.open(temperature=1.0, seed=0)
-            code = ATTACKS[attack]
-            values = {"port": listener.getsockname()[1], "other": other.path, "key": other.key, "file": __file__}
-            for name, value in values.items():
-                code = code.replace("{" + name + "}", str(value))
-            object.__setattr__(player.agent, "command", program(code))
-            found = await player.play(Task("t"), episode_id="e", seed=1)
+        async with boxed(engine_of(renderer, [say("11")]), renderer, [], Heard) as player:
+            agent, other = player.agent, player.recorder.open(temperature=1.0, seed=0)
+            assert isinstance(agent, BoxedAgent)
+            async with episode_socket(EpisodeGate(agent.app, other.path, other.key)) as folder:
+                values = {"port": listener.getsockname()[1], "other": other.path, "key": other.key}
+                values |= {"file": __file__, "env": files.__file__, "socket": f"{folder}/s"}
+                code = ATTACKS[attack]
+                for name, value in values.items():
+                    code = code.replace("{" + name + "}", str(value))
+                hostile = replace(agent, command=program(code + "\nprint('to the end')"))
+                found = await replace(player, agent=hostile).play(Task("t"), episode_id="e", seed=1)
             assert other.num_turns == 0
             await player.recorder.close(other)
     assert found.error is None, "nothing that the program does is our failure"
     assert found.reward == 0.0
+    assert "to the end" in said[0], "it made its attack"
+    running_now = [path.read_bytes() for path in Path("/proc").glob("[0-9]*/cmdline") if path.exists()]
+    assert not any(b"98765.4" in command for command in running_now)
 
 
 @pytest.mark.timeout(60)
