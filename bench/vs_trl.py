@@ -29,7 +29,6 @@ import statistics
 import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from multiprocessing import get_context
 from multiprocessing.connection import Connection
@@ -193,16 +192,8 @@ def make_model(shape: Shape, folder: str) -> None:
     options = {"quality": 0.8, "min_operations": shape.operations, "max_operations": shape.operations}
     warmup = {**shape.warmup, "options": options}
     config = run_config(shape, {"tiny": dict(shape.tiny)}, warmup=warmup)
-    with ThreadPoolExecutor(1) as thread:
-        making = make_start(
-            config,
-            load_content(config),
-            Path(folder),
-            learner_thread=thread,
-            reporter=Silent(),
-            stopping=lambda: False,
-        )
-        asyncio.run(making)
+    content = load_content(config)
+    asyncio.run(make_start(config, content, Path(folder), reporter=Silent(), stopping=lambda: False))
 
 
 # agentrl
