@@ -12,7 +12,6 @@ import contextlib
 import json
 import os
 import socket
-import tempfile
 from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
@@ -23,8 +22,9 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from agentrl.agents.forwarder import PROGRAM
 from agentrl.agents.program import TAIL_BYTES, Access, AgentCrashedError, AgentTask
-from agentrl.errors import ConfigError
-from agentrl.sandbox import Box, Sandbox, SandboxPool
+from agentrl.errors import ConfigError, SandboxError
+from agentrl.sandbox import Box, BoxSnapshot, Sandbox, SandboxPool
+from agentrl.scratch import ScratchFolder
 from agentrl.serve.listen import serving
 
 BACKENDS = ("namespace", "docker")
@@ -129,16 +129,11 @@ class BoxedAgent:
         """
         gate = EpisodeGate(self.app, urlsplit(access.base_url).path, access.api_key)
         async with episode_socket(gate) as folder, _new_box(self.spec, folder) as box:
-            if task.box is not None:
-                await box.load(await task.box.snapshot())
+            given = await _lend(task.box, box) if task.box is not None else None
             order = json.dumps(self._order(task, access, f"{folder}/s"), default=str).encode()
             result = await box.python(PROGRAM, stdin=order)
             if task.box is not None:
-                try:
-                    files = await box.snapshot()
-                except OSError as e:
-                    raise AgentCrashedError(f"its files cannot be read: {e}") from e
-                await task.box.reset(to=files)
+                await _return(box, task.box, given)
         if not result.ok:
             said = (result.error_text() or result.text()).strip().splitlines()
             what = f"exit code {result.exit_code}" if result.outcome == "exit" else result.outcome
@@ -152,11 +147,42 @@ class BoxedAgent:
         return {"socket": address, "env": paths | inside.environment, "command": words, "task": task.data()}
 
 
+async def _lend(env: Box, box: Box) -> BoxSnapshot:
+    """Copy the env's files into the program's sandbox, before the program runs; returns them."""
+    try:
+        given = await env.snapshot()
+        await box.load(given)
+    except OSError as e:
+        raise SandboxError(f"agent.sandbox: the files of the env cannot be copied into it: {e}") from e
+    return given
+
+
+async def _return(box: Box, env: Box, given: BoxSnapshot | None) -> None:
+    """Copy the program's files into the env's sandbox; if that fails, the env gets its own files back.
+
+    Raises:
+        AgentCrashedError: they cannot be read, or do not fit: several names of one file become several files, for
+            example.
+    """
+    try:
+        files = await box.snapshot()
+    except OSError as e:
+        raise AgentCrashedError(f"its files cannot be read: {e}") from e
+    try:
+        await env.reset(to=files)
+    except OSError as e:
+        await env.reset(to=given)
+        raise AgentCrashedError(f"its files do not fit into the sandbox of the env: {e}") from e
+
+
 @contextlib.asynccontextmanager
 async def episode_socket(gate: EpisodeGate) -> AsyncIterator[str]:
     """Serve an episode on a Unix socket; yields the folder that holds it."""
-    with tempfile.TemporaryDirectory(prefix="agentrl-") as folder:
-        os.chmod(folder, 0o755)
+    with ScratchFolder("agent") as scratch:
+        folder = f"{scratch.path}/d"
+        os.mkdir(folder)
+        for place in (scratch.path, folder):
+            os.chmod(place, 0o755)
         with socket.socket(socket.AF_UNIX) as listener:
             listener.bind(f"{folder}/s")
             os.chmod(f"{folder}/s", 0o666)

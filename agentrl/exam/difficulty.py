@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import tempfile
-from pathlib import Path
-
 from agentrl.config import RunConfig
 from agentrl.eval.evaluate import EvalOptions, Subject, evaluate
 from agentrl.eval.result import task_values
 from agentrl.exam.marks import ExamResult, Level, Profile, TaskProfile
 from agentrl.reporting.report import Silent
 from agentrl.run_folder.records import read_records, recorded_steps
+from agentrl.scratch import ScratchFolder
 
 
 def examine_difficulty(
@@ -37,8 +35,8 @@ def examine_difficulty(
         attempts=attempts,
         temperature=config.rollout.temperature if temperature is None else temperature,
     )
-    with tempfile.TemporaryDirectory(prefix="agentrl-exam-") as folder:
-        played = Path(folder) / "profile"
+    with ScratchFolder("exam") as scratch:
+        played = scratch.path / "profile"
         evaluate(subject, config, options, folder=played, reporter=Silent())
         values = task_values(read_records(played, recorded_steps(played)[-1]))
     rewards, solved = values.get("reward", {}), values.get("solved", {})

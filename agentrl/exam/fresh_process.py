@@ -11,7 +11,6 @@ import datetime
 import json
 import os
 import sys
-import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -19,6 +18,7 @@ from pathlib import Path
 from agentrl.config import RunConfig, dump_config
 from agentrl.exam.clock import shift_clock
 from agentrl.exam.repeats import Repeat, play_script
+from agentrl.scratch import ScratchFolder
 from agentrl.types import Task
 
 TIMEOUT_S = 300.0
@@ -42,8 +42,8 @@ async def play_elsewhere(
         backward: play the scripts from the last to the first.
         shifted: with another date and time.
     """
-    with tempfile.TemporaryDirectory(prefix="agentrl-exam-") as folder:
-        path = Path(folder) / "config.yaml"
+    with ScratchFolder("exam") as scratch:
+        path = scratch.path / "config.yaml"
         path.write_text(dump_config(config), encoding="utf-8")
         plain = [{"name": s.name, "task": asdict(s.task)} for s in scripts]
         request = {

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import json
 import random
-import tempfile
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -40,6 +39,7 @@ from agentrl.rollout.renderer import load_renderer
 from agentrl.rollout.task_tools import task_tools_now
 from agentrl.run_folder.records import EpisodeRecord
 from agentrl.sandbox import close_pools
+from agentrl.scratch import ScratchFolder
 from agentrl.trainer.algorithm import Algorithm
 from agentrl.trainer.estimator import make_estimator
 from agentrl.trainer.rewardless import no_reward
@@ -125,8 +125,8 @@ def rehearse(
     held_back = () if play_outside else tuple(content.make_env().outside_tools())
     if held_back:
         content = replace(content, make_env=partial(_holding_back, content.make_env))
-    with tempfile.TemporaryDirectory(prefix="agentrl-check-") as temp:
-        folder, max_context = _tokenizer(config, corpus_of, Path(temp))
+    with ScratchFolder("check") as temp:
+        folder, max_context = _tokenizer(config, corpus_of, temp.path)
         renderer = load_renderer(config, folder)
         proof = prove(renderer)
         tools = task_tools_now(content.make_env, content.train_tasks)

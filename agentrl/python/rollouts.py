@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import tempfile
 from collections.abc import AsyncIterator, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -29,6 +28,7 @@ from agentrl.rollout.renderer import check_renderer, load_renderer, require_temp
 from agentrl.rollout.task_tools import task_tools
 from agentrl.run_folder.store import find_checkpoint
 from agentrl.sandbox import close_pools
+from agentrl.scratch import ScratchFolder
 from agentrl.trainer.algorithm import Algorithm
 from agentrl.trainer.feed import make_admission
 from agentrl.types import Group, Sample
@@ -193,6 +193,6 @@ def _model(asked: Rollouts, content: Content, stack: contextlib.AsyncExitStack) 
     if asked.config.model.path is not None:
         return Path(asked.config.model.path)
     assert asked.config.model.tiny is not None
-    folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="agentrl-tiny-"))) / "model"
+    folder = stack.enter_context(ScratchFolder("tiny")).path / "model"
     make_tiny_model(folder, corpus(content), asked.config.model.tiny, seed=asked.config.seed)
     return folder

@@ -172,7 +172,7 @@ class Box:
     async def _execute(
         self, order: dict[str, object], code: bytes, stdin: bytes, limits: SandboxLimits
     ) -> ExecResult:
-        order["rlimits"] = limits.rlimits()
+        order["rlimits"], order["beside"] = limits.rlimits(), self._sessions > 0
         framed = frames.pack(order, code)  # in the program's own format: the supervisor only forwards it
         self._used = True
         header = {"op": "call", "order_bytes": len(framed)}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from agentrl.errors import SandboxError
@@ -61,7 +62,7 @@ class BoxSession:
         limits = narrowed(self.box.spec, wall_s, None)
         result = await self._call(json.dumps(order).encode(), limits)
         if result.ok and not result.truncated:
-            return QueryResult(result=result, **json.loads(result.stdout))
+            return _query_result(result)
         return QueryResult(result=result)
 
     async def _call(self, code: bytes, limits: SandboxLimits) -> ExecResult:
@@ -111,3 +112,17 @@ class QueryResult:
         changed: int = 0,
     ) -> None:
         self.result, self.columns, self.rows, self.more, self.changed = result, columns, rows, more, changed
+
+
+def _query_result(result: ExecResult) -> QueryResult:
+    """Parse the database's answer. What another program has put into it becomes a result with exit code 126."""
+    try:
+        said = json.loads(result.stdout)
+        columns, rows, more, changed = (said.pop(name) for name in ("columns", "rows", "more", "changed"))
+        right = not said and type(columns) is type(rows) is list and type(more) is bool and type(changed) is int
+        if right and all(type(row) is list and len(row) == len(columns) for row in rows):
+            return QueryResult(result, columns, rows, more, changed)
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
+        pass
+    text = b"sandbox: the answer of the database has been tampered with\n"
+    return QueryResult(replace(result, exit_code=126, stdout=b"", stderr=text))

@@ -14,6 +14,7 @@ import contextlib
 import functools
 import itertools
 import json
+import os
 import subprocess
 import sys
 import threading
@@ -26,6 +27,7 @@ from agentrl.env.env import StepInfo
 from agentrl.env.tasks import Split
 from agentrl.env.toolenv.observe import plain_text
 from agentrl.errors import ConfigError, InfraError
+from agentrl.scratch import ScratchFolder
 from agentrl.types import CallRecord, Episode, Image, Message, Part, Role, StopReason, Task, ToolCall
 
 JsonObject: TypeAlias = "dict[str, object]"
@@ -42,10 +44,13 @@ class Player:
     def __init__(self, python: str, script: str, given: str, name: str) -> None:
         self.name, self._sessions, self._numbers = name, dict[int, Session](), itertools.count()
         self._lock, self._said = threading.Lock(), collections.deque[str](maxlen=20)
+        self._scratch = ScratchFolder("player")
         command, pipe = [python, str(PLAYERS / script), given], subprocess.PIPE
         try:
-            self._process = subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=pipe)
+            env = {**os.environ, "TMPDIR": str(self._scratch.path)}
+            self._process = subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=pipe, env=env)
         except OSError as e:
+            self._scratch.close()
             raise ConfigError(f"env.options.python: cannot run {python!r}: {e.strerror}") from e
         atexit.register(self.stop)
         self._stdin, self._stdout, self._stderr = (
@@ -58,6 +63,7 @@ class Player:
             problem = first.get("failed") or f"cannot be played: {self.last_words()}"
             self.stop()
             self._stdout.close()
+            self._scratch.close()
             raise ConfigError(f"env {name} {problem}")
         self.ids = [str(i) for i in cast("list[object]", _object(first["ready"])["ids"])]
         threading.Thread(target=self._read, daemon=True).start()
@@ -113,6 +119,7 @@ class Player:
                     session.take(line)
         for session in list(self._sessions.values()):
             session.take({"lost": self.last_words()})
+        self._scratch.close()
 
 
 class Session:

@@ -290,6 +290,16 @@ async def test_a_program_that_breaks_its_sandbox_is_scored(renderer: Renderer, c
 
 
 @pytest.mark.timeout(60)
+async def test_files_that_do_not_fit_into_the_sandbox_of_the_env_are_not_its_files(renderer: Renderer):
+    twins = "open('a', 'wb').write(b'x' * (30 << 20)); [os.link('a', f'a{n}') for n in range(4)]"
+    code = f"ask(); open('note.txt', 'w').write('from the env: 11'); {twins}"
+    async with boxed(engine_of(renderer, [say("11")]), renderer, program(code)) as player:
+        found = await player.play(Task("t"), episode_id="e", seed=1)
+    assert found.error is None
+    assert (found.reward, found.metrics["agent/crashed"]) == (0.0, 1.0)
+
+
+@pytest.mark.timeout(60)
 async def test_a_program_that_does_not_end_is_scored_by_what_it_left(renderer: Renderer):
     code = """
 open("note.txt", "w").write("from the env: " + ask())

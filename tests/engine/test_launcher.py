@@ -22,12 +22,12 @@ from agentrl.config.run import LoRAConfig
 from agentrl.engine.open import open_engine
 from agentrl.engine.servers.launch.hosts import LaunchedHost, Recipe
 from agentrl.engine.servers.launch.launcher import ServerProcess, free_port
-from agentrl.engine.servers.launch.scratch import ScratchFolder
 from agentrl.engine.servers.opening import launch_recipe
 from agentrl.engine.servers.server_engine import ServedEngine, ServedLimits
 from agentrl.engine.servers.sglang import SGLangServer
 from agentrl.engine.servers.weight_sync import TensorSync
 from agentrl.errors import ConfigError, EngineError
+from agentrl.scratch import ScratchFolder
 from agentrl.types import Sampling
 
 SERVER = """
@@ -246,14 +246,14 @@ def test_folders_of_killed_runs_are_swept_and_those_of_living_ones_kept(
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     code = (
         f"import os, tempfile; tempfile.tempdir = {str(tmp_path)!r}\n"
-        "from agentrl.engine.servers.launch.scratch import ScratchFolder\n"
-        "folder = ScratchFolder(); (folder.path / 'weights').write_text('x'); os.kill(os.getpid(), 9)"
+        "from agentrl.scratch import ScratchFolder\n"
+        "folder = ScratchFolder('engine'); (folder.path / 'weights').write_text('x'); os.kill(os.getpid(), 9)"
     )
     subprocess.run([sys.executable, "-c", code], check=False)
     (dead,) = tmp_path.iterdir()
-    living = ScratchFolder()
+    living = ScratchFolder("server")
     assert not dead.exists()
-    another = ScratchFolder()
+    another = ScratchFolder("worker")
     assert living.path.is_dir()
     another.close()
     living.close()

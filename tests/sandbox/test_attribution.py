@@ -50,8 +50,11 @@ while time.time() < end:
 print("looked at", len(others))
 """
 UNREMOVABLE = """def remove_tree(path: str) -> None:
+    import time
     if os.path.exists(path + "/workspace/stays"):
         raise RecursionError("no")
+    while os.path.exists(path + "/workspace/millions"):
+        time.sleep(1)
 """
 UNACCEPT = """
 import os, sys
@@ -359,3 +362,8 @@ class TestLeftovers:
                 async with pool.lease() as box:
                     await box.run("touch stays")
                 await still_answers(other)
+                monkeypatch.setattr("agentrl.sandbox.local.KILL_TIMEOUT_S", 0.1)
+                async with pool.lease() as box:
+                    await box.run("touch millions")
+                async with pool.lease() as another:
+                    await still_answers(another)

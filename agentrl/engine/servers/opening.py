@@ -15,13 +15,13 @@ from agentrl.engine.servers.client import InferenceServer, ServerKind
 from agentrl.engine.servers.kinds import KINDS
 from agentrl.engine.servers.launch.hosts import Connect, GivenHost, LaunchedHost, Recipe
 from agentrl.engine.servers.launch.ray_host import RayCluster, RayHost
-from agentrl.engine.servers.launch.scratch import ScratchFolder
 from agentrl.engine.servers.replica_pool import Host
 from agentrl.engine.servers.server_engine import ServedEngine, ServedLimits
 from agentrl.engine.servers.weight_sync import AdapterSync, BroadcastSync, DiskSync, TensorSync, WeightSync
 from agentrl.errors import ConfigError
 from agentrl.models.device import pick_device
 from agentrl.models.folder import check_model_folder
+from agentrl.scratch import ScratchFolder
 
 
 async def open_served(config: EngineConfig, model: Path, lora: LoRAConfig | None, ray: str | None) -> ServedEngine:
@@ -33,7 +33,7 @@ async def open_served(config: EngineConfig, model: Path, lora: LoRAConfig | None
     if lora is not None:  # what the servers would reject later
         KINDS[config.kind].adapters(config, lora, model, None)
     check_model_folder(model, f"model directory {str(model)!r}")
-    scratch = ScratchFolder()
+    scratch = ScratchFolder("engine")
     server = config.server
     cluster = RayCluster(ray) if server.launch == "ray" else None
 

@@ -10,7 +10,6 @@ import asyncio
 import contextlib
 import itertools
 import platform
-import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -29,6 +28,7 @@ from agentrl.rollout.episode import Player, TokenCheck, run_episode
 from agentrl.rollout.limits import EpisodeLimits
 from agentrl.rollout.renderer import load_renderer
 from agentrl.sandbox import close_pools
+from agentrl.scratch import ScratchFolder
 from agentrl.types import Completion, Episode, Sampling, Task
 
 
@@ -160,13 +160,13 @@ class EnvWorker:
 
         Errors are stored for `ready`, because Ray reports an exception here as the death of the actor.
         """
-        self._folder = tempfile.TemporaryDirectory(prefix="agentrl-worker-")
+        self._folder = ScratchFolder("worker")
         self._engine: RemoteEngine | None = None
         self._max_context = kit.max_context
         self._playing: dict[str, asyncio.Task[Episode]] = {}
         self._error: AgentRLError | None = None
         try:
-            self._load(kit, Path(self._folder.name))
+            self._load(kit, self._folder.path)
         except AgentRLError as e:
             self._error = e
 
@@ -232,7 +232,7 @@ class EnvWorker:
         if playing:
             await asyncio.wait(playing)
         await close_pools()
-        self._folder.cleanup()
+        self._folder.close()
 
     def _proxy(self) -> RemoteEngine:
         if self._engine is None:  # created inside the actor's event loop

@@ -78,8 +78,11 @@ class Confinement:
         """Its process id; set by `prepare`."""
         self.signalled_ends = False
         """Whether the supervisor learns about exited children by signal; a child must not inherit that."""
-        self.fences = kernel.landlock_abi() >= kernel.SIGNAL_SCOPE_ABI
+        abi = kernel.landlock_abi()
+        self.fences = abi >= kernel.SIGNAL_SCOPE_ABI
         """Whether sessions are isolated from every process outside them."""
+        self.fences_fresh = abi >= kernel.REFER_ABI and not landlock
+        """Whether a fresh program needs a fence, and can have one, so that it cannot open a session."""
 
     def fork(self) -> int:
         """Fork from the supervisor; the child is killed first when memory runs out, and cannot change that."""
@@ -185,6 +188,8 @@ def _serve(confinement: Confinement, page: mmap.mmap, scope: dict[str, Any]) -> 
         status = files.perform(order["file"])
     else:
         kernel.prctl(kernel.PR_SET_DUMPABLE, 1)  # its own /proc entries must be its own
+        if order["beside"] and confinement.fences_fresh:
+            kernel.fence(signals=False)
         os.environ.update(order["env"])
         try:
             if order["cwd"] != confinement.home:

@@ -175,9 +175,10 @@ def pack_tree(order: dict[str, Any], taken: ByteStream, sent: ByteStream) -> dic
     most_files, most_bytes = order["max_files"], order["max_bytes"]
     too_much = OSError(27, f"tree has more than {most_files} files or {most_bytes} bytes", order["path"])
     locked: list[tuple[bytes, int]] = []
-    if not os.path.isdir(order["path"]):
+    place = os.path.join(os.getcwd(), order["path"])  # "." cannot be looked up in a locked folder, its path can
+    if not os.path.isdir(place):
         raise NotADirectoryError(20, os.strerror(20), order["path"])
-    root, mode = _open_folder(os.path.realpath(order["path"]), None)
+    root, mode = _open_folder(os.path.realpath(place), None)
     if mode is not None:
         locked.append((b"", mode))
     count, size, pending = 0, 0, [b""]

@@ -74,6 +74,8 @@ class Keeper:
         self.groups = cgroups.Groups()
         self.boxes: dict[int, KeptBox] = {}
         self.garbage: list[cgroups.ControlGroup] = []
+        self.cleaners: dict[int, tuple[int, dict[str, Any]]] = {}
+        """Processes that delete the folders of ended sandboxes, by pidfd: their ids, and what to report then."""
         self.count = 0
         self.folder: str | None = None
         self.poll = select.poll()
@@ -92,6 +94,8 @@ class Keeper:
                         return
                     if fd in self.boxes:
                         self.end(self.boxes[fd])
+                    elif fd in self.cleaners:
+                        self.cleaned(fd)
                     elif not self.receive():
                         return
                 self.garbage = [group for group in self.garbage if not group.remove()]
@@ -204,7 +208,7 @@ class Keeper:
         self.poll.unregister(box.pidfd)
         del self.boxes[box.pidfd]
         os.close(box.pidfd)
-        others = [other.pid for other in self.boxes.values()]
+        others = [other.pid for other in self.boxes.values()] + [pid for pid, _ in self.cleaners.values()]
         if box.folder is not None:
             # Without a pid namespace, descendants of a killed supervisor are reparented to this process.
             tree.kill_except(others, others)
@@ -213,9 +217,33 @@ class Keeper:
             box.group.close()
             if not box.group.remove():
                 self.garbage.append(box.group)
+        report = {"box": box.name, "exit": status, "oom_kills": oom_kills, "at_limit": at_limit}
         if box.folder is not None:
-            leftovers.remove_tree(box.folder)
-        self.tell({"box": box.name, "exit": status, "oom_kills": oom_kills, "at_limit": at_limit})
+            self.clean(box.folder, report)
+        else:
+            self.tell(report)
+
+    def clean(self, folder: str, report: dict[str, Any]) -> None:
+        """Delete a folder in another process, as it may hold millions of files, and then report."""
+        pid = os.fork()
+        if pid == 0:
+            try:
+                leftovers.remove_tree(folder)
+            except Exception as error:
+                os.write(2, f"{folder} could not be removed: {type(error).__name__}: {error}\n".encode())
+            finally:
+                os._exit(0)
+        fd = os.pidfd_open(pid)
+        self.cleaners[fd] = pid, report
+        self.poll.register(fd, select.POLLIN)
+
+    def cleaned(self, fd: int) -> None:
+        """Report a sandbox whose folder has been deleted."""
+        pid, report = self.cleaners.pop(fd)
+        self.poll.unregister(fd)
+        os.close(fd)
+        os.waitpid(pid, 0)
+        self.tell(report)
 
     def oom_kills(self, box: KeptBox) -> tuple[int, bool]:
         """Return (processes killed by the OOM killer, whether the sandbox's own limit may be the cause).
@@ -331,7 +359,7 @@ def build_folder(order: dict[str, Any], folder: str, uid: int, gid: int) -> tupl
     kernel.prctl(kernel.PR_SET_CHILD_SUBREAPER, 1)
     home, tmp = f"{folder}/workspace", f"{folder}/tmp"
     limits = dict(order["rlimits"])
-    filters, seccomp, foreign_seccomp = None, b"", b""
+    filters, seccomp, foreign_seccomp, oom_fd = None, b"", b"", -1
     if order["mode"] == "landlock":
         system = (*SYSTEM, "/etc/passwd", "/etc/group", "/etc/hosts", "/etc/nsswitch.conf", sys.base_prefix)
         readable = [path for path in (*system, *order["readonly"]) if os.path.exists(path)]
@@ -343,6 +371,7 @@ def build_folder(order: dict[str, Any], folder: str, uid: int, gid: int) -> tupl
         if os.geteuid() != 0:
             limits["NPROC"] += processes_of(uid)
         foreign_seccomp = kernel.shared_user_filter(own_user=os.geteuid() == 0)
+        oom_fd = os.open("/proc/self/oom_score_adj", os.O_RDWR | os.O_CLOEXEC)
         kernel.drop_privileges(uid, gid)
         kernel.prctl(kernel.PR_SET_DUMPABLE, 0)
     else:
@@ -353,6 +382,7 @@ def build_folder(order: dict[str, Any], folder: str, uid: int, gid: int) -> tupl
         home=home,
         env=base_env(home, tmp, order["env"]),
         limits=limits,
+        oom_fd=oom_fd,
         landlock=filters,
         seccomp=seccomp,
         foreign_seccomp=foreign_seccomp,

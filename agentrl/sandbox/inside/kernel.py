@@ -314,14 +314,20 @@ def landlock_abi() -> int:
 
 SIGNAL_SCOPE_ABI = 6
 """The Landlock version that scopes signals (Linux 6.12)."""
+REFER_ABI = 2
+"""The Landlock version that need not prevent moving files between directories (Linux 5.19)."""
 
 WRITE_FILE, REFER = 1 << 1, 1 << 13
 """Landlock rights: opening a file for writing; moving or linking it into another directory."""
 
 
-def fence() -> None:
-    """Keep the caller and its children from signaling or opening any outside process (memory, descriptors)."""
-    _restrict(REFER, [("/", REFER)], scopes=2)  # signal scoping must not prevent moving files
+def fence(*, signals: bool = True) -> None:
+    """Keep the caller and its children from opening any outside process (memory, descriptors).
+
+    Args:
+        signals: also from signaling them.
+    """
+    _restrict(REFER, [("/", REFER)], scopes=2 if signals else 0)  # this must not prevent moving files
 
 
 def write_only_below(places: list[str]) -> None:
@@ -330,7 +336,7 @@ def write_only_below(places: list[str]) -> None:
     Raises:
         OSError: this kernel has no Landlock, or one that prevents moving files between directories (ABI 1).
     """
-    if landlock_abi() < 2:
+    if landlock_abi() < REFER_ABI:
         raise OSError("Landlock ABI 2 is needed")
     _restrict(WRITE_FILE | REFER, [("/", REFER), *((place, WRITE_FILE) for place in places)])
 

@@ -140,6 +140,7 @@ def _sqlite() -> Any:
     import sqlite3  # not from the programs' folder: see child.SITE
 
     connections: dict[str, sqlite3.Connection] = {}
+    failures = (sqlite3.Error, sqlite3.Warning, ValueError, OverflowError, MemoryError, KeyboardInterrupt)
 
     def run(payload: bytes) -> int:
         order = json.loads(payload)
@@ -159,7 +160,7 @@ def _sqlite() -> Any:
             answer = {"columns": columns, "rows": shown, "more": more, "changed": max(cursor.rowcount, 0)}
             frames.write_all(1, json.dumps(answer).encode())
             return 0
-        except (sqlite3.Error, sqlite3.Warning, KeyboardInterrupt) as error:
+        except failures as error:
             frames.write_all(2, f"{type(error).__name__}: {error}".encode("utf-8", "replace"))
             return 1
 

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import tempfile
 import threading
 from importlib import import_module
-from pathlib import Path
 from typing import Any
 
 from agentrl.engine.servers.client import InferenceServer
@@ -15,6 +13,7 @@ from agentrl.engine.servers.launch.hosts import ASK_EVERY_S, Connect, Recipe
 from agentrl.engine.servers.launch.launcher import ServerProcess, free_port
 from agentrl.errors import EngineError
 from agentrl.ray_cluster import connect, import_ray
+from agentrl.scratch import ScratchFolder
 
 KEY = "engine.server.launch: ray"
 
@@ -49,14 +48,17 @@ class ServerOnNode:
 
     def __init__(self) -> None:
         self._process: ServerProcess | None = None
+        self._scratch: ScratchFolder | None = None
 
     async def start(self, recipe: Recipe, *, loopback: bool) -> str:
         """Start the server at the node's address or at the loopback, and return its URL immediately."""
         ray: Any = import_module("ray")
         host, port = "127.0.0.1" if loopback else str(ray.util.get_node_ip_address()), free_port()
         command = [host if part == "127.0.0.1" else part for part in recipe.command(port)]
-        log = Path(tempfile.mkdtemp(prefix="agentrl-server-")) / "log"
-        self._process = await ServerProcess.start(command, environment=recipe.environment, log=log)
+        self._scratch = ScratchFolder("server")
+        self._process = await ServerProcess.start(
+            command, environment=recipe.environment, log=self._scratch.path / "log"
+        )
         return f"http://{host}:{port}"
 
     async def ended(self) -> str:
@@ -69,6 +71,8 @@ class ServerOnNode:
         """Stop the server."""
         if self._process is not None:
             await self._process.stop()
+        if self._scratch is not None:
+            self._scratch.close()
 
 
 class RayHost:

@@ -126,7 +126,39 @@ async def _exit_codes_are_true(stage: Stage, box: Box, result: ExecResult, token
                 expect((kept.exit_code, kept.stdout) == (1, b"kept\n"), f"after {forgery!r}: {kept}")
 
 
+FORGERY = """
+import os
+try:
+    seen = os.listdir("/proc")
+except OSError:
+    seen = []
+for pid in seen:
+    for fd in ("1", "2") if pid.isdigit() and int(pid) not in (1, os.getpid(), os.getppid()) else ():
+        try:
+            os.write(os.open(f"/proc/{pid}/fd/{fd}", os.O_WRONLY | os.O_NONBLOCK), ANSWER)
+        except OSError:
+            pass
+"""
+ANSWERS = (
+    b'{"columns": ["6 * 7"], "rows": [[13]], "more": false, "changed": 0}', b"[" * 20_000, b'{"result": 1}',
+    b"\xff\xfe", b"[]",
+)  # fmt: skip
+
+
+async def _a_database_answers_for_itself(stage: Stage, box: Box, result: ExecResult, token: str) -> None:
+    async with await box.session("sqlite") as database, await box.session("python") as python:
+        expect((await database.query("select 6 * 7")).rows == [[42]], "the database answers something else")
+        for answer in ANSWERS:
+            expect((await box.python(FORGERY.replace("ANSWER", repr(answer)))).ok, "the attack did not run")
+            found = await database.query("select 6 * 7")
+            expect(found.rows == [[42]] or found.result.exit_code == 126, f"after {answer[:20]!r}: {found.rows}")
+            await python.run("6 * 7")
+        expect((await database.query("select '\ud800'")).result.exit_code == 1, "half a character was queried")
+        expect((await database.query("select 6 * 7")).rows == [[42]], "the database is gone")
+
+
 HOST = [
+    program("forged_database", None, "pass", _a_database_answers_for_itself),
     program("forged_exit_codes", None, "pass", _exit_codes_are_true),
     program("planted_modules", None, """
         evil = '''
