@@ -19,15 +19,17 @@ if TYPE_CHECKING:
 _ALWAYS = (
     "\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f"  # C0 but tab, line feed and carriage return; DEL; C1
     "\xad\u061c\u180e"  # soft hyphen, Arabic letter mark, Mongolian vowel separator
+    "\u034f\u115f\u1160\u17b4\u17b5\u3164\uffa0"  # grapheme joiner, fillers and vowels without a shape
     "\u200b\u200e\u200f\u202a-\u202e"  # zero-width space; direction marks, embeddings and overrides
-    "\u2060-\u206f\ufeff\ufff9-\ufffb"  # invisible operators, isolates, byte order mark, annotations
+    "\u2060-\u206f\ufeff\ufff0-\ufffb"  # invisible operators, isolates, byte order mark, annotations
+    "\U0001bca0-\U0001bca3\U0001d173-\U0001d17a"  # controls of shorthand and of music
     "\ud800-\udfff"  # halves of surrogate pairs
-    "\U000e0000-\U000e007f"  # tags: invisible ASCII
+    "\U000e0000-\U000e00ff\U000e01f0-\U000e0fff"  # tags (invisible ASCII), and what is reserved beside them
 )
-_IN_PLACE = "\u200c\u200d\ufe00-\ufe0f\U000e0100-\U000e01ef"  # joiners and variation selectors
+_IN_PLACE = "\u180b-\u180d\u180f\u200c\u200d\ufe00-\ufe0f\U000e0100-\U000e01ef"  # joiners and variation selectors
 _SUSPECT = re.compile(f"[{_ALWAYS}{_IN_PLACE}]")
 _JOINS = "\u0300-\u1fff\u2190-\u27bf\u2900-\u303f\u3041-\ud7ff\uf900-\ufdff\ufe70-\ufefc\U00010000-\U000323af"
-_VARIES = "\ufe00-\ufe0f\U000e0100-\U000e01ef"
+_VARIES = "\u180b-\u180d\u180f\ufe00-\ufe0f\U000e0100-\U000e01ef"
 _FOUND = re.compile(
     "(?P<kept>"
     "\U0001f3f4[\U000e0030-\U000e0039\U000e0061-\U000e007a]{2,6}\U000e007f"  # a region's flag

@@ -30,6 +30,9 @@ __all__ = ["Judge", "PolicyModel", "RewardApi", "fenced"]
 
 _REFUSED = (400, 413, 422)
 """HTTP status codes of requests rejected for their content: too long, filtered."""
+_MODERATED = (403, 451)
+"""HTTP status codes of moderated content, or of an endpoint that answers nobody; another question tells which."""
+_HARMLESS = [{"role": "user", "content": "Say OK."}]
 
 
 @dataclass
@@ -176,11 +179,19 @@ class Judge:
                     self._takes_form = False  # older servers: retry without the schema
                     continue
                 if 400 <= status < 500 and status not in (408, 409, 429):
-                    usable = not (status in _REFUSED and self._answered)
+                    refused = status in _REFUSED and self._answered
+                    usable = not (refused or (status in _MODERATED and await self._answers_others()))
                     break  # retrying will not help
             attempt += 1
         text = f"judge {self.model} at {self.url}: {problem[:300]}"
         raise JudgeError(text) if usable else JudgeAnswerError(text)
+
+    async def _answers_others(self) -> bool:
+        """Whether the judge answers a question that no filter minds."""
+        try:
+            return bool(await self._once(_HARMLESS, None))
+        except Exception:
+            return False
 
     async def _once(self, wire: list[dict[str, str]], form: Mapping[str, Any] | None) -> str:
         extra = {} if form is None else {"response_format": form}

@@ -14,7 +14,8 @@ MAX_ANSWER = 20_000
 
 _WORDS = (
     "s|bos|eos|pad|unk|cls|sep|mask|sop|eop|eod|im_start|im_end|think|thinking|tool_call|tool_calls|tool_response|"
-    r"tools|(?:start|end|begin)_of_\w{1,32}|(?:begin|end)of\w{1,32}|extra_id_\d{1,4}|unused\d{1,4}|\w{1,16}:\w{1,32}"
+    r"tools|(?:start|end|begin)_of_\w{1,32}|(?:begin|end)of\w{1,32}|beginning_of_\w{1,32}|extra_id_\d{1,4}|unused\d{1,4}|"
+    r"special_\d{1,4}|reserved_\d{1,4}|longcat_\w{1,32}|_\w{1,32}|arg_key|arg_value|role|\w{1,16}:\w{1,32}"
 )
 _BRACKETS = (
     "INST|SYS|SYSTEM_PROMPT|AVAILABLE_TOOLS|TOOL_CALLS|TOOL_RESULTS|TOOL_CONTENT|MODEL_SETTINGS|THINK|ARGS|CALL_ID|"
@@ -23,6 +24,7 @@ _BRACKETS = (
 _CONTROL = re.compile(
     r"<(?=[|\uff5c])[^<>\n]{0,80}>"  # <|im_end|>, <|turn>, the wide bars of DeepSeek
     r"|<(?=[^<>\n]{0,80}[|\uff5c]>)[^<>\n]{0,80}>"  # <turn|>
+    r"|\[\|[^\[\]\n]{1,40}\|\]"  # [|endofturn|] of EXAONE
     rf"|</?(?:{_WORDS})\s?/?>"
     r"|<</?SYS>>"
     rf"|\[/?(?:{_BRACKETS})\]"

@@ -48,8 +48,8 @@ from agentrl.rollout.prompts import fitting
 from agentrl.rollout.renderer import check_renderer, load_renderer, require_template
 from agentrl.rollout.task_tools import task_tools
 from agentrl.run_folder.checkpoints import MANIFEST
-from agentrl.run_folder.files import read_bounded
-from agentrl.run_folder.records import MAX_BYTES, EpisodeRecord, bounded_lines, decode, encode
+from agentrl.run_folder.files import MAX_BYTES, read_bounded
+from agentrl.run_folder.records import EpisodeRecord, bounded_lines, decode, encode
 from agentrl.run_folder.store import RunStore
 from agentrl.sandbox import close_pools
 from agentrl.types import EVERY_TOKEN, Episode, Filters, Task

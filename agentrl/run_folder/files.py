@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import os
 import stat
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import BinaryIO
+
+import zstandard
 
 from agentrl.errors import CheckpointError
 
@@ -46,6 +48,39 @@ def read_bounded(path: Path, limit: int = MAX_FILE) -> bytes:
     if len(data) > limit:
         raise CheckpointError(f"{path}: has more than {limit >> 20} MiB")
     return data
+
+
+MAX_BYTES = 64 << 20
+"""What a compressed file may hold uncompressed, however small it is; a larger one may hold more."""
+MAX_RATIO = 200
+"""How often its size a larger file may hold; episodes shrink to a tenth or so."""
+_PIECE = 1 << 10
+"""Bytes decompressed at once: they can become 32 MiB."""
+
+
+def decompressed(path: Path) -> Iterator[bytes]:
+    """The content of a compressed file, piece by piece.
+
+    Raises:
+        FileNotFoundError: `path` does not exist.
+        CheckpointError: it is not a regular file.
+        zstandard.ZstdError: it is damaged.
+        EOFError: it was cut, or holds more than a run writes.
+    """
+    stream = zstandard.ZstdDecompressor(max_window_size=1 << 27).decompressobj()
+    total = 0
+    with open_regular(path) as file:
+        size = os.fstat(file.fileno()).st_size
+        limit = max(MAX_BYTES, MAX_RATIO * size)
+        while piece := file.read(_PIECE):
+            data = stream.decompress(piece)
+            if (total := total + len(data)) > limit:
+                raise EOFError(f"it holds more than {limit >> 20} MiB in {size:,} bytes")
+            yield data
+    if not stream.eof:
+        raise EOFError("the file was cut")
+    if stream.unused_data:
+        raise EOFError("more data follows its end")
 
 
 def fsync_dir(path: Path) -> None:

@@ -9,7 +9,6 @@ import base64
 import contextlib
 import json
 import math
-import os
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, is_dataclass
@@ -22,7 +21,7 @@ from pydantic import ConfigDict, TypeAdapter, ValidationError
 
 from agentrl.clean import clean_text, first_reason
 from agentrl.errors import CheckpointError
-from agentrl.run_folder.files import open_regular
+from agentrl.run_folder.files import decompressed, open_regular
 from agentrl.types import Episode
 
 
@@ -209,37 +208,17 @@ def episode_lines(run: Path, step: int) -> Iterator[bytes]:
         raise CheckpointError(f"{path}:{num_read + 1}: damaged after {num_read} episodes: {reason}") from e
 
 
-MAX_BYTES = 64 << 20
-"""What an episodes file may hold uncompressed, however small it is; a larger one may hold more."""
-MAX_RATIO = 200
-"""How often its size a larger file may hold; episodes shrink to a tenth or so."""
-_PIECE = 1 << 10
-"""Bytes decompressed at once: they can become 32 MiB."""
-
-
 def _lines(path: Path) -> Iterator[bytes]:
     """The lines of an episodes file. Raises EOFError if it was cut or holds more than a run writes."""
-    stream = zstandard.ZstdDecompressor(max_window_size=1 << 27).decompressobj()
     rest: list[bytes] = []
-    total = 0
-    with open_regular(path) as file:
-        size = os.fstat(file.fileno()).st_size
-        limit = max(MAX_BYTES, MAX_RATIO * size)
-        while piece := file.read(_PIECE):
-            data = stream.decompress(piece)
-            if (total := total + len(data)) > limit:
-                raise EOFError(f"it holds more than {limit >> 20} MiB in {size:,} bytes")
-            first, newline, others = data.partition(b"\n")
-            rest.append(first)
-            if newline:
-                yield b"".join(rest)
-                *lines, last = others.split(b"\n")
-                yield from lines
-                rest = [last]
-    if not stream.eof:
-        raise EOFError("the file was cut")
-    if stream.unused_data:
-        raise EOFError("more data follows its end")
+    for data in decompressed(path):
+        first, newline, others = data.partition(b"\n")
+        rest.append(first)
+        if newline:
+            yield b"".join(rest)
+            *lines, last = others.split(b"\n")
+            yield from lines
+            rest = [last]
     if any(rest):
         raise EOFError("its last line has no end")
 

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 import zstandard
 
 from agentrl.errors import CheckpointError
-from agentrl.run_folder.files import read_bounded
+from agentrl.run_folder.files import decompressed
 
 if TYPE_CHECKING:  # whoever opens a run folder need not wait for numpy
     import numpy as np
@@ -65,8 +65,6 @@ class TokenColumns:
 
 NOTHING_RECORDED = TokenColumns()
 NAMES = tuple(field.name for field in fields(TokenColumns))
-MAX_BYTES = 1 << 30
-"""Bytes of a file once it is uncompressed."""
 
 
 def tokens_file(run: Path, step: int) -> Path:
@@ -118,11 +116,10 @@ def read_tokens(run: Path, step: int) -> Mapping[str, TokenColumns]:
     """
     path = tokens_file(run, step)
     try:
-        data = zstandard.ZstdDecompressor().decompress(read_bounded(path), max_output_size=MAX_BYTES)
-        return _decoded(data)
+        return _decoded(b"".join(decompressed(path)))
     except FileNotFoundError:
         return {}
-    except (zstandard.ZstdError, ValueError, TypeError, KeyError, MemoryError, RecursionError) as e:
+    except (zstandard.ZstdError, EOFError, ValueError, TypeError, KeyError, MemoryError, RecursionError) as e:
         raise CheckpointError(f"{path}: damaged: {(str(e).splitlines() or [type(e).__name__])[0]}") from None
 
 
@@ -131,11 +128,16 @@ def _decoded(data: bytes) -> dict[str, TokenColumns]:
 
     line, _, body = data.partition(b"\n")
     header = json.loads(line)
-    ids, counts, total = header["ids"], header["counts"], sum(header["counts"])
+    ids, counts, columns = header["ids"], header["counts"], header["columns"]
+    if not all(type(id) is str for id in ids) or not all(type(n) is int and 0 <= n < 1 << 40 for n in counts):
+        raise ValueError("its header has no ids of episodes with their numbers of tokens")
+    if len(ids) != len(counts) or len(set(columns)) != len(columns) or len(columns) > len(NAMES):
+        raise ValueError("its header names columns or counts that do not fit its episodes")
+    total = sum(counts)
     ends = np.cumsum(counts)[:-1]
     split: dict[str, list[NDArray[np.generic]]] = {}
     at = 0
-    for name in header["columns"]:
+    for name in columns:
         size = total * (1 if name == "flags" else 4)
         split[name] = np.split(_unpacked(body[at : at + size], flags=name == "flags"), ends)
         at += size

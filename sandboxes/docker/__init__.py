@@ -411,11 +411,12 @@ class Backend:
 
     def promises(self) -> tuple[frozenset[str], frozenset[str]]:
         """See contract.Backend."""
-        always = frozenset(PROMISES) - {"cpu_share"} - ({"disk", "own_quotas"} if self._podman else set())
+        possible = frozenset(PROMISES) - ({"own_quotas"} if self._podman else set())
+        always = possible - {"cpu_share"} - ({"disk"} if self._podman else set())
         if self._gvisor:
             always -= GVISOR_LACKS
-            return always, frozenset(PROMISES) - GVISOR_LACKS
-        return always, frozenset(PROMISES)
+            return always, possible - GVISOR_LACKS
+        return always, possible
 
     def remove_all(self) -> None:
         """Remove every container of this back-end, without an event loop."""

@@ -185,11 +185,24 @@ def test_what_is_understood_as_a_score(answer, high, score):
     assert read_score(answer, 0, high) == (None if score is None else pytest.approx(score))
 
 
+@pytest.mark.parametrize("status", [403, 451])
+async def test_a_text_that_is_moderated_is_a_score_and_a_locked_judge_is_none(server, status):
+    flagged = (status, {"error": {"message": "your input was flagged"}})
+    server.plan = [flagged, (200, "OK"), (200, "8")]
+    judge = Judge(f"{server.url}/v1", "m", high=10, retries=0)
+    assert await judge.score("a text that no filter lets pass") == 0
+    assert await judge.score("a plain text") == 8
+    server.plan = [flagged]
+    with pytest.raises(JudgeError, match=str(status)):
+        await judge.score("another plain text")
+
+
 CONTROL = [
     *("<|im_start|>system", "<|im_end|>", "<|eot_id|>", "<|start_header_id|>", "<|endoftext|>", "<s>", "</s>"),
     *("[INST]", "[/INST]", "<<SYS>>", "<</SYS>>", "[TOOL_CALLS]", "[SYSTEM_PROMPT]", "[gMASK]", "<sop>"),
     *("<start_of_turn>model", "<end_of_turn>", "<bos>", "<eos>", "<pad>", "<|turn>", "<turn|>", "<unused7>"),
     *("<\uff5cbegin\u2581of\u2581sentence\uff5c>", "<\uff5cUser\uff5c>", "<|START_OF_TURN_TOKEN|>", "<seed:bos>"),
+    *("[|user|]", "[|endofturn|]", "<SPECIAL_12>", "<_user>", "<longcat_user>", "<arg_key>", "<reserved_106>"),
     *("]~b]", "[e~[", "</think>", "<tool_call>", "<|IM_END|>", "<|start|>assistant<|channel|>final<|message|>"),
 ]
 

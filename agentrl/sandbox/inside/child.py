@@ -113,11 +113,12 @@ def limit_resources(limits: dict[str, int]) -> None:
     """Lower resource limits by name (CPU, NOFILE, ...); never raises one above what the process has."""
     for name, value in limits.items():
         which = getattr(resource, "RLIMIT_" + name)
-        _, hard = resource.getrlimit(which)
+        soft, hard = resource.getrlimit(which)
         most = value + 1 if name == "CPU" else value  # a second between SIGXCPU, which tells why, and SIGKILL
         if hard != resource.RLIM_INFINITY:
             value, most = min(value, hard), min(most, hard)
-        resource.setrlimit(which, (value, most))
+        if (value, most) != (soft, hard):  # gVisor refuses to set some, even to what they are
+            resource.setrlimit(which, (value, most))
 
 
 def prepare(confinement: Confinement) -> None:

@@ -277,17 +277,26 @@ def unpack_tree(order: dict[str, Any], taken: ByteStream, sent: ByteStream) -> d
     return {"files": count}
 
 
-FOLDER_FLAGS = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
+FOLDER_FLAGS = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC
+"""Without O_DIRECTORY, with which gVisor follows links."""
+
+
+def _open_directory(name: bytes | str, fd: int | None) -> int:
+    own = os.open(name, FOLDER_FLAGS, dir_fd=fd)
+    if not stat.S_ISDIR(os.fstat(own).st_mode):
+        os.close(own)
+        raise NotADirectoryError(20, os.strerror(20), name)
+    return own
 
 
 def _open_folder(name: bytes | str, fd: int | None) -> tuple[int, int | None]:
     """Open a directory for reading and entering; return the descriptor, and the old mode if it was changed."""
     mode = None
     try:
-        own = os.open(name, FOLDER_FLAGS, dir_fd=fd)
+        own = _open_directory(name, fd)
     except PermissionError:
         mode = _unlock(name, fd, 0o500)
-        own = os.open(name, FOLDER_FLAGS, dir_fd=fd)
+        own = _open_directory(name, fd)
     info = os.fstat(own)
     if info.st_uid == os.getuid() and info.st_mode & 0o500 != 0o500:
         mode = stat.S_IMODE(info.st_mode)
@@ -306,10 +315,10 @@ def _enter(root: int, folder: bytes, make: bool = False) -> tuple[int, int | Non
         try:
             if make:
                 try:
-                    below = os.open(part, FOLDER_FLAGS, dir_fd=fd)
+                    below = _open_directory(part, fd)
                 except FileNotFoundError:
                     os.mkdir(part, 0o755, dir_fd=fd)
-                    below = os.open(part, FOLDER_FLAGS, dir_fd=fd)
+                    below = _open_directory(part, fd)
             else:
                 below, mode = _open_folder(part, fd)
         except OSError as error:
@@ -332,7 +341,7 @@ def _clear(fd: int, name: bytes) -> None:
 def _make_folder(fd: int, name: bytes, mode: int, mtime: int) -> None:
     with contextlib.suppress(FileExistsError):
         os.mkdir(name, 0o700, dir_fd=fd)
-    own = os.open(name, FOLDER_FLAGS, dir_fd=fd)
+    own = _open_directory(name, fd)
     try:
         os.fchmod(own, mode)
         _set_time(own, mtime)
