@@ -11,11 +11,11 @@ LossOutput = tuple[Tensor, Metrics]
 
 
 def clipped_surrogate(
-    ratio_N: Tensor, adv_N: Tensor, clip_low: float, clip_high: float, dual_clip: float | None
+    ratio_N: Tensor, clipped_N: Tensor, adv_N: Tensor, dual_clip: float | None = None
 ) -> LossOutput:
-    """[N] PPO's loss per token for any kind of ratio, and how often each clip was active."""
+    """[N] max(-A r, -A clipped r) for any kind of ratio, and how often each clip was active."""
     plain_N = -adv_N * ratio_N
-    bound_N = -adv_N * ratio_N.clamp(1 - clip_low, 1 + clip_high)
+    bound_N = -adv_N * clipped_N
     loss_N = torch.maximum(plain_N, bound_N)
     metrics = {"clip_fraction": mean_of(bound_N > plain_N)}
     if dual_clip is not None:

@@ -7,12 +7,12 @@ ranks, or have ranks to themselves that work at the same time.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
-from functools import partial
+from functools import partial, wraps
 from pathlib import Path
-from typing import TYPE_CHECKING, ParamSpec, TypeVar
+from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, TypeVar
 
 from agentrl.config.algorithm import CriticConfig
 from agentrl.learner.pack import in_pack_order
@@ -39,6 +39,19 @@ P = ParamSpec("P")
 T = TypeVar("T")
 S = TypeVar("S", bound=StepRows)
 THREAD = "agentrl-learner"
+
+
+def in_thread(
+    method: Callable[Concatenate[Learner, P], T],
+) -> Callable[Concatenate[Learner, P], Coroutine[Any, Any, T]]:
+    """Run a method in the learner's thread; awaiting it never blocks the event loop."""
+
+    @wraps(method)
+    async def call(self: Learner, /, *args: P.args, **kwargs: P.kwargs) -> T:
+        loop = asyncio.get_running_loop()
+        return await loop.run_in_executor(self._thread, partial(method, self, *args, **kwargs))
+
+    return call
 
 
 class Learner:
@@ -74,110 +87,15 @@ class Learner:
         self._thread, self._closed = ThreadPoolExecutor(1, THREAD), False
         self.reference_apart = reference is not None
 
-    async def annotate(self, rows: S, names: frozenset[str]) -> S:
+    @in_thread
+    def annotate(self, step: S, names: frozenset[str]) -> S:
         """The same rows with the named columns, except those of idle episodes; models evaluate side by side.
 
         Args:
             names: `learner_logprobs`, `ref_logprobs`, `values`, `entropy`, `sum_pi_squared`.
         """
-        return await self._in_thread(self._annotate, rows, names) if names else rows
-
-    async def step(self, rows: StepRows) -> StepResult:
-        """One step on a batch: `epochs` times `updates_per_step` optimizer updates with global normalization.
-
-        Raises:
-            AgentRLError: the gradient is not finite.
-            WorkerLost: a rank died.
-        """
-        return await self._in_thread(self._step, rows)
-
-    async def imitate(self, samples: Sequence[Sample], lr: float) -> float:
-        """One supervised step: returns the mean negative log-likelihood of the tokens under the mask.
-
-        Raises:
-            AgentRLError: the gradient is not finite.
-            WorkerLost: a rank died.
-        """
-        return await self._in_thread(self._imitate, samples, lr)
-
-    async def probe(self, samples: Sequence[Sample]) -> list[list[float]]:
-        """The log-probabilities (temperature 1) of the trained tokens of each row under the current policy."""
-        return await self._in_thread(self._probe, samples)
-
-    async def weights(self) -> dict[str, Tensor]:
-        """The policy's parameters by their Hugging Face names; tied parameters have one of their names."""
-        call = self._policy_call(lambda rank, _: rank.weights(), "gathering weights")
-        return (await self._in_thread(call))[0]
-
-    async def adapter(self) -> dict[str, Tensor]:
-        """The adapter's matrices in host memory, named as peft names them in a file."""
-        call = self._policy_call(lambda rank, _: rank.adapter(), "gathering the adapter")
-        return (await self._in_thread(call))[0]
-
-    async def snapshot(self, note: Note) -> Callable[[Path], None]:
-        """Copy everything that a checkpoint holds.
-
-        Args:
-            note: saved with it, for `load` to return.
-
-        Returns:
-            A function that writes the copy into a directory; training may continue meanwhile. It blocks.
-        """
-        await self._in_thread(self._kept, lambda rank, _: rank.snapshot(note), "taking a snapshot")
-        return self._write
-
-    async def save(self, directory: Path, note: Note) -> None:
-        """Write a checkpoint: the policy as a Hugging Face model, and what training needs to resume."""
-        write = await self.snapshot(note)
-        await self._in_thread(write, directory)
-
-    async def load(self, directory: Path) -> Note:
-        """Restore the checkpoint's state other than the weights, however many ranks wrote it; returns its note.
-
-        Raises:
-            CheckpointError: the files are missing or damaged, or belong to another model.
-        """
-        folder = directory.absolute()
-        return await self._in_thread(self._kept, lambda rank, _: rank.load(folder), "loading a checkpoint")
-
-    async def export(self, directory: Path) -> None:
-        """Write the policy as a Hugging Face model, and nothing else."""
-        folder = directory.absolute()
-        await self._in_thread(self._policy_call(lambda rank, _: rank.export(folder), "exporting the policy"))
-
-    async def close(self) -> None:
-        """End the ranks once the current call is done; idempotent."""
-        if not self._closed:
-            self._closed = True
-            await self._in_thread(self._close)
-            self._thread.shutdown(wait=False)
-
-    async def _in_thread(self, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-        return await asyncio.get_running_loop().run_in_executor(self._thread, partial(function, *args, **kwargs))
-
-    # --- in the learner's thread ---------------------------------------------------------------------------------
-
-    def _step(self, step: StepRows) -> StepResult:
-        nothing: list[list[MicroBatches]] = [[] for _ in range(self._policy.size)]
-        beside = self._split(step, self._critic_passes, self._policy.size) if self._shares_critic else nothing
-        own = self._split(step, self._passes, self._policy.size)
-        policy = self._policy.start(
-            lambda rank, work: rank.update(*work), list(zip(own, beside, strict=True)), doing="the update"
-        )
-        values = None
-        if self._critic is not None:
-            shares = self._split(step, self._critic_passes, self._critic.size)
-            values = self._critic.start(lambda rank, work: rank.update(work), shares, doing="the update")
-        results = policy()
-        merged = merge_results(step, results, [] if values is None else values(), epochs=self._passes.epochs)
-        return replace(merged, values=_values(step, own, results)) if step.record else merged
-
-    def _split(self, step: StepRows, passes: Passes, ranks: int) -> list[list[MicroBatches]]:
-        return split_step(step, passes, ranks=ranks, max_tokens=self._max_tokens)
-
-    def _annotate(self, step: S, names: frozenset[str]) -> S:
         rows = [row for row in step.samples if row.episode_id not in step.idle]
-        if not rows:
+        if not rows or not names:
             return step
         columns: list[dict[str, tuple[float, ...]]] = [{} for _ in rows]
         for found in [wait() for wait in self._evaluating(rows, names)]:
@@ -188,6 +106,106 @@ class Learner:
         )
         samples = [row if row.episode_id in step.idle else next(annotated) for row in step.samples]
         return replace(step, samples=samples)
+
+    @in_thread
+    def step(self, rows: StepRows) -> StepResult:
+        """One step on a batch: `epochs` times `updates_per_step` optimizer updates with global normalization.
+
+        Raises:
+            AgentRLError: the gradient is not finite.
+            WorkerLost: a rank died.
+        """
+        nothing: list[list[MicroBatches]] = [[] for _ in range(self._policy.size)]
+        critic_work = self._split(rows, self._critic_passes, self._policy.size) if self._shares_critic else nothing
+        work = self._split(rows, self._passes, self._policy.size)
+        policy = self._policy.start(
+            lambda rank, work: rank.update(*work), list(zip(work, critic_work, strict=True)), doing="the update"
+        )
+        values = None
+        if self._critic is not None:
+            shares = self._split(rows, self._critic_passes, self._critic.size)
+            values = self._critic.start(lambda rank, work: rank.update(work), shares, doing="the update")
+        results = policy()
+        merged = merge_results(rows, results, [] if values is None else values(), epochs=self._passes.epochs)
+        return replace(merged, values=_values(rows, work, results)) if rows.record else merged
+
+    @in_thread
+    def imitate(self, samples: Sequence[Sample], lr: float) -> float:
+        """One supervised step: returns the mean negative log-likelihood of the tokens under the mask.
+
+        Raises:
+            AgentRLError: the gradient is not finite.
+            WorkerLost: a rank died.
+        """
+        total = sum(sum(s.loss_mask) for s in samples)
+        shares = split_rows(samples, ranks=self._policy.size, max_tokens=self._max_tokens)
+        wait = self._policy.start(
+            lambda rank, share: rank.imitate(share, total, lr), shares, doing="a supervised step"
+        )
+        return sum(wait())
+
+    @in_thread
+    def probe(self, samples: Sequence[Sample]) -> list[list[float]]:
+        """The log-probabilities (temperature 1) of the trained tokens of each row under the current policy."""
+        shares = split_rows(samples, ranks=self._policy.size, max_tokens=self._max_tokens)
+        wait = self._policy.start(lambda rank, share: rank.probe(share), shares, doing="evaluating rows")
+        return [list(columns["logprobs"]) for columns in _by_row(samples, shares, wait())]
+
+    @in_thread
+    def weights(self) -> dict[str, Tensor]:
+        """The policy's parameters by their Hugging Face names; tied parameters have one of their names."""
+        return self._each_policy(lambda rank, _: rank.weights(), "gathering weights")[0]
+
+    @in_thread
+    def adapter(self) -> dict[str, Tensor]:
+        """The adapter's matrices in host memory, named as peft names them in a file."""
+        return self._each_policy(lambda rank, _: rank.adapter(), "gathering the adapter")[0]
+
+    @in_thread
+    def snapshot(self, note: Note) -> Callable[[Path], None]:
+        """Copy everything that a checkpoint holds.
+
+        Args:
+            note: saved with it, for `load` to return.
+
+        Returns:
+            A function that writes the copy into a directory; training may continue meanwhile. It blocks.
+        """
+        self._kept(lambda rank, _: rank.snapshot(note), "taking a snapshot")
+        return self._write
+
+    async def save(self, directory: Path, note: Note) -> None:
+        """Write a checkpoint: the policy as a Hugging Face model, and what training needs to resume."""
+        write = await self.snapshot(note)
+        await asyncio.get_running_loop().run_in_executor(self._thread, write, directory)
+
+    @in_thread
+    def load(self, directory: Path) -> Note:
+        """Restore the checkpoint's state other than the weights, however many ranks wrote it; returns its note.
+
+        Raises:
+            CheckpointError: the files are missing or damaged, or belong to another model.
+        """
+        folder = directory.absolute()
+        return self._kept(lambda rank, _: rank.load(folder), "loading a checkpoint")
+
+    @in_thread
+    def export(self, directory: Path) -> None:
+        """Write the policy as a Hugging Face model, and nothing else."""
+        folder = directory.absolute()
+        self._each_policy(lambda rank, _: rank.export(folder), "exporting the policy")
+
+    async def close(self) -> None:
+        """End the ranks once the current call is done; idempotent."""
+        if not self._closed:
+            self._closed = True
+            await self._close()
+            self._thread.shutdown(wait=False)
+
+    # --- in the learner's thread ---------------------------------------------------------------------------------
+
+    def _split(self, step: StepRows, passes: Passes, ranks: int) -> list[list[MicroBatches]]:
+        return split_step(step, passes, ranks=ranks, max_tokens=self._max_tokens)
 
     def _evaluating(self, rows: Sequence[Sample], names: frozenset[str]) -> list[Callable[[], list[Columns]]]:
         """Start every model that knows one of the columns; what is returned waits for the columns of each row."""
@@ -205,19 +223,6 @@ class Learner:
         wait = ranks.start(lambda rank, share: rank.annotate(share, names), shares, doing="evaluating rows")
         return lambda: _by_row(rows, shares, wait())
 
-    def _imitate(self, samples: Sequence[Sample], lr: float) -> float:
-        total = sum(sum(s.loss_mask) for s in samples)
-        shares = split_rows(samples, ranks=self._policy.size, max_tokens=self._max_tokens)
-        wait = self._policy.start(
-            lambda rank, share: rank.imitate(share, total, lr), shares, doing="a supervised step"
-        )
-        return sum(wait())
-
-    def _probe(self, samples: Sequence[Sample]) -> list[list[float]]:
-        shares = split_rows(samples, ranks=self._policy.size, max_tokens=self._max_tokens)
-        wait = self._policy.start(lambda rank, share: rank.probe(share), shares, doing="evaluating rows")
-        return [list(columns["logprobs"]) for columns in _by_row(samples, shares, wait())]
-
     def _write(self, directory: Path) -> None:
         folder = directory.absolute()
         self._kept(lambda rank, _: rank.write(folder), "writing a checkpoint", writes=True)
@@ -229,9 +234,10 @@ class Learner:
         answers = [wait() for wait in waits]
         return answers[0][0]
 
-    def _policy_call(self, call: Callable[[PolicyRank, None], T], doing: str) -> Callable[[], list[T]]:
-        return lambda: self._policy.start(call, [None] * self._policy.size, doing=doing)()
+    def _each_policy(self, call: Callable[[PolicyRank, None], T], doing: str) -> list[T]:
+        return self._policy.start(call, [None] * self._policy.size, doing=doing)()
 
+    @in_thread
     def _close(self) -> None:
         for ranks in (self._policy, self._reference, self._critic):
             if ranks is not None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 
@@ -29,7 +29,7 @@ from agentrl.learner.lora import (
 )
 from agentrl.learner.micro_batch import annotated, lr_factor, packed_rows, recorded, saving, working_dtype
 from agentrl.learner.pack import Packed
-from agentrl.learner.policy_loss import make_policy_loss, policy_loss
+from agentrl.learner.policy_loss import Loss, make_policy_loss, policy_loss
 from agentrl.learner.policy_model import checkpoint_activations, empty_policy, load_policy
 from agentrl.learner.rank import InProcess, LearnerSpec, Note
 from agentrl.learner.shard import World, check_offload, whole
@@ -112,12 +112,32 @@ class LocalPolicyRank:
         updates: list[Metrics] = []
         drifts: list[LogprobDrift] = []
         seen: list[list[TokenValues]] = []
-        if self.steps_done >= self.first_step:
-            for number, micro_batches in enumerate(work):
-                metrics, found, tokens = self._update_once(micro_batches, first_update=number == 0)
-                updates.append(metrics)
-                drifts.append(found)
-                seen += [tokens] if micro_batches.record else []
+        for number, micro_batches in enumerate(work if self.steps_done >= self.first_step else ()):
+            losses: list[Loss] = []
+            for rows in micro_batches.rows:  # their gradients add up to that of the whole batch
+                packed = packed_rows(rows, micro_batches.columns, self.device, self._dtype)
+                with saving(self.config):
+                    loss = policy_loss(
+                        self.policy_loss,
+                        packed,
+                        self._stats(self.policy, packed, frozenset({"entropy"})),
+                        micro_batches.totals,
+                        ref_logprobs_N=self._reference_logprobs(packed),
+                        kl_coef=micro_batches.kl_coef,
+                        first_update=number == 0,
+                        record=micro_batches.record and bool(rows),
+                    )
+                loss.value.backward()  # type: ignore[no-untyped-call]
+                losses.append(loss._replace(value=loss.value.detach()))
+            norm = self._optimizer_step(
+                f"step {self.steps_done + 1}", f"lower optim.lr ({self.optim_config.lr:g})"
+            )
+            metrics = to_host(merge_metrics([loss.metrics for loss in losses]))
+            updates.append(metrics | {"grad_norm": Metric("max", norm)})
+            drifts.append(merge_drift([loss.drift for loss in losses]))
+            if micro_batches.record:
+                pairs = zip(micro_batches.rows, losses, strict=True)
+                seen.append([row for rows, loss in pairs if rows for row in recorded(rows, loss.tokens)])
         self.steps_done += 1
         return RankResult(
             merge_metrics([*updates, values]),
@@ -127,34 +147,6 @@ class LocalPolicyRank:
             updates,
             seen,
         )
-
-    def _update_once(
-        self, micro_batches: MicroBatches, *, first_update: bool
-    ) -> tuple[Metrics, LogprobDrift, list[TokenValues]]:
-        """One optimizer update: the gradients of all micro-batches add up to that of the whole batch."""
-        metrics: list[Metrics] = []
-        drifts: list[LogprobDrift] = []
-        tokens: list[tuple[Rows, Mapping[str, Tensor]]] = []
-        for rows in micro_batches.rows:
-            packed = packed_rows(rows, micro_batches.columns, self.device, self._dtype)
-            with saving(self.config):
-                loss = policy_loss(
-                    self.policy_loss,
-                    packed,
-                    self._stats(self.policy, packed, frozenset({"entropy"})),
-                    micro_batches.totals,
-                    ref_logprobs_N=self._reference_logprobs(packed),
-                    kl_coef=micro_batches.kl_coef,
-                    first_update=first_update,
-                    record=micro_batches.record and bool(rows),
-                )
-            loss.value.backward()  # type: ignore[no-untyped-call]
-            metrics.append(loss.metrics)
-            drifts.append(loss.drift)
-            tokens += [(rows, loss.tokens)] if loss.tokens else []
-        norm = self._optimizer_step(f"step {self.steps_done + 1}", f"lower optim.lr ({self.optim_config.lr:g})")
-        values = [one for rows, found in tokens for one in recorded(rows, found)]
-        return to_host(merge_metrics(metrics)) | {"grad_norm": Metric("max", norm)}, merge_drift(drifts), values
 
     def _know_heads(self) -> None:
         """See at once, on all ranks alike, whether the models' logits are what their output layers give."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import TypeVar
 
 import torch
@@ -13,9 +13,9 @@ from agentrl.algo.correction import LogprobDrift, correct, drift, normalizer, we
 from agentrl.algo.entropy import entropy_threshold, high_entropy_mask
 from agentrl.algo.kl import kl_per_token
 from agentrl.algo.metrics import Metrics, mean_of
-from agentrl.algo.step_data import StepData, penalize_kl
+from agentrl.algo.step_data import Advantages, StepData, penalize_kl
 from agentrl.learner.policy_loss import ConfiguredLoss
-from agentrl.trainer.samples import Flat, Scores
+from agentrl.trainer.samples import Flat, Scores, TrainingRows
 from agentrl.types import Sample
 
 K = TypeVar("K", bound=Hashable)
@@ -24,6 +24,56 @@ K = TypeVar("K", bound=Hashable)
 def part_names(parts: Iterable[Mapping[str, float]]) -> list[str]:
     """The names of the rewards of a step."""
     return sorted({name for each in parts for name in each})
+
+
+@dataclass(frozen=True, slots=True)
+class StepTokens:
+    """The trained tokens of a step, and what its advantages are estimated from.
+
+    Attributes:
+        rows: the rows they are from.
+        flat: all tokens, in the order of the rows.
+        segment_N: the number of each one's segment in its episode.
+        order_N: from that order to the order of sampling.
+        step: the estimator's input, with tokens in the order of sampling.
+        metrics: of the KL penalty in the reward.
+    """
+
+    rows: TrainingRows
+    flat: Flat
+    segment_N: Tensor
+    order_N: Tensor
+    step: StepData
+    metrics: Metrics
+
+    @classmethod
+    def of(cls, rows: TrainingRows, configured: ConfiguredLoss) -> StepTokens:
+        """The tokens of these rows; a KL penalty in the reward is subtracted."""
+        flat = Flat.of(rows.samples, rows.scores.episodes)
+        segment_N = flat.column("segment").long()
+        width = int(segment_N.max()) + 1 if segment_N.numel() else 1
+        order_N = torch.argsort(flat.sequence_N * width + segment_N, stable=True)
+        return cls(
+            rows, flat, segment_N, order_N, *step_data(flat, order_N, rows.scores, configured, rows.kl_coef)
+        )
+
+    def with_advantages(self, found: Advantages) -> TrainingRows:
+        """The rows with the advantages (and returns) that an estimator found."""
+        advantages_N = self._unordered(found.advantages_N.to(torch.float64))
+        by_segment = advantages_by_segment(self.flat, self.segment_N, advantages_N)
+        metrics = dict(self.metrics)
+        if found.returns_N is not None:
+            self.flat.add("returns", self._unordered(found.returns_N))
+            explained = explained_variance(found.returns_N, self.step.values_N)
+            metrics["critic/explained_variance"] = mean_of(explained[None])
+        samples = with_advantages(self.flat, advantages_N)
+        return replace(self.rows, samples=samples, by_segment=by_segment, metrics=metrics)
+
+    def _unordered(self, values_N: Tensor) -> Tensor:
+        """From the order of sampling to the order of the rows."""
+        out_N = torch.empty_like(values_N)
+        out_N[self.order_N] = values_N
+        return out_N
 
 
 def step_data(
@@ -65,13 +115,6 @@ def step_data(
     ref_N, kind = ordered("ref_logprobs"), config.kl.reward_kind
     kl_N = kl_per_token(kind, old_N, ref_N, torch.ones_like(sequence_N, dtype=torch.bool))
     return penalize_kl(step, old_N, ref_N, coef=kl_coef, kind=kind), {"kl_in_reward": mean_of(kl_N)}
-
-
-def unordered(values_N: Tensor, order_N: Tensor) -> Tensor:
-    """From the order of sampling to the order of the rows."""
-    out_N = torch.empty_like(values_N)
-    out_N[order_N] = values_N
-    return out_N
 
 
 def explained_variance(returns_N: Tensor, values_N: Tensor | None) -> Tensor:

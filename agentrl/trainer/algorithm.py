@@ -6,30 +6,20 @@ correction weights, tokens selected by a loss. The results therefore do not depe
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-import torch
-
 from agentrl.algo.correction import LogprobDrift
 from agentrl.algo.kl import AdaptiveKL, FixedKL, KLController
-from agentrl.algo.metrics import Metric, Metrics, mean_of
+from agentrl.algo.metrics import Metric, Metrics
 from agentrl.algo.parameters import Named
 from agentrl.config.algorithm import AlgorithmConfig, KLConfig
 from agentrl.config.choice import OwnFunction
 from agentrl.learner.policy_loss import make_policy_loss
-from agentrl.trainer.advantages import (
-    advantages_by_segment,
-    correct_rows,
-    explained_variance,
-    step_data,
-    unordered,
-    with_advantages,
-    without_advantage,
-)
+from agentrl.trainer.advantages import StepTokens, correct_rows, without_advantage
 from agentrl.trainer.estimator import NamedEstimator, make_estimator
-from agentrl.trainer.samples import Flat, TrainingRows, joined, scores_by_env, to_samples
+from agentrl.trainer.samples import TrainingRows, joined, scores_by_env, to_samples
 from agentrl.types import Group, Sample
 
 LATE_FIELDS = frozenset({"values_N", "old_logprobs_N", "sum_pi_squared_N"})
@@ -96,42 +86,29 @@ class Algorithm:
         """
         if not rows.samples:
             return rows
-        if not rows.by_env:
-            return self.without_signal(self._estimated(rows, self.estimator))
         parts = []
+        for part, estimator in self._by_env(rows):
+            tokens = StepTokens.of(part, self.configured)
+            estimator.check(tokens.step.component_names)
+            parts.append(tokens.with_advantages(estimator.estimate(tokens.step)))
+        return self.without_signal(joined(rows, parts) if rows.by_env else parts[0])
+
+    def _by_env(self, rows: TrainingRows) -> Iterator[tuple[TrainingRows, NamedEstimator]]:
+        """The rows of each env with its estimator; with a single env, all rows."""
+        if not rows.by_env:
+            yield rows, self.estimator
         for env, scores in rows.by_env.items():
             own = frozenset(scores.episodes)
-            part = replace(
-                rows,
-                samples=[s for s in rows.samples if s.episode_id in own],
-                scores=scores,
-                kl_coef=self.kl_by_env.get(env, rows.kl_coef),
-            )
-            if part.samples:
-                parts.append(self._estimated(part, self.by_env.get(env, self.estimator)))
-        return self.without_signal(joined(rows, parts))
+            samples = [s for s in rows.samples if s.episode_id in own]
+            kl_coef = self.kl_by_env.get(env, rows.kl_coef)
+            if samples:
+                part = replace(rows, samples=samples, scores=scores, kl_coef=kl_coef)
+                yield part, self.by_env.get(env, self.estimator)
 
     def _kl_scaled(self, row: Sample, env: str) -> Sample:
         """Note the weight of the KL penalty of a row's env, relative to the run's."""
         scale = self.kl_by_env.get(env, self.kl.coef) / self.kl.coef
         return replace(row, columns={**row.columns, "kl_scale": (scale,) * sum(row.loss_mask)})
-
-    def _estimated(self, rows: TrainingRows, estimator: NamedEstimator) -> TrainingRows:
-        flat = Flat.of(rows.samples, rows.scores.episodes)
-        segment_N = flat.column("segment").long()
-        width = int(segment_N.max()) + 1 if segment_N.numel() else 1
-        order_N = torch.argsort(flat.sequence_N * width + segment_N, stable=True)  # in sampling order
-        step, metrics = step_data(flat, order_N, rows.scores, self.configured, rows.kl_coef)
-        estimator.check(step.component_names)
-        found = estimator.estimate(step)
-        advantages_N = unordered(found.advantages_N.to(torch.float64), order_N)
-        by_segment = advantages_by_segment(flat, segment_N, advantages_N)
-        if found.returns_N is not None:
-            flat.add("returns", unordered(found.returns_N, order_N))
-            metrics["critic/explained_variance"] = mean_of(
-                explained_variance(found.returns_N, step.values_N)[None]
-            )
-        return replace(rows, samples=with_advantages(flat, advantages_N), by_segment=by_segment, metrics=metrics)
 
     def without_signal(self, rows: TrainingRows) -> TrainingRows:
         """Mark or drop what has no advantage, where that changes nothing or the configuration asks for it."""

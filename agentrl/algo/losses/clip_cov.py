@@ -82,7 +82,8 @@ def clip_cov(
         loss_mask_T, logprobs_T, old_logprobs_T, advantages_T, weights_T, selected_T
     )
     ratio_N = bounded_exp(new_N - old_N)
-    loss_N, metrics = clipped_surrogate(ratio_N, adv_N, config.clip_low, config.clip_high, None)
+    clipped_N = ratio_N.clamp(1 - config.clip_low, 1 + config.clip_high)
+    loss_N, metrics = clipped_surrogate(ratio_N, clipped_N, adv_N)
     loss_N = torch.where(selected_N, torch.zeros_like(loss_N), loss_N)
     metrics |= ratio_metrics(new_N, old_N) | {"selected_fraction": mean_of(selected_N)}
     return (weight_N * loss_N).sum(), metrics

@@ -45,5 +45,6 @@ def gspo(
         loss_mask_T, logprobs_T, old_logprobs_T, advantages_T, weights_T, sequence_T
     )
     ratio_N = bounded_exp(sequence_log_ratio(new_N, old_N, seq_N))
-    loss_N, metrics = clipped_surrogate(ratio_N, adv_N, config.clip_low, config.clip_high, config.dual_clip)
+    clipped_N = ratio_N.clamp(1 - config.clip_low, 1 + config.clip_high)
+    loss_N, metrics = clipped_surrogate(ratio_N, clipped_N, adv_N, config.dual_clip)
     return (weight_N * loss_N).sum(), metrics | ratio_metrics(new_N, old_N)
