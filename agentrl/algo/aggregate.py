@@ -7,15 +7,11 @@ lie, so that micro-batches, packing, the order of rows, the number of ranks and 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import Literal, NamedTuple, get_args
+from typing import NamedTuple
 
 from agentrl.algo.late import Tensor, torch
+from agentrl.algo.parameters import AGGREGATIONS
 from agentrl.algo.segments import num_segments, segment_sum
-
-Aggregation = Literal[
-    "token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"
-]
-AGGREGATIONS: tuple[str, ...] = get_args(Aggregation)
 
 
 class Totals(NamedTuple):

@@ -14,11 +14,12 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, fields
-from typing import Literal, NamedTuple, get_args
+from typing import NamedTuple, get_args
 
 from agentrl.algo.kl import bounded_exp
 from agentrl.algo.late import Tensor, torch
 from agentrl.algo.metrics import Metrics, max_of, mean_of, min_of
+from agentrl.algo.parameters import STATISTICS, Level, Statistic
 from agentrl.algo.segments import (
     num_segments,
     segment_count,
@@ -27,22 +28,6 @@ from agentrl.algo.segments import (
     segment_sum,
     trained,
 )
-
-Correct = Literal["none", "token", "sequence"]
-Statistic = Literal[
-    "token_k1",
-    "token_k2",
-    "token_k3",
-    "seq_sum_k1",
-    "seq_sum_k2",
-    "seq_sum_k3",
-    "seq_mean_k1",
-    "seq_mean_k2",
-    "seq_mean_k3",
-    "seq_max_k2",
-    "seq_max_k3",
-]
-STATISTICS: tuple[str, ...] = get_args(Statistic)
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,7 +126,7 @@ def merge_drift(parts: Iterable[LogprobDrift]) -> LogprobDrift:
 class DriftGate:
     """Limits of the drift; None does not limit. Where one is passed the run should stop, not train on."""
 
-    mean_abs: float | None = None
+    mean_abs: float | None = 0.1
     max_abs: float | None = None
     k3: float | None = None
     ess: float | None = None
@@ -196,7 +181,7 @@ class Reject:
 class Correction:
     """What is done about the difference; by default nothing."""
 
-    importance: Correct = "none"
+    importance: Level = "none"
     """Multiply the loss of each token by the ratio learner / sampler of the token or of its sequence."""
     high: float = 2.0
     """Ratios count up to this."""
@@ -227,7 +212,7 @@ class Corrected(NamedTuple):
 
 def check_band(level: str, low: float | None, high: float) -> None:
     """Raises ValueError unless `level` is known and [low, high] is a band of ratios."""
-    if level not in get_args(Correct):
+    if level not in get_args(Level):
         raise ValueError(f"unknown level of importance weights {level!r}: none, token or sequence")
     if not high > 0 or (low is not None and not 0 < low < high):
         raise ValueError(f"importance weights need 0 < low < high (low may be left out), got {low}, {high}")
@@ -267,9 +252,7 @@ def correct(
     return Corrected(weights_T, mask_T.masked_scatter(mask_T, keep_N), metrics)
 
 
-def importance_weights(
-    d_N: Tensor, sequence_N: Tensor, *, level: Correct, low: float | None, high: float
-) -> Tensor:
+def importance_weights(d_N: Tensor, sequence_N: Tensor, *, level: Level, low: float | None, high: float) -> Tensor:
     """[N] exp(d) of each token, or exp(sum of d) of its sequence; truncated at `high`, or 0 off the band.
 
     Args:
@@ -291,7 +274,7 @@ _MAX_LOG = 20.0
 
 
 def weight_sums(
-    weights_T: Tensor, sequence_T: Tensor, loss_mask_T: Tensor, *, level: Correct
+    weights_T: Tensor, sequence_T: Tensor, loss_mask_T: Tensor, *, level: Level
 ) -> tuple[float, float]:
     """(sum, number) whose totals over the step give the mean weight that `normalize` divides by.
 

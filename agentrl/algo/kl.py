@@ -18,8 +18,7 @@ import math
 from collections.abc import Mapping
 
 from agentrl.algo.late import Tensor, torch
-
-KL_KINDS: tuple[str, ...] = ("unbiased", "k1", "abs", "k2", "k3", "k1+", "abs+", "k2+", "k3+")
+from agentrl.algo.parameters import KL_KINDS
 
 _MAX_LOG_RATIO = 20.0
 """Beyond it exp() is continued by its tangent: exp(20) is 5e8, and squares of it still fit float32."""

@@ -1,8 +1,8 @@
-"""What the parameters of losses, estimators and corrections are made of. Their defaults exist nowhere else."""
+"""The choices and ranges of algorithm parameters, shared by `agentrl.algo` and the configuration; no torch."""
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, Literal, get_args
 
 from pydantic import BaseModel, ConfigDict, Field
 
@@ -12,6 +12,35 @@ Discount = Annotated[float, Field(ge=0, le=1)]
 Share = Annotated[float, Field(gt=0, le=1)]
 ClipLow = Annotated[float, Field(gt=0, lt=1)]
 DualClip = Annotated[float, Field(gt=1)]
+
+Aggregation = Literal[
+    "token-mean", "token-sum", "seq-mean-token-mean", "seq-mean-token-sum", "seq-mean-token-sum-norm"
+]
+"""How token losses are aggregated into one number."""
+AGGREGATIONS: tuple[str, ...] = get_args(Aggregation)
+
+KLKind = Literal["unbiased", "k1", "abs", "k2", "k3", "k1+", "abs+", "k2+", "k3+"]
+"""Estimates of the KL divergence per token; see `agentrl.algo.kl`."""
+KL_KINDS: tuple[str, ...] = get_args(KLKind)
+
+Level = Literal["none", "token", "sequence"]
+"""What importance weights are taken of."""
+
+Statistic = Literal[
+    "token_k1",
+    "token_k2",
+    "token_k3",
+    "seq_sum_k1",
+    "seq_sum_k2",
+    "seq_sum_k3",
+    "seq_mean_k1",
+    "seq_mean_k2",
+    "seq_mean_k3",
+    "seq_max_k2",
+    "seq_max_k3",
+]
+"""Statistics of the difference between sampler and learner that tokens or sequences are rejected by."""
+STATISTICS: tuple[str, ...] = get_args(Statistic)
 
 
 class Parameters(BaseModel):

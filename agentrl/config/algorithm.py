@@ -13,9 +13,20 @@ from pydantic import Field, model_validator
 
 from agentrl.algo.advantages import ESTIMATORS
 from agentrl.algo.advantages.grpo import GRPO
+from agentrl.algo.correction import Correction, DriftGate
 from agentrl.algo.losses import POLICY_LOSSES
 from agentrl.algo.losses.ppo_clip import PPOClip
-from agentrl.algo.parameters import Above0, Named, NonNegative, Share, check_band
+from agentrl.algo.parameters import (
+    STATISTICS,
+    Above0,
+    Aggregation,
+    KLKind,
+    Level,
+    Named,
+    NonNegative,
+    Share,
+    check_band,
+)
 from agentrl.config.choice import OneOf, OwnFunction
 from agentrl.config.facts import Advanced, NeverWhen, OnlyWhen, OnResume, PathTo
 from agentrl.config.section import Count, Positive, Section
@@ -23,16 +34,7 @@ from agentrl.config.section import Count, Positive, Section
 ALONE = frozenset(name for name, estimator in ESTIMATORS.items() if not estimator.compares)
 """Estimators that do not compare an episode with its siblings."""
 
-
-Aggregation = Literal[
-    "token-mean", "token-sum", "seq-mean-token-mean", "seq-mean-token-sum", "seq-mean-token-sum-norm"
-]
-"""How token losses are aggregated into one number."""
-
-STATISTICS = (
-    *("token_k1", "token_k2", "token_k3", "seq_sum_k1", "seq_sum_k2", "seq_sum_k3"),
-    *("seq_mean_k1", "seq_mean_k2", "seq_mean_k3", "seq_max_k2", "seq_max_k3"),
-)
+_CORRECTION, _GATE = Correction(), DriftGate()
 
 
 def _check_rule(statistic: str, limit: float | tuple[float, float]) -> None:
@@ -82,9 +84,7 @@ class KLConfig(Section):
     both."""
     coef: NonNegative = 0.01
     """Weight of the penalty; 0 disables it and skips the reference pass."""
-    kind: Annotated[
-        Literal["auto", "unbiased", "k1", "abs", "k2", "k3", "k1+", "abs+", "k2+", "k3+"], NeverWhen("coef", 0)
-    ] = "auto"
+    kind: Annotated[Literal["auto", KLKind], NeverWhen("coef", 0)] = "auto"
     """The estimate. `auto`: `unbiased` in the loss (k3's value, an unbiased gradient that never vanishes) and
     `k1` in the reward. A `+` keeps the estimate's value and uses the gradient of k2. Without it, `k1` in the loss
     has a gradient of 0 on average, and `abs` and `k3` do not have the gradient of the KL divergence either."""
@@ -119,19 +119,19 @@ class KLConfig(Section):
 class CorrectionConfig(Section):
     """Corrections for the difference between the sampler's and the learner's logprobs (always measured)."""
 
-    importance: Literal["none", "token", "sequence"] = "none"
+    importance: Level = _CORRECTION.importance
     """Importance weights: multiply each token's loss by the ratio learner / sampler of the token or its
     sequence."""
-    high: Annotated[Above0, OnlyWhen("importance", "token", "sequence")] = 2.0
+    high: Annotated[Above0, OnlyWhen("importance", "token", "sequence")] = _CORRECTION.high
     """Ratios are truncated at this value."""
-    low: Annotated[Above0 | None, OnlyWhen("importance", "token", "sequence")] = None
+    low: Annotated[Above0 | None, OnlyWhen("importance", "token", "sequence")] = _CORRECTION.low
     """If set, ratios outside [low, high] count as 0 (IcePop) instead of being truncated at `high`."""
-    normalize: Annotated[bool, OnlyWhen("importance", "token", "sequence"), Advanced()] = False
+    normalize: Annotated[bool, OnlyWhen("importance", "token", "sequence"), Advanced()] = _CORRECTION.normalize
     """Normalize the ratios of a step to a mean of 1."""
     reject: dict[str, float | tuple[float, float]] = Field(default_factory=dict)
     """Mask tokens or sequences out of the loss: a statistic (`token_k1`, `seq_mean_k3`, ...) and its maximum; for
     k1, the maximum ratio sampler / learner, or [minimum, maximum]."""
-    veto: Annotated[Annotated[float, Field(gt=0, lt=1)] | None, Advanced()] = None
+    veto: Annotated[Annotated[float, Field(gt=0, lt=1)] | None, Advanced()] = _CORRECTION.veto
     """Mask every sequence with a token whose ratio learner / sampler is below this (for example, 1e-4)."""
     off_policy: Above0 | None = None
     """Mask sequences with a negative advantage whose tokens have drifted by more than this on average."""
@@ -147,13 +147,13 @@ class CorrectionConfig(Section):
 class DriftGateConfig(Section):
     """Limits on the difference between sampler and learner; the run stops if one is exceeded; null: no limit."""
 
-    mean_abs: Annotated[Above0 | None, Advanced()] = 0.1
+    mean_abs: Annotated[Above0 | None, Advanced()] = _GATE.mean_abs
     """Maximum mean |sampler logprob - learner logprob| of a step."""
-    max_abs: Annotated[Above0 | None, Advanced()] = None
+    max_abs: Annotated[Above0 | None, Advanced()] = _GATE.max_abs
     """Maximum |sampler logprob - learner logprob| of any token."""
-    k3: Annotated[Above0 | None, Advanced()] = None
+    k3: Annotated[Above0 | None, Advanced()] = _GATE.k3
     """Maximum estimate of KL(sampler, learner)."""
-    ess: Annotated[Share | None, Advanced()] = None
+    ess: Annotated[Share | None, Advanced()] = _GATE.ess
     """Minimum effective sample size, as a fraction of the tokens."""
 
 

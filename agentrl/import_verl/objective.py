@@ -7,7 +7,8 @@ from typing import Any
 
 from agentrl.algo.advantages import ESTIMATORS
 from agentrl.algo.losses import POLICY_LOSSES
-from agentrl.config.algorithm import ALONE, STATISTICS
+from agentrl.algo.parameters import STATISTICS
+from agentrl.config.algorithm import ALONE
 from agentrl.import_verl.found import Imported
 from agentrl.import_verl.keys import ACTOR
 

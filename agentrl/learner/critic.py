@@ -20,7 +20,7 @@ from transformers.utils import logging
 
 from agentrl.algo.aggregate import Totals, aggregation_weights
 from agentrl.algo.metrics import Metrics, max_of, merge_metrics, to_host
-from agentrl.algo.value import ValueLoss, value_loss
+from agentrl.algo.value import value_loss
 from agentrl.errors import AgentRLError, CheckpointError, ConfigError
 from agentrl.learner.attention.packed import PACKED_ATTENTION, check_attention, register_attention
 from agentrl.learner.micro_batch import annotated, lr_factor, packed_rows, saving, working_dtype
@@ -108,7 +108,6 @@ class Critic:
         self.model = world.place(make, config, self.device)
         if config.checkpoint_activations:
             checkpoint_activations(self.model)
-        self.loss_config = ValueLoss(clip=critic.value_clip)
         self.optimizer = torch.optim.AdamW(
             self.model.parameters(), lr=critic.lr, betas=optim.betas, weight_decay=optim.weight_decay, fused=True
         )
@@ -168,7 +167,12 @@ class Critic:
             dtype=values_N.dtype,
         )
         loss, metrics = value_loss(
-            values_N, packed.columns["values"], packed.columns["returns"], weights_N, mask_N, self.loss_config
+            values_N,
+            packed.columns["values"],
+            packed.columns["returns"],
+            weights_N,
+            mask_N,
+            self.critic.value_clip,
         )
         return loss, {f"critic/{name}": metric for name, metric in metrics.items()}
 

@@ -119,7 +119,8 @@ def test_off_policy_sequences_lose_their_negative_tokens():
 
 def test_the_gate_names_what_is_passed():
     measured = drift(LEARNER, SAMPLER, SEQUENCE, MASK)
-    assert DriftGate().exceeded(measured) is None
+    assert DriftGate(mean_abs=None).exceeded(measured) is None
+    assert DriftGate().exceeded(measured) is not None
     assert DriftGate(mean_abs=1.0, max_abs=2.0, k3=1.0, ess=0.5).exceeded(measured) is None
     text = DriftGate(mean_abs=0.1, max_abs=1.0, ess=0.9).exceeded(measured)
     assert text is not None

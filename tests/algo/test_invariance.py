@@ -28,7 +28,7 @@ from agentrl.algo.correction import Correction, Reject, correct, drift, merge_dr
 from agentrl.algo.kl import KL_KINDS, kl_per_token
 from agentrl.algo.losses import POLICY_LOSSES, Reinforce
 from agentrl.algo.metrics import merge_metrics, metric_values
-from agentrl.algo.value import ValueLoss, value_loss
+from agentrl.algo.value import value_loss
 
 KNOWN = settings(max_examples=20, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 CONFIGS = {name: entry.config() for name, entry in POLICY_LOSSES.items()}
@@ -227,7 +227,7 @@ def test_the_value_loss_does_not_see_the_layout(seed, num_episodes, ranks, batch
 
     def term(leaf_T: Tensor, weights_T: Tensor, batch: Batch):
         old_T, returns_T = pick(step.old_T, batch, float("nan")), pick(step.advantage_T, batch, float("inf"))
-        return value_loss(leaf_T, old_T, returns_T, weights_T, batch.trained_T, ValueLoss(0.2))
+        return value_loss(leaf_T, old_T, returns_T, weights_T, batch.trained_T, 0.2)
 
     assert_same(step, "token-mean", term, hard_layout(step, seed + 1, ranks, batches))
 
