@@ -4,7 +4,10 @@ VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check install -q -c constraints.txt
 
-.PHONY: quickstart quick test lint fix docs clean
+# Packages that need other versions than ours run in Pythons of their own, which the tests start.
+OTHERS := $(VENV)/inspect/.done $(VENV)/openenv/.done $(VENV)/trackio/.done $(VENV)/verifiers/.done
+
+.PHONY: quickstart quick test lint fix docs others clean
 
 quickstart: $(VENV)/.train  ## install, then train a tool-calling policy on this machine
 	$(BIN)/agentrl train examples/calculator/tools.yaml
@@ -13,8 +16,10 @@ quick: $(VENV)/.dev  ## the edit loop, under a minute: lint what changed, import
 	PATH="$(CURDIR)/$(BIN):$$PATH" scripts/quick
 
 JOBS ?= 2
-test: $(VENV)/.dev $(VENV)/inspect/.done $(VENV)/openenv/.done $(VENV)/trackio/.done $(VENV)/verifiers/.done  ## the whole test suite, in JOBS processes; the tests of a file stay together
+test: $(VENV)/.dev others  ## the whole test suite, in JOBS processes; the tests of a file stay together
 	$(BIN)/python -m pytest -n $(JOBS) --dist loadfile
+
+others: $(OTHERS)  ## the Pythons of other packages that tests run
 
 lint: $(VENV)/.dev  ## format, lint, types, imports
 	PATH="$(CURDIR)/$(BIN):$$PATH" scripts/check
