@@ -15,9 +15,10 @@ quickstart: $(VENV)/.train  ## install, then train a tool-calling policy on this
 quick: $(VENV)/.dev  ## the edit loop, under a minute: lint what changed, imports, types, quick unit tests
 	PATH="$(CURDIR)/$(BIN):$$PATH" scripts/quick
 
-JOBS ?= 2
+# Much of the time of a test is waiting: three processes on two cores.
+JOBS ?= 3
 test: $(VENV)/.dev others  ## the whole test suite, in JOBS processes; the tests of a file stay together
-	$(BIN)/python -m pytest -n $(JOBS) --dist loadfile
+	$(BIN)/python -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder
 
 others: $(OTHERS)  ## the Pythons of other packages that tests run
 

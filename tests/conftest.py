@@ -6,6 +6,13 @@ from collections.abc import Iterator
 
 import pytest
 
+# Files that take a minute or more start first, so that no process is left alone with one at the end.
+LONG = (
+    "trainer/test_sglang", "learner/test_ranks", "exam/test_planted", "sandbox/test_suite", "doctor/test_planted",
+    "cli/test_train_and_eval", "serve/test_clients", "trainer/test_run", "trainer/test_algorithms_train",
+    "envs/others/test_inspect", "trainer/test_changed_runs", "trainer/test_kill9", "chat/test_parsers_fuzz",
+)  # fmt: skip
+
 # Tiny matrices gain nothing from a second thread, and two spinning threads on a busy machine cost tenfold.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
@@ -19,3 +26,9 @@ def garbage_of_this_file() -> Iterator[None]:
     yield
     gc.collect()
     gc.freeze()
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Order the files; pytest-xdist keeps this order with --no-loadscope-reorder."""
+    rank = {f"tests/{name}.py": number for number, name in enumerate(LONG)}
+    items.sort(key=lambda item: rank.get(item.nodeid.split("::")[0], len(rank)))

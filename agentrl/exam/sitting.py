@@ -30,7 +30,7 @@ from agentrl.exam.magnitude import examine_bounds, judge_bounds, judge_parts
 from agentrl.exam.marks import CHECKS, ExamResult, Level
 from agentrl.exam.repeats import ORACLE_TURNS, Repeat, compare_processes, differ, examine_repeats
 from agentrl.exam.row_checks import examine_duplicates, judge_generator, judge_playable, judge_splits
-from agentrl.exam.speed import judge_blocking, judge_times, watching_loop
+from agentrl.exam.speed import LoopWatch, judge_blocking, judge_times, watching_loop
 from agentrl.exam.strategies import saying
 from agentrl.exam.stray_files import judge_leftovers, judge_process, watching_files
 from agentrl.importing import is_given
@@ -53,26 +53,32 @@ Say = Callable[[str], None]
 
 
 def examine(
-    config: RunConfig, *, tasks: int | None = None, play_outside: bool = False, say: Say = lambda text: None
+    config: RunConfig,
+    *,
+    tasks: int | None = None,
+    play_outside: bool = False,
+    processes: bool = True,
+    say: Say = lambda text: None,
 ) -> list[ExamResult]:
     """Examine the env of a run, or each of several.
 
     Args:
         tasks: tasks of each env that the oracle plays; by default 64, or all of up to 256 rows.
         play_outside: call tools that act outside of the episode (MCP servers, HTTP) as well.
+        processes: repeat episodes in other processes too, which takes some seconds.
         say: told about the progress.
 
     Raises:
         ConfigError: an env or its tasks cannot be loaded.
     """
     found = examinees(config, hold_back=not play_outside)
-    results = [asyncio.run(_closing(examinee, tasks, say)) for examinee in found]
+    results = [asyncio.run(_closing(examinee, tasks, processes, say)) for examinee in found]
     for result, before, again in zip(results, found, examinees(config, hold_back=not play_outside), strict=True):
         judge_generator(result, before, again)
     return results
 
 
-async def _closing(examinee: Examinee, tasks: int | None, say: Say) -> ExamResult:
+async def _closing(examinee: Examinee, tasks: int | None, processes: bool, say: Say) -> ExamResult:
     started = time.perf_counter()
     result = ExamResult(examinee.name, examinee.config.sole_env.use)
     with warnings.catch_warnings(), watching_files() as files, contextlib.redirect_stdout(io.StringIO()):
@@ -80,7 +86,7 @@ async def _closing(examinee: Examinee, tasks: int | None, say: Say) -> ExamResul
         try:
             environ, folder = dict(os.environ), os.getcwd()
             async with watching_loop() as watch:
-                exam = _Exam(examinee, result, tasks, say)
+                exam = _Exam(examinee, result, watch, tasks, processes, say)
                 await exam.take()
             judge_blocking(result, watch)
             judge_process(result, environ, folder)
@@ -104,8 +110,16 @@ def _told_apart(tasks: Sequence[Task]) -> list[Task]:
 class _Exam:
     """The exam of one env."""
 
-    def __init__(self, examinee: Examinee, result: ExamResult, tasks: int | None, say: Say) -> None:
-        self.examinee, self.result, self.say = examinee, result, say
+    def __init__(
+        self,
+        examinee: Examinee,
+        result: ExamResult,
+        watch: LoopWatch,
+        tasks: int | None,
+        processes: bool,
+        say: Say,
+    ) -> None:
+        self.examinee, self.result, self.watch, self.processes, self.say = examinee, result, watch, processes, say
         self.arena = Arena(examinee.make_env)
         self.wanted = tasks
         self.few = self.crawls = self.hangs = False
@@ -123,6 +137,9 @@ class _Exam:
         result.num_tasks, result.num_examined = len(self.examinee.train), len(tasks)
         self.say("oracle and rows")
         await self._rows(tasks)
+        if self.watch.repeatedly:  # no two episodes run at once: everything else would take very long
+            self._give_up("the env blocks the event loop: fix that first", keep=("oracle", "rows"))
+            return
         self.say("contract")
         await self._contract(tasks[:4])
         some = self._working(tasks)
@@ -155,18 +172,24 @@ class _Exam:
         if self.hangs:
             text = f"two episodes take {took:.0f} s; nothing else was examined"
             self.result.add("speed", Level.ERROR, text, [first[0].id])
-            for check in CHECKS:
-                if check != "speed":
-                    self.result.skip(check, "the episodes are too slow")
-            judge_times(self.result, self.arena.seen)
+            self._give_up("the episodes are too slow")
             return []
-        self.few, self.crawls = took > SLOW_EPISODE_S, took > CRAWLING_EPISODE_S
+        self.few = took > SLOW_EPISODE_S
+        self.crawls = took > CRAWLING_EPISODE_S or self.watch.repeatedly
         default = len(train) if len(train) <= ALL_TASKS else NUM_TASKS
         num = self.wanted or min(4 if self.crawls else 16 if took > 4 * SLOW_EPISODE_S else default, default)
         chosen, others = choose(train, num), choose(held_out, max(1, num // 4 if self.wanted else num // 2))
         judge_splits(self.result, chosen, others)
         ids = {task.id for task in chosen}
         return _told_apart([*chosen, *(task for task in others if task.id not in ids)])
+
+    def _give_up(self, why: str, keep: Sequence[str] = ()) -> None:
+        """Examine nothing else."""
+        for check in CHECKS:
+            if check not in ("speed", *keep):
+                self.result.skip(check, why)
+        judge_times(self.result, self.arena.seen)
+        self.result.episodes = len(self.arena.seen)
 
     async def _rows(self, tasks: Sequence[Task]) -> None:
         """Play all tasks with the oracle, and without saying anything."""
@@ -220,7 +243,9 @@ class _Exam:
 
     async def _processes(self, scripts: Sequence[Repeat], stable: dict[str, str]) -> None:
         result, use = self.result, self.examinee.config.sole_env.use
-        if not stable:
+        if not self.processes:
+            why = "not asked for"
+        elif not stable:
             why = "no episode is the same when it is repeated in one process"
         elif is_given(use):
             why = f"{use} exists only in this process; name it as a file or module"

@@ -63,6 +63,11 @@ class LoopWatch:
                     signal.pthread_kill(self._thread_id, signal.SIGUSR2)
             self._suspect = place
 
+    @property
+    def repeatedly(self) -> bool:
+        """Whether the same code held the loop more than once; once may be a first import."""
+        return any(len(times) > 1 for times in self.blocked.values())
+
     def end(self) -> None:
         """Stop watching."""
         self._stop.set()

@@ -12,6 +12,7 @@ import functools
 import importlib
 import inspect
 import json
+import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -278,10 +279,19 @@ def api_method(apis: Mapping[str, Any], name: str) -> Callable[..., Any] | None:
     return found
 
 
+_PARSING = threading.Lock()
+
+
+def _parsed(text: str) -> ast.expr:
+    """Parse an expression, one at a time: two threads of Python 3.11 that parse at once end in SystemError."""
+    with _PARSING:
+        return ast.parse(text.strip(), mode="eval").body
+
+
 def read_calls(text: str) -> list[Call]:
     """The calls in `[f(a=1), g()]`, with literal keyword arguments; empty if the text is anything else."""
     try:
-        tree = ast.parse(text.strip(), mode="eval").body
+        tree = _parsed(text)
         nodes = tree.elts if isinstance(tree, ast.List | ast.Tuple) else [tree]
         return [_call(node) for node in nodes]
     except (SyntaxError, ValueError, RecursionError, MemoryError):
@@ -296,7 +306,7 @@ def _call(node: ast.AST) -> Call:
 
 def true_call(text: str, apis: Mapping[str, Any]) -> Call:
     """A call of the ground truth; positional arguments get their names."""
-    node = ast.parse(text.strip(), mode="eval").body
+    node = _parsed(text)
     assert isinstance(node, ast.Call)
     assert isinstance(node.func, ast.Name)
     method = api_method(apis, node.func.id)

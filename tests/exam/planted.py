@@ -16,6 +16,9 @@ from agentrl.env.play import ScriptedPolicy, call
 from agentrl.env.read import final_answer
 from agentrl.types import Message
 
+SLOW_S = 2.1
+"""How long slow code sleeps; a call of two seconds is an error of the exam."""
+
 
 class Sums(TextEnv):
     """Add the numbers. Answer with the sum only."""
@@ -297,7 +300,7 @@ class SlowTool(Vault):
     @tool
     def add(self, a: int, b: int) -> str:
         """Add two numbers."""
-        time.sleep(2.1)
+        time.sleep(SLOW_S)
         return str(a + b)
 
 

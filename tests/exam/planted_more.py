@@ -15,6 +15,7 @@ from agentrl.env import Env, StepInfo
 from agentrl.env.play import ScriptedPolicy
 from agentrl.env.read import final_answer
 from agentrl.types import Message
+from tests.exam import planted
 from tests.exam.planted import AmbiguousRows, Sums, Vault
 
 
@@ -145,7 +146,7 @@ class SleepsForever(Vault):
 class SlowReward(Sums):
     @reward(solved=True)
     def correct(self, episode) -> float:
-        time.sleep(2.2)
+        time.sleep(planted.SLOW_S)
         return float(self.right(episode))
 
 

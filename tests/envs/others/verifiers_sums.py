@@ -90,7 +90,7 @@ def said(kind: str, question: str, turn: int, tools: bool) -> tuple[str, dict[st
 KINDS = ("oracle", "random", "scripted")
 
 
-async def own_rewards() -> dict[str, dict[str, dict[str, float]]]:
+async def own_rewards(num_tasks: int) -> dict[str, dict[str, dict[str, float]]]:
     """The rewards of verifiers' own episodes by policy and task; the model is a scripted server."""
     from aiohttp import web
     from verifiers.v1.utils.loaders import load_environment, resolve_env_config
@@ -114,9 +114,8 @@ async def own_rewards() -> dict[str, dict[str, dict[str, float]]]:
     await runner.setup()
     await web.TCPSite(runner, "127.0.0.1", 0).start()
     agent = {"harness": {"id": "agentrl_chat"}, "runtime": {"type": "subprocess"}}
-    env = load_environment(
-        resolve_env_config({"taskset": {"id": "verifiers_sums", "tooled": True}, "agent": agent})
-    )
+    taskset = {"id": "verifiers_sums", "tooled": True, "num_tasks": num_tasks}
+    env = load_environment(resolve_env_config({"taskset": taskset, "agent": agent}))
     client = vf.EvalClientConfig(base_url=f"http://127.0.0.1:{runner.addresses[0][1]}/v1", api_key_var="NO_KEY")
     found: dict[str, dict[str, dict[str, float]]] = {kind: {} for kind in KINDS}
     async with env.serving():
@@ -130,14 +129,14 @@ async def own_rewards() -> dict[str, dict[str, dict[str, float]]]:
 
 
 def main() -> None:
-    """A tool server if verifiers starts one; else print its rewards: `verifiers_sums.py PLAYERS`."""
+    """A tool server if verifiers starts one; else print its rewards: `verifiers_sums.py PLAYERS NUM_TASKS`."""
     if "VF_CONFIG" in os.environ:
         AddToolset.run()
         return
     here, players = os.path.dirname(os.path.abspath(__file__)), sys.argv[1]
     sys.path[:0] = [here, players]
     os.environ["PYTHONPATH"] = here
-    sys.stdout.write(json.dumps(asyncio.run(own_rewards())))
+    sys.stdout.write(json.dumps(asyncio.run(own_rewards(int(sys.argv[2])))))
 
 
 if __name__ == "__main__":
