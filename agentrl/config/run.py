@@ -339,6 +339,10 @@ class LearnerConfig(Section):
     """Tokens per chunk of logits, so that memory does not grow with vocabulary times batch; 0: all at once."""
     ranks: Annotated[Positive, OnResume("free")] = 1
     """1 trains in this process; more start Ray workers, one per GPU (or CPU), each with a shard of the model."""
+    sequence_ranks: Annotated[Positive, OnResume("free"), Advanced()] = 1
+    """Sequence parallelism: this many ranks compute each row together, for rows longer than one rank can take. A
+    micro-batch then has this many times `tokens_per_micro_batch` tokens. It must divide `ranks`, and
+    `reference_ranks` and `critic.ranks` where they are set."""
     reference_ranks: Annotated[Count, OnResume("free"), NeverWith("lora"), NeverWhen("algorithm.kl.coef", 0)] = 0
     """Number of dedicated Ray workers for the reference, each with one shard; 0 runs it on the policy's ranks.
     With dedicated ranks, the policy also runs on Ray, even with a single rank."""
@@ -366,7 +370,29 @@ class LearnerConfig(Section):
             raise ValueError(
                 "learner.attention flash computes in bfloat16 only: set learner.precision to bfloat16"
             )
+        for key in ("ranks", "reference_ranks"):
+            check_sequence_ranks(self.sequence_ranks, f"learner.{key}", getattr(self, key))
         return self
+
+    @property
+    def micro_batch_tokens(self) -> int:
+        """Tokens of a micro-batch, over all ranks that compute it together."""
+        return self.tokens_per_micro_batch * self.sequence_ranks
+
+
+def check_sequence_ranks(sequence: int, key: str, ranks: int) -> None:
+    """Check that the ranks of a model can be divided into groups that compute rows together.
+
+    Raises:
+        ValueError: they cannot.
+    """
+    if ranks % sequence == 0:
+        return
+    multiple = -(-ranks // sequence) * sequence
+    raise ValueError(
+        f"learner.sequence_ranks is {sequence}: that many ranks compute each row together, and {key} is {ranks}, "
+        f"not a multiple of it: set {key} to {multiple}, or change learner.sequence_ranks"
+    )
 
 
 class LogConfig(Section):
@@ -687,6 +713,7 @@ def _check_step(config: RunConfig) -> None:
             "learning rate would never reach optim.lr; lower it, or raise steps"
         )
     if critic is not None:
+        check_sequence_ranks(config.learner.sequence_ranks, "critic.ranks", critic.ranks)
         _check_critic(critic, algorithm)
 
 

@@ -27,6 +27,7 @@ from agentrl.learner.micro_batch import annotated, lr_factor, packed_rows, savin
 from agentrl.learner.pack import Packed
 from agentrl.learner.policy_model import checkpoint_activations
 from agentrl.learner.rank import LearnerSpec, Note
+from agentrl.learner.sequence_check import check_sequence
 from agentrl.learner.shard import World, whole
 from agentrl.learner.split import Columns, MicroBatches, Rows
 from agentrl.learner.state import TrainingState, copy_state, restore_optimizer, whole_weights
@@ -106,6 +107,7 @@ class Critic:
         self.world, self.total_steps = world, spec.total_steps
         self.device = pick_device(config.device)
         self.model = world.place(make, config, self.device)
+        check_sequence(self.model, world.sequence, f"critic: {directory}")
         if config.checkpoint_activations:
             checkpoint_activations(self.model)
         self.optimizer = torch.optim.AdamW(
@@ -116,9 +118,8 @@ class Critic:
 
     def annotate(self, batches: Sequence[Rows], names: frozenset[str]) -> list[Columns]:
         """`values` of this rank's rows."""
-        return annotated(
-            batches, self.device, working_dtype(self.model), lambda packed: {"values": self.values(packed)}
-        )
+        dtype, sequence = working_dtype(self.model), self.world.sequence
+        return annotated(batches, self.device, dtype, lambda packed: {"values": self.values(packed)}, sequence)
 
     def update(self, work: Sequence[MicroBatches]) -> Metrics:
         """This rank's part of a step; every rank is at work at the same time.
@@ -130,7 +131,7 @@ class Critic:
         metrics: list[Metrics] = []
         for micro_batches in work:
             for rows in micro_batches.rows:
-                packed = packed_rows(rows, micro_batches.columns, self.device, dtype)
+                packed = packed_rows(rows, micro_batches.columns, self.device, dtype, self.world.sequence)
                 metrics.append(self.backward(packed, micro_batches.totals))
             metrics.append(self.optimizer_step(f"step {self.steps_done + 1}", factor))
         self.steps_done += 1
@@ -145,14 +146,15 @@ class Critic:
 
     def values(self, packed: Packed) -> Tensor:
         """[N] the value before each trained token: if it is predicted from."""
+        part = packed.part()
         out = self.model(
-            input_ids=packed.ids_T[None],
-            position_ids=packed.positions_T[None],
+            input_ids=part.ids_T[None],
+            position_ids=part.positions_T[None],
             use_cache=False,
-            spans=packed.spans,
+            spans=part.spans,
         )
         values_T: Tensor = out.logits[0, :, 0]
-        return values_T[packed.source_N].to(torch.promote_types(torch.float32, values_T.dtype))
+        return part.whole(values_T[part.source_N].to(torch.promote_types(torch.float32, values_T.dtype)))
 
     def loss(self, packed: Packed, totals: Totals) -> tuple[Tensor, Metrics]:
         """This micro-batch's part of the value loss; its columns are the old values and the returns."""

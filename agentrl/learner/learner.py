@@ -78,7 +78,7 @@ class Learner:
             disconnect: called after the ranks have ended.
         """
         passes = Passes(spec.algorithm.updates_per_step, spec.algorithm.epochs, spec.seed)
-        self._max_tokens = spec.config.tokens_per_micro_batch
+        self._max_tokens = spec.config.micro_batch_tokens
         self._passes = passes
         self._critic_passes = passes if spec.critic is None else critic_passes(spec.critic, passes)
         self._policy, self._reference, self._critic = policy, reference, critic

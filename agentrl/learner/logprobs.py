@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 
-from agentrl.learner.pack import Packed, pack
+from agentrl.learner.pack import Packed, Part, pack
 from agentrl.types import Sample
 
 Wanted = frozenset[str]
@@ -52,11 +52,11 @@ def token_stats(
     def read(logits_CV: Tensor, ids_C: Tensor) -> Tensor:
         return token_columns(logits_CV, ids_C, temperature, wanted, entropy_gradient)
 
-    if chunk and packed.ids_N.numel() > chunk:
-        found_NC = _chunked(model, packed, chunk, read)
-        if found_NC is not None:
-            return _stats(found_NC, wanted)
-    return _stats(read(forward(model, packed), packed.ids_N), wanted)
+    part = packed.part()
+    found_NC = _chunked(model, part, chunk, read) if chunk and part.ids_N.numel() > chunk else None
+    if found_NC is None:
+        found_NC = read(forward(model, part), part.ids_N)
+    return _stats(part.whole(found_NC), wanted)
 
 
 def know_head(model: PreTrainedModel, device: torch.device, dtype: torch.dtype) -> None:
@@ -68,20 +68,20 @@ def know_head(model: PreTrainedModel, device: torch.device, dtype: torch.dtype) 
     with torch.no_grad():
         _chunked(
             model,
-            pack([two], device, dtype),
+            pack([two], device, dtype).part(),
             1,
             lambda l_CV, i_C: token_columns(l_CV, i_C, 1.0, frozenset(), False),
         )
 
 
-def forward(model: PreTrainedModel, packed: Packed) -> Tensor:
+def forward(model: PreTrainedModel, part: Part) -> Tensor:
     """[N, V] logits at the positions that predict the trained tokens; no others are computed."""
     out = model(
-        input_ids=packed.ids_T[None],
-        position_ids=packed.positions_T[None],
-        logits_to_keep=packed.source_N,
+        input_ids=part.ids_T[None],
+        position_ids=part.positions_T[None],
+        logits_to_keep=part.source_N,
         use_cache=False,
-        spans=packed.spans,
+        spans=part.spans,
     )
     logits: Tensor = out.logits[0]
     return logits
@@ -112,7 +112,7 @@ def _stats(found_NC: Tensor, wanted: Wanted) -> TokenStats:
 
 
 def _chunked(
-    model: PreTrainedModel, packed: Packed, chunk: int, read: Callable[[Tensor, Tensor], Tensor]
+    model: PreTrainedModel, part: Part, chunk: int, read: Callable[[Tensor, Tensor], Tensor]
 ) -> Tensor | None:
     """What `read` gives for all tokens, chunk by chunk; None if the model changes what its output layer says.
 
@@ -132,14 +132,14 @@ def _chunked(
         pieces = [
             checkpoint(piece, hidden_CD, ids_C, use_reentrant=False, preserve_rng_state=False)[None]
             for hidden_CD, ids_C in zip(
-                torch.split(hidden_1ND[0], chunk), torch.split(packed.ids_N, chunk), strict=True
+                torch.split(hidden_1ND[0], chunk), torch.split(part.ids_N, chunk), strict=True
             )
         ]
         given.append(torch.cat(pieces, dim=1))  # no view of it: FSDP hooks into what it is given
         return given[0]
 
     with _forward_of(head, instead):
-        found_NC = forward(model, packed)
+        found_NC = forward(model, part)
     if fits is None:  # the first time that this model is asked
         given_NC = given[0][0]
         fits = found_NC.shape == given_NC.shape and torch.allclose(found_NC, given_NC, 0.0, 0.0, equal_nan=True)

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from agentrl.config.run import LearnerConfig, OptimConfig
 from agentrl.learner.pack import Packed, in_pack_order, pack
+from agentrl.learner.sequence import SequenceRanks
 from agentrl.learner.split import NOTHING, Columns, Rows, TokenValues
 
 
@@ -21,9 +22,15 @@ def working_dtype(model: nn.Module) -> torch.dtype:
     return torch.promote_types(torch.float32, next(model.parameters()).dtype)
 
 
-def packed_rows(rows: Rows, columns: Sequence[str], device: torch.device, dtype: torch.dtype) -> Packed:
+def packed_rows(
+    rows: Rows,
+    columns: Sequence[str],
+    device: torch.device,
+    dtype: torch.dtype,
+    sequence: SequenceRanks | None = None,
+) -> Packed:
     """The rows of a micro-batch, or what is computed if there are none, with the columns of the others."""
-    packed = pack(rows or NOTHING, device, dtype)
+    packed = pack(rows or NOTHING, device, dtype, sequence)
     if rows:
         return packed
     empty_N = torch.zeros(0, dtype=dtype, device=device)
@@ -35,13 +42,14 @@ def annotated(
     device: torch.device,
     dtype: torch.dtype,
     evaluate: Callable[[Packed], Mapping[str, Tensor]],
+    sequence: SequenceRanks | None = None,
 ) -> list[Columns]:
     """What `evaluate` gives for the trained tokens of each row, in the order of `in_pack_order`; no gradients."""
     with torch.no_grad():
         return [
             columns
             for rows in batches
-            for columns in _by_row(rows, evaluate(packed_rows(rows, (), device, dtype)))
+            for columns in _by_row(rows, evaluate(packed_rows(rows, (), device, dtype, sequence)))
         ]
 
 

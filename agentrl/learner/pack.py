@@ -13,6 +13,7 @@ from torch import Tensor
 from agentrl.errors import ConfigError
 from agentrl.learner.attention.packed import Spans
 from agentrl.learner.prefix_tree import TreeSize, common, prefix_tree, tree_size
+from agentrl.learner.sequence import SequenceRanks
 from agentrl.types import Sample
 
 
@@ -34,15 +35,58 @@ class Packed:
     sequence_N: Tensor
     columns: Mapping[str, Tensor] = field(default_factory=dict)
 
+    def part(self) -> Part:
+        """What this rank computes of it: all, unless ranks split the rows."""
+        ranks = self.spans.sequence
+        if ranks is None:
+            return Part(self.ids_T, self.positions_T, self.spans, self.source_N, self.ids_N)
+        piece = ranks.piece(len(self.ids_T))
+        owner_N = self.source_N // piece
+        own_N = owner_N == ranks.place
+        return Part(
+            ranks.own(self.ids_T),
+            ranks.own(self.positions_T),
+            self.spans,
+            self.source_N[own_N] - ranks.place * piece,
+            self.ids_N[own_N],
+            owner_N,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """What one rank computes of a packed batch: t of its tokens, and the trained tokens that these predict.
+
+    `ids_N` are targets: the token behind the last one of a piece belongs to the next rank's.
+    """
+
+    ids_T: Tensor
+    positions_T: Tensor
+    spans: Spans
+    source_N: Tensor
+    ids_N: Tensor
+    owner_N: Tensor | None = None
+
+    def whole(self, found_N: Tensor) -> Tensor:
+        """What was found for all trained tokens of the batch, from what each rank found for its own."""
+        ranks = self.spans.sequence
+        return found_N if ranks is None or self.owner_N is None else ranks.gathered(found_N, self.owner_N)
+
 
 def pack(
-    samples: Sequence[Sample], device: torch.device | str = "cpu", dtype: torch.dtype = torch.float32
+    samples: Sequence[Sample],
+    device: torch.device | str = "cpu",
+    dtype: torch.dtype = torch.float32,
+    together: SequenceRanks | None = None,
 ) -> Packed:
     """Lay the rows of one micro-batch end to end as a prefix tree.
 
     Tokens that rows have in common from their first one on (system prompt, tools, user message, turns before an
     episode branched) are computed once, with the gradients of all rows flowing through them: same result, fewer
     tokens. A sampled token that several rows train is predicted once and has a loss in each.
+
+    Args:
+        together: the ranks that compute it, a piece each; None if one computes all of it.
 
     Raises:
         ValueError: the first token of a row is under the loss mask, if nothing predicts it.
@@ -64,7 +108,7 @@ def pack(
         sequence += [number] * len(trained)
         for name, column in columns.items():
             column += row.columns[name]
-    spans = Spans(tree.spans, torch.device(device))
+    spans = Spans(tree.spans, torch.device(device), together)
     return Packed(
         ids_T=torch.from_numpy(tree.ids_T).to(device),
         positions_T=spans.places(),

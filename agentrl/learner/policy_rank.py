@@ -32,6 +32,7 @@ from agentrl.learner.pack import Packed
 from agentrl.learner.policy_loss import Loss, make_policy_loss, policy_loss
 from agentrl.learner.policy_model import checkpoint_activations, empty_policy, load_policy
 from agentrl.learner.rank import InProcess, LearnerSpec, Note
+from agentrl.learner.sequence_check import check_sequence
 from agentrl.learner.shard import World, check_offload, whole
 from agentrl.learner.split import Columns, MicroBatches, RankResult, Rows, TokenValues
 from agentrl.learner.state import TrainingState, copy_state, restore_optimizer, whole_weights
@@ -65,6 +66,7 @@ class LocalPolicyRank:
         """Load the models and make their optimizers."""
         optim, config = spec.optim, spec.config
         self.policy = self._load_policy(spec.policy_dir, spec.reference_dir)
+        check_sequence(self.policy, self.world.sequence, f"model directory {spec.policy_dir}")
         if config.checkpoint_activations:
             checkpoint_activations(self.policy)
         self.reference: PreTrainedModel | None = None
@@ -96,7 +98,7 @@ class LocalPolicyRank:
                 found["values"] = self.critic.values(packed)
             return found
 
-        return annotated(batches, self.device, self._dtype, evaluate)
+        return annotated(batches, self.device, self._dtype, evaluate, self.world.sequence)
 
     def update(self, work: Sequence[MicroBatches], critic_work: Sequence[MicroBatches] = ()) -> RankResult:
         """This rank's part of a step; every rank is at work at the same time.
@@ -115,7 +117,7 @@ class LocalPolicyRank:
         for number, micro_batches in enumerate(work if self.steps_done >= self.first_step else ()):
             losses: list[Loss] = []
             for rows in micro_batches.rows:  # their gradients add up to that of the whole batch
-                packed = packed_rows(rows, micro_batches.columns, self.device, self._dtype)
+                packed = packed_rows(rows, micro_batches.columns, self.device, self._dtype, self.world.sequence)
                 with saving(self.config):
                     loss = policy_loss(
                         self.policy_loss,
@@ -197,7 +199,7 @@ class LocalPolicyRank:
         """
         value = 0.0
         for rows in batches:
-            packed = packed_rows(rows, (), self.device, self._dtype)
+            packed = packed_rows(rows, (), self.device, self._dtype, self.world.sequence)
             stats = token_stats(self.policy, packed, chunk=self.config.logits_at_once)
             loss = -stats.logprobs_N.sum() / total
             loss.backward()  # type: ignore[no-untyped-call]
@@ -244,7 +246,7 @@ class LocalPolicyRank:
         def evaluate(packed: Packed) -> dict[str, Tensor]:
             return {"logprobs": token_stats(self.policy, packed, chunk=self.config.logits_at_once).logprobs_N}
 
-        return annotated(batches, self.device, self._dtype, evaluate)
+        return annotated(batches, self.device, self._dtype, evaluate, self.world.sequence)
 
     def snapshot(self, note: Note) -> None:
         """Copy this rank's part of a checkpoint, for `write`."""

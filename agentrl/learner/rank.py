@@ -163,6 +163,25 @@ class Ranks(Protocol[Rank_co]):
         ...
 
 
+class Together(Generic[Rank]):
+    """Ranks of which `times` neighbors do the same work together, as `Ranks` that are fewer."""
+
+    def __init__(self, ranks: Ranks[Rank], times: int) -> None:
+        self._ranks, self._times, self.size = ranks, times, ranks.size // times
+
+    def start(
+        self, call: Callable[[Rank, Part], Result], parts: Sequence[Part], *, doing: str, writes: bool = False
+    ) -> Callable[[], list[Result]]:
+        """Give each part to all ranks that share it; their results are the same, and the first one's counts."""
+        each = [part for part in parts for _ in range(self._times)]
+        wait = self._ranks.start(call, each, doing=doing, writes=writes)
+        return lambda: wait()[:: self._times]
+
+    def close(self) -> None:
+        """End the ranks; idempotent."""
+        self._ranks.close()
+
+
 class Closing(Protocol):
     """Something that can be closed."""
 

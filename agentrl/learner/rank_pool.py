@@ -186,7 +186,8 @@ class RankWorker:
                     f"{self.model} rank {self.rank} on {_node_address()} sees no model in {folder}: models and "
                     "run folder must be visible to all nodes of the cluster under the same path"
                 )
-        self._world = World.join(self.rank, self.size, pick_device(spec.config.device), address, EXCHANGE_S)
+        device, sequence = pick_device(spec.config.device), spec.config.sequence_ranks
+        self._world = World.join(self.rank, self.size, device, address, EXCHANGE_S, sequence)
         self._held = make(spec, self._world)
 
     def call(self, function: Callable[[Any, Part], Result], part: Part) -> Result:

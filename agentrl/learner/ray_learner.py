@@ -12,11 +12,12 @@ from contextlib import ExitStack
 from dataclasses import replace
 from typing import Any
 
+from agentrl.config.run import LearnerConfig
 from agentrl.errors import ConfigError
 from agentrl.learner.critic import Critic
 from agentrl.learner.learner import Learner
 from agentrl.learner.policy_rank import LocalPolicyRank
-from agentrl.learner.rank import LearnerSpec, Rank
+from agentrl.learner.rank import LearnerSpec, Rank, Ranks, Together
 from agentrl.learner.rank_pool import MakeRank, RankPool
 from agentrl.learner.reference import Reference
 from agentrl.learner.shard import check_offload
@@ -71,7 +72,18 @@ def ray_learner(spec: LearnerSpec) -> Learner:
         )
         pools = [(pool, whole) for pool in (reference, critic) if pool is not None]
         _load([(policy, shared), *pools])
-        return Learner(spec, policy, reference=reference, critic=critic, disconnect=stack.pop_all().close)
+        return Learner(
+            spec,
+            _shared(policy, config),
+            reference=None if reference is None else _shared(reference, config),
+            critic=None if critic is None else _shared(critic, config),
+            disconnect=stack.pop_all().close,
+        )
+
+
+def _shared(ranks: Ranks[Rank], config: LearnerConfig) -> Ranks[Rank]:
+    """The ranks as the learner sees them: those that compute rows together are one."""
+    return ranks if config.sequence_ranks == 1 else Together(ranks, config.sequence_ranks)
 
 
 def _load(pools: Sequence[tuple[RankPool[Any], LearnerSpec]]) -> None:

@@ -13,6 +13,7 @@ from agentrl.learner.micro_batch import annotated, working_dtype
 from agentrl.learner.pack import Packed
 from agentrl.learner.policy_model import empty_policy, load_policy
 from agentrl.learner.rank import LearnerSpec
+from agentrl.learner.sequence_check import check_sequence
 from agentrl.learner.shard import World
 from agentrl.learner.split import Columns, Rows
 from agentrl.models.device import pick_device
@@ -31,13 +32,14 @@ class Reference:
         self.config, self.temperature, self.world = spec.config, spec.temperature, world
         self.device = pick_device(spec.config.device)
         self.model = world.place(make, spec.config, self.device).requires_grad_(False)
+        check_sequence(self.model, world.sequence, f"model directory {directory}")
         self._dtype = working_dtype(self.model)
         if spec.config.logits_at_once:
             know_head(self.model, self.device, self._dtype)
 
     def annotate(self, batches: Sequence[Rows], names: frozenset[str]) -> list[Columns]:
         """`ref_logprobs` of this rank's rows, at the sampling temperature."""
-        return annotated(batches, self.device, self._dtype, self._evaluate)
+        return annotated(batches, self.device, self._dtype, self._evaluate, self.world.sequence)
 
     def close(self) -> None:
         """Leave the other ranks; idempotent."""

@@ -23,6 +23,7 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 from agentrl.config.run import LearnerConfig
 from agentrl.errors import ConfigError
 from agentrl.learner.attention.packed import use_attention
+from agentrl.learner.sequence import SequenceRanks
 
 M = TypeVar("M", bound=nn.Module, covariant=True)
 
@@ -35,18 +36,34 @@ class Make(Protocol[M]):
 
 @dataclass(frozen=True, slots=True)
 class World:
-    """The ranks of a learner and this one's place among them; without a mesh there is one rank and no sharding."""
+    """The ranks of a learner and this one's place among them; without a mesh there is one rank and no sharding.
+
+    Attributes:
+        mesh: all ranks in a line; each has a shard of the model.
+        sequence: those that compute the same rows together, neighbors in that line; None if each has its own rows.
+    """
 
     rank: int = 0
     size: int = 1
     mesh: DeviceMesh | None = None
+    sequence: SequenceRanks | None = None
 
     @classmethod
-    def join(cls, rank: int, size: int, device: torch.device, address: str, timeout_s: float) -> World:
-        """Meet the other ranks at `tcp://HOST:PORT`, where rank 0 listens; gloo on CPUs, NCCL on GPUs."""
+    def join(
+        cls, rank: int, size: int, device: torch.device, address: str, timeout_s: float, sequence: int = 1
+    ) -> World:
+        """Meet the other ranks at `tcp://HOST:PORT`, where rank 0 listens; gloo on CPUs, NCCL on GPUs.
+
+        Args:
+            sequence: how many ranks compute rows together; a divisor of `size`.
+        """
         options: dict[str, Any] = {"timeout": timedelta(seconds=timeout_s), "rank": rank, "world_size": size}
         dist.init_process_group(_backend(device), init_method=address, **options)
-        return cls(rank, size, init_device_mesh(device.type, (size,)))
+        if sequence == 1:
+            return cls(rank, size, init_device_mesh(device.type, (size,)))
+        grid = init_device_mesh(device.type, (size // sequence, sequence), mesh_dim_names=("data", "sequence"))
+        together = SequenceRanks(rank % sequence, sequence, grid.get_group("sequence"))
+        return cls(rank, size, grid._flatten(), together)
 
     @classmethod
     def alone(cls, device: torch.device) -> World:

@@ -97,7 +97,7 @@ async def _cold_start(
         tools = await task_tools(part.make_env, part.train_tasks)
         require_template(renderer, tools)
         samples += demonstration_samples(renderer, part.demonstrations, tools, env=name)
-    micro_batches(samples, config.learner.tokens_per_micro_batch)  # one that is too long is refused here
+    micro_batches(samples, config.learner.micro_batch_tokens)  # one that is too long is refused here
     learner = await make_learner(config, source, None)
     reporter.within(starting_engine(config))
     engine = await unless_stopped(stopping, make_engine(config, source, trains=True))

@@ -23,6 +23,7 @@ from agentrl.config.run import LearnerConfig
 from agentrl.errors import ConfigError
 from agentrl.learner.attention.kind import Kind, choose_attention
 from agentrl.learner.prefix_tree import Ids, Span, path_positions, prefix_tree
+from agentrl.learner.sequence import SequenceRanks
 from agentrl.models.trial import ALONE, ENDS, SHARED, probe
 
 NAMES: dict[Kind, str] = {"sdpa": "agentrl_packed", "flex": "agentrl_blocks", "flash": "agentrl_sequences"}
@@ -37,16 +38,25 @@ class Spans:
     """The tree of a packed batch in flat order; together its spans cover every position once.
 
     Derived data is computed in the first layer that needs it and cached for the others.
+
+    Attributes:
+        sequence: the ranks that each compute a piece of the batch; None if one computes all of it.
     """
 
     rows: Sequence[Span]
     device: torch.device
+    sequence: SequenceRanks | None = None
     _plans: dict[tuple[object, int | None], object] = field(default_factory=dict)
 
     @property
     def longest(self) -> int:
         """Tokens of the longest path."""
         return max(row.prefix + row.length for row in self.rows)
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of the batch."""
+        return sum(row.length for row in self.rows)
 
     def places(self) -> Tensor:
         """[T] the place of each flat position in its rows, counted from 0."""
@@ -86,7 +96,7 @@ def packed_attention(
 
     Args:
         module: the attention layer that calls.
-        query, key, value: [1, H or H_kv, T, D] over all rows end to end.
+        query, key, value: [1, H or H_kv, T, D] over all rows end to end, or this rank's piece of them.
         attention_mask: always None; causality and row borders come from the spans.
         kind: how it is computed.
         spans: the rows of the packed batch.
@@ -105,7 +115,11 @@ def packed_attention(
     _refuse_unknown(module, attention_mask, more)
     scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
     attend = import_module(f"agentrl.learner.attention.{kind}").attend
-    return attend(query, key, value, spans, scaling, sliding_window), None
+    if (ranks := spans.sequence) is None:
+        return attend(query, key, value, spans, scaling, sliding_window), None
+    q_1HTD, k_1HTD, v_1HTD = ranks.by_head(query, key, value, spans.tokens)
+    found = attend(q_1HTD, k_1HTD, v_1HTD, spans, scaling, sliding_window)
+    return ranks.by_token(found, query.shape[1]), None
 
 
 def register_attention() -> None:
