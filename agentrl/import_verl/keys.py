@@ -227,12 +227,14 @@ _OPTIM_REST: dict[How, Texts] = {
     },
     "refused": {"override_optimizer_config": "AdamW with lr, betas and weight_decay"},
 }
+_SEQUENCE = "rows are split over learner.sequence_ranks ranks, for every model"
 _ENGINE_REST: dict[How, Texts] = {
     "same": {
         "wrap_policy.*": "every block is sharded by itself",
         "grad_offload": "gradients move with the parameters (learner.cpu_offload)",
         "reshard_after_forward": "FSDP2 reshards after the forward pass",
         "fsdp_size": "the model is sharded over all ranks of the learner",
+        "ulysses_sequence_parallel_size": (_SEQUENCE, 1),
         "forward_prefetch": "FSDP2 prefetches",
         "use_orig_params": "FSDP2 keeps the parameters",
         "use_torch_compile": "nothing is compiled",
@@ -250,7 +252,6 @@ _ENGINE_REST: dict[How, Texts] = {
         "min_num_params": "every block is sharded by itself",
     },
     "refused": {
-        "ulysses_sequence_parallel_size": ("a sequence is computed by one rank: no sequence parallelism", 1),
         "full_determinism": "GPU kernels are not made deterministic; a run on CPUs repeats to the bit",
         "qat.*": "no quantization-aware training",
         "turbo_config.*": "agentrl shards with FSDP2 only",
@@ -298,6 +299,7 @@ _ACTOR = [
             "fsdp_config.optimizer_offload": ("learner.cpu_offload", False),
             "fsdp_config.offload_policy": ("learner.cpu_offload", False),
             "fsdp_config.dtype": ("learner.precision", "bfloat16"),
+            "ulysses_sequence_parallel_size": ("learner.sequence_ranks", 1),
             "fsdp_config.mixed_precision.param_dtype": "learner.precision",
             "tis_imp_ratio_cap": "algorithm.correction.importance and high",
         },
@@ -334,7 +336,6 @@ _ACTOR = [
         ACTOR,
         "refused",
         {
-            "ulysses_sequence_parallel_size": ("a sequence is computed by one rank: no sequence parallelism", 1),
             "megatron.*": _MEGATRON,
             "veomni.*": "agentrl shards with FSDP2 only",
             "router_replay.*": ("expert routing is not replayed", "disabled"),
@@ -485,6 +486,7 @@ _REF = [
         "same",
         {
             "strategy": ("the reference is sharded as the policy is", _FSDP),
+            "ulysses_sequence_parallel_size": (_SEQUENCE, 1),
             "rollout_n": "see rollout.n",
             "use_torch_compile": "nothing is compiled",
             "log_prob_micro_batch_size": _PACKED,
@@ -507,7 +509,6 @@ _REF = [
         REF,
         "refused",
         {
-            "ulysses_sequence_parallel_size": ("a sequence is computed by one rank: no sequence parallelism", 1),
             "model.path": "the reference is the policy that training began with",
             "megatron.*": _MEGATRON,
             "veomni.*": "agentrl shards with FSDP2 only",
@@ -539,6 +540,7 @@ _CRITIC = [
         "critic.",
         "same",
         {
+            "ulysses_sequence_parallel_size": (_SEQUENCE, 1),
             "ppo_micro_batch_size": _PACKED,
             "ppo_micro_batch_size_per_gpu": _PACKED,
             "forward_micro_batch_size": _PACKED,
@@ -604,7 +606,6 @@ _CRITIC = [
             "model.lora_adapter_path": "the whole critic learns",
             "model.lora.*": "the whole critic learns",
             "model.mtp.*": "multi-token prediction is not trained",
-            "ulysses_sequence_parallel_size": ("a sequence is computed by one rank: no sequence parallelism", 1),
             "megatron.*": _MEGATRON,
             "veomni.*": "agentrl shards with FSDP2 only",
             "profiler.*": _PROFILE,

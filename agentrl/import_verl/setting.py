@@ -376,6 +376,7 @@ def _learner(found: Imported) -> None:
     gpus = _gpus(found)
     if gpus is not None:
         found.set("learner.ranks", gpus)
+    sequence = _sequence(found, gpus or 1)
     device = found.text("trainer.device")
     if found.has("trainer.device"):
         if device == "cpu":
@@ -396,12 +397,27 @@ def _learner(found: Imported) -> None:
     offload = [f"{ACTOR}fsdp_config.{part}" for part in ("param_offload", "optimizer_offload", "offload_policy")]
     if any(found.flag(key) for key in offload):
         found.set("learner.cpu_offload", True)
-    found.set("learner.tokens_per_micro_batch", _micro_batch(found, gpus or 8))
+    found.set("learner.tokens_per_micro_batch", _micro_batch(found, gpus or 8, sequence))
 
 
-def _micro_batch(found: Imported, gpus: int) -> int:
+def _sequence(found: Imported, gpus: int) -> int:
+    """How many ranks compute rows together; they must divide the GPUs."""
+    key = f"{ACTOR}ulysses_sequence_parallel_size"
+    if not found.has(key):
+        key = f"{ACTOR}fsdp_config.ulysses_sequence_parallel_size"
+    size = max(1, int(found.whole(key)))
+    if gpus % size:
+        found.say(key, "by hand", f"set learner.sequence_ranks, and learner.ranks to a multiple of it: {size}")
+        return 1
+    if size > 1:
+        found.say(key, "taken", "learner.sequence_ranks")
+        found.set("learner.sequence_ranks", size)
+    return size
+
+
+def _micro_batch(found: Imported, gpus: int, sequence: int) -> int:
     """verl's token budget, or its rows times the longest episode; never less than one episode."""
-    longest = int(found.get("rollout.token_budget"))
+    longest = -(-int(found.get("rollout.token_budget")) // sequence)
     if found.flag(f"{ACTOR}use_dynamic_bsz"):
         for key in ("ppo_micro_batch_size_per_gpu", "ppo_micro_batch_size"):
             found.say(ACTOR + key, "no effect", "use_dynamic_bsz is on")

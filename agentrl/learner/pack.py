@@ -178,8 +178,9 @@ def _fitting(group: Sequence[Sample], max_tokens: int) -> Iterable[tuple[int, li
         if not sizes:
             name, rows = ordered[start]
             raise ConfigError(
-                f"episode {name} has {packed_size(rows)} tokens, more than learner.tokens_per_micro_batch = "
-                f"{max_tokens}: raise it, or lower rollout.token_budget"
+                f"episode {name} has {packed_size(rows)} tokens, and a micro-batch takes {max_tokens} "
+                "(learner.tokens_per_micro_batch x learner.sequence_ranks): raise one of the two, or lower "
+                "rollout.token_budget"
             )
         stop = start + len(sizes)
         if stop < len(ordered):

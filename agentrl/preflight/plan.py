@@ -157,6 +157,11 @@ def placement(config: RunConfig, gpu: bool) -> list[str]:
     else:
         cluster = f"the Ray cluster {config.ray}" if config.ray else "a Ray cluster on this machine"
         lines.append(f"learner: {_ranks(learner.ranks, device)}, on {cluster}")
+        if learner.sequence_ranks > 1:
+            lines.append(
+                f"rows: {learner.sequence_ranks} ranks compute each together, at most "
+                f"{learner.micro_batch_tokens:,} tokens at once"
+            )
     if config.algorithm.kl.coef > 0:
         how = "a frozen copy beside the policy, sharded as it is"
         if learner.lora:
@@ -294,12 +299,16 @@ def _computing(config: RunConfig, shape: ModelShape, *, backward: bool = True) -
     if config.learner_on_ray or low or learner.cpu_offload:
         # The outer part stays gathered, and two blocks: one computing, one on its way.
         parts["gathered"] = each * (shape.outer + 2 * shape.block) + FLOAT32 * shape.block
-    block = shape.activation_bytes_per_token(each)
+    heads, shared = shape.heads_split(learner.sequence_ranks)
+    more = (2 * (heads - shape.heads) + 2 * (shared - shape.kv_heads)) * shape.head_dim * each
+    block = shape.activation_bytes_per_token(each) + more
     kept = shape.layers * shape.hidden * each + block if learner.checkpoint_activations else shape.layers * block
     if not backward:
         kept = block
     if not (backward and learner.offload_activations):
         parts["activations"] = learner.tokens_per_micro_batch * kept
+    if learner.sequence_ranks > 1:  # queries, keys and values of a block, as they are sent and as they arrive
+        parts["exchange"] = learner.tokens_per_micro_batch * 2 * (heads + 2 * shared) * shape.head_dim * each
     return parts
 
 

@@ -11,6 +11,7 @@ from agentrl.errors import ConfigError
 from agentrl.gpu import gpus_here
 from agentrl.learner.attention.kind import choose_attention
 from agentrl.preflight.estimate import Phase, Plan, PlanFinding, disk_free, own_devices, size
+from agentrl.trainer.room import room_for
 
 Rule = Callable[[RunConfig, Plan, bool], Iterator[PlanFinding]]
 BILLION = 1_000_000_000
@@ -50,7 +51,9 @@ def _relief(phase: Phase, name: str, config: RunConfig) -> str:
         return "lower engine.max_slots, rollout.token_budget or rollout.group_size"
     if "activations" in name:
         more = "" if learner.checkpoint_activations else "set learner.checkpoint_activations, or "
-        return f"{more}lower learner.tokens_per_micro_batch"
+        long = config.rollout.token_budget > learner.micro_batch_tokens // 2
+        room = ", and raise learner.sequence_ranks so that episodes still fit" if long else ""
+        return f"{more}lower learner.tokens_per_micro_batch{room}"
     if "logits" in name:
         return "set learner.logits_at_once (1024, say)"
     if "gathered" in name:
@@ -64,12 +67,10 @@ def _relief(phase: Phase, name: str, config: RunConfig) -> str:
 
 def one_episode(config: RunConfig, plan: Plan, gpu: bool) -> Iterator[PlanFinding]:
     """PL02: an episode is larger than a micro-batch, which is never cut."""
-    budget, room = config.rollout.token_budget, config.learner.tokens_per_micro_batch
+    budget, room = config.rollout.token_budget, config.learner.micro_batch_tokens
     if min(budget, plan.model.max_context) > room:
         text = f"an episode may have {budget:,} tokens, a micro-batch takes {room:,}"
-        yield PlanFinding(
-            "PL02", "error", text, "raise learner.tokens_per_micro_batch, or lower rollout.token_budget"
-        )
+        yield PlanFinding("PL02", "error", text, room_for(config, min(budget, plan.model.max_context)))
 
 
 def context(config: RunConfig, plan: Plan, gpu: bool) -> Iterator[PlanFinding]:
@@ -95,9 +96,10 @@ def turns(config: RunConfig, plan: Plan, gpu: bool) -> Iterator[PlanFinding]:
 
 def division(config: RunConfig, plan: Plan, gpu: bool) -> Iterator[PlanFinding]:
     """PL05: ranks without work, or updates of unlike size."""
-    batch, ranks = plan.batch, config.learner.ranks
+    batch, ranks = plan.batch, config.learner.ranks // config.learner.sequence_ranks
     if batch.episodes_per_update < ranks:
-        text = f"an update has {batch.episodes_per_update:g} episodes for {ranks} ranks: some have nothing to do"
+        kind = "ranks" if config.learner.sequence_ranks == 1 else "groups of ranks"
+        text = f"an update has {batch.episodes_per_update:g} episodes for {ranks} {kind}: some have nothing to do"
         yield PlanFinding(
             "PL05", "warning", text, "lower algorithm.updates_per_step or learner.ranks, or play more groups"
         )
@@ -211,6 +213,15 @@ def signal(config: RunConfig, plan: Plan, gpu: bool) -> Iterator[PlanFinding]:
 
 def attention(config: RunConfig, plan: Plan, gpu: bool) -> Iterator[PlanFinding]:
     """PL15: an attention that cannot work here."""
+    heads, sequence = plan.model.heads, config.learner.sequence_ranks
+    if sequence > heads:
+        text = f"learner.sequence_ranks is {sequence}, and the model has {heads} attention heads to split"
+        yield PlanFinding("PL15", "error", text, f"set learner.sequence_ranks to {heads} or less")
+    elif heads % sequence:
+        idle = 1 - heads / (sequence * -(-heads // sequence))
+        text = f"{heads} attention heads cannot be divided evenly by learner.sequence_ranks = {sequence}"
+        fix = f"choose a divisor of {heads}: otherwise {idle:.0%} of the attention is computed for nothing"
+        yield PlanFinding("PL15", "note", text, fix)
     if gpu and not gpus_here():
         return
     try:

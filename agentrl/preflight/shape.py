@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass
+from math import lcm
 from pathlib import Path
 from typing import Any
 
@@ -129,6 +130,13 @@ class ModelShape:
         """
         attention = (4 * self.heads + 6 * self.kv_heads) * self.head_dim
         return bytes_each * (6 * self.hidden + attention + 4 * self.intermediate)
+
+    def heads_split(self, ranks: int) -> tuple[int, int]:
+        """Heads of queries, and of keys and values, over all ranks that split rows: as `SequenceRanks.by_head`."""
+        whole = ranks * -(-self.heads // ranks)
+        if ranks == 1:
+            return self.heads, self.kv_heads
+        return (whole, lcm(self.kv_heads, ranks)) if whole == self.heads else (whole, whole)
 
     def lora_parameters(self, rank: int, targets: str | list[str]) -> int:
         """Trained parameters of adapters of this rank."""

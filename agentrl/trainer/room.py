@@ -10,12 +10,22 @@ from agentrl.config.run import RunConfig
 
 def too_long(config: RunConfig) -> str:
     """The error if an episode, which is never cut, may be larger than a micro-batch; else empty."""
-    budget, room = config.rollout.token_budget, config.learner.tokens_per_micro_batch
+    budget, room = config.rollout.token_budget, config.learner.micro_batch_tokens
     if min(budget, _context(config) or budget) <= room:
         return ""
     return (
         f"an episode may have {budget:,} tokens (rollout.token_budget), a micro-batch takes {room:,} "
-        "(learner.tokens_per_micro_batch), and episodes are never cut: raise the second or lower the first"
+        "(learner.tokens_per_micro_batch x learner.sequence_ranks), and episodes are never cut: "
+        f"{room_for(config, budget)}"
+    )
+
+
+def room_for(config: RunConfig, tokens: int) -> str:
+    """What to change so that a micro-batch takes an episode of so many tokens."""
+    ranks = -(-tokens // config.learner.tokens_per_micro_batch)
+    return (
+        f"raise learner.tokens_per_micro_batch, set learner.sequence_ranks to {ranks} or more (that many "
+        "ranks then compute each row together), or lower rollout.token_budget"
     )
 
 

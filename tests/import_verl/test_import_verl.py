@@ -285,6 +285,10 @@ def test_no_key_has_two_rows_and_the_page_names_them_all():
             [{"use": "r.py:compute_score", "options": {"a": 1}}],
         ),
         ({}, "env.options.reward", "agentrl.env.verl_scores:compute_score"),
+        (
+            {"trainer__n_gpus_per_node": 8, "actor_rollout_ref__actor__ulysses_sequence_parallel_size": 4},
+            *("learner.sequence_ranks", 4),
+        ),
         ({"trainer__val_before_train": False}, "eval.before_training", False),
     ],
 )
@@ -305,7 +309,7 @@ def test_a_key_becomes_ours(tmp_path, keys, path, wanted):
         ("actor_rollout_ref.actor.strategy", "fsdp2", "same", "FSDP2"),
         ("actor_rollout_ref.actor.strategy", "megatron", "by hand", "FSDP2"),
         ("actor_rollout_ref.actor.megatron.tensor_model_parallel_size", 4, "refused", "no Megatron"),
-        ("actor_rollout_ref.actor.ulysses_sequence_parallel_size", 4, "refused", "no sequence parallelism"),
+        ("actor_rollout_ref.actor.ulysses_sequence_parallel_size", 4, "by hand", "multiple of it: 4"),
         ("actor_rollout_ref.rollout.multi_turn.enable", True, "taken", "rollout.max_turns"),
         ("data.train_batch_size", "$BATCH", "by hand", "must be a number"),
         ("actor_rollout_ref.actor.use_kl_loss", "$KL", "by hand", "must be true or false"),

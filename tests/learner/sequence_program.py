@@ -21,9 +21,11 @@ from transformers import AutoModelForCausalLM, Gemma3TextConfig, LlamaConfig, Mi
 
 from agentrl.config.algorithm import AlgorithmConfig, CriticConfig
 from agentrl.config.run import LearnerConfig, OptimConfig
+from agentrl.errors import ConfigError
 from agentrl.learner.learner import Learner
 from agentrl.learner.policy_rank import LocalPolicyRank
 from agentrl.learner.rank import LearnerSpec, Together
+from agentrl.learner.sequence_check import check_sequence
 from agentrl.learner.shard import World
 from tests.learner.direct import DirectLearner
 from tests.learner.train_models import VOCABULARY, make_batch, scored, write_model
@@ -61,6 +63,13 @@ CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "moe": ("moe", {}, {}),
 }
 """Model, algorithm and learner of each."""
+SHAPES: dict[tuple[int, int], Sequence[str]] = {
+    (1, 1): tuple(CASES),
+    (2, 2): ("qwen3", "llama", "gemma3"),
+    (4, 4): ("qwen3", "llama", "gemma3", "moe"),
+    (4, 2): ("mistral", "critic"),
+}
+"""Ranks, how many of them compute rows together, and the cases that they train."""
 
 
 class Lockstep:
@@ -89,7 +98,7 @@ def spec_of(folder: Path, case: str, ranks: int, sequence: int, policy: Path | N
     return LearnerSpec(
         where,
         algorithm=AlgorithmConfig(**algorithm),
-        optim=OptimConfig(lr=1e-3, warmup_steps=2, schedule="linear"),
+        optim=OptimConfig(lr=3e-4, warmup_steps=2, schedule="linear"),
         config=LearnerConfig(
             **{
                 "device": "cpu",
@@ -126,38 +135,79 @@ def steps(driver: DirectLearner, case: str, first: int, last: int) -> list[dict[
     return [dict(driver.step(*step).metrics) for step in given]
 
 
-def run_case(folder: Path, case: str, world: World, sequence: int) -> dict[str, Any]:
-    """Five steps; then a checkpoint."""
-    driver = learner(spec_of(folder, case, world.size, sequence), world)
-    curve = steps(driver, case, 0, STEPS)
-    saved = folder / f"{case}-{world.size}-{sequence}"
-    if world.rank == 0:
-        saved.mkdir()
-        torch.save(driver.weights(), saved / "weights.pt")
-    else:
-        driver.weights()
-    driver.save(saved)
-    return {"curve": curve, "probe": driver.probe(make_batch(50))}
+def train(folder: Path, world: World, sequence: int) -> dict[str, Any]:
+    """Five steps of each case, and a checkpoint."""
+    found: dict[str, Any] = {}
+    for case in SHAPES[world.size, sequence]:
+        driver = learner(spec_of(folder, case, world.size, sequence), world)
+        curve = steps(driver, case, 0, STEPS)
+        saved, weights = folder / f"{case}-{world.size}-{sequence}", driver.weights()
+        saved.mkdir(exist_ok=True)
+        if world.rank == 0:
+            torch.save(weights, saved / "weights.pt")
+        driver.save(saved)
+        found[case] = {"curve": curve, "probe": driver.probe(make_batch(50))}
+    if world.sequence is not None and world.sequence.size == 4:
+        found["said"] = refusals(folder, driver, world)
+    return found
 
 
-def rank(folder: Path, number: int, size: int, sequence: int, port: int, answer: Connection) -> None:
+def refusals(folder: Path, driver: DirectLearner, world: World) -> list[str]:
+    """What is said of layers that mix tokens outside attention, and of fewer heads than ranks."""
+    narrow = driver.rank.world.sequence.by_head
+    hook = driver.policy.model.layers[0].mlp.register_forward_hook(lambda _, __, out: out + out.mean(1, True))
+    x_1HtD = torch.zeros(1, 3, 2, 8)
+    calls = (
+        lambda: check_sequence(driver.policy, world.sequence, "model directory m"),
+        lambda: narrow(x_1HtD, x_1HtD, x_1HtD, 8),
+    )
+    said = []
+    for call in calls:
+        try:
+            call()
+        except ConfigError as e:
+            said.append(str(e))
+    hook.remove()
+    return said
+
+
+def resume(folder: Path, world: World, sequence: int) -> dict[str, Any]:
+    """Two more steps from checkpoints, of one rank and of ranks that split rows; then back on such ranks."""
+    found = {}
+    for name in ("critic-1-1", "critic-4-2"):
+        driver = learner(spec_of(folder, "critic", world.size, sequence, folder / name), world)
+        driver.load_optimizer(folder / name)
+        found[name] = steps(driver, "critic", STEPS, STEPS + 2)
+    return found
+
+
+def rank(
+    work: Callable[[Path, World, int], Any],
+    folder: Path,
+    number: int,
+    shape: tuple[int, int],
+    port: int,
+    answer: Connection,
+) -> None:
+    """One process."""
     torch.set_num_threads(1)
+    size, sequence = shape
     device = torch.device("cpu")
     world = World.join(number, size, device, f"tcp://127.0.0.1:{port}", 60, sequence) if size > 1 else World()
-    found: dict[str, Any] = {case: run_case(folder, case, world, sequence) for case in CASES}
+    found = work(folder, world, sequence)
     if number == 0:
         answer.send(found)
     world.leave()
 
 
-def forked(folder: Path, size: int, sequence: int) -> dict[str, Any]:
+def forked(work: Callable[[Path, World, int], Any], folder: Path, shape: tuple[int, int]) -> Any:
     """What rank 0 of so many found."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     context = multiprocessing.get_context("fork")
     receive, send = context.Pipe(duplex=False)
-    ranks = [context.Process(target=rank, args=(folder, n, size, sequence, port, send)) for n in range(size)]
+    ranks = [context.Process(target=rank, args=(work, folder, n, shape, port, send)) for n in range(shape[0])]
     for one in ranks:
         one.start()
     send.close()
@@ -170,13 +220,18 @@ def forked(folder: Path, size: int, sequence: int) -> dict[str, Any]:
 
 
 def main(folder: Path) -> dict[str, Any]:
+    """Everything, by shape; a shape of several ranks adds how far its weights are from those of one."""
     write_model(folder / "qwen3", seed=0)
     for name, make in FAMILIES.items():
         torch.manual_seed(0)
         AutoModelForCausalLM.from_config(make()).save_pretrained(folder / name)
-    return {
-        f"{size}/{sequence}": forked(folder, size, sequence) for size, sequence in ((1, 1), (2, 2), (4, 2), (4, 4))
-    }
+    found = {f"{size}-{sequence}": forked(train, folder, (size, sequence)) for size, sequence in SHAPES}
+    for (size, sequence), cases in SHAPES.items():
+        for case in cases:
+            one, many = (torch.load(folder / f"{case}-{n}/weights.pt") for n in ("1-1", f"{size}-{sequence}"))
+            assert one.keys() >= many.keys()
+            found[f"{size}-{sequence}"][case]["gap"] = max(float((one[n] - many[n]).abs().max()) for n in many)
+    return {**found, "resumed": forked(resume, folder, (1, 1)), "split": forked(resume, folder, (2, 2))}
 
 
 if __name__ == "__main__":

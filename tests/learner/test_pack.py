@@ -187,6 +187,6 @@ def test_an_episode_that_fits_nowhere_is_named_with_what_to_do():
     with pytest.raises(ConfigError) as caught:
         micro_batches(samples, 100)
     assert str(caught.value) == (
-        "episode g3/e0 has 110 tokens, more than learner.tokens_per_micro_batch = 100: "
-        "raise it, or lower rollout.token_budget"
+        "episode g3/e0 has 110 tokens, and a micro-batch takes 100 (learner.tokens_per_micro_batch x "
+        "learner.sequence_ranks): raise one of the two, or lower rollout.token_budget"
     )

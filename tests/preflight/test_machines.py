@@ -38,6 +38,7 @@ MODELS = {
     "0.6b": sizes(1024, 3072, 28, 16, tie_word_embeddings=True),
     "4b": sizes(2560, 9728, 36, 32, tie_word_embeddings=True),
     "8b": sizes(4096, 12288, 36, 32),
+    "8b-131k": sizes(4096, 12288, 36, 32, max_position_embeddings=131072),
     "32b": sizes(5120, 25600, 64, 64),
     "30b-a3b": sizes(
         *(2048, 6144, 48, 32),
@@ -54,6 +55,7 @@ RECIPES = [
     ("qwen3-0.6b-sglang", "0.6b", "2xH100-80GB", 1),
     ("qwen3-4b-lora", "4b", "H100-80GB", 1),
     ("qwen3-8b-8gpu", "8b", "8xH100-80GB", 1),
+    ("qwen3-8b-131k-8gpu", "8b-131k", "8xH100-80GB", 1),
     ("qwen3-32b-lora-8gpu", "32b", "8xH100-80GB", 1),
     ("qwen3-30b-a3b-16gpu", "30b-a3b", "8xH100-80GB", 2),
 ]
@@ -96,6 +98,50 @@ def test_gpus_that_are_missing_or_idle_are_named(tmp_path: Path):
     assert any(f.code == "PL01" for f in small.findings)
     wide = plan_of(tmp_path, "8xH100-80GB", "engine.server.tensor_parallel=16", "engine.server.replicas=1")
     assert any("a node has 8" in f.text for f in wide.findings)
+
+
+def test_rows_of_131k_tokens_need_ranks_that_share_them(tmp_path: Path):
+    def plan(*overrides: str) -> Any:
+        path = f"model.path={folder(tmp_path / 'model', '8b-131k')}"
+        config = load_config(ROOT / "configs/qwen3-8b-131k-8gpu.yaml", [path, *overrides])
+        made = make_plan(config, machine=machine_of("8xH100-80GB"))
+        return made, {f.code: f for f in made.findings if f.level == "error"}
+
+    split, errors = plan()
+    assert errors == {}
+    assert "rows: 8 ranks compute each together, at most 131,072 tokens at once" in split.placement
+    update = split.phases[1]
+    assert update.total < 0.5 * split.memory_bytes
+    # 16,384 tokens of 32 heads and twice 8, of 128 numbers of 2 bytes, on their way out and in
+    assert update.parts["exchange"] == 16384 * 2 * (32 + 2 * 8) * 128 * 2
+    wide, _ = plan("learner.ranks=32", "learner.sequence_ranks=16", "learner.tokens_per_micro_batch=16384")
+    assert wide.phases[1].parts["exchange"] == 16384 * 2 * (32 + 2 * 16) * 128 * 2  # keys and values twice
+    assert wide.phases[1].parts["activations"] > update.parts["activations"]
+    few = plan("learner.sequence_ranks=4")[1]
+    assert "learner.sequence_ranks to 8 or more" in few["PL02"].fix
+    whole = plan("learner.sequence_ranks=null", "learner.tokens_per_micro_batch=131072")[1]
+    assert "raise learner.sequence_ranks so that episodes still fit" in whole["PL01"].fix
+    assert (
+        "set learner.sequence_ranks to 32 or less"
+        in plan("learner.ranks=64", "learner.sequence_ranks=64")[1]["PL15"].fix
+    )
+
+
+@pytest.mark.parametrize(
+    ("overrides", "said"),
+    [
+        (["learner.sequence_ranks=3"], "learner.ranks is 8, not a multiple of it: set learner.ranks to 9"),
+        (["learner.ranks=1"], "learner.ranks is 1, not a multiple of it: set learner.ranks to 8"),
+        (
+            ["learner.reference_ranks=2", "algorithm.kl.coef=0.1"],
+            "learner.reference_ranks is 2, not a multiple of it: set learner.reference_ranks to 8",
+        ),
+        (["algorithm.advantage=gae", "critic.ranks=4"], "critic.ranks is 4, not a multiple of it"),
+    ],
+)
+def test_sequence_ranks_that_cannot_be_are_refused(overrides: list[str], said: str):
+    with pytest.raises(ConfigError, match=said):
+        load_config(ROOT / "configs/qwen3-8b-131k-8gpu.yaml", overrides)
 
 
 def test_predictions_follow_the_machine(tmp_path: Path):

@@ -94,6 +94,7 @@ def test_an_episode_that_may_be_larger_than_a_micro_batch_is_refused_before_anyt
     with RunStore.open(small, tmp_path / "run") as store, pytest.raises(ConfigError) as caught:
         train_run(small, store, Silent())
     assert "may have 200 tokens (rollout.token_budget), a micro-batch takes 199" in str(caught.value)
+    assert "set learner.sequence_ranks to 2 or more" in str(caught.value)
     assert not (tmp_path / "run" / "start").exists()
     assert too_long(config("drop")) == ""
     (tmp_path / "config.json").write_text('{"text_config": {"max_position_embeddings": 190}}')
@@ -104,5 +105,5 @@ async def test_a_demonstration_that_is_larger_than_a_micro_batch_is_refused_befo
     tmp_path: Path,
 ):
     small = config("drop").model_copy(update={"learner": LearnerConfig(tokens_per_micro_batch=5)})
-    with pytest.raises(ConfigError, match=r"more than learner\.tokens_per_micro_"):
+    with pytest.raises(ConfigError, match=r"takes 5 \(learner\.tokens_per_micro_"):
         await make_start(small, load_content(small), tmp_path, reporter=Notes(), stopping=lambda: False)
