@@ -35,7 +35,7 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("shape", ["2-2", "4-4", "4-2"])
 def test_five_steps_are_those_of_one_rank(found: dict[str, Any], shape: str):
-    """Heads that ranks divide or not, windows, experts, adapters, a critic, GSPO, chunked logits, checkpointing."""
+    """Heads that ranks divide or not, windows, experts, adapters, a critic, GSPO, chunks, checkpointing."""
     cases = {name: case for name, case in found[shape].items() if name != "said"}
     assert cases
     for name, case in cases.items():
