@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 
-from agentrl.learner.pack import Packed, Part, pack
+from agentrl.learner.pack import Packed, PackedPart, pack
 from agentrl.types import Sample
 
 Wanted = frozenset[str]
@@ -74,7 +74,7 @@ def know_head(model: PreTrainedModel, device: torch.device, dtype: torch.dtype) 
         )
 
 
-def forward(model: PreTrainedModel, part: Part) -> Tensor:
+def forward(model: PreTrainedModel, part: PackedPart) -> Tensor:
     """[N, V] logits at the positions that predict the trained tokens; no others are computed."""
     out = model(
         input_ids=part.ids_T[None],
@@ -112,7 +112,7 @@ def _stats(found_NC: Tensor, wanted: Wanted) -> TokenStats:
 
 
 def _chunked(
-    model: PreTrainedModel, part: Part, chunk: int, read: Callable[[Tensor, Tensor], Tensor]
+    model: PreTrainedModel, part: PackedPart, chunk: int, read: Callable[[Tensor, Tensor], Tensor]
 ) -> Tensor | None:
     """What `read` gives for all tokens, chunk by chunk; None if the model changes what its output layer says.
 

@@ -35,15 +35,15 @@ class Packed:
     sequence_N: Tensor
     columns: Mapping[str, Tensor] = field(default_factory=dict)
 
-    def part(self) -> Part:
+    def part(self) -> PackedPart:
         """What this rank computes of it: all, unless ranks split the rows."""
         ranks = self.spans.sequence
         if ranks is None:
-            return Part(self.ids_T, self.positions_T, self.spans, self.source_N, self.ids_N)
+            return PackedPart(self.ids_T, self.positions_T, self.spans, self.source_N, self.ids_N)
         piece = ranks.piece(len(self.ids_T))
         owner_N = self.source_N // piece
         own_N = owner_N == ranks.place
-        return Part(
+        return PackedPart(
             ranks.own(self.ids_T),
             ranks.own(self.positions_T),
             self.spans,
@@ -54,7 +54,7 @@ class Packed:
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class PackedPart:
     """What one rank computes of a packed batch: t of its tokens, and the trained tokens that these predict.
 
     `ids_N` are targets: the token behind the last one of a piece belongs to the next rank's.

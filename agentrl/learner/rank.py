@@ -163,7 +163,7 @@ class Ranks(Protocol[Rank_co]):
         ...
 
 
-class Together(Generic[Rank]):
+class GroupedRanks(Generic[Rank]):
     """Ranks of which `times` neighbors do the same work together, as `Ranks` that are fewer."""
 
     def __init__(self, ranks: Ranks[Rank], times: int) -> None:

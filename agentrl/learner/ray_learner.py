@@ -17,7 +17,7 @@ from agentrl.errors import ConfigError
 from agentrl.learner.critic import Critic
 from agentrl.learner.learner import Learner
 from agentrl.learner.policy_rank import LocalPolicyRank
-from agentrl.learner.rank import LearnerSpec, Rank, Ranks, Together
+from agentrl.learner.rank import LearnerSpec, Rank, Ranks, GroupedRanks
 from agentrl.learner.rank_pool import MakeRank, RankPool
 from agentrl.learner.reference import Reference
 from agentrl.learner.shard import check_offload
@@ -83,7 +83,7 @@ def ray_learner(spec: LearnerSpec) -> Learner:
 
 def _shared(ranks: Ranks[Rank], config: LearnerConfig) -> Ranks[Rank]:
     """The ranks as the learner sees them: those that compute rows together are one."""
-    return ranks if config.sequence_ranks == 1 else Together(ranks, config.sequence_ranks)
+    return ranks if config.sequence_ranks == 1 else GroupedRanks(ranks, config.sequence_ranks)
 
 
 def _load(pools: Sequence[tuple[RankPool[Any], LearnerSpec]]) -> None:

@@ -24,7 +24,7 @@ from agentrl.config.run import LearnerConfig, OptimConfig
 from agentrl.errors import ConfigError
 from agentrl.learner.learner import Learner
 from agentrl.learner.policy_rank import LocalPolicyRank
-from agentrl.learner.rank import LearnerSpec, Together
+from agentrl.learner.rank import LearnerSpec, GroupedRanks
 from agentrl.learner.sequence_check import check_sequence
 from agentrl.learner.shard import World
 from tests.learner.direct import DirectLearner
@@ -126,7 +126,7 @@ def learner(spec: LearnerSpec, world: World) -> DirectLearner:
 
 def _together(rank: LocalPolicyRank, world: World) -> Any:
     ranks = Lockstep(rank, world.rank, world.size)
-    return ranks if world.sequence is None else Together(ranks, world.sequence.size)
+    return ranks if world.sequence is None else GroupedRanks(ranks, world.sequence.size)
 
 
 def steps(driver: DirectLearner, case: str, first: int, last: int) -> list[dict[str, float]]:
