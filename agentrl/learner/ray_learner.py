@@ -17,7 +17,7 @@ from agentrl.errors import ConfigError
 from agentrl.learner.critic import Critic
 from agentrl.learner.learner import Learner
 from agentrl.learner.policy_rank import LocalPolicyRank
-from agentrl.learner.rank import LearnerSpec, Rank, Ranks, GroupedRanks
+from agentrl.learner.rank import GroupedRanks, LearnerSpec, Rank, Ranks
 from agentrl.learner.rank_pool import MakeRank, RankPool
 from agentrl.learner.reference import Reference
 from agentrl.learner.shard import check_offload

@@ -24,7 +24,7 @@ from agentrl.config.run import LearnerConfig, OptimConfig
 from agentrl.errors import ConfigError
 from agentrl.learner.learner import Learner
 from agentrl.learner.policy_rank import LocalPolicyRank
-from agentrl.learner.rank import LearnerSpec, GroupedRanks
+from agentrl.learner.rank import GroupedRanks, LearnerSpec
 from agentrl.learner.sequence_check import check_sequence
 from agentrl.learner.shard import World
 from tests.learner.direct import DirectLearner
