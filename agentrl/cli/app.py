@@ -5,7 +5,10 @@ from __future__ import annotations
 import errno
 import os
 import sys
+import traceback
+import warnings
 from collections.abc import Sequence
+from types import TracebackType
 from typing import Annotated
 
 import typer
@@ -88,11 +91,25 @@ CONFIG_EXIT = 2
 """Exit code for user errors, including usage errors."""
 
 
+def _show_traceback(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+    print(visible("".join(traceback.format_exception(kind, error, trace))), end="", file=sys.stderr)
+
+
+_plain_warning = warnings.formatwarning
+
+
+def _visible_warning(
+    message: Warning | str, category: type[Warning], filename: str, lineno: int, line: str | None = None
+) -> str:
+    return visible(_plain_warning(message, category, filename, lineno, line))
+
+
 def main(argv: Sequence[str] | None = None) -> None:
     """Run a command and leave the process.
 
     Exit codes: 0 done, 1 it failed, 2 the input was wrong, 130 interrupted.
     """
+    warnings.formatwarning = _visible_warning  # which may quote a sandbox or a server, as tracebacks may
     try:
         app(args=list(argv) if argv is not None else None, prog_name="agentrl", standalone_mode=True)
     except AgentRLError as e:
@@ -112,8 +129,10 @@ def main(argv: Sequence[str] | None = None) -> None:
         elif e.errno not in PLACES or e.filename is None:
             raise
         else:
-            print(f"{str(e.filename)[:200]}: {e.strerror}", file=sys.stderr)
+            print(visible(f"{str(e.filename)[:200]}: {e.strerror}"), file=sys.stderr)
         raise SystemExit(1) from None
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         raise SystemExit(130) from None
+    finally:
+        sys.excepthook = _show_traceback  # typer has set one of its own

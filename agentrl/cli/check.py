@@ -57,13 +57,13 @@ def check(
 
 
 def _rehearse(path: Path, overrides: list[str], *, play: bool) -> None:
-    from rich.console import Console
     from rich.markup import escape
     from rich.text import Text
 
     from agentrl.config import load_config
     from agentrl.extras import require
     from agentrl.reporting.loggers.make import make_loggers
+    from agentrl.reporting.safe_console import SafeConsole
 
     config = load_config(path, overrides)
     require("train", "agentrl check")
@@ -74,7 +74,7 @@ def _rehearse(path: Path, overrides: list[str], *, play: bool) -> None:
     from agentrl.view.tokens import tokens_text
 
     found = rehearsals(config, play_outside=play)
-    console = Console()
+    console = SafeConsole()
     for name, rehearsal in found.items():
         if name:
             console.rule(f"envs.{name}", style="bold")
@@ -89,7 +89,7 @@ def _rehearse(path: Path, overrides: list[str], *, play: bool) -> None:
         for note in rehearsal.notes:
             console.print(Text.assemble(("note: ", "bold yellow"), note), soft_wrap=True)
         for finding in rehearsal.findings:
-            console.print(f"[bold red]problem:[/bold red] {finding}", soft_wrap=True, highlight=False)
+            console.print(Text.assemble(("problem: ", "bold red"), finding), soft_wrap=True)
     if any(rehearsal.findings for rehearsal in found.values()):
         raise typer.Exit(2)
     again = escape(shlex.join(["agentrl", "train", str(path), *(w for o in overrides for w in ("--set", o))]))

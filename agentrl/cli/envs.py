@@ -5,14 +5,14 @@ from __future__ import annotations
 
 def envs() -> None:
     """List the shipped environments and the schemes of other ecosystems, with what is installed."""
-    from rich.console import Console
     from rich.text import Text
 
     from agentrl.config.schemes import SCHEMES
     from agentrl.env.adapter import missing_module
     from agentrl.importing import load_object
+    from agentrl.reporting.safe_console import SafeConsole
 
-    console = Console()
+    console = SafeConsole()
     console.print(Text("Shipped", style="bold"))
     for where in load_object("agentrl.envs:SHIPPED").values():
         console.print(Text(f"  {where}"), soft_wrap=True)

@@ -147,9 +147,8 @@ def evaluate(
 
     Run the same command again to resume.
     """
-    from rich.console import Console
-
     from agentrl.errors import ConfigError
+    from agentrl.reporting.safe_console import SafeConsole
 
     if compare is not None:
         if target is not None or base_url is not None:
@@ -157,7 +156,7 @@ def evaluate(
         from agentrl.eval.compare import compare as compare_folders
         from agentrl.eval.tables import comparison_text
 
-        Console().print(comparison_text(compare_folders(*compare)), soft_wrap=True)
+        SafeConsole().print(comparison_text(compare_folders(*compare)), soft_wrap=True)
         return
     bounds = _bounds(minimum, attempts)
     endpoint = _endpoint(base_url, model, api_key_env, request)
@@ -178,20 +177,19 @@ def evaluate(
         prices=prices,
     )
     folder = out or default_folder(base, subject, make_spec(subject, config, options))
-    with make_display(config.name, again="", console=Console(stderr=True)) as display:
+    with make_display(config.name, again="", console=SafeConsole(stderr=True)) as display:
         result = play(subject, config, options, folder=folder, fresh=fresh, reporter=display)
     _say(result, check_minimum(result, bounds))
 
 
 def _say(result: EvalResult, short: list[str]) -> None:
     """Print the result; exit with 1 if tasks were lost or a bound was missed."""
-    from rich.console import Console
-
     from agentrl.eval.tables import result_text
+    from agentrl.reporting.safe_console import SafeConsole
 
-    Console().print(result_text(result), soft_wrap=True)
+    SafeConsole().print(result_text(result), soft_wrap=True)
     for text in short:
-        Console(stderr=True).print(f"--min: {text}", style="red", soft_wrap=True, highlight=False)
+        SafeConsole(stderr=True).print(f"--min: {text}", style="red", soft_wrap=True, highlight=False)
     if short or result.lost:
         raise typer.Exit(1)
 

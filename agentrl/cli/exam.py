@@ -92,11 +92,10 @@ class ExamOptions:
 
 def run_exam(target: str, overrides: list[str], options: ExamOptions, *, play: bool) -> None:
     """Examine the envs of a run, or one env by name; exits with 1 if there are findings."""
-    from rich.console import Console
-
     from agentrl.exam.difficulty import examine_difficulty
     from agentrl.exam.sheet import write_report
     from agentrl.exam.sitting import examine
+    from agentrl.reporting.safe_console import SafeConsole
 
     config = examined_config(target, overrides)
     subject = _subject(options)
@@ -105,7 +104,7 @@ def run_exam(target: str, overrides: list[str], options: ExamOptions, *, play: b
 
         raise ConfigError(f"--report {options.report}: is a file; name a folder")
     fail_on = options.fail_on or Level.ERROR
-    console, progress = Console(), Console(stderr=True)
+    console, progress = SafeConsole(), SafeConsole(stderr=True)
     with progress.status("exam") as status:
         results = examine(config, tasks=options.tasks, play_outside=play, say=lambda text: status.update(text))
         for result in results if subject else ():

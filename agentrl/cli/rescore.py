@@ -54,18 +54,17 @@ def rescore(
     Replays the policy's messages on a new env. If the env answers as it did, every reward is computed; otherwise
     those that read only the recorded episode. Changes nothing in the run folder.
     """
-    from rich.console import Console
-
     from agentrl.errors import CheckpointError
     from agentrl.eval.rescore import RescoreOptions
     from agentrl.eval.rescore import rescore as rescored
     from agentrl.reporting.display import quiet_transformers
+    from agentrl.reporting.safe_console import SafeConsole
 
     if not (run / "config.yaml").is_file():
         raise CheckpointError(f"{run}: is not a run folder")
     config = _config(run, env, overrides)
     quiet_transformers()
-    with Console(stderr=True).status("rescoring") as status:
+    with SafeConsole(stderr=True).status("rescoring") as status:
         found = rescored(run, config, RescoreOptions(tuple(steps), play), lambda text: status.update(text))
     if as_json:
         body = {
@@ -74,7 +73,7 @@ def rescore(
         }
         typer.echo(json.dumps(body, indent=1, allow_nan=False))
     else:
-        _print(Console(), found)
+        _print(SafeConsole(), found)
 
 
 def _config(run: Path, env: str | None, overrides: Sequence[str]) -> RunConfig:

@@ -23,10 +23,10 @@ def runs(
     """List runs: status, step, held-out result before and after, and wall time."""
     import json
 
-    from rich.console import Console
     from rich.table import Table
 
     from agentrl.errors import ConfigError
+    from agentrl.reporting.safe_console import SafeConsole
     from agentrl.view.library import Library
 
     if not folder.is_dir():
@@ -48,7 +48,7 @@ def runs(
             *(_text(run["id"]), _text(run["status"]), _text(f"{run['step']}{steps}")),
             *(_number(run["held_out_before"]), _number(run["held_out_after"]), _time(run["wall_seconds"])),
         )
-    Console().print(table)
+    SafeConsole().print(table)
 
 
 def compare(
@@ -81,10 +81,11 @@ def compare(
 
 
 def _print(compared: Json) -> None:
-    from rich.console import Console
     from rich.table import Table
 
-    console = Console()
+    from agentrl.reporting.safe_console import SafeConsole
+
+    console = SafeConsole()
     ids = [run["id"] for run in compared["runs"]]
     table = Table(box=None, pad_edge=False, header_style="bold")
     table.add_column("", overflow="fold")

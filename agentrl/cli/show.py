@@ -159,8 +159,7 @@ def _found(run: Path, query: Query) -> tuple[int, list[EpisodeRecord]]:
 
 def _print(records: Sequence[EpisodeRecord], total: int, num: int, where: str | None, as_json: bool) -> None:
     """Show a table (not where `where` is None: one episode was named) and the first `num` records in full."""
-    from rich.console import Console
-
+    from agentrl.reporting.safe_console import SafeConsole
     from agentrl.run_folder.records import encode
     from agentrl.view.episode_text import episode_text, step_table
 
@@ -168,7 +167,7 @@ def _print(records: Sequence[EpisodeRecord], total: int, num: int, where: str | 
         lines = ",".join(encode(record).decode() for record in records[:num])
         print(f'{{"total":{total},"episodes":[{lines}]}}')
         return
-    console = Console()
+    console = SafeConsole()
     if where is not None:
         console.print(f"[bold]{where}[/bold]: {total} episodes\n")
         if not records:

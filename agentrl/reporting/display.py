@@ -23,6 +23,7 @@ from rich.text import Text
 from agentrl.clean import visible
 from agentrl.reporting.notes import Notes
 from agentrl.reporting.report import Reporter, Summary
+from agentrl.reporting.safe_console import SafeConsole
 from agentrl.reporting.terminal import TerminalGuard
 
 
@@ -46,7 +47,7 @@ def make_display(name: str, *, again: str, console: Console | None = None) -> Di
         again: the command line that resumes the run.
         console: where to; standard output by default.
     """
-    console = console or Console()
+    console = console or SafeConsole()
     live = console.is_terminal and not console.is_dumb_terminal
     return LiveDisplay(name, console, again=again) if live else PlainDisplay(console, again=again)
 

@@ -41,6 +41,8 @@ from agentrl.errors import (
 from agentrl.sandbox import SandboxBroken
 from agentrl.types import Episode, Message, StopReason, Task, Turn
 
+CLOSE_TIMEOUT_S = 60.0
+"""Limit of closing an env that was only looked at."""
 _NAME = 200
 """Maximum length of a reward or metric name, in characters."""
 

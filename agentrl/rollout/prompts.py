@@ -14,6 +14,7 @@ from agentrl.env.stand_in import with_stand_in
 from agentrl.errors import AgentRLError, ConfigError, InfraError
 from agentrl.reporting.report import Reporter
 from agentrl.rollout.content import Content
+from agentrl.rollout.lifecycle import CLOSE_TIMEOUT_S, close_env
 from agentrl.types import Task
 
 MOST_TASKS = 100_000
@@ -145,4 +146,4 @@ async def _measure(content: Content, task: Task, renderer: Renderer) -> int:
         transcript.extend(messages)
         return len(transcript.ids)
     finally:
-        await env.close()
+        await close_env(env, CLOSE_TIMEOUT_S)

@@ -10,6 +10,7 @@ from agentrl.env.env import Env
 from agentrl.env.stand_in import with_stand_in
 from agentrl.env.toolenv.env import ToolEnv
 from agentrl.errors import InfraError
+from agentrl.rollout.lifecycle import CLOSE_TIMEOUT_S, close_env
 from agentrl.types import Task, ToolSchema
 
 ASKED = 8
@@ -37,7 +38,7 @@ async def task_tools(make_env: Callable[[], Env], tasks: Sequence[Task]) -> list
         except InfraError:  # a service of the env may be down temporarily
             schemas = make_env().tools
         finally:
-            await env.close()
+            await close_env(env, CLOSE_TIMEOUT_S)
         for schema in schemas:
             found.setdefault(schema["function"]["name"], schema)
     return list(found.values())

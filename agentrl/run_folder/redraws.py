@@ -18,7 +18,7 @@ from typing import Any, Self
 
 from agentrl.errors import AgentRLError, EnvError
 from agentrl.run_folder.records import MAX_LINE, bounded_lines
-from agentrl.types import SANDBOX_FAULT, Episode, Group, StopReason
+from agentrl.types import SANDBOX_FAULT, Episode, Group, StopReason, Task
 
 RECENT = 1000
 """Episodes that the shares of a run's guard are taken over."""
@@ -31,6 +31,11 @@ _GROUPS = 8
 def reason_of(error: str) -> str:
     """The class that `Episode.error` begins with."""
     return error.partition(":")[0]
+
+
+def task_name(task: Task) -> str:
+    """The id of a task, which only its env knows one task by."""
+    return f"{task.env}/{task.id}" if task.env else task.id
 
 
 @dataclass(slots=True)
@@ -93,9 +98,9 @@ class Redraws:
             found.episodes += len(group.episodes) + len(group.failed)
             broken = sum(e.stop_reason is StopReason.SANDBOX_BROKEN for e in group.episodes)
             if broken:
-                found.broken[group.task.id] += broken
+                found.broken[task_name(group.task)] += broken
             if group.failed:
-                task = found.tasks.setdefault(group.task.id, Counter())
+                task = found.tasks.setdefault(task_name(group.task), Counter())
                 task["played"] += len(group.episodes) + len(group.failed)
                 for episode in group.failed:
                     reason = reason_of(episode.error or "")
@@ -265,7 +270,7 @@ class RedrawGuard:
         Raises:
             AgentRLError: too many are lost.
         """
-        self._ended.append((episode.task.id, reason_of(episode.error or "")))
+        self._ended.append((task_name(episode.task), reason_of(episode.error or "")))
         lost = [(task, reason) for task, reason in self._ended if reason]
         share = len(lost) / len(self._ended)
         limit = self.redrawn_above

@@ -33,6 +33,8 @@ class StreamLink(asyncio.Protocol):
         self._parts: dict[int, _Parts] = {}
         self._count = 0
         self._lost: SandboxError | None = None
+        self.failed_here = False
+        """Whether this side broke it, because of what the other side sent or did not send."""
         self._tap: tuple[Callable[[bytes], None], Callable[[], None]] | None = None
         self._hello: asyncio.Future[Mapping[str, Any]] = asyncio.get_running_loop().create_future()
 
@@ -84,6 +86,7 @@ class StreamLink(asyncio.Protocol):
 
     def fail(self, error: SandboxError) -> None:
         """Break the link, failing all waiters with this error; the supervisor then ends everything."""
+        self.failed_here = self.failed_here or self.is_up
         self._fail(error)
         if self._transport is not None:
             self._transport.abort()

@@ -34,6 +34,10 @@ log = logging.getLogger(__name__)
 
 MAX_BODY = 1 << 16
 REQUEST_TIMEOUT_S = 30.0
+UNREADABLE = (
+    ValueError, TimeoutError, RecursionError, ConnectionError,
+    asyncio.IncompleteReadError, asyncio.LimitOverrunError,
+)  # fmt: skip
 MAX_SPECS = 32
 MAX_ENDED = 10_000
 """Number of ended leases to remember."""
@@ -96,6 +100,8 @@ def from_wire(asked: Mapping[str, object], own: Sandbox) -> Sandbox:
         ConfigError: the request contains any other setting.
     """
     known = {f.name for f in fields(Sandbox)} - set(LOCAL_ONLY)
+    if not isinstance(asked, Mapping):
+        raise ConfigError("lease: the spec must be a JSON object")
     unknown = sorted(set(asked) - known)
     if unknown:
         raise ConfigError(f"lease: {unknown[0]!r} cannot be asked for; known: {', '.join(sorted(known))}")
@@ -104,10 +110,10 @@ def from_wire(asked: Mapping[str, object], own: Sandbox) -> Sandbox:
         plain[name] = _within(name, plain.get(name, getattr(own, name)), getattr(own, name))
     if plain.get("network", False) is not False and own.network is not True:
         raise ConfigError("lease: network=True, and this server gives none: start it with --limit network=true")
-    for path in plain.get("python_path", ()):
-        if path not in own.python_path:
-            raise ConfigError(f"lease: python_path has {path!r}, which is none of this server's")
     try:
+        for path in plain.get("python_path", ()):
+            if path not in own.python_path:
+                raise ConfigError(f"lease: python_path has {path!r}, which is none of this server's")
         env = dict(plain.get("env", ()))
         if not all(type(text) is str for pair in env.items() for text in pair):
             raise TypeError("env is made of pairs of texts")
@@ -204,7 +210,7 @@ class SandboxServer:
                 await _answer(writer, 200, {"ended": end[0], "cause": end[1]})
             else:
                 await _answer(writer, 404, {"error": f"no such thing: {method} {path}"})
-        except (ValueError, TimeoutError, asyncio.IncompleteReadError, ConnectionError) as error:
+        except UNREADABLE as error:
             log.info("sandbox server: a request could not be read: %r", error)
         finally:
             self._connections.discard(task)
@@ -229,14 +235,20 @@ class SandboxServer:
             status = 400 if isinstance(error, ConfigError) else 503
             await _answer(writer, status, {"error": f"{type(error).__name__}: {error}"})
             return
+        lease = secrets.token_hex(16)
         try:
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(box.spec.ttl_s):  # whatever the client sends to the supervisor
-                    await self._relay(box, reader, writer)
+                    await self._relay(box, lease, reader, writer)
+                    lease = ""
+            if lease:  # its time was over, which nothing outside has caused
+                self._ends[lease] = (True, None)
         finally:
             await pool.release(box)
 
-    async def _relay(self, box: Box, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    async def _relay(
+        self, box: Box, lease: str, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
+    ) -> None:
         """Relay bytes in both directions until one side closes."""
         link = box._link
         if not isinstance(link, StreamLink):
@@ -244,7 +256,6 @@ class SandboxServer:
         task = asyncio.current_task()
         assert task is not None
         ended = asyncio.Event()
-        lease = secrets.token_hex(16)
         self._ends[lease] = (False, None)
         while len(self._ends) > MAX_ENDED:
             del self._ends[next(iter(self._ends))]

@@ -42,6 +42,8 @@ class Lease:
                 return f"{where} knows nothing of it: it has been started anew"
             if body["ended"]:
                 return cast("str | None", body["cause"])
+            if self._link.failed_here:  # the sandbox is there and does not answer, or says what is no frame
+                return None
             await asyncio.sleep(CAUSE_PAUSE_S)
         return f"the connection to {where} broke"
 

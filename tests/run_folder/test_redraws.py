@@ -35,6 +35,14 @@ def test_what_is_lost_is_counted_by_reason_and_by_task():
     assert found.why() == "2 SandboxDied, 1 JudgeError; most on the tasks a (2 of 4), b (1 of 3)"
 
 
+def test_tasks_of_two_envs_with_one_id_are_two_tasks():
+    groups = [replace(group("0", [1.0], lost), task=Task("0", env=env)) for env, lost in (("a", 2), ("b", 1))]
+    assert {name: counts["SandboxDied"] for name, counts in Redraws.of(groups).tasks.items()} == {
+        "a/0": 2,
+        "b/0": 1,
+    }
+
+
 def test_the_steps_of_a_run_add_up_and_torn_lines_are_left_out(tmp_path: Path):
     one, two = Redraws.of([group("a", [1.0], 1)]), Redraws.of([group("a", [0.0], 2), group("b", [1.0])])
     text = redraws_line(1, one) + redraws_line(2, two) + '{"step": 3, "redr' + "\n" + "[" * 100_000 + "\n[1]\n"

@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import os
+import shutil
 import signal
+import socket
 import subprocess
 import sys
+import tempfile
 import textwrap
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -341,3 +345,35 @@ async def test_a_session_whose_program_stops_the_clock_sleeps_between_its_calls(
         assert (await one.run("import time; time.monotonic = lambda: 0.0; import os; os.sched_yield = None")).ok
         await asyncio.sleep(0.5)
         assert float((await one.run("time.process_time()")).text()) < 0.25  # a busy wait would take all of it
+
+
+@pytest.mark.parametrize("name", ["namespace", "landlock"])
+async def test_the_network_of_the_host_is_not_its_unix_sockets(name: str, tmp_path: Path) -> None:
+    code = """
+import socket, sys
+for address in (sys.argv[1], "\\0" + sys.argv[1]):
+    try:
+        socket.socket(socket.AF_UNIX).connect(address)
+        print("connected to", address)
+    except OSError:
+        pass
+socket.socket(socket.AF_INET).connect(("127.0.0.1", int(sys.argv[2])))
+a, b = socket.socketpair()
+"""
+    folder = tempfile.mkdtemp(prefix="agentrl-")  # which every user may enter, unlike tmp_path
+    os.chmod(folder, 0o755)
+    path = f"{folder}/s"
+    try:
+        with socket.socket(socket.AF_UNIX) as plain, socket.socket(socket.AF_UNIX) as abstract:
+            plain.bind(path)
+            abstract.bind("\0" + path)
+            os.chmod(path, 0o777)
+            plain.listen()
+            abstract.listen()
+            with socket.create_server(("127.0.0.1", 0)) as server:
+                spec = replace(spec_for(name), network=True)
+                async with SandboxPool(spec, min_idle=0) as pool, pool.lease() as box:
+                    found = await box.python(code, argv=[path, str(server.getsockname()[1])])
+        assert (found.stdout, found.exit_code) == (b"", 0), found
+    finally:
+        shutil.rmtree(folder)

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from agentrl.errors import ConfigError
-from agentrl.sandbox import Sandbox, SandboxError, SandboxPool, SandboxUnavailable
+from agentrl.sandbox import Sandbox, SandboxBroken, SandboxError, SandboxPool, SandboxUnavailable
 from agentrl.sandbox.link import StreamLink
 from agentrl.sandbox.remote_server import SandboxServer, from_wire, limits_from, read_token, to_wire
 from agentrl.sandboxes.remote import Backend
@@ -161,11 +161,46 @@ async def test_a_lease_ends_when_its_time_is_over_whatever_the_client_says(token
                     await link.send({"op": "wake", "ttl_s": 1e6})
                     await asyncio.sleep(0.2)
 
+            assert (await box.run("true")).ok
             async with asyncio.timeout(20):
                 with pytest.raises(SandboxError):
                     await keep_awake()
+                with pytest.raises(SandboxBroken):  # the episode's own doing, as on this machine
+                    await box.run("true")
     finally:
         await server.close()
+
+
+async def test_what_a_remote_sandbox_sends_is_no_evidence(
+    server: tuple[SandboxServer, str], token_file: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    spec = Sandbox(backend="remote", url=server[1], token_file=token_file)
+    async with SandboxPool(spec, min_idle=0) as pool:
+        async with pool.lease() as box:
+            assert (await box.run("true")).ok
+            assert isinstance(box._link, StreamLink)
+            box._link.data_received(b"\xff" * 64)
+            with pytest.raises(SandboxBroken, match="no frame"):
+                await box.run("true")
+        async with pool.lease() as box:
+            assert (await box.run("true")).ok
+            monkeypatch.setattr("agentrl.sandbox.box.PATIENCE_S", 0.1)
+            monkeypatch.setattr("agentrl.sandbox.box.GRACE_S", 0.1)
+            assert isinstance(box._link, StreamLink)
+            monkeypatch.setattr(box._link, "_take", lambda header, payload: None)  # it never answers
+            with pytest.raises(SandboxBroken, match="did not answer"):
+                await box.run("true", wall_s=0.1)
+
+
+@pytest.mark.parametrize("body", [b"[1]", b"7", b'{"python_path": 7}', b'{"env": {"a": 1}}', b"[" * 60_000, b"{"])
+async def test_a_lease_that_is_none_is_refused(server: tuple[SandboxServer, str], body: bytes) -> None:
+    reader, writer = await asyncio.open_connection("127.0.0.1", int(server[1].rpartition(":")[2]))
+    head = f"POST /v1/lease HTTP/1.1\r\nAuthorization: Bearer {TOKEN}\r\nContent-Length: {len(body)}\r\n\r\n"
+    writer.write(head.encode() + body)
+    answer = await reader.read()
+    assert not answer or answer.startswith(b"HTTP/1.1 400")
+    assert (answer == b"") == (body in (b"[" * 60_000, b"{"))
+    writer.close()
 
 
 def test_what_a_server_may_grant_is_said_when_it_is_started() -> None:

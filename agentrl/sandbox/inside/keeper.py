@@ -339,6 +339,8 @@ def build_jail(order: dict[str, Any], folder: str, uid: int, gid: int) -> tuple[
     kernel.drop_privileges(inner_uid, inner_gid)
     kernel.prctl(kernel.PR_SET_DUMPABLE, 0)
     kernel.prctl(kernel.PR_SET_PDEATHSIG, signal.SIGKILL)
+    if order["network"]:
+        kernel.fence_abstract_sockets()
     counted = order["counted"]
     kernel.install_seccomp(kernel.seccomp_filter(network=True, shared_memory=counted))
     limits = dict(order["rlimits"])
@@ -365,7 +367,7 @@ def build_folder(order: dict[str, Any], folder: str, uid: int, gid: int) -> tupl
         readable = [path for path in (*system, *order["readonly"]) if os.path.exists(path)]
         devices = [f"/dev/{name}" for name in jail.DEVICES]
         filters = (readable, [folder, *devices], order["network"])
-        seccomp = kernel.seccomp_filter(network=order["network"], shared_memory=False)
+        seccomp = kernel.seccomp_filter(network=order["network"], shared_memory=False, unix=False)
         if not order["counted"]:
             limits["DATA"] = order["memory_mb"] << 20
         if os.geteuid() != 0:

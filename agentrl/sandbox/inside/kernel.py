@@ -57,7 +57,7 @@ DENIED_X86_64 = {
     "fanotify_mark": 301, "lookup_dcookie": 212, "nfsservctl": 180, "vhangup": 153, "syslog": 103,
     "modify_ldt": 154, "move_pages": 279, "mbind": 237, "set_mempolicy": 238, "set_mempolicy_home_node": 450,
     "migrate_pages": 256, "memfd_secret": 447, "uselib": 134, "ustat": 136, "sysfs": 139, "_sysctl": 156,
-    "process_mrelease": 448, "personality": 135,
+    "process_mrelease": 448, "personality": 135, "io_setup": 206,
 }  # fmt: skip
 DENIED_AARCH64 = {
     "mount": 40, "umount2": 39, "pivot_root": 41, "chroot": 51, "setns": 268, "unshare": 97,
@@ -72,7 +72,7 @@ DENIED_AARCH64 = {
     "open_by_handle_at": 265, "name_to_handle_at": 264, "fanotify_init": 262, "fanotify_mark": 263,
     "lookup_dcookie": 18, "nfsservctl": 42, "vhangup": 58, "syslog": 116, "move_pages": 239, "mbind": 235,
     "set_mempolicy": 237, "set_mempolicy_home_node": 450, "migrate_pages": 238, "memfd_secret": 447,
-    "process_mrelease": 448, "personality": 92,
+    "process_mrelease": 448, "personality": 92, "io_setup": 0,
 }  # fmt: skip
 NEWEST_SYSCALL = 451
 """Higher numbers return ENOSYS, as on a kernel that does not know them."""
@@ -200,12 +200,13 @@ def drop_privileges(uid: int, gid: int) -> None:
     prctl(PR_SET_NO_NEW_PRIVS, 1)
 
 
-def seccomp_filter(*, network: bool, shared_memory: bool, mortal_init: bool = False) -> bytes:
+def seccomp_filter(*, network: bool, shared_memory: bool, unix: bool = True, mortal_init: bool = False) -> bytes:
     """Assemble the classic BPF program that every program of a sandbox runs under.
 
     Args:
         network: False refuses `socket` altogether (for back-ends without a network namespace).
         shared_memory: False refuses memfd and System V objects, for back-ends that cannot count their memory.
+        unix: False refuses Unix sockets, for back-ends whose programs would reach those of the host.
         mortal_init: True refuses signals to PID 1, for kernels that do not protect it from its own namespace.
     """
     arch, calls, denied = machine()
@@ -231,8 +232,8 @@ def seccomp_filter(*, network: bool, shared_memory: bool, mortal_init: bool = Fa
     if network:
         # AF_UNIX 1, AF_INET 2, AF_INET6 10, and AF_NETLINK 16 with NETLINK_ROUTE 0.
         rule(
-            "socket", (ld, 0, 0, arg(0)), (jeq, 5, 0, 1), (jeq, 4, 0, 2), (jeq, 3, 0, 10), (jeq, 0, 3, 16),
-            (ld, 0, 0, arg(2)), (jeq, 0, 1, 0), (ret, 0, 0, allow), (ret, 0, 0, 0x00050000 | 97),
+            "socket", (ld, 0, 0, arg(0)), (jeq, 5 if unix else 6, 0, 1), (jeq, 4, 0, 2), (jeq, 3, 0, 10),
+            (jeq, 0, 3, 16), (ld, 0, 0, arg(2)), (jeq, 0, 1, 0), (ret, 0, 0, allow), (ret, 0, 0, 0x00050000 | 97),
         )  # fmt: skip
     else:
         rule("socket", (ret, 0, 0, eperm))
@@ -328,6 +329,12 @@ def fence(*, signals: bool = True) -> None:
         signals: also from signaling them.
     """
     _restrict(REFER, [("/", REFER)], scopes=2 if signals else 0)  # this must not prevent moving files
+
+
+def fence_abstract_sockets() -> None:
+    """Keep the caller and its children from the abstract Unix sockets of others in the same network namespace."""
+    if landlock_abi() >= SIGNAL_SCOPE_ABI:
+        _restrict(REFER, [("/", REFER)], scopes=1)
 
 
 def write_only_below(places: list[str]) -> None:
