@@ -269,6 +269,66 @@ WAYS = [
             import time
             time.sleep(100)
     """),
+    _way("memory_of_the_kernel", """
+        import mmap, os, signal, socket, time
+        for _ in range(20):
+            try:
+                if os.fork() == 0:
+                    break
+            except OSError:
+                break
+        signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
+        held = []
+        try:
+            while len(held) < 30_000:  # mappings, and buffers and descriptors in flight
+                held += [mmap.mmap(-1, 4096, prot=1 + 2 * (n % 2)) for n in range(100)]
+                one, other = socket.socketpair()
+                one.setblocking(False)
+                try:
+                    while True:
+                        socket.send_fds(one, [b"x" * 4096], [one.fileno(), other.fileno(), 1, 2])
+                except BlockingIOError:
+                    held += [one, other]
+        except OSError:
+            pass
+        time.sleep(5)
+    """),
+    _way("signals_without_end", """
+        import ctypes, os, signal
+        libc = ctypes.CDLL(None)
+        for number in range(1, 65):
+            for pid in (1, os.getppid()):
+                for _ in range(100):
+                    if pid and libc.sigqueue(pid, number, ctypes.c_void_p(1)):
+                        break
+        if os.fork() == 0:
+            os.setsid()
+            for number in signal.valid_signals() - {9, 19}:
+                signal.signal(number, signal.SIG_IGN)
+            while True:
+                try:
+                    os.kill(-1, signal.SIGSTOP)
+                except OSError:
+                    pass
+        while True:
+            pass
+    """),
+    _way("modes_times_and_twins", """
+        import os
+        os.umask(0o777)
+        os.mkdir("d")
+        open("f", "w").close()
+        for name in ("f", "d", "."):
+            for action in (
+                lambda: os.utime(name, ns=(-(1 << 62), 1 << 62)), lambda: os.chmod(name, 0o7000),
+                lambda: os.setxattr(name, "user.x", b"x" * 1000), lambda: os.link("f", "twin"),
+                lambda: os.mkfifo("answer.txt"), lambda: os.symlink("t", "t"),
+            ):
+                try:
+                    action()
+                except OSError:
+                    pass
+    """),
     _way("kill_newcomers", _hunt(9), "bash"),
     _way("stop_newcomers", _hunt(19), "bash"),
     _way("limits_of_nothing", "ulimit -n 0; ulimit -u 0; ulimit -f 0; ulimit -t 1; ulimit -v 1000", "bash"),
@@ -282,6 +342,21 @@ WAYS = [
         printf() { :; }; read() { :; }; eval() { :; }; exit() { :; }; builtin() { :; }; command() { :; }
         trap 'kill -STOP $$' DEBUG EXIT ERR
     """, "bash"),
+    _way("a_shell_that_skips", """
+        readonly __id BASH_VERSION IFS POSIXLY_CORRECT; declare -n __command=PATH; TMOUT=1; ulimit -n 12
+        shopt -s extdebug functrace; trap '[[ $BASH_COMMAND != __status* ]]' DEBUG
+        (trap '' TERM INT; exec -a x sleep 1000) & disown -a
+    """, "bash"),
+    _way("an_interpreter_that_watches", """
+        import gc, os, signal, sys
+        names = ("_orders", "serve", "write_all", "linger")
+        for found in gc.get_objects():
+            if type(found).__name__ == "function" and found.__name__ in names:
+                found.__code__ = (lambda *args, **more: b"").__code__
+        for number in signal.valid_signals() - {9, 19}:
+            signal.signal(number, signal.SIG_IGN)
+        sys.setprofile(lambda *args: os.kill(os.getpid(), signal.SIGSTOP) if args[1] == "return" else None)
+    """, "python"),
     _way("answers_of_nonsense", """
         import os
         for fd in range(3, 300):
