@@ -95,6 +95,7 @@ class Box:
         death."""
         self._generation = 0
         self._sessions = 0
+        self._open_sessions: set[str] = set()
 
     async def start(self, timeout_s: float = 30.0) -> None:
         """Create the sandbox and wait for its supervisor.
@@ -105,6 +106,7 @@ class Box:
         self._generation += 1
         self._told = None
         self._used = False
+        self._open_sessions.clear()
         try:
             async with asyncio.timeout(timeout_s):
                 started = await self._backend.start(f"{self.name}.{self._generation}")
@@ -172,7 +174,7 @@ class Box:
     async def _execute(
         self, order: dict[str, object], code: bytes, stdin: bytes, limits: SandboxLimits
     ) -> ExecResult:
-        order["rlimits"], order["beside"] = limits.rlimits(), self._sessions > 0
+        order["rlimits"], order["beside"] = limits.rlimits(), bool(self._open_sessions)
         framed = frames.pack(order, code)  # in the program's own format: the supervisor only forwards it
         self._used = True
         header = {"op": "call", "order_bytes": len(framed)}

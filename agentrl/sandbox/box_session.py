@@ -30,8 +30,10 @@ class BoxSession:
         async with box._lock:
             if self._name:
                 await box._exchange({"op": "close", "session": self._name}, b"", GRACE_S)
+                box._open_sessions.discard(self._name)
             box._sessions += 1
             self._name = f"{self.kind}{box._sessions}"
+            box._open_sessions.add(self._name)
             await box._exchange(
                 {"op": "open", "kind": "python_session" if self.kind == "python" else self.kind,
                  "session": self._name, "rlimits": limits}, b"", GRACE_S,
@@ -92,6 +94,7 @@ class BoxSession:
             with contextlib.suppress(SandboxError):
                 async with self.box._lock:
                     await self.box._exchange({"op": "close", "session": name}, b"", GRACE_S)
+                    self.box._open_sessions.discard(name)
 
     async def __aenter__(self) -> BoxSession:
         return self
