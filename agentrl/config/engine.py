@@ -15,10 +15,10 @@ from agentrl.gpu import gpus_here
 from agentrl.suggest import did_you_mean
 
 Seconds = Annotated[float, Field(gt=0)]
-Sync = Literal["disk", "tensor", "broadcast", "lora"]
+Sync = Literal["disk", "tensor", "broadcast", "lora", "delta"]
 
 SERVERS: Mapping[str, tuple[Sync, ...]] = {
-    "sglang": ("tensor", "disk", "broadcast", "lora"),
+    "sglang": ("tensor", "disk", "broadcast", "lora", "delta"),
     "vllm": ("disk", "lora"),
 }
 """Kinds of servers, each with the ways weights reach it; the first is the default for servers the run starts."""
@@ -54,8 +54,10 @@ class ServerConfig(Section):
     """Consecutive restarts of (or waits for) a lost server that has not answered in between."""
     sync_folder: Annotated[str | None, OnlyWhen("sync", "disk", "lora"), Advanced()] = None
     """Folder that both the run and the servers can read; by default a temporary one."""
-    bucket_mb: Annotated[Positive, OnlyWhen("sync", "tensor", "broadcast"), Advanced()] = 512
+    bucket_mb: Annotated[Positive, OnlyWhen("sync", "tensor", "broadcast", "delta"), Advanced()] = 512
     """Megabytes of weights per transfer."""
+    full_every: Annotated[Positive, OnlyWhen("sync", "delta"), Advanced()] = 50
+    """Send all weights at every n-th update."""
     sleep: Annotated[bool, UnusedBy("eval", "serve")] = False
     """Free the servers' GPU memory during the update, for a learner on the same GPU."""
 
@@ -87,10 +89,10 @@ class EngineConfig(Section):
     less memory."""
     max_slots: Annotated[Positive, OnResume("free")] = 256
     """Maximum number of concurrent sequences in the KV cache; for servers, per server."""
-    sync: Annotated[Literal["auto", "disk", "tensor", "broadcast", "lora"], OnlyWhen("kind", *SERVERS)] = "auto"
+    sync: Annotated[Literal["auto"] | Sync, OnlyWhen("kind", *SERVERS)] = "auto"
     """How weights are sent to servers: through a folder, as tensors in a request, over a process group, or
-    (`lora`) only the adapter of `learner.lora`. `auto`: `tensor` for servers that the run starts (vLLM: `disk`),
-    `disk` for those in `urls`."""
+    (`lora`) only the adapter of `learner.lora`, or (`delta`) only the bfloat16 weights that changed. `auto`:
+    `tensor` for servers that the run starts (vLLM: `disk`), `disk` for those in `urls`."""
     sync_tolerance: Annotated[
         Annotated[float, Field(gt=0)] | None, NeverWhen("kind", "local"), UnusedBy("eval", "serve")
     ] = None
@@ -122,14 +124,20 @@ class EngineConfig(Section):
         if sync not in SERVERS[self.kind]:
             ways = " or ".join(SERVERS[self.kind])
             raise ValueError(f"sync {sync} does not exist for {self.kind}: use {ways}")
-        if sync == "lora" and self.server.sleep:
+        if sync == "delta" and self.dtype == "float32":
             raise ValueError(
-                "sync: lora sends only the adapter, but a server that slept needs the full weights again: use "
+                "sync: delta has no effect with dtype: float32, in which nearly every weight changes in each "
+                "step: use bfloat16 or another sync"
+            )
+        if sync in ("lora", "delta") and self.server.sleep:
+            what = "the adapter" if sync == "lora" else "what changed"
+            raise ValueError(
+                f"sync: {sync} sends only {what}, but a server that slept needs the full weights again: use "
                 "another sync, or leave server.sleep out"
             )
-        if sync == "tensor" and self.server.urls and self.device.startswith("cuda"):
+        if sync in ("tensor", "delta") and self.server.urls and self.device.startswith("cuda"):
             raise ValueError(
-                "sync tensor reaches a GPU of this machine only, not server.urls: use disk or broadcast"
+                f"sync {sync} reaches a GPU of this machine only, not server.urls: use disk or broadcast"
             )
         return self
 

@@ -27,6 +27,7 @@ from agentrl.config.engine import EngineConfig, ServerConfig
 from agentrl.config.run import LoRAConfig, RunConfig
 from agentrl.engine.base import GenerateOptions, TokenLogprob
 from agentrl.engine.open import open_engine
+from agentrl.engine.servers.delta_sync import DeltaSync
 from agentrl.engine.servers.launch import guard
 from agentrl.engine.servers.launch.hosts import GivenHost
 from agentrl.engine.servers.launch.launcher import free_port
@@ -74,7 +75,9 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
 @pytest.fixture(scope="module")
 def url(folders: list[Path], tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     """A server over the first policy; its guard ends it with the tests."""
-    config = EngineConfig(kind="sglang", device="cpu", max_slots=32, server=ServerConfig(python=PYTHON))
+    config = EngineConfig(
+        kind="sglang", device="cpu", max_slots=32, sync="delta", server=ServerConfig(python=PYTHON)
+    )
     recipe, port = launch_recipe(config, folders[0], PYTHON, 0), free_port()
     log = tmp_path_factory.mktemp("server") / "log"
     command = [sys.executable, guard.__file__, *recipe.command(port)]
@@ -199,6 +202,33 @@ async def test_weights_arrive_and_requests_in_flight_go_on_with_them(
             likeliest = torch.log_softmax(wanted(row).logits[0, :-1], -1).topk(2)
         for one, values in zip(await engine.prompt_logprobs(given, top=2), likeliest.values, strict=True):
             assert (torch.tensor([value for _, value in one.top]) - values).abs().max() < AGREE
+    finally:
+        await engine.close()
+
+
+async def test_changed_weights_alone_arrive(url: str, folders: list[Path], tmp_path: Path) -> None:
+    sync = DeltaSync(bucket_bytes=20_000, full_every=3)
+    engine = _engine(url, folders[0], sync)
+    await engine.start()
+    weights = load_folder(folders[0], torch.float32)
+    size = sum(tensor.nbytes for tensor in weights.values())
+    model = AutoModelForCausalLM.from_pretrained(folders[0], dtype=torch.float32).eval()
+    row, sent = torch.tensor([[*PROMPT, 1, 2, 3]]), []
+    try:
+        for version in (1, 2, 3, 4):
+            generator = torch.Generator().manual_seed(version)
+            for tensor in weights.values():
+                chosen = torch.rand(tensor.shape, generator=generator) < 0.03
+                tensor[chosen] *= 1.5
+            await engine.update_weights(weights, version=version)
+            sent.append(sync.bytes_sent)
+            assert set(model.load_state_dict(weights, strict=False).missing_keys) <= {"lm_head.weight"}
+            with torch.no_grad():
+                table = torch.log_softmax(model(row).logits[0, :-1], -1).gather(1, row[0, 1:, None])[:, 0]
+            (scored,) = await engine.logprobs_by_server([row[0].tolist()])
+            assert (torch.tensor(scored[0]) - table).abs().max() < AGREE
+        assert sent[2] == size, "every third update brings all weights"
+        assert max(sent[0], sent[1], sent[3]) < size / 10
     finally:
         await engine.close()
 

@@ -136,6 +136,10 @@ class InferenceServer(Protocol):
         """Load some of the weights. Call inside `updating`."""
         ...
 
+    async def load_changes(self, changes: Mapping[str, Tensor], version: int) -> None:
+        """Change some of the weights; see `agentrl.engine.servers.inside`. Call inside `updating`."""
+        ...
+
     async def join(self, place: GroupPlace) -> None:
         """Join a process group; returns when all members have joined."""
         ...

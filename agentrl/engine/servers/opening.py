@@ -12,6 +12,7 @@ import torch
 from agentrl.config.engine import EngineConfig
 from agentrl.config.run import LoRAConfig
 from agentrl.engine.servers.client import InferenceServer, ServerKind
+from agentrl.engine.servers.delta_sync import DeltaSync
 from agentrl.engine.servers.kinds import KINDS
 from agentrl.engine.servers.launch.hosts import Connect, GivenHost, LaunchedHost, Recipe
 from agentrl.engine.servers.launch.ray_host import RayCluster, RayHost
@@ -97,6 +98,13 @@ def _sync(config: EngineConfig, model: Path, folder: Path, lora: LoRAConfig | No
         return AdapterSync(model, shared, alpha=lora.plain_alpha)
     if config.resolved_sync == "disk":
         return DiskSync(model, shared)
+    if config.resolved_sync == "delta":
+        if config.resolved_dtype == "float32":
+            raise ConfigError(
+                "engine.sync delta has no effect in float32, where nearly every weight changes in each step: set "
+                "engine.dtype to bfloat16, or use another sync"
+            )
+        return DeltaSync(bucket_bytes=server.bucket_mb << 20, full_every=server.full_every)
     if config.resolved_sync == "tensor":
         return TensorSync(bucket_bytes=server.bucket_mb << 20)
     return BroadcastSync(
@@ -138,5 +146,8 @@ def launch_recipe(
         more, switches = kind.adapters(config, lora, model, gpu)
         command, environment = [*command, *more], environment | switches
     command = [python, "-m", *command, *server.args]
-    environment = {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"} | environment | server.environment
+    own = dict(server.environment)
+    if "PYTHONPATH" in own and "PYTHONPATH" in environment:
+        own["PYTHONPATH"] = f"{environment['PYTHONPATH']}:{own['PYTHONPATH']}"
+    environment = {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"} | environment | own
     return Recipe(lambda port: [*command, "--port", str(port)], environment)

@@ -30,6 +30,8 @@ from agentrl.engine.servers.client import (
     ServerKind,
 )
 from agentrl.engine.servers.http import HttpServer, ServerRefused
+from agentrl.engine.servers.inside import agentrl_weight_delta
+from agentrl.engine.servers.inside.agentrl_weight_delta import LOADER
 from agentrl.engine.servers.streams import SGLangStream, best_of
 from agentrl.errors import ConfigError, EngineError
 from agentrl.types import Sampling
@@ -47,6 +49,7 @@ _CPU_ENVIRONMENT = {
 }
 _CPU_TOKENS = 262_144
 """Size limit of SGLang's cache in host memory, which would otherwise take most of it."""
+_LOADER_FOLDER = str(Path(agentrl_weight_delta.__file__).parent)
 _TAGS = {"weights": "weights", "cache": "kv_cache"}
 
 
@@ -61,6 +64,7 @@ class SGLangServer:
         update_timeout_s: float = 600.0,
         tensor_parallel: int = 1,
         adapters: bool = False,
+        changes: bool = False,
     ) -> None:
         """Connect lazily.
 
@@ -70,10 +74,12 @@ class SGLangServer:
             update_timeout_s: time limit of a weight update.
             tensor_parallel: number of GPUs that the server's model is split over.
             adapters: the policy is the server's model, which never changes, with an adapter that does.
+            changes: only changed weights are sent, which the server must have been started for.
         """
         self._http = HttpServer(url, timeout_s=timeout_s)
         self._update_timeout_s, self._tensor_parallel = update_timeout_s, tensor_parallel
         self._adapters = AdapterStand() if adapters else None
+        self._changes = changes
 
     @property
     def url(self) -> str:
@@ -88,6 +94,11 @@ class SGLangServer:
             seeds = bool(info.get("enable_deterministic_inference"))
         except (TypeError, KeyError, ValueError) as e:
             raise EngineError(f"{self.url}/server_info does not say max_req_input_len: {e}") from e
+        if self._changes and LOADER not in (info.get("custom_weight_loader") or ()):
+            raise EngineError(
+                f"{self.url} was not started for engine.sync delta: start it with --custom-weight-loader {LOADER} "
+                f"and with {_LOADER_FOLDER} on PYTHONPATH, or use another engine.sync"
+            )
         return Description(longest + 1, seeds)
 
     async def check(self, *, timeout_s: float) -> None:
@@ -203,6 +214,13 @@ class SGLangServer:
     async def load_tensors(self, tensors: Mapping[str, Tensor], version: int) -> None:
         """Load some of the weights: those on a GPU by handle (same GPU, no copy through the host), others by
         value."""
+        await self._load(tensors, version, {})
+
+    async def load_changes(self, changes: Mapping[str, Tensor], version: int) -> None:
+        """Change some of the weights, by a loader that the server imports."""
+        await self._load(changes, version, {"load_format": LOADER})
+
+    async def _load(self, tensors: Mapping[str, Tensor], version: int, how: Mapping[str, str]) -> None:
         payload = _serialized(tensors)
         await self._control(
             "/update_weights_from_tensor",
@@ -210,6 +228,7 @@ class SGLangServer:
                 "serialized_named_tensors": [payload] * self._tensor_parallel,
                 "weight_version": str(version),
                 "flush_cache": False,
+                **how,
             },
         )
 
@@ -367,13 +386,16 @@ def _command(config: EngineConfig, model: Path, gpu: int | None) -> CommandLine:
         "--incremental-streaming-output",  # otherwise each event of a stream repeats all previous ones
     ]
     # fmt: on
-    environment = {}
+    environment: dict[str, str] = {}
     if gpu is None:
         line += ["--device", "cpu", "--attention-backend", "torch_native", "--disable-cuda-graph"]
         line += ["--disable-overlap-schedule", "--max-total-tokens", str(_CPU_TOKENS)]
         environment, share = _CPU_ENVIRONMENT, share or 0.1
     else:
         line += ["--device", "cuda", "--base-gpu-id", str(gpu)]
+    if config.sync == "delta":
+        line += ["--custom-weight-loader", LOADER]
+        environment = environment | {"PYTHONPATH": _LOADER_FOLDER}
     line += ["--mem-fraction-static", str(share)] if share is not None else []
     line += ["--enable-memory-saver"] if server.sleep else []
     return line, environment
@@ -428,6 +450,7 @@ def _connect(url: str, config: EngineConfig) -> SGLangServer:
         update_timeout_s=timeout_s,
         tensor_parallel=config.server.tensor_parallel,
         adapters=config.sync == "lora",
+        changes=config.sync == "delta",
     )
 
 

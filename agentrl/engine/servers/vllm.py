@@ -172,6 +172,10 @@ class VLLMServer:
         """Not supported."""
         raise ServerRefused("vLLM takes weights through a folder only: use engine.sync disk or lora")
 
+    async def load_changes(self, changes: Mapping[str, Tensor], version: int) -> None:
+        """Not supported."""
+        raise ServerRefused("vLLM takes weights through a folder only: use engine.sync disk or lora")
+
     async def join(self, place: GroupPlace) -> None:
         """Not supported."""
         raise ServerRefused("vLLM takes weights through a folder only: use engine.sync disk or lora")

@@ -1,5 +1,5 @@
 """Transfer weights to inference servers: through a folder, as tensors in a request, by broadcast, or as an
-adapter.
+adapter. Changes only: `delta_sync`.
 
 Each `push` brings one version to several servers and returns those that failed, with the reason; such a server is
 paused and must be restarted, because its weights may be partly old.
@@ -89,7 +89,7 @@ class DiskSync:
             await asyncio.to_thread(self._write, target, weights)
         except OSError as e:
             raise EngineError(f"the weights cannot be written to {target}: {e}") from e
-        failures = await _each(servers, lambda server: self._load(server, target, version))
+        failures = await push_to_each(servers, lambda server: self._load(server, target, version))
         if self._current is not None:
             await asyncio.to_thread(shutil.rmtree, self._current, ignore_errors=True)
         self._current = target
@@ -170,7 +170,7 @@ class TensorSync:
                 for bucket in buckets(weights, self._bucket_bytes):
                     await server.load_tensors(bucket, version)
 
-        return await _each(servers, load)
+        return await push_to_each(servers, load)
 
     async def close(self) -> None:
         """Do nothing: there is nothing to free."""
@@ -213,7 +213,7 @@ class BroadcastSync:
         while left:
             try:
                 await self._form(tuple(left))
-                broken = await _each(left, self._receiver(weights, version), self._sender(weights))
+                broken = await push_to_each(left, self._receiver(weights, version), self._sender(weights))
             except _JoinFailed as e:
                 broken = e.failures
             if not broken:
@@ -266,7 +266,7 @@ class BroadcastSync:
 
         own = asyncio.to_thread(_own_end, host, port, size, self._name, self._backend, self._timeout_s)
         joining = asyncio.ensure_future(own)
-        failures = await _each(servers, join)
+        failures = await push_to_each(servers, join)
         try:
             self._group = await joining
         except (RuntimeError, dist.DistError) as e:
@@ -281,7 +281,7 @@ class BroadcastSync:
         self._group, self._members = None, ()
         if group is None:
             return
-        await _each(members, lambda server: server.leave(name))
+        await push_to_each(members, lambda server: server.leave(name))
         await asyncio.to_thread(dist.destroy_process_group, group)
 
 
@@ -295,7 +295,7 @@ class _JoinFailed(EngineError):
         self.failures = failures
 
 
-async def _each(
+async def push_to_each(
     servers: Sequence[InferenceServer], work: Any, beside: Coroutine[Any, Any, None] | None = None
 ) -> Failures:
     """Run `work` for all servers at once, together with `beside`; return which failed, and why."""

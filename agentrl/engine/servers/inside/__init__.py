@@ -1,0 +1,1 @@
+"""Code that inference servers import: PyTorch only, in one file."""

@@ -1,0 +1,151 @@
+"""Changes of weights: encoded by the trainer, applied inside an inference server, which imports this file alone.
+
+Between two steps at the learning rates of reinforcement learning, 1 to 3 % of bfloat16 weights change at all. A
+change is the new bit pattern of a weight; positions are stored per block of 256 weights, so that a change of a
+bfloat16 weight costs three bytes. Every tensor comes with a fingerprint of the result, which the server checks.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+LOADER = "agentrl_weight_delta.load"
+"""The name under which a server finds `load`: its folder is on the server's PYTHONPATH."""
+BLOCK = 256
+_CHUNK = 1 << 15
+_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
+_ODD = 0x9E3779B97F4A7C15
+_MASK = (1 << 64) - 1
+
+
+def _bits(tensor: Tensor) -> Tensor:
+    """The bit patterns of a tensor, as a flat tensor of integers."""
+    return tensor.detach().contiguous().view(-1).view(_INTEGERS[tensor.element_size()])
+
+
+def fingerprint(tensor: Tensor) -> int:
+    """A 64-bit hash of a tensor's bit patterns, the same on every device."""
+    found = 0
+    raw = tensor.detach().contiguous().view(-1).view(torch.uint8)
+    if raw.storage_offset() % 8:
+        raw = raw.clone()
+    whole = raw.numel() // 8 * 8
+    words = raw[:whole].view(torch.int64)
+    if whole < raw.numel():
+        rest = torch.zeros(8, dtype=torch.uint8, device=raw.device)
+        rest[: raw.numel() - whole] = raw[whole:]
+        found = int(rest.view(torch.int64)) & _MASK
+    weights = _weights().to(words.device)
+    for chunk in torch.split(words, _CHUNK * 64):
+        full = chunk.numel() // _CHUNK * _CHUNK
+        # sums modulo 2**64: integers wrap in the same way everywhere
+        parts = (chunk[:full].view(-1, _CHUNK) * weights).sum(1).tolist()
+        parts.append(int((chunk[full:] * weights[: chunk.numel() - full]).sum()))
+        for part in parts:
+            found = ((found ^ (part & _MASK)) * _ODD) & _MASK
+    return found
+
+
+@functools.cache
+def _weights() -> Tensor:
+    generator = torch.Generator().manual_seed(0)
+    return torch.randint(-(1 << 62), 1 << 62, (_CHUNK,), generator=generator) * 2 + 1
+
+
+def encode(name: str, old: Tensor, new: Tensor) -> tuple[str, Tensor] | None:
+    """Return what changed as (a header in JSON, bytes), or None if nothing did.
+
+    Both tensors have the same shape and type. Where the changes would be longer than the tensor, it is sent whole.
+
+    Raises:
+        ValueError: a weight is not a number.
+    """
+    before, after = _bits(old), _bits(new)
+    where = torch.nonzero(before != after).squeeze(1)
+    if not where.numel():
+        return None
+    if bool(torch.isnan(new).any()):
+        raise ValueError(f"{name} contains NaN")
+    head: dict[str, object] = {
+        "name": name,
+        "type": str(new.dtype).removeprefix("torch."),
+        "shape": list(new.shape),
+    }
+    head |= {"hash": fingerprint(new), "count": where.numel()}
+    blocks = -(-after.numel() // BLOCK)
+    if 2 * blocks + where.numel() * (1 + new.element_size()) >= new.nbytes:
+        return json.dumps(head | {"whole": True}), after.view(torch.uint8).cpu()
+    counts = torch.bincount(where // BLOCK, minlength=blocks).to(torch.int16)
+    parts = [counts.view(torch.uint8), (where % BLOCK).to(torch.uint8), after[where].view(torch.uint8)]
+    return json.dumps(head), torch.cat(parts).cpu()
+
+
+def decode(head: dict[str, Any], packed: Tensor, device: torch.device | None = None) -> Tensor:
+    """Return a tensor of the changed weights, with NaN for the others."""
+    dtype, shape, count = getattr(torch, head["type"]), head["shape"], int(head["count"])
+    packed = packed.to(device) if device is not None else packed
+    if head.get("whole"):
+        return packed.clone().view(dtype).view(shape)
+    dense = torch.full(shape, float("nan"), dtype=dtype, device=packed.device)
+    flat = dense.view(-1)
+    blocks = -(-flat.numel() // BLOCK)
+    counts = packed[: 2 * blocks].clone().view(torch.int16).to(torch.int64)
+    inner = packed[2 * blocks : 2 * blocks + count].to(torch.int64)
+    values = packed[2 * blocks + count :].clone().view(dtype)
+    starts = torch.arange(blocks, device=packed.device) * BLOCK
+    flat[torch.repeat_interleave(starts, counts) + inner] = values
+    return dense
+
+
+class Overlay(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """While it is active, a copy into a tensor leaves it as it is where the source is NaN.
+
+    A model's own loader splits, fuses and shards what it gets, and ends in copies into its parameters.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.written: list[Tensor] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is not torch.ops.aten.copy_.default or not args[1].is_floating_point():
+            return func(*args, **(kwargs or {}))
+        target, source = args[0], args[1].to(args[0].device)
+        if target.dtype != source.dtype:
+            raise TypeError(f"the server holds {target.dtype} where the trainer sends {source.dtype}")
+        func(target, torch.where(torch.isnan(source), target, source))
+        self.written.append(target)
+        return target
+
+
+def load(model: Any, named_tensors: Iterable[tuple[str, Tensor]]) -> None:
+    """Apply changes to a server's model (`--custom-weight-loader` of SGLang).
+
+    Raises:
+        RuntimeError: a weight is not what the trainer has; the server must get all weights again.
+    """
+    device = next(iter(model.parameters())).device
+    for header, packed in named_tensors:
+        head = json.loads(header)
+        dense = decode(head, packed, device)
+        with torch.no_grad(), Overlay() as overlay:
+            model.load_weights([(head["name"], dense)])
+        _check(head, dense, overlay.written)
+
+
+def _check(head: dict[str, Any], dense: Tensor, written: list[Tensor]) -> None:
+    name = head["name"]
+    if not written:
+        raise RuntimeError(f"{name}: the server's model has no such weight")
+    if any(bool(torch.isnan(tensor).any()) for tensor in written):
+        raise RuntimeError(f"{name}: a weight was read from a tensor of changes and is not a number")
+    # a shard of the tensor cannot be compared with the whole
+    if len(written) == 1 and written[0].numel() == dense.numel() and fingerprint(written[0]) != head["hash"]:
+        raise RuntimeError(f"{name}: after the changes, the weight differs from the trainer's")

@@ -1,0 +1,174 @@
+"""Weights that are sent as changes."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping
+from contextlib import asynccontextmanager
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from agentrl.config.engine import EngineConfig, ServerConfig
+from agentrl.engine.servers.delta_sync import DeltaSync
+from agentrl.engine.servers.http import ServerLost
+from agentrl.engine.servers.inside.agentrl_weight_delta import decode, encode, fingerprint, load
+from agentrl.errors import EngineError
+
+
+class Fused(nn.Module):
+    """A server's model: two weights of the trainer in one parameter, half of a third, and one as it is."""
+
+    def __init__(self, weights: Mapping[str, Tensor]) -> None:
+        super().__init__()
+        dtype = weights["q"].dtype
+        self.qk = nn.Parameter(torch.zeros(12, 300, dtype=dtype))
+        self.shard = nn.Parameter(torch.zeros(4, 300, dtype=dtype))
+        self.norm = nn.Parameter(torch.zeros(700, dtype=dtype))
+        self.load_weights(weights.items())
+
+    def load_weights(self, named: Iterable[tuple[str, Tensor]]) -> None:
+        for name, tensor in named:
+            if name in ("q", "k"):
+                self.qk.data.narrow(0, 0 if name == "q" else 8, len(tensor)).copy_(tensor)
+            elif name == "split":
+                self.shard.data.copy_(tensor[4:])
+            else:
+                self.norm.data.copy_(tensor)
+
+    def holds(self, weights: Mapping[str, Tensor]) -> bool:
+        held = (self.qk.data, self.shard.data, self.norm.data)
+        wanted = (torch.cat([weights["q"], weights["k"]]), weights["split"][4:], weights["n"])
+        return all(map(torch.equal, held, wanted))
+
+
+def weights_of(dtype: torch.dtype = torch.bfloat16) -> dict[str, Tensor]:
+    torch.manual_seed(0)
+    shapes = {"q": (8, 300), "k": (4, 300), "split": (8, 300), "n": (700,)}
+    return {name: torch.randn(shape).to(dtype) for name, shape in shapes.items()}
+
+
+def changed(weights: Mapping[str, Tensor], share: float, seed: int = 1) -> dict[str, Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    found = {name: tensor.clone() for name, tensor in weights.items()}
+    for tensor in found.values():
+        tensor[torch.rand(tensor.shape, generator=generator) < share] *= 1.25
+    return found
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize("share", [0.0, 0.001, 0.03, 0.7, 1.0])
+def test_a_model_that_fuses_and_shards_is_changed_exactly(dtype, share):
+    old = weights_of(dtype)
+    model, new = Fused(old), changed(old, share)
+    sent = [found for name in old if (found := encode(name, old[name], new[name])) is not None]
+    load(model, sent)
+    assert model.holds(new)
+    if share == 0.03:
+        assert sum(packed.nbytes for _, packed in sent) < 0.1 * sum(t.nbytes for t in new.values())
+
+
+def test_zeros_of_both_signs_and_infinities_are_changes():
+    old = torch.tensor([0.0, 1.0, 2.0] * 200, dtype=torch.bfloat16)
+    new = old.clone()
+    new[0], new[1] = -0.0, float("inf")
+    found = encode("n", old, new)
+    assert found is not None
+    dense = decode(json.loads(found[0]), found[1])
+    assert torch.where(dense.isnan(), old, dense).view(torch.int16).equal(new.view(torch.int16))
+
+
+def test_a_weight_that_is_no_number_is_refused():
+    old = weights_of()
+    new = {name: tensor.clone() for name, tensor in old.items()}
+    new["q"][0, 0] = float("nan")
+    with pytest.raises(ValueError, match="q contains NaN"):
+        encode("q", old["q"], new["q"])
+
+
+def test_a_model_that_held_something_else_is_found():
+    old = weights_of()
+    model, new = Fused(changed(old, 0.01, seed=7)), changed(old, 0.03)
+    sent = encode("q", old["q"], new["q"])
+    assert sent is not None
+    with pytest.raises(RuntimeError, match="q: after the changes, the weight differs from the trainer's"):
+        load(model, [sent])
+
+
+def test_fingerprints_tell_single_bits_and_positions():
+    tensor = torch.arange(100_001, dtype=torch.float32).to(torch.bfloat16)
+    bits = tensor.clone().view(torch.int16)
+    bits[77_777] ^= 1
+    swapped = tensor.clone()
+    swapped[[5, 90_000]] = swapped[[90_000, 5]]
+    parts = torch.cat([torch.zeros(3, dtype=torch.bfloat16), tensor])[3:]
+    found = {fingerprint(t) for t in (tensor, bits.view(torch.bfloat16), swapped, tensor[:-1])}
+    assert len(found) == 4
+    assert fingerprint(parts) == fingerprint(tensor)
+
+
+class Server:
+    """A server that holds a model."""
+
+    def __init__(self, weights: Mapping[str, Tensor]) -> None:
+        self.model, self.log, self.lost = Fused(weights), list[str](), False
+
+    @asynccontextmanager
+    async def updating(self, *, by_tensor):
+        yield
+
+    async def load_tensors(self, tensors, version):
+        self.log.append(f"all {version}")
+        self.model.load_weights(tensors.items())
+
+    async def load_changes(self, changes, version):
+        if self.lost:
+            raise ServerLost("gone")
+        self.log.append(f"changes {version}")
+        load(self.model, changes.items())
+
+
+async def test_who_holds_the_last_weights_gets_changes_and_the_others_everything():
+    old = weights_of()
+    first, second = Server(old), Server(old)
+    sync = DeltaSync(bucket_bytes=1 << 20, full_every=10)
+    history = [changed(old, 0.02, seed) for seed in range(5)]
+    assert await sync.push([first, second], history[0], 0) == {}
+    assert await sync.push([first, second], history[1], 1) == {}
+    second.lost = True
+    assert set(await sync.push([first, second], history[2], 2)) == {second}
+    again = Server(old)
+    assert await sync.push([again], history[2], 2) == {}
+    assert await sync.push([first, again], history[3], 3) == {}
+    assert first.log == ["all 0", "changes 1", "changes 2", "changes 3"]
+    assert again.log == ["all 2", "changes 3"]
+    assert first.model.holds(history[3])
+    assert again.model.holds(history[3])
+
+
+async def test_all_weights_are_sent_at_every_nth_update_and_nan_is_an_error():
+    old = weights_of()
+    server, sync = Server(old), DeltaSync(bucket_bytes=1 << 20, full_every=3)
+    for version in range(7):
+        old = changed(old, 0.02, version)
+        assert await sync.push([server], old, version) == {}
+    kinds = [line.split()[0] for line in server.log]
+    assert kinds == ["all", "changes", "changes", "all", "changes", "changes", "all"]
+    bad = {name: tensor.clone() for name, tensor in old.items()}
+    bad["k"][0] = float("nan")
+    with pytest.raises(EngineError, match="k contains NaN"):
+        await sync.push([server], bad, 7)
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"kind": "vllm", "sync": "delta"}, "sync delta does not exist for vllm"),
+        ({"kind": "sglang", "sync": "delta", "dtype": "float32"}, "no effect with dtype: float32"),
+        ({"kind": "sglang", "sync": "delta", "server": ServerConfig(sleep=True)}, "needs the full weights again"),
+    ],
+)
+def test_where_it_has_no_effect_it_is_refused(options, said):
+    with pytest.raises(ValueError, match=said):
+        EngineConfig(**options)
