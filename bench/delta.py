@@ -24,7 +24,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 import torch
 from torch import Tensor
-from transformers import AutoModelForCausalLM, Qwen3Config
+from transformers import AutoModelForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
 from agentrl.config.engine import EngineConfig, ServerConfig
 from agentrl.config.run import TinyModel
@@ -63,11 +63,11 @@ def make_model(folder: Path, layers: int) -> None:
         eos_token_id=tokens["eos_token_id"],
     )
     torch.manual_seed(0)
-    AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).save_pretrained(folder)
+    Qwen3ForCausalLM(config).to(torch.bfloat16).save_pretrained(folder)
 
 
 class Stepper:
-    """Weights under AdamW: a first moment with noise over a second moment, so that updates differ in size and sign."""
+    """Weights under updates of the size that AdamW makes: the learning rate times a number of either sign."""
 
     def __init__(self, weights: Mapping[str, Tensor]) -> None:
         self.master = {name: tensor.float() for name, tensor in weights.items()}
