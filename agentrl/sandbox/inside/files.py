@@ -175,7 +175,8 @@ def pack_tree(order: dict[str, Any], taken: ByteStream, sent: ByteStream) -> dic
     most_files, most_bytes = order["max_files"], order["max_bytes"]
     too_much = OSError(27, f"tree has more than {most_files} files or {most_bytes} bytes", order["path"])
     locked: list[tuple[bytes, int]] = []
-    place = os.path.join(os.getcwd(), order["path"])  # "." cannot be looked up in a locked folder, its path can
+    # "." cannot be looked up in a locked folder, its path can.
+    place = os.getcwd() if order["path"] == "." else order["path"]
     if not os.path.isdir(place):
         raise NotADirectoryError(20, os.strerror(20), order["path"])
     root, mode = _open_folder(os.path.realpath(place), None)

@@ -49,6 +49,8 @@ async def _all_of_it_comes(stage: Stage, box: Box, result: ExecResult, token: st
     expect((await box.run(listing)).text() == before, "the reset brought other names, modes or links")
     expect(await box.get_tree() == tree, "the reset brought other contents")
     expect(await box.snapshot() == state, "the reset brought another state")
+    await box.run("chmod 000 ~")  # refused where programs may not change modes
+    expect(await box.get_tree() == tree, "a locked home is not read")
 
 
 async def _links_are_not_followed(stage: Stage, box: Box, result: ExecResult, token: str) -> None:
