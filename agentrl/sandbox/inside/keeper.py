@@ -228,6 +228,7 @@ class Keeper:
         pid = os.fork()
         if pid == 0:
             try:
+                self.control.close()  # so that the main program notices at once when the keeper dies
                 leftovers.remove_tree(folder)
             except Exception as error:
                 os.write(2, f"{folder} could not be removed: {type(error).__name__}: {error}\n".encode())
