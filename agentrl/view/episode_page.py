@@ -175,6 +175,10 @@ def _reason(said: Json, parent: int) -> str:
     drift = [name.removeprefix("agent/drift_") for name in metrics if name.startswith("agent/drift_")]
     if drift:
         return f"the client's history differed: {', '.join(sorted(drift))}"
+    if times := metrics.get("compact/times"):
+        before, after = metrics.get("compact/tokens_before", 0), metrics.get("compact/tokens_after", 0)
+        sizes = f": {before:.0f} tokens became {after:.0f}" if times == 1 else ""
+        return f"compacted: rollout.compact shortened the context{sizes}"
     if parent < 0:
         return "a conversation with another opening"
     return "the next prompt was rendered again: the template or the client rewrote the history after this point"

@@ -102,6 +102,17 @@ def test_an_episode_places_turns_calls_rewards_and_branches(client: TestClient):
     assert anywhere["step"] == 3
 
 
+def test_a_branch_of_a_compacted_context_says_so(client: TestClient, folder: Path):
+    records = read_records(folder / "calc", 2)
+    episode = records[0].episode
+    counts = {"compact/times": 1.0, "compact/tokens_before": 900.0, "compact/tokens_after": 300.0}
+    episode = replace(episode, metrics={**episode.metrics, **counts})
+    write_step(folder / "calc", 2, [replace(records[0], episode=episode), *records[1:]])
+    found = client.get("/api/runs/calc/episodes/s2/g0/e0?step=2").json()
+    wanted = "compacted: rollout.compact shortened the context: 900 tokens became 300"
+    assert [b["reason"] for b in found["branches"]] == [None, wanted]
+
+
 def test_tokens_are_columns_with_their_pieces(client: TestClient):
     found = client.get("/api/runs/calc/tokens/s2/g0/e0?step=2&from=2&count=4").json()
     assert (found["total"], found["from"], found["ids"]) == (12, 2, [7, 8, 9, 10])
