@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
 RECENT = 20
-"""Steps at the end of a run whose calls the page of tools counts."""
+"""Steps at the end of a run whose calls the page of tools counts unless told otherwise."""
 MAX_TOKENIZER = 64 << 20
 
 
@@ -96,10 +96,10 @@ class Library:
         reader = self.run(id)
         return _found(step_page.step, reader, step, self.cache)
 
-    def tools(self, id: str) -> Json:
-        """The calls of the last steps of a run. Raises NotFoundError."""
+    def tools(self, id: str, last: int = RECENT) -> Json:
+        """The calls of the last steps of a run; 0 is all steps. Raises NotFoundError."""
         reader = self.run(id)
-        return step_page.tools(reader, self.cache, reader.steps[-RECENT:])
+        return step_page.tools(reader, self.cache, reader.steps[-max(0, last) :])
 
     def record(self, id: str, step: int | None, episode: str) -> Json:
         """The raw record of an episode, in any step where none is given. Raises NotFoundError."""

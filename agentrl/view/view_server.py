@@ -28,7 +28,7 @@ from agentrl.run_folder.run_reader import Json
 from agentrl.view import env_view, run_page
 from agentrl.view.bundle import served
 from agentrl.view.episode_page import Span
-from agentrl.view.library import Library, NotFoundError, query_of
+from agentrl.view.library import RECENT, Library, NotFoundError, query_of
 
 log = logging.getLogger(__name__)
 
@@ -115,7 +115,7 @@ class Page:
             self._get(
                 "/api/runs/{run}/steps/{step:int}", lambda r: self.library.step(_run(r), r.path_params["step"])
             ),
-            self._get("/api/runs/{run}/tools", lambda r: self.library.tools(_run(r))),
+            self._get("/api/runs/{run}/tools", lambda r: self.library.tools(_run(r), _number(r, "steps", RECENT))),
             self._get("/api/runs/{run}/episodes/{id:path}", lambda r: self.library.episode(_run(r), *_named(r))),
             self._get(
                 "/api/runs/{run}/tokens/{id:path}", lambda r: self.library.tokens(_run(r), *_named(r), _span(r))

@@ -136,6 +136,16 @@ def test_images_are_served_with_safe_types_only(client: TestClient, folder: Path
     assert client.get("/api/image/calc/s2/g0/e0?step=2&message=0&part=0").status_code == 404
 
 
+def test_tools_count_the_steps_asked_for(client: TestClient):
+    def steps(query: str) -> list[int]:
+        return client.get(f"/api/runs/calc/tools{query}").json()["steps"]
+
+    every = steps("?steps=0")
+    assert len(every) > 1
+    assert steps("") == every[-20:]
+    assert steps("?steps=1") == every[-1:]
+
+
 def test_tools_are_counted_and_one_that_was_never_called_is_there(client: TestClient):
     found = {tool["name"]: tool for tool in client.get("/api/runs/calc/tools").json()["tools"]}
     assert found["web"]["never_called"]

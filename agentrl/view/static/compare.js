@@ -1,4 +1,4 @@
-// Several runs at once: curves over one another, the same tasks before and after, what differs in the configuration.
+// Several runs: overlaid curves, tasks before and after, configuration differences.
 import { html, useEffect, useMemo, useState } from "./vendor/htm-preact.js";
 import { useGet } from "./data.js";
 import { Chart, isSparse, palette, smooth } from "./chart.js";

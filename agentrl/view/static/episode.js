@@ -1,4 +1,4 @@
-// One episode: conversation and tokens as one text, with everything that is known about each token.
+// One episode: conversation and tokens as one text.
 import { html, useEffect, useLayoutEffect, useMemo, useRef, useState } from "./vendor/htm-preact.js";
 import { exported, imageSource, useGet } from "./data.js";
 import { Branches, CopyMenu, Renderer, Siblings, Waterfall } from "./panels.js";

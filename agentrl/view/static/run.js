@@ -1,4 +1,4 @@
-// One run: the curves that matter, every other series by search, and what happened on the same axis.
+// One run: curves, search for series, and events on the same axis.
 import { html, useMemo, useState } from "./vendor/htm-preact.js";
 import { useAll, useGet } from "./data.js";
 import { Chart, isSparse, smooth } from "./chart.js";

@@ -1,4 +1,4 @@
-// One step: its groups and episodes as a matrix, where the time went, and how the rewards lie.
+// One step: groups and episodes as a matrix, time, and rewards.
 import { html, useEffect, useMemo, useRef, useState } from "./vendor/htm-preact.js";
 import { useGet } from "./data.js";
 import { api, Crumbs, css, duration, link, Loading, num, percent, rewardScale, setQuery, shade, signed, Table, useSize, visible } from "./ui.js";

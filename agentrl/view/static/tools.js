@@ -1,6 +1,6 @@
 // The tools of a run: calls, outcomes, times, and the arguments that fail.
-import { html } from "./vendor/htm-preact.js";
-import { useGet } from "./data.js";
+import { html, useState } from "./vendor/htm-preact.js";
+import { exported, useGet } from "./data.js";
 import { api, Crumbs, duration, link, Loading, num, percent, Table, visible } from "./ui.js";
 
 const ms = (x) => (x === null || x === undefined ? "–" : duration(x / 1000));
@@ -16,7 +16,8 @@ function Outcomes({ tool }) {
 }
 
 export function Tools({ run }) {
-	const { data, error } = useGet(api.run(run, "/tools"), run);
+	const [steps, setSteps] = useState(20);
+	const { data, error } = useGet(api.run(run, exported ? "/tools" : `/tools?steps=${steps}`), run);
 	const crumbs = html`<${Crumbs} items=${[["Runs", link.runs()], [run, link.run(run)], ["Tools"]]} />`;
 	if (!data) return html`${crumbs}<${Loading} error=${error} what="the tools" />`;
 	const failing = data.tools.flatMap((t) => (t.failing ?? []).map((f, i) => ({ ...f, tool: t.name, key: `${t.name} ${i}` })));
@@ -39,6 +40,7 @@ export function Tools({ run }) {
 		{ key: "example", title: "", cell: (f) => f.example && html`<a href=${link.episode(run, f.example.step, f.example.episode)}>example</a>` },
 	];
 	return html`${crumbs}
+		${!exported && html`<label>steps <select onChange=${(e) => setSteps(e.target.value)}><option value="20">last 20</option><option value="0">all</option></select></label>`}
 		${never.length > 0 && html`<p class="finding warning">Offered but never called: ${never.map((t, i) => html`${i > 0 && ", "}<code>${visible(t.name)}</code>`)}.</p>`}
 		${data.tools.length ? html`<${Table} columns=${columns} rows=${data.tools.map((t) => ({ ...t, key: t.name }))} sort=${{ key: "calls", down: true }} />` : html`<p class="quiet">This run offers no tools.</p>`}
 		${failing.length > 0 && html`<h2>Arguments that fail</h2><${Table} columns=${failed} rows=${failing} sort=${{ key: "count", down: true }} />`}`;
