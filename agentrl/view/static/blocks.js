@@ -1,4 +1,4 @@
-// From segments to what a reader sees: one block per message, in the order of the tokens.
+// From segments to one block per message.
 
 /** [{index, message, from, to, segments, turn, turnIndex, version, fork, last}] */
 export function blocksOf(episode) {

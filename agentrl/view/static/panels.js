@@ -1,4 +1,4 @@
-// What stands beside an episode: rewards, branches, siblings, the env's own view, copying.
+// Beside an episode: rewards, branches, siblings, its own view, copying.
 import { html, useEffect, useMemo, useRef, useState } from "./vendor/htm-preact.js";
 import { imageSource, useGet } from "./data.js";
 import { chatMessages, scriptedTest } from "./text.js";

@@ -1,4 +1,4 @@
-// Two episodes of one group side by side, aligned at the first token where they differ.
+// Two episodes of a group, aligned at the first token where they differ.
 import { html, useLayoutEffect, useMemo, useRef } from "./vendor/htm-preact.js";
 import { useGet } from "./data.js";
 import { TokenView, useTokens } from "./tokens.js";
