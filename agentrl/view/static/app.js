@@ -1,4 +1,4 @@
-// The page: which part is shown, the keys, light and dark, and what a program asks to show.
+// The page: which part is shown, keys, light and dark, what a program shows.
 import { html, render, useEffect, useErrorBoundary, useLayoutEffect, useMemo, useState } from "./vendor/htm-preact.js";
 import { Compare } from "./compare.js";
 import { exported, follow, live, useLive } from "./data.js";

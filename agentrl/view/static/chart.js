@@ -1,4 +1,4 @@
-// One chart: lines over steps, bands, marks on the time axis; a click opens the step.
+// One chart: lines over steps, bands, marks; a click opens the step.
 import { html, useEffect, useMemo, useRef } from "./vendor/htm-preact.js";
 import { css, num, range, useSize, visible } from "./ui.js";
 
