@@ -188,7 +188,7 @@ class RecordFolder:
         recording = one.recording
         recording.seal()
         turns = recording.turns()
-        error = end.error or recording.trouble or (None if turns else "there is no completion in it")
+        error = end.error or recording.trouble or (None if turns else "it has no completions")
         ended = StopReason.TERMINATED if turns and turns[-1].message.tool_calls else StopReason.ANSWERED
         if turns and turns[-1].finish == "length":
             ended = StopReason.MAX_TOKENS

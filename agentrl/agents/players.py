@@ -153,7 +153,7 @@ def make_agent(config: AgentConfig) -> Agent:
         return CommandAgent(config.command, config.cwd)
     function = load_object(config.use)
     if not callable(function):
-        raise ConfigError(f"agent.use {config.use!r}: is no function; write `async def f(task, access)`")
+        raise ConfigError(f"agent.use {config.use!r}: is not a function; write `async def f(task, access)`")
     return FunctionAgent(function)
 
 
@@ -195,6 +195,6 @@ def _check_env(env: Env) -> None:
     per_turn = [name for name, reward in (env.declared_rewards() or {}).items() if reward.per == "turn"]
     if per_turn:
         raise ConfigError(
-            f"agent: reward {per_turn[0]!r} of {type(env).__name__} is asked for each turn, and the env takes "
-            "no part in the turns of an agent: use rewards per episode or group"
+            f"agent: reward {per_turn[0]!r} of {type(env).__name__} is computed per turn, but an agent "
+            "plays without the env's turns: use rewards per episode or group"
         )

@@ -127,7 +127,7 @@ class EpisodeRecording:
                 code="episode_limit_reached",
             )
         if ask.n > 1:
-            raise unsupported("n", "an episode goes on from one choice: ask for one")
+            raise unsupported("n", "an episode continues from a single choice; request n: 1")
         for tool in ask.tools:
             self._tools.setdefault(str(tool), tool)
 

@@ -56,8 +56,8 @@ def probe(renderer: Renderer, eos_ids: frozenset[int]) -> Habits:
         after = renderer.vocabulary.unshield(written[written.rfind(SENTINEL) :])[:60]
         raise TemplateError(
             "the chat template does not end an assistant turn with a control token of this tokenizer "
-            f"(after the assistant's text it writes {after!r}), so the end of a completion cannot be told; use a "
-            "template whose turns end with a special token"
+            f"(after the assistant's text it writes {after!r}), so the end of a completion cannot be detected; "
+            "use a template whose turns end with a special token"
         )
     opened = renderer.render([_USER], ways[-1], generation_prompt=True)
     opening, closing = renderer.parser.think

@@ -157,7 +157,7 @@ class Proof:
         if self.turns == 0 or (self.one_of_two and tools not in self.rendered):
             refused = [f for f in self.refused if f.tools == tools] or self.refused
             why = f": {refused[0].became}" if refused else ""
-            raise TemplateError(f"the chat template renders none of the conversations of the proof{why}")
+            raise TemplateError(f"the chat template cannot render any of the test conversations{why}")
         if tools:
             self._require_calls()
         wrong = [f for f in self.wrong if f.tools == tools or not self.one_of_two]
@@ -204,8 +204,8 @@ class Proof:
             )
         if self.rewrites:
             lines.append(
-                "history: keep trains each completion in the context that it was sampled in; history: fork goes "
-                "on in the template's own rendering, each rewritten context a sample of its own"
+                "history: keep trains each completion in the context in which it was sampled; history: fork "
+                "continues in the template's own rendering, with each rewritten context as a separate sample"
             )
         return "\n".join(lines)
 

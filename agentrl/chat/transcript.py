@@ -147,7 +147,7 @@ class Transcript:
         """
         count = len(self._ids.view())
         if tuple(ids[:count]) != tuple(self.ids):
-            raise ValueError(f"a context to go on with must begin with the {count} ids of its branch")
+            raise ValueError(f"a context to continue from must begin with the {count} ids of its branch")
         self._before = (self._node, len(self._context))
         new = list(range(len(self._messages), len(self._messages) + len(messages)))
         self._messages.extend(messages)

@@ -128,7 +128,7 @@ def _group_line(rehearsal: Rehearsal) -> str:
     if scripted == silent:
         return (
             f"An episode whose policy only says 'done' scores the same ({silent:g}), "
-            "so these two do not tell the policy anything: every advantage is 0."
+            "so these two provide no training signal: every advantage is 0."
         )
     return (
         f"Advantages are those of a group of {size} in which half score {scripted:g} like this one "

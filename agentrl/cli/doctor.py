@@ -31,7 +31,7 @@ PACKAGES = {
     "matplotlib": "draws reward curves (extra: train)",
     "peft": "trains adapters (extra: lora)",
     "sglang": "samples fast on GPUs (extra: sglang)",
-    "vllm": "samples fast on GPUs (in an environment of its own)",
+    "vllm": "samples fast on GPUs (install it into a separate environment)",
     "flash-attn": "attention on GPUs (no extra)",
     "ray": "trains on several GPUs or machines (extra: ray)",
     "mcp": "calls tools of MCP servers (extra: mcp)",

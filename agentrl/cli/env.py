@@ -45,7 +45,9 @@ def serve(
             metavar="NAME", help="Environment variable with the token that clients must send.", show_default=False
         ),
     ] = None,
-    max_sessions: Annotated[int, typer.Option(min=1, help="Episodes at once; further sessions are refused.")] = 64,
+    max_sessions: Annotated[
+        int, typer.Option(min=1, help="Maximum concurrent episodes; further sessions are refused.")
+    ] = 64,
     max_turns: Annotated[
         int | None,
         typer.Option(

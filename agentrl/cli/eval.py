@@ -213,9 +213,9 @@ def find(
     changes = [f"env.use={env}", "envs=null", *overrides] if env and not named else overrides
     if target is None:
         if endpoint is None:
-            raise ConfigError("name what plays: a run folder, a checkpoint, or --base-url and --model")
+            raise ConfigError("name a policy: a run folder, a checkpoint, or --base-url and --model")
         if env is None:
-            raise ConfigError("name what is played: --env module:Class, or a run folder or YAML file with its env")
+            raise ConfigError("name an environment: --env module:Class, or a run folder or YAML file with its env")
         return Subject(endpoint=endpoint), _bare(endpoint.model, changes, exists=False), Path("runs/eval")
     target = policy_folder(target)
     for run in (target, target.absolute().parent.parent):

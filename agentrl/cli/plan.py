@@ -24,7 +24,7 @@ def plan(
             metavar="NxCARD", help="Plan for these GPUs, e.g. 8xH100-80GB, and predict a step.", show_default=False
         ),
     ] = None,
-    nodes: Annotated[int, typer.Option(min=1, help="With --gpus: nodes with so many GPUs each.")] = 1,
+    nodes: Annotated[int, typer.Option(min=1, help="With --gpus: number of nodes with these GPUs.")] = 1,
 ) -> None:
     """Estimate batches, memory, checkpoints and placement from the YAML and the model's config.json.
 

@@ -52,7 +52,7 @@ def train(
     require("train", "agentrl train")
     if source is not None:
         if fresh:
-            raise ConfigError("--from and --fresh exclude each other: a fork has a new folder of its own")
+            raise ConfigError("--from and --fresh exclude each other: a fork gets a new folder")
         run_dir = fork_run(config, source, run_dir=run_dir, weights_only=weights_only)
         config = forked_config(config, run_dir)
     elif weights_only:

@@ -10,7 +10,7 @@ def address_problem(url: str) -> str:
     try:
         parts = httpx.URL(url)
     except httpx.InvalidURL as e:
-        return f"this is no URL: {e}"
+        return f"not a URL: {e}"
     if parts.scheme not in ("http", "https") or not parts.host:
-        return "this is no http or https URL with a host"
-    return "" if parts.port is None or 0 < parts.port < 1 << 16 else f"there is no port {parts.port}"
+        return "not an http or https URL with a host"
+    return "" if parts.port is None or 0 < parts.port < 1 << 16 else f"invalid port {parts.port}"

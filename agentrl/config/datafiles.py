@@ -107,7 +107,7 @@ def _in_folder(folder: Path, text: str, split: str, pattern: str | None) -> list
     places = {p.parent for p in chosen}
     if pattern is None and len(places) > 1:
         raise ConfigError(
-            f"{text}: rows of the split {split} lie in {len(places)} folders ("
+            f"{text}: rows of the split {split} are in {len(places)} folders ("
             f"{', '.join(sorted(p.relative_to(folder).as_posix() for p in places))}): name the files"
         )
     return chosen

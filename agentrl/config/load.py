@@ -207,7 +207,7 @@ def _blank_sections(source: Source) -> None:
         if section_of(field) is None or spot is None or not spot.blank:
             continue
         if type(None) in alternatives(field.annotation):
-            text = f"nothing stands under it; write `{loc[-1]}: {{}}` for the defaults or remove it"
+            text = f"the section is empty; write `{loc[-1]}: {{}}` for the defaults or remove it"
             source.problems.append(Problem(loc, text, spot, on_key=True))
         else:
             parent = _get(source.data, loc[:-1])

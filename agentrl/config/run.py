@@ -620,7 +620,7 @@ def _check_envs(config: RunConfig) -> None:
         raise ValueError("agent plays the episodes of one env: use `env` instead of `envs`, or remove `agent`")
     if config.envs and config.warmup is not None and (config.warmup.demonstrations or config.warmup.options):
         raise ValueError(
-            "warmup.demonstrations and warmup.options are those of one env; with `envs`, each env writes its own "
+            "warmup.demonstrations and warmup.options apply to a single env; with `envs`, each env writes its own "
             "demonstrations: remove them"
         )
     _check_eval_of_envs(config)

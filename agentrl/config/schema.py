@@ -185,11 +185,11 @@ def _section_beside_a_name(section: type[BaseModel], key: str, value: object) ->
         written = value if isinstance(value, dict) else {}
         if key == f"{name}_options":
             short = yaml_value({"use": "module:function", "options": written})
-            return f"unknown key; options stand with the function: write `{name}: {short}`"
+            return f"unknown key; options belong to the function: write `{name}: {short}`"
         kind = "dppo_tv" if key == "dppo" else key
         if kind in choice.names:
             spelled = yaml_value({"name": kind, **written})
-            return f"unknown key; parameters stand with the name: write `{name}: {spelled}`"
+            return f"unknown key; parameters belong to the name: write `{name}: {spelled}`"
     return None
 
 

@@ -87,9 +87,7 @@ def answer_in_sight(evidence: Evidence) -> Iterator[Finding]:
             seen["tool"].append(played)
     if len(tasks["all"]) >= 8 and len(tasks["prompt"]) > 0.5 * len(tasks["all"]):
         found = seen["prompt"][0]
-        text = (
-            f"the answer of the task stands in the prompt of {len(tasks['prompt'])} of {len(tasks['all'])} tasks"
-        )
+        text = f"the prompt contains the task's answer in {len(tasks['prompt'])} of {len(tasks['all'])} tasks"
         setting = "the env's setup or data: keep the answer's column out of the prompt"
         yield Finding("answer-in-prompt", "warning", text, setting, found.step, found.id)
     elif len(tasks["tool"]) >= 3:
@@ -107,7 +105,7 @@ def _answer_copied(evidence: Evidence) -> Iterator[Finding]:
     copied = [p for p in solved if _contains(p.text("system", "user"), p.answer)]
     tasks = {str(p.raw["task"]["id"]) for p in solved}
     if len(tasks) >= 12 and len(copied) > 0.9 * len(solved) and len({p.answer for p in copied}) >= 8:
-        text = f"the final answers of {len(copied)} of {len(solved)} solved episodes stand in their prompts"
+        text = f"the prompt contains the final answer in {len(copied)} of {len(solved)} solved episodes"
         setting = "the env's setup or data: keep the answer out of the prompt"
         why = "tasks that ask to choose from the prompt look the same"
         yield Finding("answer-in-prompt", "warning", text, setting, copied[0].step, copied[0].id, why=why)

@@ -135,7 +135,7 @@ def too_slow(evidence: Evidence) -> Iterator[Finding]:
         yield Finding(
             "learning-rate-too-low",
             "warning",
-            f"after {len(steps)} steps with signal the policy is where it began: {moved}, and the "
+            f"after {len(steps)} steps with signal the policy has barely changed: {moved}, and the "
             "reward does not rise",
             f"optim.lr (now {rate:g}: multiply by 10)",
             step=int(steps[-1]),

@@ -131,7 +131,7 @@ def constant_parts(evidence: Evidence) -> Iterator[Finding]:
         yield Finding(
             "reward-part-constant",
             "warning" if sure else "hint",
-            f"the reward {name} is {known[0]:g} in all {len(known)} episodes, whatever the policy does",
+            f"the reward {name} is {known[0]:g} in all {len(known)} episodes, regardless of what the policy does",
             f"the reward {name} of the env (its judge, prompt and endpoint); "
             f"env.reward_weights.{name}: 0 meanwhile",
             step=evidence.steps[-1],

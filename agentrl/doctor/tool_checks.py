@@ -112,7 +112,7 @@ def one_error(evidence: Evidence) -> Iterator[Finding]:
         elif share >= 0.95 and arguments >= 10 and len(texts) <= 2:
             call, played = same[0]
             text = (
-                f"{tool} answers the same whatever it is asked ({share:.0%} of {len(made)} calls): "
+                f"{tool} returns the same result for every call ({share:.0%} of {len(made)} calls): "
                 f"{call.result[:80]!r}"
             )
             yield Finding(

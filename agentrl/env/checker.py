@@ -294,8 +294,9 @@ def _misplaced(episodes: Sequence[Episode]) -> list[str]:
     """Calls that failed because an object was used on a different thread or event loop than the one that created
     it."""
     findings = [
-        f"tool {call.call.name}: {call.result:.200}; what a plain method makes belongs to the episode's thread, "
-        "what an async one makes to the event loop: write the methods that share it alike, none of them parallel"
+        f"tool {call.call.name}: {call.result:.200}; objects created by a plain method belong to the episode's "
+        "thread, those of an async method to the event loop: make methods that share one all plain or all async, "
+        "and none of them parallel"
         for episode in episodes
         for turn in episode.turns
         for call in turn.calls

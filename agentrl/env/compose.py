@@ -94,7 +94,9 @@ class ComposedEnv(ToolEnv):
         if selected is not None:
             known = self._bound()
             if unknown := [name for name in selected if name not in known]:
-                raise ConfigError(f"task {self.task.id!r}: tool_selection names {unknown[0]!r}, which is no tool")
+                raise ConfigError(
+                    f"task {self.task.id!r}: tool_selection names {unknown[0]!r}, which is not a tool"
+                )
             self._tools = {name: tool for name, tool in known.items() if name in selected}
         kwargs: Mapping[str, Any] = extra.get("tools_kwargs") or {}
         for tool in self._verl:
@@ -203,12 +205,12 @@ def _load_entry(entry: Entry, base: Path | None) -> Loaded:
         return VerlToolEntry.load(entry, base)
     if "mcp" in entry:
         if len(entry) > 1 or not isinstance(entry["mcp"], Mapping):
-            raise ConfigError("tools: write `mcp:` with a mapping below it and nothing beside it")
+            raise ConfigError("tools: write `mcp:` with a mapping below it and no other keys")
         return McpServer.from_mapping(entry["mcp"])
     if "use" not in entry:
         raise ConfigError(f"tools: {shorten(dict(entry))}: one of `use`, `mcp` and `class_name` is needed")
     if unknown := [key for key in entry if key not in ("use", "options")]:
-        raise ConfigError(f"tools: unknown key {unknown[0]!r} beside use; known: use, options")
+        raise ConfigError(f"tools: unknown key {unknown[0]!r} next to use; known: use, options")
     return _load_named(entry["use"], dict(entry.get("options") or {}), base)
 
 
@@ -255,7 +257,7 @@ def _load_rewards(
         with verl_names():
             function = load_object(use, base=base) if isinstance(use, str) else use
         if not callable(function):
-            raise ConfigError(f"reward {name!r}: {use!r} is no function")
+            raise ConfigError(f"reward {name!r}: {use!r} is not a function")
         if unknown := [key for key in options if not _takes(function, key)]:
             raise ConfigError(f"reward {name!r}: options: {use!r} has no argument {unknown[0]!r}")
         function = functools.partial(function, **options) if options else function

@@ -35,7 +35,8 @@ def load_env(
     found = load_object(spec, base=base) if scheme is None else load_adapter(*scheme, options)
     if not (isinstance(found, type) and issubclass(found, Env)):
         raise ConfigError(
-            f"env {spec!r}: {getattr(found, '__name__', found)!r} is no subclass of agentrl.Env or agentrl.ToolEnv"
+            f"env {spec!r}: {getattr(found, '__name__', found)!r} is not a subclass of agentrl.Env or "
+            "agentrl.ToolEnv"
         )
     if inspect.isabstract(found):
         missing = ", ".join(sorted(found.__abstractmethods__))

@@ -146,7 +146,7 @@ class McpConnection:
     def client(self) -> Client:
         """The SDK's client. Raises InfraError when the session is not open."""
         if self._client is None or self._holder is None or self._holder.done():
-            raise InfraError(f"mcp: {self.server.where}: the server is gone")
+            raise InfraError(f"mcp: {self.server.where}: the server has exited")
         return self._client
 
     async def open(self) -> None:

@@ -144,7 +144,7 @@ class VerlToolEntry:
         """
         if unknown := [key for key in entry if key not in ("class_name", "config", "tool_schema")]:
             raise ConfigError(
-                f"tools: unknown key {unknown[0]!r} beside class_name; known: class_name, config, tool_schema"
+                f"tools: unknown key {unknown[0]!r} next to class_name; known: class_name, config, tool_schema"
             )
         name = str(entry["class_name"])
         if ":" not in name and "." in name:

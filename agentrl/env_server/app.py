@@ -73,7 +73,7 @@ class _Guard:
         headers = Headers(scope=scope)
         origin = headers.get("origin")
         if origin is not None and urlsplit(origin).netloc != headers.get("host"):
-            return f"origin {origin}: pages of other sites may not use this server"
+            return f"origin {origin}: requests from other sites are refused"
         if self.token is None or scope["path"] == "/health":
             return ""
         kind, _, given = headers.get("authorization", "").partition(" ")

@@ -76,5 +76,5 @@ def compare(a: Path, b: Path) -> Comparison:
             for name in ("env", "split", "attempts", "temperature", "seed")
             if (old := getattr(results[0].spec, name)) != (new := getattr(results[1].spec, name))
         ]
-        + [f"what counts as solved: {old} and {new}" for old, new in [(r.solved for r in results)] if old != new],
+        + [f"definition of solved: {old} and {new}" for old, new in [(r.solved for r in results)] if old != new],
     )

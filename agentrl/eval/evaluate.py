@@ -242,7 +242,7 @@ def _claim(store: RunStore, spec: EvalSpec) -> None:
         if changed:
             raise ConfigError(
                 f"{store.path}: holds another evaluation ({', '.join(changed)}); give another --out, or "
-                "start over with --fresh (the old folder is kept beside it)"
+                "start over with --fresh (the old folder is renamed and kept)"
             )
         return
     if store.resumed:
@@ -386,7 +386,7 @@ class _Progress:
             if sum(record.episode.error is None for record in records) != attempts:
                 del self.done[number]  # cut in the middle of a task
         if self.done:
-            reporter.note(f"goes on with the evaluation in {store.path}")
+            reporter.note(f"resuming the evaluation in {store.path}")
         lines = [encode(record) + b"\n" for records in self.done.values() for record in records]
         store.write_file(PARTIAL_FILE, b"".join(lines))
 
@@ -408,7 +408,7 @@ class _Progress:
         """A task cannot be played. Raises EngineError when that is so from the beginning."""
         self.lost[number] = error
         if not self.done and len(self.lost) >= LOST_IN_A_ROW:
-            raise EngineError(f"none of the first {len(self.lost)} tasks could be played; the last one: {error}")
+            raise EngineError(f"the first {len(self.lost)} tasks all failed to run; the last error: {error}")
 
     def finish(self, spec: EvalSpec, seconds: float, prices: Prices | None, solved: str) -> EvalResult:
         """Write what a run folder holds. Raises InfraError if no task was played."""
@@ -453,7 +453,7 @@ def check_minimum(result: EvalResult, minimum: Mapping[str, float]) -> list[str]
     short = []
     for name, bound in minimum.items():
         if "solved" not in result.estimates and (name == "solved" or name.startswith("pass")):
-            raise ConfigError(f"--min {name}: what counts as solved is {NOT_DECLARED}")
+            raise ConfigError(f"--min {name}: `solved` is {NOT_DECLARED}")
         if name not in result.estimates:
             raise ConfigError(f"--min {name}: not measured here; there is: {', '.join(result.estimates)}")
         value = result.estimates[name].mean

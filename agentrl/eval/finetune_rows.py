@@ -25,7 +25,7 @@ from agentrl.run_folder.records import EpisodeRecord, encode, iter_records, reco
 from agentrl.types import Episode, Message
 
 Format = Literal["openai", "hf", "jsonl"]
-UNDECLARED = "without a declaration of what is solved"
+UNDECLARED = "without a definition of solved"
 
 
 @dataclass
@@ -59,7 +59,7 @@ class Selection:
         steps = [s for s in recorded if (first is None or s >= first) and (last is None or s <= last)]
         if not steps:
             have = f"it has steps {recorded[0]} to {recorded[-1]}" if recorded else "it holds no episodes"
-            raise ConfigError(f"{run}: {have}, none of them is chosen")
+            raise ConfigError(f"{run}: {have}, and the chosen range includes none of them")
         chosen = False
         for step in steps:
             for record in iter_records(run, step):
@@ -71,7 +71,7 @@ class Selection:
                     yield record
         if self.left_out[UNDECLARED] and not chosen and not self.left_out["not solved"]:
             raise ConfigError(
-                f"{run}: --solved: what counts as solved is {NOT_DECLARED}, or was not when these episodes were "
+                f"{run}: --solved: `solved` is {NOT_DECLARED}, or was not when these episodes were "
                 "recorded; choose with --min-reward instead"
             )
 

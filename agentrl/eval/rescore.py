@@ -197,7 +197,7 @@ class _NoModel:
         self, messages: Sequence[Message], *, tools: Sequence[Mapping[str, object]] = (), train: bool = False
     ) -> Message:
         """See `PolicyModel.chat`."""
-        raise _Unrecorded("the env asks the policy (self.model), whose answers are not recorded")
+        raise _Unrecorded("the env calls the policy (self.model), whose answers are not recorded")
 
 
 @dataclass
@@ -300,7 +300,7 @@ class _Rescorer:
     async def _replay(self, env: Env, recorded: Episode) -> _Replayed:
         """Give the env the policy's messages again. Raises ConfigError if it does not know the task."""
         if self.program:
-            return _Replayed(reason="a program played it (agent), and what it returned is not recorded")
+            return _Replayed(reason="a program (agent) played it, and its return value is not recorded")
         if recorded.stop_reason is StopReason.TIMEOUT:
             return _Replayed(reason="it ran out of time, perhaps inside a tool")
         try:

@@ -97,7 +97,7 @@ def judge_oracle(result: ExamResult, episodes: Sequence[ExamEpisode], idle: Sequ
         which = (
             "every examined task" if len(flat) == len([p for p in played_out if p.task.id in floor]) else "tasks"
         )
-        text = f"the oracle earns no more than a policy that says nothing, on {which}: {_rewards(flat)}"
+        text = f"on {which}, the oracle earns no more than a policy that says nothing: {_rewards(flat)}"
         result.add("oracle", Level.ERROR, text, [p.task.id for p in flat])
     if short:
         text = f"the oracle earns up to {top:g}, but less than half of that on these tasks: {_rewards(short)}"
@@ -114,7 +114,7 @@ def _unsolved(result: ExamResult, bad: Sequence[ExamEpisode], played_out: Sequen
         result.add("rows", Level.ERROR, text, tasks)
     else:
         text = (
-            f"the oracle solves none of {len(played_out)} tasks: {_rewards(bad)}; the oracle is wrong, or no "
+            f"the oracle solves 0 of {len(played_out)} tasks: {_rewards(bad)}; the oracle is wrong, or no "
             "episode can count as solved"
         )
     result.add("oracle", Level.ERROR, text, tasks)

@@ -308,7 +308,7 @@ def _evaluate(node: ast.AST) -> int:
         return _OPERATORS[type(node.op)](_evaluate(node.left), _evaluate(node.right))
     if isinstance(node, ast.UnaryOp) and type(node.op) in _OPERATORS:
         return _OPERATORS[type(node.op)](_evaluate(node.operand))
-    raise ValueError(f"{ast.dump(node)} is no arithmetic of whole numbers")
+    raise ValueError(f"{ast.dump(node)} is not integer arithmetic")
 
 
 def known_output(words: list[str]) -> str | None:

@@ -53,8 +53,8 @@ def _advantage(found: Imported) -> None:
         if isinstance(keys, list):
             found.hint(
                 "algorithm.gdpo_reward_keys",
-                "gdpo compares every reward by itself: return these parts from a reward function "
-                "`f(episode) -> dict`, and weigh them in algorithm.advantage.weights as FUNCTION/PART",
+                "gdpo compares each reward separately: return these parts from a reward function "
+                "`f(episode) -> dict`, and weight them in algorithm.advantage.weights as FUNCTION/PART",
             )
             if isinstance(weights, list):
                 found.say("algorithm.gdpo_reward_weights", "by hand", "write them in algorithm.advantage.weights")
@@ -140,7 +140,7 @@ def _clip(found: Imported, side: str) -> Any:
     """`clip_ratio` is meant where the side is not given, although verl takes its default for the side there."""
     key = f"{ACTOR}clip_ratio_{side}"
     if not found.has(key) and found.has(f"{ACTOR}clip_ratio"):
-        found.say(f"{ACTOR}clip_ratio", "taken", "both limits of the loss, where not given apart")
+        found.say(f"{ACTOR}clip_ratio", "taken", "both clip bounds of the loss, unless set separately")
         return found.number(f"{ACTOR}clip_ratio")
     return found.number(key)
 

@@ -382,7 +382,7 @@ def _learner(found: Imported) -> None:
         if device == "cpu":
             found.set("learner.device", device)
         elif device == "cuda":
-            found.say("trainer.device", "same", "CUDA where there is one (learner.device)")
+            found.say("trainer.device", "same", "CUDA if available (learner.device)")
         else:
             found.say("trainer.device", "refused", "PyTorch on CUDA or the CPU only")
     dtype = found.text(f"{ACTOR}fsdp_config.mixed_precision.param_dtype") or found.text(
@@ -499,7 +499,7 @@ def _servers(found: Imported) -> None:
     servers = (apart or gpus or parallel) // parallel
     if servers > 1:
         found.set("engine.server.replicas", servers)
-    found.say(f"{ROLLOUT}data_parallel_size", "taken", "engine.server.replicas: as many servers as the GPUs hold")
+    found.say(f"{ROLLOUT}data_parallel_size", "taken", "engine.server.replicas: one server per group of GPUs")
     if found.has(f"{ROLLOUT}gpu_memory_utilization"):
         found.set("engine.server.gpu_memory_utilization", found.number(f"{ROLLOUT}gpu_memory_utilization"))
     if not apart and found.flag(f"{ROLLOUT}free_cache_engine") and not found.get("rollout.max_staleness"):
@@ -540,7 +540,7 @@ def _sync(found: Imported, name: str) -> None:
     elif found.text(backend) not in ("naive", "nccl"):
         found.say(backend, "by hand", "engine.sync is auto, disk, tensor, broadcast or lora")
     elif found.has(backend):
-        found.say(backend, "same", "engine.sync finds the way by itself")
+        found.say(backend, "same", "engine.sync chooses automatically")
     if found.has(bucket):
         if name == "sglang":
             found.set("engine.server.bucket_mb", found.whole(bucket))
@@ -599,8 +599,8 @@ def _reward_model(found: Imported) -> None:
     if found.get("env.options.reward"):
         found.hint(
             f"{place}model_path",
-            "verl's reward function asks this model by reward_router_address: start it as a server, and ask it "
-            "from the function (agentrl.env.judge) or with reward_model.kind judge",
+            "verl's reward function reaches this model through reward_router_address: start it as a server, and "
+            "call it from the function (agentrl.env.judge) or with reward_model.kind judge",
         )
         return
     found.set("reward_model.kind", "classifier")

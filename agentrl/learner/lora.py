@@ -164,7 +164,7 @@ def check_adapter(adapter: Path, config: LoRAConfig) -> None:
     except (OSError, ValueError) as e:
         raise ConfigError(f"adapter {adapter} cannot be read: {str(e)[:300]}") from e
     if not isinstance(saved, dict):
-        raise ConfigError(f"adapter {adapter} cannot be read: {file.name} is no JSON object")
+        raise ConfigError(f"adapter {adapter} cannot be read: {file.name} is not a JSON object")
     kind = saved.get("peft_type", "LORA")
     if kind != "LORA":
         raise ConfigError(f"adapter {adapter} is of kind {kind}; agentrl trains LoRA adapters only: {_MERGE}")
@@ -220,7 +220,7 @@ def _check_layers(model: PreTrainedModel, config: LoRAConfig) -> None:
         base = module.base_layer
         if not isinstance(base, nn.Linear | Conv1D) or _NAME not in module.lora_A:
             raise ConfigError(
-                f"learner.lora.targets {config.targets!r}: {name} is no linear layer "
+                f"learner.lora.targets {config.targets!r}: {name} is not a linear layer "
                 f"({type(base).__name__}); only those can have adapters"
             )
         if shared[id(base.weight)] > 1:

@@ -63,7 +63,6 @@ def load_causal_lm(directory: Path, where: str, *, dtype: torch.dtype, attention
     if report["mismatched_keys"]:
         name, found, wanted = sorted(report["mismatched_keys"])[0]
         raise ConfigError(
-            f"{where} does not fit itself: {name} has shape {list(found)} where config.json asks for "
-            f"{list(wanted)}"
+            f"{where} is inconsistent: {name} has shape {list(found)}, but config.json requires {list(wanted)}"
         )
     return model

@@ -63,14 +63,14 @@ def read_config(directory: Path, where: str) -> PretrainedConfig:
                     "trains text models: use the text-only model of the family, or another one"
                 )
         raise ConfigError(
-            f"{where}: {config.model_type} is no causal language model: transformers has no "
+            f"{where}: {config.model_type} is not a causal language model: transformers has no "
             f"AutoModelForCausalLM for it; use a decoder such as Qwen, Llama or Mistral"
         )
     model: Any = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
     if not getattr(model, "_supports_attention_backend", False):
         raise ConfigError(
-            f"{where}: {model.__name__} does not take its attention from transformers' AttentionInterface, so "
-            "what it computes on packed rows cannot be controlled; use Qwen, Llama or Mistral"
+            f"{where}: {model.__name__} does not use transformers' AttentionInterface, so its attention on packed "
+            "rows cannot be controlled; use Qwen, Llama or Mistral"
         )
     return config
 

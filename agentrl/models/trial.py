@@ -66,7 +66,7 @@ def probe(model: PreTrainedModel, packed: Packed, alone: Alone, *, where: str, a
             gap = relative_gap(found, wanted)
             if not gap < tolerance(tried) and bool(wanted.isfinite().all()):  # else the first gradient shows it
                 raise ConfigError(
-                    f"{where}: {name} does not compute the same on rows that lie end to end as on each by itself"
+                    f"{where}: {name} computes different results on packed rows than on separate rows"
                     f"{beyond} (relative difference {gap:.1e}){why}; {advice}"
                 )
 

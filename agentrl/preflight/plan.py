@@ -163,7 +163,7 @@ def placement(config: RunConfig, gpu: bool) -> list[str]:
                 f"{learner.micro_batch_tokens:,} tokens at once"
             )
     if config.algorithm.kl.coef > 0:
-        how = "a frozen copy beside the policy, sharded as it is"
+        how = "a frozen copy on the policy's ranks, sharded the same way"
         if learner.lora:
             how = "the policy without its adapters"
         elif learner.reference_ranks:
@@ -172,7 +172,9 @@ def placement(config: RunConfig, gpu: bool) -> list[str]:
     if config.critic is not None:
         own = config.critic.ranks
         lines.append(
-            f"critic: {_ranks(own, device)}, its own" if own else "critic: beside the policy, sharded as it is"
+            f"critic: {_ranks(own, device)}, its own"
+            if own
+            else "critic: on the policy's ranks, sharded the same way"
         )
     lines += _scorers(config, device)
     workers = config.rollout.workers

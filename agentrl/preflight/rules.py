@@ -125,7 +125,7 @@ def reference(config: RunConfig, plan: Plan, gpu: bool) -> Iterator[PlanFinding]
         text = "the reference is the policy without its adapters: no second copy, one more forward pass"
     elif config.learner.reference_ranks:
         text = (
-            "the reference is a frozen copy on ranks of its own: one more forward pass, which the policy waits for"
+            "the reference is a frozen copy on dedicated ranks: one more forward pass, which the policy waits for"
         )
     else:
         text = "the reference is a frozen copy: one more forward pass, about a quarter of an update"

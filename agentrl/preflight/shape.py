@@ -86,7 +86,7 @@ class ModelShape:
             with torch.device("meta"):  # shapes without storage
                 model = auto.from_config(config)
         except (ValueError, KeyError, TypeError, AttributeError, RuntimeError) as e:
-            raise ConfigError(f"{where}: is no causal language model that can be planned: {str(e)[:300]}") from e
+            raise ConfigError(f"{where}: not a causal language model that can be planned: {str(e)[:300]}") from e
         text = config.get_text_config()
         heads = int(text.num_attention_heads)
         blocks = {name: p.numel() for name, p in model.named_parameters() if ".layers." in name}
@@ -276,6 +276,6 @@ def classifier_parameters(directory: Path) -> int:
             model = auto.from_config(config)
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as e:
         raise ConfigError(
-            f"reward_model.path {directory}: is no classifier that can be planned: {str(e)[:300]}"
+            f"reward_model.path {directory}: not a classifier that can be planned: {str(e)[:300]}"
         ) from e
     return sum(p.numel() for p in model.parameters())

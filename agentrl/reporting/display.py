@@ -433,7 +433,7 @@ def summary_text(summary: Summary, *, again: str, columns: int = 100) -> Text:
     named = shlex.quote(run)
     commands = [(f"agentrl show {named} --worst", "read its worst episodes")]
     if not summary.finished:
-        commands.insert(0, (again, "goes on where this stopped"))
+        commands.insert(0, (again, "resumes where this run stopped"))
     elif summary.held_out_after is not None:
         commands.insert(0, (f"agentrl eval {named}", "play its held-out tasks"))
     width = max(len(command) for command, _ in commands)
@@ -447,7 +447,7 @@ def summary_text(summary: Summary, *, again: str, columns: int = 100) -> Text:
 def _why_lost(summary: Summary) -> str:
     """Why episodes were lost to the infrastructure, and on which tasks most."""
     if not summary.redrawn:
-        return "not the policy's fault; none of them trained"
+        return "not the policy's fault; excluded from training"
     worst = [
         f"{visible(name)} ({sum(counts.values()) - counts['played']} of {counts['played']})"
         for name, counts in list(summary.redrawn_tasks.items())[:2]

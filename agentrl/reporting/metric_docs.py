@@ -195,7 +195,7 @@ METRICS: tuple[MetricDoc, ...] = (
         ("episodes", "episodes", "Episodes played for the step: trained, set aside, greedy and failed ones."),
         ("*turns", "turns", "Mean number of turns of a trained episode."),
         ("*limits", "episodes", "Episodes cut by a limit on turns, tokens, calls, context or time."),
-        ("*infra_failures", "episodes", "Episodes that failed in the infrastructure; none of them trains."),
+        ("*infra_failures", "episodes", "Episodes lost to infrastructure failures; they do not train."),
         ("stop/{reason}", "episodes", "Episodes that ended for this reason."),
         ("redrawn/{reason}", "episodes", "Failed episodes that were replayed, by error class."),
     ),

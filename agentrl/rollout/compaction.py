@@ -70,7 +70,7 @@ class Compaction:
             )
         rewrite = None if compact.use is None else load_object(compact.use)
         if rewrite is not None and not callable(rewrite):
-            raise ConfigError(f"rollout.compact.use {compact.use!r}: is no function; write `def f(messages)`")
+            raise ConfigError(f"rollout.compact.use {compact.use!r}: is not a function; write `def f(messages)`")
         return cls(compact, context, compact.max_tokens or rollout.max_tokens, rewrite)
 
     @property

@@ -107,7 +107,7 @@ def _eval_set(env_class: type[Env], config: RunConfig, name: str, held_out: Sequ
         except ConfigError as e:
             raise ConfigError(f"eval.sets.{name}: {e}") from e
     if not len(found):
-        raise ConfigError(f"eval.sets.{name}: there are no held-out tasks; give it `data`")
+        raise ConfigError(f"eval.sets.{name}: no held-out tasks; set its `data`")
     return found[: config.eval.by_set[name].tasks]
 
 
@@ -147,8 +147,8 @@ def repeated_ids(content: Content) -> list[str]:
             if first.setdefault(task.id, place) != place:
                 said.append(
                     f"two {split} tasks have the id {task.id!r} (number {first[task.id]} and number {place}, "
-                    "counted from 0): `show` names them alike, and `eval --compare` pairs them by their order; "
-                    "give each an id of its own"
+                    "counted from 0): `show` cannot tell them apart, and `eval --compare` pairs them by order; "
+                    "give each a unique id"
                 )
                 break
     return said

@@ -55,7 +55,7 @@ def oracle_demonstrations(
         )
     if oracle is None:
         raise ConfigError(
-            f"{config.sole_env.use} writes no demonstrations by itself: name a file under warmup.demonstrations, "
+            f"{config.sole_env.use} does not generate demonstrations: name a file under warmup.demonstrations, "
             "add a `demonstrations` or an `oracle` classmethod, or leave `warmup:` out"
         )
     if warmup.options:

@@ -91,5 +91,5 @@ def check_renderer(renderer: Renderer, checkpoint: Path) -> None:
     if trained != renderer.hash:
         raise CheckpointError(
             f"{checkpoint}: was trained with another tokenizer, chat template, parser or history (renderer hash "
-            f"{trained}, here {renderer.hash}): put back what was changed, or start over with --fresh"
+            f"{trained}, here {renderer.hash}): undo the change, or start over with --fresh"
         )

@@ -86,7 +86,7 @@ def verify(checkpoint: Path) -> int:
                 f"{path}: has {path.stat().st_size} bytes, not {entry['bytes']}; it was cut or changed"
             )
         if _sha256(path) != entry["sha256"]:
-            raise CheckpointError(f"{path}: its content is not what was saved (sha256 differs)")
+            raise CheckpointError(f"{path}: the content differs from what was saved (sha256 mismatch)")
     return step
 
 

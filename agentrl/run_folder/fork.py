@@ -121,7 +121,7 @@ def _require_same(old: RunConfig, new: RunConfig, target: Path) -> None:
     if fixed:
         listed = "\n    ".join(fixed)
         raise ConfigError(
-            f"{target}: a fork keeps what is fixed, but the configuration differs:\n    {listed}\n"
+            f"{target}: a fork cannot change fixed keys, but these differ:\n    {listed}\n"
             "undo the change, or take only the weights with --weights-only"
         )
 

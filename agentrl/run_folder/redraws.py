@@ -202,7 +202,7 @@ def _finite(value: Any) -> float:
 def _count(value: Any) -> int:
     """A number of episodes of one step."""
     if not 0 <= int(value) <= 10**7:
-        raise ValueError(f"{value!r} is no number of episodes")
+        raise ValueError(f"{value!r} is not a number of episodes")
     return int(value)
 
 
@@ -304,7 +304,7 @@ class RedrawGuard:
             return
         raise EnvError(
             f"{name!r} failed in {faulty} of the last {len(self._scored)} episodes, more than "
-            f"rollout.faults_stop_above = {limit:g}: fix it, so that whatever the policy leaves gets a score. "
+            f"rollout.faults_stop_above = {limit:g}: fix it so that every outcome gets a score. "
             f"The last one: {text}"
         )
 

@@ -455,11 +455,11 @@ def _claim(path: Path, config: RunConfig, *, exact: bool) -> tuple[bool, Sequenc
     refused = [change for change in changes if exact or change.kind == "fixed"]
     if refused:
         listed = "\n    ".join(map(str, refused))
-        remedy = "undo the change" if exact else "undo the change, which no run can make once it has started,"
+        remedy = "undo the change" if exact else "a started run cannot make this change: undo it"
         raise ConfigError(
             f"{path}: holds a run with another configuration:\n    {listed}\n"
             f"{remedy} to resume it, give this one another `name`, or start over with --fresh "
-            "(the old folder is kept beside it)"
+            "(the old folder is renamed and kept)"
         )
     recorded = [change for change in changes if change.kind == "recorded"]
     if recorded:

@@ -116,7 +116,7 @@ class SandboxLimits:
         if self.workspace_mb > self.memory_mb:
             raise ConfigError(
                 f"sandbox limit workspace_mb={self.workspace_mb} exceeds memory_mb={self.memory_mb}: "
-                "the disk of a sandbox lies in memory, so raise memory_mb as well"
+                "the sandbox's disk is held in memory, so raise memory_mb as well"
             )
 
     def rlimits(self) -> dict[str, int]:
@@ -241,7 +241,7 @@ def _check_writable(spec: Sandbox) -> None:
         if parts[0] or len(parts) < 2 or any(part in ("", ".", "..") for part in parts[1:]):
             raise ConfigError(f"sandbox writable={path!r}: must be an absolute path, for example '/app'")
         if parts[1] in _OCCUPIED:
-            raise ConfigError(f"sandbox writable={path!r}: /{parts[1]} has a purpose of its own in a sandbox")
+            raise ConfigError(f"sandbox writable={path!r}: /{parts[1]} is reserved in a sandbox")
         inside = [other for other in spec.writable if other != path and path.startswith(f"{other}/")]
         if inside or spec.writable.count(path) > 1:
             raise ConfigError(f"sandbox writable={path!r}: is already part of {(inside or [path])[0]!r}")

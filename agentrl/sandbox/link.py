@@ -110,7 +110,7 @@ class StreamLink(asyncio.Protocol):
             for header, payload in self._frames.feed(data):
                 self._take(header, payload)
         except (ValueError, TypeError, RecursionError) as error:
-            self.fail(SandboxDied(f"sandbox {self.name} sent something that is no frame: {error}"))
+            self.fail(SandboxDied(f"sandbox {self.name} sent an invalid frame: {error}"))
 
     def _take(self, header: dict[str, Any], payload: bytes) -> None:
         """Dispatch a frame to its waiter.
@@ -129,7 +129,7 @@ class StreamLink(asyncio.Protocol):
                 raise ValueError(f"a part of answer {number}, of which none is awaited")
             came.left -= len(payload)
             if came.left < 0:
-                raise ValueError(f"more parts of answer {number} than were asked for")
+                raise ValueError(f"more parts of answer {number} than were requested")
             came.parts.append(payload)
             return
         came = self._parts.pop(number, None)
@@ -144,7 +144,7 @@ class StreamLink(asyncio.Protocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         """Tell every waiter that the sandbox has died."""
-        self._fail(SandboxDied(f"sandbox {self.name} died: " + (str(exc) if exc else "its supervisor is gone")))
+        self._fail(SandboxDied(f"sandbox {self.name} died: " + (str(exc) if exc else "its supervisor exited")))
 
     def _fail(self, error: SandboxError) -> None:
         if self._lost is None:

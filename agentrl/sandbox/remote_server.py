@@ -104,7 +104,7 @@ def from_wire(asked: Mapping[str, object], own: Sandbox) -> Sandbox:
         raise ConfigError("lease: the spec must be a JSON object")
     unknown = sorted(set(asked) - known)
     if unknown:
-        raise ConfigError(f"lease: {unknown[0]!r} cannot be asked for; known: {', '.join(sorted(known))}")
+        raise ConfigError(f"lease: {unknown[0]!r} cannot be requested; known: {', '.join(sorted(known))}")
     plain = {name: _plain(value) for name, value in asked.items()}
     for name in BOUNDS:
         plain[name] = _within(name, plain.get(name, getattr(own, name)), getattr(own, name))
@@ -113,7 +113,7 @@ def from_wire(asked: Mapping[str, object], own: Sandbox) -> Sandbox:
     try:
         for path in plain.get("python_path", ()):
             if path not in own.python_path:
-                raise ConfigError(f"lease: python_path has {path!r}, which is none of this server's")
+                raise ConfigError(f"lease: python_path has {path!r}, which this server does not offer")
         env = dict(plain.get("env", ()))
         if not all(type(text) is str for pair in env.items() for text in pair):
             raise TypeError("env is made of pairs of texts")
@@ -137,7 +137,7 @@ def _within(name: str, asked: Any, most: float | None) -> object:
     if asked is None and name in UNBOUNDED:
         return most
     if type(asked) not in (int, float) or not asked >= 0:
-        raise ConfigError(f"lease: {name}={asked!r} is no limit")
+        raise ConfigError(f"lease: {name}={asked!r} is not a valid limit")
     if most is not None and asked > most:
         raise ConfigError(
             f"lease: {name}={asked!r} is more than this server's {most!r}: ask for at most that, or start the "

@@ -48,7 +48,7 @@ def answer_of(result: ExecResult, order: Mapping[str, Any], sent: bytes, came: b
     except (ValueError, RecursionError):
         said = None
     if result.outcome == "output_limit":
-        raise OSError(errno.EFBIG, f"{op}: more came from the sandbox than was asked for", path)
+        raise OSError(errno.EFBIG, f"{op}: the sandbox sent more than was requested", path)
     if type(said) is not dict:
         text = result.error_text()[-500:]
         raise OSError(errno.ENOMEM, f"{op} ended with {result.outcome}: {text}", path)
@@ -107,7 +107,7 @@ def of_files(files: Mapping[str, bytes | str]) -> list[Entry]:
         try:
             packing.check_name(raw)
         except ValueError:
-            raise ValueError(f"put_tree: {name!r} would leave the directory, or is no name of a file") from None
+            raise ValueError(f"put_tree: {name!r} would leave the directory, or is not a file name") from None
         entries.append(Entry(packing.FILE, os.fsdecode(raw), data.encode() if isinstance(data, str) else data))
     return entries
 

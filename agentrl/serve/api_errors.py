@@ -67,7 +67,7 @@ def context_exceeded(param: str, tokens: int, limit: int, *, at_least: bool = Fa
     text = (
         f"This model's maximum context length is {limit} tokens, and the prompt has "
         f"{'at least ' if at_least else ''}{tokens}: "
-        "there is no room for a completion; shorten it"
+        "no room is left for a completion; shorten it"
     )
     return ApiError(400, text, param=param, code="context_length_exceeded")
 

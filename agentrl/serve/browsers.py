@@ -57,7 +57,7 @@ class BrowserGuard:
             return ""
         if origin.partition("://")[2] == host:
             return ""
-        return f"Pages of {origin[:200]!r} may not use this endpoint; start the server with --cors {origin[:200]}."
+        return f"Pages of {origin[:200]!r} is not allowed; start the server with --cors {origin[:200]}."
 
 
 def is_loopback(name: str) -> bool:

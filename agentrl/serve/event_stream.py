@@ -100,7 +100,7 @@ class EventStream:
             if sending.done() and (trouble := sending.exception()) is not None:
                 if not isinstance(trouble, TimeoutError | OSError):
                     raise trouble
-                log.info("a client took nothing for too long, or is gone: %r", trouble)
+                log.info("a client stopped reading or disconnected: %r", trouble)
         except asyncio.CancelledError:  # only a server shutdown cancels an answer
             await _end(sending)
             if not self._begun:

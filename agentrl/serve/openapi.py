@@ -21,12 +21,12 @@ _REQUESTS = {
     "/v1/messages/count_tokens": (CountRequest, "The number of tokens in a prompt, in Anthropic's format."),
 }
 _ERRORS = {
-    "400": "The request is malformed, or asks for what is not supported.",
+    "400": "The request is malformed or asks for an unsupported feature.",
     "401": "The key is missing or wrong.",
     "404": "No such model.",
     "408": "The request came too slowly.",
     "413": "The request is too large.",
-    "429": "Too much runs at once; see Retry-After.",
+    "429": "Too many concurrent requests; see Retry-After.",
     "503": "The engine is lost, or its servers are starting.",
 }
 _ENVELOPE = {
@@ -79,7 +79,7 @@ def describe() -> dict[str, Any]:
                 },
             }
         }
-    paths["/v1/models"] = {"get": _get("models", "What is served here.", "401")}
+    paths["/v1/models"] = {"get": _get("models", "The models that are served.", "401")}
     paths["/v1/models/{model}"] = {
         "get": {
             **_get("model", "One model.", "401", "404"),

@@ -22,7 +22,7 @@ class Metrics:
             registry=self._registry,
         )
         self.matched = Counter(
-            "agentrl_prompts", "Prompts by how the turn was recognised that they go on from.", ["matched"],
+            "agentrl_prompts", "Prompts by how the turn that they continue was recognized.", ["matched"],
             registry=self._registry,
         )  # fmt: skip
         self.drift = Counter(

@@ -160,8 +160,9 @@ def check_drift(config: RunConfig, step: int, metrics: Mapping[str, float]) -> N
     passed = DriftGate(**config.algorithm.drift_gate.model_dump()).exceeded_in(measured)
     if passed:
         raise AgentRLError(
-            f"step {step}: sampler and learner disagree too much: {passed} (algorithm.drift_gate). What is "
-            "trained is not what was sampled; look at engine.dtype, or raise the limit if you know why"
+            f"step {step}: sampler and learner disagree too much: {passed} (algorithm.drift_gate). The "
+            "policy would be trained with other probabilities than it was sampled with; check engine.dtype, or "
+            "raise the limit if this is expected"
         )
 
 

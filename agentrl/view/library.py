@@ -152,7 +152,7 @@ class Library:
         """An image and its type. Raises NotFoundError."""
         found = episode_page.image(self.record(id, step, name), message, part)
         if found is None:
-            raise NotFoundError("There is no image that a browser can show.")
+            raise NotFoundError("There is no image in a format that browsers can show.")
         return found
 
     def search(self, query: Query) -> Json:

@@ -297,7 +297,7 @@ async def test_rewards_for_each_turn_are_refused(renderer: Renderer):
     config = RunConfig.model_validate(
         {"env": "a:B", "model": {"tiny": {}}, "agent": {"use": "agentrl.testing.policy:say"}}
     )
-    with pytest.raises(ConfigError, match="reward 'short' of Turns is asked for each turn"):
+    with pytest.raises(ConfigError, match="reward 'short' of Turns is computed per turn"):
         async with players(config, None, engine_of(renderer), renderer, Turns):
             pass
 

@@ -157,4 +157,4 @@ async def test_who_may_open_and_what_is_refused(tmp_path: Path):
         assert stranger.status_code == 401
         empty = await http.post(f"/episodes/{one['id']}/end", headers=key(one), json={"reward": 1.0})
         assert empty.json()["turns"] == 0
-    assert read_episodes(tmp_path / "r", 0)[0].error == "there is no completion in it", "nothing to train on"
+    assert read_episodes(tmp_path / "r", 0)[0].error == "it has no completions", "nothing to train on"

@@ -303,7 +303,7 @@ class TestDoors:
 
     async def test_several_choices_are_refused(self, renderer: Renderer):
         async with recorded(renderer, [say("hi")]) as one:
-            with pytest.raises(openai.BadRequestError, match="goes on from one choice"):
+            with pytest.raises(openai.BadRequestError, match="continues from a single choice"):
                 await one.chat([USER], n=2)
 
 

@@ -154,7 +154,7 @@ def test_refusals(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str])
         (["--out", tmp_path / "no/such/rows.jsonl"], "there is no folder"),
         (["--out", tmp_path], "is a folder; name a file in it"),
         (["--out", tmp_path / "there"], "already exists; nothing was changed"),
-        (["--steps", "9:"], "it has steps 1 to 2, none of them is chosen"),
+        (["--steps", "9:"], "it has steps 1 to 2, and the chosen range includes none"),
         (["--steps", "x"], "write FROM:TO, FROM:, :TO or one step"),
     ):
         assert agentrl(run, *words) == 2

@@ -244,19 +244,19 @@ def test_what_eval_plays(trained: Path, tmp_path: Path, monkeypatch: pytest.Monk
         *(
             (["--env", "a:B", "--base-url", url, "--model", "m"], f"--base-url {url}: {text}")
             for url, text in (
-                ("not-a-url", "this is no http or https URL with a host; give an address such as http://"),
-                ("127.0.0.1:8000/v1", "this is no "),
-                ("ftp://x/v1", "this is no http or https URL"),
-                ("http:///v1", "this is no http or https URL"),
-                ("http://x:port/v1", "this is no URL: Invalid port"),
-                ("http://x:99999/v1", "there is no port 99999"),
+                ("not-a-url", "not an http or https URL with a host; give an address such as http://"),
+                ("127.0.0.1:8000/v1", "not a"),
+                ("ftp://x/v1", "not an http or https URL"),
+                ("http:///v1", "not an http or https URL"),
+                ("http://x:port/v1", "not a URL: Invalid port"),
+                ("http://x:99999/v1", "invalid port 99999"),
             )
         ),
         (["--base-url", "http://x/v1", "--model", "m", "--api-key-env", "NOT_SET"], "NOT_SET: this environment"),
         (["r", "--min", "pass@4=0.5"], "with --attempts 1 there is no pass@4"),
         (["r", "--min", "loss=0.5"], "the names are solved, reward, reward/NAME, pass@K and pass^K"),
         (["r", "--compare", "a", "b"], "plays nothing: drop the rest"),
-        ([], "name what plays: a run folder, a checkpoint, or --base-url and --model"),
+        ([], "name a policy: a run folder, a checkpoint, or --base-url and --model"),
     ],
 )
 def test_options_that_do_not_fit_are_refused_before_anything_is_played(

@@ -112,12 +112,12 @@ def test_your_own_function_takes_options(tmp_path: Path):
         ("{loss: {use: plain}}", "or `path/to/file.py:function`, got 'plain'"),
         (
             "{loss: gspo, gspo: {clip_low: 0.1}}",
-            "algorithm.gspo: unknown key; parameters stand with the name: write `loss: {name: gspo, clip_low: 0.1",
+            "algorithm.gspo: unknown key; parameters belong to the name: write `loss: {name: gspo, clip_low: 0.1",
         ),
         ("{dppo: {ratio_max: 3}}", "write `loss: {name: dppo_tv, ratio_max: 3}`"),
         (
             "{gae: {lam: 0.9}}",
-            "3:13: algorithm.gae: unknown key; parameters stand with the name: write `advantage: ",
+            "3:13: algorithm.gae: unknown key; parameters belong to the name: write `advantage: ",
         ),
         (
             "{loss: a:b, loss_options: {power: 2}}",

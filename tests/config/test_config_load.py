@@ -116,7 +116,7 @@ def test_a_key_in_the_wrong_place_is_told_where_it_belongs(tmp_path: Path, text:
         ("algorithm: {loss: gsop}", "or `module:function`, got 'gsop'; did you mean 'gspo'?"),
         (
             "algorithm: {gspo: {clip_low: 0.1}}",
-            "4:13: algorithm.gspo: unknown key; parameters stand with the name: "
+            "4:13: algorithm.gspo: unknown key; parameters belong to the name: "
             "write `loss: {name: gspo, clip_low: 0.1}`",
         ),
         (
@@ -155,7 +155,7 @@ def test_a_key_in_the_wrong_place_is_told_where_it_belongs(tmp_path: Path, text:
             "reward_model: {kind: http, url: 'http://a', model: m, low: 0.0}",
             "low has no effect unless",
         ),
-        ("warmup:", "4:1: warmup: nothing stands under it; write `warmup: {}` for the defaults or remove it"),
+        ("warmup:", "4:1: warmup: the section is empty; write `warmup: {}` for the defaults or remove it"),
         ("name: " + "x" * 5000, "4:7: name must have at most 200 characters, got 'xxx"),
         ("name: ." + "x" * 5000, "4:7: name must not begin with a dot, got '.xxx"),
         (

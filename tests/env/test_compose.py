@@ -225,14 +225,14 @@ async def test_rows_in_verls_shape_load_and_select_their_tools(file, tmp_path):
     await env.reset(Task("t", dict(ROW, extra_info={"tool_selection": []})))
     assert list(env.tools) == []
     await env.close()
-    with pytest.raises(ConfigError, match="tool_selection names 'sing', which is no tool"):
+    with pytest.raises(ConfigError, match="tool_selection names 'sing', which is not a tool"):
         await env.reset(Task("t", dict(ROW, extra_info={"tool_selection": ["sing"]})))
 
 
 @pytest.mark.parametrize(
     ("options", "text"),
     [
-        ({"tools": [{"class_name": "FILE:Counter", "configs": {}}]}, "unknown key 'configs' beside class_name"),
+        ({"tools": [{"class_name": "FILE:Counter", "configs": {}}]}, "unknown key 'configs' next to class_name"),
         ({"tools": [{"class_name": "FILE:Missing"}]}, "has no 'Missing'"),
         ({"tools": [{"class_name": "FILE:Counter"}]}, "raised ValueError: the tool has no schema"),
         ({"tools": [{"uses": "x"}]}, "one of `use`, `mcp` and `class_name` is needed"),
@@ -245,7 +245,7 @@ async def test_rows_in_verls_shape_load_and_select_their_tools(file, tmp_path):
         ({"tools": [shout, shout]}, "two tools are named 'shout'"),
         ({"reward": "FILE:wrong"}, "write f(episode), or verl's compute_score"),
         ({"reward": ["FILE:half", "FILE:half"]}, "two are named 'half'"),
-        ({"reward": "FILE:LOG"}, "is no function"),
+        ({"reward": "FILE:LOG"}, "is not a function"),
     ],
 )
 def test_a_composition_that_cannot_be_is_refused(file, options, text):
@@ -352,7 +352,7 @@ def test_an_mcp_server_that_does_not_start_is_named():
         _ = ComposedEnv(tools=[{"mcp": {"command": ["/no/such/program"]}}]).tools
     with pytest.raises(ConfigError, match=r"^mcp: sleep 60: no answer after 0.5 s$"):
         _ = ComposedEnv(tools=[{"mcp": {"command": ["sleep", "60"], "connect_timeout_s": 0.5}}]).tools
-    with pytest.raises(ConfigError, match=r"^mcp: url localhost:80: this is no http or https URL with a host$"):
+    with pytest.raises(ConfigError, match=r"^mcp: url localhost:80: not an http or https URL with a host$"):
         _ = ComposedEnv(tools=[{"mcp": {"url": "localhost:80"}}])
     with pytest.raises(ConfigError, match="has no tool 'subtract'; it has: add, fail, die, hang"):
         _ = mcp_env(include=["subtract"]).tools

@@ -152,7 +152,7 @@ async def test_an_oracle_solves_the_tasks_and_its_episodes_are_the_demonstration
         ConfigError, match=r"warmup.options has no effect: the oracle of .* writes the demonstrations"
     ):
         demonstrated(file, "Shown", options={"wrong": 0.2})
-    with pytest.raises(ConfigError, match="writes no demonstrations by itself"):
+    with pytest.raises(ConfigError, match="does not generate demonstrations"):
         demonstrated(file, "Endless")
 
 

@@ -56,7 +56,7 @@ def test_an_env_is_found_by_module_and_by_file(file, tmp_path):
         ("agentrl.envs.calculater:Calculator", "no module 'agentrl.envs.calculater'"),
         ("agentrl.envs.calculator:Calculater", "has no 'Calculater'; did you mean 'Calculator'?"),
         ("missing.py:Echo", "no file "),
-        ("mine.py:NOT_AN_ENV", "is no subclass of agentrl.Env or agentrl.ToolEnv"),
+        ("mine.py:NOT_AN_ENV", "is not a subclass of agentrl.Env or agentrl.ToolEnv"),
         ("agentrl.env:Env", "does not implement reset, step"),
         ("mine.py:Untyped", "Untyped.say: argument 'text' has no type hint"),
         ("broken.py:Echo", "broken.py:2: ZeroDivisionError: division by zero"),
@@ -87,7 +87,7 @@ def test_rows_become_tasks_and_a_bad_row_is_named(file, tmp_path):
     assert [(t.id, t.row) for t in tasks] == [("rows-1", {"text": "a"}), ("rows-3", {"text": "b", "times": 2})]
     for line, text in [
         ('{"times": 2}', "rows.jsonl:4: argument 'text' of Echo.setup is missing"),
-        ('{"text": "a", "size": 2}', "rows.jsonl:4: 'size' is no argument of Echo.setup (text, times)"),
+        ('{"text": "a", "size": 2}', "rows.jsonl:4: 'size' is not an argument of Echo.setup (text, times)"),
         ('{"text": "a", "times": "many"}', "rows.jsonl:4: argument 'times': "),
         ('{"text": "a"', "rows.jsonl:4: not JSON"),
         ("[1]", "rows.jsonl:4: a row must be a JSON object, got list"),

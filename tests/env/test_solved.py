@@ -171,7 +171,10 @@ def run_config(**env) -> RunConfig:
 @pytest.mark.parametrize(
     ("at", "text"),
     [
-        ({"corect": 1.0}, "env.solved_at: 'corect' is no reward per episode of Graded; they are: correct, form"),
+        (
+            {"corect": 1.0},
+            "env.solved_at: 'corect' is not a per-episode reward of Graded; they are: correct, form",
+        ),
         ({}, "env.solved_at: name at least one reward"),
     ],
 )
@@ -225,7 +228,7 @@ async def test_evaluation_and_export_say_so_and_guess_nothing(tmp_path):
     assert "solved          not declared (mark a reward with @reward(solved=True)" in result_text(result).plain
     with RunStore.open(run_config(), tmp_path / "run") as store:
         store.write_episodes(1, records)
-    with pytest.raises(ConfigError, match="--solved: what counts as solved is not declared"):
+    with pytest.raises(ConfigError, match="--solved: `solved` is not declared"):
         list(Selection(solved=True).records(tmp_path / "run"))
 
     wrong, right = Threshold(), Threshold()

@@ -529,7 +529,7 @@ async def test_a_failing_setup_is_infrastructure_and_a_wrong_row_is_the_users():
         await Broken().reset(Task("t", {"n": 1}))
     with pytest.raises(ConfigError, match=r"task 't': argument 'n' of .*Broken\.setup is missing"):
         await Broken().reset(Task("t", {}))
-    with pytest.raises(ConfigError, match="'m' is no argument of"):
+    with pytest.raises(ConfigError, match="'m' is not an argument of"):
         await Broken().reset(Task("t", {"n": 1, "m": 2}))
     with pytest.raises(ConfigError, match=r"argument 'n': .*integer"):
         await Broken().reset(Task("t", {"n": "many"}))

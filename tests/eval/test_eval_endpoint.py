@@ -122,7 +122,7 @@ class TestTrouble:
 
     def test_a_dead_endpoint_ends_the_evaluation(self, tmp_path: Path):
         with serving(Server(solve, lambda number: refusal(400))) as server:
-            with pytest.raises(EngineError, match="none of the first 5 tasks could be played"):
+            with pytest.raises(EngineError, match="the first 5 tasks all failed to run"):
                 play(server, tmp_path / "e", concurrency=1)
             assert len(server.requests) == 10
         assert not (tmp_path / "e" / "results.json").exists()

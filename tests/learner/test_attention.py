@@ -285,7 +285,7 @@ REFUSED: dict[str, tuple[PretrainedConfig, str]] = {
     ),
     "a state along the row": (
         Lfm2Config(**SHAPE, layer_types=["conv", "full_attention"]),
-        "Lfm2ForCausalLM does not compute the same on rows that lie end to end",
+        "Lfm2ForCausalLM computes different results on packed rows",
     ),
 }
 

@@ -218,7 +218,7 @@ def test_a_key_that_a_later_peft_may_add_is_refused(policy_dir: Path, tmp_path: 
 
 
 @pytest.mark.parametrize(
-    ("target", "said"), [("lm_head", "lm_head shares its weights"), ("embed_tokens", "is no linear layer")]
+    ("target", "said"), [("lm_head", "lm_head shares its weights"), ("embed_tokens", "is not a linear layer")]
 )
 def test_layers_whose_adapter_could_not_be_sampled_with_are_refused(policy_dir: Path, target: str, said: str):
     with pytest.raises(ConfigError, match=said):

@@ -137,7 +137,7 @@ def load(tmp_path: Path):
         ("Rows", {}, "got a list of dict"),
         ("Yields", {}, "got a generator"),
         ("Unbound", {}, "Unbound.tasks must be a class method: write @classmethod above it"),
-        ("Plain", {"warmup": {}}, "writes no demonstrations by itself"),
+        ("Plain", {"warmup": {}}, "does not generate demonstrations"),
         ("Missing", {}, "has no 'Missing'"),
         ("no_such_package.envs:Env", {}, "no module 'no_such_package'"),
         ("Plain", {"data": {"train": "nowhere.jsonl"}}, "no file nowhere.jsonl"),

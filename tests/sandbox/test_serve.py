@@ -123,7 +123,7 @@ def test_a_client_cannot_choose_what_is_the_servers() -> None:
         memory_mb=100, env=(("A", "b"),), readonly=("/usr/share",)
     )
     for name, value in (("backend", "process"), ("readonly", ["/etc"]), ("nonsense", 1)):
-        with pytest.raises(ConfigError, match=f"{name!r} cannot be asked for"):
+        with pytest.raises(ConfigError, match=f"{name!r} cannot be requested"):
             from_wire({name: value}, own)
 
 

@@ -74,7 +74,7 @@ class DeepSeekV3(DeepSeekV31):
         name, fence, arguments = rest.partition("```json")
         arguments, closed, _ = arguments.rpartition("```")
         if not fence or not closed:
-            return Malformed(f"call of {name.strip()[:80]!r}: arguments must stand in a ```json block", span)
+            return Malformed(f"call of {name.strip()[:80]!r}: arguments must be in a ```json block", span)
         return read_arguments(name.strip(), arguments, span)
 
 

@@ -204,7 +204,7 @@ class ProcessEngine(Engine):
         code = self._process.exitcode
         if code is not None and code < 0:
             return f"was killed by {signal.Signals(-code).name}; out of memory is the usual reason for SIGKILL"
-        return f"ended with exit code {code}; what it said is on the standard error stream"
+        return f"ended with exit code {code}; its output is on stderr"
 
     def _hand_over(self, answers: Sequence[Answer]) -> None:
         """Deliver the answers with one call into each event loop, regardless of their number."""

@@ -101,7 +101,7 @@ class HttpServer:
                     try:
                         event = json.loads(data)
                     except ValueError:
-                        raise EngineError(f"{self.url}{path}: an event that is no JSON: {data[:200]}") from None
+                        raise EngineError(f"{self.url}{path}: the event is not JSON: {data[:200]}") from None
                     yield event
         except httpx.TimeoutException as e:
             raise ServerLost(f"{self.url}{path}: no event within {self._timeout_s:g} s") from e
@@ -138,7 +138,7 @@ class HttpServer:
         except ValueError:
             if "json" not in answer.headers.get("content-type", ""):
                 return answer.text
-            raise EngineError(f"{self.url}{path}: an answer that is no JSON: {answer.text[:200]!r}") from None
+            raise EngineError(f"{self.url}{path}: the answer is not JSON: {answer.text[:200]!r}") from None
 
     def _check_open(self, path: str) -> None:
         if self._client.is_closed:

@@ -252,7 +252,7 @@ class ServedEngine(Engine):
                 raise
             if len(answer.ids) > sampling.max_tokens:
                 raise EngineError(
-                    f"{server.url}: {len(answer.ids)} tokens where {sampling.max_tokens} were asked for"
+                    f"{server.url}: {len(answer.ids)} tokens, more than max_tokens={sampling.max_tokens}"
                 )
             return answer
 

@@ -327,7 +327,7 @@ def _read_answer(answer: Any, url: str, version: int | None = None) -> ServerAns
             spans = [{"version": version, "start": 0, "end": len(ids)}]
         cached, retractions = int(meta.get("cached_tokens") or 0), int(meta.get("num_retractions") or 0)
     except (TypeError, KeyError, IndexError, ValueError) as e:
-        raise EngineError(f"{where}: an answer that is no completion ({e!r}): {str(answer)[:300]}") from e
+        raise EngineError(f"{where}: the answer is not a completion ({e!r}): {str(answer)[:300]}") from e
     if kind not in ("stop", "length", "abort"):
         raise EngineError(f"{where}: unknown finish reason {kind!r}")
     if named != ids:

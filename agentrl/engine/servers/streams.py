@@ -54,7 +54,7 @@ class SGLangStream:
                 for place, (token, entry) in enumerate(zip(ids, logprobs, strict=True))
             ]
         except (TypeError, KeyError, IndexError, ValueError) as e:
-            raise EngineError(f"{self._where}: an event that is no completion ({e!r}): {event!r:.300}") from e
+            raise EngineError(f"{self._where}: the event is not a completion ({e!r}): {event!r:.300}") from e
         self._ids += ids
         self._logprobs += logprobs
         self._last = meta
@@ -95,7 +95,7 @@ class VLLMStream:
                 for place, (token, value) in enumerate(zip(ids, logprobs, strict=True))
             ]
         except (TypeError, KeyError, IndexError, AttributeError, ValueError) as e:
-            raise EngineError(f"{self._where}: an event that is no completion ({e!r}): {event!r:.300}") from e
+            raise EngineError(f"{self._where}: the event is not a completion ({e!r}): {event!r:.300}") from e
         self._choice["token_ids"] += ids
         self._choice["logprobs"]["token_logprobs"] += logprobs
         self._choice["finish_reason"] = choice.get("finish_reason") or self._choice["finish_reason"]

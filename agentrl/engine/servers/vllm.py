@@ -109,7 +109,7 @@ class VLLMServer:
             kind = choice["finish_reason"]
             cached = int((usage.get("prompt_tokens_details") or {}).get("cached_tokens") or 0)
         except (TypeError, KeyError, AttributeError, ValueError) as e:
-            raise EngineError(f"{self.url}: an answer that is no completion ({e!r}): {choice!r:.300}") from e
+            raise EngineError(f"{self.url}: the answer is not a completion ({e!r}): {choice!r:.300}") from e
         if kind not in ("stop", "length", "abort"):
             raise EngineError(f"{self.url}: unknown finish reason {kind!r}")
         if len(logprobs) != len(tokens):

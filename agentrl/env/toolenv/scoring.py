@@ -87,7 +87,7 @@ class ScoredEnv(Env):
         known = [name for name, reward in (self.declared_rewards() or {}).items() if reward.per == "episode"]
         if unknown := [name for name in thresholds if name not in known and name.split("/")[0] not in known]:
             raise ConfigError(
-                f"env.solved_at: {unknown[0]!r} is no reward per episode of {type(self).__name__}; "
+                f"env.solved_at: {unknown[0]!r} is not a per-episode reward of {type(self).__name__}; "
                 f"they are: {', '.join(known) or 'none'}"
             )
 

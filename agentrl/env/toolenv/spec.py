@@ -105,7 +105,7 @@ class SetupSpec:
         unknown = [name for name in row if name not in self.names]
         if unknown and not self.open_ended:
             return (
-                f"{unknown[0]!r} is no argument of {self.where} ({', '.join(self.names) or 'none'}); "
+                f"{unknown[0]!r} is not an argument of {self.where} ({', '.join(self.names) or 'none'}); "
                 "drop the column, or let setup take **rest"
             )
         for name, adapter in self.adapters.items():

@@ -175,8 +175,8 @@ def check_attention(model: PreTrainedModel, where: str) -> None:
 
 
 _ADVICE = (
-    "so the learner would train other numbers than the engine samples; use a decoder whose layers have full or "
-    "sliding-window attention (Qwen, Llama, Mistral and the like)"
+    "so the learner's log-probabilities would differ from the sampler's; use a decoder whose layers have full or "
+    "sliding-window attention, such as Qwen, Llama or Mistral"
 )
 
 
@@ -184,10 +184,10 @@ def _refuse_unknown(module: nn.Module, attention_mask: Tensor | None, more: dict
     """Raise ConfigError for unsupported features that would change the result."""
     found = [name for name in _NOT_COMPUTED if more.get(name) is not None]
     found += ["is_causal=False"] if more.get("is_causal") is False else []
-    found += ["a mask of its own"] if attention_mask is not None else []
+    found += ["a custom attention mask"] if attention_mask is not None else []
     if found:
         raise ConfigError(
-            f"the learner does not compute {found[0]}, which {type(module).__name__} asks for, {_ADVICE}"
+            f"the learner does not support {found[0]}, which {type(module).__name__} uses, {_ADVICE}"
         )
 
 

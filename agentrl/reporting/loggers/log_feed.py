@@ -71,7 +71,8 @@ class _Worker:
             self._dropped += 1
             if self._dropped == 1:
                 self._say(
-                    f"is {QUEUED} calls behind; what it cannot take is dropped. The run folder has everything"
+                    f"is {QUEUED} calls behind; further calls are dropped until it catches up. The run folder has "
+                    "everything"
                 )
 
     def end(self, call: _Call, until: float) -> None:

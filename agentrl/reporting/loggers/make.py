@@ -69,5 +69,5 @@ def _own(config: LoggerConfig) -> Logger:
     if not isinstance(logger, Logger):
         methods = ("start", "metrics", "episodes", "finish")
         missing = ", ".join(name for name in methods if not hasattr(logger, name))
-        raise ConfigError(f"loggers: {config.use} is no logger: it has no method {missing} (docs/loggers.md)")
+        raise ConfigError(f"loggers: {config.use} is not a logger: it lacks {missing} (docs/loggers.md)")
     return logger

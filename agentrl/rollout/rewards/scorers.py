@@ -47,8 +47,8 @@ class ScoringWorker:
             for folder in (self._policy, Path(self._config.path or "")):
                 if not folder.is_dir():
                     raise ConfigError(
-                        f"{KEY}: a worker sees no {folder}: models and run folder must lie where all nodes of the "
-                        "cluster see them under the same path"
+                        f"{KEY}: a worker cannot find {folder}: models and the run folder must be available under "
+                        "the same path on all nodes of the cluster"
                     )
             self._model = Classifier.load(self._config, self._policy)
         return self._model

@@ -79,7 +79,7 @@ def decode(head: bytes | bytearray) -> Header:
     text = head.decode()
     header, end = _decode(text)
     if end != len(text) or type(header) is not dict:
-        raise ValueError(f"a header that is no JSON object: {text[:80]!r}")
+        raise ValueError(f"a header that is not a JSON object: {text[:80]!r}")
     return header
 
 

@@ -176,7 +176,7 @@ class Keeper:
             uid = self.uid_base + self.count % UIDS
             if uid not in taken:
                 return uid
-        raise OSError(f"{UIDS} sandboxes are running: there is no user id left for another")
+        raise OSError(f"{UIDS} sandboxes are running: no user id is left for another one")
 
     def make_folder(self, place: str, name: str, uid: int, gid: int) -> str:
         """Return the directory of a sandbox that has no separate file system."""

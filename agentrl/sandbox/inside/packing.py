@@ -56,7 +56,7 @@ def entries(read: Callable[[int], bytes]) -> Iterator[tuple[Entry, Iterator[byte
         if kind == END:
             (told,) = PIECE.unpack(read(PIECE.size))
             if told != count:
-                raise ValueError(f"a tree of {count} entries says that it has {told}")
+                raise ValueError(f"a tree of {count} entries claims to have {told}")
             return
         if kind > MORE or mode > 0o7777 or not 0 < named <= MAX_NAME or targeted > MAX_NAME:
             raise ValueError(f"no entry of a tree: kind {kind}, mode {mode:o}, name of {named} bytes")
@@ -87,4 +87,4 @@ def check_name(name: bytes) -> None:
         or b"\0" in name
         or any(part in (b"", b".", b"..") or len(part) > 255 for part in parts)
     ):
-        raise ValueError(f"{name[:200]!r} is no name of an entry below a directory")
+        raise ValueError(f"{name[:200]!r} is not a valid path below a directory")

@@ -144,7 +144,7 @@ class Supervisor(Programs):
         except OSError:
             data = b""
         if not data:
-            raise LinkLost("the other side is gone")
+            raise LinkLost("the other side closed the connection")
         for header, payload in self.reader.feed(data):
             try:
                 self._handle(header, payload)

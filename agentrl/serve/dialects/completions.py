@@ -47,7 +47,7 @@ class TextJob:
         if request.best_of is not None and request.best_of != (request.n or 1):
             raise unsupported("best_of", "must equal n: completions are not ranked here")
         if request.logprobs and not engine.capabilities.streaming:
-            raise unsupported("logprobs", "this engine does not tell alternatives")
+            raise unsupported("logprobs", "this engine does not return alternatives")
         if request.echo and request.logprobs is not None and not engine.capabilities.prompt_logprobs:
             raise unsupported("echo", "this engine cannot score a prompt: leave out logprobs")
         self.max_tokens = 16 if request.max_tokens is None else request.max_tokens

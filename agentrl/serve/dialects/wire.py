@@ -215,7 +215,7 @@ class ChatRequest(WireRequest):
     @model_validator(mode="after")
     def _one_limit(self) -> Self:
         if self.max_tokens and self.max_completion_tokens and self.max_tokens != self.max_completion_tokens:
-            raise invalid("max_tokens", "max_completion_tokens says something else: give one of them")
+            raise invalid("max_tokens", "conflicts with max_completion_tokens: give only one of them")
         if self.top_logprobs and not self.logprobs:
             raise invalid("top_logprobs", "has no effect without logprobs: true")
         return self

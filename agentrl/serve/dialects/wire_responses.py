@@ -95,4 +95,4 @@ HARMLESS: dict[str, tuple[Any, ...]] = {
     "truncation": ("disabled",),
 }
 """Parameters that would change the answer, with the values (besides null) that have no effect."""
-HARMLESS_WHY = {"conversation": "there are no conversation objects here; go on by `previous_response_id`"}
+HARMLESS_WHY = {"conversation": "conversation objects are not supported; continue with `previous_response_id`"}

@@ -128,7 +128,7 @@ async def _answers(server: InferenceServer, ended: asyncio.Future[int] | None) -
     try:
         await server.check(timeout_s=60.0)
     except ServerRefused as e:
-        raise EngineError(f"{server.url} is no server of the kind that engine.kind names: {e}") from e
+        raise EngineError(f"{server.url} is not a server of the configured engine.kind: {e}") from e
     except EngineError:
         if ended is None:
             await asyncio.sleep(ASK_EVERY_S)
