@@ -225,7 +225,7 @@ def test_what_eval_plays(trained: Path, tmp_path: Path, monkeypatch: pytest.Monk
         ConfigError, match=r"--set engine\.max_slots=7: `engine` has no effect with --base-url http://127"
     ):
         find(run, None, ["engine.max_slots=7"], endpoint)
-    with pytest.raises(ConfigError, match="name what is played: --env module:Class"):
+    with pytest.raises(ConfigError, match="name an environment: --env module:Class"):
         find(None, None, [], endpoint)
     with pytest.raises(ConfigError, match="makes its model in training; train it first"):
         find(trained / "tools.yaml", None, [])

@@ -165,7 +165,7 @@ class Shared(Sound):
             Collects,
             r"Collects\.seen: made in __init__ and changed in place .* meets \[0, 1, 2, 3\]; make it in setup",
         ),
-        (Mixed, r"tool look: Error: ProgrammingError: .*same thread.*write the methods that share it alike"),
+        (Mixed, r"tool look: Error: ProgrammingError: .*same thread.*make methods that share one all plain"),
         (Aside, r"tool look: Error: ProgrammingError: .*same thread.*none of them parallel"),
         (Shared, "played at the same time it differs: .* became .*another episode is at it"),
     ],

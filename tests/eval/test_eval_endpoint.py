@@ -151,7 +151,7 @@ class TestTrouble:
             return solve(messages)
 
         with serving(Server(slow)) as server:
-            with pytest.raises(EngineError, match=r"could be played; the last one: .* took longer than 0.2 s"):
+            with pytest.raises(EngineError, match=r"failed to run; the last error: .* took longer than 0.2 s"):
                 play(server, tmp_path / "e", run=config(timeout_s=0.2, infra_retries=0), tasks=5)
             gate.set()
 

@@ -278,10 +278,10 @@ def test_blocks_are_those_that_a_look_at_every_pair_finds(window: int | None):
 
 
 REFUSED: dict[str, tuple[PretrainedConfig, str]] = {
-    "bounded scores": (Gemma2Config(**SHAPE), "does not compute softcap, which Gemma2Attention asks for"),
+    "bounded scores": (Gemma2Config(**SHAPE), "does not support softcap, which Gemma2Attention uses"),
     "sinks": (
         GptOssConfig(**SHAPE, num_local_experts=2),
-        "does not compute s_aux, which GptOssAttention asks for",
+        "does not support s_aux, which GptOssAttention uses",
     ),
     "a state along the row": (
         Lfm2Config(**SHAPE, layer_types=["conv", "full_attention"]),
@@ -299,7 +299,7 @@ def test_what_is_not_computed_is_refused_when_the_model_is_loaded(tmp_path: Path
 
 
 def test_a_critic_is_checked_as_well(tmp_path: Path):
-    with pytest.raises(ConfigError, match="does not compute softcap"):
+    with pytest.raises(ConfigError, match="does not support softcap"):
         load_critic(write(Gemma2Config(**SHAPE), tmp_path))
     assert load_critic(write(MistralConfig(**SHAPE, sliding_window=WINDOW), tmp_path / "m")).config.num_labels == 1
 

@@ -44,7 +44,7 @@ REFUSED = {
     ("phi3", "longrope"): "rotary embeddings of type 'longrope'",
     ("granitemoehybrid", ""): "it has layers of kind linear_attention",
     ("nemotron", ""): "NemotronAttention is called without the keywords given to the model",
-    ("falcon", "alibi"): "FalconForCausalLM does not take its attention from transformers",
+    ("falcon", "alibi"): "FalconForCausalLM does not use transformers",
     ("qwen2_5_vl", "images and text"): "qwen2_5_vl is a model of images and text (vision_config in config.json)",
     ("t5", "encoder-decoder"): "t5 is an encoder-decoder model",
 }

@@ -141,7 +141,7 @@ def test_a_missing_package_names_its_extra(monkeypatch: pytest.MonkeyPatch) -> N
         (
             "agentrl.types:Message",
             {"role": "user", "content": ""},
-            "it has no method start, metrics, episodes, finish",
+            "it lacks start, metrics, episodes, finish",
         ),
         ("agentrl.types:Message", {"colour": 1}, "could not be made: TypeError"),
     ],

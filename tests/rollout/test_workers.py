@@ -70,7 +70,7 @@ def test_a_classifier_on_a_worker_scores_as_one_here_and_is_started_again(found:
     assert scoring["again"] == pytest.approx(scoring["wanted"][0], abs=1e-6)
     assert scoring["started_again"]
     assert scoring["lost"].startswith("WorkerLost: worker 0 of the reward model is lost (reward_model.workers): ")
-    assert scoring["missing"].startswith("reward_model.workers: a worker sees no ")
+    assert scoring["missing"].startswith("reward_model.workers: a worker cannot find ")
 
 
 def test_an_engine_error_reaches_the_episode(found: dict[str, Any]):

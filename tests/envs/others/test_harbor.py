@@ -171,7 +171,7 @@ def test_a_dockerfile_is_followed(tmp_path: Path):
         ("environment/Dockerfile", "FROM x\nRUN make", "'RUN make' needs an image"),
         ("environment/Dockerfile", "FROM x\nCOPY ../tests /app", "no such file"),
         ("environment/Dockerfile", "FROM x\nCOPY data /etc/data", "is not in a writable folder"),
-        ("environment/Dockerfile", "FROM x\nWORKDIR /usr/src", "/usr has a purpose of its own"),
+        ("environment/Dockerfile", "FROM x\nWORKDIR /usr/src", "/usr is reserved"),
         ("environment/docker-compose.yaml", "services: {}", "several containers"),
     ],
 )
@@ -239,7 +239,7 @@ async def test_writable_folders_share_the_disk():
         ("app", "must be an absolute path"),
         ("/", "must be an absolute path"),
         ("/app/../etc", "must be an absolute path"),
-        ("/usr/local", "has a purpose of its own"),
+        ("/usr/local", "is reserved"),
     ],
 )
 def test_a_wrong_writable_folder_is_refused(folder: str, said: str):
