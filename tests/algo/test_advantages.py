@@ -10,27 +10,20 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from agentrl.algo.advantages import (
-    ESTIMATORS,
-    GAE,
-    GDPO,
-    GRPO,
-    DrGRPO,
-    ReinforcePlusPlus,
-    ReinforcePlusPlusBaseline,
-    ReMax,
-    TurnLevel,
-    estimate,
-)
-from agentrl.algo.advantages.gae import gae_advantages
-from agentrl.algo.advantages.gdpo import gdpo_advantages
+from agentrl.algo.advantages import ESTIMATORS, estimate
+from agentrl.algo.advantages.dr_grpo import DrGRPO
+from agentrl.algo.advantages.gae import GAE, gae_advantages
+from agentrl.algo.advantages.gdpo import GDPO, gdpo_advantages
 from agentrl.algo.advantages.gpg import gpg_advantages
-from agentrl.algo.advantages.grpo import grpo_advantages
+from agentrl.algo.advantages.grpo import GRPO, grpo_advantages
 from agentrl.algo.advantages.grpo_passk import passk_advantages
 from agentrl.algo.advantages.opo import opo_advantages
 from agentrl.algo.advantages.optimal_token_baseline import optimal_token_advantages
+from agentrl.algo.advantages.reinforce_plus_plus import ReinforcePlusPlus
+from agentrl.algo.advantages.reinforce_plus_plus_baseline import ReinforcePlusPlusBaseline
+from agentrl.algo.advantages.remax import ReMax
 from agentrl.algo.advantages.rloo import rloo_advantages
-from agentrl.algo.advantages.turn_level import turn_advantages, turn_returns
+from agentrl.algo.advantages.turn_level import TurnLevel, turn_advantages, turn_returns
 from agentrl.algo.returns import index_in_sequence, return_to_go, rewards_at_end, rewards_at_trained, whiten
 from agentrl.algo.siblings import group_centered, has_signal
 from agentrl.algo.step_data import StepData, penalize_kl
@@ -330,7 +323,7 @@ def test_what_is_missing_is_named():
         estimate("gae", step, GAE())
     with pytest.raises(ValueError, match="'reinforce_plus_plus' needs turn_N"):
         estimate("reinforce_plus_plus", step, ReinforcePlusPlus(per="turn"))
-    with pytest.raises(ValueError, match="unknown advantage estimator 'grop'; there are grpo, dr_grpo"):
+    with pytest.raises(ValueError, match="unknown advantage estimator 'grop'; there are dr_grpo, gae"):
         estimate("grop", step, GRPO())
     with pytest.raises(ValueError, match="grpo takes GRPO, got GDPO"):
         estimate("grpo", step, GDPO())

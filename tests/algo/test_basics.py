@@ -12,7 +12,7 @@ from agentrl.algo.advantages.grpo import grpo_advantages
 from agentrl.algo.aggregate import Totals, aggregation_weights, totals_of_tokens
 from agentrl.algo.correction import drift, merge_drift
 from agentrl.algo.kl import AdaptiveKL, FixedKL, kl_per_token
-from agentrl.algo.losses import PPOClip, ppo_clip
+from agentrl.algo.losses.ppo_clip import PPOClip, ppo_clip
 from agentrl.algo.metrics import Metric, max_of, mean_of, merge_metrics, metric_values, min_of, sum_of, to_host
 
 MASK = torch.tensor([0, 1, 1, 0, 1, 1, 1, 0]).bool()

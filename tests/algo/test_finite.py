@@ -10,7 +10,8 @@ import torch
 from agentrl.algo.aggregate import Totals, aggregate, aggregation_weights
 from agentrl.algo.correction import Correction, correct, drift
 from agentrl.algo.kl import KL_KINDS, bounded_exp, kl_per_token
-from agentrl.algo.losses import POLICY_LOSSES, PPOClip, ppo_clip
+from agentrl.algo.losses import POLICY_LOSSES
+from agentrl.algo.losses.ppo_clip import PPOClip, ppo_clip
 from agentrl.algo.metrics import metric_values
 from agentrl.algo.value import value_loss
 from agentrl.learner.logprobs import token_columns

@@ -26,7 +26,8 @@ from agentrl.algo.aggregate import (
 )
 from agentrl.algo.correction import Correction, Reject, correct, drift, merge_drift, normalizer, weight_sums
 from agentrl.algo.kl import KL_KINDS, kl_per_token
-from agentrl.algo.losses import POLICY_LOSSES, Reinforce
+from agentrl.algo.losses import POLICY_LOSSES
+from agentrl.algo.losses.reinforce import Reinforce
 from agentrl.algo.metrics import merge_metrics, metric_values
 from agentrl.algo.value import value_loss
 

@@ -8,10 +8,21 @@ import pytest
 import torch
 from torch import Tensor
 
-from agentrl.algo import losses
 from agentrl.algo.covariance import shuffle_keys
 from agentrl.algo.entropy import entropy_threshold, high_entropy_mask
 from agentrl.algo.losses import POLICY_LOSSES
+from agentrl.algo.losses.cispo import CISPO
+from agentrl.algo.losses.clip_cov import ClipCov, clip_cov_selection
+from agentrl.algo.losses.dppo import DPPO
+from agentrl.algo.losses.dro import DRO
+from agentrl.algo.losses.geo_mean import GeoMean
+from agentrl.algo.losses.gpg import GPG
+from agentrl.algo.losses.gspo import GSPO
+from agentrl.algo.losses.kl_cov import KLCov, kl_cov_selection
+from agentrl.algo.losses.ppo_clip import PPOClip
+from agentrl.algo.losses.reinforce import Reinforce
+from agentrl.algo.losses.sapo import SAPO
+from agentrl.algo.losses.vespo import VESPO
 from agentrl.algo.metrics import metric_values
 from agentrl.algo.value import value_loss
 
@@ -45,12 +56,12 @@ def close(values, expected):
 
 def test_gspo_gives_each_token_the_ratio_of_its_sequence():
     ratio = math.sqrt(1.2 * 1.3)
-    config = losses.GSPO(clip_low=0.2, clip_high=0.3)
+    config = GSPO(clip_low=0.2, clip_high=0.3)
     loss, gradient, figures = run("gspo", config, [1.2, 1.3], [2.0, 2.0], weights=[0.5, 0.5])
     assert loss == pytest.approx(-2 * ratio)
     close(gradient, [-ratio, -ratio])
     assert figures["clip_fraction"] == 0
-    tight = losses.GSPO(clip_low=0.2, clip_high=0.2)
+    tight = GSPO(clip_low=0.2, clip_high=0.2)
     loss, gradient, figures = run("gspo", tight, [1.2, 1.3], [2.0, 2.0], weights=[0.5, 0.5])
     assert loss == pytest.approx(-2 * 1.2)
     close(gradient, [0, 0])
@@ -59,10 +70,10 @@ def test_gspo_gives_each_token_the_ratio_of_its_sequence():
 
 def test_gspo_of_two_sequences_of_one_token_is_ppo():
     ratios, advantages = [1.5, 0.6], [1.0, -1.0]
-    one = run("gspo", losses.GSPO(clip_low=0.2, clip_high=0.2), ratios, advantages, sequence=[0, 1])
+    one = run("gspo", GSPO(clip_low=0.2, clip_high=0.2), ratios, advantages, sequence=[0, 1])
     other = run(
         "ppo_clip",
-        losses.PPOClip(clip_low=0.2, clip_high=0.2, dual_clip=None),
+        PPOClip(clip_low=0.2, clip_high=0.2, dual_clip=None),
         ratios,
         advantages,
         sequence=[0, 1],
@@ -72,7 +83,7 @@ def test_gspo_of_two_sequences_of_one_token_is_ppo():
 
 
 def test_geo_mean_clips_the_log_ratio_on_the_side_that_the_advantage_pushes():
-    config = losses.GeoMean(clip_low=0.1, clip_high=0.1)
+    config = GeoMean(clip_low=0.1, clip_high=0.1)
     up, down = math.log(1.5), math.log(0.5)
     ratio = math.exp((0.1 + down) / 2)  # advantage above 0: the high one is clipped, the low one is not
     loss, gradient, figures = run("geo_mean", config, [1.5, 0.5], [1.0, 3.0], weights=[0.5, 0.5])
@@ -86,7 +97,7 @@ def test_geo_mean_clips_the_log_ratio_on_the_side_that_the_advantage_pushes():
 
 
 def test_geo_mean_leaves_a_token_without_an_advantage_out_of_the_ratio():
-    config = losses.GeoMean(clip_low=0.4, clip_high=0.4)
+    config = GeoMean(clip_low=0.4, clip_high=0.4)
     loss, gradient, _ = run("geo_mean", config, [1.3, 1.2], [0.0, 2.0], weights=[0.5, 0.5])
     ratio = math.sqrt(1.2)
     assert loss == pytest.approx(-ratio)
@@ -94,30 +105,30 @@ def test_geo_mean_leaves_a_token_without_an_advantage_out_of_the_ratio():
 
 
 def test_cispo_clips_the_weight_and_keeps_the_gradient():
-    loss, gradient, figures = run("cispo", losses.CISPO(ratio_max=2.0), [3.0, 0.1], [1.0, -1.0])
+    loss, gradient, figures = run("cispo", CISPO(ratio_max=2.0), [3.0, 0.1], [1.0, -1.0])
     close(gradient, [-2.0, 0.1])
     assert loss == pytest.approx(-2 * math.log(0.75) + 0.1 * math.log(0.025))
     assert figures["clip_fraction"] == 0.5
 
 
 def test_sapo_at_and_off_the_old_policy():
-    loss, gradient, _ = run("sapo", losses.SAPO(tau_positive=1.0, tau_negative=2.0), [1.0, 1.0], [1.0, -1.0])
+    loss, gradient, _ = run("sapo", SAPO(tau_positive=1.0, tau_negative=2.0), [1.0, 1.0], [1.0, -1.0])
     assert loss == pytest.approx(-2 + 1)
     close(gradient, [-1.0, 1.0])  # 4 / tau * tau / 4: on policy it is the plain policy gradient
-    _, gradient, _ = run("sapo", losses.SAPO(tau_positive=1.0, tau_negative=2.0), [2.0], [1.0])
+    _, gradient, _ = run("sapo", SAPO(tau_positive=1.0, tau_negative=2.0), [2.0], [1.0])
     gate = 1 / (1 + math.exp(-1.0))
     close(gradient, [-4 * gate * (1 - gate) * 2])
 
 
 def test_sapo_of_sequences_gates_their_geometric_mean():
-    _, gradient, _ = run("sapo", losses.SAPO(level="sequence"), [2.0, 0.5], [1.0, 1.0])
+    _, gradient, _ = run("sapo", SAPO(level="sequence"), [2.0, 0.5], [1.0, 1.0])
     close(gradient, [-1.0, -1.0])
     with pytest.raises(ValueError, match="'token' or 'sequence'"):
-        losses.SAPO(level="turn")
+        SAPO(level="turn")
 
 
 def test_gpg_is_the_plain_policy_gradient():
-    loss, gradient, _ = run("gpg", losses.GPG(), [2.0, 1.0], [1.0, -3.0])
+    loss, gradient, _ = run("gpg", GPG(), [2.0, 1.0], [1.0, -3.0])
     close(gradient, [-1.0, 3.0])
     assert loss == pytest.approx(-math.log(0.5) + 3 * math.log(0.25))
 
@@ -125,11 +136,11 @@ def test_gpg_is_the_plain_policy_gradient():
 @pytest.mark.parametrize(
     ("config", "weights"),
     [
-        (losses.Reinforce(), [1.0, 1.0, 1.0]),
-        (losses.Reinforce(importance="token", high=2.0), [2.0, 0.5, 1.5]),
-        (losses.Reinforce(importance="token", high=2.0, low=0.6), [0.0, 0.0, 1.5]),
-        (losses.Reinforce(importance="sequence", high=2.0), [1.5, 1.5, 1.5]),
-        (losses.Reinforce(importance="sequence", high=1.4, low=0.5), [0.0, 0.0, 0.0]),
+        (Reinforce(), [1.0, 1.0, 1.0]),
+        (Reinforce(importance="token", high=2.0), [2.0, 0.5, 1.5]),
+        (Reinforce(importance="token", high=2.0, low=0.6), [0.0, 0.0, 1.5]),
+        (Reinforce(importance="sequence", high=2.0), [1.5, 1.5, 1.5]),
+        (Reinforce(importance="sequence", high=1.4, low=0.5), [0.0, 0.0, 0.0]),
     ],
     ids=["none", "token", "token band", "sequence", "sequence band"],
 )
@@ -139,13 +150,13 @@ def test_reinforce_with_each_importance(config, weights):
 
 
 def test_dro_is_held_back_by_a_quadratic():
-    loss, gradient, _ = run("dro", losses.DRO(beta=0.5), [2.0], [1.0])
+    loss, gradient, _ = run("dro", DRO(beta=0.5), [2.0], [1.0])
     assert loss == pytest.approx(-(math.log(0.5) - 0.25 * math.log(2) ** 2))
     close(gradient, [-1 + 0.5 * math.log(2)])
 
 
 def test_dppo_stops_at_a_change_of_probability_not_of_ratio():
-    config = losses.DPPO(divergence_low=0.1, divergence_high=0.1, ratio_max=2.0)
+    config = DPPO(divergence_low=0.1, divergence_high=0.1, ratio_max=2.0)
     # 0.25 -> 0.5 has moved by 0.25: stopped; 0.01 -> 0.05 is a larger ratio and a smaller move: goes on.
     old = [math.log(0.25), math.log(0.01), math.log(0.25), math.log(0.25)]
     advantages = [1.0, 1.0, -1.0, -1.0]  # 0.25 -> 0.5 against the advantage goes on, 0.25 -> 0.05 with it stops
@@ -157,19 +168,19 @@ def test_dppo_stops_at_a_change_of_probability_not_of_ratio():
 def test_dppo_kl_by_hand():
     was, now = 0.25, 0.5
     divergence = was * math.log(was / now) + (1 - was) * math.log((1 - was) / (1 - now))
-    near = losses.DPPO(divergence_high=divergence * 1.001)
-    far = losses.DPPO(divergence_high=divergence * 0.999)
+    near = DPPO(divergence_high=divergence * 1.001)
+    far = DPPO(divergence_high=divergence * 0.999)
     close(run("dppo_kl", near, [2.0], [1.0])[1], [-2.0])
     close(run("dppo_kl", far, [2.0], [1.0])[1], [0.0])
 
 
 def test_dppo_kl_of_a_certain_token():
-    _, gradient, _ = run("dppo_kl", losses.DPPO(), [1.0, 0.5], [1.0, -1.0], old=[0.0, 0.0])
+    _, gradient, _ = run("dppo_kl", DPPO(), [1.0, 0.5], [1.0, -1.0], old=[0.0, 0.0])
     assert all(math.isfinite(g) for g in gradient)
 
 
 def test_vespo_weighs_by_the_full_ratio_of_the_sequence():
-    config = losses.VESPO(k_positive=2.0, lambda_positive=3.0, k_negative=1.0, lambda_negative=0.5)
+    config = VESPO(k_positive=2.0, lambda_positive=3.0, k_negative=1.0, lambda_negative=0.5)
     w = 1.5 * 0.8
     up, down = w**2 * math.exp(3 * (1 - w)), w * math.exp(0.5 * (1 - w))
     _, gradient, _ = run("vespo", config, [1.5, 0.8], [1.0, -1.0])
@@ -178,7 +189,7 @@ def test_vespo_weighs_by_the_full_ratio_of_the_sequence():
 
 def test_clip_cov_takes_the_gradient_of_the_selected_tokens():
     selected = torch.tensor([False, True])
-    loss, gradient, figures = run("clip_cov", losses.ClipCov(), [1.1, 1.1], [1.0, 1.0], selected_T=selected)
+    loss, gradient, figures = run("clip_cov", ClipCov(), [1.1, 1.1], [1.0, 1.0], selected_T=selected)
     assert loss == pytest.approx(-1.1)
     close(gradient, [-1.1, 0])
     assert figures["selected_fraction"] == 0.5
@@ -186,7 +197,7 @@ def test_clip_cov_takes_the_gradient_of_the_selected_tokens():
 
 def test_kl_cov_penalises_the_selected_tokens():
     selected = torch.tensor([False, True])
-    loss, gradient, _ = run("kl_cov", losses.KLCov(kl_coef=0.5), [0.9, 0.9], [1.0, 1.0], selected_T=selected)
+    loss, gradient, _ = run("kl_cov", KLCov(kl_coef=0.5), [0.9, 0.9], [1.0, 1.0], selected_T=selected)
     assert loss == pytest.approx(-1.8 + 0.5 * -math.log(0.9))
     close(gradient, [-0.9, -0.9 - 0.5])
 
@@ -198,20 +209,20 @@ def draw(size: int) -> tuple[Tensor, Tensor, Tensor]:
 
 def test_clip_cov_draws_inside_the_band_and_another_seed_draws_others():
     advantages, logprobs, keys = draw(2000)
-    config = losses.ClipCov(fraction=0.05, cov_low=0.05, cov_high=0.5)
-    chosen = losses.clip_cov_selection(advantages, logprobs, keys, config)
+    config = ClipCov(fraction=0.05, cov_low=0.05, cov_high=0.5)
+    chosen = clip_cov_selection(advantages, logprobs, keys, config)
     covariance = (advantages - advantages.mean()) * (logprobs - logprobs.mean())
     assert int(chosen.sum()) == 100
     assert ((covariance > 0.05) & (covariance < 0.5))[chosen].all()
-    other = losses.clip_cov_selection(advantages, logprobs, keys, config, seed=1)
+    other = clip_cov_selection(advantages, logprobs, keys, config, seed=1)
     assert 0 < int((chosen & other).sum()) < 60
-    nowhere = losses.ClipCov(cov_low=50.0, cov_high=60.0)
-    assert not losses.clip_cov_selection(advantages, logprobs, keys, nowhere).any()
+    nowhere = ClipCov(cov_low=50.0, cov_high=60.0)
+    assert not clip_cov_selection(advantages, logprobs, keys, nowhere).any()
 
 
 def test_kl_cov_takes_the_largest():
     advantages, logprobs, keys = draw(2000)
-    chosen = losses.kl_cov_selection(advantages, logprobs, keys, losses.KLCov(fraction=0.01))
+    chosen = kl_cov_selection(advantages, logprobs, keys, KLCov(fraction=0.01))
     covariance = (advantages - advantages.mean()) * (logprobs - logprobs.mean())
     assert int(chosen.sum()) == 20
     assert covariance[chosen].min() > covariance[~chosen].max()
@@ -220,9 +231,9 @@ def test_kl_cov_takes_the_largest():
 def test_of_equal_covariances_the_keys_decide():
     keys = torch.arange(64)
     flat = torch.ones(64)
-    chosen = losses.kl_cov_selection(flat, flat, keys, losses.KLCov(fraction=0.25))
+    chosen = kl_cov_selection(flat, flat, keys, KLCov(fraction=0.25))
     order = torch.randperm(64, generator=torch.Generator().manual_seed(0))
-    again = losses.kl_cov_selection(flat, flat, keys[order], losses.KLCov(fraction=0.25))
+    again = kl_cov_selection(flat, flat, keys[order], KLCov(fraction=0.25))
     assert torch.equal(again, chosen[order])
     assert int(chosen.sum()) == 16
 
@@ -274,23 +285,23 @@ def test_the_threshold_is_the_quantile():
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda: losses.PPOClip(clip_low=1.5), r"clip_low\n.*less than 1"),
-        (lambda: losses.PPOClip(clip_high=-0.1), r"clip_high\n.*greater than 0"),
-        (lambda: losses.PPOClip(dual_clip=0.9), r"dual_clip\n.*greater than 1"),
-        (lambda: losses.PPOClip(clip_high=float("nan")), r"clip_high\n.*finite number"),
-        (lambda: losses.GSPO(clip_low=-1), r"clip_low\n.*greater than 0"),
-        (lambda: losses.GeoMean(clip_low=-1), r"clip_low\n.*greater than 0"),
-        (lambda: losses.CISPO(ratio_min=5.0), "ratio_min = 5.0 must be below ratio_max = 5.0"),
-        (lambda: losses.SAPO(tau_positive=0), r"tau_positive\n.*greater than 0"),
-        (lambda: losses.DRO(beta=-1), r"beta\n.*greater than 0"),
-        (lambda: losses.DPPO(ratio_max=0.5), r"ratio_max\n.*greater than or equal to 1"),
-        (lambda: losses.VESPO(k_positive=-1), r"k_positive\n.*greater than or equal to 0"),
-        (lambda: losses.ClipCov(fraction=0), r"fraction\n.*greater than 0"),
-        (lambda: losses.ClipCov(cov_low=5), "cov_low = 5.0 must be below cov_high = 5.0"),
-        (lambda: losses.KLCov(kl_coef=-1), r"kl_coef\n.*greater than or equal to 0"),
-        (lambda: losses.Reinforce(importance="turn"), r"importance\n.*'none', 'token' or 'sequence'"),
+        (lambda: PPOClip(clip_low=1.5), r"clip_low\n.*less than 1"),
+        (lambda: PPOClip(clip_high=-0.1), r"clip_high\n.*greater than 0"),
+        (lambda: PPOClip(dual_clip=0.9), r"dual_clip\n.*greater than 1"),
+        (lambda: PPOClip(clip_high=float("nan")), r"clip_high\n.*finite number"),
+        (lambda: GSPO(clip_low=-1), r"clip_low\n.*greater than 0"),
+        (lambda: GeoMean(clip_low=-1), r"clip_low\n.*greater than 0"),
+        (lambda: CISPO(ratio_min=5.0), "ratio_min = 5.0 must be below ratio_max = 5.0"),
+        (lambda: SAPO(tau_positive=0), r"tau_positive\n.*greater than 0"),
+        (lambda: DRO(beta=-1), r"beta\n.*greater than 0"),
+        (lambda: DPPO(ratio_max=0.5), r"ratio_max\n.*greater than or equal to 1"),
+        (lambda: VESPO(k_positive=-1), r"k_positive\n.*greater than or equal to 0"),
+        (lambda: ClipCov(fraction=0), r"fraction\n.*greater than 0"),
+        (lambda: ClipCov(cov_low=5), "cov_low = 5.0 must be below cov_high = 5.0"),
+        (lambda: KLCov(kl_coef=-1), r"kl_coef\n.*greater than or equal to 0"),
+        (lambda: Reinforce(importance="turn"), r"importance\n.*'none', 'token' or 'sequence'"),
         (
-            lambda: losses.Reinforce(importance="token", high=2.0, low=3.0),
+            lambda: Reinforce(importance="token", high=2.0, low=3.0),
             "low = 3.0 must be above 0 and below high = 2.0",
         ),
         (lambda: entropy_threshold(torch.ones(2), 0.0), "top_fraction must be in"),

@@ -10,13 +10,18 @@ import pytest
 import torch
 from torch import Tensor
 
-from agentrl.algo import losses
 from agentrl.algo.advantages.gdpo import gdpo_advantages
 from agentrl.algo.advantages.grpo import grpo_advantages
 from agentrl.algo.aggregate import Totals, aggregate, aggregation_weights, totals_of_tokens
 from agentrl.algo.correction import off_policy_sequences
 from agentrl.algo.entropy import entropy_threshold, high_entropy_mask
 from agentrl.algo.kl import kl_per_token
+from agentrl.algo.losses import POLICY_LOSSES
+from agentrl.algo.losses.cispo import CISPO
+from agentrl.algo.losses.gspo import GSPO
+from agentrl.algo.losses.ppo_clip import PPOClip
+from agentrl.algo.losses.sapo import SAPO
+from agentrl.algo.losses.vespo import VESPO
 from tests.algo.algo_oracles import Case, close, parameters
 
 ROWS, WIDTH = 8, 12
@@ -39,17 +44,15 @@ def loss_of(case: Case) -> tuple[str, object]:
     high, cap = p.get("epsilon_high") or low, p.get("delta")
     match p["loss_type"]:
         case "cispo":
-            return "cispo", losses.CISPO(ratio_max=high)
+            return "cispo", CISPO(ratio_max=high)
         case "sapo":
             level = p.get("importance_sampling_level", "token")
-            return "sapo", losses.SAPO(
-                tau_positive=1.0, tau_negative=p.get("sapo_temperature_neg", 1.05), level=level
-            )
+            return "sapo", SAPO(tau_positive=1.0, tau_negative=p.get("sapo_temperature_neg", 1.05), level=level)
         case "vespo":
-            return "vespo", losses.VESPO()
+            return "vespo", VESPO()
     if p.get("importance_sampling_level") == "sequence":
-        return "gspo", losses.GSPO(clip_low=low, clip_high=high, dual_clip=cap)
-    return "ppo_clip", losses.PPOClip(clip_low=low, clip_high=high, dual_clip=cap)
+        return "gspo", GSPO(clip_low=low, clip_high=high, dual_clip=cap)
+    return "ppo_clip", PPOClip(clip_low=low, clip_high=high, dual_clip=cap)
 
 
 def policy_weights(case: Case, weights_T: Tensor, mask_T: Tensor, old_T: Tensor) -> Tensor:
@@ -95,7 +98,7 @@ def test_loss_types_are_our_losses_with_our_aggregations(case: Case):
     name, config = loss_of(case)
     advantages_T = case.tensor("in/advantages")[SEQUENCE_T]
     taken_T = policy_weights(case, weights_T, mask_T, old_T)
-    loss, _ = losses.POLICY_LOSSES[name].fn(logprobs_T, old_T, advantages_T, taken_T, SEQUENCE_T, mask_T, config)
+    loss, _ = POLICY_LOSSES[name].fn(logprobs_T, old_T, advantages_T, taken_T, SEQUENCE_T, mask_T, config)
     if "beta" in p:
         kl_T = kl_per_token("k3", logprobs_T, case.tensor("in/ref_log_prob"), mask_T)
         if p.get("use_bias_correction_kl", True):

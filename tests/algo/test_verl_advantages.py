@@ -13,18 +13,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from agentrl.algo.advantages import (
-    ESTIMATORS,
-    GAE,
-    GDPO,
-    GRPO,
-    OptimalTokenBaseline,
-    PassK,
-    ReinforcePlusPlus,
-    estimate,
-)
-from agentrl.algo.advantages.gdpo import gdpo_advantages
-from agentrl.algo.advantages.optimal_token_baseline import optimal_token_advantages
+from agentrl.algo.advantages import ESTIMATORS, estimate
+from agentrl.algo.advantages.gae import GAE
+from agentrl.algo.advantages.gdpo import GDPO, gdpo_advantages
+from agentrl.algo.advantages.grpo import GRPO
+from agentrl.algo.advantages.grpo_passk import PassK
+from agentrl.algo.advantages.optimal_token_baseline import OptimalTokenBaseline, optimal_token_advantages
+from agentrl.algo.advantages.reinforce_plus_plus import ReinforcePlusPlus
 from agentrl.algo.returns import whiten
 from agentrl.algo.siblings import group_centered, has_siblings
 from agentrl.algo.step_data import StepData

@@ -12,10 +12,21 @@ import pytest
 import torch
 from torch import Tensor
 
-from agentrl.algo import losses
 from agentrl.algo.aggregate import Totals, aggregate, aggregation_weights, totals_of_tokens
 from agentrl.algo.correction import Correction, Reject, correct
 from agentrl.algo.kl import AdaptiveKL, FixedKL, kl_in_reward, kl_per_token
+from agentrl.algo.losses import POLICY_LOSSES
+from agentrl.algo.losses.cispo import CISPO
+from agentrl.algo.losses.clip_cov import ClipCov, clip_cov, clip_cov_selection
+from agentrl.algo.losses.dppo import DPPO
+from agentrl.algo.losses.dro import DRO
+from agentrl.algo.losses.geo_mean import GeoMean
+from agentrl.algo.losses.gpg import GPG
+from agentrl.algo.losses.gspo import GSPO
+from agentrl.algo.losses.kl_cov import KLCov, kl_cov_selection
+from agentrl.algo.losses.ppo_clip import PPOClip, ppo_clip
+from agentrl.algo.losses.reinforce import Reinforce, reinforce
+from agentrl.algo.losses.sapo import SAPO
 from agentrl.algo.metrics import metric_values
 from agentrl.algo.returns import whiten
 from agentrl.algo.segments import segment_mean
@@ -43,30 +54,30 @@ def config_of(case: Case) -> tuple[str, object]:
     low, high, c = p.get("clip_ratio_low", 0.2), p.get("clip_ratio_high", 0.2), p.get("clip_ratio_c", 3.0)
     match case.fn:
         case "vanilla":
-            return "ppo_clip", losses.PPOClip(clip_low=low, clip_high=high, dual_clip=c)
+            return "ppo_clip", PPOClip(clip_low=low, clip_high=high, dual_clip=c)
         case "gspo":
-            return "gspo", losses.GSPO(clip_low=low, clip_high=high)
+            return "gspo", GSPO(clip_low=low, clip_high=high)
         case "geo_mean":
-            return "geo_mean", losses.GeoMean(clip_low=low, clip_high=high)
+            return "geo_mean", GeoMean(clip_low=low, clip_high=high)
         case "sapo":
-            return "sapo", losses.SAPO(tau_positive=p.get("tau_pos", 1.0), tau_negative=p.get("tau_neg", 1.05))
+            return "sapo", SAPO(tau_positive=p.get("tau_pos", 1.0), tau_negative=p.get("tau_neg", 1.05))
         case "cispo":
-            return "cispo", losses.CISPO(ratio_max=1 + high, ratio_min=1 - low)
+            return "cispo", CISPO(ratio_max=1 + high, ratio_min=1 - low)
         case "dro":
-            return "dro", losses.DRO(beta=p["policy_loss.dro_beta"])
+            return "dro", DRO(beta=p["policy_loss.dro_beta"])
         case "gpg":
-            return "gpg", losses.GPG()
+            return "gpg", GPG()
         case "dppo_tv" | "dppo_kl":
-            return case.fn, losses.DPPO(divergence_low=low, divergence_high=high, ratio_max=c)
+            return case.fn, DPPO(divergence_low=low, divergence_high=high, ratio_max=c)
         case "clip_cov":
             bounds = p.get("policy_loss.clip_cov_lb", 1.0), p.get("policy_loss.clip_cov_ub", 5.0)
             fraction = p.get("policy_loss.clip_cov_ratio", 2e-4)
-            return case.fn, losses.ClipCov(
+            return case.fn, ClipCov(
                 clip_low=low, clip_high=high, fraction=fraction, cov_low=bounds[0], cov_high=bounds[1]
             )
         case "kl_cov":
             fraction, coef = p.get("policy_loss.kl_cov_ratio", 2e-4), p.get("policy_loss.ppo_kl_coef", 0.1)
-            return case.fn, losses.KLCov(fraction=fraction, kl_coef=coef)
+            return case.fn, KLCov(fraction=fraction, kl_coef=coef)
     raise AssertionError(case.fn)
 
 
@@ -96,7 +107,7 @@ def test_policy_losses_agree_with_verl(case: Case):
     if case.error is not None:
         assert "dro_beta must be a positive value" in case.error
         with pytest.raises(ValueError, match="greater than 0"):
-            losses.DRO(beta=0.0)
+            DRO(beta=0.0)
         return
     name, config = config_of(case)
     mask_T = case.input("response_mask").bool()
@@ -116,9 +127,9 @@ def test_policy_losses_agree_with_verl(case: Case):
     if name == "kl_cov":
         chosen_T = torch.zeros_like(mask_T)
         keys_N = torch.arange(int(mask_T.sum()))
-        chosen_T[mask_T] = losses.kl_cov_selection(advantages_T[mask_T], logprobs_T[mask_T], keys_N, config)
+        chosen_T[mask_T] = kl_cov_selection(advantages_T[mask_T], logprobs_T[mask_T], keys_N, config)
         extra["selected_T"] = chosen_T
-    loss, metrics = losses.POLICY_LOSSES[name].fn(
+    loss, metrics = POLICY_LOSSES[name].fn(
         logprobs_T, old_T, advantages_T, weights_T, SEQUENCE_T, mask_T, config, **extra
     )
     check_loss(case, loss, logprobs_T)
@@ -151,7 +162,7 @@ def test_clip_cov_agrees_with_verl_on_the_tokens_it_drew(case: Case):
 
     def run(selected_T: Tensor) -> tuple[Tensor, Tensor]:
         logprobs_T = case.input("log_prob").requires_grad_()
-        out, _ = losses.clip_cov(
+        out, _ = clip_cov(
             logprobs_T, old_T, advantages_T, weights_T, SEQUENCE_T, mask_T, config, selected_T=selected_T
         )
         out.backward()
@@ -164,7 +175,7 @@ def test_clip_cov_agrees_with_verl_on_the_tokens_it_drew(case: Case):
     close(loss, case.outputs["loss"], case.tolerance, "loss")
     close(logprobs_T.grad, case.output("grad_log_prob"), case.tolerance, "gradient")
 
-    selected_N = losses.clip_cov_selection(
+    selected_N = clip_cov_selection(
         advantages_T[mask_T], logprobs_T.detach()[mask_T], torch.arange(int(mask_T.sum())), config
     )
     centred = [x[mask_T] - x[mask_T].mean() for x in (advantages_T, logprobs_T.detach())]
@@ -210,19 +221,19 @@ def test_bypass_agrees_with_verl(case: Case):
     if case.id == "pl/reinforce_fn/isw":  # weights given from outside; the record leaves the input's name out
         weights_T = weights_T * case.input("rollout_is_weights")
     if case.fn == "bypass_mode" and p["loss_type"] == "ppo_clip":
-        fn, parameters_ = losses.ppo_clip, losses.PPOClip(clip_high=0.2)
+        fn, parameters_ = ppo_clip, PPOClip(clip_high=0.2)
     else:
         # Weights are made from all trained tokens, the mask is applied afterwards: what is rejected still
         # belongs to its sequence's ratio. So they multiply the weights here.
-        fn, parameters_ = losses.reinforce, losses.Reinforce()
+        fn, parameters_ = reinforce, Reinforce()
         weights_T = weights_T * corrected.weights_T
     args = (case.input("advantages"), weights_T, SEQUENCE_T, keep_T, parameters_)
     loss, _ = fn(logprobs_T, sampler_T, *args)
     check_loss(case, loss, logprobs_T)
-    if fn is losses.reinforce and config.importance != "none" and not config.reject:
-        inner = losses.Reinforce(importance=config.importance, high=config.high, low=config.low)
+    if fn is reinforce and config.importance != "none" and not config.reject:
+        inner = Reinforce(importance=config.importance, high=config.high, low=config.low)
         plain_T = weights_of(case, keep_T)
-        again, _ = losses.reinforce(logprobs_T, sampler_T, args[0], plain_T, SEQUENCE_T, keep_T, inner)
+        again, _ = reinforce(logprobs_T, sampler_T, args[0], plain_T, SEQUENCE_T, keep_T, inner)
         close(again, loss, 1e-6, "importance weights inside the loss")
 
 

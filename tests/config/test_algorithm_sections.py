@@ -94,7 +94,7 @@ def test_your_own_function_takes_options(tmp_path: Path):
 @pytest.mark.parametrize(
     ("algorithm", "said"),
     [
-        ("{loss: gsop}", "3:13: algorithm.loss must be one of ppo_clip, gspo"),
+        ("{loss: gsop}", "3:13: algorithm.loss must be one of cispo, clip_cov"),
         ("{loss: {name: gsop}}", "got 'gsop'; did you mean 'gspo'?"),
         ("{loss:  }", "algorithm.loss must be a name or a section with `name`, got nothing"),
         ("{loss: 3}", "algorithm.loss must be a name or a section with `name`, got 3"),

@@ -111,7 +111,7 @@ def test_a_key_in_the_wrong_place_is_told_where_it_belongs(tmp_path: Path, text:
         ("name: 7", "4:7: name must be text, got 7"),
         (
             "algorithm: {advantage: grp}",
-            "algorithm.advantage must be one of grpo, dr_grpo, rloo, turn_level, gae, ",
+            "algorithm.advantage must be one of dr_grpo, gae, gdpo, gpg, grpo, ",
         ),
         ("algorithm: {loss: gsop}", "or `module:function`, got 'gsop'; did you mean 'gspo'?"),
         (

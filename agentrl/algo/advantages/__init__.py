@@ -7,59 +7,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple
+from collections.abc import Mapping
 
-from agentrl.algo.advantages.dr_grpo import DrGRPO, dr_grpo
-from agentrl.algo.advantages.gae import GAE, gae
-from agentrl.algo.advantages.gdpo import GDPO, gdpo
-from agentrl.algo.advantages.gpg import GPGAdvantage, gpg
-from agentrl.algo.advantages.grpo import GRPO, grpo
-from agentrl.algo.advantages.grpo_passk import PassK, passk
-from agentrl.algo.advantages.opo import OPO, opo
-from agentrl.algo.advantages.optimal_token_baseline import OptimalTokenBaseline, optimal_token_baseline
-from agentrl.algo.advantages.reinforce_plus_plus import ReinforcePlusPlus, reinforce_plus_plus
-from agentrl.algo.advantages.reinforce_plus_plus_baseline import (
-    ReinforcePlusPlusBaseline,
-    reinforce_plus_plus_baseline,
-)
-from agentrl.algo.advantages.remax import ReMax, remax
-from agentrl.algo.advantages.rloo import RLOO, rloo
-from agentrl.algo.advantages.turn_level import TurnLevel, turn_level
+from agentrl.algo.entries import Estimator, entries_in
 from agentrl.algo.parameters import Named
 from agentrl.algo.step_data import Advantages, StepData
 
-
-class Estimator(NamedTuple):
-    """An advantage estimator as the configuration names it."""
-
-    fn: Callable[[StepData, Any], Advantages]
-    config: type[Named]
-    """Its parameters; all have defaults."""
-    needs: tuple[str, ...] = ()
-    """Fields of StepData that may not be None."""
-    compares: bool = True
-    """Whether an episode is compared with its siblings, so that equal rewards carry no signal."""
-
-
-ESTIMATORS: Mapping[str, Estimator] = {
-    "grpo": Estimator(grpo, GRPO),
-    "dr_grpo": Estimator(dr_grpo, DrGRPO),
-    "rloo": Estimator(rloo, RLOO),
-    "turn_level": Estimator(turn_level, TurnLevel, ("turn_N",)),
-    "gae": Estimator(gae, GAE, ("values_N",), compares=False),
-    "reinforce_plus_plus": Estimator(reinforce_plus_plus, ReinforcePlusPlus, compares=False),
-    "reinforce_plus_plus_baseline": Estimator(reinforce_plus_plus_baseline, ReinforcePlusPlusBaseline),
-    "remax": Estimator(remax, ReMax, ("greedy_E",), compares=False),
-    "opo": Estimator(opo, OPO),
-    "gpg": Estimator(gpg, GPGAdvantage),
-    "gdpo": Estimator(gdpo, GDPO, ("components_EK",)),
-    "grpo_passk": Estimator(passk, PassK),
-    "optimal_token_baseline": Estimator(
-        optimal_token_baseline, OptimalTokenBaseline, ("old_logprobs_N", "sum_pi_squared_N")
-    ),
-}
-"""Every estimator by its name. A new one is a file in this folder and a line here."""
+ESTIMATORS: Mapping[str, Estimator] = entries_in(__name__, __path__, Estimator)
+"""Every estimator by its name. A new one is a file in this folder."""
 
 
 def estimate(name: str, step: StepData, config: Named) -> Advantages:

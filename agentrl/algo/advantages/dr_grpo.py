@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Literal
 
 from agentrl.algo.advantages.grpo import grpo_advantages
+from agentrl.algo.entries import Estimator
 from agentrl.algo.parameters import Named
 from agentrl.algo.step_data import Advantages, StepData, spread
 
@@ -21,3 +22,6 @@ class DrGRPO(Named):
 def dr_grpo(step: StepData, config: DrGRPO) -> Advantages:
     """GRPO without the division by the standard deviation."""
     return spread(grpo_advantages(step.rewards_E, step.group_E, std="none"), step)
+
+
+ENTRIES = {"dr_grpo": Estimator(dr_grpo, DrGRPO)}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Literal
 
+from agentrl.algo.entries import Estimator
 from agentrl.algo.late import Tensor, torch
 from agentrl.algo.parameters import Discount, Named
 from agentrl.algo.returns import Rows, discounts, scan, whiten
@@ -66,3 +67,6 @@ def gae_advantages(
     delta_EL = rewards_EL + gamma_EL * next_EL - values_EL
     advantages_N = rows.flat(scan(delta_EL, gamma_EL * lam_EL))
     return advantages_N, advantages_N + values_N
+
+
+ENTRIES = {"gae": Estimator(gae, GAE, ("values_N",), compares=False)}

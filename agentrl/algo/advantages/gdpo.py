@@ -7,6 +7,7 @@ from typing import Literal
 from pydantic import Field
 
 from agentrl.algo.advantages.grpo import Scale, grpo_advantages
+from agentrl.algo.entries import Estimator
 from agentrl.algo.late import Tensor, torch
 from agentrl.algo.parameters import Above0, Named
 from agentrl.algo.siblings import has_siblings
@@ -78,3 +79,6 @@ def gdpo_advantages(
         return total_E
     whitened_E = (total_E - counted.mean()) / (counted.std() + eps)
     return torch.where(counts_E, whitened_E, torch.zeros_like(total_E))
+
+
+ENTRIES = {"gdpo": Estimator(gdpo, GDPO, ("components_EK",))}

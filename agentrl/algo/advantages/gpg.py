@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Literal
 
+from agentrl.algo.entries import Estimator
 from agentrl.algo.late import Tensor
 from agentrl.algo.parameters import Named
 from agentrl.algo.siblings import group_centered, has_signal
@@ -28,3 +29,6 @@ def gpg_advantages(rewards_E: Tensor, group_E: Tensor) -> Tensor:
     """[E] alpha * (r - mean), alpha = episodes / episodes in groups whose rewards differ."""
     signal = int(has_signal(rewards_E, group_E).sum())
     return group_centered(rewards_E, group_E) * (rewards_E.numel() / max(signal, 1))
+
+
+ENTRIES = {"gpg": Estimator(gpg, GPGAdvantage)}

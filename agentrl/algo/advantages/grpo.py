@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Literal
 
+from agentrl.algo.entries import Estimator
 from agentrl.algo.late import Tensor
 from agentrl.algo.parameters import Above0, Named
 from agentrl.algo.siblings import group_centered, group_std
@@ -44,3 +45,6 @@ def grpo_advantages(rewards_E: Tensor, group_E: Tensor, *, std: Scale = "group",
     if std == "none":
         return centered_E
     raise ValueError(f"unknown std {std!r}: one of group, batch, none")
+
+
+ENTRIES = {"grpo": Estimator(grpo, GRPO)}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Literal
 
+from agentrl.algo.entries import Estimator
 from agentrl.algo.late import Tensor, torch
 from agentrl.algo.parameters import Above0, Named
 from agentrl.algo.segments import segment_count, segment_max, segment_sum
@@ -44,3 +45,6 @@ def passk_advantages(
     credited_E = is_best_E & alone_S[group_E]
     lead_E = torch.where(credited_E, rewards_E - second_S[group_E], torch.zeros_like(rewards_E))
     return lead_E / (group_std(rewards_E, group_E) + eps) if normalize_std else lead_E
+
+
+ENTRIES = {"grpo_passk": Estimator(passk, PassK)}

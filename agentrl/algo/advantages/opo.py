@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Literal
 
+from agentrl.algo.entries import Estimator
 from agentrl.algo.late import Tensor, torch
 from agentrl.algo.parameters import Named
 from agentrl.algo.segments import segment_count, segment_sum
@@ -37,3 +38,6 @@ def opo_advantages(rewards_E: Tensor, group_E: Tensor, lengths_E: Tensor) -> Ten
     baseline_S = segment_sum(weight_E * rewards_E, group_E) / total_S.clamp(min=1e-12)
     advantage_E = rewards_E - baseline_S[group_E]
     return torch.where(has_signal(rewards_E, group_E), advantage_E, torch.zeros_like(advantage_E))
+
+
+ENTRIES = {"opo": Estimator(opo, OPO)}

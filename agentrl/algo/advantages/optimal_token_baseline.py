@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Literal
 
+from agentrl.algo.entries import Estimator
 from agentrl.algo.late import Tensor, torch
 from agentrl.algo.parameters import Named
 from agentrl.algo.returns import Rows, index_in_sequence, return_to_go
@@ -90,3 +91,7 @@ def _beyond_siblings(length_E: Tensor, group_E: Tensor, sequence_N: Tensor, inde
         if members.numel() > 1:
             second_E[members] = length_E[members].sort().values[-2]
     return (length_E > second_E)[sequence_N] & (index_N >= second_E[sequence_N])
+
+
+_NEEDS = ("old_logprobs_N", "sum_pi_squared_N")
+ENTRIES = {"optimal_token_baseline": Estimator(optimal_token_baseline, OptimalTokenBaseline, _NEEDS)}

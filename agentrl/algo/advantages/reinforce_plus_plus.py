@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Literal
 
+from agentrl.algo.entries import Estimator
 from agentrl.algo.parameters import Discount, Named
 from agentrl.algo.returns import return_to_go, whiten
 from agentrl.algo.step_data import Advantages, StepData
@@ -28,3 +29,6 @@ def reinforce_plus_plus(step: StepData, config: ReinforcePlusPlus) -> Advantages
     return Advantages(
         whiten(return_to_go(step.token_rewards(), step.sequence_N, gamma=config.gamma, turn_N=turn_N))
     )
+
+
+ENTRIES = {"reinforce_plus_plus": Estimator(reinforce_plus_plus, ReinforcePlusPlus, compares=False)}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Literal
 
+from agentrl.algo.entries import Estimator
 from agentrl.algo.parameters import Named
 from agentrl.algo.returns import whiten
 from agentrl.algo.siblings import group_centered, has_siblings
@@ -23,3 +24,6 @@ def reinforce_plus_plus_baseline(step: StepData, config: ReinforcePlusPlusBaseli
     """The advantage of each token; episodes alone in their group get 0 and do not count in the whitening."""
     centered_E = group_centered(step.rewards_E, step.group_E)
     return Advantages(whiten(centered_E[step.sequence_N], has_siblings(step.group_E)[step.sequence_N]))
+
+
+ENTRIES = {"reinforce_plus_plus_baseline": Estimator(reinforce_plus_plus_baseline, ReinforcePlusPlusBaseline)}

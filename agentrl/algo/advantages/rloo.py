@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Literal
 
+from agentrl.algo.entries import Estimator
 from agentrl.algo.late import Tensor
 from agentrl.algo.parameters import Named
 from agentrl.algo.segments import segment_count
@@ -29,3 +30,6 @@ def rloo_advantages(rewards_E: Tensor, group_E: Tensor) -> Tensor:
     """[E] reward minus the mean of the siblings' rewards: G / (G - 1) * (r - mean)."""
     count_E = segment_count(group_E, dtype=rewards_E.dtype)[group_E]
     return group_centered(rewards_E, group_E) * count_E / (count_E - 1).clamp(min=1)
+
+
+ENTRIES = {"rloo": Estimator(rloo, RLOO)}

@@ -6,6 +6,7 @@ from typing import Literal, Self
 
 from pydantic import model_validator
 
+from agentrl.algo.entries import PolicyLoss
 from agentrl.algo.kl import bounded_exp
 from agentrl.algo.late import Tensor
 from agentrl.algo.metrics import mean_of
@@ -48,3 +49,6 @@ def cispo(
     bound_N = ratio_N.clamp(config.ratio_min, config.ratio_max)
     metrics = ratio_metrics(new_N, old_N) | {"clip_fraction": mean_of(bound_N != ratio_N)}
     return (weight_N * -bound_N * adv_N * new_N).sum(), metrics
+
+
+ENTRIES = {"cispo": PolicyLoss(cispo, CISPO)}

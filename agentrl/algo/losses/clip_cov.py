@@ -7,6 +7,7 @@ from typing import Literal, Self
 from pydantic import model_validator
 
 from agentrl.algo.covariance import covariances, shuffle_keys
+from agentrl.algo.entries import PolicyLoss
 from agentrl.algo.kl import bounded_exp
 from agentrl.algo.late import Tensor, torch
 from agentrl.algo.metrics import mean_of
@@ -87,3 +88,6 @@ def clip_cov(
     loss_N = torch.where(selected_N, torch.zeros_like(loss_N), loss_N)
     metrics |= ratio_metrics(new_N, old_N) | {"selected_fraction": mean_of(selected_N)}
     return (weight_N * loss_N).sum(), metrics
+
+
+ENTRIES = {"clip_cov": PolicyLoss(clip_cov, ClipCov, silent=False, select=clip_cov_selection)}

@@ -6,6 +6,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
+from agentrl.algo.entries import PolicyLoss
 from agentrl.algo.kl import bounded_exp
 from agentrl.algo.late import Tensor, torch
 from agentrl.algo.metrics import mean_of
@@ -85,3 +86,9 @@ def _trust_region(
     loss_N = torch.where(outside_N, torch.zeros_like(new_N), -ratio_N * adv_N * new_N)
     metrics = ratio_metrics(new_N, old_N) | {"clip_fraction": mean_of(outside_N)}
     return (weight_N * loss_N).sum(), metrics
+
+
+ENTRIES = {
+    "dppo_tv": PolicyLoss(dppo_tv, DPPO),
+    "dppo_kl": PolicyLoss(dppo_kl, DPPO),
+}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Literal
 
+from agentrl.algo.entries import PolicyLoss
 from agentrl.algo.late import Tensor
 from agentrl.algo.parameters import Above0, Named
 from agentrl.algo.ratio import LossOutput, ratio_metrics
@@ -34,3 +35,6 @@ def dro(
     new_N, old_N, adv_N, weight_N = trained(loss_mask_T, logprobs_T, old_logprobs_T, advantages_T, weights_T)
     loss_N = -(adv_N * new_N - config.beta / 2 * (new_N - old_N).square())
     return (weight_N * loss_N).sum(), ratio_metrics(new_N, old_N)
+
+
+ENTRIES = {"dro": PolicyLoss(dro, DRO, silent=False)}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Literal
 
+from agentrl.algo.entries import PolicyLoss
 from agentrl.algo.kl import bounded_exp
 from agentrl.algo.late import Tensor, torch
 from agentrl.algo.metrics import mean_of
@@ -54,3 +55,6 @@ def geo_mean(
     metrics = ratio_metrics(new_N, old_N)
     metrics["clip_fraction"] = mean_of((adv_N != 0) & (clipped_N != log_ratio_N))
     return (weight_S * loss_S).sum(), metrics
+
+
+ENTRIES = {"geo_mean": PolicyLoss(geo_mean, GeoMean)}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Literal
 
+from agentrl.algo.entries import PolicyLoss
 from agentrl.algo.late import Tensor
 from agentrl.algo.parameters import Named
 from agentrl.algo.ratio import LossOutput, ratio_metrics
@@ -31,3 +32,6 @@ def gpg(
     """-A log pi; the old policy only enters the metrics."""
     new_N, old_N, adv_N, weight_N = trained(loss_mask_T, logprobs_T, old_logprobs_T, advantages_T, weights_T)
     return (weight_N * -adv_N * new_N).sum(), ratio_metrics(new_N, old_N)
+
+
+ENTRIES = {"gpg": PolicyLoss(gpg, GPG)}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Literal
 
+from agentrl.algo.entries import PolicyLoss
 from agentrl.algo.kl import bounded_exp
 from agentrl.algo.late import Tensor
 from agentrl.algo.parameters import Above0, ClipLow, DualClip, Named
@@ -48,3 +49,6 @@ def gspo(
     clipped_N = ratio_N.clamp(1 - config.clip_low, 1 + config.clip_high)
     loss_N, metrics = clipped_surrogate(ratio_N, clipped_N, adv_N, config.dual_clip)
     return (weight_N * loss_N).sum(), metrics | ratio_metrics(new_N, old_N)
+
+
+ENTRIES = {"gspo": PolicyLoss(gspo, GSPO)}

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Literal
 
 from agentrl.algo.covariance import covariances, shuffle_keys
+from agentrl.algo.entries import PolicyLoss
 from agentrl.algo.kl import bounded_exp
 from agentrl.algo.late import Tensor, torch
 from agentrl.algo.metrics import mean_of
@@ -62,3 +63,6 @@ def kl_cov(
     loss_N = -adv_N * bounded_exp(log_ratio_N) + penalty_N
     metrics = ratio_metrics(new_N, old_N) | {"selected_fraction": mean_of(selected_N)}
     return (weight_N * loss_N).sum(), metrics
+
+
+ENTRIES = {"kl_cov": PolicyLoss(kl_cov, KLCov, silent=False, select=kl_cov_selection)}

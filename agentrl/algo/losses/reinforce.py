@@ -7,6 +7,7 @@ from typing import Literal, Self
 from pydantic import model_validator
 
 from agentrl.algo.correction import importance_weights
+from agentrl.algo.entries import PolicyLoss
 from agentrl.algo.late import Tensor
 from agentrl.algo.metrics import mean_of
 from agentrl.algo.parameters import Above0, Named, check_band
@@ -60,3 +61,6 @@ def reinforce(
         loss_N = ratio_N * loss_N
         metrics["importance_weight"] = mean_of(ratio_N)
     return (weight_N * loss_N).sum(), metrics
+
+
+ENTRIES = {"reinforce": PolicyLoss(reinforce, Reinforce)}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Literal
 
+from agentrl.algo.entries import PolicyLoss
 from agentrl.algo.kl import bounded_exp
 from agentrl.algo.late import Tensor, torch
 from agentrl.algo.parameters import Above0, Named
@@ -44,3 +45,6 @@ def sapo(
     tau_N = torch.full_like(ratio_N, config.tau_negative).masked_fill(adv_N > 0, config.tau_positive)
     gate_N = torch.sigmoid(tau_N * (ratio_N - 1)) * (4 / tau_N)
     return (weight_N * -adv_N * gate_N).sum(), ratio_metrics(new_N, old_N)
+
+
+ENTRIES = {"sapo": PolicyLoss(sapo, SAPO)}

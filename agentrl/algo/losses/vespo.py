@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Literal
 
+from agentrl.algo.entries import PolicyLoss
 from agentrl.algo.late import Tensor, torch
 from agentrl.algo.metrics import mean_of
 from agentrl.algo.parameters import Named, NonNegative
@@ -52,3 +53,6 @@ def vespo(
     metrics = ratio_metrics(new_N, old_N)
     metrics["gradient_weight"] = mean_of(phi_N)
     return (weight_N * -phi_N.detach() * adv_N * new_N).sum(), metrics
+
+
+ENTRIES = {"vespo": PolicyLoss(vespo, VESPO)}
