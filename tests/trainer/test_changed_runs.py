@@ -234,7 +234,9 @@ def test_forks_that_make_no_sense_are_refused():
         parse_source("runs/letters@7")
     with pytest.raises(CheckpointError, match="is not a run folder"):
         parse_source("nowhere@2")
-    with pytest.raises(ConfigError, match=r"a fork cannot change fixed keys(.|\n)*seed: 0 -> 9(.|\n)*--weights-only"):
+    with pytest.raises(
+        ConfigError, match=r"a fork cannot change fixed keys(.|\n)*seed: 0 -> 9(.|\n)*--weights-only"
+    ):
         fork_run(settings(seed=9, name="other"), "runs/letters@1")
     assert not Path("runs/other").exists()
     Path("runs/taken").mkdir()
