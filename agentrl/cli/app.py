@@ -36,9 +36,9 @@ from agentrl.extras import missing_extra
 app = typer.Typer(
     help=(
         "Train language models to use tools by reinforcement learning.\n\n"
-        "A run is one YAML file: `agentrl check tools.yaml` looks it over without a model, "
+        "A run is one YAML file: `agentrl check tools.yaml` validates it without a model, "
         "`agentrl train tools.yaml` trains and leaves a folder under runs/, `agentrl show` and `agentrl eval` "
-        "read that folder. The same `train` command again resumes."
+        "read that folder. Run the same `train` command again to resume."
     ),
     no_args_is_help=True,
     pretty_exceptions_enable=False,

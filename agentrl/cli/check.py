@@ -45,7 +45,7 @@ def check(
     Reads the YAML, imports the env, runs episodes to validate its tools, tasks and rewards, verifies the chat
     template, and prints the tokens of one episode (prompt, sampled, observation) with their advantages.
 
-    With `--exam`, looks for faults of the env that would spoil training: rewards for policies that solve nothing,
+    With `--exam`, looks for bugs of the env that would spoil training: rewards for policies that solve nothing,
     episodes that cannot be repeated, leaked answers, rows without a solution.
     """
     options = exams.ExamOptions(report, fail_on, tasks, endpoint, model, attempts, api_key_env)

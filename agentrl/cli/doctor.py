@@ -45,12 +45,15 @@ PACKAGES = {
 
 def doctor(
     what: Annotated[
-        str, typer.Argument(help="`sandbox` prints only what sandboxes keep here; a run folder is looked over.")
+        str,
+        typer.Argument(
+            help="`sandbox`: only what sandboxes isolate here. A run folder: look for faults in the run."
+        ),
     ] = "all",
     strict: Annotated[
-        bool, typer.Option("--strict", help="Of a run: exit with 1 if there is a warning or an error.")
+        bool, typer.Option("--strict", help="With a run: exit with 1 if there is a warning or an error.")
     ] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="Of a run: print the findings as JSON.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="With a run: print the findings as JSON.")] = False,
 ) -> None:
     """Show what this machine has (Python, packages, GPUs, disk space, working sandboxes), or what is wrong with a
     run, with the evidence and the setting to change next."""

@@ -28,7 +28,8 @@ EnvTarget = Annotated[
     ),
 ]
 Part = Annotated[
-    str | None, typer.Option("--env", metavar="NAME", help="Which env of a run with several.", show_default=False)
+    str | None,
+    typer.Option("--env", metavar="NAME", help="Env to serve, if the run has several.", show_default=False),
 ]
 
 

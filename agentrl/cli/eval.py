@@ -38,7 +38,7 @@ Target = Annotated[
 EnvName = Annotated[
     str | None,
     typer.Option(
-        help="Env to use instead: `module:Class` or `file.py:Class`; or, of a run with several, the name of one. "
+        help="Env to use instead: `module:Class` or `file.py:Class`; or the name of one of the run's envs. "
         "[default: the run's]",
         show_default=False,
     ),
@@ -54,7 +54,7 @@ Temperature = Annotated[
     float | None,
     typer.Option(
         min=0.0,
-        help="0 is greedy. [default: 0; with several attempts that of training]",
+        help="0 is greedy. [default: 0, or that of training with several attempts]",
         show_default=False,
     ),
 ]

@@ -28,7 +28,7 @@ Report = Annotated[
 ]
 FailOn = Annotated[
     Level | None,
-    typer.Option("--fail-on", help="With --exam: exit with 1 at findings of this level. [default: error]",
+    typer.Option("--fail-on", help="With --exam: exit with 1 at this level or above. [default: error]",
                  show_default=False),
 ]  # fmt: skip
 NumTasks = Annotated[

@@ -28,7 +28,7 @@ def rescore(
             "--env",
             metavar="ENV",
             help="Score with this env: file.py:Class, module:Class or SCHEME:REST; with several envs, NAME=ENV. "
-            "[default: the run's, as its code is today]",
+            "[default: the run's, with its current code]",
             show_default=False,
         ),
     ] = None,

@@ -29,7 +29,7 @@ def view(
         bool, typer.Option("--redact", help="With --export: leave out texts, tokens, paths and configuration.")
     ] = False,
 ) -> None:
-    """Show runs on a local page: curves, steps, episodes token by token, tools and a search.
+    """Show runs on a local page: curves, steps, episodes token by token, tools and search.
 
     The page is served on 127.0.0.1 to whoever has the address with its token, needs no network, and follows runs
     while they train.

@@ -176,7 +176,7 @@ class WarmupConfig(Section):
     """
 
     use: Annotated[Literal["demonstrations", "oracle"] | None, NeverWith("demonstrations")] = None
-    """Who writes the demonstrations: the env's `demonstrations`, or its `oracle`, which plays training tasks. By
+    """Source of the demonstrations: the env's `demonstrations`, or its `oracle`, which plays training tasks. By
     default `demonstrations` if the env has it; `warmup: oracle` is short for `warmup: {use: oracle}`."""
     demonstrations: Annotated[str | None, PathTo("file")] = None
     """JSON-lines file of {"messages": [...]}; by default the env's `demonstrations`, or episodes that its `oracle`
@@ -451,7 +451,7 @@ class EnvOfMixture(EnvConfig):
     share: Annotated[float, Field(gt=0, le=1e6)] = 1.0
     """Its share of the prompts, relative to the shares of the others."""
     data: DataConfig = DataConfig()
-    """Its tasks, as `data` of a run with one env."""
+    """The env's tasks, in the same form as a run's `data`."""
     rollout: RolloutOfEnv = RolloutOfEnv()
     """Settings of `rollout` that differ for this env."""
     algorithm: AlgorithmOfEnv = Field(default_factory=AlgorithmOfEnv)
@@ -468,7 +468,7 @@ class RunConfig(Section):
     )
     """Name of the run folder under `runs/`; the YAML file's folder name when empty."""
     seed: Annotated[int, Field(ge=-(2**63), lt=2**63), OnResume("fixed"), UnusedBy("serve")] = 0
-    """Seeds tasks, model making, sampling and data order."""
+    """Seed for tasks, the initialization of a tiny model, sampling and data order."""
     steps: Annotated[Positive, OnResume("free"), UnusedBy("eval", "serve")] = 100
     """Optimizer steps."""
     env: Annotated[EnvConfig | None, UnusedBy("serve")]

@@ -69,7 +69,7 @@ def _rows_decide(evidence: Evidence) -> bool:
 
 
 def answer_in_sight(evidence: Evidence) -> Iterator[Finding]:
-    """What the policy should find stands in the prompt, or a tool gives it away."""
+    """The prompt contains the answer, or a tool gives it away."""
     seen: dict[str, list[Played]] = {"prompt": [], "tool": []}
     tasks: dict[str, set[str]] = {"prompt": set(), "tool": set(), "all": set()}
     for played in evidence.scored:

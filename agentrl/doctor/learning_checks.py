@@ -86,7 +86,7 @@ def never_solved(evidence: Evidence) -> Iterator[Finding]:
 
 
 def too_fast(evidence: Evidence) -> Iterator[Finding]:
-    """Updates that tear the policy apart."""
+    """Updates so large that training diverges."""
     steps, entropy = evidence.series("entropy")
     _, reward = evidence.series("reward")
     _, kl = evidence.series("kl")

@@ -24,7 +24,7 @@ _CALL = re.compile(r"<tool_call>|<function|\[TOOL_CALLS\]|<\|python_tag\|>|\"(na
 
 
 def never_called(evidence: Evidence) -> Iterator[Finding]:
-    """Tools are offered and nobody ever called one, or no call was ever read."""
+    """Tools are offered, but none was ever called, or no call could be parsed."""
     offered = [played for played in evidence.scored if played.tools]
     if len(offered) < ENOUGH:
         return
@@ -79,7 +79,7 @@ def _never_read(offered: Sequence[Played]) -> Iterator[Finding]:
 
 
 def one_error(evidence: Evidence) -> Iterator[Finding]:
-    """Most answers of a tool are one error text, whatever it is asked."""
+    """Most calls to a tool return the same error text."""
     calls: dict[str, list[tuple[Call, Played]]] = {}
     for played in evidence.scored:
         for call in played.calls:

@@ -68,7 +68,7 @@ def _number(value: float) -> str:
 
 
 def difference(first: str, second: str) -> str:
-    """The first difference of two fingerprints, for people."""
+    """The first difference between two fingerprints, as text."""
     a, b = json.loads(first), json.loads(second)
     if "error" in a or "error" in b:
         return f"{_short(a.get('error', 'an episode'))} became {_short(b.get('error', 'an episode'))}"

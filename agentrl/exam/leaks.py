@@ -93,7 +93,7 @@ def _varied(answers: list[Answer]) -> list[Answer]:
 
 
 def places(text: str, answer: str) -> list[int]:
-    """Where an answer stands in a text as a word of its own."""
+    """Where an answer occurs in a text as a whole word."""
     edge_l = r"(?<![\w.])" if answer[:1].isalnum() else ""
     edge_r = r"(?![\w])(?!\.\d)" if answer[-1:].isalnum() else ""
     return [m.start() for m in re.finditer(edge_l + re.escape(answer) + edge_r, text)]

@@ -27,7 +27,7 @@ def random_policy(seed: int) -> MakePolicy:
 
 
 def saying(text: str) -> MakePolicy:
-    """Says the same in every turn."""
+    """Sends the same message in every turn."""
     return lambda env, task: lambda messages: say(text)
 
 

@@ -132,7 +132,7 @@ class _Branches:
         self._all: list[_Branch] = []
 
     def add(self, row: int, shared: int) -> None:
-        """Add a row whose first `shared` tokens are those of the row before."""
+        """Add a row that shares its first `shared` tokens with the row before."""
         while self._path and self._path[-1].start >= shared and self._path[-1].stop > shared:
             self._path.pop()
         if self._path and self._path[-1].stop > shared:

@@ -96,7 +96,7 @@ class Compaction:
 
 @dataclass(frozen=True, slots=True)
 class Compacted:
-    """The branch in which the episode goes on, and counts for its metrics."""
+    """The branch in which the episode continues, and counts for its metrics."""
 
     transcript: Transcript
     metrics: dict[str, float]

@@ -176,7 +176,7 @@ class Library:
         return {"total": found.total, "took_ms": round(1000 * found.seconds, 1), "hits": hits}
 
     def compare(self, ids: Sequence[str]) -> Json:
-        """Several runs beside each other. Raises NotFoundError."""
+        """Several runs side by side. Raises NotFoundError."""
         return run_page.compare({id: self.run(id) for id in ids}, self.cache)
 
     def indexed(self) -> Index:

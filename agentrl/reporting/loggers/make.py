@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from agentrl.config.loggers import LOGGERS, LoggerConfig
 from agentrl.errors import AgentRLError, ConfigError
-from agentrl.extras import require
+from agentrl.extras import EXTRAS, require
 from agentrl.importing import load_object
 from agentrl.reporting.loggers.log_feed import Fed
 from agentrl.reporting.loggers.mlflow import Mlflow
@@ -40,7 +40,7 @@ def check_loggers(configs: Sequence[LoggerConfig]) -> None:
         ConfigError: one is missing.
     """
     for config in configs:
-        if config.use in LOGGERS:
+        if config.use in LOGGERS and config.use in EXTRAS:
             require(config.use, f"loggers: {config.use}")
         if config.use == "tensorboard" and importlib.util.find_spec("torch") is None:
             require("train", "loggers: tensorboard")
