@@ -32,26 +32,22 @@ def show(
         str | None, typer.Option(help="One episode by its id, e.g. s12/g0/e3.", show_default=False)
     ] = None,
     num: Annotated[int, typer.Option("--num", "-n", min=0, help="Episodes shown in full.")] = 3,
-    tool: Annotated[
-        str | None, typer.Option(help="Only episodes that call this tool.", show_default=False)
-    ] = None,
+    tool: Annotated[str | None, typer.Option(help="Only with a call of this tool.", show_default=False)] = None,
     outcome: Annotated[
         str | None,
-        typer.Option(help="Only episodes with a call of this outcome, e.g. tool_exception.", show_default=False),
+        typer.Option(help="Only with this call outcome, e.g. tool_exception.", show_default=False),
     ] = None,
     stop: Annotated[
-        str | None, typer.Option(help="Only episodes with this stop reason, e.g. max_turns.", show_default=False)
+        str | None, typer.Option(help="Only with this stop reason, e.g. max_turns.", show_default=False)
     ] = None,
     reward_min: Annotated[float | None, typer.Option(help="Minimum reward.", show_default=False)] = None,
     reward_max: Annotated[float | None, typer.Option(help="Maximum reward.", show_default=False)] = None,
-    task: Annotated[
-        str | None, typer.Option(help="Only episodes of the task with this id.", show_default=False)
-    ] = None,
+    task: Annotated[str | None, typer.Option(help="Only episodes of this task.", show_default=False)] = None,
     grep: Annotated[
-        str | None, typer.Option(help="Only episodes with this text, ignoring case.", show_default=False)
+        str | None, typer.Option(help="Only with this text, ignoring case.", show_default=False)
     ] = None,
     regex: Annotated[
-        str | None, typer.Option(help="Only episodes that match this regular expression.", show_default=False)
+        str | None, typer.Option(help="Only matches of this regular expression.", show_default=False)
     ] = None,
     as_json: Annotated[
         bool, typer.Option("--json", help="Print the number of episodes and the first --num records as JSON.")
