@@ -167,13 +167,13 @@ def test_a_key_in_the_wrong_place_is_told_where_it_belongs(tmp_path: Path, text:
         ("seed: 99999999999999999999", "seed must be in [-9223372036854775808, 9223372036854775808), got"),
         (
             "engine: {kind: sglang, server: {urls: ['127.0.0.1:30000']}}",
-            "no http or https URL with a host",
+            "not an http or https URL with a host",
         ),
         (
             "engine: {kind: sglang, server: {urls: ['localhost:30000']}}",
-            "no http or https URL with a host",
+            "not an http or https URL with a host",
         ),
-        ("engine: {kind: sglang, server: {urls: ['http://']}}", "no http or https URL with a host"),
+        ("engine: {kind: sglang, server: {urls: ['http://']}}", "not an http or https URL with a host"),
         (
             "warmup: {demonstrations: a, num: 3}",
             "warmup.num has no effect while warmup.demonstr",

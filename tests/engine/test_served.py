@@ -244,15 +244,15 @@ def _with(change: Callable[[dict[str, Any]], Any]) -> Callable[[dict[str, Any]],
 @pytest.mark.parametrize(
     ("change", "match"),
     [
-        (lambda a: ["no", "object"], "no completion"),
-        (lambda a: a.pop("output_ids") and a, "no completion"),
+        (lambda a: ["no", "object"], "not a completion"),
+        (lambda a: a.pop("output_ids") and a, "not a completion"),
         (lambda a: a["meta_info"]["output_token_logprobs"].pop() and a, "not the same"),
-        (lambda a: a["meta_info"]["output_token_logprobs"][0].__setitem__(0, None), "no completion"),
+        (lambda a: a["meta_info"]["output_token_logprobs"][0].__setitem__(0, None), "not a completion"),
         (lambda a: a["meta_info"]["output_token_logprobs"][0].__setitem__(0, math.nan), "not finite"),
         (lambda a: a["meta_info"]["weight_versions"][0].update(end=1), "versions of 1 tokens for 3"),
         (lambda a: a["meta_info"]["weight_versions"][0].update(version="default"), "cannot be read"),
         (lambda a: a["meta_info"]["finish_reason"].update(type="confused"), "finish reason"),
-        (lambda a: "hello", "no completion"),
+        (lambda a: "hello", "not a completion"),
     ],
 )
 async def test_an_answer_that_makes_no_sense_is_an_error(model: Path, change: Any, match: str) -> None:
@@ -558,7 +558,7 @@ async def test_events_that_are_no_completion_end_a_stream_with_an_error(model: P
             await engine.generate_streaming(PROMPT, Sampling(max_tokens=4), GenerateOptions())
     for event, error in (
         ({"error": {"message": "grammar", "code": 400}}, "grammar"),
-        ({"output_ids": [1]}, "no completion"),
+        ({"output_ids": [1]}, "not a completion"),
         (
             {
                 "output_ids": [1],

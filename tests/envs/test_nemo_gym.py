@@ -221,7 +221,7 @@ def test_rewards_and_addresses_are_checked():
     for bad in ({}, {"reward": "1"}, {"reward": float("nan")}):
         with pytest.raises(ValueError, match="returned the reward"):
             read_rewards(dict[str, object](bad))
-    with pytest.raises(ConfigError, match="no http or https URL"):
+    with pytest.raises(ConfigError, match="not an http or https URL"):
         nemo_gym("localhost:80")()
 
 

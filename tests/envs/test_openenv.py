@@ -242,7 +242,7 @@ async def test_sessions_wait_for_a_free_one():
 def test_no_server_is_one_clear_line():
     with pytest.raises(ConfigError, match="is an OpenEnv server running there"):
         _ = openenv(f"http://127.0.0.1:{free_port()}")().tools
-    with pytest.raises(ConfigError, match="no http or https URL"):
+    with pytest.raises(ConfigError, match="not an http or https URL"):
         openenv("localhost")()
     with pytest.raises(ConfigError, match="NO_SUCH_KEY"):
         openenv("http://127.0.0.1:1", api_key_env="NO_SUCH_KEY")()

@@ -186,7 +186,7 @@ class ReplicaPool:
         if not replica.ready:
             return
         self._set_ready(replica, False)
-        self._tell(f"{replica.host.name} was lost ({reason}); its requests are being retried")
+        self._tell(f"{replica.host.name} is lost ({reason}); its requests are being retried")
         for call in list(replica.calls):
             call.cancel(LOST)
         self._spawn(self._recover(replica, reason))
