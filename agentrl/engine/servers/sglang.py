@@ -30,8 +30,7 @@ from agentrl.engine.servers.client import (
     ServerKind,
 )
 from agentrl.engine.servers.http import HttpServer, ServerRefused
-from agentrl.engine.servers.inside import agentrl_weight_delta
-from agentrl.engine.servers.inside.agentrl_weight_delta import LOADER
+from agentrl.engine.servers.inside import LOADER, LOADER_FOLDER
 from agentrl.engine.servers.streams import SGLangStream, best_of
 from agentrl.errors import ConfigError, EngineError
 from agentrl.types import Sampling
@@ -49,7 +48,6 @@ _CPU_ENVIRONMENT = {
 }
 _CPU_TOKENS = 262_144
 """Size limit of SGLang's cache in host memory, which would otherwise take most of it."""
-_LOADER_FOLDER = str(Path(agentrl_weight_delta.__file__).parent)
 _TAGS = {"weights": "weights", "cache": "kv_cache"}
 
 
@@ -97,7 +95,7 @@ class SGLangServer:
         if self._changes and LOADER not in (info.get("custom_weight_loader") or ()):
             raise EngineError(
                 f"{self.url} was not started for engine.sync delta: start it with --custom-weight-loader {LOADER} "
-                f"and with {_LOADER_FOLDER} on PYTHONPATH, or use another engine.sync"
+                f"and with {LOADER_FOLDER} on PYTHONPATH, or use another engine.sync"
             )
         return Description(longest + 1, seeds)
 
@@ -395,7 +393,7 @@ def _command(config: EngineConfig, model: Path, gpu: int | None) -> CommandLine:
         line += ["--device", "cuda", "--base-gpu-id", str(gpu)]
     if config.sync == "delta":
         line += ["--custom-weight-loader", LOADER]
-        environment = environment | {"PYTHONPATH": _LOADER_FOLDER}
+        environment = environment | {"PYTHONPATH": LOADER_FOLDER}
     line += ["--mem-fraction-static", str(share)] if share is not None else []
     line += ["--enable-memory-saver"] if server.sleep else []
     return line, environment

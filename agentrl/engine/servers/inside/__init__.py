@@ -1,1 +1,7 @@
 """Code that inference servers import: PyTorch only, in one file."""
+
+from pathlib import Path
+
+LOADER = "agentrl_weight_delta.load"
+"""The name under which a server finds `load`: this folder is on the server's PYTHONPATH."""
+LOADER_FOLDER = str(Path(__file__).parent)

@@ -16,8 +16,6 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-LOADER = "agentrl_weight_delta.load"
-"""The name under which a server finds `load`: its folder is on the server's PYTHONPATH."""
 BLOCK = 256
 _CHUNK = 1 << 15
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
