@@ -99,7 +99,7 @@ def colours(start: Path | None, seed: int, steps: int, staleness: int, more: Map
             "warmup": None if start else {"num": 320, "until_pass": 0.9, "probe_every": 20, "lr": 1e-2},
             "rollout": rollout | {"max_staleness": staleness},
             "optim": {"lr": 4e-3, "warmup_steps": 0},
-            "algorithm": {"kl": {"coef": 0.0}} | more,
+            "algorithm": {"kl": {"coef": 0.0}, **more},
             "checkpoint": {"every": 0},
         }
     )

@@ -63,7 +63,7 @@ def make_model(folder: Path, layers: int) -> None:
         eos_token_id=tokens["eos_token_id"],
     )
     torch.manual_seed(0)
-    Qwen3ForCausalLM(config).to(torch.bfloat16).save_pretrained(folder)
+    Qwen3ForCausalLM(config).bfloat16().save_pretrained(folder)
 
 
 class Stepper:

@@ -51,8 +51,8 @@ from agentrl.learner.split import StepRows
 from agentrl.preflight.shape import ModelShape
 from agentrl.types import Sample
 
-sys.path.append(str(Path(__file__).parent))  # it is missing with `python -m` or when loaded by a path
-from qwen3_shapes import SHAPES, qwen3_config
+sys.path.insert(0, str(Path(__file__).parents[1]))  # it is missing with `python -m` or when loaded by a path
+from bench.qwen3_shapes import SHAPES, qwen3_config
 
 OUT = Path(__file__).parent / "results" / "gpu_learner.json"
 GOAL = 0.5
@@ -133,7 +133,7 @@ def measured(shape: str, length: int, lora: bool, args: argparse.Namespace) -> d
         sizes = write_config(shape, length, Path(temp))
         spec = LearnerSpec(
             Path(temp),
-            algorithm=AlgorithmConfig(kl={"coef": 0.0}),
+            algorithm=AlgorithmConfig.model_validate({"kl": {"coef": 0.0}}),
             optim=OptimConfig(lr=1e-6, warmup_steps=0),
             config=LearnerConfig(
                 device="cuda" if gpu else "cpu",

@@ -30,8 +30,8 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from agentrl.engine.local.local_engine import LocalEngine
 from agentrl.types import Sampling
 
-sys.path.append(str(Path(__file__).parent))  # it is missing with `python -m` or when loaded by a path
-from qwen3_shapes import qwen3_config
+sys.path.insert(0, str(Path(__file__).parents[1]))  # it is missing with `python -m` or when loaded by a path
+from bench.qwen3_shapes import qwen3_config
 
 OUT = Path(__file__).parent / "results" / "gpu_rollout.json"
 ROUNDS = 3
@@ -47,7 +47,9 @@ def make_model(shape: str, device: torch.device, context: int) -> PreTrainedMode
 
 def bytes_of_weights(model: PreTrainedModel) -> int:
     """What a step reads: everything, but of an embedding that is not the head's as well only some rows."""
-    unread = 0 if model.config.tie_word_embeddings else model.get_input_embeddings().weight.nbytes
+    embedding = model.get_input_embeddings().weight
+    assert isinstance(embedding, torch.Tensor)
+    unread = 0 if model.config.tie_word_embeddings else embedding.nbytes
     return sum(parameter.nbytes for parameter in model.parameters()) - unread
 
 

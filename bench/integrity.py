@@ -165,7 +165,9 @@ async def main() -> int:
             show(rows[-1])
 
     if asked.quick:
-        *_, (through, tried) = await asyncio.gather(*(row(name) for name in names), without_sandbox(checks))
+        both = asyncio.gather(*(row(name) for name in names))
+        through, tried = await without_sandbox(checks)
+        await both
     else:
         for name in names:
             await row(name)

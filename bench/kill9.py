@@ -203,7 +203,7 @@ def main() -> int:
     options = parser.parse_args()
     if options.quick:
         options.kills, options.steps, options.ranks, options.kinds = 2, 10, 1, "moment,checkpoint"
-    rng, kills = random.Random(options.seed), []
+    rng, kills = random.Random(options.seed), list[Any]()
     kinds = (options.kinds or ("moment,checkpoint" if options.ranks == 1 else "moment,checkpoint,rank")).split(",")
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)

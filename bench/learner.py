@@ -19,6 +19,7 @@ state is there before. `peak_bytes_per_token` divides by the tokens of the rows.
 from __future__ import annotations
 
 import argparse
+import functools
 import json
 import os
 import random
@@ -124,7 +125,7 @@ def ours(shape: Shape, directory: Path) -> Callable[[Sequence[Sample]], None]:
     keep_freed_memory()
     spec = LearnerSpec(
         directory,
-        algorithm=AlgorithmConfig(kl={"coef": 0.0}),
+        algorithm=AlgorithmConfig.model_validate({"kl": {"coef": 0.0}}),
         optim=OptimConfig(lr=LR, warmup_steps=0),
         config=LearnerConfig(
             tokens_per_micro_batch=shape.tokens_per_micro_batch, logits_at_once=shape.logits_at_once
@@ -133,7 +134,7 @@ def ours(shape: Shape, directory: Path) -> Callable[[Sequence[Sample]], None]:
         total_steps=100,
     )
     learner = local_learner(spec)
-    step = type(learner).step.__wrapped__  # in this thread: the profiler counts no allocations of another
+    step = vars(type(learner))["step"].__wrapped__  # in this thread: the profiler counts no allocations of another
     return lambda rows: step(learner, StepRows(rows)) and None
 
 
@@ -180,7 +181,7 @@ def padded(shape: Shape, directory: Path) -> Callable[[Sequence[Sample]], None]:
 
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32, attn_implementation="sdpa")
-    model.to(device)
+    model.to(device)  # type: ignore[arg-type]
     optimizer = torch.optim.AdamW(model.parameters(), lr=LR, fused=True)
 
     def step(rows: Sequence[Sample]) -> None:
@@ -228,9 +229,13 @@ def trl(shape: Shape, directory: Path) -> Callable[[Sequence[Sample]], None]:
         use_cpu=not torch.cuda.is_available(),
     )
     model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32, attn_implementation="sdpa")
+
+    def nothing(completions: Sequence[Any], **_: Any) -> list[float | None]:
+        return [0.0] * len(completions)
+
     trainer = GRPOTrainer(
         model,
-        reward_funcs=lambda completions, **_: [0.0] * len(completions),
+        reward_funcs=nothing,
         args=config,
         train_dataset=Dataset.from_dict({"prompt": ["a", "b"]}),
         processing_class=tokenizer,
@@ -247,7 +252,11 @@ def trl(shape: Shape, directory: Path) -> Callable[[Sequence[Sample]], None]:
             prompts, ends = max(starts), max(len(r.ids) - s for r, s in zip(batch, starts, strict=True))
 
             def table(
-                left: bool, cells: Callable[[Sample, int], Sequence[Any]], width: int, batch=batch, starts=starts
+                left: bool,
+                cells: Callable[[Sample, int], Sequence[Any]],
+                width: int,
+                batch: Sequence[Sample] = batch,
+                starts: Sequence[int] = starts,
             ) -> torch.Tensor:
                 found = []
                 for row, start in zip(batch, starts, strict=True):
@@ -314,7 +323,7 @@ def run(pipe: Connection, name: str, shape: Shape, directory: Path, threads: int
     pipe.send("ready")
     while (rows := pipe.recv()) is not None:
         if memory:
-            pipe.send(Step(peak_bytes=peak_bytes(lambda rows=rows: step(rows))))
+            pipe.send(Step(peak_bytes=peak_bytes(functools.partial(step, rows))))
             continue
         started, worked = time.perf_counter(), time.process_time()
         step(rows)
@@ -369,7 +378,7 @@ def main() -> None:
         for name, value in medians.items():
             print(f"{name:8} {value:8.0f} tokens/s, {per_cpu[name]:8} tokens per CPU second", flush=True)
         vocab = 16_384 if arguments.quick else 32_768
-        large = {"vocab": vocab, "layers": 4, "groups": 1 if arguments.quick else 2, "steps": 1}
+        large: dict[str, Any] = {"vocab": vocab, "layers": 4, "groups": 1 if arguments.quick else 2, "steps": 1}
         sizes = {"ours": Shape(**large), "all logits": Shape(**large, logits_at_once=0)}
         sizes |= {name: Shape(**large) for name in names if name == "trl" or not arguments.quick}
         make_model(sizes["ours"], Path(temp) / "large")

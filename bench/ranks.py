@@ -36,8 +36,8 @@ from agentrl.run_folder.store import RunStore
 from agentrl.trainer import run as runs
 from agentrl.trainer.start import make_learner
 
-sys.path.append(str(Path(__file__).parent))  # it is missing with `python -m` or when loaded by a path
-from kill9 import ENV
+sys.path.insert(0, str(Path(__file__).parents[1]))  # it is missing with `python -m` or when loaded by a path
+from bench.kill9 import ENV
 
 HERE = Path(__file__).parent
 EXAMPLE = HERE.parent / "examples" / "calculator" / "tools.yaml"
@@ -159,12 +159,13 @@ def recorded(
         learner.step, learner.close = keep, closing  # type: ignore[method-assign]
         return learner
 
-    runs.make_learner, kept = recording, runs.make_learner
+    kept: Any = vars(runs)["make_learner"]
+    setattr(runs, "make_learner", recording)  # noqa: B010
     try:
         with RunStore.open(config, folder) as store:
             runs.train_run(config, store, Silent())
     finally:
-        runs.make_learner = kept
+        setattr(runs, "make_learner", kept)  # noqa: B010
     return steps, curve, weights
 
 

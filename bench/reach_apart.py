@@ -6,8 +6,9 @@ import asyncio
 import os
 import sys
 import tempfile
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
@@ -21,7 +22,7 @@ from tests.envs.others.harbor_folders import make_tasks
 KINDS = ("oracle", "random", "scripted")
 
 
-def agreement(pairs: list[tuple[Mapping[str, float], Mapping[str, float]]]) -> tuple[int, int]:
+def agreement(pairs: Sequence[tuple[Mapping[str, float], Mapping[str, float]]]) -> tuple[int, int]:
     """(agreed, all) of rewards by name."""
     same = sum(a.keys() == b.keys() and all(abs(a[k] - b[k]) < 1e-9 for k in a) for a, b in pairs)
     return same, len(pairs)
@@ -33,7 +34,7 @@ def inspect(num: int) -> tuple[int, int]:
     for name, kind in [("sums", "random"), *(("tools", kind) for kind in KINDS)]:
         env = test_inspect.inspect_task(name)
 
-        async def run(env: type = env, name: str = name, kind: str = kind) -> list[Episode]:
+        async def run(env: Any = env, name: str = name, kind: str = kind) -> list[Episode]:
             policy = test_inspect.policy(kind, name == "tools")
             return list(await asyncio.gather(*[play(env(), task, policy) for task in env.tasks()]))
 

@@ -43,6 +43,7 @@ from typing import Any
 from agentrl import ToolEnv, reward, tool
 from agentrl.chat.demonstrate import completion_of
 from agentrl.chat.template import Renderer
+from agentrl.engine.base import Engine
 from agentrl.env.curriculum import TaskSampler
 from agentrl.models.tiny import make_tokenizer
 from agentrl.rollout.admission import Admission
@@ -100,13 +101,13 @@ class _SkippingSelector(selectors.DefaultSelector):
         return ready
 
 
-class SimulatedEngine:
+class SimulatedEngine(Engine):
     """Answers with written completions after the time that a real engine of these rates would take."""
 
+    policy_version = 0
     max_context = 32_768
 
     def __init__(self, completions: Sequence[Completion], slots: int, step_s: float) -> None:
-        self.policy_version = 0
         self.load = Load()
         self._completions, self._step_s = completions, step_s
         self._free = [0.0] * slots  # since when each idle slot has been idle; a heap
@@ -306,7 +307,7 @@ def simulate(quick: bool) -> dict[str, Any]:
 
 def learning(folder: Path, steps: int) -> dict[str, Any]:
     """Part (c)."""
-    from asynchronous import compare
+    from bench.asynchronous import compare
 
     modes = ["synchronous", "one step ahead", "asynchronous"]
     runs = {mode: found[0] for mode, found in compare(folder, modes, 1, steps, "slow calculator").items()}
@@ -316,7 +317,7 @@ def learning(folder: Path, steps: int) -> dict[str, Any]:
 
 def staleness(folder: Path, seeds: int, steps: int, task: Any, lr: float | None) -> dict[str, Any]:
     """Part (d)."""
-    from asynchronous import MODES, compare
+    from bench.asynchronous import MODES, compare
 
     modes = [mode for mode in MODES if mode != "one step ahead"]
     runs = compare(folder, modes, seeds, steps, task, lr)

@@ -57,7 +57,7 @@ CALL = {
     "type": "function",
     "function": {"name": "calculator", "arguments": '{"expression": "2+3"}'},
 }
-CHAT = [
+CHAT: list[dict[str, Any]] = [
     {"role": "system", "content": "Use the calculator, then say the answer."},
     {"role": "user", "content": "What is 0000002+3?"},  # the number changes with every request
     {"role": "assistant", "content": "", "tool_calls": [CALL]},
@@ -76,7 +76,7 @@ FILLING = 16_000
 class NoOpEngine(Engine):
     """Says the same at once."""
 
-    policy_version = 0  # type: ignore[assignment]
+    policy_version = 0
     max_context = 32_768
 
     def __init__(self, completion: Completion) -> None:

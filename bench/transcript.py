@@ -118,7 +118,7 @@ def run_baseline(renderer: Renderer, directory: Path, turns: int, per_turn: int)
     for number, (text, answer) in enumerate(script(turns, per_turn)):
         ids = [*renderer.vocabulary.encode(text), stop]
         started = time.process_time()
-        context = tokenizer.apply_chat_template(given, add_generation_prompt=True, **options)
+        context = tokenizer.apply_chat_template(given, add_generation_prompt=True, **options)  # type: ignore[arg-type]
         message = renderer.parse(ids, tools=TOOLS, number=len(given))
         seconds.append(time.process_time() - started)
         given += [renderer.data(message), renderer.data(Message("tool", answer, tool_call_id=f"{number}"))]

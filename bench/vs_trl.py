@@ -334,7 +334,7 @@ def run_trl(shape: Shape, model: str, folder: str, pipe: Connection) -> None:
     pipe.send(same_prompts(shape, model, tokenizer, calculator))
     last: dict[str, Any] = {}
 
-    class Counting(GRPOTrainer):  # type: ignore[misc]
+    class Counting(GRPOTrainer):
         def _generate_and_score_completions(self, inputs: Any) -> Any:
             out = super()._generate_and_score_completions(inputs)
             own = (out["completion_mask"] * out["tool_mask"]).bool()
@@ -355,7 +355,7 @@ def run_trl(shape: Shape, model: str, folder: str, pipe: Connection) -> None:
         last["solved"] = statistics.mean(scores)
         return scores
 
-    class Wait(TrainerCallback):  # type: ignore[misc]
+    class Wait(TrainerCallback):
         started = 0.0
 
         def wait(self) -> None:
@@ -374,7 +374,7 @@ def run_trl(shape: Shape, model: str, folder: str, pipe: Connection) -> None:
     trainer = Counting(
         model=AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32, attn_implementation="sdpa"),
         processing_class=tokenizer,
-        reward_funcs=[counted, agree],
+        reward_funcs=[counted, agree],  # type: ignore[list-item]
         tools=[calculator],
         train_dataset=Dataset.from_list(rows),
         callbacks=[Wait()],
