@@ -147,11 +147,12 @@ def _branches(said: Json, segments: Sequence[Json]) -> Iterator[Json]:
         parent = segments[start]["parent"]
         messages = said.get("messages", ())
         message = next((s["message"] for s in inside if s["message"] is not None), None)
+        kind = _kind(number, parent, inside, messages)
         yield {
             "segment": start,
             "parent": parent,
-            "kind": _kind(number, parent, inside, messages),
-            "reason": None if number == 0 else _reason(said, parent),
+            "kind": kind,
+            "reason": None if number == 0 else _reason(said, parent, kind),
             "tokens": sum(s["count"] for s in inside),
             "message": message,
         }
@@ -170,7 +171,9 @@ def _other_system(inside: Sequence[Json], messages: Sequence[Json]) -> bool:
     return bool(own) and own[0] != (systems[0] if systems else None)
 
 
-def _reason(said: Json, parent: int) -> str:
+def _reason(said: Json, parent: int, kind: str) -> str:
+    if kind == "sub_agent":
+        return "a conversation with another system prompt"
     metrics: Mapping[str, float] = said.get("metrics", {})
     drift = [name.removeprefix("agent/drift_") for name in metrics if name.startswith("agent/drift_")]
     if drift:

@@ -157,9 +157,8 @@ class Library:
 
     def search(self, query: Query) -> Json:
         """A page of hits. Raises ConfigError for an invalid regular expression."""
-        runs = self.runs
         found = self.indexed().search(query)
-        ids = {reader.path: id for id, reader in runs.items()}
+        ids = {reader.path: id for id, reader in self.runs.items()}
         hits = [
             {
                 "run": ids[hit.run],
@@ -172,6 +171,7 @@ class Library:
                 "snippet": hit.snippet,
             }
             for hit in found.hits
+            if hit.run in ids  # a run may be deleted meanwhile
         ]
         return {"total": found.total, "took_ms": round(1000 * found.seconds, 1), "hits": hits}
 

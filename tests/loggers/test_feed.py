@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import threading
+import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -164,3 +165,21 @@ def test_secrets_are_hidden_and_nothing_else() -> None:
     assert found["options"]["tokens"] == "words"
     assert found["agent"]["command"][-2:] == ["--steps", "3"]
     assert found["url"] == "https://(hidden)@host/path?token=(hidden)&x=1"
+
+
+def test_the_last_call_is_made_although_the_queue_was_empty_before_it(tmp_path, monkeypatch):
+    slow = Hangs()
+    feed = started(tmp_path, [], Fed("slow", slow))
+    feed.metrics(1, {"reward": 1.0})
+    assert slow.entered.wait(30)
+    [worker] = feed._workers
+    put = worker._calls.put
+
+    def late(call, timeout):
+        slow.go.set()
+        time.sleep(0.2)
+        put(call, timeout=timeout)
+
+    monkeypatch.setattr(worker._calls, "put", late)
+    feed.finish({})
+    assert [call[0] for call in slow.calls] == ["start", "metrics", "finish"]

@@ -57,7 +57,8 @@ class _Worker:
         self.fed = fed
         self._tell = tell
         self._calls: queue.Queue[_Call] = queue.Queue(QUEUED)
-        self._off = self._last = False
+        self._off = False
+        self._last: _Call | None = None
         self._dropped = 0
         self.thread = threading.Thread(target=self._work, name=f"agentrl-logger-{fed.name}", daemon=True)
 
@@ -77,7 +78,7 @@ class _Worker:
 
     def end(self, call: _Call, until: float) -> None:
         """Make the last call, and wait for it until that time."""
-        self._last = True
+        self._last = call
         while not self._off and self.thread.is_alive():
             try:
                 self._calls.put(call, timeout=max(0.0, min(0.1, until - time.monotonic())))
@@ -101,7 +102,7 @@ class _Worker:
                 off, self._off = self._off, True
                 if not off:
                     self._say(f"failed and gets nothing more: {_first_line(e)}")
-            if self._last and self._calls.empty():
+            if call is self._last:
                 return
 
     def _say(self, text: str) -> None:
@@ -136,7 +137,9 @@ class LogFeed:
         """A step's episodes; each logger gets a few of them."""
         for worker in self._workers:
             if worker.fed.samples:
-                worker.put(partial(_episodes, worker.fed, step, episodes))
+                rows = sample_rows(episodes, worker.fed.samples)  # here, so that the queue keeps no whole step
+                if rows:
+                    worker.put(partial(worker.fed.logger.episodes, step, rows))
 
     def finish(self, summary: Mapping[str, object]) -> None:
         """Flush, at most for `FLUSH_S`; only the first call counts."""
@@ -152,11 +155,6 @@ class LogFeed:
 def _start(logger: Logger, run: RunInfo) -> None:
     run.folder.mkdir(parents=True, exist_ok=True)
     logger.start(run)
-
-
-def _episodes(fed: Fed, step: int, episodes: Sequence[Episode]) -> None:
-    if rows := sample_rows(episodes, fed.samples):
-        fed.logger.episodes(step, rows)
 
 
 def _first_line(error: BaseException) -> str:
