@@ -119,7 +119,7 @@ def cache(tmp_path, monkeypatch):
 def test_a_dataset_of_the_cache_is_read_by_name(cache, monkeypatch):
     monkeypatch.chdir(cache)
     assert texts_of(load_rows("owner/name:main/train-*", Echo)) == ["main"]
-    with pytest.raises(ConfigError, match=r"lie in 2 folders \(main, other\): name the files"):
+    with pytest.raises(ConfigError, match=r"are in 2 folders \(main, other\): name the files"):
         load_rows("owner/name", Echo)
     with pytest.raises(ConfigError, match="to download it: hf download owner/none --repo-type dataset"):
         load_rows("owner/none", Echo)

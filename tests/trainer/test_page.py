@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import sys
-import threading
 from collections.abc import Callable
 from pathlib import Path
-from types import FrameType
+from types import FunctionType
+
+import pytest
 
 import agentrl
 from agentrl.algo.advantages.grpo import grpo_advantages
@@ -21,31 +22,29 @@ from tests.learner.train_models import make_batch, scored, write_model
 PACKAGE = str(Path(agentrl.__file__).parent)
 
 
-def path_to(formula: Callable[..., object], act: Callable[[], object]) -> list[str]:
+def path_to(monkeypatch: pytest.MonkeyPatch, formula: FunctionType, act: Callable[[], object]) -> list[str]:
     """The functions of agentrl from the first that `act` calls to the formula, without lambdas."""
     found: list[str] = []
+    original = FunctionType(formula.__code__, formula.__globals__, closure=formula.__closure__)
+    original.__defaults__, original.__kwdefaults__ = formula.__defaults__, formula.__kwdefaults__
 
-    def watch(frame: FrameType, event: str, _: object) -> None:
-        if event == "call" and frame.f_code is formula.__code__ and not found:
-            caller: FrameType | None = frame
-            while caller is not None:
-                code = caller.f_code
-                if code.co_filename.startswith(PACKAGE) and "<" not in code.co_name:
-                    found.insert(0, code.co_qualname)
-                caller = caller.f_back
+    def watched(*args: object, **options: object) -> object:
+        caller = None if found else sys._getframe(1)
+        while caller is not None:
+            code = caller.f_code
+            if code.co_filename.startswith(PACKAGE) and "<" not in code.co_name:
+                found.insert(0, code.co_qualname)
+            caller = caller.f_back
+        return original(*args, **options)
 
-    before = sys.getprofile()
-    threading.setprofile(watch)  # the learner's thread begins with its first call
-    sys.setprofile(watch)
-    try:
+    with monkeypatch.context() as patch:  # others hold the function itself, so its code is what changes
+        patch.setitem(formula.__globals__, "_watched", watched)
+        patch.setattr(formula, "__code__", (lambda *args, **options: _watched(*args, **options)).__code__)  # noqa: F821
         act()
-    finally:
-        sys.setprofile(before)
-        threading.setprofile(None)
-    return found
+    return [*found, formula.__qualname__]
 
 
-def test_advantage_and_clip_are_near_the_page(tmp_path: Path):
+def test_advantage_and_clip_are_near_the_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     learner = DirectLearner(
         write_model(tmp_path / "policy", seed=0),
         algorithm=AlgorithmConfig(kl={"coef": 0.0}),
@@ -56,8 +55,9 @@ def test_advantage_and_clip_are_near_the_page(tmp_path: Path):
     )
     samples, scores = scored(make_batch(0, groups=1))
     rows = TrainingRows(samples, scores=scores)
-    to_advantage = path_to(grpo_advantages, lambda: learner.steps.advantages(rows))
-    to_clip = path_to(ppo_clip, lambda: asyncio.run(learner.learner.step(learner.steps.advantages(rows))))
+    to_advantage = path_to(monkeypatch, grpo_advantages, lambda: learner.steps.advantages(rows))
+    step = learner.learner.step
+    to_clip = path_to(monkeypatch, ppo_clip, lambda: asyncio.run(step(learner.steps.advantages(rows))))
     learner.close()
     assert {"advantages", "step"} <= set(train.__code__.co_names)
     assert to_advantage == ["Algorithm.advantages", "grpo", "grpo_advantages"]
