@@ -2,17 +2,49 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from agentrl.config.run import RunConfig
 from agentrl.errors import ConfigError
 from agentrl.learner.pack import pack
 from agentrl.learner.sequence import SequenceRanks
 from agentrl.learner.shard import settle
+from agentrl.models.model_config import any_config, state_layers, unsplittable
 from agentrl.models.trial import ALONE, ENDS, SHARED, relative_gap, tolerance, unusual_layers
 from agentrl.types import Sample
+
+
+def refuse_unsplittable(config: RunConfig) -> None:
+    """Check, from the configs of the models alone, that `learner.sequence_ranks` can split their rows.
+
+    Raises:
+        ConfigError: a model has layers that carry a state along the row, or fewer attention heads than ranks.
+    """
+    ranks = config.learner.sequence_ranks
+    if ranks == 1:
+        return
+    own = None if config.critic is None else config.critic.path
+    for where, path in (("model.path", config.model.path), ("critic.path", own)):
+        if path is not None:
+            read = any_config(Path(path), f"{where} {path}").get_text_config()
+            if kinds := state_layers(read):
+                raise ConfigError(f"{where} {path}: {unsplittable(read.model_type, kinds, ranks)}")
+            _refuse_heads(ranks, int(read.num_attention_heads), f"{where} {path}")
+    if config.model.tiny is not None:
+        _refuse_heads(ranks, config.model.tiny.heads, "model.tiny")
+
+
+def _refuse_heads(ranks: int, heads: int, where: str) -> None:
+    if ranks > heads:
+        raise ConfigError(
+            f"{where}: the model has {heads} attention heads, and learner.sequence_ranks is {ranks}, each of "
+            f"which needs one: set learner.sequence_ranks to {heads} or less"
+        )
 
 
 def check_sequence(model: PreTrainedModel, ranks: SequenceRanks | None, where: str) -> None:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import re
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from huggingface_hub.errors import StrictDataclassError
 from transformers import AutoConfig, PretrainedConfig
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
@@ -39,13 +41,25 @@ def read_config(directory: Path, where: str) -> PretrainedConfig:
         ConfigError: config.json cannot be read, needs custom code, or describes a kind of model that neither the
         learner nor the local engine can compute.
     """
+    config = any_config(directory, where)
+    refuse_config(config, where)
+    _refuse_class(config, where)
+    return config
+
+
+def any_config(directory: Path, where: str) -> PretrainedConfig:
+    """Load the config of any model of transformers.
+
+    Raises:
+        ConfigError: config.json cannot be read, or needs custom code.
+    """
     refuse_adapter(directory, where, "name its base as model.path and this folder as learner.lora.adapter, or ")
     check_model_folder(directory, where)
     try:
         config: PretrainedConfig = AutoConfig.from_pretrained(
             directory, local_files_only=True, trust_remote_code=False
         )
-    except (OSError, ValueError, KeyError, TypeError) as e:
+    except (OSError, ValueError, KeyError, TypeError, StrictDataclassError) as e:
         if "auto_map" in str(e) or "trust_remote_code" in str(e):
             raise ConfigError(
                 f"{where}: the model is not part of transformers and brings its own "
@@ -54,7 +68,10 @@ def read_config(directory: Path, where: str) -> PretrainedConfig:
                 "implements"
             ) from e
         raise ConfigError(f"{where}: config.json cannot be used: {one_line(e)}") from e
-    refuse_config(config, where)
+    return config
+
+
+def _refuse_class(config: PretrainedConfig, where: str) -> None:
     if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
         for part, what in (("vision_config", "images"), ("audio_config", "sound")):
             if getattr(config, part, None) is not None:
@@ -72,7 +89,39 @@ def read_config(directory: Path, where: str) -> PretrainedConfig:
             f"{where}: {model.__name__} does not use transformers' AttentionInterface, so its attention on packed "
             "rows cannot be controlled; use Qwen, Llama or Mistral"
         )
-    return config
+
+
+def state_layers(config: PretrainedConfig) -> list[str]:
+    """Return the kinds of layers that carry a state from token to token: tokens then meet outside attention, too.
+
+    Linear attention, convolutions and state-space layers, alone or next to attention; judged by the config.
+    """
+    kinds = {str(kind) for kind in getattr(config.get_text_config(), "layer_types", None) or ()}
+    if found := sorted(kind for kind in kinds if _STATE.search(kind)):
+        return found
+    model: Any = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
+    return ["recurrent"] if getattr(model, "_is_stateful", False) and not _plain(config) else []
+
+
+def unsplittable(family: str, kinds: Sequence[str], ranks: int) -> str:
+    """Why the rows of a model with such layers cannot be split over ranks, or packed at all."""
+    layers = f"{family} has layers of kind {', '.join(kinds)}, which carry a state along the row"
+    why = (
+        f"learner.sequence_ranks is {ranks}, and {layers}: a rank with a piece of a row does not have the state "
+        "before it"
+    )
+    return (why if ranks > 1 else f"{layers}: the learner cannot pack rows of such a model") + (
+        "; use a decoder whose tokens meet in attention only (Qwen3, Llama, Mistral and the like)"
+    )
+
+
+_STATE = re.compile(r"linear|conv|mamba|ssm|recurrent|rwkv|lstm|delta|hybrid")
+
+
+def _plain(config: PretrainedConfig) -> bool:
+    """Whether the config of a family that has recurrent layers says that this model has none."""
+    kinds = set(getattr(config.get_text_config(), "layer_types", None) or ())
+    return bool(kinds) and kinds <= {"full_attention", "sliding_attention", "attention"}
 
 
 def config_sections(config: PretrainedConfig) -> Iterator[dict[str, Any]]:

@@ -292,7 +292,19 @@ def named_machine(config: RunConfig, plan: Plan, gpu: bool) -> Iterator[PlanFind
         yield PlanFinding("PL17", "warning", text, "lower engine.server.tensor_parallel to what a node has")
 
 
+def state_layers(config: RunConfig, plan: Plan, gpu: bool) -> Iterator[PlanFinding]:
+    """PL18: layers that carry a state along the row."""
+    if not plan.model.state_layers:
+        return
+    from agentrl.models.model_config import unsplittable  # transformers has read this config already
+
+    said = unsplittable(plan.model.kind, plan.model.state_layers, config.learner.sequence_ranks)
+    text, _, fix = said.partition("; ")
+    yield PlanFinding("PL18", "error", text, fix)
+
+
 RULES: tuple[Rule, ...] = (
     memory, one_episode, context, turns, division, double_kl, reference, waves, bypass, learning_rate, precision,
     disk, critic, signal, attention, devices, named_machine,
+    state_layers,
 )  # fmt: skip

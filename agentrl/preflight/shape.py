@@ -40,6 +40,8 @@ class ModelShape:
     linear: tuple[tuple[str, int, int], ...] = ()
     active: int = 0
     """Parameters that each token passes through, if a router chooses experts; 0 for all."""
+    state_layers: tuple[str, ...] = ()
+    """The kinds of its layers that carry a state along the row, so that the learner cannot pack rows."""
 
     @classmethod
     def of_directory(cls, directory: Path) -> ModelShape:
@@ -81,6 +83,8 @@ class ModelShape:
         import torch
         from transformers import AutoModelForCausalLM
 
+        from agentrl.models.model_config import state_layers
+
         auto: Any = AutoModelForCausalLM
         try:
             with torch.device("meta"):  # shapes without storage
@@ -88,7 +92,7 @@ class ModelShape:
         except (ValueError, KeyError, TypeError, AttributeError, RuntimeError) as e:
             raise ConfigError(f"{where}: not a causal language model that can be planned: {str(e)[:300]}") from e
         text = config.get_text_config()
-        heads = int(text.num_attention_heads)
+        heads = int(getattr(text, "num_attention_heads", 1))  # a state-space model has none
         blocks = {name: p.numel() for name, p in model.named_parameters() if ".layers." in name}
         total = sum(p.numel() for p in model.parameters())
         linear = tuple(
@@ -107,9 +111,10 @@ class ModelShape:
             kv_heads=int(getattr(text, "num_key_value_heads", None) or heads),
             head_dim=int(getattr(text, "head_dim", None) or text.hidden_size // heads),
             vocab=int(text.vocab_size),
-            max_context=int(text.max_position_embeddings),
+            max_context=int(getattr(text, "max_position_embeddings", 2**31)),
             linear=linear,
             active=_active(text, total, blocks),
+            state_layers=tuple(state_layers(config)),
         )
 
     @property

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from transformers import AutoConfig
 from typer.testing import CliRunner
 
 from agentrl.cli.app import app
@@ -238,6 +239,24 @@ def test_an_attention_that_cannot_work_here_is_an_error(tmp_path: Path):
     assert (found.level, plan.attention) == ("error", "flex")
     assert "flex needs a GPU, and the learner computes on the CPU" in found.text
     assert make_plan(run(tmp_path), memory_bytes=80 * GIB, gpu=False).attention == "sdpa"
+
+
+@pytest.mark.parametrize("family", ["qwen3_next", "jamba", "mamba"])
+def test_layers_with_a_state_are_an_error_of_the_plan(tmp_path: Path, family: str):
+    def planned(**learner: int) -> RunConfig:
+        made = run(tmp_path, learner=learner)
+        AutoConfig.for_model(family, num_hidden_layers=4, hidden_size=64).save_pretrained(tmp_path)
+        return made
+
+    split = planned(ranks=4, sequence_ranks=4)
+    (found,) = [f for f in make_plan(split, memory_bytes=80 * GIB, gpu=True).findings if f.code == "PL18"]
+    assert found.level == "error"
+    assert found.text.startswith(
+        f"learner.sequence_ranks is 4, and {family} has layers of kind linear_attention, which carry a state"
+    )
+    assert "use a decoder whose tokens meet in attention only" in found.fix
+    alone = make_plan(planned(), memory_bytes=80 * GIB, gpu=True).findings
+    assert any("the learner cannot pack rows" in f.text for f in alone if f.code == "PL18")
 
 
 def test_the_command_says_it_all_and_fails_where_the_run_would(tmp_path: Path):

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import ClassVar
 
 import pytest
+from transformers import AutoConfig
 
 from agentrl.config.run import LearnerConfig, ModelConfig, RunConfig
 from agentrl.env import ToolEnv, reward
@@ -107,3 +108,31 @@ async def test_a_demonstration_that_is_larger_than_a_micro_batch_is_refused_befo
     small = config("drop").model_copy(update={"learner": LearnerConfig(tokens_per_micro_batch=5)})
     with pytest.raises(ConfigError, match=r"takes 5 \(learner\.tokens_per_micro_"):
         await make_start(small, load_content(small), tmp_path, reporter=Notes(), stopping=lambda: False)
+
+
+@pytest.mark.parametrize(
+    ("family", "heads", "ranks", "said"),
+    [
+        ("qwen3_next", 4, 2, "learner.sequence_ranks is 2, and qwen3_next has layers of kind linear_attention"),
+        (
+            "bamba",
+            4,
+            2,
+            "learner.sequence_ranks is 2, and bamba has layers of kind linear_attention, which carry a",
+        ),
+        ("llama", 2, 4, "the model has 2 attention heads, and learner.sequence_ranks is 4"),
+    ],
+)
+def test_rows_that_ranks_cannot_split_are_refused_before_tasks_are_read(
+    tmp_path: Path, family: str, heads: int, ranks: int, said: str
+):
+    more = {"num_key_value_heads": heads, "hidden_size": 32, "num_hidden_layers": 4}
+    AutoConfig.for_model(family, num_attention_heads=heads, **more).save_pretrained(tmp_path / "model")
+    given = RunConfig(
+        name="split",
+        env="no_such_module:Env",
+        model={"path": str(tmp_path / "model")},
+        learner={"ranks": ranks, "sequence_ranks": ranks},
+    )
+    with pytest.raises(ConfigError, match=said), RunStore.open(given, tmp_path / "run") as store:
+        train_run(given, store, Silent())
