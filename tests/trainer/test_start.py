@@ -115,10 +115,10 @@ async def test_a_demonstration_that_is_larger_than_a_micro_batch_is_refused_befo
     [
         ("qwen3_next", 4, 2, "learner.sequence_ranks is 2, and qwen3_next has layers of kind linear_attention"),
         (
-            "bamba",
+            "jamba",
             4,
             2,
-            "learner.sequence_ranks is 2, and bamba has layers of kind linear_attention, which carry a",
+            "learner.sequence_ranks is 2, and jamba has layers of kind linear_attention, which carry a",
         ),
         ("llama", 2, 4, "the model has 2 attention heads, and learner.sequence_ranks is 4"),
     ],
