@@ -131,7 +131,7 @@ class Transcript:
             if rewritten is None:
                 self._append(addition, "observation", new)
             else:
-                self._restart(rewritten, (self._context + new)[-1])
+                self._restart(rewritten, (self._context + new)[-1], addition.thinking)
         self._context += new
 
     def resume(self, ids: Sequence[int], messages: Sequence[Message], *, thinking: bool | None = None) -> None:
@@ -234,8 +234,9 @@ class Transcript:
         appended = [*self.ids, *(id for piece in addition.pieces for id in piece.ids)]
         return None if renderer.decode(ids) == renderer.decode(appended) else ids
 
-    def _restart(self, ids: Sequence[int], message: int) -> None:
+    def _restart(self, ids: Sequence[int], message: int, thinking: bool) -> None:
         """Continue from where `ids` diverge from this branch; the rest of `ids` becomes prompt."""
+        before = self._before
         node, at = -1, 0
         for i in _path(self._segments, self._node):
             end = at + len(self._segments[i].ids)
@@ -244,7 +245,7 @@ class Transcript:
             node, at = i, end
         self._move(node, self._context)
         self._add(Segment(tuple(ids[at:]), "prompt", node, message))
-        self._thinking = self.renderer.habits.thinks
+        self._before, self._thinking = before, thinking  # a later extension replaces this one
 
     def _append(self, addition: Addition, origin: Origin, indices: Sequence[int]) -> None:
         for piece in addition.pieces:

@@ -146,6 +146,18 @@ def test_keep_trains_one_row_and_fork_one_for_each_rewritten_context(tmp_path: P
     assert not check_tokens(forked).failed
 
 
+def test_a_rewritten_context_without_a_completion_is_still_a_prompt(tmp_path: Path):
+    """An episode that ends there (context full) agrees with its template, and a further message joins it."""
+    renderer = build(tmp_path, DROPS_THINKING, "fork")
+    transcript, _ = thinking_episode(renderer)
+    transcript.extend([Message("user", "question 4")])
+    assert transcript.prompted
+    assert not check_tokens(transcript).differences
+    transcript.extend([Message("user", "Summarize.")])
+    assert transcript.ids == tuple(renderer.encode(transcript.context, generation_prompt=True))
+    assert [m.content for m in transcript.context[-2:]] == ["question 4", "Summarize."]
+
+
 def test_fork_does_nothing_where_the_template_only_appends(tmp_path: Path):
     forked, said = thinking_episode(build(tmp_path, CHATML_TEMPLATE, "fork"))
     assert len(forked.rows()) == 1
