@@ -6,7 +6,7 @@
 PROGRAM = r"""
 import sys
 sys.path[:] = [place for place in sys.path if place]  # the working folder must not shadow a module
-import asyncio, json, os
+import asyncio, json, os, select
 
 async def copy(reader, writer):
     try:
@@ -27,9 +27,15 @@ async def main():
         except OSError:
             writer.close()
             return
+        both = asyncio.gather(copy(reader, up[1]), copy(up[0], writer))
+        watch = select.poll()
+        watch.register(writer.get_extra_info("socket").fileno(), 0)
         try:
-            await asyncio.gather(copy(reader, up[1]), copy(up[0], writer))
+            while not (both.done() or watch.poll(0)):  # a client that is gone cannot take its answer
+                await asyncio.wait([both], timeout=0.25)
         finally:
+            both.cancel()
+            await asyncio.wait([both])
             up[1].close()
             writer.close()
 

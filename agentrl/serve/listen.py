@@ -7,6 +7,7 @@ import contextlib
 import functools
 import ipaddress
 import json
+import select
 import socket
 from collections.abc import AsyncIterator, Generator
 from typing import Any
@@ -21,6 +22,9 @@ from agentrl.serve.api_errors import ApiError
 
 SHUTDOWN_S = 5
 """Seconds that answers may take to finish when the server stops."""
+LOOK_S = 0.05
+"""First wait until a client that sends no more is checked for being there; it doubles up to `MOST_LOOK_S`."""
+MOST_LOOK_S = 5.0
 
 
 class _Server(uvicorn.Server):
@@ -44,6 +48,7 @@ class _Protocol(H11Protocol):
         super().__init__(*args, **options)
         self._head_timeout_s, self._max_connections = head_timeout_s, max_connections
         self._slow: asyncio.TimerHandle | None = None
+        self._half_closed = False
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
@@ -56,8 +61,35 @@ class _Protocol(H11Protocol):
         super().data_received(data)
         self._watch()
 
+    def eof_received(self) -> bool | None:  # type: ignore[override]
+        """Answer a client that has closed only its sending side, as `nc -N` and some proxies do.
+
+        A client that has closed its socket looks the same, and only what is sent to it shows the difference: hence
+        an interim response, which clients skip.
+        """
+        if self.cycle is None or self.cycle.response_complete or self.cycle.more_body:
+            return None
+        self._half_closed = True
+        self._look(LOOK_S)
+        return True
+
+    def _look(self, wait_s: float) -> None:
+        """Close the connection if the other side is gone; repeated until the answer is complete."""
+        if self.transport.is_closing():
+            return
+        poll = select.poll()
+        poll.register(self.transport.get_extra_info("socket").fileno(), 0)
+        if poll.poll(0):  # hung up, or reset
+            self.transport.abort()
+            return
+        if not self.cycle.response_started and self.cycle.scope["http_version"] == "1.1":
+            self.transport.write(b"HTTP/1.1 100 Continue\r\n\r\n")
+        self.loop.call_later(wait_s, self._look, min(2 * wait_s, MOST_LOOK_S))
+
     def on_response_complete(self) -> None:
         super().on_response_complete()
+        if self._half_closed and (self.cycle is None or self.cycle.response_complete):
+            self.transport.close()
         self._watch()
 
     def connection_lost(self, exc: Exception | None) -> None:

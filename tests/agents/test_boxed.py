@@ -131,6 +131,36 @@ async def test_several_programs_at_once_each_reach_their_episode(renderer: Rende
     assert [episode.reward for episode in found] == [1.0] * 4
 
 
+async def test_a_program_may_close_its_sending_side_or_leave_before_its_answer(renderer: Renderer):
+    code = """
+import socket
+host, port = os.environ["OPENAI_BASE_URL"].split("/")[2].split(":")
+body = json.dumps({"model": "m", "messages": task["messages"]})
+head = "POST /v1/chat/completions HTTP/1.1\\r\\nHost: a\\r\\nConnection: close\\r\\n"
+head += "Authorization: Bearer %s\\r\\nContent-Length: %d\\r\\n\\r\\n" % (os.environ["OPENAI_API_KEY"], len(body))
+for leaves in (True, False):
+    with socket.create_connection((host, int(port))) as there:
+        there.sendall((head + body).encode())
+        if not leaves:
+            there.shutdown(socket.SHUT_WR)
+            print(b"11" in b"".join(iter(lambda: there.recv(4096), b"")))
+"""
+    outcomes: list[object] = []
+
+    class Seen(Notes):
+        @reward
+        def seen(self) -> bool:
+            outcomes.append(self.outcome)
+            return True
+
+    engine = engine_of(renderer, lambda turn: say("11"))
+    engine._delay_s = 1.0
+    async with boxed(engine, renderer, program(code), Seen) as player:
+        found = await player.play(Task("t"), episode_id="e", seed=1)
+    assert (found.error, outcomes) == (None, ["True\n"])
+    assert len(found.turns) == 1, "the answer that nobody waited for left no trace"
+
+
 NODE = """
 const task = JSON.parse(require("fs").readFileSync(0))
 const headers = {"Content-Type": "application/json", Authorization: "Bearer " + process.env.OPENAI_API_KEY}

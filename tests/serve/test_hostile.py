@@ -364,3 +364,41 @@ async def test_memory_of_past_turns_is_bounded_and_the_engine_is_told(renderer: 
             await client.post(served.base_url + "/chat/completions", json=body)
         assert sum(len(turn.branch.ids) for turn in served.session.turns) <= 300
         assert len(engine.released) == 30 - len(served.session.turns)
+
+
+@pytest.mark.parametrize("stream", [False, True], ids=["plain", "stream"])
+async def test_a_client_that_closes_only_its_sending_side_gets_its_answer(renderer: Renderer, stream: bool):
+    body = json.dumps({**GOOD, "stream": stream}).encode()
+    head = f"POST /v1/chat/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(body)}\r\n\r\n"
+    async with serving(talker(renderer, delay_s=0.6), renderer) as served:
+        host, port = served.url.removeprefix("http://").split(":")
+        reader, writer = await asyncio.open_connection(host, int(port))
+        writer.write(head.encode() + body)
+        writer.write_eof()
+        answer = await asyncio.wait_for(reader.read(), 20)
+        writer.close()
+    interim = b"HTTP/1.1 100 Continue\r\n\r\n"
+    assert answer.startswith(interim)
+    rest = answer.replace(interim, b"")
+    assert rest.startswith(b"HTTP/1.1 200 OK")
+    assert (b"data: [DONE]" if stream else b"The answer is 5.") in rest
+
+
+async def test_a_client_that_closes_its_socket_frees_its_place_at_once(renderer: Renderer):
+    body = json.dumps(GOOD).encode()
+    head = f"POST /v1/chat/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(body)}\r\n\r\n"
+    async with serving(talker(renderer, delay_s=3600), renderer) as served:
+        host, port = served.url.removeprefix("http://").split(":")
+        for half_first in (False, True):
+            _, writer = await asyncio.open_connection(host, int(port))
+            writer.write(head.encode() + body)
+            async with asyncio.timeout(15):
+                while not served.service.gate.running:  # noqa: ASYNC110 - the gate counts, it tells nobody
+                    await asyncio.sleep(0.01)
+                if half_first:
+                    writer.write_eof()
+                    await asyncio.sleep(0.3)
+                    assert served.service.gate.running == 1
+                writer.close()
+                while served.service.gate.running:  # noqa: ASYNC110
+                    await asyncio.sleep(0.01)
