@@ -205,7 +205,7 @@ class RecordedJob(Job):
     """A completion that is sampled once, regardless of retries."""
 
     def __init__(self, job: Job, recording: EpisodeRecording, key: str) -> None:
-        super().__init__(job.service, job.ask, job.session, job.prompt, job.limit)
+        super().__init__(job.service, job.ask, job.session, job.prompt, job.limit, job.grammars)
         self._recording, self._key = recording, key
         self._task: asyncio.Future[list[Choice]] | None = None
         self._waiting = 0

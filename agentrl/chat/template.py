@@ -120,6 +120,7 @@ class Renderer:
         self.one_of_two = is_one_of_two(template)
         self.history: History = history
         self._variables = {**vocabulary.special_tokens, **(variables or {})}
+        self._given, self._eos_ids, self._digest = dict(variables or {}), frozenset(eos_ids), tokenizer_digest
         _known_variables(template, variables or {}, vocabulary.special_tokens)
         self._render = compile_template(template)
         self._tools: Memo[list[Fixed]] = Memo()
@@ -128,7 +129,7 @@ class Renderer:
         self.parser: Parser = Plain()
         self.habits = Habits()
         self.chosen = parser != "auto"
-        self._settle(parser, frozenset(eos_ids))
+        self._settle(parser, self._eos_ids)
         self.stop_ids = self.habits.stop_ids
         self.appends_only = False
         parts = [
@@ -176,6 +177,28 @@ class Renderer:
         if any(takes(other, inline=False) for other in others):
             return
         takes(signs[0] if signs else Plain(), inline=False)
+
+    @cached_property
+    def options(self) -> frozenset[str]:
+        """The variables of the template that its user may set, such as `enable_thinking`."""
+        return variables_of(self.template) - _OURS - frozenset(self.vocabulary.special_tokens)
+
+    def with_options(self, options: Mapping[str, object]) -> Renderer:
+        """Return a renderer that differs in these variables; control tokens in their text are shielded.
+
+        Raises:
+            ConfigError: the template never reads one of them.
+            TemplateError: the template refuses their values.
+        """
+        return Renderer(
+            self.vocabulary,
+            self.template,
+            parser=self.parser,
+            history=self.history,
+            variables={**self._given, **self.vocabulary.shield(dict(options))},
+            eos_ids=self._eos_ids,
+            tokenizer_digest=self._digest,
+        )
 
     @cached_property
     def round_trip(self) -> RoundTrip:

@@ -178,18 +178,26 @@ class Transcript:
         self._before = None
         return message
 
-    def fork(self, *, keep: int | None = None, tools: Sequence[Mapping[str, Any]] | None = None) -> Transcript:
+    def fork(
+        self,
+        *,
+        keep: int | None = None,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        renderer: Renderer | None = None,
+    ) -> Transcript:
         """Return another branch of the same episode, for a retry, sub-agent, user simulator or compacted context.
 
         Args:
             keep: how many messages of this branch to keep: None for everything so far, 0 for an empty context,
                 otherwise a number that ends with a completion.
             tools: the schemas offered there; by default the same.
+            renderer: with other template options there; by default the same.
 
         Raises:
             ValueError: `keep` does not end with a completion of this branch.
         """
-        other = Transcript(self.renderer, self.tools if tools is None else tools, history=self.history)
+        tools = self.tools if tools is None else tools
+        other = Transcript(renderer or self.renderer, tools, history=self.history)
         other._segments, other._messages = self._segments, self._messages
         if keep is None:
             other._move(self._node, list(self._context))

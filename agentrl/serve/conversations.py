@@ -91,14 +91,22 @@ class Conversations:
         """Return the id for call `index` of turn `number`, unique across sessions and servers."""
         return f"call_{self.tag}{number:08x}{index:03x}"
 
-    def prompt(self, incoming: Sequence[Incoming], tools: Tools = ()) -> Prompt:
+    def prompt(self, incoming: Sequence[Incoming], tools: Tools = (), renderer: Renderer | None = None) -> Prompt:
         """Return the tokens of a request: those of its newest recognized turn, and of the messages after it.
+
+        Args:
+            incoming: the conversation.
+            tools: the schemas offered.
+            renderer: with the template options of the request; None for those of the run.
 
         Raises:
             TemplateError: the chat template refuses these messages.
             UnrenderableError: a message that is not recognized cannot be rendered.
         """
+        renderer = renderer or self.renderer
         offered = _digest(b"", json.dumps(list(tools), sort_keys=True, ensure_ascii=False))
+        if renderer is not self.renderer:
+            offered = _digest(offered, renderer.hash)
         chains = self._chains(incoming, offered)
         found, at, matched = self._find(incoming, chains)
         drift = self._drift(incoming, offered, found, at)
@@ -112,7 +120,9 @@ class Conversations:
         else:
             conversation = f"{self.tag}/{next(self._openings)}"
             branch = (
-                Transcript(self.renderer, tools) if self.ledger is None else self.ledger.fork(keep=0, tools=tools)
+                Transcript(renderer, tools)
+                if self.ledger is None
+                else self.ledger.fork(keep=0, tools=tools, renderer=renderer)
             )
         if found is not None or self.ledger is not None or not _rendered_whole(branch, messages):
             branch.extend(messages)
@@ -164,6 +174,7 @@ class Conversations:
             prompt.matched,
             prompt.drift,
             _digest(prompt.chain, _form(sent, {})),
+            _digest(b"", _form(sent, {})),
             prompt.tools,
             sent.raw_arguments,
         )
@@ -253,10 +264,14 @@ class Conversations:
         for number, one in enumerate(incoming[at + 1 :], at + 1):
             if one.message.role != "assistant":
                 continue
-            ours = self._known.of(one)
+            form = _digest(b"", _form(one, {}))
+            alike = (
+                self._known.by_form.get(form, ()) if one.message.tool_calls or _text(one.message).strip() else ()
+            )
+            ours = self._known.of(one) or (alike[-1] if alike else None)
             if ours is None:
                 events.append(EchoDifference(DriftKind.FOREIGN, number))
-            elif _form(one, {}) != _form(Incoming(ours.sent, ours.raw_arguments), {}):
+            elif form != ours.form:
                 events.append(EchoDifference(DriftKind.REWORDED, number, ours.number))
             elif ours.tools != offered:
                 events.append(EchoDifference(DriftKind.TOOLS, number, ours.number))

@@ -104,10 +104,15 @@ class _Tokens:
 
 
 class Grammars:
-    """Create grammars for one renderer, and cache the most recent ones."""
+    """Create grammars for one renderer, and cache the most recent ones.
 
-    def __init__(self, renderer: Renderer) -> None:
-        self._renderer = renderer
+    Args:
+        renderer: writes the calls.
+        base: grammars of a renderer with the same vocabulary, which then is read once.
+    """
+
+    def __init__(self, renderer: Renderer, base: Grammars | None = None) -> None:
+        self._renderer, self._base = renderer, base
         self._kept: OrderedDict[str, _Matcher] = OrderedDict()
 
     async def mask(
@@ -151,6 +156,8 @@ class Grammars:
     def _tokenizer(self) -> Any:
         from llguidance import LLTokenizer, TokenizerWrapper
 
+        if self._base is not None:
+            return self._base._tokenizer
         return LLTokenizer(TokenizerWrapper(_Tokens(self._renderer)), eos_token=sorted(self._renderer.stop_ids))
 
     def _compile(

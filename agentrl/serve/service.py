@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
+import json
 import secrets
 import time
+from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from agentrl.chat.parsers.parser import unsound
 from agentrl.chat.template import Renderer
 from agentrl.engine.base import Engine, TokenLogprob
 from agentrl.errors import TemplateError
@@ -25,6 +28,9 @@ from agentrl.types import Sampling
 
 COLDEST = 1e-3
 """Lower temperatures are greedy: logits divided by them would not be finite."""
+
+MOST_VARIANTS = 8
+"""Number of renderers with template options of clients to keep."""
 
 Emit = Callable[[int, list[Delta], Sequence[TokenLogprob]], None]
 """Called with the pieces of choice `index` as they arrive, with their tokens."""
@@ -47,6 +53,7 @@ class GenerationRequest:
         seed: makes sampling reproducible; None samples differently each time.
         top: number of alternatives to report per token.
         format: the required format of the answer.
+        options: variables of the chat template for this request (`chat_template_kwargs`).
         param: name of the parameter that holds the messages, for errors.
     """
 
@@ -64,6 +71,7 @@ class GenerationRequest:
     seed: int | None = None
     top: int = 0
     format: AnswerFormat | None = None
+    options: Mapping[str, object] = field(default_factory=dict)
     param: str = "messages"
 
 
@@ -115,6 +123,7 @@ class ChatService:
     def __init__(self, engine: Engine, renderer: Renderer, *, gate: Gate, metrics: Metrics) -> None:
         self.engine, self.renderer, self.gate, self.metrics = engine, renderer, gate, metrics
         self.grammars = Grammars(renderer)
+        self._variants: OrderedDict[str, tuple[Renderer, Grammars]] = OrderedDict()
         self._releasing: set[asyncio.Task[None]] = set()
 
     def open_session(self, max_tokens: int) -> Conversations:
@@ -135,14 +144,15 @@ class ChatService:
         """
         ask = client.adjust(ask)
         self._check(ask)
-        prompt = await self._prompt(ask, client.session)
+        renderer, grammars = await self._variant(ask.options)
+        prompt = await self._prompt(ask, client.session, renderer)
         room = self.engine.max_context - len(prompt.ids)
         if room < 1:
             raise context_exceeded(ask.param, len(prompt.ids), self.engine.max_context)
         self.metrics.matched.labels(prompt.matched.value).inc()
         for event in prompt.drift:
             self.metrics.drift.labels(event.kind.value).inc()
-        return Job(self, ask, client.session, prompt, min(room, ask.limit or room))
+        return Job(self, ask, client.session, prompt, min(room, ask.limit or room), grammars)
 
     async def count(self, ask: GenerationRequest) -> int:
         """Number of tokens in the prompt of a request, rendered from scratch; nothing is remembered.
@@ -150,7 +160,34 @@ class ChatService:
         Raises:
             ApiError: the messages cannot be rendered.
         """
-        return len((await self._prompt(ask, Conversations(self.renderer))).ids)
+        renderer, _ = await self._variant(ask.options)
+        return len((await self._prompt(ask, Conversations(self.renderer), renderer)).ids)
+
+    async def _variant(self, options: Mapping[str, object]) -> tuple[Renderer, Grammars]:
+        """The renderer with these template options, and its grammars; the most recent ones are kept.
+
+        Raises:
+            ApiError: the template does not know an option, or refuses its value.
+        """
+        if not options:
+            return self.renderer, self.grammars
+        known, param = self.renderer.options, "chat_template_kwargs"
+        if unknown := [name for name in options if name not in known]:
+            reads = f"it reads {', '.join(sorted(known))}" if known else "it reads none"
+            raise unsupported(param, f"the chat template of this model never reads {unknown[0][:80]!r}; {reads}")
+        if problem := unsound(dict(options)):
+            raise invalid(param, problem)
+        key = json.dumps(options, sort_keys=True)
+        if key not in self._variants:
+            try:
+                found = await asyncio.to_thread(self.renderer.with_options, options)
+            except TemplateError as e:
+                raise invalid(param, f"the chat template does not work with this: {e}") from None
+            self._variants[key] = found, Grammars(found, self.grammars)
+            if len(self._variants) > MOST_VARIANTS:
+                self._variants.popitem(last=False)
+        self._variants.move_to_end(key)
+        return self._variants[key]
 
     def _check(self, ask: GenerationRequest) -> None:
         names = [tool["function"]["name"] for tool in ask.tools]
@@ -169,7 +206,7 @@ class ChatService:
                 "policy's; use engine.kind local",
             )
 
-    async def _prompt(self, ask: GenerationRequest, session: Conversations) -> Prompt:
+    async def _prompt(self, ask: GenerationRequest, session: Conversations, renderer: Renderer) -> Prompt:
         texts = [text for one in ask.messages for text in (str(one.message.content), *one.raw_arguments)]
         size, limit = sum(map(len, texts)), self.engine.max_context
         if (tokens := await tokens_above(self.renderer.vocabulary, texts, limit)) is not None:
@@ -177,8 +214,8 @@ class ChatService:
         try:
             async with session.lock:
                 if size < LONG_TEXT:
-                    return session.prompt(ask.messages, ask.tools)
-                return await asyncio.to_thread(session.prompt, ask.messages, ask.tools)
+                    return session.prompt(ask.messages, ask.tools, renderer)
+                return await asyncio.to_thread(session.prompt, ask.messages, ask.tools, renderer)
         except UnrenderableError as e:
             raise invalid(f"{ask.param}[{e.message}]", str(e)) from None
         except TemplateError as e:
@@ -194,6 +231,7 @@ class Job:
     session: Conversations
     prompt: Prompt
     limit: int
+    grammars: Grammars
     spoken: list[Choice] = field(default_factory=list)
 
     async def run(self, emit: Emit | None = None) -> list[Choice]:
@@ -236,7 +274,7 @@ class Job:
         ask, session, service = self.ask, self.session, self.service
         number = session.number()
         reader = MessageReader(
-            service.renderer,
+            self.prompt.branch.renderer,
             tools=ask.tools,
             thinking=self.prompt.branch.thinking,
             stops=ask.stops,
@@ -270,11 +308,11 @@ class Job:
             top_p=ask.top_p,
             top_k=ask.top_k,
             max_tokens=self.limit,
-            stop_ids=self.service.renderer.stop_ids,
+            stop_ids=self.prompt.branch.renderer.stop_ids,
             seed=seed,
         )
         try:
-            mask = await self.service.grammars.mask(
+            mask = await self.grammars.mask(
                 ask.format,
                 tools=() if ask.choice == "none" else ask.tools,
                 forced=ask.choice in ("required", "named"),

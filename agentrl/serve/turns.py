@@ -45,7 +45,7 @@ class DriftKind(StrEnum):
     HISTORY = "history"
     """A sampled turn came back after different messages than it was sampled after."""
     TOOLS = "tools"
-    """A sampled turn came back with different tools offered."""
+    """A sampled turn came back with different tools offered, or with different template options."""
     FOREIGN = "foreign"
     """An assistant turn that was not sampled in this session."""
 
@@ -113,6 +113,7 @@ class ServedTurn:
     matched: Matched
     drift: tuple[EchoDifference, ...]
     chain: bytes
+    form: bytes
     tools: bytes
     raw_arguments: tuple[str, ...]
 
@@ -143,6 +144,7 @@ class KnownTurns:
     by_chain: dict[bytes, list[ServedTurn]] = field(default_factory=dict)
     by_tokens: dict[bytes, list[ServedTurn]] = field(default_factory=dict)
     by_call: dict[str, ServedTurn] = field(default_factory=dict)
+    by_form: dict[bytes, list[ServedTurn]] = field(default_factory=dict)  # the turn alone, wherever it comes back
     by_name: dict[str, tuple[Incoming, ...]] = field(default_factory=dict)  # conversations that end with a turn
     answers: dict[str, Mapping[str, object]] = field(default_factory=dict)  # what clients received, by name
     names: dict[int, list[str]] = field(default_factory=dict)
@@ -155,6 +157,7 @@ class KnownTurns:
         self.turns[turn.number] = turn
         self.by_chain.setdefault(turn.chain, []).append(turn)
         self.by_tokens.setdefault(token_hash(turn.tools, ids).digest(), []).append(turn)
+        self.by_form.setdefault(turn.form, []).append(turn)
         for call in turn.sent.tool_calls:
             self.by_call[call.id] = turn
         self.ends[len(ids), int(ids[-1])] += 1
@@ -165,6 +168,7 @@ class KnownTurns:
         _, turn = self.turns.popitem(last=False)
         ids = np.asarray(turn.branch.ids)
         _take_out(self.by_chain, turn.chain, turn)
+        _take_out(self.by_form, turn.form, turn)
         _take_out(self.by_tokens, token_hash(turn.tools, ids).digest(), turn)
         for call in turn.sent.tool_calls:
             self.by_call.pop(call.id, None)

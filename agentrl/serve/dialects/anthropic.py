@@ -50,6 +50,7 @@ def request_of(request: MessagesRequest) -> GenerationRequest:
         limit=request.max_tokens,
         stops=tuple(request.stop_sequences or ()),
         format=AnswerFormat(asked.schema_) if asked else None,
+        options=counted.options,
     )
 
 
@@ -72,7 +73,9 @@ def counted_of(request: CountRequest) -> GenerationRequest:
             if e.param is None or e.param.startswith("messages"):
                 raise
             raise invalid(f"messages[{number}]", e.message) from None
-    return GenerationRequest(messages=messages, tools=_tools(request.tools or ()))
+    return GenerationRequest(
+        messages=messages, tools=_tools(request.tools or ()), options=request.chat_template_kwargs or {}
+    )
 
 
 def _tools(tools: Sequence[AnthropicTool]) -> tuple[Json, ...]:

@@ -42,6 +42,7 @@ def request_of(request: ChatRequest) -> GenerationRequest:
         seed=request.seed,
         top=request.top_logprobs or 0,
         format=format_of(request.response_format),
+        options=request.chat_template_kwargs or {},
     )
 
 

@@ -45,6 +45,7 @@ def request_of(request: ResponsesRequest, earlier: Sequence[Incoming] = ()) -> G
         top_p=1.0 if request.top_p is None else request.top_p,
         limit=request.max_output_tokens,
         format=answer,
+        options=request.chat_template_kwargs or {},
         param="input",
     )
 

@@ -206,6 +206,8 @@ class ChatRequest(WireRequest):
     top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
     max_completion_tokens: Tokens | None = None
     response_format: ResponseFormat | None = None
+    chat_template_kwargs: Json | None = None
+    """Extension of vLLM and SGLang: variables of the chat template, such as {"enable_thinking": false}."""
 
     @property
     def limit(self) -> int | None:

@@ -85,6 +85,8 @@ class CountRequest(Wire):
     tool_choice: AnthropicToolChoice | None = None
     thinking: Json | None = None
     """Accepted without effect: the chat template decides whether the model thinks."""
+    chat_template_kwargs: Json | None = None
+    """Extension of vLLM and SGLang: variables of the chat template, such as {"enable_thinking": false}."""
 
     def refuse_unsupported(self) -> None:
         """Raise for unsupported parameters that would change the answer."""

@@ -78,6 +78,8 @@ class ResponsesRequest(Wire):
     text: TextOptions | None = None
     metadata: Annotated[dict[Key, Value], Field(max_length=16)] | None = None
     """Returned with the response."""
+    chat_template_kwargs: Json | None = None
+    """Extension of vLLM and SGLang: variables of the chat template, such as {"enable_thinking": false}."""
 
     def refuse_unsupported(self) -> None:
         """Raise for unsupported parameters that would change the answer."""
