@@ -53,6 +53,7 @@ class AgentPlayer:
             statistics) or "score" (the episode so far is scored).
         token_check: compares every branch with a new rendering.
         clients: HTTP client shared by functions; closed by its creator.
+        offer_tools: requests without tools offer those of the env.
     """
 
     recorder: Recorder
@@ -64,6 +65,7 @@ class AgentPlayer:
     crash: Literal["infra", "score"] = "score"
     token_check: TokenCheck | None = None
     clients: Clients = field(default_factory=Clients)
+    offer_tools: bool = False
 
     async def play(
         self, task: Task, *, episode_id: str, seed: int, status: EpisodeStatus | None = None
@@ -86,6 +88,7 @@ class AgentPlayer:
                     count_tokens = lambda text: len(renderer.encode_text(text))  # noqa: E731
                     env.bind(PolicyAccess(count_tokens=count_tokens, decode=renderer.vocabulary.decode_plain))
                     opening = await reset_env(env, episode)
+                    recording.offered = tuple(env.tools) if self.offer_tools else ()
                     episode.transcript = recording.ledger
                     box = getattr(env, "box", None) if getattr(env, "sandbox", None) is not None else None
                     given = AgentTask(episode.task, opening, env.tools, box)

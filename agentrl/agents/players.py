@@ -131,7 +131,16 @@ async def _agent_players(
             if filters != EVERY_TOKEN:
                 raise ConfigError("agent: its completions are drawn as in training, without top_p, top_k or min_p")
             return AgentPlayer(
-                recorder, address, program, make_env, temperature, places, agent.crash, token_check, clients
+                recorder,
+                address,
+                program,
+                make_env,
+                temperature,
+                places,
+                agent.crash,
+                token_check,
+                clients,
+                agent.offer_tools,
             )
 
         try:

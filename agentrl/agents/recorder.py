@@ -61,6 +61,7 @@ class EpisodeRecording:
         ledger: the tree of all tokens.
         session: recognizes its turns.
         stop: the limit that a request reached; None if none did.
+        offered: the tools offered in requests that send none.
     """
 
     def __init__(self, renderer: Renderer, limits: EpisodeLimits, *, temperature: float, seed: int) -> None:
@@ -68,6 +69,7 @@ class EpisodeRecording:
         self.ledger = Transcript(renderer)
         self.session = Conversations(renderer, ledger=self.ledger)
         self.stop: StopReason | None = None
+        self.offered: Sequence[Mapping[str, Any]] = ()
         self.jobs: dict[str, RecordedJob] = {}
         self.lock = asyncio.Lock()
         self._limits, self._temperature, self._seed = limits, temperature, seed
@@ -128,7 +130,7 @@ class EpisodeRecording:
             )
         if ask.n > 1:
             raise unsupported("n", "an episode continues from a single choice; request n: 1")
-        for tool in ask.tools:
+        for tool in ask.tools or self.offered:
             self._tools.setdefault(str(tool), tool)
 
     def add(self, spoken: Sequence[Choice], seconds: float) -> None:
@@ -175,10 +177,11 @@ class EpisodeRecording:
         return {spoken.turn.conversation for spoken, _ in self._said}
 
     def _adjust(self, ask: GenerationRequest) -> GenerationRequest:
-        """The request with the run's sampling parameters."""
+        """The request with the run's sampling parameters, and the tools offered if it has none."""
         limit = min(ask.limit or self._limits.max_tokens, self._limits.max_tokens)
         seed = draw_seed(self._seed, next(self._asked))
-        return replace(ask, temperature=self._temperature, top_p=1.0, top_k=0, limit=limit, seed=seed)
+        tools = ask.tools or self.offered
+        return replace(ask, tools=tools, temperature=self._temperature, top_p=1.0, top_k=0, limit=limit, seed=seed)
 
 
 def _turn(turn: SessionTurn, child: SessionTurn | None, seconds: float) -> Turn:

@@ -122,6 +122,8 @@ class AgentConfig(Section):
     back-end `namespace` or `docker`. It works on a copy of the env's files, which is read back for the reward."""
     max_running: Positive = 64
     """Maximum concurrent episodes."""
+    offer_tools: Annotated[bool, Advanced()] = False
+    """Offer the env's tools in requests that send none, for clients that leave tools to the server."""
     crash: Annotated[Literal["infra", "score"], Advanced()] = "score"
     """If the program raises or exits with a nonzero code after the policy has answered: score the episode so far,
     or treat it as lost and replay it. The policy's text can crash a program, so with `infra` a policy can get its

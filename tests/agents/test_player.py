@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import importlib.util
 import os
 import sys
@@ -104,6 +105,29 @@ async def test_the_episode_is_that_of_the_built_in_loop_to_the_token(renderer: R
 
 def unnamed(message: Message) -> Message:
     return replace(message, name=None)
+
+
+async def test_the_tools_of_the_env_are_offered_to_a_client_that_sends_none(renderer: Renderer):
+    async def bare(task: Any, access: Any) -> str:
+        tools = {"calculator": Calculator().calculator}
+        messages, said = list(task["messages"]), None
+        while said is None or said.tool_calls:
+            answer = await access.client().chat.completions.create(model="m", messages=messages)
+            said = answer.choices[0].message
+            messages.append(said)
+            for one in said.tool_calls or ():
+                result = str(tools[one.function.name](**json.loads(one.function.arguments)))
+                messages.append({"role": "tool", "tool_call_id": one.id, "content": result})
+        return said.content or ""
+
+    sampling = Sampling(max_tokens=256, stop_ids=renderer.stop_ids)
+    builtin = Player(engine_of(renderer), renderer, Calculator, EpisodeLimits(token_budget=4096), sampling)
+    expected = await run_episode(builtin, TASK, episode_id="e", seed=1)
+    for offered in (True, False):
+        async with playing(engine_of(renderer), renderer, bare) as player:
+            found = await replace(player, offer_tools=offered).play(TASK, episode_id="e", seed=1)
+        assert found.error is None
+        assert (found.segments == expected.segments, found.tools == expected.tools) == (offered, offered)
 
 
 async def test_a_command_is_an_agent(renderer: Renderer):
