@@ -141,13 +141,15 @@ def _found(run: Path, query: Query) -> tuple[int, list[EpisodeRecord]]:
 
     from agentrl.clean import visible
     from agentrl.run_folder.records import read_records
-    from agentrl.run_folder.search_index import open_index
+    from agentrl.run_folder.search_index import MAX_TEXT, open_index
 
     index = open_index([run])
     index.refresh()
     for problem in index.problems():
         print(f"not searched: {visible(problem)}", file=sys.stderr)
     found = index.search(query)
+    if found.cut and query.text:
+        print(f"{found.cut} episodes: only the first {MAX_TEXT:,} characters were searched", file=sys.stderr)
     wanted = {(hit.step, hit.episode) for hit in found.hits}
     records = {
         (step, record.episode.id): record

@@ -15,9 +15,9 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import TypeVar
 
 import regex
 from pydantic_core import from_json
@@ -25,11 +25,15 @@ from pydantic_core import from_json
 from agentrl.errors import CheckpointError, ConfigError
 from agentrl.run_folder.records import episode_lines, episodes_file, recorded_steps
 
-VERSION = 1
+T = TypeVar("T")
+
+VERSION = 2
 REGEX_S = 5.0
 """How long a search by regular expression may take; some patterns would take years."""
-MAX_TEXT = 200_000
-"""Characters of an episode that are searched."""
+MAX_TEXT = 4_000_000
+"""Characters of an episode that are searched; `Found.cut` counts the episodes that have more."""
+BATCH = 4_000_000
+"""Characters of episodes that are held in memory while a file is indexed."""
 MANY = 3_000
 """From this many matches on, looking through all texts is faster than the index of words."""
 SNIPPET = 80
@@ -41,8 +45,9 @@ create table if not exists files(
     id integer primary key, run text, step integer, size integer, mtime integer, problem text, unique(run, step));
 create table if not exists episodes(
     id integer primary key, file integer, step integer, episode text, task_group integer, task text, reward real,
-    stop text, calls text, body text);
+    stop text, calls text, cut integer, body text);
 create index if not exists episodes_file on episodes(file);
+create index if not exists episodes_cut on episodes(cut) where cut > 0;
 create virtual table if not exists words using fts5(
     body, content='episodes', content_rowid='id', tokenize="unicode61 tokenchars '_'");
 """
@@ -90,9 +95,15 @@ class Hit:
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """A page of hits, and how many there are in all."""
+    """A page of hits, and how many there are in all.
+
+    Attributes:
+        cut: episodes within the other limits of the query whose text is longer than `MAX_TEXT`: only that much of
+            it was searched.
+    """
 
     total: int
+    cut: int
     hits: tuple[Hit, ...]
     seconds: float
 
@@ -138,19 +149,17 @@ class Index:
             except sqlite3.DatabaseError as e:
                 if isinstance(e, sqlite3.OperationalError) and "locked" in str(e):
                     return 0  # another viewer is indexing the same files
-                for leftover in (self.file, *(Path(f"{self.file}-{end}") for end in ("wal", "shm"))):
-                    leftover.unlink(missing_ok=True)
-                return self._refresh(on_progress)
+                return self._rebuild(on_progress)
 
     def search(self, query: Query) -> Found:
-        """The episodes that match, newest step first, or lowest reward first.
+        """The episodes that match, newest step first, or lowest reward first; a damaged index is rebuilt before.
 
         Raises:
             ConfigError: the regular expression is not valid.
         """
         started = time.perf_counter()
         try:
-            total, rows = self._rows(query)
+            found = self._whole(lambda: self._found(query))
         except sqlite3.OperationalError as e:
             if not query.regex or "user-defined function" not in str(e):
                 raise
@@ -158,29 +167,48 @@ class Index:
                 f"{query.text[:80]!r} took more than {REGEX_S:g} s to find: write a simpler regular expression "
                 "or search fewer steps"
             ) from None
-        hits = tuple(
-            Hit(Path(run), *rest) for run, *rest in ((*row[:-1], _snippet(row[-1], query)) for row in rows)
-        )
-        return Found(total, hits, time.perf_counter() - started)
+        return replace(found, seconds=time.perf_counter() - started)
 
-    def _rows(self, query: Query) -> tuple[int, list[tuple[Any, ...]]]:
+    def _found(self, query: Query) -> Found:
+        episodes = "from episodes join files on files.id = episodes.file"
         with self._open() as db:
+            where, values = self._where(replace(query, text=""), db)
+            (cut,) = db.execute(f"select count(*) {episodes} {where} and cut > 0", values).fetchone()
             where, values = self._where(query, db)
             order = "episodes.reward is not null, episodes.reward, " if query.worst_first else ""
-            found = f"from episodes join files on files.id = episodes.file {where}"
-            (total,) = db.execute(f"select count(*) {found}", values).fetchone()
+            (total,) = db.execute(f"select count(*) {episodes} {where}", values).fetchone()
             rows = db.execute(
                 "select files.run, episodes.step, episode, task_group, task, reward, stop, body "
-                f"{found} order by {order}episodes.step desc, episodes.id limit ? offset ?",
+                f"{episodes} {where} order by {order}episodes.step desc, episodes.id limit ? offset ?",
                 [*values, max(0, query.limit), max(0, query.offset)],
-            ).fetchall()
-        return total, rows
+            )
+            hits = tuple(Hit(Path(run), *rest, _snippet(body, query)) for run, *rest, body in rows)
+        return Found(total, cut, hits, 0.0)
 
     def problems(self) -> list[str]:
         """The files that could not be read, with the reason."""
-        with self._open() as db:
-            rows = db.execute("select run, problem from files where problem is not null").fetchall()
-        return [problem for run, problem in rows if Path(run) in self.runs]
+
+        def read() -> list[tuple[str, str]]:
+            with self._open() as db:
+                return db.execute("select run, problem from files where problem is not null").fetchall()
+
+        return [problem for run, problem in self._whole(read) if Path(run) in self.runs]
+
+    def _whole(self, read: Callable[[], T]) -> T:
+        """What `read` returns, from a new index if this one is damaged."""
+        try:
+            return read()
+        except sqlite3.DatabaseError as e:
+            if not _is_damage(e):
+                raise
+            with self._lock:
+                self._rebuild(None)
+            return read()
+
+    def _rebuild(self, on_progress: Callable[[int], None] | None) -> int:
+        for leftover in (self.file, *(Path(f"{self.file}-{end}") for end in ("wal", "shm"))):
+            leftover.unlink(missing_ok=True)
+        return self._refresh(on_progress)
 
     def _refresh(self, on_progress: Callable[[int], None] | None) -> int:
         done = 0
@@ -270,6 +298,13 @@ def _matching(query: Query, db: sqlite3.Connection) -> tuple[str, object]:
     return "instr(lower(body), ?) > 0", query.text.lower()
 
 
+def _is_damage(error: sqlite3.DatabaseError) -> bool:
+    """Whether the file is damaged, as opposed to a lock, a full disk or a wrong query."""
+    if isinstance(error, sqlite3.OperationalError):
+        return any(text in str(error) for text in ("no such table", "no such column", "disk I/O error"))
+    return type(error) is sqlite3.DatabaseError
+
+
 def _forget(db: sqlite3.Connection, file: int) -> None:
     db.execute(
         "insert into words(words, rowid, body) select 'delete', id, body from episodes where file = ?", [file]
@@ -284,16 +319,26 @@ def _add(db: sqlite3.Connection, run: Path, step: int, stat: os.stat_result) -> 
     file = db.execute("insert or replace into files(run, step, size, mtime) values (?, ?, ?, ?)", values).lastrowid
     first = db.execute("select coalesce(max(id), 0) from episodes").fetchone()[0]
     rows: list[tuple[object, ...]] = []
+    done = size = 0
     try:
         for line in episode_lines(run, step):
             rows.append((file, step, *_row(line)))
+            size += len(line)
+            if size > BATCH:
+                done, size = done + _insert(db, rows), 0
+                rows.clear()
     except (CheckpointError, OSError, ValueError, KeyError, TypeError, AttributeError) as e:
         db.execute("update files set problem = ? where id = ?", [str(e)[:500] or type(e).__name__, file])
-    columns = "file, step, episode, task_group, task, reward, stop, calls, body"
-    db.executemany(f"insert into episodes({columns}) values (?, ?, ?, ?, ?, ?, ?, ?, ?)", rows)
+    done += _insert(db, rows)
     db.execute(
         "insert into words(rowid, body) select id, body from episodes where id > ? and file = ?", [first, file]
     )
+    return done
+
+
+def _insert(db: sqlite3.Connection, rows: Sequence[tuple[object, ...]]) -> int:
+    columns = "file, step, episode, task_group, task, reward, stop, calls, cut, body"
+    db.executemany(f"insert into episodes({columns}) values (?, ?, ?, ?, ?, ?, ?, ?, ?, ?)", rows)
     return len(rows)
 
 
@@ -315,10 +360,12 @@ def _row(line: bytes) -> tuple[object, ...]:
         for call in turn.get("calls", ())
     ]
     reward = episode.get("reward")
-    body = "\n".join(texts)[:MAX_TEXT].encode("utf-8", "replace").decode()
+    text = "\n".join(texts)
+    body = text[:MAX_TEXT].encode("utf-8", "replace").decode()
     return (
         *(episode["id"], int(record["group"]), str(episode["task"]["id"])),
-        *(float(reward) if reward is not None else None, episode["stop_reason"], "".join(calls), body),
+        *(float(reward) if reward is not None else None, episode["stop_reason"], "".join(calls)),
+        *(max(0, len(text) - MAX_TEXT), body),
     )
 
 

@@ -17,7 +17,8 @@ from agentrl.run_folder.search_index import Index, Query, open_index
 from agentrl.run_folder.token_records import NOTHING_RECORDED, read_tokens
 from agentrl.view import episode_page, run_page, step_page
 from agentrl.view.env_view import view_file, view_page
-from agentrl.view.episode_page import Decode, Span
+from agentrl.view.episode_page import Span
+from agentrl.view.pieces import Decode
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -173,7 +174,7 @@ class Library:
             for hit in found.hits
             if hit.run in ids  # a run may be deleted meanwhile
         ]
-        return {"total": found.total, "took_ms": round(1000 * found.seconds, 1), "hits": hits}
+        return {"total": found.total, "cut": found.cut, "took_ms": round(1000 * found.seconds, 1), "hits": hits}
 
     def compare(self, ids: Sequence[str]) -> Json:
         """Several runs side by side. Raises NotFoundError."""

@@ -14,6 +14,7 @@ from starlette.testclient import TestClient
 
 from agentrl.errors import ConfigError
 from agentrl.run_folder.records import EpisodeRecord, episodes_file, read_records
+from agentrl.run_folder.search_index import Query, open_index
 from agentrl.types import Image, Message
 from agentrl.view.export import Extent, export
 from agentrl.view.library import Library
@@ -175,6 +176,41 @@ def test_search_finds_text_calls_and_rewards(client: TestClient, folder: Path):
     (hit,) = client.get("/api/search?q=zebr").json()["hits"]
     assert (hit["run"], hit["step"], hit["episode"]) == ("calc", 4, "s4/g0/e0")
     assert "zebra" in hit["snippet"]
+
+
+def test_an_index_that_is_damaged_between_two_searches_is_rebuilt(folder: Path, tmp_path: Path):
+    index = open_index([folder / "calc"], tmp_path / "index.sqlite")
+    index.refresh()
+    there = index.search(Query())
+    assert there.total > 0
+    for leftover in ("-wal", "-shm"):
+        Path(f"{index.file}{leftover}").unlink(missing_ok=True)
+    size = index.file.stat().st_size
+    for damage in (b"nonsense" * 1000, index.file.read_bytes()[:4096] + b"\xff" * (size - 4096)):
+        index.file.write_bytes(damage)
+        assert index.problems() == []
+        index.file.write_bytes(damage)
+        assert [hit.episode for hit in index.search(Query()).hits] == [hit.episode for hit in there.hits]
+
+
+def test_the_end_of_a_long_episode_is_searched_and_what_is_not_is_said(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    records = read_records(folder / "calc", 2)
+    said = Message("assistant", "word " * 50_000 + "needle" + " word" * 50_000)
+    long = replace(records[0].episode, messages=(*records[0].episode.messages, said))
+    write_step(folder / "calc", 2, [replace(records[0], episode=long), *records[1:]])
+    index = open_index([folder / "calc"], tmp_path / "index.sqlite")
+    index.refresh()
+    found = index.search(Query("needle"))
+    assert ([hit.episode for hit in found.hits], found.cut) == ([long.id], 0)
+    assert "needle" in found.hits[0].snippet
+    monkeypatch.setattr("agentrl.run_folder.search_index.MAX_TEXT", 1000)
+    index.file.unlink()
+    index.refresh()
+    found = index.search(Query("needle"))
+    assert (found.total, found.cut) == (0, 1)
+    assert index.search(Query("needle", step_min=3)).cut == 0  # none of those was cut
 
 
 def test_a_damaged_file_and_a_damaged_index_cost_nothing_else(client: TestClient, folder: Path, tmp_path: Path):

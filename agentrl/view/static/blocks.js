@@ -15,13 +15,13 @@ export function blocksOf(episode) {
 	const take = (segment) => {
 		current.segments.push(segment.index);
 		current.to = segment.start + segment.count;
-		if (segment.version !== null && segment.version !== undefined && segment.origin === "sampled") current.version = Array.isArray(segment.version) ? segment.version[0] : segment.version;
+		if (segment.version != null && segment.origin === "sampled") current.version = Array.isArray(segment.version) ? segment.version[0] : segment.version;
 	};
 	segments.forEach((segment, i) => {
 		const parent = segment.parent ?? i - 1;
 		const forked = i > 0 && parent !== segments[i - 1].index;
 		if (forked && waiting) { open(waiting, null); take(waiting); waiting = null; }
-		if (segment.message === null || segment.message === undefined) {
+		if (segment.message == null) {
 			if (waiting) { open(waiting, null); take(waiting); }
 			waiting = segment;
 			if (forked) waiting.forked = true;

@@ -122,7 +122,7 @@ export function Chart({ title, description, unit, steps, lines, marks = [], heig
 	function say(u) {
 		const i = u.cursor.idx;
 		if (!tip.current) return;
-		if (i === null || i === undefined || u.cursor.left < 0) { tip.current.textContent = ""; return; }
+		if (i == null || u.cursor.left < 0) { tip.current.textContent = ""; return; }
 		const { steps: s, lines: l } = latest.current;
 		const values = l.length > 1 ? l.map((x) => `${x.name} ${num(x.values[i])}`).join("  ") : num((l[0].raw ?? l[0].values)[i]);
 		tip.current.textContent = `step ${s[i]}: ${values}`;

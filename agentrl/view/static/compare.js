@@ -30,7 +30,7 @@ export function band(lines, steps) {
 	const at = lines.map(({ steps: s, values }) => new Map(s.map((step, i) => [step, values[i]])));
 	const low = [], high = [], mean = [];
 	for (const step of steps) {
-		const known = at.map((m) => m.get(step)).filter((v) => v !== null && v !== undefined && Number.isFinite(v));
+		const known = at.map((m) => m.get(step)).filter((v) => v != null && Number.isFinite(v));
 		low.push(known.length ? Math.min(...known) : null);
 		high.push(known.length ? Math.max(...known) : null);
 		mean.push(known.length ? known.reduce((a, b) => a + b, 0) / known.length : null);
@@ -95,7 +95,7 @@ function Tasks({ tasks, regressions }) {
 }
 
 function Difference({ diff, runs }) {
-	const show = (v) => visible(v === undefined || v === null ? "–" : typeof v === "string" ? v : JSON.stringify(v));
+	const show = (v) => visible(v == null ? "–" : typeof v === "string" ? v : JSON.stringify(v));
 	const columns = [{ key: "key", title: "Setting", cell: (d) => html`<code>${visible(d.key)}</code>` }, ...runs.map((r) => ({ key: `run ${r.id}`, title: visible(r.name), value: (d) => show(d.values[r.id]), cell: (d) => show(d.values[r.id]) }))];
 	return html`<section class="panel open"><h2>Configuration differences <span class="quiet">${diff.length}</span></h2>${diff.length ? html`<${Table} columns=${columns} rows=${diff} />` : html`<p class="quiet">The configurations are the same.</p>`}</section>`;
 }

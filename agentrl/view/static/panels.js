@@ -14,7 +14,7 @@ export function steps(rewards) {
 		sum += add;
 		return { ...p, add, from, to: sum };
 	});
-	const rest = (rewards?.total ?? null) === null ? 0 : rewards.total - sum;
+	const rest = rewards?.total == null ? 0 : rewards.total - sum;
 	if (Math.abs(rest) > 1e-6 * Math.max(1, Math.abs(sum))) all.push({ name: all.length ? "other" : "reward", turn: null, value: rest, weight: null, add: rest, from: sum, to: sum + rest });
 	return all;
 }
@@ -28,7 +28,7 @@ function byTurn(episode, tokens) {
 		const turn = s.turn ?? turns.get(s.message);
 		for (let k = s.start; k < Math.min(s.start + s.count, tokens.loaded); k += 1) {
 			const a = tokens.advantage[k];
-			if (a === null || turn === undefined || turn === null) continue;
+			if (a === null || turn == null) continue;
 			const [low, high] = found.get(turn) ?? [a, a];
 			found.set(turn, [Math.min(low, a), Math.max(high, a)]);
 		}
@@ -41,7 +41,7 @@ export function Waterfall({ rewards, episode, tokens, round }) {
 	const advantages = useMemo(() => byTurn(episode, tokens), [episode, tokens, round]);
 	const low = Math.min(0, ...all.map((s) => Math.min(s.from, s.to))), high = Math.max(0, ...all.map((s) => Math.max(s.from, s.to)));
 	const x = (v) => (100 * (v - low)) / (high - low || 1);
-	return html`<table class="waterfall"><tbody>${all.map((s) => html`<tr title=${s.weight !== null && s.weight !== undefined && s.weight !== 1 ? `${num(s.value)} × ${num(s.weight)}` : undefined}><th scope="row">${visible(s.name)}${s.turn !== null && s.turn !== undefined && html` <span class="quiet">turn ${s.turn + 1}</span>`}</th>
+	return html`<table class="waterfall"><tbody>${all.map((s) => html`<tr title=${s.weight != null && s.weight !== 1 ? `${num(s.value)} × ${num(s.weight)}` : undefined}><th scope="row">${visible(s.name)}${s.turn != null && html` <span class="quiet">turn ${s.turn + 1}</span>`}</th>
 			<td class="num">${signed(s.add)}</td><td class="drop"><svg viewBox="0 0 100 10" preserveAspectRatio="none" aria-hidden="true">
 			<line x1=${x(0)} x2=${x(0)} y1="0" y2="10" /><rect class=${s.add < 0 ? "less" : "more"} x=${Math.min(x(s.from), x(s.to))} width=${Math.max(0.6, Math.abs(x(s.to) - x(s.from)))} y="1.5" height="7" /></svg></td></tr>`)}
 		<tr class="total"><th scope="row">total</th><td class="num">${num(rewards?.total)}</td><td></td></tr></tbody></table>

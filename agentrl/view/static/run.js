@@ -29,14 +29,14 @@ function Happened({ run, notes }) {
 	return html`<details class="panel" open=${notes.length < 12}><summary>Notes, events and findings <span class="quiet">${num(notes.length)}</span></summary>
 		${kinds.length > 1 && html`<div class="bar">${["", ...kinds].map((k) => html`<button class="chip" aria-pressed=${kind === k} onClick=${() => setKind(k)}>${k ? KINDS[k] ?? visible(k) : "all"}</button>`)}</div>`}
 		<ol class="notes">${rows.slice(-300).map((n) => html`<li class=${n.severity ?? ""}>
-			${n.step === null || n.step === undefined ? html`<span class="at quiet">–</span>` : html`<a class="at" href=${link.step(run, n.step)}>${n.step}</a>`}
+			${n.step == null ? html`<span class="at quiet">–</span>` : html`<a class="at" href=${link.step(run, n.step)}>${n.step}</a>`}
 			<span class="kind">${KINDS[n.kind] ?? visible(n.kind ?? "")}</span><span class="text">${visible(n.text)}${n.setting && html` <code>${visible(n.setting)}</code>`}${n.episode && html` <a href=${link.episode(run, n.episode.step, n.episode.id)}>episode</a>`}</span></li>`)}</ol></details>`;
 }
 
 function Findings({ run, findings }) {
 	if (!findings?.length) return null;
 	return html`<section class="findings" aria-label="Findings of the doctor">${findings.map((f) => html`<div class=${`finding ${f.severity ?? ""}`}>
-		<b>${visible(f.text ?? f.title ?? "")}</b> ${f.step !== null && f.step !== undefined && html`<a href=${link.step(run, f.step)}>step ${f.step}</a>`}
+		<b>${visible(f.text ?? f.title ?? "")}</b> ${f.step != null && html`<a href=${link.step(run, f.step)}>step ${f.step}</a>`}
 		${f.setting && html` <code>${visible(f.setting)}</code>`}${f.episode && html` <a href=${link.episode(run, f.episode.step, f.episode.id)}>episode</a>`}</div>`)}</section>`;
 }
 
@@ -80,7 +80,7 @@ export function Run({ run, query, theme }) {
 	if (!data) return html`<${Crumbs} items=${[["Runs", link.runs()], [run]]} /><${Loading} error=${error} what="the run" />`;
 	const open = (step) => { location.hash = link.step(run, step); };
 	const drawn = shown.filter((s) => lines[s.name]);
-	const marks = (data.notes ?? []).filter((n) => n.step !== null && n.step !== undefined);
+	const marks = (data.notes ?? []).filter((n) => n.step != null);
 	const facts = [["model", data.model], ["env", data.env], ["estimator", data.estimator], ["loss", data.loss], ["wall time", duration(data.wall_seconds)]];
 	return html`<${Crumbs} items=${[["Runs", link.runs()], [data.name ?? run]]}>
 			<a class="button" href=${data.step ? link.step(run, data.step) : undefined}>Last step</a><a class="button" href=${link.tools(run)}>Tools</a>

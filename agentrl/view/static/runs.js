@@ -3,7 +3,7 @@ import { html, useState } from "./vendor/htm-preact.js";
 import { useGet } from "./data.js";
 import { ago, Crumbs, duration, link, Loading, num, pattern, percent, signed, Table, Tags, visible } from "./ui.js";
 
-const share = (x) => (x !== null && x !== undefined && x >= 0 && x <= 1 ? percent(x) : num(x));
+const share = (x) => (x != null && x >= 0 && x <= 1 ? percent(x) : num(x));
 const gain = (run) => (run.held_out_before === null || run.held_out_after === null ? null : run.held_out_after - run.held_out_before);
 
 export function Status({ status }) {
@@ -11,9 +11,9 @@ export function Status({ status }) {
 }
 
 export function HeldOut({ run }) {
-	if ((run.held_out_before ?? null) === null && (run.held_out_after ?? null) === null) return "–";
+	if (run.held_out_before == null && run.held_out_after == null) return "–";
 	const change = gain(run);
-	return html`${share(run.held_out_before)} <span class="quiet">→</span> ${share(run.held_out_after)}${change !== null && change !== undefined && html` <small class=${change > 0 ? "good" : change < 0 ? "bad" : "quiet"}>${signed(Number((share(run.held_out_after).endsWith("%") ? 100 * change : change).toPrecision(2)))}</small>`}`;
+	return html`${share(run.held_out_before)} <span class="quiet">→</span> ${share(run.held_out_after)}${change != null && html` <small class=${change > 0 ? "good" : change < 0 ? "bad" : "quiet"}>${signed(Number((share(run.held_out_after).endsWith("%") ? 100 * change : change).toPrecision(2)))}</small>`}`;
 }
 
 export function Runs({ query }) {

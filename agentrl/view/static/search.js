@@ -1,7 +1,7 @@
 // Search over all episodes of all runs, with filters that can be kept.
 import { html, useEffect, useState } from "./vendor/htm-preact.js";
 import { get, useGet } from "./data.js";
-import { Crumbs, link, Loading, num, pattern, setQuery, shade, store, visible } from "./ui.js";
+import { Crumbs, escaped, link, Loading, num, pattern, setQuery, shade, store, visible } from "./ui.js";
 
 const FIELDS = ["q", "regex", "run", "tool", "outcome", "stop", "task", "reward_min", "reward_max", "step_min", "step_max"];
 const STOPS = ["answered", "terminated", "stopped_by_tool", "max_turns", "max_tokens", "token_budget", "context_full", "tool_call_limit", "timeout", "fault", "sandbox_broken", "infra"];
@@ -36,7 +36,7 @@ export function Search({ query }) {
 	useEffect(() => {
 		const control = new AbortController();
 		get(`/api/search?${asked}${asked ? "&" : ""}limit=${limit}&offset=0`, control.signal).then(
-			(data) => !control.signal.aborted && setState({ hits: data.hits, total: data.total, took: data.took_ms, error: null }),
+			(data) => !control.signal.aborted && setState({ ...data, took: data.took_ms, error: null }),
 			(error) => !control.signal.aborted && setState((old) => ({ ...old, error })),
 		);
 		return () => control.abort();
@@ -51,7 +51,7 @@ export function Search({ query }) {
 	};
 	const drop = (name) => { const next = saved.filter((s) => s.name !== name); setSaved(next); store.set("filters", next); };
 	const input = (name, label, type = "text") => html`<label>${label}<input type=${type} step="any" name=${name} value=${fields[name]} onInput=${set(name)} /></label>`;
-	const wanted = fields.q ? (fields.regex ? pattern(fields.q) : pattern(fields.q.replace(/[.*+?^${}()|[\]\\]/g, "\\$&"))) : null;
+	const wanted = fields.q ? pattern(fields.regex ? fields.q : escaped(fields.q)) : null;
 	return html`<${Crumbs} items=${[["Runs", link.runs()], ["Search"]]} />
 		<form class="filters" role="search" onSubmit=${(e) => e.preventDefault()}>
 			<div class="bar"><input type="search" class="find wide" name="q" placeholder="Text in any message, call or result …" aria-label="Text" value=${fields.q} onInput=${set("q")} />
@@ -64,7 +64,7 @@ export function Search({ query }) {
 				${input("task", "task")}${input("reward_min", "reward ≥", "number")}${input("reward_max", "reward ≤", "number")}${input("step_min", "step ≥", "number")}${input("step_max", "step ≤", "number")}
 			</div></form>
 		${saved.length > 0 && html`<div class="bar">${saved.map((s) => html`<span class="chip saved"><a href=${link.search(s.text)}>${visible(s.name)}</a><button aria-label=${`Delete filter ${visible(s.name)}`} onClick=${() => drop(s.name)}>×</button></span>`)}</div>`}
-		${state.error ? html`<${Loading} error=${state.error} />` : html`<p class="quiet" role="status">${state.total === null ? "Searching …" : `${num(state.total)} episodes${state.took === null || state.took === undefined ? "" : `, ${num(state.took, 2)} ms`}`}</p>`}
+		${state.error ? html`<${Loading} error=${state.error} />` : html`<p class="quiet" role="status">${state.total === null ? "Searching …" : `${num(state.total)} episodes${state.took == null ? "" : `, ${num(state.took, 2)} ms`}${state.cut ? `; ${num(state.cut)} too long to be searched to their ends` : ""}`}</p>`}
 		<ol class="hits">${state.hits.map((h) => html`<li key=${`${h.run} ${h.step} ${h.episode}`}><b class=${`pill ${shade(h.reward, 0, 1)}`}>${num(h.reward)}</b>
 			<div><a data-nav href=${link.episode(h.run, h.step, h.episode)}>${visible(h.episode)}</a> <span class="quiet">${visible(h.run)} · step ${h.step} · ${visible(h.task ?? "")} · ${visible(h.stop_reason ?? "")}</span>
 			${h.snippet && html`<div class="snippet"><${Marked} text=${h.snippet} wanted=${wanted} /></div>`}</div></li>`)}</ol>

@@ -144,7 +144,7 @@ export function Step({ run, step, query }) {
 	const mean = scored.length ? scored.reduce((s, e) => s + e.reward, 0) / scored.length : null;
 	const found = episodes.filter(wanted);
 	const facts = [["episodes", num(episodes.length)], ["groups", num(data.groups.length)], ["mean reward", num(mean)],
-		["solved", episodes.some((e) => e.solved !== null && e.solved !== undefined) ? percent(episodes.filter((e) => e.solved).length / episodes.length) : null],
+		["solved", episodes.some((e) => e.solved != null) ? percent(episodes.filter((e) => e.solved).length / episodes.length) : null],
 		["sampled tokens", num(episodes.reduce((s, e) => s + (e.tokens ?? 0), 0))], ["trained", num(episodes.filter((e) => e.trained).length)]];
 	return html`${crumbs}
 		<div class="facts">${facts.map(([k, v]) => v && html`<span><span class="quiet">${k}</span> <b>${v}</b></span>`)}</div>

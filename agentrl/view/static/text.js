@@ -31,7 +31,7 @@ export function chatMessages(episode) {
 
 // A value as Python writes it; what a reader would not see is escaped.
 function py(value) {
-	if (value === null || value === undefined) return "None";
+	if (value == null) return "None";
 	if (value === true) return "True";
 	if (value === false) return "False";
 	if (typeof value === "number") return String(value);
@@ -77,6 +77,6 @@ ${script.map((m) => `            ${pyMessage(m)},`).join("\n")}
     )
     episode = asyncio.run(play(${cls}(), task, policy))
     assert episode.stop_reason == ${py(episode.stop_reason)}
-    assert episode.reward == ${reward === null || reward === undefined ? "None" : `pytest.approx(${py(reward)})`}
+    assert episode.reward == ${reward == null ? "None" : `pytest.approx(${py(reward)})`}
 `;
 }

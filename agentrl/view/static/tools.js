@@ -3,7 +3,7 @@ import { html, useState } from "./vendor/htm-preact.js";
 import { exported, useGet } from "./data.js";
 import { api, Crumbs, duration, link, Loading, num, percent, Table, visible } from "./ui.js";
 
-const ms = (x) => (x === null || x === undefined ? "–" : duration(x / 1000));
+const ms = (x) => (x == null ? "–" : duration(x / 1000));
 
 function Outcomes({ tool }) {
 	const all = Object.entries(tool.outcomes ?? {}).sort((a, b) => b[1] - a[1]);

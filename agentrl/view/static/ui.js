@@ -13,7 +13,7 @@ export function visible(text) {
 }
 
 export function num(value, digits = 3) {
-	if (value === null || value === undefined || value === "") return "–";
+	if (value == null || value === "") return "–";
 	const x = Number(value);
 	if (Number.isNaN(x)) return "NaN";
 	if (!Number.isFinite(x)) return x > 0 ? "∞" : "−∞";
@@ -21,10 +21,10 @@ export function num(value, digits = 3) {
 	const text = Math.abs(x) >= 1e6 || (Math.abs(x) < 1e-3 && x !== 0) ? x.toExponential(digits - 1) : String(Number(x.toPrecision(digits)));
 	return text.replace(/^-/, "−");
 }
-export const signed = (x) => (x === null || x === undefined ? "–" : (x > 0 ? "+" : "") + num(x));
-export const percent = (x) => (x === null || x === undefined ? "–" : `${num(100 * x)} %`);
+export const signed = (x) => (x == null ? "–" : (x > 0 ? "+" : "") + num(x));
+export const percent = (x) => (x == null ? "–" : `${num(100 * x)} %`);
 export function duration(s) {
-	if (s === null || s === undefined) return "–";
+	if (s == null) return "–";
 	if (s < 1) return `${num(s * 1000)} ms`;
 	if (s < 90) return `${num(s)} s`;
 	if (s < 5400) return `${num(s / 60)} min`;
@@ -55,7 +55,7 @@ export const dark = matchMedia("(prefers-color-scheme: dark)");
 
 /** The class of a reward between two ends: r0 (worst) to r8 (best). */
 export function shade(value, low, high) {
-	if (value === null || value === undefined || Number.isNaN(value)) return "r-none";
+	if (value == null || Number.isNaN(value)) return "r-none";
 	const span = high - low;
 	return `r${span > 0 ? Math.max(0, Math.min(8, Math.round((8 * (value - low)) / span))) : 4}`;
 }
@@ -93,7 +93,7 @@ export function setQuery(values) {
 	const [path, old = ""] = location.hash.split("?");
 	const query = new URLSearchParams(old);
 	for (const [key, value] of Object.entries(values)) {
-		if (value === null || value === undefined || value === "") query.delete(key);
+		if (value == null || value === "") query.delete(key);
 		else query.set(key, value);
 	}
 	const text = query.toString();
@@ -181,5 +181,6 @@ export function useSize(ref) {
 /** A regular expression of what was typed, or of its plain text where it is not one; null for nothing. */
 export function pattern(text) {
 	if (!text) return null;
-	try { return new RegExp(text, "i"); } catch { return new RegExp(text.replace(/[.*+?^${}()|[\]\\]/g, "\\$&"), "i"); }
+	try { return new RegExp(text, "i"); } catch { return new RegExp(escaped(text), "i"); }
 }
+export const escaped = (text) => text.replace(/[.*+?^${}()|[\]\\]/g, "\\$&");
