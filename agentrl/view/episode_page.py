@@ -4,21 +4,20 @@ from __future__ import annotations
 
 import base64
 import binascii
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 from urllib.parse import quote
 
 from agentrl.run_folder.run_reader import Json
 from agentrl.run_folder.token_records import NOTHING_RECORDED, TokenColumns
+from agentrl.view.pieces import Decode, span_pieces
 from agentrl.view.step_page import truncated
 
 ORIGINS = ("prompt", "sampled", "observation", "glue")
 IMAGE_TYPES = frozenset({"image/png", "image/jpeg", "image/gif", "image/webp"})
 """Types that a browser shows without running anything; SVG is not among them."""
 DIGITS = 5
-
-Decode = Callable[[Sequence[int]], str]
 
 
 def episode(record: Json, run: str, siblings: Sequence[str], renderer: str | None) -> Json:
@@ -220,7 +219,10 @@ def tokens(record: Json, span: Span, decode: Decode | None, columns: TokenColumn
         if low < high:
             ids = segment["ids"][low:high]
             out["ids"] += ids
-            out["pieces"] += pieces(ids, decode)
+            parent = segment.get("parent", -1)
+            before = said["segments"][parent]["ids"] if parent >= 0 else ()
+            whole = segment["ids"]
+            out["pieces"] += span_pieces(whole, low, high, decode, before) if decode else [""] * len(ids)
             out["origin"] += [ORIGINS.index(segment["origin"])] * len(ids)
             out["segment"] += [index] * len(ids)
             if is_sampled:
@@ -266,20 +268,6 @@ def _rounded(value: float | None) -> float | int | None:
     if value is None or isinstance(value, int):
         return value
     return None if value != value or value in (float("inf"), float("-inf")) else float(f"{value:.{DIGITS}g}")
-
-
-def pieces(ids: Sequence[int], decode: Decode | None) -> list[str]:
-    """The text of each token; a character that several tokens form belongs to the last of them."""
-    if decode is None:
-        return [""] * len(ids)
-    found: list[str] = []
-    start = 0
-    for end in range(1, len(ids) + 1):
-        text = decode(ids[start:end])
-        if not text.endswith("\ufffd") or end == len(ids) or end - start >= 8:
-            found += [""] * (end - start - 1) + [text]
-            start = end
-    return found
 
 
 def image(record: Json, message: int, part: int) -> tuple[bytes, str] | None:

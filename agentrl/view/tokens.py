@@ -8,6 +8,7 @@ from rich.text import Text
 
 from agentrl.clean import visible
 from agentrl.types import Origin, Segment
+from agentrl.view.pieces import token_pieces
 
 STYLES: dict[Origin, str] = {
     "prompt": "blue",
@@ -23,6 +24,8 @@ def tokens_text(
 ) -> Text:
     """Format every token of an episode, segment by segment; underlines separate neighboring tokens.
 
+    Tokens that only together form a character are one piece.
+
     Args:
         segments: the episode's token segments.
         decode: converts ids to text, control tokens included.
@@ -34,22 +37,12 @@ def tokens_text(
         advantage = next(sampled, None) if segment.origin == "sampled" else None
         style = _style(segment.origin, advantage)
         out.append(f"{_label(segment, advantage)}\n", style="reverse " + style)
-        for number, piece in enumerate(pieces(segment.ids, decode)):
+        before = segments[segment.parent].ids if segment.parent >= 0 else ()
+        pieces = filter(None, token_pieces(segment.ids, decode, before))
+        for number, piece in enumerate(pieces):
             out.append(visible(piece), style=f"{style} underline" if number % 2 else style)
         out.append("\n")
     return out
-
-
-def pieces(ids: Sequence[int], decode: Callable[[Sequence[int]], str]) -> list[str]:
-    """Return the text of each token; tokens that only together form a character are merged into one piece."""
-    found: list[str] = []
-    start = 0
-    for end in range(1, len(ids) + 1):
-        text = decode(ids[start:end])
-        if not text.endswith("�") or end == len(ids) or end - start >= 8:
-            found.append(text)
-            start = end
-    return found
 
 
 def _style(origin: Origin, advantage: float | None) -> str:

@@ -4,18 +4,80 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import pytest
+from tokenizers import Tokenizer, decoders
+from tokenizers.models import Unigram
+
 from agentrl.types import Segment
-from agentrl.view.tokens import pieces, tokens_text
+from agentrl.view.pieces import span_pieces, token_pieces
+from agentrl.view.tokens import tokens_text
 
 
 def decode(ids: Sequence[int]) -> str:
     return bytes(ids).decode("utf-8", errors="replace")
 
 
-def test_bytes_that_only_together_make_a_character_are_one_piece():
+def trained(words: Sequence[str], *, fallback: bool) -> Tokenizer:
+    """A tokenizer as sentencepiece models have: spaces in the words, bytes for what no word covers."""
+    spelled = [f"<0x{byte:02X}>" for byte in range(256)] if fallback else []
+    tokenizer = Tokenizer(Unigram([(word, -1.0) for word in ["<s>", *spelled, *words]], 0, fallback))
+    if fallback:
+        steps = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+        tokenizer.decoder = decoders.Sequence(steps)
+    else:
+        tokenizer.decoder = decoders.Metaspace()
+    return tokenizer
+
+
+def test_bytes_that_only_together_make_a_character_belong_to_the_last():
     ids = list("aé🎉b".encode())
-    assert pieces(ids, decode) == ["a", "é", "🎉", "b"]
-    assert "".join(pieces([0x61, 0xF0, 0x9F], decode)) == "a�"  # a cut character ends the segment
+    assert token_pieces(ids, decode) == ["a", "", "é", "", "", "", "🎉", "b"]
+    assert token_pieces([0x61, 0xF0, 0x9F], decode) == ["a", "", "�"]  # a cut character ends the segment
+    broken = [0xF0, 0x9F, 0x61, 0x80, 0x80, 0x80, 0x80, 0x80, 0x62]
+    assert "".join(token_pieces(broken, decode)) == decode(broken)
+
+
+@pytest.mark.parametrize("fallback", [False, True])
+def test_words_keep_the_spaces_that_their_tokens_carry(fallback: bool):
+    tokenizer = trained(["▁hello", "▁world", "s", "▁"], fallback=fallback)
+    words = ["▁hello", "▁world", "s", "▁", "▁hello"] * 9
+    ids = [tokenizer.token_to_id(word) for word in words]
+
+    def text(part: Sequence[int]) -> str:
+        return str(tokenizer.decode(list(part), skip_special_tokens=False))
+
+    found = token_pieces(ids, text)
+    assert found == ["hello", *(word.replace("▁", " ") for word in words[1:])]
+    assert "".join(found) == text(ids)
+    for low in range(12):
+        assert span_pieces(ids, low, low + 3, text) == found[low : low + 3]
+        assert token_pieces(ids[low:], text, ids[:low]) == found[low:]
+
+
+def test_a_character_in_bytes_is_the_same_in_every_window():
+    tokenizer = trained(["▁hello"], fallback=True)
+    spelled = [f"<0x{byte:02X}>" for byte in "€🎉é".encode()]
+    ids = [tokenizer.token_to_id(word) for word in ["▁hello", *spelled, "▁hello"]]
+
+    def text(part: Sequence[int]) -> str:
+        return str(tokenizer.decode(list(part), skip_special_tokens=False))
+
+    whole = token_pieces(ids, text)
+    assert whole == ["hello", "", "", "€", "", "", "", "🎉", "", "é", " hello"]
+    for size in range(1, 5):
+        windows = [span_pieces(ids, low, min(low + size, len(ids)), text) for low in range(0, len(ids), size)]
+        assert [piece for window in windows for piece in window] == whole
+
+
+def test_a_segment_continues_the_text_of_its_parent():
+    tokenizer = trained(["▁hello", "▁world"], fallback=False)
+    hello, world = (tokenizer.token_to_id(word) for word in ("▁hello", "▁world"))
+    segments = (
+        Segment((hello,), "prompt", -1, 0),
+        Segment((world, hello), "sampled", 0, 1, (0.0,) * 2, (0,) * 2),
+    )
+    text = tokens_text(segments, lambda ids: str(tokenizer.decode(list(ids)))).plain
+    assert text.splitlines()[1::2] == ["hello", " world hello"]
 
 
 def test_each_origin_is_labelled_and_sampled_tokens_take_the_colour_of_their_advantage():
