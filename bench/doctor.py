@@ -4,10 +4,11 @@
 
 Plants each fault of `tests/doctor/planted.py` into a short run on the CPU and lets the doctor read the run folder.
 A fault counts as named if a finding above a hint names it and recommends the right setting, in all of its runs.
-Healthy runs of other seeds, envs and algorithms (and those of `--runs`) must have no finding above a hint. The
-full form also plays variants that the list of faults does not mention, and takes the doctor's processor time on a
-run of 300 steps. `--quick` leaves out the fault that needs Ray, which then counts as missed, and plays four
-healthy runs. `--write` replaces bench/results/doctor.json. The last line is the result as JSON.
+Healthy runs of other seeds, envs and algorithms (and those of `--runs`) must have no finding above a hint.
+`doctor_seconds` is the processor time of the command `agentrl doctor` on a run of 300 steps. The full form also
+plays variants that the list of faults does not mention. `--quick` takes less than a minute on two cores: it leaves
+out the fault that needs Ray, which then counts as missed, plays one run of each fault and four healthy runs.
+`--write` replaces bench/results/doctor.json. The last line is the result as JSON.
 """
 
 from __future__ import annotations
@@ -16,7 +17,9 @@ import argparse
 import json
 import logging
 import os
+import resource
 import shutil
+import subprocess
 import sys
 import tempfile
 import time
@@ -39,7 +42,7 @@ from tests.doctor.variants import VARIANTS
 
 RESULTS = Path(__file__).parent / "results" / "doctor.json"
 GOAL, STEPS, BUDGET_S = 22, 300, 10.0
-QUICK_HEALTHY = 4
+QUICK_HEALTHY = slice(3, 7)
 
 
 def main() -> None:
@@ -61,8 +64,10 @@ def main() -> None:
         "baseline": found["faults"],
         "ratio": named / found["faults"],
         "unit": f"faults named, with {alarms} false alarms on {found['healthy']} healthy runs",
-        "goal": f">= {GOAL} and 0 false alarms",
-        "met": named >= GOAL and alarms == 0 and found.get("doctor_seconds", 0.0) < BUDGET_S,
+        "goal": f">= {GOAL} and 0 false alarms, doctor_seconds < {BUDGET_S:g}",
+        "doctor_seconds": found["doctor_seconds"],
+        "seconds": found["seconds"],
+        "met": named >= GOAL and alarms == 0 and found["doctor_seconds"] < BUDGET_S,
     }
     print(json.dumps(result))
 
@@ -70,24 +75,26 @@ def main() -> None:
 def measure(folder: Path, more: Sequence[Path], *, quick: bool) -> dict[str, Any]:
     """Plays all runs in folders under `folder`, two at a time."""
     began = time.monotonic()
-    policy = cold_start(_fresh(folder / "cold") / "run")
-    faults = [f for f in FAULTS if not (quick and f.ray)]
-    healthy = HEALTHY[:QUICK_HEALTHY] if quick else HEALTHY
+    faults = _one_each(FAULTS) if quick else list(FAULTS)
+    healthy = HEALTHY[QUICK_HEALTHY] if quick else HEALTHY
     variants = () if quick else VARIANTS
-    runs = [*faults, *healthy, *variants]
-    with ProcessPoolExecutor(2, mp_context=get_context("spawn")) as pool:
+    runs: list[Planted | Healthy] = [*faults, *healthy, *variants]
+    runs.sort(key=lambda run: -run.changes.get("steps", 0))  # a long one at the end would run alone
+    # Forked before torch has started threads here, so that no process imports it again.
+    with ProcessPoolExecutor(2, mp_context=get_context("fork")) as pool:
+        policy = pool.submit(cold_start, _fresh(folder / "cold") / "run").result()
         folders = [_fresh(folder / _name(run.title)) for run in runs]
         said = list(pool.map(_played, runs, [policy] * len(runs), folders))
     planted = dict(zip([run.title for run in runs], said, strict=True))
-    missed = {f.number for f in FAULTS if f.title not in planted or not f.named(planted[f.title])}
+    played = {f.number for f in faults}
+    missed = {f.number for f in faults if not f.named(planted[f.title])}
     alarms = {h.title: planted[h.title] for h in healthy}
     alarms |= {run.name: [f for f in findings(run) if f.severity != "hint"] for run in more}
     for title, found in alarms.items():
         print(f"healthy: {title}  {_names(found)}")
-    numbers = {fault.number for fault in FAULTS}
     result: dict[str, Any] = {
-        "faults": len(numbers),
-        "named": len(numbers - missed),
+        "faults": len({fault.number for fault in FAULTS}),
+        "named": len(played - missed),
         "runs": {f.title: _result(f, planted[f.title]) for f in faults},
         "healthy": len(alarms),
         "false_alarms": sum(map(bool, alarms.values())),
@@ -95,8 +102,14 @@ def measure(folder: Path, more: Sequence[Path], *, quick: bool) -> dict[str, Any
     }
     if not quick:
         result["variants"] = {v.title: _result(v, planted[v.title]) for v in VARIANTS}
-        result["doctor_seconds"] = _seconds(folder / _name(HEALTHY[-1].title) / "run", folder / "long")
+    result["doctor_seconds"] = _seconds(folder / _name(healthy[-1].title) / "run", folder / "long")
     return result | {"seconds": round(time.monotonic() - began)}
+
+
+def _one_each(faults: Sequence[Planted]) -> list[Planted]:
+    """The first run of each fault, without those that need Ray."""
+    first = {fault.number: fault for fault in reversed(faults) if not fault.ray}
+    return [first[number] for number in sorted(first)]
 
 
 def _played(run: Planted | Healthy, policy: Path, folder: Path) -> list[Finding]:
@@ -115,7 +128,7 @@ def _names(found: Sequence[Finding]) -> list[str]:
 
 
 def _seconds(run: Path, long: Path) -> float:
-    """Processor time of the doctor on a run that repeats the steps of `run` until there are 300."""
+    """Processor time of `agentrl doctor` on a run that repeats the steps of `run` until there are 300."""
     shutil.rmtree(long, ignore_errors=True)
     shutil.copytree(run, long)
     lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
@@ -127,9 +140,14 @@ def _seconds(run: Path, long: Path) -> float:
         for step in range(len(steps) + 1, STEPS + 1):
             source = run / kind / f"step-{(step - 1) % len(steps) + 1:06d}.{end}"
             shutil.copyfile(source, long / kind / f"step-{step:06d}.{end}")
-    began = time.process_time()
-    findings(long)
-    return round(time.process_time() - began, 2)
+    began = _of_children()
+    subprocess.run([sys.executable, "-m", "agentrl", "doctor", str(long)], check=True, stdout=subprocess.DEVNULL)
+    return round(_of_children() - began, 2)
+
+
+def _of_children() -> float:
+    used = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return used.ru_utime + used.ru_stime
 
 
 def _name(title: str) -> str:
