@@ -182,7 +182,7 @@ class Index:
                 f"{episodes} {where} order by {order}episodes.step desc, episodes.id limit ? offset ?",
                 [*values, max(0, query.limit), max(0, query.offset)],
             )
-            hits = tuple(Hit(Path(run), *rest, _snippet(body, query)) for run, *rest, body in rows)
+            hits = tuple(Hit(Path(row[0]), *(*row[1:-1], _snippet(row[-1], query))) for row in rows)
         return Found(total, cut, hits, 0.0)
 
     def problems(self) -> list[str]:
