@@ -25,9 +25,9 @@ def import_objective(found: Imported) -> None:
     bypass = _correction(found)
     _loss(found, bypass)
     _kl(found)
-    _aggregation(found)
     if entropy := found.number(f"{ACTOR}entropy_coeff"):
         found.set("algorithm.entropy_coef", entropy)
+    _aggregation(found)
     _updates(found)
 
 
@@ -265,14 +265,31 @@ def _rejections(found: Imported) -> None:
 
 # --- how losses are summed, and how often a step updates ----------------------------------------------------
 
+_MEAN = "seq-mean-token-mean"
+_OWN_MEAN = ("gspo", "sapo", "geo_mean")
+"""Losses that verl aggregates as `_MEAN`, whatever `loss_agg_mode` says."""
+
 
 def _aggregation(found: Imported) -> None:
     key = f"{ACTOR}loss_agg_mode"
     mode = found.text(key)
+    loss = found.get("algorithm.loss")
+    name = loss["name"] if isinstance(loss, dict) else loss
+    if name in _OWN_MEAN and mode != _MEAN:
+        if found.get("algorithm.entropy_coef") or (
+            found.get("algorithm.kl.coef") and found.get("algorithm.kl.where") != "reward"
+        ):
+            found.hint(
+                key,
+                f"verl aggregates {name} as {_MEAN} and the penalties as {mode}; agentrl aggregates both alike: "
+                f"algorithm.aggregation is {_MEAN}",
+            )
+        found.say(key, "no effect", f"verl aggregates {name} as {_MEAN} whatever it says")
+        mode = _MEAN
     if mode == "seq-mean-token-sum-norm":
         factor = found.number(f"{ACTOR}loss_scale_factor")
         found.set("algorithm.aggregation_scale", factor or found.number("data.max_response_length"))
-    elif mode not in ("token-mean", "token-sum", "seq-mean-token-mean", "seq-mean-token-sum"):
+    elif mode not in ("token-mean", "token-sum", _MEAN, "seq-mean-token-sum"):
         found.say(key, "by hand", "choose algorithm.aggregation")
         return
     else:

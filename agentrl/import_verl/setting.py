@@ -500,8 +500,7 @@ def _servers(found: Imported) -> None:
     if servers > 1:
         found.set("engine.server.replicas", servers)
     found.say(f"{ROLLOUT}data_parallel_size", "taken", "engine.server.replicas: one server per group of GPUs")
-    if found.has(f"{ROLLOUT}gpu_memory_utilization"):
-        found.set("engine.server.gpu_memory_utilization", found.number(f"{ROLLOUT}gpu_memory_utilization"))
+    found.set("engine.server.gpu_memory_utilization", found.number(f"{ROLLOUT}gpu_memory_utilization"))
     if not apart and found.flag(f"{ROLLOUT}free_cache_engine") and not found.get("rollout.max_staleness"):
         found.set("engine.server.sleep", True)
 

@@ -121,7 +121,12 @@ def test_a_multi_turn_grpo_config_becomes_ours(source):
         },
         "engine": {
             "kind": "sglang",
-            "server": {"replicas": 8, "sleep": True, "args": ["--attention-backend", "triton"]},
+            "server": {
+                "replicas": 8,
+                "gpu_memory_utilization": 0.5,
+                "sleep": True,
+                "args": ["--attention-backend", "triton"],
+            },
         },
         "algorithm": {
             "advantage": "grpo",
@@ -246,6 +251,18 @@ def test_no_key_has_two_rows_and_the_page_names_them_all():
             "algorithm.aggregation_scale",
             800,
         ),
+        *(
+            (
+                {
+                    "actor_rollout_ref__actor__policy_loss__loss_mode": loss,
+                    "actor_rollout_ref__actor__loss_agg_mode": mode,
+                },
+                "algorithm.aggregation",
+                "seq-mean-token-mean",
+            )
+            for loss in ("gspo", "sapo", "geo_mean")
+            for mode in (None, "token-mean", "seq-mean-token-sum-norm")
+        ),
         ({"algorithm__norm_adv_by_std_in_grpo": False}, "algorithm.advantage", "dr_grpo"),
         ({"algorithm__adv_estimator": "gae", "algorithm__lam": 0.95}, "algorithm.advantage.lam", 0.95),
         ({"algorithm__adv_estimator": "gae"}, "critic.value_clip", 0.5),
@@ -263,6 +280,7 @@ def test_no_key_has_two_rows_and_the_page_names_them_all():
         ({"actor_rollout_ref__actor__fsdp_config__optimizer_offload": True}, "learner.cpu_offload", True),
         ({"trainer__nnodes": 2, "trainer__n_gpus_per_node": 4}, "learner.ranks", 8),
         ({"actor_rollout_ref__rollout__name": "vllm"}, "engine.kind", "vllm"),
+        ({"actor_rollout_ref__rollout__name": "vllm"}, "engine.server.gpu_memory_utilization", 0.5),
         ({"actor_rollout_ref__rollout__name": "hf"}, "engine.kind", "local"),
         (
             {"actor_rollout_ref__rollout__name": "vllm", "actor_rollout_ref__rollout__enforce_eager": True},
@@ -322,6 +340,18 @@ def test_what_is_said_of_a_key_is_true(tmp_path, key, value, kind, said):
     note = notes_of(imported(tmp_path, **{key: value}))[key]
     assert note.kind == kind
     assert said in note.text
+
+
+def test_losses_that_verl_always_averages_by_sequence_say_so(tmp_path):
+    key = "actor_rollout_ref.actor.loss_agg_mode"
+    gspo = {"actor_rollout_ref__actor__policy_loss__loss_mode": "gspo"}
+    given = {**gspo, "actor_rollout_ref__actor__loss_agg_mode": "token-mean"}
+    assert notes_of(imported(tmp_path, **given))[key].kind == "no effect"
+    penalized = notes_of(imported(tmp_path, **gspo, actor_rollout_ref__actor__use_kl_loss=True))[key]
+    assert penalized.kind == "by hand"
+    assert "the penalties as token-mean" in penalized.text
+    in_reward = imported(tmp_path, **gspo, algorithm__use_kl_in_reward=True)
+    assert key not in notes_of(in_reward)
 
 
 def test_a_value_that_agentrl_refuses_is_left_out_with_a_note(tmp_path):
