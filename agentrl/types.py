@@ -184,7 +184,10 @@ class CallRecord:
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """One completion and the env's answer to it. `tokens` counts the sampled ids."""
+    """One completion and the env's answer to it. `tokens` counts the sampled ids.
+
+    `rewards` are the parts of `reward` that have a name, weights included.
+    """
 
     message: Message
     observation: tuple[Message, ...]
@@ -194,6 +197,7 @@ class Turn:
     engine_seconds: float
     env_seconds: float
     calls: tuple[CallRecord, ...] = ()
+    rewards: Mapping[str, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)

@@ -25,7 +25,7 @@ from agentrl.cli.new import new
 from agentrl.cli.plan import plan
 from agentrl.cli.replay import replay
 from agentrl.cli.rescore import rescore
-from agentrl.cli.runs import compare, runs
+from agentrl.cli.runs import compare, runs, tag
 from agentrl.cli.serve import serve
 from agentrl.cli.show import show
 from agentrl.cli.train import train
@@ -70,6 +70,7 @@ app.command("check")(check)
 app.command("plan")(plan)
 app.command("show")(show)
 app.command("runs")(runs)
+app.command("tag")(tag)
 app.command("compare")(compare)
 app.command("view")(view)
 app.command("eval")(evaluate)

@@ -18,37 +18,79 @@ def runs(
     folder: Annotated[Path, typer.Argument(metavar="[FOLDER]", help="A folder with runs, or a run.")] = Path(
         "runs"
     ),
+    tag: Annotated[str | None, typer.Option(help="Only runs with this tag.", show_default=False)] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the table as JSON.")] = False,
 ) -> None:
-    """List runs: status, step, held-out result before and after, and wall time."""
+    """List runs: status, tags, step, held-out result before and after, and wall time."""
     import json
 
     from rich.table import Table
 
     from agentrl.errors import ConfigError
     from agentrl.reporting.safe_console import SafeConsole
+    from agentrl.suggest import did_you_mean
     from agentrl.view.library import Library
 
     if not folder.is_dir():
         raise ConfigError(f"{folder}: no such folder; name one with runs")
     found = Library([folder]).all_runs()
+    tags = sorted({each for run in found["runs"] for each in run["tags"]})
+    if tag is not None:
+        found["runs"] = [run for run in found["runs"] if tag in run["tags"]]
     if as_json:
         print(json.dumps(found))
         return
+    if not found["runs"] and tag is not None:
+        hint = did_you_mean(tag, tags, otherwise=f"the tags there are: {', '.join(tags) or 'none'}")
+        raise ConfigError(f"--tag {tag}: no run in {folder} has it; {hint}")
     if not found["runs"]:
         raise ConfigError(f"{folder}: no run is there; a run folder has a config.yaml and episodes/")
     table = Table(box=None, pad_edge=False, header_style="bold")
     table.add_column("run", overflow="fold")
     table.add_column("status", no_wrap=True)
+    if tags:
+        table.add_column("tags", overflow="fold")
     for heading in ("step", "before", "after", "time"):
         table.add_column(heading, justify="right", no_wrap=True)
     for run in found["runs"]:
         steps = "" if run["steps"] is None else f"/{run['steps']}"
         table.add_row(
-            *(_text(run["id"]), _text(run["status"]), _text(f"{run['step']}{steps}")),
+            *(_text(run["id"]), _text(run["status"])),
+            *([_text(" ".join(run["tags"]))] if tags else []),
+            _text(f"{run['step']}{steps}"),
             *(_number(run["held_out_before"]), _number(run["held_out_after"]), _time(run["wall_seconds"])),
         )
     SafeConsole().print(table)
+
+
+def tag(
+    run: Annotated[Path, typer.Argument(metavar="RUN", help="A run folder.", show_default=False)],
+    tags: Annotated[
+        list[str] | None, typer.Argument(metavar="[TAG]...", help="Tags to add.", show_default=False)
+    ] = None,
+    remove: Annotated[
+        list[str] | None, typer.Option(metavar="TAG", help="A tag to remove; may be given several times.")
+    ] = None,
+) -> None:
+    """Tag a run, and print its tags.
+
+    `agentrl runs --tag` and the pages of `agentrl view` find runs by their tags.
+    """
+    from agentrl.clean import visible
+    from agentrl.errors import ConfigError
+    from agentrl.run_folder.run_reader import is_run
+    from agentrl.run_folder.tags import read_tags, write_tags
+
+    if not is_run(run):
+        raise ConfigError(f"{run}: no run is there; a run folder has a config.yaml and episodes/")
+    there = read_tags(run)
+    for old in remove or ():
+        if old not in there:
+            raise ConfigError(f"--remove {old}: {run} has no such tag; it has: {', '.join(there) or 'none'}")
+    if tags or remove:
+        there = write_tags(run, [*(old for old in there if old not in (remove or ())), *(tags or ())])
+    for each in there:
+        print(visible(each))
 
 
 def compare(

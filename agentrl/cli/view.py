@@ -69,10 +69,11 @@ async def _serve(paths: list[Path], port: int, browse: bool) -> None:
 
     from agentrl.serve.listen import running
     from agentrl.view.library import Library
+    from agentrl.view.preferences import Preferences, preferences_file
     from agentrl.view.view_server import create_view
 
     token, library, hosts = secrets.token_urlsafe(24), Library(paths), set[str]()
-    app = create_view(library, token, hosts)
+    app = create_view(library, token, hosts, Preferences(preferences_file()))
     async with running(app, port=port) as address:
         bound = urlsplit(address).port
         hosts |= {f"127.0.0.1:{bound}", f"localhost:{bound}"}

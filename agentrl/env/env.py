@@ -40,6 +40,13 @@ class StepInfo:
     faults: Mapping[str, str] = field(default_factory=dict)
     """Rewards of the turn that raised and count as 0: the error message by reward name."""
 
+    @property
+    def rewards(self) -> dict[str, float]:
+        """The rewards of the turn by name: those of `metrics` that are named `reward/NAME`."""
+        start = "reward/"
+        found = self.metrics.items()
+        return {name.removeprefix(start): value for name, value in found if name.startswith(start)}
+
 
 class PolicyModel(Protocol):
     """A separate conversation with the policy: a sub-agent, a user simulator, a judge."""

@@ -149,7 +149,9 @@ async def play(
             observation, reward, terminated, truncated, info = await env.step(message)
             seconds = time.perf_counter() - began
             messages += [message, *observation]
-            turns.append(Turn(message, tuple(observation), reward, "stop", 0, 0.0, seconds, info.calls))
+            turns.append(
+                Turn(message, tuple(observation), reward, "stop", 0, 0.0, seconds, info.calls, info.rewards)
+            )
             if info.faults:
                 raise RewardError(info.faults)
             for name, value in info.metrics.items():

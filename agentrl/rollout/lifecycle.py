@@ -358,6 +358,7 @@ async def step_env(env: Env, turn: Turn, episode: OpenEpisode, max_turns: int) -
             reward=float(reward),
             env_seconds=time.monotonic() - began,
             calls=tuple(replace(call, result=clean_text(call.result)) for call in info.calls),
+            rewards={n: float(value) for n, value in _clean_names(info.rewards).items() if _is_number(value)},
         )
     )
     episode.count(info.metrics)

@@ -23,6 +23,7 @@ from typing import Any
 from pydantic_core import from_json
 
 from agentrl.errors import CheckpointError
+from agentrl.run_folder import tags
 from agentrl.run_folder.files import open_regular, read_bounded
 from agentrl.run_folder.records import (
     LATE,
@@ -220,9 +221,13 @@ class RunReader:
     @property
     def state(self) -> tuple[tuple[int, int], ...]:
         """Changes whenever the run has something new to show."""
-        return tuple(
-            _stamp(self.path / name) for name in ("metrics.jsonl", "events.log", "summary.json", "episodes")
-        )
+        files = ("metrics.jsonl", "events.log", "summary.json", "episodes", tags.FILE)
+        return tuple(_stamp(self.path / name) for name in files)
+
+    @property
+    def tags(self) -> tuple[str, ...]:
+        """What `agentrl tag` gave the run."""
+        return tags.read_tags(self.path)
 
     @property
     def steps(self) -> list[int]:

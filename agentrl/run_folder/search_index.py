@@ -24,6 +24,7 @@ from pydantic_core import from_json
 
 from agentrl.errors import CheckpointError, ConfigError
 from agentrl.run_folder.records import episode_lines, episodes_file, recorded_steps
+from agentrl.run_folder.tags import read_tags
 
 T = TypeVar("T")
 
@@ -61,6 +62,7 @@ class Query:
         text: words or a part of the text, in any case; a regular expression where `regex` is set.
         outcome: of a call of `tool`, or of any tool.
         run: the path of one run.
+        tag: of the runs to search.
     """
 
     text: str = ""
@@ -77,6 +79,7 @@ class Query:
     limit: int = 50
     offset: int = 0
     worst_first: bool = False
+    tag: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -249,6 +252,8 @@ class Index:
 
     def _where(self, query: Query, db: sqlite3.Connection) -> tuple[str, list[object]]:
         runs = self.runs if query.run is None else [query.run.resolve()]
+        if query.tag is not None:
+            runs = [run for run in runs if query.tag in read_tags(run)]
         parts = [f"files.run in ({', '.join('?' * len(runs))})"]
         values: list[object] = [str(run) for run in runs]
         conditions: tuple[tuple[str, str, object], ...] = (

@@ -97,7 +97,7 @@ def _turns(said: Json) -> Iterator[Json]:
         if place is not None:
             at = place + 1
             observed = range(at, min(at + len(turn.get("observation", ())), len(messages)))
-        rest = ("reward", "finish", "tokens", "engine_seconds", "env_seconds")
+        rest = ("reward", "rewards", "finish", "tokens", "engine_seconds", "env_seconds")
         yield {"message": place, "observation": list(observed), **{key: turn.get(key) for key in rest}}
 
 
@@ -125,10 +125,16 @@ def _rewards(said: Json) -> Iterator[Json]:
     for name, value in (said.get("rewards") or {}).items():
         yield {"name": name, "turn": None, "value": value, "weight": 1.0}
     named = [name.removeprefix("reward/") for name in said.get("metrics", {}) if name.startswith("reward/")]
-    name = named[0] if len(named) == 1 else "turn reward" + (f" ({', '.join(named)})" if named else "")
+    other = named[0] if len(named) == 1 else "turn reward" + (f" ({', '.join(named)})" if named else "")
     for number, turn in enumerate(said.get("turns", ())):
-        if turn.get("reward"):
-            yield {"name": name, "turn": number, "value": turn["reward"], "weight": 1.0}
+        found = (turn.get("rewards") or {}).items()  # records of older runs have none
+        by_name = {name: value for name, value in found if isinstance(value, int | float)}
+        for name, value in by_name.items():
+            yield {"name": name, "turn": number, "value": value, "weight": 1.0}
+        rest = (turn.get("reward") or 0.0) - sum(by_name.values())
+        if abs(rest) > 1e-9:
+            name = "turn reward" if by_name else other
+            yield {"name": name, "turn": number, "value": rest, "weight": 1.0}
 
 
 def _branches(said: Json, segments: Sequence[Json]) -> Iterator[Json]:

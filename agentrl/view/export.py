@@ -72,7 +72,7 @@ def _answers(library: Library, extent: Extent) -> Iterator[Answer]:
         yield base, redact(library.about(id))
         yield f"{base}/series", run_page.series(reader, None, -1)
         yield f"{base}/steps", run_page.steps(reader)
-        yield f"{base}/tools", redact(library.tools(id))
+        yield f"{base}/tools", redact(library.tools(id, last=0))
         for step in spread(reader.steps, extent.steps):
             try:
                 found = library.step(id, step)

@@ -98,7 +98,7 @@ class Library:
         return _found(step_page.step, reader, step, self.cache)
 
     def tools(self, id: str, last: int = RECENT) -> Json:
-        """The calls of the last steps of a run; 0 is all steps. Raises NotFoundError."""
+        """The calls of the last steps of a run; 0 for all steps. Raises NotFoundError."""
         reader = self.run(id)
         return step_page.tools(reader, self.cache, reader.steps[-max(0, last) :])
 
@@ -287,6 +287,7 @@ def query_of(given: Mapping[str, str], library: Library) -> Query:
         step_max=whole("step_max"),
         task=given.get("task") or None,
         run=library.run(given["run"]).path if given.get("run") else None,
+        tag=given.get("tag") or None,
         limit=min(1000, whole("limit") or 50),
         offset=whole("offset") or 0,
     )

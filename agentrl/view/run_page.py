@@ -48,7 +48,7 @@ def header(id: str, reader: RunReader) -> Json:
         "name": reader.path.name,
         "path": str(reader.path),
         "status": reader.status,
-        "tags": [],
+        "tags": list(reader.tags),
         "step": step,
         "steps": config.get("steps"),
         "started": started,

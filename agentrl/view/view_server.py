@@ -29,6 +29,7 @@ from agentrl.view import env_view, run_page
 from agentrl.view.bundle import served
 from agentrl.view.episode_page import Span
 from agentrl.view.library import RECENT, Library, NotFoundError, query_of
+from agentrl.view.preferences import Preferences
 
 log = logging.getLogger(__name__)
 
@@ -102,8 +103,8 @@ class Events:
 class Page:
     """Answers the requests of the page."""
 
-    def __init__(self, library: Library) -> None:
-        self.library, self.events = library, Events(library)
+    def __init__(self, library: Library, preferences: Preferences) -> None:
+        self.library, self.events, self.preferences = library, Events(library), preferences
 
     def routes(self) -> list[Route]:
         """All routes."""
@@ -126,6 +127,8 @@ class Page:
             Route("/api/renderer/{run}/{env}", self._renderer, methods=["GET"]),
             Route("/api/events", self._events, methods=["GET"]),
             Route("/api/view", self._view, methods=["POST"]),
+            self._get("/api/preferences", lambda r: self.preferences.all()),
+            Route("/api/preferences", self._prefer, methods=["POST"]),
             Route("/{path:path}", self._static, methods=["GET"]),
         ]
 
@@ -180,15 +183,20 @@ class Page:
             return _error(400, str(e), "Ask without `after` first.")
         return _json({"next": self.events.next, "events": found})
 
-    async def _view(self, request: Request) -> Response:
-        body = b""
-        async for part in request.stream():
-            body += part
-            if len(body) > MAX_POST:
-                return _error(413, "The body is too large.", 'Send {"hash": "#/run/ID"}.')
+    async def _prefer(self, request: Request) -> Response:
         try:
-            found = json.loads(body)
-            place = found["hash"]
+            found = json.loads(await _body(request))
+            if not isinstance(found, dict):
+                raise ConfigError("preferences: must be a JSON object")
+            return _json(await run_in_threadpool(self.preferences.update, found))
+        except (ConfigError, ValueError, RecursionError) as e:
+            return _error(400, str(e)[:300], 'Send {"theme": "dark"}.')
+
+    async def _view(self, request: Request) -> Response:
+        try:
+            place = json.loads(await _body(request))["hash"]
+        except ConfigError as e:
+            return _error(413, str(e), 'Send {"hash": "#/run/ID"}.')
         except (ValueError, KeyError, TypeError, RecursionError):
             place = None
         if not isinstance(place, str) or not place.startswith("#/"):
@@ -203,6 +211,8 @@ class Page:
             return _error(
                 404, f"There is nothing at {path[:200]}.", "Open the address that `agentrl view` printed."
             )
+        if path == "/page.js":
+            found = await run_in_threadpool(self.preferences.script) + found
         return Response(found, media_type=KINDS[path.rpartition(".")[2] if "." in path else "html"])
 
 
@@ -267,9 +277,19 @@ class Guard:
         return hmac.compare_digest(given.encode("utf-8", "replace"), self._token.encode())
 
 
-def create_view(library: Library, token: str, hosts: Set[str]) -> ASGIApp:
-    """The application."""
-    return Guard(Starlette(routes=Page(library).routes()), token, hosts)
+def create_view(library: Library, token: str, hosts: Set[str], preferences: Preferences | None = None) -> ASGIApp:
+    """The application; without `preferences`, what a user chooses is kept until it ends."""
+    return Guard(Starlette(routes=Page(library, preferences or Preferences()).routes()), token, hosts)
+
+
+async def _body(request: Request) -> bytes:
+    """The body of a POST. Raises ConfigError if it is too large."""
+    body = b""
+    async for part in request.stream():
+        body += part
+        if len(body) > MAX_POST:
+            raise ConfigError("The body is too large.")
+    return body
 
 
 def _run(request: Request) -> str:

@@ -158,3 +158,21 @@ def test_compare_says_what_differs_and_what_got_worse(capsys, calc: Path):
     assert [r["name"] for r in said["runs"]] == ["other", "calc"]
     assert [task["task"] for task in said["regressions"]] == ["t0"]
     assert {row["key"]: list(row["values"].values()) for row in said["config_diff"]}["seed"] == [7, 0]
+
+
+def test_runs_are_tagged_and_found_by_their_tags(capsys, calc: Path):
+    assert run(capsys, "tag", calc) == (0, "", "")
+    assert run(capsys, "tag", calc, "wip", "baseline", "wip") == (0, "baseline\nwip\n", "")
+    assert run(capsys, "tag", calc, "--remove", "wip") == (0, "baseline\n", "")
+    code, out, _ = run(capsys, "runs", calc.parent, "--tag", "baseline")
+    assert (code, "baseline" in out, "calc" in out) == (0, True, True)
+    code, _, err = run(capsys, "runs", calc.parent, "--tag", "baselin")
+    assert (code, err.count("did you mean 'baseline'?")) == (2, 1)
+    code, _, err = run(capsys, "tag", calc, "--remove", "wip")
+    assert (code, "no such tag; it has: baseline" in err) == (2, True)
+    code, _, err = run(capsys, "tag", calc, "two\nlines")
+    assert (code, "printable characters" in err) == (2, True)
+    code, _, err = run(capsys, "tag", calc.parent, "x")
+    assert (code, "no run is there" in err) == (2, True)
+    assert run(capsys, "tag", calc, "--remove", "baseline") == (0, "", "")
+    assert not (calc / "tags.json").exists()

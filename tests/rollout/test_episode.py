@@ -419,3 +419,10 @@ async def test_tools_with_state_do_not_leak_between_episodes(renderer: Renderer)
     episodes = await asyncio.gather(*[run_episode(player, PLAIN, episode_id=f"e{n}", seed=n) for n in range(8)])
     for episode in episodes:
         assert [r.result for t in episode.turns for r in t.calls] == ["1", "2"]
+
+
+async def test_a_turn_keeps_its_rewards_by_name(renderer: Renderer):
+    info = StepInfo(metrics={"reward/near": 0.5, "reward/odd\x1b": math.nan, "looked": 1.0})
+    player = make_player(renderer, lambda: Scene(reward=0.5, info=info), [say("hi"), say("bye")])
+    episode = await run_episode(player, PLAIN, episode_id="e0", seed=1)
+    assert [(turn.reward, turn.rewards) for turn in episode.turns] == [(0.5, {"near": 0.5})] * 2

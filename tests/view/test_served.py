@@ -44,6 +44,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def address(runs: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     """What `agentrl view` prints."""
     env = {**os.environ, "XDG_CACHE_HOME": str(tmp_path_factory.mktemp("cache"))}
+    env["XDG_CONFIG_HOME"] = str(tmp_path_factory.mktemp("config"))
     command = [sys.executable, "-m", "agentrl", "view", str(runs)]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=env) as server:
         assert server.stdout is not None
@@ -111,6 +112,22 @@ def test_a_page_follows_the_files_and_shows_what_is_posted(page, address, start,
         assert answer.status == 200
     page.wait_for_url(re.compile("episode/s3/g0/e0"))
     expect(page.locator(".tokens i.at")).to_be_in_viewport()
+
+
+def test_theme_and_filters_outlive_the_browser(page, browser, address, start):
+    page.goto(address)
+    page.get_by_role("button", name="auto").click()
+    page.goto(f"{start}/#/search?q=1%2B2")
+    page.once("dialog", lambda dialog: dialog.accept("sums"))
+    with page.expect_response("**/api/preferences"):
+        page.get_by_role("button", name="Save filter").click()
+    fresh = browser.new_context()
+    other = fresh.new_page()
+    other.goto(address)
+    expect(other.locator("html")).to_have_attribute("data-theme", "light")
+    other.goto(f"{start}/#/search")
+    expect(other.locator(".chip.saved")).to_contain_text("sums")
+    fresh.close()
 
 
 def test_hostile_text_of_a_record_is_shown_and_never_run(page, address, start):

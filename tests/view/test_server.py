@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -15,9 +16,11 @@ from starlette.testclient import TestClient
 from agentrl.errors import ConfigError
 from agentrl.run_folder.records import EpisodeRecord, episodes_file, read_records
 from agentrl.run_folder.search_index import Query, open_index
+from agentrl.run_folder.tags import write_tags
 from agentrl.types import Image, Message
 from agentrl.view.export import Extent, export
 from agentrl.view.library import Library
+from agentrl.view.preferences import Preferences
 from agentrl.view.view_server import COOKIE, Events, create_view
 from tests.view.runs import PNG, episode, make_run, write_step
 
@@ -390,3 +393,56 @@ def test_a_pattern_that_would_take_years_is_given_up(client: TestClient, folder:
     if answer.status_code != 200:
         assert "took more than 0.3 s" in answer.json()["error"]["message"]
     assert client.get("/api/search", params={"q": "a{40}b", "regex": "1"}).json()["total"] == 3
+
+
+def test_tags_are_shown_and_searched(client: TestClient, folder: Path):
+    assert client.get("/api/runs").json()["runs"][0]["tags"] == []
+    assert write_tags(folder / "calc", ["lr-1e-4", "baseline", "baseline "]) == ("baseline", "lr-1e-4")
+    assert client.get("/api/runs/calc").json()["tags"] == ["baseline", "lr-1e-4"]
+    hits = client.get("/api/search?tag=baseline&limit=1000").json()["hits"]
+    assert {hit["run"] for hit in hits} == {"calc"}
+    assert client.get("/api/search?tag=baseline&run=other").json()["total"] == 0
+    (folder / "calc" / "tags.json").write_text('{"not": "a list"}')
+    assert client.get("/api/runs/calc").json()["tags"] == []
+
+
+def test_what_a_user_prefers_outlives_the_server(library: Library, tmp_path: Path):
+    def opened() -> TestClient:
+        app = create_view(library, TOKEN, {"127.0.0.1:80"}, Preferences(tmp_path / "config" / "view.json"))
+        return TestClient(app, "http://127.0.0.1:80", headers={"host": "127.0.0.1:80"}, cookies={COOKIE: TOKEN})
+
+    filters = [{"name": "\u2028</script>", "text": "q=1"}]
+    assert opened().post("/api/preferences", json={"theme": "dark"}).json() == {"theme": "dark"}
+    assert opened().post("/api/preferences", json={"filters": filters}).status_code == 200
+    assert opened().get("/api/preferences").json() == {"theme": "dark", "filters": filters}
+    first = opened().get("/page.js").text.partition("\n")[0]
+    assert first.startswith("window.AGENTRL_KEPT = JSON.parse(")
+    assert json.loads(json.loads(first[len("window.AGENTRL_KEPT = JSON.parse(") : -2]))["theme"] == "dark"
+    wrong = opened().post("/api/preferences", json={"colour": 1})
+    assert (wrong.status_code, "choose from color" in wrong.text) == (400, True)
+    assert opened().post("/api/preferences", json={"filters": "x" * 70_000}).status_code == 400
+    assert opened().post("/api/preferences", content=b"[1").status_code == 400
+    elsewhere = {"origin": "http://evil.example"}
+    assert opened().post("/api/preferences", json={"theme": "dark"}, headers=elsewhere).status_code == 403
+    (tmp_path / "config" / "view.json").write_text("{")
+    assert opened().get("/api/preferences").json() == {}
+
+
+def test_each_turn_has_its_rewards_by_name(client: TestClient, folder: Path):
+    records = read_records(folder / "calc", 2)
+    first, last = records[0].episode.turns
+    turns = (replace(first, rewards={"progress": 0.3, "mistakes": -0.1}), replace(last, rewards={}))
+    write_step(folder / "calc", 2, [replace(records[0], episode=replace(records[0].episode, turns=turns))])
+    found = client.get("/api/runs/calc/episodes/s2/g0/e0?step=2").json()
+    assert found["turns"][0]["rewards"] == {"progress": 0.3, "mistakes": -0.1}
+    of_turns = [(p["name"], p["turn"], round(p["value"], 9)) for p in found["rewards"]["parts"] if p["turn"] == 0]
+    assert of_turns == [("progress", 0, 0.3), ("mistakes", 0, -0.1), ("turn reward", 0, 0.3)]
+
+
+def test_an_export_counts_the_calls_of_all_steps(tmp_path: Path):
+    make_run(tmp_path / "runs", "long", steps=25)
+    library = Library([tmp_path / "runs"])
+    export(library, tmp_path / "out.html", Extent(steps=1, episodes=1))
+    text = (tmp_path / "out.html").read_text()
+    (tools,) = re.findall(r'data-path="/api/runs/long/tools">(.*?)</script>', text)
+    assert len(json.loads(tools)["steps"]) == 25

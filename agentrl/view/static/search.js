@@ -3,7 +3,7 @@ import { html, useEffect, useState } from "./vendor/htm-preact.js";
 import { get, useGet } from "./data.js";
 import { Crumbs, escaped, link, Loading, num, pattern, setQuery, shade, store, visible } from "./ui.js";
 
-const FIELDS = ["q", "regex", "run", "tool", "outcome", "stop", "task", "reward_min", "reward_max", "step_min", "step_max"];
+const FIELDS = ["q", "regex", "run", "tag", "tool", "outcome", "stop", "task", "reward_min", "reward_max", "step_min", "step_max"];
 const STOPS = ["answered", "terminated", "stopped_by_tool", "max_turns", "max_tokens", "token_budget", "context_full", "tool_call_limit", "timeout", "fault", "sandbox_broken", "infra"];
 const PAGE = 50;
 
@@ -59,7 +59,7 @@ export function Search({ query }) {
 				<button type="button" class="button" disabled=${!text} onClick=${keep}>Save filter</button></div>
 			<div class="bar fields">
 				<label>run<select name="run" value=${fields.run} onChange=${set("run")}><option value="">all</option>${runs.map((r) => html`<option value=${r.id} selected=${r.id === fields.run}>${visible(r.name)}</option>`)}</select></label>
-				${input("tool", "tool")}${input("outcome", "outcome")}
+				${input("tag", "tag")}${input("tool", "tool")}${input("outcome", "outcome")}
 				<label>stopped<select name="stop" value=${fields.stop} onChange=${set("stop")}><option value="">any</option>${STOPS.map((s) => html`<option value=${s} selected=${s === fields.stop}>${s}</option>`)}</select></label>
 				${input("task", "task")}${input("reward_min", "reward ≥", "number")}${input("reward_max", "reward ≤", "number")}${input("step_min", "step ≥", "number")}${input("step_max", "step ≤", "number")}
 			</div></form>

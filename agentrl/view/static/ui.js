@@ -101,11 +101,18 @@ export function setQuery(values) {
 	dispatchEvent(new Event("agentrl-query"));
 }
 
+const kept = window.AGENTRL_KEPT; // by the server; an export has none
 export const store = {
 	get(key, otherwise) {
+		if (kept) return kept[key] ?? otherwise;
 		try { return JSON.parse(localStorage.getItem(`agentrl.${key}`)) ?? otherwise; } catch { return otherwise; }
 	},
 	set(key, value) {
+		if (kept) {
+			kept[key] = value;
+			fetch("/api/preferences", { method: "POST", body: JSON.stringify({ [key]: value }) }).catch(() => {});
+			return;
+		}
 		try { localStorage.setItem(`agentrl.${key}`, JSON.stringify(value)); } catch { /* private window, export */ }
 	},
 };
