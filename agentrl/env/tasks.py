@@ -58,6 +58,11 @@ class NamedTasks(Sequence[Task]):
         return (self[i] for i in range(len(self)))
 
 
+def is_generated(tasks: Sequence[Task]) -> bool:
+    """Whether the rows are made on access, which may take time and go on for millions."""
+    return isinstance(tasks._tasks if isinstance(tasks, NamedTasks) else tasks, GeneratedTasks)
+
+
 def generated(
     name: str,
     split: Split,

@@ -24,12 +24,12 @@ from agentrl.types import Task
 TIMEOUT_S = 300.0
 
 
-def shift_s() -> float:
+def shift_s() -> int:
     """To another year, month, hour and parity of the second, and between working days and weekends."""
     today = datetime.date.today().weekday()
     to = 5 if today < 5 else 1
     days = 400 + (to - today - 400) % 7
-    return days * 86_400 + 7 * 3_600 + 13 * 60 + 7.37
+    return days * 86_400 + 7 * 3_600 + 13 * 60 + 7
 
 
 async def play_elsewhere(

@@ -48,7 +48,7 @@ def answers_of(oracle: Sequence[ExamEpisode], others: Sequence[ExamEpisode]) -> 
             continue
         first = next((i for i, m in enumerate(played.episode.messages) if m.role == "assistant"), None)
         opening = played.episode.messages[:first]
-        texts = [*_row_answers(played.task.row), *(_last_answers(played) if played in oracle else ())]
+        texts = [*row_answers(played.task.row), *(_last_answers(played) if played in oracle else ())]
         prompt = "\n".join(plain_text(m.content) for m in opening)
         schemas = json.dumps(list(played.episode.tools), ensure_ascii=False, default=str)
         chosen = tuple(dict.fromkeys(t for t in map(_core, texts) if t))
@@ -56,7 +56,8 @@ def answers_of(oracle: Sequence[ExamEpisode], others: Sequence[ExamEpisode]) -> 
     return _varied([answer for answer in found.values() if answer.texts])
 
 
-def _row_answers(row: Mapping[str, object]) -> Iterator[str]:
+def row_answers(row: Mapping[str, object]) -> Iterator[str]:
+    """The columns of a row whose names say that they hold the answer."""
     for key, value in row.items():
         if _ANSWER_KEYS.match(key) and isinstance(value, str | int | float) and not isinstance(value, bool):
             yield str(value)

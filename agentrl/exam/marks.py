@@ -24,6 +24,7 @@ CHECKS: Mapping[str, str] = {
     "bounds": "rewards are finite, bounded numbers",
     "parts": "the parts of the reward add up",
     "rows": "every row can be played and has one answer",
+    "splits": "held-out tasks are not training tasks",
     "leak": "the answer is neither in the prompt nor in reach of a tool the solution does not need",
     "leftovers": "no files remain after an episode",
     "speed": "calls are quick and do not block the event loop",

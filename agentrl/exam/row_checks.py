@@ -114,12 +114,3 @@ def _observations(played: ExamEpisode) -> list[list[str]]:
     if played.episode is None:
         return []
     return [[str(m.content) for m in turn.observation] for turn in played.episode.turns]
-
-
-def judge_splits(result: ExamResult, train: Sequence[Task], held_out: Sequence[Task]) -> None:
-    """Held-out tasks that are also trained on."""
-    seen = {repr((dict(t.row), t.seed)) for t in train}
-    both = [t.id for t in held_out if repr((dict(t.row), t.seed)) in seen]
-    if both:
-        text = f"{len(both)} of {len(held_out)} examined held-out tasks are training tasks as well"
-        result.add("rows", Level.NOTE, text, both)

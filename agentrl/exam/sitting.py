@@ -29,8 +29,9 @@ from agentrl.exam.leaks import answers_of, examine_prompt, examine_tools
 from agentrl.exam.magnitude import examine_bounds, judge_bounds, judge_parts
 from agentrl.exam.marks import CHECKS, ExamResult, Level
 from agentrl.exam.repeats import ORACLE_TURNS, Repeat, compare_processes, differ, examine_repeats
-from agentrl.exam.row_checks import examine_duplicates, judge_generator, judge_playable, judge_splits
+from agentrl.exam.row_checks import examine_duplicates, judge_generator, judge_playable
 from agentrl.exam.speed import LoopWatch, judge_blocking, judge_times, watching_loop
+from agentrl.exam.splits import NUM_PLAYED, examine_splits
 from agentrl.exam.strategies import saying
 from agentrl.exam.stray_files import judge_leftovers, judge_process, watching_files
 from agentrl.importing import is_given
@@ -138,7 +139,7 @@ class _Exam:
         self.say("oracle and rows")
         await self._rows(tasks)
         if self.watch.repeatedly:  # no two episodes run at once: everything else would take very long
-            self._give_up("the env blocks the event loop: fix that first", keep=("oracle", "rows"))
+            self._give_up("the env blocks the event loop: fix that first", keep=("oracle", "rows", "splits"))
             return
         self.say("contract")
         await self._contract(tasks[:4])
@@ -179,7 +180,6 @@ class _Exam:
         default = len(train) if len(train) <= ALL_TASKS else NUM_TASKS
         num = self.wanted or min(4 if self.crawls else 16 if took > 4 * SLOW_EPISODE_S else default, default)
         chosen, others = choose(train, num), choose(held_out, max(1, num // 4 if self.wanted else num // 2))
-        judge_splits(self.result, chosen, others)
         ids = {task.id for task in chosen}
         return _told_apart([*chosen, *(task for task in others if task.id not in ids)])
 
@@ -209,6 +209,9 @@ class _Exam:
         answers = answers_of(self.oracle, self.idle)
         played = self.oracle or self.idle
         await examine_duplicates(result, arena, played, answers, self.examinee.oracle)
+        one = self.examinee
+        num = 1 if self.crawls else NUM_PLAYED
+        await examine_splits(result, arena, one.train, one.held_out, one.oracle, num_played=num)
 
     async def _contract(self, tasks: Sequence[Task]) -> None:
         if self.crawls:

@@ -41,9 +41,10 @@ class Ledger(ToolEnv):
 
     @classmethod
     def tasks(cls, split="train", seed=0):
-        rng = random.Random(f"{split}/{seed}")
+        rng, low = random.Random(f"{split}/{seed}"), 20 if split == "train" else 45
         return [
-            Task(f"{split}-{i}", {"start": rng.randint(1, 9), "target": rng.randint(20, 60)}) for i in range(20)
+            Task(f"{split}-{i}", {"start": rng.randint(1, 9), "target": rng.randint(low, low + 20)})
+            for i in range(20)
         ]
 
     @classmethod
@@ -63,7 +64,7 @@ class Guess(TextEnv):
 
     @classmethod
     def tasks(cls, split="train", seed=0):
-        return [Task(f"{split}-{i}", {"number": i % 9 + 1}) for i in range(18)]
+        return [Task(f"{split}-{i}", {"number": i % 6 + 1 if split == "train" else i % 3 + 7}) for i in range(18)]
 
     @classmethod
     def oracle(cls, task):
@@ -89,6 +90,8 @@ class YesOrNo(TextEnv):
     @classmethod
     def tasks(cls, split="train", seed=0):
         numbers = random.Random(f"{split}/{seed}").sample(range(1000), 40)
+        if split != "train":
+            numbers = [n for n in numbers if f"train-{n}" not in {task.id for task in cls.tasks("train", seed)}]
         return [
             Task(f"{split}-{n}", {"question": f"Is {n} even?", "answer": "no" if n % 2 else "yes"})
             for n in numbers
@@ -216,7 +219,7 @@ class Dice(ToolEnv):
 
     @classmethod
     def tasks(cls, split="train", seed=0):
-        return [Task(f"{split}-{i}", {}, seed=i) for i in range(12)]
+        return [Task(f"{split}-{i}", {}, seed=i + 100 * (split != "train")) for i in range(12)]
 
     @classmethod
     def oracle(cls, task):

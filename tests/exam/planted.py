@@ -344,6 +344,20 @@ class OneAnswerForAll(AmbiguousRows):
         return [Task(f"{split}-{n}", {"question": f"Is {n} a prime?", "answer": "no"}) for n in range(4, 400, 8)]
 
 
+class HeldOutInTraining(Sums):
+    """Most held-out sums are training sums under other ids and seeds."""
+
+    @classmethod
+    def tasks(cls, split="train", seed=0):
+        own = super().tasks(split, seed)
+        if split == "train":
+            return own
+        copied = [
+            Task(f"test-{i}", dict(task.row), seed + 1000 + i) for i, task in enumerate(super().tasks("train"))
+        ]
+        return [*copied[:20], *own[:10]]
+
+
 FAULTS: dict[type[Env], tuple[str, ...]] = {
     PaysForEmpty: ("null",),
     RandomInReward: ("determinism",),
@@ -374,5 +388,6 @@ FAULTS: dict[type[Env], tuple[str, ...]] = {
     FarmingPays: ("search",),
     AnythingPays: ("nonsense",),
     OneAnswerForAll: ("search",),
+    HeldOutInTraining: ("splits",),
 }
 """Each env with the checks that find its fault."""

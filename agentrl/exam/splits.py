@@ -1,0 +1,85 @@
+"""Held-out tasks that are training tasks as well: a policy that remembers them looks as if it had learned."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from agentrl.env.play import Policy
+from agentrl.env.tasks import is_generated
+from agentrl.exam.arena import Arena, MakePolicy
+from agentrl.exam.examinee import choose
+from agentrl.exam.floors import opening_of
+from agentrl.exam.leaks import row_answers
+from agentrl.exam.marks import ExamResult, Level
+from agentrl.exam.strategies import saying
+from agentrl.types import Task
+
+NUM_GENERATED = 2_000
+"""Rows of each split that are compared if rows are made on access; stored rows are all compared."""
+NUM_PLAYED = 12
+"""Pairs of equal rows that are played."""
+ERROR_SHARE = 0.5
+"""From this share of the held-out tasks, held-out results say nothing about new tasks."""
+_NAMING = frozenset({"id", "idx", "index", "number", "split", "task_id", "uid", "uuid"})
+
+Pair = tuple[Task, Task]
+
+
+async def examine_splits(
+    result: ExamResult,
+    arena: Arena,
+    train: Sequence[Task],
+    held_out: Sequence[Task],
+    oracle: Callable[[Task], Policy] | None,
+    *,
+    num_played: int = NUM_PLAYED,
+) -> None:
+    """Look for held-out rows among the training rows, and play some to compare prompts and answers."""
+    given, asked = _compared(train), _compared(held_out)
+    known: dict[int, Task] = {}
+    for task in given:
+        known.setdefault(_key(task), task)
+    pairs = [(known[key], task) for task in asked if (key := _key(task)) in known]
+    if not pairs:
+        return
+    tried = [pairs[i * len(pairs) // num_played] for i in range(num_played)] if len(pairs) > num_played else pairs
+    same = [pair for pair in tried if await _same_task(arena, *pair, oracle)]
+    if not same:
+        return
+    num = len(pairs) if len(same) == len(tried) else len(same)
+    of = f"{len(asked):,} compared held-out" if len(asked) < len(held_out) else f"{len(asked):,} held-out"
+    trained = (
+        f"{len(given):,} of the {len(train):,} training tasks" if len(given) < len(train) else "training tasks"
+    )
+    text = (
+        f"{num:,} of {of} tasks are among {trained} (equal rows; prompt and answer are equal on {len(same)} of "
+        f"{len(tried)} played), e.g. {same[0][1].id} is {same[0][0].id}, so held-out results measure memory"
+    )
+    level = Level.ERROR if num >= ERROR_SHARE * len(asked) else Level.WARNING
+    result.add("splits", level, text, [task.id for _, task in (same if num < len(pairs) else pairs)[:100]])
+
+
+def _compared(tasks: Sequence[Task]) -> Sequence[Task]:
+    return choose(tasks, NUM_GENERATED) if is_generated(tasks) else tasks
+
+
+def _key(task: Task) -> int:
+    """A hash of what the task asks: its row without names, or with them and the seed if nothing else is there."""
+    content = {name: value for name, value in task.row.items() if name.lower() not in _NAMING}
+    return hash(repr(sorted(content.items()) if content else (sorted(task.row.items()), task.seed)))
+
+
+async def _same_task(arena: Arena, trained: Task, held_out: Task, oracle: Callable[[Task], Policy] | None) -> bool:
+    """Whether prompt and answer are equal."""
+    idle = [await arena.one("null", task, saying(""), keep=False) for task in (trained, held_out)]
+    opening = opening_of(idle[0])
+    if not opening or opening != opening_of(idle[1]):
+        return False
+    if oracle is None:
+        return trained.seed == held_out.seed or bool(list(row_answers(held_out.row)))
+    answering: MakePolicy = lambda env, task: oracle(trained)  # noqa: E731
+    crossed = await arena.one("the oracle of an equal row", held_out, answering, keep=False)
+    own = await arena.one("oracle", held_out, lambda env, task: oracle(task), keep=False)
+    if crossed.episode is None or own.episode is None:
+        return False
+    return crossed.reward >= own.reward - 1e-6 and crossed.episode.solved == own.episode.solved
