@@ -8,16 +8,15 @@ import ctypes
 import json
 import os
 import secrets
-import shutil
 import socket
 import subprocess
-import tempfile
 from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass
 from typing import Literal
 
 from agentrl.sandbox import Box, Sandbox
 from agentrl.sandbox.pool import SandboxPool
+from agentrl.scratch import ScratchFolder
 
 Kind = Literal["conformance", "hostile", "sabotage", "fidelity", "chaos"]
 
@@ -32,7 +31,8 @@ class Stage:
     def __init__(self, pool: SandboxPool) -> None:
         self.pool = pool
         self.secret = "secret-" + secrets.token_hex(8)
-        self.folder = tempfile.mkdtemp(prefix="agentrl-stage-")
+        self._scratch = ScratchFolder("stage")
+        self.folder = str(self._scratch.path)
         os.chmod(self.folder, 0o1777)
         self.marker = os.path.join(self.folder, "answer.txt")
         with open(self.marker, "w") as f:
@@ -140,7 +140,7 @@ class Stage:
             s.close()
         if self._shm >= 0:
             self._libc.shmctl(self._shm, 0, None)
-        shutil.rmtree(self.folder, ignore_errors=True)
+        self._scratch.close()
         os.environ.pop("AGENTRL_STAGE_SECRET", None)
 
 
