@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import signal
+import sys
+import threading
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
@@ -14,6 +17,7 @@ from agentrl.cli.options import Overrides
 
 if TYPE_CHECKING:
     from agentrl.config import RunConfig
+    from agentrl.env_server.open_sessions import Sessions
     from agentrl.env_server.served import EnvSource
 
 app = typer.Typer(no_args_is_help=True, help="Offer an environment to other trainers.")
@@ -60,6 +64,12 @@ def serve(
     idle_s: Annotated[
         float, typer.Option(min=1.0, help="Seconds after which a session without a connection is closed.")
     ] = 900.0,
+    until_eof: Annotated[
+        bool,
+        typer.Option(
+            "--until-eof", help="Also end when standard input is closed, with the program that started this."
+        ),
+    ] = False,
     env: Part = None,
     overrides: Overrides = [],  # noqa: B006
 ) -> None:
@@ -68,13 +78,74 @@ def serve(
     OpenEnv's clients connect to http://HOST:PORT, MCP clients to http://HOST:PORT/mcp. Tasks, tools, sandboxes and
     rewards are those of a run.
     """
+    from agentrl.env_server.open_sessions import Sessions
     from agentrl.extras import require
 
     require("serve", "agentrl env serve")
     require("openenv", "agentrl env serve")
     token = _token(host, token_env)
     source = _source(target, env, overrides, max_turns)
-    asyncio.run(_serve(source, host, port, token, max_sessions, idle_s))
+    sessions = Sessions(source, max_sessions, idle_s)
+    asyncio.run(_serve(sessions, host, port, token, until_eof))
+
+
+@app.command()
+def package(
+    target: Annotated[
+        str,
+        typer.Argument(
+            metavar="ENV|TOOLS.YAML|URL",
+            help="What `agentrl env serve` accepts, or the address of a running one.",
+            show_default=False,
+        ),
+    ],
+    form: Annotated[
+        Literal["verifiers"],
+        typer.Option("--as", help="Package format: a taskset of verifiers.", show_default=False),
+    ],
+    name: Annotated[
+        str | None, typer.Option(help="Name of the package. [default: that of the env]", show_default=False)
+    ] = None,
+    output: Annotated[
+        Path | None, typer.Option("--output", "-o", help="Folder to write. [default: ./NAME]", show_default=False)
+    ] = None,
+    python: Annotated[
+        Path | None,
+        typer.Option(help="Python that will serve the env. [default: this one]", show_default=False),
+    ] = None,
+    max_turns: Annotated[
+        int | None,
+        typer.Option(
+            min=1,
+            help="Turns of an episode. [default: rollout.max_turns of the YAML file, else 50]",
+            show_default=False,
+        ),
+    ] = None,
+    env: Part = None,
+    overrides: Overrides = [],  # noqa: B006
+) -> None:
+    """Write a package that other frameworks play the environment with.
+
+    The package starts `agentrl env serve` in this Python when it is used, or connects to a running server, so the
+    other framework does not need agentrl.
+    """
+    from agentrl.env_server.package import PACKAGE_SESSIONS, Served, served_url, write_verifiers_package
+
+    if target.startswith(("http://", "https://")):
+        if env is not None or overrides or max_turns is not None or python is not None:
+            raise typer.BadParameter(
+                "--env, --set, --max-turns and --python belong to `agentrl env serve` at this URL"
+            )
+        source, served = None, served_url(target)
+    else:
+        source = _source(target, env, overrides, max_turns)
+        options = [*(["--env", env] if env else []), *(f"--set={item}" for item in overrides)]
+        options += [] if max_turns is None else ["--max-turns", str(max_turns)]
+        options += ["--max-sessions", str(PACKAGE_SESSIONS)]
+        served = Served(source.name, target, tuple(options), str(python or sys.executable), str(Path.cwd()))
+    split = next(iter(source.splits)) if source else "train"
+    written = write_verifiers_package(served, name or served.name, output, split)
+    typer.echo(written.next_steps)
 
 
 def run_config(target: str, env: str | None, overrides: list[str]) -> RunConfig:
@@ -125,19 +196,25 @@ def _token(host: str, name: str | None) -> str | None:
     return token
 
 
-async def _serve(
-    source: EnvSource, host: str, port: int, token: str | None, max_sessions: int, idle_s: float
-) -> None:
-    """Answer until a signal comes."""
-    from agentrl.env_server.open_sessions import Sessions
+async def _serve(sessions: Sessions, host: str, port: int, token: str | None, until_eof: bool) -> None:
+    """Answer until a signal comes, or the end of standard input."""
     from agentrl.env_server.serve import serving_env
 
-    ended = asyncio.Event()
+    ended, loop, source = asyncio.Event(), asyncio.get_running_loop(), sessions.source
     for number in (signal.SIGINT, signal.SIGTERM):
-        asyncio.get_running_loop().add_signal_handler(number, ended.set)
-    sessions = Sessions(source, max_sessions, idle_s)
+        loop.add_signal_handler(number, ended.set)
+    if until_eof:
+        threading.Thread(target=_read_to_end, args=(loop, ended), daemon=True).start()
     async with serving_env(sessions, host=host, port=port, token=token) as url:
         tasks = ", ".join(f"{len(tasks):,} {split}" for split, tasks in source.splits.items())
         with_token = " (with the token)" if token else ""
         print(f"{source.name} at {url}, MCP at {url}/mcp{with_token}; tasks: {tasks}; Ctrl-C ends", flush=True)
         await ended.wait()
+
+
+def _read_to_end(loop: asyncio.AbstractEventLoop, ended: asyncio.Event) -> None:
+    with contextlib.suppress(OSError):
+        while os.read(0, 4096):
+            pass
+    with contextlib.suppress(RuntimeError):  # the loop is closed
+        loop.call_soon_threadsafe(ended.set)
