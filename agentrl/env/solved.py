@@ -21,7 +21,8 @@ from agentrl.errors import ConfigError, JudgeError
 
 SolvedAt = float | Mapping[str, float] | None
 NOT_DECLARED = "not declared (mark a reward with @reward(solved=True), or set env.solved_at)"
-_ROUNDING = 1e-9
+_ROUNDING = 1e-6
+"""More than the rounding of float32, in which many rewards are computed."""
 
 
 @dataclass(frozen=True, slots=True)

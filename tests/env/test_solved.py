@@ -2,6 +2,7 @@
 
 from pathlib import Path
 
+import numpy
 import pytest
 
 from agentrl.config import RunConfig
@@ -79,6 +80,16 @@ class Total(Graded):
     solved_at = 1.8
 
 
+class Float32(Graded):
+    """0.9 as float32 is 0.89999998, and so reads each part that a model or numpy computed."""
+
+    grade = float(numpy.float32(0.9))
+
+    @reward(solved=0.9)
+    def correct(self) -> float:
+        return self.grade
+
+
 async def verdict(env: Env, **row):
     return (await play(env, Task("t", row), ScriptedPolicy([say("x")]))).solved
 
@@ -94,6 +105,7 @@ async def verdict(env: Env, **row):
         (Single, "done (the only reward, a bool)", True),
         (SingleNumber, "None", None),
         (Total, "total reward at least 1.8 (solved_at)", True),
+        (Float32, "correct at least 0.9 (@reward(solved=...))", True),
     ],
 )
 async def test_who_declares_what(env, rule, found):
