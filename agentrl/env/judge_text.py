@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import re
 from typing import Any
 
@@ -77,15 +78,22 @@ def schema_of(low: float, high: float) -> dict[str, Any]:
     return {"type": "json_schema", "json_schema": {"name": "score", "strict": True, "schema": schema}}
 
 
-_NUMBER = r"[-+]?\d{1,12}(?:\.\d{1,12})?"
+_NUMBER = r"[-+]?\d{1,12}(?:\.\d{1,20})?"
 _SCORE = rf"({_NUMBER})(?:\s*(?:/|out of|of)\s*({_NUMBER}))?"
-_END = r"(?![\w/%]|[.,]\d)"
+_END = r"(?![\w/%]|[.,]\d|\s*(?:-|\u2013|to)\s*\d)"
+_STOP = r"(?:\s*(?:points?|stars?)\b)?(?=[ \t]*(?:[.,;:!?)\]}*_`\"']|$))"
+"""Nothing but punctuation follows on the line: in "mark 3 as wrong" the number is not a score."""
 _WHOLE = re.compile(rf"[\s*_`\"'(\[]*{_SCORE}[\s*_`\"')\].!]*")
+_MARKS = r"[\s*_`\"']{0,20}"
 _LABELLED = re.compile(
-    rf"(?:\b(?:score|rating|grade|mark|verdict)\b[\s*_`\"']{{0,20}}(?:is|of|:|=)?[\s*_`\"']{{0,20}}|\[\[\s{{0,20}}|\\boxed\{{\s{{0,20}}){_SCORE}{_END}",
-    re.IGNORECASE,
+    rf"\b(?:score|rating){_MARKS}(?:is|:|=){_MARKS}{_SCORE}{_END}"
+    rf"|\b(?:score|rating|grade|mark|verdict)\b{_MARKS}(?:is|of|:|=)?{_MARKS}{_SCORE}{_END}{_STOP}"
+    rf"|(?:\[\[\s{{0,20}}|\\boxed\{{\s{{0,20}}){_SCORE}{_END}",
+    re.IGNORECASE | re.MULTILINE,
 )
-_FRACTION = re.compile(rf"(?<![\w./-])({_NUMBER})\s*(?:/|out of)\s*({_NUMBER}){_END}", re.IGNORECASE)
+_FRACTION = re.compile(
+    rf"(?<![\w./-])({_NUMBER})\s*(?:/|out of)\s*({_NUMBER}){_END}{_STOP}", re.IGNORECASE | re.MULTILINE
+)
 _THOUGHT = re.compile(r"\A\s*<think>.*?</think>", re.DOTALL)
 
 
@@ -94,21 +102,29 @@ def read_score(answer: str, low: float, high: float) -> float | None:
 
     Accepted, in this order: `{"score": 7}`, an answer that is only a number, `Score: 7` (or rating, grade,
     `[[7]]`), and the only fraction. `7/10` is 7 of 10: 7 if `high` is 10, 0.7 if scores range from 0 to 1. Other
-    numbers in the text ("2 errors") are ignored.
+    numbers in the text ("2 errors", "3 out of 5 tests", "7-8") are ignored, and so is a thought without an end.
     """
     text = _THOUGHT.sub("", answer[:MAX_ANSWER]).strip()
+    if text.startswith("<think>"):
+        return None
     if (found := _of_json(text)) is not None:
         text = found
     if match := _WHOLE.fullmatch(text):
         return _within(match[1], match[2], low, high)
     lines = [line for line in text.splitlines() if line.strip()]
     for pattern in (_LABELLED, _FRACTION):
-        values = {_within(match[1], match[2], low, high) for match in pattern.finditer(text)}
+        values = {_within(*_parts(match), low, high) for match in pattern.finditer(text)}
         if values:
             return values.pop() if len(values) == 1 else None
     if lines and (match := _WHOLE.fullmatch(lines[-1])):
         return _within(match[1], match[2], low, high)
     return None
+
+
+def _parts(match: re.Match[str]) -> tuple[str, str | None]:
+    """The number, and of how many, of the alternative that matched."""
+    at = next(n for n in range(1, len(match.groups()) + 1, 2) if match[n] is not None)
+    return match[at], match[at + 1]
 
 
 def _of_json(text: str) -> str | None:
@@ -119,6 +135,8 @@ def _of_json(text: str) -> str | None:
     except (ValueError, RecursionError):
         return None
     score = data.get("score") if isinstance(data, dict) else None
+    if isinstance(score, float) and math.isfinite(score):
+        return f"{score:.12f}"  # without an exponent
     return str(score) if isinstance(score, int | float | str) and not isinstance(score, bool) else None
 
 
