@@ -19,7 +19,7 @@ Sync = Literal["disk", "tensor", "broadcast", "lora", "delta"]
 
 SERVERS: Mapping[str, tuple[Sync, ...]] = {
     "sglang": ("tensor", "disk", "broadcast", "lora", "delta"),
-    "vllm": ("disk", "lora"),
+    "vllm": ("disk", "lora", "tensor", "delta"),
 }
 """Kinds of servers, each with the ways weights reach it; the first is the default for servers the run starts."""
 
@@ -135,7 +135,8 @@ class EngineConfig(Section):
                 f"sync: {sync} sends only {what}, but a server that slept needs the full weights again: use "
                 "another sync, or leave server.sleep out"
             )
-        if sync in ("tensor", "delta") and self.server.urls and self.device.startswith("cuda"):
+        by_handle = self.kind == "sglang" and sync in ("tensor", "delta")
+        if by_handle and self.server.urls and self.device.startswith("cuda"):
             raise ValueError(
                 f"sync {sync} reaches a GPU of this machine only, not server.urls: use disk or broadcast"
             )

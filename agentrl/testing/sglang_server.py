@@ -330,6 +330,9 @@ class LoopbackServer:
 class LoopbackVLLM(LoopbackServer):
     """The same, speaking the part of vLLM's wire format that the engine uses."""
 
+    extended = False
+    """Whether its workers have the calls of `agentrl.engine.servers.inside`."""
+
     async def _get_models(self, body: dict[str, object]) -> tuple[int, object]:
         return 200, {"data": [{"id": "policy", "max_model_len": self.max_context}]}
 
@@ -386,6 +389,10 @@ class LoopbackVLLM(LoopbackServer):
         return 200, {"status": "resumed"}
 
     async def _post_collective_rpc(self, body: dict[str, object]) -> tuple[int, object]:
+        if str(body["method"]).startswith("agentrl_") and not self.extended:
+            return 500, {"error": {"message": f"Method {body['method']!r} is not implemented."}}
+        if body["method"] == "agentrl_ready":
+            return 200, {"results": ["True"]}
         return await self._take_weights("/collective_rpc", body | {"weight_version": "?"})
 
     async def _post_sleep(self, body: dict[str, object]) -> tuple[int, object]:

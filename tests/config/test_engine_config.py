@@ -61,6 +61,8 @@ def test_dead_settings_are_errors(data: dict[str, Any], match: str) -> None:
         ({"kind": "sglang", "server": {"urls": URLS}}, "disk"),
         ({"kind": "sglang", "sync": "broadcast", "server": {"urls": URLS, "tensor_parallel": 2}}, "broadcast"),
         ({"kind": "vllm"}, "disk"),
+        ({"kind": "vllm", "sync": "tensor", "device": "cuda", "server": {"urls": URLS}}, "tensor"),
+        ({"kind": "vllm", "sync": "delta", "dtype": "bfloat16"}, "delta"),
         ({"kind": "vllm", "sync": "lora", "server": {"sync_folder": "/x"}}, "lora"),
     ],
 )

@@ -1,4 +1,4 @@
-"""vLLM's dialect, against a loopback server that speaks the documented endpoints (vLLM itself needs a GPU)."""
+"""vLLM's dialect, against a loopback server that speaks its endpoints; the real one: tests/trainer."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import json
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -41,10 +42,9 @@ def expected(prompt: list[int], count: int) -> list[int]:
 
 
 @asynccontextmanager
-async def opened(model: Path, server: LoopbackVLLM) -> AsyncIterator[ServedEngine]:
-    engine = await open_engine(
-        EngineConfig(kind="vllm", device="cpu", server=ServerConfig(urls=[server.url])), model
-    )
+async def opened(model: Path, server: LoopbackVLLM, **options: Any) -> AsyncIterator[ServedEngine]:
+    config = {"kind": "vllm", "device": "cpu", "server": {"urls": [server.url]}} | options
+    engine = await open_engine(EngineConfig.model_validate(config), model)
     assert isinstance(engine, ServedEngine)
     try:
         yield engine
@@ -81,6 +81,37 @@ async def test_a_completion_crosses_an_update_in_two_parts_with_their_own_versio
         assert body["method"] == "reload_weights"
 
 
+@pytest.mark.parametrize(
+    ("sync", "calls"), [("tensor", ["take", "load"] * 2), ("delta", ["take", "load", "change", "load"])]
+)
+async def test_weights_in_requests_are_collected_and_loaded_once(model: Path, sync: str, calls: list[str]) -> None:
+    async with LoopbackVLLM() as server:
+        server.extended = True
+        async with opened(model, server, sync=sync, dtype="bfloat16") as engine:
+            for version in (1, 2, 2):
+                await engine.update_weights({"a": torch.tensor([0.0, version])}, version=version)
+            assert (await engine.generate(PROMPT, Sampling(max_tokens=2))).versions == (2, 2)
+        bodies = [body for _, body in server.weights]
+        assert [str(body["method"]).removeprefix("agentrl_") for body in bodies[:4]] == calls
+        keep = {body["kwargs"]["keep"] for body in bodies if body["method"] == "agentrl_load"}
+        assert keep == {"yes" if sync == "delta" else "no"}
+
+
+async def test_a_server_without_the_calls_for_tensors_is_refused(model: Path) -> None:
+    async with LoopbackVLLM() as server:
+        with pytest.raises(EngineError, match=r"not started for engine.sync tensor.*--worker-extension-cls"):
+            async with opened(model, server, sync="tensor"):
+                pass
+
+
+async def test_a_folder_is_read_by_our_call_where_there_is_one(model: Path) -> None:
+    async with LoopbackVLLM() as server:
+        server.extended = True
+        async with opened(model, server) as engine:
+            await engine.update_weights({"a": torch.ones(2)}, version=1)
+        assert server.weights[-1][1]["method"] == "agentrl_load_folder"
+
+
 async def test_it_sleeps_and_wakes_with_new_weights(model: Path) -> None:
     async with LoopbackVLLM() as server, opened(model, server) as engine:
         await engine.sleep()
@@ -115,6 +146,20 @@ def test_the_command_line_asks_for_what_training_needs() -> None:
     for part in ("--logprobs-mode processed_logprobs", "--enable-sleep-mode", "--gpu-memory-utilization 0.5"):
         assert part in line
     assert recipe.environment["VLLM_SERVER_DEV_MODE"] == "1"
+    assert "VLLM_CPU_KVCACHE_SPACE" not in recipe.environment
+
+
+def test_on_a_cpu_its_attention_has_limits(tmp_path: Path) -> None:
+    shape = {"hidden_size": 64, "num_attention_heads": 4}
+    config = EngineConfig(kind="vllm", device="cpu")
+    for heads, accepted in ((4, False), (2, True)):
+        (tmp_path / "config.json").write_text(json.dumps(shape | {"num_attention_heads": heads}))
+        if accepted:
+            recipe = launch_recipe(config, tmp_path, "python", 0)
+            assert recipe.environment["VLLM_CPU_KVCACHE_SPACE"] == "2"
+        else:
+            with pytest.raises(ConfigError, match="heads of 16 numbers, and vLLM on a CPU supports"):
+                launch_recipe(config, tmp_path, "python", 0)
 
 
 async def test_an_adapter_travels_alone(model: Path) -> None:

@@ -13,7 +13,14 @@ from torch import Tensor, nn
 from agentrl.config.engine import EngineConfig, ServerConfig
 from agentrl.engine.servers.delta_sync import DeltaSync
 from agentrl.engine.servers.http import ServerLost
-from agentrl.engine.servers.inside.agentrl_weight_delta import decode, encode, fingerprint, load
+from agentrl.engine.servers.inside.agentrl_weight_delta import (
+    VLLMWeights,
+    decode,
+    encode,
+    fingerprint,
+    load,
+)
+from agentrl.engine.servers.vllm import _serialized
 from agentrl.errors import EngineError
 
 
@@ -164,7 +171,6 @@ async def test_all_weights_are_sent_at_every_nth_update_and_nan_is_an_error():
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        ({"kind": "vllm", "sync": "delta"}, "sync delta does not exist for vllm"),
         ({"kind": "sglang", "sync": "delta", "dtype": "float32"}, "no effect with dtype: float32"),
         ({"kind": "sglang", "sync": "delta", "server": ServerConfig(sleep=True)}, "needs the full weights again"),
     ],
@@ -172,3 +178,37 @@ async def test_all_weights_are_sent_at_every_nth_update_and_nan_is_an_error():
 def test_where_it_has_no_effect_it_is_refused(options, said):
     with pytest.raises(ValueError, match=said):
         EngineConfig(**options)
+
+
+class Worker(VLLMWeights):
+    """What vLLM makes of its worker class: a model, and a reload of all weights."""
+
+    def __init__(self, weights: Mapping[str, Tensor]) -> None:
+        self.model = Fused(weights)
+        self.get_model = lambda: self.model
+        self.reload_weights = lambda weights_iterator: self.model.load_weights(weights_iterator)
+
+
+def changes_of(old: Mapping[str, Tensor], new: Mapping[str, Tensor]) -> str:
+    return _serialized(dict(found for name in old if (found := encode(name, old[name], new[name])) is not None))
+
+
+def test_a_worker_of_vllm_collects_changes_and_reloads():
+    old, worker = weights_of(), Worker(changed(weights_of(), 1.0, seed=5))
+    assert worker.agentrl_ready()
+    for name, tensor in old.items():
+        worker.agentrl_take(_serialized({name: tensor}))
+    worker.agentrl_load("yes")
+    assert worker.model.holds(old)
+    for share in (0.03, 0.7):
+        new = changed(old, share)
+        worker.agentrl_change(changes_of(old, new))
+        assert not worker.model.holds(new)
+        worker.agentrl_load("yes")
+        assert worker.model.holds(new)
+        old = new
+    with pytest.raises(RuntimeError, match="differs from the trainer's"):
+        worker.agentrl_change(changes_of(changed(old, 0.5, seed=3), changed(old, 0.03)))
+    worker.agentrl_load("no")
+    with pytest.raises(RuntimeError, match="never sent"):
+        worker.agentrl_change(changes_of(old, changed(old, 0.03)))

@@ -8,38 +8,36 @@ from __future__ import annotations
 
 import asyncio
 import os
-import signal
-import subprocess
-import sys
-import threading
-import time
-import urllib.error
-import urllib.request
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
 from agentrl.config.engine import EngineConfig, ServerConfig
-from agentrl.config.run import LoRAConfig, RunConfig
+from agentrl.config.run import LoRAConfig
 from agentrl.engine.base import GenerateOptions, TokenLogprob
 from agentrl.engine.open import open_engine
 from agentrl.engine.servers.delta_sync import DeltaSync
-from agentrl.engine.servers.launch import guard
 from agentrl.engine.servers.launch.hosts import GivenHost
-from agentrl.engine.servers.launch.launcher import free_port
 from agentrl.engine.servers.opening import launch_recipe
 from agentrl.engine.servers.server_engine import ServedEngine, load_folder
 from agentrl.engine.servers.sglang import SGLangServer
 from agentrl.engine.servers.weight_sync import BroadcastSync, DiskSync, TensorSync, WeightSync
-from agentrl.models.tiny import make_tiny_model
-from agentrl.reporting.report import Silent, Summary
-from agentrl.run_folder.store import RunStore
-from agentrl.trainer.run import train_run
-from agentrl.types import Completion, Sampling
+from agentrl.types import Sampling
+from tests.trainer.real_servers import (
+    AGREE,
+    PROMPT,
+    Killer,
+    calculator,
+    gap,
+    logprobs_of,
+    random_adapter,
+    serving,
+    train,
+    two_policies,
+)
 
 PYTHON = os.environ.get("AGENTRL_SGLANG_PYTHON", "")
 pytestmark = [
@@ -53,8 +51,6 @@ pytestmark = [
         or "AGENTRL_SGLANG_PYTHON is not set: see scripts/ci-sglang",
     ),
 ]
-PROMPT = [5, 6, 7, 8, 9, 100, 40, 41]
-AGREE = 1e-4
 
 
 # -- one server for the tests of the engine -----------------------------------------------------------------------
@@ -62,49 +58,18 @@ AGREE = 1e-4
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
-    """Two policies of one shape with different weights."""
-    from agentrl.config.run import TinyModel
-
-    root = tmp_path_factory.mktemp("policies")
-    shape = TinyModel(hidden=64, layers=2, vocab=320, max_context=256)
-    for seed in (0, 1):
-        make_tiny_model(root / str(seed), ["one two three 1 2 3"] * 20, shape, seed=seed)
-    return [root / "0", root / "1"]
+    return two_policies(tmp_path_factory.mktemp("policies"), hidden=64)
 
 
 @pytest.fixture(scope="module")
 def url(folders: list[Path], tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    """A server over the first policy; its guard ends it with the tests."""
+    """A server over the first policy."""
     config = EngineConfig(
         kind="sglang", device="cpu", max_slots=32, sync="delta", server=ServerConfig(python=PYTHON)
     )
-    recipe, port = launch_recipe(config, folders[0], PYTHON, 0), free_port()
-    log = tmp_path_factory.mktemp("server") / "log"
-    command = [sys.executable, guard.__file__, *recipe.command(port)]
-    with (
-        log.open("wb") as output,
-        subprocess.Popen(
-            command, stdin=subprocess.PIPE, stdout=output, stderr=output, env={**os.environ, **recipe.environment}
-        ) as process,
-    ):
-        url = f"http://127.0.0.1:{port}"
-        try:
-            while not _healthy(url):
-                assert process.poll() is None, log.read_text()[-3000:]
-                time.sleep(0.5)
-            yield url
-        finally:
-            assert process.stdin is not None
-            process.stdin.close()
-            process.wait(60)
-
-
-def _healthy(url: str) -> bool:
-    try:
-        with urllib.request.urlopen(f"{url}/health", timeout=60) as answer:
-            return bool(answer.status == 200)
-    except (urllib.error.URLError, OSError):
-        return False
+    recipe = launch_recipe(config, folders[0], PYTHON, 0)
+    with serving(recipe, tmp_path_factory.mktemp("server") / "log") as url:
+        yield url
 
 
 def _engine(url: str, model: Path, sync: WeightSync) -> ServedEngine:
@@ -115,19 +80,6 @@ def _engine(url: str, model: Path, sync: WeightSync) -> ServedEngine:
         given=True,
         tell=lambda text: None,
     )
-
-
-def _gap(completion: Completion, by_version: Mapping[int, Path]) -> float:
-    """The largest difference to the log-probabilities of transformers, each token under its own weights."""
-    worst = 0.0
-    for version, folder in by_version.items():
-        model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
-        with torch.no_grad():
-            logits = model(torch.tensor([[*PROMPT, *completion.ids]])).logits[0, len(PROMPT) - 1 : -1]
-        wanted = torch.log_softmax(logits, -1).gather(1, torch.tensor(completion.ids)[:, None])[:, 0].tolist()
-        rows = zip(completion.logprobs, wanted, completion.versions, strict=True)
-        worst = max([worst, *(abs(a - b) for a, b, v in rows if v == version)])
-    return worst
 
 
 async def test_tokens_are_told_while_the_server_draws_them(url: str, folders: list[Path], tmp_path: Path) -> None:
@@ -190,16 +142,13 @@ async def test_weights_arrive_and_requests_in_flight_go_on_with_them(
         done = [await task for task in tasks]
         assert all(list(c.versions) == sorted(c.versions) for c in done)
         assert any(set(c.versions) == {0, 1} for c in done), "no completion crossed the update"
-        assert max(_gap(c, {0: folders[0], 1: folders[1]}) for c in done) < AGREE
+        assert max(gap(c, {0: folders[0], 1: folders[1]}) for c in done) < AGREE
         given = [*PROMPT, 1, 2, 3]
         (scored,) = await engine.logprobs_by_server([given])
         wanted = AutoModelForCausalLM.from_pretrained(folders[1], dtype=torch.float32).eval()
-        row = torch.tensor([given])
+        assert (torch.tensor(scored[0]) - logprobs_of(wanted, given)).abs().max() < AGREE
         with torch.no_grad():
-            table = torch.log_softmax(wanted(row).logits[0, :-1], -1).gather(1, row[0, 1:, None])[:, 0]
-        assert (torch.tensor(scored[0]) - table).abs().max() < AGREE
-        with torch.no_grad():
-            likeliest = torch.log_softmax(wanted(row).logits[0, :-1], -1).topk(2)
+            likeliest = torch.log_softmax(wanted(torch.tensor([given])).logits[0, :-1], -1).topk(2)
         for one, values in zip(await engine.prompt_logprobs(given, top=2), likeliest.values, strict=True):
             assert (torch.tensor([value for _, value in one.top]) - values).abs().max() < AGREE
     finally:
@@ -213,7 +162,7 @@ async def test_changed_weights_alone_arrive(url: str, folders: list[Path], tmp_p
     weights = load_folder(folders[0], torch.float32)
     size = sum(tensor.nbytes for tensor in weights.values())
     model = AutoModelForCausalLM.from_pretrained(folders[0], dtype=torch.float32).eval()
-    row, sent = torch.tensor([[*PROMPT, 1, 2, 3]]), []
+    given, sent = [*PROMPT, 1, 2, 3], []
     try:
         for version in (1, 2, 3, 4):
             generator = torch.Generator().manual_seed(version)
@@ -223,34 +172,17 @@ async def test_changed_weights_alone_arrive(url: str, folders: list[Path], tmp_p
             await engine.update_weights(weights, version=version)
             sent.append(sync.bytes_sent)
             assert set(model.load_state_dict(weights, strict=False).missing_keys) <= {"lm_head.weight"}
-            with torch.no_grad():
-                table = torch.log_softmax(model(row).logits[0, :-1], -1).gather(1, row[0, 1:, None])[:, 0]
-            (scored,) = await engine.logprobs_by_server([row[0].tolist()])
-            assert (torch.tensor(scored[0]) - table).abs().max() < AGREE
+            (scored,) = await engine.logprobs_by_server([given])
+            assert (torch.tensor(scored[0]) - logprobs_of(model, given)).abs().max() < AGREE
         assert sent[2] == size, "every third update brings all weights"
         assert max(sent[0], sent[1], sent[3]) < size / 10
     finally:
         await engine.close()
 
 
-def _random_adapter(model: Path, lora: LoRAConfig, merged: Path) -> dict[str, torch.Tensor]:
-    """A LoRA for some layers of each block; `merged` gets the model with it."""
-    policy = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
-    generator = torch.Generator().manual_seed(3)
-    found = {}
-    for name, layer in policy.named_modules():
-        if name.endswith(tuple(lora.targets)):
-            a_RI = torch.randn(lora.rank, layer.in_features, generator=generator)
-            b_OR = torch.randn(layer.out_features, lora.rank, generator=generator) * 0.1
-            layer.weight.data += lora.alpha / lora.rank * (b_OR @ a_RI)
-            found |= {f"base_model.model.{name}.lora_{key}.weight": t for key, t in (("A", a_RI), ("B", b_OR))}
-    policy.save_pretrained(merged)
-    return found
-
-
 async def test_an_adapter_alone_says_the_same_as_merged_weights(folders: list[Path], tmp_path: Path) -> None:
     lora = LoRAConfig(rank=4, alpha=4, targets=["q_proj", "v_proj", "down_proj"])
-    adapter = _random_adapter(folders[0], lora, tmp_path / "merged")
+    adapter = random_adapter(folders[0], lora, tmp_path / "merged")
     server = ServerConfig(python=PYTHON)
     config = EngineConfig(kind="sglang", device="cpu", max_slots=32, sync="lora", server=server)
     engine = await open_engine(config, folders[0], lora)
@@ -263,8 +195,8 @@ async def test_an_adapter_alone_says_the_same_as_merged_weights(folders: list[Pa
         assert all(list(c.versions) == sorted(c.versions) for c in done)
         assert any(set(c.versions) == {0, 1} for c in done), "no completion crossed the update"
         assert set(done[-1].versions) == {1}
-        assert max(_gap(c, {0: folders[0], 1: tmp_path / "merged"}) for c in done) < AGREE
-        assert max(_gap(c, {1: folders[0]}) for c in done) > 100 * AGREE, "the adapter changes nothing"
+        assert max(gap(c, {0: folders[0], 1: tmp_path / "merged"}) for c in done) < AGREE
+        assert max(gap(c, {1: folders[0]}) for c in done) > 100 * AGREE, "the adapter changes nothing"
     finally:
         await engine.close()
 
@@ -294,63 +226,6 @@ async def test_stop_ids_limits_and_cancellation(url: str, folders: list[Path], t
 # -- training -----------------------------------------------------------------------------------------------------
 
 
-def _config(**changes: Any) -> RunConfig:
-    return RunConfig.model_validate(
-        {
-            "name": "calculator",
-            "env": "agentrl.envs.calculator:Calculator",
-            "data": {"options": {"max_operations": 1}},
-            "rollout": {
-                "groups_per_step": 8,
-                "group_size": 8,
-                "max_turns": 4,
-                "max_tokens": 40,
-                "token_budget": 300,
-                "timeout_s": 900.0,
-            },
-            "algorithm": {"kl": {"coef": 0.003}},
-            "optim": {"lr": 4e-4, "warmup_steps": 0},
-            "eval": {"tasks": 48},
-            "learner": {"device": "cpu"},
-        }
-        | changes
-    )
-
-
-def _train(
-    config: RunConfig, folder: Path, reporter: Silent | None = None
-) -> tuple[Summary, list[dict[str, Any]]]:
-    with RunStore.open(config, folder) as store:
-        summary = train_run(config, store, reporter or Silent())
-        return summary, [dict(line) for line in store.metrics()]
-
-
-class Killer(Silent):
-    """Kills the server that the run has started, in the middle of the step after the second one."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.killed: list[int] = []
-
-    def step(self, metrics: Mapping[str, Any]) -> None:
-        super().step(metrics)
-        if metrics["step"] == 2:
-            self.timer = threading.Timer(0.3, self._kill)
-            self.timer.start()
-
-    def _kill(self) -> None:
-        for child in _children(os.getpid()):
-            if guard.__file__ in Path(f"/proc/{child}/cmdline").read_text():
-                for server in _children(child):
-                    os.kill(server, signal.SIGKILL)
-                    self.killed.append(server)
-
-
-def _children(parent: int) -> list[int]:
-    tasks = Path(f"/proc/{parent}/task").glob("*/children")
-    return [int(pid) for task in tasks for pid in task.read_text().split()]
-
-
 @pytest.mark.timeout(900)
 @pytest.mark.filterwarnings("ignore:.*is lost")
 @pytest.mark.filterwarnings("ignore:.*answers again")
@@ -371,8 +246,8 @@ def test_training_through_sglang_survives_the_death_of_its_server(tmp_path: Path
             "options": {"quality": 0.9, "max_operations": 1},
         },
     }
-    _train(_config(steps=1, **cold), tmp_path / "cold")
-    served = _config(
+    train(calculator(steps=1, **cold), tmp_path / "cold")
+    served = calculator(
         steps=6,
         optim={"lr": 4e-4, "warmup_steps": 0, "schedule": "linear"},  # the servers' draws are not seeded
         eval={"tasks": 200},
@@ -380,7 +255,7 @@ def test_training_through_sglang_survives_the_death_of_its_server(tmp_path: Path
         engine={"kind": "sglang", "device": "cpu", "max_slots": 64, "server": {"python": PYTHON}},
     )
     killer = Killer()
-    summary, lines = _train(served, tmp_path / "served", killer)
+    summary, lines = train(served, tmp_path / "served", killer)
     killer.timer.join()
     steps = [line for line in lines if line["step"] > 0]
     assert killer.killed, "no server was found"

@@ -1,4 +1,4 @@
-"""vLLM's server as an `InferenceServer`, after the documentation of vLLM 0.16 and the sources of 0.33.0.
+"""vLLM's server as an `InferenceServer`; tested with vLLM 0.32.0 on a CPU, compared with the sources of 0.33.0.
 
 It needs VLLM_SERVER_DEV_MODE=1 (pausing and loading weights), `--logprobs-mode processed_logprobs` (the logprobs
 of the tokens as sampled, at the temperature) and `--generation-config vllm` (no model-specific defaults); servers
@@ -10,7 +10,9 @@ Source: docs.vllm.ai, "OpenAI-compatible server", "Async reinforcement learning"
 from __future__ import annotations
 
 import asyncio
+import base64
 import contextlib
+import json
 import math
 import uuid
 from collections.abc import AsyncIterator, Mapping, Sequence
@@ -18,7 +20,7 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from agentrl.config.engine import EngineConfig
+from agentrl.config.engine import EngineConfig, Sync
 from agentrl.config.run import LoRAConfig
 from agentrl.engine.servers.adapters import Adapter, AdapterStand
 from agentrl.engine.servers.client import (
@@ -31,6 +33,7 @@ from agentrl.engine.servers.client import (
     ServerKind,
 )
 from agentrl.engine.servers.http import HttpServer, ServerRefused
+from agentrl.engine.servers.inside import LOADER_FOLDER, WORKER
 from agentrl.engine.servers.streams import VLLMStream
 from agentrl.errors import ConfigError, EngineError
 from agentrl.types import Sampling
@@ -40,25 +43,37 @@ if TYPE_CHECKING:
 
 RANKS = (8, 16, 32, 64, 128, 256, 320, 512)
 """Adapter ranks supported by vLLM's kernels; smaller adapters are padded."""
+CPU_HEADS = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
+"""Head sizes supported by vLLM's attention on a CPU; with others its engine dies at the first request."""
+_CPU_ENVIRONMENT = {
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # the worker in the engine's process: half the time to start
+    "OMP_NUM_THREADS": "1",
+}
+_CPU_CACHE = {"VLLM_CPU_KVCACHE_SPACE": "2"}
+"""GiB of host memory for the cache, which would otherwise take most of it."""
 _TAGS = {"weights": "weights", "cache": "kv_cache"}
+_NO_GROUP = "vLLM does not receive weights by broadcast: use another engine.sync"
 
 
 class VLLMServer:
-    """One vLLM server. Weights, or an adapter, reach it through a folder.
+    """One vLLM server. Weights reach it through a folder, or in requests; adapters through a folder.
 
     vLLM does not report which weights sampled a token. Therefore no request spans two versions: an update ends
     running requests with their tokens so far, and the engine requests the rest with the new weights.
     """
 
     def __init__(
-        self, url: str, *, timeout_s: float = 600.0, update_timeout_s: float = 600.0, adapters: bool = False
+        self, url: str, *, timeout_s: float = 600.0, update_timeout_s: float = 600.0, sync: Sync = "disk"
     ) -> None:
-        """Connect lazily; see `SGLangServer`."""
+        """Connect lazily; `sync` is the way that weights are sent. See `SGLangServer`."""
         self._http = HttpServer(url, timeout_s=timeout_s)
         self._update_timeout_s = update_timeout_s
         self._model = ""
         self._version = 0
-        self._adapters = AdapterStand() if adapters else None
+        self._sync = sync
+        self._collected = False
+        self._extended: bool | None = None
+        self._adapters = AdapterStand() if sync == "lora" else None
         self._go = asyncio.Event()
         self._go.set()
 
@@ -138,18 +153,21 @@ class VLLMServer:
     @asynccontextmanager
     async def updating(self, *, by_tensor: bool) -> AsyncIterator[None]:
         """End running requests, hold back new ones, flush the cache, let weights be loaded, continue."""
-        assert not by_tensor, "the configuration allows sync: disk only"
         self._go.clear()
         await self._control("/pause?mode=abort&clear_cache=true")
+        self._collected = False
         yield
+        if self._collected:
+            await self._rpc("agentrl_load", keep="yes" if self._sync == "delta" else "no")
         await self._control("/resume")
         self._go.set()
 
     async def load_folder(self, folder: Path, version: int) -> None:
         """Load the weights in a folder that the server can read."""
-        await self._control(
-            "/collective_rpc", {"method": "reload_weights", "kwargs": {"weights_path": str(folder)}}
-        )
+        if await self._has_calls():
+            await self._rpc("agentrl_load_folder", path=str(folder))
+        else:
+            await self._rpc("reload_weights", weights_path=str(folder))
         self._version = version
 
     async def load_adapter(self, folder: Path, version: int) -> None:
@@ -169,20 +187,27 @@ class VLLMServer:
             await self._control("/v1/unload_lora_adapter", {"lora_name": name})
 
     async def load_tensors(self, tensors: Mapping[str, Tensor], version: int) -> None:
-        """Not supported."""
-        raise ServerRefused("vLLM takes weights through a folder only: use engine.sync disk or lora")
+        """Send some of the weights, by value; they are loaded when `updating` ends."""
+        await self._collect("agentrl_take", tensors, version)
 
     async def load_changes(self, changes: Mapping[str, Tensor], version: int) -> None:
-        """Not supported."""
-        raise ServerRefused("vLLM takes weights through a folder only: use engine.sync disk or lora")
+        """Send changes of weights; the workers make them to their copy, which is loaded when `updating` ends."""
+        await self._collect("agentrl_change", changes, version)
+
+    async def _collect(self, method: str, tensors: Mapping[str, Tensor], version: int) -> None:
+        await self._has_calls()
+        if tensors:
+            await self._rpc(method, payload=await asyncio.to_thread(_serialized, tensors))
+            self._collected = True
+        self._version = version
 
     async def join(self, place: GroupPlace) -> None:
         """Not supported."""
-        raise ServerRefused("vLLM takes weights through a folder only: use engine.sync disk or lora")
+        raise ServerRefused(_NO_GROUP)
 
     async def receive(self, tensors: Mapping[str, Tensor], group: str, version: int) -> None:
         """Not supported."""
-        raise ServerRefused("vLLM takes weights through a folder only: use engine.sync disk or lora")
+        raise ServerRefused(_NO_GROUP)
 
     async def leave(self, group: str) -> None:
         """Do nothing: there is no group."""
@@ -230,8 +255,38 @@ class VLLMServer:
                 stream.take(event)
         return stream.whole()
 
+    async def _has_calls(self) -> bool:
+        """Return whether the server was started with our calls of its workers.
+
+        Raises:
+            ServerRefused: it was not, and weights are sent by them.
+        """
+        if self._extended is None:
+            try:
+                await self._rpc("agentrl_ready")
+                self._extended = True
+            except EngineError as e:
+                if self._sync in ("tensor", "delta"):
+                    raise ServerRefused(
+                        f"{self.url} was not started for engine.sync {self._sync}: start it with "
+                        f"VLLM_SERVER_DEV_MODE=1, --worker-extension-cls {WORKER} and {LOADER_FOLDER} on "
+                        "PYTHONPATH, or use engine.sync disk"
+                    ) from e
+                self._extended = False
+        return self._extended
+
+    async def _rpc(self, method: str, **arguments: str) -> None:
+        await self._control("/collective_rpc", {"method": method, "kwargs": arguments})
+
     async def _control(self, path: str, body: Mapping[str, Any] | None = None) -> None:
         await self._http.post(path, body, timeout_s=self._update_timeout_s)
+
+
+def _serialized(tensors: Mapping[str, Tensor]) -> str:
+    """Return tensors in the format of safetensors, in base64."""
+    from safetensors.torch import save
+
+    return base64.b64encode(save({name: t.detach().cpu().contiguous() for name, t in tensors.items()})).decode()
 
 
 def _scored(token: int, entry: Mapping[str, Any], top: int) -> Scored:
@@ -251,15 +306,36 @@ def _command(config: EngineConfig, model: Path, gpu: int | None) -> CommandLine:
         "--host", "127.0.0.1", "--dtype", config.resolved_dtype,
         "--tensor-parallel-size", str(server.tensor_parallel), "--max-num-seqs", str(config.max_slots),
         "--logprobs-mode", "processed_logprobs", "--generation-config", "vllm",
-        "--enable-prompt-tokens-details",
+        "--enable-prompt-tokens-details", "--worker-extension-cls", WORKER,
     ]
     # fmt: on
+    environment = {"VLLM_SERVER_DEV_MODE": "1", "PYTHONPATH": LOADER_FOLDER}
+    if gpu is None:
+        _check_heads(model)
+        line += ["--enforce-eager"]
+        environment |= _CPU_CACHE if share is None else {}
+        if server.tensor_parallel == 1:
+            line += ["--distributed-executor-backend", "uni"]
+            environment |= _CPU_ENVIRONMENT
     line += ["--gpu-memory-utilization", str(share)] if share is not None else []
     line += ["--enable-sleep-mode"] if server.sleep else []
-    environment = {"VLLM_SERVER_DEV_MODE": "1"}
     if gpu is not None and server.launch == "process":
         environment["CUDA_VISIBLE_DEVICES"] = ",".join(str(gpu + n) for n in range(server.tensor_parallel))
     return line, environment
+
+
+def _check_heads(model: Path) -> None:
+    try:
+        config = json.loads((model / "config.json").read_text())
+        config = config.get("text_config") or config
+        size = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        return  # another error names the file
+    if size not in CPU_HEADS:
+        raise ConfigError(
+            f"{model} has attention heads of {size} numbers, and vLLM on a CPU supports {CPU_HEADS}: use another "
+            "model (`model.tiny`: hidden divided by heads), or engine.kind local or sglang"
+        )
 
 
 def _adapters(config: EngineConfig, lora: LoRAConfig, model: Path, gpu: int | None) -> CommandLine:
@@ -276,7 +352,7 @@ def _adapters(config: EngineConfig, lora: LoRAConfig, model: Path, gpu: int | No
 
 def _connect(url: str, config: EngineConfig) -> VLLMServer:
     timeout_s = config.server.request_timeout_s
-    return VLLMServer(url, timeout_s=timeout_s, update_timeout_s=timeout_s, adapters=config.sync == "lora")
+    return VLLMServer(url, timeout_s=timeout_s, update_timeout_s=timeout_s, sync=config.resolved_sync)
 
 
 VLLM = ServerKind(connect=_connect, command=_command, adapters=_adapters, memory_share=0.9)

@@ -7,9 +7,10 @@ bfloat16 weight costs three bytes. Every tensor comes with a fingerprint of the 
 
 from __future__ import annotations
 
+import base64
 import functools
 import json
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -147,3 +148,82 @@ def _check(head: dict[str, Any], dense: Tensor, written: list[Tensor]) -> None:
     # a shard of the tensor cannot be compared with the whole
     if len(written) == 1 and written[0].numel() == dense.numel() and fingerprint(written[0]) != head["hash"]:
         raise RuntimeError(f"{name}: after the changes, the weight differs from the trainer's")
+
+
+def changed(head: dict[str, Any], packed: Tensor, old: Tensor) -> Tensor:
+    """Return a whole tensor with its changes.
+
+    Raises:
+        RuntimeError: the result is not what the trainer has.
+    """
+    dense = decode(head, packed)
+    if (dense.dtype, dense.shape) != (old.dtype, old.shape):
+        raise RuntimeError(
+            f"{head['name']}: {dense.dtype} {tuple(dense.shape)} where {old.dtype} {tuple(old.shape)} is held"
+        )
+    new = torch.where(torch.isnan(dense), old, dense)
+    if fingerprint(new) != head["hash"]:
+        raise RuntimeError(f"{head['name']}: after the changes, the weight differs from the trainer's")
+    return new
+
+
+class VLLMWeights:
+    """Calls of vLLM's workers (`--worker-extension-cls`): collect weights that arrive in parts, then load all.
+
+    vLLM can hold weights in another layout than a checkpoint's (packed for a CPU, sharded, quantized), which its
+    own reloading produces. Therefore changes are made to a copy of all weights in host memory, which is reloaded.
+    """
+
+    reload_weights: Callable[..., None]
+    get_model: Callable[[], Any]
+
+    def agentrl_ready(self) -> bool:
+        """Show that the server was started with these calls."""
+        return True
+
+    def agentrl_take(self, payload: str) -> None:
+        """Collect some of the weights."""
+        self._agentrl().update(_unpacked(payload))
+
+    def agentrl_change(self, payload: str) -> None:
+        """Change some of the collected weights.
+
+        Raises:
+            RuntimeError: there are none, or the result is not what the trainer has.
+        """
+        held = self._agentrl()
+        for header, packed in _unpacked(payload).items():
+            head = json.loads(header)
+            if head["name"] not in held:
+                raise RuntimeError(f"{head['name']}: changes of a weight that was never sent")
+            held[head["name"]] = changed(head, packed, held[head["name"]])
+
+    def agentrl_load(self, keep: str) -> None:
+        """Load the collected weights; `keep` is "yes" if changes will follow."""
+        held = self._agentrl()
+        self.reload_weights(weights_iterator=iter(held.items()))
+        self._agentrl_pack()
+        if keep != "yes":
+            held.clear()
+
+    def agentrl_load_folder(self, path: str) -> None:
+        """Load the weights in a folder."""
+        self.reload_weights(weights_path=path)
+        self._agentrl_pack()
+
+    def _agentrl_pack(self) -> None:
+        """On a CPU, pack tied output layers again: vLLM 0.32 leaves them as they were before the reload."""
+        for layer in self.get_model().modules():
+            packed = "cpu_linear" in layer.__dict__ and getattr(layer, "weight", None) is not None
+            if packed and layer.weight.numel():
+                layer.quant_method.process_weights_after_loading(layer)
+
+    def _agentrl(self) -> dict[str, Tensor]:
+        held: dict[str, Tensor] = self.__dict__.setdefault("agentrl_held", {})
+        return held
+
+
+def _unpacked(payload: str) -> dict[str, Tensor]:
+    from safetensors.torch import load
+
+    return load(base64.b64decode(payload))
