@@ -7,7 +7,6 @@ import re
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 from urllib.parse import quote
 
 from agentrl.errors import CheckpointError, ConfigError
@@ -16,6 +15,7 @@ from agentrl.view import run_page
 from agentrl.view.bundle import single_file, write_folder
 from agentrl.view.episode_page import Span, image_path
 from agentrl.view.library import Library, NotFoundError
+from agentrl.view.redaction import redacted
 
 Answer = tuple[str, object]
 
@@ -27,7 +27,7 @@ class Extent:
     Attributes:
         steps: that many steps of each run, spread over it, the last one included; all where it is None.
         episodes: that many episodes of each of these steps, the best and the worst; all where it is None.
-        redact: replace messages, tasks, arguments and results by their lengths, and leave out tokens and paths.
+        redact: keep only what `agentrl.view.redaction` lists: numbers, ids and names.
     """
 
     steps: int | None = 5
@@ -65,13 +65,13 @@ def _contents(library: Library, data: Sequence[Answer], extent: Extent) -> str:
 
 
 def _answers(library: Library, extent: Extent) -> Iterator[Answer]:
-    redact = _redact if extent.redact else _keep
+    redact = redacted if extent.redact else _keep
     yield "/api/runs", redact(library.all_runs())
     for id, reader in library.runs.items():
         base = f"/api/runs/{quote(id, safe='')}"
         yield base, redact(library.about(id))
-        yield f"{base}/series", run_page.series(reader, None, -1)
-        yield f"{base}/steps", run_page.steps(reader)
+        yield f"{base}/series", redact(run_page.series(reader, None, -1))
+        yield f"{base}/steps", redact(run_page.steps(reader))
         yield f"{base}/tools", redact(library.tools(id, last=0))
         for step in spread(reader.steps, extent.steps):
             try:
@@ -100,7 +100,7 @@ def _episodes(library: Library, run: str, step: int, found: Json, extent: Extent
         if extent.redact:
             yield (
                 f"{base}/episodes/{place}",
-                _redact({**episode, "segments": [], "branches": [], "tools": [], "renderer": None}),
+                redacted({**episode, "segments": [], "branches": [], "tools": []}) | {"renderer": None},
             )
             continue
         yield f"{base}/episodes/{place}", episode
@@ -134,53 +134,5 @@ def ends(items: Sequence[Json], count: int | None) -> Iterable[Json]:
     return [*items[:low], *items[len(items) - count // 2 :]]
 
 
-SECRET_TEXTS = frozenset(
-    {
-        "content",
-        "reasoning",
-        "result",
-        "error",
-        "snippet",
-        "text",
-        "task",
-        "path",
-        "url",
-        "base_url",
-        "arguments",
-        "row",
-        "model",
-        "env",
-    }
-)
-"""Keys whose values come from prompts, policies, tools or the machine."""
-SECRET_PARTS = frozenset(
-    {"config", "faults", "parse_errors", "failing", "config_diff", "tasks", "regressions", "summary"}
-)
-"""Keys that are left empty: their shapes say too much."""
-
-
 def _keep(data: Json) -> Json:
     return data
-
-
-def _redact(data: Any) -> Any:
-    """Answers without texts: what may be secret is replaced by its length."""
-    if isinstance(data, dict):
-        return {key: _hidden(key, value) for key, value in data.items()}
-    if isinstance(data, list):
-        return [_redact(inner) for inner in data]
-    return data
-
-
-def _hidden(key: str, value: Any) -> Any:
-    if key in SECRET_PARTS and isinstance(value, dict | list):
-        return type(value)()
-    if key not in SECRET_TEXTS:
-        return _redact(value)
-    if isinstance(value, str):
-        return f"[{len(value)} characters]"
-    if isinstance(value, dict):
-        return {}
-    if isinstance(value, list):
-        return [f"[{len(part)} characters]" if isinstance(part, str) else "[an image]" for part in value]
-    return value

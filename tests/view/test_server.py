@@ -21,6 +21,7 @@ from agentrl.types import Image, Message
 from agentrl.view.export import Extent, export
 from agentrl.view.library import Library
 from agentrl.view.preferences import Preferences
+from agentrl.view.redaction import redacted
 from agentrl.view.view_server import COOKIE, Events, create_view
 from tests.view.runs import PNG, episode, make_run, write_step
 
@@ -353,6 +354,43 @@ def test_a_redacted_export_has_no_text_of_the_run(library: Library, tmp_path: Pa
         assert secret not in text
     assert "/api/runs/calc/tokens/" not in text
     assert "s3/g1/e2" in text
+    data = dict(re.findall(r'data-path="([^"]*)">(.*?)</script>', text))
+    (key,) = (key for key in data if key.startswith("/api/runs/calc/episodes/s2/g0/e0?"))
+    shown = json.loads(data[key])
+    assert [message["role"] for message in shown["messages"]] == [
+        "system",
+        "user",
+        "assistant",
+        "tool",
+        "assistant",
+    ]
+    assert shown["messages"][1]["content"] == ["[12 characters]", "[an image]"]
+    assert [part["value"] for part in shown["rewards"]["parts"]] == [0.5, 0.5]
+    assert (shown["calls"][0]["name"], shown["calls"][0]["arguments"]) == ("calculator", {})
+    assert (shown["row"], shown["renderer"], shown["seed"]) == ({}, None, None)
+    cell = json.loads(data["/api/runs/calc/steps/2"])["groups"][0]["episodes"][0]
+    assert (cell["reward"], cell["parts"], cell["stop_reason"]) == (1.0, {"solved": 0.5}, "answered")
+    series = json.loads(data["/api/runs/calc/series"])
+    assert series["values"]["reward"] == [None, 0.76, 0.77, 0.78]
+    (tool, _) = json.loads(data["/api/runs/calc/tools"])["tools"]
+    assert (tool["calls"], tool["outcomes"], tool["failing"]) == (15, {"ok": 9, "tool_exception": 6}, [])
+
+
+def test_what_no_list_names_is_left_out_of_a_redacted_export():
+    known = {"id": "e0", "reward": 1.0, "metrics": {"reward/a": 0.5, "note": "secret", "list": ["secret", 1]}}
+    assert redacted(known) == {
+        **{"id": "e0", "reward": 1.0},
+        "metrics": {"reward/a": 0.5, "note": None, "list": [None, 1]},
+    }
+    assert redacted({"estimator": "grpo", "loss": "/home/me/own.py:f"}) == {
+        "estimator": "grpo",
+        "loss": "[17 characters]",
+    }
+    new = {"surprise": "secret", "key": {"id": "secret"}, "more": [{"id": "secret"}], "count": 5}
+    assert redacted(new) == {"surprise": "[6 characters]", "key": {}, "more": [], "count": None}
+    assert redacted({"runs": ["secret", {"new": "secret"}]}) == {
+        "runs": ["[6 characters]", {"new": "[6 characters]"}]
+    }
 
 
 BOARD = "function render(episode, message, place) { place.textContent = `${episode.id} at ${message} </script>`; }"
