@@ -186,7 +186,8 @@ class CallRecord:
 class Turn:
     """One completion and the env's answer to it. `tokens` counts the sampled ids.
 
-    `rewards` are the parts of `reward` that have a name, weights included.
+    `rewards` are the parts of `reward` that have a name, weights included. `start_s` is when the completion was
+    requested, in seconds from the start of the episode; 0 where that is not known.
     """
 
     message: Message
@@ -198,6 +199,7 @@ class Turn:
     env_seconds: float
     calls: tuple[CallRecord, ...] = ()
     rewards: Mapping[str, float] = field(default_factory=dict)
+    start_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -225,6 +227,8 @@ class Episode:
     """What the env's or run's declaration says (see `agentrl.env.solved`); None where nothing is declared."""
     worker: int | None = None
     """The number of the env worker that played it; None without `rollout.workers`."""
+    start_s: float = 0.0
+    """When it began, in seconds since 1970."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -249,6 +249,7 @@ METRICS: tuple[MetricDoc, ...] = (
         ("*seconds", "s", "Wall time of the step."),
         ("*rollout_seconds", "s", "Time that the learner waited for the step's episodes."),
         ("*update_seconds", "s", "Time of the update: annotation, advantages, loss, optimizer."),
+        ("update_began_seconds", "s", "When the update began, in seconds since 1970."),
         ("publish_seconds", "s", "Time to hand the weights to the engine."),
         ("engine_seconds", "s", "Mean time of the engine per turn."),
         ("env_seconds", "s", "Mean time of the env per turn."),

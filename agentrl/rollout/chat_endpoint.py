@@ -59,7 +59,7 @@ class ChatPlayer:
                         if room < 1:
                             episode.stop = StopReason.TOKEN_BUDGET
                             break
-                        episode.status.now(f"the endpoint (turn {len(episode.turns)})")
+                        asked = episode.status.now(f"the endpoint (turn {len(episode.turns)})")
                         try:
                             reply = await self.ask(conversation, episode, room)
                         except ContextFullError:
@@ -68,7 +68,7 @@ class ChatPlayer:
                         episode.status.now(f"env.step (turn {len(episode.turns)})")
                         used = reply.prompt_tokens + reply.completion_tokens
                         messages.append(reply.message)
-                        turn = _turn(reply)
+                        turn = _turn(reply, asked - episode.status.started)
                         if reply.finish == "length":
                             by_budget = room < limits.max_tokens
                             episode.cut(turn, StopReason.TOKEN_BUDGET if by_budget else StopReason.MAX_TOKENS)
@@ -93,8 +93,9 @@ class ChatPlayer:
         return reply
 
 
-def _turn(reply: Reply) -> Turn:
-    return Turn(reply.message, (), 0.0, reply.finish, reply.completion_tokens, reply.seconds, 0.0)
+def _turn(reply: Reply, start_s: float) -> Turn:
+    tokens, seconds = reply.completion_tokens, reply.seconds
+    return Turn(reply.message, (), 0.0, reply.finish, tokens, seconds, 0.0, start_s=start_s)
 
 
 @dataclass(frozen=True, slots=True)

@@ -88,7 +88,7 @@ async def run_episode(
                     sampling = replace(player.sampling, max_tokens=room, seed=draw_seed(seed, number))
                     completion = await engine.generate(transcript.ids, sampling, session=episode_id)
                     seconds = episode.status.now(f"env.step (turn {number})") - waited
-                    turn = _turn(transcript, completion, number, seconds)
+                    turn = _turn(transcript, completion, number, seconds, waited - episode.status.started)
                     if completion.finish == "length":
                         episode.cut(turn, tight)
                         break
@@ -109,12 +109,12 @@ def _policy_access(player: Player, ledger: Transcript, episode_id: str, seed: in
     )
 
 
-def _turn(transcript: Transcript, completion: Completion, number: int, seconds: float) -> Turn:
+def _turn(transcript: Transcript, completion: Completion, number: int, seconds: float, start_s: float) -> Turn:
     """Add a completion to the transcript. Raises EngineError if the engine aborted it."""
     if completion.finish == "abort":
         raise EngineError(f"the engine aborted the completion of turn {number}")
     message = transcript.complete(completion)
-    return Turn(message, (), 0.0, completion.finish, len(completion.ids), seconds, 0.0)
+    return Turn(message, (), 0.0, completion.finish, len(completion.ids), seconds, 0.0, start_s=start_s)
 
 
 async def _compacted(player: Player, episode: OpenEpisode, opening: Sequence[Message], seed: int) -> Transcript:

@@ -145,7 +145,8 @@ class OpenEpisode:
             stop_reason=self.stop or StopReason.INFRA,
             reward=None,
             metrics=_clean_names(self.metrics),
-            seconds=time.monotonic() - self.status.started,
+            seconds=(seconds := time.monotonic() - self.status.started),
+            start_s=time.time() - seconds,
             tools=tuple(tools) if self.began else (),
             faults={clean_text(name)[:_NAME]: clean_text(text) for name, text in self.faults.items()},
         )

@@ -58,6 +58,7 @@ class Run:
         self.in_step.pause("update")
         if self.config.engine.server.sleep:
             await self.engine.sleep()
+        self._seconds["update_began_seconds"] = time.time()
         with self._timed("update_seconds"):
             yield
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from agentrl.errors import CheckpointError
-from agentrl.run_folder.run_reader import Json, RecordCache, RunReader
+from agentrl.run_folder.run_reader import Json, Metrics, RecordCache, RunReader
 from agentrl.types import LIMITS
 
 FAILING = 8
@@ -32,7 +32,7 @@ def step(reader: RunReader, number: int, cache: RecordCache) -> Json:
     return {
         "step": number,
         "groups": [_group(group, records, number) for group, records in sorted(groups.items())],
-        "timings": with_phases(timings(groups.values()), values),
+        "timings": with_phases(timings(groups.values()), metrics, number),
         "metrics": {"step": number, **values},
     }
 
@@ -101,40 +101,106 @@ def outcomes(episode: Json) -> Iterator[str]:
 
 
 def timings(groups: Iterable[Sequence[Json]]) -> Json | None:
-    """The spans of the episodes, as far as their turns say: the engine, then tools, then the rest of the env.
+    """The spans of the episodes: the engine, tools, the rest of the env, and waiting between turns.
 
-    Episodes are taken to begin together, which is what a synchronous step does.
+    Seconds since 1970 if every episode says when it began. Episodes of older runs do not; they are taken to begin
+    together at 0.
     """
-    spans: list[Json] = []
-    for records in groups:
-        for record in records:
-            at, name = 0.0, record["episode"]["id"]
-            for turn in record["episode"].get("turns", ()):
-                called = sum(call.get("seconds", 0.0) for call in turn.get("calls", ()))
-                rest = max(0.0, turn.get("env_seconds", 0.0) - called)
-                for kind, seconds in (
-                    ("engine", turn.get("engine_seconds", 0.0)),
-                    ("tool", called),
-                    ("env", rest),
-                ):
-                    if seconds > 0:
-                        spans.append({"episode": name, "kind": kind, "start_s": at, "end_s": at + seconds})
-                        at += seconds
-    return {"phases": [], "episodes": spans} if spans else None
+    episodes = [record["episode"] for records in groups for record in records]
+    found = [(_seconds(episode, "start_s"), list(_spans(episode))) for episode in episodes]
+    found = [(start, spans) for start, spans in found if spans]
+    timed = all(start > 0 for start, _ in found)
+    all_spans = [
+        {**span, "start_s": start + span["start_s"], "end_s": start + span["end_s"]} if timed else span
+        for start, spans in found
+        for span in spans
+    ]
+    return {"phases": [], "episodes": all_spans} if all_spans else None
 
 
-def with_phases(found: Json | None, metrics: Json) -> Json:
-    """Add the phases of the step to its timings, from the seconds that its metrics name."""
-    phases, at = [], 0.0
+def _spans(episode: Json) -> Iterator[Json]:
+    """What an episode did, in seconds from its start. Setup and rewards belong to the env."""
+    turns = episode.get("turns", ())
+    timed = any(_seconds(turn, "start_s") for turn in turns)
+    at, gap = 0.0, "env"
+    for turn in turns:
+        called = sum(_seconds(call, "seconds") for call in turn.get("calls", ()))
+        parts = [("engine", _seconds(turn, "engine_seconds")), ("tool", called)]
+        parts.append(("env", max(0.0, _seconds(turn, "env_seconds") - called)))
+        if timed:
+            parts.insert(0, (gap, _seconds(turn, "start_s") - at))
+        for kind, seconds in parts:
+            if seconds > 0:
+                yield {"episode": episode["id"], "kind": kind, "start_s": at, "end_s": at + seconds}
+                at += seconds
+        gap = "wait"
+    if timed and (end := _seconds(episode, "seconds")) > at:
+        yield {"episode": episode["id"], "kind": "env", "start_s": at, "end_s": end}
+
+
+def _seconds(holder: Json, key: str) -> float:
+    found = holder.get(key)
+    return float(found) if isinstance(found, int | float) and math.isfinite(found) else 0.0
+
+
+def with_phases(found: Json | None, metrics: Metrics, number: int) -> Json:
+    """Add the phases of a step, and earlier updates during its episodes, in seconds from the first."""
+    spans, rows = (found or {"episodes": []})["episodes"], _rows(metrics, number)
+    own = list(_phases(rows.get(number, {})))
+    timed = not spans or all(span["start_s"] > MIN_CLOCK for span in spans)
+    dated = all(phase["start_s"] > MIN_CLOCK for phase in own)
+    if not timed or not dated:  # on clocks of their own: they are taken to begin together
+        return {"episodes": _from(spans, _first(spans)), "phases": _from(own, _first(own))}
+    zero = min(_first(spans), _first(own)) if spans and own else _first([*spans, *own])
+    earlier = [
+        {**phase, "step": step}
+        for step, row in rows.items()
+        for phase in _phases(row)
+        if step != number and phase["name"] != "generate" and phase["end_s"] > zero
+    ]
+    return {"episodes": _from(spans, zero), "phases": _from([*own, *earlier], zero)}
+
+
+MIN_CLOCK = 1e9
+"""Seconds since 1970 are more than this; those from the start of a step are less."""
+OVERLAP = 16
+"""Steps before a step whose updates may overlap with its episodes."""
+
+
+def _rows(metrics: Metrics, number: int) -> dict[int, Json]:
+    """The values of a step and of those right before it."""
+    if number not in metrics.steps:
+        return {}
+    place = metrics.steps.index(number)
+    return {
+        metrics.steps[at]: {name: column[at] for name, column in metrics.values.items() if column[at] is not None}
+        for at in range(place, max(-1, place - OVERLAP - 1), -1)
+    }
+
+
+def _phases(row: Json) -> Iterator[Json]:
+    """The phases of a step, in seconds since 1970 where its metrics say when the update began."""
+    began, waited = _seconds(row, "update_began_seconds"), _seconds(row, "rollout_seconds")
+    at = began - waited if began else 0.0
     for name, key in (
         ("generate", "rollout_seconds"),
         ("update", "update_seconds"),
         ("publish", "publish_seconds"),
     ):
-        if isinstance(seconds := metrics.get(key), int | float):
-            phases.append({"name": name, "start_s": at, "end_s": at + seconds})
-            at += seconds
-    return {"episodes": [], **(found or {}), "phases": phases}
+        if isinstance(row.get(key), int | float):
+            yield {"name": name, "start_s": at, "end_s": at + _seconds(row, key)}
+            at += _seconds(row, key)
+
+
+def _first(spans: Sequence[Json]) -> float:
+    return min((span["start_s"] for span in spans), default=0.0)
+
+
+def _from(spans: Sequence[Json], zero: float) -> list[Json]:
+    return [
+        {**s, "start_s": round(max(0.0, s["start_s"] - zero), 6), "end_s": round(s["end_s"] - zero, 6)}
+        for s in spans
+    ]
 
 
 @dataclass

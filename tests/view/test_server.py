@@ -90,6 +90,39 @@ def test_a_step_is_a_matrix_that_says_what_became_of_each_episode(client: TestCl
     assert client.get("/api/runs/calc/steps/9").status_code == 404
 
 
+def test_an_asynchronous_step_is_drawn_on_the_clock(client: TestClient, folder: Path):
+    zero = 1.7e9
+    records = read_records(folder / "calc", 2)[:2]
+    first, last = records[0].episode.turns
+    # one began during the update before; the other after it, and waited before its second turn
+    early = replace(records[0].episode, start_s=zero - 3.0, turns=(replace(first, start_s=0.5),), seconds=2.5)
+    late = replace(records[1].episode, start_s=zero, turns=(first, replace(last, start_s=2.0)), seconds=2.5)
+    write_step(folder / "calc", 2, [replace(r, episode=e) for r, e in zip(records, (early, late), strict=True)])
+    lines = [
+        {"step": 1, "rollout_seconds": 1.0, "update_seconds": 2.0, "update_began_seconds": zero - 4.0},
+        {"step": 2, "rollout_seconds": 4.0, "update_seconds": 1.0, "update_began_seconds": zero + 3.0},
+    ]
+    (folder / "calc" / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    timings = client.get("/api/runs/calc/steps/2").json()["timings"]
+    assert timings["phases"] == [
+        {"name": "generate", "start_s": 2.0, "end_s": 6.0},
+        {"name": "update", "start_s": 6.0, "end_s": 7.0},
+        {"name": "update", "start_s": 0.0, "end_s": 1.0, "step": 1},
+    ]
+    spans = [(s["episode"][-2:], s["kind"], s["start_s"], s["end_s"]) for s in timings["episodes"]]
+    assert spans == [
+        *(
+            ("e0", "env", 0.0, 0.5),
+            ("e0", "engine", 0.5, 1.5),
+            ("e0", "tool", 1.5, 1.75),
+            ("e0", "env", 1.75, 2.0),
+        ),
+        ("e0", "env", 2.0, 2.5),  # its rewards
+        *(("e1", "engine", 3.0, 4.0), ("e1", "tool", 4.0, 4.25), ("e1", "env", 4.25, 4.5)),
+        *(("e1", "wait", 4.5, 5.0), ("e1", "engine", 5.0, 5.5)),
+    ]
+
+
 def test_an_episode_places_turns_calls_rewards_and_branches(client: TestClient):
     found = client.get("/api/runs/calc/episodes/s2/g0/e0?step=2").json()
     assert [turn["message"] for turn in found["turns"]] == [2, 4]

@@ -74,12 +74,15 @@ export function longestPole(timings) {
 		spans.set(s.episode, e);
 	}
 	const last = [...spans.values()].sort((a, b) => b.end - a.end)[0];
-	const phase = [...timings.phases].sort((a, b) => b.end_s - b.start_s - (a.end_s - a.start_s))[0];
+	const phase = timings.phases.filter((p) => !p.step).sort((a, b) => b.end_s - b.start_s - (a.end_s - a.start_s))[0];
 	if (last) [last.kind, last.seconds] = Object.entries(last.kinds).sort((a, b) => b[1] - a[1])[0];
 	return { last, phase };
 }
 
 const ROWS = 220;
+// Above, the learner waits for episodes; below, it works, for earlier steps too.
+const tone = (p) => `s${["generate", "update", "publish"].indexOf(p.name) + 8 & 7}`;
+const told = (p) => visible(`${p.name}${p.step ? ` of step ${p.step}` : ""} ${duration(p.end_s - p.start_s)}`);
 function Lanes({ run, step, timings }) {
 	const box = useRef(null), canvas = useRef(null), tip = useRef(null);
 	const [width] = useSize(box);
@@ -112,9 +115,9 @@ function Lanes({ run, step, timings }) {
 	const spent = Object.values(totals).reduce((a, b) => a + b, 0) || 1;
 	return html`<p class="pole">${phase && html`Longest phase: <b>${visible(phase.name)}</b>, ${duration(phase.end_s - phase.start_s)} of ${duration(end)}. `}
 			${last && html`Longest pole: <a href=${link.episode(run, step, last.episode)}>${visible(last.episode)}</a>, done after ${duration(last.end)}, ${duration(last.seconds)} of it in <b>${KIND_NAMES[last.kind] ?? visible(last.kind)}</b>.`}</p>
-		<svg class="phases" viewBox=${`0 0 1000 22`} preserveAspectRatio="none" role="img" aria-label=${timings.phases.map((p) => `${p.name} ${duration(p.end_s - p.start_s)}`).join(", ")}>
-			${timings.phases.map((p, i) => html`<rect class=${`s${i % 8}`} x=${(1000 * p.start_s) / end} width=${Math.max(1, (1000 * (p.end_s - p.start_s)) / end)} y="0" height="22"><title>${visible(p.name)} ${duration(p.end_s - p.start_s)}</title></rect>`)}</svg>
-		<div class="legend">${timings.phases.map((p, i) => html`<span><i class=${`swatch s${i % 8}`}></i>${visible(p.name)} ${duration(p.end_s - p.start_s)}</span>`)}</div>
+		<svg class="phases" viewBox="0 0 1000 22" preserveAspectRatio="none" role="img" aria-label=${timings.phases.map(told).join(", ")}>
+			${timings.phases.map((p) => html`<rect class=${tone(p)} x=${(1000 * p.start_s) / end} width=${Math.max(1, (1000 * (p.end_s - p.start_s)) / end)} y=${tone(p) === "s0" ? 0 : 11} height="11"><title>${told(p)}</title></rect>`)}</svg>
+		<div class="legend">${timings.phases.map((p) => !p.step && html`<span><i class=${`swatch ${tone(p)}`}></i>${told(p)}</span>`)}</div>
 		<div class="lanes" ref=${box}><canvas ref=${canvas} aria-hidden="true" onMouseMove=${hover} onMouseLeave=${() => { tip.current.textContent = ""; }} onClick=${(e) => { const l = at(e); if (l) location.hash = link.episode(run, step, l.episode); }}></canvas></div>
 		<div class="legend">${Object.entries(totals).map(([kind, s]) => html`<span><i class=${`swatch k-${kind}`}></i>${KIND_NAMES[kind] ?? visible(kind)} ${percent(s / spent)}</span>`)}<span class="quiet" ref=${tip}></span></div>`;
 }
