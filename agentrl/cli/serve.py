@@ -130,18 +130,22 @@ def _find(target: Path, overrides: list[str]) -> _Policy:
             found = find_checkpoint(target)
             renderer = load_renderer(config, found.path)
             check_renderer(renderer, found.path)
-            return _Policy(
-                config.name, found.path, renderer, config.engine, _digest(found.path, renderer), config.ray
-            )
+            engine = _with_grammars(config.engine)
+            return _Policy(config.name, found.path, renderer, engine, _digest(found.path, renderer), config.ray)
     if not (target / "config.json").is_file():
         raise ConfigError(
             f"{target}: has no config.yaml and no config.json; give a run folder, a checkpoint in one, or a model "
             "directory"
         )
-    engine = load_engine(overrides, str(target))
+    engine = _with_grammars(load_engine(overrides, str(target)))
     renderer = Renderer.from_directory(target)
     name = target.absolute().name if named == target else str(named)
     return _Policy(name, target, renderer, engine, _digest(target, renderer))
+
+
+def _with_grammars(engine: EngineConfig) -> EngineConfig:
+    """Servers that are started get the tokenizer that their grammars need."""
+    return engine.model_copy(update={"server": engine.server.model_copy(update={"grammars": True})})
 
 
 def _about_tools(renderer: Renderer) -> str:

@@ -30,6 +30,7 @@ class EngineCapabilities:
         weights: `update_weights` works; without it the engine samples from a fixed policy and cannot train one.
         streaming: `generate_streaming` reports each token as it is sampled, with alternatives.
         masks: `generate_streaming` obeys `GenerateOptions.mask`.
+        structures: `generate_streaming` obeys `GenerateOptions.structure`.
         prompt_logprobs: `prompt_logprobs` scores given tokens.
         separate_weights: the weights live outside this process, so the run compares `logprobs_by_server` with the
             learner after each update.
@@ -39,6 +40,7 @@ class EngineCapabilities:
     weights: bool = True
     streaming: bool = False
     masks: bool = False
+    structures: bool = False
     prompt_logprobs: bool = False
     separate_weights: bool = False
     sleep: bool = False
@@ -70,6 +72,24 @@ class Mask(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
+class Structure:
+    """A format that an inference server enforces with its own grammar.
+
+    Attributes:
+        tag: a structural tag of xgrammar, as JSON text.
+        scored: report the log-probabilities of the policy (at temperature 1), which takes another pass over the
+            sequence: tokens are reported when all are sampled. Otherwise they are those under the grammar.
+    """
+
+    tag: str
+    scored: bool = False
+
+
+class StructureRefused(ValueError):
+    """A server refused a structure: its grammar engine cannot read it, or it has none."""
+
+
+@dataclass(frozen=True, slots=True)
 class GenerateOptions:
     """Options of one call in addition to sampling a completion.
 
@@ -77,11 +97,13 @@ class GenerateOptions:
         on_token: called with each token in order, on the caller's event loop.
         top: how many alternatives to report with each token.
         mask: restricts the completion to a grammar. Log-probabilities remain unrestricted.
+        structure: the same for an inference server, in a form that it can read.
     """
 
     on_token: Callable[[TokenLogprob], None] | None = None
     top: int = 0
     mask: Mask | None = None
+    structure: Structure | None = None
 
 
 class Engine(ABC):
@@ -142,7 +164,8 @@ class Engine(ABC):
 
         Raises:
             EngineError: the engine is lost, or `capabilities.streaming` is False.
-            ValueError: as for `generate`, or `options.mask` is set and `capabilities.masks` is False.
+            ValueError: as for `generate`, or `options.mask` is set and `capabilities.masks` is False, or a server
+                refuses `options.structure` (`StructureRefused`).
         """
         raise self._cannot("stream tokens")
 

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol
 
-from agentrl.engine.base import Engine, GenerateOptions, Mask, TokenLogprob
+from agentrl.engine.base import Engine, GenerateOptions, Mask, Structure, TokenLogprob
 from agentrl.errors import EngineError
 from agentrl.serve.reader import Delta
 from agentrl.types import Completion, Sampling
@@ -42,11 +42,13 @@ class Reading(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class CompletionOptions:
-    """Sampling options of one completion: `top` alternatives per token, restricted to a grammar by `mask`."""
+    """Sampling options of one completion: `top` alternatives per token, restricted to a grammar by `mask`, or by
+    `structure` on inference servers."""
 
     sampling: Sampling
     top: int = 0
     mask: Mask | None = None
+    structure: Structure | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,11 +76,13 @@ async def generate(
 
     Raises:
         EngineError: the engine has failed permanently.
+        StructureRefused: a server cannot use `order.structure`.
     """
     follow = _Following(reader, on_deltas)
-    streaming = order.top > 0 or order.mask is not None or on_deltas is not None or reader.may_cut
+    held = order.mask is not None or order.structure is not None
+    streaming = order.top > 0 or held or on_deltas is not None or reader.may_cut
     if streaming and engine.capabilities.streaming:
-        options = GenerateOptions(follow.take, order.top, order.mask)
+        options = GenerateOptions(follow.take, order.top, order.mask, order.structure)
         sampling = engine.generate_streaming(ids, order.sampling, options, session=session)
         completion = await follow.until_cut(asyncio.ensure_future(sampling))
     else:

@@ -16,7 +16,7 @@ from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, Protocol, cast
+from typing import Any, Protocol, TypedDict, cast
 
 import numpy as np
 from numpy.typing import NDArray
@@ -24,13 +24,12 @@ from numpy.typing import NDArray
 from agentrl.chat.template import Renderer
 from agentrl.engine.base import Mask
 from agentrl.errors import TemplateError
-from agentrl.types import Message, ToolCall
+from agentrl.serve.call_format import CallFormat, GrammarError, split
 
 log = logging.getLogger(__name__)
 
 KEPT = 32
 """Number of compiled grammars to keep."""
-_MARK = {"agentrl_argument": "agentrl_value"}
 _MOST_WHY = 400
 """Maximum characters kept of a grammar engine error; the reason is often at its end."""
 _SHOWN = re.compile(r"\s*\^?\s*|\s*\d+ \| .*")
@@ -46,12 +45,14 @@ class AnswerFormat:
     schema: Mapping[str, Any]
 
 
-class GrammarError(ValueError):
-    """The request cannot be converted to a grammar; `param` names the parameter at fault."""
+class HeldTo(TypedDict):
+    """What a completion is held to besides a format; see `Grammars.mask`."""
 
-    def __init__(self, param: str, why: str) -> None:
-        super().__init__(why)
-        self.param = param
+    tools: Sequence[Mapping[str, Any]]
+    forced: bool
+    named: str | None
+    one_call: bool
+    thinking: bool
 
 
 class _Matcher(Protocol):
@@ -113,6 +114,7 @@ class Grammars:
 
     def __init__(self, renderer: Renderer, base: Grammars | None = None) -> None:
         self._renderer, self._base = renderer, base
+        self._format = CallFormat(renderer)
         self._kept: OrderedDict[str, _Matcher] = OrderedDict()
 
     async def mask(
@@ -194,27 +196,13 @@ class Grammars:
         try:
             return self._calls(tools, one_call)
         except GrammarError:
-            control = frozenset(self._renderer.vocabulary.control.values())
             begins, marks = [], set[int]()
             for tool in tools:
-                name = tool["function"]["name"]
-                message = Message("assistant", "", (ToolCall("c00000000", name, _MARK),))
-                ids = self._renderer.unstopped(self._renderer.completion_ids(message, tools))
-                begins.append(self._pattern(self._until(ids, name)))
-                marks |= control.intersection(ids)
+                ids, control = self._format.beginning(tool["function"]["name"], tools)
+                begins.append(self._pattern(ids))
+                marks |= control
             rest = " | ".join(["THOUGHT", *(f"<[{id}]>" for id in sorted(marks))])
             return f"calls: ({' | '.join(dict.fromkeys(begins))}) ({rest})*\n"
-
-    def _until(self, ids: Sequence[int], name: str) -> list[int]:
-        """The ids of a call up to and including the name of its function."""
-        for end in range(1, len(ids) + 1):
-            text = self._renderer.decode(ids[:end])
-            if name in text:
-                before = text[: text.index(name) + len(name)]
-                fixed = next(n for n in range(end, -1, -1) if before.startswith(self._renderer.decode(ids[:n])))
-                rest = before[len(self._renderer.decode(ids[:fixed])) :]
-                return [*ids[:fixed], *self._renderer.vocabulary.encode_text(rest)]
-        return list(ids)
 
     def _calls(self, tools: Sequence[Mapping[str, Any]], one_call: bool) -> str:
         """Return the grammar of one or more calls of these tools."""
@@ -223,55 +211,24 @@ class Grammars:
         closing = ""
         for n, tool in enumerate(tools):
             function = tool["function"]
-            before, between, after = self._around(tools, first, function["name"])
-            rules.append(f"arguments{n}: {_json(_parameters(function))}\n")
+            before, between, after = self._format.around(tools, first, function["name"])
+            rules.append(f"arguments{n}: {_json(parameters(function))}\n")
             options.append(f"{self._pattern(before)} arguments{n}")
             more.append(f"{self._pattern(between)} arguments{n}")
             closing = self._pattern(after)
         again = "" if one_call else f" ({' | '.join(more)})*"
         return f"calls: ({' | '.join(options)}){again} {closing}\n" + "".join(rules)
 
-    def _around(
-        self, tools: Sequence[Mapping[str, Any]], first: str, name: str
-    ) -> tuple[list[int], list[int], list[int]]:
-        """Return the ids before a first call's arguments, between them and a second call's, and after the last."""
-        one = self._written([name], tools)
-        two = self._written([first, name], tools)
-        if len(one) != 2 or len(two) != 3:
-            raise GrammarError(
-                "tool_choice",
-                f"the tool-call format {self._renderer.parser.name!r} does not write arguments as JSON, "
-                "so a call cannot be forced; use 'auto'",
-            )
-        return one[0], two[1], one[1]
-
-    def _written(self, names: Sequence[str], tools: Sequence[Mapping[str, Any]]) -> list[list[int]]:
-        """Return the ids around the arguments of these calls, as the template writes them, without stop token."""
-        renderer = self._renderer
-        calls = tuple(ToolCall(f"c{0:05d}{n:03d}", name, _MARK) for n, name in enumerate(names))
-        ids = renderer.unstopped(renderer.completion_ids(Message("assistant", "", calls), tools))
-        parts: list[list[int]] = [[]]
-        for piece in _split(ids, frozenset(renderer.vocabulary.control.values())):
-            if isinstance(piece, int):
-                parts[-1].append(piece)
-                continue
-            first, *rest = renderer.decode(piece).split(json.dumps(_MARK))
-            parts[-1] += renderer.vocabulary.encode_text(first)
-            for text in rest:
-                parts.append(list(renderer.vocabulary.encode_text(text)))
-        return parts
-
     def _pattern(self, ids: Sequence[int]) -> str:
         """Write these ids in the grammar language."""
-        control = frozenset(self._renderer.vocabulary.control.values())
         pieces = [
             f"<[{piece}]>" if isinstance(piece, int) else json.dumps(self._renderer.decode(piece))
-            for piece in _split(ids, control)
+            for piece in split(ids, self._format.control)
         ]
         return " ".join(pieces) or '""'
 
 
-def _parameters(function: Mapping[str, Any]) -> Mapping[str, Any]:
+def parameters(function: Mapping[str, Any]) -> Mapping[str, Any]:
     """Return the schema of a call's arguments; without one there are no arguments, as in OpenAI's API."""
     if function.get("parameters") is None:
         return {"type": "object", "properties": {}, "additionalProperties": False}
@@ -289,16 +246,3 @@ def _why(problem: str) -> str:
 
 def _json(schema: Mapping[str, Any]) -> str:
     return "%json " + json.dumps({**schema, **_STYLE})
-
-
-def _split(ids: Sequence[int], control: frozenset[int]) -> list[int | list[int]]:
-    """Split ids into single control tokens and runs of other ids."""
-    pieces: list[int | list[int]] = []
-    for id in ids:
-        if id in control:
-            pieces.append(id)
-        elif pieces and isinstance(pieces[-1], list):
-            pieces[-1].append(id)
-        else:
-            pieces.append([id])
-    return pieces

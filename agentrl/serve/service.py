@@ -14,15 +14,17 @@ from typing import Any, Literal
 
 from agentrl.chat.parsers.parser import unsound
 from agentrl.chat.template import Renderer
-from agentrl.engine.base import Engine, TokenLogprob
+from agentrl.engine.base import Engine, Structure, StructureRefused, TokenLogprob
 from agentrl.errors import TemplateError
 from agentrl.serve.api_errors import ApiError, context_exceeded, invalid, overloaded, unsupported
 from agentrl.serve.bounds import LONG_TEXT, tokens_above
+from agentrl.serve.call_format import GrammarError
 from agentrl.serve.conversations import Conversations
 from agentrl.serve.generate import CompletionOptions, Sampled, generate
-from agentrl.serve.grammar import AnswerFormat, GrammarError, Grammars
+from agentrl.serve.grammar import AnswerFormat, Grammars, HeldTo
 from agentrl.serve.prometheus import Metrics
 from agentrl.serve.reader import Delta, MessageReader
+from agentrl.serve.structure import structural_tag
 from agentrl.serve.turns import Incoming, Prompt, ServedTurn, UnrenderableError
 from agentrl.types import Sampling
 
@@ -53,6 +55,7 @@ class GenerationRequest:
         seed: makes sampling reproducible; None samples differently each time.
         top: number of alternatives to report per token.
         format: the required format of the answer.
+        scored: the policy's log-probabilities are needed.
         options: variables of the chat template for this request (`chat_template_kwargs`).
         param: name of the parameter that holds the messages, for errors.
     """
@@ -71,6 +74,7 @@ class GenerationRequest:
     seed: int | None = None
     top: int = 0
     format: AnswerFormat | None = None
+    scored: bool = False
     options: Mapping[str, object] = field(default_factory=dict)
     param: str = "messages"
 
@@ -197,14 +201,16 @@ class ChatService:
             raise invalid("tool_choice", "'required' needs tools")
         if ask.top and not self.engine.capabilities.streaming:
             raise unsupported("top_logprobs", "this engine does not report alternatives")
-        masked = self.engine.capabilities.masks
-        if (ask.choice in ("required", "named") or ask.format) and not masked:
-            param = "response_format" if ask.format else "tool_choice"
-            raise unsupported(
-                param,
-                "this engine does not support grammars, under which a server's log-probabilities would not be the "
-                "policy's; use engine.kind local",
-            )
+        able = self.engine.capabilities
+        if (ask.choice not in ("required", "named") and not ask.format) or able.masks:
+            return
+        param = "response_format" if ask.format else "tool_choice"
+        if not able.structures:
+            why = "this engine has no grammars; set engine.server.grammars, or use engine.kind local"
+            raise unsupported(param, why)
+        if ask.scored and not (ask.temperature == 1 or ask.temperature < COLDEST):
+            why = "a server's grammar reports log-probabilities at temperature 1 only; use engine.kind local"
+            raise unsupported(param, why)
 
     async def _prompt(self, ask: GenerationRequest, session: Conversations, renderer: Renderer) -> Prompt:
         texts = [text for one in ask.messages for text in (str(one.message.content), *one.raw_arguments)]
@@ -290,6 +296,9 @@ class Job:
             sampled = await generate(
                 service.engine, self.prompt.ids, order, reader, session=name, on_deltas=on_deltas
             )
+        except StructureRefused as e:
+            param = "response_format" if ask.format else "tool_choice"
+            raise unsupported(param, f"the inference server cannot use its grammar: {e}") from None
         except BaseException:
             if not index and not session.remembers(name):  # it will never be forgotten, so nothing else frees it
                 await service.engine.release(name)
@@ -311,18 +320,20 @@ class Job:
             stop_ids=self.prompt.branch.renderer.stop_ids,
             seed=seed,
         )
+        wanted: HeldTo = {
+            "tools": () if ask.choice == "none" else ask.tools,
+            "forced": ask.choice in ("required", "named"),
+            "named": ask.named or None,
+            "one_call": ask.one_call,
+            "thinking": self.prompt.branch.thinking,
+        }
         try:
-            mask = await self.grammars.mask(
-                ask.format,
-                tools=() if ask.choice == "none" else ask.tools,
-                forced=ask.choice in ("required", "named"),
-                named=ask.named or None,
-                one_call=ask.one_call,
-                thinking=self.prompt.branch.thinking,
-            )
+            if self.service.engine.capabilities.masks:
+                return CompletionOptions(sampling, ask.top, await self.grammars.mask(ask.format, **wanted))
+            tag = await asyncio.to_thread(structural_tag, self.prompt.branch.renderer, ask.format, **wanted)
         except GrammarError as e:
             raise unsupported(e.param, str(e)) from None
-        return CompletionOptions(sampling, ask.top, mask)
+        return CompletionOptions(sampling, ask.top, None, None if tag is None else Structure(tag, ask.scored))
 
     def _remember(self, number: int, reader: MessageReader, sampled: Sampled) -> Choice:
         sent = reader.sent()

@@ -29,12 +29,14 @@ class _Running:
     retractions: int = 0
     aborted: bool = False
     adapter: str = ""
+    script: list[int] | None = None
 
 
 class LoopbackServer:
     """An asyncio server; a context manager. Its state is public, for tests to look at and to change.
 
     The next token of a sequence is `(sum(ids) + len(ids)) % vocabulary`, its log-probability -1 - token / 100.
+    Under a structural tag, `write` says what is drawn, and each log-probability is 0.
     """
 
     def __init__(self, *, vocabulary: int = 97, max_context: int = 256, token_s: float = 0.0) -> None:
@@ -62,6 +64,12 @@ class LoopbackServer:
         """Tokens after which a stream breaks off, once."""
         self.retract = 0
         """How many of the next answers say that their sequence was taken out of the cache once."""
+        self.grammars = True
+        """Whether it says that it takes structural tags."""
+        self.tags: list[Any] = []
+        """The structural tag of each request that has one."""
+        self.write: Callable[[Any], list[int]] = lambda tag: []
+        """The tokens to draw under a structural tag."""
         self.asleep: set[str] = set()
         self.running: dict[str, _Running] = {}
         self.most_running = 0
@@ -165,7 +173,8 @@ class LoopbackServer:
         return (503, "") if self.sick else (200, "")
 
     async def _get_server_info(self, body: dict[str, object]) -> tuple[int, object]:
-        return 200, {"max_req_input_len": self.max_context - 1, "enable_deterministic_inference": True}
+        info = {"max_req_input_len": self.max_context - 1, "enable_deterministic_inference": True}
+        return 200, info | {"skip_tokenizer_init": not self.grammars}
 
     async def _post_generate(self, body: dict[str, Any]) -> tuple[int, object]:
         ids, params = body["input_ids"], body["sampling_params"]
@@ -186,6 +195,8 @@ class LoopbackServer:
         self.prompts.append(list(ids))
         most = min(params["max_new_tokens"], self.max_context - len(ids))
         request = _Running(list(ids), most, frozenset(params.get("stop_token_ids") or ()), adapter=adapter)
+        if (tag := params.get("structural_tag")) is not None and (refused := self._obey(request, tag)):
+            return (200, _aborted(*refused)) if body.get("stream") else refused
         rid = str(body.get("rid") or id(request))
         if body.get("stream"):
             return 200, self._events(request, rid, int(body.get("top_logprobs_num") or 0))
@@ -196,6 +207,15 @@ class LoopbackServer:
             request.retractions += 1
         answer = {"output_ids": request.ids, "meta_info": self._meta(request, kind, rid)}
         return 200, answer if self.answer is None else self.answer(answer)
+
+    def _obey(self, request: _Running, tag: str) -> tuple[int, dict[str, Any]] | None:
+        """Draw under a structural tag; or how it is refused."""
+        try:
+            self.tags.append(json.loads(tag))
+            request.script = self.write(self.tags[-1])
+        except ValueError as e:
+            return 400, {"error": {"message": f"Failed to compile the grammar: {e}"}}
+        return None
 
     @contextlib.contextmanager
     def _under_way(self, rid: str, request: _Running) -> Iterator[None]:
@@ -234,13 +254,15 @@ class LoopbackServer:
                 return
             ids = request.prompt + request.ids
             token = (sum(ids) + len(ids)) % self.vocabulary
+            if request.script is not None:
+                token = request.script[len(request.ids)]
             request.ids.append(token)
             request.versions.append(self.version)
             yield None
             if len(request.ids) == self.break_after:
                 self.break_after = None
                 raise ConnectionError("broken off, as was asked for")
-            if token in request.stops:
+            if token in request.stops or (request.script and len(request.ids) == len(request.script)):
                 yield "stop"
                 return
         yield "length"
@@ -261,7 +283,7 @@ class LoopbackServer:
             "num_retractions": request.retractions,
             "weight_version": self.version,
             "weight_versions": spans,
-            "output_token_logprobs": [[_logprob(token), token, None] for token in request.ids],
+            "output_token_logprobs": [[_drawn_logprob(request, token), token, None] for token in request.ids],
         }
 
     async def _post_abort_request(self, body: dict[str, object]) -> tuple[int, object]:
@@ -350,6 +372,10 @@ class LoopbackVLLM(LoopbackServer):
         request = _Running(
             list(ids), body["max_tokens"], frozenset(body["stop_token_ids"]), adapter=self.named[-1]
         )
+        if (held := body.get("structured_outputs")) is not None and (
+            refused := self._obey(request, held["structural_tag"])
+        ):
+            return refused
         if body.get("stream"):
             assert body["return_tokens_as_token_ids"], "vLLM names tokens by their text otherwise"
             return 200, self._pieces(request, body["request_id"], int(body["logprobs"]), len(ids))
@@ -358,7 +384,7 @@ class LoopbackVLLM(LoopbackServer):
         choice = {
             "token_ids": request.ids,
             "finish_reason": kind,
-            "logprobs": {"token_logprobs": [_logprob(token) for token in request.ids]},
+            "logprobs": {"token_logprobs": [_drawn_logprob(request, token) for token in request.ids]},
         }
         answer = {"choices": [choice], "usage": {"prompt_tokens": len(ids)}}
         return 200, answer if self.answer is None else self.answer(answer)
@@ -370,8 +396,11 @@ class LoopbackVLLM(LoopbackServer):
                 ids = request.ids[-1:] if kind is None else []
                 tops = [{f"token_id:{id}": value for value, id, _ in _alternatives(token, top)} for token in ids]
                 for token, names in zip(ids, tops, strict=True):
-                    names[f"token_id:{token}"] = _logprob(token)
-                logprobs = {"token_logprobs": [_logprob(token) for token in ids], "top_logprobs": tops}
+                    names[f"token_id:{token}"] = _drawn_logprob(request, token)
+                logprobs = {
+                    "token_logprobs": [_drawn_logprob(request, token) for token in ids],
+                    "top_logprobs": tops,
+                }
                 yield {"choices": [{"token_ids": ids, "logprobs": logprobs, "finish_reason": kind}], "usage": None}
         yield {"choices": [], "usage": {"prompt_tokens": prompt, "prompt_tokens_details": {"cached_tokens": 2}}}
         yield "[DONE]"
@@ -411,6 +440,18 @@ def _headers(head: str) -> list[tuple[str, str]]:
             name, value = line.split(":", 1)
             found.append((name.strip().lower(), value.strip()))
     return found
+
+
+async def _aborted(status: int, error: dict[str, Any]) -> AsyncGenerator[object, None]:
+    """How SGLang refuses a request once it streams the answer."""
+    why = {"type": "abort", "message": error["error"]["message"], "status_code": status}
+    meta = {"finish_reason": why, "completion_tokens": 1, "weight_version": "0", "output_token_logprobs": []}
+    yield {"output_ids": [1], "meta_info": meta}
+    yield "[DONE]"
+
+
+def _drawn_logprob(request: _Running, token: int) -> float:
+    return _logprob(token) if request.script is None else 0.0
 
 
 def _logprob(token: int) -> float:

@@ -32,6 +32,8 @@ class Description:
     """Maximum number of tokens (prompt and completion together) per sequence."""
     seeds: bool
     """Whether `Sampling.seed` has an effect."""
+    grammars: bool = True
+    """Whether it takes structural tags."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,9 +99,15 @@ class InferenceServer(Protocol):
         ...
 
     async def generate(
-        self, ids: Sequence[int], sampling: Sampling, *, request: str, listener: Listener | None = None
+        self,
+        ids: Sequence[int],
+        sampling: Sampling,
+        *,
+        request: str,
+        listener: Listener | None = None,
+        structure: str | None = None,
     ) -> ServerAnswer:
-        """Continue `ids`; `request` names the request for `abort`."""
+        """Continue `ids`; `request` names the request for `abort`, `structure` is a structural tag to obey."""
         ...
 
     async def abort(self, request: str) -> None:

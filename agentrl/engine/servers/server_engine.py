@@ -14,7 +14,14 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from agentrl.engine.base import Engine, EngineCapabilities, GenerateOptions, TokenLogprob
+from agentrl.engine.base import (
+    Engine,
+    EngineCapabilities,
+    GenerateOptions,
+    Structure,
+    StructureRefused,
+    TokenLogprob,
+)
 from agentrl.engine.checks import check_prompt, check_sampling
 from agentrl.engine.servers.client import InferenceServer, Listener, ServerAnswer
 from agentrl.engine.servers.http import ServerRefused
@@ -25,6 +32,9 @@ from agentrl.types import Completion, Sampling
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
+
+
+_STRUCTURED_TRIES = 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,6 +103,7 @@ class ServedEngine(Engine):
             await self.close()
             raise
         self.max_context = min(d.max_context for d in described)
+        self.capabilities = replace(self.capabilities, structures=all(d.grammars for d in described))
         if not all(d.seeds for d in described):
             self._tell(
                 "the servers ignore seeds, so sampled episodes differ from run to run (SGLang obeys them on a GPU "
@@ -131,6 +142,8 @@ class ServedEngine(Engine):
         """
         if options.mask is not None:
             raise ValueError("server engines do not support grammar masks")
+        if options.structure is not None:
+            return await self._structured(ids, sampling, session, options, options.structure)
         return await self._generate(ids, sampling, session, options)
 
     async def _generate(
@@ -152,6 +165,51 @@ class ServedEngine(Engine):
                 return _completion(parts, "length")
             if not part.ids and len(parts) > 8:
                 raise EngineError(f"a server ended a completion after {done} tokens, again and again")
+
+    async def _structured(
+        self,
+        ids: Sequence[int],
+        sampling: Sampling,
+        session: str | None,
+        options: GenerateOptions,
+        structure: Structure,
+    ) -> Completion:
+        """Sample under the server's grammar. A grammar begins with the completion, so one that a server abandons
+        begins again.
+
+        Raises:
+            EngineError: servers abandon it again and again, or in the middle of what has been reported.
+            StructureRefused: a server refuses the structure.
+        """
+        check_sampling(sampling)
+        prompt = check_prompt(ids, self._vocabulary, self.max_context).tolist()
+        room = min(sampling.max_tokens, self.max_context - len(prompt) - structure.scored)
+        if room < 1:
+            raise ValueError("the prompt leaves no room for a token that is scored afterwards")
+        asked = replace(sampling, max_tokens=room)
+        for _ in range(_STRUCTURED_TRIES):
+            try:
+                part = await self._ask(prompt, asked, session, None if structure.scored else options, structure)
+            except ServerRefused as e:
+                raise StructureRefused(str(e)) from e
+            if part.finish != "abort":
+                whole = _completion([part], part.finish)
+                scored = await self._scored(prompt, whole, options) if structure.scored else whole
+                if scored is not None:
+                    return scored
+            elif part.ids and not structure.scored and options.on_token is not None:
+                raise EngineError("a server abandoned a completion under a grammar, which cannot be continued")
+        raise EngineError(f"servers abandoned a completion under a grammar {_STRUCTURED_TRIES} times")
+
+    async def _scored(self, prompt: list[int], whole: Completion, options: GenerateOptions) -> Completion | None:
+        """Return the completion with the policy's log-probabilities; None if the weights changed meanwhile."""
+        version, count = self._version, len(whole.ids)
+        drawn = (await self.prompt_logprobs([*prompt, *whole.ids], top=options.top))[-count:] if count else []
+        if {version, *whole.versions, *(one.version for one in drawn)} != {version}:
+            return None
+        for one in drawn if options.on_token is not None else ():
+            options.on_token(one)  # type: ignore[misc] # mypy does not see the condition
+        return replace(whole, logprobs=tuple(one.logprob for one in drawn))
 
     async def prompt_logprobs(self, ids: Sequence[int], *, top: int = 0) -> list[TokenLogprob]:
         """Score given tokens; see `Engine.prompt_logprobs`.
@@ -228,7 +286,12 @@ class ServedEngine(Engine):
     # -- requests ----------------------------------------------------------------------------------------------
 
     async def _ask(
-        self, ids: list[int], sampling: Sampling, session: str | None, options: GenerateOptions | None = None
+        self,
+        ids: list[int],
+        sampling: Sampling,
+        session: str | None,
+        options: GenerateOptions | None = None,
+        structure: Structure | None = None,
     ) -> ServerAnswer:
         told: list[TokenLogprob] = []
 
@@ -239,13 +302,14 @@ class ServedEngine(Engine):
                     options.on_token(one)
 
         listener = None if options is None else Listener(tell, options.top)
+        tag = {} if structure is None else {"structure": structure.tag}
 
         async def ask(server: InferenceServer) -> ServerAnswer:
             if told:  # by a server lost since then: keep the known versions
                 return _told(told)
             request = uuid.uuid4().hex
             try:
-                answer = await server.generate(ids, sampling, request=request, listener=listener)
+                answer = await server.generate(ids, sampling, request=request, listener=listener, **tag)
             except asyncio.CancelledError as e:
                 if e.args[:1] != (LOST,):  # a lost server has nothing to abort
                     self._abort(server, request)

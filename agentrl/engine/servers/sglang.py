@@ -97,19 +97,26 @@ class SGLangServer:
                 f"{self.url} was not started for engine.sync delta: start it with --custom-weight-loader {LOADER} "
                 f"and with {LOADER_FOLDER} on PYTHONPATH, or use another engine.sync"
             )
-        return Description(longest + 1, seeds)
+        silent = info.get("skip_tokenizer_init") or info.get("grammar_backend") == "none"
+        return Description(longest + 1, seeds, grammars=not silent)
 
     async def check(self, *, timeout_s: float) -> None:
         """Return if the server can sample a token, or is sampling."""
         await self._http.get("/health", timeout_s=timeout_s)
 
     async def generate(
-        self, ids: Sequence[int], sampling: Sampling, *, request: str, listener: Listener | None = None
+        self,
+        ids: Sequence[int],
+        sampling: Sampling,
+        *,
+        request: str,
+        listener: Listener | None = None,
+        structure: str | None = None,
     ) -> ServerAnswer:
         """Return one completion with the logprob and weights version of each token."""
         body = {
             "input_ids": list(ids),
-            "sampling_params": _sampling_params(sampling),
+            "sampling_params": _sampling_params(sampling) | ({"structural_tag": structure} if structure else {}),
             "return_logprob": True,
             "rid": request,
         }
@@ -380,10 +387,11 @@ def _command(config: EngineConfig, model: Path, gpu: int | None) -> CommandLine:
         "sglang.launch_server", "--model-path", str(model), "--host", "127.0.0.1",
         "--dtype", config.resolved_dtype, "--tp-size", str(server.tensor_parallel),
         "--max-running-requests", str(config.max_slots), "--weight-version", "0",
-        "--skip-tokenizer-init", "--skip-server-warmup", "--log-level", "warning", "--sleep-on-idle",
+        "--skip-server-warmup", "--log-level", "warning", "--sleep-on-idle",
         "--incremental-streaming-output",  # otherwise each event of a stream repeats all previous ones
     ]
     # fmt: on
+    line += [] if server.grammars else ["--skip-tokenizer-init"]
     environment: dict[str, str] = {}
     if gpu is None:
         line += ["--device", "cpu", "--attention-backend", "torch_native", "--disable-cuda-graph"]

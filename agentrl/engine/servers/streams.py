@@ -42,6 +42,9 @@ class SGLangStream:
             raise _error(self._where, event["error"])
         try:
             ids, meta = [int(token) for token in event["output_ids"]], event["meta_info"]
+            ended = meta.get("finish_reason") or {}
+            if int(ended.get("status_code") or 0) >= 400:  # an aborted request, such as one with a wrong grammar
+                raise _error(self._where, {"code": ended["status_code"], "message": ended.get("message")})
             logprobs, tops = meta["output_token_logprobs"], meta.get("output_top_logprobs") or ()
             done = len(self._ids)
             if int(meta["completion_tokens"]) <= len(ids):  # everything so far

@@ -97,7 +97,13 @@ class VLLMServer:
         await self._http.get("/health", timeout_s=timeout_s)
 
     async def generate(
-        self, ids: Sequence[int], sampling: Sampling, *, request: str, listener: Listener | None = None
+        self,
+        ids: Sequence[int],
+        sampling: Sampling,
+        *,
+        request: str,
+        listener: Listener | None = None,
+        structure: str | None = None,
     ) -> ServerAnswer:
         """Return one completion; all its tokens are sampled with the same weights."""
         await self._go.wait()
@@ -116,6 +122,8 @@ class VLLMServer:
         }
         if sampling.seed is not None:
             body["seed"] = sampling.seed % 2**63
+        if structure is not None:
+            body["structured_outputs"] = {"structural_tag": structure}
         choice, usage, version = await self._complete(body, listener)
         try:
             tokens = tuple(int(token) for token in choice["token_ids"])
