@@ -6,10 +6,10 @@ what came of it; how long it took is printed.
 
     python bench/agent.py --steps 25 --groups 16        # writes bench/results/agent.json
     python bench/agent.py --start runs/calculator/start # from a cold-started policy that is there
-    python bench/agent.py --quick                       # two small steps of both, untrained; writes nothing
+    python -m bench.agent --quick                       # bench/agent_box.py: mini-swe-agent in a box, untrained
 
-The whole takes about a quarter of an hour on two cores. `--quick` shows that both run, not what they learn. The
-last line is JSON: greedy success on the held-out tasks after the last step, of the agent and of the built-in loop.
+The whole takes about a quarter of an hour on two cores. The last line is JSON: greedy success on the held-out
+tasks after the last step, of the agent and of the built-in loop; with `--quick`, what that module measures.
 """
 
 from __future__ import annotations
@@ -18,7 +18,6 @@ import argparse
 import json
 import os
 import sys
-import tempfile
 import time
 from pathlib import Path
 from typing import Any
@@ -29,6 +28,9 @@ from agentrl.reporting.report import Silent
 from agentrl.run_folder.store import RunStore
 
 EXAMPLE = Path(__file__).parent.parent / "examples" / "agent" / "tools.yaml"
+sys.path.insert(0, str(Path(__file__).parents[1]))
+from bench.agent_box import PACKAGES, compare  # noqa: E402
+
 RESULTS = Path(__file__).parent / "results" / "agent.json"
 
 
@@ -36,7 +38,7 @@ AGENT, LOOP = "agent through the recorder", "built-in loop"
 
 
 def configured(start: Path | None, args: argparse.Namespace, *, agent: bool, steps: int) -> RunConfig:
-    """The example, smaller; from `start` where that is given, and from an untrained policy if `--quick`."""
+    """The example, smaller; from `start` where that is given."""
     data = load_config(EXAMPLE).model_dump()
     data["steps"], data["seed"] = steps, args.seed
     data["rollout"]["groups_per_step"] = args.groups
@@ -45,8 +47,6 @@ def configured(start: Path | None, args: argparse.Namespace, *, agent: bool, ste
         data["agent"] = None
     if start is not None:
         data["warmup"], data["model"] = None, data["model"] | {"tiny": None, "path": str(start)}
-    elif args.quick:
-        data["warmup"] = None
     return RunConfig.model_validate(data)
 
 
@@ -87,16 +87,16 @@ def main() -> None:
     parser.add_argument("--tasks", type=int, default=200)
     parser.add_argument("--every", type=int, default=5)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--quick", action="store_true", help="two small steps from an untrained policy: 30 s")
+    parser.add_argument("--quick", action="store_true", help="mini-swe-agent in a box, and the built-in loop")
+    parser.add_argument("--episodes", type=int, default=4, help="of each, with --quick")
+    parser.add_argument("--packages", type=Path, default=PACKAGES, help="folder of mini-swe-agent, with --quick")
     args = parser.parse_args()
     if args.quick:
-        args.steps, args.groups, args.tasks, args.every = 2, 2, 8, 0
-        with tempfile.TemporaryDirectory() as name:
-            found = compared(args.start, Path(name), args)
-    else:
-        found = compared(args.start or made_start(args), args.folder, args)
-        RESULTS.parent.mkdir(exist_ok=True)
-        RESULTS.write_text(json.dumps(found, indent=1) + "\n")
+        print(json.dumps(compare(args.episodes, args.packages)))
+        return
+    found = compared(args.start or made_start(args), args.folder, args)
+    RESULTS.parent.mkdir(exist_ok=True)
+    RESULTS.write_text(json.dumps(found, indent=1) + "\n")
     last = {name: list(found[name]["held_out"].values())[-1] for name in (AGENT, LOOP)}
     line = {
         "bench": "agent",
@@ -106,7 +106,6 @@ def main() -> None:
         "episodes": found[AGENT]["episodes"],
         "infra_failures": found[AGENT]["infra_failures"],
         "drift_mean_abs_max": found[AGENT]["drift_mean_abs_max"],
-        "quick": args.quick,
     }
     print(json.dumps(line))
 
@@ -117,13 +116,13 @@ def made_start(args: argparse.Namespace) -> Path:
     return args.folder / "made" / "start"
 
 
-def compared(start: Path | None, folder: Path, args: argparse.Namespace) -> dict[str, Any]:
-    """Both runs from one policy (or, with `--quick`, from one that is made untrained, by the same seed)."""
+def compared(start: Path, folder: Path, args: argparse.Namespace) -> dict[str, Any]:
+    """Both runs from one policy."""
     found: dict[str, Any] = {
         "settings": {"steps": args.steps, "groups_per_step": args.groups, "group_size": 8, "tasks": args.tasks},
     }
     for name, agent in ((AGENT, True), (LOOP, False)):
-        config = configured(start and start.absolute(), args, agent=agent, steps=args.steps)
+        config = configured(start.absolute(), args, agent=agent, steps=args.steps)
         found[name], took = train(config, folder / name.replace(" ", "-"))
         print(name, json.dumps(found[name] | took), file=sys.stderr, flush=True)
     return found
