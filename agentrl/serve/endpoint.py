@@ -46,6 +46,9 @@ from agentrl.serve.service import ChatService, Client, now
 
 log = logging.getLogger(__name__)
 
+ANTHROPIC_VERSION = "anthropic-version"
+"""The header by which clients of Anthropic's API are known."""
+
 Body = TypeVar("Body", bound=BaseModel)
 FindClient = Callable[[Request], Client]
 """Identify the client of a request. Raises ApiError if the client is unknown."""
@@ -229,18 +232,19 @@ class ApiEndpoint:
         """Return the answer of `handle`, or its error as an answer; never raises."""
         started = time.monotonic()
         answer: Any
+        spoken = "/messages" if ANTHROPIC_VERSION in request.headers else route
         try:
             answer = await handle(request, find_client(request))
         except (GoneError, ClientDisconnect):
             answer = Response(status_code=499)  # nobody reads it
         except asyncio.CancelledError:  # only a server shutdown cancels a request
-            answer = error_response(_ending(), route)
+            answer = error_response(_ending(), spoken)
         except BaseExceptionGroup as group:
             if group.subgroup(asyncio.CancelledError) is not None:
                 raise
-            answer = error_response(_explained(group.exceptions[0]), route)
+            answer = error_response(_explained(group.exceptions[0]), spoken)
         except Exception as e:
-            answer = error_response(_explained(e), route)
+            answer = error_response(_explained(e), spoken)
         status = getattr(answer, "status_code", 200)
         self.service.metrics.requests.labels(route, str(status)).inc()
         seconds = self.service.metrics.seconds.labels(route)
@@ -268,15 +272,20 @@ class ApiEndpoint:
             )
 
     async def _models(self, request: Request, client: Client) -> Response:
-        if "anthropic-version" in request.headers:
-            created = datetime.fromtimestamp(self._created, UTC).isoformat()
-            return JSONResponse(anthropic.models_body(self.settings.names, created))
+        if ANTHROPIC_VERSION in request.headers:
+            return JSONResponse(anthropic.models_body(self.settings.names, self._since))
         return JSONResponse({"object": "list", "data": [self._described(name) for name in self.settings.names]})
 
     async def _model(self, request: Request, client: Client) -> Response:
         name = request.path_params["model"]
         self._known_model(name, None)
+        if ANTHROPIC_VERSION in request.headers:
+            return JSONResponse(anthropic.model_body(name, self._since))
         return JSONResponse(self._described(name))
+
+    @property
+    def _since(self) -> str:
+        return datetime.fromtimestamp(self._created, UTC).isoformat()
 
     def _described(self, name: str) -> dict[str, Any]:
         return {

@@ -12,6 +12,7 @@ import httpx
 import pytest
 
 from agentrl.chat.template import Renderer
+from agentrl.engine.checks import check_sampling
 from agentrl.serve.bounds import tokens_above
 from agentrl.serve.browsers import is_loopback
 from agentrl.serve.grammar import AnswerFormat
@@ -202,3 +203,63 @@ async def test_allowed_tools_are_the_only_ones_offered(renderer: Renderer):
     assert [item["type"] for item in answer.json()["output"]][-1] == "function_call"
     assert wrong.status_code == 400
     assert wrong.json()["error"]["param"] == "tool_choice"
+
+
+async def test_allowed_tools_of_the_chat_dialect(renderer: Renderer):
+    other = {"type": "function", "function": {"name": "other"}}
+    engine = ScriptedEngine(renderer, lambda turn: call(2, 3), tools=TOOLS)
+
+    def asked(*names: str) -> dict[str, Any]:
+        listed = [{"type": "function", "function": {"name": name}} for name in names]
+        choice = {"type": "allowed_tools", "allowed_tools": {"mode": "auto", "tools": listed}}
+        return {**CHAT, "tools": [*TOOLS, other], "tool_choice": choice}
+
+    async with serving(engine, renderer) as served, httpx.AsyncClient(base_url=served.url) as client:
+        answer = await client.post("/v1/chat/completions", json=asked("add"))
+        wrong = await client.post("/v1/chat/completions", json=asked("nothing"))
+        (turn,) = served.session.turns
+    assert answer.status_code == 200, answer.text
+    assert [tool["function"]["name"] for tool in turn.branch.tools] == ["add"]
+    assert (wrong.status_code, wrong.json()["error"]["param"]) == (400, "tool_choice")
+
+
+@pytest.mark.parametrize("path", ["chat/completions", "responses", "messages", "completions"])
+async def test_top_p_0_keeps_the_likeliest_token(renderer: Renderer, path: str):
+    seen: list[float] = []
+
+    class Seen(ScriptedEngine):
+        async def generate(self, ids: Any, sampling: Any, *, session: str | None = None) -> Any:
+            seen.append(sampling.top_p)
+            check_sampling(sampling)
+            return await super().generate(ids, sampling, session=session)
+
+    engine = Seen(renderer, lambda turn: Message("assistant", "yes"))
+    async with serving(engine, renderer) as served, httpx.AsyncClient(base_url=served.url) as client:
+        body = {**CHAT, "input": "hi", "top_p": 0} | ({"prompt": "hi"} if path == "completions" else {})
+        assert (await client.post(f"/v1/{path}", json=body)).status_code == 200
+    assert 0 < seen[0] < 1e-3
+
+
+async def test_a_client_of_anthropic_gets_models_and_errors_in_its_dialect(renderer: Renderer):
+    head = {"anthropic-version": "2023-06-01"}
+    async with (
+        serving(agreeing(renderer), renderer) as served,
+        httpx.AsyncClient(base_url=served.url, headers=head) as client,
+    ):
+        found = (await client.get("/v1/models/tiny")).json()
+        missing = await client.get("/v1/models/nothing")
+        batch = await client.post("/v1/messages/batches", json={})
+    assert (found["type"], found["id"]) == ("model", "tiny")
+    assert (missing.status_code, missing.json()["type"]) == (404, "error")
+    assert (batch.status_code, batch.json()["error"]["type"]) == (404, "not_found_error")
+
+
+async def test_log_probabilities_that_a_response_will_not_have_are_named(renderer: Renderer):
+    body = {"model": "tiny", "input": "hi"}
+    async with serving(agreeing(renderer), renderer) as served, httpx.AsyncClient(base_url=served.url) as client:
+        asked = await client.post("/v1/responses", json={**body, "include": ["message.output_text.logprobs"]})
+        codex = await client.post("/v1/responses", json={**body, "include": ["reasoning.encrypted_content"]})
+        nested = await client.post("/v1/chat/completions", json={**CHAT, "extra_body": {"top_k": 5}})
+    assert (asked.status_code, asked.json()["error"]["param"]) == (400, "include")
+    assert codex.status_code == 200
+    assert (nested.status_code, nested.json()["error"]["param"]) == (400, "extra_body")

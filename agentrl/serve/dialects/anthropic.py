@@ -10,7 +10,16 @@ from collections.abc import Iterator, Sequence
 
 from agentrl.engine.base import TokenLogprob
 from agentrl.serve.api_errors import ApiError, invalid, unsupported
-from agentrl.serve.dialects.wire import CalledFunction, Function, Json, Part, WireCall, WireMessage, WireTool
+from agentrl.serve.dialects.wire import (
+    CalledFunction,
+    Function,
+    Json,
+    Part,
+    WireCall,
+    WireMessage,
+    WireTool,
+    nucleus,
+)
 from agentrl.serve.dialects.wire_anthropic import (
     AnthropicMessage,
     AnthropicTool,
@@ -45,7 +54,7 @@ def request_of(request: MessagesRequest) -> GenerationRequest:
         named=named,
         one_call=bool(request.tool_choice and request.tool_choice.disable_parallel_tool_use and counted.tools),
         temperature=1.0 if request.temperature is None else request.temperature,
-        top_p=1.0 if request.top_p is None else request.top_p,
+        top_p=nucleus(request.top_p),
         top_k=request.top_k or 0,
         limit=request.max_tokens,
         stops=tuple(request.stop_sequences or ()),
@@ -276,7 +285,7 @@ def _raw(value: Json) -> str:
 
 def in_anthropic(path: str) -> bool:
     """Whether a request to this path expects this dialect's errors."""
-    return path.endswith(("/messages", "/messages/count_tokens"))
+    return path.endswith("/messages") or "/messages/" in path
 
 
 _ERRORS = {
@@ -303,7 +312,12 @@ def error_body(error: ApiError) -> Json:
     }
 
 
+def model_body(name: str, created: str) -> Json:
+    """One model in this dialect."""
+    return {"type": "model", "id": name, "display_name": name, "created_at": created}
+
+
 def models_body(names: Sequence[str], created: str) -> Json:
     """The list of models in this dialect."""
-    data = [{"type": "model", "id": name, "display_name": name, "created_at": created} for name in names]
+    data = [model_body(name, created) for name in names]
     return {"data": data, "has_more": False, "first_id": names[0], "last_id": names[-1]}

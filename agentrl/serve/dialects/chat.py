@@ -11,8 +11,8 @@ from collections.abc import Sequence
 from agentrl.chat.template import Renderer
 from agentrl.engine.base import TokenLogprob
 from agentrl.serve.api_errors import invalid
-from agentrl.serve.dialects.wire import ChatRequest, Json, ResponseFormat
-from agentrl.serve.dialects.wire_messages import incoming_of, tools_of
+from agentrl.serve.dialects.wire import ChatRequest, Json, ResponseFormat, nucleus
+from agentrl.serve.dialects.wire_messages import allowed_tools, incoming_of, tools_of
 from agentrl.serve.grammar import AnswerFormat
 from agentrl.serve.reader import ArgumentsDelta, CallBegun, ContentDelta, Delta, ReasoningDelta
 from agentrl.serve.service import Choice, GenerationRequest, Job, fresh_id, now
@@ -26,7 +26,8 @@ def request_of(request: ChatRequest) -> GenerationRequest:
     """
     request.refuse_unsupported()
     tools = tools_of(request.tools)
-    choice, named = _choice(request.tool_choice)
+    tools, given = _allowed(tools, request.tool_choice)
+    choice, named = _choice(given)
     return GenerationRequest(
         messages=incoming_of(request.messages),
         tools=tools,
@@ -35,15 +36,24 @@ def request_of(request: ChatRequest) -> GenerationRequest:
         one_call=request.parallel_tool_calls is False and bool(tools),
         n=request.n or 1,
         temperature=1.0 if request.temperature is None else request.temperature,
-        top_p=1.0 if request.top_p is None else request.top_p,
+        top_p=nucleus(request.top_p),
         top_k=max(0, request.top_k or 0),
         limit=request.limit,
         stops=request.stops,
         seed=request.seed,
         top=request.top_logprobs or 0,
         format=format_of(request.response_format),
+        scored=bool(request.logprobs),
         options=request.chat_template_kwargs or {},
     )
+
+
+def _allowed(tools: tuple[Json, ...], given: str | Json | None) -> tuple[tuple[Json, ...], str | Json | None]:
+    """The tools that may be called, and the choice among them."""
+    listed = given.get("allowed_tools") if isinstance(given, dict) else None
+    if not isinstance(listed, dict):
+        return tools, given
+    return allowed_tools(tools, listed.get("tools"), listed.get("mode", "auto"))
 
 
 def _choice(given: str | Json | None) -> tuple[str, str]:

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from agentrl.chat.template import Renderer
 from agentrl.engine.base import Engine, TokenLogprob
 from agentrl.serve.api_errors import context_exceeded, invalid, unsupported
-from agentrl.serve.dialects.wire import CompletionRequest, Json
+from agentrl.serve.dialects.wire import CompletionRequest, Json, nucleus
 from agentrl.serve.generate import CompletionOptions, Sampled, generate
 from agentrl.serve.reader import ContentDelta, Delta, TextReader
 from agentrl.serve.service import COLDEST, fresh_id, now
@@ -107,7 +107,7 @@ class TextJob:
         temperature = 1.0 if request.temperature is None else request.temperature
         sampling = Sampling(
             temperature=temperature if temperature >= COLDEST else 0.0,
-            top_p=1.0 if request.top_p is None else request.top_p,
+            top_p=nucleus(request.top_p),
             top_k=max(0, request.top_k or 0),
             max_tokens=min(self.max_tokens, self._engine.max_context - len(prompt)),
             stop_ids=self._renderer.stop_ids,

@@ -12,8 +12,17 @@ from typing import Any
 from agentrl.engine.base import TokenLogprob
 from agentrl.serve.api_errors import ApiError, invalid, unsupported
 from agentrl.serve.conversations import Conversations
-from agentrl.serve.dialects.wire import CalledFunction, Function, Json, Part, WireCall, WireMessage, WireTool
-from agentrl.serve.dialects.wire_messages import incoming_of, tools_of
+from agentrl.serve.dialects.wire import (
+    CalledFunction,
+    Function,
+    Json,
+    Part,
+    WireCall,
+    WireMessage,
+    WireTool,
+    nucleus,
+)
+from agentrl.serve.dialects.wire_messages import allowed_tools, incoming_of, tools_of
 from agentrl.serve.dialects.wire_responses import Item, ResponsesRequest, TextOptions
 from agentrl.serve.grammar import AnswerFormat
 from agentrl.serve.reader import ArgumentsDelta, CallBegun, ContentDelta, Delta, ReasoningDelta
@@ -42,7 +51,7 @@ def request_of(request: ResponsesRequest, earlier: Sequence[Incoming] = ()) -> G
         named=named,
         one_call=request.parallel_tool_calls is False and bool(tools),
         temperature=1.0 if request.temperature is None else request.temperature,
-        top_p=1.0 if request.top_p is None else request.top_p,
+        top_p=nucleus(request.top_p),
         limit=request.max_output_tokens,
         format=answer,
         options=request.chat_template_kwargs or {},
@@ -61,17 +70,10 @@ def _tool(number: int, kind: str, tool: Any) -> WireTool:
 
 
 def _allowed(tools: tuple[Json, ...], given: str | Json | None) -> tuple[tuple[Json, ...], str | Json | None]:
-    """The tools that may be called, and the choice among them: `allowed_tools` names some of those offered."""
+    """The tools that may be called, and the choice among them."""
     if not isinstance(given, dict) or given.get("type") != "allowed_tools":
         return tools, given
-    listed = given.get("tools")
-    names = {tool.get("name") for tool in listed if isinstance(tool, dict)} if isinstance(listed, list) else set()
-    offered = {tool["function"]["name"] for tool in tools}
-    if not names or not names <= offered or given.get("mode", "auto") not in ("auto", "required"):
-        raise invalid(
-            "tool_choice", "allowed_tools needs `mode` auto or required and `tools` that are among those offered"
-        )
-    return tuple(tool for tool in tools if tool["function"]["name"] in names), given.get("mode", "auto")
+    return allowed_tools(tools, given.get("tools"), given.get("mode", "auto"))
 
 
 def _choice(given: str | Json | None) -> tuple[str, str]:

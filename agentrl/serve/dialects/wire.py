@@ -24,6 +24,7 @@ HARMLESS: dict[str, tuple[Any, ...]] = {
     "documents": ([],),
     "ebnf": (),
     "enable_thinking": (),
+    "extra_body": ({},),
     "frequency_penalty": (0,),
     "function_call": ("none", "auto"),
     "functions": ([],),
@@ -71,6 +72,11 @@ Json = dict[str, Any]
 """A JSON object."""
 
 Tokens = Annotated[int, Field(ge=1, le=1 << 31)]
+
+
+def nucleus(top_p: float | None) -> float:
+    """The value of `top_p`: 0, which OpenAI allows, keeps only the likeliest token."""
+    return 1.0 if top_p is None else max(top_p, 1e-6)
 
 
 class Wire(BaseModel):
@@ -163,7 +169,7 @@ class WireRequest(Wire):
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     temperature: Annotated[float, Field(ge=0, le=2)] | None = None
-    top_p: Annotated[float, Field(gt=0, le=1)] | None = None
+    top_p: Annotated[float, Field(ge=0, le=1)] | None = None
     top_k: Annotated[int, Field(ge=-1, le=1 << 31)] | None = None
     seed: int | None = None
     n: Annotated[int, Field(ge=1, le=128)] | None = None

@@ -103,7 +103,7 @@ class MessagesRequest(CountRequest):
     max_tokens: Tokens
     stream: bool | None = None
     temperature: Annotated[float, Field(ge=0, le=1)] | None = None
-    top_p: Annotated[float, Field(gt=0, le=1)] | None = None
+    top_p: Annotated[float, Field(ge=0, le=1)] | None = None
     top_k: Annotated[int, Field(ge=0, le=1 << 31)] | None = None
     stop_sequences: list[str] | None = None
     metadata: Json | None = None

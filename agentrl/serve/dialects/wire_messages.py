@@ -11,6 +11,27 @@ from agentrl.serve.dialects.wire import Json, WireMessage, WireTool
 from agentrl.serve.turns import Incoming
 
 
+def allowed_tools(tools: tuple[Json, ...], listed: object, mode: object) -> tuple[tuple[Json, ...], str]:
+    """The tools that may be called, and the choice among them: `allowed_tools` names some of those offered.
+
+    Args:
+        tools: those offered.
+        listed: what it lists, each as {"name": ...} or {"function": {"name": ...}}.
+        mode: `auto` or `required`.
+
+    Raises:
+        ApiError: it lists none, or others than those offered.
+    """
+    flat = (
+        [one.get("function", one) for one in listed if isinstance(one, dict)] if isinstance(listed, list) else []
+    )
+    names = {str(one.get("name")) for one in flat if isinstance(one, dict)}
+    if not names or not names <= {tool["function"]["name"] for tool in tools} or mode not in ("auto", "required"):
+        text = "allowed_tools needs `mode` auto or required and `tools` that are among those offered"
+        raise invalid("tool_choice", text)
+    return tuple(tool for tool in tools if tool["function"]["name"] in names), str(mode)
+
+
 def incoming_of(messages: Sequence[WireMessage], param: str = "messages") -> list[Incoming]:
     """Convert the messages of a request.
 

@@ -73,9 +73,11 @@ class ResponsesRequest(Wire):
     parallel_tool_calls: bool | None = None
     stream: bool | None = None
     temperature: Annotated[float, Field(ge=0, le=2)] | None = None
-    top_p: Annotated[float, Field(gt=0, le=1)] | None = None
+    top_p: Annotated[float, Field(ge=0, le=1)] | None = None
     max_output_tokens: Tokens | None = None
     text: TextOptions | None = None
+    include: list[str] | None = None
+    """Other outputs than `message.output_text.logprobs` are accepted without effect."""
     metadata: Annotated[dict[Key, Value], Field(max_length=16)] | None = None
     """Returned with the response."""
     chat_template_kwargs: Json | None = None
@@ -83,6 +85,8 @@ class ResponsesRequest(Wire):
 
     def refuse_unsupported(self) -> None:
         """Raise for unsupported parameters that would change the answer."""
+        if "message.output_text.logprobs" in (self.include or ()):
+            raise unsupported("include", "'message.output_text.logprobs' is not supported here; leave it out")
         for name, value in (self.model_extra or {}).items():
             if name in HARMLESS and value is not None and value not in HARMLESS[name]:
                 raise unsupported(name, HARMLESS_WHY.get(name, "is not supported here; leave it out"))
