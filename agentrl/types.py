@@ -188,6 +188,8 @@ class Turn:
 
     `rewards` are the parts of `reward` that have a name, weights included. `start_s` is when the completion was
     requested, in seconds from the start of the episode; 0 where that is not known.
+    `branch` says why an agent's turn begins a branch: `sub_agent`, `opening`, `repeat`, `rewind`, or how the
+    history differed.
     """
 
     message: Message
@@ -200,6 +202,7 @@ class Turn:
     calls: tuple[CallRecord, ...] = ()
     rewards: Mapping[str, float] = field(default_factory=dict)
     start_s: float = 0.0
+    branch: str | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -44,12 +44,16 @@ from agentrl.serve.endpoint import ApiEndpoint, ApiKeyGuard, Settings, key_of, w
 from agentrl.serve.prometheus import Metrics
 from agentrl.serve.reader import ArgumentsDelta, CallBegun, ContentDelta, Delta, ReasoningDelta
 from agentrl.serve.service import ChatService, Choice, Client, Emit, Gate, GenerationRequest, Job
-from agentrl.serve.turns import Matched
+from agentrl.serve.turns import DriftKind, Matched
 from agentrl.serve.turns import ServedTurn as SessionTurn
 from agentrl.types import CallRecord, Completion, Message, Sampling, StopReason, Turn
 
 NO_LIMIT = 1 << 30
 """Maximum concurrent completions: the engine queues the rest, because a rejected request would only be retried."""
+
+
+EDITS = (DriftKind.REWORDED, DriftKind.TOOLS, DriftKind.HISTORY, DriftKind.FOREIGN)
+"""What explains a branch, most telling first: after a reworded turn, the turns behind it have another history."""
 
 
 class EpisodeRecording:
@@ -75,6 +79,10 @@ class EpisodeRecording:
         self._limits, self._temperature, self._seed = limits, temperature, seed
         self._asked = itertools.count()
         self._said: list[tuple[Choice, float]] = []
+        self._branches: dict[int, str] = {}
+        self._prompted: set[bytes] = set()
+        self._parents: set[int | None] = set()
+        self._systems: set[str | None] = set()
         self._trouble: dict[str, str] = {}
         self._counts: Counter[str] = Counter()
         self._sealed = False
@@ -139,7 +147,31 @@ class EpisodeRecording:
             self._said.append((one, seconds))
             self._counts["parse_error"] += len(one.turn.message.parse_errors)
             self._counts["agent/forks"] += one.turn.matched is Matched.FORK
+            if (reason := self._reason(one.turn)) is not None:
+                self._branches[one.turn.number] = reason
+                self._counts[f"agent/branch_{reason}"] += 1
+                parents = [
+                    len(said.turn.branch.ids) for said, _ in self._said if said.turn.number == one.turn.parent
+                ]
+                self._counts["agent/rerendered_tokens"] += one.turn.prompt_tokens - sum(parents)
             self._counts["agent/cut"] += one.turn.completion.finish == "length"
+
+    def _reason(self, turn: SessionTurn) -> str | None:
+        """Why a turn begins a branch; None for the first of the episode and for the first behind its parent."""
+        again, splits = turn.prompted in self._prompted, turn.parent in self._parents
+        system = next((plain_text(m.content) for m in turn.branch.context if m.role == "system"), None)
+        known = system in self._systems
+        self._prompted.add(turn.prompted)
+        self._parents.add(turn.parent)
+        self._systems.add(system)
+        if not splits:
+            return None
+        edits = {event.kind for event in turn.drift}
+        if found := next((kind for kind in EDITS if kind in edits), None):
+            return found.value
+        if again:
+            return "repeat"
+        return "rewind" if turn.parent is not None else "opening" if known else "sub_agent"
 
     def count(self, name: str) -> None:
         """Increment a counter."""
@@ -154,7 +186,8 @@ class EpisodeRecording:
         self._trouble.pop(key, None)
 
     def metrics(self) -> dict[str, float]:
-        """Event counts: forks, retries, and differences by kind as `agent/drift_KIND`."""
+        """Event counts: forks, retries, differences by kind as `agent/drift_KIND`, branches by reason as
+        `agent/branch_REASON`, and the prompt tokens that they were rendered with."""
         drift = {f"agent/drift_{kind.value}": float(n) for kind, n in self.session.drift.items()}
         return drift | {name: float(n) for name, n in self._counts.items() if n}
 
@@ -164,7 +197,13 @@ class EpisodeRecording:
         for spoken, _ in self._said:
             if spoken.turn.parent is not None:
                 after.setdefault(spoken.turn.parent, spoken.turn)
-        return [_turn(spoken.turn, after.get(spoken.turn.number), seconds) for spoken, seconds in self._said]
+        return [
+            replace(
+                _turn(spoken.turn, after.get(spoken.turn.number), seconds),
+                branch=self._branches.get(spoken.turn.number),
+            )
+            for spoken, seconds in self._said
+        ]
 
     def leaves(self) -> list[Transcript]:
         """The branches that end with a completion that no request continues."""
@@ -181,7 +220,8 @@ class EpisodeRecording:
         limit = min(ask.limit or self._limits.max_tokens, self._limits.max_tokens)
         seed = draw_seed(self._seed, next(self._asked))
         tools = ask.tools or self.offered
-        return replace(ask, tools=tools, temperature=self._temperature, top_p=1.0, top_k=0, limit=limit, seed=seed)
+        sampling = {"temperature": self._temperature, "top_p": 1.0, "top_k": 0, "limit": limit, "seed": seed}
+        return replace(ask, tools=tools, scored=True, **sampling)  # type: ignore[arg-type]
 
 
 def _turn(turn: SessionTurn, child: SessionTurn | None, seconds: float) -> Turn:

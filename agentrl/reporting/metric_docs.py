@@ -228,6 +228,12 @@ METRICS: tuple[MetricDoc, ...] = (
         ("env/agent/cut", "requests", "Completions cut by the token limit."),
         ("env/agent/retries", "requests", "Requests that repeated an earlier one."),
         ("env/agent/drift_{kind}", "requests", "Requests whose messages differ from the recorded ones, by kind."),
+        ("env/agent/branch_{reason}", "branches", "Branches behind the first, by reason."),
+        (
+            "env/agent/rerendered_tokens",
+            "tokens",
+            "Prompt tokens of these branches, behind the turn they begin at.",
+        ),
         ("env/{env}/{metric}", "", "With several envs, a metric of one of them."),
         ("env/{name}", "", "Sum over the step's episodes of a count that the env, a tool or an agent reports."),
     ),

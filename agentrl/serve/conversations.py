@@ -173,6 +173,7 @@ class Conversations:
             prompt.conversation,
             prompt.matched,
             prompt.drift,
+            prompt.chain,
             _digest(prompt.chain, _form(sent, {})),
             _digest(b"", _form(sent, {})),
             prompt.tools,

@@ -23,8 +23,9 @@ from agentrl.serve.api_errors import ApiError
 SHUTDOWN_S = 5
 """Seconds that answers may take to finish when the server stops."""
 LOOK_S = 0.05
-"""First wait until a client that sends no more is checked for being there; it doubles up to `MOST_LOOK_S`."""
-MOST_LOOK_S = 5.0
+"""How often to check whether a client that sends no more is still there."""
+MOST_LOOKS = 128
+"""Most checks between two interim responses to it: the first are close together."""
 
 
 class _Server(uvicorn.Server):
@@ -70,10 +71,10 @@ class _Protocol(H11Protocol):
         if self.cycle is None or self.cycle.response_complete or self.cycle.more_body:
             return None
         self._half_closed = True
-        self._look(LOOK_S)
+        self._look(1)
         return True
 
-    def _look(self, wait_s: float) -> None:
+    def _look(self, number: int) -> None:
         """Close the connection if the other side is gone; repeated until the answer is complete."""
         if self.transport.is_closing():
             return
@@ -82,9 +83,10 @@ class _Protocol(H11Protocol):
         if poll.poll(0):  # hung up, or reset
             self.transport.abort()
             return
-        if not self.cycle.response_started and self.cycle.scope["http_version"] == "1.1":
+        due = number & (number - 1) == 0 or number % MOST_LOOKS == 0  # after 1, 2, 4, ... checks
+        if due and not self.cycle.response_started and self.cycle.scope["http_version"] == "1.1":
             self.transport.write(b"HTTP/1.1 100 Continue\r\n\r\n")
-        self.loop.call_later(wait_s, self._look, min(2 * wait_s, MOST_LOOK_S))
+        self.loop.call_later(LOOK_S, self._look, number + 1)
 
     def on_response_complete(self) -> None:
         super().on_response_complete()

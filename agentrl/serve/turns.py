@@ -100,6 +100,7 @@ class ServedTurn:
         conversation: name of the engine session that computes it.
         matched: how `parent` was recognized.
         drift: what differed in the request.
+        prompted: identifies the request's conversation: its messages and tools.
     """
 
     number: int
@@ -112,6 +113,7 @@ class ServedTurn:
     conversation: str
     matched: Matched
     drift: tuple[EchoDifference, ...]
+    prompted: bytes
     chain: bytes
     form: bytes
     tools: bytes

@@ -157,7 +157,7 @@ def _branches(said: Json, segments: Sequence[Json]) -> Iterator[Json]:
             "segment": start,
             "parent": parent,
             "kind": kind,
-            "reason": None if number == 0 else _reason(said, parent, kind),
+            "reason": None if number == 0 else _reason(said, parent, kind, _said_by_agent(said, inside)),
             "tokens": sum(s["count"] for s in inside),
             "message": message,
         }
@@ -176,7 +176,24 @@ def _other_system(inside: Sequence[Json], messages: Sequence[Json]) -> bool:
     return bool(own) and own[0] != (systems[0] if systems else None)
 
 
-def _reason(said: Json, parent: int, kind: str) -> str:
+def _said_by_agent(said: Json, inside: Sequence[Json]) -> str | None:
+    """Why the turn with which a branch of an agent begins was rendered from scratch."""
+    own = next((s["message"] for s in inside if s["origin"] == "sampled"), None)
+    turns = zip(said.get("turns", ()), _turns(said), strict=True)
+    return next((turn.get("branch") for turn, placed in turns if placed["message"] == own), None)
+
+
+_REASONS = {
+    "sub_agent": "a conversation with another system prompt",
+    "opening": "a conversation with another opening",
+    "repeat": "the client sent the request of another branch again",
+    "rewind": "the client went back to an earlier turn",
+}
+
+
+def _reason(said: Json, parent: int, kind: str, recorded: str | None) -> str:
+    if recorded is not None:
+        return _REASONS.get(recorded, f"the client's history differed: {recorded}")
     if kind == "sub_agent":
         return "a conversation with another system prompt"
     metrics: Mapping[str, float] = said.get("metrics", {})

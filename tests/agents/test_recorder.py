@@ -172,7 +172,9 @@ class TestForks:
             await one.chat([USER, first, result(first)])
             invented = {"role": "assistant", "content": "I never said this"}
             await one.chat([USER, invented, {"role": "user", "content": "and?"}])
-            assert one.recording.metrics() == {"agent/drift_foreign": 1.0, "agent/forks": 1.0}
+            again = one.recording._said[-1][0].turn.prompt_tokens
+            found = {"agent/drift_foreign": 1.0, "agent/forks": 1.0, "agent/branch_foreign": 1.0}
+            assert one.recording.metrics() == found | {"agent/rerendered_tokens": again}
             segments = one.recording.ledger.segments
             roots = [i for i, s in enumerate(segments) if s.parent == -1]
             assert len(roots) == 2
@@ -184,7 +186,9 @@ class TestForks:
         async with recorded(renderer, by_turn(ASK, say("3"))) as one:
             first = (await one.chat([USER])).choices[0].message
             await one.chat([{"role": "user", "content": "something else"}, first, result(first)])
-            assert one.recording.metrics() == {"agent/drift_history": 1.0, "agent/forks": 1.0}
+            metrics = one.recording.metrics()
+            assert metrics.pop("agent/rerendered_tokens") > 0
+            assert metrics == {"agent/drift_history": 1.0, "agent/forks": 1.0, "agent/branch_history": 1.0}
 
     async def test_two_answers_to_one_prompt_are_siblings(self, renderer: Renderer):
         async with recorded(renderer, by_turn(ASK, say("3"), say("no, 4"))) as one:
