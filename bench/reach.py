@@ -1,4 +1,4 @@
-"""How many ecosystems' own scores our adapters reproduce: `python -m bench.reach [--quick] [NAME ...]`.
+"""How many ecosystems' own scores our adapters reproduce: `python -m bench.reach [--quick] [--write] [NAME ...]`.
 
 Each ecosystem is played by scripted, random and, where it has one, oracle policies: through our adapter, 64
 episodes at a time, and directly with the ecosystem's package, one at a time. It counts if every reward agrees.
@@ -21,6 +21,7 @@ from agentrl.env.play import Policy, ScriptedPolicy, play
 from agentrl.types import Episode, Task
 from bench.reach_apart import APART
 
+RESULTS = Path(__file__).parent / "results" / "reach.json"
 GOAL = 8
 """Ecosystems that should agree."""
 AT_ONCE = 64
@@ -269,21 +270,26 @@ def main() -> None:
     """Play every installed ecosystem and print how many agree."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("names", nargs="*", help="ecosystems; all by default")
-    parser.add_argument("--quick", action="store_true", help="under a minute")
+    parser.add_argument("--quick", action="store_true", help="100 episodes per game instead of 400")
+    parser.add_argument("--write", action="store_true", help=f"replace bench/results/{RESULTS.name}")
     args = parser.parse_args()
-    ours = 0
+    ours, counts = 0, dict[str, list[int] | str]()
     for name in args.names or [*ECOSYSTEMS, *APART]:
         needed, run = ECOSYSTEMS[name] if name in ECOSYSTEMS else APART[name]
         found = needed.exists() if isinstance(needed, Path) else importlib.util.find_spec(needed) is not None
         if not found:
-            print(f"{name:<16} skipped: {needed} is not installed")
+            counts[name] = "not installed"
+            print(f"{name:<16} skipped: not found: {needed}", flush=True)
             continue
         start = time.perf_counter()
         agreed, count = run(100 if args.quick else 400)
-        ours += agreed == count
-        print(f"{name:<16} {agreed} of {count} rewards agree ({time.perf_counter() - start:.1f} s)")
+        ours, counts[name] = ours + (agreed == count), [agreed, count]
+        print(f"{name:<16} {agreed} of {count} rewards agree ({time.perf_counter() - start:.1f} s)", flush=True)
     line = {"bench": "reach", "ours": ours, "baseline": GOAL, "ratio": ours / GOAL, "unit": "ecosystems"}
-    print(json.dumps(line | {"goal": GOAL, "met": ours >= GOAL}))
+    line |= {"goal": GOAL, "met": ours >= GOAL, "agreed": counts}
+    if args.write:
+        RESULTS.write_text(json.dumps(line, indent=1) + "\n")
+    print(json.dumps(line))
 
 
 if __name__ == "__main__":

@@ -77,12 +77,14 @@ def harbor(num: int) -> tuple[int, int]:
 
 
 def openenv(num: int) -> tuple[int, int]:
-    """A typed environment of the `openenv` package, against its own client."""
-    for url in oe.serving("guess"):
-        tasks = [Task(f"t{i}", {}, seed=i) for i in range(max(num, 200))]
-        played = asyncio.run(oe.episodes(url, tasks, lambda tools, i: oe.mixed(tools, oe.bisect, i)))
-        own = oe.own_rewards(url, played)
-        found = [({"reward": e.reward or 0.0}, {"reward": r}) for e, r in zip(played, own, strict=True)]
+    """An environment with typed actions and one with MCP tools, made with `openenv`, against its own client."""
+    found = []
+    for kind, oracle in (("guess", oe.bisect), ("ledger", oe.balance)):
+        for url in oe.serving(kind):
+            tasks = [Task(f"t{i}", {}, seed=i) for i in range(max(num, 200))]
+            played = asyncio.run(oe.episodes(url, tasks, lambda tools, i, o=oracle: oe.mixed(tools, o, i)))
+            own = oe.own_rewards(url, played, mcp=kind == "ledger")
+            found += [({"reward": e.reward or 0.0}, {"reward": r}) for e, r in zip(played, own, strict=True)]
     return agreement(found)
 
 
@@ -96,7 +98,7 @@ def nemo_gym(num: int) -> tuple[int, int]:
 
 APART: Mapping[str, tuple[Path, Callable[[int], tuple[int, int]]]] = {
     "openenv": (oe.PYTHON, openenv),
-    "nemo_gym": (Path(os.environ.get("AGENTRL_NEMO_GYM_PYTHON", "no Python with nemo-gym")), nemo_gym),
+    "nemo_gym": (Path(os.environ.get("AGENTRL_NEMO_GYM_PYTHON", "$AGENTRL_NEMO_GYM_PYTHON")), nemo_gym),
     "harbor": (Path(sys.executable), harbor),
     "inspect": (test_inspect.PYTHON, inspect),
     "verifiers": (test_verifiers.PYTHON, verifiers),

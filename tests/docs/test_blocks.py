@@ -31,6 +31,7 @@ BASE: Mapping[str, object] = {"env": "env.py:Env", "model": {"path": "models/m"}
 OUTSIDE = {
     "cd",
     "chmod",
+    "vf-eval",
     "curl",
     "docker",
     "eval",
