@@ -111,15 +111,19 @@ async def _agent_players(
         from agentrl.agents.player import AgentPlayer
         from agentrl.agents.program import Clients
         from agentrl.agents.recorder import Recorder
+        from agentrl.agents.worker_pool import WorkerAgent
         from agentrl.serve.listen import running
     except ImportError as e:
         raise ConfigError(f"agent: the recorder needs {e.name}: pip install 'agentrl-train[serve]'") from e
     _check_env(make_env())
     recorder = Recorder(engine, renderer, EpisodeLimits.of(config))
-    places = asyncio.Semaphore(agent.max_running)
+    places = asyncio.Semaphore(min(agent.max_running, agent.workers or agent.max_running))
     program = make_agent(agent) if agent.sandbox is None else _make_boxed(agent, recorder)
     clients = Clients()
-    async with running(recorder.app()) as address:
+    async with AsyncExitStack() as stack:
+        if isinstance(program, WorkerAgent):
+            await stack.enter_async_context(program.running())
+        address = await stack.enter_async_context(running(recorder.app()))
 
         def make(
             *,
@@ -156,9 +160,12 @@ def make_agent(config: AgentConfig) -> Agent:
         ConfigError: the function cannot be found or called, or the command cannot be started.
     """
     from agentrl.agents.program import CommandAgent, FunctionAgent
+    from agentrl.agents.worker_pool import WorkerAgent
 
     if config.use is None:
         _check_command(config.command[0], config.cwd)
+        if config.workers is not None:
+            return WorkerAgent(config.command, config.workers, config.cwd)
         return CommandAgent(config.command, config.cwd)
     function = load_object(config.use)
     if not callable(function):

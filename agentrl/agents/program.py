@@ -195,7 +195,7 @@ class CommandAgent:
                 code = await process.wait()
                 _signal(process.pid, signal.SIGKILL)  # leftover processes may keep its outputs open
         finally:
-            await _end(process)
+            await end_group(process)
         if code != 0:
             said = (err.result() or out.result()).strip().splitlines()
             raise AgentCrashedError(f"exit code {code}" + (f": {said[-1][:300]}" if said else ""))
@@ -218,7 +218,7 @@ async def _tail(stream: asyncio.StreamReader) -> str:
     return kept.decode("utf-8", "replace")
 
 
-async def _end(process: asyncio.subprocess.Process) -> None:
+async def end_group(process: asyncio.subprocess.Process) -> None:
     """End the whole process group, also while being cancelled."""
     if process.returncode is None:
         _signal(process.pid, signal.SIGTERM)

@@ -117,6 +117,10 @@ class AgentConfig(Section):
     ANTHROPIC_ counterparts set."""
     cwd: Annotated[str | None, PathTo("folder"), OnlyWith("command")] = None
     """Working directory of the command; by default the current one. Not with `sandbox`."""
+    workers: Annotated[Positive | None, OnlyWith("command"), Advanced()] = None
+    """Start the command this many times and keep it up: each process plays one episode after another, which saves
+    the time of its imports. The program reads and writes lines of JSON (docs/agents.md#workers). Not with
+    `sandbox`."""
     sandbox: Annotated[dict[str, object] | None, OnlyWith("command"), Advanced()] = None
     """Run the command in a sandbox that reaches only the policy: fields of `Sandbox` (`{}` for the defaults),
     back-end `namespace` or `docker`. It works on a copy of the env's files, which is read back for the reward."""
@@ -136,6 +140,18 @@ class AgentConfig(Section):
         if self.sandbox is not None and self.cwd is not None:
             raise ValueError(
                 "`cwd` has no effect with `sandbox`: the command starts in the sandbox's home directory"
+            )
+        if self.workers is not None and self.sandbox is not None:
+            raise ValueError("`workers` has no effect with `sandbox`: each episode gets a new sandbox; remove one")
+        if self.workers is not None and "max_running" in self.model_fields_set and self.max_running < self.workers:
+            raise ValueError(
+                f"`workers` {self.workers} with `max_running` {self.max_running}: the others would never play: "
+                "each worker plays one episode at a time"
+            )
+        given = next((word for word in self.command if "{prompt}" in word or "{id}" in word), None)
+        if self.workers is not None and given is not None:
+            raise ValueError(
+                f"`workers`: the command has {given!r}, but a worker reads each task from standard input"
             )
         return self
 
