@@ -7,12 +7,13 @@ import os
 import sys
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from agentrl.env.play import ScriptedPolicy, call, play
+from agentrl.env.play import Policy, ScriptedPolicy, call, play
 from agentrl.types import Episode, Task
 from tests.envs import test_nemo_gym as nemo
 from tests.envs import test_openenv as oe
@@ -76,13 +77,18 @@ def harbor(num: int) -> tuple[int, int]:
         return asyncio.run(run(Path(folder)))
 
 
+def _mixed(oracle: Policy, tools: Sequence[Any], number: int) -> Policy:
+    return oe.mixed(tools, oracle, number)
+
+
 def openenv(num: int) -> tuple[int, int]:
     """An environment with typed actions and one with MCP tools, made with `openenv`, against its own client."""
     found = []
     for kind, oracle in (("guess", oe.bisect), ("ledger", oe.balance)):
         for url in oe.serving(kind):
             tasks = [Task(f"t{i}", {}, seed=i) for i in range(max(num, 200))]
-            played = asyncio.run(oe.episodes(url, tasks, lambda tools, i, o=oracle: oe.mixed(tools, o, i)))
+            policy = partial(_mixed, oracle)
+            played = asyncio.run(oe.episodes(url, tasks, policy))
             own = oe.own_rewards(url, played, mcp=kind == "ledger")
             found += [({"reward": e.reward or 0.0}, {"reward": r}) for e, r in zip(played, own, strict=True)]
     return agreement(found)
