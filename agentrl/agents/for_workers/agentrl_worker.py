@@ -22,10 +22,10 @@ import traceback
 from collections.abc import Callable
 from typing import Any
 
-__all__ = ["Access", "serve"]
+__all__ = ["EpisodeAccess", "serve"]
 
 
-class Access:
+class EpisodeAccess:
     """How to reach the policy: `base_url` and `api_key` belong to one episode, `model` can be any name."""
 
     def __init__(self, environment: dict[str, str]) -> None:
@@ -35,7 +35,7 @@ class Access:
         self.anthropic_base_url = environment["ANTHROPIC_BASE_URL"]
 
 
-def serve(play: Callable[[dict[str, Any], Access], Any]) -> None:
+def serve(play: Callable[[dict[str, Any], EpisodeAccess], Any]) -> None:
     """Play episodes with `play(task, access)`, one after another, until agentrl closes standard input.
 
     `play` may be async; all its calls share one event loop. What it returns is the outcome, text or JSON data. If
@@ -55,7 +55,7 @@ def serve(play: Callable[[dict[str, Any], Access], Any]) -> None:
         os.environ.update(request["environment"])
         answer: dict[str, Any] = {"id": request["id"]}
         try:
-            said = play(request["task"], Access(request["environment"]))
+            said = play(request["task"], EpisodeAccess(request["environment"]))
             answer["outcome"] = loop.run_until_complete(said) if inspect.isawaitable(said) else said
         except KeyboardInterrupt:
             raise
