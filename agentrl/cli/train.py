@@ -37,6 +37,13 @@ def train(
         bool,
         typer.Option("--accept-code", help="Resume although code of env or rewards, or tasks, changed."),
     ] = False,
+    smoke: Annotated[
+        bool,
+        typer.Option(
+            "--smoke",
+            help="Try the file on a CPU: two small steps with tiny random weights of its model's architecture.",
+        ),
+    ] = False,
 ) -> None:
     """Train a policy; run the same command again to resume, also with more steps or other settings.
 
@@ -48,6 +55,12 @@ def train(
     from agentrl.run_folder.fork import fork_run, forked_config
     from agentrl.trainer.start_run import start_run
 
+    if smoke:
+        if fresh or source is not None or weights_only or accept_code:
+            raise ConfigError("--smoke excludes --fresh, --from, --weights-only and --accept-code")
+        require("train", "agentrl train --smoke")
+        _smoke(path, overrides, run_dir)
+        return
     config = load_config(path, overrides)
     require("train", "agentrl train")
     if source is not None:
@@ -60,6 +73,19 @@ def train(
     summary = start_run(config, run_dir=run_dir, fresh=fresh, again=_again(), accept_code=accept_code)
     if not summary.finished:
         raise typer.Exit(130)
+
+
+def _smoke(path: Path, overrides: list[str], run_dir: Path | None) -> None:
+    """Train two steps of a small copy of the run; an earlier one is replaced."""
+    from agentrl.preflight.smoke import STEPS, architecture, empty_folder, smoke_config
+    from agentrl.trainer.start_run import start_run
+
+    folder = run_dir or Path("runs") / f"{path.stem}-smoke"
+    empty_folder(folder)
+    config = smoke_config(path, overrides, folder)
+    if not start_run(config, run_dir=folder / "run", again=_again()).finished:
+        raise typer.Exit(130)
+    print(f"smoke: {STEPS} steps of {path} with a tiny, random {architecture(config, folder / 'run')} are done")
 
 
 def _again() -> str:

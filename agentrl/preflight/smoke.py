@@ -1,0 +1,177 @@
+"""`agentrl train --smoke`: a recipe with tiny random weights of its architecture, two steps, on a CPU.
+
+Everything that a recipe says stays, except what makes it large and what only its machine has. So a smoke run finds
+mistakes in the env, its rewards and the settings before a GPU is rented.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from agentrl.config import RunConfig, load_config
+from agentrl.errors import ConfigError
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
+
+STEPS = 2
+SMALL: dict[str, Any] = {
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "num_experts": 4,
+    "n_routed_experts": 4,
+    "num_local_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 32,
+    "shared_expert_intermediate_size": 32,
+    "n_group": 1,
+    "topk_group": 1,
+    "first_k_dense_replace": 1,
+    "q_lora_rank": 16,
+    "kv_lora_rank": 16,
+    "qk_rope_head_dim": 8,
+    "qk_nope_head_dim": 8,
+    "v_head_dim": 16,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 8,
+}
+"""Sizes of a tiny model; of an architecture only those that its configuration has are set."""
+_EXPERTS = re.compile(r"-A\d+B")
+"""What names of models with experts say: parameters in total, and active ones."""
+
+
+def empty_folder(folder: Path) -> None:
+    """Remove an earlier smoke run.
+
+    Raises:
+        ConfigError: the folder holds something else.
+    """
+    if folder.exists() and {entry.name for entry in folder.iterdir()} - {"model", "run"}:
+        raise ConfigError(
+            f"{folder} is not the folder of a smoke run, so it is not replaced: give another --run-dir"
+        )
+    shutil.rmtree(folder, ignore_errors=True)
+
+
+def smoke_config(path: Path, overrides: Sequence[str], folder: Path) -> RunConfig:
+    """Return the run of a file, small; a tiny model is written below `folder`.
+
+    Raises:
+        ConfigError: the file has mistakes, or its env cannot be loaded.
+    """
+    given = load_config(path, overrides, check_paths=False)
+    changes = _changes(given)
+    if given.model.path is not None:
+        from agentrl.rollout.content import corpus, load_content
+
+        target = (folder / "model").absolute()
+        make_smoke_model(target, Path(given.model.path), corpus(load_content(given)), seed=given.seed)
+        changes.append(f"model.path={target}")
+    return load_config(path, [*overrides, *changes])
+
+
+def _changes(given: RunConfig) -> list[str]:
+    rollout = given.rollout
+    found: dict[str, Any] = {
+        "name": f"{given.name or 'run'}-smoke",
+        "steps": STEPS,
+        "ray": None,
+        "rollout.groups_per_step": min(2, rollout.groups_per_step),
+        "rollout.group_size": min(2, rollout.group_size),
+        "rollout.max_turns": min(2, rollout.max_turns),
+        "rollout.max_tokens": min(16, rollout.max_tokens),
+        "rollout.token_budget": min(4096, rollout.token_budget),
+        "rollout.workers": None,
+        "learner.device": "cpu",
+        "learner.precision": None,
+        "learner.ranks": None,
+        "learner.sequence_ranks": None,
+        "learner.reference_ranks": None,
+        "learner.attention": None,
+        "learner.offload_activations": None,
+        "learner.cpu_offload": None,
+        "eval.every": 1,
+        "eval.tasks": 2,
+        "eval.attempts": min(2, given.eval.attempts),
+        "checkpoint.every": 1,
+    }
+    if given.engine.on_servers:
+        found |= {"engine": None, "engine.device": "cpu"}
+    elif not given.engine.own:
+        found |= {"engine.device": "cpu", "engine.dtype": None, "engine.cuda_graphs": None}
+    if given.critic is not None:
+        found["critic.ranks"] = None
+    if given.warmup is not None:
+        found |= {"warmup.num": 8, "warmup.max_epochs": 1, "warmup.until_pass": None, "warmup.at_least": 0.0}
+    return [f"{key}={'null' if value is None else value}" for key, value in found.items()]
+
+
+def make_smoke_model(target: Path, source: Path, corpus: Iterable[str], *, seed: int = 0) -> None:
+    """Write a model of the architecture of `source`, tiny and random, with its tokenizer.
+
+    Without a `config.json` in `source` it is Qwen3, with experts if its name says so (`Qwen3-30B-A3B`); without a
+    tokenizer, one is made of `corpus`.
+
+    Raises:
+        ConfigError: transformers has no such architecture, or it cannot be made small.
+    """
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+
+    from agentrl.models.tiny import make_tokenizer
+
+    if (source / "tokenizer.json").is_file():
+        target.mkdir(parents=True, exist_ok=True)
+        for file in source.iterdir():
+            if "token" in file.name or file.suffix in (".jinja", ".txt", ".model"):
+                shutil.copyfile(file, target / file.name)
+    else:
+        make_tokenizer(target, corpus, vocab=640, max_context=4096)
+    tokenizer = AutoTokenizer.from_pretrained(target)
+    try:
+        if (source / "config.json").is_file():
+            shape = AutoConfig.from_pretrained(source)
+        else:
+            shape = AutoConfig.for_model("qwen3_moe" if _EXPERTS.search(source.name) else "qwen3")
+        shape = getattr(shape, "text_config", shape)
+        _shrink(shape, len(tokenizer))
+        shape.eos_token_id, shape.pad_token_id = tokenizer.eos_token_id, tokenizer.pad_token_id
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(seed)
+            models: Any = AutoModelForCausalLM  # `from_config` has no types
+            model = models.from_config(shape, dtype=torch.float32)
+    except (ValueError, TypeError, KeyError, AttributeError, RuntimeError) as e:
+        raise ConfigError(f"model.path {source}: a tiny model of its architecture cannot be made: {e}") from e
+    model.save_pretrained(target)
+
+
+def _shrink(shape: PretrainedConfig, vocabulary: int) -> None:
+    for key, value in SMALL.items():
+        if isinstance(getattr(shape, key, None), int):
+            setattr(shape, key, value)
+    if getattr(shape, "layer_types", None):
+        shape.layer_types = _some_of_each(shape.layer_types, shape.num_hidden_layers)
+    shape.vocab_size, shape.bos_token_id, shape.dtype = vocabulary, None, "float32"
+
+
+def _some_of_each(kinds: Sequence[str], count: int) -> list[str]:
+    """Different kinds of layers first, so that a small model has them all."""
+    different = list(dict.fromkeys(kinds))
+    return [*different, *([different[-1]] * count)][:count]
+
+
+def architecture(config: RunConfig, run: Path) -> str:
+    """Return the architecture of a run's model."""
+    model = run / "start" if config.model.path is None else Path(config.model.path)
+    return str(json.loads((model / "config.json").read_text())["architectures"][0])

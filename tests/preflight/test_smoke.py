@@ -1,0 +1,57 @@
+"""`agentrl train --smoke`: every recipe runs two small steps on a CPU."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner, Result
+
+from agentrl.cli.app import app
+from tests.preflight.test_machines import MODELS, RECIPES, ROOT, folder
+
+pytestmark = pytest.mark.slow
+BY_RECIPE = {recipe: model for recipe, model, *_ in RECIPES}
+
+
+def smoke(file: Path, run: Path, *flags: str) -> Result:
+    return CliRunner().invoke(app, ["train", str(file), "--smoke", "--run-dir", str(run), *flags])
+
+
+@pytest.mark.parametrize("recipe", sorted(path.stem for path in (ROOT / "configs").glob("*.yaml")))
+def test_a_recipe_trains_two_steps_with_tiny_weights_of_its_architecture(tmp_path: Path, recipe: str):
+    model = BY_RECIPE[recipe]
+    path, run = folder(tmp_path / "model", model), tmp_path / "smoke"
+    result = smoke(ROOT / f"configs/{recipe}.yaml", run, "--set", f"model.path={path}")
+    assert result.exit_code == 0, result.output
+    assert f"a tiny, random {MODELS[model]['architectures'][0]} are done" in result.stdout
+    steps = [json.loads(line) for line in (run / "run/metrics.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in steps] == [0, 1, 2]
+    assert all(line.get("drift/mean_abs", 0.0) < 1e-4 for line in steps)
+    made = json.loads((run / "model/config.json").read_text())
+    assert made["num_hidden_layers"] == 2
+    experts = made.get("num_experts", made.get("num_local_experts", 0))
+    assert experts == (4 if "num_experts" in MODELS[model] else 0)
+
+
+def test_without_a_model_folder_its_name_says_the_architecture_and_a_smoke_run_is_replaced(tmp_path: Path):
+    run = tmp_path / "smoke"
+    for name, made in (("Qwen3-30B-A3B", "Qwen3MoeForCausalLM"), ("Qwen3-8B", "Qwen3ForCausalLM")):
+        result = smoke(ROOT / "configs/qwen3-8b-8gpu.yaml", run, "--set", f"model.path={tmp_path / name}")
+        assert result.exit_code == 0, result.output
+        assert f"random {made}" in result.stdout
+
+
+def test_what_is_no_smoke_run_stays(tmp_path: Path):
+    (tmp_path / "thesis.txt").write_text("all of it")
+    result = smoke(ROOT / "configs/qwen3-8b-8gpu.yaml", tmp_path)
+    assert "is not the folder of a smoke run" in str(result.exception)
+    assert (tmp_path / "thesis.txt").exists()
+    both = CliRunner().invoke(app, ["train", str(ROOT / "configs/qwen3-8b-8gpu.yaml"), "--smoke", "--fresh"])
+    assert "--smoke excludes" in str(both.exception)
+
+
+def test_a_mistake_in_the_file_is_an_error_of_the_file(tmp_path: Path):
+    result = smoke(ROOT / "configs/qwen3-8b-8gpu.yaml", tmp_path / "smoke", "--set", "engine.server.replica=2")
+    assert "engine.server.replica: unknown key" in str(result.exception)
