@@ -187,7 +187,8 @@ class LoopbackServer:
             return 400, {"error": {"message": f"Got LoRA adapter that has never been loaded: {adapter}"}}
         self.named.append(adapter)
         if "logprob_start_len" in body:
-            scores = [[None if n == 0 else _logprob(token), token, None] for n, token in enumerate(ids)]
+            names = [0 if token == self.vocabulary - 1 else token for token in ids]  # as SGLang 0.5.23 does
+            scores = [[None if n == 0 else _logprob(ids[n]), name, None] for n, name in enumerate(names)]
             meta: dict[str, object] = {"input_token_logprobs": scores}
             if top := int(body.get("top_logprobs_num") or 0):
                 meta["input_top_logprobs"] = [None, *(_alternatives(token, top) for token in ids[1:])]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -79,6 +80,18 @@ async def solve(task, access):
 '''
 
 
+WARMUP: dict[str, Any] = {
+    "num": 160,
+    "max_epochs": 12,
+    "until_pass": 1.0,
+    "at_least": 0.0,
+    "probe_every": 60,
+    "probe_tasks": 1,
+    "probe_samples": 2,
+    "lr": 1e-2,
+}
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_what_is_rewarded_is_done_more_often(tmp_path: Path):
@@ -89,16 +102,7 @@ def test_what_is_rewarded_is_done_more_often(tmp_path: Path):
         env=f"{tmp_path}/files.py:Buttons",
         agent={"use": f"{tmp_path}/files.py:solve", "crash": "score"},  # its json.loads meets calls that were cut
         model={"tiny": {"hidden": 32, "layers": 1, "heads": 2, "intermediate": 64, "vocab": 400}},
-        warmup={
-            "num": 160,
-            "max_epochs": 12,
-            "until_pass": 1.0,
-            "at_least": 0.0,
-            "probe_every": 60,
-            "probe_tasks": 1,
-            "probe_samples": 2,
-            "lr": 1e-2,
-        },
+        warmup=WARMUP,
         rollout={"groups_per_step": 4, "group_size": 8, "max_turns": 3, "max_tokens": 32, "token_budget": 400},
         optim={"lr": 3e-3, "warmup_steps": 0},
         eval={"tasks": 8},

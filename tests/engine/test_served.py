@@ -439,6 +439,16 @@ async def test_logprobs_of_given_tokens_by_server(model: Path) -> None:
         assert found == [[[-1.02, -1.03], [-1.09]]] * 2
 
 
+async def test_the_last_id_of_the_vocabulary_is_scored_though_sglang_names_it_0(model: Path) -> None:
+    async with servers(1) as (server,), engine_over(model, server) as engine:
+        last = server.vocabulary - 1
+        found = await engine.logprobs_by_server([[1, last, 0, 3]])
+        assert found == [[[-1.0 - last / 100, -1.0, -1.03]]]
+        server.vocabulary = 3  # now 2 is called 0, though 5 is the last
+        with pytest.raises(EngineError, match="log-probabilities of 3 tokens"):
+            await engine.logprobs_by_server([[1, 2, 5]])
+
+
 async def test_a_prompt_is_scored_with_alternatives_by_whichever_server_lives(model: Path) -> None:
     async with servers(2) as (a, b), engine_over(model, a, b) as engine:
         await engine.update_weights(weights(1), version=3)

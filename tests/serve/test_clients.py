@@ -29,6 +29,7 @@ INSTALLED = [
     "litellm==1.106.*",
     "pydantic-ai-slim[openai]==2.31.*",
     "langchain-openai==1.7.*",
+    "langgraph==1.*",
 ]
 LOOPS = {
     "with_anthropic": 1,

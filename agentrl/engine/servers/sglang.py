@@ -162,7 +162,10 @@ class SGLangServer:
             named = [int(entry[1]) for entry in entries]
         except (TypeError, KeyError, IndexError, ValueError) as e:
             raise EngineError(f"{self.url}/generate: no log-probabilities of the given tokens: {e!r}") from e
-        if named != list(ids):
+        last = max(ids)  # SGLang 0.5.23 calls the last id of the vocabulary 0
+        if len(named) != len(ids) or any(
+            one != id and (one, id) != (0, last) for one, id in zip(named, ids, strict=False)
+        ):
             raise EngineError(
                 f"{self.url}/generate: log-probabilities of {len(named)} tokens, {len(ids)} were given"
             )
