@@ -301,6 +301,9 @@ class RolloutConfig(Section):
 _Decay = Annotated[float, Field(ge=0, lt=1)]
 
 
+OptimizerState = Literal["float32", "bfloat16", "int8"]
+
+
 class OptimConfig(Section):
     """AdamW."""
 
@@ -318,6 +321,9 @@ class OptimConfig(Section):
     """Learning-rate schedule after the warmup (linear and cosine decay to a tenth at the last step)."""
     max_grad_norm: Annotated[float, Field(gt=0)] = 1.0
     """Maximum gradient norm; larger gradients are scaled down."""
+    state: Annotated[OptimizerState, Advanced()] = "float32"
+    """How AdamW keeps its two moments, of the critic as well: 8, 4 or 2 bytes per trained parameter in all. With
+    fewer bytes, updates differ a little (docs/distributed.md, "Optimizer state")."""
 
     def warmup_of(self, steps: int) -> int:
         """Warmup steps of a run with this many steps."""
@@ -365,7 +371,7 @@ class LearnerConfig(Section):
     """Number of dedicated Ray workers for the reference, each with one shard; 0 runs it on the policy's ranks.
     With dedicated ranks, the policy also runs on Ray, even with a single rank."""
     precision: Literal["float32", "bfloat16"] = "float32"
-    """Compute precision; parameters, accumulated gradients and optimizer state are always float32."""
+    """Compute precision; parameters and accumulated gradients are always float32."""
     attention: Annotated[Literal["auto", "sdpa", "flex", "flash"], OnResume("free")] = "auto"
     """Attention implementation: PyTorch's `sdpa`, its `flex` attention (GPUs), or `flash` from the flash-attn
     package (GPUs, bfloat16). `auto` is `sdpa` on a CPU; on a GPU the first of `flash`, `flex` and `sdpa` that

@@ -24,6 +24,7 @@ from agentrl.algo.value import value_loss
 from agentrl.errors import AgentRLError, CheckpointError, ConfigError
 from agentrl.learner.attention.packed import PACKED_ATTENTION, check_attention, register_attention
 from agentrl.learner.micro_batch import annotated, lr_factor, packed_rows, saving, working_dtype
+from agentrl.learner.optimizer import make_optimizer
 from agentrl.learner.pack import Packed
 from agentrl.learner.policy_model import checkpoint_activations
 from agentrl.learner.rank import LearnerSpec, Note
@@ -110,9 +111,7 @@ class Critic:
         check_sequence(self.model, world.sequence, f"critic: {directory}")
         if config.checkpoint_activations:
             checkpoint_activations(self.model)
-        self.optimizer = torch.optim.AdamW(
-            self.model.parameters(), lr=critic.lr, betas=optim.betas, weight_decay=optim.weight_decay, fused=True
-        )
+        self.optimizer = make_optimizer(self.model.parameters(), optim, critic.lr)
         self.steps_done = 0
         self._state: TrainingState | None = None
 

@@ -28,6 +28,7 @@ from agentrl.learner.lora import (
     write_adapter,
 )
 from agentrl.learner.micro_batch import annotated, lr_factor, packed_rows, recorded, saving, working_dtype
+from agentrl.learner.optimizer import make_optimizer
 from agentrl.learner.pack import Packed
 from agentrl.learner.policy_loss import Loss, make_policy_loss, policy_loss
 from agentrl.learner.policy_model import checkpoint_activations, empty_policy, load_policy
@@ -74,9 +75,7 @@ class LocalPolicyRank:
             shared = config.lora is not None
             self.reference = self.policy if shared else self._load(spec.reference_dir).requires_grad_(False)
         trained = [p for p in self.policy.parameters() if p.requires_grad]
-        self.optimizer = torch.optim.AdamW(
-            trained, lr=optim.lr, betas=optim.betas, weight_decay=optim.weight_decay, fused=True
-        )
+        self.optimizer = make_optimizer(trained, optim, optim.lr)
         has_critic = spec.critic is not None and spec.critic_dir is not None
         self.critic = Critic(spec, self.world) if has_critic else None
         self._know_heads()

@@ -19,10 +19,12 @@ import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from transformers import PreTrainedModel
 
 from agentrl.errors import CheckpointError
+from agentrl.learner.optimizer import SCALE, CompactAdamW, loaded
 from agentrl.learner.shard import World, local_rows, settle, whole
 
 NOTE = "learner.json"
@@ -120,11 +122,14 @@ def _read_optimizer(model: nn.Module, optimizer: Optimizer, files: list[Any], wh
                 pieces.setdefault(key, []).append((int(offsets.get(key, 0)), file))
     for key, found in pieces.items():
         name, _, entry = key.rpartition("/")
+        if entry.endswith(SCALE):
+            continue  # read with the moment that it scales
         if name not in params:
             raise CheckpointError(f"{where}: {name} is not a parameter of this model")
         param = params[name]
         if entry == "step":
-            optimizer.state[param][entry] = found[0][1].get_tensor(key).to(param.device)
+            here = "cpu" if isinstance(optimizer, CompactAdamW) else param.device
+            optimizer.state[param][entry] = found[0][1].get_tensor(key).to(here)
             continue
         value = torch.zeros_like(param)
         rows, first = local_rows(value)
@@ -136,11 +141,22 @@ def _read_optimizer(model: nn.Module, optimizer: Optimizer, files: list[Any], wh
                 raise CheckpointError(f"{where}: {key} does not fit this model's {name}")
             low, high = max(offset, first), min(offset + shape[0], first + len(rows))
             if low < high:
-                rows[low - first : high - first] = piece[low - offset : high - offset].to(rows.device)
+                read = {
+                    name: file.get_slice(name)[low - offset : high - offset] for name in _with_scale(key, file)
+                }
+                rows[low - first : high - first] = loaded(read, key).to(rows.device)
                 filled += high - low
         if filled != len(rows):
             raise CheckpointError(f"{where}: {key} does not fit this model's {name}")
-        optimizer.state[param][entry] = value
+        if isinstance(optimizer, CompactAdamW):
+            optimizer.put(param, entry, rows)
+        else:
+            optimizer.state[param][entry] = value
+
+
+def _with_scale(key: str, file: Any) -> list[str]:
+    """The names of what a moment is read from."""
+    return [key, key + SCALE] if file.get_slice(key).get_dtype() == "U8" else [key]
 
 
 def _optimizer_state(model: nn.Module, optimizer: Optimizer) -> tuple[dict[str, Tensor], dict[str, str]]:
@@ -150,6 +166,8 @@ def _optimizer_state(model: nn.Module, optimizer: Optimizer) -> tuple[dict[str, 
         for entry, value in entries.items():
             key = f"{names[id(param)]}/{entry}"
             rows, first = local_rows(value)
+            if rows.dim() and not isinstance(value, DTensor):
+                _, first = local_rows(param)  # a plain tensor holds the rows that this rank has of the parameter
             if rows.dim() == 0 or len(rows):
                 state[key] = _copy(rows)
                 offsets[key] = str(first)

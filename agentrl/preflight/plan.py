@@ -128,12 +128,14 @@ def _server_cache(config: RunConfig, shape: ModelShape, each: int, memory: int) 
 
 
 def checkpoint_bytes(config: RunConfig, shape: ModelShape) -> int:
-    """One checkpoint on disk: weights and both moments of AdamW, in float32."""
+    """One checkpoint on disk: weights in float32, and both moments of AdamW as `optim.state` keeps them."""
     size = FLOAT32 * shape.parameters
-    trained = _trained(config, shape)
-    adapter = 0 if config.learner.lora is None else FLOAT32 * trained
-    critic = 0 if config.critic is None else 3 * FLOAT32 * _critic_shape(config, shape).parameters
-    return size + adapter + 2 * FLOAT32 * trained + critic
+    adapter = 0 if config.learner.lora is None else FLOAT32 * _trained(config, shape)
+    critic = 0
+    if config.critic is not None:
+        value = _critic_shape(config, shape)
+        critic = FLOAT32 * value.parameters + value.moment_bytes(config.optim.state)
+    return size + adapter + _moments(config, shape) + critic
 
 
 def placement(config: RunConfig, gpu: bool) -> list[str]:
@@ -238,6 +240,14 @@ def _trained(config: RunConfig, shape: ModelShape) -> int:
     return shape.parameters if lora is None else shape.lora_parameters(lora.rank, lora.targets)
 
 
+def _moments(config: RunConfig, shape: ModelShape) -> int:
+    """Bytes of the policy's optimizer state."""
+    lora = config.learner.lora
+    if lora is None:
+        return shape.moment_bytes(config.optim.state)
+    return shape.lora_moment_bytes(lora.rank, lora.targets, config.optim.state)
+
+
 def _rollout(config: RunConfig, shape: ModelShape, kv: int, gpu: bool) -> Phase:
     """Memory of one engine."""
     each = BFLOAT16 if config.engine.resolved_dtype == "bfloat16" else FLOAT32
@@ -256,7 +266,7 @@ def _update(config: RunConfig, shape: ModelShape) -> Phase:
     parts = {
         "parameters": FLOAT32 * (shape.parameters + (trained if learner.lora else 0)) // ranks,
         "gradients": FLOAT32 * trained // ranks,
-        "optimiser": 2 * FLOAT32 * trained // ranks,
+        "optimiser": _moments(config, shape) // ranks,
     }
     if learner.cpu_offload:
         parts = {}
@@ -264,7 +274,8 @@ def _update(config: RunConfig, shape: ModelShape) -> Phase:
     if beside and not learner.cpu_offload:
         parts["reference"] = FLOAT32 * shape.parameters // ranks
     if config.critic is not None and not config.critic.ranks:
-        parts["critic"] = 4 * FLOAT32 * _critic_shape(config, shape).parameters // ranks
+        critic = _critic_shape(config, shape)
+        parts["critic"] = (2 * FLOAT32 * critic.parameters + critic.moment_bytes(config.optim.state)) // ranks
     parts |= _computing(config, shape) | _logits(config, shape)
     return Phase("update", "each rank" if on_ray else "the process of the run", parts)
 
@@ -279,7 +290,8 @@ def _apart(config: RunConfig, shape: ModelShape) -> list[Phase]:
     if config.critic is not None and (ranks := config.critic.ranks):
         critic = _critic_shape(config, shape)
         shard = FLOAT32 * critic.parameters // ranks
-        held = {"parameters": shard, "gradients": shard, "optimiser": 2 * shard}
+        moments = critic.moment_bytes(config.optim.state) // ranks
+        held = {"parameters": shard, "gradients": shard, "optimiser": moments}
         found.append(
             Phase(
                 "critic", "each of its ranks", ({} if learner.cpu_offload else held) | _computing(config, critic)

@@ -9,8 +9,9 @@ from math import lcm
 from pathlib import Path
 from typing import Any
 
-from agentrl.config.run import TinyModel
+from agentrl.config.run import OptimizerState, TinyModel
 from agentrl.errors import ConfigError
+from agentrl.learner.moments import moment_bytes
 from agentrl.models.folder import check_model_folder
 
 FLOAT32, BFLOAT16 = 4, 2
@@ -142,6 +143,18 @@ class ModelShape:
         if ranks == 1:
             return self.heads, self.kv_heads
         return (whole, lcm(self.kv_heads, ranks)) if whole == self.heads else (whole, whole)
+
+    def moment_bytes(self, state: OptimizerState) -> int:
+        """Both moments of AdamW for all parameters, counted as if all of them were in matrices."""
+        return moment_bytes(1, self.parameters, state)
+
+    def lora_moment_bytes(self, rank: int, targets: str | list[str], state: OptimizerState) -> int:
+        """Both moments of AdamW for adapters of this rank."""
+        return sum(
+            moment_bytes(rank, inputs, state) + moment_bytes(outputs, rank, state)
+            for name, inputs, outputs in self.linear
+            if targets == "all-linear" or name in targets
+        )
 
     def lora_parameters(self, rank: int, targets: str | list[str]) -> int:
         """Trained parameters of adapters of this rank."""

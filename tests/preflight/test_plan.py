@@ -241,6 +241,22 @@ def test_an_attention_that_cannot_work_here_is_an_error(tmp_path: Path):
     assert make_plan(run(tmp_path), memory_bytes=80 * GIB, gpu=False).attention == "sdpa"
 
 
+def test_a_plan_counts_the_optimizer_state(tmp_path: Path):
+    def planned(state: str, **learner: Any) -> Any:
+        made = run(tmp_path, "8B", optim={"state": state}, learner=learner)
+        return make_plan(made, memory_bytes=80 * GIB, gpu=True)
+
+    parts = {s: planned(s, ranks=8).phases[1].parts["optimiser"] for s in ("float32", "bfloat16", "int8")}
+    assert parts["float32"] == 8 * LARGE // 8
+    assert parts["bfloat16"] == 4 * LARGE // 8
+    assert parts["int8"] == pytest.approx((2 + 8 / 256) * LARGE / 8, rel=1e-6)
+    checkpoints = {s: planned(s).checkpoint_bytes for s in ("float32", "int8")}
+    assert checkpoints["float32"] - checkpoints["int8"] == 8 * LARGE - 8 * parts["int8"]
+    lora = {"lora": {"rank": 16, "targets": ["q_proj"]}}
+    q_proj = 36 * 2 * (16 * (4096 + 4 * 4096 // 256) + 4096 * (16 + 4))  # a scale per 256 numbers of a row
+    assert planned("int8", **lora).phases[1].parts["optimiser"] == q_proj
+
+
 @pytest.mark.parametrize("family", ["qwen3_next", "jamba", "mamba"])
 def test_layers_with_a_state_are_an_error_of_the_plan(tmp_path: Path, family: str):
     def planned(**learner: int) -> RunConfig:
