@@ -35,8 +35,6 @@ MAX_TEXT = 4_000_000
 """Characters of an episode that are searched; `Found.cut` counts the episodes that have more."""
 BATCH = 4_000_000
 """Characters of episodes that are held in memory while a file is indexed."""
-MANY = 3_000
-"""From this many matches on, looking through all texts is faster than the index of words."""
 SNIPPET = 80
 """Characters around a match."""
 _UNIT, _RECORD = "\x1f", "\x1e"  # around a call, and between its tool and its outcome
@@ -49,6 +47,7 @@ create table if not exists episodes(
     stop text, calls text, cut integer, body text);
 create index if not exists episodes_file on episodes(file);
 create index if not exists episodes_cut on episodes(cut) where cut > 0;
+create index if not exists episodes_rows on episodes(step desc, id, file, reward, stop, task, calls);
 create virtual table if not exists words using fts5(
     body, content='episodes', content_rowid='id', tokenize="unicode61 tokenchars '_'");
 """
@@ -173,20 +172,18 @@ class Index:
         return replace(found, seconds=time.perf_counter() - started)
 
     def _found(self, query: Query) -> Found:
-        episodes = "from episodes join files on files.id = episodes.file"
         with self._open() as db:
             where, values = self._where(replace(query, text=""), db)
-            (cut,) = db.execute(f"select count(*) {episodes} {where} and cut > 0", values).fetchone()
+            (cut,) = db.execute(f"select count(*) from episodes {where} and cut > 0", values).fetchone()
             where, values = self._where(query, db)
             order = "episodes.reward is not null, episodes.reward, " if query.worst_first else ""
-            (total,) = db.execute(f"select count(*) {episodes} {where}", values).fetchone()
-            rows = db.execute(
-                "select files.run, episodes.step, episode, task_group, task, reward, stop, body "
-                f"{episodes} {where} order by {order}episodes.step desc, episodes.id limit ? offset ?",
-                [*values, max(0, query.limit), max(0, query.offset)],
-            )
-            hits = tuple(Hit(Path(row[0]), *(*row[1:-1], _snippet(row[-1], query))) for row in rows)
-        return Found(total, cut, hits, 0.0)
+            sought = f"select id from episodes {where} order by {order}step desc, id"
+            ids = [
+                id for (id,) in db.execute(sought, values)
+            ]  # texts are looked through once, to count and to find
+            first = max(0, query.offset)
+            hits = tuple(_hit(db, id, query) for id in ids[first : first + max(0, query.limit)])
+        return Found(len(ids), cut, hits, 0.0)
 
     def problems(self) -> list[str]:
         """The files that could not be read, with the reason."""
@@ -254,15 +251,16 @@ class Index:
         runs = self.runs if query.run is None else [query.run.resolve()]
         if query.tag is not None:
             runs = [run for run in runs if query.tag in read_tags(run)]
-        parts = [f"files.run in ({', '.join('?' * len(runs))})"]
+        # The plus keeps this from choosing the order in which episodes are read.
+        parts = [f"+file in (select id from files where run in ({', '.join('?' * len(runs))}))"]
         values: list[object] = [str(run) for run in runs]
         conditions: tuple[tuple[str, str, object], ...] = (
             ("stop", "=", query.stop),
             ("task", "=", query.task),
             ("reward", ">=", query.reward_min),
             ("reward", "<=", query.reward_max),
-            ("episodes.step", ">=", query.step_min),
-            ("episodes.step", "<=", query.step_max),
+            ("step", ">=", query.step_min),
+            ("step", "<=", query.step_max),
         )
         for column, sign, value in conditions:
             if value is not None:
@@ -293,14 +291,21 @@ def _matching(query: Query, db: sqlite3.Connection) -> tuple[str, object]:
             return pattern.search(body, timeout=max(until - time.monotonic(), 1e-3)) is not None
 
         db.create_function("matches", 1, matches, deterministic=True)
-        return "(? is not null and matches(body))", query.text
+        # What an expression begins with is found faster without it.
+        return "(instr(lower(body), ?) > 0 and matches(body))", _beginning(query.text)
     words = re.findall(r"\w+", query.text)
     if words and re.fullmatch(r"[\w\s]+", query.text):
         match = '"' + " ".join(words) + '"' + ("" if query.text[-1].isspace() else "*")
-        found = db.execute("select count(*) from (select 1 from words where words match ? limit ?)", [match, MANY])
-        if 0 < found.fetchone()[0] < MANY:
-            return "episodes.id in (select rowid from words where words match ?)", match
+        if db.execute("select 1 from words where words match ? limit 1", [match]).fetchone():
+            return "id in (select rowid from words where words match ?)", match
     return "instr(lower(body), ?) > 0", query.text.lower()
+
+
+def _hit(db: sqlite3.Connection, id: int, query: Query) -> Hit:
+    columns = "files.run, episodes.step, episode, task_group, task, reward, stop, body"
+    sought = f"select {columns} from episodes join files on files.id = episodes.file where episodes.id = ?"
+    run, *rest, body = db.execute(sought, [id]).fetchone()
+    return Hit(Path(run), *(*rest, _snippet(body, query)))
 
 
 def _is_damage(error: sqlite3.DatabaseError) -> bool:
@@ -308,6 +313,15 @@ def _is_damage(error: sqlite3.DatabaseError) -> bool:
     if isinstance(error, sqlite3.OperationalError):
         return any(text in str(error) for text in ("no such table", "no such column", "disk I/O error"))
     return type(error) is sqlite3.DatabaseError
+
+
+def _beginning(pattern: str) -> str:
+    """Text, in lower case, with which every match of a regular expression begins; empty where that is not sure."""
+    literal = re.match(r"[A-Za-z0-9 _:;,/@#%&=\"'<>-]*", pattern)
+    if literal is None or "|" in pattern:
+        return ""
+    rest = pattern[literal.end() :]
+    return (literal[0][:-1] if rest[:1] in ("*", "?", "{", "+") else literal[0]).lower()
 
 
 def _forget(db: sqlite3.Connection, file: int) -> None:
