@@ -132,9 +132,9 @@ class RunReader:
     def config(self) -> Json:
         """The resolved configuration as the file says it; empty where it cannot be read."""
         with self._lock:
-            stamp = _stamp(self.path / "config.yaml")
-            if self._config is None or self._config[0] != stamp:
-                self._config = (stamp, _yaml(self.path / "config.yaml"))
+            now = stamp(self.path / "config.yaml")
+            if self._config is None or self._config[0] != now:
+                self._config = (now, _yaml(self.path / "config.yaml"))
             return self._config[1]
 
     @property
@@ -142,13 +142,13 @@ class RunReader:
         """All metrics so far."""
         path = self.path / "metrics.jsonl"
         with self._lock:
-            stamp = _stamp(path)
-            if stamp == self._seen:
+            now = stamp(path)
+            if now == self._seen:
                 return self._metrics
-            if stamp[0] < self._metrics.num_bytes or self._seen[0] > stamp[0]:
+            if now[0] < self._metrics.num_bytes or self._seen[0] > now[0]:
                 self._metrics = Metrics()
             self._read_metrics(path)
-            self._seen = stamp
+            self._seen = now
             return self._metrics
 
     def _read_metrics(self, path: Path) -> None:
@@ -216,13 +216,13 @@ class RunReader:
     def updated(self) -> float:
         """When a file of the run changed last."""
         files = ("metrics.jsonl", "events.log", "summary.json", "config.yaml")
-        return max(_stamp(self.path / name)[1] / 1e9 for name in files)
+        return max(stamp(self.path / name)[1] / 1e9 for name in files)
 
     @property
     def state(self) -> tuple[tuple[int, int], ...]:
         """Changes whenever the run has something new to show."""
         files = ("metrics.jsonl", "events.log", "summary.json", "episodes", tags.FILE)
-        return tuple(_stamp(self.path / name) for name in files)
+        return tuple(stamp(self.path / name) for name in files)
 
     @property
     def tags(self) -> tuple[str, ...]:
@@ -259,14 +259,14 @@ class RecordCache:
 
     def lines(self, run: RunReader, step: int) -> list[bytes]:
         """The lines of a step. Raises CheckpointError as `RunReader.records`."""
-        stamp, key = _stamp(episodes_file(run.path, step)), (run.path, step)
+        now, key = stamp(episodes_file(run.path, step)), (run.path, step)
         with self._lock:
-            if (kept := self._kept.get(key)) is not None and kept[0] == stamp:
+            if (kept := self._kept.get(key)) is not None and kept[0] == now:
                 self._kept.move_to_end(key)
                 return kept[1]
         lines = list(episode_lines(run.path, step))
         with self._lock:
-            self._kept[key] = (stamp, lines)
+            self._kept[key] = (now, lines)
             while (
                 len(self._kept) > 1 and sum(sum(map(len, lines)) for _, lines in self._kept.values()) > self._max
             ):
@@ -292,7 +292,8 @@ class RecordCache:
         return found
 
 
-def _stamp(path: Path) -> tuple[int, int]:
+def stamp(path: Path) -> tuple[int, int]:
+    """Size and time of a file, which change with its content; zeros if it is missing."""
     try:
         stat = path.stat()
     except OSError:

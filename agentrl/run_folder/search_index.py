@@ -35,6 +35,8 @@ MAX_TEXT = 4_000_000
 """Characters of an episode that are searched; `Found.cut` counts the episodes that have more."""
 BATCH = 4_000_000
 """Characters of episodes that are held in memory while a file is indexed."""
+MAX_PATTERN = 10_000
+"""Characters of a text that SQL's `like` takes; it is twice as fast as `instr`."""
 SNIPPET = 80
 """Characters around a match."""
 _UNIT, _RECORD = "\x1f", "\x1e"  # around a call, and between its tool and its outcome
@@ -292,13 +294,23 @@ def _matching(query: Query, db: sqlite3.Connection) -> tuple[str, object]:
 
         db.create_function("matches", 1, matches, deterministic=True)
         # What an expression begins with is found faster without it.
-        return "(instr(lower(body), ?) > 0 and matches(body))", _beginning(query.text)
+        contained, beginning = _contains(_beginning(query.text))
+        return f"({contained} and matches(body))", beginning
     words = re.findall(r"\w+", query.text)
     if words and re.fullmatch(r"[\w\s]+", query.text):
         match = '"' + " ".join(words) + '"' + ("" if query.text[-1].isspace() else "*")
         if db.execute("select 1 from words where words match ? limit 1", [match]).fetchone():
             return "id in (select rowid from words where words match ?)", match
-    return "instr(lower(body), ?) > 0", query.text.lower()
+    return _contains(query.text)
+
+
+def _contains(text: str) -> tuple[str, object]:
+    """The condition that a text is in a body; ASCII letters in any case."""
+    if len(text) > MAX_PATTERN:
+        return "instr(lower(body), ?) > 0", text.lower()
+    for sign in "!%_":
+        text = text.replace(sign, "!" + sign)
+    return "body like ? escape '!'", f"%{text}%"
 
 
 def _hit(db: sqlite3.Connection, id: int, query: Query) -> Hit:
@@ -316,12 +328,12 @@ def _is_damage(error: sqlite3.DatabaseError) -> bool:
 
 
 def _beginning(pattern: str) -> str:
-    """Text, in lower case, with which every match of a regular expression begins; empty where that is not sure."""
+    """Text with which every match of a regular expression begins; empty where that is not sure."""
     literal = re.match(r"[A-Za-z0-9 _:;,/@#%&=\"'<>-]*", pattern)
     if literal is None or "|" in pattern:
         return ""
     rest = pattern[literal.end() :]
-    return (literal[0][:-1] if rest[:1] in ("*", "?", "{", "+") else literal[0]).lower()
+    return literal[0][:-1] if rest[:1] in ("*", "?", "{", "+") else literal[0]
 
 
 def _forget(db: sqlite3.Connection, file: int) -> None:
@@ -380,7 +392,7 @@ def _row(line: bytes) -> tuple[object, ...]:
     ]
     reward = episode.get("reward")
     text = "\n".join(texts)
-    body = text[:MAX_TEXT].encode("utf-8", "replace").decode()
+    body = text[:MAX_TEXT].replace("\0", " ").encode("utf-8", "replace").decode()  # SQL's `like` ends at a NUL
     return (
         *(episode["id"], int(record["group"]), str(episode["task"]["id"])),
         *(float(reward) if reward is not None else None, episode["stop_reason"], "".join(calls)),
@@ -395,9 +407,9 @@ def _arguments(arguments: dict[str, object]) -> str:
 def _snippet(body: str, query: Query) -> str:
     at, end = 0, 0
     if query.text:
-        pattern = (
-            query.text if query.regex else r"\s+".join(map(re.escape, query.text.split())) or re.escape(query.text)
-        )
+        begins = query.text[:SNIPPET]  # compiling thousands of characters takes minutes
+        words = r"\s+".join(map(re.escape, begins.split()))
+        pattern = query.text if query.regex else words or re.escape(begins)
         with contextlib.suppress(TimeoutError):
             if (match := regex.search(pattern, body, regex.IGNORECASE, timeout=0.5)) is not None:
                 at, end = match.span()

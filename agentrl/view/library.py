@@ -12,7 +12,8 @@ from agentrl.doctor.examine import findings
 from agentrl.doctor.finding import Finding
 from agentrl.errors import CheckpointError, ConfigError
 from agentrl.run_folder.env_views import VIEWS
-from agentrl.run_folder.run_reader import Json, RecordCache, RunReader, find_runs
+from agentrl.run_folder.records import episodes_file
+from agentrl.run_folder.run_reader import Json, RecordCache, RunReader, find_runs, stamp
 from agentrl.run_folder.search_index import Index, Query, open_index
 from agentrl.run_folder.token_records import NOTHING_RECORDED, read_tokens
 from agentrl.view import episode_page, run_page, step_page
@@ -25,6 +26,8 @@ if TYPE_CHECKING:
 
 RECENT = 20
 """Steps at the end of a run whose calls the page of tools counts unless told otherwise."""
+KEPT_STEPS = 4
+"""Steps whose matrix is kept: every page of an episode asks for that of its step."""
 MAX_TOKENIZER = 64 << 20
 
 
@@ -50,6 +53,7 @@ class Library:
         self._runs: dict[str, RunReader] = {}
         self._ids: dict[Path, str] = {}
         self._tokenizers: dict[Path, tuple[tuple[str, int, int], Tokenizer] | None] = {}
+        self._steps: dict[tuple[str, int], tuple[object, Json]] = {}
         self._examined: dict[Path, tuple[object, list[Json]]] = {}
         self._lock, self._indexing = threading.Lock(), threading.Lock()
 
@@ -95,7 +99,16 @@ class Library:
     def step(self, id: str, step: int) -> Json:
         """The matrix of a step. Raises NotFoundError."""
         reader = self.run(id)
-        return _found(step_page.step, reader, step, self.cache)
+        state = (reader.state, stamp(episodes_file(reader.path, step)))
+        with self._lock:
+            kept = self._steps.get((id, step))
+        if kept is None or kept[0] != state:
+            kept = (state, _found(step_page.step, reader, step, self.cache))
+            with self._lock:
+                self._steps[id, step] = kept
+                while len(self._steps) > KEPT_STEPS:
+                    del self._steps[next(iter(self._steps))]
+        return kept[1]
 
     def tools(self, id: str, last: int = RECENT) -> Json:
         """The calls of the last steps of a run; 0 for all steps. Raises NotFoundError."""
@@ -116,10 +129,9 @@ class Library:
     def episode(self, id: str, step: int | None, name: str) -> Json:
         """An episode without its tokens. Raises NotFoundError."""
         record = self.record(id, step, name)
-        records = self.cache.records(self.run(id), record["step"])
-        siblings = [
-            r["episode"]["id"] for r in records if r["group"] == record["group"] and r["episode"]["id"] != name
-        ]
+        groups = self.step(id, record["step"])["groups"]
+        group = next((g["episodes"] for g in groups if g["group"] == record["group"]), ())
+        siblings = [e["id"] for e in group if e["id"] != name]
         env = str(record["episode"]["task"].get("env") or "")
         shown = view_file(self.run(id).path, env) is not None
         url = f"/api/renderer/{quote(id, safe='')}/{quote(env or 'env', safe='')}" if shown else None

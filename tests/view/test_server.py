@@ -230,6 +230,28 @@ def test_an_index_that_is_damaged_between_two_searches_is_rebuilt(folder: Path, 
         assert [hit.episode for hit in index.search(Query()).hits] == [hit.episode for hit in there.hits]
 
 
+def test_a_part_of_a_word_is_found_whatever_signs_it_has(folder: Path, tmp_path: Path):
+    records = read_records(folder / "calc", 2)
+    said = [r"100%_off!", "100 x off!", "Ünder\0 the NUL-mark", "x" * 20_000]
+    episodes = [
+        replace(r, episode=replace(r.episode, messages=(Message("assistant", text),)))
+        for r, text in zip(records, said, strict=False)
+    ]
+    write_step(folder / "calc", 2, episodes)
+    index = open_index([folder / "calc"], tmp_path / "index.sqlite")
+    index.refresh()
+
+    def places(text: str, *, regex: bool = False) -> list[int]:
+        ids = [record.episode.id for record in episodes]
+        return [ids.index(hit.episode) for hit in index.search(Query(text, regex, step_min=2, step_max=2)).hits]
+
+    assert places("0%_OFF!") == places(r"100%_o(f)+!", regex=True) == [0]
+    assert places("0 x o") == places("100 x*.OFF", regex=True) == [1]
+    assert places("Ünder") == places("l-MARK") == places("(nul|zzz)-", regex=True) == [2]
+    assert places("x" * 15_000) == [3]
+    assert places("100.*!", regex=True) == [0, 1]
+
+
 def test_the_end_of_a_long_episode_is_searched_and_what_is_not_is_said(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
