@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import shutil
 import socket
 from collections.abc import AsyncIterator
@@ -263,6 +264,49 @@ for path in ("{file}", "{env}", "/root/.bashrc", "/proc/1/environ"):
     except OSError:
         pass
 """,
+    "a link to what the reward wants to read": """
+ask()
+os.symlink("{planted}", "note.txt")
+for name in ("hard", "given.txt"):
+    try:
+        os.link("{planted}", name + ".link")
+        os.replace(name + ".link", "note.txt")
+    except OSError:
+        pass
+""",
+    "a pipe where the reward reads": """
+ask()
+os.mkfifo("note.txt")
+""",
+    "abstract sockets of the host": """
+import socket
+ask()
+try:
+    with socket.socket(socket.AF_UNIX) as there:
+        there.connect("\\0{abstract}")
+        open("note.txt", "w").write("from the env: 11")
+except OSError:
+    pass
+""",
+    "other processes and their files": """
+import glob, signal
+ask()
+for path in glob.glob("/proc/[0-9]*"):
+    for name in ("environ", "root/{planted}"):
+        try:
+            text = open(f"{path}/{name}", "rb").read()
+            if b"PYTEST_CURRENT_TEST" in text or name == "root/{planted}":
+                open("note.txt", "w").write("from the env: 11")
+        except OSError:
+            pass
+for name in ("/dev/shm", "/run", "/var/tmp", "/tmp"):
+    for path in glob.glob(name + "/**", recursive=True):
+        try:
+            if open(path, "rb").read(64) == b"from the env: 11" and not path.startswith(os.getcwd()):
+                open("note.txt", "w").write("from the env: 11")
+        except OSError:
+            pass
+""",
     "a process that outlives the episode": """
 import subprocess
 ask()
@@ -273,8 +317,13 @@ subprocess.Popen(["sleep", "98765.4"], start_new_session=True, stdout=subprocess
 
 @pytest.mark.timeout(60)
 @pytest.mark.parametrize("attack", ATTACKS)
-async def test_a_hostile_program_reaches_nothing_else(renderer: Renderer, attack: str):
+async def test_a_hostile_program_reaches_nothing_else(renderer: Renderer, attack: str, tmp_path: Path):
     said: list[str] = []
+    planted = tmp_path / "planted.txt"
+    planted.write_text("from the env: 11")
+    for folder in (planted, *tmp_path.parents[:2], tmp_path):
+        folder.chmod(0o755)
+    abstract = f"agentrl-test-{os.getpid()}"
 
     class Heard(Notes):
         @reward(weight=0.0)
@@ -282,15 +331,18 @@ async def test_a_hostile_program_reaches_nothing_else(renderer: Renderer, attack
             said.append(str(self.outcome))
             return True
 
-    with socket.socket() as listener:
+    with socket.socket() as listener, socket.socket(socket.AF_UNIX) as hidden:
         listener.bind(("127.0.0.1", 0))
         listener.listen()
+        hidden.bind(f"\0{abstract}")
+        hidden.listen()
         async with boxed(engine_of(renderer, [say("11")]), renderer, [], Heard) as player:
             agent, other = player.agent, player.recorder.open(temperature=1.0, seed=0)
             assert isinstance(agent, BoxedAgent)
             async with episode_socket(EpisodeGate(agent.app, other.path, other.key)) as folder:
                 values = {"port": listener.getsockname()[1], "other": other.path, "key": other.key}
                 values |= {"file": __file__, "env": files.__file__, "socket": f"{folder}/s"}
+                values |= {"planted": planted, "abstract": abstract}
                 code = ATTACKS[attack]
                 for name, value in values.items():
                     code = code.replace("{" + name + "}", str(value))
