@@ -1,6 +1,7 @@
 """Record episodes of external programs: opened and ended over HTTP, stored in a folder.
 
-    POST /episodes                {"task": {"id": "t1", "row": {...}}}  -> {"id", "base_url", "api_key"}
+    POST /episodes                {"task": {"id": "t1", "row": {...}}}
+                                  -> {"id", "base_url", "api_key", "keyed_url"}
     ANY  /episodes/ID/v1/...      the chat, responses and messages dialects, with the episode's key
     GET  /episodes/ID             the recording so far
     POST /episodes/ID/end         {"reward": 1.0, "rewards": {...}} or {"error": "..."}
@@ -156,8 +157,9 @@ class RecordFolder:
         recording = self.recorder.open(temperature=self._temperature, seed=int.from_bytes(os.urandom(7)))
         task = Task(body.task.id or recording.id, body.task.row)
         self._open[recording.id] = _Open(recording, task)
-        base_url = f"{str(request.base_url).rstrip('/')}{recording.path}"
-        return JSONResponse({"id": recording.id, "base_url": base_url, "api_key": recording.key}, 201)
+        root = str(request.base_url).rstrip("/")
+        opened = {"id": recording.id, "base_url": root + recording.path, "api_key": recording.key}
+        return JSONResponse(opened | {"keyed_url": root + recording.keyed_path}, 201)
 
     async def _show(self, request: Request) -> Response:
         recording = self.recorder.find(request)

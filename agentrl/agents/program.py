@@ -73,6 +73,11 @@ class Access:
     clients: Clients = field(default_factory=Clients, repr=False)
 
     @property
+    def keyed_url(self) -> str:
+        """The address with the key, for programs that cannot send one."""
+        return f"{self.base_url.removesuffix('/v1')}.{self.api_key}/v1"
+
+    @property
     def anthropic_base_url(self) -> str:
         """The address without its last part `/v1`, which clients of Anthropic's API add themselves."""
         return self.base_url.removesuffix("/v1")
@@ -158,8 +163,8 @@ class CommandAgent:
     """A command, started for each episode in a separate process group.
 
     Its standard input is the task as JSON; OPENAI_BASE_URL, OPENAI_API_KEY, OPENAI_MODEL and their ANTHROPIC_
-    counterparts point to the policy; `{prompt}` and `{id}` in its arguments are replaced. Its standard output is
-    its outcome.
+    counterparts point to the policy; `{prompt}`, `{id}` and `{base_url}` (with the key) in its arguments are
+    replaced. Its standard output is its outcome.
     """
 
     command: Sequence[str]
@@ -169,6 +174,7 @@ class CommandAgent:
         """Run the command to completion. Raises AgentCrashedError if it cannot start or exits with a nonzero
         code."""
         words = [w.replace("{prompt}", task.prompt).replace("{id}", task.task.id) for w in self.command]
+        words = [word.replace("{base_url}", access.keyed_url) for word in words]
         if words[0] == "python":
             words[0] = sys.executable
         try:

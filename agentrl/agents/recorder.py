@@ -94,6 +94,11 @@ class EpisodeRecording:
         return f"/episodes/{self.id}/v1"
 
     @property
+    def keyed_path(self) -> str:
+        """The same with the key, for programs that send none of their own."""
+        return f"/episodes/{self.id}.{self.key}/v1"
+
+    @property
     def tools(self) -> Sequence[Mapping[str, Any]]:
         """The tool schemas sent by its program, without duplicates."""
         return tuple(self._tools.values())
@@ -410,10 +415,12 @@ class Recorder:
         return await ApiEndpoint(self._talk, self._settings).metrics(request)
 
     def find(self, request: Request) -> EpisodeRecording:
-        """The recording that a request is for. Raises ApiError if the key is not its own."""
-        recording = self._open.get(request.path_params["episode"])
+        """The recording of a request. Raises ApiError if the key in its path or header is not its own."""
+        id, _, key = request.path_params["episode"].partition(".")
+        recording = self._open.get(id)
         known = recording.key if recording is not None else secrets.token_hex(16)
-        if not hmac.compare_digest(key_of(request.headers).encode(), known.encode()) or not recording:
+        given = key or key_of(request.headers)
+        if not hmac.compare_digest(given.encode(), known.encode()) or not recording:
             raise no_episode()
         return recording
 

@@ -130,6 +130,21 @@ async def test_the_tools_of_the_env_are_offered_to_a_client_that_sends_none(rend
         assert (found.segments == expected.segments, found.tools == expected.tools) == (offered, offered)
 
 
+async def test_a_command_may_get_the_address_with_the_key(renderer: Renderer):
+    code = """
+import json, sys, urllib.request
+body = json.dumps({"model": "m", "messages": json.load(sys.stdin)["messages"]}).encode()
+head = {"Content-Type": "application/json"}
+request = urllib.request.Request(sys.argv[1] + "/chat/completions", body, head)
+print(json.load(urllib.request.urlopen(request, timeout=20))["choices"][0]["message"]["content"])
+"""
+    command = CommandAgent([sys.executable, "-c", code, "{base_url}"])
+    async with playing(engine_of(renderer, [say("11")]), renderer, command, timeout_s=200.0) as player:
+        found = await player.play(TASK, episode_id="e", seed=1)
+    assert found.error is None
+    assert [turn.message.content for turn in found.turns] == ["11"]
+
+
 async def test_a_command_is_an_agent(renderer: Renderer):
     command = CommandAgent(["python", "agent.py", "{prompt}"], cwd=str(EXAMPLE))
     outcomes = []

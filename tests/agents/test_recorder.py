@@ -278,6 +278,17 @@ class TestDoors:
                     assert (await http.get(one.address + path)).status_code == 401
             assert one.recording.num_turns == other.num_turns == 0
 
+    async def test_the_key_may_be_in_the_path_alone(self, renderer: Renderer):
+        async with recorded(renderer, [say("hi")]) as one:
+            other = one.recorder.open(temperature=1.0, seed=2)
+            wrong = other.keyed_path.replace(other.key, one.recording.key)
+            body = {"model": "m", "messages": [USER]}
+            async with httpx.AsyncClient(base_url=one.address, headers={"authorization": "Bearer none"}) as http:
+                answer = await http.post(one.recording.keyed_path + "/chat/completions", json=body)
+                refused = await http.post(wrong + "/chat/completions", json=body)
+            assert (answer.status_code, refused.status_code) == (200, 401)
+            assert (one.recording.num_turns, other.num_turns) == (1, 0)
+
     async def test_a_sealed_episode_takes_no_more(self, renderer: Renderer):
         async with recorded(renderer, [say("hi"), say("late")]) as one:
             await one.chat([USER])
