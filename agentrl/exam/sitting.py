@@ -31,7 +31,7 @@ from agentrl.exam.marks import CHECKS, ExamResult, Level
 from agentrl.exam.repeats import ORACLE_TURNS, Repeat, compare_processes, differ, examine_repeats
 from agentrl.exam.row_checks import examine_duplicates, judge_generator, judge_playable
 from agentrl.exam.speed import LoopWatch, judge_blocking, judge_times, watching_loop
-from agentrl.exam.splits import NUM_PLAYED, examine_splits
+from agentrl.exam.splits import NUM_PLAYED, examine_openings, examine_splits
 from agentrl.exam.strategies import saying
 from agentrl.exam.stray_files import judge_leftovers, judge_process, watching_files
 from agentrl.importing import is_given
@@ -124,6 +124,7 @@ class _Exam:
         self.arena = Arena(examinee.make_env)
         self.wanted = tasks
         self.few = self.crawls = self.hangs = False
+        self.num_train = 0
         self.oracle: list[ExamEpisode] = []
         self.idle: list[ExamEpisode] = []
         self.tools: list[ToolSchema] = []
@@ -180,6 +181,7 @@ class _Exam:
         default = len(train) if len(train) <= ALL_TASKS else NUM_TASKS
         num = self.wanted or min(4 if self.crawls else 16 if took > 4 * SLOW_EPISODE_S else default, default)
         chosen, others = choose(train, num), choose(held_out, max(1, num // 4 if self.wanted else num // 2))
+        self.num_train = len(chosen)
         ids = {task.id for task in chosen}
         return _told_apart([*chosen, *(task for task in others if task.id not in ids)])
 
@@ -212,6 +214,8 @@ class _Exam:
         one = self.examinee
         num = 1 if self.crawls else NUM_PLAYED
         await examine_splits(result, arena, one.train, one.held_out, one.oracle, num_played=num)
+        if not self.crawls:
+            await examine_openings(result, arena, played[: self.num_train], played[self.num_train :], one.oracle)
 
     async def _contract(self, tasks: Sequence[Task]) -> None:
         if self.crawls:

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 
 from agentrl.env.play import Policy
 from agentrl.env.tasks import is_generated
-from agentrl.exam.arena import Arena, MakePolicy
+from agentrl.exam.arena import Arena, ExamEpisode, MakePolicy
 from agentrl.exam.examinee import choose
 from agentrl.exam.floors import opening_of
 from agentrl.exam.leaks import row_answers
@@ -59,6 +59,39 @@ async def examine_splits(
     result.add("splits", level, text, [task.id for _, task in (same if num < len(pairs) else pairs)[:100]])
 
 
+async def examine_openings(
+    result: ExamResult,
+    arena: Arena,
+    train: Sequence[ExamEpisode],
+    held_out: Sequence[ExamEpisode],
+    oracle: Callable[[Task], Policy] | None,
+) -> None:
+    """Look for played held-out tasks whose prompt and answer are those of a played training task.
+
+    This finds tasks whose rows only name an entry of a data set.
+    """
+    known = {opening_of(p): p.task for p in reversed(train) if opening_of(p)}
+    pairs = [(known[opening_of(p)], p.task) for p in held_out if opening_of(p) in known]
+    if len(known) < 2 or not pairs or result.of("splits"):
+        return
+    tried, same = pairs[:NUM_PLAYED], []
+    for trained, asked in tried:
+        other = next(task for task in known.values() if task is not trained)
+        if await _same_task(arena, trained, asked, oracle) and (
+            oracle is None or not await _oracle_solves(arena, other, asked, oracle)
+        ):
+            same.append((trained, asked))
+    if same:
+        num = len(pairs) if len(same) == len(tried) else len(same)
+        text = (
+            f"{num} of {len(held_out)} examined held-out tasks have the prompt and the answer of one of "
+            f"{len(train)} examined training tasks, e.g. {same[0][1].id} is {same[0][0].id}, so held-out results "
+            "measure memory"
+        )
+        level = Level.ERROR if num >= ERROR_SHARE * len(held_out) else Level.WARNING
+        result.add("splits", level, text, [asked.id for _, asked in same])
+
+
 def _compared(tasks: Sequence[Task]) -> Sequence[Task]:
     return choose(tasks, NUM_GENERATED) if is_generated(tasks) else tasks
 
@@ -76,10 +109,18 @@ async def _same_task(arena: Arena, trained: Task, held_out: Task, oracle: Callab
     if not opening or opening != opening_of(idle[1]):
         return False
     if oracle is None:
-        return trained.seed == held_out.seed or bool(list(row_answers(held_out.row)))
-    answering: MakePolicy = lambda env, task: oracle(trained)  # noqa: E731
-    crossed = await arena.one("the oracle of an equal row", held_out, answering, keep=False)
-    own = await arena.one("oracle", held_out, lambda env, task: oracle(task), keep=False)
+        answers = list(row_answers(held_out.row))
+        return (trained.seed, trained.row) == (held_out.seed, held_out.row) or bool(
+            answers and answers == list(row_answers(trained.row))
+        )
+    return await _oracle_solves(arena, trained, held_out, oracle)
+
+
+async def _oracle_solves(arena: Arena, known: Task, asked: Task, oracle: Callable[[Task], Policy]) -> bool:
+    """Whether the oracle of one task earns on another what its own oracle earns."""
+    answering: MakePolicy = lambda env, task: oracle(known)  # noqa: E731
+    crossed = await arena.one("the oracle of an equal task", asked, answering, keep=False)
+    own = await arena.one("oracle", asked, lambda env, task: oracle(task), keep=False)
     if crossed.episode is None or own.episode is None:
         return False
     return crossed.reward >= own.reward - 1e-6 and crossed.episode.solved == own.episode.solved

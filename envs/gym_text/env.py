@@ -13,7 +13,7 @@ from gymnasium.envs.toy_text.frozen_lake import generate_random_map
 
 from agentrl.env.gym import GymnasiumEnv
 from agentrl.env.play import ScriptedPolicy, call
-from agentrl.env.tasks import Split, generated
+from agentrl.env.tasks import GeneratedTasks, Split, generated
 from agentrl.env.toolenv.declare import ToolResult, reward
 from agentrl.types import Task
 
@@ -67,6 +67,10 @@ class _ToyText(GymnasiumEnv):
         return True
 
 
+def _is_held_out(game: str) -> bool:
+    return int.from_bytes(hashlib.blake2b(game.encode(), digest_size=2).digest()) % 10 == 0
+
+
 def shortest_way(table: Any, start: int, is_goal: Any) -> list[int]:
     """Breadth-first search over `table[state][action] = [(p, next, reward, terminated)]` of a fixed game."""
     queue, seen = deque([(start, list[int]())]), {start}
@@ -112,8 +116,7 @@ class FrozenLake(_ToyText):
         """A map; its hash decides the split, because small maps repeat."""
         while True:
             lake = generate_random_map(size=rng.randint(4, 7), p=0.8, seed=rng.getrandbits(31))
-            digest = hashlib.blake2b("".join(lake).encode(), digest_size=2).digest()
-            if (int.from_bytes(digest) % 10 == 0) == (split == "held_out"):
+            if _is_held_out("".join(lake)) == (split == "held_out"):
                 return {"lake": lake}
 
 
@@ -122,6 +125,22 @@ class Taxi(_ToyText):
 
     env_id = "Taxi-v4" if "Taxi-v4" in gymnasium.registry else "Taxi-v3"
     actions = ("south", "north", "east", "west", "pickup", "dropoff")
+
+    @classmethod
+    def tasks(cls, split: Split = "train", seed: int = 0, *, size: int = 10_000) -> Sequence[Task]:
+        """Games by seed; there are 300 starts, and a hash of the start decides the split."""
+        game = gymnasium.make(cls.env_id)
+
+        def make(index: int) -> Task:
+            rng = random.Random(f"{cls.env_id.lower()}/{split}/{seed}/{index}")
+            while True:
+                start, _ = game.reset(seed=(game_seed := rng.getrandbits(31)))
+                if _is_held_out(str(start)) == (split == "held_out"):
+                    return Task(f"{cls.env_id.lower()}-{split}-{seed}-{index}", {}, game_seed)
+
+        if isinstance(size, bool) or not isinstance(size, int) or size < 1:
+            raise ValueError(f"size must be a whole number of at least 1, got {size!r}")
+        return GeneratedTasks(make, size)
 
     def describe(self, observation: Any) -> str:
         """The places in words, under a map of walls."""

@@ -243,7 +243,27 @@ class ListedFile(Vault):
         return files.get(name, "no such file")
 
 
+class SameEntries(Sums):
+    """Rows name entries; those of the held-out rows have the text of training entries."""
+
+    def setup(self, entry: int) -> str:
+        rng = random.Random(entry % 1000)
+        return super().setup(rng.randint(10, 500), rng.randint(10, 500))
+
+    @classmethod
+    def tasks(cls, split="train", seed=0):
+        start = 0 if split == "train" else 1000
+        return [Task(f"{split}-{i}", {"entry": start + i}, seed=start + i) for i in range(24)]
+
+    @classmethod
+    def oracle(cls, task):
+        env = cls()
+        env.setup(**task.row)
+        return ScriptedPolicy([str(env.a + env.b)])
+
+
 FAULTS = {
+    SameEntries: ("splits",),
     TableInDocstring: ("leak",),
     ListedFile: ("leak",),
     ClassState: ("determinism", "order", "oracle", "process"),

@@ -10,6 +10,7 @@ import pytest
 from agentrl import Task
 from agentrl.env.play import ScriptedPolicy
 from agentrl.env.tasks import GeneratedTasks, NamedTasks
+from agentrl.envs.gym_text import FrozenLake, Taxi
 from agentrl.exam import splits
 from agentrl.exam.arena import Arena
 from agentrl.exam.marks import ExamFinding, ExamResult, Level
@@ -82,3 +83,17 @@ async def test_without_an_oracle_a_column_with_the_answer_decides():
     row = {"a": 1, "b": 1, "answer": 2}
     [told] = await found([Task("a", {**row, "id": 7}, 1)], [Task("b", {**row, "id": 8}, 2)], Told, oracle=False)
     assert told.level is Level.ERROR
+
+
+@pytest.mark.parametrize("env", [FrozenLake, Taxi])
+def test_shipped_games_hold_out_maps_and_starts(env: Any):
+    def openings(split: str) -> set[str]:
+        found = set()
+        for task in (env.tasks(split)[i] for i in range(100)):
+            game = env()
+            game.task = task
+            found.add(game.setup(**task.row))
+        return found
+
+    assert not openings("train") & openings("held_out")
+    assert len(openings("held_out")) > 15
