@@ -182,6 +182,11 @@ class EpisodeRecording:
         """Increment a counter."""
         self._counts[name] += 1
 
+    def left(self) -> None:
+        """Count a request whose client left before its answer, or that the end of the episode cut off."""
+        if not self._sealed:
+            self._counts["agent/unanswered"] += 1
+
     def failed(self, key: str, error: str) -> None:
         """Record a request that failed, unless a retry is answered."""
         self._trouble[key] = error
@@ -296,6 +301,8 @@ class RecordedJob(Job):
             trouble = first_error(e)
             if isinstance(trouble, EngineError):
                 recording.failed(key, str(trouble))
+            elif isinstance(trouble, asyncio.CancelledError):
+                recording.left()
             raise
         recording.answered(key)
         recording.add(spoken, time.monotonic() - began)

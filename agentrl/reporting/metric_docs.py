@@ -229,6 +229,7 @@ METRICS: tuple[MetricDoc, ...] = (
         ("env/agent/retries", "requests", "Requests that repeated an earlier one."),
         ("env/agent/drift_{kind}", "requests", "Requests whose messages differ from the recorded ones, by kind."),
         ("env/agent/branch_{reason}", "branches", "Branches behind the first, by reason."),
+        ("env/agent/unanswered", "requests", "Requests whose client left before the answer."),
         (
             "env/agent/rerendered_tokens",
             "tokens",

@@ -180,13 +180,16 @@ def _said_by_agent(said: Json, inside: Sequence[Json]) -> str | None:
     """Why the turn with which a branch of an agent begins was rendered from scratch."""
     own = next((s["message"] for s in inside if s["origin"] == "sampled"), None)
     turns = zip(said.get("turns", ()), _turns(said), strict=True)
-    return next((turn.get("branch") for turn, placed in turns if placed["message"] == own), None)
+    found = next((turn.get("branch") for turn, placed in turns if placed["message"] == own), None)
+    left = "agent/unanswered" in said.get("metrics", {})
+    return "unanswered" if found is None and left else found
 
 
 _REASONS = {
     "sub_agent": "a conversation with another system prompt",
     "opening": "a conversation with another opening",
     "repeat": "the client sent the request of another branch again",
+    "unanswered": "of the two requests behind this turn, one got no answer, because its client had left",
     "rewind": "the client went back to an earlier turn",
 }
 

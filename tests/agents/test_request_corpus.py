@@ -21,9 +21,11 @@ from agentrl.chat.demonstrate import completion_of
 from agentrl.chat.template import Renderer
 from agentrl.engine.base import EngineCapabilities, GenerateOptions, TokenLogprob
 from agentrl.rollout.limits import EpisodeLimits
+from agentrl.run_folder.records import EpisodeRecord, encode
 from agentrl.serve.listen import running
 from agentrl.testing.engine import ScriptedEngine
-from agentrl.types import Completion, Message, Sampling, ToolCall
+from agentrl.types import Completion, Episode, Message, Sampling, StopReason, Task, ToolCall
+from agentrl.view import episode_page as page
 from tests.agents.test_recorder import renderer as renderer
 
 Json = dict[str, Any]
@@ -112,6 +114,15 @@ def branches(recording: EpisodeRecording) -> dict[str, int]:
     roots = sum(segment.parent == -1 for segment in recording.ledger.segments)
     assert roots + found.get("history", 0) + found.get("rewind", 0) == len(again) + 1
     return found
+
+
+def shown(recording: EpisodeRecording) -> list[str]:
+    """Why each branch but the first begins, as `agentrl view` says it."""
+    ledger = recording.ledger
+    said = ledger.messages, tuple(recording.turns()), ledger.segments
+    episode = Episode("e", Task("t"), *said, StopReason.ANSWERED, 1.0, metrics=recording.metrics())
+    record = json.loads(encode(EpisodeRecord(0, 0, episode)))
+    return [branch["reason"] for branch in page.episode(record, "run", (), None)["branches"]][1:]
 
 
 # -- Claude Code -----------------------------------------------------------------------------------------------
@@ -223,6 +234,7 @@ async def test_claude_code_is_one_branch_with_its_sub_agents_and_titles_beside_i
     assert branches(recording) == {"sub_agent": 2}
     assert recording.metrics()["agent/retries"] == 1
     assert "agent/forks" not in recording.metrics()
+    assert shown(recording) == ["a conversation with another system prompt"] * 2
     (leaf,) = [one for one in recording.leaves() if one.messages[one._context[-1]].content == "Done."]
     assert [message.role for message in leaf.context].count("assistant") == 3
 
@@ -255,7 +267,13 @@ async def test_claude_code_interrupted_compacted_and_cleared(renderer: Renderer)
         await main.ask()
     assert branches(recording) == {"opening": 1, "history": 1}
     assert recording.metrics()["agent/drift_foreign"] >= 1
-    assert recording.num_turns == 5, "the interrupted turn left no trace"
+    assert shown(recording) == [
+        "of the two requests behind this turn, one got no answer, because its client had left",
+        "a conversation with another opening",
+        "the client's history differed: history",
+    ]
+    assert recording.num_turns == 5, "the interrupted turn left no tokens"
+    assert recording.metrics()["agent/unanswered"] == 1
 
 
 # -- Codex -----------------------------------------------------------------------------------------------------
