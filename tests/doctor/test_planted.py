@@ -8,7 +8,7 @@ import pytest
 
 from tests.doctor.healthy import HEALTHY, Healthy
 from tests.doctor.planted import FAULTS, Planted, cold_start
-from tests.doctor.variants import VARIANTS
+from tests.doctor.variants import ON_SQLITE, VARIANTS
 
 LIVE = {"wrong parser": "no tool was called", "tool answers are one error": "are the same error"}
 """Faults that a run notes after its first step."""
@@ -41,7 +41,7 @@ def test_a_planted_fault_is_named(fault: Planted, policy: Path, tmp_path: Path):
 
 
 @pytest.mark.parametrize(
-    "fault", [v for v in VARIANTS if v.title in CLOTHES], ids=lambda f: f.title.replace(" ", "-")
+    "fault", [v for v in VARIANTS if v.title in CLOTHES or v in ON_SQLITE], ids=lambda f: f.title.replace(" ", "-")
 )
 def test_a_fault_in_other_clothes_is_named(fault: Planted, policy: Path, tmp_path: Path):
     found = fault.play(policy, tmp_path)

@@ -3,12 +3,44 @@
 from __future__ import annotations
 
 import functools
+from pathlib import Path
 
 from tests.doctor.planted import Planted, learner_made, mask_shifted, weights_kept
 
 _drift = {"drift_gate": {"mean_abs": None}}
 _make = functools.partial
+_SQLITE = Path(__file__).with_name("planted_sqlite.py")
+_SHORT = {
+    "steps": 2,
+    "rollout": {"token_budget": 2000, "group_size": 2, "max_tokens": 16, "max_turns": 2},
+    "eval": {"tasks": 8},
+}
+ON_SQLITE = (
+    Planted(
+        9,
+        "duplicate tasks on sqlite",
+        ("duplicate-tasks",),
+        "data.train",
+        f"{_SQLITE}:Repeated",
+        _SHORT,
+        cold=True,
+    ),
+    Planted(
+        10, "leaked tasks on sqlite", ("held-out-leak",), "data.held_out", f"{_SQLITE}:Leaky", _SHORT, cold=True
+    ),
+    Planted(
+        20,
+        "no cold start on sqlite",
+        ("never-solved", "no-tool-called"),
+        "warmup",
+        "agentrl.envs.sqlite:Sqlite",
+        _SHORT,
+        cold=True,
+    ),
+)
+"""Faults in a shipped env. The policy has not learned to call tools, so faults in their answers cannot show."""
 VARIANTS = (
+    *ON_SQLITE,
     Planted(
         1,
         "weights one update late",
