@@ -7,6 +7,7 @@ import contextlib
 import functools
 import ipaddress
 import json
+import logging
 import select
 import socket
 from collections.abc import AsyncIterator, Generator
@@ -26,6 +27,10 @@ LOOK_S = 0.05
 """How often to check whether a client that sends no more is still there."""
 MOST_LOOKS = 128
 """Most checks between two interim responses to it: the first are close together."""
+
+
+_CLIENTS = logging.getLogger("agentrl.serve.clients")
+_CLIENTS.setLevel(logging.ERROR)  # what a client did wrong is told to it, not to whoever runs the server
 
 
 class _Server(uvicorn.Server):
@@ -48,6 +53,7 @@ class _Protocol(H11Protocol):
     ) -> None:
         super().__init__(*args, **options)
         self._head_timeout_s, self._max_connections = head_timeout_s, max_connections
+        self.logger = _CLIENTS
         self._slow: asyncio.TimerHandle | None = None
         self._half_closed = False
 

@@ -402,3 +402,15 @@ async def test_a_client_that_closes_its_socket_frees_its_place_at_once(renderer:
                 writer.close()
                 while served.service.gate.running:  # noqa: ASYNC110
                     await asyncio.sleep(0.01)
+
+
+async def test_what_a_client_did_wrong_is_not_printed(renderer: Renderer, caplog: pytest.LogCaptureFixture):
+    upgrade = b"GET /health HTTP/1.1\r\nHost: localhost\r\nConnection: upgrade\r\nUpgrade: websocket\r\n\r\n"
+    async with serving(talker(renderer), renderer) as served:
+        host, port = served.url.removeprefix("http://").split(":")
+        for sent, told in ((b"nonsense\r\n\r\n", b"HTTP/1.1 400"), (upgrade, b"HTTP/1.1 200")):
+            reader, writer = await asyncio.open_connection(host, int(port))
+            writer.write(sent)
+            assert (await asyncio.wait_for(reader.readline(), 20)).startswith(told)
+            writer.close()
+    assert [record.message for record in caplog.records if record.levelname != "INFO"] == []
