@@ -441,6 +441,7 @@ def main() -> int:
         "engine_right": sum(f.engine == "right" for f in found),
         "engine_refused": sum(f.engine == "refused" for f in found),
         "wrong": len(bad),
+        "goal": "no family is computed wrongly or ends in a traceback",
         "wrong_families": bad,
         "max_difference": max((f.difference for f in found if f.difference is not None), default=0.0),
         "seconds": round(time.perf_counter() - started, 1),

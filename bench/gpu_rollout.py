@@ -35,6 +35,7 @@ from bench.qwen3_shapes import qwen3_config
 
 OUT = Path(__file__).parent / "results" / "gpu_rollout.json"
 ROUNDS = 3
+GOAL_SHARE = 0.7
 
 
 def make_model(shape: str, device: torch.device, context: int) -> PreTrainedModel:
@@ -176,8 +177,11 @@ def main() -> int:
         "bench": "gpu_rollout",
         "ours": min(cell["share"] for cell in cells if cell["cuda_graphs"] or args.smoke),
         "unit": "share of the memory-bandwidth bound, smallest cell",
+        "goal": GOAL_SHARE,
         **{key: value for key, value in result.items() if key != "cells"},
     }
+    # A CPU says nothing about the goal.
+    line["met"] = line["ours"] >= GOAL_SHARE if device.type == "cuda" else None
     print(json.dumps(line))
     return 0
 
