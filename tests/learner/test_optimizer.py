@@ -9,18 +9,21 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
 import pytest
 import torch
 from safetensors.torch import load_file
+from torch.distributed.fsdp import CPUOffloadPolicy
 
 from agentrl.config.algorithm import AlgorithmConfig, CriticConfig
 from agentrl.config.run import LearnerConfig, OptimConfig
 from agentrl.errors import ConfigError
 from agentrl.learner.moments import moment_bytes
 from agentrl.learner.optimizer import MOMENTS, CompactAdamW, loaded, make_optimizer, stored
+from agentrl.learner.shard import World
 from tests.learner.direct import DirectLearner
 from tests.learner.train_models import make_batch, scored, write_model
 
@@ -35,7 +38,7 @@ def policy(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @contextmanager
-def learner(policy: Path, state: State, **config: Any) -> Iterator[DirectLearner]:
+def learner(policy: Path, state: State, world: World | None = None, **config: Any) -> Iterator[DirectLearner]:
     critic = config.pop("critic", None)
     algorithm = {"advantage": "gae"} if critic else {}
     made = DirectLearner(
@@ -45,6 +48,7 @@ def learner(policy: Path, state: State, **config: Any) -> Iterator[DirectLearner
         config=LearnerConfig(**{"device": "cpu", "tokens_per_micro_batch": 300} | config),
         temperature=1.0,
         total_steps=10,
+        world=world,
         critic=critic,
         critic_dir=policy / "critic" if (policy / "critic").is_dir() else policy if critic else None,
     )
@@ -148,6 +152,19 @@ def test_a_checkpoint_loads_with_another_state(policy: Path, tmp_path: Path):
                     then.optimizer.state[parameter]["exp_avg"].float(), kept[name], rtol=5e-3, atol=1e-9
                 )
             then.step(make_batch(1))
+
+
+@pytest.mark.parametrize("state", COMPACT)
+def test_offloading_changes_nothing(policy: Path, state: State, monkeypatch: pytest.MonkeyPatch):
+    """It is refused where there is no GPU; here it is let through, to memory that is not pinned."""
+    monkeypatch.setattr("agentrl.learner.shard.CPUOffloadPolicy", partial(CPUOffloadPolicy, pin_memory=False))
+    found = []
+    for chosen in ({}, {"world": World.alone(torch.device("cpu")), "device": "auto", "cpu_offload": True}):
+        with learner(policy, state, **chosen) as made:
+            for seed in range(2):
+                made.step(make_batch(seed))
+            found.append(weights_of(made))
+    assert max(float((found[0][name] - found[1][name]).abs().max()) for name in found[1]) < 1e-4
 
 
 def test_the_critic_keeps_its_state_the_same_way(policy: Path, tmp_path: Path):
