@@ -70,6 +70,8 @@ class LoopbackServer:
         """The structural tag of each request that has one."""
         self.write: Callable[[Any], list[int]] = lambda tag: []
         """The tokens to draw under a structural tag."""
+        self.late_s = 0.0
+        """Seconds from the arrival of a request for tokens to its place in the scheduler."""
         self.asleep: set[str] = set()
         self.running: dict[str, _Running] = {}
         self.most_running = 0
@@ -377,6 +379,7 @@ class LoopbackVLLM(LoopbackServer):
             refused := self._obey(request, held["structural_tag"])
         ):
             return refused
+        await asyncio.sleep(self.late_s)
         if body.get("stream"):
             assert body["return_tokens_as_token_ids"], "vLLM names tokens by their text otherwise"
             return 200, self._pieces(request, body["request_id"], int(body["logprobs"]), len(ids))

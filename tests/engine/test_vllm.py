@@ -6,6 +6,7 @@ import asyncio
 import json
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -79,6 +80,29 @@ async def test_a_completion_crosses_an_update_in_two_parts_with_their_own_versio
         path, body = server.weights[-1]
         assert path == "/collective_rpc"
         assert body["method"] == "reload_weights"
+
+
+@pytest.mark.parametrize("streamed", [False, True])
+async def test_a_request_that_arrives_after_the_pause_has_the_new_version(model: Path, streamed: bool) -> None:
+    """It is sampled with the new weights, though it was sent before the update."""
+    async with LoopbackVLLM(token_s=0.01) as server, opened(model, server) as engine:
+        told: list[TokenLogprob] = []
+        early = asyncio.create_task(engine.generate(PROMPT, Sampling(max_tokens=100)))
+        while not server.running:  # noqa: ASYNC110
+            await asyncio.sleep(0.005)
+        server.late_s = 0.3
+        options = GenerateOptions(told.append) if streamed else None
+        ask = engine.generate if options is None else partial(engine.generate_streaming, options=options)
+        late = asyncio.create_task(ask(PROMPT, Sampling(max_tokens=20)))
+        while len(server.prompts) < 2:  # noqa: ASYNC110 - received, and not yet scheduled
+            await asyncio.sleep(0.005)
+        await engine.update_weights({"a": torch.ones(2)}, version=5)
+        completion = await late
+        assert set(completion.versions) == {5}
+        assert list(completion.ids) == expected(PROMPT, 20)
+        if streamed:
+            assert [(one.id, one.version) for one in told] == [(token, 5) for token in completion.ids]
+        assert set((await early).versions) == {0, 5}
 
 
 @pytest.mark.parametrize(

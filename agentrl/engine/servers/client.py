@@ -50,6 +50,16 @@ class ServerAnswer:
     cached_tokens: int = 0
     retractions: int = 0
 
+    @classmethod
+    def partial(cls, drawn: Sequence[TokenLogprob]) -> ServerAnswer:
+        """The tokens reported so far of a request that was broken off, as if the server had aborted it there."""
+        return cls(
+            tuple(one.id for one in drawn),
+            tuple(one.logprob for one in drawn),
+            tuple(one.version for one in drawn),
+            "abort",
+        )
+
 
 @dataclass(frozen=True, slots=True)
 class Listener:

@@ -306,7 +306,7 @@ class ServedEngine(Engine):
 
         async def ask(server: InferenceServer) -> ServerAnswer:
             if told:  # by a server lost since then: keep the known versions
-                return _told(told)
+                return ServerAnswer.partial(told)
             request = uuid.uuid4().hex
             try:
                 answer = await server.generate(ids, sampling, request=request, listener=listener, **tag)
@@ -399,16 +399,6 @@ def load_folder(folder: Path, dtype: torch.dtype) -> dict[str, Tensor]:
 def _moved(seed: int | None, done: int) -> int | None:
     """Return a new seed: servers count positions per request, so a continuation must not repeat the same draws."""
     return seed if seed is None or not done else (seed + 0x9E3779B97F4A7C15 * done) % 2**63
-
-
-def _told(drawn: Sequence[TokenLogprob]) -> ServerAnswer:
-    """Return the partial answer of a request whose server was lost, as if the server had aborted it there."""
-    return ServerAnswer(
-        tuple(one.id for one in drawn),
-        tuple(one.logprob for one in drawn),
-        tuple(one.version for one in drawn),
-        "abort",
-    )
 
 
 def _completion(parts: Sequence[ServerAnswer], finish: str) -> Completion:

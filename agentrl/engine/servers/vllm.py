@@ -14,14 +14,18 @@ import base64
 import contextlib
 import json
 import math
+import time
 import uuid
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
+
+import anyio
 
 from agentrl.config.engine import EngineConfig, Sync
 from agentrl.config.run import LoRAConfig
+from agentrl.engine.base import TokenLogprob
 from agentrl.engine.servers.adapters import Adapter, AdapterStand
 from agentrl.engine.servers.client import (
     CommandLine,
@@ -41,6 +45,7 @@ from agentrl.types import Sampling
 if TYPE_CHECKING:
     from torch import Tensor
 
+_T = TypeVar("_T")
 RANKS = (8, 16, 32, 64, 128, 256, 320, 512)
 """Adapter ranks supported by vLLM's kernels; smaller adapters are padded."""
 CPU_HEADS = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
@@ -52,6 +57,8 @@ _CPU_ENVIRONMENT = {
 _CPU_CACHE = {"VLLM_CPU_KVCACHE_SPACE": "2"}
 """GiB of host memory for the cache, which would otherwise take most of it."""
 _TAGS = {"weights": "weights", "cache": "kv_cache"}
+_LATE_S = 0.5
+"""How long answers to aborted requests may take after a pause; those that come later are asked for again."""
 _NO_GROUP = "vLLM does not receive weights by broadcast: use another engine.sync"
 
 
@@ -59,7 +66,9 @@ class VLLMServer:
     """One vLLM server. Weights reach it through a folder, or in requests; adapters through a folder.
 
     vLLM does not report which weights sampled a token. Therefore no request spans two versions: an update ends
-    running requests with their tokens so far, and the engine requests the rest with the new weights.
+    running requests with their tokens so far, and the engine requests the rest with the new weights. A request that
+    reached the server after it was paused would be sampled later, with the new weights; it is cut off before the
+    server goes on, and asked for again.
     """
 
     def __init__(
@@ -76,6 +85,8 @@ class VLLMServer:
         self._adapters = AdapterStand() if sync == "lora" else None
         self._go = asyncio.Event()
         self._go.set()
+        self._in_flight: set[anyio.CancelScope] = set()
+        self._idle = asyncio.Event()
 
     @property
     def url(self) -> str:
@@ -124,7 +135,11 @@ class VLLMServer:
             body["seed"] = sampling.seed % 2**63
         if structure is not None:
             body["structured_outputs"] = {"structural_tag": structure}
-        choice, usage, version = await self._complete(body, listener)
+        told: list[TokenLogprob] = []
+        answer = await self._unless_cut(self._complete(body, listener and _noting(listener, told)))
+        if answer is None:
+            return ServerAnswer.partial(told)
+        choice, usage, version = answer
         try:
             tokens = tuple(int(token) for token in choice["token_ids"])
             found = (choice.get("logprobs") or {}).get("token_logprobs") or ()
@@ -146,9 +161,13 @@ class VLLMServer:
 
     async def score(self, ids: Sequence[int], *, top: int = 0) -> list[Scored]:
         """Return the logprobs of given tokens."""
-        await self._go.wait()
         body = {"prompt": list(ids), "max_tokens": 1, "temperature": 1.0, "prompt_logprobs": top}
-        choice, _, _ = await self._complete(body)
+        while True:
+            await self._go.wait()
+            answer = await self._unless_cut(self._complete(body))
+            if answer is not None and answer[0].get("finish_reason") != "abort":
+                break
+        choice, _, _ = answer
         try:
             entries = choice["prompt_logprobs"]
             found = [_scored(token, entry, top) for token, entry in zip(ids[1:], entries[1:], strict=True)]
@@ -163,12 +182,35 @@ class VLLMServer:
         """End running requests, hold back new ones, flush the cache, let weights be loaded, continue."""
         self._go.clear()
         await self._control("/pause?mode=abort&clear_cache=true")
+        paused = time.monotonic()
         self._collected = False
         yield
         if self._collected:
             await self._rpc("agentrl_load", keep="yes" if self._sync == "delta" else "no")
+        await self._cut_the_late(paused)
         await self._control("/resume")
         self._go.set()
+
+    async def _cut_the_late(self, paused: float) -> None:
+        """Cut requests that the pause did not end: they reached the server after it."""
+        while self._in_flight and (left := paused + _LATE_S - time.monotonic()) > 0:
+            self._idle.clear()
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._idle.wait(), left)
+        for scope in self._in_flight:
+            scope.cancel()
+
+    async def _unless_cut(self, request: Awaitable[_T]) -> _T | None:
+        """Return the result of a request to the server; None if an update cut it."""
+        with anyio.CancelScope() as scope:
+            self._in_flight.add(scope)
+            try:
+                return await request
+            finally:
+                self._in_flight.discard(scope)
+                if not self._in_flight:
+                    self._idle.set()
+        return None
 
     async def load_folder(self, folder: Path, version: int) -> None:
         """Load the weights in a folder that the server can read."""
@@ -288,6 +330,16 @@ class VLLMServer:
 
     async def _control(self, path: str, body: Mapping[str, Any] | None = None) -> None:
         await self._http.post(path, body, timeout_s=self._update_timeout_s)
+
+
+def _noting(listener: Listener, told: list[TokenLogprob]) -> Listener:
+    """The same listener, which also adds what it is told to a list."""
+
+    def tell(drawn: Sequence[TokenLogprob]) -> None:
+        told.extend(drawn)
+        listener.tell(drawn)
+
+    return Listener(tell, listener.top)
 
 
 def _serialized(tensors: Mapping[str, Tensor]) -> str:
