@@ -74,7 +74,7 @@ def tag(
 ) -> None:
     """Tag a run, and print its tags.
 
-    `agentrl runs --tag` and the pages of `agentrl view` find runs by their tags.
+    `agentrl runs` and the pages of `agentrl view` find runs by their tags.
     """
     from agentrl.clean import visible
     from agentrl.errors import ConfigError

@@ -13,6 +13,8 @@ from agentrl.types import Task
 ORACLE_TURNS = 64
 WIDTH = 16
 """Concurrent episodes of the parallel check."""
+_ALONE = 8
+"""If none of this many failures ends differently alone, the others are not tried."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,6 +65,35 @@ async def examine_repeats(result: ExamResult, arena: Arena, scripts: Sequence[Re
     return {scripts[i].key: first[i].fingerprint for i in rest}
 
 
+async def without_collisions(
+    result: ExamResult, arena: Arena, played: Sequence[ExamEpisode], policy: MakePolicy
+) -> list[ExamEpisode]:
+    """Play the oracle's failures again one by one: some may fail only because others ran at the same time.
+
+    Returns:
+        The episodes; those that end differently whenever they are alone are replaced.
+    """
+    replaced: dict[int, ExamEpisode] = {}
+    failed = [i for i, p in enumerate(played) if p.episode is None or p.episode.solved is False]
+    for tried, i in enumerate(failed):
+        if tried == _ALONE and not replaced:
+            break
+        one = played[i]
+        alone = [await arena.one(one.policy, one.task, policy, max_turns=ORACLE_TURNS) for _ in range(2)]
+        if alone[0].fingerprint == alone[1].fingerprint != one.fingerprint and alone[0].solved:
+            replaced[i] = alone[0]
+    if replaced:
+        plan = [(p.policy, p.task, policy) for p in played]
+        again = await arena.all_of(plan, max_turns=ORACLE_TURNS)
+        _compare(
+            result,
+            "parallel",
+            f"concurrently ({arena.at_once} at a time)",
+            [(replaced[i], again[i]) for i in replaced],
+        )
+    return [replaced.get(i, p) for i, p in enumerate(played)]
+
+
 def _twice(
     result: ExamResult, scripts: Sequence[Repeat], pairs: Sequence[tuple[ExamEpisode, ExamEpisode]]
 ) -> set[int]:
@@ -103,6 +134,8 @@ async def _parallel(
 ) -> None:
     if not scripts:
         result.skip("parallel", "no episode is the same when it is repeated")
+        return
+    if result.of("parallel"):
         return
     pairs: list[tuple[ExamEpisode, ExamEpisode]] = []
     for start in range(0, len(scripts), WIDTH):

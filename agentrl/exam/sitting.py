@@ -28,7 +28,14 @@ from agentrl.exam.fresh_process import play_elsewhere
 from agentrl.exam.leaks import answers_of, examine_prompt, examine_tools
 from agentrl.exam.magnitude import examine_bounds, judge_bounds, judge_parts
 from agentrl.exam.marks import CHECKS, ExamResult, Level
-from agentrl.exam.repeats import ORACLE_TURNS, Repeat, compare_processes, differ, examine_repeats
+from agentrl.exam.repeats import (
+    ORACLE_TURNS,
+    Repeat,
+    compare_processes,
+    differ,
+    examine_repeats,
+    without_collisions,
+)
 from agentrl.exam.row_checks import examine_duplicates, judge_generator, judge_playable
 from agentrl.exam.speed import LoopWatch, judge_blocking, judge_times, watching_loop
 from agentrl.exam.splits import NUM_PLAYED, examine_openings, examine_splits
@@ -201,7 +208,8 @@ class _Exam:
         self.tools = _tools_of(self.idle)
         if (oracle := self.examinee.oracle_policy) is not None:
             plan = [("oracle", task, oracle) for task in tasks]
-            self.oracle = await arena.all_of(plan, max_turns=ORACLE_TURNS)
+            played = await arena.all_of(plan, max_turns=ORACLE_TURNS)
+            self.oracle = await without_collisions(result, arena, played, oracle)
             startable = {p.task.id for p in self.idle if p.episode is not None}
             judge_oracle(result, [p for p in self.oracle if p.task.id in startable], self.idle)
             summarize_oracle(result, self.oracle)

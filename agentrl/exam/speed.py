@@ -35,6 +35,8 @@ class LoopBlocked(Exception):
 class LoopWatch:
     """Notes code of an env that holds the event loop, and interrupts it after `HUNG_S`.
 
+    Time in which the thread could have run but had no processor does not count.
+
     Attributes:
         blocked: by function, the seconds of each time that it held the loop.
     """
@@ -43,19 +45,22 @@ class LoopWatch:
         self.blocked: dict[str, dict[float, float]] = {}
         self._tick = time.monotonic()
         self._thread_id = threading.get_ident()
+        self._native_id = threading.get_native_id()
+        self._waited = _queued_s(self._native_id)
         self._stop = threading.Event()
         self._suspect = ""
 
     async def beat(self) -> None:
         """Tick while the loop is free."""
         while True:
+            self._waited = _queued_s(self._native_id)
             self._tick = time.monotonic()
             await asyncio.sleep(_TICK_S)
 
     def watch(self) -> None:
         """Look at what the loop's thread does while it does not tick."""
         while not self._stop.wait(0.1):
-            since = time.monotonic() - self._tick
+            since = time.monotonic() - self._tick - (_queued_s(self._native_id) - self._waited)
             place = _env_code(sys._current_frames().get(self._thread_id)) if since > BLOCKED_S / 2 else ""
             if place and place == self._suspect and since >= BLOCKED_S:
                 self.blocked.setdefault(place, {})[self._tick] = since
@@ -71,6 +76,17 @@ class LoopWatch:
     def end(self) -> None:
         """Stop watching."""
         self._stop.set()
+
+
+def _queued_s(native_id: int) -> float:
+    """Seconds that a thread of this process has waited for a processor; 0 where the kernel does not tell.
+
+    Source: Linux, `Documentation/scheduler/sched-stats.rst`.
+    """
+    try:
+        return int(Path(f"/proc/self/task/{native_id}/schedstat").read_text().split()[1]) / 1e9
+    except (OSError, ValueError, IndexError):
+        return 0.0
 
 
 def _env_code(frame: FrameType | None) -> str:

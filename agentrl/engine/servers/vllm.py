@@ -66,8 +66,8 @@ class VLLMServer:
     """One vLLM server. Weights reach it through a folder, or in requests; adapters through a folder.
 
     vLLM does not report which weights sampled a token. Therefore no request spans two versions: an update ends
-    running requests with their tokens so far, and the engine requests the rest with the new weights. A request that
-    reached the server after it was paused would be sampled later, with the new weights; it is cut off before the
+    running requests with their tokens so far, and the engine requests the rest with the new weights. A request
+    that reached the server after it was paused would be sampled with the new weights; it is cut off before the
     server goes on, and asked for again.
     """
 
