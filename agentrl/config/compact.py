@@ -20,16 +20,16 @@ class CompactConfig(Section):
     """Shorten the conversation when the context fills up, and continue in a new branch of the episode."""
 
     at: Annotated[float, Field(gt=0, lt=1), Advanced()] = 0.8
-    """Share of the context at which it happens, before the next turn; earlier if a summary would not fit."""
+    """Fraction of the context at which to compact, before the next turn; earlier if a summary would not fit."""
     context: Annotated[Positive | None, Advanced()] = None
-    """Tokens of context per branch; by default what the engine takes."""
+    """Tokens of context per branch; by default the engine's maximum."""
     keep_turns: Annotated[Count, NeverWith("use"), Advanced()] = 4
     """Number of recent turns that stay; fewer if the episode has no more."""
     how: Annotated[Literal["summary", "drop_tool_results"], NeverWith("use"), Advanced()] = "summary"
     """The policy writes a summary that replaces the earlier turns, or their tool results are removed without
     asking the policy."""
     prompt: Annotated[str, Field(min_length=1), OnlyWhen("how", "summary"), NeverWith("use"), Advanced()] = PROMPT
-    """What the policy is asked."""
+    """The request for a summary."""
     max_tokens: Annotated[Positive | None, OnlyWhen("how", "summary"), NeverWith("use"), Advanced()] = None
     """Maximum tokens of a summary; by default `rollout.max_tokens`."""
     train: Annotated[bool, OnlyWhen("how", "summary"), NeverWith("use"), Advanced()] = True

@@ -175,9 +175,9 @@ def _optional(name: str, field: FieldInfo, section: type[Section]) -> str:
         section.model_validate({})
     except ValidationError:
         return (
-            f"Off unless the section is there; `{name}: {{}}` is not enough: the table below says what it needs."
+            f"Off by default. `{name}: {{}}` is not enough to enable it: set the required keys in the table below."
         )
-    return f"Off unless the section is there; `{name}: {{}}` switches it on with its defaults."
+    return f"Off by default; `{name}: {{}}` enables it with the defaults below."
 
 
 def _rows(section: type[Section], *, own: bool = False) -> Iterator[str]:

@@ -12,7 +12,7 @@ from agentrl.config.section import Count, Positive, Section
 
 
 class EvalSetConfig(Section):
-    """Another set of held-out tasks, or the same tasks sampled in another way. What is not set here is as in the
+    """Another set of held-out tasks, or the same tasks sampled in another way. What is not set here is taken from the
     `eval` around it."""
 
     data: Annotated[str | list[str] | None, DataFiles("held_out")] = None

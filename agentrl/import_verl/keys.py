@@ -84,8 +84,8 @@ _DATA = [
         "data.",
         "same",
         {
-            "gen_batch_size": "groups are started as places become free",
-            "val_batch_size": "held-out episodes are played as places become free",
+            "gen_batch_size": "groups start as soon as others finish",
+            "val_batch_size": "held-out episodes start as soon as others finish",
             "return_full_prompt": "every episode is recorded with its tokens",
             "return_raw_input_ids": "every episode is recorded with its tokens",
             "return_raw_chat": "messages are always kept",
@@ -108,7 +108,7 @@ _DATA = [
                 "prompts are never cut: overlong ones are refused or dropped (data.overlong_prompts)",
                 "error",
             ),
-            "train_max_samples": ("cut the file to that many rows", -1),
+            "train_max_samples": ("shorten the file to that many rows", -1),
             "tokenizer": "the tokenizer comes from model.path",
         },
     ),
@@ -120,7 +120,7 @@ _DATA = [
             "classmethod of an Env, or save its rows to a file",
             "custom_cls.name": "see data.custom_cls.path",
             "sampler.class_path": "tasks are taken in order, shuffled or weighted by solve rate "
-            "(data.sampler.order): another order belongs into the env's `tasks`",
+            "(data.sampler.order): define any other order in the env's `tasks`",
             "sampler.class_name": "see data.sampler.class_path",
             "datagen.*": "rows made during training: write the env's `tasks` as a sequence that makes them",
             "collate_fn": "episodes are packed by the learner; no tensors are collated from rows",
@@ -330,6 +330,7 @@ _ACTOR = [
             "entropy_from_logits_chunk_size": "the entropy is computed in chunks (learner.logits_at_once)",
             "entropy_checkpointing": "the entropy is computed in chunks (learner.logits_at_once)",
             "pad_to_length": "rows are packed without padding",
+            "use_prefix_grouper": "tokens that rows share are always computed once",
         },
     ),
     *_rows(
@@ -342,7 +343,6 @@ _ACTOR = [
             "qat.*": "no quantization-aware training",
             "profiler.*": _PROFILE,
             "freeze_vision_tower": "only text is trained",
-            "use_prefix_grouper": "every row has its own prompt: rows of a group do not share it",
         },
     ),
 ]
@@ -418,11 +418,11 @@ _ROLLOUT = [
             "log_prob_use_dynamic_bsz": _PACKED,
             "log_prob_max_token_len_per_gpu": _PACKED,
             "logprobs_mode": "sampler and learner compute log-probabilities at the same temperature",
-            "skip_tokenizer_init": "servers are given tokens and give tokens",
+            "skip_tokenizer_init": "servers receive and return token ids",
             "agent.num_workers": "episodes are played concurrently; rollout.workers adds processes",
             "multi_turn.format": "the parser is recognized by the chat template (model.parser)",
             "multi_turn.tool_response_truncate_side": ("the middle of a long result is left out", "middle"),
-            "disable_log_stats": "the servers' logs stay off the screen",
+            "disable_log_stats": "server logs are written to files, not to the screen",
             "seed": "the run has one `seed`",
             "trace.*": "every episode is recorded with its tokens; see `agentrl show` and `agentrl view`",
             "prometheus.*": "metrics are in metrics.jsonl of the run folder",
@@ -453,7 +453,7 @@ _ROLLOUT = [
             "repetition_penalty": ("training samples from the unmodified distribution", 1.0),
             "agent.agent_loop_config_path": "write the loop as an Env, or as a program under `agent`",
             "agent.agent_loop_manager_class": "write the loop as an Env, or as a program under `agent`",
-            "agent.custom_async_server.*": "name servers that run already in engine.server.urls",
+            "agent.custom_async_server.*": "list running servers in engine.server.urls",
             "cudagraph_capture_sizes": _SERVER,
             "scheduling_policy": (_SERVER, "fcfs"),
             "expert_parallel_size": (_SERVER, 1),
@@ -467,7 +467,7 @@ _ROLLOUT = [
         ROLLOUT,
         "refused",
         {
-            "ignore_eos": "an episode ends where the policy ends it",
+            "ignore_eos": "a completion ends at the policy's stop token",
             "full_determinism": "GPU kernels are not made deterministic",
             "disaggregation.*": "prefill and decode stay in one server",
             "mtp.*": "no speculative decoding in the rollout",
@@ -475,7 +475,7 @@ _ROLLOUT = [
             "enable_rollout_routing_replay": "expert routing is not replayed",
             "moe_load_balance_metrics_interval": ("expert load is not measured", 0),
             "profiler.*": _PROFILE,
-            "router.*": "requests go to the server with the fewest, an episode stays with its own",
+            "router.*": "requests go to the least loaded server, and an episode stays on one server",
         },
     ),
 ]
@@ -770,7 +770,7 @@ _ALGORITHM = [
         "same",
         {
             "filter_groups.metric": "groups whose rewards are all equal are set aside, by their total",
-            "filter_groups.max_inflight_gen_batches": ("groups are started as places become free", 1),
+            "filter_groups.max_inflight_gen_batches": ("groups start as soon as others finish", 1),
         },
     ),
     *_rows(
@@ -840,10 +840,10 @@ _TRAINER = [
         "by hand",
         {
             "logger": (
-                "metrics are lines of runs/NAME/metrics.jsonl and the live screen; send them on from there",
+                "choose where metrics go with `loggers`, such as [tensorboard, wandb]; metrics.jsonl always has them",
                 "console",
             ),
-            "val_only": "run `agentrl eval` in place of `agentrl train`",
+            "val_only": "run `agentrl eval` instead of `agentrl train`",
             "default_hdfs_dir": "copy the run folder",
         },
     ),
@@ -852,9 +852,9 @@ _TRAINER = [
         "refused",
         {
             "resume_from_path": "a checkpoint of verl has another format: merge it to Hugging Face format "
-            "(verl.model_merger), name it in model.path and begin a run; agentrl's own runs resume automatically",
-            "checkpoint_callback_class": "watch the run folder: a checkpoint is complete when its folder is there",
-            "v1.sampler.custom_sampler.*": "groups are taken in the order in which they were begun",
+            "(verl.model_merger), set model.path and start a new run; agentrl's own runs resume automatically",
+            "checkpoint_callback_class": "watch the run folder: a checkpoint is complete once its folder exists",
+            "v1.sampler.custom_sampler.*": "groups train in the order of their deadlines (rollout.max_staleness)",
         },
     ),
 ]
