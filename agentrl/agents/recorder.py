@@ -162,7 +162,7 @@ class EpisodeRecording:
             self._counts["agent/cut"] += one.turn.completion.finish == "length"
 
     def _reason(self, turn: SessionTurn) -> str | None:
-        """Why a turn begins a branch; None for the first of the episode and for the first behind its parent."""
+        """Why a turn begins a branch; None for the first of the episode and for the first after its parent."""
         again, splits = turn.prompted in self._prompted, turn.parent in self._parents
         system = next((plain_text(m.content) for m in turn.branch.context if m.role == "system"), None)
         known = system in self._systems
@@ -437,6 +437,6 @@ class Recorder:
 
 
 def no_episode() -> ApiError:
-    """No episode is open with this address and key."""
+    """The error for a request without an open episode of this address and key."""
     text = "There is no episode with this address and key, or it has ended."
     return ApiError(401, text, code="invalid_api_key")

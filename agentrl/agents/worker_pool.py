@@ -1,4 +1,4 @@
-"""Programs that stay up and play many episodes, one at a time each: `agent.workers`.
+"""Long-running programs that each play many episodes, one at a time: `agent.workers`.
 
 Each line is a JSON object. A worker writes `{"ready": true}` once it has started, reads
 `{"id", "task", "environment"}` on its standard input for each episode, and answers on its standard output with

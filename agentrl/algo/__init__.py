@@ -1,1 +1,1 @@
-"""See the docstrings of the modules inside."""
+"""Advantages, policy losses, KL penalties and corrections: pure functions on tensors."""

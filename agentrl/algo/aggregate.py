@@ -1,7 +1,7 @@
 """From token losses to one number: a weight per token, computed from the counts of the whole update.
 
-With these weights the loss of an update is `sum(weights_T * token_loss_T)` over all its tokens, wherever they
-lie, so that micro-batches, packing, the order of rows, the number of ranks and forked rows cannot change it.
+With these weights the loss of an update is `sum(weights_T * token_loss_T)` over all its tokens, in whatever
+layout, so that micro-batches, packing, the order of rows, the number of ranks and forked rows cannot change it.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def totals_of_lengths(trained_tokens: Iterable[int]) -> Totals:
 
 
 def totals_of_tokens(loss_mask_T: Tensor, sequence_T: Tensor) -> Totals:
-    """Totals of the episodes that lie in one flat tensor completely."""
+    """Totals of episodes whose tokens are all in one flat tensor."""
     count_S = segment_sum(loss_mask_T.long(), sequence_T)
     return Totals(int(count_S.sum()), int((count_S > 0).sum()))
 
@@ -92,7 +92,7 @@ def aggregation_weights(
 
 
 def aggregate(token_loss_T: Tensor, weights_T: Tensor, loss_mask_T: Tensor) -> Tensor:
-    """sum(weights_T * token_loss_T) over trained tokens; whatever stands at masked positions is ignored."""
+    """sum(weights_T * token_loss_T) over trained tokens; values at masked positions are ignored."""
     mask_T = loss_mask_T.bool()
     zero = token_loss_T.new_zeros(())
     return (torch.where(mask_T, token_loss_T, zero) * torch.where(mask_T, weights_T, zero)).sum()

@@ -1,4 +1,4 @@
-"""The difference between the sampler and the learner: measured always, corrected by choice.
+"""The difference between sampler and learner: always measured, optionally corrected.
 
 The sampler's log-probabilities of a token and the learner's, under the very same weights, differ: other
 kernels, another precision, weights that arrived late. With d = learner - sampler of a token:
@@ -82,7 +82,7 @@ class LogprobDrift:
 
 
 def largest(a: float, b: float) -> float:
-    """The larger one; nan if any is nan, so that trouble is seen."""
+    """The larger one; nan if either is nan, so that problems stay visible."""
     return math.nan if math.isnan(a) or math.isnan(b) else max(a, b)
 
 
@@ -124,7 +124,7 @@ def merge_drift(parts: Iterable[LogprobDrift]) -> LogprobDrift:
 
 @dataclass(frozen=True, slots=True)
 class DriftGate:
-    """Limits of the drift; None does not limit. Where one is passed the run should stop, not train on."""
+    """Limits of the drift; None sets no limit. If one is exceeded, the run should stop instead of training on."""
 
     mean_abs: float | None = 0.1
     max_abs: float | None = None
@@ -133,11 +133,11 @@ class DriftGate:
     """Lowest effective sample size, as a share of the tokens."""
 
     def exceeded(self, measured: LogprobDrift) -> str | None:
-        """Which limits are passed, in words; None if all hold. A drift that is nan passes every limit."""
+        """Which limits are exceeded, in words; None if all hold. A drift that is nan exceeds every limit."""
         return self.exceeded_in(measured.metrics())
 
     def exceeded_in(self, values: Mapping[str, float]) -> str | None:
-        """The same for a drift that is given as its metrics."""
+        """The same for a drift given by its metrics."""
         found: list[str] = []
         for name in ("mean_abs", "max_abs", "k3", "ess"):
             limit = getattr(self, name)
@@ -152,7 +152,7 @@ class DriftGate:
 
 @dataclass(frozen=True, slots=True)
 class Reject:
-    """One rule of rejection: what is outside the limits of its statistic leaves the loss mask.
+    """One rejection rule: tokens outside the limits of its statistic are removed from the loss mask.
 
     k1 is -d, k2 is d^2 / 2, k3 is exp(d) - 1 - d; a statistic "token_..." rejects tokens, "seq_..." whole
     sequences by the sum, mean or largest value over their tokens. "seq_mean_k1" is the geometric mean ratio.
@@ -179,7 +179,7 @@ class Reject:
 
 @dataclass(frozen=True, slots=True)
 class Correction:
-    """What is done about the difference; by default nothing."""
+    """How to correct the difference; by default not at all."""
 
     importance: Level = "none"
     """Multiply the loss of each token by the ratio learner / sampler of the token or of its sequence."""

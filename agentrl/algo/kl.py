@@ -97,7 +97,7 @@ class FixedKL:
         return {"coef": self.coef}
 
     def load_state_dict(self, state: Mapping[str, float]) -> None:
-        """Nothing is taken over: the coefficient is the configuration's."""
+        """Does nothing: the coefficient comes from the configuration."""
 
 
 class AdaptiveKL:
@@ -106,9 +106,9 @@ class AdaptiveKL:
     coef *= 1 + clip(kl / target - 1, -0.2, 0.2) * num_episodes / horizon. Source: arXiv:1909.08593.
 
     Args:
-        coef: what it starts with.
-        target: the KL per token that is aimed at.
-        horizon: in episodes: how slowly it follows.
+        coef: the initial coefficient.
+        target: the target KL per token.
+        horizon: how slowly it adapts, in episodes.
     """
 
     def __init__(self, coef: float, *, target: float, horizon: float) -> None:
@@ -117,7 +117,7 @@ class AdaptiveKL:
         self.coef, self.target, self.horizon = coef, target, horizon
 
     def update(self, kl: float, num_episodes: int) -> None:
-        """Take in the mean KL of a step and the number of its episodes. A KL that is nan changes nothing."""
+        """Adapt to the mean KL of a step and its number of episodes. A KL that is nan changes nothing."""
         if math.isnan(kl):
             return
         error = min(max(kl / self.target - 1, -0.2), 0.2)

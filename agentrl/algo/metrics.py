@@ -67,7 +67,7 @@ def merge_metrics(parts: Iterable[Mapping[str, Metric]]) -> Metrics:
 
 
 def metric_values(metrics: Mapping[str, Metric]) -> dict[str, float]:
-    """The numbers themselves, by name; means over nothing and extremes of nothing are left out."""
+    """The values by name; means and extremes of no values are left out."""
     values: dict[str, float] = {}
     for name, (kind, value, num) in to_host(metrics).items():
         if kind == "mean" and num == 0:

@@ -19,8 +19,8 @@ def value_loss(
 
     Args:
         values_T: [T] the critic's values; gradients flow into them.
-        old_values_T: [T] its values at the start of the step, those that the advantages were made from.
-        returns_T: [T] what it should have said.
+        old_values_T: [T] its values at the start of the step, from which the advantages were computed.
+        returns_T: [T] the returns that it should have predicted.
         weights_T, loss_mask_T: as for the policy losses.
         clip: values count only as far as this from the old ones; None disables the clip.
     """

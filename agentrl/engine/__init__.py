@@ -1,1 +1,1 @@
-"""See the docstrings of the modules inside."""
+"""Engines sample tokens: the local PyTorch engine, inference servers, or your own."""

@@ -93,7 +93,7 @@ class Judge:
 
         Raises:
             JudgeError: no answer after all attempts.
-            JudgeAnswerError: it answers nothing, or refuses this conversation and not others.
+            JudgeAnswerError: the answer is empty, or it refuses this conversation but not others.
         """
         return Message("assistant", await self._answer(messages, None))
 
@@ -187,7 +187,7 @@ class Judge:
         raise JudgeError(text) if usable else JudgeAnswerError(text)
 
     async def _answers_others(self) -> bool:
-        """Whether the judge answers a question that no filter minds."""
+        """Whether the judge answers a harmless question."""
         try:
             return bool(await self._once(_HARMLESS, None))
         except Exception:

@@ -125,7 +125,7 @@ class MixedSampler:
         return own * len(self._names) + env, task
 
     def _choose(self) -> int:
-        """Of the envs that are owed enough, the one that would be owed too much first."""
+        """The env that is furthest behind its share among those that may be next."""
         shares = self._current()
         self._due = [due + share for due, share in zip(self._due, shares, strict=True)]
         slack = Fraction(1, 2 * max(len(shares) - 1, 1))

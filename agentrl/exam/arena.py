@@ -35,12 +35,12 @@ class ExamEpisode:
 
     @property
     def solved(self) -> bool:
-        """Whether the env says that the episode is solved."""
+        """Whether the env declares the episode solved."""
         return self.episode is not None and bool(self.episode.solved)
 
     @property
     def fingerprint(self) -> str:
-        """Everything that has to be the same in an equal episode, as JSON."""
+        """Everything that must be the same in an equal episode, as JSON."""
         if self.episode is None:
             return json.dumps({"error": self.error.splitlines()[:1]})
         e = self.episode

@@ -92,7 +92,7 @@ def named_policy(examinee: Examinee, name: str) -> MakePolicy:
     """The policy of a script: `oracle`, `random-SEED`, `echo` or `null`.
 
     Raises:
-        ConfigError: there is none of this name.
+        ConfigError: there is no policy with this name.
     """
     if name == "oracle" and (oracle := examinee.oracle_policy) is not None:
         return oracle

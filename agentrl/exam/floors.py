@@ -74,7 +74,7 @@ def scale_of(oracle: Sequence[ExamEpisode], seen: Iterable[ExamEpisode]) -> Scal
 
 
 def judge_oracle(result: ExamResult, episodes: Sequence[ExamEpisode], idle: Sequence[ExamEpisode]) -> None:
-    """Findings about the oracle: failures, unsolved tasks, and rewards that a policy without skill gets too."""
+    """Findings about the oracle: failures, unsolved tasks, and rewards that a policy without skill also gets."""
     failed = [p for p in episodes if p.episode is None]
     for played in failed[:3]:
         result.add("oracle", Level.ERROR, f"the oracle's episode failed: {played.error[:300]}", [played.task.id])
@@ -163,7 +163,7 @@ async def examine_floors(
     *,
     few: bool,
 ) -> None:
-    """Play every policy that ignores the task on several tasks and report those that are paid."""
+    """Play every policy that ignores the task on several tasks and report those that are rewarded."""
     entries = strategies(tools, arena.seen, few=few)
     some = tasks[:3] if few else tasks[:6]
     plan = [(what, task, policy) for _, what, policy in entries for task in some]
@@ -187,7 +187,7 @@ async def examine_floors(
 
 
 def _floor(entries: Sequence[Entry], by_entry: Sequence[Sequence[ExamEpisode]]) -> dict[str, float]:
-    """What nonsense earns by task: the format alone may be worth something."""
+    """The reward of nonsense by task: the format alone may be rewarded."""
     found: dict[str, float] = {}
     for (group, _, _), played in zip(entries, by_entry, strict=True):
         for p in played:

@@ -57,7 +57,7 @@ def answers_of(oracle: Sequence[ExamEpisode], others: Sequence[ExamEpisode]) -> 
 
 
 def row_answers(row: Mapping[str, object]) -> Iterator[str]:
-    """The columns of a row whose names say that they hold the answer."""
+    """The columns of a row whose names suggest that they hold the answer."""
     for key, value in row.items():
         if _ANSWER_KEYS.match(key) and isinstance(value, str | int | float) and not isinstance(value, bool):
             yield str(value)
@@ -147,7 +147,7 @@ def _is_choice(answer: Answer) -> bool:
 
 
 def _labelled(prompt: str, text: str, answers: Sequence[Answer]) -> str:
-    """What announces the answer in the prompt, if it is not the same in prompts with other answers."""
+    """The text that announces the answer in the prompt, unless prompts with other answers have it too."""
     for at in places(prompt, text):
         before = prompt[max(0, at - 40) : at].rpartition("\n")[2]
         match = _LABEL.search(before)
@@ -279,7 +279,7 @@ async def examine_tools(
     oracle: Sequence[ExamEpisode],
     tools: Sequence[ToolSchema],
 ) -> None:
-    """Ask each tool for the answer, and see whether it gives it away."""
+    """Ask each tool for the answer, and check whether it reveals it."""
     needed = {
         made.name
         for p in oracle
@@ -316,7 +316,7 @@ def _asks_for_answer(text: str) -> bool:
 
 
 def _given_away(answer: Answer, played: ExamEpisode) -> str:
-    """The call whose result is the answer; empty if none is."""
+    """The call whose result is the answer; empty if there is none."""
     if played.episode is None:
         return ""
     for turn in played.episode.turns:

@@ -23,7 +23,7 @@ async def examine_bounds(
     oracle: Sequence[ExamEpisode],
     tools: Sequence[ToolSchema],
 ) -> None:
-    """Answer with long texts and huge numbers, and see what rewards do."""
+    """Answer with long texts and huge numbers, and check the rewards."""
     texts = [tool["function"]["name"] for tool in final_tools(tools, arena.seen) if takes_text(tool)][:2]
     top = max([1.0, *(abs(p.reward) for p in oracle if finite(p.reward))])
     for task in tasks[:2]:
@@ -70,7 +70,7 @@ def _numbers(episode: Episode) -> list[float]:
 
 
 def judge_parts(result: ExamResult, seen: Sequence[ExamEpisode]) -> None:
-    """A part that is called the total is added to the parts it sums."""
+    """Find parts named like a total that are added to the parts they sum."""
     names = {name for p in seen if p.episode is not None for name in p.episode.rewards if _TOTAL.search(name)}
     for name in sorted(names):
         episodes = [p for p in seen if p.episode is not None and name in p.episode.rewards]

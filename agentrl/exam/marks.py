@@ -1,4 +1,4 @@
-"""What an exam finds: findings by check and level, and what could not be examined."""
+"""Results of an exam: findings by check and level, and what could not be examined."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ class ExamFinding:
 
 @dataclass(frozen=True, slots=True)
 class PolicyResult:
-    """How one policy did: its mean reward and share of solved episodes (None if nothing is declared)."""
+    """The result of one policy: its mean reward and share of solved episodes (None if nothing is declared)."""
 
     name: str
     episodes: int

@@ -1,4 +1,4 @@
-"""Does the same task with the same seed give the same episode: again, in another order, concurrently?"""
+"""Whether the same task with the same seed gives the same episode: again, in another order, concurrently."""
 
 from __future__ import annotations
 

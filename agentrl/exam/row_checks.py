@@ -1,4 +1,4 @@
-"""Rows: can each be played, and do equal prompts have one answer?"""
+"""Whether each row can be played, and equal prompts have the same answer."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _NUM_ROWS = 256
 
 
 def judge_playable(result: ExamResult, played: Sequence[ExamEpisode]) -> None:
-    """Rows on which no episode can start."""
+    """Report rows on which no episode can start."""
     failed = [p for p in played if p.episode is None and (".setup on task" in p.error or "task " in p.error)]
     if failed:
         text = f"{len(failed)} of {len(played)} rows cannot be played, e.g. {failed[0].error[:200]}"

@@ -1,4 +1,4 @@
-"""The report of an exam: JSON, and a page that needs nothing else."""
+"""The report of an exam: JSON, and a self-contained page."""
 
 from __future__ import annotations
 

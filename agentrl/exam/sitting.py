@@ -74,7 +74,7 @@ def examine(
         tasks: tasks of each env that the oracle plays; by default 64, or all of up to 256 rows.
         play_outside: call tools that act outside of the episode (MCP servers, HTTP) as well.
         processes: repeat episodes in other processes too, which takes some seconds.
-        say: told about the progress.
+        say: called with progress messages.
 
     Raises:
         ConfigError: an env or its tasks cannot be loaded.
@@ -193,7 +193,7 @@ class _Exam:
         return _told_apart([*chosen, *(task for task in others if task.id not in ids)])
 
     def _give_up(self, why: str, keep: Sequence[str] = ()) -> None:
-        """Examine nothing else."""
+        """Skip all other checks."""
         for check in CHECKS:
             if check not in ("speed", *keep):
                 self.result.skip(check, why)

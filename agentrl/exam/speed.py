@@ -51,14 +51,14 @@ class LoopWatch:
         self._suspect = ""
 
     async def beat(self) -> None:
-        """Tick while the loop is free."""
+        """Tick while the loop is responsive."""
         while True:
             self._waited = _queued_s(self._native_id)
             self._tick = time.monotonic()
             await asyncio.sleep(_TICK_S)
 
     def watch(self) -> None:
-        """Look at what the loop's thread does while it does not tick."""
+        """Watch the loop's thread while it does not tick."""
         while not self._stop.wait(0.1):
             since = time.monotonic() - self._tick - (_queued_s(self._native_id) - self._waited)
             place = _env_code(sys._current_frames().get(self._thread_id)) if since > BLOCKED_S / 2 else ""
@@ -79,7 +79,7 @@ class LoopWatch:
 
 
 def _queued_s(native_id: int) -> float:
-    """Seconds that a thread of this process has waited for a processor; 0 where the kernel does not tell.
+    """Seconds that a thread of this process has waited for a processor; 0 if the kernel does not report it.
 
     Source: Linux, `Documentation/scheduler/sched-stats.rst`.
     """

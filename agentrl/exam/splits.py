@@ -1,4 +1,4 @@
-"""Held-out tasks that are training tasks as well: a policy that remembers them looks as if it had learned."""
+"""Held-out tasks that are also training tasks: a policy that remembers them seems to generalize."""
 
 from __future__ import annotations
 
@@ -97,7 +97,7 @@ def _compared(tasks: Sequence[Task]) -> Sequence[Task]:
 
 
 def _key(task: Task) -> int:
-    """A hash of what the task asks: its row without names, or with them and the seed if nothing else is there."""
+    """A hash of the task: its row without names, or with names and the seed if it has nothing else."""
     content = {name: value for name, value in task.row.items() if name.lower() not in _NAMING}
     return hash(repr(sorted(content.items()) if content else (sorted(task.row.items()), task.seed)))
 
@@ -117,7 +117,7 @@ async def _same_task(arena: Arena, trained: Task, held_out: Task, oracle: Callab
 
 
 async def _oracle_solves(arena: Arena, known: Task, asked: Task, oracle: Callable[[Task], Policy]) -> bool:
-    """Whether the oracle of one task earns on another what its own oracle earns."""
+    """Whether the oracle of one task earns the same on another task as that task's own oracle."""
     answering: MakePolicy = lambda env, task: oracle(known)  # noqa: E731
     crossed = await arena.one("the oracle of an equal task", asked, answering, keep=False)
     own = await arena.one("oracle", asked, lambda env, task: oracle(task), keep=False)

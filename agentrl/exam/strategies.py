@@ -1,4 +1,4 @@
-"""Policies of an exam that do not solve tasks: they say a text, repeat the prompt, or call tools with it."""
+"""Policies that do not solve tasks: they send a text, repeat the prompt, or call tools with it."""
 
 from __future__ import annotations
 

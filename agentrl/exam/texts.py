@@ -1,4 +1,4 @@
-"""What the policies of an exam say: nothing useful, giving up, and text aimed at parsers, judges and rewards."""
+"""Texts for the exam's policies: useless, giving up, or aimed at parsers, judges and rewards."""
 
 from __future__ import annotations
 

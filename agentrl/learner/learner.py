@@ -1,4 +1,4 @@
-"""The learner: splits each step over its ranks and merges what they did.
+"""The learner: splits each step over its ranks and merges their results.
 
 The ranks are in this process or in Ray workers; the step is the same. Reference and critic share the policy's
 ranks, or have ranks to themselves that work at the same time.
@@ -75,7 +75,7 @@ class Learner:
         Args:
             reference: ranks of the reference, if it does not share the policy's.
             critic: ranks of the critic, if it does not share the policy's.
-            disconnect: called after the ranks have ended.
+            disconnect: called after the ranks have stopped.
         """
         passes = Passes(spec.algorithm.updates_per_step, spec.algorithm.epochs, spec.seed)
         self._max_tokens = spec.config.micro_batch_tokens

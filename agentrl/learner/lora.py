@@ -77,7 +77,7 @@ def add_adapter(
 
 @contextmanager
 def adapters_off(model: nn.Module) -> Iterator[None]:
-    """Within the block the model is the one without its adapters."""
+    """Within the block, the model computes without its adapters."""
     layers = list(_layers(model))
     for layer in layers:
         layer._disable_adapters = True  # peft's own switch would also change what is trained
@@ -153,7 +153,7 @@ def _linear_names(model: PreTrainedModel) -> list[str]:
 
 
 def check_adapter(adapter: Path, config: LoRAConfig) -> None:
-    """See that a folder holds an adapter that is trained exactly as peft would compute it.
+    """Check that a folder holds an adapter that would be trained exactly as peft computes it.
 
     Raises:
         ConfigError: it cannot be read, is of another kind, or its rank or scale is not that of the run.
@@ -208,7 +208,7 @@ _MATTERS_NOT = frozenset(
 
 
 def _check_layers(model: PreTrainedModel, config: LoRAConfig) -> None:
-    """Refuse layers whose adapter would be trained and not sampled with.
+    """Refuse layers whose adapter would be trained but not used for sampling.
 
     Raises:
         ConfigError: one is no linear layer, or shares its weights with a layer that has no adapter.

@@ -18,7 +18,7 @@ from agentrl.learner.split import NOTHING, Columns, Rows, TokenValues
 
 
 def working_dtype(model: nn.Module) -> torch.dtype:
-    """What is computed with behind a model."""
+    """The dtype of the computation on a model's outputs."""
     return torch.promote_types(torch.float32, next(model.parameters()).dtype)
 
 
@@ -44,7 +44,7 @@ def annotated(
     evaluate: Callable[[Packed], Mapping[str, Tensor]],
     sequence: SequenceRanks | None = None,
 ) -> list[Columns]:
-    """What `evaluate` gives for the trained tokens of each row, in the order of `in_pack_order`; no gradients."""
+    """The results of `evaluate` for the trained tokens of each row, in the order of `in_pack_order`; no gradients."""
     with torch.no_grad():
         return [
             columns

@@ -82,7 +82,7 @@ class CompactAdamW(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
-        """One update with the gradients that are there."""
+        """One update with the current gradients."""
         number = 0
         for group in self.param_groups:
             for param in group["params"]:
@@ -91,7 +91,7 @@ class CompactAdamW(torch.optim.Optimizer):
                     self._update(param, group, number)
 
     def put(self, param: Tensor, entry: str, rows: Tensor) -> None:
-        """Take up one moment of this rank's rows, given in float32."""
+        """Store one moment of this rank's rows, given in float32."""
         for name, value in stored(entry, rows, self._kind_of(param)).items():
             self.state[param][name] = value
 

@@ -39,7 +39,7 @@ def empty_policy(directory: Path) -> PreTrainedModel:
 
 
 def checkpoint_activations(model: PreTrainedModel) -> None:
-    """Keep only what goes into each block and compute the rest again in the backward pass; nothing is random."""
+    """Keep only the input of each block and recompute the rest in the backward pass, without dropout."""
     options: Any = {"use_reentrant": False}
     enable: Any = getattr(model, "activation_checkpointing_enable", None)
     if enable is not None:

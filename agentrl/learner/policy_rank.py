@@ -150,7 +150,7 @@ class LocalPolicyRank:
         )
 
     def _know_heads(self) -> None:
-        """See at once, on all ranks alike, whether the models' logits are what their output layers give."""
+        """Find out at once, on all ranks, whether the models' logits are the outputs of their output layers."""
         if self.config.logits_at_once:
             for model in (self.policy, self.reference):
                 if model is not None:
@@ -158,7 +158,7 @@ class LocalPolicyRank:
 
     @property
     def _dtype(self) -> torch.dtype:
-        """What is computed with behind the models."""
+        """The dtype of the computation on the models' outputs."""
         return working_dtype(self.policy)
 
     def _stats(self, model: PreTrainedModel, packed: Packed, wanted: Wanted = frozenset()) -> TokenStats:

@@ -95,7 +95,7 @@ class TreeSize:
         self._rows: list[Row] = []
 
     def add(self, row: Row) -> None:
-        """Add a row: what its neighbors in lexicographic order begin with is there already."""
+        """Add a row; the beginning that it shares with its neighbors in lexicographic order exists already."""
         place = bisect_left(self._rows, row)
         ids = np.asarray(row)
         near = self._rows[max(0, place - 1) : place + 1]
@@ -104,7 +104,7 @@ class TreeSize:
 
 
 def common(a: Ids, b: Ids) -> int:
-    """How many tokens two rows have in common from the first on."""
+    """The number of tokens that two rows share at their beginning."""
     length = min(len(a), len(b))
     differ = a[:length] != b[:length]
     first = int(differ.argmax()) if length else 0

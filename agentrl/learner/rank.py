@@ -164,7 +164,7 @@ class Ranks(Protocol[Rank_co]):
 
 
 class GroupedRanks(Generic[Rank]):
-    """Ranks of which `times` neighbors do the same work together, as `Ranks` that are fewer."""
+    """Ranks in groups of `times` neighbors that do the same work, presented as one rank per group."""
 
     def __init__(self, ranks: Ranks[Rank], times: int) -> None:
         self._ranks, self._times, self.size = ranks, times, ranks.size // times

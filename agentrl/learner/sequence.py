@@ -33,7 +33,7 @@ class SequenceRanks:
     group: dist.ProcessGroup
 
     def piece(self, tokens: int) -> int:
-        """How many tokens each rank has of so many."""
+        """The number of tokens per rank."""
         return -(-tokens // self.size)
 
     def own(self, values_T: Tensor) -> Tensor:
@@ -110,7 +110,7 @@ class _Exchanged(torch.autograd.Function):
 
 
 class _Gathered(torch.autograd.Function):
-    """Every rank goes on with the same computation, so each takes the gradient of its own part, and no sum."""
+    """Every rank continues with the same computation, so each takes the gradient of its own part, without a sum."""
 
     @staticmethod
     def forward(ctx: Any, own_M: Tensor, owner_N: Tensor, ranks: SequenceRanks) -> Tensor:

@@ -67,7 +67,7 @@ class World:
 
     @classmethod
     def alone(cls, device: torch.device) -> World:
-        """One rank by itself, sharded all the same: mixed precision and offloading work as with many."""
+        """A single rank, sharded nevertheless: mixed precision and offloading work as with many."""
         dist.init_process_group(
             _backend(device),
             store=dist.HashStore(),  # type: ignore[attr-defined]
@@ -77,7 +77,7 @@ class World:
         return cls(0, 1, init_device_mesh(device.type, (1,)))
 
     def leave(self) -> None:
-        """Let the other ranks go; idempotent."""
+        """Leave the other ranks; idempotent."""
         if self.mesh is not None and dist.is_initialized():
             dist.destroy_process_group()
 
@@ -128,14 +128,14 @@ class World:
 
 
 def check_offload(config: LearnerConfig, device_type: str) -> None:
-    """Offloading moves things from a GPU to host memory. Raises ConfigError if there is no GPU."""
+    """Raises ConfigError if there is no GPU to offload from."""
     for key in ("cpu_offload", "offload_activations"):
         if getattr(config, key) and device_type == "cpu":
             raise ConfigError(f"learner.{key} has no effect on the CPU, and there is no GPU here: remove it")
 
 
 def settle(module: nn.Module) -> None:
-    """Give back what a forward pass has gathered: parameters are then the shards that the optimiser knows."""
+    """Release what a forward pass has gathered: parameters are then the shards that the optimizer knows."""
     for part in module.modules():
         if isinstance(part, FSDPModule):
             part.reshard()
@@ -148,7 +148,7 @@ def whole(tensor: Tensor) -> Tensor:
 
 
 def local_rows(tensor: Tensor) -> tuple[Tensor, int]:
-    """What this rank holds of a tensor, and the row of the full tensor at which it begins."""
+    """This rank's rows of a tensor, and the first of them in the full tensor."""
     tensor = tensor.detach()
     if not isinstance(tensor, DTensor):
         return tensor, 0

@@ -107,7 +107,7 @@ class RankResult:
 
 @dataclass(frozen=True, slots=True)
 class Passes:
-    """How the episodes of a step are dealt out over optimizer updates.
+    """How the episodes of a step are distributed over optimizer updates.
 
     Attributes:
         updates: mini-batches of one pass.
@@ -183,7 +183,7 @@ def balanced(samples: Sequence[Sample], ranks: int) -> list[list[Sample]]:
 def merge_results(
     step: StepRows, results: Sequence[RankResult], critic: Sequence[Metrics] = (), *, epochs: int = 1
 ) -> StepResult:
-    """The step as a whole, from what was measured beforehand and what every rank did.
+    """The result of a step, from earlier measurements and the results of all ranks.
 
     Args:
         critic: metrics of the critic's own ranks.

@@ -66,7 +66,7 @@ def copy_state(
     world: World,
     note: Mapping[str, Any],
 ) -> TrainingState:
-    """Copy what a learner is to host memory.
+    """Copy the state of a learner to host memory.
 
     Args:
         weights: of the whole policy by Hugging Face names, as `whole_weights` gives them.
@@ -89,7 +89,7 @@ def whole_weights(model: nn.Module, world: World) -> dict[str, Tensor]:
 
 
 def restore_optimizer(model: nn.Module, optimizer: Optimizer, directory: Path, world: World) -> dict[str, Any]:
-    """Take up the optimiser's state of a checkpoint, whatever number of ranks wrote it; returns its note.
+    """Restore the optimizer's state from a checkpoint written by any number of ranks; returns its note.
 
     Raises:
         CheckpointError: the files are missing or damaged, or belong to another model.

@@ -221,7 +221,7 @@ class Admission:
 
 
 def _allowance(task: Task, refill: Mapping[str, int]) -> str:
-    """Whose number of replacements a group counts toward: its env's, or the run's."""
+    """The allowance that a group's replacement counts toward: its env's, or the run's."""
     return task.env if task.env in refill else ""
 
 

@@ -60,8 +60,8 @@ class CodeRecord:
 
 
 def code_of(config: RunConfig, content: Content) -> CodeRecord:
-    """The code of a run whose env is loaded: the files of env classes and their bases, of the files beside them
-    that were imported, and of every function and class that the configuration names."""
+    """The code of a run whose env is loaded: the files of env classes and their bases, of the neighboring
+    files that were imported, and of every function and class that the configuration names."""
     objects = [type(part.make_env()) for part in content.by_env.values()] + list(_named(config))
     texts: dict[str, str] = {}
     for found in objects:

@@ -1,4 +1,4 @@
-"""Shorten a context that fills up: the episode goes on in a new branch of its transcript.
+"""Shorten a context that fills up: the episode continues in a new branch of its transcript.
 
 The tokens of every branch are those that the policy saw: the old branch stays in the tree and trains as it was
 sampled, a summary is a completion that continues the old branch, and the new branch is rendered from its messages,
@@ -180,7 +180,7 @@ def _summary(branch: Transcript, completion: Completion) -> str:
 
 
 def _turns(messages: Sequence[Message]) -> list[list[Message]]:
-    """The turns behind the opening: each begins with the policy's message."""
+    """The turns after the opening: each begins with the policy's message."""
     turns: list[list[Message]] = []
     for message in messages:
         if message.role == "assistant" or not turns:

@@ -1,4 +1,4 @@
-"""What a step's episodes say, as numbers by name."""
+"""Metrics of the episodes of a step."""
 
 from __future__ import annotations
 
@@ -134,7 +134,7 @@ def staleness(groups: Sequence[Group], version: int) -> dict[str, float]:
 
 
 def set_aside(aside: Sequence[Group]) -> dict[str, float]:
-    """What was played and gave its place to others: all episodes of these groups scored the same."""
+    """Metrics of groups that were replaced because all their episodes scored the same."""
     episodes = sum(len(group.episodes) + len(group.failed) for group in aside)
     return {"refilled_groups": float(len(aside)), "refilled_episodes": float(episodes)}
 

@@ -117,7 +117,7 @@ class OpenEpisode:
             self.metrics[name] = self.metrics.get(name, 0.0) + count
 
     def cut(self, turn: Turn, reason: StopReason) -> None:
-        """End with a completion that met a limit, which the env never sees."""
+        """End with a completion that reached a limit, which the env never sees."""
         self.turns.append(turn)
         self.stop = reason
 
@@ -246,7 +246,7 @@ async def closing(
     *,
     release: Callable[[], Awaitable[None]] | None = None,
 ) -> AsyncIterator[Env]:
-    """Make the env and close it whatever happens, even when the episode is cancelled, however often.
+    """Create the env and close it in any case, even if the episode is canceled repeatedly.
 
     Args:
         make_env: makes it.
@@ -311,7 +311,7 @@ async def reset_env(env: Env, episode: OpenEpisode) -> Sequence[Message]:
     """The opening messages.
 
     Raises:
-        InfraError: the env failed; the policy has not acted yet, so it is not its doing.
+        InfraError: the env failed; the policy has not acted yet, so it cannot be the cause.
         ConfigError: the task does not fit the env.
     """
     episode.status.now("env.reset")
@@ -411,7 +411,7 @@ def finite(rewards: Mapping[str, float], where: str, faults: dict[str, str]) -> 
 
 
 def is_ours(env: Env, method: str) -> bool:
-    """Whether this method of the env is agentrl's own code, so that an exception from it is a bug of agentrl."""
+    """Whether this method of the env is agentrl's own code, so that an exception from it is a bug in agentrl."""
     return str(getattr(type(env), method).__module__).startswith("agentrl.env.")
 
 

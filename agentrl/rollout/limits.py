@@ -1,4 +1,4 @@
-"""What an episode may use."""
+"""Limits of an episode."""
 
 from __future__ import annotations
 

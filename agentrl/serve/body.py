@@ -16,7 +16,7 @@ async def read_body(request: Request, limit: int, timeout_s: float) -> bytes:
     """The body, unpacked if it is compressed; `limit` holds for both forms.
 
     Raises:
-        ApiError: it is too large, arrives too slowly, or is compressed in another way or badly.
+        ApiError: it is too large, arrives too slowly, or is compressed in an unknown format or damaged.
     """
     too_large = ApiError(413, f"The request body is larger than {limit} bytes.", code="request_too_large")
     length = request.headers.get("content-length", "0")

@@ -76,7 +76,7 @@ async def generate(
 
     Raises:
         EngineError: the engine has failed permanently.
-        StructureRefused: a server cannot use `order.structure`.
+        StructureRefused: a server cannot use the structure of the options.
     """
     follow = _Following(reader, on_deltas)
     held = order.mask is not None or order.structure is not None

@@ -46,7 +46,7 @@ class AnswerFormat:
 
 
 class HeldTo(TypedDict):
-    """What a completion is held to besides a format; see `Grammars.mask`."""
+    """Constraints of a completion in addition to a format; see `Grammars.mask`."""
 
     tools: Sequence[Mapping[str, Any]]
     forced: bool

@@ -20,7 +20,7 @@ Script = Callable[[int], Line]
 
 
 def raw_completion(renderer: Renderer, text: str) -> Completion:
-    """The ids of `text` with its control tokens, and a stop token behind them; log-probabilities are 0."""
+    """The ids of `text` with its control tokens, followed by a stop token; log-probabilities are 0."""
     ids = (*renderer.vocabulary.encode(text), min(renderer.stop_ids))
     return Completion(ids, (0.0,) * len(ids), (0,) * len(ids), "stop")
 
@@ -31,7 +31,7 @@ class ScriptedEngine(Engine):
     Args:
         renderer: turns messages into tokens.
         script: lines by turn, as a list or a function of the turn's number.
-        tools: the tools of the env, where the template writes calls by them.
+        tools: the tools of the env, if the template needs them to write calls.
         delay_s: how long each completion takes.
     """
 
@@ -90,7 +90,7 @@ class ScriptedEngine(Engine):
         return completion
 
     async def release(self, session: str) -> None:
-        """Forget where the session was."""
+        """Forget the session's position."""
         self.released.append(session)
         self._turns.pop(session, None)
 

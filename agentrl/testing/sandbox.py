@@ -27,7 +27,7 @@ SMALL_LIMITS: dict[str, Any] = {"memory_mb": 160, "workspace_mb": 48, "inodes": 
 
 
 def sandbox_checks() -> list[Check]:
-    """Every check, in the order in which they are best read."""
+    """Every check, in reading order."""
     return [*conformance.checks(), *fidelity.checks(), *hostile.checks(), *sabotage.checks(), *chaos.checks()]
 
 
@@ -66,7 +66,7 @@ def not_promised(check: Check, stage: Stage) -> str | None:
 
 
 class CheckRun:
-    """Checks under way on one stage: several at a time, then those that must be alone, one by one."""
+    """Checks running on one stage: several at a time, then those that must run alone, one by one."""
 
     def __init__(self, stage: Stage, checks: Sequence[Check], *, at_once: int) -> None:
         self._stage = stage

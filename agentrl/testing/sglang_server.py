@@ -1,7 +1,7 @@
 """A real HTTP server on the loopback that speaks SGLang's wire format, without a model behind it.
 
 For tests of whatever talks to inference servers: it generates tokens by a rule, at a configurable pace, pauses,
-takes weights by version, and can be made to die, to hang or to answer nonsense.
+takes weights by version, and can be made to die, to hang or to send malformed answers.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class _Running:
 
 
 class LoopbackServer:
-    """An asyncio server; a context manager. Its state is public, for tests to look at and to change.
+    """An asyncio server; a context manager. Its state is public, so that tests can read and change it.
 
     The next token of a sequence is `(sum(ids) + len(ids)) % vocabulary`, its log-probability -1 - token / 100.
     Under a structural tag, `write` says what is drawn, and each log-probability is 0.
@@ -87,12 +87,12 @@ class LoopbackServer:
         return f"http://{self.host}:{self.port}"
 
     async def start(self) -> None:
-        """Listen: on a free port at first, on the same one again after `die`."""
+        """Listen on a free port; after `die`, on the same one again."""
         self._server = await asyncio.start_server(self._accept, self.host, self.port)
         self.port = self._server.sockets[0].getsockname()[1]
 
     async def die(self) -> None:
-        """Break every connection at once and listen no more; what was under way is forgotten."""
+        """Break every connection at once and stop listening; requests in progress are dropped."""
         server, self._server = self._server, None
         if server is not None:
             for listener in server.sockets:
@@ -146,7 +146,7 @@ class LoopbackServer:
             writer.transport.abort()
 
     async def _stream(self, writer: asyncio.StreamWriter, events: AsyncGenerator[object, None]) -> None:
-        """Server-sent events in chunks; a client that hangs up ends what is drawn for it."""
+        """Server-sent events in chunks; sampling ends if the client disconnects."""
         writer.write(b"HTTP/1.1 200 X\r\ncontent-type: text/event-stream\r\ntransfer-encoding: chunked\r\n\r\n")
         async with contextlib.aclosing(events) as open_events:
             async for event in open_events:

@@ -23,7 +23,7 @@ def check_code(config: RunConfig, content: Content, store: RunStore, *, accept: 
     """Record the code and tasks of a run; returns what changed since its newest checkpoint.
 
     Args:
-        accept: go on with changed code or tasks, which the history then records.
+        accept: continue with changed code or tasks, which the history then records.
 
     Raises:
         ConfigError: something changed, and `accept` is False. Names the files, tools, rewards and rows.

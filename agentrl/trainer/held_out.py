@@ -54,7 +54,7 @@ class EvalSet:
 
     @property
     def label(self) -> str:
-        """What it is, for people."""
+        """Its description in messages."""
         return f"held-out tasks{f' of {self.env}' if self.env else ''}{f' ({self.name})' if self.name else ''}"
 
 
@@ -114,10 +114,10 @@ class HeldOut:
         return found
 
     async def catch_up(self, metrics: Sequence[Mapping[str, float]]) -> None:
-        """Nothing is ever missing: a step is logged after its evaluation."""
+        """Does nothing: a step is logged after its evaluation."""
 
     async def finished(self) -> None:
-        """Nothing runs outside of `after`."""
+        """Does nothing: evaluations end before `after` returns."""
 
     async def _play(self, each: EvalSet, step: int) -> list[Group]:
         attempts, what = each.settings.attempts, each.label

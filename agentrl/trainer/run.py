@@ -58,7 +58,7 @@ from agentrl.types import Group
 
 @dataclass(frozen=True)
 class _Setting:
-    """What a run is started with."""
+    """The inputs of a run."""
 
     config: RunConfig
     store: RunStore

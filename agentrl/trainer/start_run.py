@@ -38,7 +38,7 @@ def start_run(
         config: the run, from `load_config`.
         run_dir: the run folder; `runs/<name>` by default. A run without a name gets a new one.
         fresh: start over if the folder contains an earlier run, which is moved to a sibling folder.
-        again: how the user resumes; named when the run is stopped before its end.
+        again: the command to resume with; printed if the run is stopped before its end.
         console: where progress goes; standard output by default.
         stop: asks the run to save and end; by default only signals do.
         accept_code: resume also if the code of env and rewards, or the tasks, have changed.

@@ -89,7 +89,7 @@ class StepLog:
             self.rewards[name].see(step, played)
 
     def tokens(self, batch: Batch, rows: TrainingRows, update: StepResult) -> None:
-        """Write what the learner saw of each token, in the background."""
+        """Write the learner's values of each token, in the background."""
         if self.config.log.tokens != "none":
             every = SAMPLED_GROUPS if self.config.log.tokens == "sample" else 1
             self.disk_thread.submit(self._write_tokens, batch, rows, update, every)
@@ -113,7 +113,7 @@ class StepLog:
         self.reporter.step({"step": step, **metrics})
 
     def examine(self, step: int) -> None:
-        """Look the run over in the background now and then, and note what is new."""
+        """Run the doctor in the background after some steps, and note new findings."""
         if step in EXAMINE_AT or step % EXAMINE_EVERY == 0:
             self.disk_thread.submit(self._examine, step)
 

@@ -1,4 +1,4 @@
-"""What the learner saw of each sampled token, from its rows back to the episodes."""
+"""The learner's values of each sampled token, mapped from its rows back to the episodes."""
 
 from __future__ import annotations
 

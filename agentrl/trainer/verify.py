@@ -19,7 +19,7 @@ MOST_TOKENS = 256
 class WeightCheck:
     """Compares servers with the learner after each update of weights.
 
-    This catches weights corrupted in transfer, a server that kept old ones, a stale cache, and servers whose
+    This detects weights corrupted in transfer, a server that kept old ones, a stale cache, and servers whose
     computation differs from the learner's.
     """
 

@@ -77,8 +77,8 @@ async def cold_start(
         config: see `WarmupConfig`.
         probe: plays training tasks with the learner's present weights and returns the share solved at least once.
         seed: of the order of the demonstrations.
-        reporter: told of every probe.
-        stopping: asked after every step.
+        reporter: receives the result of every probe.
+        stopping: checked after every step.
 
     Raises:
         ConfigError: the success at the end is below `at_least`.

@@ -1,4 +1,4 @@
-"""The page in as few files as possible: three for the server, one or a folder for an export that opens from disk.
+"""Bundle the page: three files for the server, one file or a folder for an export that opens from disk.
 
 Twenty modules take as many requests, and browsers refuse modules from disk, so they become one classic script:
 each is a function that returns what it exports, in the order of their imports.
@@ -133,7 +133,7 @@ def _hash(text: str) -> str:
 
 
 def _json(answer: object) -> str:
-    """JSON that no HTML parser reads anything into."""
+    """JSON that is inert inside HTML."""
     text = json.dumps(answer, ensure_ascii=False, separators=(",", ":"), default=str)
     # A lone half of a surrogate pair cannot be encoded; JSON's own escape can.
     return "".join(f"\\u{ord(c):04x}" if c in "<>&\u2028\u2029" or "\ud800" <= c <= "\udfff" else c for c in text)
@@ -178,7 +178,7 @@ def write_folder(
     """Write the page and its answers as files of a folder; the page loads an answer when it is shown.
 
     Args:
-        folder: created where it is missing.
+        folder: created if it is missing.
         data: as for `single_file`.
         renderers: as for `single_file`.
         title: the title of the document.

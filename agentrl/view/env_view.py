@@ -1,4 +1,4 @@
-"""The views that envs bring along: a script in the run folder, shown in a frame that can reach nothing."""
+"""Custom views of envs: a script in the run folder, shown in an isolated frame."""
 
 from __future__ import annotations
 

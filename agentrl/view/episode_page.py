@@ -1,4 +1,4 @@
-"""What the page shows of one episode: messages, calls, rewards, token segments and their columns, images."""
+"""The API's view of one episode: messages, calls, rewards, token segments and their columns, images."""
 
 from __future__ import annotations
 
@@ -297,7 +297,7 @@ def _rounded(value: float | None) -> float | int | None:
 
 
 def image(record: Json, message: int, part: int) -> tuple[bytes, str] | None:
-    """The bytes and type of an image in a message; None where there is none that a browser may show."""
+    """The bytes and type of an image in a message; None if there is none that a browser may show."""
     messages = record["episode"].get("messages", ())
     content = messages[message].get("content") if 0 <= message < len(messages) else None
     found = content[part] if isinstance(content, list) and 0 <= part < len(content) else None

@@ -1,4 +1,4 @@
-"""Exports of the page: which answers go into a file or folder, and what is taken out of them."""
+"""Export the page: which data goes into a file or folder, and what is redacted."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ Answer = tuple[str, object]
 
 @dataclass(frozen=True, slots=True)
 class Extent:
-    """What an export carries.
+    """The contents of an export.
 
     Attributes:
         steps: that many steps of each run, spread over it, the last one included; all where it is None.
@@ -127,7 +127,7 @@ def spread(items: Sequence[int], count: int | None) -> list[int]:
 
 
 def ends(items: Sequence[Json], count: int | None) -> Iterable[Json]:
-    """Half of them from the beginning and half from the end."""
+    """Half of the items from the beginning and half from the end."""
     if count is None or len(items) <= count:
         return items
     low = count - count // 2

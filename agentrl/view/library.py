@@ -267,7 +267,7 @@ def query_of(given: Mapping[str, str], library: Library) -> Query:
     """The query of a request's parameters.
 
     Raises:
-        ConfigError: a number is not one.
+        ConfigError: a value is not a number.
         NotFoundError: there is no such run.
     """
 

@@ -1,6 +1,6 @@
-"""What a user chose on the page (theme, saved filters, ...), in a file of the user's configuration folder.
+"""Preferences of a user (theme, saved filters, ...), in a file in the user's configuration folder.
 
-The page's address has another port and token each time, so the browser itself would forget it.
+The page's address has a new port and token each time, so the browser cannot keep them.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class Preferences:
         self._file, self._memory, self._lock = file, dict[str, object](), threading.Lock()
 
     def all(self) -> dict[str, object]:
-        """Everything that is kept; nothing of a file that cannot be read."""
+        """All preferences; none if the file cannot be read."""
         if self._file is None:
             return dict(self._memory)
         try:
@@ -66,5 +66,5 @@ class Preferences:
         return kept
 
     def script(self) -> str:
-        """A line of JavaScript that hands them to the page."""
+        """A line of JavaScript that passes them to the page."""
         return f"window.AGENTRL_KEPT = JSON.parse({json.dumps(json.dumps(self.all()))});\n"

@@ -1,4 +1,4 @@
-"""Answers of the page without what may be secret: only what is listed here stays."""
+"""Redact the page's data: only what is listed here stays."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ _KEPT = NUMBERS | TEXTS | NAMED | OBJECTS
 
 
 def redacted(answer: dict[str, Any]) -> dict[str, Any]:
-    """An answer in which a text that is not listed is replaced by its length, and anything else is left out."""
+    """An answer in which texts that are not listed are replaced by their lengths, and anything else is left out."""
     return {key: _shown(key, value) for key, value in answer.items()}
 
 

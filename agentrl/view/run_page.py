@@ -1,4 +1,4 @@
-"""What the page shows of runs as a whole: the table, one run's header and series, and comparisons."""
+"""The API's view of runs: the table, one run's header and series, and comparisons."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ GROUPS = {
 
 
 def run_id(reader: RunReader, taken: Mapping[str, object]) -> str:
-    """A short id of a run that is safe in a URL: its folder's name, with a digest where another run has it."""
+    """A short id of a run that is safe in a URL: its folder's name, with a digest if another run has the same one."""
     name = "".join(c if c.isalnum() or c in "._-" else "-" for c in reader.path.name)[:80] or "run"
     if name not in taken:
         return name

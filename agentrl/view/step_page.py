@@ -1,4 +1,4 @@
-"""What the page shows of a step: groups and episodes as a matrix, timings, and the calls of all tools."""
+"""The API's view of a step: groups and episodes as a matrix, timings, and the calls of all tools."""
 
 from __future__ import annotations
 
@@ -94,7 +94,7 @@ def tokens(episode: Json) -> int:
 
 
 def outcomes(episode: Json) -> Iterator[str]:
-    """What became of each call."""
+    """The outcome of each call."""
     for turn in episode.get("turns", ()):
         for call in turn.get("calls", ()):
             yield call.get("outcome", "")

@@ -1,4 +1,4 @@
-"""The server of the page: static files and a JSON API on loopback, for whoever has the token.
+"""The page's server: static files and a JSON API on loopback, for clients with the token.
 
 Every request needs the token (in the first URL, then as a cookie, or as `Authorization: Bearer`), a Host header
 that names this server, and for POST an Origin that is this server's. Nothing on the page comes from elsewhere.
@@ -54,7 +54,7 @@ MAX_EVENTS = 1_000
 
 @dataclass
 class Events:
-    """What pages wait for: runs that changed, and views that a program wants a person to see."""
+    """Events that pages wait for: runs that changed, and views that a program wants to show."""
 
     library: Library
     happened: list[Json] = field(default_factory=list)
@@ -68,7 +68,7 @@ class Events:
         return self.dropped + len(self.happened)
 
     async def add(self, event: Json) -> None:
-        """Add an event and wake those who wait."""
+        """Add an event and wake all waiting requests."""
         async with self._arrived:
             self.happened.append(event)
             if len(self.happened) > MAX_EVENTS:
@@ -224,7 +224,7 @@ KINDS = {
 
 
 class Guard:
-    """Lets requests through that carry the token and come from where they should.
+    """Accepts only requests with the token and an allowed Host and Origin.
 
     Args:
         hosts: the values of a Host header that name this server, as `127.0.0.1:8000`; may be filled in later.
@@ -321,7 +321,7 @@ def _error(status: int, message: str, what_to_do: str) -> Response:
 
 
 def _json(body: Any, status: int = 200) -> Response:
-    """JSON that every browser reads: nothing infinite, and no half of a surrogate pair unescaped."""
+    """JSON that every browser reads: no infinite numbers, and no unescaped lone surrogates."""
     try:
         text = json.dumps(body, allow_nan=False, separators=(",", ":"), default=str)
     except ValueError:

@@ -37,8 +37,8 @@ def geo_mean(
 ) -> LossOutput:
     """-A exp(mean of the clipped log-ratios of the sequence), A the mean advantage of its tokens.
 
-    Each log-ratio is clipped on the side to which the advantage would push it. The loss of a sequence is laid on
-    each of its tokens, so that the weights decide how sequences count: seq-mean-token-mean is GMPO's mean over
+    Each log-ratio is clipped on the side to which the advantage would push it. The loss of a sequence is assigned
+    to each of its tokens, so that the weights decide how sequences count: seq-mean-token-mean is GMPO's mean over
     sequences.
     """
     new_N, old_N, adv_N, weight_N, seq_N = trained(

@@ -55,7 +55,7 @@ def tell(
 
 
 def scored(logprobs_TV: Tensor, ids: Sequence[int], top: int, version: int) -> list[TokenLogprob]:
-    """Return the given tokens with their logprobs, and the `top` most likely ones at each position."""
+    """Return the given tokens with their logprobs, and the `top` most likely tokens at each position."""
     target_T1 = torch.tensor(ids, dtype=torch.long, device=logprobs_TV.device)[:, None]
     own = logprobs_TV.gather(1, target_T1)[:, 0].tolist()
     return [

@@ -25,7 +25,7 @@ Ask = Callable[[InferenceServer], Coroutine[Any, Any, T]]
 
 
 class Host(Protocol):
-    """How one server is created and destroyed."""
+    """How one server is started and stopped."""
 
     @property
     def name(self) -> str:

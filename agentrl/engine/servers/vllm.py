@@ -68,7 +68,7 @@ class VLLMServer:
     vLLM does not report which weights sampled a token. Therefore no request spans two versions: an update ends
     running requests with their tokens so far, and the engine requests the rest with the new weights. A request
     that reached the server after it was paused would be sampled with the new weights; it is cut off before the
-    server goes on, and asked for again.
+    server continues, and requested again.
     """
 
     def __init__(
@@ -333,7 +333,7 @@ class VLLMServer:
 
 
 def _noting(listener: Listener, told: list[TokenLogprob]) -> Listener:
-    """The same listener, which also adds what it is told to a list."""
+    """The same listener, which also collects its tokens in a list."""
 
     def tell(drawn: Sequence[TokenLogprob]) -> None:
         told.extend(drawn)

@@ -130,7 +130,7 @@ def register_attention() -> None:
 
 
 def use_attention(module: nn.Module, config: LearnerConfig, device: torch.device) -> None:
-    """Have a loaded model compute its attention as `learner.attention` says, once it is on the device.
+    """Use the attention chosen by `learner.attention` in a loaded model that is on its device.
 
     Raises:
         ConfigError: what is asked for cannot work here.

@@ -241,7 +241,7 @@ class EnvWorker:
 
 
 def pack_setup(config: RunConfig, model: Path, max_context: int) -> WorkerSetup:
-    """The kit of a run with the tokenizer in the directory `model`."""
+    """The worker setup of a run with the tokenizer in the directory `model`."""
     text = ("*.json", "*.jinja", "*.txt", "*.model", "additional_chat_templates/*")
     files = {file for pattern in text for file in model.glob(pattern) if file.is_file()}
     tokenizer = {str(f.relative_to(model)): f.read_bytes() for f in files if not f.name.endswith(".index.json")}

@@ -74,7 +74,7 @@ class Workers:
 
     Args:
         num: how many.
-        kit: setup of the workers.
+        kit: the setup of the workers.
         engine: samples for all of them.
         address: address of the Ray cluster; None starts one on this machine, unless this process is already
             connected.
@@ -119,7 +119,7 @@ class Workers:
         return RemotePlayer(self, player)
 
     async def play(self, order: EpisodeRequest, status: EpisodeStatus) -> Any:
-        """Play one order on the worker with the fewest episodes; returns episode and report.
+        """Play one episode on the worker with the fewest episodes; returns episode and report.
 
         Raises:
             WorkerLost: the worker died, or could not be restarted.

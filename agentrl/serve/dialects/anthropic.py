@@ -113,7 +113,7 @@ def _choice(given: AnthropicToolChoice | None) -> tuple[str, str]:
 
 
 def _messages(message: AnthropicMessage, where: str) -> Iterator[WireMessage]:
-    """The messages of the chat format that one message stands for: each tool result is one of its own."""
+    """The messages of the chat format that one message stands for: each tool result is a separate one."""
     blocks = message.content
     if isinstance(blocks, str):
         yield WireMessage(role=message.role, content=blocks)

@@ -1,4 +1,4 @@
-"""Many leases while sandboxes are killed and calls are cancelled: all of it ends, typed, and leaves nothing."""
+"""Many leases while sandboxes are killed and calls are canceled: every failure is typed, and nothing is left over."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from agentrl.sandbox import Sandbox, SandboxPool
 
 @dataclass
 class Chaos:
-    """What a chaos run saw."""
+    """Results of a chaos run."""
 
     leases: int = 0
     answered: int = 0
@@ -107,7 +107,7 @@ def children() -> set[int]:
 
 
 def leftovers(others: set[int]) -> int:
-    """Living children of this process but `others`, and directories of its keepers among the control groups."""
+    """Living children of this process except `others`, and control-group directories of its keepers."""
     groups = 0
     for path in Path("/sys/fs/cgroup").glob("*/agentrl/*"):
         owner = path.name.partition("-")[0]

@@ -1,4 +1,4 @@
-"""Programs that break their own sandbox, so that the episode looks like trouble of ours and is played again.
+"""Programs that break their own sandbox, so that the failure looks like the host's and the episode is replayed.
 
 Whatever they do, each later call must be an ordinary outcome: an ExecResult, an OSError of a file operation, or
 SandboxBroken, which scores the episode. Any other SandboxError would be an infrastructure failure, and a way out.
@@ -466,7 +466,7 @@ async def cancelled_midway(stage: Stage) -> None:
 
 
 def checks() -> list[Check]:
-    """One check a way, and one that cancels some of them."""
+    """One check per program, and one that cancels some of them."""
 
     def make(way: Sabotage) -> Check:
         async def run(stage: Stage) -> None:

@@ -1,4 +1,4 @@
-"""What the checks play on: a pool, and a host with things that a sandbox must not get at."""
+"""The setting of the checks: a pool, and host resources that a sandbox must not reach."""
 
 from __future__ import annotations
 
@@ -133,7 +133,7 @@ class Stage:
         raise AssertionError(f"still alive: {self.processes_with(token)}")
 
     def close(self) -> None:
-        """Take the bait away."""
+        """Remove the bait."""
         self.victim.kill()
         self.victim.wait()
         for s in (self.tcp, self.unix, self.abstract):

@@ -1,4 +1,4 @@
-"""What every back-end does alike: files, programs, and what stays between calls."""
+"""Common behavior of all back-ends: files, programs, and state between calls."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What stays and what ends: sessions, leases, cancelling, closing."""
+"""Lifetimes: sessions, leases, cancellation, closing."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Programs that try to get out, get at others, or take more than their share.
+"""Programs that try to escape, attack others, or take more than their share.
 
 Each says STARTED first (so that a program which never ran is not taken for one that was stopped), then tries, and
 says ESCAPED where it succeeds. The box must work afterwards.
@@ -44,7 +44,7 @@ async def play(stage: Stage, program: Hostile) -> ExecResult:
 
 
 def checks() -> list[Check]:
-    """One check a program."""
+    """One check per program."""
 
     def make(program: Hostile, group: str) -> Check:
         async def run(stage: Stage) -> None:
