@@ -132,12 +132,8 @@ class DriftGate:
     ess: float | None = None
     """Lowest effective sample size, as a share of the tokens."""
 
-    def exceeded(self, measured: LogprobDrift) -> str | None:
-        """Which limits are exceeded, in words; None if all hold. A drift that is nan exceeds every limit."""
-        return self.exceeded_in(measured.metrics())
-
-    def exceeded_in(self, values: Mapping[str, float]) -> str | None:
-        """The same for a drift given by its metrics."""
+    def exceeded(self, values: Mapping[str, float]) -> str | None:
+        """Which limits the metrics of a drift exceed, in words; None if all hold. A nan exceeds every limit."""
         found: list[str] = []
         for name in ("mean_abs", "max_abs", "k3", "ess"):
             limit = getattr(self, name)

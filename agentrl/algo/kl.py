@@ -65,22 +65,6 @@ def _value(kind: str, d_T: Tensor) -> Tensor:
     return torch.where(d_T.abs() <= 1.0, near_T, bounded_exp(-d_T) - 1 + d_T)
 
 
-def kl_in_reward(
-    rewards_N: Tensor, logprobs_N: Tensor, ref_logprobs_N: Tensor, *, coef: float, kind: str = "k1"
-) -> Tensor:
-    """[N] rewards of trained tokens minus coef times the KL estimate of each; no gradient.
-
-    k1 is the right kind here: the penalty is part of the return, whose gradient needs an unbiased value.
-    Where an estimator takes one reward per episode, sum the result over the episode's tokens.
-
-    Args:
-        rewards_N: [N] rewards on trained tokens.
-        logprobs_N: [N] under the policy that sampled.
-    """
-    everything = torch.ones_like(rewards_N, dtype=torch.bool)
-    return rewards_N - coef * kl_per_token(kind, logprobs_N.detach(), ref_logprobs_N, everything)
-
-
 class FixedKL:
     """The coefficient of the KL penalty is fixed."""
 

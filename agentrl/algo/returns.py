@@ -2,35 +2,13 @@
 
 N trained tokens of the E episodes of a step, each episode's in the order they were sampled. Only trained
 tokens are given: observations between them take no part, so that values and returns carry across a tool's
-answer unchanged. A reward that was given on an untrained token belongs to the last trained one before it
-(`rewards_at_trained`).
+answer unchanged.
 """
 
 from __future__ import annotations
 
 from agentrl.algo.late import Tensor, torch
-from agentrl.algo.segments import num_segments, segment_count, segment_sum
-
-
-def rewards_at_trained(rewards_T: Tensor, sequence_T: Tensor, loss_mask_T: Tensor) -> Tensor:
-    """[N] the rewards of all tokens moved onto trained ones, so that no reward is lost.
-
-    Each reward goes to the last trained token of its episode at or before it; what comes before the first
-    trained token goes to that one; rewards of an episode without any are dropped with it.
-    """
-    mask_T = loss_mask_T.bool()
-    order_T = torch.sort(sequence_T, stable=True).indices
-    mask_s, sequence_s = mask_T[order_T], sequence_T[order_T]
-    size = num_segments(sequence_T)
-    trained_S = segment_sum(mask_s.long(), sequence_s, size)
-    first_S = trained_S.cumsum(0) - trained_S  # rank of each episode's first trained token
-    rank_s = torch.maximum(mask_s.long().cumsum(0) - 1, first_S[sequence_s])
-    has_s = trained_S[sequence_s] > 0
-    summed_N = segment_sum(rewards_T[order_T][has_s], rank_s[has_s], int(trained_S.sum()))
-    # Back from the order by episode to the order in which the trained tokens were given.
-    back_N = torch.empty_like(summed_N)
-    back_N[_rank_of_trained(mask_T)[order_T][mask_s]] = summed_N
-    return back_N
+from agentrl.algo.segments import num_segments, segment_count
 
 
 def rewards_at_end(rewards_E: Tensor, sequence_N: Tensor) -> Tensor:
@@ -81,10 +59,6 @@ def index_in_sequence(sequence_N: Tensor) -> Tensor:
     index_N = torch.empty_like(sequence_N)
     index_N[order_N] = torch.arange(sequence_N.numel(), device=sequence_N.device) - start_S[sequence_N[order_N]]
     return index_N
-
-
-def _rank_of_trained(mask_T: Tensor) -> Tensor:
-    return mask_T.long().cumsum(0) - 1
 
 
 def discounts(rows: Rows, factor: float, turn_N: Tensor | None, dtype: torch.dtype) -> Tensor:

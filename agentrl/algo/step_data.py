@@ -26,7 +26,7 @@ class StepData:
     sequence_N: Tensor
     """Long: the episode of each token, an index into E. An episode without tokens still counts in its group."""
     rewards_N: Tensor | None = None
-    """Where the reward was given, if not at the end: sums to `rewards_E` (see `rewards_at_trained`)."""
+    """Where the reward was given, if not at the end: sums to `rewards_E`."""
     turn_N: Tensor | None = None
     """Long: the turn of each token within its episode."""
     values_N: Tensor | None = None
@@ -73,6 +73,8 @@ def penalize_kl(
     step: StepData, logprobs_N: Tensor, ref_logprobs_N: Tensor, *, coef: float, kind: str = "k1"
 ) -> StepData:
     """The same step with coef times the KL estimate of each token subtracted from the rewards.
+
+    k1 is the right kind here: the penalty is part of the return, whose gradient needs an unbiased value.
 
     Args:
         logprobs_N: [N] under the policy that sampled, ref_logprobs_N under the reference.

@@ -12,8 +12,8 @@ from agentrl.config.section import Count, Positive, Section
 
 
 class EvalSetConfig(Section):
-    """Another set of held-out tasks, or the same tasks sampled in another way. Keys that are not set are taken from
-    the `eval` around it."""
+    """Another set of held-out tasks, or the same tasks sampled in another way. Keys not set here are taken
+    from the `eval` around it."""
 
     data: Annotated[str | list[str] | None, DataFiles("held_out")] = None
     """Rows of the tasks, in the same form as `data.held_out`; by default the held-out tasks of the run."""

@@ -44,7 +44,7 @@ class RewardModelConfig(Section):
     high: Annotated[float, OnlyWhen("kind", "judge"), Advanced()] = 1.0
     """The highest score."""
     on_malformed: Annotated[Literal["score", "infra"], OnlyWhen("kind", "judge"), Advanced()] = "score"
-    """How an answer without a score counts: as a score of 0 (or `low` if that is less), or the episode is replayed.
+    """How an answer without a score counts: as 0 (or `low` if that is less), or the episode is replayed.
     The policy's text can provoke such answers, so with `infra` a policy can get its bad episodes replayed."""
     max_tokens: Annotated[Positive | None, Advanced()] = None
     """Maximum conversation length in tokens (`classifier`; otherwise roughly words); the middle of longer ones is

@@ -204,11 +204,6 @@ class Evidence:
         ]
         return np.asarray([s for s, _ in pairs], dtype=float), np.asarray([v for _, v in pairs], dtype=float)
 
-    @cached_property
-    def num_steps(self) -> int:
-        """Steps logged so far."""
-        return len(self.series("seconds")[0]) or len([s for s in self.reader.metrics.steps if s > 0])
-
     @property
     def first_step(self) -> int:
         """The first step that was logged."""

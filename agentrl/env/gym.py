@@ -141,13 +141,6 @@ def read_action(action: str, turn: int = 0) -> Message:
     )
 
 
-def action_text(message: Message) -> str:
-    """The action text of an assistant message: the inverse of `read_action`."""
-    if message.tool_calls:
-        return json.dumps([{"name": c.name, "arguments": dict(c.arguments)} for c in message.tool_calls])
-    return plain_text(message.content)
-
-
 def _text(messages: Sequence[Message]) -> str:
     return "\n".join(plain_text(m.content) for m in messages)
 

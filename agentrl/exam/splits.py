@@ -22,8 +22,6 @@ ERROR_SHARE = 0.5
 """From this share of the held-out tasks, held-out results say nothing about new tasks."""
 _NAMING = frozenset({"id", "idx", "index", "number", "split", "task_id", "uid", "uuid"})
 
-Pair = tuple[Task, Task]
-
 
 async def examine_splits(
     result: ExamResult,

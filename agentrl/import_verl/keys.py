@@ -840,7 +840,7 @@ _TRAINER = [
         "by hand",
         {
             "logger": (
-                "choose where metrics go with `loggers`, such as [tensorboard, wandb]; metrics.jsonl always has them",
+                "choose `loggers`, such as [tensorboard, wandb]; metrics.jsonl always has all metrics",
                 "console",
             ),
             "val_only": "run `agentrl eval` instead of `agentrl train`",

@@ -44,7 +44,7 @@ def annotated(
     evaluate: Callable[[Packed], Mapping[str, Tensor]],
     sequence: SequenceRanks | None = None,
 ) -> list[Columns]:
-    """The results of `evaluate` for the trained tokens of each row, in the order of `in_pack_order`; no gradients."""
+    """`evaluate` for the trained tokens of each row, in the order of `in_pack_order`; no gradients."""
     with torch.no_grad():
         return [
             columns

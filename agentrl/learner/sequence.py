@@ -110,7 +110,7 @@ class _Exchanged(torch.autograd.Function):
 
 
 class _Gathered(torch.autograd.Function):
-    """Every rank continues with the same computation, so each takes the gradient of its own part, without a sum."""
+    """Every rank continues with the same computation, so each takes the gradient of its own part; no sum."""
 
     @staticmethod
     def forward(ctx: Any, own_M: Tensor, owner_N: Tensor, ranks: SequenceRanks) -> Tensor:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import aclosing, suppress
 from queue import Queue
 from typing import Generic, TypeVar
@@ -21,7 +21,7 @@ def in_event_loop() -> bool:
 
 
 class Worker(Generic[T]):
-    """A call on a thread of its own, whose result or exception is handed over.
+    """A call on a separate thread, whose result or exception is returned to the caller.
 
     Args:
         stop: asks the call to end; called when the waiting thread is interrupted, which then waits on.
@@ -105,10 +105,3 @@ def iterate(make: Callable[[], AsyncIterator[T]]) -> Iterator[T]:
             with suppress(Exception):
                 items.get(timeout=0.1)
         thread.join()
-
-
-def run_blocking(make: Callable[[], Coroutine[object, object, T]]) -> T:
-    """Run a coroutine to its end, on a thread of its own if this one already runs an event loop."""
-    if not in_event_loop():
-        return asyncio.run(make())
-    return Worker(lambda: asyncio.run(make()), lambda: None, "agentrl").result()

@@ -419,11 +419,6 @@ def _cold_started(path: Path, config: RunConfig) -> bool:
     return config.warmup is not None and (path / "start").is_dir()
 
 
-def _replaces(old: RunConfig, new: RunConfig, *, exact: bool) -> bool:
-    """Whether a run that was not started yet becomes another one."""
-    return any(exact or change.kind != "free" for change in changes_of(old, new))
-
-
 def _empty(path: Path) -> None:
     """Remove the files of a rejected attempt, except for the held lock."""
     for child in path.iterdir():

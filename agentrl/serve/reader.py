@@ -219,7 +219,6 @@ class MessageReader:
         self._events: list[Event] = []
         self._said = _Said()
         self._unsettled = 0  # calls that have started and are incomplete
-        self._complete_calls = 0
         self._cut = False
         self._whole_at_once = False
 
@@ -308,7 +307,6 @@ class MessageReader:
         """Complete a call: return the pieces that have not been sent yet."""
         if not self._read_calls:
             return [ContentDelta("".join(self._text)[slice(*call.span)])]
-        self._complete_calls += 1
         self._cut = self._one_call
         if self._unsettled:
             self._unsettled -= 1

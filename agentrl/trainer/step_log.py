@@ -157,7 +157,7 @@ def check_drift(config: RunConfig, step: int, metrics: Mapping[str, float]) -> N
     if metrics.get("staleness/max", 0.0) > 0:
         return
     measured = {k.removeprefix("drift/"): v for k, v in metrics.items() if k.startswith("drift/")}
-    passed = DriftGate(**config.algorithm.drift_gate.model_dump()).exceeded_in(measured)
+    passed = DriftGate(**config.algorithm.drift_gate.model_dump()).exceeded(measured)
     if passed:
         raise AgentRLError(
             f"step {step}: sampler and learner disagree too much: {passed} (algorithm.drift_gate). The "

@@ -35,7 +35,7 @@ _KEPT = NUMBERS | TEXTS | NAMED | OBJECTS
 
 
 def redacted(answer: dict[str, Any]) -> dict[str, Any]:
-    """An answer in which texts that are not listed are replaced by their lengths, and anything else is left out."""
+    """An answer in which unlisted texts are replaced by their lengths, and anything else is left out."""
     return {key: _shown(key, value) for key, value in answer.items()}
 
 

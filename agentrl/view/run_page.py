@@ -30,7 +30,7 @@ GROUPS = {
 
 
 def run_id(reader: RunReader, taken: Mapping[str, object]) -> str:
-    """A short id of a run that is safe in a URL: its folder's name, with a digest if another run has the same one."""
+    """A short id of a run that is safe in a URL: its folder's name, with a digest if that is taken."""
     name = "".join(c if c.isalnum() or c in "._-" else "-" for c in reader.path.name)[:80] or "run"
     if name not in taken:
         return name

@@ -24,7 +24,7 @@ from agentrl.algo.advantages.reinforce_plus_plus_baseline import ReinforcePlusPl
 from agentrl.algo.advantages.remax import ReMax
 from agentrl.algo.advantages.rloo import rloo_advantages
 from agentrl.algo.advantages.turn_level import TurnLevel, turn_advantages, turn_returns
-from agentrl.algo.returns import index_in_sequence, return_to_go, rewards_at_end, rewards_at_trained, whiten
+from agentrl.algo.returns import index_in_sequence, return_to_go, rewards_at_end, whiten
 from agentrl.algo.siblings import group_centered, has_signal
 from agentrl.algo.step_data import StepData, penalize_kl
 
@@ -112,37 +112,6 @@ def test_gae_by_hand():
     a1 = d1 + 0.45 * d2
     same(advantages, d0 + 0.45 * a1, a1, d2, 1.0)
     assert torch.allclose(returns, advantages + values)
-
-
-def test_gae_carries_over_what_the_tool_answered():
-    """Observation tokens between turns are not there for it: no discount, no value of theirs."""
-    mask = torch.tensor([1, 1, 0, 0, 0, 1]).bool()
-    rewards = tensor(0, 0, 0, 0.5, 0, 1)  # a reward on the observation belongs to the turn before it
-    values = tensor(0.1, 0.2, 9, 9, 9, 0.3)
-    sequence = torch.zeros(6, dtype=torch.long)
-    placed = rewards_at_trained(rewards, sequence, mask)
-    same(placed, 0, 0.5, 1)
-    with_gap = gae_advantages(placed, values[mask], sequence[mask], gamma=0.9, lam=0.8)[0]
-    without = gae_advantages(
-        tensor(0, 0.5, 1), tensor(0.1, 0.2, 0.3), torch.zeros(3, dtype=torch.long), gamma=0.9, lam=0.8
-    )
-    assert torch.equal(with_gap, without[0])
-
-
-def test_a_reward_on_a_trailing_observation_is_not_lost():
-    """verl multiplies by the mask and gets advantages of 0 everywhere."""
-    mask = torch.tensor([0, 1, 1, 0]).bool()
-    rewards, sequence = tensor(0, 0, 0, 1), torch.zeros(4, dtype=torch.long)
-    placed = rewards_at_trained(rewards, sequence, mask)
-    same(return_to_go(placed, sequence[mask]), 1, 1)
-
-
-def test_rewards_find_their_trained_token_in_any_order_of_episodes():
-    sequence = torch.tensor([1, 0, 1, 0, 1, 2, 0, 2])
-    mask = torch.tensor([0, 1, 1, 0, 0, 0, 1, 0]).bool()
-    rewards = tensor(1, 2, 4, 8, 16, 32, 64, 128)
-    # episode 0: tokens 2 (trained), 8, 64 (trained); episode 1: 1, 4 (trained), 16; episode 2: none trained
-    same(rewards_at_trained(rewards, sequence, mask), 10, 21, 64)
 
 
 @pytest.mark.parametrize("per", ["token", "turn"])

@@ -119,10 +119,10 @@ def test_off_policy_sequences_lose_their_negative_tokens():
 
 def test_the_gate_names_what_is_passed():
     measured = drift(LEARNER, SAMPLER, SEQUENCE, MASK)
-    assert DriftGate(mean_abs=None).exceeded(measured) is None
-    assert DriftGate().exceeded(measured) is not None
-    assert DriftGate(mean_abs=1.0, max_abs=2.0, k3=1.0, ess=0.5).exceeded(measured) is None
-    text = DriftGate(mean_abs=0.1, max_abs=1.0, ess=0.9).exceeded(measured)
+    assert DriftGate(mean_abs=None).exceeded(measured.metrics()) is None
+    assert DriftGate().exceeded(measured.metrics()) is not None
+    assert DriftGate(mean_abs=1.0, max_abs=2.0, k3=1.0, ess=0.5).exceeded(measured.metrics()) is None
+    text = DriftGate(mean_abs=0.1, max_abs=1.0, ess=0.9).exceeded(measured.metrics())
     assert text is not None
     assert "mean_abs 0.6356 is above the limit 0.1" in text
     assert "max_abs 1.386 is above the limit 1" in text
@@ -131,10 +131,10 @@ def test_the_gate_names_what_is_passed():
 
 def test_a_drift_that_is_no_number_passes_every_limit():
     broken = drift(torch.tensor([math.nan, 0.0]), torch.zeros(2), torch.tensor([0, 0]), torch.ones(2).bool())
-    assert DriftGate(max_abs=100.0).exceeded(broken) is not None
-    assert DriftGate(max_abs=100.0).exceeded(LogprobDrift() + broken) is not None
-    assert DriftGate(ess=0.0).exceeded(broken) is not None
-    assert DriftGate(max_abs=1.0).exceeded(LogprobDrift()) is None  # nothing was trained, nothing drifted
+    assert DriftGate(max_abs=100.0).exceeded(broken.metrics()) is not None
+    assert DriftGate(max_abs=100.0).exceeded((LogprobDrift() + broken).metrics()) is not None
+    assert DriftGate(ess=0.0).exceeded(broken.metrics()) is not None
+    assert DriftGate(max_abs=1.0).exceeded(LogprobDrift().metrics()) is None  # nothing was trained
 
 
 @pytest.mark.parametrize(

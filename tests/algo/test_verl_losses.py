@@ -14,7 +14,7 @@ from torch import Tensor
 
 from agentrl.algo.aggregate import Totals, aggregate, aggregation_weights, totals_of_tokens
 from agentrl.algo.correction import Correction, Reject, correct
-from agentrl.algo.kl import AdaptiveKL, FixedKL, kl_in_reward, kl_per_token
+from agentrl.algo.kl import AdaptiveKL, FixedKL, kl_per_token
 from agentrl.algo.losses import POLICY_LOSSES
 from agentrl.algo.losses.cispo import CISPO
 from agentrl.algo.losses.clip_cov import ClipCov, clip_cov, clip_cov_selection
@@ -30,6 +30,7 @@ from agentrl.algo.losses.sapo import SAPO
 from agentrl.algo.metrics import metric_values
 from agentrl.algo.returns import whiten
 from agentrl.algo.segments import segment_mean
+from agentrl.algo.step_data import StepData, penalize_kl
 from agentrl.algo.value import value_loss
 from agentrl.learner.logprobs import token_columns
 from tests.algo.algo_oracles import Case, close, parameters
@@ -247,13 +248,13 @@ def test_aggregation_agrees_with_verl(case: Case):
 @pytest.mark.parametrize("case", parameters("verl", "kl"))
 def test_kl_agrees_with_verl(case: Case):
     if case.fn == "compute_rewards":
-        got = kl_in_reward(
-            case.input("token_level_scores"),
-            case.input("old_log_prob"),
-            case.input("ref_log_prob"),
-            coef=case.params["kl_ratio"],
+        scores = case.input("token_level_scores")
+        episode = torch.zeros(scores.numel(), dtype=torch.long)
+        step = StepData(scores.sum()[None], torch.tensor([0]), episode, rewards_N=scores)
+        got = penalize_kl(
+            step, case.input("old_log_prob"), case.input("ref_log_prob"), coef=case.params["kl_ratio"]
         )
-        close(got, case.output("rewards"), case.tolerance)
+        close(got.token_rewards(), case.output("rewards"), case.tolerance)
         return
     name = case.params["kl_penalty"]
     if case.error is not None:

@@ -192,6 +192,16 @@ def test_every_branch_gives_a_row_and_each_token_trains_once():
     assert [r.columns["reward"] for r in rows] == [(0.0, 0.0, 0.0), (0.0, 1.0)], "once, on the last token of all"
 
 
+def test_a_reward_on_a_trailing_observation_is_not_lost():
+    """verl multiplies by the mask and gets advantages of 0 everywhere."""
+    end = Segment((3,), "observation", 1, 2)
+    turn = Turn(Message("assistant", "x"), (), 1.0, "stop", 3, 0.1, 0.2)
+    ended = replace(episode("e", 1.5, segments=(PROMPT, ANSWER, end)), turns=(turn,))
+    (row,) = episode_samples(ended)
+    assert (row.ids, sum(row.loss_mask)) == ((1, 2, 7, 8, 9), 3)
+    assert row.columns["reward"] == (0.0, 0.0, 1.5)
+
+
 def test_an_episode_without_a_sampled_token_gives_no_row():
     assert episode_samples(episode("e", 1.0, segments=(PROMPT,))) == []
 

@@ -19,8 +19,6 @@ END, FILE, FOLDER, LINK, MORE = range(5)
 MAX_NAME, MAX_PIECE = 4096, 1 << 20
 MAX_DEPTH = 100
 """Maximum nesting of folders."""
-OVERHEAD = HEAD.size + 2 * PIECE.size
-"""Bytes per entry in addition to its name, link target and content, up to the first chunk."""
 
 Entry = tuple[int, int, int, bytes, bytes]
 """Kind, mode, time, name, target."""

@@ -1,4 +1,4 @@
-"""Many leases while sandboxes are killed and calls are canceled: every failure is typed, and nothing is left over."""
+"""Many leases while sandboxes are killed and calls are canceled: failures are typed, and nothing is left over."""
 
 from __future__ import annotations
 
