@@ -105,6 +105,33 @@ async def test_a_request_that_arrives_after_the_pause_has_the_new_version(model:
         assert set((await early).versions) == {0, 5}
 
 
+class SlowVLLM(LoopbackVLLM):
+    """Goes on long after it was asked to."""
+
+    async def _post_resume(self, body: dict[str, object]) -> tuple[int, object]:
+        await asyncio.sleep(0.5)
+        return await super()._post_resume(body)
+
+
+async def test_scores_during_an_update_have_the_version_of_their_weights(model: Path) -> None:
+    """One server has the new weights before the other."""
+    async with LoopbackVLLM() as quick, SlowVLLM() as slow:
+        config = EngineConfig.model_validate(
+            {"kind": "vllm", "device": "cpu", "server": {"urls": [quick.url, slow.url]}}
+        )
+        engine = await open_engine(config, model)
+        try:
+            update = asyncio.create_task(engine.update_weights({"a": torch.ones(2)}, version=5))
+            while "/resume" not in quick.log:  # noqa: ASYNC110
+                await asyncio.sleep(0.005)
+            assert not update.done()
+            rows = await asyncio.gather(*(engine.prompt_logprobs([1, 2, 3]) for _ in range(4)))
+            assert {one.version for row in rows for one in row} == {5}
+            await update
+        finally:
+            await engine.close()
+
+
 @pytest.mark.parametrize(
     ("sync", "calls"), [("tensor", ["take", "load"] * 2), ("delta", ["take", "load", "change", "load"])]
 )

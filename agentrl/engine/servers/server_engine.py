@@ -212,16 +212,19 @@ class ServedEngine(Engine):
         return replace(whole, logprobs=tuple(one.logprob for one in drawn))
 
     async def prompt_logprobs(self, ids: Sequence[int], *, top: int = 0) -> list[TokenLogprob]:
-        """Score given tokens; see `Engine.prompt_logprobs`.
+        """Score given tokens, all with the weights of one version; see `Engine.prompt_logprobs`.
 
         Raises:
             EngineError: no server is left.
         """
         row = check_prompt(ids, self._vocabulary, self.max_context).tolist()
-        scored = await self._pool.call(None, lambda server: server.score(row, top=top))
-        return [
-            TokenLogprob(id, one.logprob, self._version, one.top) for id, one in zip(row[1:], scored, strict=True)
-        ]
+        while True:
+            async with self._lock:  # during an update, servers have different weights
+                version = self._version
+            scored = await self._pool.call(None, lambda server: server.score(row, top=top))
+            if version == self._version and not self._lock.locked():
+                break
+        return [TokenLogprob(id, one.logprob, version, one.top) for id, one in zip(row[1:], scored, strict=True)]
 
     async def release(self, session: str) -> None:
         """Forget the session's server; its cache entries there are evicted when space is needed."""
