@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import signal
 import sys
 import sysconfig
@@ -35,7 +36,7 @@ class LoopBlocked(Exception):
 class LoopWatch:
     """Notes code of an env that holds the event loop, and interrupts it after `HUNG_S`.
 
-    Time in which the thread could have run but had no processor does not count.
+    Time without a processor, and in the garbage collector of this process, does not count.
 
     Attributes:
         blocked: by function, the seconds of each time that it held the loop.
@@ -46,27 +47,40 @@ class LoopWatch:
         self._tick = time.monotonic()
         self._thread_id = threading.get_ident()
         self._native_id = threading.get_native_id()
-        self._waited = _queued_s(self._native_id)
+        self._collected_s = self._collecting_since = 0.0
+        self._waited = self._idle_s()
         self._stop = threading.Event()
         self._suspect = ""
 
     async def beat(self) -> None:
         """Tick while the loop is responsive."""
         while True:
-            self._waited = _queued_s(self._native_id)
+            self._waited = self._idle_s()
             self._tick = time.monotonic()
             await asyncio.sleep(_TICK_S)
 
     def watch(self) -> None:
         """Watch the loop's thread while it does not tick."""
         while not self._stop.wait(0.1):
-            since = time.monotonic() - self._tick - (_queued_s(self._native_id) - self._waited)
+            since = time.monotonic() - self._tick - (self._idle_s() - self._waited)
             place = _env_code(sys._current_frames().get(self._thread_id)) if since > BLOCKED_S / 2 else ""
             if place and place == self._suspect and since >= BLOCKED_S:
                 self.blocked.setdefault(place, {})[self._tick] = since
                 if since > HUNG_S and threading.main_thread().ident == self._thread_id:
                     signal.pthread_kill(self._thread_id, signal.SIGUSR2)
             self._suspect = place
+
+    def collects(self, phase: str, info: dict[str, int]) -> None:
+        """Called by the garbage collector, which stops all threads."""
+        if phase == "start":
+            self._collecting_since = time.monotonic()
+        else:
+            self._collected_s += time.monotonic() - self._collecting_since
+            self._collecting_since = 0.0
+
+    def _idle_s(self) -> float:
+        running = time.monotonic() - since if (since := self._collecting_since) else 0.0
+        return self._collected_s + running + _queued_s(self._native_id)
 
     @property
     def repeatedly(self) -> bool:
@@ -114,9 +128,11 @@ async def watching_loop() -> AsyncIterator[LoopWatch]:
     thread = threading.Thread(target=watch.watch, daemon=True)
     thread.start()
     beat = asyncio.ensure_future(watch.beat())
+    gc.callbacks.append(watch.collects)
     try:
         yield watch
     finally:
+        gc.callbacks.remove(watch.collects)
         watch.end()
         thread.join()
         beat.cancel()

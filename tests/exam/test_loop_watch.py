@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import gc
 import os
 import subprocess
 import sys
@@ -10,7 +12,7 @@ import time
 
 import pytest
 
-from agentrl.exam.speed import _queued_s
+from agentrl.exam.speed import _queued_s, watching_loop
 
 
 @pytest.mark.skipif(not hasattr(os, "sched_setaffinity"), reason="threads are pinned to processors on Linux only")
@@ -31,3 +33,23 @@ def test_time_without_a_processor_is_told_apart():
             other.kill()
             other.wait()
         os.sched_setaffinity(0, allowed)
+
+
+@pytest.mark.parametrize("collecting", [True, False])
+async def test_the_garbage_collector_is_no_code_of_the_env(collecting: bool):
+    def slow(phase: str, info: dict[str, int]) -> None:
+        if phase == "start":
+            time.sleep(1.2)
+
+    async with watching_loop() as watch:
+        gc.callbacks.append(slow)
+        try:
+            for _ in range(2):
+                await asyncio.sleep(0.1)
+                if collecting:
+                    gc.collect()
+                else:
+                    slow("start", {})
+        finally:
+            gc.callbacks.remove(slow)
+    assert watch.repeatedly is not collecting

@@ -213,8 +213,10 @@ async def test_stop_ids_limits_and_cancellation(url: str, folders: list[Path], t
         assert again.finish == "stop"
         long = await engine.generate([7] * (engine.max_context - 3), Sampling(max_tokens=50))
         assert (len(long.ids), long.finish) == (3, "length")
-        lost = asyncio.create_task(engine.generate(PROMPT, Sampling(max_tokens=200)))
-        await asyncio.sleep(0.3)
+        began = asyncio.Event()
+        options = GenerateOptions(lambda token: began.set())
+        lost = asyncio.create_task(engine.generate_streaming(PROMPT, Sampling(max_tokens=200), options))
+        await began.wait()
         lost.cancel()
         with pytest.raises(asyncio.CancelledError):
             await lost
