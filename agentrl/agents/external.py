@@ -189,7 +189,7 @@ class RecordFolder:
         """Seal an episode and write it."""
         recording = one.recording
         recording.seal()
-        turns = recording.turns()
+        turns = recording.turns(one.began)
         error = end.error or recording.trouble or (None if turns else "it has no completions")
         ended = StopReason.TERMINATED if turns and turns[-1].message.tool_calls else StopReason.ANSWERED
         if turns and turns[-1].finish == "length":
@@ -205,7 +205,8 @@ class RecordFolder:
             rewards={} if error else _parts(end),
             metrics=recording.metrics(),
             error=error,
-            seconds=time.monotonic() - one.began,
+            seconds=(seconds := time.monotonic() - one.began),
+            start_s=time.time() - seconds,
             tools=tuple(recording.tools),
             solved=None if error else _solved(end),
         )

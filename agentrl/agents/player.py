@@ -112,7 +112,7 @@ class AgentPlayer:
             crashed = str(e)
         finally:  # also after a timeout
             recording.seal()
-            episode.turns[:] = recording.turns()
+            episode.turns[:] = recording.turns(episode.status.started)
             episode.tools = recording.tools
             episode.count(recording.metrics())
         if recording.trouble is not None:

@@ -56,6 +56,15 @@ EDITS = (DriftKind.REWORDED, DriftKind.TOOLS, DriftKind.HISTORY, DriftKind.FOREI
 """What explains a branch, most telling first: after a reworded turn, the turns behind it have another history."""
 
 
+@dataclass(frozen=True, slots=True)
+class _Spoken:
+    """A finished completion, with its times on the monotonic clock."""
+
+    turn: SessionTurn
+    began: float
+    ended: float
+
+
 class EpisodeRecording:
     """The recording of one episode.
 
@@ -78,7 +87,8 @@ class EpisodeRecording:
         self.lock = asyncio.Lock()
         self._limits, self._temperature, self._seed = limits, temperature, seed
         self._asked = itertools.count()
-        self._said: list[tuple[Choice, float]] = []
+        self._opened = time.monotonic()
+        self._said: list[_Spoken] = []
         self._branches: dict[int, str] = {}
         self._prompted: set[bytes] = set()
         self._parents: set[int | None] = set()
@@ -146,18 +156,16 @@ class EpisodeRecording:
         for tool in ask.tools or self.offered:
             self._tools.setdefault(str(tool), tool)
 
-    def add(self, spoken: Sequence[Choice], seconds: float) -> None:
-        """Record a finished completion."""
+    def add(self, spoken: Sequence[Choice], began: float) -> None:
+        """Record a finished completion, which was requested at `began` of the monotonic clock."""
         for one in spoken:
-            self._said.append((one, seconds))
+            self._said.append(_Spoken(one.turn, began, time.monotonic()))
             self._counts["parse_error"] += len(one.turn.message.parse_errors)
             self._counts["agent/forks"] += one.turn.matched is Matched.FORK
             if (reason := self._reason(one.turn)) is not None:
                 self._branches[one.turn.number] = reason
                 self._counts[f"agent/branch_{reason}"] += 1
-                parents = [
-                    len(said.turn.branch.ids) for said, _ in self._said if said.turn.number == one.turn.parent
-                ]
+                parents = [len(said.turn.branch.ids) for said in self._said if said.turn.number == one.turn.parent]
                 self._counts["agent/rerendered_tokens"] += one.turn.prompt_tokens - sum(parents)
             self._counts["agent/cut"] += one.turn.completion.finish == "length"
 
@@ -201,29 +209,36 @@ class EpisodeRecording:
         drift = {f"agent/drift_{kind.value}": float(n) for kind, n in self.session.drift.items()}
         return drift | {name: float(n) for name, n in self._counts.items() if n}
 
-    def turns(self) -> list[Turn]:
-        """The completions in sampling order, each with the messages after it."""
+    def turns(self, started: float | None = None) -> list[Turn]:
+        """The completions in sampling order, each with the messages after it.
+
+        Args:
+            started: when the episode began, on the monotonic clock; by default when the recording was opened.
+        """
+        started = self._opened if started is None else started
         after: dict[int, SessionTurn] = {}
-        for spoken, _ in self._said:
+        for spoken in self._said:
             if spoken.turn.parent is not None:
                 after.setdefault(spoken.turn.parent, spoken.turn)
         return [
             replace(
-                _turn(spoken.turn, after.get(spoken.turn.number), seconds),
+                _turn(spoken.turn, after.get(spoken.turn.number)),
+                engine_seconds=spoken.ended - spoken.began,
+                start_s=spoken.began - started,
                 branch=self._branches.get(spoken.turn.number),
             )
-            for spoken, seconds in self._said
+            for spoken in self._said
         ]
 
     def leaves(self) -> list[Transcript]:
         """The branches that end with a completion that no request continues."""
-        parents = {spoken.turn.parent for spoken, _ in self._said}
-        return [spoken.turn.branch for spoken, _ in self._said if spoken.turn.number not in parents]
+        parents = {spoken.turn.parent for spoken in self._said}
+        return [spoken.turn.branch for spoken in self._said if spoken.turn.number not in parents]
 
     @property
     def conversations(self) -> set[str]:
         """Names of its engine sessions."""
-        return {spoken.turn.conversation for spoken, _ in self._said}
+        return {spoken.turn.conversation for spoken in self._said}
 
     def _adjust(self, ask: GenerationRequest) -> GenerationRequest:
         """The request with the run's sampling parameters, and the tools offered if it has none."""
@@ -234,14 +249,14 @@ class EpisodeRecording:
         return replace(ask, tools=tools, scored=True, **sampling)  # type: ignore[arg-type]
 
 
-def _turn(turn: SessionTurn, child: SessionTurn | None, seconds: float) -> Turn:
+def _turn(turn: SessionTurn, child: SessionTurn | None) -> Turn:
     observed: Sequence[Message] = ()
     if child is not None:
         observed = child.branch.context[len(turn.branch.context) : -1]
     results = {m.tool_call_id: plain_text(m.content) for m in observed if m.role == "tool"}
     calls = tuple(CallRecord(c, results[c.id], "ok", 0.0) for c in turn.message.tool_calls if c.id in results)
     completion = turn.completion
-    return Turn(turn.message, tuple(observed), 0.0, completion.finish, len(completion.ids), seconds, 0.0, calls)
+    return Turn(turn.message, tuple(observed), 0.0, completion.finish, len(completion.ids), 0.0, 0.0, calls)
 
 
 @dataclass(frozen=True, slots=True)
@@ -305,7 +320,7 @@ class RecordedJob(Job):
                 recording.left()
             raise
         recording.answered(key)
-        recording.add(spoken, time.monotonic() - began)
+        recording.add(spoken, began)
         return spoken
 
 

@@ -101,6 +101,8 @@ async def test_the_episode_is_that_of_the_built_in_loop_to_the_token(renderer: R
     assert [t.tokens for t in found.turns] == [t.tokens for t in expected.turns]
     assert found.metrics == {"tokens/identical": 1.0}
     assert len(engine.released) == 1
+    first, last = found.turns
+    assert 0 < first.start_s < first.start_s + first.engine_seconds < last.start_s < found.seconds
 
 
 def unnamed(message: Message) -> Message:

@@ -80,6 +80,9 @@ async def test_what_is_ended_is_kept_and_what_is_not_has_no_reward(tmp_path: Pat
     assert records[0].episode.rewards == {"solved": 1.5}
     assert records[0].episode.task.row == {"a": 1}
     assert [s.origin for s in records[0].episode.segments][-1] == "sampled"
+    (turn,) = records[0].episode.turns
+    assert 0 < turn.start_s < records[0].episode.seconds
+    assert records[0].episode.start_s < records[2].episode.start_s
 
 
 async def served_once(folder: Path, task: str) -> None:

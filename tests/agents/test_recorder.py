@@ -172,7 +172,7 @@ class TestForks:
             await one.chat([USER, first, result(first)])
             invented = {"role": "assistant", "content": "I never said this"}
             await one.chat([USER, invented, {"role": "user", "content": "and?"}])
-            again = one.recording._said[-1][0].turn.prompt_tokens
+            again = one.recording._said[-1].turn.prompt_tokens
             found = {"agent/drift_foreign": 1.0, "agent/forks": 1.0, "agent/branch_foreign": 1.0}
             assert one.recording.metrics() == found | {"agent/rerendered_tokens": again}
             segments = one.recording.ledger.segments

@@ -454,6 +454,6 @@ async def test_each_edit_of_a_history_is_a_branch_with_its_reason(renderer: Rend
     assert branches(recording) == {edit: 1}
     again = recording.turns()[-1]
     assert again.branch == edit
-    last = recording._said[-1][0].turn
-    shared = 0 if last.parent is None else len(recording._said[last.parent][0].turn.branch.ids)
+    last = recording._said[-1].turn
+    shared = 0 if last.parent is None else len(recording._said[last.parent].turn.branch.ids)
     assert recording.metrics()["agent/rerendered_tokens"] == last.prompt_tokens - shared
