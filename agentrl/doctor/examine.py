@@ -6,11 +6,24 @@ from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
-from agentrl.doctor import data_checks, learning_checks, reward_checks, sampler_checks, tool_checks
+from agentrl.doctor import (
+    data_checks,
+    learning_checks,
+    reward_checks,
+    sampler_checks,
+    straggler_checks,
+    tool_checks,
+)
 from agentrl.doctor.evidence import Evidence
 from agentrl.doctor.finding import Finding
 
-CHECKS = (*sampler_checks.CHECKS, *reward_checks.CHECKS, *learning_checks.CHECKS, *data_checks.CHECKS)
+CHECKS = (
+    *sampler_checks.CHECKS,
+    *reward_checks.CHECKS,
+    *learning_checks.CHECKS,
+    *data_checks.CHECKS,
+    *straggler_checks.CHECKS,
+)
 """Of the whole run."""
 ENV_CHECKS = (*tool_checks.CHECKS, *reward_checks.ENV_CHECKS, *data_checks.ENV_CHECKS)
 """Of the episodes of each env."""

@@ -157,6 +157,10 @@ class Engine(ABC):
         """Total seconds during which no request could be answered, for reasons unrelated to the episodes."""
         return 0.0
 
+    def server_timing(self) -> Mapping[str, float]:
+        """What each server did since the last call, as metrics to log; {} without servers."""
+        return {}
+
     async def generate_streaming(
         self, ids: Sequence[int], sampling: Sampling, options: GenerateOptions, *, session: str | None = None
     ) -> Completion:

@@ -27,6 +27,7 @@ from agentrl.learner.split import (
     StepRows,
     TokenValues,
     merge_results,
+    rank_timing,
     split_rows,
     split_step,
 )
@@ -78,7 +79,7 @@ class Learner:
             disconnect: called after the ranks have stopped.
         """
         passes = Passes(spec.algorithm.updates_per_step, spec.algorithm.epochs, spec.seed)
-        self._max_tokens = spec.config.micro_batch_tokens
+        self._max_tokens, self._sequence_ranks = spec.config.micro_batch_tokens, spec.config.sequence_ranks
         self._passes = passes
         self._critic_passes = passes if spec.critic is None else critic_passes(spec.critic, passes)
         self._policy, self._reference, self._critic = policy, reference, critic
@@ -127,6 +128,7 @@ class Learner:
             values = self._critic.start(lambda rank, work: rank.update(work), shares, doing="the update")
         results = policy()
         merged = merge_results(rows, results, [] if values is None else values(), epochs=self._passes.epochs)
+        merged = replace(merged, timing=rank_timing(work, results, times=self._sequence_ranks))
         return replace(merged, values=_values(rows, work, results)) if rows.record else merged
 
     @in_thread

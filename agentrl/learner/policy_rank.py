@@ -16,6 +16,7 @@ from agentrl.algo.metrics import Metric, Metrics, merge_metrics, to_host
 from agentrl.config.run import LearnerConfig, LoRAConfig
 from agentrl.errors import AgentRLError, CheckpointError
 from agentrl.learner.critic import CRITIC_FOLDER, Critic
+from agentrl.learner.layer_clock import LayerClock
 from agentrl.learner.learner import Learner
 from agentrl.learner.logprobs import TokenStats, Wanted, know_head, token_stats
 from agentrl.learner.lora import (
@@ -79,6 +80,7 @@ class LocalPolicyRank:
         has_critic = spec.critic is not None and spec.critic_dir is not None
         self.critic = Critic(spec, self.world) if has_critic else None
         self._know_heads()
+        self._clock = LayerClock(self.policy, self.device) if self.world.size > 1 else None
 
     def annotate(self, batches: Sequence[Rows], names: frozenset[str]) -> list[Columns]:
         """The named columns of this rank's rows, under the models before the first update."""
@@ -109,6 +111,8 @@ class LocalPolicyRank:
             AgentRLError: the gradient is not finite.
         """
         self._set_lr()
+        if self._clock is not None:
+            self._clock.reset()
         values = {} if self.critic is None else self.critic.update(critic_work)
         updates: list[Metrics] = []
         drifts: list[LogprobDrift] = []
@@ -147,6 +151,7 @@ class LocalPolicyRank:
             self.optimizer.param_groups[0]["lr"],
             updates,
             seen,
+            0.0 if self._clock is None else self._clock.seconds(),
         )
 
     def _know_heads(self) -> None:

@@ -63,12 +63,14 @@ class StepResult:
         trained: tokens under the loss.
         values: what the updates of the first pass saw of each row's trained tokens, in the order of the rows;
             empty for idle rows, and for all if nothing is recorded.
+        timing: of each rank, to log, if there are several.
     """
 
     metrics: Mapping[str, float]
     tokens: int
     trained: int
     values: Sequence[TokenValues] = ()
+    timing: Mapping[str, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,6 +105,8 @@ class RankResult:
     values: Sequence[Sequence[TokenValues]] = ()
     """For each recorded update what it saw of each row, micro-batch by micro-batch in the order of
     `in_pack_order`."""
+    forward_seconds: float = 0.0
+    """How long the policy's blocks computed in forward passes; 0 if there is one rank."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -202,6 +206,23 @@ def merge_results(
     trained = sum(sum(s.loss_mask) for s in step.samples)
     passed = sum(len(s.ids) for s in step.samples if s.episode_id not in step.idle)
     return StepResult(values, passed * epochs, trained)
+
+
+def rank_timing(
+    work: Sequence[Sequence[MicroBatches]], results: Sequence[RankResult], *, times: int = 1
+) -> dict[str, float]:
+    """What each rank computed in a step and how long, as metrics; {} for a single one.
+
+    Args:
+        times: how many neighbors share each part.
+    """
+    found: dict[str, float] = {}
+    for number, (updates, result) in enumerate(zip(work, results, strict=True)):
+        if len(results) > 1 and result.forward_seconds:
+            tokens = sum(len(row.ids) for update in updates for rows in update.rows for row in rows)
+            found[f"rank/{number * times}/forward_seconds"] = result.forward_seconds
+            found[f"rank/{number * times}/tokens"] = float(tokens)
+    return found
 
 
 def trained_by_episode(samples: Sequence[Sample]) -> dict[str, int]:

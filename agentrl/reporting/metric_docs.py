@@ -260,6 +260,23 @@ METRICS: tuple[MetricDoc, ...] = (
         ("publish_seconds", "s", "Time to hand the weights to the engine."),
         ("engine_seconds", "s", "Mean time of the engine per turn."),
         ("env_seconds", "s", "Mean time of the env per turn."),
+        (
+            "rank/{rank}/forward_seconds",
+            "s",
+            "Time in the layers' forward passes of the update on this learner rank, without waiting for others.",
+        ),
+        ("rank/{rank}/tokens", "tokens", "Tokens of the rows that this learner rank trained on."),
+        (
+            "server/{server}/busy_seconds",
+            "s",
+            "Time since the step before in which this inference server had a request.",
+        ),
+        ("server/{server}/tokens", "tokens", "Tokens that this server sampled since the step before."),
+        (
+            "server/{server}/token_seconds",
+            "s",
+            "Mean time of this server per sampled token of a request, prompt included.",
+        ),
         ("warmup_seconds", "s", "Time of the cold start; only in the line of step 0."),
     ),
 )

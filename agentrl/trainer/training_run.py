@@ -50,6 +50,7 @@ class Run:
         """Start the clock of the first step."""
         self.log.reporter.phase("train", self.config.steps, self.scheduler.admission.next_step - 1)
         self.in_step.resume()
+        self.engine.server_timing()  # what came before the first step
         self._mark = time.monotonic()
 
     @asynccontextmanager
@@ -77,7 +78,8 @@ class Run:
             AgentRLError: sampler and learner disagree, or the first steps had no reward at all.
         """
         step, config = batch.step, self.config
-        timing = self._seconds | {"seconds": time.monotonic() - self._mark}
+        timing = {**self._seconds, **update.timing, **self.engine.server_timing()}
+        timing["seconds"] = time.monotonic() - self._mark
         metrics = self.log.metrics(batch, update, timing)
         metrics |= self.algorithm.observe(update.metrics, rows.num_episodes)
         self.log.episodes(batch, rows)

@@ -69,6 +69,12 @@ class Replica:
     """Number of answers during which the limit does not shrink again."""
     calls: set[asyncio.Task[Any]] = field(default_factory=set)
     watch: asyncio.Task[None] | None = None
+    busy_s: float = 0.0
+    """Seconds with a running request since the last `timing`, until `busy_since`."""
+    busy_since: float | None = None
+    tokens: int = 0
+    answer_s: float = 0.0
+    """Seconds of all completions since the last `timing`, which sampled `tokens`."""
 
     def __post_init__(self) -> None:
         self.limit, self.left = float(self.most), self.restarts
@@ -77,6 +83,30 @@ class Replica:
     def free(self) -> bool:
         """Whether it can take another request now."""
         return self.ready and not self.asleep and self.running < int(self.limit)
+
+    def begin(self) -> None:
+        """Count a request as running."""
+        self.running += 1
+        if self.busy_since is None:
+            self.busy_since = time.monotonic()
+
+    def end(self) -> None:
+        """Count it no longer."""
+        self.running -= 1
+        if not self.running and self.busy_since is not None:
+            self.busy_s += time.monotonic() - self.busy_since
+            self.busy_since = None
+
+    def timing(self) -> dict[str, float]:
+        """What it did since the last call."""
+        now = time.monotonic()
+        if self.busy_since is not None:
+            self.busy_s, self.busy_since = self.busy_s + now - self.busy_since, now
+        found = {"busy_seconds": self.busy_s, "tokens": float(self.tokens)}
+        if self.tokens:
+            found["token_seconds"] = self.answer_s / self.tokens
+        self.busy_s, self.tokens, self.answer_s = 0.0, 0, 0.0
+        return found
 
     def note(self, answer: object, updates_before: int) -> None:
         """Adjust the limit after an answer: is there memory for this many sequences?"""
@@ -163,19 +193,30 @@ class ReplicaPool:
         last: EngineError | None = None
         for _ in range(ATTEMPTS):
             replica = await self._take(session)
-            server, updates = replica.server, replica.updates
+            server, updates, sent = replica.server, replica.updates, time.monotonic()
             assert server is not None
             try:
                 answer = await _guarded(replica, ask(server))
                 replica.note(answer, updates)
+                if isinstance(answer, ServerAnswer):
+                    replica.tokens += len(answer.ids)
+                    replica.answer_s += time.monotonic() - sent
                 return answer
             except ServerLost as e:
                 last = e
                 await self._suspect(replica, server, e)
             finally:
-                replica.running -= 1
+                replica.end()
                 self._serve_waiting()
         raise EngineError(f"a request was lost {ATTEMPTS} times; the last time: {last}") from last
+
+    def timing(self) -> dict[str, float]:
+        """What each server did since the last call, as metrics."""
+        return {
+            f"server/{number}/{name}": value
+            for number, replica in enumerate(self.replicas)
+            for name, value in replica.timing().items()
+        }
 
     def forget(self, session: str) -> None:
         """End a session."""
@@ -200,7 +241,7 @@ class ReplicaPool:
         """Return when a server can answer. Raises EngineError if none ever will."""
         if not self.ready:
             replica = await self._take(None)
-            replica.running -= 1
+            replica.end()
             self._serve_waiting()
 
     async def close(self) -> None:
@@ -231,7 +272,7 @@ class ReplicaPool:
             return await place
         except asyncio.CancelledError:
             if place.done() and not place.cancelled() and place.exception() is None:
-                place.result().running -= 1  # granted, but the caller is gone
+                place.result().end()  # granted, but the caller is gone
                 self._serve_waiting()
             raise
 
@@ -244,7 +285,7 @@ class ReplicaPool:
             home = min(free, key=lambda replica: replica.running / replica.limit)
         if session is not None:
             self._homes[session] = home
-        home.running += 1
+        home.begin()
         return home
 
     def _serve_waiting(self) -> None:

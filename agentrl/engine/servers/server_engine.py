@@ -247,6 +247,10 @@ class ServedEngine(Engine):
             self._version = version
         await self._pool.any_ready()
 
+    def server_timing(self) -> Mapping[str, float]:
+        """What each server did since the last call: seconds at work, tokens, and request seconds per token."""
+        return self._pool.timing()
+
     async def logprobs_by_server(self, rows: Sequence[Sequence[int]]) -> list[list[list[float]]]:
         """Return by server the logprob (temperature 1) of each token of each row but the first.
 
