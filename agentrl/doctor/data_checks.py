@@ -11,10 +11,20 @@ from typing import Any
 from agentrl.doctor.evidence import Call, Evidence, Played
 from agentrl.doctor.finding import Finding
 
-SECRETS = re.compile(r"answer|solution|expected|target|label|gold|truth|result", re.IGNORECASE)
+SECRETS = re.compile(
+    r"answer|solution|expected|target|label|gold|truth|result|oracle|canonical|(^|[_ ])(sql|patch|gt)$",
+    re.IGNORECASE,
+)
 """Names of columns that hold what the policy should find."""
 LABELS = "answer|solution|expected|target|gold|truth"
 """What a tool calls the secret that it gives away; a result of its own is no secret."""
+
+
+_CODE = re.compile(r"[(){}\[\];=<>*+/]")
+MIN_TEXT, MAX_TEXT = 16, 20_000
+"""Characters of texts that nobody writes twice by chance."""
+MOST_VALUES = 64
+"""Values of a row that are looked for."""
 
 
 def leaked(evidence: Evidence) -> Iterator[Finding]:
@@ -48,7 +58,7 @@ def duplicates(evidence: Evidence) -> Iterator[Finding]:
     if len(known) >= 16 and extra > 0.2 * len(known) and _rows_decide(evidence):
         most = Counter(known).most_common(1)[0][1]
         # An env that draws its tasks from a small world repeats them; that is like several epochs.
-        few = len(set(known)) < 2 * float(evidence.setting("rollout.groups_per_step", 1) or 1)
+        few = len(set(known)) < 2 * evidence.number("rollout.groups_per_step", 1)
         uneven = most > 5 * len(known) / len(set(known))
         yield Finding(
             "duplicate-tasks",
@@ -73,16 +83,18 @@ def answer_in_sight(evidence: Evidence) -> Iterator[Finding]:
     seen: dict[str, list[Played]] = {"prompt": [], "tool": []}
     tasks: dict[str, set[str]] = {"prompt": set(), "tool": set(), "all": set()}
     for played in evidence.scored:
-        secrets = _secrets(played)
-        if not secrets:
+        secrets, texts = _secrets(played), _texts(played)
+        if not secrets and not texts:
             continue
         id = str(played.raw["task"]["id"])
-        tasks["all"].add(id)
+        if secrets:
+            tasks["all"].add(id)
         prompt = played.text("system", "user")
         if any(_contains(prompt, secret) for secret in secrets):
             tasks["prompt"].add(id)
             seen["prompt"].append(played)
-        elif any(any(_given_away(c, secret) for secret in secrets) for c in played.calls):
+        elif any(any(_given_away(c, secret) for secret in secrets) for c in played.calls) or _shown(played, texts):
+            tasks["all"].add(id)
             tasks["tool"].add(id)
             seen["tool"].append(played)
     if len(tasks["all"]) >= 8 and len(tasks["prompt"]) > 0.5 * len(tasks["all"]):
@@ -112,14 +124,81 @@ def _answer_copied(evidence: Evidence) -> Iterator[Finding]:
 
 
 def _secrets(played: Played) -> list[str]:
-    row: dict[str, Any] = played.raw["task"].get("row") or {}
+    """The values of columns whose names say that they are the answer."""
     found = []
-    for name, value in row.items():
-        if SECRETS.search(str(name)) and isinstance(value, str | int | float) and not isinstance(value, bool):
+    for name, value in _values(played.raw["task"].get("row")):
+        if SECRETS.search(name):
             text = f"{value:g}" if isinstance(value, float) else str(value).strip()
             if 2 <= len(text) <= 200:
                 found.append(text)
     return found
+
+
+def _values(row: Any, name: str = "") -> Iterator[tuple[str, str | int | float]]:
+    """The texts and numbers of a row by the name of their column, those inside of objects by the inner name too.
+
+    Of a list only a single item counts: several may be what there is to choose from.
+    """
+    if isinstance(row, dict):
+        inside = [found for key, value in row.items() for found in _values(value, f"{name} {key}".strip())]
+        yield from inside[:MOST_VALUES]
+    elif isinstance(row, list) and len(row) == 1:
+        yield from _values(row[0], name)
+    elif isinstance(row, str | int | float) and not isinstance(row, bool):
+        yield name, row
+
+
+def _texts(played: Played) -> dict[str, bool]:
+    """Long texts of the row that the prompt does not show, whatever their column is called.
+
+    True for a program in a column for answers: a tool has no other reason to show it.
+    """
+    prompt = _plain(played.text("system", "user"))
+    found = {}
+    for name, value in _values(played.raw["task"].get("row")):
+        text = _plain(value) if isinstance(value, str) and len(value) <= MAX_TEXT else ""
+        if len(text) >= MIN_TEXT and " " in text and text not in prompt:
+            found[text] = bool(SECRETS.search(name) and _CODE.search(text))
+    return found
+
+
+def _shown(played: Played, texts: dict[str, bool]) -> bool:
+    """Whether a tool shows one of the texts, and the policy then gives it back, or could have no use for it else.
+
+    A text that the policy wrote first is its own work.
+    """
+    known: set[str] = set()
+    for message in played.raw.get("messages", ()) if texts else ():
+        said = _plain(_said(message))
+        for text, answers in texts.items():
+            if text not in said:
+                continue
+            if message.get("role") == "assistant":
+                if text in known:
+                    return True
+                texts = {other: sure for other, sure in texts.items() if other != text}
+            elif message.get("role") == "tool":
+                if answers:
+                    return True
+                known.add(text)
+    return False
+
+
+def _said(message: dict[str, Any]) -> str:
+    """All text of a message, that of its calls' arguments included."""
+    parts: list[Any] = [message.get("content"), *(c.get("arguments") for c in message.get("tool_calls") or ())]
+    found = []
+    while parts:
+        part = parts.pop()
+        if isinstance(part, str):
+            found.append(part)
+        elif isinstance(part, dict | list):
+            parts += part.values() if isinstance(part, dict) else part
+    return "\n".join(found)
+
+
+def _plain(text: str) -> str:
+    return " ".join(text.split())
 
 
 def _given_away(call: Call, secret: str) -> bool:

@@ -12,8 +12,10 @@ from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
+from pydantic_core import from_json
 
 from agentrl.errors import CheckpointError
+from agentrl.run_folder.records import decode, episode_lines
 from agentrl.run_folder.redraws import Redraws, read_redraws
 from agentrl.run_folder.run_reader import Json, RunReader
 from agentrl.run_folder.token_records import TokenColumns, read_tokens
@@ -84,7 +86,8 @@ class Played:
     @property
     def tools(self) -> list[str]:
         """Names of the tools offered."""
-        return [str(tool.get("function", {}).get("name")) for tool in self.raw.get("tools", ())]
+        functions = [tool.get("function") for tool in self.raw.get("tools", ())]
+        return [str(function.get("name")) for function in functions if isinstance(function, dict)]
 
     @property
     def env(self) -> str:
@@ -188,6 +191,12 @@ class Evidence:
             found = found[part]
         return found
 
+    def number(self, key: str, otherwise: float) -> float:
+        """A value of the configuration; `otherwise` where it is not a number, or 0."""
+        found = self.setting(key)
+        known = isinstance(found, int | float) and abs(found) < 1e300
+        return float(found or otherwise) if known else float(otherwise)
+
     def series(self, name: str) -> tuple[Floats, Floats]:
         """The steps and values of a metric, without gaps and without step 0."""
         metrics = self.reader.metrics
@@ -276,13 +285,15 @@ class Evidence:
     def _of(self, step: int) -> Iterator[Played]:
         try:
             tokens = 0
-            for number, record in enumerate(self.reader.records(step)):
+            for number, line in enumerate(episode_lines(self.reader.path, step)):
                 if number >= MOST_EPISODES or (tokens > MOST_TOKENS and number >= FEWEST):
                     return
+                decode(line)  # what no run wrote ends the step
+                record = from_json(line)
                 tokens += sum(len(segment["ids"]) for segment in record["episode"].get("segments", ()))
                 if not record.get("set_aside") and not record.get("baseline"):
                     yield Played(step, int(record["group"]), record.get("advantages") or (), record["episode"])
-        except CheckpointError:
+        except (CheckpointError, ValueError):
             return
 
 

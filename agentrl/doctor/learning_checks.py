@@ -26,8 +26,8 @@ def progress(evidence: Evidence) -> tuple[float, float]:
 def no_signal(evidence: Evidence) -> Iterator[Finding]:
     """Nearly all groups score the same."""
     steps, signal = evidence.series("groups_with_signal")
-    groups = float(evidence.setting("rollout.groups_per_step", 0) or 0)
-    if len(signal) < FEW_STEPS or groups <= 0 or int(evidence.setting("rollout.group_size", 1) or 1) < 2:
+    groups = evidence.number("rollout.groups_per_step", 0)
+    if len(signal) < FEW_STEPS or groups <= 0 or evidence.number("rollout.group_size", 1) < 2:
         return
     share = float(signal[-max(FEW_STEPS, len(signal) // 2) :].mean()) / groups
     if share > 0.1:
@@ -69,7 +69,7 @@ def never_solved(evidence: Evidence) -> Iterator[Finding]:
     if len(steps) < FEW_STEPS or not _never_solved(evidence):
         return
     _, signal = evidence.series("groups_with_signal")
-    if len(signal) and float(signal.mean()) > 0.25 * float(evidence.setting("rollout.groups_per_step", 1) or 1):
+    if len(signal) and float(signal.mean()) > 0.25 * evidence.number("rollout.groups_per_step", 1):
         return  # other parts of the reward teach something
     cold = evidence.setting("warmup") is None
     worst = evidence.scored[0]
@@ -107,7 +107,7 @@ def too_fast(evidence: Evidence) -> Iterator[Finding]:
             f"the policy breaks: the reward falls from {best:.2f} to {last:.2f}"
             + (f", KL reaches {kl.max():.2g}" if torn else "")
             + (", entropy jumps from step to step" if jumped else ""),
-            f"optim.lr (now {float(evidence.setting('optim.lr', 0) or 0):g}: divide by 10), optim.max_grad_norm, "
+            f"optim.lr (now {evidence.number('optim.lr', 0):g}: divide by 10), optim.max_grad_norm, "
             "algorithm.kl.coef",
             step=int(steps[min(at + 1, len(steps) - 1)]),
             series=("reward", "kl", "entropy", "grad_norm"),
@@ -119,7 +119,7 @@ def too_slow(evidence: Evidence) -> Iterator[Finding]:
     """Signal is there, and the policy does not move."""
     steps, reward = evidence.series("reward")
     _, signal = evidence.series("groups_with_signal")
-    groups = float(evidence.setting("rollout.groups_per_step", 0) or 0)
+    groups = evidence.number("rollout.groups_per_step", 0)
     if len(steps) < SOME_STEPS or groups <= 0 or len(signal) < SOME_STEPS or float(signal.mean()) < 0.2 * groups:
         return
     _, kl = evidence.series("kl")
@@ -130,7 +130,7 @@ def too_slow(evidence: Evidence) -> Iterator[Finding]:
         still = abs(high - low) < 0.02 * max(low, 1e-9)
     low, high = progress(evidence)
     if still and high - low < 0.05 * max(abs(low), float(np.ptp(reward)), 0.1):
-        rate = float(evidence.setting("optim.lr", 0) or 0)
+        rate = evidence.number("optim.lr", 0)
         moved = f"KL to the start is {kl[-1]:.1g}" if len(kl) else "its entropy does not change"
         yield Finding(
             "learning-rate-too-low",
@@ -147,7 +147,7 @@ def wrong_sign(evidence: Evidence) -> Iterator[Finding]:
     """The KL penalty rewards the distance that it should punish: the loss falls as KL rises."""
     steps, kl = evidence.series("kl")
     _, loss = evidence.series("loss")
-    coef = float(evidence.setting("algorithm.kl.coef", 0) or 0)
+    coef = evidence.number("algorithm.kl.coef", 0)
     if len(steps) < FEW_STEPS or len(loss) != len(kl) or coef <= 0:
         return
     share = coef * kl

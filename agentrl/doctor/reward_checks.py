@@ -234,7 +234,7 @@ def _hacked(evidence: Evidence, name: str, held_name: str) -> Finding | None:
     if len(held) < 2 or len(reward) < 4:
         return None
     low, high = ends(reward)
-    tasks = int(evidence.setting("eval.tasks", 200) or 200)
+    tasks = max(1.0, evidence.number("eval.tasks", 200))
     spread = max(float(np.ptp(reward)), 1e-9)
     noise = 3 * 0.5 / math.sqrt(tasks) * max(1.0, abs(float(held.max())))
     best = float(held[:-1].max())

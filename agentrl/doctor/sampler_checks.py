@@ -126,7 +126,8 @@ def _at_once(evidence: Evidence, step: int, drift: float) -> Iterator[Finding]:
 
 def left_out(evidence: Evidence) -> Iterator[Finding]:
     """Sampled tokens that do not train although nothing rejects them: the loss mask has moved."""
-    correction = evidence.setting("algorithm.correction", {}) or {}
+    correction = evidence.setting("algorithm.correction")
+    correction = correction if isinstance(correction, dict) else {}
     if correction.get("reject") or correction.get("veto") is not None or correction.get("off_policy") is not None:
         return
     for step in evidence.steps[:3]:
@@ -150,7 +151,7 @@ def left_out(evidence: Evidence) -> Iterator[Finding]:
 
 def staleness(evidence: Evidence) -> Iterator[Finding]:
     """Tokens older than the run allows."""
-    allowed = int(evidence.setting("rollout.max_staleness", 0) or 0)
+    allowed = int(evidence.number("rollout.max_staleness", 0))
     ages = [
         (played.step - 1 - oldest, played)
         for played in evidence.scored

@@ -167,6 +167,35 @@ def test_secrets_are_hidden_and_nothing_else() -> None:
     assert found["url"] == "https://(hidden)@host/path?token=(hidden)&x=1"
 
 
+@pytest.mark.parametrize(
+    "config",
+    [
+        {"clientSecret": "hush"},
+        {"accessToken": "hush"},
+        {"OPENAI_API_KEY": "hush"},
+        {"passwords": {"password": 1234567}, "x": [{"api_key": ["hush"]}]},
+        {"auth": {"user": "me", "code": "hush"}},
+        {"command": "env OPENAI_API_KEY=hush python x.py"},
+        {"command": ["DB_PASSWORD=hush", "x"]},
+        {"text": "eyJhbGciOiJIUzI1.eyJzdWIiOiIxMjM0.hush"},
+        {"text": "-----BEGIN RSA PRIVATE KEY-----\nhush\nhush\n-----END RSA PRIVATE KEY-----"},
+        {"text": "github_pat_hushhushhushhushhush"},
+        {"header": "Basic aHVzaDpodXNo"},
+    ],
+)
+def test_secrets_in_other_places_are_hidden_too(config: dict[str, object]):
+    found = str(without_secrets(config))
+    assert "(hidden)" in found
+    for secret in ("hush", "1234567", "aHVzaDpodXNo"):
+        assert secret not in found
+
+
+def test_what_only_looks_like_a_secret_stays():
+    config = {"pad_token": 0, "key": 3, "max_tokens": 64, "log": {"tokens": "all"}, "monkey": "x", "token": None}
+    config |= {"text": "Basic skills, a token of thanks; sort_key=size", "use_token": False}
+    assert without_secrets(config) == config
+
+
 def test_the_last_call_is_made_although_the_queue_was_empty_before_it(tmp_path, monkeypatch):
     slow = Hangs()
     feed = started(tmp_path, [], Fed("slow", slow))

@@ -7,16 +7,22 @@ from collections.abc import Mapping
 
 HIDDEN = "(hidden)"
 _KEY = re.compile(
-    r"(^|[_\-.])(api[_-]?key|access[_-]?key|private[_-]?key|key|secret|secrets|password|passwd|pwd|passphrase|"
+    r"(^|[_\-. ]|(?-i:(?<=[a-z0-9])(?=[A-Z])))"
+    r"(api[_-]?key|access[_-]?key|private[_-]?key|key|secret|secrets|password|passwd|pwd|passphrase|"
     r"credentials?|auth|authorization|token|bearer|cookie)$",
     re.IGNORECASE,
 )
 _VALUE = re.compile(
     r"(?P<url>\b[a-z][a-z0-9+.-]*://)[^/@\s]+@"
     r"|\bBearer\s+\S+"
-    r"|\b(?:sk|hf|ghp|gho|glpat|xox[abp])[-_][A-Za-z0-9_-]{16,}"
-    r"|\bAKIA[A-Z0-9]{16}\b"
-    r"|(?P<flag>--?[\w-]*(?:key|token|secret|password)(?:=|\s+))\S+"
+    r"|\bBasic\s+(?=\S*(?:[\d=]|(?-i:[a-z][A-Z])))[\w+/=-]{8,}"
+    r"|\b(?:sk|hf|gh[opsur]|github_pat|glpat|xox[abeps]|nvapi|gsk|pypi|npm|r8)[-_][A-Za-z0-9_-]{16,}"
+    r"|\bA[KS]IA[A-Z0-9]{16}\b"
+    r"|\bAIza[\w-]{30,}"
+    r"|\beyJ[\w-]{8,}\.[\w-]{8,}\.[\w-]*"
+    r"|-----BEGIN [A-Z ]*PRIVATE KEY-----[\s\S]*?(?:-----END [A-Z ]*PRIVATE KEY-----|$)"
+    r"|(?P<flag>(?:--?[\w-]*(?:key|token|secret|password)(?:=|\s+))"
+    r"|\b\w*(?:api_?key|access_key|token|secret|password|passwd)=)\S+"
     r"|(?P<query>[?&][\w-]*(?:key|token|secret|password|signature)=)[^&\s]+",
     re.IGNORECASE,
 )
@@ -29,7 +35,12 @@ def without_secrets(config: Mapping[str, object]) -> dict[str, object]:
 
 
 def _secret(key: str, value: object) -> bool:
-    return isinstance(value, str) and bool(value) and _KEY.search(key) is not None
+    found = _KEY.search(key)
+    if found is None or not value:
+        return False
+    if isinstance(value, int | float):  # a token may be an id, and a key a number of a column
+        return not isinstance(value, bool) and found[2].lower().startswith(("pass", "pwd", "secret", "api"))
+    return isinstance(value, str | list | tuple | Mapping)
 
 
 def _clean(value: object) -> object:
