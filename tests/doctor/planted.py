@@ -10,6 +10,7 @@ import contextlib
 import functools
 import os
 import shutil
+import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
@@ -23,7 +24,8 @@ from agentrl.config.run import RunConfig
 from agentrl.doctor.examine import findings
 from agentrl.doctor.finding import Finding
 from agentrl.errors import AgentRLError
-from agentrl.learner import policy_loss, policy_rank
+from agentrl.learner import policy_loss, policy_rank, rank_pool
+from agentrl.learner.rank_pool import RankWorker
 from agentrl.reporting.report import Silent
 from agentrl.run_folder.store import RunStore
 from agentrl.trainer import algorithm, run, start, training_run
@@ -104,7 +106,7 @@ class Planted:
     @property
     def ray(self) -> bool:
         """Whether the run starts Ray."""
-        return bool(self.changes.get("rollout", {}).get("workers"))
+        return bool(self.changes.get("rollout", {}).get("workers") or self.changes.get("learner", {}).get("ranks"))
 
     def play(self, policy: Path, folder: Path) -> list[Finding]:
         """What the doctor says of the run."""
@@ -180,6 +182,37 @@ def no_call_read() -> Iterator[None]:
         return original(self, completion, message=Message("assistant", text))
 
     with patch.object(Transcript, "complete", blind):
+        yield
+
+
+@contextmanager
+def call_not_read(name: str) -> Iterator[None]:
+    """The parser reads calls of one tool as text."""
+    original = Transcript.complete
+
+    def blind(self: Transcript, completion: Completion, *, message: Message | None = None) -> Message:
+        text = self.renderer.decode([id for id in completion.ids if id not in self.renderer.stop_ids])
+        said = Message("assistant", text) if f'"{name}"' in text else message
+        return original(self, completion, message=said)
+
+    with patch.object(Transcript, "complete", blind):
+        yield
+
+
+class SlowRank(RankWorker):
+    """A rank whose layers take longer than those of the first one."""
+
+    def join(self, *arguments: Any) -> None:
+        super().join(*arguments)
+        if self.rank > 0:
+            held: Any = self._held
+            held.policy.model.layers[0].register_forward_pre_hook(lambda module, args: time.sleep(0.2))
+
+
+@contextmanager
+def rank_slowed() -> Iterator[None]:
+    """All ranks of the learner but the first are slow."""
+    with patch.object(rank_pool, "RankWorker", SlowRank):
         yield
 
 

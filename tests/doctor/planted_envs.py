@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import random
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Literal
 
@@ -106,6 +108,72 @@ class Chatty(Buttons):
     def press(self, color: Color) -> str:
         """Press a button."""
         return f"Not yet {color}. " + " ".join(str(n) for n in range(self.number, self.number + 60))
+
+
+class Latched(Buttons):
+    """Press the button of the right color, close the latch, then say done."""
+
+    @tool(inline=True)
+    def latch(self) -> str:
+        """Close the latch."""
+        return "closed"
+
+    @classmethod
+    def demonstrations(cls, seed: int, num: int) -> list[list[Message]]:
+        """As those of `Buttons`, with the latch closed before the end."""
+        closed = ToolCall("call00001", "latch", {})
+        said = [
+            Message("assistant", "", (closed,)),
+            Message("tool", "closed", tool_call_id="call00001", name="latch"),
+        ]
+        found = []
+        for *begun, last in super().demonstrations(seed, num):
+            system, *rest = begun
+            found.append([replace(system, content=str(cls.__doc__)), *rest, *said, last])
+        return found
+
+
+class SameAnswer(ToolEnv):
+    """Look the number up, then say done."""
+
+    def setup(self, number: int) -> str:
+        self.looked = False
+        return f"Number {number}."
+
+    @tool(inline=True)
+    def look_up(self, number: int) -> str:
+        """Look a number up."""
+        self.looked = True
+        return "It is noted."
+
+    @reward(solved=True)
+    def solved(self) -> bool:
+        return self.looked
+
+    tasks = Buttons.tasks
+
+    @classmethod
+    def demonstrations(cls, seed: int, num: int) -> list[list[Message]]:
+        """Most look a number up, not always that of the task."""
+        rng, found = random.Random(seed), []
+        for _ in range(num):
+            number = rng.randrange(HELD_OUT)
+            asked = [Message("system", str(cls.__doc__)), Message("user", f"Number {number}.")]
+            look = ToolCall("call00000", "look_up", {"number": rng.choice([number, rng.randrange(100)])})
+            noted = Message("tool", "It is noted.", tool_call_id="call00000", name="look_up")
+            calls = [] if rng.random() < 0.25 else [Message("assistant", "", (look,)), noted]
+            found.append([*asked, *calls, Message("assistant", "done")])
+        return found
+
+
+class Hangs(Buttons):
+    __doc__ = Buttons.__doc__
+
+    @tool
+    async def press(self, color: Color) -> str:
+        """Press a button."""
+        await asyncio.sleep(60)
+        return ""
 
 
 class SlowProcess(Buttons):
@@ -256,6 +324,23 @@ class Peek(Told):
     def press(self, color: Color) -> str:
         """Press a button."""
         return f"{super().press(color)} {{'answer': '{self.answer}'}}"
+
+
+class PeekSql(Peek):
+    """The answer is a query, in a column of another name; the result of a call shows it."""
+
+    __doc__ = Buttons.__doc__
+
+    def setup(self, number: int, answer: str = "", sql: str = "") -> str:
+        self.answer = f"logged as {sql}"
+        return Buttons.setup(self, number)
+
+    @classmethod
+    def tasks(cls, split: Split, seed: int) -> Sequence[Task]:
+        found = super().tasks(split, seed)
+        query = "SELECT color FROM buttons WHERE number = {}"
+        rows = [{"number": n, "sql": query.format(n)} for n in (task.row["number"] for task in found)]
+        return [replace(task, row=row) for task, row in zip(found, rows, strict=True)]
 
 
 class Leaky(Buttons):

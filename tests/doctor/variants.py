@@ -5,7 +5,15 @@ from __future__ import annotations
 import functools
 from pathlib import Path
 
-from tests.doctor.planted import Planted, learner_made, mask_shifted, weights_kept
+from tests.doctor.planted import (
+    BASE,
+    Planted,
+    call_not_read,
+    learner_made,
+    mask_shifted,
+    rank_slowed,
+    weights_kept,
+)
 
 _drift = {"drift_gate": {"mean_abs": None}}
 _make = functools.partial
@@ -39,8 +47,71 @@ ON_SQLITE = (
     ),
 )
 """Faults in a shipped env. The policy has not learned to call tools, so faults in their answers cannot show."""
+_own_start = {"warmup": BASE["warmup"]}
+OTHERS = (
+    Planted(
+        2,
+        "one tool's calls are not read",
+        ("tool-never-called",),
+        "model.parser",
+        "Latched",
+        {**_own_start, "steps": 2},
+        _make(call_not_read, "latch"),
+        cold=True,
+    ),
+    Planted(
+        3,
+        "a tool always answers the same",
+        ("tool-answers-the-same",),
+        "look_up",
+        "SameAnswer",
+        {**_own_start, "steps": 2},
+        cold=True,
+    ),
+    Planted(
+        14,
+        "temperature mismatch, tokens not recorded",
+        ("sampler-learner-mismatch",),
+        "engine.dtype",
+        changes={"steps": 2, "log": {"tokens": "none"}, "algorithm": _drift},
+        inject=_make(learner_made, temperature=0.5),
+    ),
+    Planted(
+        19,
+        "completions cut",
+        ("completions-cut",),
+        "rollout.max_tokens",
+        changes={"steps": 2, "rollout": {"max_tokens": 2}},
+    ),
+    Planted(
+        19,
+        "turns run out",
+        ("turns-run-out",),
+        "rollout.max_turns",
+        "Chatty",
+        {"steps": 2, "rollout": {"max_turns": 1}},
+    ),
+    Planted(
+        21,
+        "tools that hang",
+        ("timeouts",),
+        "rollout.timeout_s",
+        "Hangs",
+        {"steps": 2, "rollout": {"timeout_s": 1}},
+    ),
+    Planted(
+        21,
+        "one learner rank always slow",
+        ("slow-rank",),
+        "learner.ranks",
+        changes={"steps": 6, "learner": {"device": "cpu", "ranks": 2}},
+        inject=rank_slowed,
+    ),
+)
+"""Faults that the public list does not have, with findings of their own."""
 VARIANTS = (
     *ON_SQLITE,
+    *OTHERS,
     Planted(
         1,
         "weights one update late",
@@ -71,6 +142,7 @@ VARIANTS = (
     Planted(4, "loss mask shifted by two", ("tokens-shifted",), "loss mask", inject=_make(mask_shifted, 2)),
     Planted(6, "reward is luck", ("reward-ignores-tools",), "reward", "HalfPolite", {"steps": 6}),
     Planted(7, "judge is always 0", ("reward-part-constant",), "judge", "Mute"),
+    Planted(8, "a query in reach of a tool", ("answer-in-reach",), "reach", "PeekSql"),
     Planted(10, "half of held-out leaked", ("held-out-leak",), "data.held_out", "HalfLeaky"),
     Planted(
         13,
