@@ -22,13 +22,12 @@ def runs(
     as_json: Annotated[bool, typer.Option("--json", help="Print the table as JSON.")] = False,
 ) -> None:
     """List runs: status, tags, step, held-out result before and after, and wall time."""
-    import json
-
     from rich.table import Table
 
     from agentrl.errors import ConfigError
     from agentrl.reporting.safe_console import SafeConsole
     from agentrl.suggest import did_you_mean
+    from agentrl.view.as_json import json_text
     from agentrl.view.library import Library
 
     if not folder.is_dir():
@@ -38,7 +37,7 @@ def runs(
     if tag is not None:
         found["runs"] = [run for run in found["runs"] if tag in run["tags"]]
     if as_json:
-        print(json.dumps(found))
+        print(json_text(found))
         return
     if not found["runs"] and tag is not None:
         hint = did_you_mean(tag, tags, otherwise=f"the tags there are: {', '.join(tags) or 'none'}")
@@ -101,10 +100,9 @@ def compare(
 
     A task's reward is its mean over the last five steps of a run. Tasks that lost most come first.
     """
-    import json
-
     from agentrl.errors import ConfigError
     from agentrl.run_folder.run_reader import is_run
+    from agentrl.view.as_json import json_text
     from agentrl.view.library import Library
 
     for path in paths:
@@ -117,7 +115,7 @@ def compare(
     ids = {reader.path: id for id, reader in library.runs.items()}
     compared = library.compare([ids[place] for place in places])
     if as_json:
-        print(json.dumps(compared))
+        print(json_text(compared))
         return
     _print(compared)
 

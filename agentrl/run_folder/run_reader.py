@@ -89,7 +89,7 @@ class Metrics:
                 column.pop()
         self.steps.append(step)
         for name, value in line.items():
-            number = value if isinstance(value, int | float) and not isinstance(value, bool) else None
+            number = _number(value)
             if name != "step":
                 column = self.values.setdefault(name, [None] * (len(self.steps) - 1))
                 column.append(number)
@@ -102,8 +102,8 @@ class Metrics:
         if place == len(self.steps) or self.steps[place] != step:
             return
         for name, value in line.items():
-            if name not in ("step", LATE) and isinstance(value, int | float):
-                self.values.setdefault(name, [None] * len(self.steps))[place] = value
+            if name not in ("step", LATE) and (number := _number(value)) is not None:
+                self.values.setdefault(name, [None] * len(self.steps))[place] = number
 
     def last(self, name: str) -> float | None:
         """The newest value of a series."""
@@ -161,7 +161,7 @@ class RunReader:
                     self._metrics.num_bytes += len(line)
                     if (found := parse_metrics(line)) is not None:
                         self._metrics.add(found)
-        except FileNotFoundError:
+        except (OSError, CheckpointError):  # missing, not readable, or no file at all
             self._metrics = Metrics()
 
     @property
@@ -176,11 +176,12 @@ class RunReader:
     @property
     def events(self) -> list[tuple[str, str]]:
         """The newest lines of events.log: time and text."""
-        lines = [
-            line.decode("utf-8", "replace").rstrip("\n")
-            for line in bounded_lines(self.path / "events.log", MAX_LINE)
-        ]
-        return [(time, text) for time, _, text in (line.partition(" ") for line in lines[-EVENTS_KEPT:]) if text]
+        try:
+            whole = list(bounded_lines(self.path / "events.log", MAX_LINE))[-EVENTS_KEPT:]
+        except (OSError, CheckpointError):
+            return []
+        lines = [line.decode("utf-8", "replace").rstrip("\n") for line in whole]
+        return [(time, text) for time, _, text in (line.partition(" ") for line in lines) if text]
 
     @property
     def status(self) -> str:
@@ -304,8 +305,15 @@ def stamp(path: Path) -> tuple[int, int]:
 def _when(text: str) -> float:
     try:
         return datetime.fromisoformat(text.replace("Z", "+00:00")).timestamp()
-    except ValueError:
+    except (ValueError, OverflowError):
         return 0.0
+
+
+def _number(value: Any) -> float | None:
+    """A metric; None for what no run writes."""
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return None
+    return value if isinstance(value, float) or abs(value) < 1 << 63 else None
 
 
 def _yaml(path: Path) -> Json:

@@ -358,7 +358,7 @@ def _add(db: sqlite3.Connection, run: Path, step: int, stat: os.stat_result) -> 
             if size > BATCH:
                 done, size = done + _insert(db, rows), 0
                 rows.clear()
-    except (CheckpointError, OSError, ValueError, KeyError, TypeError, AttributeError) as e:
+    except (CheckpointError, OSError, ValueError, KeyError, TypeError, AttributeError, OverflowError) as e:
         db.execute("update files set problem = ? where id = ?", [str(e)[:500] or type(e).__name__, file])
     done += _insert(db, rows)
     db.execute(

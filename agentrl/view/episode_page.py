@@ -13,6 +13,7 @@ from agentrl.run_folder.run_reader import Json
 from agentrl.run_folder.token_records import NOTHING_RECORDED, TokenColumns
 from agentrl.view.pieces import Decode, span_pieces
 from agentrl.view.step_page import truncated
+from agentrl.view.words import EPISODE
 
 ORIGINS = ("prompt", "sampled", "observation", "glue")
 IMAGE_TYPES = frozenset({"image/png", "image/jpeg", "image/gif", "image/webp"})
@@ -51,6 +52,7 @@ def episode(record: Json, run: str, siblings: Sequence[str], renderer: str | Non
         "set_aside": bool(record.get("set_aside")),
         "baseline": bool(record.get("baseline")),
         "renderer": renderer,
+        "words": dict(EPISODE),
     }
 
 
@@ -246,7 +248,7 @@ def tokens(record: Json, span: Span, decode: Decode | None, columns: TokenColumn
             ids = segment["ids"][low:high]
             out["ids"] += ids
             parent = segment.get("parent", -1)
-            before = said["segments"][parent]["ids"] if parent >= 0 else ()
+            before = said["segments"][parent]["ids"] if 0 <= parent < index else ()
             whole = segment["ids"]
             out["pieces"] += span_pieces(whole, low, high, decode, before) if decode else [""] * len(ids)
             out["origin"] += [ORIGINS.index(segment["origin"])] * len(ids)

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, ParamSpec, TypeVar
+from typing import TYPE_CHECKING, TypeVar
 from urllib.parse import quote
 
 from agentrl.doctor.examine import findings
 from agentrl.doctor.finding import Finding
 from agentrl.errors import CheckpointError, ConfigError
 from agentrl.run_folder.env_views import VIEWS
-from agentrl.run_folder.records import episodes_file
+from agentrl.run_folder.records import episodes_file, iter_records
 from agentrl.run_folder.run_reader import Json, RecordCache, RunReader, find_runs, stamp
 from agentrl.run_folder.search_index import Index, Query, open_index
 from agentrl.run_folder.token_records import NOTHING_RECORDED, read_tokens
@@ -31,7 +32,6 @@ KEPT_STEPS = 4
 MAX_TOKENIZER = 64 << 20
 
 
-P = ParamSpec("P")
 T = TypeVar("T")
 
 
@@ -91,7 +91,7 @@ class Library:
         with self._lock:
             kept = self._examined.get(reader.path)
         if kept is None or kept[0] != state:
-            kept = (state, [_told(finding) for finding in findings(reader.path)])
+            kept = (state, _examined(reader))
             with self._lock:
                 self._examined[reader.path] = kept
         return kept[1]
@@ -103,7 +103,7 @@ class Library:
         with self._lock:
             kept = self._steps.get((id, step))
         if kept is None or kept[0] != state:
-            kept = (state, _found(step_page.step, reader, step, self.cache))
+            kept = (state, _found(reader, step, lambda: step_page.step(reader, step, self.cache)))
             with self._lock:
                 self._steps[id, step] = kept
                 while len(self._steps) > KEPT_STEPS:
@@ -113,15 +113,28 @@ class Library:
     def tools(self, id: str, last: int = RECENT) -> Json:
         """The calls of the last steps of a run; 0 for all steps. Raises NotFoundError."""
         reader = self.run(id)
-        return step_page.tools(reader, self.cache, reader.steps[-max(0, last) :])
+        steps = reader.steps[-max(0, last) :]
+        try:
+            return step_page.tools(reader, self.cache, steps)
+        except DAMAGES:
+            whole = [step for step in steps if _damage(reader, step) is None]
+            if len(whole) == len(steps):
+                raise
+            return step_page.tools(reader, self.cache, whole)
 
     def record(self, id: str, step: int | None, episode: str) -> Json:
         """The raw record of an episode, in any step where none is given. Raises NotFoundError."""
         reader = self.run(id)
         steps = _likely(episode, reader.steps) if step is None else [step]
         for number in steps:
-            if (found := _found(self.cache.record, reader, number, episode)) is not None:
-                return found
+            try:
+                found = _found(reader, number, partial(self.cache.record, reader, number, episode))
+            except NotFoundError:
+                if step is not None:
+                    raise
+                continue
+            if found is not None:
+                return {**found, "step": number}
         raise NotFoundError(
             f"Run {id} has no episode {episode!r}{f' in step {step}' if step is not None else ''}."
         )
@@ -129,6 +142,9 @@ class Library:
     def episode(self, id: str, step: int | None, name: str) -> Json:
         """An episode without its tokens. Raises NotFoundError."""
         record = self.record(id, step, name)
+        return _found(self.run(id), record["step"], lambda: self._episode(id, record, name))
+
+    def _episode(self, id: str, record: Json, name: str) -> Json:
         groups = self.step(id, record["step"])["groups"]
         group = next((g["episodes"] for g in groups if g["group"] == record["group"]), ())
         siblings = [e["id"] for e in group if e["id"] != name]
@@ -142,12 +158,12 @@ class Library:
         file = view_file(self.run(id).path, env)
         if file is None:
             raise NotFoundError(f"The env {env!r} of run {id} has no view.")
-        return _found(view_page, file)
+        return _of_file(file)
 
     def renderers(self) -> dict[str, str]:
         """All such pages by their address."""
         return {
-            f"/api/renderer/{quote(id, safe='')}/{quote(file.stem, safe='')}": _found(view_page, file)
+            f"/api/renderer/{quote(id, safe='')}/{quote(file.stem, safe='')}": _of_file(file)
             for id, reader in self.runs.items()
             for file in sorted((reader.path / VIEWS).glob("*.js"))
         }
@@ -159,11 +175,13 @@ class Library:
             columns = read_tokens(reader.path, record["step"]).get(name, NOTHING_RECORDED)
         except CheckpointError:
             columns = NOTHING_RECORDED
-        return episode_page.tokens(record, span, self._decode(reader), columns)
+        decode = self._decode(reader)
+        return _found(reader, record["step"], lambda: episode_page.tokens(record, span, decode, columns))
 
     def image(self, id: str, step: int | None, name: str, message: int, part: int) -> tuple[bytes, str]:
         """An image and its type. Raises NotFoundError."""
-        found = episode_page.image(self.record(id, step, name), message, part)
+        record = self.record(id, step, name)
+        found = _found(self.run(id), record["step"], lambda: episode_page.image(record, message, part))
         if found is None:
             raise NotFoundError("There is no image in a format that browsers can show.")
         return found
@@ -203,7 +221,14 @@ class Library:
         tokenizer = self._tokenizer(reader)
         if tokenizer is None:
             return None
-        return lambda ids: tokenizer.decode(list(ids), skip_special_tokens=False)
+
+        def decode(ids: Sequence[int]) -> str:
+            try:
+                return tokenizer.decode(list(ids), skip_special_tokens=False)
+            except OverflowError:  # ids that no vocabulary has
+                return ""
+
+        return decode
 
     def _tokenizer(self, reader: RunReader) -> Tokenizer | None:
         """The tokenizer of a run's model: of its start policy, a checkpoint, or the model folder it began from."""
@@ -230,9 +255,47 @@ def _told(finding: Finding) -> Json:
     return {**data, "text": f"{finding.text}. {finding.why}".rstrip(". ") + ".", "episode": place}
 
 
-def _found(read: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+DAMAGES = (KeyError, TypeError, ValueError, IndexError, AttributeError, OverflowError)
+"""What a record raises that no run wrote."""
+
+
+def _examined(reader: RunReader) -> list[Json]:
+    """What the doctor finds; that it cannot read the run, if so."""
     try:
-        return read(*args, **kwargs)
+        return [_told(finding) for finding in findings(reader.path)]
+    except (CheckpointError, OSError, *DAMAGES) as e:
+        damage = next((said for step in reader.steps if (said := _damage(reader, step)) is not None), None)
+        text = f"The run cannot be examined: {damage or f'{type(e).__name__}: {e}'}"
+        return [
+            {"name": "damaged", "severity": "hint", "text": text, "setting": "", "step": None, "episode": None}
+        ]
+
+
+def _damage(reader: RunReader, step: int) -> str | None:
+    """What is wrong with the records of a step; they are not validated before something fails."""
+    try:
+        for _ in iter_records(reader.path, step):
+            pass
+    except CheckpointError as e:
+        return str(e)
+    return None
+
+
+def _found(reader: RunReader, step: int, read: Callable[[], T]) -> T:
+    """What `read` returns of a step. Raises NotFoundError if its records are missing or damaged."""
+    try:
+        return read()
+    except CheckpointError as e:
+        raise NotFoundError(str(e)) from None
+    except DAMAGES:
+        if (damage := _damage(reader, step)) is None:
+            raise
+        raise NotFoundError(damage) from None
+
+
+def _of_file(file: Path) -> str:
+    try:
+        return view_page(file)
     except CheckpointError as e:
         raise NotFoundError(str(e)) from None
 

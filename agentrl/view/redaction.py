@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 NUMBERS = frozenset(
@@ -11,6 +12,7 @@ NUMBERS = frozenset(
         *("trained", "no_signal", "cut", "failed", "set_aside", "baseline", "stale", "mistakes", "delta"),
         *("start_s", "end_s", "p50_ms", "p99_ms", "truncated", "never_called", "curated", "tokenizer"),
         *("turn", "value", "weight", "total", "message", "observation", "engine_seconds", "env_seconds"),
+        "token_seconds",
     }
 )
 """Numbers, truths, and lists of them."""
@@ -31,6 +33,9 @@ OBJECTS = frozenset(
     }
 )
 """Objects, and lists of them, whose keys are looked up here in turn."""
+_TOOLS = ("tools", "calls", "tool_calls")
+_TOOL = re.compile(r"[\w.:/-]{1,64}")
+"""The name of a tool; the policy may have called something else."""
 _KEPT = NUMBERS | TEXTS | NAMED | OBJECTS
 
 
@@ -41,8 +46,10 @@ def redacted(answer: dict[str, Any]) -> dict[str, Any]:
 
 def _shown(key: str, value: Any) -> Any:
     if isinstance(value, dict):
+        if key == "words":  # explanations of ours
+            return value
         if key in NAMED:
-            return {name: _of_name(name, inner) for name, inner in value.items()}
+            return {_tool(name) if key in _TOOLS else name: _of_name(name, inner) for name, inner in value.items()}
         return redacted(value) if key in OBJECTS else {}
     if isinstance(value, list):
         if key == "content":
@@ -56,8 +63,13 @@ def _shown(key: str, value: Any) -> Any:
 
 def _in_list(key: str, value: Any) -> Any:
     if isinstance(value, dict):
-        return redacted(value) if key in OBJECTS else {}
+        found = redacted(value) if key in OBJECTS else {}
+        return {**found, "name": _tool(found["name"])} if key in _TOOLS and "name" in found else found
     return _shown(key, value)
+
+
+def _tool(name: Any) -> Any:
+    return _hidden(name) if isinstance(name, str) and not _TOOL.fullmatch(name) else name
 
 
 def _of_name(name: str, value: Any) -> Any:

@@ -8,6 +8,7 @@ from datetime import datetime
 from typing import Any
 
 from agentrl.errors import CheckpointError
+from agentrl.reporting.loggers.hide_secrets import without_secrets
 from agentrl.reporting.metric_docs import describe
 from agentrl.run_folder.run_reader import Json, Metrics, RecordCache, RunReader
 
@@ -24,7 +25,7 @@ GROUPS = {
     "learner": ("loss", "grad_norm", "lr", "critic"),
     "lengths": ("sampled_tokens", "turns", "trained_tokens", "learner_tokens", "tokens"),
     "tools": ("env/", "malformed"),
-    "time": ("seconds", "_seconds", "tokens_per_s"),
+    "time": ("seconds", "_seconds", "tokens_per_s", "rank/", "server/"),
     "stop reasons": ("stop/",),
 }
 
@@ -50,14 +51,14 @@ def header(id: str, reader: RunReader) -> Json:
         "status": reader.status,
         "tags": list(reader.tags),
         "step": step,
-        "steps": config.get("steps"),
+        "steps": _number(config.get("steps")),
         "started": started,
         "updated": reader.updated,
-        "wall_seconds": summary.get("wall_seconds", max(0.0, reader.updated - started)),
+        "wall_seconds": _number(summary.get("wall_seconds"), max(0.0, reader.updated - started)),
         "held_out_before": metrics.first(solved),
         "held_out_after": metrics.last(solved),
         "model": _model(_section(config, "model")),
-        "env": _section(config, "env").get("use"),
+        "env": _name(_section(config, "env").get("use")) or ", ".join(map(str, _section(config, "envs"))),
         "estimator": _name(algorithm.get("advantage")),
         "loss": _name(algorithm.get("loss")),
     }
@@ -83,7 +84,7 @@ def about(id: str, reader: RunReader, findings: Sequence[Json], *, tokenizer: bo
     notes = sorted([*_notes(reader), *marks, *found], key=lambda note: note["step"] or 0)
     return {
         **header(id, reader),
-        "config": reader.config,
+        "config": without_secrets(reader.config),
         "notes": notes,
         "evaluations": evaluations,
         "findings": list(found),
@@ -185,7 +186,7 @@ def _seconds(when: str) -> float | None:
 
 def compare(runs: Mapping[str, RunReader], cache: RecordCache) -> Json:
     """Several runs: headers, configuration keys that differ, common series, tasks of the first and the last."""
-    flat = {id: dict(_leaves(reader.config)) for id, reader in runs.items()}
+    flat = {id: dict(_leaves(without_secrets(reader.config))) for id, reader in runs.items()}
     keys = dict.fromkeys(key for leaves in flat.values() for key in leaves)
     different = [
         {"key": key, "values": {id: leaves.get(key) for id, leaves in flat.items()}}
@@ -226,9 +227,12 @@ def _task_means(reader: RunReader, cache: RecordCache) -> dict[str, float]:
         except CheckpointError:
             continue
         for record in records:
-            episode = record["episode"]
-            if isinstance(reward := episode.get("reward"), int | float):
-                rewards.setdefault(str(episode["task"]["id"]), []).append(float(reward))
+            try:
+                task, reward = str(record["episode"]["task"]["id"]), record["episode"].get("reward")
+            except (KeyError, TypeError, AttributeError):  # what no run wrote
+                continue
+            if isinstance(reward, int | float):
+                rewards.setdefault(task, []).append(float(reward))
     return {task: sum(values) / len(values) for task, values in rewards.items()}
 
 
@@ -238,6 +242,11 @@ def _leaves(data: Any, key: str = "") -> Iterator[tuple[str, Any]]:
             yield from _leaves(value, f"{key}.{name}" if key else str(name))
     else:
         yield key, data
+
+
+def _number(value: Any, otherwise: float | None = None) -> float | None:
+    known = isinstance(value, int | float) and abs(value) < 1e300  # neither infinite nor nan
+    return value if known else otherwise
 
 
 def _section(config: Json, name: str) -> Json:

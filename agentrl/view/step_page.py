@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -12,6 +13,7 @@ from typing import Any
 from agentrl.errors import CheckpointError
 from agentrl.run_folder.run_reader import Json, Metrics, RecordCache, RunReader
 from agentrl.types import LIMITS
+from agentrl.view.words import STEP, of_metrics
 
 FAILING = 8
 """Argument sets shown for a tool that fails."""
@@ -34,6 +36,7 @@ def step(reader: RunReader, number: int, cache: RecordCache) -> Json:
         "groups": [_group(group, records, number) for group, records in sorted(groups.items())],
         "timings": with_phases(timings(groups.values()), metrics, number),
         "metrics": {"step": number, **values},
+        "words": {**STEP, **of_metrics(values)},
     }
 
 
@@ -119,23 +122,31 @@ def timings(groups: Iterable[Sequence[Json]]) -> Json | None:
 
 
 def _spans(episode: Json) -> Iterator[Json]:
-    """What an episode did, in seconds from its start. Setup and rewards belong to the env."""
+    """What an episode did, in seconds from its start. Setup and rewards belong to the env.
+
+    Turns of an agent may overlap: its sub-agents work side by side.
+    """
     turns = episode.get("turns", ())
     timed = any(_seconds(turn, "start_s") for turn in turns)
     at, gap = 0.0, "env"
-    for turn in turns:
+
+    def span(kind: str, start: float, end: float) -> Json:
+        return {"episode": episode["id"], "kind": kind, "start_s": start, "end_s": end}
+
+    for turn in sorted(turns, key=lambda turn: _seconds(turn, "start_s")) if timed else turns:
         called = sum(_seconds(call, "seconds") for call in turn.get("calls", ()))
         parts = [("engine", _seconds(turn, "engine_seconds")), ("tool", called)]
         parts.append(("env", max(0.0, _seconds(turn, "env_seconds") - called)))
-        if timed:
-            parts.insert(0, (gap, _seconds(turn, "start_s") - at))
+        here = _seconds(turn, "start_s") if timed else at
+        if here > at:
+            yield span(gap, at, here)
         for kind, seconds in parts:
             if seconds > 0:
-                yield {"episode": episode["id"], "kind": kind, "start_s": at, "end_s": at + seconds}
-                at += seconds
-        gap = "wait"
+                yield span(kind, here, here + seconds)
+                here += seconds
+        at, gap = max(at, here), "wait"
     if timed and (end := _seconds(episode, "seconds")) > at:
-        yield {"episode": episode["id"], "kind": "env", "start_s": at, "end_s": end}
+        yield span("env", at, end)
 
 
 def _seconds(holder: Json, key: str) -> float:
@@ -144,13 +155,19 @@ def _seconds(holder: Json, key: str) -> float:
 
 
 def with_phases(found: Json | None, metrics: Metrics, number: int) -> Json:
-    """Add the phases of a step, and earlier updates during its episodes, in seconds from the first."""
+    """Add the phases of a step, earlier updates during its episodes, and its ranks and servers (`parts`).
+
+    All are in seconds from the first.
+    """
     spans, rows = (found or {"episodes": []})["episodes"], _rows(metrics, number)
-    own = list(_phases(rows.get(number, {})))
+    row = rows.get(number, {})
+    own = list(_phases(row))
+    parts = list(_parts(row, own))
     timed = not spans or all(span["start_s"] > MIN_CLOCK for span in spans)
     dated = all(phase["start_s"] > MIN_CLOCK for phase in own)
     if not timed or not dated:  # on clocks of their own: they are taken to begin together
-        return {"episodes": _from(spans, _first(spans)), "phases": _from(own, _first(own))}
+        zero = _first(own)
+        return {"episodes": _from(spans, _first(spans)), "phases": _from(own, zero), "parts": _from(parts, zero)}
     zero = min(_first(spans), _first(own)) if spans and own else _first([*spans, *own])
     earlier = [
         {**phase, "step": step}
@@ -158,7 +175,11 @@ def with_phases(found: Json | None, metrics: Metrics, number: int) -> Json:
         for phase in _phases(row)
         if step != number and phase["name"] != "generate" and phase["end_s"] > zero
     ]
-    return {"episodes": _from(spans, zero), "phases": _from([*own, *earlier], zero)}
+    return {
+        "episodes": _from(spans, zero),
+        "phases": _from([*own, *earlier], zero),
+        "parts": _from(parts, zero),
+    }
 
 
 MIN_CLOCK = 1e9
@@ -190,6 +211,28 @@ def _phases(row: Json) -> Iterator[Json]:
         if isinstance(row.get(key), int | float):
             yield {"name": name, "start_s": at, "end_s": at + _seconds(row, key)}
             at += _seconds(row, key)
+
+
+_PART = re.compile(r"(rank)/(\d+)/forward_seconds|(server)/(\d+)/busy_seconds")
+
+
+def _parts(row: Json, phases: Sequence[Json]) -> Iterator[Json]:
+    """How long each learner rank computed in the update, and each server had a request before the end of the step.
+
+    Only the lengths are measured: ranks are taken to begin with the update, servers with the step.
+    """
+    end = max((phase["end_s"] for phase in phases), default=0.0)
+    begin = {"rank": next((phase["start_s"] for phase in phases if phase["name"] == "update"), 0.0)}
+    begin["server"] = max(_first(phases), end - _seconds(row, "seconds"))
+    for key, seconds in row.items():
+        if (found := _PART.fullmatch(key)) and isinstance(seconds, int | float):
+            kind, number = (part for part in found.groups() if part)
+            tokens = _seconds(row, f"{kind}/{number}/tokens")
+            per_token = row.get(f"server/{number}/token_seconds")
+            per_token = seconds / tokens if kind == "rank" and tokens else per_token
+            at = begin[kind]
+            span = {"name": f"{kind} {number}", "kind": kind, "start_s": at, "end_s": at + _seconds(row, key)}
+            yield {**span, "tokens": int(tokens), "token_seconds": per_token}
 
 
 def _first(spans: Sequence[Json]) -> float:
@@ -236,7 +279,8 @@ def tools(reader: RunReader, cache: RecordCache, steps: Sequence[int]) -> Json:
 def _count(record: Json, step: int, found: dict[str, _Tool]) -> Iterator[str]:
     episode = record["episode"]
     for schema in episode.get("tools", ()):
-        name = (schema.get("function") or {}).get("name")
+        function = schema.get("function")
+        name = function.get("name") if isinstance(function, dict) else None
         if isinstance(name, str):
             found.setdefault(name, _Tool())
     for turn in episode.get("turns", ()):

@@ -10,8 +10,7 @@ import asyncio
 import hmac
 import json
 import logging
-import math
-from collections.abc import Callable, Mapping, Set
+from collections.abc import Callable, Set
 from dataclasses import dataclass, field
 from typing import Any
 from urllib.parse import parse_qs, urlsplit
@@ -26,6 +25,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from agentrl.errors import ConfigError
 from agentrl.run_folder.run_reader import Json
 from agentrl.view import env_view, run_page
+from agentrl.view.as_json import json_text
 from agentrl.view.bundle import served
 from agentrl.view.episode_page import Span
 from agentrl.view.library import RECENT, Library, NotFoundError, query_of
@@ -321,17 +321,4 @@ def _error(status: int, message: str, what_to_do: str) -> Response:
 
 
 def _json(body: Any, status: int = 200) -> Response:
-    """JSON that every browser reads: no infinite numbers, and no unescaped lone surrogates."""
-    try:
-        text = json.dumps(body, allow_nan=False, separators=(",", ":"), default=str)
-    except ValueError:
-        text = json.dumps(_finite(body), allow_nan=False, separators=(",", ":"), default=str)
-    return Response(text, status, media_type="application/json")
-
-
-def _finite(value: Any) -> Any:
-    if isinstance(value, Mapping):
-        return {str(key): _finite(inner) for key, inner in value.items()}
-    if isinstance(value, list | tuple):
-        return [_finite(inner) for inner in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value
+    return Response(json_text(body), status, media_type="application/json")

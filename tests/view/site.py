@@ -18,6 +18,7 @@ from typing import Any
 from urllib.parse import parse_qs, unquote, urlsplit
 
 from agentrl.view.bundle import served
+from agentrl.view.words import EPISODE, STEP
 
 POLICY = "default-src 'self'; img-src 'self' data:; frame-src 'self'"
 FRAME_POLICY = (
@@ -246,11 +247,17 @@ class Site:
             ("publish", end + 3, end + 3.2),
         ]
         timings = {"phases": [{"name": n, "start_s": a, "end_s": b} for n, a, b in phases], "episodes": spans}
+        timings["parts"] = [
+            {"name": f"rank {n}", "kind": "rank", "start_s": end + 1, "end_s": end + 1.5 + n, "tokens": 900}
+            | {"token_seconds": (0.5 + n) / 900}
+            for n in range(2)
+        ]
         return {
             "step": number,
             "groups": groups,
             "metrics": {"step": number, "reward": 0.5, "kl": 0.01},
             "timings": timings,
+            "words": {**STEP, "kl": "Mean KL estimate."},
         }
 
     def _layout(self, name: str) -> tuple[list[dict[str, Any]], list[dict[str, Any]], int]:
@@ -374,6 +381,7 @@ class Site:
             "stop_reason": "answered",
             "faults": {"bonus": HOSTILE} if name == "hostile" else {},
             "error": None,
+            "words": dict(EPISODE),
             "renderer": "/api/renderer/calc" if name.endswith("e1") else None,
         }
 

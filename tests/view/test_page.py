@@ -91,10 +91,15 @@ def test_a_step_is_a_matrix_with_glyphs_lanes_and_bins_that_filter(page, url):
     expect(page.locator(".pole")).to_contain_text("Longest phase: generate")
     expect(page.locator(".pole")).to_contain_text("Longest pole: step5/g4/e1")
     expect(page.locator(".pole")).to_contain_text("in tools")
+    ranks = page.locator(".panel.wide tbody tr")
+    expect(ranks).to_have_text([re.compile(r"rank 0.*500 ms.*900"), re.compile(r"rank 1.*1.5 s.*900")])
+    bars = [rank.locator("rect").bounding_box() for rank in ranks.all()]
+    assert bars[0]["x"] == pytest.approx(bars[1]["x"], abs=1)
+    assert bars[1]["width"] > 2 * bars[0]["width"] > 0
     page.get_by_role("button", name=re.compile("episodes with rewards from 0.95")).click()
     expect(page.locator("tbody tr td").filter(has_text="step5/").first).to_be_visible()
     wins = page.locator("tbody tr").filter(has=page.locator(".pill", has_text=re.compile("^1$")))
-    assert wins.count() == page.locator(".scroll tbody tr").count() > 8
+    assert wins.count() == page.locator("main > .scroll tbody tr").count() > 8
     dim = 48 - wins.count()
     expect(page.locator(".cell.dim")).to_have_count(dim)
     assert "bin=19" in page.url
@@ -102,8 +107,13 @@ def test_a_step_is_a_matrix_with_glyphs_lanes_and_bins_that_filter(page, url):
     expect(page.locator(".cell.dim")).to_have_count(dim)
     page.get_by_role("button", name="clear").click()
     expect(page.locator(".cell.dim")).to_have_count(0)
+    expect(page.get_by_role("button", name=re.compile("stale 1"))).to_have_attribute(
+        "title", re.compile("older weights")
+    )
+    page.get_by_text("Metrics of this step").click()
+    expect(page.locator("dt", has_text="kl")).to_have_attribute("title", "Mean KL estimate.")
     page.get_by_role("button", name=re.compile("stale 1")).click()
-    expect(page.locator(".scroll tbody tr")).to_have_count(1)
+    expect(page.locator("main > .scroll tbody tr")).to_have_count(1)
 
 
 def test_arrows_move_in_the_matrix_and_enter_opens(page, url):
@@ -155,6 +165,7 @@ def test_tokens_are_colored_by_any_value_and_only_trained_ones_count(page, url, 
     select.select_option("advantage")
     mean = sum(tokens["advantage"][k] for k in trained) / len(trained)
     expect(page.locator(".legend")).to_contain_text(f"mean {mean:.3g}".replace("-", "−"))
+    expect(page.locator(".legend")).to_contain_text("How much better than expected")
     counts = page.evaluate("[...document.querySelectorAll('.text i')].map((i) => [i.k, i.className])")
     grey = {k for k, name in counts if "un" in name.split()}
     assert grey == set(range(len(tokens["ids"]))) - set(trained)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import math
 import re
 from collections.abc import Iterator
 from dataclasses import replace
@@ -11,6 +12,7 @@ from pathlib import Path
 from urllib.parse import quote
 
 import pytest
+import zstandard
 from starlette.testclient import TestClient
 
 from agentrl.errors import ConfigError
@@ -18,6 +20,7 @@ from agentrl.run_folder.records import EpisodeRecord, episodes_file, read_record
 from agentrl.run_folder.search_index import Query, open_index
 from agentrl.run_folder.tags import write_tags
 from agentrl.types import Image, Message
+from agentrl.view.bundle import static_text
 from agentrl.view.export import Extent, export
 from agentrl.view.library import Library
 from agentrl.view.preferences import Preferences
@@ -121,6 +124,51 @@ def test_an_asynchronous_step_is_drawn_on_the_clock(client: TestClient, folder: 
         *(("e1", "engine", 3.0, 4.0), ("e1", "tool", 4.0, 4.25), ("e1", "env", 4.25, 4.5)),
         *(("e1", "wait", 4.5, 5.0), ("e1", "engine", 5.0, 5.5)),
     ]
+
+
+def test_ranks_and_servers_have_lanes(client: TestClient, folder: Path):
+    line = {"step": 2, "seconds": 7.0, "rollout_seconds": 4.0, "update_seconds": 2.0, "publish_seconds": 0.5}
+    line |= {"rank/0/forward_seconds": 0.5, "rank/0/tokens": 100, "rank/10/forward_seconds": 1.0, "rank/x/y": 1.0}
+    line |= {"server/0/busy_seconds": 3.0, "server/0/tokens": 50, "server/0/token_seconds": 0.25}
+    line |= {"server/1/busy_seconds": 0.0, "server/1/tokens": 0}
+    (folder / "calc" / "metrics.jsonl").write_text(json.dumps(line) + "\n")
+    parts = client.get("/api/runs/calc/steps/2").json()["timings"]["parts"]
+    assert [(p["name"], p["start_s"], p["end_s"], p["tokens"], p["token_seconds"]) for p in parts] == [
+        *(("rank 0", 4.0, 4.5, 100, 0.005), ("rank 10", 4.0, 5.0, 0, None)),
+        *(("server 0", 0.0, 3.0, 50, 0.25), ("server 1", 0.0, 0.0, 0, None)),
+    ]
+    assert {p["kind"] for p in parts} == {"rank", "server"}
+
+
+def test_turns_of_sub_agents_are_drawn_side_by_side(client: TestClient, folder: Path):
+    record = read_records(folder / "calc", 2)[0]
+    turn = replace(record.episode.turns[0], engine_seconds=1.0, env_seconds=0.0, calls=())
+    turns = tuple(replace(turn, start_s=start) for start in (1.0, 3.0, 2.5))  # in the order in which they ended
+    agent = replace(record.episode, start_s=1.7e9, turns=turns, seconds=4.5)
+    write_step(folder / "calc", 2, [replace(record, episode=agent)])
+    spans = client.get("/api/runs/calc/steps/2").json()["timings"]["episodes"]
+    assert [(s["kind"], s["start_s"], s["end_s"]) for s in spans] == [
+        *(("env", 0.0, 1.0), ("engine", 1.0, 2.0), ("wait", 2.0, 2.5)),
+        *(("engine", 2.5, 3.5), ("engine", 3.0, 4.0), ("env", 4.0, 4.5)),
+    ]
+
+
+def test_the_numbers_of_a_step_and_of_tokens_are_explained(client: TestClient):
+    step = client.get("/api/runs/calc/steps/2").json()
+    assert step["words"]["reward"] == "Mean reward of the step's scored episodes."
+    assert step["words"].keys() >= step["metrics"].keys() - {"step"}
+    words = client.get("/api/runs/calc/episodes/s2/g0/e0?step=2").json()["words"]
+    source = static_text("episode.js")
+    card = source[source.index("const rows =") : source.index("export function TokenCard")]
+    headings = set(re.findall(r'\["([a-zA-Z ]+)", ', card)) - {"position", "id"}
+    assert len(headings) == 11
+    colorings = static_text("tokens.js").partition("COLORINGS = {")[2].partition("\n};")[0]
+    names = set(re.findall(r"^\t(\w+): \{ title", colorings, re.MULTILINE))
+    assert words.keys() >= headings | names
+    glyphs = re.findall(r'^\t\["(\w+)", "', static_text("step.js"), re.MULTILINE)
+    assert len(glyphs) == 6
+    assert step["words"].keys() >= set(glyphs)
+    assert redacted({"words": words}) == {"words": words}
 
 
 def test_an_episode_places_turns_calls_rewards_and_branches(client: TestClient):
@@ -446,6 +494,110 @@ def test_what_no_list_names_is_left_out_of_a_redacted_export():
     assert redacted({"runs": ["secret", {"new": "secret"}]}) == {
         "runs": ["[6 characters]", {"new": "[6 characters]"}]
     }
+
+
+def test_what_a_policy_called_a_tool_is_hidden_if_no_tool_is_called_so():
+    call = {"name": "The patient is Ann", "outcome": "unknown_tool"}
+    shown = redacted(
+        {"calls": [call], "tools": [call, {"name": "mcp/read_file"}], "by_step": [{"calls": {"a b": 1}}]}
+    )
+    assert [one["name"] for one in (*shown["calls"], *shown["tools"])] == [
+        *("[18 characters]", "[18 characters]", "mcp/read_file"),
+    ]
+    assert shown["by_step"] == [{"calls": {"[3 characters]": 1}}]
+
+
+def test_credentials_in_a_configuration_are_neither_shown_nor_exported(
+    client: TestClient, library: Library, folder: Path, tmp_path: Path
+):
+    config = folder / "calc" / "config.yaml"
+    secret = {"api_key": "sk-hush", "url": "http://me:hush@host/v1"}
+    config.write_text(json.dumps({**json.loads(config.read_text()), "reward_model": secret}))
+    run = client.get("/api/runs/calc").json()
+    assert run["config"]["reward_model"] == {"api_key": "(hidden)", "url": "http://(hidden)@host/v1"}
+    export(library, tmp_path / "report.html", Extent())
+    assert "hush" not in (tmp_path / "report.html").read_text()
+    assert "hush" not in client.get(f"/api/compare?runs={','.join(library.runs)}").text
+
+
+PAGES = (
+    *("/api/runs", "/api/runs/calc", "/api/runs/calc/series", "/api/runs/calc/steps", "/api/runs/calc/steps/2"),
+    *("/api/runs/calc/tools", "/api/runs/calc/episodes/s2/g0/e0?step=2", "/api/runs/calc/episodes/s2/g0/e0"),
+    *("/api/runs/calc/tokens/s2/g0/e0?step=2", "/api/image/calc/s2/g0/e0?step=2&message=1&part=1"),
+    *("/api/search?q=what", "/api/compare?runs=calc,other"),
+)
+
+
+@pytest.mark.parametrize(
+    ("at", "value"),
+    [
+        *(
+            (("group",), None),
+            (("group",), math.inf),
+            (("step",), None),
+            (("episode",), 5),
+            (("episode", "id"), 7),
+        ),
+        *(
+            (("episode", "task"), [None]),
+            (("episode", "segments"), [{}]),
+            (("episode", "turns", 0, "calls"), [{}]),
+        ),
+        *((("episode", "segments", 0, "ids", 1), 10**30), (("episode", "segments", 1, "parent"), 99)),
+        *((("episode", "tools", 0, "function"), 5), (("episode", "messages"), "x"), (("advantages",), 5)),
+        (("episode", "messages", 1, "content"), None),
+    ],
+    ids=str,
+)
+def test_a_damaged_record_is_one_message_and_spoils_nothing_else(
+    client: TestClient, folder: Path, at: tuple[str | int, ...], value: object
+):
+    file = episodes_file(folder / "calc", 2)
+    records = [json.loads(line) for line in zstandard.decompress(file.read_bytes(), 1 << 20).splitlines()]
+    place = records[0]
+    for key in at[:-1]:
+        place = place[key]
+    place[at[-1]] = value
+    file.write_bytes(zstandard.compress("".join(json.dumps(record) + "\n" for record in records).encode()))
+    for page in PAGES:
+        answer = client.get(page)
+        assert answer.status_code in (200, 404), answer.text
+        if answer.status_code == 404 and "/image/" not in page:
+            assert "step-000002.jsonl.zst" in answer.json()["error"]["message"] or "has no episode" in answer.text
+    assert client.get("/api/runs/calc/steps/3").status_code == 200
+    calls = {tool["name"]: tool["calls"] for tool in client.get("/api/runs/calc/tools").json()["tools"]}
+    assert calls["calculator"] >= 10, "those of the other steps"
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("config.yaml", "env: {use: 2024-01-01}\nsteps: .inf\nrollout: {group_size: x}\n? [1, 2]\n: .nan\n"),
+        ("config.yaml", "- a"),
+        ("summary.json", '{"wall_seconds": "long", "finished": [1]}'),
+        (
+            "metrics.jsonl",
+            '{"step": 1, "seconds": 1e999, "kl": ' + "9" * 400 + ', "reward": {}}\n{"step": true}\n',
+        ),
+        ("events.log", "9999999999-01-01 x\n\x00\n"),
+        ("tasks.json", '{"train": 5, "held_out": {"a": []}}'),
+        ("redrawn.jsonl", '{"step": [], "redrawn": "x"}\n5\n'),
+    ],
+)
+def test_other_files_of_a_run_that_no_run_wrote(client: TestClient, folder: Path, name: str, text: str):
+    (folder / "calc" / name).write_text(text)
+    for page in PAGES:
+        assert client.get(page).status_code == 200, page
+
+
+@pytest.mark.parametrize("name", ["metrics.jsonl", "events.log", "summary.json"])
+def test_a_file_of_a_run_that_is_a_folder(client: TestClient, folder: Path, name: str):
+    (folder / "calc" / name).unlink()
+    (folder / "calc" / name).mkdir()
+    rows = {row["id"]: row for row in client.get("/api/runs").json()["runs"]}
+    assert rows["other"]["step"] == 3
+    for page in PAGES:
+        assert client.get(page).status_code == 200, page
 
 
 BOARD = "function render(episode, message, place) { place.textContent = `${episode.id} at ${message} </script>`; }"

@@ -98,10 +98,10 @@ const rows = (tokens, k) => [
 		["loss", tokens.flags[k] === null ? (tokens.trained(k) ? "trained" : "not trained") : FLAGS.filter(([bit]) => tokens.flags[k] & bit).map(([, name]) => name).join(", ") || "not trained"]]),
 ];
 
-export function TokenCard({ tokens, k, text = true }) {
+export function TokenCard({ tokens, k, words, text = true }) {
 	if (k === null || k >= tokens.loaded) return null;
 	return html`<div class="token-card">${text && html`<code class="piece">${visible(tokens.pieces[k]).replace(/\n/g, "⏎").replace(/ /g, "·") || "(empty)"}</code>`}
-		<dl>${rows(tokens, k).map(([name, value]) => html`<dt>${name}</dt><dd>${value}</dd>`)}</dl></div>`;
+		<dl>${rows(tokens, k).map(([name, value]) => html`<dt title=${words?.[name]}>${name}</dt><dd>${value}</dd>`)}</dl></div>`;
 }
 
 function Hover({ tokens, area }) {
@@ -126,11 +126,11 @@ function Hover({ tokens, area }) {
 		<${TokenCard} tokens=${tokens} k=${at.k} /></div>`;
 }
 
-function Legend({ tokens, coloring, stats }) {
+function Legend({ tokens, coloring, stats, words }) {
 	const told = coloring === "origin" ? html`${ORIGINS.map((o, i) => html`<span><i class=${`swatch o${i}`}></i>${o}</span>`)}`
 		: coloring === "flags" ? html`${["trained", "clipped", "masked", "rejected", "vetoed", "not trained"].map((n, i) => html`<span><i class=${`swatch l${i}`}></i>${n}</span>`)}`
 			: html`<span>mean <b>${num(stats.mean)}</b></span><span>${num(stats.low)} … ${num(stats.high)}</span><span><i class="swatch un"></i>not trained</span>`;
-	return html`<div class="legend">${told}<span class="quiet">${num(stats.trained)} of ${num(stats.sampled)} sampled tokens train${tokens.loaded < (tokens.total ?? 0) ? `, ${num(tokens.total - tokens.loaded)} still loading` : ""}</span></div>`;
+	return html`<div class="legend">${told}<span class="quiet">${num(stats.trained)} of ${num(stats.sampled)} sampled tokens train${tokens.loaded < (tokens.total ?? 0) ? `, ${num(tokens.total - tokens.loaded)} still loading` : ""}. ${words?.[coloring]}</span></div>`;
 }
 
 export function EpisodePage({ run, step, id, query }) {
@@ -201,11 +201,11 @@ function Text({ run, step, episode, tokens, round, query }) {
 	const select = (b) => document.getElementById(`block-${b.index}`)?.scrollIntoView({ block: "start" });
 	return html`<div class="episode"><div class="reading">
 			<div class="bar sticky"><label>Color by <select value=${coloring} onChange=${(e) => color(e.target.value)}>${Object.entries(COLORINGS).map(([name, c]) => html`<option value=${name} selected=${name === coloring}>${c.title}</option>`)}</select></label>
-				<${Legend} tokens=${tokens} coloring=${coloring} stats=${stats} /></div>
+				<${Legend} tokens=${tokens} coloring=${coloring} stats=${stats} words=${episode.words} /></div>
 			<div class="text" ref=${area} onClick=${click}>${blocks.map((b) => html`<${Block} key=${b.index} block=${b} episode=${episode} run=${run} tokens=${tokens} round=${round} look=${look} views=${views} opened=${!folded.has(b.index)} toggle=${toggle} />`)}</div>
 			<${Hover} tokens=${tokens} area=${area} /></div>
 		<aside>
-			${pinned !== null && pinned < tokens.loaded && html`<section class="panel open"><h2>Token <button class="plain" onClick=${() => pin(null)}>close</button></h2><${TokenCard} tokens=${tokens} k=${pinned} /></section>`}
+			${pinned !== null && pinned < tokens.loaded && html`<section class="panel open"><h2>Token <button class="plain" onClick=${() => pin(null)}>close</button></h2><${TokenCard} tokens=${tokens} k=${pinned} words=${episode.words} /></section>`}
 			<section class="panel open"><h2>Reward</h2><${Waterfall} rewards=${episode.rewards} turns=${episode.turns} tokens=${tokens} round=${round} episode=${episode} /></section>
 			${episode.renderer && html`<section class="panel open"><h2>Env</h2><${Renderer} url=${episode.renderer} episode=${episode} exported=${exported} /></section>`}
 			${(episode.branches ?? []).length > 1 && html`<section class="panel open"><h2>Branches</h2><${Branches} episode=${episode} blocks=${blocks} select=${select} /></section>`}

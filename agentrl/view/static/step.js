@@ -83,6 +83,13 @@ const ROWS = 220;
 // Above, the learner waits for episodes; below, it works, for earlier steps too.
 const tone = (p) => `s${["generate", "update", "publish"].indexOf(p.name) + 8 & 7}`;
 const told = (p) => visible(`${p.name}${p.step ? ` of step ${p.step}` : ""} ${duration(p.end_s - p.start_s)}`);
+const PARTS = (end) => [
+	{ key: "name", title: "Rank or server" },
+	{ key: "lane", title: "", class: "lane", cell: (p) => html`<svg class="phases" viewBox="0 0 1000 9" preserveAspectRatio="none" aria-hidden="true"><rect class=${p.kind === "rank" ? "s1" : "s0"} x=${(1000 * p.start_s) / end} width=${Math.max(1, (1000 * (p.end_s - p.start_s)) / end)} height="9" /></svg>` },
+	{ key: "end_s", title: "At work", num: true, value: (p) => p.end_s - p.start_s, cell: (p) => duration(p.end_s - p.start_s) },
+	{ key: "tokens", title: "Tokens", num: true },
+	{ key: "token_seconds", title: "Per token", num: true, cell: (p) => duration(p.token_seconds) },
+];
 function Lanes({ run, step, timings }) {
 	const box = useRef(null), canvas = useRef(null), tip = useRef(null);
 	const [width] = useSize(box);
@@ -119,7 +126,8 @@ function Lanes({ run, step, timings }) {
 			${timings.phases.map((p) => html`<rect class=${tone(p)} x=${(1000 * p.start_s) / end} width=${Math.max(1, (1000 * (p.end_s - p.start_s)) / end)} y=${tone(p) === "s0" ? 0 : 11} height="11"><title>${told(p)}</title></rect>`)}</svg>
 		<div class="legend">${timings.phases.map((p) => !p.step && html`<span><i class=${`swatch ${tone(p)}`}></i>${told(p)}</span>`)}</div>
 		<div class="lanes" ref=${box}><canvas ref=${canvas} aria-hidden="true" onMouseMove=${hover} onMouseLeave=${() => { tip.current.textContent = ""; }} onClick=${(e) => { const l = at(e); if (l) location.hash = link.episode(run, step, l.episode); }}></canvas></div>
-		<div class="legend">${Object.entries(totals).map(([kind, s]) => html`<span><i class=${`swatch k-${kind}`}></i>${KIND_NAMES[kind] ?? visible(kind)} ${percent(s / spent)}</span>`)}<span class="quiet" ref=${tip}></span></div>`;
+		<div class="legend">${Object.entries(totals).map(([kind, s]) => html`<span><i class=${`swatch k-${kind}`}></i>${KIND_NAMES[kind] ?? visible(kind)} ${percent(s / spent)}</span>`)}<span class="quiet" ref=${tip}></span></div>
+		${timings.parts?.length > 0 && html`<${Table} columns=${PARTS(end)} rows=${timings.parts.map((p) => ({ ...p, key: p.name }))} limit=${16} caption="Ranks: time in the layers' forward passes. Servers: time with a request; per token of a request, prompt included." />`}`;
 }
 
 export function Step({ run, step, query }) {
@@ -150,17 +158,17 @@ export function Step({ run, step, query }) {
 		["solved", episodes.some((e) => e.solved != null) ? percent(episodes.filter((e) => e.solved).length / episodes.length) : null],
 		["sampled tokens", num(episodes.reduce((s, e) => s + (e.tokens ?? 0), 0))], ["trained", num(episodes.filter((e) => e.trained).length)]];
 	return html`${crumbs}
-		<div class="facts">${facts.map(([k, v]) => v && html`<span><span class="quiet">${k}</span> <b>${v}</b></span>`)}</div>
+		<div class="facts">${facts.map(([k, v]) => v && html`<span title=${data.words?.[k]}><span class="quiet">${k}</span> <b>${v}</b></span>`)}</div>
 		<div class="split">
 			<section class="panel open"><h2>Rewards</h2><${Histogram} episodes=${episodes} scale=${scale} chosen=${bin} choose=${setBin} /><${Parts} episodes=${scored} /></section>
 			${data.timings && html`<section class="panel open wide"><h2>Where the time went</h2><${Lanes} run=${run} step=${step} timings=${data.timings} /></section>`}
 		</div>
-		<div class="bar"><h2>Episodes</h2>${counts.map(([key, glyph, name, n]) => html`<button class="chip" aria-pressed=${only === key} onClick=${() => setOnly(only === key ? "" : key)}><b class="glyph">${glyph}</b> ${name} ${n}</button>`)}
+		<div class="bar"><h2>Episodes</h2>${counts.map(([key, glyph, name, n]) => html`<button class="chip" title=${data.words?.[key]} aria-pressed=${only === key} onClick=${() => setOnly(only === key ? "" : key)}><b class="glyph">${glyph}</b> ${name} ${n}</button>`)}
 			${(bin !== null || only) && html`<span>${num(found.length)} of ${num(episodes.length)} <button class="plain" onClick=${() => { setBin(null); setOnly(""); }}>clear</button></span>`}
 			<span class="grow"></span><button class="chip" aria-pressed=${table} onClick=${() => setTable(!table)}>Table</button></div>
 		${table || bin !== null || only ? html`<${EpisodeTable} run=${run} step=${step} rows=${found} />` : ""}
 		${!table && matrix}
-		<${Metrics} metrics=${data.metrics} />`;
+		<${Metrics} metrics=${data.metrics} words=${data.words} />`;
 }
 
 function Parts({ episodes }) {
@@ -184,9 +192,9 @@ function EpisodeTable({ run, step, rows }) {
 	return html`<${Table} columns=${columns} rows=${rows} caption="Episodes of this step" limit=${100} />`;
 }
 
-function Metrics({ metrics }) {
+function Metrics({ metrics, words }) {
 	const names = Object.keys(metrics ?? {}).filter((k) => k !== "step").sort();
 	if (!names.length) return null;
 	return html`<details class="panel"><summary>Metrics of this step <span class="quiet">${names.length}</span></summary>
-		<dl class="config">${names.map((n) => html`<dt>${visible(n)}</dt><dd>${num(metrics[n], 5)}</dd>`)}</dl></details>`;
+		<dl class="config">${names.map((n) => html`<dt title=${words?.[n]}>${visible(n)}</dt><dd>${num(metrics[n], 5)}</dd>`)}</dl></details>`;
 }

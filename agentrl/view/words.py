@@ -1,0 +1,49 @@
+"""What the numbers and signs of the page mean, said where they stand; metrics are explained by their own table."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+
+from agentrl.reporting.metric_docs import describe
+
+STEP: Mapping[str, str] = {
+    "failed": "Lost to an infrastructure failure: it has no reward and does not train.",
+    "set_aside": "Played, but left out of this step: its group had no signal and was replaced.",
+    "cut": "Ended at a limit on turns, tokens, calls, context or time.",
+    "stale": "Some tokens were sampled with older weights than those that this step updates.",
+    "no_signal": "All episodes of the group have the same reward, so none is better than the others.",
+    "baseline": "Played without sampling, to compare the others with; it does not train.",
+    "trained": "Episodes whose tokens are under the loss.",
+    "solved": "Share of the episodes that meet what the env declares as solved.",
+    "mean reward": "Over the scored episodes of the step.",
+}
+_TOKEN: Mapping[str, str] = {
+    "origin": "Who wrote the token: the prompt, the policy (sampled), a tool or env (observation), or the chat "
+    "template between them (glue). Only sampled tokens train.",
+    "advantage": "How much better than expected: above 0 the loss makes the token likelier, below 0 less likely.",
+    "logprob": "Log-probability of the token when it was sampled; 0 is certain.",
+    "learner_logprob": "Log-probability by the learner just before its update; should equal the sampler's.",
+    "mismatch": "Learner's minus sampler's log-probability; 0 if both computed the same policy.",
+    "ratio": "Learner's probability divided by the old policy's; the loss clips it.",
+    "entropy": "How open the choice of the token was, in nats; 0 if the policy was certain.",
+    "ref_logprob": "Log-probability by the frozen reference model.",
+    "ref_kl": "Estimated distance to the reference model at the token (k3), which the KL penalty punishes.",
+    "weight": "Correction for tokens that another policy sampled; 1 changes nothing.",
+    "flags": "Whether the token is under the loss, and what kept it from counting in full.",
+    "version": "The step after which the weights that sampled the token were published.",
+}
+_CARD = {
+    "sampler logprob": "logprob",
+    "learner logprob": "learner_logprob",
+    "reference logprob": "ref_logprob",
+    "reference KL": "ref_kl",
+    "loss": "flags",
+}
+"""Headings of the card of a token, where they are not the names of the columns."""
+EPISODE: Mapping[str, str] = {**_TOKEN, **{heading: _TOKEN[name] for heading, name in _CARD.items()}}
+
+
+def of_metrics(names: Iterable[str]) -> dict[str, str]:
+    """What metrics mean and their units, by name; only those that are documented."""
+    found = {name: doc for name in names if (doc := describe(name)) is not None}
+    return {name: doc.description + (f" ({doc.unit})" if doc.unit else "") for name, doc in found.items()}
