@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check install -q -c constraints.txt
 
-# Packages that need other versions than ours run in Pythons of their own, which the tests start.
+# Packages that need other versions than ours run in separate Pythons, which the tests start.
 OTHERS := $(VENV)/inspect/.done $(VENV)/openenv/.done $(VENV)/trackio/.done $(VENV)/verifiers/.done
 
 .PHONY: quickstart quick test lint fix docs others clean
@@ -42,7 +42,7 @@ $(VENV)/.dev: pyproject.toml constraints.txt
 	$(PIP) --no-deps gem-llm==0.1.0 bfcl-eval==2026.3.23  # they pin older versions of packages that other extras need
 	touch $@ $(VENV)/.train
 
-# OpenEnv's servers pin other versions than ours, so the tests run them in a Python of their own; no gradio.
+# OpenEnv's servers pin other versions than ours, so the tests run them in a separate Python; no gradio.
 OPENENV := fastapi uvicorn[standard] 'fastmcp>=3,<4' httpx openai pyyaml rich requests typer huggingface_hub jsonschema tomli tomli-w
 $(VENV)/openenv/.done:
 	$(PYTHON) -m venv $(VENV)/openenv
@@ -50,13 +50,13 @@ $(VENV)/openenv/.done:
 	$(VENV)/openenv/bin/python -m pip --disable-pip-version-check install -q --no-deps openenv==0.10.0
 	touch $@
 
-# Inspect needs an older fsspec than ours, so its tasks are played by a Python of their own.
+# Inspect needs an older fsspec than ours, so a separate Python plays its tasks.
 $(VENV)/inspect/.done:
 	$(PYTHON) -m venv $(VENV)/inspect
 	$(VENV)/inspect/bin/python -m pip --disable-pip-version-check install -q inspect-ai==0.3.285
 	touch $@
 
-# trackio needs an older Pillow than ours, so its test runs it in a Python of its own.
+# trackio needs an older Pillow than ours, so its test runs it in a separate Python.
 $(VENV)/trackio/.done:
 	$(PYTHON) -m venv $(VENV)/trackio
 	$(VENV)/trackio/bin/python -m pip --disable-pip-version-check install -q trackio==0.43.0

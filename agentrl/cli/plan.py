@@ -33,7 +33,8 @@ def plan(
     from agentrl.config import load_config
     from agentrl.errors import ConfigError
     from agentrl.preflight.machines import machine_of
-    from agentrl.preflight.plan import GIB, lines, make_plan
+    from agentrl.preflight.plan import GIB, make_plan
+    from agentrl.preflight.plan_text import lines
 
     if gpus is not None and memory_gib is not None:
         raise ConfigError("--gpus and --memory: give one of them; a card has its memory")

@@ -191,10 +191,6 @@ class LocalPolicyRank:
         """Where adapters are trained, the reference is the policy without them."""
         return adapters_off(self.policy) if self.config.lora else nullcontext()
 
-    def logprobs(self, model: PreTrainedModel, packed: Packed) -> Tensor:
-        """[N] log-probabilities of the trained tokens, at the sampling temperature."""
-        return self._stats(model, packed).logprobs_N
-
     def imitate(self, batches: Sequence[Rows], total: int, lr: float) -> float:
         """This rank's part of a supervised step on `total` trained tokens; returns its part of the loss.
 

@@ -5,18 +5,15 @@ Memory is what tensors need; allocators and the driver of a GPU take some more o
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from pathlib import Path
 
 from agentrl.config.datafiles import data_files
 from agentrl.config.run import RunConfig
 from agentrl.engine.servers.kinds import KINDS
-from agentrl.errors import ConfigError
-from agentrl.gpu import gpus_here
-from agentrl.learner.attention.kind import choose_attention
-from agentrl.preflight.estimate import Arithmetic, Phase, Plan, machine_memory, on_gpu, own_devices, size
+from agentrl.preflight.estimate import Arithmetic, Phase, Plan, machine_memory, on_gpu
 from agentrl.preflight.machines import Machine
-from agentrl.preflight.predict import DECODE_SHARE, FILLED, MFU, SMALL_MFU, Prediction, predict
+from agentrl.preflight.placement import attention_there, placement
+from agentrl.preflight.predict import predict
 from agentrl.preflight.rules import findings
 from agentrl.preflight.shape import BFLOAT16, FLOAT32, ModelShape, classifier_parameters
 
@@ -138,98 +135,6 @@ def checkpoint_bytes(config: RunConfig, shape: ModelShape) -> int:
     return size + adapter + _moments(config, shape) + critic
 
 
-def placement(config: RunConfig, gpu: bool) -> list[str]:
-    """What will run where, a line for each."""
-    learner, engine, server = config.learner, config.engine, config.engine.server
-    device = "GPU" if gpu else "CPU"
-    lines = []
-    if engine.own:
-        lines.append(f"engine: {engine.kind}, made in the process of the run")
-    elif not engine.on_servers:
-        lines.append(f"engine: in the process of the run, on its {device}")
-    elif server.urls:
-        lines.append(f"engine: {len(server.urls)} {engine.kind} servers that run already")
-    else:
-        gpus = (
-            f", each on {server.tensor_parallel} GPUs" if server.tensor_parallel > 1 else f", each on one {device}"
-        )
-        lines.append(f"engine: {server.replicas} {engine.kind} servers started by the run{gpus}")
-    if not config.learner_on_ray:
-        lines.append(f"learner: in the process of the run, on its {device}")
-    else:
-        cluster = f"the Ray cluster {config.ray}" if config.ray else "a Ray cluster on this machine"
-        lines.append(f"learner: {_ranks(learner.ranks, device)}, on {cluster}")
-        if learner.sequence_ranks > 1:
-            lines.append(
-                f"rows: {learner.sequence_ranks} ranks compute each together, at most "
-                f"{learner.micro_batch_tokens:,} tokens at once"
-            )
-    if config.algorithm.kl.coef > 0:
-        how = "a frozen copy on the policy's ranks, sharded the same way"
-        if learner.lora:
-            how = "the policy without its adapters"
-        elif learner.reference_ranks:
-            how = f"{_ranks(learner.reference_ranks, device)}, its own"
-        lines.append(f"reference: {how}")
-    if config.critic is not None:
-        own = config.critic.ranks
-        lines.append(
-            f"critic: {_ranks(own, device)}, its own"
-            if own
-            else "critic: on the policy's ranks, sharded the same way"
-        )
-    lines += _scorers(config, device)
-    workers = config.rollout.workers
-    lines.append(f"episodes: {workers} Ray workers" if workers else "episodes: in the process of the run")
-    if not config.learner_on_ray and not engine.on_servers:
-        lines.append(
-            "so engine and learner are colocated: they share the memory, and take turns"
-            if config.rollout.max_staleness == 0
-            else "so engine and learner are colocated and work at the same time"
-        )
-    elif server.sleep:
-        lines.append("so they are colocated: servers free their memory while the learner works")
-    else:
-        lines.append("so they are split: each has its own devices")
-    devices = own_devices(config, gpu)
-    if devices:
-        asked = " + ".join(f"{number} for the {name}" for name, number in devices.items())
-        lines.append(f"so the Ray cluster needs {sum(devices.values())} {device}s: {asked}")
-    return lines
-
-
-def attention_there(config: RunConfig, shape: ModelShape, gpu: bool) -> str:
-    """How the learner will compute its attention; the requested one if it cannot be determined here."""
-    asked = config.learner.attention
-    if gpu and not gpus_here():
-        return asked
-    try:
-        return choose_attention(config.learner, "cuda" if gpu else "cpu", {shape.head_dim})
-    except ConfigError:  # a rule says it
-        return asked
-
-
-def _ranks(number: int, device: str) -> str:
-    return (
-        f"{number} ranks, one {device} and 1/{number} of the model each" if number > 1 else f"1 rank, one {device}"
-    )
-
-
-def _scorers(config: RunConfig, device: str) -> list[str]:
-    """Where the reward model is, if there is one."""
-    scorer = config.reward_model
-    if scorer is None:
-        return []
-    where = f"a {scorer.kind} at {scorer.url}"
-    if scorer.kind == "classifier":
-        device = "CPU" if scorer.device == "cpu" else device
-        where = f"in the process of the run, on its {device}"
-        if scorer.workers:
-            each = "each with one GPU" if device == "GPU" else "on CPUs that are free,"
-            where = f"{scorer.workers} Ray workers, {each} and the whole model"
-    return [f"reward model: {where}"]
-
-
 def _replicas(config: RunConfig) -> int:
     server = config.engine.server
     return 1 if not config.engine.on_servers else len(server.urls) or server.replicas
@@ -266,7 +171,7 @@ def _update(config: RunConfig, shape: ModelShape) -> Phase:
     parts = {
         "parameters": FLOAT32 * (shape.parameters + (trained if learner.lora else 0)) // ranks,
         "gradients": FLOAT32 * trained // ranks,
-        "optimiser": _moments(config, shape) // ranks,
+        "optimizer": _moments(config, shape) // ranks,
     }
     if learner.cpu_offload:
         parts = {}
@@ -291,7 +196,7 @@ def _apart(config: RunConfig, shape: ModelShape) -> list[Phase]:
         critic = _critic_shape(config, shape)
         shard = FLOAT32 * critic.parameters // ranks
         moments = critic.moment_bytes(config.optim.state) // ranks
-        held = {"parameters": shard, "gradients": shard, "optimiser": moments}
+        held = {"parameters": shard, "gradients": shard, "optimizer": moments}
         found.append(
             Phase(
                 "critic", "each of its ranks", ({} if learner.cpu_offload else held) | _computing(config, critic)
@@ -342,46 +247,3 @@ def _together(rollout: Phase, update: Phase) -> Phase:
         f"update: {k}": v for k, v in update.parts.items()
     }
     return Phase("both", "the process of the run", parts)
-
-
-def lines(plan: Plan) -> Sequence[str]:
-    """The plan as text."""
-    batch, shape = plan.batch, plan.model
-    rows = f", {batch.tasks * batch.steps / batch.rows:.1f} passes over {batch.rows:,} rows" if batch.rows else ""
-    out = [
-        f"model       {shape.kind}, {shape.parameters:,} parameters, {shape.layers} blocks, "
-        f"context {shape.max_context:,}",
-        f"step        {batch.tasks} tasks x {batch.episodes // batch.tasks} = {batch.episodes:,} episodes, "
-        f"in {batch.updates} update(s) of {batch.episodes_per_update:g}",
-        f"tokens      at most {batch.tokens:,} a step, {batch.sampled_tokens:,} of them sampled; "
-        f"{batch.micro_batches_per_rank:,} micro-batches per update and rank",
-        f"run         {batch.steps:,} steps, {batch.episodes_in_all:,} episodes{rows}",
-        *[f"{'placement' if n == 0 else '':<11} {line}" for n, line in enumerate(plan.placement)],
-    ]
-    out.append(f"attention   {plan.attention}")
-    for phase in plan.phases:
-        parts = ", ".join(f"{name} {size(number)}" for name, number in phase.parts.items())
-        out.append(f"{phase.name:<11} {size(phase.total)} in {phase.where}: {parts}")
-    if plan.memory_bytes is not None:
-        out.append(f"memory      {size(plan.memory_bytes)} in each device")
-    out.append(
-        f"KV cache    {plan.kv_bytes_per_token:,} bytes a token, {size(plan.kv_bytes)} with every slot full"
-    )
-    out.append(
-        f"checkpoint  {size(plan.checkpoint_bytes)} each, {size(plan.checkpoints_bytes)} with all that are kept"
-    )
-    if plan.machine is not None and plan.prediction is not None:
-        out += _predicted(plan.machine, plan.prediction)
-    return out
-
-
-def _predicted(machine: Machine, found: Prediction) -> list[str]:
-    return [
-        f"machine     {machine}, ${machine.price:.0f} an hour",
-        f"predicted   {found.together:.0f} s a step: rollout {found.rollout:.0f} s, update {found.update:.0f} s, "
-        f"weights {found.publish:.1f} s; ${found.dollars:.2f} a step",
-        f"            assumes decoding at {DECODE_SHARE:.0%} of the memory bandwidth, an MFU of {MFU:.0%} "
-        f"({SMALL_MFU:.0%} below 2 B parameters), episodes that fill {FILLED:.0%} of their limits, and no time in "
-        "tools",
-        f"            pays most: {found.knob}",
-    ]

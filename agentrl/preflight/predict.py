@@ -33,7 +33,7 @@ class Prediction:
         publish: weights to the engine.
         together: the step; rollout and update overlap in asynchronous runs.
         dollars: per step.
-        knob: the setting that pays most.
+        knob: the setting that would save most.
     """
 
     rollout: float

@@ -31,7 +31,7 @@ def memory(config: RunConfig, plan: Plan, gpu: bool) -> Iterator[PlanFinding]:
         return
     for phase in plan.phases:
         if phase.name == "rollout" and config.engine.server.urls:
-            continue  # servers that run already, on devices of theirs
+            continue  # running servers have devices of their own
         if phase.total > TOO_FULL * plan.memory_bytes:
             name, most = max(phase.parts.items(), key=lambda part: part[1])
             text = f"{phase.name} needs {size(phase.total)} in {phase.where}, which has {size(plan.memory_bytes)}"

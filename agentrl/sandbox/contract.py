@@ -1,8 +1,7 @@
 """Types shared by all back-ends and callers: limits, results, capabilities and sandbox specs.
 
 Program failures are data (`ExecResult`) and file errors are plain OSErrors. Only failures of the sandbox itself
-are
-`SandboxError`, an infrastructure failure.
+are `SandboxError`, an infrastructure failure.
 """
 
 from __future__ import annotations
@@ -18,6 +17,8 @@ from agentrl.errors import ConfigError, SandboxError
 Outcome = Literal["exit", "signal", "timeout", "oom", "output_limit", "cancelled"]
 SessionKind = Literal["bash", "python", "sqlite"]
 
+DEFAULT_BACKEND = "namespace"
+
 CUT = b"\n[... cut ...]\n"
 """Separates the first and last parts of truncated output."""
 
@@ -28,7 +29,7 @@ PROMISES: Mapping[str, str] = {
     "files": "the host's files are hidden, apart from the declared read-only ones",
     "environment": "no variable of the host's environment is visible",
     "network": "nothing outside can be reached, the host's loopback included",
-    "processes": "other processes cannot be seen, signalled or read",
+    "processes": "other processes cannot be seen, signaled or read",
     "privileges": "no capability, no way to get one, never uid 0",
     "syscalls": "dangerous system calls are refused",
     "memory": "all processes together stay below the limit",
@@ -141,7 +142,7 @@ class Sandbox(SandboxLimits):
     For example, `sandbox = Sandbox(cpu_s=10, memory_mb=512)`. Equal specs share a pool.
     """
 
-    backend: str = "namespace"
+    backend: str = DEFAULT_BACKEND
     """namespace, docker, landlock, remote, process, or `module:Name` for a custom back-end."""
     network: bool = False
     """Give programs access to the host's network (docker: a bridge network)."""

@@ -9,6 +9,7 @@ import importlib
 import itertools
 import logging
 import os
+import pkgutil
 import time
 from collections.abc import AsyncIterator
 from typing import cast
@@ -16,12 +17,19 @@ from typing import cast
 from agentrl.errors import ConfigError, SandboxError
 from agentrl.sandbox import canary
 from agentrl.sandbox.box import Box
-from agentrl.sandbox.contract import Backend, Capabilities, Sandbox
+from agentrl.sandbox.contract import DEFAULT_BACKEND, Backend, Capabilities, Sandbox
 from agentrl.sandbox.errors import PoolExhausted, SandboxUnavailable
 
 log = logging.getLogger(__name__)
 
 _numbers = itertools.count(1)
+
+
+def backend_names() -> list[str]:
+    """Return the names of the built-in back-ends, the default one first."""
+    package = importlib.import_module("agentrl.sandboxes")
+    names = sorted(module.name for module in pkgutil.iter_modules(package.__path__) if module.ispkg)
+    return sorted(names, key=lambda name: name != DEFAULT_BACKEND)
 
 
 def make_backend(spec: Sandbox) -> Backend:
@@ -41,8 +49,7 @@ def make_backend(spec: Sandbox) -> Backend:
                 f"sandbox backend {spec.backend!r} needs the package {error.name!r}: {error}"
             ) from error
         raise ConfigError(
-            f"sandbox backend {spec.backend!r} is unknown: use namespace, docker, landlock, process, remote "
-            "or module:Name"
+            f"sandbox backend {spec.backend!r} is unknown: use {', '.join(backend_names())} or module:Name"
         ) from None
     except AttributeError:
         raise ConfigError(f"sandbox backend {spec.backend!r}: {module} has no {name}") from None

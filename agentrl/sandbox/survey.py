@@ -7,9 +7,7 @@ import os
 
 from agentrl.errors import AgentRLError
 from agentrl.sandbox.contract import PROMISES, Capabilities, Sandbox
-from agentrl.sandbox.pool import SandboxPool
-
-BACKENDS = ("namespace", "docker", "landlock", "process")
+from agentrl.sandbox.pool import SandboxPool, backend_names
 
 
 async def examine(backend: str) -> Capabilities | str:
@@ -24,8 +22,8 @@ async def examine(backend: str) -> Capabilities | str:
 
 
 async def examine_all() -> dict[str, Capabilities | str]:
-    """Survey every built-in back-end in turn."""
-    return {name: await examine(name) for name in BACKENDS}
+    """Survey every built-in back-end of this machine in turn."""
+    return {name: await examine(name) for name in backend_names() if name != "remote"}
 
 
 def table(found: dict[str, Capabilities | str]) -> str:

@@ -70,6 +70,7 @@ def test_inherited_fields_come_first_and_bars_do_not_break_the_table() -> None:
         SCRIPT["table"](Silent)
 
 
+@pytest.mark.slow
 def test_the_script_says_what_is_old_and_changes_the_table_alone(tmp_path: Path) -> None:
     (tmp_path / "scripts").mkdir()
     (tmp_path / "docs").mkdir()

@@ -32,6 +32,7 @@ def test_a_shipped_file_loads_and_its_env_imports(path: Path):
         assert load_env(view.env.use).__name__
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(120)
 @pytest.mark.parametrize("path", sorted((ROOT / "examples").glob("*/tools.yaml")), ids=lambda p: p.parent.name)
 def test_an_example_passes_check_and_its_demonstrations_fit(path: Path):

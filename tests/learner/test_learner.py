@@ -295,7 +295,7 @@ class TestSaving:
         from agentrl.learner.pack import pack
 
         with torch.no_grad():
-            ours = learner.logprobs(learner.policy, pack([sample]))
+            ours = learner._stats(learner.policy, pack([sample])).logprobs_N
         assert torch.allclose(ours, found.gather(1, ids[0, 1:, None])[:, 0], atol=1e-5)
 
     def test_a_checkpoint_of_another_model_is_refused(self, saved: tuple[DirectLearner, Path], tmp_path: Path):

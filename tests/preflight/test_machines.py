@@ -79,7 +79,7 @@ def test_a_recipe_fits_its_machine(tmp_path: Path, recipe: str, model: str, gpus
     assert "GPU" in " ".join(plan["placement"])
     told = CliRunner().invoke(app, [*command, "--set", f"model.path={path}"]).stdout
     assert "predicted" in told
-    assert "pays most" in told
+    assert "saves most" in told
 
 
 def plan_of(tmp_path: Path, gpus: str, *overrides: str) -> Any:

@@ -101,7 +101,7 @@ def test_memory_of_the_update_by_hand(tmp_path: Path):
     plan = make_plan(run(tmp_path, "8B", learner=learner), memory_bytes=80 * GIB, gpu=True)
     parts = next(phase for phase in plan.phases if phase.name == "update").parts
     shard = LARGE * 4 // 8
-    assert (parts["parameters"], parts["gradients"], parts["optimiser"]) == (shard, shard, 2 * shard)
+    assert (parts["parameters"], parts["gradients"], parts["optimizer"]) == (shard, shard, 2 * shard)
     assert parts["reference"] == shard
     assert parts["gathered"] == 2 * (1_244_663_808 + 2 * 192_946_432) + 4 * 192_946_432
     one_block = 2 * (6 * 4096 + (4 * 32 + 6 * 8) * 128 + 4 * 12288)
@@ -114,7 +114,7 @@ def test_memory_of_the_update_by_hand(tmp_path: Path):
 def test_adapters_cost_little(tmp_path: Path):
     plan = make_plan(run(tmp_path, "8B", learner={"lora": {"rank": 16}}), memory_bytes=80 * GIB, gpu=True)
     parts = next(phase for phase in plan.phases if phase.name == "update").parts
-    assert parts["optimiser"] == 8 * 43_646_976
+    assert parts["optimizer"] == 8 * 43_646_976
     assert "reference" not in parts
     assert plan.checkpoint_bytes == 4 * LARGE + 12 * 43_646_976
 
@@ -134,10 +134,10 @@ def test_models_apart_have_devices_and_memory_of_their_own(tmp_path: Path):
     held, left = ({phase.name: phase.parts for phase in plan.phases} for plan in (beside, apart))
     assert held["update"].keys() - left["update"].keys() == {"reference", "critic"}
     assert left["reference"]["parameters"] == LARGE * 4 // 2
-    assert "optimiser" not in left["reference"]
+    assert "optimizer" not in left["reference"]
     one_block = 2 * (6 * 4096 + (4 * 32 + 6 * 8) * 128 + 4 * 12288)
     assert left["reference"]["activations"] == 16384 * one_block, "nothing is kept for a backward pass"
-    assert (left["critic"]["parameters"], left["critic"]["optimiser"]) == (LARGE * 4 // 3, 2 * (LARGE * 4 // 3))
+    assert (left["critic"]["parameters"], left["critic"]["optimizer"]) == (LARGE * 4 // 3, 2 * (LARGE * 4 // 3))
     weights = held["scoring"]["reward model"]
     assert weights == 4 * (SMALL + 2 * 1024), "the body, and a head of two labels"
     assert "reference: 2 ranks, one GPU and 1/2 of the model each, its own" in apart.placement
@@ -246,7 +246,7 @@ def test_a_plan_counts_the_optimizer_state(tmp_path: Path):
         made = run(tmp_path, "8B", optim={"state": state}, learner=learner)
         return make_plan(made, memory_bytes=80 * GIB, gpu=True)
 
-    parts = {s: planned(s, ranks=8).phases[1].parts["optimiser"] for s in ("float32", "bfloat16", "int8")}
+    parts = {s: planned(s, ranks=8).phases[1].parts["optimizer"] for s in ("float32", "bfloat16", "int8")}
     assert parts["float32"] == 8 * LARGE // 8
     assert parts["bfloat16"] == 4 * LARGE // 8
     assert parts["int8"] == pytest.approx((2 + 8 / 256) * LARGE / 8, rel=1e-6)
@@ -254,7 +254,7 @@ def test_a_plan_counts_the_optimizer_state(tmp_path: Path):
     assert checkpoints["float32"] - checkpoints["int8"] == 8 * LARGE - 8 * parts["int8"]
     lora = {"lora": {"rank": 16, "targets": ["q_proj"]}}
     q_proj = 36 * 2 * (16 * (4096 + 4 * 4096 // 256) + 4096 * (16 + 4))  # a scale per 256 numbers of a row
-    assert planned("int8", **lora).phases[1].parts["optimiser"] == q_proj
+    assert planned("int8", **lora).phases[1].parts["optimizer"] == q_proj
 
 
 @pytest.mark.parametrize("family", ["qwen3_next", "jamba", "mamba"])

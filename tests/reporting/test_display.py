@@ -336,6 +336,7 @@ def played(program: str, *arguments: str, width: int = 80) -> str:
     return data.decode()
 
 
+@pytest.mark.slow
 def test_what_others_print_does_not_tear_the_screen(tmp_path: Path):
     """Lines of child processes, loggers and MCP servers stand above the live lines, whole, each once."""
     server = tmp_path / "server.py"
