@@ -1,0 +1,212 @@
+"""Checks across the sections of a run: settings that contradict each other, or would have no effect."""
+
+from __future__ import annotations
+
+import re
+from typing import TYPE_CHECKING
+
+from agentrl.config.algorithm import ALONE, AlgorithmConfig, CriticConfig, KLConfig
+from agentrl.config.choice import OwnFunction
+
+if TYPE_CHECKING:
+    from agentrl.config.run import EnvOfMixture, RunConfig
+
+
+def check_sections(config: RunConfig) -> None:
+    """Check a whole configuration.
+
+    Raises:
+        ValueError: names the setting, and what to do.
+    """
+    _check_envs(config)
+    _check_models(config)
+    for name, view in config.by_env.items():
+        _check_group_size(view, name)
+    _check_step(config)
+    _check_places(config)
+
+
+def check_sequence_ranks(sequence: int, key: str, ranks: int) -> None:
+    """Check that the ranks of a model can be divided into groups that compute rows together.
+
+    Raises:
+        ValueError: they cannot.
+    """
+    if ranks % sequence == 0:
+        return
+    multiple = -(-ranks // sequence) * sequence
+    raise ValueError(
+        f"learner.sequence_ranks is {sequence}: that many ranks compute each row together, and {key} is {ranks}, "
+        f"not a multiple of it: set {key} to {multiple}, or change learner.sequence_ranks"
+    )
+
+
+def _check_envs(config: RunConfig) -> None:
+    """One env, or several; what the envs of a mixture may set."""
+    if config.env is None and not config.envs:
+        raise ValueError("env is missing: name the environment (or several, under `envs`)")
+    if config.env is not None and config.envs:
+        raise ValueError("envs cannot be combined with `env`: give one of the two")
+    if len(config.envs) == 1:
+        raise ValueError("envs has only one environment: write it under `env`, or add another")
+    for name, env in config.envs.items():
+        if not re.fullmatch(r"[A-Za-z0-9_-]{1,64}", name):
+            raise ValueError(f"envs.{name!r}: a name has up to 64 letters, digits, '_' and '-'")
+        own = env.algorithm.advantage
+        if own is not None and "gae" in (own.name, config.algorithm.advantage.name):
+            raise ValueError(
+                f"envs.{name}.algorithm.advantage is {own.name}, and algorithm.advantage is "
+                f"{config.algorithm.advantage.name}: the critic of gae learns from all episodes of a run, so gae "
+                "cannot be chosen or replaced for a single env"
+            )
+        _check_overrides(config, name, env)
+    if config.envs and config.data != type(config.data)():
+        raise ValueError("data has no effect with `envs`: write it under the env it belongs to (envs.NAME.data)")
+    if config.envs and config.agent is not None:
+        raise ValueError("agent plays the episodes of one env: use `env` instead of `envs`, or remove `agent`")
+    if config.envs and config.warmup is not None and (config.warmup.demonstrations or config.warmup.options):
+        raise ValueError(
+            "warmup.demonstrations and warmup.options apply to a single env; with `envs`, each env writes its own "
+            "demonstrations: remove them"
+        )
+    _check_eval_of_envs(config)
+
+
+def _check_eval_of_envs(config: RunConfig) -> None:
+    """Which settings of evaluation belong to the run, and which to an env."""
+    if not config.envs:
+        return
+    own = all(env.eval is not None for env in config.envs.values())
+    if own and set(config.eval.written) - {"background"}:
+        raise ValueError("eval has no effect: every env under `envs` has its own `eval`; remove it")
+    if config.eval.sets:
+        raise ValueError("eval.sets holds tasks of one env: write it under that env (envs.NAME.eval.sets)")
+    for name, env in config.envs.items():
+        if env.eval is not None and "background" in env.eval.written:
+            raise ValueError(f"envs.{name}.eval.background is a setting of the whole run: write eval.background")
+
+
+def _check_overrides(config: RunConfig, name: str, env: EnvOfMixture) -> None:
+    """An override that equals the run's setting does nothing."""
+    for key, value in env.rollout:
+        if value is not None and value == getattr(config.rollout, key):
+            raise ValueError(
+                f"envs.{name}.rollout.{key} has no effect: it equals rollout.{key} ({value}); remove it"
+            )
+    if env.algorithm.advantage is not None and env.algorithm.advantage == config.algorithm.advantage:
+        raise ValueError(
+            f"envs.{name}.algorithm.advantage has no effect: it equals algorithm.advantage; remove it"
+        )
+    if env.algorithm.kl_coef is not None:
+        _check_kl_of_env(config.algorithm.kl, f"envs.{name}.algorithm.kl_coef", env.algorithm.kl_coef)
+
+
+def _check_kl_of_env(kl: KLConfig, key: str, coef: float) -> None:
+    if kl.coef == 0:
+        raise ValueError(
+            f"{key} has no effect while algorithm.kl.coef is 0 (the run has no reference): set that above 0, and "
+            "kl_coef to 0 for the envs that are not to be penalized"
+        )
+    if coef == kl.coef:
+        raise ValueError(f"{key} has no effect: it equals algorithm.kl.coef ({coef:g}); remove it")
+    if kl.control == "adaptive":
+        raise ValueError(f"{key} cannot be combined with algorithm.kl.control: adaptive, which changes the weight")
+
+
+def _check_models(config: RunConfig) -> None:
+    """Settings of models that the run does not use."""
+    learner = config.learner
+    if learner.lora is not None and learner.lora.adapter is not None and config.warmup is not None:
+        raise ValueError(
+            "learner.lora.adapter was trained on model.path, but warmup changes those weights first: remove one "
+            "of the two"
+        )
+    if config.engine.sync == "lora" and learner.lora is None:
+        raise ValueError("engine.sync lora sends the adapter alone, and there is none: set learner.lora")
+
+
+def _check_group_size(config: RunConfig, env: str = "") -> None:
+    """An episode without siblings needs an advantage that does not compare."""
+    where = f"envs.{env}: " if env else ""
+    advantage = config.algorithm.advantage.name
+    if config.rollout.group_size == 1 and not (
+        advantage in ALONE or isinstance(config.algorithm.advantage, OwnFunction)
+    ):
+        raise ValueError(
+            f"{where}rollout.group_size is 1: a group of one has no advantage; use at least 2, or choose an "
+            f"algorithm.advantage that needs no siblings ({', '.join(sorted(ALONE))})"
+        )
+
+
+def _check_step(config: RunConfig) -> None:
+    """Checks of batch sizes."""
+    rollout, algorithm, critic = config.rollout, config.algorithm, config.critic
+    episodes = rollout.groups_per_step * min(view.rollout.group_size for view in config.by_env.values())
+    keys = {"algorithm.updates_per_step": algorithm.updates_per_step}
+    if critic is not None and critic.updates_per_step is not None:
+        keys["critic.updates_per_step"] = critic.updates_per_step
+    for key, updates in keys.items():
+        if updates > episodes:
+            raise ValueError(
+                f"{key} is {updates}, and a step has {episodes} episodes (rollout.groups_per_step x group_size): "
+                "each update needs at least one; lower it"
+            )
+    for view in config.by_env.values():
+        _check_refill(view)
+    if "warmup_steps" in config.optim.written and config.optim.warmup_steps > config.steps:
+        raise ValueError(
+            f"optim.warmup_steps is {config.optim.warmup_steps}, and the run has {config.steps} steps: the "
+            "learning rate would never reach optim.lr; lower it, or raise steps"
+        )
+    if critic is not None:
+        check_sequence_ranks(config.learner.sequence_ranks, "critic.ranks", critic.ranks)
+        _check_critic(critic, algorithm)
+
+
+def _check_refill(config: RunConfig) -> None:
+    """Groups are replaced for scoring the same only if that carries no signal."""
+    rollout, algorithm = config.rollout, config.algorithm
+    if rollout.refill_zero_signal and (rollout.group_size == 1 or algorithm.advantage.name in ALONE):
+        why = (
+            "rollout.group_size is 1: the episode of each group"
+            if rollout.group_size == 1
+            else f"algorithm.advantage {algorithm.advantage.name} compares no siblings: a group whose episodes"
+        )
+        raise ValueError(
+            f"rollout.refill_zero_signal puts aside groups whose episodes all scored the same, and {why} would be "
+            "valid signal; remove it"
+        )
+
+
+def _check_critic(critic: CriticConfig, algorithm: AlgorithmConfig) -> None:
+    """Checks of the critic's aggregation."""
+    norm = (critic.aggregation or algorithm.aggregation) == "seq-mean-token-sum-norm"
+    if critic.aggregation_scale is not None and not norm:
+        raise ValueError(
+            "critic.aggregation_scale has no effect without critic.aggregation: seq-mean-token-sum-norm: remove it"
+        )
+    if norm and critic.aggregation_scale is None and algorithm.aggregation_scale is None:
+        raise ValueError(
+            "critic.aggregation_scale is missing: seq-mean-token-sum-norm divides by a constant; give the most "
+            "tokens an episode may sample"
+        )
+
+
+def _check_places(config: RunConfig) -> None:
+    """Checks of who plays episodes and where tokens are sampled."""
+    rollout = config.rollout
+    if config.engine.server.sleep and rollout.max_staleness:
+        raise ValueError(
+            f"engine.server.sleep needs servers without work during an update, and rollout.max_staleness is "
+            f"{rollout.max_staleness}: set it to 0, or leave sleep out"
+        )
+    evaluation = config.eval
+    if config.agent is not None and (evaluation.top_p < 1 or evaluation.top_k or evaluation.min_p):
+        raise ValueError(
+            "eval.top_p, eval.top_k and eval.min_p do not reach the completions of an `agent`: remove them"
+        )
+    if config.ray is not None and not config.uses_ray:
+        raise ValueError(
+            "ray has no effect while nothing runs on Ray: remove it, or set learner.ranks, rollout.workers, "
+            "learner.reference_ranks, critic.ranks, reward_model.workers or engine.server.launch"
+        )
