@@ -1,7 +1,7 @@
 """Text from outside (a sandbox, a tool, a server, an endpoint), safe to render, to store and to print.
 
 What cannot be encoded, what moves a terminal's cursor, what reorders a line and what is there but cannot be seen
-becomes a visible escape such as `\\u202e`. Everything that a reader sees stays as it is, and so do line ends,
+becomes a visible escape such as `\\u202e`. Everything that a reader sees is unchanged, and so do line ends,
 tabs, and the joiners and variation selectors that emoji and scripts are written with.
 """
 
@@ -41,7 +41,7 @@ _FOUND = re.compile(
 
 
 def clean_text(text: str) -> str:
-    """`text` with everything unsafe as a visible escape; text without any is returned as it is, quickly.
+    """`text` with everything unsafe as a visible escape; text without any is returned unchanged, quickly.
 
     Cleaning again changes nothing.
     """

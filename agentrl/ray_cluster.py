@@ -25,7 +25,7 @@ STARTS = 4
 
 
 def import_ray(key: str) -> Any:
-    """The module `ray`. Raises ConfigError, naming the setting `key` that asks for it, where there is none."""
+    """The module `ray`. Raises ConfigError, naming the setting `key` that asks for it, if there is none."""
     for name, value in RAY_ENVIRONMENT.items():
         os.environ.setdefault(name, value)
     try:
@@ -72,7 +72,7 @@ def connect(ray: Any, address: str | None, *, cpus: int) -> bool:
 
 
 def _children() -> set[int]:
-    """The processes that this one has started; none where there is no /proc."""
+    """The processes that this one has started; none if there is no /proc."""
     return {int(pid) for file in Path("/proc/self/task").glob("*/children") for pid in file.read_text().split()}
 
 
@@ -83,7 +83,7 @@ def _end_parts(ray: Any, started: set[int]) -> None:
         try:
             if home in Path(f"/proc/{pid}/cmdline").read_bytes():
                 os.kill(pid, signal.SIGKILL)
-        except OSError:  # it has ended by itself
+        except OSError:  # it has already ended
             continue
 
 

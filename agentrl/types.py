@@ -139,7 +139,7 @@ class StopReason(StrEnum):
     STOPPED_BY_TOOL = "stopped_by_tool"
     """A tool returned Stop."""
     TERMINATED = "terminated"
-    """The env ended the episode by itself."""
+    """The env ended the episode."""
     ANSWERED = "answered"
     """The policy replied without a tool call."""
     CONTEXT_FULL = "context_full"

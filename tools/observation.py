@@ -38,7 +38,7 @@ def ending(result: ExecResult) -> str:
     else:
         words = f"exit code {result.exit_code}" if result.exit_code else ""
     if result.session_lost:
-        words = f"{words}; the session was lost and begins anew".lstrip("; ")
+        words = f"{words}; the session was lost and has been restarted".lstrip("; ")
     return words
 
 

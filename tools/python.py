@@ -8,7 +8,7 @@ from agentrl.tools.observation import observation
 
 
 class Python:
-    """One lasting interpreter for the episode; a lost one is begun anew, and the policy is told."""
+    """One lasting interpreter for the episode; a lost one is restarted, and the policy sees a note."""
 
     sandbox = Sandbox()
     box: Box

@@ -105,7 +105,7 @@ class EpisodeRecording:
 
     @property
     def keyed_path(self) -> str:
-        """The same with the key, for programs that send none of their own."""
+        """The same with the key, for programs that cannot send it."""
         return f"/episodes/{self.id}.{self.key}/v1"
 
     @property

@@ -176,7 +176,7 @@ class Vocabulary:
         return ids
 
     def count(self, text: str) -> int:
-        """The number of tokens of a plain text by itself."""
+        """The number of tokens of a plain text alone."""
         return len(_encoding(self._bare, text))
 
     def decode(self, ids: Iterable[int]) -> str:

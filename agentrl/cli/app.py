@@ -136,4 +136,4 @@ def main(argv: Sequence[str] | None = None) -> None:
         print("interrupted", file=sys.stderr)
         raise SystemExit(130) from None
     finally:
-        sys.excepthook = _show_traceback  # typer has set one of its own
+        sys.excepthook = _show_traceback  # typer has set its own

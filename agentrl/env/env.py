@@ -88,7 +88,7 @@ class Env(ABC):
     """
 
     view: ClassVar[str | None] = None
-    """A JavaScript file beside the class's file that shows an episode in `agentrl view` (docs/view.md)."""
+    """A JavaScript file next to the class's file that shows an episode in `agentrl view` (docs/view.md)."""
     solved_at: SolvedAt = None
     """When an episode is solved: at this total reward, or when each part reaches its threshold. A run may set
     it."""

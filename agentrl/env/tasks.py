@@ -59,7 +59,7 @@ class NamedTasks(Sequence[Task]):
 
 
 def is_generated(tasks: Sequence[Task]) -> bool:
-    """Whether the rows are made on access, which may take time and go on for millions."""
+    """Whether the rows are made on access, which may take time for millions of them."""
     return isinstance(tasks._tasks if isinstance(tasks, NamedTasks) else tasks, GeneratedTasks)
 
 

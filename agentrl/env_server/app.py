@@ -123,7 +123,7 @@ class _Pages:
         return JSONResponse(answer.body, headers={_SESSION: answer.session_id} if answer.session_id else None)
 
     async def mcp_socket(self, socket: WebSocket) -> None:
-        """JSON-RPC over a WebSocket, with a session of its own."""
+        """JSON-RPC over a WebSocket, with a separate session."""
         await socket.accept()
         try:
             session = self.sessions.create(attached=True)

@@ -29,7 +29,7 @@ class EnvSource:
         name: the name clients see.
         make_env: makes the env of one episode.
         splits: tasks by the name of the split.
-        max_turns: turns of an episode; the last one is scored as it is.
+        max_turns: turns of an episode; after the last one, the episode is scored as it stands.
         timeout_s: limit of starting, of each turn and of scoring.
     """
 

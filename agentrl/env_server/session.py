@@ -79,7 +79,7 @@ class EnvSession:
             return await self._answer()
 
     async def act(self, message: Message | None) -> TurnResult:
-        """Play one turn; None ends the episode, which is scored as it is.
+        """Play one turn; None ends the episode, which is scored as it stands.
 
         Raises:
             RequestError: no episode is in progress.

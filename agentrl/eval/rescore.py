@@ -335,7 +335,7 @@ class _Rescorer:
             return episodes
 
     def _compare(self, scored: _Scored, episode: Episode) -> RescoredEpisode:
-        """The parts of a newly scored episode beside the recorded ones."""
+        """The parts of a newly scored episode next to the recorded ones."""
         recorded, record = scored.record.episode, scored.record
         of_group = episode.rewards.keys() - scored.episode.rewards.keys()
         parts: dict[str, RescoredPart] = {}

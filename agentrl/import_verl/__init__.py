@@ -1,4 +1,4 @@
-"""A verl configuration as one of ours, with a line for every key: what it became, or why it has no counterpart.
+"""Translate a verl configuration, with a line for every key: what it became, or why it has no counterpart.
 
 Read are a YAML file (nested, or with dotted keys) and shell scripts whose command line sets `key=value`.
 """

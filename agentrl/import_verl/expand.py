@@ -114,7 +114,7 @@ class _Fields:
 
 
 def expand(word: str, variables: Variables) -> list[str]:
-    """The words that `word`, as it is written, stands for: none, one or several."""
+    """The words that a raw `word` expands to: none, one or several."""
     fields, at = _Fields(), 0
     while at < len(word):
         c = word[at]

@@ -10,7 +10,7 @@ from agentrl.import_verl.keys import BY_KEY, How, row_of
 from agentrl.import_verl.read_config import Keys
 
 _SWITCHES = {"algorithm.pf_ppo": "algorithm.use_pf_ppo", "global_profiler": "global_profiler.tool"}
-"""Keys that switch a section on, beside its own `enable`."""
+"""Keys that enable a section, in addition to its `enable`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,7 +96,7 @@ class Imported:
         return bool(value)
 
     def text(self, key: str) -> str:
-        """The value as text; empty where there is none."""
+        """The value as text; empty if there is none."""
         value = self.value(key)
         return "" if value is None else str(value)
 

@@ -15,7 +15,7 @@ How = Literal["taken", "same", "no effect", "by hand", "refused"]
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One key of verl; one that ends with `.*` stands for all below it that have no row of their own.
+    """One key of verl; one that ends with `.*` stands for all below it that have no separate row.
 
     `text` is the key of ours where the key is taken ("taken"), why nothing needs to be written ("same"), why verl
     itself does not read it ("no effect"), what to decide ("by hand"), or why it is not supported ("refused").

@@ -34,7 +34,7 @@ class Keys:
     remarks: list[str] = field(default_factory=list)
 
     def find(self, name: str) -> Path | None:
-        """The file that a path of the configuration means: beside the source, or from the current folder."""
+        """The file that a path of the configuration means: relative to the source or to the current folder."""
         path = Path(name).expanduser()
         for place in (self.source.parent / path, path):
             if place.exists():

@@ -33,7 +33,7 @@ _CHANGED_FOLDER = re.compile(r"\s*cd\s+(?:--\s+)?(.+?)(?:\s*[12]?>\S*(?:\s+2>&1)
 
 @dataclass(slots=True)
 class Command:
-    """A simple command as it is written: its raw words, array assignments among them, and what follows it."""
+    """A simple command as written: its raw words, array assignments among them, and what follows it."""
 
     words: list[str | tuple[str, list[str]]] = field(default_factory=list)
     after: str = "\n"

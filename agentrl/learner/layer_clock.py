@@ -26,7 +26,7 @@ class LayerClock:
         self._spans: list[tuple[Moment, Moment]] = []
         blocks = getattr(model, "_no_split_modules", None) or ()
         for module in model.modules():
-            if type(module).__name__.removeprefix("FSDP") in blocks:  # fully_shard gives it a class of its own
+            if type(module).__name__.removeprefix("FSDP") in blocks:  # fully_shard changes its class
                 # Inside of FSDP's own hooks, which gather the block's parameters and give them back.
                 module.register_forward_pre_hook(self._enter)
                 module.register_forward_hook(self._leave, prepend=True)

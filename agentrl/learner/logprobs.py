@@ -62,7 +62,7 @@ def token_stats(
 def know_head(model: PreTrainedModel, device: torch.device, dtype: torch.dtype) -> None:
     """Find out on two tokens whether the model's logits are what its output layer gives.
 
-    `token_stats` would find out by itself, at the price of a second forward pass; ranks must agree on when.
+    `token_stats` would find out on its own, at the price of a second forward pass; ranks must agree on when.
     """
     two = Sample((0, 0), (False, True), (0.0, 0.0), (0.0, 0.0), (0, 0), episode_id="")
     with torch.no_grad():

@@ -47,7 +47,7 @@ def checkpoint_activations(model: PreTrainedModel) -> None:
     else:  # transformers before it had a new name
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=options)  # type: ignore[no-untyped-call]
     # transformers checkpoints a block in training mode only, in which some families also sample: dropout, noise on
-    # the router. So the blocks alone are put into it, and what is in them stays as it is when the engine samples.
+    # the router. So the blocks alone are put into it, and what is in them computes as in the engine.
     for block in model.modules():
         if isinstance(block, GradientCheckpointingLayer):
             block.training = True

@@ -326,6 +326,6 @@ def local_learner(spec: LearnerSpec) -> Learner:
 
 
 def _own_world(config: LearnerConfig, device: torch.device) -> World:
-    """One rank; sharded by itself where it computes in another precision than it keeps, or offloads."""
+    """One rank; sharded alone if it computes in another precision than it stores, or offloads."""
     check_offload(config, device.type)
     return World.alone(device) if config.precision != "float32" or config.cpu_offload else World()

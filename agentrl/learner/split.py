@@ -125,7 +125,7 @@ class Passes:
 
     def mini_batches(self, episodes: Sequence[str]) -> list[list[str]]:
         """The episodes of each update. In a single pass they are dealt out in their order, so that each update has
-        its share of every group; of several each has an order of its own, which depends on nothing but seed and
+        its share of every group; of several each has its own order, which depends on nothing but seed and
         ids: not on ranks, and not on whether the run was resumed."""
         found = []
         for epoch in range(self.epochs):
@@ -156,7 +156,7 @@ def split_step(step: StepRows, passes: Passes, *, ranks: int, max_tokens: int) -
         totals = totals_of_lengths(lengths[name] for name in episodes)
         part = [row for _, row in sorted((row for name in episodes for row in rows_of[name]), key=lambda r: r[0])]
         for rank, rows in enumerate(split_rows(part, ranks=ranks, max_tokens=max_tokens)):
-            # A gradient of 0 is one as well: the optimizer goes on by its momentum.
+            # A gradient of 0 is one as well: the optimizer continues by its momentum.
             rows = rows or ((),) if totals.num_tokens else rows
             record = step.record and number < passes.updates
             by_rank[rank].append(MicroBatches(rows, totals, step.kl_coef, columns, record))

@@ -32,7 +32,7 @@ NOTE = "learner.json"
 
 @dataclass(frozen=True, slots=True)
 class TrainingState:
-    """A learner at one moment, copied to host memory: it can be written while training goes on.
+    """A learner at one moment, copied to host memory: it can be written while training continues.
 
     Attributes:
         world: the ranks; each writes its own.

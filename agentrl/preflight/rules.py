@@ -31,7 +31,7 @@ def memory(config: RunConfig, plan: Plan, gpu: bool) -> Iterator[PlanFinding]:
         return
     for phase in plan.phases:
         if phase.name == "rollout" and config.engine.server.urls:
-            continue  # running servers have devices of their own
+            continue  # running servers have separate devices
         if phase.total > TOO_FULL * plan.memory_bytes:
             name, most = max(phase.parts.items(), key=lambda part: part[1])
             text = f"{phase.name} needs {size(phase.total)} in {phase.where}, which has {size(plan.memory_bytes)}"

@@ -64,7 +64,7 @@ class _End:
 
 
 def iterate(make: Callable[[], AsyncIterator[T]]) -> Iterator[T]:
-    """The items of an async generator, from any thread; it runs on an event loop of its own.
+    """The items of an async generator, from any thread; it runs on a separate event loop.
 
     Args:
         make: called on the other thread. The generator is closed when the iteration ends early.

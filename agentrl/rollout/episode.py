@@ -173,6 +173,6 @@ def checked(check: TokenCheck | None, episode: Episode, transcript: Transcript |
     if check is None or transcript is None or episode.error is not None:
         return episode
     metrics = dict(episode.metrics)
-    for name, value in check.metrics(transcript, episode.id).items():  # beside those of branches that were left
+    for name, value in check.metrics(transcript, episode.id).items():  # in addition to those of earlier branches
         metrics[name] = metrics.get(name, 0.0) + value
     return replace(episode, metrics=metrics)

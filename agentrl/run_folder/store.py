@@ -189,7 +189,7 @@ class RunStore:
         os.fsync(self._metrics.fileno())
 
     def add_metrics(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Add metrics that were measured later to a step, in a line of their own."""
+        """Add metrics that were measured later to a step, in a separate line."""
         self.log_metrics(step, {LATE: True, **metrics})
 
     def metrics(self) -> Sequence[Mapping[str, float]]:

@@ -1,4 +1,4 @@
-"""What the learner says about sampled tokens, beside the episodes of a step: columns, rounded and compressed.
+"""The learner's values of sampled tokens, next to the episodes of a step: columns, rounded and compressed.
 
     tokens/step-N.tok.zst    a line of JSON (episode ids, tokens of each, column names), then the columns
 

@@ -35,7 +35,7 @@ _MOST_WHY = 400
 _SHOWN = re.compile(r"\s*\^?\s*|\s*\d+ \| .*")
 """A line of the grammar, or the mark below it."""
 _STYLE = {"x-guidance": {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}}
-"""JSON as `json.dumps` writes it: one way to write each value, so that white space cannot go on forever."""
+"""JSON as `json.dumps` writes it: one way to write each value, so that white space cannot continue forever."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -30,7 +30,7 @@ MOST_LOOKS = 128
 
 
 _CLIENTS = logging.getLogger("agentrl.serve.clients")
-_CLIENTS.setLevel(logging.ERROR)  # what a client did wrong is told to it, not to whoever runs the server
+_CLIENTS.setLevel(logging.ERROR)  # errors of clients go to the clients, not to the server's terminal
 
 
 class _Server(uvicorn.Server):

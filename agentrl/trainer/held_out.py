@@ -137,7 +137,7 @@ class HeldOut:
 
 @dataclass
 class InBackground:
-    """Plays the held-out tasks on an engine that keeps the weights of the evaluated step, while training goes on.
+    """Plays the held-out tasks on an engine with the weights of the evaluated step, while training continues.
 
     One evaluation runs at a time: the next one waits for it.
 

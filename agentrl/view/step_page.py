@@ -165,7 +165,7 @@ def with_phases(found: Json | None, metrics: Metrics, number: int) -> Json:
     parts = list(_parts(row, own))
     timed = not spans or all(span["start_s"] > MIN_CLOCK for span in spans)
     dated = all(phase["start_s"] > MIN_CLOCK for phase in own)
-    if not timed or not dated:  # on clocks of their own: they are taken to begin together
+    if not timed or not dated:  # on separate clocks: they are assumed to begin together
         zero = _first(own)
         return {"episodes": _from(spans, _first(spans)), "phases": _from(own, zero), "parts": _from(parts, zero)}
     zero = min(_first(spans), _first(own)) if spans and own else _first([*spans, *own])

@@ -13,7 +13,7 @@ without the number. Above one half, the greedy policy of a cold start gets most 
 how to do every step: that is what reinforcement then puts right.
 
 On top of that, one episode in twenty, right or wrong, first makes a call that the calculator refuses and then
-goes on as if nothing had happened, so that errors are seen as well. Whether the final answer happens to be right
+continues as if nothing had happened, so that errors are seen as well. Whether the final answer happens to be right
 in spite of a mistake is not checked.
 """
 

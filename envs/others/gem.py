@@ -90,5 +90,5 @@ class Gem(TextEnv, Adapter):
 
 
 def _suffix(info: Mapping[str, Any]) -> str:
-    """What a player is told after the observation."""
+    """The text after the observation."""
     return f"\n{info['suffix']}" if info.get("suffix") else ""

@@ -8,7 +8,7 @@ PATIENCE = 5
 
 
 class Customer:
-    """A scripted user. It leaves when it is told something without a question, or loses patience."""
+    """A scripted user. It leaves when the policy asks it nothing, or when it loses patience."""
 
     def __init__(self, request: Request) -> None:
         self._request, self._answers = request, 0

@@ -266,7 +266,7 @@ class Backend:
                 return
 
     def outside_cause(self, identity: str) -> str | None:
-        """Return who asked the engine to end a container; None if nobody did, so that it ended by itself.
+        """Return who asked the engine to end a container; None if nobody did, so it ended on its own.
 
         An out-of-memory kill within the container's own limit is not an outside cause.
         """

@@ -39,7 +39,7 @@ class Lease:
             except (OSError, TimeoutError, ValueError) as error:
                 return f"{where} does not answer: {str(error) or 'no answer'}"
             if status != 200:
-                return f"{where} knows nothing of it: it has been started anew"
+                return f"{where} does not know it: it has been restarted"
             if body["ended"]:
                 return cast("str | None", body["cause"])
             if self._link.failed_here:  # the sandbox is there and does not answer, or says what is no frame

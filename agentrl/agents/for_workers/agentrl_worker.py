@@ -39,7 +39,7 @@ def serve(play: Callable[[dict[str, Any], EpisodeAccess], Any]) -> None:
     """Play episodes with `play(task, access)`, one after another, until agentrl closes standard input.
 
     `play` may be async; all its calls share one event loop. What it returns is the outcome, text or JSON data. If
-    it raises, the agent crashed in this episode, and the worker goes on. OPENAI_BASE_URL, OPENAI_API_KEY and their
+    it raises, the agent crashed in this episode; the worker continues. OPENAI_BASE_URL, OPENAI_API_KEY and their
     ANTHROPIC_ counterparts are set in `os.environ` for each episode. What it prints goes to standard error.
     """
     requests = os.fdopen(os.dup(0), "rb")

@@ -1,1 +1,1 @@
-"""What `agentrl env package --as verifiers` writes: `taskset.py` is copied as it is, with settings next to it."""
+"""The files of `agentrl env package --as verifiers`: `taskset.py` is copied unchanged, next to its settings."""

@@ -126,7 +126,7 @@ class ServedTaskset(vf.Taskset[ServedTask, ServedConfig]):  # type: ignore[misc,
 
 
 class ServedHarnessConfig(vf.HarnessConfig):  # type: ignore[misc, unused-ignore]
-    """No settings of its own."""
+    """Without additional settings."""
 
 
 class ServedHarness(vf.Harness[ServedHarnessConfig]):  # type: ignore[misc, unused-ignore]

@@ -1,4 +1,4 @@
-"""Feed loggers from threads of their own, so that none stops, slows or breaks a run."""
+"""Feed loggers from separate threads, so that none stops, slows or breaks a run."""
 
 from __future__ import annotations
 
@@ -98,7 +98,7 @@ class _Worker:
             call = self._calls.get()
             try:
                 call()
-            except BaseException as e:  # a logger may even raise SystemExit; the run goes on
+            except BaseException as e:  # a logger may even raise SystemExit; the run continues
                 off, self._off = self._off, True
                 if not off:
                     self._say(f"failed and gets nothing more: {_first_line(e)}")
@@ -121,7 +121,7 @@ class LogFeed:
         self._ended = False
 
     def start(self, run: RunInfo) -> None:
-        """Start every logger; each gets a folder of its own below `run.folder`."""
+        """Start every logger; each gets a separate folder below `run.folder`."""
         for worker in self._workers:
             folder = run.folder / "".join(c if c.isalnum() or c in "._-" else "-" for c in worker.fed.name)
             worker.put(partial(_start, worker.fed.logger, replace(run, folder=folder)))

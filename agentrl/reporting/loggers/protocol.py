@@ -1,4 +1,4 @@
-"""What a logger is, and what it is given."""
+"""The protocol of loggers, and the data that they receive."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ class SampleEpisode:
 
 @runtime_checkable
 class Logger(Protocol):
-    """Takes what a run measures. All calls come from one thread of its own, in order; `start` is the first.
+    """Receives the measurements of a run. All calls come from one thread, in order; `start` is the first.
 
     A logger may be slow, raise or hang: the run does not wait for it. After an exception it gets no more calls.
     """

@@ -78,7 +78,7 @@ class Supervisor(Programs):
                     self._turn()
                 except LinkLost:
                     raise
-                except Exception as error:  # a bug of ours, or caused by a program: the call is over
+                except Exception as error:  # a bug in agentrl, or caused by a program: the call is over
                     self._mishap(error)
         except LinkLost:
             pass

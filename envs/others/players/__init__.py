@@ -1,1 +1,1 @@
-"""Programs that play other ecosystems' tasks in a Python of their own; they import nothing of agentrl."""
+"""Programs that play other ecosystems' tasks in a separate Python; they import nothing from agentrl."""

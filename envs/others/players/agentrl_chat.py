@@ -22,7 +22,7 @@ ended: dict[str, asyncio.Event] = {}
 
 
 class ChatConfig(vf.HarnessConfig):  # type: ignore[misc, unused-ignore]
-    """No settings of its own."""
+    """Without additional settings."""
 
 
 class ChatHarness(vf.Harness[ChatConfig]):  # type: ignore[misc, unused-ignore]

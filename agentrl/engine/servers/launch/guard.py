@@ -21,7 +21,7 @@ import time
 from pathlib import Path
 
 GRACE_S = 5.0
-"""Seconds the server has to shut down by itself."""
+"""Seconds that the server has to shut down."""
 PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36
 
 

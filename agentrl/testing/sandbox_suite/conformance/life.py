@@ -73,7 +73,7 @@ async def sessions_live_side_by_side(stage: Stage) -> None:
         for i, shell in enumerate(shells):
             expect((await shell.run("echo $x")).text() == f"{i}\n", "shells mix")
         expect((await pythons[0].run("x")).text() == "3\n", "interpreters mix")
-        expect((await box.python("print(5)")).ok, "a fresh call beside sessions")
+        expect((await box.python("print(5)")).ok, "a fresh call next to sessions")
 
 
 async def sqlite_session(stage: Stage) -> None:

@@ -1,4 +1,4 @@
-"""Programs that reach for files of the host, of others, and out of their own folder."""
+"""Programs that reach for files of the host, of others, and outside their own folder."""
 
 from __future__ import annotations
 
