@@ -102,6 +102,7 @@ class AgentPlayer:
 
         Raises:
             InfraError: the policy could not answer, or the program failed with `crash: infra`.
+            Exception: a bug of agentrl that a request met.
         """
         episode.status.now("the agent")
         access = Access(self.address + recording.path, recording.key, clients=self.clients)
@@ -115,6 +116,8 @@ class AgentPlayer:
             episode.turns[:] = recording.turns(episode.status.started)
             episode.tools = recording.tools
             episode.count(recording.metrics())
+        if recording.bug is not None:
+            raise recording.bug
         if recording.trouble is not None:
             raise EngineError(recording.trouble)
         if crashed and recording.stop is None and (self.crash == "infra" or not episode.turns):

@@ -4,16 +4,20 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import inspect
 import json
+import logging
 import os
 import signal
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from agentrl.chat.messages import write_message
+from agentrl.env.toolenv.threads import ToolRaised, run_apart
 from agentrl.types import Message, Task
 
 if TYPE_CHECKING:
@@ -21,10 +25,18 @@ if TYPE_CHECKING:
 
     from agentrl.sandbox import Box
 
+log = logging.getLogger(__name__)
+
 TAIL_BYTES = 64 << 10
 """Maximum bytes kept from the end of each output of a command."""
+OUTPUT_BYTES = 256 << 20
+"""A command that writes more than this to one of its outputs is ended."""
 GRACE_S = 2.0
-"""Grace period between terminating a command and killing it."""
+"""Grace period between terminating a command and killing it, and for a canceled function to end."""
+DRAIN_S = 1.0
+"""How long the outputs of a command that has ended may stay open."""
+LOOK_S = 0.05
+"""How often to check whether a command has ended while others hold its outputs open."""
 
 
 class AgentCrashedError(Exception):
@@ -139,23 +151,52 @@ class Agent(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class FunctionAgent:
-    """A Python function `f(task, access)`: async ones run in the event loop, others in a thread.
+    """A Python function `f(task, access)`: async ones run in the event loop, others on a thread of their own.
 
-    `task` is the data of an `AgentTask`, `access` an `Access`; the return value is the outcome.
+    `task` is the data of an `AgentTask`, `access` an `Access`; the return value is the outcome. A function that
+    does not end when it is canceled is left behind: the address of its episode answers no more.
     """
 
     function: Callable[..., Any]
 
     async def run(self, task: AgentTask, access: Access) -> str:
         """Call the function. Raises AgentCrashedError if it raises."""
+        playing = asyncio.ensure_future(self._play(task.data(), access))
+        playing.add_done_callback(lambda done: done.cancelled() or done.exception())  # nobody may ask for it
+        try:
+            await asyncio.wait({playing})
+        finally:
+            if not playing.done():
+                playing.cancel()
+                await asyncio.wait({playing}, timeout=GRACE_S)
+            if not playing.done():
+                log.warning("the agent %s ignores that its episode is over", self.function)
+        return playing.result()
+
+    async def _play(self, task: dict[str, Any], access: Access) -> str:
         try:
             if inspect.iscoroutinefunction(self.function):
-                said = await self.function(task.data(), access)
+                said = await self.function(task, access)
             else:
-                said = await asyncio.to_thread(self.function, task.data(), access)
-        except Exception as e:
-            raise AgentCrashedError(f"{type(e).__name__}: {e}") from e
-        return said if isinstance(said, str) else "" if said is None else json.dumps(said, default=str)
+                said = await run_apart(functools.partial(self.function, task, access), None)
+                said = await said if inspect.isawaitable(said) else said
+            return said if isinstance(said, str) else "" if said is None else json.dumps(said, default=str)
+        except ToolRaised as e:
+            return _exit(e.cause)
+        except asyncio.CancelledError as e:
+            here = asyncio.current_task()
+            if here is not None and here.cancelling():
+                raise
+            return _exit(e)
+        except (Exception, SystemExit) as e:
+            return _exit(e)
+
+
+def _exit(error: BaseException) -> str:
+    """The outcome of a function that did not return: empty if it called `sys.exit()`. Raises AgentCrashedError."""
+    if isinstance(error, SystemExit) and error.code in (None, 0):
+        return ""
+    raise AgentCrashedError(f"{type(error).__name__}: {error}") from error
 
 
 @dataclass(frozen=True, slots=True)
@@ -164,21 +205,44 @@ class CommandAgent:
 
     Its standard input is the task as JSON; OPENAI_BASE_URL, OPENAI_API_KEY, OPENAI_MODEL and their ANTHROPIC_
     counterparts point to the policy; `{prompt}`, `{id}` and `{base_url}` (with the key) in its arguments are
-    replaced. Its standard output is its outcome.
+    replaced. Its standard output is its outcome. Processes that it leaves behind end with it, in whatever group.
     """
 
     command: Sequence[str]
     cwd: str | None = None
 
     async def run(self, task: AgentTask, access: Access) -> str:
-        """Run the command to completion. Raises AgentCrashedError if it cannot start or exits with a nonzero
-        code."""
+        """Run the command to completion. Raises AgentCrashedError if it cannot start, is killed, writes without
+        end, or exits with a nonzero code."""
+        process = await self._start(task, access)
+        assert process.stdin is not None
+        assert process.stdout is not None
+        assert process.stderr is not None
+        out, err = (_Tail(stream, process.pid) for stream in (process.stdout, process.stderr))
+        given = json.dumps(task.data(), default=str).encode()
+        streams = [asyncio.ensure_future(work) for work in (_feed(process.stdin, given), out.read(), err.read())]
+        try:
+            code = await _ended(process)
+        finally:
+            await end_group(process)
+            await asyncio.to_thread(_end_leftovers, access.api_key)
+            await asyncio.wait(streams, timeout=DRAIN_S)
+            await _drop(streams)
+            vars(process)["_transport"].close()  # what hid from that may still hold the outputs open
+        if out.full or err.full:
+            raise AgentCrashedError(f"it wrote more than {OUTPUT_BYTES >> 20} MiB to its output")
+        if code != 0:
+            said = (err.text() or out.text()).strip().splitlines()
+            raise AgentCrashedError(how_ended(code) + (f": {said[-1][:300]}" if said else ""))
+        return out.text()
+
+    async def _start(self, task: AgentTask, access: Access) -> asyncio.subprocess.Process:
         words = [w.replace("{prompt}", task.prompt).replace("{id}", task.task.id) for w in self.command]
         words = [word.replace("{base_url}", access.keyed_url) for word in words]
         if words[0] == "python":
             words[0] = sys.executable
         try:
-            process = await asyncio.create_subprocess_exec(
+            return await asyncio.create_subprocess_exec(
                 *words,
                 stdin=asyncio.subprocess.PIPE,
                 stdout=asyncio.subprocess.PIPE,
@@ -187,25 +251,24 @@ class CommandAgent:
                 env={**os.environ, **access.environment},
                 start_new_session=True,
             )
-        except OSError as e:
-            raise AgentCrashedError(f"cannot start {words[0]}: {e.strerror}") from e
-        stdin, stdout, stderr = process.stdin, process.stdout, process.stderr
-        assert stdin is not None
-        assert stdout is not None
-        assert stderr is not None
-        try:
-            async with asyncio.TaskGroup() as group:
-                group.create_task(_feed(stdin, json.dumps(task.data(), default=str).encode()))
-                out = group.create_task(_tail(stdout))
-                err = group.create_task(_tail(stderr))
-                code = await process.wait()
-                _signal(process.pid, signal.SIGKILL)  # leftover processes may keep its outputs open
-        finally:
-            await end_group(process)
-        if code != 0:
-            said = (err.result() or out.result()).strip().splitlines()
-            raise AgentCrashedError(f"exit code {code}" + (f": {said[-1][:300]}" if said else ""))
-        return out.result()
+        except (OSError, ValueError) as e:  # ValueError: a NUL in the prompt
+            raise AgentCrashedError(f"cannot start {words[0]}: {getattr(e, 'strerror', None) or e}") from e
+
+
+async def _ended(process: asyncio.subprocess.Process) -> int:
+    """Its exit code as soon as it has ended: `Process.wait` also waits for others that hold its outputs open."""
+    waiting = asyncio.ensure_future(process.wait())
+    try:
+        while process.returncode is None:
+            await asyncio.wait({waiting}, timeout=LOOK_S)
+    finally:
+        waiting.cancel()
+    return process.returncode
+
+
+def how_ended(code: int) -> str:
+    """An exit code in words."""
+    return f"exit code {code}" if code >= 0 else f"killed by {signal.Signals(-code).name}"
 
 
 async def _feed(stdin: asyncio.StreamWriter, data: bytes) -> None:
@@ -217,11 +280,53 @@ async def _feed(stdin: asyncio.StreamWriter, data: bytes) -> None:
         await stdin.wait_closed()
 
 
-async def _tail(stream: asyncio.StreamReader) -> str:
-    kept = b""
-    while chunk := await stream.read(1 << 16):
-        kept = (kept + chunk)[-TAIL_BYTES:]
-    return kept.decode("utf-8", "replace")
+class _Tail:
+    """The end of an output; a process that writes without end is killed."""
+
+    def __init__(self, stream: asyncio.StreamReader, group: int) -> None:
+        self._stream, self._group = stream, group
+        self._kept, self._count = b"", 0
+
+    @property
+    def full(self) -> bool:
+        """Whether it wrote more than it may."""
+        return self._count > OUTPUT_BYTES
+
+    async def read(self) -> None:
+        """Read until the output is closed."""
+        while chunk := await self._stream.read(1 << 16):
+            self._kept = (self._kept + chunk)[-TAIL_BYTES:]
+            self._count += len(chunk)
+            if self.full:
+                _signal(self._group, signal.SIGKILL)
+
+    def text(self) -> str:
+        """What is kept."""
+        return self._kept.decode("utf-8", "replace")
+
+
+async def _drop(tasks: Sequence[asyncio.Future[None]]) -> None:
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
+
+
+def _end_leftovers(key: str) -> None:
+    """Kill the processes that were started with the key of an episode, in whatever group they are (Linux)."""
+    for _ in range(3):  # one may be starting another
+        found = [folder.name for folder in Path("/proc").glob("[0-9]*") if _has(folder / "environ", key.encode())]
+        for pid in found:
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.kill(int(pid), signal.SIGKILL)
+        if not found:
+            return
+
+
+def _has(environ: Path, key: bytes) -> bool:
+    try:
+        return key in environ.read_bytes()
+    except OSError:
+        return False
 
 
 async def end_group(process: asyncio.subprocess.Process) -> None:
@@ -229,10 +334,10 @@ async def end_group(process: asyncio.subprocess.Process) -> None:
     if process.returncode is None:
         _signal(process.pid, signal.SIGTERM)
         with contextlib.suppress(TimeoutError, asyncio.CancelledError):
-            await asyncio.wait_for(asyncio.shield(asyncio.ensure_future(process.wait())), GRACE_S)
+            await asyncio.wait_for(_ended(process), GRACE_S)
     _signal(process.pid, signal.SIGKILL)
     if process.returncode is None:
-        await asyncio.shield(process.wait())
+        await asyncio.shield(_ended(process))
 
 
 def _signal(group: int, number: signal.Signals) -> None:

@@ -22,7 +22,7 @@ import itertools
 import secrets
 import time
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -52,6 +52,10 @@ NO_LIMIT = 1 << 30
 """Maximum concurrent completions: the engine queues the rest, because a rejected request would only be retried."""
 
 
+SMALL_BODY = 1 << 20
+BYTES_PER_TOKEN = 64
+"""Larger requests are refused unread: no prompt within the limits of an episode takes as much."""
+
 EDITS = (DriftKind.REWORDED, DriftKind.TOOLS, DriftKind.HISTORY, DriftKind.FOREIGN)
 """What explains a branch, most telling first: after a reworded turn, the turns behind it have another history."""
 
@@ -75,6 +79,9 @@ class EpisodeRecording:
         session: recognizes its turns.
         stop: the limit that a request reached; None if none did.
         offered: the tools offered in requests that send none.
+        jobs: what may be asked for again, by request.
+        sampling: completions in progress.
+        bug: an exception of our own code that a request met.
     """
 
     def __init__(self, renderer: Renderer, limits: EpisodeLimits, *, temperature: float, seed: int) -> None:
@@ -84,6 +91,8 @@ class EpisodeRecording:
         self.stop: StopReason | None = None
         self.offered: Sequence[Mapping[str, Any]] = ()
         self.jobs: dict[str, RecordedJob] = {}
+        self.sampling: set[asyncio.Task[Any]] = set()
+        self.bug: Exception | None = None
         self.lock = asyncio.Lock()
         self._limits, self._temperature, self._seed = limits, temperature, seed
         self._asked = itertools.count()
@@ -96,6 +105,7 @@ class EpisodeRecording:
         self._trouble: dict[str, str] = {}
         self._counts: Counter[str] = Counter()
         self._sealed = False
+        self._turns_left = asyncio.Event()
         self._tools: dict[str, Mapping[str, Any]] = {}
 
     @property
@@ -126,13 +136,18 @@ class EpisodeRecording:
     def seal(self) -> None:
         """End the episode: new requests are rejected, and completions in progress are dropped."""
         self._sealed = True
-        for job in self.jobs.values():
-            job.drop()
+        self._turns_left.set()
+        for task in self.sampling:
+            task.cancel()
+
+    def check_open(self) -> None:
+        """Raises ApiError when the episode is over."""
+        if self._sealed:
+            raise ApiError(410, "This episode has ended.", code="episode_ended")
 
     def client(self, request: Request) -> RecordedClient:
         """The client of one request. Raises ApiError when the episode is over."""
-        if self._sealed:
-            raise ApiError(410, "This episode has ended.", code="episode_ended")
+        self.check_open()
         key = request.headers.get("idempotency-key", "")
         again = request.headers.get("x-stainless-retry-count", "0") != "0" or bool(key)
         return RecordedClient(self.session, self._adjust, self, again, key)
@@ -141,8 +156,16 @@ class EpisodeRecording:
         """Reject requests that an episode may not make.
 
         Raises:
-            ApiError: a limit is exhausted, or several choices are requested.
+            ApiError: the episode is over, a limit is exhausted, or several choices are requested.
         """
+        self._check_limits()
+        if ask.n > 1:
+            raise unsupported("n", "an episode continues from a single choice; request n: 1")
+        for tool in ask.tools or self.offered:
+            self._tools.setdefault(str(tool), tool)
+
+    def _check_limits(self) -> None:
+        self.check_open()
         if self.stop is None and self.num_turns >= self._limits.max_turns:
             self.stop = StopReason.MAX_TURNS
         if self.stop is not None:
@@ -151,10 +174,31 @@ class EpisodeRecording:
                 f"This episode has met its limit ({self.stop}): {self.num_turns} completions were sampled.",
                 code="episode_limit_reached",
             )
-        if ask.n > 1:
-            raise unsupported("n", "an episode continues from a single choice; request n: 1")
-        for tool in ask.tools or self.offered:
-            self._tools.setdefault(str(tool), tool)
+
+    @contextlib.asynccontextmanager
+    async def one_turn(self) -> AsyncIterator[None]:
+        """Sample during the block. Waits while the completions in progress may be the last ones of the episode, as
+        those that their clients abandon do not count.
+
+        Raises:
+            ApiError: a limit is exhausted, or the episode is over.
+        """
+        while not self._sealed and self.sampling and self._all_taken:
+            self._turns_left.clear()
+            await self._turns_left.wait()
+        self._check_limits()
+        task = asyncio.current_task()
+        assert task is not None
+        self.sampling.add(task)
+        try:
+            yield
+        finally:
+            self.sampling.discard(task)
+            self._turns_left.set()
+
+    @property
+    def _all_taken(self) -> bool:
+        return self.num_turns + len(self.sampling) >= self._limits.max_turns
 
     def add(self, spoken: Sequence[Choice], began: float) -> None:
         """Record a finished completion, which was requested at `began` of the monotonic clock."""
@@ -268,6 +312,11 @@ class RecordedClient(Client):
     again: bool = False
     key: str = ""
 
+    def refused(self, error: ApiError) -> None:
+        """A request that is too large to be read has met the token budget."""
+        if error.code == "request_too_large":
+            self.recording.stop = self.recording.stop or StopReason.TOKEN_BUDGET
+
 
 class RecordedJob(Job):
     """A completion that is sampled once, regardless of retries."""
@@ -282,24 +331,39 @@ class RecordedJob(Job):
         """Sample the completion, or wait for sampling in progress; dropped if there are no more waiters.
 
         Raises:
+            ApiError: the episode is over, or has met a limit.
             EngineError: the engine is lost.
         """
-        first = self._task is None
-        if self._task is None:
-            self._task = asyncio.ensure_future(self._sample(emit))
-        self._waiting += 1
-        try:
-            spoken = await asyncio.shield(self._task)
-        finally:
-            self._waiting -= 1
-            if not self._waiting and not self._task.done():
-                self.drop()
-                with contextlib.suppress(asyncio.CancelledError, Exception):
-                    await self._task
+        spoken = None
+        while spoken is None:
+            first = self._task is None
+            if self._task is None:
+                self._task = asyncio.ensure_future(self._sample(emit))
+            spoken = await self._wait(self._task)
         if emit is not None and not first:
             for index, one in enumerate(spoken):
                 emit(index, _deltas(one), one.drawn)
         return spoken
+
+    async def _wait(self, task: asyncio.Future[list[Choice]]) -> list[Choice] | None:
+        """The sampled choices; None if sampling was dropped because those who waited before have left."""
+        self._waiting += 1
+        try:
+            return await asyncio.shield(task)
+        except asyncio.CancelledError:
+            here = asyncio.current_task()
+            if here is not None and here.cancelling():
+                raise
+            self._recording.check_open()
+            if self._task is task:
+                self._task = None
+            return None
+        finally:
+            self._waiting -= 1
+            if not self._waiting and not task.done():
+                self.drop()
+                with contextlib.suppress(asyncio.CancelledError, Exception):
+                    await task
 
     def drop(self) -> None:
         """Stop sampling; a later request samples again."""
@@ -307,20 +371,25 @@ class RecordedJob(Job):
             self._task.cancel()
 
     async def _sample(self, emit: Emit | None) -> list[Choice]:
-        began = time.monotonic()
         recording, key = self._recording, self._key
+        recording.jobs.setdefault(key, self)
         try:
-            spoken = await super().run(emit)
+            async with recording.one_turn():
+                began = time.monotonic()
+                spoken = await super().run(emit)
+                recording.answered(key)
+                recording.add(spoken, began)
         except BaseException as e:
-            recording.jobs.pop(key, None)
+            if recording.jobs.get(key) is self:
+                del recording.jobs[key]
             trouble = first_error(e)
             if isinstance(trouble, EngineError):
                 recording.failed(key, str(trouble))
             elif isinstance(trouble, asyncio.CancelledError):
                 recording.left()
+            elif isinstance(trouble, Exception) and not isinstance(trouble, ApiError):
+                recording.bug = trouble
             raise
-        recording.answered(key)
-        recording.add(spoken, began)
         return spoken
 
 
@@ -357,6 +426,9 @@ class RecordingService(ChatService):
             except ApiError as e:
                 if e.code == "context_length_exceeded":
                     recording.stop = self.when_full
+                raise
+            except Exception as e:
+                recording.bug = e
                 raise
             recording.jobs[key] = job
             return job
@@ -404,7 +476,8 @@ class Recorder:
         self._talk = RecordingService(capped, renderer, gate=Gate(NO_LIMIT), metrics=Metrics())
         if engine.max_context > budget:
             self._talk.when_full = StopReason.TOKEN_BUDGET
-        self._settings = Settings(names=("policy",), accept_any_model=True)
+        largest = SMALL_BODY + BYTES_PER_TOKEN * min(budget, engine.max_context)
+        self._settings = Settings(names=("policy",), accept_any_model=True, max_body_bytes=largest)
         self._open: dict[str, EpisodeRecording] = {}
 
     def open(self, *, temperature: float, seed: int) -> EpisodeRecording:

@@ -13,13 +13,12 @@ import contextlib
 import itertools
 import json
 import os
-import signal
 import sys
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from agentrl.agents.program import Access, AgentCrashedError, AgentTask, end_group
+from agentrl.agents.program import Access, AgentCrashedError, AgentTask, end_group, how_ended
 from agentrl.errors import ConfigError, InfraError
 
 HELPER = Path(__file__).parent / "for_workers"
@@ -61,6 +60,7 @@ class _Worker:
             with contextlib.suppress(ValueError, RecursionError):
                 if isinstance(found := json.loads(line), dict):
                     return found
+            await asyncio.sleep(0)  # lines without end must not hold up other episodes
 
     async def send(self, message: dict[str, object]) -> None:
         """Write a line. A worker that has ended is noticed when it is read."""
@@ -82,9 +82,7 @@ class _Worker:
             await asyncio.wait_for(self.process.wait(), EXIT_S)
             await asyncio.wait_for(asyncio.shield(self._listener), EXIT_S)
         code = self.process.returncode
-        how = "it closed its output" if code is None else f"exit code {code}"
-        if code is not None and code < 0:
-            how = f"killed by {signal.Signals(-code).name}"
+        how = "it closed its output" if code is None else how_ended(code)
         return how + (f": {self._said[-1][:300]}" if self._said else "")
 
     async def _listen(self) -> None:

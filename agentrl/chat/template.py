@@ -39,6 +39,8 @@ Tools = Sequence[Mapping[str, object]]
 _SYSTEM = "\u2060system\u2060"
 STAND_IN_USER = Message("user", "u")
 STAND_IN_SYSTEM = Message("system", _SYSTEM)
+TOLD_APART = 64
+"""With more new messages than this, their tokens are attributed to the first: each takes another rendering."""
 _OURS = frozenset({"messages", "tools", "documents", "add_generation_prompt", "raise_exception", "strftime_now"})
 
 
@@ -348,7 +350,10 @@ class Renderer:
 
         def make() -> Addition:
             prompt = self.render_data(data, tools, generation_prompt=True)
-            ends = [self._prefix(data[: n + 1], tools, prompt) for n in range(len(data))]
+            ends = [
+                self._prefix(data[:n], tools, prompt) if _is_told_apart(n, len(data)) else None
+                for n in range(1, len(data) + 1)
+            ]
             return self._addition(self._pieces(prompt, 0, ends))
 
         said, offered = repr(data), repr(tools)
@@ -387,7 +392,11 @@ class Renderer:
         stands = stopped is not None and (
             stopped == closer[1] or (self.habits.closes_itself and stopped in self.stop_ids)
         )
-        ends = [self._match(data[:n], tools, tail) for n in range(len(base), len(data) + 1)]
+        new = len(data) - len(base)
+        ends = [
+            self._match(data[: len(base) + n], tools, tail) if _is_told_apart(n, new) else None
+            for n in range(new + 1)
+        ]
         cut = skip if stands else 0
         glue = max(ends[0] or 0, skip) if self.habits.closes_itself or not messages else cut
         pieces = self._pieces(tail, cut, [glue, *ends[1:]])
@@ -557,6 +566,11 @@ def same_meaning(a: Message, b: Message) -> bool:
         return _content(message).split(), (message.reasoning or "").split(), calls
 
     return parts(a) == parts(b)
+
+
+def _is_told_apart(number: int, count: int) -> bool:
+    """Whether the end of message `number` of `count` is looked for; 0 is what comes before them."""
+    return count <= TOLD_APART or number in (0, count)
 
 
 def _named(messages: Sequence[Message], last: Message) -> Iterable[Message]:

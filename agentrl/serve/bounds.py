@@ -21,14 +21,13 @@ async def tokens_above(vocabulary: Vocabulary, texts: Iterable[str], limit: int)
     Counting stops at the limit, on another thread and without the interpreter's lock, so that a request of any
     size costs no more than one that fits.
     """
-    given = list(texts)
-    if sum(map(len, given)) < LONG_TEXT:
+    text = "".join(texts)  # what separates them in the prompt only adds to it
+    if len(text) < LONG_TEXT:
         return None
     found = 0
-    for text in given:
-        for start in range(0, len(text), SLICE):
-            part = text[start : start + SLICE]
-            found += max(0, await asyncio.to_thread(vocabulary.count, part) - PER_CUT)
-            if found > limit:
-                return found
+    for start in range(0, len(text), SLICE):
+        part = text[start : start + SLICE]
+        found += max(0, await asyncio.to_thread(vocabulary.count, part) - PER_CUT)
+        if found > limit:
+            return found
     return None

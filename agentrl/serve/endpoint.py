@@ -234,7 +234,12 @@ class ApiEndpoint:
         answer: Any
         spoken = "/messages" if ANTHROPIC_VERSION in request.headers else route
         try:
-            answer = await handle(request, find_client(request))
+            client = find_client(request)
+            try:
+                answer = await handle(request, client)
+            except ApiError as e:
+                client.refused(e)
+                raise
         except (GoneError, ClientDisconnect):
             answer = Response(status_code=499)  # nobody reads it
         except asyncio.CancelledError:  # only a server shutdown cancels a request

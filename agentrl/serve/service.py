@@ -86,6 +86,9 @@ class Client:
     session: Conversations
     adjust: Callable[[GenerationRequest], GenerationRequest] = field(default=lambda ask: ask)
 
+    def refused(self, error: ApiError) -> None:
+        """Told of every error that the client gets instead of an answer."""
+
 
 @dataclass(frozen=True, slots=True)
 class Choice:
@@ -150,7 +153,7 @@ class ChatService:
         self._check(ask)
         renderer, grammars = await self._variant(ask.options)
         prompt = await self._prompt(ask, client.session, renderer)
-        room = self.engine.max_context - len(prompt.ids)
+        room = self.engine.max_context - len(prompt.ids) - self._scored_apart(ask)
         if room < 1:
             raise context_exceeded(ask.param, len(prompt.ids), self.engine.max_context)
         self.metrics.matched.labels(prompt.matched.value).inc()
@@ -212,8 +215,16 @@ class ChatService:
             why = "a server's grammar reports log-probabilities at temperature 1 only; use engine.kind local"
             raise unsupported(param, why)
 
+    def _scored_apart(self, ask: GenerationRequest) -> bool:
+        """Whether a server scores the completion after it was sampled, which needs room for one more token."""
+        held = ask.choice in ("required", "named") or ask.format is not None
+        return held and ask.scored and not self.engine.capabilities.masks
+
     async def _prompt(self, ask: GenerationRequest, session: Conversations, renderer: Renderer) -> Prompt:
+        if (count := len(ask.messages)) > self.engine.max_context:  # each takes a token or more
+            raise context_exceeded(ask.param, count, self.engine.max_context, at_least=True)
         texts = [text for one in ask.messages for text in (str(one.message.content), *one.raw_arguments)]
+        texts += [str(tool) for tool in ask.tools]
         size, limit = sum(map(len, texts)), self.engine.max_context
         if (tokens := await tokens_above(self.renderer.vocabulary, texts, limit)) is not None:
             raise context_exceeded(ask.param, tokens, limit, at_least=True)
