@@ -94,11 +94,27 @@ EVERY_TOKEN = Filters()
 
 
 @dataclass(frozen=True, slots=True)
+class Routes:
+    """The experts that the routers of a model chose for consecutive tokens.
+
+    `data` holds `layers` x `top_k` signed integers of `width` bytes for each token, in the machine's byte order;
+    all of a token are -1 where its experts are not known.
+    """
+
+    data: bytes
+    layers: int
+    top_k: int
+    width: int
+
+
+@dataclass(frozen=True, slots=True)
 class Completion:
     """The tokens of one turn, exactly as sampled: the stop token, if one was drawn, is the last id.
 
     `logprobs` are under the temperature-scaled, otherwise unfiltered distribution (greedy: temperature 1);
-    `versions` holds the policy version of each token. All three have the same length.
+    `versions` holds the policy version of each token. All three have the same length. `routes`, if the engine
+    returns them, are those of the whole context from its first token on, but not of its last one, which the model
+    has not read.
     """
 
     ids: tuple[int, ...]
@@ -106,6 +122,7 @@ class Completion:
     versions: tuple[int, ...]
     finish: Literal["stop", "length", "abort"]
     cached_tokens: int = 0
+    routes: Routes | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,7 +130,8 @@ class Segment:
     """A run of tokens of one origin, a node of the transcript tree; `parent` is an index, -1 at a root.
 
     `logprobs` and `versions` are given exactly when origin is "sampled"; `message` is the index of the
-    message in the episode that these tokens belong to, None for glue.
+    message in the episode that these tokens belong to, None for glue. `routes` are those of its first tokens, as
+    many as are known; run folders do not record them.
     """
 
     ids: tuple[int, ...]
@@ -122,6 +140,7 @@ class Segment:
     message: int | None = None
     logprobs: tuple[float, ...] = ()
     versions: tuple[int, ...] = ()
+    routes: Routes | None = None
 
 
 class StopReason(StrEnum):
@@ -254,7 +273,7 @@ class Sample:
 
     `loss_mask` is True on sampled tokens. `logprobs`, `advantages` and `versions` are meaningful there only.
     `columns` holds more about them by name (what the learner said before the step, for instance): one number for
-    each token under the mask, in order.
+    each token under the mask, in order. `routes`, where known, are those of all tokens.
     """
 
     ids: tuple[int, ...]
@@ -265,3 +284,4 @@ class Sample:
     episode_id: str
     group: int = 0
     columns: Mapping[str, tuple[float, ...]] = field(default_factory=dict)
+    routes: Routes | None = None

@@ -11,7 +11,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from agentrl.chat.ids import GrowingIds, Ids
-from agentrl.types import Completion, Message, Origin, Segment
+from agentrl.chat.routes import routed, routes_of
+from agentrl.types import Completion, Message, Origin, Routes, Segment
 
 if TYPE_CHECKING:
     from agentrl.chat.template import Addition, History, Renderer
@@ -23,6 +24,7 @@ class TrainingRow:
 
     `loss_mask` is True on the sampled tokens that this row trains. `logprobs` and `versions` come from the sampler
     for sampled tokens and are 0.0 and -1 elsewhere. `spans` lists (segment, start, stop) of what it trains.
+    `routes` are those of all tokens, if the engine returned any.
     """
 
     ids: tuple[int, ...]
@@ -30,6 +32,7 @@ class TrainingRow:
     logprobs: tuple[float, ...]
     versions: tuple[int, ...]
     spans: tuple[tuple[int, int, int], ...]
+    routes: Routes | None = None
 
 
 class Transcript:
@@ -175,6 +178,8 @@ class Transcript:
         self._messages.append(message)
         self._context.append(number)
         self._add(Segment(completion.ids, "sampled", self._node, number, completion.logprobs, completion.versions))
+        if completion.routes is not None:
+            routed(self._segments, _path(self._segments, self._node), completion.routes)
         self._before = None
         return message
 
@@ -321,4 +326,5 @@ def _row(segments: Sequence[Segment], path: Sequence[int], trained: set[int]) ->
         sampled = segment.origin == "sampled"
         logprobs += segment.logprobs if sampled else [0.0] * count
         versions += segment.versions if sampled else [-1] * count
-    return TrainingRow(tuple(ids), tuple(mask), tuple(logprobs), tuple(versions), tuple(spans))
+    routes = routes_of([segments[i] for i in path])
+    return TrainingRow(tuple(ids), tuple(mask), tuple(logprobs), tuple(versions), tuple(spans), routes)

@@ -35,6 +35,7 @@ class EngineCapabilities:
         separate_weights: the weights live outside this process, so the run compares `logprobs_by_server` with the
             learner after each update.
         sleep: `sleep` frees GPU memory.
+        routes: completions have `routes`, for `learner.replay_routes`.
     """
 
     weights: bool = True
@@ -44,6 +45,7 @@ class EngineCapabilities:
     prompt_logprobs: bool = False
     separate_weights: bool = False
     sleep: bool = False
+    routes: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,6 +18,7 @@ async def open_engine(
     *,
     own_process: bool = False,
     ray: str | None = None,
+    routes: bool = False,
 ) -> Engine:
     """Create an engine for the model directory; with servers, return when all of them respond.
 
@@ -26,6 +27,7 @@ async def open_engine(
         weights are synchronized as with `sync: auto`.
         own_process: on a CPU, run the local engine in a separate process; it cannot stream tokens there.
         ray: address of the cluster for servers with `launch: ray`; without it, one is started on this machine.
+        routes: have completions report the experts that the model's routers chose, if it is the local engine.
 
     Raises:
         ConfigError: the model, the device, the server's installation or the user's own engine cannot be used.
@@ -39,10 +41,10 @@ async def open_engine(
         from agentrl.engine.own import open_own
 
         return await open_own(config, model.absolute())
-    return await _open_local(config, model, own_process)
+    return await _open_local(config, model, own_process, routes)
 
 
-async def _open_local(config: EngineConfig, model: Path, own_process: bool) -> Engine:
+async def _open_local(config: EngineConfig, model: Path, own_process: bool, routes: bool) -> Engine:
     from agentrl.engine.local.local_engine import LocalEngine
     from agentrl.engine.local.process import ProcessEngine
     from agentrl.models.device import pick_device
@@ -52,11 +54,14 @@ async def _open_local(config: EngineConfig, model: Path, own_process: bool) -> E
         raise ConfigError(f"engine.cuda_graphs has no effect on the device {device}; remove it")
     can_fork = not multiprocessing.current_process().daemon
     if own_process and device.type == "cpu" and can_fork:
-        return await ProcessEngine.start(model, dtype=config.resolved_dtype, max_slots=config.max_slots)
+        return await ProcessEngine.start(
+            model, dtype=config.resolved_dtype, routes=routes, max_slots=config.max_slots
+        )
     return LocalEngine.from_directory(
         model,
         dtype=config.resolved_dtype,
         device=str(device),
         cuda_graphs=config.cuda_graphs == "auto",
+        routes=routes,
         max_slots=config.max_slots,
     )

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from agentrl.errors import ConfigError
 from agentrl.learner.attention.packed import Spans
-from agentrl.learner.prefix_tree import TreeSize, common, prefix_tree, tree_size
+from agentrl.learner.prefix_tree import Tree, TreeSize, common, prefix_tree, tree_size
 from agentrl.learner.sequence import SequenceRanks
 from agentrl.types import Sample
 
@@ -22,7 +22,8 @@ class Packed:
     """One micro-batch, a prefix tree of T tokens, shared ones once. No padding.
 
     Tensors with suffix _N run over the N trained tokens; `source_N` is the flat position that predicts each,
-    `sequence_N` numbers the episodes from 0, and `columns` are those of the samples.
+    `sequence_N` numbers the episodes from 0, and `columns` are those of the samples. `routes_TLk` are the experts
+    that the sampler's routers chose, -1 where they are not known; None if none is.
     """
 
     ids_T: Tensor
@@ -34,12 +35,15 @@ class Packed:
     advantages_N: Tensor
     sequence_N: Tensor
     columns: Mapping[str, Tensor] = field(default_factory=dict)
+    routes_TLk: Tensor | None = None
 
     def part(self) -> PackedPart:
         """What this rank computes of it: all, unless ranks split the rows."""
         ranks = self.spans.sequence
         if ranks is None:
-            return PackedPart(self.ids_T, self.positions_T, self.spans, self.source_N, self.ids_N)
+            return PackedPart(
+                self.ids_T, self.positions_T, self.spans, self.source_N, self.ids_N, routes_TLk=self.routes_TLk
+            )
         piece = ranks.piece(len(self.ids_T))
         owner_N = self.source_N // piece
         own_N = owner_N == ranks.place
@@ -50,6 +54,7 @@ class Packed:
             self.source_N[own_N] - ranks.place * piece,
             self.ids_N[own_N],
             owner_N,
+            None if self.routes_TLk is None else ~ranks.own(~self.routes_TLk),  # -1 in the padding
         )
 
 
@@ -66,6 +71,7 @@ class PackedPart:
     source_N: Tensor
     ids_N: Tensor
     owner_N: Tensor | None = None
+    routes_TLk: Tensor | None = None
 
     def whole(self, found_N: Tensor) -> Tensor:
         """What was found for all trained tokens of the batch, from what each rank found for its own."""
@@ -83,7 +89,8 @@ def pack(
 
     Tokens that rows have in common from their first one on (system prompt, tools, user message, turns before an
     episode branched) are computed once, with the gradients of all rows flowing through them: same result, fewer
-    tokens. A sampled token that several rows train is predicted once and has a loss in each.
+    tokens. A sampled token that several rows train is predicted once and has a loss in each. Tokens that are
+    computed once have one route: that of the first row that knows it.
 
     Args:
         together: the ranks that compute it, a piece each; None if one computes all of it.
@@ -119,7 +126,23 @@ def pack(
         advantages_N=torch.tensor(advantages, dtype=dtype, device=device),
         sequence_N=torch.tensor(sequence, dtype=torch.long, device=device),
         columns={name: torch.tensor(values, dtype=dtype, device=device) for name, values in columns.items()},
+        routes_TLk=_routes(rows, tree, device),
     )
+
+
+def _routes(rows: Sequence[Sample], tree: Tree, device: torch.device | str) -> Tensor | None:
+    """[T, L, k] the experts of each flat position."""
+    first = next((row.routes for row in rows if row.routes is not None), None)
+    if first is None:
+        return None
+    kind, shape = np.dtype(f"i{first.width}"), (-1, first.layers, first.top_k)
+    routes_TLk = np.full((len(tree.ids_T), *shape[1:]), -1, kind)
+    for place, row in enumerate(rows):
+        if row.routes is not None:
+            at = tree.positions(place)
+            new = routes_TLk[at, 0, 0] < 0
+            routes_TLk[at[new]] = np.frombuffer(row.routes.data, kind).reshape(shape)[new]
+    return torch.from_numpy(routes_TLk).to(device)
 
 
 def in_pack_order(samples: Sequence[Sample]) -> list[Sample]:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 
 import torch
@@ -34,11 +34,13 @@ from agentrl.learner.pack import Packed
 from agentrl.learner.policy_loss import Loss, make_policy_loss, policy_loss
 from agentrl.learner.policy_model import checkpoint_activations, empty_policy, load_policy
 from agentrl.learner.rank import InProcess, LearnerSpec, Note
+from agentrl.learner.routing_replay import check_replay, route_metrics
 from agentrl.learner.sequence_check import check_sequence
 from agentrl.learner.shard import World, check_offload, whole
 from agentrl.learner.split import Columns, MicroBatches, RankResult, Rows, TokenValues
 from agentrl.learner.state import TrainingState, copy_state, restore_optimizer, whole_weights
 from agentrl.models.device import pick_device
+from agentrl.models.routers import RouteReplay
 
 
 class LocalPolicyRank:
@@ -68,7 +70,10 @@ class LocalPolicyRank:
         """Load the models and make their optimizers."""
         optim, config = spec.optim, spec.config
         self.policy = self._load_policy(spec.policy_dir, spec.reference_dir)
-        check_sequence(self.policy, self.world.sequence, f"model directory {spec.policy_dir}")
+        where = f"model directory {spec.policy_dir}"
+        check_sequence(self.policy, self.world.sequence, where)
+        self.replay = RouteReplay(self.policy, where) if config.replay_routes else None
+        check_replay(self.policy, self.replay, self.world.sequence)
         if config.checkpoint_activations:
             checkpoint_activations(self.policy)
         self.reference: PreTrainedModel | None = None
@@ -88,7 +93,8 @@ class LocalPolicyRank:
         def evaluate(packed: Packed) -> dict[str, Tensor]:
             found: dict[str, Tensor] = {}
             if names & {"learner_logprobs", "entropy", "sum_pi_squared"}:
-                stats = self._stats(self.policy, packed, names & {"entropy", "sum_pi_squared"})
+                with self._replaying(packed):
+                    stats = self._stats(self.policy, packed, names & {"entropy", "sum_pi_squared"})
                 found = {"learner_logprobs": stats.logprobs_N}
                 found |= {} if stats.entropy_N is None else {"entropy": stats.entropy_N}
                 found |= {} if stats.sum_pi_squared_N is None else {"sum_pi_squared": stats.sum_pi_squared_N}
@@ -121,19 +127,22 @@ class LocalPolicyRank:
             losses: list[Loss] = []
             for rows in micro_batches.rows:  # their gradients add up to that of the whole batch
                 packed = packed_rows(rows, micro_batches.columns, self.device, self._dtype, self.world.sequence)
-                with saving(self.config):
-                    loss = policy_loss(
-                        self.policy_loss,
-                        packed,
-                        self._stats(self.policy, packed, frozenset({"entropy"})),
-                        micro_batches.totals,
-                        ref_logprobs_N=self._reference_logprobs(packed),
-                        kl_coef=micro_batches.kl_coef,
-                        first_update=number == 0,
-                        record=micro_batches.record and bool(rows),
-                    )
-                loss.value.backward()  # type: ignore[no-untyped-call]
-                losses.append(loss._replace(value=loss.value.detach()))
+                with self._replaying(packed):  # in the backward pass too, which may compute blocks again
+                    with saving(self.config):
+                        stats = self._stats(self.policy, packed, frozenset({"entropy"}))
+                        routes = route_metrics(self.replay, packed) if number == 0 else {}
+                        loss = policy_loss(
+                            self.policy_loss,
+                            packed,
+                            stats,
+                            micro_batches.totals,
+                            ref_logprobs_N=self._reference_logprobs(packed),
+                            kl_coef=micro_batches.kl_coef,
+                            first_update=number == 0,
+                            record=micro_batches.record and bool(rows),
+                        )
+                    loss.value.backward()  # type: ignore[no-untyped-call]
+                losses.append(loss._replace(value=loss.value.detach(), metrics=loss.metrics | routes))
             norm = self._optimizer_step(
                 f"step {self.steps_done + 1}", f"lower optim.lr ({self.optim_config.lr:g})"
             )
@@ -187,9 +196,16 @@ class LocalPolicyRank:
         with torch.no_grad(), self._as_reference():
             return self._stats(self.reference, packed).logprobs_N
 
-    def _as_reference(self) -> AbstractContextManager[None]:
-        """Where adapters are trained, the reference is the policy without them."""
-        return adapters_off(self.policy) if self.config.lora else nullcontext()
+    def _replaying(self, packed: Packed) -> AbstractContextManager[None]:
+        """Where the policy takes the sampler's experts."""
+        return nullcontext() if self.replay is None else self.replay.replaying(packed.part().routes_TLk)
+
+    @contextmanager
+    def _as_reference(self) -> Iterator[None]:
+        """Where adapters are trained, the reference is the policy without them. Its routers choose themselves."""
+        own = nullcontext() if self.replay is None else self.replay.replaying(None)
+        with own, adapters_off(self.policy) if self.config.lora else nullcontext():
+            yield
 
     def imitate(self, batches: Sequence[Rows], total: int, lr: float) -> float:
         """This rank's part of a supervised step on `total` trained tokens; returns its part of the loss.

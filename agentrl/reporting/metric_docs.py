@@ -152,6 +152,13 @@ METRICS: tuple[MetricDoc, ...] = (
         ("drift/log_ppl_diff", "nats", "Mean over sequences of the difference in log perplexity."),
         ("drift/log_ppl_abs_diff", "nats", "Mean over sequences of its absolute value."),
         ("drift/ppl_ratio", "", "Mean over sequences of learner perplexity divided by sampler perplexity."),
+        (
+            "routes/replayed",
+            "fraction",
+            "With `learner.replay_routes`: fraction of tokens whose experts were recorded.",
+        ),
+        ("routes/tokens_differ", "fraction", "Fraction of these for which a router of the learner chose others."),
+        ("routes/experts_differ", "fraction", "Fraction of all recorded experts that the learner did not choose."),
         ("sync_gap", "nats", "Largest log-probability difference after the engine received the weights."),
     ),
     *_docs(

@@ -38,7 +38,16 @@ async def make_engine(config: RunConfig, directory: Path, *, trains: bool = Fals
     # An agent may request grammars and alternatives, which need a streaming engine.
     own_process = config.agent is None and config.rollout.groups_per_step * config.rollout.group_size >= APART_FROM
     lora = config.learner.lora if trains else None
-    engine = await open_engine(config.engine, directory, lora, own_process=own_process, ray=config.ray)
+    routes = trains and config.learner.replay_routes
+    engine = await open_engine(
+        config.engine, directory, lora, own_process=own_process, ray=config.ray, routes=routes
+    )
+    if routes and not engine.capabilities.routes:
+        await engine.close()
+        raise ConfigError(
+            f"engine.kind {config.engine.kind} does not return the experts that routers choose (its "
+            "capabilities.routes is False): remove learner.replay_routes, or use the local engine"
+        )
     if trains and not engine.capabilities.weights:
         await engine.close()
         raise ConfigError(

@@ -64,12 +64,14 @@ def encode(record: EpisodeRecord) -> bytes:
     """
     if all(_shallow(value) for value in _loose(record.episode)):
         try:
-            return _codec().dump_json((record,), fallback=_plain, warnings=False)[1:-1]
+            return _codec().dump_json((record,), exclude=_NOT_RECORDED, fallback=_plain, warnings=False)[1:-1]
         except (ValueError, TypeError, RecursionError, AttributeError):  # half a surrogate pair, an odd key
             pass
     return json.dumps(_tame(record, 0), allow_nan=False, separators=(",", ":")).encode()
 
 
+_NOT_RECORDED: Any = {0: {"episode": {"segments": {"__all__": {"routes"}}}}}
+"""Routes are only of use to the step's update, and larger than all the rest."""
 MAX_DEPTH = 80
 """Nesting of what tasks and calls bring along; deeper parts are kept as text."""
 
@@ -115,7 +117,7 @@ def _tame(value: Any, depth: int) -> Any:
     if depth >= MAX_DEPTH:
         return _text_of(value)
     if is_dataclass(value) and not isinstance(value, type):
-        return {f.name: _tame(getattr(value, f.name), depth + 1) for f in fields(value)}
+        return {f.name: _tame(getattr(value, f.name), depth + 1) for f in fields(value) if f.name != "routes"}
     if isinstance(value, Mapping):
         return {clean_text(_text_of(key)): _tame(inner, depth + 1) for key, inner in value.items()}
     if isinstance(value, list | tuple | set | frozenset):

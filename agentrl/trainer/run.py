@@ -20,6 +20,7 @@ from agentrl.env.solved import NOT_DECLARED
 from agentrl.errors import ConfigError
 from agentrl.learner.learner import Learner
 from agentrl.learner.memory import keep_freed_memory
+from agentrl.learner.routing_replay import refuse_replay
 from agentrl.learner.sequence_check import refuse_unsplittable
 from agentrl.reporting.loggers.log_feed import LogFeed
 from agentrl.reporting.report import Reporter, Summary
@@ -146,6 +147,7 @@ def _checked_content(config: RunConfig, store: RunStore, reporter: Reporter) -> 
         if said := too_long(view):
             raise ConfigError(said)
     refuse_unsplittable(config)
+    refuse_replay(config)
     check_background(config)
     content = load_content(config)
     check_held_out(config, content)

@@ -165,6 +165,7 @@ def episode_samples(episode: Episode, *, group: int = 0) -> list[Sample]:
                 episode_id=episode.id,
                 group=group,
                 columns={name: tuple(values) for name, values in columns.items()},
+                routes=row.routes,
             )
         )
     return rows

@@ -28,7 +28,7 @@ from agentrl.learner.rank import GroupedRanks, LearnerSpec
 from agentrl.learner.sequence_check import check_sequence
 from agentrl.learner.shard import World
 from tests.learner.direct import DirectLearner
-from tests.learner.train_models import VOCABULARY, make_batch, scored, write_model
+from tests.learner.train_models import VOCABULARY, make_batch, routed, scored, write_model
 
 STEPS = 5
 SHAPE: dict[str, Any] = {
@@ -61,13 +61,14 @@ CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "mistral": ("mistral", {"kl": {"coef": 0.05}}, {"lora": {"rank": 4, "alpha": 8}}),
     "critic": ("qwen3", {"advantage": "gae"}, {"checkpoint_activations": True, "logits_at_once": 0}),
     "moe": ("moe", {}, {}),
+    "replay": ("moe", {"kl": {"coef": 0.05}}, {"replay_routes": True, "checkpoint_activations": True}),
 }
 """Model, algorithm and learner of each."""
 SHAPES: dict[tuple[int, int], Sequence[str]] = {
     (1, 1): tuple(CASES),
     (2, 2): ("qwen3", "llama", "gemma3"),
     (4, 4): ("qwen3", "llama", "gemma3", "moe"),
-    (4, 2): ("mistral", "critic"),
+    (4, 2): ("mistral", "critic", "replay"),
 }
 """Ranks, how many of them compute rows together, and the cases that they train."""
 
@@ -131,6 +132,8 @@ def _together(rank: LocalPolicyRank, world: World) -> Any:
 
 def steps(driver: DirectLearner, case: str, first: int, last: int) -> list[dict[str, float]]:
     rows = [make_batch(seed, groups=2) for seed in range(first, last)]
+    if case == "replay":
+        rows = [routed(batch, layers=2, top_k=2, experts=4) for batch in rows]
     given = [scored(batch) if case == "critic" else (batch, None) for batch in rows]
     return [dict(driver.step(*step).metrics) for step in given]
 

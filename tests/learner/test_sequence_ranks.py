@@ -35,7 +35,8 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("shape", ["2-2", "4-4", "4-2"])
 def test_five_steps_are_those_of_one_rank(found: dict[str, Any], shape: str):
-    """Heads that ranks divide or not, windows, experts, adapters, a critic, GSPO, chunks, checkpointing."""
+    """Heads that ranks divide or not, windows, experts, replayed ones, adapters, a critic, GSPO, chunks,
+    checkpointing."""
     cases = {name: case for name, case in found[shape].items() if name != "said"}
     assert cases
     for name, case in cases.items():
@@ -62,4 +63,7 @@ def test_what_cannot_be_exact_is_refused_on_all_ranks(found: dict[str, Any]):
 def assert_same(wanted: list[dict[str, float]], found: list[dict[str, float]]) -> None:
     assert len(wanted) == len(found)
     for one, other in zip(wanted, found, strict=True):
-        assert other == pytest.approx(one, rel=1e-3, abs=1e-4)
+        assert other.keys() == one.keys()
+        for name, value in one.items():
+            near = 0.05 if name.startswith("routes/") else 1e-4  # shared tokens count in each batch that has them
+            assert other[name] == pytest.approx(value, rel=1e-3, abs=near), name

@@ -8,12 +8,13 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TypeVar
 
+import numpy as np
 import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel, Qwen3Config, Qwen3ForCausalLM
 
 from agentrl.trainer.samples import Scores
-from agentrl.types import Sample
+from agentrl.types import Routes, Sample
 
 VOCABULARY = 97
 
@@ -82,6 +83,18 @@ def make_batch(seed: int, *, groups: int = 3, size: int = 4) -> list[Sample]:
         fork = ids[: len(prompt) + 1] + [rng.randrange(VOCABULARY) for _ in range(9)]
         samples.append(make_sample(fork, {len(fork) - 2, len(fork) - 1}, **make))
     return samples
+
+
+def routed(samples: Sequence[Sample], *, layers: int, top_k: int, experts: int) -> list[Sample]:
+    """Experts for every token, the same where rows begin alike; the last token of each row has none."""
+    found = []
+    for sample in samples:
+        table = np.full((len(sample.ids), layers, top_k), -1, np.int8)
+        for place in range(len(sample.ids) - 1):
+            rng = np.random.default_rng(sample.ids[: place + 1])
+            table[place] = [rng.permutation(experts)[:top_k] for _ in range(layers)]
+        found.append(replace(sample, routes=Routes(table.tobytes(), layers, top_k, 1)))
+    return found
 
 
 def scored(samples: list[Sample]) -> tuple[list[Sample], Scores]:

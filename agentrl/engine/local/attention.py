@@ -43,6 +43,10 @@ class AttentionPlan(Protocol):
         included."""
         ...
 
+    def keep_routes(self, routes_NLk: Tensor) -> None:
+        """Keep the experts that the routers chose for each token, where keys and values are kept."""
+        ...
+
 
 def register_attention() -> None:
     """Register `attn_implementation=ATTENTION` with transformers. Idempotent.
@@ -124,6 +128,9 @@ class PackedAttention:
         queries, keys, values = (torch.split(tensor, self.lengths) for tensor in (query_NHD, key_NKD, value_NKD))
         parts = zip(queries, keys, values, strict=True)
         return torch.cat([self._one(q, k, v, scaling, window) for q, k, v in parts])
+
+    def keep_routes(self, routes_NLk: Tensor) -> None:
+        """Nothing is kept."""
 
     @staticmethod
     def _one(q_LHD: Tensor, k_LKD: Tensor, v_LKD: Tensor, scaling: float, window: int | None) -> Tensor:

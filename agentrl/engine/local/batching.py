@@ -105,7 +105,12 @@ class Batcher:
             self.table.session[slot] = None
 
     def drop_states(self, version: int) -> None:
-        """Invalidate the cache after a change of weights; running requests recompute their keys and values."""
+        """Invalidate the cache after a change of weights; running requests recompute their keys and values.
+
+        Tokens that were sampled keep the routes that they were sampled with.
+        """
+        for slot in np.flatnonzero(self.table.active):
+            self._keep_routes(int(slot))
         self.version = version
         self.table.computed[:] = 0
         for slot in np.flatnonzero(~self.table.active):
@@ -214,6 +219,7 @@ class Batcher:
             versions=tuple(request.versions.tolist()),
             finish=finish,
             cached_tokens=request.cached_tokens or 0,
+            routes=request.routes,
         )
 
     # -- slots -------------------------------------------------------------------------------------------------
@@ -297,8 +303,19 @@ class Batcher:
         return None
 
     def _leave(self, slot: int) -> BatchRequest:
+        self._keep_routes(slot)
         self.table.stamp[slot] = next(self._stamps)
         return self.table.vacate(slot)
+
+    def _keep_routes(self, slot: int) -> None:
+        """Give a request the routes that its tokens were sampled with, before they can change in the cache."""
+        table, request = self.table, self.table.request[slot]
+        if self.cache.routes is None or request is None or table.known[slot] == table.prompt[slot]:
+            return
+        done, computed = 0 if request.routed is None else len(request.routed), int(table.computed[slot])
+        if computed > done:
+            new = self.cache.routes[slot, done:computed].cpu().numpy()
+            request.routed = new.copy() if request.routed is None else np.concatenate([request.routed, new])
 
     def _forget(self, slot: int) -> None:
         session = self.table.session[slot]

@@ -1,6 +1,7 @@
 """The key-value cache: one row of tokens per slot, and the attention plan that reads and writes it.
 
-Shapes: S slots, C tokens a slot can hold, K key-value heads, D head size, N tokens of a flat batch, H query heads.
+Shapes: S slots, C tokens a slot can hold, K key-value heads, D head size, N tokens of a flat batch, H query heads;
+for routes L routers and k experts of each.
 """
 
 from __future__ import annotations
@@ -11,13 +12,16 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from agentrl.models.routers import RouteShape
+
 SCORES = 1 << 24
 """Number of attention scores that a prefill computes at a time: 64 MiB in float32."""
 
 
 @dataclass(frozen=True, slots=True)
 class CacheShape:
-    """Storage per token: `layers` times keys (heads, key_dim) and values (heads, value_dim) of `dtype`."""
+    """Storage per token: `layers` times keys (heads, key_dim) and values (heads, value_dim) of `dtype`, and its
+    routes if they are recorded."""
 
     layers: int
     heads: int
@@ -25,10 +29,12 @@ class CacheShape:
     value_dim: int
     dtype: torch.dtype
     device: torch.device
+    routes: RouteShape | None = None
 
     @property
     def bytes_per_token(self) -> int:
-        return self.layers * self.heads * (self.key_dim + self.value_dim) * self.dtype.itemsize
+        routes = 0 if self.routes is None else self.routes.layers * self.routes.top_k * self.routes.dtype.itemsize
+        return self.layers * self.heads * (self.key_dim + self.value_dim) * self.dtype.itemsize + routes
 
 
 class KVCache:
@@ -36,7 +42,8 @@ class KVCache:
 
     Keys are laid out the way the product with the queries reads them: a third faster on CPU than (C, D), measured.
     Everything is finite at all times (unused positions are zero), because masked positions still enter a product.
-    With `spare` there is one more slot, number S, for values that are never read.
+    With `spare` there is one more slot, number S, for values that are never read. Routes, where they are recorded,
+    are a third tensor (S, C, L, k) that goes where keys and values go.
     """
 
     def __init__(self, shape: CacheShape, slots: int, capacity: int, *, spare: bool = False) -> None:
@@ -46,6 +53,13 @@ class KVCache:
         self.capacity = capacity
         self.keys = [self._empty(shape.key_dim, capacity) for _ in range(shape.layers)]
         self.values = [self._empty(capacity, shape.value_dim) for _ in range(shape.layers)]
+        self.routes = self._unrouted()
+
+    def _unrouted(self) -> Tensor | None:
+        if (routes := self.shape.routes) is None:
+            return None
+        size = (self.slots + self._spare, self.capacity, routes.layers, routes.top_k)
+        return torch.full(size, -1, dtype=routes.dtype, device=self.shape.device)
 
     def _empty(self, *size: int) -> Tensor:
         shape = self.shape
@@ -61,11 +75,18 @@ class KVCache:
         self.keys[layer][slots_N, :, :, positions_N] = key_NKD
         self.values[layer][slots_N, :, positions_N] = value_NKD
 
+    def write_routes(self, slots_N: Tensor, positions_N: Tensor, routes_NLk: Tensor) -> None:
+        """Store the routes of N tokens, each at its position in its slot."""
+        assert self.routes is not None
+        self.routes[slots_N, positions_N] = routes_NLk
+
     def copy(self, source: int, target: int, length: int) -> None:
         """Copy the first `length` tokens of one slot to another."""
         for keys, values in zip(self.keys, self.values, strict=True):
             keys[target, :, :, :length] = keys[source, :, :, :length]
             values[target, :, :length] = values[source, :, :length]
+        if self.routes is not None:
+            self.routes[target, :length] = self.routes[source, :length]
 
     def swap(self, left: Sequence[int], right: Sequence[int], length: int) -> None:
         """Swap the first `length` tokens of slot left[i] and slot right[i], all i at once."""
@@ -74,6 +95,8 @@ class KVCache:
         for keys, values in zip(self.keys, self.values, strict=True):
             keys[here, :, :, :length] = keys[there, :, :, :length]
             values[here, :, :length] = values[there, :, :length]
+        if self.routes is not None:
+            self.routes[here, :length] = self.routes[there, :length]
 
     def rebuild(self, rows: Sequence[int], lengths: Sequence[int], slots: int, capacity: int) -> None:
         """Resize: new slot i takes lengths[i] tokens of old slot rows[i], other slots are empty.
@@ -91,6 +114,10 @@ class KVCache:
             for target, source, length in moves:
                 new[target, :, :length] = old[source, :, :length]
             self.values[layer] = new
+        before, self.routes = self.routes, self._unrouted()
+        if before is not None and self.routes is not None:
+            for target, source, length in moves:
+                self.routes[target, :length] = before[source, :length]
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,6 +175,9 @@ class CachedAttention:
                     self._prefill(piece, query_LHD, keys_SKDC[span.slot], values_SKCD[span.slot], scaling, window)
                 )
         return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+    def keep_routes(self, routes_NLk: Tensor) -> None:
+        self.cache.write_routes(self.slots, self.positions, routes_NLk)
 
     def _decode(self, layer: int, query_NHD: Tensor, scaling: float, window: int | None) -> Tensor:
         count, heads, dim = query_NHD.shape

@@ -68,6 +68,9 @@ class RowAttention:
             self._bias[window] = bias_RC[:, None].expand(rows, heads, -1).reshape(rows * heads, 1, -1)
         return attend_rows(self._cache, layer, query_NHD, self._length, self._bias[window], scaling)
 
+    def keep_routes(self, routes_NLk: Tensor) -> None:
+        self._cache.write_routes(self._targets, self._positions, routes_NLk)
+
 
 class DecodeStep:
     """One bucket: the next token of up to `rows` sequences of up to `length` tokens."""

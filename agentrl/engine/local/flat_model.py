@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
@@ -22,6 +23,7 @@ from agentrl.engine.local.fused import FusedDecoder, can_fuse
 from agentrl.errors import ConfigError
 from agentrl.models.folder import check_model_folder
 from agentrl.models.loading import load_causal_lm
+from agentrl.models.routers import RouteRecorder, RouteReplay
 from agentrl.models.trial import ALONE, ENDS, SHARED, probe
 
 if TYPE_CHECKING:
@@ -52,11 +54,20 @@ def load_model(path: str | Path, *, dtype: str, device: str) -> PreTrainedModel:
 class FlatModel:
     """A transformers model on flat batches; construction checks it against the model's own attention."""
 
-    def __init__(self, model: PreTrainedModel) -> None:
+    def __init__(self, model: PreTrainedModel, *, routes: bool = False) -> None:
+        """Take over the model.
+
+        Args:
+            routes: keep the experts that its routers choose in the cache.
+
+        Raises:
+            ConfigError: the engine cannot compute the model, or `routes` is True and it has no routers.
+        """
         check_attention_support(model)
         register_attention()
         self.module = model
         model.train(False)
+        self._recorder = RouteRecorder(model, _WHERE) if routes else None
         self._fused: FusedDecoder | None = None
         self.vocabulary = int(model.config.get_text_config().vocab_size)
         self.max_positions = _positions(model)
@@ -68,7 +79,10 @@ class FlatModel:
 
     def __call__(self, ids_N: Tensor, positions_N: Tensor, plan: AttentionPlan, keep_k: Tensor) -> Tensor:
         """Compute logits (k, V) of the tokens `keep_k` of a flat batch of N tokens."""
-        return self._forward(self.module, ids_N, positions_N, keep_k, plan)
+        logits = self._forward(self.module, ids_N, positions_N, keep_k, plan)
+        if self._recorder is not None:
+            plan.keep_routes(self._recorder.chosen())
+        return logits
 
     def _forward(
         self, model: PreTrainedModel, ids_N: Tensor, positions_N: Tensor, keep_k: Tensor, plan: AttentionPlan
@@ -130,24 +144,19 @@ class FlatModel:
             if tried is self.module and can_fuse(tried):
                 self._fused = FusedDecoder(tried)
             plan = PackedAttention([len(row) for row in rows])
-            found = self._forward(tried, *self._flat(rows), plan)
+            with self._routed(tried, rows):
+                found = self._forward(tried, *self._flat(rows), plan)
             shapes.update(plan.shapes)
             if plan.calls.most_common(1)[0][1] > 1:
                 raise ConfigError("a layer attends more than once, and the cache keeps one set of keys and values")
             return found
 
         def alone(tried: PreTrainedModel) -> list[Tensor]:
-            tried.set_attn_implementation("eager")
-            found = [
-                cast(Tensor, tried(input_ids=torch.tensor([row], device=self.device), use_cache=False).logits[0])
-                for row in rows
-            ]
-            tried.set_attn_implementation(ATTENTION)
-            return found
+            return [self._alone(tried, row) for row in rows]
 
         layers = int(self.module.config.get_text_config().num_hidden_layers)
         try:
-            probe(self.module, packed, alone, where="the local engine", advice="use engine sglang or vllm")
+            probe(self.module, packed, alone, where=_WHERE, advice="use engine sglang or vllm")
             if len(shapes) != layers or len(set(shapes.values())) != 1:
                 raise ConfigError(
                     f"{name} has keys and values of {len(set(shapes.values()))} kinds in {len(shapes)} of "
@@ -157,7 +166,59 @@ class FlatModel:
             self.module.set_attn_implementation(before)
             raise
         heads, key_dim, value_dim = shapes[0]
-        return CacheShape(layers, heads, key_dim, value_dim, self.dtype, self.device)
+        routes = None
+        if self._recorder is not None:
+            self._recorder.chosen()  # refused now if they cannot be recorded
+            routes = self._recorder.shape
+        return CacheShape(layers, heads, key_dim, value_dim, self.dtype, self.device, routes)
+
+    def _alone(self, tried: PreTrainedModel, row: Sequence[int]) -> Tensor:
+        """Compute the logits of a row with the model's own attention."""
+        tried.set_attn_implementation("eager")
+        found = tried(input_ids=torch.tensor([row], device=self.device), use_cache=False).logits[0]
+        tried.set_attn_implementation(ATTENTION)
+        return cast(Tensor, found)
+
+    @contextmanager
+    def _routed(self, tried: PreTrainedModel, rows: Sequence[Sequence[int]]) -> Iterator[None]:
+        """Have routers that compute in 16 bits choose as for each row alone.
+
+        Rounding changes what they choose, and that would look like different attention.
+        """
+        if tried.dtype == torch.float32:
+            yield
+            return
+        try:
+            routes_NLk = self._routes(tried, rows)
+        except ConfigError:  # no routers, or such that cannot be given experts
+            yield
+            return
+        replay = RouteReplay(tried, _WHERE)
+        try:
+            with replay.replaying(routes_NLk):
+                yield
+        finally:
+            replay.remove()
+
+    def _routes(self, tried: PreTrainedModel, rows: Sequence[Sequence[int]]) -> Tensor:
+        recorder = RouteRecorder(tried, _WHERE)
+        try:
+            found = []
+            for row in rows:
+                self._alone(tried, row)
+                found.append(recorder.chosen())
+        finally:
+            recorder.remove()
+        replay = RouteReplay(tried, _WHERE)
+        try:
+            with replay.trying():
+                self._alone(tried, rows[0])
+        finally:
+            replay.remove()
+        return torch.cat(found)
+
+
+_WHERE = "the local engine"
 
 
 def _positions(model: PreTrainedModel) -> int:

@@ -66,9 +66,11 @@ class Bounds(TypedDict, total=False):
 class EngineCore:
     """Model, cache and scheduler, without the thread or process that they run in."""
 
-    def __init__(self, model: PreTrainedModel, *, cuda_graphs: bool = True, **bounds: Unpack[Bounds]) -> None:
+    def __init__(
+        self, model: PreTrainedModel, *, cuda_graphs: bool = True, routes: bool = False, **bounds: Unpack[Bounds]
+    ) -> None:
         """See `LocalEngine`."""
-        self.model = FlatModel(model)
+        self.model = FlatModel(model, routes=routes)
         self.scheduler = Batcher(
             self.model, self.model.shape, _limits(self.model, bounds), _recording(self.model, cuda_graphs)
         )
@@ -79,14 +81,20 @@ class EngineCore:
 
     @classmethod
     def from_directory(
-        cls, path: str | Path, *, dtype: str = "float32", device: str = "cpu", **bounds: Unpack[Bounds]
+        cls,
+        path: str | Path,
+        *,
+        dtype: str = "float32",
+        device: str = "cpu",
+        routes: bool = False,
+        **bounds: Unpack[Bounds],
     ) -> EngineCore:
         """Load the model from a Hugging Face directory.
 
         Raises:
             ConfigError: the directory or the model cannot be used.
         """
-        return cls(load_model(path, dtype=dtype, device=device), **bounds)
+        return cls(load_model(path, dtype=dtype, device=device), routes=routes, **bounds)
 
     def update(self, weights: Mapping[str, Tensor], version: int) -> None:
         """Replace the weights between two steps.
@@ -110,18 +118,23 @@ class LocalEngine(Engine):
 
     capabilities = EngineCapabilities(streaming=True, masks=True, prompt_logprobs=True)
 
-    def __init__(self, model: PreTrainedModel, *, cuda_graphs: bool = True, **bounds: Unpack[Bounds]) -> None:
+    def __init__(
+        self, model: PreTrainedModel, *, cuda_graphs: bool = True, routes: bool = False, **bounds: Unpack[Bounds]
+    ) -> None:
         """Take over `model`: its attention is replaced, and no other code may use or change it.
 
         Args:
             model: on the device where it will run.
             cuda_graphs: record the decode steps and replay them; no effect unless the model is on CUDA.
+            routes: return with each completion which experts the model's routers chose.
             **bounds: resource limits of the engine.
 
         Raises:
-            ConfigError: the model's attention cannot be replaced, or the bounds cannot be met.
+            ConfigError: the model's attention cannot be replaced, the bounds cannot be met, or `routes` is True
+                and the model has no routers.
         """
-        self._core = EngineCore(model, cuda_graphs=cuda_graphs, **bounds)
+        self._core = EngineCore(model, cuda_graphs=cuda_graphs, routes=routes, **bounds)
+        self.capabilities = replace(type(self).capabilities, routes=routes)
         self._model, self._scheduler = self._core.model, self._core.scheduler
         self.max_context = self._core.max_context
         others = torch.get_num_threads()
@@ -145,6 +158,7 @@ class LocalEngine(Engine):
         dtype: str = "float32",
         device: str = "cpu",
         cuda_graphs: bool = True,
+        routes: bool = False,
         **bounds: Unpack[Bounds],
     ) -> LocalEngine:
         """Load the model from a Hugging Face directory.
@@ -152,7 +166,7 @@ class LocalEngine(Engine):
         Raises:
             ConfigError: the directory or the model cannot be used.
         """
-        return cls(load_model(path, dtype=dtype, device=device), cuda_graphs=cuda_graphs, **bounds)
+        return cls(load_model(path, dtype=dtype, device=device), cuda_graphs=cuda_graphs, routes=routes, **bounds)
 
     @property
     def policy_version(self) -> int:

@@ -28,7 +28,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from agentrl.engine.base import Engine
+from agentrl.engine.base import Engine, EngineCapabilities
 from agentrl.engine.checks import check_prompt, check_sampling
 from agentrl.engine.local.local_engine import Bounds, EngineCore, run_all
 from agentrl.engine.local.slots import BatchRequest, IntArray
@@ -79,6 +79,7 @@ class Ready:
 
     max_context: int
     vocabulary: int
+    routes: bool = False
 
 
 Order = Generate | Cancel | Release | UpdateWeights | None
@@ -91,6 +92,7 @@ class ProcessEngine(Engine):
 
     def __init__(self, process: multiprocessing.process.BaseProcess, pipe: Connection, ready: Ready) -> None:
         """Take over a process that has sent `ready`; see `start`."""
+        self.capabilities = EngineCapabilities(routes=ready.routes)
         self.max_context = ready.max_context
         self._vocabulary = ready.vocabulary
         self._process, self._pipe = process, pipe
@@ -109,14 +111,19 @@ class ProcessEngine(Engine):
         _running.add(self)
 
     @classmethod
-    async def start(cls, path: str | Path, *, dtype: str = "float32", **bounds: Unpack[Bounds]) -> ProcessEngine:
+    async def start(
+        cls, path: str | Path, *, dtype: str = "float32", routes: bool = False, **bounds: Unpack[Bounds]
+    ) -> ProcessEngine:
         """Load the model in a new process.
+
+        Args:
+            routes: return with each completion which experts the model's routers chose.
 
         Raises:
             ConfigError: the directory or the model cannot be used.
             EngineError: the process ended before it had loaded the model.
         """
-        return cls(*await asyncio.to_thread(_launch, str(path), {"dtype": dtype, **bounds}))
+        return cls(*await asyncio.to_thread(_launch, str(path), {"dtype": dtype, "routes": routes, **bounds}))
 
     @property
     def policy_version(self) -> int:
@@ -293,7 +300,7 @@ def _main(pipe: Connection, path: str, options: Mapping[str, Any]) -> None:
     torch.set_num_threads(core.threads)
     desk = _Desk(core)
     with contextlib.suppress(EOFError, OSError), torch.inference_mode():
-        pipe.send(Ready(core.max_context, core.vocabulary))
+        pipe.send(Ready(core.max_context, core.vocabulary, core.model.shape.routes is not None))
         going = True
         while going:
             while going and (pipe.poll() or not core.scheduler.busy):

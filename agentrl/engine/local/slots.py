@@ -11,9 +11,11 @@ from numpy.typing import NDArray
 
 from agentrl.engine.base import GenerateOptions
 from agentrl.engine.local.sampler import Draw, uniforms
-from agentrl.types import Completion, Sampling
+from agentrl.types import Completion, Routes, Sampling
 
 IntArray = NDArray[np.int64]
+RouteArray = NDArray[np.signedinteger]
+"""(T, L, k) experts of T tokens."""
 
 
 @dataclass(eq=False, slots=True)
@@ -32,6 +34,8 @@ class BatchRequest:
     """Number of prompt tokens; the rest of `ids` was sampled."""
     logprobs: NDArray[np.float32] = field(init=False)
     versions: IntArray = field(init=False)
+    routed: RouteArray | None = None
+    """Routes of its first tokens, as they were when the token after each was sampled; None if none are kept."""
     slot: int | None = None
     cached_tokens: int | None = None
     """How many prompt tokens were reused for this request; None before it has a slot."""
@@ -43,6 +47,14 @@ class BatchRequest:
         self.prompt = len(self.ids)
         self.logprobs = np.zeros(0, dtype=np.float32)
         self.versions = np.zeros(0, dtype=np.int64)
+
+    @property
+    def routes(self) -> Routes | None:
+        """What a completion reports."""
+        if self.routed is None:
+            return None
+        _, layers, top_k = self.routed.shape
+        return Routes(self.routed.tobytes(), layers, top_k, self.routed.itemsize)
 
 
 class SlotTable:
