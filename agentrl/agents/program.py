@@ -268,7 +268,10 @@ async def _ended(process: asyncio.subprocess.Process) -> int:
 
 def how_ended(code: int) -> str:
     """An exit code in words."""
-    return f"exit code {code}" if code >= 0 else f"killed by {signal.Signals(-code).name}"
+    if code >= 0:
+        return f"exit code {code}"
+    named = -code in {number.value for number in signal.Signals}  # real-time signals have numbers only
+    return f"killed by {signal.Signals(-code).name if named else f'signal {-code}'}"
 
 
 async def _feed(stdin: asyncio.StreamWriter, data: bytes) -> None:

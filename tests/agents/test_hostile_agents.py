@@ -362,9 +362,10 @@ async def test_a_program_in_a_sandbox_that_ends_badly_is_scored(renderer: Render
 
 
 def test_the_word_for_an_exit():
-    assert [program.how_ended(code) for code in (0, 3, -9, -15)] == [
+    assert [program.how_ended(code) for code in (0, 3, -9, -15, -40)] == [
         "exit code 0",
         "exit code 3",
         "killed by SIGKILL",
         "killed by SIGTERM",
+        "killed by signal 40",
     ]
