@@ -4,8 +4,7 @@
 
 Plants each fault of `tests/doctor/planted.py` into a short run on the CPU and lets the doctor read the run folder.
 A fault counts as named if a finding above a hint names it and recommends the right setting, in all of its runs.
-Healthy runs of other seeds, envs and algorithms, of two shipped examples (and those of `--runs`) must have no
-finding above a hint.
+Healthy runs of other seeds, envs and algorithms (and those of `--runs`) must have no finding above a hint.
 `doctor_seconds` is the processor time of the command `agentrl doctor` on a run of 300 steps. The full form also
 plays variants that the list of faults does not mention. `--quick` takes less than a minute on two cores: it leaves
 out the fault that needs Ray, which then counts as missed, plays one run of each fault and four healthy runs.
@@ -37,7 +36,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from agentrl.doctor.examine import findings
 from agentrl.doctor.finding import Finding
-from tests.doctor.healthy import HEALTHY, SHIPPED, Healthy
+from tests.doctor.healthy import HEALTHY, Healthy
 from tests.doctor.planted import FAULTS, Planted, cold_start
 from tests.doctor.variants import VARIANTS
 
@@ -77,7 +76,7 @@ def measure(folder: Path, more: Sequence[Path], *, quick: bool) -> dict[str, Any
     """Plays all runs in folders under `folder`, two at a time."""
     began = time.monotonic()
     faults = _one_each(FAULTS) if quick else list(FAULTS)
-    healthy = HEALTHY[QUICK_HEALTHY] if quick else (*HEALTHY, *SHIPPED)
+    healthy = HEALTHY[QUICK_HEALTHY] if quick else HEALTHY
     variants = () if quick else VARIANTS
     runs: list[Planted | Healthy] = [*faults, *healthy, *variants]
     runs.sort(key=lambda run: -run.changes.get("steps", 0))  # a long one at the end would run alone

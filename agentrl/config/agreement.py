@@ -24,6 +24,7 @@ def check_sections(config: RunConfig) -> None:
         _check_group_size(view, name)
     _check_step(config)
     _check_places(config)
+    _check_loggers(config)
 
 
 def check_sequence_ranks(sequence: int, key: str, ranks: int) -> None:
@@ -190,6 +191,13 @@ def _check_critic(critic: CriticConfig, algorithm: AlgorithmConfig) -> None:
             "critic.aggregation_scale is missing: seq-mean-token-sum-norm divides by a constant; give the most "
             "tokens an episode may sample"
         )
+
+
+def _check_loggers(config: RunConfig) -> None:
+    """Two loggers that write to the same place would mix their points."""
+    places = [(one.use, one.project, one.entity, one.tracking_uri, str(one.options)) for one in config.loggers]
+    if again := next((place[0] for number, place in enumerate(places) if place in places[:number]), None):
+        raise ValueError(f"loggers: {again} is listed twice and would write to the same place: remove one of them")
 
 
 def _check_places(config: RunConfig) -> None:

@@ -7,10 +7,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from ruamel.yaml import YAML
-
 from agentrl.doctor.finding import Finding
-from tests.doctor.planted import ENVS, merged, play
+from tests.doctor.planted import ENVS, play
 
 
 @dataclass(frozen=True)
@@ -20,11 +18,10 @@ class Healthy:
     title: str
     env: str = "Buttons"
     changes: Mapping[str, Any] = field(default_factory=dict)
-    cold: bool = False
 
     def play(self, policy: Path, folder: Path) -> list[Finding]:
         """What the doctor says above a hint."""
-        return [f for f in play(policy, folder, self.env, self.changes, cold=self.cold) if f.severity != "hint"]
+        return [f for f in play(policy, folder, self.env, self.changes) if f.severity != "hint"]
 
 
 _TWO = {"env": None, "envs": {name: {"use": f"{ENVS}:{name}"} for name in ("Buttons", "Costly")}}
@@ -59,18 +56,3 @@ HEALTHY = (
     Healthy("a longer run", changes={"steps": 24, "optim": {"schedule": "linear"}}),
 )
 """Twenty of them."""
-
-
-def _example(name: str, changes: Mapping[str, Any]) -> Healthy:
-    """A shipped example with fewer demonstrations and steps; it makes its own cold start."""
-    found = YAML(typ="safe").load(Path(__file__).parents[2] / "examples" / name / "tools.yaml")
-    return Healthy(f"examples/{name}", found["env"], merged(found, {**changes, "env": found["env"]}), cold=True)
-
-
-SHIPPED = (
-    _example("calculator", {"steps": 6, "warmup": {"num": 1200}, "eval": {"tasks": 32}}),
-    _example(
-        "frozen_lake", {"steps": 5, "warmup": {"num": 400}, "rollout": {"group_size": 4}, "eval": {"tasks": 16}}
-    ),
-)
-"""Runs of shipped envs, which take longer."""

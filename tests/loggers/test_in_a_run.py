@@ -150,3 +150,11 @@ def test_a_logger_of_your_own_is_made_before_the_run(use: str, options: dict[str
     with pytest.raises(ConfigError, match=r"loggers|has no") as raised:
         make_loggers([LoggerConfig(use=use, options=options)])
     assert said in str(raised.value)
+
+
+def test_two_loggers_of_one_place_are_refused():
+    base = {"env": "agentrl.envs.calculator:Calculator", "model": {"tiny": {}}}
+    both = [{"use": "wandb", "project": "a"}, {"use": "wandb", "project": "b"}, "tensorboard"]
+    assert len(RunConfig.model_validate({**base, "loggers": both}).loggers) == 3
+    with pytest.raises(ValueError, match="loggers: tensorboard is listed twice"):
+        RunConfig.model_validate({**base, "loggers": [*both, {"use": "tensorboard", "samples": 0}]})
