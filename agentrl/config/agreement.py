@@ -22,6 +22,7 @@ def check_sections(config: RunConfig) -> None:
     _check_models(config)
     for name, view in config.by_env.items():
         _check_group_size(view, name)
+        _check_room(view, name)
     _check_step(config)
     _check_places(config)
     _check_loggers(config)
@@ -136,6 +137,17 @@ def _check_group_size(config: RunConfig, env: str = "") -> None:
         raise ValueError(
             f"{where}rollout.group_size is 1: a group of one has no advantage; use at least 2, or choose an "
             f"algorithm.advantage that needs no siblings ({', '.join(sorted(ALONE))})"
+        )
+
+
+def _check_room(config: RunConfig, env: str = "") -> None:
+    """A completion has to fit into the budget of its episode."""
+    rollout, where = config.rollout, f"envs.{env}: " if env else ""
+    if "max_tokens" in rollout.written and rollout.max_tokens > rollout.token_budget:
+        raise ValueError(
+            f"{where}rollout.max_tokens is {rollout.max_tokens}, and rollout.token_budget, for the whole episode "
+            f"with its prompt, is {rollout.token_budget}: no completion can get that long; lower one or raise the "
+            "other"
         )
 
 

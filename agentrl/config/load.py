@@ -9,12 +9,11 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal, get_args, get_origin
+from typing import Any, Literal
 
 from pydantic import BaseModel, ValidationError
-from pydantic_core import ErrorDetails
 
 from agentrl.config.choice import choice_of, is_own
 from agentrl.config.datafiles import data_files, is_dataset_name
@@ -22,22 +21,22 @@ from agentrl.config.dump import RESOLVED
 from agentrl.config.engine import EngineConfig
 from agentrl.config.facts import DataFiles, NamesCode, PathTo, facts
 from agentrl.config.hub import cached_snapshot, how_to_get, is_hub_id
+from agentrl.config.place import Loc, dotted
 from agentrl.config.run import RunConfig
-from agentrl.config.schema import (
-    alternatives,
-    bounds,
-    field_at,
-    fields,
-    first_sentence,
-    kind_name,
-    named_section_of,
-    section_of,
-    unknown_key,
-    without_kinds,
-)
+from agentrl.config.schema import alternatives, field_at, fields, named_section_of, section_of
 from agentrl.config.schemes import SCHEMES, scheme_of
-from agentrl.config.section import DeadKey, DeadKeys, dead_keys
-from agentrl.config.source import Loc, Problem, Source, Spot, dotted, excerpt, read_source, read_value
+from agentrl.config.section import dead_keys
+from agentrl.config.source import Problem, Source, Spot, excerpt, read_source, read_value
+from agentrl.config.wording import (
+    VARIABLES,
+    add_dead_keys,
+    add_errors,
+    as_written,
+    got,
+    has_variable,
+    shown,
+    wrong_scalars,
+)
 from agentrl.errors import ConfigError
 from agentrl.suggest import did_you_mean, nearest
 
@@ -92,9 +91,9 @@ def _run_config(source: Source, overrides: Sequence[str], folder: Path, check_pa
     try:
         config = RunConfig.model_validate(source.data)
     except ValidationError as e:
-        _add_errors(source, e, ())
+        add_errors(source, e, ())
     if config is not None:
-        _add_dead_keys(source, dead_keys(config, strict=True), ())
+        add_dead_keys(source, dead_keys(config, strict=True), ())
     if source.problems or config is None:
         raise ConfigError(_report(source))
     return config
@@ -123,7 +122,7 @@ def load_engine(overrides: Sequence[str], outside: str) -> EngineConfig:
     try:
         config = EngineConfig.model_validate(source.data.get("engine", {}))
     except ValidationError as e:
-        _add_errors(source, e, ("engine",))
+        add_errors(source, e, ("engine",))
     if source.problems or config is None:
         raise ConfigError(_report(source))
     return config
@@ -171,7 +170,7 @@ def _override(source: Source, text: str, number: int) -> None:
             inner = data[part] = {long: inner}  # the short form `env: module:Class` or `loss: gspo`
             source.spots[(*loc[:depth], long)] = source.spots[loc[:depth]]
         elif not isinstance(inner, dict):
-            raise ConfigError(f"{flag}: {dotted(loc[:depth])} is {_show(inner)}, not a section; it has no keys")
+            raise ConfigError(f"{flag}: {dotted(loc[:depth])} is {shown(inner)}, not a section; it has no keys")
         data = inner
     source.forget(loc)
     source.problems = [problem for problem in source.problems if problem.loc[: len(loc)] != loc]
@@ -194,46 +193,39 @@ def _stands_for(loc: Loc, text: str) -> str | None:
 # --- checks that pydantic does not make ------------------------------------------------------------------------
 
 
-def _get(data: Any, loc: Loc) -> Any:
-    for part in loc:
-        data = data.get(part) if isinstance(data, dict) else None
-    return data
-
-
 def _blank_sections(source: Source) -> None:
     """A section whose keys are all commented out means its defaults; for an optional one that would be a guess."""
     for loc, field in fields():
         spot = source.spots.get(loc)
-        if section_of(field) is None or spot is None or not spot.blank:
+        section = section_of(field)
+        if section is None or spot is None or not spot.blank or field.is_required():
             continue
         if type(None) in alternatives(field.annotation):
-            text = f"the section is empty; write `{loc[-1]}: {{}}` for the defaults or remove it"
+            then = f"write `{loc[-1]}: {{}}` for the defaults" if _needs_nothing(section) else "give it its keys"
+            text = f"the section is empty; {then} or remove it"
             source.problems.append(Problem(loc, text, spot, on_key=True))
         else:
-            parent = _get(source.data, loc[:-1])
+            parent = as_written(source.data, loc[:-1])
             parent[loc[-1]] = {}
+
+
+def _needs_nothing(section: type[BaseModel]) -> bool:
+    try:
+        section.model_validate({})
+    except ValidationError:
+        return False
+    return True
 
 
 def _numbers(source: Source) -> None:
     """Pydantic would read `true` as 1 and the text "8" as 8."""
     for loc, field in fields(data=source.data):
-        value, kinds = _get(source.data, loc), alternatives(field.annotation)
-        if isinstance(value, bool | str) and (int in kinds or float in kinds) and type(value) not in kinds:
-            text = f"must be {kind_name(field.annotation)}, got {_show(value)}"
+        value = as_written(source.data, loc)
+        for at, text in wrong_scalars(field.annotation, value, loc):
+            source.problems.append(Problem(at, text, source.spot(at)))
+        if type(value) is int and value > LARGEST and loc != ("seed",):  # which has a separate bound
+            text = f"must be at most {LARGEST}, {got(value)}"
             source.problems.append(Problem(loc, text, source.spot(loc)))
-        elif type(value) is int and value > LARGEST and loc != ("seed",):  # which has a separate bound
-            text = f"must be at most {LARGEST}, got {value}"
-            source.problems.append(Problem(loc, text, source.spot(loc)))
-        for kind in kinds if isinstance(value, dict) else ():
-            if get_origin(kind) is dict and float in alternatives(get_args(kind)[1]):
-                _numbers_by_name(source, loc, value)
-
-
-def _numbers_by_name(source: Source, around: Loc, given: dict[str, Any]) -> None:
-    for name, value in given.items():
-        if isinstance(value, bool | str):
-            loc = (*around, name)
-            source.problems.append(Problem(loc, f"must be a number, got {_show(value)}", source.spot(loc)))
 
 
 def _paths(source: Source, folder: Path, *, check: bool) -> None:
@@ -247,14 +239,14 @@ def _paths(source: Source, folder: Path, *, check: bool) -> None:
             _code_path(source, loc, code, folder, check=check)
 
 
-def _path(source: Source, loc: tuple[str, ...], path_to: PathTo, folder: Path, *, check: bool) -> None:
-    text = _get(source.data, loc)
+def _path(source: Source, loc: Loc, path_to: PathTo, folder: Path, *, check: bool) -> None:
+    text = as_written(source.data, loc)
     if not isinstance(text, str) or text in path_to.names:
         return
     path = _absolute(text, source.spot(loc), folder)
     if path_to.hub and not _exists(path, "folder"):
         path = cached_snapshot(text) or path
-    _get(source.data, loc[:-1])[loc[-1]] = str(path)
+    as_written(source.data, loc[:-1])[loc[-1]] = str(path)
     if not check or _exists(path, path_to.kind):
         return
     if path_to.kind == "file" and _exists(path, "folder"):
@@ -263,22 +255,23 @@ def _path(source: Source, loc: tuple[str, ...], path_to: PathTo, folder: Path, *
         problem = f"must be a folder, {path} is a file"
     else:
         problem = f"there is no {path_to.kind} {path}{_neighbours(path)}"
+        problem += f"; {VARIABLES}" if has_variable(text) else ""
         if path_to.hub and is_hub_id(text):
             problem += f", and {how_to_get(text)}"
     source.problems.append(Problem(loc, problem, source.spot(loc)))
 
 
 def _data_path(
-    source: Source, loc: tuple[str, ...], split: Literal["train", "held_out"], folder: Path, *, check: bool
+    source: Source, loc: Loc, split: Literal["train", "held_out"], folder: Path, *, check: bool
 ) -> None:
     """Files, lists of files, patterns and names of datasets."""
-    given = _get(source.data, loc)
+    given = as_written(source.data, loc)
     texts = given if isinstance(given, list) else [given]
     if given is None or not all(isinstance(text, str) for text in texts):
         return
     base = Path.cwd() if (spot := source.spot(loc)) is not None and spot.flag else folder
     found = [text if is_dataset_name(text, base) else str(_absolute(text, spot, folder)) for text in texts]
-    _get(source.data, loc[:-1])[loc[-1]] = found if isinstance(given, list) else "".join(found)
+    as_written(source.data, loc[:-1])[loc[-1]] = found if isinstance(given, list) else "".join(found)
     for text in found if check else ():
         try:
             data_files(text, split)
@@ -299,9 +292,9 @@ def _exists(path: Path, kind: Literal["file", "folder"]) -> bool:
 
 def _code_path(source: Source, loc: Loc, code: NamesCode, folder: Path, *, check: bool) -> None:
     """`module:Name` or `path/to/file.py:Name`; a section that such a key stands for may be written as its text."""
-    short = isinstance(_get(source.data, loc[:-1]), str) and len(loc) > 1
+    short = isinstance(as_written(source.data, loc[:-1]), str) and len(loc) > 1
     loc = loc[:-1] if short else loc  # `env: file.py:Class`
-    text = _get(source.data, loc)
+    text = as_written(source.data, loc)
     if not isinstance(text, str) or (code.or_word and ":" not in text):
         return
     if code.or_scheme and (scheme := scheme_of(text)) is not None:
@@ -318,14 +311,14 @@ def _code_path(source: Source, loc: Loc, code: NamesCode, folder: Path, *, check
             problem = problem.replace(", got", ", or SCHEME:REST (`agentrl envs` lists them), got") + f"; {hint}"
         source.problems.append(Problem(loc, problem, source.spot(loc)))
         return
-    if text == COMPOSED and isinstance(env := _get(source.data, loc[:-1]), dict) and loc[-1] == "use":
+    if text == COMPOSED and isinstance(env := as_written(source.data, loc[:-1]), dict) and loc[-1] == "use":
         options = env.setdefault("options", {})
         if isinstance(options, dict):
             options.setdefault("base", str(folder))  # its tools and rewards are named by paths as well
     if not module.endswith(".py"):
         return
     path = _absolute(module, source.spot(loc), folder)
-    _get(source.data, loc[:-1])[loc[-1]] = f"{path}:{name}"
+    as_written(source.data, loc[:-1])[loc[-1]] = f"{path}:{name}"
     if check and not _exists(path, "file"):
         source.problems.append(Problem(loc, f"there is no file {path}{_neighbours(path)}", source.spot(loc)))
 
@@ -335,7 +328,9 @@ def _scheme_path(source: Source, loc: Loc, scheme: tuple[str, str], folder: Path
     name, rest = scheme
     if SCHEMES[name].path and rest:
         path, at, more = rest.partition("@")
-        _get(source.data, loc[:-1])[loc[-1]] = f"{name}:{_absolute(path, source.spot(loc), folder)}{at}{more}"
+        as_written(source.data, loc[:-1])[loc[-1]] = (
+            f"{name}:{_absolute(path, source.spot(loc), folder)}{at}{more}"
+        )
 
 
 def _absolute(text: str, spot: Spot | None, folder: Path) -> Path:
@@ -359,104 +354,11 @@ def _name(source: Source, folder: Path) -> None:
         name = re.sub(r"[^A-Za-z0-9._-]+", "-", folder.name).strip("-.")
         source.data["name"] = name or "run"
     elif isinstance(name, str) and name.startswith("."):
-        text = f"must not begin with a dot, got {_show(name)}: it names a folder"
+        text = f"must not begin with a dot, got {shown(name)}: it names a folder"
         source.problems.append(Problem(("name",), text, source.spot(("name",))))
 
 
-# --- pydantic's errors in plain language -------------------------------------------------------------------------
-
-
-def _add_errors(source: Source, invalid: ValidationError, around: Loc) -> None:
-    """Add pydantic's errors, except at locations already reported."""
-    for error in invalid.errors(include_url=False):
-        cause = error.get("ctx", {}).get("error")
-        loc = (*around, *error["loc"])
-        if isinstance(cause, DeadKeys):
-            _add_dead_keys(source, cause.found, tuple(map(str, loc)))
-        elif without_kinds(loc) not in {known.loc for known in source.problems}:
-            source.problems.append(_problem(source, {**error, "loc": loc}))
-
-
-def _add_dead_keys(source: Source, found: Iterable[DeadKey], around: tuple[str, ...]) -> None:
-    """Add keys without effect; `around` leads to the section in which they were found."""
-    for key in found:
-        loc = (*around, *key.loc)
-        if loc not in {known.loc for known in source.problems}:
-            source.problems.append(Problem(loc, key.text(around), source.spot(loc), on_key=True))
-
-
-def _problem(source: Source, error: ErrorDetails) -> Problem:
-    tagged, kind = error["loc"], error["type"]
-    loc = without_kinds(tagged)
-    if kind == "extra_forbidden":
-        return Problem(loc, unknown_key(tagged, error["input"]), source.spot(loc), on_key=True)
-    if kind == "missing":
-        field = field_at(tagged)
-        hint = f": {first_sentence(field.description)}" if field is not None and field.description else ""
-        return Problem(loc, f"is missing{hint}", source.spot(loc[:-1]), on_key=True)
-    if kind == "value_error":
-        text = error["msg"].removeprefix("Value error, ")
-        return Problem(loc, text, source.spot(_mentioned(source, text) or loc), on_key=True)
-    return Problem(loc, _wrong_value(tagged, error), source.spot(loc))
-
-
-def _wrong_value(loc: Loc, error: ErrorDetails) -> str:
-    value, field = error["input"], field_at(loc)
-    if field is not None:
-        limits = bounds(field)
-        if error["type"] in {"greater_than", "greater_than_equal", "less_than", "less_than_equal"} and limits:
-            return f"must be {limits}, got {_show(value)}"
-        if error["type"] in _TYPE_ERRORS:
-            text = f"must be {kind_name(field.annotation)}, got {_show(value)}"
-            return text + _nearest_choice(field.annotation, value)
-    if error["type"] == "model_type":
-        return f"must be a section (keys and values), got {_show(value)}"
-    if error["type"] == "string_pattern_mismatch" and loc == ("name",):
-        return f"must be made of letters, digits, '.', '_' and '-' (it names a folder), got {_show(value)}"
-    if error["type"] == "string_pattern_mismatch" and loc[-1:] == ("device",):
-        return f"must be `auto`, `cpu`, `cuda` or `cuda:N`, got {_show(value)}"
-    message = re.sub(r"^(Input|Value|String) should ", "must ", error["msg"])
-    return f"{message[:1].lower()}{message[1:]}, got {_show(value)}"
-
-
-_TYPE_ERRORS = {
-    *("bool_parsing", "bool_type", "dict_type", "float_parsing", "float_type", "int_from_float", "int_parsing"),
-    *(
-        "int_type",
-        "list_type",
-        "literal_error",
-        "model_type",
-        "model_attributes_type",
-        "string_type",
-        "tuple_type",
-    ),
-}
-
-
-def _nearest_choice(annotation: Any, value: Any) -> str:
-    choices = [str(c) for kind in alternatives(annotation) if get_origin(kind) is Literal for c in get_args(kind)]
-    near = did_you_mean(str(value), choices, cutoff=0.5)
-    return f"; {near}" if near else ""
-
-
-def _mentioned(source: Source, text: str) -> Loc:
-    """The first key named in a message about several sections that the user wrote."""
-    for word in re.findall(r"[a-z_]+(?:\.[a-z_]+)+", text):
-        loc = tuple(word.split("."))
-        if loc in source.spots:
-            return loc
-    return ()
-
-
-def _show(value: Any) -> str:
-    if isinstance(value, bool):
-        return "true" if value else "false"
-    if value is None:
-        return "nothing"
-    if isinstance(value, dict):
-        return f"a section with {', '.join(map(str, value)) or 'no keys'}"
-    text = repr(value)
-    return text if len(text) <= 80 else text[:77] + "..."
+# --- the report ------------------------------------------------------------------------------------------------
 
 
 def _report(source: Source) -> str:

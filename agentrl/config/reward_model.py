@@ -6,6 +6,7 @@ from typing import Annotated, Literal, Self
 
 from pydantic import Field, model_validator
 
+from agentrl.config.address import address_problem
 from agentrl.config.facts import Advanced, OnlyWhen, OnResume, PathTo
 from agentrl.config.section import Count, Device, Positive, Section
 
@@ -68,6 +69,10 @@ class RewardModelConfig(Section):
         for key in NEEDED[self.kind]:
             if getattr(self, key) is None:
                 raise ValueError(f"reward_model.{key} is missing: kind {self.kind} needs it")
+        if self.url is not None and (problem := address_problem(self.url)):
+            raise ValueError(
+                f"reward_model.url {self.url!r}: {problem}; give an address such as http://127.0.0.1:8000/v1"
+            )
         if self.workers and self.device.startswith("cuda:"):
             raise ValueError(
                 f"reward_model.device {self.device!r}: Ray gives workers their GPUs; write cuda, or leave it out"

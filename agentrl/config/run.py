@@ -345,6 +345,12 @@ class LoRAConfig(Section):
     """Folder of a LoRA adapter in peft format to continue from; its base is `model.path`. Its rank, alpha and
     scale must match these settings. Other kinds of adapters (DoRA, biases, whole modules, ...) are rejected."""
 
+    @model_validator(mode="after")
+    def _has_targets(self) -> Self:
+        if not self.targets:
+            raise ValueError("learner.lora.targets is empty: name linear layers (`q_proj`), or write `all-linear`")
+        return self
+
     @property
     def plain_alpha(self) -> float:
         """The alpha that gives the same scale as alpha / rank."""

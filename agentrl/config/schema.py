@@ -14,9 +14,9 @@ from pydantic.fields import FieldInfo
 from agentrl.config.choice import OWN, choice_of
 from agentrl.config.dump import yaml_value
 from agentrl.config.facts import metadata
+from agentrl.config.place import Loc
 from agentrl.config.run import RunConfig
 from agentrl.config.section import Section
-from agentrl.config.source import Loc
 from agentrl.suggest import did_you_mean, nearest
 
 
@@ -40,6 +40,14 @@ def named_section_of(field: FieldInfo) -> type[Section] | None:
         ):
             return inner
     return None
+
+
+def entry_section_of(field: FieldInfo) -> type[Section] | None:
+    """The section that each entry of a mapping of names (`envs`) or of a list (`loggers`) holds, or None."""
+    listed = [get_args(kind)[0] for kind in alternatives(field.annotation) if get_origin(kind) is list]
+    return named_section_of(field) or next(
+        (kind for kind in listed if isinstance(kind, type) and issubclass(kind, Section)), None
+    )
 
 
 def alternatives(annotation: object) -> tuple[object, ...]:
@@ -77,7 +85,7 @@ def _walk(loc: Loc) -> tuple[type[BaseModel] | None, FieldInfo | None]:
         if section is None or not isinstance(part, str) or part not in section.model_fields:
             return None, None
         field = section.model_fields[part]
-        section, named = section_of(field), named_section_of(field)
+        section, named = section_of(field), entry_section_of(field)
     return section, field
 
 
@@ -93,8 +101,8 @@ def without_kinds(loc: Loc) -> Loc:
 
 
 def fields(
-    section: type[BaseModel] = RunConfig, loc: tuple[str, ...] = (), data: object = None
-) -> Iterator[tuple[tuple[str, ...], FieldInfo]]:
+    section: type[BaseModel] = RunConfig, loc: Loc = (), data: object = None
+) -> Iterator[tuple[Loc, FieldInfo]]:
     """Every field below a section with its location, parents first.
 
     Args:
@@ -109,14 +117,15 @@ def fields(
             inner = choice.kinds.get(choice.kind_of(value) or "")
         if inner is not None:
             yield from fields(inner, (*loc, name), value)
-        elif (each := named_section_of(field)) is not None and isinstance(value, dict):
-            for key, entry in value.items():
-                yield from fields(each, (*loc, name, str(key)), entry)
+        elif (each := entry_section_of(field)) is not None and isinstance(value, dict | list):
+            for key, entry in value.items() if isinstance(value, dict) else enumerate(value):
+                yield from fields(each, (*loc, name, key), entry)
 
 
 def _every_key() -> Iterator[tuple[str, ...]]:
     """The location of every key, including the kinds of choices."""
-    for loc, field in fields():
+    for place, field in fields():
+        loc = tuple(map(str, place))
         yield loc
         choice = choice_of(field)
         kinds = choice.kinds.values() if choice is not None else ()
@@ -144,6 +153,9 @@ MOVED = {
 def unknown_key(loc: Loc, value: object = None) -> str:
     """The message about an unknown key with this value."""
     *parent, key = (str(part) for part in loc)
+    if odd := ", ".join(f"U+{ord(c):04X}" for c in dict.fromkeys(key) if not c.isascii()):
+        plain = unknown_key((*parent, "".join(c for c in key if c.isascii())), value).removeprefix("unknown key")
+        return f"unknown key (it has the characters {odd}){plain}"
     if (moved := MOVED.get(".".join((*parent, key)))) is not None:
         return moved.format(address=value if value not in (None, "local") else "ADDRESS")
     if other := _parameter_of_another_kind(parent, key):
@@ -246,16 +258,21 @@ def _number(value: object) -> str:
 
 def kind_name(annotation: object) -> str:
     """A type in plain language: "a whole number", "text", "'grpo' or 'rloo'"."""
-    names = []
+    names: list[str] = []
+    words: list[str] = []
     for kind in alternatives(annotation):
         origin = get_origin(kind) or kind
         if origin is Literal:
-            names.append(" or ".join(", ".join(map(repr, get_args(kind))).rsplit(", ", 1)))
+            words += map(repr, get_args(kind))
         elif isinstance(origin, type) and issubclass(origin, Section):
             names.append("a section (keys and values)")
+        elif origin is tuple and len(set(inner := get_args(kind))) == 1:
+            names.append(f"a list of {len(inner)} numbers")
         else:
             names.append(_KINDS.get(origin, str(kind)))
-    return " or ".join(names)
+    first, null = [*words, *names], _KINDS[type(None)]
+    first = [name for name in first if name != null] + [null] * (null in first)
+    return " or ".join(", ".join(first).rsplit(", ", 1)) if words else " or ".join(first)
 
 
 _KINDS: dict[object, str] = {

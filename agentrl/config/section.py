@@ -9,6 +9,7 @@ from typing import Annotated, Self
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from agentrl.config.facts import Effect, effects
+from agentrl.config.place import Loc, dotted
 
 Fraction = Annotated[float, Field(ge=0.0, le=1.0)]
 Positive = Annotated[int, Field(gt=0)]
@@ -49,6 +50,8 @@ def problems_of(invalid: ValidationError) -> Iterator[tuple[tuple[str | int, ...
             around = tuple(map(str, loc))
             for key in cause.found:
                 yield (*loc, *key.loc), f"{'.'.join((*around, *key.loc))} {key.text(around)}"
+        elif error["type"] == "missing":
+            yield loc, f"{dotted(loc)} is missing"
         else:
             yield loc, error["msg"]
 
@@ -62,9 +65,9 @@ class DeadKey:
     values: tuple[object, ...]
     fact: Effect
 
-    def text(self, around: tuple[str, ...] = ()) -> str:
+    def text(self, around: Loc = ()) -> str:
         """The message about it; `around` leads to the section that was checked."""
-        names = tuple(".".join((*around, *other)) for other in self.others)
+        names = tuple(dotted((*around, *other)) for other in self.others)
         return f"has no effect {self.fact.why(names, *self.values)}: remove one of them"
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -11,15 +12,18 @@ from typing import Any
 from ruamel.yaml import YAML
 from ruamel.yaml.error import MarkedYAMLError, YAMLError
 from ruamel.yaml.nodes import MappingNode, Node, ScalarNode, SequenceNode
+from ruamel.yaml.reader import ReaderError
 
+from agentrl.config.place import Loc, dotted
 from agentrl.errors import ConfigError
-
-Loc = tuple[str | int, ...]
 
 MAX_DEPTH = 50
 """Maximum nesting depth of sections."""
 MAX_NODES = 100_000
 """Maximum keys and values per file: nested aliases could otherwise fill the memory."""
+
+MAX_DIGITS = 4000
+"""Maximum digits of a whole number."""
 
 _TAG = "tag:yaml.org,2002:"
 
@@ -155,16 +159,31 @@ def _compose(text: str, source: Source) -> Node | None:
         line, column = mark.line + 1, mark.column + 1
         while line > len(source.lines) > 0:  # the mark of a premature end is after the last line
             line, column = line - 1, len(source.lines[line - 2]) + 1
-        if line <= len(source.lines) and "\t" in source.lines[line - 1]:
-            what += " (YAML is indented with spaces, not tabs)"
+        what += _yaml_hint(source.lines[line - 1]) if line <= len(source.lines) else ""
         where = f"{source.name}:{line}:{column}"
         raise ConfigError(f"{where}: {what}{excerpt(source, line, column)}") from None
+    except ReaderError as e:
+        before = text[: e.position]
+        line, column = before.count("\n") + 1, len(before) - (before.rfind("\n") + 1) + 1
+        what = f"not valid YAML: the character U+{ord(text[e.position]):04X} is not allowed"
+        raise ConfigError(f"{source.name}:{line}:{column}: {what}; remove it, or escape it in quotes") from None
     except YAMLError as e:
         raise ConfigError(f"{source.name}: not valid YAML: {' '.join(str(e).split())}") from None
     except RecursionError:
         raise ConfigError(f"{source.name}: nested more than {MAX_DEPTH} levels deep") from None
     except ValueError as e:  # a scalar that the composer cannot read
         raise ConfigError(f"{source.name}: not valid YAML: {e}") from None
+
+
+def _yaml_hint(line: str) -> str:
+    """What a line that is not YAML may need."""
+    if "\t" in line:
+        return " (YAML is indented with spaces, not tabs)"
+    if "${" in line:
+        return " (environment variables are not substituted: pass the value with --set, where the shell does it)"
+    if re.search(r"(: |- |\[|, )[@`%*&!|>]", line):
+        return " (put the value in quotes)"
+    return " (a space is needed after the colon)" if re.match(r"\s*[\w.-]+:\S", line) else ""
 
 
 class _Reader:
@@ -233,9 +252,12 @@ class _Reader:
             data.update({key: value for key, value in merged.items() if key not in data and key not in own})
 
     def key(self, node: Node, loc: Loc) -> str | None:
-        if isinstance(node, ScalarNode) and str(node.tag).startswith(_TAG):
+        tag = str(node.tag)
+        if isinstance(node, ScalarNode) and tag.startswith(_TAG) and tag != _TAG + "null":
             return str(node.value)  # `1: x` is the key "1": every key of a run is a name
-        text = "a key must be a plain word"
+        kind = "a list" if isinstance(node, SequenceNode) else "a section"
+        said = (str(node.value) or "nothing") if isinstance(node, ScalarNode) else kind
+        text = f"a key must be a plain word, got {said}; write a name before the colon"
         self.source.problems.append(Problem(loc, text, _spot(node, node), on_key=True))
         return None
 
@@ -246,19 +268,20 @@ class _Reader:
                 return None
             if kind == "bool":
                 return text.lower() == "true"
-            if kind == "int":
+            if kind == "int" and len(text) <= MAX_DIGITS:
                 return _int(text)
             if kind == "float":
                 return _float(text)
         except ValueError:
-            kind = "broken"
+            pass
         if kind in {"str", "timestamp"}:  # a date is text here: the configuration knows no dates
             return text
-        self.source.problems.append(
-            Problem(
-                loc, f"must be a number, text, true, false or null, got {node.tag} {text!r}", _spot(node, node)
-            )
-        )
+        said = f"{str(node.tag).replace(_TAG, '!!')} {text!r}"
+        wanted = "must be a number, text, true, false or null"
+        if kind == "int" and len(text) > MAX_DIGITS:
+            wanted, said = f"must be a number of at most {MAX_DIGITS:,} digits", f"one of {len(text):,}"
+        said = said if len(said) <= 80 else said[:77] + "..."
+        self.source.problems.append(Problem(loc, f"{wanted}, got {said}", _spot(node, node)))
         return None
 
 
@@ -287,11 +310,3 @@ def _float(text: str) -> float:
     if plain.lstrip("+-") == ".inf":
         return -math.inf if plain.startswith("-") else math.inf
     return math.nan if plain == ".nan" else float(plain)
-
-
-def dotted(loc: Loc) -> str:
-    """`("env", "options", 0)` as `env.options[0]`."""
-    text = ""
-    for part in loc:
-        text += f"[{part}]" if isinstance(part, int) else f".{part}" if text else part
-    return text

@@ -98,7 +98,7 @@ def test_a_key_in_the_wrong_place_is_told_where_it_belongs(tmp_path: Path, text:
         ("steps:", "4:1: steps must be a whole number, got nothing"),
         ("optim: {lr: .nan}", "4:13: optim.lr must be a finite number, got nan"),
         ("optim: 3", "4:8: optim must be a section (keys and values), got 3"),
-        ("optim: {betas: 0.9}", "4:16: optim.betas must be a list, got 0.9"),
+        ("optim: {betas: 0.9}", "4:16: optim.betas must be a list of 2 numbers, got 0.9"),
         ("optim: {betas: [1.9, 0.9]}", "4:17: optim.betas[0] must be less than 1, got 1.9"),
         ("learner: {device: gpu}", "4:19: learner.device must be `auto`, `cpu`, `cuda` or `cuda:N`, got 'gpu'"),
         ("engine: {device: 'cuda:x'}", "engine.device must be `auto`, `cpu`, `cuda` or `cuda:N`, got 'cuda:x'"),
