@@ -48,6 +48,8 @@ class LoopbackServer:
         """Path of each request, in order."""
         self.prompts: list[list[int]] = []
         """What each `/generate` was asked to continue."""
+        self.sampled_with: list[Mapping[str, Any]] = []
+        """The sampling parameters of each of these requests; vLLM's are part of the request."""
         self.answer: Callable[[dict[str, Any]], object] | None = None
         """Changes the answer of `/generate`, for instance into nonsense."""
         self.refuse: dict[str, tuple[int, object]] = {}
@@ -196,6 +198,7 @@ class LoopbackServer:
                 meta["input_top_logprobs"] = [None, *(_alternatives(token, top) for token in ids[1:])]
             return 200, {"output_ids": [], "meta_info": meta}
         self.prompts.append(list(ids))
+        self.sampled_with.append(params)
         most = min(params["max_new_tokens"], self.max_context - len(ids))
         request = _Running(list(ids), most, frozenset(params.get("stop_token_ids") or ()), adapter=adapter)
         if (tag := params.get("structural_tag")) is not None and (refused := self._obey(request, tag)):
@@ -372,6 +375,7 @@ class LoopbackVLLM(LoopbackServer):
             table = [None if n == 0 else _prompt_entry(t, top) for n, t in enumerate(ids)]
             return 200, {"choices": [{"prompt_logprobs": table}]}
         self.prompts.append(list(ids))
+        self.sampled_with.append(body)
         request = _Running(
             list(ids), body["max_tokens"], frozenset(body["stop_token_ids"]), adapter=self.named[-1]
         )

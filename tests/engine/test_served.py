@@ -110,6 +110,15 @@ async def test_tokens_logprobs_and_versions_come_as_drawn(model: Path) -> None:
         assert completion.finish == "stop"
 
 
+async def test_no_penalty_of_the_servers_own_changes_what_is_sampled(model: Path) -> None:
+    """Servers may take their defaults from the model's generation_config.json."""
+    async with servers(1) as (server,), engine_over(model, server) as engine:
+        await engine.generate(PROMPT, Sampling(max_tokens=2, top_k=7, min_p=0.1))
+        (asked,) = server.sampled_with
+    assert asked.items() >= {"repetition_penalty": 1.0, "presence_penalty": 0.0, "frequency_penalty": 0.0}.items()
+    assert (asked["top_k"], asked["top_p"], asked["min_p"]) == (7, 1.0, 0.1)
+
+
 async def test_a_completion_ends_with_the_context(model: Path) -> None:
     async with servers(1, max_context=10) as (server,), engine_over(model, server) as engine:
         completion = await engine.generate(PROMPT, Sampling(max_tokens=50))

@@ -67,6 +67,15 @@ async def test_tokens_stop_ids_and_context(model: Path) -> None:
         assert (second.id, second.logprob, second.top) == (3, -1.03, ((4, -0.1), (5, -0.2)))
 
 
+async def test_no_penalty_of_the_models_own_changes_what_is_sampled(model: Path) -> None:
+    """A server in `urls` may take its defaults from the model's generation_config.json."""
+    async with LoopbackVLLM() as server, opened(model, server) as engine:
+        await engine.generate(PROMPT, Sampling(max_tokens=2, top_k=7, min_p=0.1))
+        (asked,) = server.sampled_with
+    assert asked.items() >= {"repetition_penalty": 1.0, "presence_penalty": 0.0, "frequency_penalty": 0.0}.items()
+    assert (asked["top_k"], asked["top_p"], asked["min_p"]) == (7, 1.0, 0.1)
+
+
 async def test_a_completion_crosses_an_update_in_two_parts_with_their_own_versions(model: Path) -> None:
     async with LoopbackVLLM(token_s=0.01) as server, opened(model, server) as engine:
         task = asyncio.create_task(engine.generate(PROMPT, Sampling(max_tokens=20)))

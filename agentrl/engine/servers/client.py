@@ -24,6 +24,14 @@ CommandLine = tuple[list[str], dict[str, str]]
 """Arguments after `python -m`, and environment variables."""
 
 
+NO_PENALTIES: Mapping[str, float] = {
+    "repetition_penalty": 1.0,
+    "presence_penalty": 0.0,
+    "frequency_penalty": 0.0,
+}
+"""Sent with every request: by default, a server may take others from the model's generation_config.json."""
+
+
 @dataclass(frozen=True, slots=True)
 class Description:
     """What a server reports about itself."""

@@ -21,6 +21,7 @@ from agentrl.config.engine import EngineConfig
 from agentrl.config.run import LoRAConfig
 from agentrl.engine.servers.adapters import Adapter, AdapterStand
 from agentrl.engine.servers.client import (
+    NO_PENALTIES,
     CommandLine,
     Description,
     GroupPlace,
@@ -305,6 +306,7 @@ def _sampling_params(sampling: Sampling) -> dict[str, Any]:
         "top_p": sampling.top_p,
         "top_k": sampling.top_k or -1,
         "min_p": sampling.min_p,
+        **NO_PENALTIES,
         "max_new_tokens": sampling.max_tokens,
         "stop_token_ids": sorted(sampling.stop_ids),
         "skip_special_tokens": False,

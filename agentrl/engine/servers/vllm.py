@@ -28,6 +28,7 @@ from agentrl.config.run import LoRAConfig
 from agentrl.engine.base import TokenLogprob
 from agentrl.engine.servers.adapters import Adapter, AdapterStand
 from agentrl.engine.servers.client import (
+    NO_PENALTIES,
     CommandLine,
     Description,
     GroupPlace,
@@ -126,6 +127,7 @@ class VLLMServer:
             "top_p": sampling.top_p,
             "top_k": sampling.top_k or -1,
             "min_p": sampling.min_p,
+            **NO_PENALTIES,
             "stop_token_ids": sorted(sampling.stop_ids),
             "skip_special_tokens": False,
             "logprobs": 1,
