@@ -65,6 +65,8 @@ def _leave_out(found: Imported, loc: tuple[Any, ...], message: str) -> bool:
             value = place.pop(key)
             found.notes.append(Note(path, value, "by hand", f"left out: {said[:1].lower()}{said[1:]}"))
             return True
+    if said == "model is missing" and any("model.path" in note.text for note in found.notes):
+        return False
     if not any(note.text == said for note in found.notes):
         found.notes.append(Note(".".join(map(str, loc)) or "the result", None, "by hand", said))
     return False

@@ -29,6 +29,7 @@ def _optim(found: Imported) -> None:
     style = found.text(f"{place}warmup_style") or found.text(f"{place}lr_scheduler_type")
     if style in ("constant", "linear", "cosine"):
         found.set("optim.schedule", style)
+        _lowest(found, f"{place}min_lr_ratio", style)
     else:
         found.say(f"{place}lr_scheduler_type", "by hand", "choose optim.schedule: constant, linear or cosine")
     clip = (
@@ -37,6 +38,16 @@ def _optim(found: Imported) -> None:
         else f"{ACTOR}grad_clip"
     )
     found.set("optim.max_grad_norm", found.number(clip))
+
+
+def _lowest(found: Imported, key: str, style: str) -> None:
+    """verl's cosine ends at a share of the peak that is 0 by default."""
+    if style != "cosine":
+        found.say(key, "no effect", f"the schedule is {style}")
+    elif (lowest := found.number(key) or 0.0) == 0.1:
+        found.say(key, "same", "a cosine ends at a tenth of the peak")
+    else:
+        found.hint(key, f"verl's cosine ends at {lowest:g} of the peak, agentrl's at a tenth of it")
 
 
 def _warmup(found: Imported, place: str) -> None:

@@ -793,6 +793,8 @@ _TRAINER = [
             "total_training_steps": "steps",
             "total_epochs": ("steps (epochs times the batches of data.train_files)", 30),
             "experiment_name": ("name", "gsm8k"),
+            "logger": "loggers: wandb, tensorboard, mlflow and trackio; for others write your own",
+            "project_name": "project of the loggers",
             "nnodes": ("learner.ranks", 1),
             "n_gpus_per_node": ("learner.ranks", 8),
             "save_freq": ("checkpoint.every", -1),
@@ -810,7 +812,6 @@ _TRAINER = [
         "same",
         {
             "balance_batch": "rows are packed by token budget",
-            "project_name": "a run is a folder under runs/ (see name)",
             "log_val_generations": "every episode is recorded; see `agentrl show`",
             "rollout_data_dir": "every episode is recorded in the run folder",
             "validation_data_dir": "every episode is recorded in the run folder",
@@ -839,10 +840,6 @@ _TRAINER = [
         "trainer.",
         "by hand",
         {
-            "logger": (
-                "choose `loggers`, such as [tensorboard, wandb]; metrics.jsonl always has all metrics",
-                "console",
-            ),
             "val_only": "run `agentrl eval` instead of `agentrl train`",
             "default_hdfs_dir": "copy the run folder",
         },

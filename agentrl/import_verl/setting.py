@@ -9,6 +9,7 @@ from importlib.util import find_spec
 from typing import Any
 
 from agentrl.config.datafiles import data_files
+from agentrl.config.loggers import LOGGERS
 from agentrl.env.rows import count_rows
 from agentrl.errors import ConfigError
 from agentrl.import_verl.compute import import_compute
@@ -51,13 +52,35 @@ def _run(found: Imported) -> None:
     found.set("checkpoint.every", max(0, found.whole("trainer.save_freq")))
     if kept := found.whole("trainer.max_actor_ckpt_to_keep"):
         found.set("checkpoint.keep", max(1, kept))
-    logger = found.value("trainer.logger")
-    if set(logger if isinstance(logger, list) else [logger]) <= {"console", "file", None}:
-        found.say("trainer.logger", "same", "the live screen, and metrics.jsonl in the run folder")
+    _loggers(found)
     if found.text("trainer.resume_mode") == "disable":
         found.say(
             "trainer.resume_mode", "by hand", "give the run a new `name`: a run of the same folder is continued"
         )
+
+
+def _loggers(found: Imported) -> None:
+    """Dashboards that get the metrics, each with verl's project."""
+    given = found.value("trainer.logger")
+    names = [str(name) for name in (given if isinstance(given, list) else [given]) if name]
+    known = [name for name in dict.fromkeys(names) if name in LOGGERS]
+    project = found.text("trainer.project_name") if found.has("trainer.project_name") else ""
+    with_project = [name for name in known if name != "tensorboard"]
+    if found.has("trainer.logger") and known:
+        found.set(
+            "loggers",
+            [{"use": n, "project": project} if project and n in with_project else n for n in known],
+        )
+    if not (found.has("trainer.logger") and with_project):
+        found.say("trainer.project_name", "same", "a run is a folder under runs/ (see name)")
+    others = [name for name in names if name not in (*LOGGERS, "console", "file")]
+    if others:
+        text = f"{', '.join(others)}: write a logger of your own (docs/loggers.md)"
+        found.say("trainer.logger", "by hand", text + (f"; taken: {', '.join(known)}" if known else ""))
+    elif known:
+        found.say("trainer.logger", "taken", f"loggers: {', '.join(known)}")
+    else:
+        found.say("trainer.logger", "same", "the live screen, and metrics.jsonl in the run folder")
 
 
 def _evaluation(found: Imported) -> None:

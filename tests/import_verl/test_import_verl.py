@@ -1,3 +1,4 @@
+import json
 from pathlib import Path
 
 import pytest
@@ -163,7 +164,7 @@ def test_every_documented_key_has_a_row_and_verls_defaults_need_next_to_nothing(
     found = import_verl(DEFAULTS)
     RunConfig.model_validate(found.config)
     asked = {note.key for note in found.notes if note.kind in ("by hand", "refused")}
-    assert asked == {"trainer.total_epochs", "trainer.logger", "reward.custom_reward_function.path"}
+    assert asked == {"trainer.total_epochs", "reward.custom_reward_function.path"}
     assert set(keys) <= set(notes_of(found))
 
 
@@ -174,6 +175,52 @@ def test_a_row_with_a_default_has_verls_own():
         value = keys.get(row.key)
         if row.default is not None and value is not None and row.key not in own:
             assert value in (row.default if isinstance(row.default, tuple) else (row.default,)), row.key
+
+
+@pytest.mark.parametrize(
+    ("given", "project", "loggers", "kind", "said"),
+    [
+        (["console", "wandb"], "p", [{"use": "wandb", "project": "p"}], "taken", "loggers: wandb"),
+        (
+            ["console", "tensorboard", "mlflow"],
+            None,
+            ["tensorboard", "mlflow"],
+            "taken",
+            "loggers: tensorboard, mlflow",
+        ),
+        ("console", "p", None, "same", "the live screen, and metrics.jsonl in the run folder"),
+        (
+            ["swanlab", "trackio"],
+            None,
+            ["trackio"],
+            "by hand",
+            "swanlab: write a logger of your own (docs/loggers.md); taken: trackio",
+        ),
+    ],
+)
+def test_dashboards_are_taken_over(
+    tmp_path: Path, given: object, project: str | None, loggers: object, kind: str, said: str
+):
+    source = tmp_path / "run.yaml"
+    source.write_text(json.dumps({"trainer": {"logger": given, "project_name": project}}))
+    found = import_verl(source)
+    assert found.config.get("loggers") == loggers
+    assert [(n.kind, n.text) for n in found.notes if n.key == "trainer.logger"] == [(kind, said)]
+    assert not [note for note in found.notes if "Field required" in note.text]
+
+
+def test_the_end_of_a_cosine_schedule_is_told(tmp_path: Path):
+    def said(**optim: object) -> list[tuple[str, str]]:
+        source = tmp_path / "run.yaml"
+        source.write_text(json.dumps({"actor_rollout_ref": {"actor": {"optim": {"lr": 1e-6, **optim}}}}))
+        return [(n.kind, n.text) for n in import_verl(source).notes if n.key.endswith("min_lr_ratio")]
+
+    differs = "verl's cosine ends at {} of the peak, agentrl's at a tenth of it"
+    assert said(lr_scheduler_type="cosine") == [("by hand", differs.format(0))]
+    assert said(lr_scheduler_type="cosine", min_lr_ratio=0.5) == [("by hand", differs.format(0.5))]
+    assert said(lr_scheduler_type="cosine", min_lr_ratio=0.1) == [("same", "a cosine ends at a tenth of the peak")]
+    assert said(min_lr_ratio=0.0) == [("no effect", "the schedule is constant")]
+    assert said() == []
 
 
 def test_no_key_has_two_rows_and_the_page_names_them_all():
