@@ -9,7 +9,7 @@ from typing import NamedTuple
 from agentrl.algo.kl import kl_per_token
 from agentrl.algo.late import Tensor, torch
 from agentrl.algo.returns import rewards_at_end
-from agentrl.algo.segments import segment_sum
+from agentrl.algo.segments import segment_count, segment_sum
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,6 +43,15 @@ class StepData:
     """Sum of the squared probabilities of the vocabulary at each token."""
     correction_N: Tensor | None = None
     """Importance weights between sampler and learner, if they are used."""
+    length_E: Tensor | None = None
+    """Sampled tokens of each episode, also of those that are kept out of the loss; by default its tokens in
+    `sequence_N`."""
+
+    def lengths(self) -> Tensor:
+        """[E] the length of each episode."""
+        if self.length_E is not None:
+            return self.length_E
+        return segment_count(self.sequence_N, self.rewards_E.numel(), dtype=self.rewards_E.dtype)
 
     def token_rewards(self) -> Tensor:
         """[N] the rewards where they were given; all at the last token of the episode by default."""

@@ -108,6 +108,7 @@ def step_data(
         old_logprobs_N=old_N if "learner_logprobs" in has else None,
         sum_pi_squared_N=ordered("sum_pi_squared") if "sum_pi_squared" in has else None,
         correction_N=weights_N,
+        length_E=torch.tensor(scores.lengths, dtype=torch.float64) if scores.lengths else None,
         component_names=tuple(names),
     )
     if not config.kl.in_reward:

@@ -27,6 +27,7 @@ class Scores:
         greedy: reward of the greedy episode of the same task, if there is one.
         parts: the rewards of each by name. A missing reward counts as 0; nan means that it does not apply to the
             episode, which is then excluded from its statistics.
+        lengths: sampled tokens of each, also of those without rows; () if all have rows.
     """
 
     episodes: Sequence[str]
@@ -34,6 +35,7 @@ class Scores:
     groups: Sequence[int]
     greedy: Sequence[float] | None = None
     parts: Sequence[Mapping[str, float]] = ()
+    lengths: Sequence[int] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,11 +82,14 @@ def to_samples(groups: Sequence[Group], *, overlong: str) -> tuple[list[Sample],
     do truncated ones if `overlong` is "mask".
     """
     samples: list[Sample] = []
+    lengths: list[int] = []
     numbered = [(number, episode) for number, group in enumerate(groups) for episode in group.episodes]
     for number, episode in numbered:
+        rows = episode_samples(episode, group=number)
+        lengths.append(sum(sum(row.loss_mask) for row in rows))
         broken = bool(episode.metrics.get("tokens/failed"))
         if not broken and not (overlong == "mask" and episode.stop_reason in LIMITS):
-            samples += episode_samples(episode, group=number)
+            samples += rows
     greedy = [group.greedy.reward or 0.0 for group in groups if group.greedy is not None]
     scores = Scores(
         episodes=[episode.id for _, episode in numbered],
@@ -92,6 +97,7 @@ def to_samples(groups: Sequence[Group], *, overlong: str) -> tuple[list[Sample],
         groups=[number for number, _ in numbered],
         greedy=[greedy[number] for number, _ in numbered] if groups and len(greedy) == len(groups) else None,
         parts=[_parts(episode) for _, episode in numbered],
+        lengths=lengths,
     )
     return samples, scores
 

@@ -108,9 +108,17 @@ class StepLog:
             self.reporter.note(
                 f"step {step}: all episodes of every group scored the same; no reward to learn from"
             )
+        if metrics["trained_tokens"] == 0:
+            self.reporter.note(f"step {step}: {self._nothing_trained(metrics)}; the policy is unchanged")
         self.store.log_metrics(step, metrics)
         self.loggers.metrics(step, metrics)
         self.reporter.step({"step": step, **metrics})
+
+    def _nothing_trained(self, metrics: Mapping[str, float]) -> str:
+        """Why a step had no token under the loss."""
+        if dropped := metrics.get("dropped_groups"):
+            return f"all {dropped:g} groups were dropped (algorithm.drop_zero_signal_groups)"
+        return "no token is left to train: every episode was masked (rollout.overlong) or failed the token check"
 
     def examine(self, step: int) -> None:
         """Run the doctor in the background after some steps, and note new findings."""

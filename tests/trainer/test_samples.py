@@ -125,6 +125,24 @@ def test_masked_overlong_episodes_vote_but_do_not_train(stop: StopReason):
     assert (records[0].advantages == ()) == (stop in LIMITS)
 
 
+@pytest.mark.parametrize("failed", [{}, {"tokens/failed": 1.0}])
+def test_opo_weighs_a_masked_episode_by_its_own_length(failed: dict[str, float]):
+    def of(name: str, reward: float, length: int, **more: object) -> Episode:
+        ids = tuple(range(10, 10 + length))
+        answer = Segment(ids, "sampled", 0, 1, (-0.5,) * length, (4,) * length)
+        return episode(name, reward, segments=(PROMPT, answer), **more)
+
+    stop = StopReason.ANSWERED if failed else StopReason.MAX_TOKENS
+    cut = of("cut", 0.0, 6, stop=stop, metrics=failed)
+    one = Group(Task("t"), (cut, of("good", 1.0, 2), of("fair", 0.25, 4)))
+    other = Group(Task("u"), (of("only", 1.0, 3), of("lost", 0.0, 9, stop=stop, metrics=failed)))
+    samples, _ = to_samples([one, other], algorithm("opo"), overlong="mask", step=1)
+
+    baseline = (6 * 0.0 + 2 * 1.0 + 4 * 0.25) / (6 + 2 + 4)  # arXiv:2505.23585: sum(l r) / sum(l) of the group
+    wanted = {"good": 1.0 - baseline, "fair": 0.25 - baseline, "only": 1.0 - (3 * 1.0 + 9 * 0.0) / (3 + 9)}
+    assert {s.episode_id: s.advantages[-1] for s in samples} == pytest.approx(wanted)
+
+
 @pytest.mark.parametrize("stop", list(StopReason))
 def test_penalised_overlong_episodes_lose_reward_before_the_comparison(stop: StopReason):
     cut = Group(Task("t"), (episode("cut", 1.0, stop=stop, rewards={"solved": 1.0}), episode("whole", 1.0)))

@@ -7,7 +7,7 @@ from typing import Literal
 from agentrl.algo.entries import Estimator
 from agentrl.algo.late import Tensor, torch
 from agentrl.algo.parameters import Named
-from agentrl.algo.segments import segment_count, segment_sum
+from agentrl.algo.segments import segment_sum
 from agentrl.algo.siblings import has_signal
 from agentrl.algo.step_data import Advantages, StepData, spread
 
@@ -23,15 +23,15 @@ class OPO(Named):
 
 def opo(step: StepData, config: OPO) -> Advantages:
     """The advantage of an episode for each of its tokens."""
-    lengths_E = segment_count(step.sequence_N, step.rewards_E.numel(), dtype=step.rewards_E.dtype)
-    return spread(opo_advantages(step.rewards_E, step.group_E, lengths_E), step)
+    return spread(opo_advantages(step.rewards_E, step.group_E, step.lengths()), step)
 
 
 def opo_advantages(rewards_E: Tensor, group_E: Tensor, lengths_E: Tensor) -> Tensor:
     """[E] reward minus sum(len * r) / sum(len) of the group: the baseline of least variance.
 
     Args:
-        lengths_E: [E] trained tokens of each episode.
+        lengths_E: [E] sampled tokens of each episode, also of one that is kept out of the loss: its reward says as
+            much about the task.
     """
     weight_E = lengths_E.to(rewards_E.dtype)
     total_S = segment_sum(weight_E, group_E)

@@ -1,0 +1,89 @@
+"""Steps that leave no token under the loss: they are told, change nothing, and the run goes on as planned."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from agentrl.config.run import RunConfig
+from agentrl.reporting.report import Silent
+from agentrl.run_folder.records import read_metrics
+from agentrl.run_folder.store import RunStore
+from agentrl.trainer.run import train_run
+
+GENTLE = {"optim": {"lr": 0.1, "weight_decay": 0.1, "warmup_steps": 2, "schedule": "linear"}}
+
+
+class Told(Silent):
+    """Keeps its notes."""
+
+    def __init__(self) -> None:
+        self.notes: list[str] = []
+
+    def note(self, text: str) -> None:
+        self.notes.append(text)
+
+
+def train(folder: Path, steps: int, **sections: Any) -> Told:
+    (folder / "mine.py").write_text("def score(episode):\n    return {'solved': 1.0}\n")
+    (folder / "rows.jsonl").write_text('{"prompt": "Say."}\n{"prompt": "Say it."}\n')
+    config = RunConfig(
+        name="nothing",
+        steps=steps,
+        env={"use": "agentrl.env.compose:ComposedEnv", "options": {"reward": f"{folder}/mine.py:score"}},
+        model={"tiny": {"hidden": 16, "layers": 1, "heads": 2, "intermediate": 32, "vocab": 300}},
+        data={"train": f"{folder}/rows.jsonl"},
+        checkpoint={"every": 1, "keep": 9},
+        **{"rollout": ROLLOUT, **GENTLE, **sections},
+    )
+    told = Told()
+    with RunStore.open(config, folder / "run") as store:
+        train_run(config, store, told)
+    return told
+
+
+ROLLOUT = {"groups_per_step": 2, "group_size": 2, "max_tokens": 4, "token_budget": 400}
+DROPPED = {"algorithm": {"drop_zero_signal_groups": True}}
+MASKED = {"rollout": {**ROLLOUT, "overlong": "mask"}}
+WHY_DROPPED = "all 2 groups were dropped (algorithm.drop_zero_signal_groups); the policy is unchanged"
+WHY_MASKED = (
+    "no token is left to train: every episode was masked (rollout.overlong) or failed the token check; the policy "
+    "is unchanged"
+)
+
+
+@pytest.mark.parametrize(
+    ("sections", "why"),
+    [
+        (DROPPED, WHY_DROPPED),
+        ({"algorithm": {**DROPPED["algorithm"], "epochs": 2, "updates_per_step": 2}}, WHY_DROPPED),
+        ({"algorithm": {**DROPPED["algorithm"], "kl": {"control": "adaptive"}, "entropy_top": 0.5}}, WHY_DROPPED),
+        ({**DROPPED, "learner": {"lora": {"rank": 2}}}, WHY_DROPPED),
+        ({**DROPPED, "optim": {**GENTLE["optim"], "state": "int8"}}, WHY_DROPPED),
+        (MASKED, WHY_MASKED),
+        ({**MASKED, "algorithm": {"advantage": "gae"}}, WHY_MASKED),
+        ({**MASKED, "algorithm": {"advantage": "opo", "old_logprobs": "sampler"}}, WHY_MASKED),
+    ],
+    ids=["dropped", "epochs", "kl", "lora", "int8", "masked", "gae", "opo"],
+)
+def test_a_step_without_a_token_to_train_changes_nothing_and_is_told(
+    tmp_path: Path, sections: dict[str, Any], why: str
+):
+    told = train(tmp_path, 2, **sections)
+    assert [note for note in told.notes if why in note] == [f"step {step}: {why}" for step in (1, 2)]
+    again = train(tmp_path, 3, **sections)
+    assert [note for note in again.notes if why in note] == [f"step 3: {why}"], "resumed at its third step"
+
+    lines = [line for line in read_metrics(tmp_path / "run") if line["step"] > 0]
+    assert [line["trained_tokens"] for line in lines] == [0, 0, 0]
+    assert [line["grad_norm"] for line in lines] == [0, 0, 0]
+    assert lines[1]["lr"] > lines[0]["lr"], "the schedule counts the step"
+    start = load_file(tmp_path / "run" / "start" / "model.safetensors")
+    for step in (1, 2, 3):
+        saved = load_file(tmp_path / "run" / "checkpoints" / f"step-{step}" / "model.safetensors")
+        assert saved.keys() == start.keys()
+        assert all(torch.equal(saved[name], start[name]) for name in start)
