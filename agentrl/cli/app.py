@@ -48,11 +48,14 @@ app = typer.Typer(
 
 def _version(value: bool) -> None:
     if value:
-        from importlib.metadata import version
+        from importlib.metadata import PackageNotFoundError, version
 
         from agentrl.extras import DISTRIBUTION
 
-        print(f"agentrl {version(DISTRIBUTION)}")
+        try:
+            print(f"agentrl {version(DISTRIBUTION)}")
+        except PackageNotFoundError:  # a checkout on the path
+            print(f"agentrl, from source: the distribution {DISTRIBUTION} is not installed")
         raise typer.Exit
 
 

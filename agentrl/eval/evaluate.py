@@ -220,6 +220,8 @@ def _evaluate(
         raise ConfigError(
             f"there are no {spec.split} tasks: name a file under data.{spec.split}, or give --split train"
         )
+    if options.tasks is not None and len(chosen) < options.tasks:
+        reporter.note(f"--tasks {options.tasks:,}: there are {len(chosen):,} {spec.split} tasks; all are played")
     content = replace(content, train_tasks=(), held_out_tasks=chosen)
     progress = _Progress(store, subject.step, spec.attempts, reporter)
     started = time.monotonic()

@@ -21,12 +21,15 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
-from transformers import PreTrainedModel
+from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
-from agentrl.config.run import LoRAConfig
+from agentrl.config.run import LoRAConfig, RunConfig
 from agentrl.errors import ConfigError
 from agentrl.learner.shard import World, whole
+from agentrl.models.model_config import read_config
+from agentrl.models.tiny import tiny_config
+from agentrl.suggest import did_you_mean
 
 ADAPTER_FOLDER = "adapter"
 """In a checkpoint: the adapter alone, as peft writes it."""
@@ -60,6 +63,7 @@ def add_adapter(
     )
     if options.target_modules == "all-linear":
         options.target_modules = _linear_names(model)
+    _refuse_unknown(model, config)
     with warnings.catch_warnings(), torch.random.fork_rng(devices=[]):
         warnings.simplefilter("ignore")  # about what a later transformers will call differently
         torch.manual_seed(0)
@@ -73,6 +77,37 @@ def add_adapter(
     if adapter is not None and values:
         _load_adapter(model, adapter)
     return model
+
+
+def refuse_unknown_targets(config: RunConfig) -> None:
+    """Check, from the config of the model alone, that it has the layers of `learner.lora.targets`.
+
+    Raises:
+        ConfigError: a target names none of its linear layers, or the config cannot be used.
+    """
+    lora, tiny = config.learner.lora, config.model.tiny
+    if lora is None or isinstance(lora.targets, str):
+        return
+    found = (
+        read_config(Path(config.model.path or ""), f"model.path {config.model.path}")
+        if tiny is None
+        else tiny_config(tiny, vocab=tiny.vocab)
+    )
+    auto: Any = AutoModelForCausalLM
+    with torch.device("meta"):  # names without storage
+        _refuse_unknown(auto.from_config(found), lora)
+
+
+def _refuse_unknown(model: PreTrainedModel, config: LoRAConfig) -> None:
+    names = [name for name, module in model.named_modules() if isinstance(module, nn.Linear | Conv1D)]
+    for target in config.targets if isinstance(config.targets, list) else ():
+        if not any(name == target or name.endswith(f".{target}") for name in names):
+            known = sorted({name.rpartition(".")[2] for name in names})
+            near = did_you_mean(target, known)
+            raise ConfigError(
+                f"learner.lora.targets: the model has no linear layer {target!r}{'; ' * bool(near)}{near}; its "
+                f"linear layers are {', '.join(known)}"
+            )
 
 
 @contextmanager

@@ -8,8 +8,12 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from agentrl.config.run import TinyModel
+
+if TYPE_CHECKING:
+    from transformers import Qwen3Config
 
 SPECIAL_TOKENS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
 """Control tokens, left out of decoded text."""
@@ -64,12 +68,30 @@ def make_tiny_model(directory: Path, corpus: Iterable[str], config: TinyModel, *
     """Write a randomly initialized model and its tokenizer to `directory`; the same seed gives the same bytes."""
     import torch
     from tokenizers import Tokenizer
-    from transformers import Qwen3Config, Qwen3ForCausalLM
+    from transformers import Qwen3ForCausalLM
 
     make_tokenizer(directory, corpus, vocab=config.vocab, max_context=config.max_context)
     tokenizer = Tokenizer.from_file(str(directory / "tokenizer.json"))
-    shape = Qwen3Config(
-        vocab_size=tokenizer.get_vocab_size(),
+    shape = tiny_config(
+        config,
+        vocab=tokenizer.get_vocab_size(),
+        end=tokenizer.token_to_id("<|im_end|>"),
+        padding=tokenizer.token_to_id("<|endoftext|>"),
+    )
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        model = Qwen3ForCausalLM(shape)
+    model.save_pretrained(directory)
+
+
+def tiny_config(
+    config: TinyModel, *, vocab: int, end: int | None = None, padding: int | None = None
+) -> Qwen3Config:
+    """The architecture of a tiny model, with the ids of its control tokens."""
+    from transformers import Qwen3Config
+
+    return Qwen3Config(
+        vocab_size=vocab,
         hidden_size=config.hidden,
         intermediate_size=config.intermediate,
         num_hidden_layers=config.layers,
@@ -81,10 +103,6 @@ def make_tiny_model(directory: Path, corpus: Iterable[str], config: TinyModel, *
         tie_word_embeddings=True,
         initializer_range=config.hidden**-0.5 / 2,
         bos_token_id=None,
-        eos_token_id=tokenizer.token_to_id("<|im_end|>"),
-        pad_token_id=tokenizer.token_to_id("<|endoftext|>"),
+        eos_token_id=end,
+        pad_token_id=padding,
     )
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
-        model = Qwen3ForCausalLM(shape)
-    model.save_pretrained(directory)

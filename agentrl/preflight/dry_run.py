@@ -18,6 +18,7 @@ from agentrl.chat.template import Renderer, same_meaning
 from agentrl.chat.token_check import check_tokens
 from agentrl.chat.transcript import Transcript
 from agentrl.config.algorithm import AlgorithmConfig
+from agentrl.config.needs import require_extras
 from agentrl.config.run import RunConfig
 from agentrl.env.checker import EnvCheckError, check_env
 from agentrl.env.env import Env, PolicyAccess
@@ -27,13 +28,14 @@ from agentrl.env.play import Policy, ScriptedPolicy, call, play, random_argument
 from agentrl.env.solved import NOT_DECLARED
 from agentrl.env.toolenv.rewards import weight_of_nothing
 from agentrl.errors import ConfigError, EnvError, InfraError, RewardError
+from agentrl.learner.lora import refuse_unknown_targets
 from agentrl.models.folder import check_model_folder
 from agentrl.models.tiny import make_tokenizer
 from agentrl.reporting.report import Silent
-from agentrl.rollout.content import Content, check_held_out, corpus, load_content, repeated_ids
+from agentrl.rollout.content import Content, check_held_out, corpus, fewer_tasks, load_content, repeated_ids
 from agentrl.rollout.episode_metrics import reward_parts
 from agentrl.rollout.group import with_group_rewards
-from agentrl.rollout.oracle import Demonstration, author_method
+from agentrl.rollout.oracle import author_method
 from agentrl.rollout.prompts import fitting, prompt_tokens
 from agentrl.rollout.renderer import load_renderer
 from agentrl.rollout.task_tools import task_tools_now
@@ -45,6 +47,7 @@ from agentrl.trainer.estimator import make_estimator
 from agentrl.trainer.rewardless import no_reward
 from agentrl.trainer.room import too_long
 from agentrl.trainer.samples import to_records
+from agentrl.trainer.warmup import too_long_to_sample
 from agentrl.types import LIMITS, Episode, Group, Segment, Task
 
 PROBED_TASKS = 32
@@ -88,8 +91,10 @@ class Rehearsal:
 
 def rehearsals(config: RunConfig, *, play_outside: bool = False) -> dict[str, Rehearsal]:
     """The rehearsal of each env by name; see `rehearse`."""
+    require_extras(config)
     content = load_content(config)
     check_held_out(config, content)
+    refuse_unknown_targets(config)
     for view in config.by_env.values():
         make_estimator(view.algorithm)
     return {
@@ -182,14 +187,17 @@ async def _rehearse(
     prompt_tokens = await _longest_opening(content, renderer)
     findings += _length_findings(config, prompt_tokens, max_context)
     findings += _limit_findings(config, scripted)
-    notes = [*repeated_ids(content), *config.algorithm.notes(config.rollout.max_staleness), *noting.notes]
+    notes = [*repeated_ids(content), *fewer_tasks(config, content)]
+    notes += [*config.algorithm.notes(config.rollout.max_staleness), *noting.notes]
     env = content.make_env()
     if config.reward_model is None and (nothing := no_reward(env, (scripted, silent))):
         (notes if env.declared_rewards() is None else findings).append(nothing)
     given = {part for episode in (scripted, silent) for part in reward_parts(episode)}
     if nothing := weight_of_nothing(config.sole_env.reward_weights, given):
         findings.append(nothing)
-    longest = _longest_demonstration(content, renderer, scripted)
+    longest, completions = _demonstration_lengths(content, renderer, scripted)
+    if said := too_long_to_sample(completions, config.rollout):
+        notes.append(said)
     if longest is not None and max_context is not None and longest > max_context:
         findings.append(f"the longest demonstration has {longest} tokens, the model takes {max_context}")
     return Rehearsal(
@@ -356,13 +364,16 @@ def _limit_findings(config: RunConfig, episode: Episode) -> list[str]:
     return findings
 
 
-def _longest_demonstration(content: Content, renderer: Renderer, like: Episode) -> int | None:
-    def length(given: Demonstration) -> int:
+def _demonstration_lengths(content: Content, renderer: Renderer, like: Episode) -> tuple[int | None, list[int]]:
+    """Tokens of the longest demonstration, and of the longest completion of each."""
+    longest, completions = None, []
+    for given in content.demonstrations:
         tools = like.tools if given.tools is None else given.tools
         segments: Sequence[Segment] = imitate(renderer, given, tools).segments
-        return sum(len(segment.ids) for segment in segments)
-
-    return max(map(length, content.demonstrations), default=None)
+        longest = max(longest or 0, sum(len(segment.ids) for segment in segments))
+        sampled = [len(segment.ids) for segment in segments if segment.origin == "sampled"]
+        completions.append(max(sampled, default=0))
+    return longest, completions
 
 
 def _tool_line(function: dict[str, object]) -> str:

@@ -154,6 +154,22 @@ def repeated_ids(content: Content) -> list[str]:
     return said
 
 
+def fewer_tasks(config: RunConfig, content: Content) -> list[str]:
+    """Notes about evaluations that have fewer tasks than the user asked for."""
+    said = []
+    for env, part in content.by_env.items():
+        view = config.by_env[env]
+        held_out = {"": part.held_out_tasks, **part.eval_sets}
+        for name, settings in view.eval.by_set.items():
+            own = view.eval.sets[name].written if name else view.eval.written
+            key = ".".join(["eval", *(["sets", name] if name else []), "tasks"])
+            there = len(held_out[name])
+            if "tasks" in own and 0 < there < settings.tasks:
+                where = f"envs.{env}: " if env else ""
+                said.append(f"{where}{key} is {settings.tasks:,}, and there are {there:,}: all of them are played")
+    return said
+
+
 def corpus(content: Content, num: int = 2000) -> Iterable[str]:
     """Text of the env for a tokenizer: tools, opening messages of training tasks, demonstrations."""
     for part in content.by_env.values():

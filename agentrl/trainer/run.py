@@ -13,12 +13,14 @@ from pathlib import Path
 
 from agentrl.agents.players import MakePlayer, check_agent, players
 from agentrl.chat.template import Renderer
+from agentrl.config.needs import require_extras
 from agentrl.config.run import RunConfig
 from agentrl.engine.base import Engine
 from agentrl.env.images import refuse_images
 from agentrl.env.solved import NOT_DECLARED
 from agentrl.errors import ConfigError
 from agentrl.learner.learner import Learner
+from agentrl.learner.lora import refuse_unknown_targets
 from agentrl.learner.memory import keep_freed_memory
 from agentrl.learner.routing_replay import refuse_replay
 from agentrl.learner.sequence_check import refuse_unsplittable
@@ -26,7 +28,14 @@ from agentrl.reporting.loggers.log_feed import LogFeed
 from agentrl.reporting.report import Reporter, Summary
 from agentrl.rollout.admission import Admission
 from agentrl.rollout.build import make_engine, make_guard, make_token_check
-from agentrl.rollout.content import Content, check_held_out, load_content, repeated_ids, require_solved
+from agentrl.rollout.content import (
+    Content,
+    check_held_out,
+    fewer_tasks,
+    load_content,
+    repeated_ids,
+    require_solved,
+)
 from agentrl.rollout.group import GroupPlayer, GroupsByEnv
 from agentrl.rollout.lifecycle import EpisodeStatus
 from agentrl.rollout.prompts import fitting
@@ -143,15 +152,18 @@ def _checked_content(config: RunConfig, store: RunStore, reporter: Reporter) -> 
     Raises:
         ConfigError: they are invalid.
     """
+    require_extras(config)
     for view in config.by_env.values():
         if said := too_long(view):
             raise ConfigError(said)
     refuse_unsplittable(config)
     refuse_replay(config)
+    refuse_unknown_targets(config)
     check_background(config)
     content = load_content(config)
     check_held_out(config, content)
-    for note in (*repeated_ids(content), *config.algorithm.notes(config.rollout.max_staleness)):
+    said = (*repeated_ids(content), *fewer_tasks(config, content))
+    for note in (*said, *config.algorithm.notes(config.rollout.max_staleness)):
         reporter.note(note)
     for name, part in content.by_env.items():
         _check_part(config, name, part, store, reporter)

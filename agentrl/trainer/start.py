@@ -29,7 +29,7 @@ from agentrl.rollout.renderer import load_renderer, require_template
 from agentrl.rollout.task_tools import task_tools
 from agentrl.trainer.in_step import counting, starting_engine
 from agentrl.trainer.signals import StoppedEarly, unless_stopped
-from agentrl.trainer.warmup import cold_start, demonstration_samples
+from agentrl.trainer.warmup import cold_start, demonstration_samples, too_long_to_sample
 from agentrl.types import Sample
 
 
@@ -96,7 +96,10 @@ async def _cold_start(
     for name, part in content.by_env.items():
         tools = await task_tools(part.make_env, part.train_tasks)
         require_template(renderer, tools)
-        samples += demonstration_samples(renderer, part.demonstrations, tools, env=name)
+        lengths: list[int] = []
+        samples += demonstration_samples(renderer, part.demonstrations, tools, env=name, longest=lengths.append)
+        if said := too_long_to_sample(lengths, config.by_env[name].rollout):
+            reporter.note(f"envs.{name}: {said}" if name else said)
     micro_batches(samples, config.learner.micro_batch_tokens)  # one that is too long is refused here
     learner = await make_learner(config, source, None)
     reporter.within(starting_engine(config))

@@ -13,7 +13,7 @@ from typing import Any
 
 from agentrl.chat.demonstrate import imitate
 from agentrl.chat.template import Renderer
-from agentrl.config.run import WarmupConfig
+from agentrl.config.run import RolloutConfig, WarmupConfig
 from agentrl.errors import ConfigError, TemplateError
 from agentrl.learner.learner import Learner
 from agentrl.reporting.report import Reporter
@@ -27,8 +27,12 @@ def demonstration_samples(
     tools: Sequence[Mapping[str, Any]],
     *,
     env: str = "",
+    longest: Callable[[int], object] = lambda tokens: None,
 ) -> list[Sample]:
     """The rows of the demonstrations, each rendered turn by turn as an episode would be.
+
+    Args:
+        longest: told the tokens of the longest completion of each demonstration.
 
     Raises:
         ConfigError: a demonstration has no assistant message, or one that no policy could sample.
@@ -38,11 +42,13 @@ def demonstration_samples(
     for number, messages in enumerate(demonstrations):
         own = messages.tools if isinstance(messages, Demonstration) else None
         try:
-            rows = imitate(renderer, messages, tools if own is None else own).rows()
+            transcript = imitate(renderer, messages, tools if own is None else own)
         except TemplateError as e:
             raise ConfigError(f"{where}: demonstration {number + 1}: {e}") from e
+        rows = transcript.rows()
         if not rows:
             raise ConfigError(f"{where}: demonstration {number + 1} has no assistant message")
+        longest(max(len(segment.ids) for segment in transcript.segments if segment.origin == "sampled"))
         for row in rows:
             zeros = (0.0,) * len(row.ids)
             samples.append(
@@ -51,6 +57,22 @@ def demonstration_samples(
                 )
             )
     return samples
+
+
+def too_long_to_sample(longest: Sequence[int], rollout: RolloutConfig) -> str:
+    """The note about demonstrations with completions that the policy may not sample; else empty.
+
+    Args:
+        longest: tokens of the longest completion of each demonstration.
+    """
+    above = [tokens for tokens in longest if tokens > rollout.max_tokens]
+    if not above:
+        return ""
+    return (
+        f"{len(above):,} of {len(longest):,} demonstrations have a completion above rollout.max_tokens = "
+        f"{rollout.max_tokens:,} (the longest has {max(above):,} tokens): the policy learns what it may not "
+        "sample; raise rollout.max_tokens, or shorten them"
+    )
 
 
 def lr_factor(step: int, end: int, anneal: int) -> float:

@@ -196,7 +196,7 @@ class Backend:
             import docker as sdk
         except ImportError as error:
             raise ConfigError(
-                "sandbox backend 'docker' needs the docker SDK: pip install 'docker>=7.1'"
+                "sandbox backend 'docker' needs the docker SDK: pip install 'agentrl-train[docker]'"
             ) from error
         try:
             await asyncio.to_thread(self._connect, sdk)

@@ -18,6 +18,7 @@ from agentrl.cli import main
 from agentrl.config import dump_config, load_config
 from agentrl.config.describe import json_schema
 from agentrl.env.load import load_env
+from agentrl.extras import EXTRAS
 from agentrl.run_folder.records import EpisodeRecord
 from agentrl.run_folder.store import RunStore
 from agentrl.types import CallRecord, Episode, Message, Segment, StopReason, Task, ToolCall, Turn
@@ -327,6 +328,63 @@ class TestBadInput:
         assert "1 of 3 training tasks are left out" in out
         code, out, _ = run("check", path, "--set", "data.overlong_prompts=null")
         assert (code, "nothing can be sampled" in out) == (2, True)
+
+    def test_layers_that_the_model_does_not_have_are_refused(self, run, tmp_path: Path):
+        path = write(tmp_path / "tools.yaml", GOOD)
+        for command in ("check", "train"):
+            code, _, err = run(command, path, "--set", "learner.lora.targets=[q_proj, k_prj]")
+            assert code == 2
+            assert err == (
+                "learner.lora.targets: the model has no linear layer 'k_prj'; did you mean 'k_proj'?; its linear "
+                "layers are down_proj, gate_proj, k_proj, lm_head, o_proj, q_proj, up_proj, v_proj\n"
+            )
+            assert not list(tmp_path.glob("runs/*"))
+        assert run("check", path, "--set", "learner.lora.targets=[self_attn.q_proj, v_proj]")[0] == 0
+
+    @pytest.mark.parametrize(
+        ("extra", "flag", "key"),
+        [
+            ("lora", "learner.lora.rank=2", "learner.lora"),
+            ("ray", "rollout.workers=2", "rollout.workers"),
+            ("serve", "agent.command=[true]", "agent"),
+        ],
+    )
+    def test_a_package_that_the_run_needs_later_is_asked_for_at_once(
+        self, run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, extra: str, flag: str, key: str
+    ):
+        monkeypatch.setattr("agentrl.extras.EXTRAS", {**EXTRAS, extra: ("no_such_package",)})
+        path = write(tmp_path / "tools.yaml", GOOD)
+        for command in ("check", "train"):
+            code, _, err = run(command, path, "--set", flag)
+            said = f"{key} needs no_such_package, which is not installed: pip install 'agentrl-train[{extra}]'\n"
+            assert (code, err) == (2, said)
+            assert not list(tmp_path.glob("runs/*"))
+
+    def test_more_held_out_tasks_than_there_are_is_said(self, run, tmp_path: Path):
+        write(tmp_path / "rows.jsonl", '{"start": 1, "operations": [["+", 2]]}\n' * 3)
+        rows = "data: {train: rows.jsonl, held_out: rows.jsonl}\n"
+        path = write(tmp_path / "tools.yaml", GOOD + rows + "eval: {tasks: 100000000}\n")
+        code, out, err = run("check", path)
+        assert code == 0, out + err
+        assert "note: eval.tasks is 100,000,000, and there are 3: all of them are played" in out
+        path = write(tmp_path / "tools.yaml", GOOD + rows + "eval: {sets: {more: {tasks: 5}}}\n")
+        assert "note: eval.sets.more.tasks is 5, and there are 3: all of them are played" in run("check", path)[1]
+        path = write(tmp_path / "tools.yaml", GOOD + rows)
+        assert "all of them are played" not in run("check", path)[1]
+
+    def test_demonstrations_that_the_policy_may_not_sample_are_said(self, run, tmp_path: Path):
+        talk = {
+            "messages": [{"role": "user", "content": "u"}, {"role": "assistant", "content": "many words " * 40}]
+        }
+        short = {"messages": [talk["messages"][0], {"role": "assistant", "content": "yes"}]}
+        write(tmp_path / "shown.jsonl", json.dumps(talk) + "\n" + json.dumps(short) + "\n")
+        path = write(tmp_path / "tools.yaml", GOOD.replace("num: 20", "demonstrations: shown.jsonl"))
+        code, out, err = run("check", path, "--set", "rollout.max_tokens=40")
+        assert code == 0, out + err
+        assert (
+            "note: 1 of 2 demonstrations have a completion above rollout.max_tokens = 40 (the longest has " in out
+        )
+        assert "may not sample" not in run("check", path, "--set", "rollout.max_tokens=2000")[1]
 
     def test_a_prompt_that_does_not_fit_is_a_problem(self, run, tmp_path: Path):
         path = write(tmp_path / "tools.yaml", GOOD.replace("400", "400, max_context: 100"))
