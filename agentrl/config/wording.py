@@ -121,7 +121,7 @@ def _union_problems(source: Source, place: Loc, annotation: object) -> Iterator[
     yield Problem(loc, _not_of_kind(annotation, value), source.spot(loc))
 
 
-def _member(annotation: object, value: object) -> object:
+def _member(annotation: object, value: object) -> Any:
     """The alternative whose shape a value has; None if there is none, or several."""
     wanted = (dict,) if isinstance(value, dict) else (list, tuple) if isinstance(value, list) else ()
     found = [kind for kind in _without_null(annotation) if get_origin(kind) in wanted]

@@ -162,8 +162,8 @@ def _checked_content(config: RunConfig, store: RunStore, reporter: Reporter) -> 
     check_background(config)
     content = load_content(config)
     check_held_out(config, content)
-    said = (*repeated_ids(content), *fewer_tasks(config, content))
-    for note in (*said, *config.algorithm.notes(config.rollout.max_staleness)):
+    notes = (*repeated_ids(content), *fewer_tasks(config, content))
+    for note in (*notes, *config.algorithm.notes(config.rollout.max_staleness)):
         reporter.note(note)
     for name, part in content.by_env.items():
         _check_part(config, name, part, store, reporter)
