@@ -346,7 +346,7 @@ class TestBadInput:
         [
             ("lora", "learner.lora.rank=2", "learner.lora"),
             ("ray", "rollout.workers=2", "rollout.workers"),
-            ("serve", "agent.command=[true]", "agent"),
+            ("serve", "agent.command=[sh]", "agent"),
         ],
     )
     def test_a_package_that_the_run_needs_later_is_asked_for_at_once(
