@@ -26,6 +26,7 @@ from agentrl.learner.attention.packed import PACKED_ATTENTION, check_attention, 
 from agentrl.learner.micro_batch import annotated, lr_factor, packed_rows, saving, working_dtype
 from agentrl.learner.optimizer import make_optimizer
 from agentrl.learner.pack import Packed
+from agentrl.learner.picked import picked
 from agentrl.learner.policy_model import checkpoint_activations
 from agentrl.learner.rank import LearnerSpec, Note
 from agentrl.learner.sequence_check import check_sequence
@@ -153,7 +154,7 @@ class Critic:
             spans=part.spans,
         )
         values_T: Tensor = out.logits[0, :, 0]
-        return part.whole(values_T[part.source_N].to(torch.promote_types(torch.float32, values_T.dtype)))
+        return part.whole(picked(values_T, part.source_N).to(torch.promote_types(torch.float32, values_T.dtype)))
 
     def loss(self, packed: Packed, totals: Totals) -> tuple[Tensor, Metrics]:
         """This micro-batch's part of the value loss; its columns are the old values and the returns."""

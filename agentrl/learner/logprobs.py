@@ -17,6 +17,7 @@ from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 
 from agentrl.learner.pack import Packed, PackedPart, pack
+from agentrl.learner.picked import picked
 from agentrl.types import Sample
 
 Wanted = frozenset[str]
@@ -75,11 +76,26 @@ def know_head(model: PreTrainedModel, device: torch.device, dtype: torch.dtype) 
 
 
 def forward(model: PreTrainedModel, part: PackedPart) -> Tensor:
-    """[N, V] logits at the positions that predict the trained tokens; no others are computed."""
+    """[N, V] logits at the positions that predict the trained tokens; no others are computed.
+
+    A position that predicts several tokens, such as the end of a shared prompt, is kept once; see `picked`.
+    """
+    head: nn.Module | None = model.get_output_embeddings()  # type: ignore[no-untyped-call]
+    if head is None or part.source_N.device.type != "cpu":
+        return _logits(model, part, part.source_N)
+    keep_U, number_N = torch.unique(part.source_N, return_inverse=True)
+    if keep_U.numel() == part.source_N.numel():
+        return _logits(model, part, part.source_N)
+    inner = head.forward
+    with _forward_of(head, lambda hidden_1UD: inner(picked(hidden_1UD[0], number_N)[None])):
+        return _logits(model, part, keep_U)
+
+
+def _logits(model: PreTrainedModel, part: PackedPart, keep: Tensor) -> Tensor:
     out = model(
         input_ids=part.ids_T[None],
         position_ids=part.positions_T[None],
-        logits_to_keep=part.source_N,
+        logits_to_keep=keep,
         use_cache=False,
         spans=part.spans,
     )

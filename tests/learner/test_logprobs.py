@@ -43,6 +43,23 @@ def test_values_and_gradients_are_those_of_the_whole_matrix(model, chunk: int):
     assert torch.allclose(whole.sum_pi_squared_N, probs_NV.square().sum(-1))
 
 
+@pytest.mark.parametrize("chunk", [0, 512])
+def test_the_gradient_is_the_same_each_time(policy_dir: Path, chunk: int):
+    """Threads that add up the gradients of shared tokens as they arrive would give other last bits."""
+    model = load_policy(policy_dir, torch.device("cpu"))
+    packed, found = pack(make_batch(1, groups=40, size=16), dtype=torch.float32), set()
+    threads = torch.get_num_threads()
+    torch.set_num_threads(4)
+    try:
+        for _ in range(6):
+            model.zero_grad()
+            token_stats(model, packed, chunk=chunk).logprobs_N.sum().backward()
+            found.add(gradients(model).numpy().tobytes())
+    finally:
+        torch.set_num_threads(threads)
+    assert len(found) == 1
+
+
 def test_no_more_logits_exist_than_one_chunk_has(model):
     packed, seen = pack(make_batch(1)), []
     head = model.get_output_embeddings()

@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from agentrl.learner.attention.packed import Spans
+from agentrl.learner.picked import picked
 
 
 def attend(
@@ -22,8 +23,8 @@ def attend(
     grouped = q_THD.shape[1] != k_THD.shape[1]
     pieces = []
     for bucket in plan.buckets:
-        q_BHLD = q_THD[bucket.query_BL].transpose(1, 2)
-        k_BHKD, v_BHKD = (x[bucket.key_BK].transpose(1, 2) for x in (k_THD, v_THD))
+        q_BHLD = picked(q_THD, bucket.query_BL).transpose(1, 2)
+        k_BHKD, v_BHKD = (picked(x, bucket.key_BK).transpose(1, 2) for x in (k_THD, v_THD))
         out_BHLD = F.scaled_dot_product_attention(
             q_BHLD,
             k_BHKD,
@@ -33,8 +34,8 @@ def attend(
             scale=scaling,
             enable_gqa=grouped,
         )
-        pieces.append(out_BHLD.transpose(1, 2).flatten(0, 1)[bucket.cell_N])
-    return torch.cat(pieces)[plan.place_T][None]
+        pieces.append(picked(out_BHLD.transpose(1, 2).flatten(0, 1), bucket.cell_N))
+    return picked(torch.cat(pieces), plan.place_T)[None]
 
 
 @dataclass(frozen=True, slots=True)
