@@ -13,4 +13,4 @@ def picked(x_TD: Tensor, index: Tensor) -> Tensor:
     """
     if x_TD.device.type != "cpu":
         return x_TD[index]
-    return x_TD.index_select(0, index.flatten()).unflatten(0, index.shape)
+    return x_TD.index_select(0, index.flatten()).view(*index.shape, *x_TD.shape[1:])
