@@ -74,14 +74,14 @@ def show(
         what = "no run folder" if not (run / "config.yaml").is_file() else "has no episodes yet"
         raise CheckpointError(f"{run}: {what}")
     chosen = steps[-1] if step is None else step
-    where = f"step {chosen} of {steps[0]} to {steps[-1]}"
+    where = _place(chosen, steps)
     if episode is not None:
         records = _named(run, episode, steps if step is None else [step])
         _print(records, 1, 1, None, as_json)
         return
     if filtered or (worst and step is None):
         if step is not None and step not in steps:
-            read_records(run, step)  # says which steps there are
+            read_records(run, step)  # raises an error that names the recorded steps
         total, records = _found(run, replace(query, limit=num if as_json else max(ROWS, num)))
         where = f"steps {steps[0]} to {steps[-1]}" if step is None else where
     else:
@@ -90,6 +90,11 @@ def show(
     if not as_json:
         _tell_history(run)
     _print(records, total, num, where, as_json)
+
+
+def _place(step: int, steps: Sequence[int]) -> str:
+    """A step among those that are recorded."""
+    return f"step {step}" + (f" (recorded: {steps[0]} to {steps[-1]})" if len(steps) > 1 else "")
 
 
 def _tell_history(run: Path) -> None:

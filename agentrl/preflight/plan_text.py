@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from agentrl.preflight.estimate import Plan, size
+from agentrl.preflight.estimate import Phase, Plan, size
 from agentrl.preflight.machines import Machine
 from agentrl.preflight.predict import DECODE_SHARE, FILLED, MFU, SMALL_MFU, Prediction
 
@@ -18,19 +18,19 @@ def lines(plan: Plan) -> Sequence[str]:
         f"context {shape.max_context:,}",
         f"step        {batch.tasks} tasks x {batch.episodes // batch.tasks} = {batch.episodes:,} episodes, "
         f"in {batch.updates} update{'s' * (batch.updates > 1)} of {batch.episodes_per_update:g}",
-        f"tokens      at most {batch.tokens:,} a step, {batch.sampled_tokens:,} of them sampled; "
+        f"tokens      at most {batch.tokens:,} per step, {batch.sampled_tokens:,} of them sampled; "
         f"{batch.micro_batches_per_rank:,} micro-batches per update and rank",
         f"run         {batch.steps:,} steps, {batch.episodes_in_all:,} episodes{rows}",
         *[f"{'placement' if n == 0 else '':<11} {line}" for n, line in enumerate(plan.placement)],
     ]
     out.append(f"attention   {plan.attention}")
     for phase in plan.phases:
-        parts = ", ".join(f"{name} {size(number)}" for name, number in phase.parts.items())
+        parts = ", ".join(f"{name} {size(number)}" for name, number in _summed(phase).items())
         out.append(f"{phase.name:<11} {size(phase.total)} in {phase.where}: {parts}")
     if plan.memory_bytes is not None:
-        out.append(f"memory      {size(plan.memory_bytes)} in each device")
+        out.append(f"memory      {size(plan.memory_bytes)} per device")
     out.append(
-        f"KV cache    {plan.kv_bytes_per_token:,} bytes a token, {size(plan.kv_bytes)} with every slot full"
+        f"KV cache    {plan.kv_bytes_per_token:,} bytes per token, {size(plan.kv_bytes)} with every slot full"
     )
     out.append(
         f"checkpoint  {size(plan.checkpoint_bytes)} each, {size(plan.checkpoints_bytes)} with all that are kept"
@@ -42,11 +42,20 @@ def lines(plan: Plan) -> Sequence[str]:
 
 def _predicted(machine: Machine, found: Prediction) -> list[str]:
     return [
-        f"machine     {machine}, ${machine.price:.0f} an hour",
-        f"predicted   {found.together:.0f} s a step: rollout {found.rollout:.0f} s, update {found.update:.0f} s, "
-        f"weights {found.publish:.1f} s; ${found.dollars:.2f} a step",
+        f"machine     {machine}, ${machine.price:.0f} per hour",
+        f"predicted   {found.together:.0f} s per step: rollout {found.rollout:.0f} s, update {found.update:.0f} s,"
+        f" weights {found.publish:.1f} s; ${found.dollars:.2f} per step",
         f"            assumes decoding at {DECODE_SHARE:.0%} of the memory bandwidth, an MFU of {MFU:.0%} "
         f"({SMALL_MFU:.0%} below 2 B parameters), episodes that fill {FILLED:.0%} of their limits, and no time in "
         "tools",
         f"            saves most: {found.knob}",
     ]
+
+
+def _summed(phase: Phase) -> dict[str, int]:
+    """The parts of a phase; those of another phase ("update: gradients") as one sum."""
+    found: dict[str, int] = {}
+    for name, number in phase.parts.items():
+        group = name.partition(": ")[0]
+        found[group] = found.get(group, 0) + number
+    return found

@@ -491,7 +491,7 @@ class TestShow:
     def test_the_last_step_by_default(self, run, folder: Path):
         code, out, _ = run("show", folder)
         assert code == 0
-        assert "step 2 of 1 to 2: 3 episodes" in out
+        assert "step 2 (recorded: 1 to 2): 3 episodes" in out
         assert 'calculator(expression="1+2")' in out
         assert "the answer of s2/good" in out
         assert "advantage: +0.70" in out

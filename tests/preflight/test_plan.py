@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -284,6 +285,7 @@ def test_the_command_says_it_all_and_fails_where_the_run_would(tmp_path: Path):
     assert "8,190,735,360 parameters" in done.output
     assert "error   PL01  " in done.output
     assert "so engine and learner are colocated" in done.output
+    assert re.search(r"^both .*: rollout [\d.]+ GiB, update [\d.]+ GiB$", done.output, re.MULTILINE)
     found = json.loads(CliRunner().invoke(app, ["plan", str(yaml), "--memory", "80", "--json"]).output)
     assert found["model"]["parameters"] == LARGE
     assert {phase["name"] for phase in found["phases"]} == {"rollout", "update", "both"}
