@@ -219,7 +219,7 @@ def test_a_completion_fits_into_its_episode(tmp_path: Path, text: str, where: st
 def test_a_logger_of_ones_own_is_found_beside_the_file(tmp_path: Path):
     (tmp_path / "own.py").write_text("class Mine: ...\nclass Other: ...\n")
     path = tmp_path / "tools.yaml"
-    path.write_text(f"{HEAD}loggers: [own.py:Mine, {{use: own.py:Mine}}]\n")
+    path.write_text(f"{HEAD}loggers: [own.py:Mine, {{use: own.py:Other}}]\n")
     assert [logger.use for logger in load_config(path).loggers] == [
         f"{tmp_path}/own.py:{name}" for name in ("Mine", "Other")
     ]
