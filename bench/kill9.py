@@ -175,7 +175,12 @@ def _state(pid: int) -> str:
 
 
 def curve(run: Path) -> list[dict[str, Any]]:
-    return [{k: v for k, v in line.items() if not k.endswith(TIMES)} for line in read_metrics(run)]
+    """The metrics of all steps, without times and without what depends on the number of ranks."""
+    own = "rank/"
+    return [
+        {k: v for k, v in line.items() if not k.endswith(TIMES) and not k.startswith(own)}
+        for line in read_metrics(run)
+    ]
 
 
 def differences(wanted: list[dict[str, Any]], found: list[dict[str, Any]], tolerance: float) -> list[str]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import stat
+import threading
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import BinaryIO
@@ -94,7 +95,7 @@ def fsync_dir(path: Path) -> None:
 
 def write_atomic(path: Path, data: bytes | Iterable[bytes]) -> None:
     """Put `data` (or its pieces) at `path`: a reader sees the old content or all of the new."""
-    temp = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    temp = path.with_name(f".{path.name}.{os.getpid()}-{threading.get_native_id()}.tmp")
     try:
         with temp.open("wb") as file:
             for piece in (data,) if isinstance(data, bytes) else data:

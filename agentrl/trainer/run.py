@@ -142,7 +142,8 @@ async def _train_run(setting: _Setting) -> Summary:
             await run.evaluation.finished()
     summary = summarize(store, config, time.monotonic() - started + (earlier.wall_seconds if earlier else 0.0))
     store.write_summary(summary)
-    write_curve(store.path)
+    # Behind what the steps have drawn in this thread, which may still be at work.
+    await asyncio.get_running_loop().run_in_executor(setting.disk_thread, write_curve, store.path)
     return summary
 
 

@@ -174,10 +174,10 @@ async def test_what_is_no_reward_model_is_said(classifier_dir: Path, tmp_path: P
             await make_reward_model(RewardModelConfig(kind="classifier", path=str(path)), tmp_path)
     for wrong, said in (
         ({"kind": "classifier"}, r"reward_model\.path is missing"),
-        ({"kind": "http", "url": "x", "low": -1.0}, r"low has no effect unless .* is judge"),
-        ({"kind": "judge", "url": "x", "model": "m", "low": 2.0}, "must be below"),
+        ({"kind": "http", "url": "http://x", "low": -1.0}, r"low has no effect unless .* is judge"),
+        ({"kind": "judge", "url": "http://x", "model": "m", "low": 2.0}, "must be below"),
         (
-            {"kind": "http", "url": "x", "workers": 1},
+            {"kind": "http", "url": "http://x", "workers": 1},
             r"workers has no effect unless .* is classifier",
         ),
         ({"kind": "classifier", "path": "x", "workers": 1, "device": "cuda:1"}, "Ray gives workers their GPUs"),

@@ -8,6 +8,9 @@ import os
 import signal
 import subprocess
 import sys
+import threading
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -19,6 +22,7 @@ from agentrl.config.schema import fields
 from agentrl.errors import CheckpointError, ConfigError
 from agentrl.reporting.report import Summary
 from agentrl.run_folder import checkpoints
+from agentrl.run_folder.files import write_atomic
 from agentrl.run_folder.records import EpisodeRecord, read_episodes, read_records, recorded_steps
 from agentrl.run_folder.store import RunStore, find_checkpoint
 from agentrl.types import (
@@ -377,3 +381,18 @@ def test_the_docs_say_what_is_free_and_what_is_fixed():
         (row,) = (line for line in page.splitlines() if line.startswith(f"| {kind} |"))
         marked = [loc[0] for loc, field in sections if any(fact.kind == kind for fact in facts(field, OnResume))]
         assert [name for name in marked if f"`{name}`" not in row] == ([] if kind == "fixed" else ["name", "ray"])
+
+
+def test_two_threads_may_write_one_file_at_once(tmp_path: Path):
+    # Each stops between its pieces until the other has begun.
+    both, path = threading.Barrier(2, timeout=20), tmp_path / "curve.png"
+
+    def pieces(name: bytes) -> Iterator[bytes]:
+        yield name
+        both.wait()
+        yield name
+
+    with ThreadPoolExecutor(2) as pool:
+        list(pool.map(lambda name: write_atomic(path, pieces(name)), [b"one", b"two"]))
+    assert path.read_bytes() in (b"oneone", b"twotwo")
+    assert list(tmp_path.iterdir()) == [path]

@@ -203,5 +203,8 @@ def test_an_env_without_keys_is_one_clear_line(tmp_path: Path):
     (tmp_path / "run.yaml").write_text("envs:\n  one:\n  two: a.b:E\nmodel: {tiny: {}}\n")
     with pytest.raises(ConfigError) as caught:
         load_config(tmp_path / "run.yaml")
-    assert "envs.one must be a section (keys and values), got nothing" in str(caught.value)
+    assert (
+        "envs.one must be `module:Class`, `path/to/file.py:Class` or a section (keys and values), got nothing"
+        in str(caught.value)
+    )
     assert "env is missing" not in str(caught.value)
