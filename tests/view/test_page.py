@@ -342,6 +342,18 @@ def test_search_finds_pages_marks_and_keeps_filters(page, url, site):
     expect(page.get_by_role("link", name="cut ones")).to_have_count(0)
 
 
+def test_more_hits_stay_when_asked_for_at_once(page, url):
+    # the pause after the last key is stretched, so that the click always comes before its end
+    page.add_init_script(
+        "const real = setTimeout; window.setTimeout = (f, ms, ...rest) => real(f, ms === 150 ? 1500 : ms, ...rest)"
+    )
+    shown(page, url, "#/search?q=sum&tool=calculator")
+    page.get_by_role("button", name=re.compile("Show more")).click()
+    expect(page.locator(".hits li")).to_have_count(120)
+    page.wait_for_timeout(2000)
+    expect(page.locator(".hits li")).to_have_count(120)
+
+
 def test_runs_are_compared_with_bands_over_seeds(page, url):
     shown(page, url, "#/compare?runs=calc-seed0,calc-seed1,sqlite")
     expect(page.locator("figure.chart")).to_have_count(len(SERIES))

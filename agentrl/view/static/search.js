@@ -26,12 +26,13 @@ export function Search({ query }) {
 	const runs = useGet("/api/runs").data?.runs ?? [];
 	const text = toText(fields);
 	useEffect(() => { // what was typed, a moment after the last key
+		if (text === asked) return;
 		const timer = setTimeout(() => { setAsked(text); setLimit(PAGE); setQuery(fields); }, 150);
 		return () => clearTimeout(timer);
 	}, [text]);
 	useEffect(() => {
 		const fresh = fromQuery(query);
-		if (toText(fresh) !== asked) { setFields(fresh); setAsked(toText(fresh)); }
+		if (toText(fresh) !== asked) { setFields(fresh); setAsked(toText(fresh)); setLimit(PAGE); }
 	}, [query]);
 	useEffect(() => {
 		const control = new AbortController();
