@@ -26,6 +26,7 @@ from agentrl.errors import ConfigError, SandboxError
 from agentrl.sandbox import Box, BoxSnapshot, Sandbox, SandboxPool
 from agentrl.scratch import ScratchFolder
 from agentrl.serve.listen import serving
+from agentrl.suggest import did_you_mean
 
 BACKENDS = ("namespace", "docker")
 NEEDS = ("files", "environment", "network", "processes", "privileges")
@@ -44,7 +45,8 @@ def box_spec(options: Mapping[str, object], timeout_s: float) -> Sandbox:
     """
     known = [f.name for f in fields(Sandbox)]
     if unknown := [key for key in options if key not in known]:
-        raise ConfigError(f"agent.sandbox: unknown key {unknown[0]!r}; the keys are: {', '.join(known)}")
+        hint = did_you_mean(unknown[0], known, otherwise=f"the keys are: {', '.join(known)}")
+        raise ConfigError(f"agent.sandbox.{unknown[0]}: unknown key; {hint}")
     values: dict[str, object] = {k: tuple(v) if isinstance(v, list) else v for k, v in options.items()}
     if isinstance(variables := values.get("env"), Mapping):
         values["env"] = tuple((str(k), str(v)) for k, v in variables.items())
@@ -66,7 +68,10 @@ def box_spec(options: Mapping[str, object], timeout_s: float) -> Sandbox:
     values.setdefault("wall_s", SHARE * timeout_s)
     values.setdefault("stdout_bytes", TAIL_BYTES)
     values.setdefault("stderr_bytes", TAIL_BYTES)
-    spec = Sandbox(**values)  # type: ignore[arg-type] # Sandbox checks the types itself
+    try:
+        spec = Sandbox(**values)  # type: ignore[arg-type] # Sandbox checks the types itself
+    except ConfigError as e:
+        raise ConfigError(f"agent.sandbox: {e}") from e
     for path in (*spec.readonly, *spec.python_path):
         if spec.backend == "namespace" and not Path(path).exists():
             raise ConfigError(f"agent.sandbox: {path}: no such file or folder")

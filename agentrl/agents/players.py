@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
 from agentrl.chat.template import Renderer
+from agentrl.config.place import Places, located
 from agentrl.config.run import AgentConfig, RunConfig
 from agentrl.engine.base import Engine
 from agentrl.env.env import Env
@@ -173,12 +174,13 @@ def make_agent(config: AgentConfig) -> Agent:
     return FunctionAgent(function)
 
 
-def check_agent(config: AgentConfig) -> None:
+def check_agent(config: AgentConfig, places: Places | None = None) -> None:
     """Raises ConfigError if the program cannot be started, or its sandbox would not hold it."""
-    if config.sandbox is None:
-        make_agent(config)
-    else:
-        _make_spec(config, timeout_s=300.0)
+    with located(places):
+        if config.sandbox is None:
+            make_agent(config)
+        else:
+            _make_spec(config, timeout_s=300.0)
 
 
 def _make_spec(config: AgentConfig, timeout_s: float) -> Sandbox:

@@ -118,7 +118,7 @@ def _lost(run: Path) -> None:
         f"episodes        {found.episodes:,} played, {found.redrawn:,} lost to the infrastructure and played again"
     )
     for reason, count in found.reasons.most_common():
-        print(f"{'':<15} {count:,} {visible(reason)}")
+        print(f"{'':<15} {count:,} {visible(': '.join(filter(None, (reason, found.examples.get(reason)))))}")
     for task, counts in found.worst_tasks(10).items():
         print(f"task {visible(task)}: {sum(counts.values()) - counts['played']:,} of {counts['played']:,} lost")
     if found.broken:

@@ -21,7 +21,7 @@ from agentrl.config.dump import RESOLVED
 from agentrl.config.engine import EngineConfig
 from agentrl.config.facts import DataFiles, NamesCode, PathTo, facts
 from agentrl.config.hub import cached_snapshot, how_to_get, is_hub_id
-from agentrl.config.place import Loc, dotted
+from agentrl.config.place import Loc, Places, dotted
 from agentrl.config.run import RunConfig
 from agentrl.config.schema import alternatives, field_at, fields, named_section_of, section_of
 from agentrl.config.schemes import SCHEMES, scheme_of
@@ -96,7 +96,12 @@ def _run_config(source: Source, overrides: Sequence[str], folder: Path, check_pa
         add_dead_keys(source, dead_keys(config, strict=True), ())
     if source.problems or config is None:
         raise ConfigError(_report(source))
+    config.written_at(Places({dotted(loc): _at(source, spot) for loc, spot in source.spots.items()}))
     return config
+
+
+def _at(source: Source, spot: Spot) -> str:
+    return spot.flag or f"{source.name}:{spot.key_line}:{spot.key_column}"
 
 
 def load_engine(overrides: Sequence[str], outside: str) -> EngineConfig:

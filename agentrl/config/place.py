@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import re
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+
+from agentrl.errors import ConfigError
 
 Loc = tuple[str | int, ...]
 
@@ -14,3 +18,44 @@ def dotted(loc: Iterable[str | int]) -> str:
         name = part if isinstance(part, int) else part or "''"
         text += f"[{name}]" if isinstance(name, int) else f".{name}" if text else name
     return text
+
+
+class Places:
+    """Where the keys of a run were written, for errors that are found only with the env's code at hand."""
+
+    def __init__(self, of_keys: Mapping[str, str]) -> None:
+        self._of_keys = of_keys
+
+    def __eq__(self, other: object) -> bool:
+        """Two runs with the same values are the same run, wherever they were written."""
+        return isinstance(other, Places)
+
+    __hash__ = None  # type: ignore[assignment]
+
+    def of(self, text: str, root: str) -> str:
+        """`tools.yaml:5:3` for the first key that `text` names, `--set a.b=c` for a flag; empty if there is none.
+
+        Args:
+            text: the error.
+            root: where the section is that the text calls `env`: `env` itself, or `envs.NAME`.
+        """
+        for word in re.findall(r"\b(?:env|data|warmup|agent)(?:\.[\w/-]+)+", text):
+            keys = word.removeprefix("env.") if root != "env" and word.startswith("env.") else word
+            key = keys if keys == word and root == "env" else f"{root}.{keys}"
+            while key:
+                if key in self._of_keys:
+                    return self._of_keys[key]
+                key = key.rpartition(".")[0]
+        return ""
+
+
+@contextmanager
+def located(places: Places | None, root: str = "env") -> Iterator[None]:
+    """Put the place of the key in front of each ConfigError that names one."""
+    try:
+        yield
+    except ConfigError as e:
+        place = "" if places is None else places.of(str(e), root)
+        if not place:
+            raise
+        raise ConfigError(f"{place}: {e}") from e

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import Field, model_validator
+from pydantic import Field, PrivateAttr, model_validator
 
 from agentrl.algo.advantages import ESTIMATORS
 from agentrl.algo.parameters import Named
@@ -28,6 +28,7 @@ from agentrl.config.facts import (
     UnusedBy,
 )
 from agentrl.config.loggers import LoggerConfig
+from agentrl.config.place import Places
 from agentrl.config.reward_model import RewardModelConfig
 from agentrl.config.section import Count, Device, Fraction, Positive, Section
 
@@ -481,6 +482,8 @@ class EnvOfMixture(EnvConfig):
 class RunConfig(Section):
     """The configuration of a run: one YAML file."""
 
+    _places: Places | None = PrivateAttr(default=None)
+
     name: Annotated[str, OnResume("free"), UnusedBy("eval")] = Field(
         default="", pattern=r"^[A-Za-z0-9._-]*$", max_length=200
     )
@@ -552,6 +555,15 @@ class RunConfig(Section):
         """The env of a run with one, or of one env's view of a run."""
         assert self.env is not None, "a run of several envs is seen through `by_env`"
         return self.env
+
+    @property
+    def places(self) -> Places | None:
+        """Where its keys were written; None if it was not read from a file."""
+        return self._places
+
+    def written_at(self, places: Places) -> None:
+        """Remember where the keys were written."""
+        self._places = places
 
     @property
     def env_names(self) -> str:

@@ -203,6 +203,10 @@ class Env(ABC):
         """The declared rewards by name; None if the env does not declare its rewards."""
         return None
 
+    def endpoints(self) -> Sequence[str]:
+        """URLs without which episodes fail; a run is refused before its first episode if one is down."""
+        return ()
+
     def rewards_of_record(self) -> Sequence[str]:
         """Names of the rewards per episode that read the recorded episode alone, not the env's state."""
         return ()

@@ -36,11 +36,12 @@ from agentrl.errors import (
 )
 from agentrl.eval.result import RESULTS_FILE, EvalResult, EvalSpec, Prices, result_of
 from agentrl.extras import require
+from agentrl.reachable import unreachable
 from agentrl.reporting.display import quiet_transformers
 from agentrl.reporting.report import Reporter
 from agentrl.rollout.build import make_engine, make_guard
 from agentrl.rollout.chat_endpoint import ChatPlayer
-from agentrl.rollout.content import Content, load_content
+from agentrl.rollout.content import Content, load_content, require_endpoints
 from agentrl.rollout.group import GroupPlayer, Plays
 from agentrl.rollout.lifecycle import EpisodeStatus
 from agentrl.rollout.limits import EpisodeLimits
@@ -274,7 +275,13 @@ async def _play(
 ) -> None:
     """Create the player, play, and close it."""
     try:
+        await require_endpoints(content)
         if subject.endpoint is not None:
+            if why := await unreachable(subject.endpoint.base_url, through_proxy=False):
+                raise EngineError(
+                    f"--base-url {subject.endpoint.base_url}: nothing accepts connections there ({why}); start "
+                    "the server, or correct the address"
+                )
             if config.data.overlong_prompts is not None:
                 progress.reporter.note("data.overlong_prompts is not looked at: an endpoint does not count tokens")
             if config.rollout.compact is not None:

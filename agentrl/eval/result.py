@@ -72,6 +72,7 @@ class EvalResult:
         lost: tasks that could not be played (excluded from all metrics).
         infra_failures: episodes that failed in the infrastructure and were played again.
         redrawn: the same by the class of their error.
+        redrawn_examples: the first line of one error of each class.
         biased: signs that which of them failed depended on the policy.
         faults: episodes in which a reward, by its name, or the env itself (`step`) raised; such a reward is 0.
         prompt_tokens: tokens read, all turns together, `cached_tokens` of them from a cache.
@@ -89,6 +90,7 @@ class EvalResult:
     lost: int = 0
     infra_failures: int = 0
     redrawn: Mapping[str, int] = field(default_factory=dict)
+    redrawn_examples: Mapping[str, str] = field(default_factory=dict)
     biased: Sequence[str] = field(default_factory=list)
     faults: Mapping[str, int] = field(default_factory=dict)
     malformed: int = 0
@@ -210,6 +212,7 @@ def result_of(
         lost=lost,
         infra_failures=len(records) - len(episodes),
         redrawn=dict(redraws.reasons.most_common()),
+        redrawn_examples=redraws.examples,
         biased=list(redraws.findings().values()),
         faults=dict(Counter(name for episode in episodes for name in episode.faults)),
         malformed=sum(map(is_malformed, episodes)),

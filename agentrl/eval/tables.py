@@ -41,7 +41,7 @@ def result_text(result: EvalResult) -> Text:
         ("stopped", stops),
         ("malformed", str(result.malformed)),
         ("limits", str(result.limits)),
-        ("infra failures", " ".join([str(result.infra_failures), _counts(result.redrawn)]).rstrip()),
+        ("infra failures", " ".join([str(result.infra_failures), _why_lost(result)]).rstrip()),
         *[("faults", _counts(result.faults)) for _ in result.faults][:1],
         ("turns", f"{result.turns:.1f} an episode"),
         ("tokens", tokens),
@@ -106,6 +106,13 @@ def _spread(values: tuple[float, float, float]) -> str:
     """`0.12 s (p90 0.30, p99 0.71)`."""
     p50, p90, p99 = values
     return f"{p50:.3g} s (p90 {p90:.3g}, p99 {p99:.3g})"
+
+
+def _why_lost(result: EvalResult) -> str:
+    """Infrastructure failures by class, with an example of each."""
+    examples = result.redrawn_examples
+    named = {f"{name}: {examples[name]}" if examples.get(name) else name: n for name, n in result.redrawn.items()}
+    return _counts(named)
 
 
 def _counts(by_name: Mapping[str, int]) -> str:

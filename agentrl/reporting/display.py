@@ -420,7 +420,9 @@ def summary_text(summary: Summary, *, again: str, columns: int = 100) -> Text:
     rows.append(("run folder", run, "", ""))
 
     lines = [Text("\n").append(title, style="bold")]
-    lines += [Text(f"  warning: {visible(text)}", style="yellow") for text in summary.biased]
+    for text in (*summary.biased, *summary.problems):
+        said = textwrap.wrap(f"warning: {visible(text)}", max(columns - 3, 40))
+        lines.append(Text("  " + "\n    ".join(said), style="yellow"))
     width = max(len(value) for name, value, remark, _ in rows if remark)
     for name, value, remark, style in rows:
         line = Text(f"  {name:<16}").append(value, style=style)
@@ -436,9 +438,11 @@ def summary_text(summary: Summary, *, again: str, columns: int = 100) -> Text:
         commands.insert(0, (again, "resumes where this run stopped"))
     elif summary.held_out_after is not None:
         commands.insert(0, (f"agentrl eval {named}", "play its held-out tasks"))
+    if summary.biased or summary.problems:
+        commands.insert(0, (f"agentrl doctor {named}", "what is wrong with it, and what to change"))
     width = max(len(command) for command, _ in commands)
     beside = 7 + width + 2 + max(len(remark) for _, remark in commands) < columns
-    for lead, (command, remark) in zip(("\nnext:  ", "       "), commands, strict=False):
+    for lead, (command, remark) in zip(("\nnext:  ", *["       "] * 2), commands, strict=False):
         line = Text(lead).append(f"{command:<{width}}" if beside else command, style="bold")
         lines.append(line.append(f"  {remark}" if beside else f"\n         {remark}", style="dim"))
     return Text("\n").join(lines)
@@ -452,7 +456,11 @@ def _why_lost(summary: Summary) -> str:
         f"{visible(name)} ({sum(counts.values()) - counts['played']} of {counts['played']})"
         for name, counts in list(summary.redrawn_tasks.items())[:2]
     ]
-    return f"{_counts(summary.redrawn)}; most on {', '.join(worst)}; none trained"
+    examples = summary.redrawn_examples
+    named = {
+        f"{name} ({examples[name]})" if examples.get(name) else name: n for name, n in summary.redrawn.items()
+    }
+    return f"{_counts(named)}; most on {', '.join(worst)}; none trained"
 
 
 def _counts(by_name: Mapping[str, int]) -> str:

@@ -50,10 +50,14 @@ class Summary:
     """The env that was played."""
     redrawn: Mapping[str, int] = field(default_factory=dict)
     """Infrastructure failures that were replayed: counts by error class."""
+    redrawn_examples: Mapping[str, str] = field(default_factory=dict)
+    """The first line of one error of each of these classes."""
     redrawn_tasks: Mapping[str, Mapping[str, int]] = field(default_factory=dict)
     """The same for the 20 tasks with most of them; `played` is how many episodes of the task there were."""
     biased: Sequence[str] = field(default_factory=list)
     """Signs that which episodes failed depended on what the policy did: the run trained on survivors."""
+    problems: Sequence[str] = field(default_factory=list)
+    """Other errors that `agentrl doctor` found at the end of the run."""
     sandbox_broken: int = 0
     """Training episodes that ended because the policy broke its sandbox; they are scored."""
     sandbox_broken_tasks: Mapping[str, int] = field(default_factory=dict)

@@ -10,6 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from agentrl.chat.messages import MessageFormatError, read_well_formed
+from agentrl.config.place import located
+from agentrl.config.reward_model import RewardModelConfig
 from agentrl.config.run import RunConfig
 from agentrl.config.schemes import scheme_of
 from agentrl.env.env import Env
@@ -17,7 +19,8 @@ from agentrl.env.load import load_env, said_by
 from agentrl.env.rows import load_rows, read_jsonl
 from agentrl.env.solved import NOT_DECLARED
 from agentrl.env.tasks import NamedTasks
-from agentrl.errors import AgentRLError, ConfigError
+from agentrl.errors import AgentRLError, ConfigError, InfraError, JudgeError
+from agentrl.reachable import unreachable, unreachable_of
 from agentrl.rollout.oracle import Demonstration, author_method, oracle_demonstrations
 from agentrl.rollout.task_tools import task_tools_now
 from agentrl.types import Message, Task
@@ -56,7 +59,8 @@ def load_content(config: RunConfig) -> Content:
     """
     if config.envs:
         return mixed({name: _load_part(name, view) for name, view in config.by_env.items()})
-    return _load_one(config)
+    with located(config.places):
+        return _load_one(config)
 
 
 def mixed(parts: Mapping[str, Content]) -> Content:
@@ -70,10 +74,11 @@ def _no_sole_env() -> Env:
 
 def _load_part(name: str, config: RunConfig) -> Content:
     """The content of one of several envs; its tasks name the env."""
-    try:
-        found = _load_one(config)
-    except ConfigError as e:
-        raise ConfigError(f"envs.{name}: {e}") from e
+    with located(config.places, f"envs.{name}"):
+        try:
+            found = _load_one(config)
+        except ConfigError as e:
+            raise ConfigError(f"envs.{name}: {e}") from e
     return replace(
         found,
         train_tasks=NamedTasks(found.train_tasks, name),
@@ -133,6 +138,22 @@ def require_solved(content: Content, what: str) -> None:
         if env.solved_rule() is None:
             name = type(env).__name__
             raise ConfigError(f"{what} has to know when an episode of {name} is solved: {NOT_DECLARED}")
+
+
+async def require_endpoints(content: Content, reward_model: RewardModelConfig | None = None) -> None:
+    """Raises InfraError if nothing accepts connections at a URL that an env or the reward model needs."""
+    if reward_model is not None and reward_model.url and (why := await unreachable(reward_model.url)):
+        raise JudgeError(
+            f"reward_model.url {reward_model.url}: nothing accepts connections there ({why}); start the server, "
+            "or correct the address"
+        )
+    for part in content.by_env.values():
+        env = part.make_env()
+        for url, why in (await unreachable_of(env.endpoints())).items():
+            raise InfraError(
+                f"{type(env).__name__} needs {url}, but nothing accepts connections there ({why}): start the "
+                "service, or correct the address"
+            )
 
 
 def repeated_ids(content: Content) -> list[str]:

@@ -122,7 +122,7 @@ class GroupPlayer:
                 del self.playing[status.episode_id]
             if self.on_episode:
                 self.on_episode(episode)
-            self.guard.ended(episode)
+            self.guard.ended(episode, len(self.playing))
             if episode.error is None:
                 return episode
             failed.append(episode)

@@ -25,12 +25,19 @@ RECENT = 1000
 AT_LEAST = 20
 """Episodes that are lost, or at fault, before a share of them stops a run."""
 _SURE = 1e-3
+_LINE = 200
+"""Maximum length of an example, in characters."""
 _GROUPS = 8
 
 
 def reason_of(error: str) -> str:
     """The class that `Episode.error` begins with."""
     return error.partition(":")[0]
+
+
+def _example(error: str) -> str:
+    """The first line of an error, without its class."""
+    return error.partition(":")[2].strip().partition("\n")[0][:_LINE]
 
 
 def task_name(task: Task) -> str:
@@ -73,6 +80,7 @@ class Redraws:
         episodes: how many were played, those that were redrawn included.
         reasons: redrawn episodes by the class of their error.
         acted: redrawn episodes in which the policy had acted already.
+        examples: the first line of an error of each class.
         tasks: of each task with a redrawn episode, `played` and its reasons.
         hit: mean rewards of the groups with a redrawn episode.
         clean: mean rewards of the others.
@@ -82,6 +90,7 @@ class Redraws:
     episodes: int = 0
     reasons: Counter[str] = field(default_factory=Counter)
     acted: int = 0
+    examples: dict[str, str] = field(default_factory=dict)
     tasks: dict[str, Counter[str]] = field(default_factory=dict)
     hit: Moments = field(default_factory=Moments)
     clean: Moments = field(default_factory=Moments)
@@ -106,6 +115,7 @@ class Redraws:
                     reason = reason_of(episode.error or "")
                     task[reason] += 1
                     found.reasons[reason] += 1
+                    found.examples.setdefault(reason, _example(episode.error or ""))
                     found.acted += bool(episode.turns)
         return found
 
@@ -122,6 +132,7 @@ class Redraws:
             self.episodes + other.episodes,
             self.reasons + other.reasons,
             self.acted + other.acted,
+            other.examples | self.examples,
             tasks,
             self.hit + other.hit,
             self.clean + other.clean,
@@ -135,6 +146,7 @@ class Redraws:
             _count(data["episodes"]),
             _counts(data["reasons"]),
             _count(data["acted"]),
+            {str(name)[:_LINE]: str(text)[:_LINE] for name, text in data.get("examples", {}).items()},
             {name: _counts(counts) for name, counts in data["tasks"].items()},
             Moments(**{name: _finite(value) for name, value in data["hit"].items()}),
             Moments(**{name: _finite(value) for name, value in data["clean"].items()}),
@@ -214,7 +226,7 @@ def redraws_file(run: Path) -> Path:
 def redraws_line(step: int, found: Redraws) -> str:
     """A line of that file."""
     counts = {"episodes": found.episodes, "reasons": found.reasons, "acted": found.acted, "tasks": found.tasks}
-    counts["broken"] = found.broken
+    counts |= {"examples": found.examples, "broken": found.broken}
     moments = {"hit": dataclasses.asdict(found.hit), "clean": dataclasses.asdict(found.clean)}
     return json.dumps({"step": step, "redraws": counts | moments}) + "\n"
 
@@ -264,20 +276,26 @@ class RedrawGuard:
     _scored: deque[frozenset[str]] = field(default_factory=lambda: deque(maxlen=RECENT))
     _told: set[str] = field(default_factory=set)
 
-    def ended(self, episode: Episode) -> None:
+    def ended(self, episode: Episode, playing: int = 0) -> None:
         """Count an episode, scored or lost.
+
+        Args:
+            episode: it ended.
+            playing: episodes in flight. A lost episode often ends long before the others that began with it, so
+                the share is over these, too.
 
         Raises:
             AgentRLError: too many are lost.
         """
         self._ended.append((task_name(episode.task), reason_of(episode.error or "")))
         lost = [(task, reason) for task, reason in self._ended if reason]
-        share = len(lost) / len(self._ended)
+        share = len(lost) / (len(self._ended) + playing)
         limit = self.redrawn_above
         if episode.error is None or limit is None or len(lost) < AT_LEAST or share <= limit:
             return
         raise AgentRLError(
-            f"{len(lost)} of the last {len(self._ended)} episodes ({share:.0%}) were lost to the infrastructure, "
+            f"{len(lost)} of the last {len(self._ended) + playing} episodes ({share:.0%}) were lost to the "
+            "infrastructure, "
             f"more than rollout.redrawn_stop_above = {limit:g}: {_most(reason for _, reason in lost)}; tasks: "
             f"{_most(task for task, _ in lost)}. The run would train on the survivors. Fix what fails, or raise "
             f"the limit if the loss has nothing to do with the policy. The last one: {episode.error}"

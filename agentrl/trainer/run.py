@@ -34,6 +34,7 @@ from agentrl.rollout.content import (
     fewer_tasks,
     load_content,
     repeated_ids,
+    require_endpoints,
     require_solved,
 )
 from agentrl.rollout.group import GroupPlayer, GroupsByEnv
@@ -120,6 +121,7 @@ async def _train_run(setting: _Setting) -> Summary:
     reporter.within("reading tasks")
     earlier = store.read_summary()
     content = _checked_content(config, store, reporter)
+    await require_endpoints(content, config.reward_model)
     for line in check_code(config, content, store, accept=setting.accept_code):
         reporter.note(f"changed since the newest checkpoint: {line}")
     reporter.within("making the start policy")
@@ -179,7 +181,7 @@ def _check_part(config: RunConfig, name: str, content: Content, store: RunStore,
     if config.agent is None:
         refuse_images(content.make_env())
     else:
-        check_agent(config.agent)  # refused before any model is loaded
+        check_agent(config.agent, config.places)  # refused before any model is loaded
     if (rule := content.make_env().solved_rule()) is None:
         reporter.note(f"{where}solved: {NOT_DECLARED}; held-out tasks are compared by their reward")
     else:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
+
 from agentrl.config.run import RunConfig
+from agentrl.doctor.examine import findings
 from agentrl.reporting.report import Summary
 from agentrl.run_folder.store import RunStore
 
@@ -11,6 +14,7 @@ def summarize(store: RunStore, config: RunConfig, wall_seconds: float) -> Summar
     """Sum up the metrics lines of a run folder."""
     lines = store.metrics()
     redraws = store.redraws()
+    biased = list(redraws.findings().values())
     first = next((line for line in lines if line["step"] == 0), {})
     steps = [line for line in lines if line["step"] > 0]
 
@@ -36,8 +40,10 @@ def summarize(store: RunStore, config: RunConfig, wall_seconds: float) -> Summar
         infra_failures=total("infra_failures"),
         env=config.env_names,
         redrawn=dict(redraws.reasons.most_common()),
+        redrawn_examples=redraws.examples,
         redrawn_tasks=redraws.worst_tasks(20),
-        biased=list(redraws.findings().values()),
+        biased=biased,
+        problems=_problems(store, biased) if steps else [],
         sandbox_broken=redraws.broken.total(),
         sandbox_broken_tasks=dict(redraws.broken.most_common(20)),
         faults={
@@ -46,3 +52,12 @@ def summarize(store: RunStore, config: RunConfig, wall_seconds: float) -> Summar
         },
         finished=len(steps) >= config.steps,
     )
+
+
+def _problems(store: RunStore, said: Collection[str]) -> list[str]:
+    """What the doctor is sure of at the end of a run, without what has been `said` already."""
+    try:
+        return [f.text for f in findings(store.path) if f.severity == "error" and f.text not in said]
+    except Exception as e:  # a fault of the doctor must not lose the summary
+        store.event(f"the run could not be examined: {type(e).__name__}: {e}")
+        return []

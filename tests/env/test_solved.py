@@ -185,7 +185,7 @@ def run_config(**env) -> RunConfig:
     [
         (
             {"corect": 1.0},
-            "env.solved_at: 'corect' is not a per-episode reward of Graded; they are: correct, form",
+            "env.solved_at.corect: Graded has no such reward per episode; did you mean 'correct'",
         ),
         ({}, "env.solved_at: name at least one reward"),
     ],

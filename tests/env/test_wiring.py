@@ -77,7 +77,7 @@ def test_settings_change_what_they_name_and_keep_the_rest(configure):
     [
         ("{use: mine.py:Mine, settings: {tool_timeouts: 3}}", "settings.tool_timeouts: unknown; did you mean"),
         ("{use: mine.py:Mine, settings: {tool_timeout_s: soon}}", "settings"),
-        ("{use: mine.py:Mine, reward_weights: {solvd: 2}}", "no reward named 'solvd'"),
+        ("{use: mine.py:Mine, reward_weights: {solvd: 2}}", "Mine has no such reward; did you mean 'solved'?"),
     ],
 )
 def test_a_setting_that_cannot_be_stops_before_the_run(configure, env, text):

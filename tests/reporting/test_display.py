@@ -178,6 +178,19 @@ def test_the_summary_names_every_failure(monkeypatch: pytest.MonkeyPatch, tmp_pa
     assert "agentrl eval" not in without
 
 
+def test_the_summary_says_why_episodes_were_lost_and_what_the_doctor_is_sure_of():
+    summary = Summary(
+        run="runs/shop", steps=9, held_out_after=0.5, episodes=640, infra_failures=3, redrawn={"InfraError": 3},
+        redrawn_examples={"InfraError": "the stock service is down"},
+        redrawn_tasks={"t-1": {"InfraError": 3, "played": 13}}, problems=["all answers are the same error"],
+    )  # fmt: skip
+    text = summary_text(summary, again="x", columns=80).plain
+    assert max(map(len, text.splitlines())) < 80
+    assert "3 InfraError (the stock service is down); most on" in " ".join(text.split())
+    assert "warning: all answers are the same error" in text
+    assert "next:  agentrl doctor runs/shop" in text
+
+
 def test_small_words():
     assert [duration(s) for s in (0, 7.4, 754, 11109)] == ["0:00", "0:07", "12:34", "3:05:09"]
     assert sparkline([0.0, 0.5, 1.0], 10) == "▁▅█"

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from agentrl.config.load import load_config
 from agentrl.config.run import RunConfig
 from agentrl.env.toolenv.env import ToolEnv
 from agentrl.errors import ConfigError
@@ -236,3 +237,32 @@ class TestDemonstrations:
             load("Plain", warmup={"demonstrations": str(file)})
         assert str(caught.value).startswith(f"{file}:2: ")
         assert said in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "said"),
+    [
+        (
+            "settings",
+            "{tool_timeout: 3}",
+            "4:14: env.settings.tool_timeout: unknown; did you mean",
+        ),
+        ("settings", "{mistakes: {unknwn_tool: observe}}", "4:25: env.settings.mistakes.unknwn_tool: there is no"),
+        ("reward_weights", "{x: 1}", "4:20: env.reward_weights.x: Plain has no such reward"),
+        ("options", "{size: 1}", "4:3: env.options {'size': 1} do not fit"),
+    ],
+)
+def test_what_only_the_env_can_check_is_located_in_the_file(tmp_path: Path, key: str, value: str, said: str):
+    (tmp_path / "envs.py").write_text(ENVS)
+    path = tmp_path / "tools.yaml"
+    path.write_text(f"model: {{tiny: {{}}}}\nenv:\n  use: envs.py:Plain\n  {key}: {value}\n")
+    with pytest.raises(ConfigError) as caught:
+        load_content(load_config(path))
+    assert str(caught.value).startswith(f"{path}:{said}")
+    mixture = f"envs:\n  one:\n    use: envs.py:Plain\n    {key}: {value}\n  two: {{use: envs.py:Plain}}\n"
+    path.write_text(f"model: {{tiny: {{}}}}\n{mixture}")
+    with pytest.raises(ConfigError, match=f"^{path}:5:.*envs.one: env.{key}"):
+        load_content(load_config(path))
+    path.write_text("model: {tiny: {}}\nenv: envs.py:Plain\n")
+    with pytest.raises(ConfigError, match=f"^--set env.{key}="):
+        load_content(load_config(path, [f"env.{key}={value}"]))

@@ -98,6 +98,21 @@ def test_a_run_that_loses_too_many_is_stopped_with_counts_and_reasons():
     assert said.endswith("The last one: SandboxDied: gone")
 
 
+def test_episodes_in_flight_count_in_the_share_of_lost_ones():
+    guard = RedrawGuard(redrawn_above=0.1)
+    for number in range(30):  # 30 of 600 fail in their first turn, before any other has ended
+        guard.ended(episode(f"t{number}", None, "InfraError: down"), playing=600 - number)
+    with pytest.raises(AgentRLError, match=r"31 of the last 131 episodes \(24%\)"):
+        guard.ended(episode("t", None, "InfraError: down"), playing=100)
+
+
+def test_the_first_line_of_an_error_of_each_class_is_kept():
+    found = Redraws.of([group("t", [1.0], lost=2, why="InfraError: the shop is down\nTraceback")])
+    assert found.examples == {"InfraError": "the shop is down"}
+    again = Redraws.of_data(json.loads(redraws_line(1, found + Redraws()))["redraws"])
+    assert again.examples == found.examples
+
+
 def test_a_few_losses_stop_no_small_run():
     guard = RedrawGuard(redrawn_above=0.0, faults_above=0.0)
     for _ in range(19):

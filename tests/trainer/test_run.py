@@ -249,7 +249,8 @@ class TestWholeRun:
             *("warmup_seconds", "train_seconds", "wall_seconds"),
             *("episodes", "sampled_tokens", "malformed", "limits", "infra_failures"),
             *("held_out_reward_before", "held_out_reward_after"),
-            *("env", "redrawn", "redrawn_tasks", "biased", "faults", "sandbox_broken", "sandbox_broken_tasks"),
+            *("env", "redrawn", "redrawn_tasks", "redrawn_examples", "biased", "problems"),
+            *("faults", "sandbox_broken", "sandbox_broken_tasks"),
         }
         assert (summary.steps, summary.finished, summary.episodes) == (4, True, 64)
         assert summary.infra_failures == 0

@@ -24,6 +24,7 @@ from agentrl.env.toolenv.settings import ToolSettings
 from agentrl.env.toolenv.spec import ClassSpec, RewardSpec, class_spec, unknown_weights
 from agentrl.env.toolenv.threads import EpisodeThread, current
 from agentrl.errors import ConfigError, RewardError
+from agentrl.suggest import did_you_mean
 from agentrl.types import Episode
 
 
@@ -66,6 +67,11 @@ class ScoredEnv(Env):
         weights = self.settings.reward_weights
         return {r.name: DeclaredReward(r.mark.per, weight_of(r, weights)) for r in self.spec().rewards}
 
+    def endpoints(self) -> Sequence[str]:
+        """The URLs of judges given to `@reward(judge=...)`."""
+        urls = [getattr(reward.mark.judge, "url", None) for reward in self.spec().rewards]
+        return [url for url in urls if isinstance(url, str)]
+
     def rewards_of_record(self) -> Sequence[str]:
         """The methods marked `@reward` that never use `self`."""
         found = [r for r in self.spec().rewards if r.mark.per == "episode"]
@@ -80,15 +86,15 @@ class ScoredEnv(Env):
 
     def check_weights(self) -> None:
         """Raises ConfigError when a weight of the run names no reward."""
-        unknown_weights(self.spec(), self.settings.reward_weights, f"reward weights of {type(self).__name__}")
+        unknown_weights(self.spec(), self.settings.reward_weights, type(self).__name__)
 
     def check_solved_at(self, thresholds: Mapping[str, float]) -> None:
         """Raises ConfigError when a threshold of the run names no reward per episode."""
         known = [name for name, reward in (self.declared_rewards() or {}).items() if reward.per == "episode"]
         if unknown := [name for name in thresholds if name not in known and name.split("/")[0] not in known]:
             raise ConfigError(
-                f"env.solved_at: {unknown[0]!r} is not a per-episode reward of {type(self).__name__}; "
-                f"they are: {', '.join(known) or 'none'}"
+                f"env.solved_at.{unknown[0]}: {type(self).__name__} has no such reward per episode; "
+                + did_you_mean(unknown[0], known, otherwise=f"they are: {', '.join(known) or 'none'}")
             )
 
     async def score(self, episode: Episode) -> Mapping[str, float]:

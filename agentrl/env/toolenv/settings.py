@@ -49,14 +49,18 @@ class ToolSettings:
         for name in values:
             if name not in known:
                 hint = did_you_mean(name, known, otherwise=f"the settings are: {', '.join(known)}")
-                raise ConfigError(f"settings.{name}: unknown; {hint}")
-        check_types(type(self), values, "settings")
-        return replace(self, **values)
+                raise ConfigError(f"env.settings.{name}: unknown; {hint}")
+        check_types(type(self), values, "env.settings")
+        try:
+            return replace(self, **values)
+        except ConfigError as e:
+            raise ConfigError(f"env.settings.{e}") from None
 
     def __post_init__(self) -> None:
         for name, policy in self.mistakes.items():
             if name not in MISTAKES:
-                raise ConfigError(f"mistakes: {name!r} is none; the mistakes are: {', '.join(MISTAKES)}")
+                hint = did_you_mean(name, MISTAKES, otherwise=f"the mistakes are: {', '.join(MISTAKES)}")
+                raise ConfigError(f"mistakes.{name}: there is no such mistake; {hint}")
             if policy not in ("observe", "penalise", "terminate"):
                 raise ConfigError(f"mistakes.{name}: {policy!r} must be observe, penalise or terminate")
         for key in ("max_calls_per_turn", "observation_tokens"):

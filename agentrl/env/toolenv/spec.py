@@ -25,6 +25,7 @@ from agentrl.env.toolenv.json_schema import (
     shorten,
 )
 from agentrl.errors import ConfigError
+from agentrl.suggest import did_you_mean
 
 _REWARD_ARGUMENTS = {"episode": {"episode"}, "turn": {"turn"}, "group": {"episodes"}}
 
@@ -340,13 +341,12 @@ def _system(cls: type) -> str:
     return ""
 
 
-def unknown_weights(spec: ClassSpec, weights: Mapping[str, float], where: str) -> None:
+def unknown_weights(spec: ClassSpec, weights: Mapping[str, float], env: str) -> None:
     """Raises ConfigError if a weight does not match a reward of the class."""
     names = [r.name for r in spec.rewards]
     for name, weight in weights.items():
         if name not in names and name.split("/")[0] not in names:
-            raise ConfigError(
-                f"{where}: no reward named {shorten(name)}; the rewards are: {', '.join(names) or 'none'}"
-            )
+            hint = did_you_mean(name, names, otherwise=f"the rewards are: {', '.join(names) or 'none'}")
+            raise ConfigError(f"env.reward_weights.{name[:80]}: {env} has no such reward; {hint}")
         if isinstance(weight, bool) or not isinstance(weight, int | float):
-            raise ConfigError(f"{where}.{name}: the weight must be a number, got {shorten(weight)}")
+            raise ConfigError(f"env.reward_weights.{name[:80]} must be a number, got {shorten(weight)}")

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import time
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,10 +13,13 @@ from agentrl.engine.servers.client import InferenceServer
 from agentrl.engine.servers.http import ServerRefused
 from agentrl.engine.servers.launch.launcher import ServerProcess, free_port
 from agentrl.errors import EngineError
+from agentrl.reachable import unreachable
 
 Connect = Callable[[str], InferenceServer]
 ASK_EVERY_S = 0.25
 """Interval for checking whether a starting server responds."""
+SAY_AFTER_S = 3.0
+"""How long an external server may be silent before the user reads that it is waited for."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,8 +94,10 @@ class LaunchedHost:
 class GivenHost:
     """An external server: waited for, but never started or stopped."""
 
-    def __init__(self, url: str, connect: Connect, *, start_timeout_s: float) -> None:
-        self._url, self._connect, self._start_timeout_s = url, connect, start_timeout_s
+    def __init__(
+        self, url: str, connect: Connect, *, start_timeout_s: float, tell: Callable[[str], None] = warnings.warn
+    ) -> None:
+        self._url, self._connect, self._start_timeout_s, self._tell = url, connect, start_timeout_s, tell
 
     @property
     def name(self) -> str:
@@ -102,8 +109,14 @@ class GivenHost:
         server = self._connect(self._url)
         try:
             async with asyncio.timeout(self._start_timeout_s):
+                started, told = time.monotonic(), False
                 while not await _answers(server, None):
-                    pass
+                    if not told and time.monotonic() - started >= SAY_AFTER_S:
+                        told = True
+                        self._tell(
+                            f"{self._url} does not answer{await _why(self._url)}; waiting for it, at most "
+                            f"{self._start_timeout_s:g} s (engine.server.start_timeout_s)"
+                        )
         except TimeoutError:
             await server.close()
             raise EngineError(
@@ -121,6 +134,11 @@ class GivenHost:
 
     async def stop(self) -> None:
         """Do nothing, because the server is not ours to stop."""
+
+
+async def _why(url: str) -> str:
+    why = await unreachable(url, through_proxy=False)
+    return f" ({why})" if why else ""
 
 
 async def _answers(server: InferenceServer, ended: asyncio.Future[int] | None) -> bool:
