@@ -16,7 +16,7 @@ async def open_engine(
     model: Path,
     lora: LoRAConfig | None = None,
     *,
-    own_process: bool = False,
+    processes: int = 0,
     ray: str | None = None,
     routes: bool = False,
 ) -> Engine:
@@ -25,7 +25,8 @@ async def open_engine(
     Args:
         lora: describes the adapters that `sync: lora` will send; without it only the directory is served, and
         weights are synchronized as with `sync: auto`.
-        own_process: on a CPU, run the local engine in a separate process; it cannot stream tokens there.
+        processes: on a CPU, run the local engine in up to this many separate processes, where it cannot stream
+        tokens; 0 runs it in a thread.
         ray: address of the cluster for servers with `launch: ray`; without it, one is started on this machine.
         routes: have completions report the experts that the model's routers chose, if it is the local engine.
 
@@ -41,21 +42,21 @@ async def open_engine(
         from agentrl.engine.own import open_own
 
         return await open_own(config, model.absolute())
-    return await _open_local(config, model, own_process, routes)
+    return await _open_local(config, model, processes, routes)
 
 
-async def _open_local(config: EngineConfig, model: Path, own_process: bool, routes: bool) -> Engine:
+async def _open_local(config: EngineConfig, model: Path, processes: int, routes: bool) -> Engine:
     from agentrl.engine.local.local_engine import LocalEngine
-    from agentrl.engine.local.process import ProcessEngine
+    from agentrl.engine.local.process_pool import start_processes
     from agentrl.models.device import pick_device
 
     device = pick_device(config.device)
     if config.cuda_graphs == "off" and device.type != "cuda":
         raise ConfigError(f"engine.cuda_graphs has no effect on the device {device}; remove it")
     can_fork = not multiprocessing.current_process().daemon
-    if own_process and device.type == "cpu" and can_fork:
-        return await ProcessEngine.start(
-            model, dtype=config.resolved_dtype, routes=routes, max_slots=config.max_slots
+    if processes and device.type == "cpu" and can_fork:
+        return await start_processes(
+            model, processes, dtype=config.resolved_dtype, routes=routes, max_slots=config.max_slots
         )
     return LocalEngine.from_directory(
         model,

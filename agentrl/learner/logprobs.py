@@ -7,6 +7,7 @@ gradients equal those of the full matrix.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import NamedTuple
@@ -86,8 +87,8 @@ def forward(model: PreTrainedModel, part: PackedPart) -> Tensor:
     keep_U, number_N = torch.unique(part.source_N, return_inverse=True)
     if keep_U.numel() == part.source_N.numel():
         return _logits(model, part, part.source_N)
-    inner = head.forward
-    with _forward_of(head, lambda hidden_1UD: inner(picked(hidden_1UD[0], number_N)[None])):
+    inner = _forward_of(head)
+    with _forward_is(head, lambda hidden_1UD: inner(picked(hidden_1UD[0], number_N)[None])):
         return _logits(model, part, keep_U)
 
 
@@ -138,7 +139,7 @@ def _chunked(
     fits: bool | None = getattr(model, _FITS, None)
     if head is None or fits is False:
         return None
-    plain = head.forward
+    plain = _forward_of(head)
     given: list[Tensor] = []
 
     def piece(hidden_CD: Tensor, ids_C: Tensor) -> Tensor:
@@ -154,7 +155,7 @@ def _chunked(
         given.append(torch.cat(pieces, dim=1))  # no view of it: FSDP hooks into what it is given
         return given[0]
 
-    with _forward_of(head, instead):
+    with _forward_is(head, instead):
         found_NC = forward(model, part)
     if fits is None:  # the first time that this model is asked
         given_NC = given[0][0]
@@ -167,14 +168,52 @@ _FITS = "_agentrl_logits_are_final"
 """Set on a model: whether what its output layer gives is what the model gives."""
 
 
+Forward = Callable[[Tensor], Tensor]
+
+
+class _Switch:
+    """Stands for the forward function of a module while threads replace it, each for itself."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self.plain, self.own, self.users = module.forward, module.__dict__.get("forward"), 0
+        self.here = threading.local()
+
+    @property
+    def function(self) -> Forward:
+        """What this thread computes."""
+        function: Forward = getattr(self.here, "function", self.plain)
+        return function
+
+    def __call__(self, hidden: Tensor) -> Tensor:
+        return self.function(hidden)
+
+
+_switching = threading.Lock()
+
+
+def _forward_of(module: nn.Module) -> Forward:
+    """What calling the module, without its hooks, computes in this thread."""
+    with _switching:
+        forward = module.forward
+        return forward.function if isinstance(forward, _Switch) else forward
+
+
 @contextmanager
-def _forward_of(module: nn.Module, function: Callable[[Tensor], Tensor]) -> Iterator[None]:
-    """Within the block, calling the module (with its hooks) calls `function`."""
-    before = module.__dict__.get("forward")
-    module.__dict__["forward"] = function
+def _forward_is(module: nn.Module, function: Forward) -> Iterator[None]:
+    """Within the block, calling the module in this thread (with its hooks) calls `function`."""
+    with _switching:
+        forward = module.forward
+        switch = forward if isinstance(forward, _Switch) else _Switch(module)
+        module.__dict__["forward"] = switch
+        switch.users += 1
+    inner, switch.here.function = switch.function, function
     try:
         yield
     finally:
-        del module.__dict__["forward"]
-        if before is not None:
-            module.__dict__["forward"] = before
+        switch.here.function = inner
+        with _switching:
+            switch.users -= 1
+            if not switch.users:
+                del module.__dict__["forward"]
+                if switch.own is not None:
+                    module.__dict__["forward"] = switch.own

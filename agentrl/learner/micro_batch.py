@@ -53,12 +53,21 @@ def annotated(
         ]
 
 
-def recorded(rows: Rows, found: Mapping[str, Tensor]) -> list[TokenValues]:
-    """The values of each row's trained tokens, in the order of `in_pack_order`, in host memory."""
-    counts = [sum(row.loss_mask) for row in in_pack_order(rows)]
-    ends = np.cumsum(counts)[:-1]
-    parts = {name: np.split(values_N.float().cpu().numpy(), ends) for name, values_N in found.items()}
-    return [{name: part[n] for name, part in parts.items()} for n in range(len(counts))]
+def recorded(batches: Sequence[Rows], parts: Sequence[tuple[Rows, Mapping[str, Tensor]]]) -> list[TokenValues]:
+    """The values of each row's trained tokens, micro-batch by micro-batch in the order of `in_pack_order`, in host
+    memory.
+
+    Args:
+        parts: the rows that were computed together, and the values of their trained tokens.
+    """
+    found: dict[int, TokenValues] = {}
+    for rows, values in parts:
+        packed = in_pack_order(rows)
+        ends = np.cumsum([sum(row.loss_mask) for row in packed])[:-1]
+        columns = {name: np.split(values_N.float().cpu().numpy(), ends) for name, values_N in values.items()}
+        for number, row in enumerate(packed):
+            found[id(row)] = {name: column[number] for name, column in columns.items()}
+    return [found[id(row)] for rows in batches for row in in_pack_order(rows)]
 
 
 def lr_factor(optim: OptimConfig, step: int, total_steps: int) -> float:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -16,6 +17,7 @@ from agentrl.algo.metrics import Metric, Metrics, merge_metrics, to_host
 from agentrl.config.run import LearnerConfig, LoRAConfig
 from agentrl.errors import AgentRLError, CheckpointError
 from agentrl.learner.critic import CRITIC_FOLDER, Critic
+from agentrl.learner.lanes import Backward, Lanes, num_lanes
 from agentrl.learner.layer_clock import LayerClock
 from agentrl.learner.learner import Learner
 from agentrl.learner.logprobs import TokenStats, Wanted, know_head, token_stats
@@ -85,6 +87,7 @@ class LocalPolicyRank:
         has_critic = spec.critic is not None and spec.critic_dir is not None
         self.critic = Critic(spec, self.world) if has_critic else None
         self._know_heads()
+        self._lanes = Lanes(trained, num_lanes(self.policy, self.world, config))
         self._clock = LayerClock(self.policy, self.device) if self.world.size > 1 else None
 
     def annotate(self, batches: Sequence[Rows], names: frozenset[str]) -> list[Columns]:
@@ -116,6 +119,26 @@ class LocalPolicyRank:
         Raises:
             AgentRLError: the gradient is not finite.
         """
+
+        def train(of: MicroBatches, first: bool, rows: Rows, backward: Backward) -> Loss:
+            packed = packed_rows(rows, of.columns, self.device, self._dtype, self.world.sequence)
+            with self._replaying(packed):  # in the backward pass too, which may compute blocks again
+                with saving(self.config):
+                    stats = self._stats(self.policy, packed, frozenset({"entropy"}))
+                    routes = route_metrics(self.replay, packed) if first else {}
+                    loss = policy_loss(
+                        self.policy_loss,
+                        packed,
+                        stats,
+                        of.totals,
+                        ref_logprobs_N=self._reference_logprobs(packed),
+                        kl_coef=of.kl_coef,
+                        first_update=first,
+                        record=of.record and bool(rows),
+                    )
+                backward(loss.value)
+            return loss._replace(value=loss.value.detach(), metrics=loss.metrics | routes)
+
         self._set_lr()
         if self._clock is not None:
             self._clock.reset()
@@ -124,25 +147,12 @@ class LocalPolicyRank:
         drifts: list[LogprobDrift] = []
         seen: list[list[TokenValues]] = []
         for number, micro_batches in enumerate(work if self.steps_done >= self.first_step else ()):
-            losses: list[Loss] = []
-            for rows in micro_batches.rows:  # their gradients add up to that of the whole batch
-                packed = packed_rows(rows, micro_batches.columns, self.device, self._dtype, self.world.sequence)
-                with self._replaying(packed):  # in the backward pass too, which may compute blocks again
-                    with saving(self.config):
-                        stats = self._stats(self.policy, packed, frozenset({"entropy"}))
-                        routes = route_metrics(self.replay, packed) if number == 0 else {}
-                        loss = policy_loss(
-                            self.policy_loss,
-                            packed,
-                            stats,
-                            micro_batches.totals,
-                            ref_logprobs_N=self._reference_logprobs(packed),
-                            kl_coef=micro_batches.kl_coef,
-                            first_update=number == 0,
-                            record=micro_batches.record and bool(rows),
-                        )
-                    loss.value.backward()  # type: ignore[no-untyped-call]
-                losses.append(loss._replace(value=loss.value.detach(), metrics=loss.metrics | routes))
+            found = [
+                pair
+                for rows in micro_batches.rows  # their gradients add up to that of the whole batch
+                for pair in self._lanes.run(rows, partial(train, micro_batches, number == 0))
+            ]
+            losses = [loss for _, loss in found]
             norm = self._optimizer_step(
                 f"step {self.steps_done + 1}", f"lower optim.lr ({self.optim_config.lr:g})"
             )
@@ -150,8 +160,7 @@ class LocalPolicyRank:
             updates.append(metrics | {"grad_norm": Metric("max", norm)})
             drifts.append(merge_drift([loss.drift for loss in losses]))
             if micro_batches.record:
-                pairs = zip(micro_batches.rows, losses, strict=True)
-                seen.append([row for rows, loss in pairs if rows for row in recorded(rows, loss.tokens)])
+                seen.append(recorded(micro_batches.rows, [(rows, loss.tokens) for rows, loss in found if rows]))
         self.steps_done += 1
         return RankResult(
             merge_metrics([*updates, values]),
@@ -213,13 +222,15 @@ class LocalPolicyRank:
         Raises:
             AgentRLError: the gradient is not finite.
         """
-        value = 0.0
-        for rows in batches:
+
+        def train(rows: Rows, backward: Backward) -> float:
             packed = packed_rows(rows, (), self.device, self._dtype, self.world.sequence)
             stats = token_stats(self.policy, packed, chunk=self.config.logits_at_once)
             loss = -stats.logprobs_N.sum() / total
-            loss.backward()  # type: ignore[no-untyped-call]
-            value += float(loss.detach())
+            backward(loss)
+            return float(loss.detach())
+
+        value = sum(loss for rows in batches for _, loss in self._lanes.run(rows, train))
         for group in self.optimizer.param_groups:
             group["lr"] = lr
         self._optimizer_step("warm-up", "lower warmup.lr")
@@ -308,6 +319,7 @@ class LocalPolicyRank:
 
     def close(self) -> None:
         """Leave the other ranks; idempotent."""
+        self._lanes.close()
         self.world.leave()
 
     def _load_policy(self, directory: Path, start: Path | None) -> PreTrainedModel:

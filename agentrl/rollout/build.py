@@ -18,9 +18,9 @@ from agentrl.rollout.limits import EpisodeLimits
 from agentrl.run_folder.redraws import RedrawGuard
 from agentrl.types import EVERY_TOKEN, Filters, Sampling
 
-APART_FROM = 32
-"""From this number of episodes per step, the local engine runs in a separate process; fewer rarely block each
-other."""
+EPISODES_PER_PROCESS, MOST_PROCESSES = 32, 4
+"""With so many episodes per step, the local engine runs in a separate process; with several times as many, in
+several. Fewer episodes rarely block each other."""
 
 
 async def make_engine(config: RunConfig, directory: Path, *, trains: bool = False) -> Engine:
@@ -36,12 +36,11 @@ async def make_engine(config: RunConfig, directory: Path, *, trains: bool = Fals
     from agentrl.engine.open import open_engine
 
     # An agent may request grammars and alternatives, which need a streaming engine.
-    own_process = config.agent is None and config.rollout.groups_per_step * config.rollout.group_size >= APART_FROM
+    episodes = 0 if config.agent is not None else config.rollout.groups_per_step * config.rollout.group_size
+    processes = min(episodes // EPISODES_PER_PROCESS, MOST_PROCESSES)
     lora = config.learner.lora if trains else None
     routes = trains and config.learner.replay_routes
-    engine = await open_engine(
-        config.engine, directory, lora, own_process=own_process, ray=config.ray, routes=routes
-    )
+    engine = await open_engine(config.engine, directory, lora, processes=processes, ray=config.ray, routes=routes)
     if routes and not engine.capabilities.routes:
         await engine.close()
         raise ConfigError(

@@ -21,7 +21,7 @@ from agentrl.env.solved import NOT_DECLARED
 from agentrl.errors import ConfigError
 from agentrl.learner.learner import Learner
 from agentrl.learner.lora import refuse_unknown_targets
-from agentrl.learner.memory import keep_freed_memory
+from agentrl.learner.memory import keep_freed_memory, long_lived
 from agentrl.learner.routing_replay import refuse_replay
 from agentrl.learner.sequence_check import refuse_unsplittable
 from agentrl.reporting.loggers.log_feed import LogFeed
@@ -139,7 +139,8 @@ async def _train_run(setting: _Setting) -> Summary:
             if not setting.stop:
                 await run.evaluation.catch_up(store.metrics())
                 run.begin()
-                await train(run)
+                with long_lived():
+                    await train(run)
             await run.checkpoints.saved()
             await run.evaluation.finished()
     summary = summarize(store, config, time.monotonic() - started + (earlier.wall_seconds if earlier else 0.0))

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import FunctionType
 
 import pytest
+import torch
 
 import agentrl
 from agentrl.algo.advantages.grpo import grpo_advantages
@@ -23,7 +24,7 @@ PACKAGE = str(Path(agentrl.__file__).parent)
 
 
 def path_to(monkeypatch: pytest.MonkeyPatch, formula: FunctionType, act: Callable[[], object]) -> list[str]:
-    """The functions of agentrl from the first that `act` calls to the formula, without lambdas."""
+    """The functions of agentrl from the first that `act` calls to the formula, without those inside of others."""
     found: list[str] = []
     original = FunctionType(formula.__code__, formula.__globals__, closure=formula.__closure__)
     original.__defaults__, original.__kwdefaults__ = formula.__defaults__, formula.__kwdefaults__
@@ -44,6 +45,15 @@ def path_to(monkeypatch: pytest.MonkeyPatch, formula: FunctionType, act: Callabl
     return [*found, formula.__qualname__]
 
 
+@pytest.fixture
+def one_torch_thread() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)  # with more, parts of the rows are computed in threads, whose callers are not seen
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.mark.usefixtures("one_torch_thread")
 def test_advantage_and_clip_are_near_the_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     learner = DirectLearner(
         write_model(tmp_path / "policy", seed=0),
@@ -61,4 +71,4 @@ def test_advantage_and_clip_are_near_the_page(tmp_path: Path, monkeypatch: pytes
     learner.close()
     assert {"advantages", "step"} <= set(train.__code__.co_names)
     assert to_advantage == ["Algorithm.advantages", "grpo", "grpo_advantages"]
-    assert to_clip == ["Learner.step", "LocalPolicyRank.update", "policy_loss", "ppo_clip"]
+    assert to_clip == ["Learner.step", "LocalPolicyRank.update", "Lanes.run", "policy_loss", "ppo_clip"]

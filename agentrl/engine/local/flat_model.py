@@ -71,7 +71,6 @@ class FlatModel:
         self._fused: FusedDecoder | None = None
         self.vocabulary = int(model.config.get_text_config().vocab_size)
         self.max_positions = _positions(model)
-        self.parameters = sum(parameter.numel() for parameter in model.parameters())
         first = next(model.parameters())
         self.device, self.dtype = first.device, first.dtype
         self.shape = self._probe()

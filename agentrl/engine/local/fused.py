@@ -17,8 +17,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from agentrl.engine.local.attention import AttentionPlan
-
-_FAMILIES = ("Qwen3ForCausalLM", "Qwen2ForCausalLM", "LlamaForCausalLM")
+from agentrl.models.small import PLAIN_DECODERS
 
 
 class FusedDecoder:
@@ -51,7 +50,7 @@ def can_fuse(model: PreTrainedModel) -> bool:
     where the number of kernels dominates, but not on a CPU.
     """
     return (
-        type(model).__name__ in _FAMILIES
+        type(model).__name__ in PLAIN_DECODERS
         and getattr(model.config, "hidden_act", None) == "silu"
         and all(
             parameter.dtype == torch.float32 or (parameter.dtype == torch.bfloat16 and parameter.is_cuda)

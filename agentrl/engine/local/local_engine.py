@@ -32,12 +32,11 @@ from agentrl.engine.local.decode import cuda_capture
 from agentrl.engine.local.flat_model import FlatModel, load_model
 from agentrl.engine.local.slots import BatchRequest
 from agentrl.errors import ConfigError, EngineError
+from agentrl.models.small import is_small
 from agentrl.types import Completion, Sampling
 
 T = TypeVar("T")
 
-SMALL_MODEL = 20_000_000
-"""Models with fewer parameters than this use one torch thread by default."""
 SMALLEST_CONTEXT = 256
 """Minimum context that the cache must hold if `max_context` is not set."""
 
@@ -54,6 +53,7 @@ class Bounds(TypedDict, total=False):
         of the free memory.
         threads: torch threads of the engine; default is torch's own, but 1 for a small model: its operations are
         so short that waiting for a second core costs more than it gains, especially on a busy machine.
+        sharers: number of engines that share slots and memory if the model is small; default 1.
     """
 
     max_slots: int | None
@@ -61,6 +61,7 @@ class Bounds(TypedDict, total=False):
     prefill_chunk: int | None
     cache_mb: int | None
     threads: int | None
+    sharers: int
 
 
 class EngineCore:
@@ -71,13 +72,12 @@ class EngineCore:
     ) -> None:
         """See `LocalEngine`."""
         self.model = FlatModel(model, routes=routes)
-        self.scheduler = Batcher(
-            self.model, self.model.shape, _limits(self.model, bounds), _recording(self.model, cuda_graphs)
-        )
-        self.max_context = self.scheduler.limits.max_context
+        self.small = is_small(model)
+        limits = _limits(self.model, bounds, bounds.get("sharers", 1) if self.small else 1)
+        self.scheduler = Batcher(self.model, self.model.shape, limits, _recording(self.model, cuda_graphs))
+        self.max_context = limits.max_context
         self.vocabulary = self.model.vocabulary
-        few = self.model.parameters < SMALL_MODEL
-        self.threads = bounds.get("threads") or (1 if few else torch.get_num_threads())
+        self.threads = bounds.get("threads") or (1 if self.small else torch.get_num_threads())
 
     @classmethod
     def from_directory(
@@ -369,7 +369,7 @@ def run_all(functions: Sequence[Callable[[], None]]) -> None:
         function()
 
 
-def _limits(model: FlatModel, bounds: Bounds) -> BatchLimits:
+def _limits(model: FlatModel, bounds: Bounds, sharers: int) -> BatchLimits:
     for name, value in bounds.items():
         if isinstance(value, int) and value < 1:
             raise ConfigError(f"{name} must be at least 1, got {value}")
@@ -386,6 +386,7 @@ def _limits(model: FlatModel, bounds: Bounds) -> BatchLimits:
         memory = torch.cuda.mem_get_info(model.device)[0] // 2
     else:
         memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 4
+    memory //= sharers
     budget = memory // model.shape.bytes_per_token
     if budget < min(wanted, max_context or SMALLEST_CONTEXT):
         raise ConfigError(
@@ -394,7 +395,7 @@ def _limits(model: FlatModel, bounds: Bounds) -> BatchLimits:
             f"{min(wanted, max_context or SMALLEST_CONTEXT)} tokens; raise cache_mb or lower max_context"
         )
     return BatchLimits(
-        max_slots=bounds.get("max_slots") or 256,
+        max_slots=-(-(bounds.get("max_slots") or 256) // sharers),
         max_context=min(wanted, budget),
         budget_tokens=budget,
         prefill_chunk=bounds.get("prefill_chunk") or (4096 if on_cuda else 512),

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import atexit
 import contextlib
+import gc
 import itertools
 import multiprocessing
 import queue
@@ -79,7 +80,8 @@ class Ready:
 
     max_context: int
     vocabulary: int
-    routes: bool = False
+    routes: bool
+    small: bool
 
 
 Order = Generate | Cancel | Release | UpdateWeights | None
@@ -88,12 +90,17 @@ Answer = tuple[int, Completion | Exception | None]
 
 
 class ProcessEngine(Engine):
-    """A `LocalEngine` in another process. It reports whole completions only."""
+    """A `LocalEngine` in another process. It reports whole completions only.
+
+    Attributes:
+        small: whether the model is so small that the engine computes with one thread.
+    """
 
     def __init__(self, process: multiprocessing.process.BaseProcess, pipe: Connection, ready: Ready) -> None:
         """Take over a process that has sent `ready`; see `start`."""
         self.capabilities = EngineCapabilities(routes=ready.routes)
         self.max_context = ready.max_context
+        self.small = ready.small
         self._vocabulary = ready.vocabulary
         self._process, self._pipe = process, pipe
         self._version = 0
@@ -124,6 +131,12 @@ class ProcessEngine(Engine):
             EngineError: the process ended before it had loaded the model.
         """
         return cls(*await asyncio.to_thread(_launch, str(path), {"dtype": dtype, "routes": routes, **bounds}))
+
+    @property
+    def pid(self) -> int:
+        """The process."""
+        assert self._process.pid is not None
+        return self._process.pid
 
     @property
     def policy_version(self) -> int:
@@ -298,9 +311,12 @@ def _main(pipe: Connection, path: str, options: Mapping[str, Any]) -> None:
         pipe.send(error)
         return
     torch.set_num_threads(core.threads)
+    gc.collect()
+    gc.freeze()  # a full collection would look at every object of every module
     desk = _Desk(core)
     with contextlib.suppress(EOFError, OSError), torch.inference_mode():
-        pipe.send(Ready(core.max_context, core.vocabulary, core.model.shape.routes is not None))
+        routes = core.model.shape.routes is not None
+        pipe.send(Ready(core.max_context, core.vocabulary, routes, core.small))
         going = True
         while going:
             while going and (pipe.poll() or not core.scheduler.busy):
