@@ -33,7 +33,7 @@ def path_to(monkeypatch: pytest.MonkeyPatch, formula: FunctionType, act: Callabl
         caller = None if found else sys._getframe(1)
         while caller is not None:
             code = caller.f_code
-            if code.co_filename.startswith(PACKAGE) and "<" not in code.co_name:
+            if code.co_filename.startswith(PACKAGE) and "<" not in code.co_qualname:
                 found.insert(0, code.co_qualname)
             caller = caller.f_back
         return original(*args, **options)
