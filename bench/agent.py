@@ -102,10 +102,13 @@ def main() -> None:
         "bench": "agent",
         "ours": last[AGENT],
         "baseline": last[LOOP],
+        "ratio": round(last[AGENT] / last[LOOP], 3),
         "unit": f"greedy success on {args.tasks} held-out tasks after {args.steps} steps",
         "episodes": found[AGENT]["episodes"],
         "infra_failures": found[AGENT]["infra_failures"],
         "drift_mean_abs_max": found[AGENT]["drift_mean_abs_max"],
+        "goal": "no infrastructure failure",
+        "met": found[AGENT]["infra_failures"] == 0,
     }
     print(json.dumps(line))
 

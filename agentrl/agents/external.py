@@ -34,7 +34,7 @@ from agentrl.run_folder.files import write_atomic
 from agentrl.run_folder.records import EpisodeRecord, compress, decode, encode, episodes_file
 from agentrl.serve.api_errors import ApiError, from_validation
 from agentrl.serve.browsers import BrowserGuard
-from agentrl.serve.endpoint import ApiKeyGuard, Settings, error_response, with_errors
+from agentrl.serve.endpoint import ApiKeyGuard, Settings, error_response, keys_in, with_errors
 from agentrl.types import Episode, StopReason, Task
 
 PARTIAL_FILE = "episodes/partial.jsonl"
@@ -150,8 +150,9 @@ class RecordFolder:
         )
 
     async def _begin(self, request: Request) -> Response:
-        given = request.headers.get("authorization", "").partition(" ")[2]
-        if self._api_key is not None and not hmac.compare_digest(given.encode(), self._api_key.encode()):
+        known = self._api_key
+        given = keys_in(request.headers)
+        if known is not None and not any(hmac.compare_digest(one.encode(), known.encode()) for one in given):
             raise ApiError(401, "The API key is missing or wrong.", code="invalid_api_key")
         body = OpenRequest.model_validate_json(await _read(request))
         recording = self.recorder.open(temperature=self._temperature, seed=int.from_bytes(os.urandom(7)))

@@ -40,7 +40,7 @@ from agentrl.rollout.limits import EpisodeLimits
 from agentrl.rollout.seeds import draw_seed
 from agentrl.serve.api_errors import ApiError, unsupported
 from agentrl.serve.conversations import Conversations
-from agentrl.serve.endpoint import ApiEndpoint, ApiKeyGuard, Settings, key_of, with_errors
+from agentrl.serve.endpoint import ApiEndpoint, ApiKeyGuard, Settings, keys_in, with_errors
 from agentrl.serve.prometheus import Metrics
 from agentrl.serve.reader import ArgumentsDelta, CallBegun, ContentDelta, Delta, ReasoningDelta
 from agentrl.serve.service import ChatService, Choice, Client, Emit, Gate, GenerationRequest, Job
@@ -312,6 +312,11 @@ class RecordedClient(Client):
     again: bool = False
     key: str = ""
 
+    @property
+    def offered(self) -> Sequence[Mapping[str, Any]]:
+        """The tools of the env, if the run offers them."""
+        return self.recording.offered
+
     def refused(self, error: ApiError) -> None:
         """A request that is too large to be read has met the token budget."""
         if error.code == "request_too_large":
@@ -514,8 +519,8 @@ class Recorder:
         id, _, key = request.path_params["episode"].partition(".")
         recording = self._open.get(id)
         known = recording.key if recording is not None else secrets.token_hex(16)
-        given = key or key_of(request.headers)
-        if not hmac.compare_digest(given.encode(), known.encode()) or not recording:
+        given = [key] if key else keys_in(request.headers)
+        if not any(hmac.compare_digest(one.encode(), known.encode()) for one in given) or not recording:
             raise no_episode()
         return recording
 

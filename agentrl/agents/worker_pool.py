@@ -10,9 +10,9 @@ from __future__ import annotations
 import asyncio
 import collections
 import contextlib
-import itertools
 import json
 import os
+import secrets
 import sys
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass, field
@@ -105,7 +105,6 @@ class WorkerAgent:
     cwd: str | None = None
     _free: asyncio.Queue[_Worker | None] = field(default_factory=asyncio.Queue)
     _all: set[_Worker] = field(default_factory=set)
-    _ids: itertools.count[int] = field(default_factory=itertools.count)
 
     @contextlib.asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
@@ -138,10 +137,10 @@ class WorkerAgent:
             if worker is None or not worker.alive:
                 await self._drop(worker)
                 worker = await self._start()
-            number = next(self._ids)
-            await worker.send({"id": number, "task": task.data(), "environment": access.environment})
+            id = secrets.token_hex(8)  # what an earlier episode left behind in the worker cannot guess it
+            await worker.send({"id": id, "task": task.data(), "environment": access.environment})
             answer = await worker.read()
-            while answer.get("id") != number:
+            while answer.get("id") != id:
                 answer = await worker.read()
             kept = True
         except _WorkerEnded as e:

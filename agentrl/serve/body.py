@@ -41,7 +41,7 @@ async def read_body(request: Request, limit: int, timeout_s: float) -> bytes:
         raise ApiError(415, text, code="unsupported_encoding")
     unpacker = zlib.decompressobj(_GZIP_OR_ZLIB)
     try:
-        data = unpacker.decompress(b"".join(parts), limit + 1)
+        data = await asyncio.to_thread(unpacker.decompress, b"".join(parts), limit + 1)
     except zlib.error as e:
         raise ApiError(400, f"The request body is not valid {encoding}: {e}", code="invalid_encoding") from None
     if len(data) > limit:

@@ -1,4 +1,4 @@
-"""Bound the length of a request's texts before they are rendered, without blocking the event loop."""
+"""Bound a request before it is parsed and its texts before they are rendered, without blocking the event loop."""
 
 from __future__ import annotations
 
@@ -13,6 +13,46 @@ PER_CUT = 16
 """A cut between two slices may add at most this many tokens; they are not counted."""
 LONG_TEXT = 50_000
 """Texts with fewer characters together are not counted: rendering them does not block others."""
+
+
+SMALL_BODY = 1 << 18
+"""Smaller bodies are parsed without looking at them first."""
+VALUES_PER_TOKEN = 2
+FEW_VALUES = 40_000
+"""A request may have this many JSON keys and values, and some more for each token of the context."""
+
+
+def has_more_values(data: bytes, most: int) -> bool:
+    """Whether JSON text has more than about `most` keys and values; stops counting there.
+
+    A parser holds the interpreter's lock until it has read everything: 30 MB take it milliseconds as one text, but
+    seconds as a million small values. This runs on another thread, and gives the lock away.
+    """
+    found = at = 0
+    while found <= most:
+        begin = data.find(b'"', at)
+        end = begin if begin >= 0 else len(data)
+        found += 1
+        for start in range(at, end, SMALL_BODY):
+            between = data[start : min(end, start + SMALL_BODY)]
+            found += between.count(b",") + between.count(b"[") + between.count(b"{")
+        if begin < 0:
+            break
+        at = _end_of_text(data, begin)
+    return found > most
+
+
+def _end_of_text(data: bytes, begin: int) -> int:
+    """Where the text that opens at `begin` has ended."""
+    end = data.find(b'"', begin + 1)
+    while end >= 0:
+        before = end
+        while data[before - 1] == 0x5C:  # a backslash
+            before -= 1
+        if (end - before) % 2 == 0:
+            return end + 1
+        end = data.find(b'"', end + 1)
+    return len(data)
 
 
 async def tokens_above(vocabulary: Vocabulary, texts: Iterable[str], limit: int) -> int | None:

@@ -39,6 +39,7 @@ from agentrl.serve.turns import (
     ServedTurn,
     Tools,
     UnrenderableError,
+    items_in,
 )
 from agentrl.types import Completion, Message, ToolCall
 
@@ -104,6 +105,7 @@ class Conversations:
             UnrenderableError: a message that is not recognized cannot be rendered.
         """
         renderer = renderer or self.renderer
+        incoming = _in_call_order(incoming)
         offered = _digest(b"", json.dumps(list(tools), sort_keys=True, ensure_ascii=False))
         if renderer is not self.renderer:
             offered = _digest(offered, renderer.hash)
@@ -197,6 +199,7 @@ class Conversations:
             said = Incoming(turn.sent, turn.raw_arguments, turn=turn.number)
             self._known.by_name[name] = (*before, said)
             self._known.answers[name] = answer
+            self._known.items |= items_in(answer)
             self._known.names.setdefault(turn.number, []).append(name)
 
     def kept(self, name: str) -> tuple[Incoming, ...] | None:
@@ -206,6 +209,10 @@ class Conversations:
     def answer(self, name: str) -> Mapping[str, object] | None:
         """The answer stored under a name, as the client received it."""
         return self._known.answers.get(name)
+
+    def item(self, id: str) -> Mapping[str, object] | None:
+        """An item of the stored answers, as the client received it."""
+        return self._known.items.get(id)
 
     def remembers(self, conversation: str) -> bool:
         """Whether a turn of this conversation is remembered; once none is, `on_forgotten` is called."""
@@ -296,6 +303,25 @@ class Conversations:
                 message, tool_calls=tuple(replace(call, id=own(call.id)) for call in message.tool_calls)
             )
         return message
+
+
+def _in_call_order(incoming: Sequence[Incoming]) -> list[Incoming]:
+    """Put the results of parallel calls in the order of the calls, as the built-in loop does.
+
+    Most chat templates write no call ids, so that only the order tells which result belongs to which call; clients
+    send results in the order in which they came, too.
+    """
+    ordered = list(incoming)
+    for at, one in enumerate(incoming):
+        calls = {call.id: n for n, call in enumerate(one.message.tool_calls)}
+        end = at + 1
+        while len(calls) > 1 and end < len(incoming) and incoming[end].message.tool_call_id in calls:
+            end += 1
+        if end > at + 2:
+            ordered[at + 1 : end] = sorted(
+                incoming[at + 1 : end], key=lambda result: calls[result.message.tool_call_id or ""]
+            )
+    return ordered
 
 
 def _rendered_whole(branch: Transcript, messages: Sequence[Message]) -> bool:

@@ -31,7 +31,7 @@ from agentrl.engine.base import TokenLogprob
 from agentrl.errors import EngineError
 from agentrl.serve.api_errors import ApiError, context_exceeded, from_validation
 from agentrl.serve.body import read_body
-from agentrl.serve.bounds import tokens_above
+from agentrl.serve.bounds import FEW_VALUES, SMALL_BODY, VALUES_PER_TOKEN, has_more_values, tokens_above
 from agentrl.serve.browsers import BrowserGuard
 from agentrl.serve.conversations import Conversations
 from agentrl.serve.dialects import anthropic, chat, responses
@@ -164,13 +164,18 @@ class ApiKeyGuard:
         await self._app(scope, receive, named)
 
     def _knows(self, scope: Scope) -> bool:
-        return hmac.compare_digest(key_of(Headers(scope=scope)).encode(), (self._key or "").encode())
+        key = (self._key or "").encode()
+        return any(hmac.compare_digest(given.encode(), key) for given in keys_in(Headers(scope=scope)))
 
 
-def key_of(headers: Headers) -> str:
-    """The key that a client sent, in OpenAI's way (`Authorization: Bearer KEY`) or Anthropic's (`x-api-key`)."""
+def keys_in(headers: Headers) -> list[str]:
+    """The keys that a client sent, in OpenAI's way (`Authorization: Bearer KEY`) and Anthropic's (`x-api-key`).
+
+    Some clients send both, such as an agent whose user is logged in elsewhere; either may be the right one.
+    """
     kind, _, key = headers.get("authorization", "").partition(" ")
-    return key if kind.lower() == "bearer" else headers.get("x-api-key", "")
+    sent = [key.strip() if kind.lower() == "bearer" else None, headers.get("x-api-key")]
+    return [one for one in sent if one]
 
 
 class ApiEndpoint:
@@ -261,6 +266,10 @@ class ApiEndpoint:
 
     async def _body(self, request: Request, kind: type[Body]) -> Body:
         data = await read_body(request, self.settings.max_body_bytes, self.settings.body_timeout_s)
+        most = FEW_VALUES + VALUES_PER_TOKEN * self.service.engine.max_context
+        if len(data) > SMALL_BODY and await asyncio.to_thread(has_more_values, data, most):
+            text = f"The request has more than {most} JSON keys and values; no prompt for this model needs them."
+            raise ApiError(413, text, code="request_too_large")
         try:
             return kind.model_validate_json(data)
         except ValidationError as e:
@@ -325,8 +334,7 @@ class ApiEndpoint:
     async def _responses(self, request: Request, client: Client) -> Any:
         body = await self._body(request, ResponsesRequest)
         self._known_model(body.model)
-        earlier = responses.earlier_of(body, client.session)
-        job = await self.service.prepare(responses.request_of(body, earlier), client)
+        job = await self.service.prepare(responses.request_of(body, client.session), client)
         writer = responses.ResponseWriter(body, job)
         return await self._play(request, job, writer, 1, bool(body.stream), EVENTS)
 
@@ -347,7 +355,7 @@ class ApiEndpoint:
     async def _count_tokens(self, request: Request, client: Client) -> Response:
         body = await self._body(request, CountRequest)
         self._known_model(body.model)
-        return JSONResponse({"input_tokens": await self.service.count(anthropic.counted_of(body))})
+        return JSONResponse({"input_tokens": await self.service.count(anthropic.counted_of(body), client)})
 
     async def _play(
         self, request: Request, job: StreamJob, writer: Writer, count: int, stream: bool, framing: Framing

@@ -9,7 +9,7 @@ import secrets
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from agentrl.chat.parsers.parser import unsound
@@ -86,6 +86,11 @@ class Client:
     session: Conversations
     adjust: Callable[[GenerationRequest], GenerationRequest] = field(default=lambda ask: ask)
 
+    @property
+    def offered(self) -> Sequence[Mapping[str, Any]]:
+        """The tools offered in requests that send none."""
+        return ()
+
     def refused(self, error: ApiError) -> None:
         """Told of every error that the client gets instead of an answer."""
 
@@ -161,13 +166,14 @@ class ChatService:
             self.metrics.drift.labels(event.kind.value).inc()
         return Job(self, ask, client.session, prompt, min(room, ask.limit or room), grammars)
 
-    async def count(self, ask: GenerationRequest) -> int:
+    async def count(self, ask: GenerationRequest, client: Client) -> int:
         """Number of tokens in the prompt of a request, rendered from scratch; nothing is remembered.
 
         Raises:
             ApiError: the messages cannot be rendered.
         """
         renderer, _ = await self._variant(ask.options)
+        ask = replace(ask, tools=ask.tools or client.offered)
         return len((await self._prompt(ask, Conversations(self.renderer), renderer)).ids)
 
     async def _variant(self, options: Mapping[str, object]) -> tuple[Renderer, Grammars]:

@@ -149,6 +149,7 @@ class KnownTurns:
     by_form: dict[bytes, list[ServedTurn]] = field(default_factory=dict)  # the turn alone, wherever it comes back
     by_name: dict[str, tuple[Incoming, ...]] = field(default_factory=dict)  # conversations that end with a turn
     answers: dict[str, Mapping[str, object]] = field(default_factory=dict)  # what clients received, by name
+    items: dict[str, Mapping[str, object]] = field(default_factory=dict)  # what their answers consist of, by id
     names: dict[int, list[str]] = field(default_factory=dict)
     ends: Counter[tuple[int, int]] = field(default_factory=Counter)  # (tokens, last id) of the turns
     tokens: int = 0
@@ -175,7 +176,9 @@ class KnownTurns:
         for call in turn.sent.tool_calls:
             self.by_call.pop(call.id, None)
         for name in self.names.pop(turn.number, ()):
-            del self.by_name[name], self.answers[name]
+            for item in items_in(self.answers.pop(name)):
+                del self.items[item]
+            del self.by_name[name]
         end = len(ids), int(ids[-1])
         self.ends[end] -= 1
         if not self.ends[end]:
@@ -199,6 +202,12 @@ class KnownTurns:
             hashed.update(array[at:end].tobytes())
             found, at = self.by_tokens.get(hashed.digest(), [found])[-1], end
         return found
+
+
+def items_in(answer: Mapping[str, object]) -> dict[str, Mapping[str, object]]:
+    """The output items of an answer, by id."""
+    output = answer.get("output")
+    return {item["id"]: item for item in output} if isinstance(output, list) else {}
 
 
 def _take_out(turns: dict[bytes, list[ServedTurn]], key: bytes, turn: ServedTurn) -> None:

@@ -255,6 +255,64 @@ for path in ("/../episodes", "/%2e%2e/episodes", "//episodes", "{other}/models",
     if there.getresponse().status == 200:
         open("note.txt", "w").write("from the env: 11")
 """,
+    "requests within requests": """
+import socket
+ask()
+host, port = os.environ["OPENAI_BASE_URL"].split("/")[2].split(":")
+key = "Authorization: Bearer {key}\\r\\n"
+inner = "GET {other}/models HTTP/1.1\\r\\nHost: a\\r\\n" + key + "\\r\\n"
+post = "POST /v1/chat/completions HTTP/1.1\\r\\nHost: a\\r\\n"
+for raw in (
+    post + "Content-Length: 5\\r\\nTransfer-Encoding: chunked\\r\\n\\r\\n0\\r\\n\\r\\n" + inner,
+    post + "Content-Length: 0\\r\\nContent-Length: %d\\r\\n\\r\\n" % len(inner) + inner,
+    post + "Transfer-Encoding: chunked, identity\\r\\n\\r\\n0\\r\\n\\r\\n" + inner,
+    "GET http://127.0.0.1{other}/models HTTP/1.1\\r\\nHost: a\\r\\n" + key + "\\r\\n",
+    "CONNECT 127.0.0.1:{port} HTTP/1.1\\r\\nHost: a\\r\\n\\r\\n" + inner,
+    "GET /v1/models HTTP/1.1\\r\\nHost: a\\r\\nX-Original-URL: {other}/models\\r\\n" + key + "\\r\\n",
+    "GET /v1/models HTTP/1.1\\r\\nHost: a\\r\\nUpgrade: websocket\\r\\nConnection: Upgrade\\r\\n\\r\\n" + inner,
+    "\\x16\\x03\\x01\\x02\\x00",
+):
+    with socket.create_connection((host, int(port)), 5) as there:
+        there.sendall(raw.encode("latin1"))
+        there.settimeout(0.5)
+        try:
+            if b'"policy"' in b"".join(iter(lambda: there.recv(4096), b"")):
+                open("note.txt", "w").write("from the env: 11")
+        except OSError:
+            pass
+""",
+    "other privileges": """
+import ctypes, shutil, subprocess
+ask()
+c = ctypes.CDLL(None)
+won = [c.mount(b"none", b"/tmp", b"tmpfs", 0, None), c.unshare(0x10000000), c.chroot(b"/"), c.ptrace(16, 1, 0, 0)]
+won += [c.ptrace(16, os.getppid(), 0, 0), c.sethostname(b"x", 1)]
+shutil.copy("/bin/sh", "sh")
+os.chmod("sh", 0o4755)
+mine = subprocess.run(["./sh", "-c", "id -u"], capture_output=True, text=True).stdout.strip()
+for act in (lambda: os.setuid(0), lambda: os.mknod("device", 0o020666, os.makedev(1, 3))):
+    try:
+        act()
+        won.append(0)
+    except OSError:
+        pass
+if 0 in won or mine not in ("", str(os.getuid())):
+    open("note.txt", "w").write("from the env: 11")
+""",
+    "a full disk and files without end": """
+import socket
+ask()
+os.symlink("/dev/zero", "note.txt")
+for name in ("a" * 255, "new\\nline", "-rf", "*"):
+    open(name, "w").close()
+socket.socket(socket.AF_UNIX).bind("socket")
+fill = lambda: [open(f"f{n}", "wb").write(bytes(4 << 20)) for n in range(999)]
+for act in (lambda: os.truncate("*", 1 << 33), fill):
+    try:
+        act()
+    except OSError:
+        pass
+""",
     "the host's files": """
 ask()
 for path in ("{file}", "{env}", "/root/.bashrc", "/proc/1/environ"):

@@ -13,6 +13,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import httpx
 import openai
 import pytest
 
@@ -107,6 +108,28 @@ async def test_the_episode_is_that_of_the_built_in_loop_to_the_token(renderer: R
 
 def unnamed(message: Message) -> Message:
     return replace(message, name=None)
+
+
+async def test_tools_that_are_offered_are_counted(renderer: Renderer):
+    async def counts(task: Any, access: Any) -> str:
+        body = {"model": "m", "messages": task["messages"][1:], "system": task["messages"][0]["content"]}
+        async with httpx.AsyncClient(base_url=access.base_url, headers={"x-api-key": access.api_key}) as http:
+            counted = (await http.post("/messages/count_tokens", json=body)).json()["input_tokens"]
+            answer = (await http.post("/messages", json={**body, "max_tokens": 99})).json()
+        return str(counted == answer["usage"]["input_tokens"])
+
+    outcomes: list[object] = []
+
+    class Seen(Calculator):
+        @reward
+        def seen(self) -> bool:
+            outcomes.append(self.outcome)
+            return True
+
+    async with playing(engine_of(renderer), renderer, counts, make_env=Seen) as player:
+        for offered in (True, False):
+            await replace(player, offer_tools=offered).play(TASK, episode_id="e", seed=1)
+    assert outcomes == ["True"] * 2
 
 
 async def test_the_tools_of_the_env_are_offered_to_a_client_that_sends_none(renderer: Renderer):

@@ -212,6 +212,36 @@ async def test_a_worker_that_died_between_episodes_is_replaced(renderer: Rendere
     assert [o["count"] for o in Answered.outcomes] == [1, 1]
 
 
+ANSWERS_AHEAD = """
+import json, sys, urllib.request
+print(json.dumps({"ready": True}), flush=True)
+known = []
+for line in sys.stdin:
+    given = json.loads(line)
+    access = given["environment"]
+    headers = {"Authorization": "Bearer " + access["OPENAI_API_KEY"], "Content-Type": "application/json"}
+    body = json.dumps({"model": "m", "messages": [{"role": "user", "content": "go"}]}).encode()
+    request = urllib.request.Request(access["OPENAI_BASE_URL"] + "/chat/completions", body, headers)
+    urllib.request.urlopen(request).read()
+    for id in known:
+        print(json.dumps({"id": id, "outcome": "of an earlier episode"}))
+    print(json.dumps({"id": given["id"], "outcome": given["task"]["id"]}))
+    known.append(given["id"])
+    for id in range(50):
+        print(json.dumps({"id": id, "outcome": "ahead of its episode"}))
+    sys.stdout.flush()
+"""
+
+
+async def test_a_worker_cannot_answer_other_episodes_than_its_own(renderer: Renderer, tmp_path: Path):
+    (tmp_path / "ahead.py").write_text(ANSWERS_AHEAD)
+    Answered.outcomes = []
+    async with playing(renderer, WorkerAgent(["python", str(tmp_path / "ahead.py")], 1)) as player:
+        found = [await play(player, f"t{n}") for n in range(4)]
+    assert [(episode.error, len(episode.turns)) for episode in found] == [(None, 1)] * 4
+    assert Answered.outcomes == ["t0", "t1", "t2", "t3"]
+
+
 @pytest.mark.parametrize(
     ("command", "said"),
     [

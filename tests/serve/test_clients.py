@@ -69,18 +69,26 @@ async def test_every_client_completes_its_loop_on_one_transcript(renderer: Rende
         await _completes(renderer, [python, str(CLIENTS / f"{program}.py")], loops)
 
 
+NODE_CLIENTS = {
+    "with_anthropic": (["@anthropic-ai/sdk@1.12"], 1),
+    "with_ai_sdk": (["ai@6", "@ai-sdk/openai@3", "@ai-sdk/anthropic@3"], 3),
+}
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(300)
-async def test_the_node_sdk_of_anthropic_completes_its_loop(renderer: Renderer, tmp_path: Path):
+@pytest.mark.parametrize("name", NODE_CLIENTS)
+async def test_a_client_in_node_completes_its_loop(renderer: Renderer, tmp_path: Path, name: str):
     npm, node = shutil.which("npm"), shutil.which("node")
     if npm is None or node is None:
         pytest.skip("Node.js is not installed")
-    shutil.copy(CLIENTS / "with_anthropic.mjs", tmp_path)
-    command = [npm, "install", "--no-audit", "--no-fund", "@anthropic-ai/sdk@1.12"]
+    packages, loops = NODE_CLIENTS[name]
+    shutil.copy(CLIENTS / f"{name}.mjs", tmp_path)
+    command = [npm, "install", "--no-audit", "--no-fund", *packages]
     installed = await asyncio.to_thread(subprocess.run, command, cwd=tmp_path, capture_output=True, text=True)
     if installed.returncode:
         pytest.skip(f"the SDK could not be installed: {installed.stderr.strip()[-300:]}")
-    await _completes(renderer, [node, str(tmp_path / "with_anthropic.mjs")], 1)
+    await _completes(renderer, [node, str(tmp_path / f"{name}.mjs")], loops)
 
 
 async def _completes(renderer: Renderer, program: list[str], loops: int) -> None:

@@ -17,8 +17,8 @@ from agentrl.serve.bounds import tokens_above
 from agentrl.serve.browsers import is_loopback
 from agentrl.serve.grammar import AnswerFormat
 from agentrl.testing.engine import ScriptedEngine
-from agentrl.types import Message
-from tests.serve.serve_kit import TOOLS, call, said, serving
+from agentrl.types import Message, ToolCall
+from tests.serve.serve_kit import TOOLS, call, forget_all, said, serving
 from tests.serve.test_grammar import SUBTRACT, drawn
 
 SCHEMA = {
@@ -235,7 +235,8 @@ async def test_top_p_0_keeps_the_likeliest_token(renderer: Renderer, path: str):
 
     engine = Seen(renderer, lambda turn: Message("assistant", "yes"))
     async with serving(engine, renderer) as served, httpx.AsyncClient(base_url=served.url) as client:
-        body = {**CHAT, "input": "hi", "top_p": 0} | ({"prompt": "hi"} if path == "completions" else {})
+        texts = {"completions": {"prompt": "hi"}, "responses": {"input": "hi"}}
+        body = {"model": "tiny", "top_p": 0, **texts.get(path, CHAT)}
         assert (await client.post(f"/v1/{path}", json=body)).status_code == 200
     assert 0 < seen[0] < 1e-3
 
@@ -263,3 +264,93 @@ async def test_log_probabilities_that_a_response_will_not_have_are_named(rendere
     assert (asked.status_code, asked.json()["error"]["param"]) == (400, "include")
     assert codex.status_code == 200
     assert (nested.status_code, nested.json()["error"]["param"]) == (400, "extra_body")
+
+
+async def test_a_stored_item_may_be_referred_to(renderer: Renderer):
+    engine = ScriptedEngine(renderer, lambda turn: Message("assistant", "5") if turn else call(2, 3), tools=TOOLS)
+    tools = [{"type": "function", **TOOLS[0]["function"]}]
+    asked: dict[str, Any] = {"model": "tiny", "tools": tools}
+    user = {"role": "user", "content": "2 and 3"}
+    async with serving(engine, renderer) as served, httpx.AsyncClient(base_url=served.base_url) as client:
+        first = (await client.post("/responses", json={**asked, "input": [user]})).json()
+        (made,) = [item for item in first["output"] if item["type"] == "function_call"]
+        known = [{"type": "item_reference", "id": item["id"]} for item in first["output"]]
+        given = [user, *known, {"type": "function_call_output", "call_id": made["call_id"], "output": "5"}]
+        second = await client.post("/responses", json={**asked, "input": given})
+        one, two = served.session.turns
+        short = [user, *({"id": item["id"]} for item in first["output"]), given[-1]]
+        assert (await client.post("/responses", json={**asked, "input": short})).status_code == 200
+        lost = await client.post(
+            "/responses", json={**asked, "input": [user, {"type": "item_reference", "id": "x"}]}
+        )
+        forget_all(served.session)
+        forgotten = await client.post("/responses", json={**asked, "input": given})
+    assert second.status_code == 200
+    assert two.parent == one.number
+    assert (lost.status_code, lost.json()["error"]["code"]) == (400, "item_not_found")
+    assert lost.json()["error"]["param"] == "input[1]"
+    assert forgotten.status_code == 400
+
+
+async def test_results_of_parallel_calls_belong_to_their_calls_in_any_order(renderer: Renderer):
+    both = Message(
+        "assistant", "", (ToolCall("x", "add", {"a": 1, "b": 1}), ToolCall("y", "add", {"a": 2, "b": 2}))
+    )
+    engine = ScriptedEngine(renderer, lambda turn: both if turn == 0 else Message("assistant", "ok"), tools=TOOLS)
+    asked: dict[str, Any] = {**CHAT, "tools": TOOLS}
+    user = CHAT["messages"][0]
+    prompts = []
+    async with serving(engine, renderer) as served, httpx.AsyncClient(base_url=served.base_url) as client:
+        said = (await client.post("/chat/completions", json={**asked, "max_tokens": 200})).json()
+        said = said["choices"][0]["message"]
+        results = [
+            {"role": "tool", "tool_call_id": made["id"], "content": f"result {n}"}
+            for n, made in enumerate(said["tool_calls"])
+        ]
+        for given in (results, results[::-1]):
+            await client.post("/chat/completions", json={**asked, "messages": [user, said, *given]})
+            turn = served.session.turns[-1]
+            prompts.append(list(turn.branch.ids[: turn.prompt_tokens]))
+            again = [user, said, *given, {"role": "assistant", "content": "ok"}, {"role": "user", "content": "?"}]
+            await client.post("/chat/completions", json={**asked, "messages": again})
+            assert served.session.turns[-1].parent is not None
+    assert prompts[0] == prompts[1], "no template here writes the ids of calls: only the order tells"
+
+
+async def test_either_key_of_a_client_may_be_the_right_one(renderer: Renderer):
+    async with (
+        serving(agreeing(renderer), renderer, api_key="k") as served,
+        httpx.AsyncClient(base_url=served.base_url) as client,
+    ):
+        for bearer, x_key, status in (
+            ("other", "k", 200),
+            ("k", "other", 200),
+            ("other", "other", 401),
+            ("none", "", 401),
+        ):
+            headers = {"authorization": f"Bearer {bearer}", "x-api-key": x_key}
+            assert (await client.get("/models", headers=headers)).status_code == status
+
+
+async def test_a_forced_call_wins_over_a_format_in_every_dialect(renderer: Renderer):
+    function = TOOLS[0]["function"]
+    format = {"type": "json_schema", "name": "x", "schema": SCHEMA}
+    chat = {**CHAT, "tools": TOOLS, "tool_choice": "required"}
+    flat = {"type": "function", "name": "add", "parameters": function["parameters"]}
+    asked: dict[str, dict[str, Any]] = {
+        "/chat/completions": {**chat, "response_format": {"type": "json_schema", "json_schema": format}},
+        "/responses": {"input": "hi", "tools": [flat], "tool_choice": "required", "text": {"format": format}},
+        "/messages": {
+            **CHAT,
+            "tools": [{"name": "add", "input_schema": function["parameters"]}],
+            "tool_choice": {"type": "any"},
+            "output_config": {"format": {"type": "json_schema", "schema": SCHEMA}},
+        },
+    }
+    async with (
+        serving(ScriptedEngine(renderer, lambda turn: call(2, 3), tools=TOOLS), renderer) as served,
+        httpx.AsyncClient(base_url=served.base_url) as client,
+    ):
+        for path, body in asked.items():
+            answer = await client.post(path, json={"model": "tiny", **body})
+            assert answer.status_code == 200, (path, answer.text)

@@ -27,6 +27,7 @@ from agentrl.serve.dialects.wire_anthropic import (
     Block,
     CountRequest,
     MessagesRequest,
+    TextBlock,
 )
 from agentrl.serve.dialects.wire_messages import incoming_of, tools_of
 from agentrl.serve.grammar import AnswerFormat
@@ -45,8 +46,6 @@ def request_of(request: MessagesRequest) -> GenerationRequest:
     counted = counted_of(request)
     choice, named = _choice(request.tool_choice)
     asked = request.output_format or (request.output_config and request.output_config.format)
-    if choice in ("required", "named") and asked:
-        raise unsupported("output_config.format", "a forced call and a response format exclude one another")
     return GenerationRequest(
         messages=counted.messages,
         tools=counted.tools,
@@ -73,7 +72,7 @@ def counted_of(request: CountRequest) -> GenerationRequest:
     if request.messages[-1].role == "assistant":
         where = f"messages[{len(request.messages) - 1}]"
         raise unsupported(where, "the last message must be the user's: a started answer is not continued here")
-    system = request.system if isinstance(request.system, str | None) else "".join(b.text for b in request.system)
+    system = request.system if isinstance(request.system, str | None) else _system(request.system)
     messages = incoming_of([WireMessage(role="system", content=system)]) if system else []
     for number, message in enumerate(request.messages):
         try:
@@ -85,6 +84,15 @@ def counted_of(request: CountRequest) -> GenerationRequest:
     return GenerationRequest(
         messages=messages, tools=_tools(request.tools or ()), options=request.chat_template_kwargs or {}
     )
+
+
+def _system(blocks: Sequence[TextBlock]) -> str:
+    for number, block in enumerate(blocks):
+        if block.type != "text":
+            raise unsupported(
+                f"system[{number}].type", f"{block.type!r} is not supported: this policy reads text only"
+            )
+    return "".join(block.text for block in blocks)
 
 
 def _tools(tools: Sequence[AnthropicTool]) -> tuple[Json, ...]:

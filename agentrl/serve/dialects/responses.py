@@ -30,22 +30,23 @@ from agentrl.serve.service import Choice, GenerationRequest, Job, fresh_id, now
 from agentrl.serve.turns import Incoming
 
 
-def request_of(request: ResponsesRequest, earlier: Sequence[Incoming] = ()) -> GenerationRequest:
+def request_of(request: ResponsesRequest, session: Conversations) -> GenerationRequest:
     """Convert the request.
 
     Args:
-        earlier: the conversation that it continues, without instructions.
+        session: has the conversation that it continues, and the items that it refers to.
 
     Raises:
         ApiError: a parameter has an unknown or unsupported value.
     """
     request.refuse_unsupported()
+    earlier, items = _earlier(request, session), _items(request, session)
     tools = tools_of([_tool(n, tool.type, tool) for n, tool in enumerate(request.tools or ())])
     tools, given = _allowed(tools, request.tool_choice)
     choice, named = _choice(given)
     answer = _format(request.text)
     return GenerationRequest(
-        messages=_conversation(request, earlier),
+        messages=_conversation(request, earlier, items),
         tools=tools,
         choice=choice,  # type: ignore[arg-type]
         named=named,
@@ -98,7 +99,7 @@ def _format(text: TextOptions | None) -> AnswerFormat | None:
     return AnswerFormat(format.schema_)
 
 
-def earlier_of(request: ResponsesRequest, session: Conversations) -> tuple[Incoming, ...]:
+def _earlier(request: ResponsesRequest, session: Conversations) -> tuple[Incoming, ...]:
     """Return the conversation that the request continues; empty if it names none.
 
     Raises:
@@ -125,14 +126,33 @@ def not_found(id: str) -> ApiError:
     return ApiError(404, text, param="id", code="response_not_found")
 
 
-def _conversation(request: ResponsesRequest, earlier: Sequence[Incoming]) -> list[Incoming]:
+def _items(request: ResponsesRequest, session: Conversations) -> list[Item]:
+    """The input of a request, with items of stored responses in place of references to them.
+
+    Raises:
+        ApiError: there is no such item here.
+    """
+    if isinstance(request.input, str):
+        return [Item(type="message", role="user", content=request.input)]
+    found: list[Item] = []
+    for number, item in enumerate(request.input):
+        if item.type == "item_reference" or (item.type is None and item.role is None and item.id is not None):
+            stored = session.item(item.id or "")
+            if stored is None:
+                text = f"Item with id {(item.id or '')[:200]!r} not found: no response stored here has it"
+                raise ApiError(400, f"{text}; send the item.", param=f"input[{number}]", code="item_not_found")
+            item = Item.model_validate(stored)
+        found.append(item)
+    return found
+
+
+def _conversation(request: ResponsesRequest, earlier: Sequence[Incoming], items: Sequence[Item]) -> list[Incoming]:
     first = [WireMessage(role="system", content=request.instructions)] if request.instructions else []
-    return [*incoming_of(first), *earlier, *_new(request)]
+    return [*incoming_of(first), *earlier, *_new(items)]
 
 
-def _new(request: ResponsesRequest) -> list[Incoming]:
+def _new(items: Sequence[Item]) -> list[Incoming]:
     messages: list[WireMessage] = []
-    items = [Item(role="user", content=request.input)] if isinstance(request.input, str) else request.input
     if not items:
         raise invalid("input", "is empty")
     said: list[Item] = []
@@ -150,7 +170,7 @@ def _new(request: ResponsesRequest) -> list[Incoming]:
 
 
 def _message(item: Item, where: str) -> WireMessage:
-    if item.type == "message":
+    if item.type in (None, "message"):
         if item.role is None:
             raise invalid(f"{where}.role", "is required")
         return WireMessage(role=item.role, content=item.content)
@@ -297,7 +317,11 @@ class ResponseWriter:
             "top_p": job.ask.top_p,
             "truncation": "disabled",
             "usage": usage if done else None,
+            **({} if one is None or not request.return_token_ids else self._ids(one)),
         }
+
+    def _ids(self, one: Choice) -> Json:
+        return {"prompt_token_ids": list(self._job.prompt.ids), "token_ids": list(one.turn.completion.ids)}
 
     # -- events ------------------------------------------------------------------------------------------------
 

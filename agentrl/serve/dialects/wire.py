@@ -10,63 +10,8 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-from agentrl.serve.api_errors import invalid, unsupported
-
-HARMLESS: dict[str, tuple[Any, ...]] = {
-    "add_generation_prompt": (True,),
-    "allowed_token_ids": ([],),
-    "audio": (),
-    "bad_words": ([],),
-    "chat_template": (),
-    "chat_template_kwargs": ({},),
-    "continue_final_message": (False,),
-    "custom_logit_processor": (),
-    "documents": ([],),
-    "ebnf": (),
-    "enable_thinking": (),
-    "extra_body": ({},),
-    "frequency_penalty": (0,),
-    "function_call": ("none", "auto"),
-    "functions": ([],),
-    "grammar": (),
-    "guided_decoding": ({},),
-    "guided_choice": (),
-    "guided_grammar": (),
-    "guided_json": (),
-    "guided_regex": (),
-    "ignore_eos": (False,),
-    "include_stop_str_in_output": (False,),
-    "input_ids": (),
-    "json_schema": (),
-    "length_penalty": (1,),
-    "logit_bias": ({},),
-    "lora_path": (),
-    "max_length": (),
-    "min_length": (0,),
-    "min_p": (0,),
-    "mirostat": (0,),
-    "min_tokens": (0,),
-    "modalities": (["text"],),
-    "no_stop_trim": (False,),
-    "presence_penalty": (0,),
-    "prompt_logprobs": (),
-    "regex": (),
-    "repeat_penalty": (1,),
-    "repetition_penalty": (1,),
-    "skip_special_tokens": (True,),
-    "stop_regex": ([],),
-    "stop_token_ids": ([],),
-    "structured_outputs": (),
-    "suffix": ("",),
-    "template": (),
-    "thinking_budget": (),
-    "truncate_prompt_tokens": (),
-    "truncation": ("disabled",),
-    "typical_p": (1,),
-    "use_beam_search": (False,),
-    "web_search_options": (),
-}
-"""Other servers' parameters that would change the answer, with the values (besides null) that have no effect."""
+from agentrl.serve.api_errors import invalid
+from agentrl.serve.dialects.unfollowed import check_unknown
 
 Json = dict[str, Any]
 """A JSON object."""
@@ -113,7 +58,7 @@ class WireMessage(Wire):
     """One message of the conversation."""
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: str | list[Part] | None = None
+    content: str | Annotated[list[Part], Field(fail_fast=True)] | None = None
     name: str | None = None
     tool_calls: list[WireCall] | None = None
     tool_call_id: str | None = None
@@ -191,9 +136,7 @@ class WireRequest(Wire):
 
     def refuse_unsupported(self) -> None:
         """Raise for unsupported parameters that would change the answer."""
-        for name, value in (self.model_extra or {}).items():
-            if name in HARMLESS and value is not None and value not in HARMLESS[name]:
-                raise unsupported(name, "is not supported here; leave it out")
+        check_unknown(self.model_extra)
 
 
 class ChatRequest(WireRequest):
@@ -202,8 +145,8 @@ class ChatRequest(WireRequest):
     echo: Literal[False] | None = None
     best_of: Literal[1] | None = None
 
-    messages: Annotated[list[WireMessage], Field(min_length=1)]
-    tools: list[WireTool] | None = None
+    messages: Annotated[list[WireMessage], Field(min_length=1, fail_fast=True)]
+    tools: Annotated[list[WireTool], Field(fail_fast=True)] | None = None
     tool_choice: Literal["none", "auto", "required"] | Json | None = None
     """`none`, `auto`, `required`, or {"type": "function", "function": {"name": ...}}."""
     parallel_tool_calls: bool | None = None

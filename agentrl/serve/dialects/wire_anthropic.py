@@ -7,6 +7,7 @@ from typing import Annotated, Any, Literal
 from pydantic import ConfigDict, Field, JsonValue, model_validator
 
 from agentrl.serve.api_errors import invalid, unsupported
+from agentrl.serve.dialects.unfollowed import check_unknown
 from agentrl.serve.dialects.wire import Json, Tokens, Wire
 
 KINDS: list[JsonValue] = ["text", "thinking", "redacted_thinking", "tool_use", "tool_result"]
@@ -24,7 +25,7 @@ class Block(Wire):
     name: str | None = None
     input: Json | None = None
     tool_use_id: str | None = None
-    content: str | list[Block] | None = None
+    content: str | Annotated[list[Block], Field(fail_fast=True)] | None = None
     """Of a tool result."""
     is_error: bool | None = None
 
@@ -40,7 +41,7 @@ class AnthropicMessage(Wire):
     """One message of the conversation."""
 
     role: Literal["user", "assistant", "system"]
-    content: str | list[Block]
+    content: str | Annotated[list[Block], Field(fail_fast=True)]
 
 
 class AnthropicTool(Wire):
@@ -79,9 +80,9 @@ class CountRequest(Wire):
     model_config = ConfigDict(extra="allow")
 
     model: str
-    messages: Annotated[list[AnthropicMessage], Field(min_length=1)]
-    system: str | list[TextBlock] | None = None
-    tools: list[AnthropicTool] | None = None
+    messages: Annotated[list[AnthropicMessage], Field(min_length=1, fail_fast=True)]
+    system: str | Annotated[list[TextBlock], Field(fail_fast=True)] | None = None
+    tools: Annotated[list[AnthropicTool], Field(fail_fast=True)] | None = None
     tool_choice: AnthropicToolChoice | None = None
     thinking: Json | None = None
     """Accepted without effect: the chat template decides whether the model thinks."""
@@ -90,11 +91,10 @@ class CountRequest(Wire):
 
     def refuse_unsupported(self) -> None:
         """Raise for unsupported parameters that would change the answer."""
-        for name, value in (self.model_extra or {}).items():
-            if name == "context_management":
-                _refuse_edits(value)
-            elif name in HARMLESS and value is not None and value not in HARMLESS[name]:
-                raise unsupported(name, "is not supported here; leave it out")
+        unknown = dict(self.model_extra or {})
+        _refuse_edits(unknown.pop("context_management", None))
+        known = MessagesRequest.model_fields  # a client may count the very request that it is going to send
+        check_unknown({name: value for name, value in unknown.items() if name not in known})
 
 
 class MessagesRequest(CountRequest):
@@ -120,14 +120,10 @@ class MessagesRequest(CountRequest):
         return self
 
 
-HARMLESS: dict[str, tuple[Any, ...]] = {"container": (), "mcp_servers": ([],)}
-"""Parameters that would change the answer, with the values (besides null) that have no effect."""
-
-
 def _refuse_edits(given: Any) -> None:
     """Raise for edits of the history, except for those that keep all of it."""
-    edits = given.get("edits", []) if isinstance(given, dict) else given
-    for edit in edits or ():
+    edits = given.get("edits") or [] if isinstance(given, dict) else [] if given is None else [given]
+    for edit in edits if isinstance(edits, list) else [edits]:
         kept = edit.get("keep") if isinstance(edit, dict) else None
         if not (isinstance(edit, dict) and str(edit.get("type")).startswith("clear_thinking") and kept == "all"):
             raise unsupported("context_management", "this server does not edit a history; send the edited one")

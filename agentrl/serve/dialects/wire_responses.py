@@ -2,23 +2,27 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 from pydantic import ConfigDict, Field, JsonValue
 
 from agentrl.serve.api_errors import unsupported
+from agentrl.serve.dialects.unfollowed import check_unknown
 from agentrl.serve.dialects.wire import Json, Part, Tokens, Wire
 
-KINDS: list[JsonValue] = ["message", "function_call", "function_call_output", "reasoning"]
+KINDS: list[JsonValue] = ["message", "function_call", "function_call_output", "reasoning", "item_reference"]
 
 Key = Annotated[str, Field(max_length=64)]
 Value = Annotated[str, Field(max_length=512)]
 
 
 class Item(Wire):
-    """One item of the conversation: a message, a call, a call's result, or a think block."""
+    """One item of the conversation: a message, a call, a call's result, a think block, or a reference to one."""
 
-    type: Annotated[str, Field(json_schema_extra={"enum": KINDS})] = "message"
+    id: str | None = None
+    """Of an item of a stored response; a reference needs it."""
+    type: Annotated[str, Field(json_schema_extra={"enum": KINDS})] | None = None
+    """By default `message`, or `item_reference` if there is only an id."""
     role: Literal["system", "developer", "user", "assistant"] | None = None
     content: str | list[Part] | None = None
     call_id: str | None = None
@@ -60,14 +64,14 @@ class ResponsesRequest(Wire):
     model_config = ConfigDict(extra="allow")
 
     model: str
-    input: str | list[Item]
+    input: str | Annotated[list[Item], Field(fail_fast=True)]
     instructions: str | None = None
     """The first system message, for this response only: the next one provides its own."""
     previous_response_id: str | None = None
     """The response that `input` continues; its conversation is not sent again."""
     store: bool | None = None
     """False: no other response can continue from this one."""
-    tools: list[FlatTool] | None = None
+    tools: Annotated[list[FlatTool], Field(fail_fast=True)] | None = None
     tool_choice: Literal["none", "auto", "required"] | Json | None = None
     """`none`, `auto`, `required`, or {"type": "function", "name": ...}."""
     parallel_tool_calls: bool | None = None
@@ -82,23 +86,11 @@ class ResponsesRequest(Wire):
     """Returned with the response."""
     chat_template_kwargs: Json | None = None
     """Extension of vLLM and SGLang: variables of the chat template, such as {"enable_thinking": false}."""
+    return_token_ids: bool | None = None
+    """Extension: the response has `prompt_token_ids` and `token_ids`."""
 
     def refuse_unsupported(self) -> None:
         """Raise for unsupported parameters that would change the answer."""
         if "message.output_text.logprobs" in (self.include or ()):
             raise unsupported("include", "'message.output_text.logprobs' is not supported here; leave it out")
-        for name, value in (self.model_extra or {}).items():
-            if name in HARMLESS and value is not None and value not in HARMLESS[name]:
-                raise unsupported(name, HARMLESS_WHY.get(name, "is not supported here; leave it out"))
-
-
-HARMLESS: dict[str, tuple[Any, ...]] = {
-    "background": (False,),
-    "conversation": (),
-    "max_tool_calls": (),
-    "prompt": (),
-    "top_logprobs": (0,),
-    "truncation": ("disabled",),
-}
-"""Parameters that would change the answer, with the values (besides null) that have no effect."""
-HARMLESS_WHY = {"conversation": "conversation objects are not supported; continue with `previous_response_id`"}
+        check_unknown(self.model_extra)

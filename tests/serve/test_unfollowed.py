@@ -1,0 +1,66 @@
+"""Parameters that would change the answer: each dialect follows them, or refuses them by name."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import httpx
+import pytest
+
+from agentrl.chat.template import Renderer
+from agentrl.serve.dialects.unfollowed import HARMLESS
+from agentrl.serve.dialects.wire import ChatRequest, CompletionRequest
+from agentrl.serve.dialects.wire_anthropic import MessagesRequest
+from agentrl.serve.dialects.wire_responses import ResponsesRequest
+from tests.serve.serve_kit import Fixed, serving
+
+HI = [{"role": "user", "content": "hi"}]
+DIALECTS: dict[str, tuple[Any, dict[str, Any]]] = {
+    "/chat/completions": (ChatRequest, {"messages": HI}),
+    "/completions": (CompletionRequest, {"prompt": "hi"}),
+    "/responses": (ResponsesRequest, {"input": "hi"}),
+    "/messages": (MessagesRequest, {"messages": HI, "max_tokens": 20}),
+}
+SEEN = [
+    "seed",
+    "stop",
+    "stop_sequences",
+    "n",
+    "min_p",
+    "logit_bias",
+    "guided_json",
+    "max_completion_tokens",
+    "logprobs",
+]
+
+
+@pytest.mark.parametrize("path", DIALECTS)
+async def test_what_a_dialect_does_not_follow_is_refused_by_name(renderer: Renderer, path: str):
+    model, body = DIALECTS[path]
+    unknown = HARMLESS.keys() - model.model_fields.keys()
+    assert len(unknown) > 60
+    assert set(SEEN) <= unknown | model.model_fields.keys()
+    async with (
+        serving(Fixed(renderer), renderer) as served,
+        httpx.AsyncClient(base_url=served.base_url) as client,
+    ):
+        for name in sorted(unknown):
+            answer = await client.post(path, json={"model": "tiny", **body, name: "something"})
+            assert answer.status_code == 400, name
+            assert answer.json()["error"]["message"].startswith(f"{name}: "), name
+        for name in sorted(unknown):
+            for value in (None, *HARMLESS[name]):
+                answer = await client.post(path, json={"model": "tiny", **body, name: value})
+                assert answer.status_code == 200, (name, value, answer.text)
+
+
+async def test_a_request_may_be_counted_as_it_is_going_to_be_sent(renderer: Renderer):
+    asked = {"model": "tiny", "messages": HI, "max_tokens": 5, "stop_sequences": ["x"], "temperature": 0.5}
+    async with (
+        serving(Fixed(renderer), renderer) as served,
+        httpx.AsyncClient(base_url=served.base_url) as client,
+    ):
+        counted = await client.post("/messages/count_tokens", json=asked)
+        edited = await client.post("/messages/count_tokens", json={**asked, "context_management": 5})
+    assert counted.status_code == 200
+    assert edited.status_code == 400
