@@ -76,6 +76,12 @@ def reward_parts(episode: Episode) -> dict[str, float]:
     return parts
 
 
+def _sampled(episode: Episode) -> int:
+    """Tokens that were sampled in an episode, those of sub-agents included."""
+    recorded = sum(len(segment.ids) for segment in episode.segments if segment.origin == "sampled")
+    return recorded or sum(turn.tokens for turn in episode.turns)
+
+
 def episode_metrics(groups: Sequence[Group], aside: Sequence[Group] = ()) -> dict[str, float]:
     """Means and counts over the episodes of a step; failed ones are counted and enter no mean.
 
@@ -96,7 +102,7 @@ def episode_metrics(groups: Sequence[Group], aside: Sequence[Group] = ()) -> dic
         "malformed": float(sum(map(is_malformed, episodes))),
         "limits": float(sum(e.stop_reason in LIMITS for e in episodes)),
         "groups_with_signal": float(sum(len({e.reward for e in g.episodes}) > 1 for g in groups)),
-        "sampled_tokens": float(sum(t.tokens for e in (*episodes, *extra) for t in e.turns)),
+        "sampled_tokens": float(sum(map(_sampled, (*episodes, *extra)))),
         "turns": _mean(len(e.turns) for e in episodes),
         "engine_seconds": _mean(t.engine_seconds for t in turns),
         "env_seconds": _mean(t.env_seconds for t in turns),
