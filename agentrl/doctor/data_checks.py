@@ -6,19 +6,26 @@ import json
 import re
 from collections import Counter
 from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any
+
+from pydantic_core import from_json
 
 from agentrl.doctor.evidence import Call, Evidence, Played
 from agentrl.doctor.finding import Finding
+from agentrl.run_folder.task_digests import without_numbering
 
 SECRETS = re.compile(
     r"answer|solution|expected|target|label|gold|truth|result|oracle|canonical|(^|[_ ])(sql|patch|gt)$",
     re.IGNORECASE,
 )
 """Names of columns that hold what the policy should find."""
+GOALS = re.compile(r"(^|[_ ])(target|label|result)s?$", re.IGNORECASE)
+"""Those that may just as well be what the task gives: `make the balance 12`."""
 LABELS = "answer|solution|expected|target|gold|truth"
 """What a tool calls the secret that it gives away; a result of its own is no secret."""
-
+LONG = 200
+"""Characters of a text that the policy is to read; whoever asks about one has the answer in it."""
 
 _CODE = re.compile(r"[(){}\[\];=<>*+/]")
 MIN_TEXT, MAX_TEXT = 16, 20_000
@@ -29,7 +36,7 @@ MOST_VALUES = 64
 
 def leaked(evidence: Evidence) -> Iterator[Finding]:
     """Held-out tasks that are trained on."""
-    train, held = set(evidence.tasks.get("train", ())), list(evidence.tasks.get("held_out", ()))
+    train, held = set(_digests(evidence, "train")), _digests(evidence, "held_out")
     both = [digest for digest in held if digest in train]
     if not _rows_decide(evidence):
         return
@@ -47,7 +54,7 @@ def leaked(evidence: Evidence) -> Iterator[Finding]:
 
 def duplicates(evidence: Evidence) -> Iterator[Finding]:
     """The same task under several ids."""
-    digests = list(evidence.tasks.get("train", ()))
+    digests = _digests(evidence, "train")
     rows: dict[str, str] = {}
     for played in evidence.episodes:
         row = played.raw["task"].get("row") or {}
@@ -67,6 +74,23 @@ def duplicates(evidence: Evidence) -> Iterator[Finding]:
             "data.train: remove the duplicates, or make the env's tasks vary",
             why="rows are compared, not ids",
         )
+
+
+def _digests(evidence: Evidence, split: str) -> list[str]:
+    """The digests of a split's tasks, of their content if that decides what the policy sees."""
+    content = evidence.tasks.get(f"{split}_content")
+    return list(content if content and _contents_decide(evidence) else evidence.tasks.get(split, ()))
+
+
+def _contents_decide(evidence: Evidence) -> bool:
+    """Whether prompts follow from rows without the columns that number them, and differ where these differ."""
+    prompts: dict[str, set[str]] = {}
+    for played in evidence.episodes:
+        content = without_numbering(played.raw["task"].get("row") or {})
+        key = json.dumps(content, sort_keys=True, default=str)
+        prompts.setdefault(f"{played.env} {key}", set()).add(f"{played.env} {played.prompt}")
+    seen = {prompt for found in prompts.values() for prompt in found}
+    return all(len(found) == 1 for found in prompts.values()) and 1 < len(seen) == len(prompts)
 
 
 def _rows_decide(evidence: Evidence) -> bool:
@@ -90,10 +114,12 @@ def answer_in_sight(evidence: Evidence) -> Iterator[Finding]:
         if secrets:
             tasks["all"].add(id)
         prompt = played.text("system", "user")
-        if any(_contains(prompt, secret) for secret in secrets):
+        if any(_tells(prompt, secret, played) for secret in secrets):
             tasks["prompt"].add(id)
             seen["prompt"].append(played)
-        elif any(any(_given_away(c, secret) for secret in secrets) for c in played.calls) or _shown(played, texts):
+        elif any(_given_away(call, secret) for call in _before_the_end(played) for secret in secrets) or _shown(
+            played, texts
+        ):
             tasks["all"].add(id)
             tasks["tool"].add(id)
             seen["tool"].append(played)
@@ -123,15 +149,59 @@ def _answer_copied(evidence: Evidence) -> Iterator[Finding]:
         yield Finding("answer-in-prompt", "warning", text, setting, copied[0].step, copied[0].id, why=why)
 
 
-def _secrets(played: Played) -> list[str]:
-    """The values of columns whose names say that they are the answer."""
+@dataclass(frozen=True, slots=True)
+class _Secret:
+    """The value of a column whose name says that it is the answer.
+
+    Attributes:
+        goal: it may be what the task gives, by its name.
+        given: other columns have it as well, in a long text or among choices.
+    """
+
+    text: str
+    goal: bool
+    given: bool
+
+
+def _secrets(played: Played) -> list[_Secret]:
+    row = played.raw["task"].get("row")
+    values = list(_values(row))
     found = []
-    for name, value in _values(played.raw["task"].get("row")):
+    for name, value in values:
         if SECRETS.search(name):
             text = f"{value:g}" if isinstance(value, float) else str(value).strip()
             if 2 <= len(text) <= 200:
-                found.append(text)
+                read = any(len(str(v)) > LONG and _contains(str(v), text) for other, v in values if other != name)
+                found.append(_Secret(text, bool(GOALS.search(name)), read or text in _choices(row)))
     return found
+
+
+def _choices(row: Any) -> set[str]:
+    """The items of lists in a row that have several."""
+    if isinstance(row, dict):
+        return {item for value in row.values() for item in _choices(value)}
+    if not isinstance(row, list):
+        return set()
+    return {str(item).strip() for item in row} if len(row) > 1 else _choices(row[0]) if row else set()
+
+
+def _tells(prompt: str, secret: _Secret, played: Played) -> bool:
+    """Whether the prompt gives the answer away: it is not there to be read or chosen, and not the goal."""
+    if not _contains(prompt, secret.text):
+        return False
+    if secret.given:
+        return re.search(_labeled(secret.text), prompt) is not None
+    return not secret.goal or _contains(_plain("\n".join(map(_said, _own(played)))), secret.text)
+
+
+def _own(played: Played) -> list[dict[str, Any]]:
+    """The messages of the policy."""
+    return [message for message in played.raw.get("messages", ()) if message.get("role") == "assistant"]
+
+
+def _before_the_end(played: Played) -> list[Call]:
+    """The calls whose results the policy could use: not those of the last turn."""
+    return played.calls[: len(played.calls) - len((played.raw.get("turns") or [{}])[-1].get("calls", ()))]
 
 
 def _values(row: Any, name: str = "") -> Iterator[tuple[str, str | int | float]]:
@@ -201,11 +271,32 @@ def _plain(text: str) -> str:
     return " ".join(text.split())
 
 
-def _given_away(call: Call, secret: str) -> bool:
+def _given_away(call: Call, secret: _Secret) -> bool:
     """Whether a call names what it asks for, or its result names what it shows, and the secret is there."""
-    if SECRETS.search(call.arguments + call.tool) and _contains(call.result, secret):
+    if not _contains(call.result, secret.text) or _contains(call.arguments, secret.text):
+        return False
+    return _asks_for_secrets(call) or re.search(_labeled(secret.text), call.result) is not None
+
+
+def _labeled(secret: str) -> str:
+    return rf"(?i:{LABELS})[\"'\s]*[:=][\"'\s]*{re.escape(secret)}(?!\w)"
+
+
+def _asks_for_secrets(call: Call) -> bool:
+    """Whether a call looks something up under the name of a secret, by its tool, a path or a column.
+
+    Sentences of a query do not, nor do names that a program gives to what it computes.
+    """
+    if SECRETS.search(call.tool):
         return True
-    return re.search(rf"(?i:{LABELS})[\"'\s]*[:=][\"'\s]*{re.escape(secret)}(?!\w)", call.result) is not None
+    for _, value in _values(from_json(call.arguments)):
+        text = str(value)
+        code = text if re.search(r"[(){}=;/.|<>*_]|\bselect\b", text, re.IGNORECASE) or " " not in text else ""
+        made = re.findall(r"(\w+)\s*=(?!=)|\bas\s+(\w+)|\bdef\s+(\w+)", code, re.IGNORECASE)
+        own = {name for names in made for name in names if name}
+        if any(SECRETS.search(word) for word in re.findall(r"\w+", code) if word not in own):
+            return True
+    return False
 
 
 def _contains(text: str, part: str) -> bool:

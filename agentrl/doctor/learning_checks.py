@@ -12,6 +12,8 @@ from agentrl.doctor.statistics import correlation, ends
 
 FEW_STEPS = 3
 SOME_STEPS = 8
+LEAP = 0.1
+"""KL to the start after two steps, of updates that are too large."""
 
 
 def progress(evidence: Evidence) -> tuple[float, float]:
@@ -87,10 +89,10 @@ def never_solved(evidence: Evidence) -> Iterator[Finding]:
 
 def too_fast(evidence: Evidence) -> Iterator[Finding]:
     """Updates so large that training diverges."""
-    steps, entropy = evidence.series("entropy")
-    _, reward = evidence.series("reward")
+    steps, reward = evidence.series("reward")
+    _, entropy = evidence.series("entropy")
     _, kl = evidence.series("kl")
-    if len(steps) < FEW_STEPS or len(reward) != len(steps):
+    if len(steps) < FEW_STEPS:
         return
     if next(iter(wrong_sign(evidence)), None) is not None:
         return
@@ -98,21 +100,37 @@ def too_fast(evidence: Evidence) -> Iterator[Finding]:
     early = float(reward[: max(2, len(reward) // 4)].max())
     fell = early - last > 0.5 * max(float(np.ptp(reward)), 1e-9) and best - last > 0.15
     at = int(np.argmax(reward))
-    torn = len(kl) == len(steps) and float(kl.max()) > 1.0
-    jumped = float(np.abs(np.diff(np.log(np.maximum(entropy, 1e-6)))).max()) > 1.6
-    if (torn and (fell or jumped)) or (fell and jumped):
+    torn = len(kl) > 0 and float(kl.max()) > 1.0
+    jumps = np.abs(np.diff(np.log(np.maximum(entropy, 1e-6))))
+    jumped = len(entropy) == len(steps) and float(jumps.max()) > 1.6
+    gone = _gone(evidence)
+    if (torn and (fell or jumped)) or (fell and jumped) or gone:
         yield Finding(
             "learning-rate-too-high",
             "error",
             f"the policy breaks: the reward falls from {best:.2f} to {last:.2f}"
             + (f", KL reaches {kl.max():.2g}" if torn else "")
-            + (", entropy jumps from step to step" if jumped else ""),
+            + (", entropy jumps from step to step" if jumped else "")
+            + (", all of it within two steps" if gone else ""),
             f"optim.lr (now {evidence.number('optim.lr', 0):g}: divide by 10), optim.max_grad_norm, "
             "algorithm.kl.coef",
             step=int(steps[min(at + 1, len(steps) - 1)]),
             series=("reward", "kl", "entropy", "grad_norm"),
             why="a single bad step would recover; this does not",
         )
+
+
+def _gone(evidence: Evidence) -> bool:
+    """Whether two updates took nearly all of the reward for good, with a leap in KL if that is measured."""
+    steps, reward = evidence.series("reward")
+    lowest = min((played.reward for played in evidence.scored if played.reward is not None), default=0.0)
+    gains, kl = reward - lowest, dict(zip(*evidence.series("kl"), strict=True))
+    for at in range(len(gains) - 4):
+        after = gains[at + 2 :]
+        leaped = not kl or max(kl.get(step, 0.0) for step in steps[at + 1 : at + 3]) > LEAP
+        if leaped and gains[at] > 0.15 and float(after.max()) < 0.2 * gains[at]:
+            return True
+    return False
 
 
 def too_slow(evidence: Evidence) -> Iterator[Finding]:

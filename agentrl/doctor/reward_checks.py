@@ -15,8 +15,12 @@ from agentrl.doctor.finding import Finding
 from agentrl.doctor.statistics import correlation, difference_is_sure, ends, slope
 
 ENOUGH = 32
+FEW_ANSWERS = 8
+"""Different answers that are paid, where the answer decides."""
 _JUDGED = re.compile(r"judge|grade|score|rating|rubric|quality|critic|model", re.IGNORECASE)
 """Names of rewards that are opinions."""
+_OPINION = re.compile(r"judge|rating|rubric|quality|critic", re.IGNORECASE)
+"""Those of which one value for nearly everything is no coincidence."""
 _HELD_OUT = re.compile(r"(env/[^/]+/)?held_out_reward")
 
 
@@ -96,7 +100,7 @@ def ignores_tools(evidence: Evidence) -> Iterator[Finding]:
     best = max(silent, key=lambda played: played.reward or 0.0)
     yield Finding(
         "reward-ignores-tools",
-        "warning",
+        "hint" if _answers_decide(silent) else "warning",
         f"episodes without a tool call score {np.mean(quiet):.2f}, those with one "
         f"{np.mean(called):.2f}: nothing rewards the use of tools",
         "the rewards of the env: check the result that only a tool can give",
@@ -105,6 +109,16 @@ def ignores_tools(evidence: Evidence) -> Iterator[Finding]:
         series=("reward", "turns"),
         why=f"{len(silent)} of {len(offered)} episodes call no tool; a task that needs none would look the same",
     )
+
+
+def _answers_decide(episodes: Sequence[Played]) -> bool:
+    """Whether right answers are paid and wrong ones are not: tasks that can be solved without a tool."""
+    rewards: dict[tuple[str, str], set[float]] = {}
+    for played in episodes:
+        rewards.setdefault((str(played.raw["task"]["id"]), played.answer), set()).add(played.reward or 0.0)
+    paid = {answer for (_, answer), found in rewards.items() if max(found) > 0}
+    values = {value for found in rewards.values() for value in found}
+    return all(len(found) == 1 for found in rewards.values()) and len(values) > 1 and len(paid) >= FEW_ANSWERS
 
 
 def _by_choice(played: Played) -> bool:
@@ -123,15 +137,21 @@ def constant_parts(evidence: Evidence) -> Iterator[Finding]:
     solved = sum(played.raw.get("solved") is True for played in evidence.scored) / max(1, len(evidence.scored))
     for name, found in values.items():
         known = [value for value in found if math.isfinite(value)]
-        if len(known) < 2 * ENOUGH or len(set(known)) > 1 or differ < 10 or (len(values) < 2 and known[0] == 0):
+        if len(known) < 2 * ENOUGH or differ < 10:
             continue
-        judged, between = bool(_JUDGED.search(name)), known[0] not in (0.0, 1.0)
+        value, count = Counter(known).most_common(1)[0]
+        between = value not in (0.0, 1.0)
+        nearly = between and count >= 0.95 * len(known) and _OPINION.search(name) is not None
+        if (count < len(known) and not nearly) or (len(values) < 2 and value == 0):
+            continue
+        judged = bool(_JUDGED.search(name))
+        share = "all" if count == len(known) else f"{count / len(known):.0%} of the"
         # All or nothing may be right: good form that everybody has, a bonus that nobody earned.
         sure = 0.02 < solved < 0.9 and (between or judged)
         yield Finding(
             "reward-part-constant",
             "warning" if sure else "hint",
-            f"the reward {name} is {known[0]:g} in all {len(known)} episodes, regardless of what the policy does",
+            f"the reward {name} is {value:g} in {share} {len(known)} episodes, regardless of what the policy does",
             f"the reward {name} of the env (its judge, prompt and endpoint); "
             f"env.reward_weights.{name}: 0 meanwhile",
             step=evidence.steps[-1],

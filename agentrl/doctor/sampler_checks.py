@@ -14,6 +14,8 @@ from agentrl.run_folder.token_records import REJECTED
 SMALL = 2e-3
 """Mean |difference| of log-probabilities that arithmetic alone explains, also in bfloat16 with a server."""
 LARGE = 0.02
+TILT = 0.07
+"""How far from 1 the slope between both sides is no accident."""
 TOKENS = 100
 """Tokens that a comparison needs."""
 
@@ -47,7 +49,7 @@ def disagreement(evidence: Evidence) -> Iterator[Finding]:
     if not len(steps):
         return
     first, worst = float(drift[0]), int(np.argmax(drift))
-    if first > LARGE and steps[0] == evidence.first_step:
+    if steps[0] == evidence.first_step and (first > LARGE or (first > SMALL and _tilted(evidence, int(steps[0])))):
         yield from _at_once(evidence, int(steps[0]), first)
         return
     start = first if steps[0] == evidence.first_step else SMALL
@@ -65,6 +67,13 @@ def disagreement(evidence: Evidence) -> Iterator[Finding]:
             why="only tokens that are reported as sampled with the newest weights are compared, so staleness "
             "cannot explain it",
         )
+
+
+def _tilted(evidence: Evidence, step: int) -> bool:
+    """Whether one side's log-probabilities are a multiple of the other's, which no rounding makes of them."""
+    sampler, learner = both_sides(evidence, step)
+    related, steep = correlation(sampler, learner), slope(sampler, learner)
+    return len(sampler) >= TOKENS and related > 0.9 and abs(steep - 1) > TILT
 
 
 def _fresh_drift(evidence: Evidence) -> tuple[Floats, Floats]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 import numpy as np
 
@@ -91,7 +91,7 @@ def one_error(evidence: Evidence) -> Iterator[Finding]:
         shape, count = texts.most_common(1)[0]
         same = [(call, played) for call, played in made if _shape(call) == shape]
         failed = sum(call.outcome not in POLICY_OUTCOMES for call, _ in same) > 0.5 * count
-        looks = bool(_ERROR.search(shape[:300]))
+        looks = bool(_ERROR.search(shape[:300])) or _same_error(call for call, _ in same)
         arguments = len({call.arguments for call, _ in same})
         share = count / len(made)
         if len(made) < ENOUGH and share < 1:
@@ -109,15 +109,19 @@ def one_error(evidence: Evidence) -> Iterator[Finding]:
                 series=("env/tool_exception",) if failed else (),
                 why=f"{arguments} different arguments in {_tasks(same)} tasks got it",
             )
-        elif share >= 0.95 and arguments >= 10 and len(texts) <= 2:
+        elif _one_result(made):
             call, played = same[0]
-            text = (
-                f"{tool} returns the same result for every call ({share:.0%} of {len(made)} calls): "
-                f"{call.result[:80]!r}"
-            )
+            text = f"{tool} returns the same result for every call ({len(made)} calls): {call.result[:80]!r}"
             yield Finding(
                 "tool-answers-the-same", "warning", text, f"the tool {tool} of the env", played.step, played.id
             )
+
+
+def _one_result(made: Sequence[tuple[Call, Played]]) -> bool:
+    """Whether nearly all calls have the same result, to the letter, although their arguments differ much."""
+    result, count = Counter(call.result.strip() for call, _ in made).most_common(1)[0]
+    arguments = {call.arguments for call, _ in made if call.result.strip() == result}
+    return count >= 0.95 * len(made) and len(arguments) >= 10
 
 
 def _tasks(made: Sequence[tuple[Call, Played]]) -> int:
@@ -126,10 +130,22 @@ def _tasks(made: Sequence[tuple[Call, Played]]) -> int:
 
 def _shape(call: Call) -> str:
     """A result without what varies from call to call: arguments, numbers, addresses, quoted parts."""
+    return re.sub(r"'[^']*'|\"[^\"]*\"", "#", _text(call))
+
+
+def _text(call: Call) -> str:
+    """The same with its quoted parts."""
     text = call.result.strip()[:500]
     for value in re.findall(r'"([^"\\]{2,})"', call.arguments):
         text = text.replace(value, "#")
-    return re.sub(r"0x[0-9a-f]+|\d+|'[^']*'|\"[^\"]*\"", "#", text)
+    return re.sub(r"\b(?=\w*\d)[0-9a-fA-F]{6,}\b|0x[0-9a-f]+|\d+", "#", text)
+
+
+def _same_error(calls: Iterable[Call]) -> bool:
+    """Whether most results of one shape are the same error inside of quotes as well, as in JSON."""
+    texts = Counter(map(_text, calls))
+    text, count = texts.most_common(1)[0]
+    return count > 0.5 * texts.total() and bool(_ERROR.search(text[:300]))
 
 
 def truncated(evidence: Evidence) -> Iterator[Finding]:

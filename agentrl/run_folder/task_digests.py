@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterable
 from hashlib import blake2b
 from itertools import islice
+from typing import Any
 
 from agentrl.types import Task
 
@@ -14,15 +16,41 @@ MOST = 20_000
 """Tasks of each split that are recorded."""
 
 
+_NUMBERING = re.compile(r"(.*[_-])?(id|idx|index|uid|uuid|guid)|split", re.IGNORECASE)
+"""Names of columns that number the rows, or name their split."""
+
+
 def task_digests(train: Iterable[Task], held_out: Iterable[Task]) -> bytes:
-    """The content of tasks.json: a digest of each task's row, or of its seed where it has none."""
-    data = {
-        "train": [_digest(task) for task in islice(train, MOST)],
-        "held_out": [_digest(t) for t in islice(held_out, MOST)],
-    }
+    """The content of tasks.json: digests of the tasks of each split.
+
+    `train` and `held_out` have those of whole rows, or of the seeds of tasks without one; `train_content` and
+    `held_out_content` those of the env and the row without the columns that number it.
+    """
+    splits = {"train": list(islice(train, MOST)), "held_out": list(islice(held_out, MOST))}
+    data = {split: [_digest(task) for task in tasks] for split, tasks in splits.items()}
+    data |= {f"{split}_content": [_content_digest(task) for task in tasks] for split, tasks in splits.items()}
     return json.dumps(data).encode()
 
 
+def without_numbering(row: Any) -> Any:
+    """A row without the columns that number it, those inside of objects included."""
+    if not isinstance(row, dict):
+        return row
+    return {key: without_numbering(value) for key, value in row.items() if not _NUMBERING.fullmatch(str(key))}
+
+
 def _digest(task: Task) -> str:
-    said = json.dumps(dict(task.row), sort_keys=True, default=repr) if task.row else f"seed {task.seed} {task.id}"
-    return blake2b(said.encode("utf-8", "replace"), digest_size=8).hexdigest()
+    return _short(_said(dict(task.row)) if task.row else f"seed {task.seed} {task.id}")
+
+
+def _content_digest(task: Task) -> str:
+    content = without_numbering(dict(task.row))
+    return _short(f"{task.env} {_said(content)}") if content else _digest(task)
+
+
+def _said(row: Any) -> str:
+    return json.dumps(row, sort_keys=True, default=repr)
+
+
+def _short(text: str) -> str:
+    return blake2b(text.encode("utf-8", "replace"), digest_size=8).hexdigest()

@@ -8,12 +8,12 @@ from pathlib import Path
 from typing import Any
 
 from agentrl.doctor.finding import Finding
-from tests.doctor.planted import ENVS, play
+from tests.doctor.planted import BASE, ENVS, play
 
 
 @dataclass(frozen=True)
 class Healthy:
-    """One run; see `Planted`."""
+    """One run; see `Planted`. One with a cold start does not begin with the shared policy."""
 
     title: str
     env: str = "Buttons"
@@ -21,9 +21,11 @@ class Healthy:
 
     def play(self, policy: Path, folder: Path) -> list[Finding]:
         """What the doctor says above a hint."""
-        return [f for f in play(policy, folder, self.env, self.changes) if f.severity != "hint"]
+        cold = "warmup" in self.changes
+        return [f for f in play(policy, folder, self.env, self.changes, cold=cold) if f.severity != "hint"]
 
 
+_own_start = {"warmup": BASE["warmup"]}
 _TWO = {"env": None, "envs": {name: {"use": f"{ENVS}:{name}"} for name in ("Buttons", "Costly")}}
 HEALTHY = (
     *(Healthy(f"buttons, seed {seed}", changes={"seed": seed, "steps": 6}) for seed in range(1, 6)),
@@ -53,6 +55,16 @@ HEALTHY = (
     ),
     Healthy("a cooler policy", changes={"steps": 6, "rollout": {"temperature": 0.7}}),
     Healthy("replaced groups", changes={"steps": 5, "rollout": {"refill_zero_signal": 4}}),
+    Healthy("tiny groups", changes={"steps": 8, "rollout": {"groups_per_step": 4, "group_size": 2}}),
+    Healthy("rewards below zero", "Negative", {"steps": 6}),
+    Healthy("a judge that varies little", "Lukewarm", {"steps": 5}),
+    Healthy("several epochs", "Epochs", {"steps": 8}),
+    Healthy(
+        "a long warmup of the learning rate",
+        changes={"steps": 12, "optim": {"lr": 2e-3, "warmup_steps": 8, "schedule": "cosine"}},
+    ),
+    Healthy("a goal in the prompt", "Balance", {**_own_start, "steps": 4}),
+    Healthy("turns without tools", "Guesses", {**_own_start, "steps": 5, "rollout": {"max_turns": 4}}),
     Healthy("a longer run", changes={"steps": 24, "optim": {"schedule": "linear"}}),
 )
-"""Twenty of them."""
+"""Most of them are odd."""

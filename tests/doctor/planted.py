@@ -90,7 +90,7 @@ class Planted:
         expects: the findings that name it; one of them is enough.
         setting: what the finding has to recommend.
         changes: to the configuration.
-        inject: what breaks while the run trains.
+        inject: what breaks while the run trains; it may return more settings.
         cold: start from scratch, without the shared policy.
     """
 
@@ -100,7 +100,7 @@ class Planted:
     setting: str
     env: str = "Buttons"
     changes: Mapping[str, Any] = field(default_factory=dict)
-    inject: Callable[[], AbstractContextManager[object]] = nullcontext
+    inject: Callable[[], AbstractContextManager[Mapping[str, Any] | None]] = nullcontext
     cold: bool = False
 
     @property
@@ -110,8 +110,8 @@ class Planted:
 
     def play(self, policy: Path, folder: Path) -> list[Finding]:
         """What the doctor says of the run."""
-        with self.inject():
-            return play(policy, folder, self.env, self.changes, cold=self.cold)
+        with self.inject() as settings:
+            return play(policy, folder, self.env, merged(self.changes, settings or {}), cold=self.cold)
 
     def named(self, found: list[Finding]) -> bool:
         """Whether a finding above a hint names the fault, with the setting to change."""
@@ -132,13 +132,17 @@ def play(policy: Path, folder: Path, env: str, changes: Mapping[str, Any], *, co
 
 
 @contextmanager
-def weights_kept(lag: int | None = None) -> Iterator[None]:
-    """The sampler gets the first update again and again, or each one `lag` updates late."""
+def weights_kept(lag: int | None = None, named: str = "") -> Iterator[None]:
+    """The sampler gets the first update again and again, or each one `lag` updates late.
+
+    `named` is in the names of the weights that this concerns.
+    """
     original, sent = training_run.sent_weights, []
 
     async def old(*args: Any) -> Any:
         sent.append({name: value.clone() for name, value in (await original(*args)).items()})
-        return sent[0] if lag is None else sent[max(0, len(sent) - 1 - lag)]
+        kept = sent[0] if lag is None else sent[max(0, len(sent) - 1 - lag)]
+        return {name: (kept if named in name else sent[-1])[name] for name in kept}
 
     with patch.object(training_run, "sent_weights", old):
         yield

@@ -11,7 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Literal
 
-from agentrl import TextEnv, ToolEnv, reward, tool
+from agentrl import Stop, TextEnv, ToolEnv, reward, tool
 from agentrl.env.tasks import Split, generated
 from agentrl.errors import SandboxError
 from agentrl.types import Episode, Message, Task, ToolCall
@@ -89,6 +89,17 @@ class OftenBroken(Buttons):
         if self.number % 3:
             return f"HTTP 503: request {self.number} for {color}: upstream connect error"
         return super().press(color)
+
+
+class JsonError(Buttons):
+    """All answers are the same error, as JSON with an id of its own."""
+
+    __doc__ = Buttons.__doc__
+
+    @tool(inline=True)
+    def press(self, color: Color) -> str:
+        """Press a button."""
+        return f'{{"status": "failed", "code": 401, "request": "{random.getrandbits(32):08x}"}}'
 
 
 class Verbose(Buttons):
@@ -273,6 +284,16 @@ class Mute(Buttons):
         return 0.0
 
 
+class MostlyShrug(Buttons):
+    """A judge whose answers are hardly ever more than a default."""
+
+    __doc__ = Buttons.__doc__
+
+    @reward(weight=0.3)
+    def quality(self) -> float:
+        return 0.5 if self.number % 25 else 0.0
+
+
 class NotANumber(Buttons):
     __doc__ = Buttons.__doc__
 
@@ -371,6 +392,31 @@ class Repeated(Buttons):
         return generated("buttons", split, seed, 64, lambda rng: {"number": base + rng.randrange(4)})
 
 
+class NumberedRepeats(Buttons):
+    """Four tasks, whose rows have numbers."""
+
+    __doc__ = Buttons.__doc__
+
+    def setup(self, number: int, uid: int = 0) -> str:
+        return super().setup(number)
+
+    @classmethod
+    def tasks(cls, split: Split, seed: int) -> Sequence[Task]:
+        base = 0 if split == "train" else HELD_OUT
+        return [Task(f"{split}/{n}", {"number": base + n % 4, "uid": n}, seed=n) for n in range(64)]
+
+
+class NumberedLeak(NumberedRepeats):
+    """The held-out tasks are training tasks with other numbers."""
+
+    __doc__ = Buttons.__doc__
+
+    @classmethod
+    def tasks(cls, split: Split, seed: int) -> Sequence[Task]:
+        base = 0 if split == "train" else HELD_OUT
+        return [Task(f"{split}/{n}", {"number": n, "uid": base + n}, seed=n) for n in range(64)]
+
+
 # -- healthy, and odd --------------------------------------------------------------------------------------------
 
 
@@ -406,6 +452,106 @@ class Costly(Buttons):
     @reward(weight=-0.001)
     def cost(self, episode: Episode) -> int:
         return length(episode)
+
+
+class Negative(Buttons):
+    """What is wrong costs; nothing pays."""
+
+    __doc__ = Buttons.__doc__
+
+    @reward
+    def solved(self) -> float:
+        return 0.0 if self.pressed == self.right else -1.0 if self.pressed else -1.5
+
+
+class Lukewarm(Buttons):
+    """A judge that varies little."""
+
+    __doc__ = Buttons.__doc__
+
+    @reward(weight=0.5)
+    def judge(self, episode: Episode) -> float:
+        return 0.5 + 0.02 * ((self.number * 7 + length(episode)) % 3 - 1)
+
+
+class Epochs(Buttons):
+    """A dozen tasks, again and again."""
+
+    __doc__ = Buttons.__doc__
+
+    @classmethod
+    def tasks(cls, split: Split, seed: int) -> Sequence[Task]:
+        base = 0 if split == "train" else HELD_OUT
+        return [Task(f"{split}/{n}", {"number": base + 7 * n}, seed=n) for n in range(12)]
+
+
+class Balance(ToolEnv):
+    """Bring the balance to the target."""
+
+    def setup(self, start: int, target: int) -> str:
+        self.balance, self.target = start, target
+        return f"The balance is {start}. Make it {target}."
+
+    @tool(inline=True)
+    def add(self, n: int) -> str:
+        """Add to the balance."""
+        self.balance += n
+        return f"balance={self.balance}"
+
+    @reward(solved=True)
+    def solved(self) -> bool:
+        return self.balance == self.target
+
+    @classmethod
+    def tasks(cls, split: Split, seed: int) -> Sequence[Task]:
+        def row(rng: random.Random) -> dict[str, object]:
+            start = 2 * rng.randrange(5, 200) + (split == "train")
+            return {"start": start, "target": start + rng.randrange(1, 4)}
+
+        return generated("balance", split, seed, 64, row)
+
+    @classmethod
+    def demonstrations(cls, seed: int, num: int) -> list[list[Message]]:
+        """Add something."""
+        rng, found = random.Random(seed), []
+        for _ in range(num):
+            start, n = rng.randrange(10, 400), rng.randrange(1, 4)
+            asked = f"The balance is {start}. Make it {start + rng.randrange(1, 4)}."
+            call = ToolCall("call00000", "add", {"n": n})
+            said = [Message("system", str(cls.__doc__)), Message("user", asked), Message("assistant", "", (call,))]
+            said.append(Message("tool", f"balance={start + n}", tool_call_id="call00000", name="add"))
+            found.append([*said, Message("assistant", "done")])
+        return found
+
+
+class Guesses(TextEnv):
+    """Say red or blue, three times."""
+
+    def setup(self, number: int) -> str:
+        self.right, self.found, self.rounds = COLORS[number % 2], 0, 0
+        return f"Number {number}."
+
+    def reply(self, text: str) -> str | Stop:
+        self.rounds += 1
+        self.found += self.right in text
+        return Stop("over") if self.rounds == 3 else f"Round {self.rounds}."
+
+    @reward
+    def points(self) -> float:
+        return self.found / 3
+
+    tasks = Buttons.tasks
+
+    @classmethod
+    def demonstrations(cls, seed: int, num: int) -> list[list[Message]]:
+        """Any color."""
+        rng, found = random.Random(seed), []
+        for _ in range(num):
+            said = [Message("system", str(cls.__doc__)), Message("user", f"Number {rng.randrange(HELD_OUT)}.")]
+            for n in range(1, 4):
+                said += [Message("assistant", rng.choice(COLORS)), Message("user", f"Round {n}.")]
+            found.append(said[:-1])
+        return found
 
 
 class Words(TextEnv):

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from agentrl.doctor.data_checks import answer_in_sight
+from agentrl.doctor.data_checks import CHECKS, answer_in_sight
 from agentrl.doctor.evidence import Evidence, Played
+from agentrl.run_folder.task_digests import task_digests
+from agentrl.types import Task
 
 SQL = "SELECT name FROM cities WHERE population > {} ORDER BY name"
 PROSE = "The bridge over river {} was opened in the spring of that year by the mayor."
@@ -34,7 +37,7 @@ def episode(number: int, row: dict[str, Any], said: Said, prompt: str = "Which c
         "task": {"id": f"t{number}", "row": row},
         "reward": 1.0,
         "tools": [{"function": {"name": "query"}}],
-        "turns": [{"calls": calls}],
+        "turns": [{"calls": calls}, *({} for role, _ in said[-1:] if role == "assistant")],
         "messages": messages,
     }
     return Played(1, number, (), raw)
@@ -87,13 +90,50 @@ def test_a_text_of_any_column_that_a_tool_shows_and_the_policy_hands_in(tmp_path
         # what there is to choose from
         ({"labels": ["city {}", "town {}"]}, [("assistant", "city {}")], "city {} or town {}?"),
         ({"sql": SQL}, [("call", "SELECT 1"), ("tool", "1"), ("assistant", SQL)], "Which?"),
+        ({"choices": ["{}", "town"], "answer": "{}"}, [("assistant", "{}")], "{} or town?"),
+        # what there is to read
+        ({"text": "No. {} is old. " * 20, "answer": "{}"}, [("assistant", "{}")], "Read: No. {} is old."),
+        # the goal of the task
+        ({"target": "{}"}, [("call", "add 3"), ("tool", "balance={}"), ("assistant", "done")], "Make it {}."),
+        # what a program computes, a query asks for in words, the policy hands in, or the end of a game shows
+        ({"answer": "{}"}, [("call", "result = 1 + 2; print(result)"), ("tool", "{}"), ("assistant", "{}")], "?"),
+        ({"answer": "{}"}, [("call", "select 1 as result"), ("tool", "{}"), ("assistant", "{}")], "?"),
+        ({"answer": "{}"}, [("call", "expected result of the vote"), ("tool", "{}"), ("assistant", "{}")], "?"),
+        ({"answer": "{}"}, [("call", "answer={}"), ("tool", "{} is right"), ("assistant", "done")], "?"),
+        ({"answer": "{}"}, [("call", "guess 7"), ("tool", "lost; answer: {}")], "?"),
     ],
 )
 def test_what_is_no_leak(tmp_path: Path, row: dict[str, Any], said: Said, prompt: str):
     assert found(tmp_path, row, said, prompt) == []
 
 
+@pytest.mark.parametrize("call", ["select answer from tasks", "cat /data/answers.json", "solution"])
+def test_a_call_that_asks_for_the_answer_by_its_name(tmp_path: Path, call: str):
+    said = [("call", call), ("tool", "It is {}."), ("assistant", "{}")]
+    assert found(tmp_path, {"answer": "{}"}, said) == ["answer-in-reach"]
+
+
 @pytest.mark.parametrize("row", [{"reward_model": {"ground_truth": "{}"}}, {"answers": ["{}"]}, {"sql": SQL}])
 def test_an_answer_in_the_prompt_wherever_it_stands_in_the_row(tmp_path: Path, row: dict[str, Any]):
     shown = SQL if "sql" in row else "{}"
     assert found(tmp_path, row, [("assistant", "done")], f"Expected: {shown}") == ["answer-in-prompt"]
+
+
+def test_a_goal_that_the_policy_only_copies_is_the_answer(tmp_path: Path):
+    assert found(tmp_path, {"target": "{}"}, [("assistant", "{}")], "Number {}") == ["answer-in-prompt"]
+
+
+@pytest.mark.parametrize("numbering", [{"uid": 1}, {"extra": {"index": 1, "split": "1"}}])
+def test_rows_that_differ_in_their_number_only(tmp_path: Path, numbering: dict[str, Any]):
+    def tasks(split: str) -> list[Task]:
+        first = 0 if split == "train" else 64
+        rows = [json.loads(json.dumps(numbering).replace("1", str(first + n))) for n in range(64)]
+        return [Task(f"{split}/{n}", {"question": f"What is {n % 4}?", **row}) for n, row in enumerate(rows)]
+
+    (tmp_path / "tasks.json").write_bytes(task_digests(tasks("train"), tasks("held_out")))
+    evidence = Evidence.of(tmp_path)
+    evidence.episodes = [episode(n, dict(t.row), [], t.row["question"]) for n, t in enumerate(tasks("train")[:9])]
+    assert [f.name for check in CHECKS for f in check(evidence)] == ["held-out-leak", "duplicate-tasks"]
+    # an env that makes its tasks from the number shows the same prompt for all of them
+    evidence.episodes = [episode(n, dict(t.row), [], "Play.") for n, t in enumerate(tasks("train")[:9])]
+    assert [finding.name for check in CHECKS for finding in check(evidence)] == []

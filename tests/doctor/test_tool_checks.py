@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from agentrl.doctor.evidence import Evidence, Played
-from agentrl.doctor.tool_checks import never_called
+from agentrl.doctor.tool_checks import never_called, one_error
 
 CALL = {
     "call": {"name": "search", "arguments": {"query": "x"}},
@@ -54,3 +54,31 @@ def test_calls_of_one_tool_that_are_not_read(tmp_path: Path, said: str, errors: 
 
 def test_a_tool_that_nobody_needs_is_no_finding(tmp_path: Path):
     assert found(tmp_path, *(episode(n, "I submit that it is 3.") for n in range(40))) == []
+
+
+def answered(tmp_path: Path, results: list[str]) -> list[str]:
+    """What is said of calls with different arguments that got these results."""
+    calls = [
+        {**CALL, "call": {"name": "search", "arguments": {"query": f"q{n}"}}, "result": result}
+        for n, result in enumerate(results)
+    ]
+    evidence = Evidence.of(tmp_path)
+    evidence.episodes = [
+        Played(1, 0, (), {**episode(n, "").raw, "turns": [{"calls": [call]}]}) for n, call in enumerate(calls)
+    ]
+    return [finding.name for finding in one_error(evidence)]
+
+
+def test_an_error_inside_of_json_is_an_error(tmp_path: Path):
+    error = '{{"status": "failed", "code": 401, "request": "b51f{:04x}"}}'
+    assert answered(tmp_path, [error.format(n) for n in range(40)]) == ["tool-always-fails"]
+    found = '{{"title": "page {}", "text": "word{}"}}'
+    assert answered(tmp_path, [found.format(n, "e" * n) for n in range(40)]) == []
+    rows = '{{"log": "{} {}"}}'
+    words = ("error", "ok", "started", "stopped")
+    assert answered(tmp_path, [rows.format(words[n % 4], n) for n in range(40)]) == []
+
+
+def test_numbers_are_not_the_same_result(tmp_path: Path):
+    assert answered(tmp_path, [str(n) for n in range(40)]) == []
+    assert answered(tmp_path, ["42"] * 40) == ["tool-answers-the-same"]

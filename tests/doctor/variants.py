@@ -14,6 +14,7 @@ from tests.doctor.planted import (
     rank_slowed,
     weights_kept,
 )
+from tests.doctor.planted_servers import servers
 
 _drift = {"drift_gate": {"mean_abs": None}}
 _make = functools.partial
@@ -107,6 +108,14 @@ OTHERS = (
         changes={"steps": 6, "learner": {"device": "cpu", "ranks": 2}},
         inject=rank_slowed,
     ),
+    Planted(
+        21,
+        "one server always slow",
+        ("slow-server",),
+        "engine.server",
+        changes={"steps": 6, "rollout": {"groups_per_step": 4}},
+        inject=_make(servers, 0.0, 4.0),
+    ),
 )
 """Faults that the public list does not have, with findings of their own."""
 VARIANTS = (
@@ -139,10 +148,22 @@ VARIANTS = (
     Planted(
         3, "two of three answers are an error text", ("tool-always-fails",), "press", "OftenBroken", {"steps": 3}
     ),
+    Planted(
+        1,
+        "half of the weights never reach",
+        ("weights-not-reaching-sampler",),
+        "engine.sync",
+        changes={"optim": {"lr": 5e-3}, "algorithm": _drift, "steps": 8},
+        inject=_make(weights_kept, named="layers"),
+    ),
+    Planted(3, "errors as JSON", ("tool-always-fails",), "press", "JsonError", {"steps": 3}),
     Planted(4, "loss mask shifted by two", ("tokens-shifted",), "loss mask", inject=_make(mask_shifted, 2)),
     Planted(6, "reward is luck", ("reward-ignores-tools",), "reward", "HalfPolite", {"steps": 6}),
     Planted(7, "judge is always 0", ("reward-part-constant",), "judge", "Mute"),
+    Planted(7, "judge is nearly always the same", ("reward-part-constant",), "quality", "MostlyShrug"),
     Planted(8, "a query in reach of a tool", ("answer-in-reach",), "reach", "PeekSql"),
+    Planted(9, "duplicates with numbers", ("duplicate-tasks",), "data.train", "NumberedRepeats", {"steps": 3}),
+    Planted(10, "leaked with other numbers", ("held-out-leak",), "data.held_out", "NumberedLeak", {"steps": 3}),
     Planted(10, "half of held-out leaked", ("held-out-leak",), "data.held_out", "HalfLeaky"),
     Planted(
         13,
@@ -150,6 +171,20 @@ VARIANTS = (
         ("learning-rate-too-high",),
         "optim.lr",
         changes={"steps": 10, "optim": {"lr": 3e-2}},
+    ),
+    Planted(
+        13,
+        "learning rate x5, all lost at once",
+        ("learning-rate-too-high",),
+        "optim.lr",
+        changes={"steps": 8, "optim": {"lr": 5e-3}, "algorithm": {"kl": {"coef": 0.001}}},
+    ),
+    Planted(
+        13,
+        "learning rate x5 without KL",
+        ("learning-rate-too-high",),
+        "optim.lr",
+        changes={"steps": 8, "optim": {"lr": 5e-3}, "algorithm": {"kl": {"coef": 0.0}}},
     ),
     Planted(
         13,
@@ -164,6 +199,14 @@ VARIANTS = (
         ("temperature-mismatch",),
         "rollout.temperature",
         inject=_make(learner_made, temperature=0.8),
+    ),
+    Planted(
+        14,
+        "the sampler's temperature only",
+        ("temperature-mismatch",),
+        "rollout.temperature",
+        changes={"rollout": {"temperature": 0.7}},
+        inject=_make(learner_made, temperature=1.0),
     ),
     Planted(
         14,
