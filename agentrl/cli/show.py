@@ -100,23 +100,15 @@ def _place(step: int, steps: Sequence[int]) -> str:
 def _tell_history(run: Path) -> None:
     """Say where a run came from and what was changed on resuming."""
     from agentrl.clean import visible
-    from agentrl.run_folder.history import read_history, read_lineage
+    from agentrl.run_folder.history import read_history, read_lineage, told_changes
 
     lineage = read_lineage(run)
     if lineage is not None:
         print(visible(f"forked from {lineage}"))
     for entry in read_history(run):
         changes = entry["changes"]
-        for key, value in changes.items() if isinstance(changes, dict) else ():
-            if key != "forked from":
-                said = f"{key}: {value[0]} -> {value[1]}" if key != "code" and isinstance(value, list) else ""
-                lines = (
-                    [said]
-                    if said
-                    else [f"code: {line}" for line in (value if isinstance(value, list) else [value])]
-                )
-                for line in lines:
-                    print(visible(f"changed after step {entry.get('step')}: {line}"))
+        for line in told_changes(changes) if isinstance(changes, dict) else ():
+            print(visible(f"changed after step {entry.get('step')}: {line}"))
 
 
 def _check(query: Query, texts: Sequence[tuple[str, str | None]]) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -55,6 +55,17 @@ def read_history(run: Path) -> Sequence[Mapping[str, object]]:
         if isinstance(entry, dict) and isinstance(entry.get("changes"), dict):
             found.append(entry)
     return found
+
+
+def told_changes(changes: Mapping[str, object]) -> Iterator[str]:
+    """The changes of an entry as lines of text."""
+    for key, value in changes.items():
+        if key == "code":
+            yield from (f"code: {line}" for line in (value if isinstance(value, list) else [value]))
+        elif isinstance(value, list) and len(value) == 2:
+            yield f"{key}: {value[0]} -> {value[1]}"
+        elif key != "forked from":
+            yield f"{key}: {value}"
 
 
 def write_lineage(run: Path, lineage: Lineage) -> None:

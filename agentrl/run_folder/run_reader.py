@@ -25,6 +25,7 @@ from pydantic_core import from_json
 from agentrl.errors import CheckpointError
 from agentrl.run_folder import tags
 from agentrl.run_folder.files import open_regular, read_bounded
+from agentrl.run_folder.history import Lineage, read_history, read_lineage
 from agentrl.run_folder.records import (
     LATE,
     bounded_lines,
@@ -175,11 +176,12 @@ class RunReader:
 
     @property
     def events(self) -> list[tuple[str, str]]:
-        """The newest lines of events.log: time and text."""
+        """The first line of events.log and the newest ones: time and text."""
         try:
-            whole = list(bounded_lines(self.path / "events.log", MAX_LINE))[-EVENTS_KEPT:]
+            whole = list(bounded_lines(self.path / "events.log", MAX_LINE))
         except (OSError, CheckpointError):
             return []
+        whole = whole if len(whole) <= EVENTS_KEPT else [whole[0], *whole[-EVENTS_KEPT + 1 :]]
         lines = [line.decode("utf-8", "replace").rstrip("\n") for line in whole]
         return [(time, text) for time, _, text in (line.partition(" ") for line in lines) if text]
 
@@ -229,6 +231,22 @@ class RunReader:
     def tags(self) -> tuple[str, ...]:
         """What `agentrl tag` gave the run."""
         return tags.read_tags(self.path)
+
+    @property
+    def lineage(self) -> Lineage | None:
+        """Where the run was forked from; None if it was not, or the file is damaged."""
+        try:
+            return read_lineage(self.path)
+        except (OSError, CheckpointError):
+            return None
+
+    @property
+    def history(self) -> Sequence[Mapping[str, object]]:
+        """What was changed on resuming or forking, oldest first."""
+        try:
+            return read_history(self.path)
+        except (OSError, CheckpointError):
+            return ()
 
     @property
     def steps(self) -> list[int]:

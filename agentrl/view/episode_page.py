@@ -175,7 +175,7 @@ def _other_system(inside: Sequence[Json], messages: Sequence[Json]) -> bool:
     systems = [m.get("content") for m in messages if m.get("role") == "system"]
     mine = {s["message"] for s in inside if s["message"] is not None}
     own = [messages[n].get("content") for n in mine if n < len(messages) and messages[n].get("role") == "system"]
-    return bool(own) and own[0] != (systems[0] if systems else None)
+    return bool(mine) and own[:1] != systems[:1]
 
 
 def _said_by_agent(said: Json, inside: Sequence[Json]) -> str | None:
@@ -188,7 +188,7 @@ def _said_by_agent(said: Json, inside: Sequence[Json]) -> str | None:
 
 
 _REASONS = {
-    "sub_agent": "a conversation with another system prompt",
+    "sub_agent": "a conversation with another system prompt, or without one",
     "opening": "a conversation with another opening",
     "repeat": "the client sent the request of another branch again",
     "unanswered": "of the two requests behind this turn, one got no answer, because its client had left",
@@ -200,7 +200,7 @@ def _reason(said: Json, parent: int, kind: str, recorded: str | None) -> str:
     if recorded is not None:
         return _REASONS.get(recorded, f"the client's history differed: {recorded}")
     if kind == "sub_agent":
-        return "a conversation with another system prompt"
+        return _REASONS[kind]
     metrics: Mapping[str, float] = said.get("metrics", {})
     drift = [name.removeprefix("agent/drift_") for name in metrics if name.startswith("agent/drift_")]
     if drift:

@@ -21,6 +21,7 @@ from agentrl.view import episode_page, run_page, step_page
 from agentrl.view.env_view import view_file, view_page
 from agentrl.view.episode_page import Span
 from agentrl.view.pieces import Decode
+from agentrl.view.words import RUNS
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -78,12 +79,18 @@ class Library:
 
     def all_runs(self) -> Json:
         """The table of runs."""
-        return {"runs": [run_page.header(id, reader) for id, reader in self.runs.items()]}
+        ids = self._places()
+        return {"runs": [run_page.header(i, self.run(i), ids) for i in ids.values()], "words": dict(RUNS)}
 
     def about(self, id: str) -> Json:
         """A run. Raises NotFoundError."""
         reader = self.run(id)
-        return run_page.about(id, reader, self._findings(reader), tokenizer=self._tokenizer(reader) is not None)
+        known = self._tokenizer(reader) is not None
+        return run_page.about(id, reader, self._places(), self._findings(reader), tokenizer=known)
+
+    def _places(self) -> dict[Path, str]:
+        """The ids of all runs by folder."""
+        return {reader.path: id for id, reader in self.runs.items()}
 
     def _findings(self, reader: RunReader) -> list[Json]:
         """What the doctor finds, examined again when the run has changed."""
@@ -189,7 +196,7 @@ class Library:
     def search(self, query: Query) -> Json:
         """A page of hits. Raises ConfigError for an invalid regular expression."""
         found = self.indexed().search(query)
-        ids = {reader.path: id for id, reader in self.runs.items()}
+        ids = self._places()
         hits = [
             {
                 "run": ids[hit.run],
@@ -208,7 +215,7 @@ class Library:
 
     def compare(self, ids: Sequence[str]) -> Json:
         """Several runs side by side. Raises NotFoundError."""
-        return run_page.compare({id: self.run(id) for id in ids}, self.cache)
+        return run_page.compare({id: self.run(id) for id in ids}, self.cache, self._places())
 
     def indexed(self) -> Index:
         """The index of all episodes so far; the first call takes a second for each 10,000 of them or so."""

@@ -12,7 +12,7 @@ NUMBERS = frozenset(
         *("trained", "no_signal", "cut", "failed", "set_aside", "baseline", "stale", "mistakes", "delta"),
         *("start_s", "end_s", "p50_ms", "p99_ms", "truncated", "never_called", "curated", "tokenizer"),
         *("turn", "value", "weight", "total", "message", "observation", "engine_seconds", "env_seconds"),
-        "token_seconds",
+        *("token_seconds", "weights_only"),
     }
 )
 """Numbers, truths, and lists of them."""
@@ -30,6 +30,7 @@ OBJECTS = frozenset(
     {
         *("runs", "notes", "evaluations", "findings", "series", "tools", "by_step", "steps", "groups", "episodes"),
         *("episode", "timings", "phases", "messages", "turns", "calls", "rewards", "parts", "tool_calls"),
+        "forked_from",
     }
 )
 """Objects, and lists of them, whose keys are looked up here in turn."""

@@ -5,12 +5,15 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterator, Mapping, Sequence
 from datetime import datetime
+from pathlib import Path
 from typing import Any
 
 from agentrl.errors import CheckpointError
 from agentrl.reporting.loggers.hide_secrets import without_secrets
 from agentrl.reporting.metric_docs import describe
+from agentrl.run_folder.history import told_changes
 from agentrl.run_folder.run_reader import Json, Metrics, RecordCache, RunReader
+from agentrl.view.words import RUNS, TASKS
 
 CURATED = (
     *("solved", "reward", "held_out", "held_out_reward", "entropy", "kl", "loss", "grad_norm"),
@@ -38,8 +41,8 @@ def run_id(reader: RunReader, taken: Mapping[str, object]) -> str:
     return f"{name}.{hashlib.blake2b(str(reader.path).encode(), digest_size=4).hexdigest()}"
 
 
-def header(id: str, reader: RunReader) -> Json:
-    """The row of a run in the table."""
+def header(id: str, reader: RunReader, ids: Mapping[Path, str]) -> Json:
+    """The row of a run in the table; `ids` are those of all runs by folder."""
     config, metrics, summary = reader.config, reader.metrics, reader.summary
     solved = "held_out" if "held_out" in metrics.values else "held_out_reward"
     algorithm = _section(config, "algorithm")
@@ -50,6 +53,7 @@ def header(id: str, reader: RunReader) -> Json:
         "path": str(reader.path),
         "status": reader.status,
         "tags": list(reader.tags),
+        "forked_from": _origin(reader, ids),
         "step": step,
         "steps": _number(config.get("steps")),
         "started": started,
@@ -64,7 +68,23 @@ def header(id: str, reader: RunReader) -> Json:
     }
 
 
-def about(id: str, reader: RunReader, findings: Sequence[Json], *, tokenizer: bool) -> Json:
+def _origin(reader: RunReader, ids: Mapping[Path, str]) -> Json | None:
+    """The run and step that a run was forked from; `run` is None if that run is not among those shown."""
+    lineage = reader.lineage
+    if lineage is None:
+        return None
+    folder = Path(lineage.run)
+    return {
+        "run": ids.get(folder.resolve()),
+        "name": folder.name,
+        "step": lineage.step,
+        "weights_only": lineage.weights_only,
+    }
+
+
+def about(
+    id: str, reader: RunReader, ids: Mapping[Path, str], findings: Sequence[Json], *, tokenizer: bool
+) -> Json:
     """A run: its header, configuration, notes, evaluations and the list of its series."""
     metrics = reader.metrics
     evaluations = [
@@ -81,9 +101,9 @@ def about(id: str, reader: RunReader, findings: Sequence[Json], *, tokenizer: bo
         for e in evaluations
     ]
     found = [{"kind": "finding", "time": None, **finding} for finding in findings]
-    notes = sorted([*_notes(reader), *marks, *found], key=lambda note: note["step"] or 0)
+    notes = sorted([*_notes(reader), *_changes(reader), *marks, *found], key=lambda note: note["step"] or 0)
     return {
-        **header(id, reader),
+        **header(id, reader, ids),
         "config": without_secrets(reader.config),
         "notes": notes,
         "evaluations": evaluations,
@@ -177,6 +197,15 @@ def _notes(reader: RunReader) -> Iterator[Json]:
         yield {"step": step, "time": _seconds(when), "kind": kind, "text": text, "severity": severity}
 
 
+def _changes(reader: RunReader) -> Iterator[Json]:
+    """What was changed on resuming, or by a fork."""
+    for entry in reader.history:
+        step, changes = entry.get("step"), entry["changes"]
+        where = {"step": step if isinstance(step, int) else 0, "time": _seconds(str(entry.get("time")))}
+        for text in told_changes(without_secrets(changes)) if isinstance(changes, dict) else ():
+            yield {**where, "kind": "change", "text": text, "severity": "info"}
+
+
 def _seconds(when: str) -> float | None:
     try:
         return datetime.fromisoformat(when.replace("Z", "+00:00")).timestamp()
@@ -184,7 +213,7 @@ def _seconds(when: str) -> float | None:
         return None
 
 
-def compare(runs: Mapping[str, RunReader], cache: RecordCache) -> Json:
+def compare(runs: Mapping[str, RunReader], cache: RecordCache, ids: Mapping[Path, str]) -> Json:
     """Several runs: headers, configuration keys that differ, common series, tasks of the first and the last."""
     flat = {id: dict(_leaves(without_secrets(reader.config))) for id, reader in runs.items()}
     keys = dict.fromkeys(key for leaves in flat.values() for key in leaves)
@@ -196,11 +225,12 @@ def compare(runs: Mapping[str, RunReader], cache: RecordCache) -> Json:
     named = [set(reader.metrics.values) for reader in runs.values()]
     tasks = _tasks(list(runs.values()), cache) if len(runs) > 1 else []
     return {
-        "runs": [header(id, reader) for id, reader in runs.items()],
+        "runs": [header(id, reader, ids) for id, reader in runs.items()],
         "config_diff": different,
         "tasks": tasks,
         "regressions": [task for task in tasks if task["delta"] < 0],
         "series_common": sorted(set.intersection(*named)) if named else [],
+        "words": {**RUNS, **TASKS},
     }
 
 

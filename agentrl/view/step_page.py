@@ -13,7 +13,7 @@ from typing import Any
 from agentrl.errors import CheckpointError
 from agentrl.run_folder.run_reader import Json, Metrics, RecordCache, RunReader
 from agentrl.types import LIMITS
-from agentrl.view.words import STEP, of_metrics
+from agentrl.view.words import STEP, TOOLS, of_metrics
 
 FAILING = 8
 """Argument sets shown for a tool that fails."""
@@ -273,6 +273,7 @@ def tools(reader: RunReader, cache: RecordCache, steps: Sequence[int]) -> Json:
         ],
         "by_step": by_step,
         "steps": list(steps),
+        "words": dict(TOOLS),
     }
 
 

@@ -6,6 +6,38 @@ from collections.abc import Iterable, Mapping
 
 from agentrl.reporting.metric_docs import describe
 
+RUNS: Mapping[str, str] = {
+    "Run": "The run's folder, its tags, and the run and step that it was forked from.",
+    "Status": "Finished, running (its process is alive), or stopped: interrupted, crashed or killed.",
+    "Step": "The last step that was logged, of the steps that the run is to make.",
+    "Held out": "Share of the held-out tasks that were solved in the first evaluation and in the last one, or the "
+    "mean reward if the env does not define what is solved. Percentages change by percentage points.",
+    "Wall time": "Time from the start to the end of training; the time since the start while it runs.",
+    "Model": "The model that the run began with, or width x layers of a tiny one.",
+    "Env": "The environments that the run trains on.",
+    "Estimator": "How rewards become advantages, and the loss that uses them.",
+    "Updated": "When the run wrote its files last.",
+    "Setting": "A setting that is not the same in all runs.",
+}
+"""Headings of the tables of runs."""
+TASKS: Mapping[str, str] = {
+    "Task": "A task that both the first and the last of the compared runs played.",
+    "Before": "Mean reward of the task in the last five steps of the first run.",
+    "After": "Mean reward of the task in the last five steps of the last run.",
+    "Change": "After minus before.",
+}
+TOOLS: Mapping[str, str] = {
+    "Tool": "A tool that was offered or called.",
+    "Calls": "Calls in the chosen steps.",
+    "OK": "Share of the calls that returned a result.",
+    "Outcomes": "How the calls ended, most frequent first.",
+    "p50": "Half of the calls took at most this long.",
+    "p99": "99 of 100 calls took at most this long.",
+    "Truncated": "Calls whose result was shortened before the policy saw it.",
+    "Arguments": "Arguments of calls that did not return a result.",
+    "Outcome": "How these calls ended.",
+    "Count": "Calls with these arguments and this outcome.",
+}
 STEP: Mapping[str, str] = {
     "failed": "Lost to an infrastructure failure: it has no reward and does not train.",
     "set_aside": "Played, but left out of this step: its group had no signal and was replaced.",
@@ -14,8 +46,9 @@ STEP: Mapping[str, str] = {
     "no_signal": "All episodes of the group have the same reward, so none is better than the others.",
     "baseline": "Played without sampling, to compare the others with; it does not train.",
     "trained": "Episodes whose tokens are under the loss.",
-    "solved": "Share of the episodes that meet what the env declares as solved.",
-    "mean reward": "Over the scored episodes of the step.",
+    "solved": "Share of the scored episodes that meet what the env declares as solved.",
+    "mean reward": "Over the scored episodes of the step, without those set aside.",
+    "sampled tokens": "In episodes that did not fail, those of sub-agents included.",
 }
 _TOKEN: Mapping[str, str] = {
     "origin": "Who wrote the token: the prompt, the policy (sampled), a tool or env (observation), or the chat "

@@ -18,7 +18,7 @@ from typing import Any
 from urllib.parse import parse_qs, unquote, urlsplit
 
 from agentrl.view.bundle import served
-from agentrl.view.words import EPISODE, STEP
+from agentrl.view.words import EPISODE, RUNS, STEP, TASKS
 
 POLICY = "default-src 'self'; img-src 'self' data:; frame-src 'self'"
 FRAME_POLICY = (
@@ -60,6 +60,7 @@ COLUMNS = (
     "ids", "pieces", "origin", "segment", "logprob", "learner_logprob", "ref_logprob", "entropy", "ratio",
     "advantage", "weight", "flags", "version",
 )  # fmt: skip
+FORK = {"run": "calc-seed0", "name": "calc-seed0", "step": 200, "weights_only": True}
 TEXT = "First the calculator adds both numbers , then it checks that the sum holds and answers ."
 WORDS = TEXT.split()
 
@@ -71,6 +72,7 @@ def _run(name: str, status: str, seed: int, **other: Any) -> dict[str, Any]:
         "path": f"runs/{name}",
         "status": status,
         "tags": ["calculator"],
+        "forked_from": None,
         "step": STEPS,
         "steps": STEPS,
         "started": 1.7e9,
@@ -100,7 +102,7 @@ class Site:
     runs: list[dict[str, Any]] = field(
         default_factory=lambda: [
             _run("calc-seed0", "finished", 0),
-            _run("calc-seed1", "finished", 1),
+            _run("calc-seed1", "finished", 1, forked_from=FORK),
             _run("sqlite", "running", 2, tags=["sql", "wip"], step=120, env="agentrl.envs.sqlite:Sqlite"),
             _run("stuck", "stopped", 3, tags=[], step=3, held_out_before=None, held_out_after=None),
         ]
@@ -121,7 +123,7 @@ class Site:
             return None
         match parts:
             case ["runs"]:
-                return {"runs": self.runs}
+                return {"runs": self.runs, "words": dict(RUNS)}
             case ["runs", run]:
                 return self._about(run)
             case ["runs", run, "series"]:
@@ -451,6 +453,7 @@ class Site:
             "tasks": tasks,
             "regressions": tasks[:2],
             "series_common": [n for n, _ in SERIES] + EXTRA,
+            "words": {**RUNS, **TASKS},
         }
 
 

@@ -46,7 +46,7 @@ def test_an_export_opens_from_disk_without_a_network(page, context, export):
     page.goto(export)
     expect(page.locator("tbody tr")).to_have_count(4)
     expect(page.locator(".live")).to_have_text("export")
-    page.get_by_role("link", name="calc-seed0").click()
+    page.get_by_role("link", name="calc-seed0", exact=True).click()
     expect(page.locator("figure.chart")).to_have_count(13)
     page.goto(f"{export}#/run/calc-seed0/step/5")
     expect(page.locator(".cell")).to_have_count(48)

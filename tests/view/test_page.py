@@ -31,6 +31,10 @@ def test_runs_are_searched_sorted_and_picked_for_a_comparison(page, url):
     expect(rows.first).to_contain_text("12 % → 62 %")
     expect(rows.first).to_contain_text("1.5 h")
     expect(rows.first.locator(".tag")).to_have_text("calculator")
+    for heading in page.locator("th").filter(has=page.locator("button")).all():
+        if heading.inner_text():
+            expect(heading).to_have_attribute("title", re.compile(r"\w.*\."))
+    expect(rows.nth(1)).to_contain_text("forked from calc-seed0@200, weights only")
     page.get_by_role("button", name="running").click()
     expect(rows).to_have_count(1)
     page.get_by_role("button", name="all", exact=True).click()
@@ -65,6 +69,13 @@ def test_the_curves_that_matter_are_drawn_and_a_click_opens_a_step(page, url):
     expect(charts.first.locator(".tip")).to_have_text(re.compile(r"step 15\d: "))
     plot.click(position={"x": box["width"] / 2, "y": 40})
     page.wait_for_url(re.compile(rf"#/run/{RUN}/step/15\d$"))
+
+
+def test_a_fork_links_to_the_step_that_it_came_from(page, url):
+    shown(page, url, "#/run/calc-seed1")
+    expect(page.locator(".facts")).to_contain_text("forked from calc-seed0@200, weights only")
+    page.get_by_role("link", name="calc-seed0@200").click()
+    page.wait_for_url(re.compile("#/run/calc-seed0/step/200$"))
 
 
 def test_other_series_are_found_by_search_and_read_as_a_table(page, url):
@@ -219,7 +230,7 @@ def test_rewards_fall_by_name_and_turn_and_branches_say_why(page, url):
     ]
     expect(page.locator(".waterfall").nth(1)).to_contain_text("advantage turn 1")
     expect(page.get_by_role("tree")).to_contain_text("the template rewrote message 2")
-    expect(page.locator(".fork")).to_have_text("⑂ fork: the template rewrote message 2")
+    expect(page.locator(".fork")).to_have_text("↳ fork: the template rewrote message 2")
     page.locator(".tree button", has_text="fork").click()
     expect(page.locator(".msg").last).to_be_in_viewport()
 
@@ -355,8 +366,11 @@ def test_more_hits_stay_when_asked_for_at_once(page, url):
 
 
 def test_runs_are_compared_with_bands_over_seeds(page, url):
+    shown(page, url, "#/compare?runs=sqlite,calc-seed0,calc-seed1")
+    expect(page.get_by_text("Tasks: before is")).to_have_text("Tasks: before is sqlite, after is calc-seed1.")
     shown(page, url, "#/compare?runs=calc-seed0,calc-seed1,sqlite")
     expect(page.locator("figure.chart")).to_have_count(len(SERIES))
+    expect(page.locator("figure.chart").first).to_have_attribute("data-series", SERIES[0][0])
     names = page.locator("main > .legend span")
     expect(names).to_have_count(2)  # two seeds of one experiment, and another
     expect(names.first).to_have_text("calc-seed0 ×2")

@@ -16,10 +16,11 @@ import zstandard
 from starlette.testclient import TestClient
 
 from agentrl.errors import ConfigError
+from agentrl.run_folder.history import Lineage, add_history, write_lineage
 from agentrl.run_folder.records import EpisodeRecord, episodes_file, read_records
 from agentrl.run_folder.search_index import Query, open_index
 from agentrl.run_folder.tags import write_tags
-from agentrl.types import Image, Message
+from agentrl.types import Image, Message, Segment
 from agentrl.view.bundle import static_text
 from agentrl.view.export import Extent, export
 from agentrl.view.library import Library
@@ -505,6 +506,49 @@ def test_what_a_policy_called_a_tool_is_hidden_if_no_tool_is_called_so():
         *("[18 characters]", "[18 characters]", "mcp/read_file"),
     ]
     assert shown["by_step"] == [{"calls": {"[3 characters]": 1}}]
+
+
+def test_a_fork_says_where_it_came_from_and_what_was_changed(client: TestClient, folder: Path):
+    for name, origin in (("other", "calc"), ("calc", "elsewhere")):
+        write_lineage(folder / name, Lineage(str(folder / origin), 2, weights_only=name == "other"))
+    secret = {"forked from": "x", "optim.lr": [1e-6, 1e-5], "judge.api_key": ["hush1", "hush2"]}
+    add_history(folder / "other", 2, secret)
+    heads = {run["id"]: run["forked_from"] for run in client.get("/api/runs").json()["runs"]}
+    known = {"run": "calc", "name": "calc", "step": 2, "weights_only": True}
+    assert heads == {"other": known, "calc": {"run": None, "name": "elsewhere", "step": 2, "weights_only": False}}
+    about = client.get("/api/runs/other").json()
+    assert about["forked_from"] == known == redacted(about)["forked_from"]
+    changes = [(n["step"], n["text"]) for n in about["notes"] if n["kind"] == "change"]
+    assert changes == [(2, "optim.lr: 1e-06 -> 1e-05"), (2, "judge.api_key: (hidden)")]
+    (folder / "other" / "lineage.json").write_text("nonsense")
+    assert client.get("/api/runs/other").json()["forked_from"] is None
+
+
+def test_the_headings_of_tables_are_explained(client: TestClient):
+    for path, file, known in (
+        ("/api/runs", "runs.js", 10),
+        ("/api/runs/calc/tools", "tools.js", 10),
+        ("/api/compare?runs=calc,other", "compare.js", 5),
+    ):
+        titles = set(re.findall(r'title: "([^"]+)"', static_text(file)))
+        words = client.get(path).json()["words"]
+        assert len(titles) >= known - 1
+        assert words.keys() >= titles
+        assert redacted({"words": words}) == {"words": words}
+
+
+def test_a_conversation_of_a_sub_agent_is_no_fork(client: TestClient, folder: Path):
+    record = read_records(folder / "calc", 2)[0]
+    asked, said = Message("user", "What is the color?"), Message("assistant", "red")
+    *segments, _ = record.episode.segments
+    apart = (Segment((5, 6), "prompt", -1, 5), Segment((7,), "sampled", 4, 6, (-1.0,), (4,)))
+    episode = replace(
+        record.episode, messages=(*record.episode.messages, asked, said), segments=(*segments, *apart)
+    )
+    write_step(folder / "calc", 2, [replace(record, episode=episode)])
+    found = client.get("/api/runs/calc/episodes/s2/g0/e0?step=2").json()["branches"]
+    wanted = "a conversation with another system prompt, or without one"
+    assert [(b["kind"], b["reason"]) for b in found] == [("root", None), ("sub_agent", wanted)]
 
 
 def test_credentials_in_a_configuration_are_neither_shown_nor_exported(

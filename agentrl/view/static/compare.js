@@ -1,6 +1,6 @@
 // Several runs: overlaid curves, tasks before and after, configuration differences.
 import { html, useEffect, useMemo, useState } from "./vendor/htm-preact.js";
-import { useGet } from "./data.js";
+import { exported, useGet } from "./data.js";
 import { Chart, isSparse, palette, smooth } from "./chart.js";
 import { Controls, useSeries } from "./run.js";
 import { HeldOut, Status } from "./runs.js";
@@ -40,7 +40,8 @@ export function band(lines, steps) {
 
 export function Compare({ query, theme }) {
 	const ids = useMemo(() => (query.get("runs") ?? "").split(",").filter(Boolean), [query]);
-	const path = ids.length ? `/api/compare?runs=${[...ids].sort().map(encodeURIComponent).join(",")}` : null;
+	const asked = exported ? [...ids].sort() : ids; // an export carries one order
+	const path = ids.length ? `/api/compare?runs=${asked.map(encodeURIComponent).join(",")}` : null;
 	const { data, error } = useGet(path);
 	const about = useGet(ids.length ? api.run(ids[0]) : null, ids[0]).data;
 	const [text, setText] = useState(query.get("q") ?? "");
@@ -50,8 +51,10 @@ export function Compare({ query, theme }) {
 	const common = data?.series_common ?? [];
 	const curated = useMemo(() => new Set((about?.series ?? []).filter((s) => s.curated).map((s) => s.name)), [about]);
 	const wanted = pattern(text);
-	const nameOf = (s) => (typeof s === "string" ? s : s.name);
-	const names = useMemo(() => common.map(nameOf).filter((n) => (wanted ? wanted.test(n) : curated.has(n))).slice(0, 40), [data, about, text]);
+	const names = useMemo(() => {
+		const order = new Map((about?.series ?? []).map((s, i) => [s.name, i]));
+		return common.filter((n) => (wanted ? wanted.test(n) : curated.has(n))).sort((a, b) => (order.get(a) ?? 1e9) - (order.get(b) ?? 1e9)).slice(0, 40);
+	}, [data, about, text]);
 	const { found, error: lost } = useSeries(ids, names);
 	const known = data?.runs ?? [];
 	const diff = data?.config_diff ?? [];
@@ -71,31 +74,30 @@ export function Compare({ query, theme }) {
 	if (!ids.length) return html`${crumbs}<p class="quiet">Pick two or more runs in the <a href="#/">table of runs</a>.</p>`;
 	if (!data) return html`${crumbs}<${Loading} error=${error} what="the comparison" />`;
 	return html`${crumbs}
-		<div class="scroll"><table class="table"><thead><tr><th>Run</th><th>Status</th><th class="num">Step</th><th class="num">Held out</th><th class="num">Wall time</th></tr></thead>
+		<div class="scroll"><table class="table"><thead><tr>${["Run", "Status", "Step", "Held out", "Wall time"].map((h, i) => html`<th class=${i > 1 ? "num" : ""} title=${data.words?.[h]}>${h}</th>`)}</tr></thead>
 			<tbody>${known.map((r) => html`<tr><td><i class=${`swatch s${Math.max(0, groups.findIndex((g) => g.runs.includes(r))) % palette.length}`}></i> <a href=${link.run(r.id)}>${visible(r.name)}</a></td><td><${Status} status=${r.status} /></td><td class="num">${num(r.step)}</td><td class="num"><${HeldOut} run=${r} /></td><td class="num">${duration(r.wall_seconds)}</td></tr>`)}</tbody></table></div>
 		<${Controls} count=${common.length} text=${text} setText=${setText} weight=${weight} setWeight=${setWeight}>
 			<label class="check"><input type="checkbox" checked=${bands} onChange=${(e) => setBands(e.target.checked)} /> bands over seeds</label></${Controls}>
 		${lost && html`<${Loading} error=${lost} />`}
 		<div class="charts">${charts.map((c) => html`<${Chart} key=${c.name} title=${c.name} steps=${c.steps} lines=${c.lines} theme=${theme} legend=${charts.length < 3} height=${180} />`)}</div>
 		<div class="legend">${groups.map((g, i) => html`<span><i class=${`swatch s${i % palette.length}`}></i>${visible(g.name)}</span>`)}</div>
-		<${Tasks} tasks=${data.tasks ?? []} regressions=${data.regressions ?? []} />
-		<${Difference} diff=${diff} runs=${known} />`;
+		<${Tasks} tasks=${data.tasks} runs=${known} words=${data.words} />
+		<${Difference} diff=${diff} runs=${known} words=${data.words} />`;
 }
 
-function Tasks({ tasks, regressions }) {
-	const worse = new Set(regressions.map((r) => (typeof r === "string" ? r : r.task)));
+function Tasks({ tasks, runs, words }) {
 	const columns = [
 		{ key: "task", title: "Task" }, { key: "before", title: "Before", num: true }, { key: "after", title: "After", num: true },
 		{ key: "delta", title: "Change", num: true, cell: (t) => html`<b class=${t.delta > 0 ? "good" : t.delta < 0 ? "bad" : "quiet"}>${signed(t.delta)}</b>` },
 	];
 	const rows = tasks.map((t) => ({ ...t, key: t.task }));
-	const bad = rows.filter((t) => worse.has(t.task));
-	return html`<div class="split">${bad.length > 0 && html`<section class="panel open"><h2>Regressions <span class="quiet">${bad.length}</span></h2><${Table} columns=${columns} rows=${bad} sort=${{ key: "delta", down: false }} limit=${20} /></section>`}
-		${rows.length > 0 && html`<section class="panel open"><h2>Same task, before and after <span class="quiet">${rows.length}</span></h2><${Table} columns=${columns} rows=${rows} sort=${{ key: "delta", down: true }} limit=${20} /></section>`}</div>`;
+	const bad = rows.filter((t) => t.delta < 0);
+	return rows.length > 0 && html`<p class="quiet">Tasks: before is <b>${visible(runs[0]?.name)}</b>, after is <b>${visible(runs.at(-1)?.name)}</b>.</p><div class="split">${bad.length > 0 && html`<section class="panel open"><h2>Regressions <span class="quiet">${bad.length}</span></h2><${Table} columns=${columns} words=${words} rows=${bad} sort=${{ key: "delta", down: false }} limit=${20} /></section>`}
+		${rows.length > 0 && html`<section class="panel open"><h2>Same task, before and after <span class="quiet">${rows.length}</span></h2><${Table} columns=${columns} words=${words} rows=${rows} sort=${{ key: "delta", down: true }} limit=${20} /></section>`}</div>`;
 }
 
-function Difference({ diff, runs }) {
+function Difference({ diff, runs, words }) {
 	const show = (v) => visible(v == null ? "–" : typeof v === "string" ? v : JSON.stringify(v));
 	const columns = [{ key: "key", title: "Setting", cell: (d) => html`<code>${visible(d.key)}</code>` }, ...runs.map((r) => ({ key: `run ${r.id}`, title: visible(r.name), value: (d) => show(d.values[r.id]), cell: (d) => show(d.values[r.id]) }))];
-	return html`<section class="panel open"><h2>Configuration differences <span class="quiet">${diff.length}</span></h2>${diff.length ? html`<${Table} columns=${columns} rows=${diff} />` : html`<p class="quiet">The configurations are the same.</p>`}</section>`;
+	return html`<section class="panel open"><h2>Configuration differences <span class="quiet">${diff.length}</span></h2>${diff.length ? html`<${Table} columns=${columns} words=${words} rows=${diff} />` : html`<p class="quiet">The configurations are the same.</p>`}</section>`;
 }

@@ -71,7 +71,7 @@ function Block({ block, episode, run, tokens, round, look, views, opened, toggle
 	const images = Array.isArray(message?.content) ? message.content.map((part, i) => ({ part, i })).filter(({ part }) => typeof part !== "string") : [];
 	const plain = size === 0 && message;
 	return html`<article class=${`msg ${role}${opened ? "" : " folded"}`} id=${`block-${block.index}`} data-nav tabindex="-1" aria-label=${visible(role)}>
-		${block.fork && html`<div class="fork">⑂ ${visible(block.fork.kind ?? "branch")}${block.fork.reason && html`: ${visible(block.fork.reason)}`}</div>`}
+		${block.fork && html`<div class="fork">↳ ${visible(block.fork.kind ?? "branch")}${block.fork.reason && html`: ${visible(block.fork.reason)}`}</div>`}
 		<header><button class="role" aria-expanded=${opened} onClick=${() => toggle(block)}>${visible(role)}</button>
 			${answer && html`<code class="clip">${visible(callText(answer).slice(0, 160))}</code><span class=${answer.outcome === "ok" ? "good" : "bad"}>${visible(answer.outcome)}</span><span class="quiet">${duration(answer.seconds)}</span>`}
 			${!answer && message?.name && html`<code>${visible(message.name)}</code>`}

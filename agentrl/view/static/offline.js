@@ -1,5 +1,6 @@
 // Search in an export: over the episodes that the export carries.
 import { messageText } from "./text.js";
+import { escaped } from "./ui.js";
 
 export async function searchExport(path, carried) {
 	const started = performance.now();
@@ -11,9 +12,8 @@ export async function searchExport(path, carried) {
 		if (!place) continue;
 		const run = decodeURIComponent(place[1]);
 		if (query.get("run") && query.get("run") !== run) continue;
-		const snippet = wanted(await carried(key));
+		const e = await carried(key), snippet = wanted(e);
 		if (snippet !== null) {
-			const e = await carried(key);
 			found.push({ run, step: e.step, episode: e.id, group: e.group, task: e.task, reward: e.rewards?.total ?? null, stop_reason: e.stop_reason, snippet });
 		}
 	}
@@ -24,7 +24,7 @@ export async function searchExport(path, carried) {
 
 function matcher(query) {
 	const q = query.get("q") ?? "";
-	const text = query.get("regex") ? new RegExp(q, "i") : new RegExp(q.replace(/[.*+?^${}()|[\]\\]/g, "\\$&"), "i");
+	const text = new RegExp(query.get("regex") ? q : escaped(q), "i");
 	const bound = (name, otherwise) => (query.get(name) ? Number(query.get(name)) : otherwise);
 	return (e) => {
 		const reward = e.rewards?.total ?? null;

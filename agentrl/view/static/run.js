@@ -2,7 +2,7 @@
 import { html, useMemo, useState } from "./vendor/htm-preact.js";
 import { useAll, useGet } from "./data.js";
 import { Chart, isSparse, smooth } from "./chart.js";
-import { HeldOut, Status } from "./runs.js";
+import { HeldOut, Origin, Status } from "./runs.js";
 import { api, Crumbs, duration, link, Loading, num, pattern, store, Table, Tags, visible } from "./ui.js";
 
 /** The values of some series of some runs, {found: by run, error, ready}, followed as the runs go on. */
@@ -20,7 +20,7 @@ export function Controls({ count, text, setText, weight, setWeight, children }) 
 		<label class="slider">Smoothing <input type="range" min="0" max="0.98" step="0.02" value=${weight} onInput=${smoother} /></label>${children}</div>`;
 }
 
-const KINDS = { note: "Note", event: "Event", finding: "Finding", checkpoint: "Checkpoint", evaluation: "Evaluation" };
+const KINDS = { note: "Note", event: "Event", change: "Change", finding: "Finding", checkpoint: "Checkpoint", evaluation: "Evaluation" };
 
 function Happened({ run, notes }) {
 	const [kind, setKind] = useState("");
@@ -36,7 +36,7 @@ function Happened({ run, notes }) {
 function Findings({ run, findings }) {
 	if (!findings?.length) return null;
 	return html`<section class="findings" aria-label="Findings of the doctor">${findings.map((f) => html`<div class=${`finding ${f.severity ?? ""}`}>
-		<b>${visible(f.text ?? f.title ?? "")}</b> ${f.step != null && html`<a href=${link.step(run, f.step)}>step ${f.step}</a>`}
+		<b>${visible(f.text)}</b> ${f.step != null && html`<a href=${link.step(run, f.step)}>step ${f.step}</a>`}
 		${f.setting && html` <code>${visible(f.setting)}</code>`}${f.episode && html` <a href=${link.episode(run, f.episode.step, f.episode.id)}>episode</a>`}</div>`)}</section>`;
 }
 
@@ -86,7 +86,7 @@ export function Run({ run, query, theme }) {
 			<a class="button" href=${data.step ? link.step(run, data.step) : undefined}>Last step</a><a class="button" href=${link.tools(run)}>Tools</a>
 			<a class="button" href=${link.search(`run=${encodeURIComponent(run)}`)}>Search</a></${Crumbs}>
 		<div class="facts"><${Status} status=${data.status} /><span>step <b>${num(data.step)}</b>${data.steps ? ` / ${num(data.steps)}` : ""}</span>
-			<span>held out <b><${HeldOut} run=${data} /></b></span>${facts.map(([k, v]) => v && html`<span><span class="quiet">${k}</span> ${visible(v)}</span>`)}<${Tags} tags=${data.tags} /></div>
+			<span>held out <b><${HeldOut} run=${data} /></b></span>${facts.map(([k, v]) => v && html`<span><span class="quiet">${k}</span> ${visible(v)}</span>`)}${data.forked_from && html`<span><${Origin} from=${data.forked_from} /></span>`}<${Tags} tags=${data.tags} /></div>
 		<${Findings} run=${run} findings=${data.findings} />
 		<${Controls} count=${all.length} text=${text} setText=${setText} weight=${weight} setWeight=${setWeight}>
 			<span class="grow"></span><button class="chip" aria-pressed=${table} onClick=${() => setTable(!table)}>Table</button></${Controls}>

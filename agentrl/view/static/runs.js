@@ -10,6 +10,12 @@ export function Status({ status }) {
 	return html`<span class=${`status ${status}`}><i aria-hidden="true"></i>${visible(status)}</span>`;
 }
 
+/** The run and step that a run was forked from. */
+export function Origin({ from }) {
+	const name = visible(`${from.name}@${from.step}`);
+	return html`<span class="quiet">forked from</span> ${from.run ? html`<a href=${link.step(from.run, from.step)}>${name}</a>` : name}${from.weights_only && html`<span class="quiet">, weights only</span>`}`;
+}
+
 export function HeldOut({ run }) {
 	if (run.held_out_before == null && run.held_out_after == null) return "–";
 	const change = gain(run);
@@ -29,10 +35,10 @@ export function Runs({ query }) {
 	const pick = (id) => setPicked((old) => { const next = new Set(old); if (!next.delete(id)) next.add(id); return next; });
 	const columns = [
 		{ key: "pick", title: "", cell: (r) => html`<input type="checkbox" aria-label=${`Compare ${visible(r.name)}`} checked=${picked.has(r.id)} onChange=${() => pick(r.id)} />` },
-		{ key: "name", title: "Run", cell: (r) => html`<a class="main" href=${link.run(r.id)} title=${visible(r.path ?? "")}>${visible(r.name)}</a> <${Tags} tags=${r.tags} />` },
+		{ key: "name", title: "Run", cell: (r) => html`<a class="main" href=${link.run(r.id)} title=${visible(r.path ?? "")}>${visible(r.name)}</a> <${Tags} tags=${r.tags} />${r.forked_from && html` <small><${Origin} from=${r.forked_from} /></small>`}` },
 		{ key: "status", title: "Status", cell: (r) => html`<${Status} status=${r.status} />` },
-		{ key: "step", title: "Step", num: true, cell: (r) => html`<span class="nowrap">${num(r.step)}${r.steps ? html` <span class="quiet">/ ${num(r.steps)}</span>` : ""}</span>${r.steps > 0 && html`<progress max=${r.steps} value=${r.step} aria-hidden="true"></progress>`}` },
-		{ key: "held_out", title: "Held out", num: true, value: (r) => r.held_out_after ?? null, cell: (r) => html`<span class="nowrap"><${HeldOut} run=${r} /></span>` },
+		{ key: "step", title: "Step", num: true, cell: (r) => html`${num(r.step)}${r.steps ? html` <span class="quiet">/ ${num(r.steps)}</span>` : ""}${r.steps > 0 && html`<progress max=${r.steps} value=${r.step} aria-hidden="true"></progress>`}` },
+		{ key: "held_out", title: "Held out", num: true, value: (r) => r.held_out_after ?? null, cell: (r) => html`<${HeldOut} run=${r} />` },
 		{ key: "wall_seconds", title: "Wall time", num: true, cell: (r) => duration(r.wall_seconds) },
 		{ key: "model", title: "Model", class: "clip" },
 		{ key: "env", title: "Env", class: "clip" },
@@ -46,6 +52,6 @@ export function Runs({ query }) {
 			<span class="grow"></span>
 			<a class=${picked.size > 1 ? "button primary" : "button off"} aria-disabled=${picked.size < 2} href=${picked.size > 1 ? link.compare([...picked]) : undefined}>Compare${picked.size > 1 ? ` ${picked.size}` : ""}</a>
 		</div>
-		${rows.length ? html`<${Table} columns=${columns} rows=${rows} rowClass=${(r) => (picked.has(r.id) ? "picked" : "")} />`
+		${rows.length ? html`<${Table} columns=${columns} rows=${rows} words=${data.words} rowClass=${(r) => (picked.has(r.id) ? "picked" : "")} />`
 			: html`<p class="quiet">${data.runs.length ? "No run matches." : "No runs in this folder yet. They appear here as soon as one starts."}</p>`}`;
 }

@@ -52,6 +52,7 @@ export function Search({ query }) {
 	};
 	const drop = (name) => { const next = saved.filter((s) => s.name !== name); setSaved(next); store.set("filters", next); };
 	const input = (name, label, type = "text") => html`<label>${label}<input type=${type} step="any" name=${name} value=${fields[name]} onInput=${set(name)} /></label>`;
+	const close = (text) => text.replace(/\s*\n\s*/g, " ↵ "); // a hit has three lines
 	const wanted = fields.q ? pattern(fields.regex ? fields.q : escaped(fields.q)) : null;
 	return html`<${Crumbs} items=${[["Runs", link.runs()], ["Search"]]} />
 		<form class="filters" role="search" onSubmit=${(e) => e.preventDefault()}>
@@ -68,6 +69,6 @@ export function Search({ query }) {
 		${state.error ? html`<${Loading} error=${state.error} />` : html`<p class="quiet" role="status">${state.total === null ? "Searching …" : `${num(state.total)} episodes${state.took == null ? "" : `, ${num(state.took, 2)} ms`}${state.cut ? `; ${num(state.cut)} too long to be searched to their ends` : ""}`}</p>`}
 		<ol class="hits">${state.hits.map((h) => html`<li key=${`${h.run} ${h.step} ${h.episode}`}><b class=${`pill ${shade(h.reward, 0, 1)}`}>${num(h.reward)}</b>
 			<div><a data-nav href=${link.episode(h.run, h.step, h.episode)}>${visible(h.episode)}</a> <span class="quiet">${visible(h.run)} · step ${h.step} · ${visible(h.task ?? "")} · ${visible(h.stop_reason ?? "")}</span>
-			${h.snippet && html`<div class="snippet"><${Marked} text=${h.snippet} wanted=${wanted} /></div>`}</div></li>`)}</ol>
+			${h.snippet && html`<div class="snippet"><${Marked} text=${close(h.snippet)} wanted=${wanted} /></div>`}</div></li>`)}</ol>
 		${state.total > state.hits.length && html`<p><button class="button" onClick=${() => setLimit(limit + 200)}>Show more (${num(state.total - state.hits.length)} left)</button></p>`}`;
 }

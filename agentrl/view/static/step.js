@@ -151,12 +151,12 @@ export function Step({ run, step, query }) {
 	const matrix = useMemo(() => data && html`<${Matrix} run=${run} step=${step} groups=${data.groups} scale=${scale} wanted=${wanted} />`, [data, wanted]);
 	if (!data) return html`${crumbs}<${Loading} error=${error} what="the step" />`;
 	const counts = GLYPHS.map(([key, glyph, name]) => [key, glyph, name, episodes.filter((e) => e[key]).length]).filter((c) => c[3]);
-	const scored = episodes.filter((e) => e.reward !== null && !e.failed);
+	const played = episodes.filter((e) => !e.failed), scored = played.filter((e) => e.reward !== null && !e.set_aside && !e.baseline);
 	const mean = scored.length ? scored.reduce((s, e) => s + e.reward, 0) / scored.length : null;
 	const found = episodes.filter(wanted);
 	const facts = [["episodes", num(episodes.length)], ["groups", num(data.groups.length)], ["mean reward", num(mean)],
-		["solved", episodes.some((e) => e.solved != null) ? percent(episodes.filter((e) => e.solved).length / episodes.length) : null],
-		["sampled tokens", num(episodes.reduce((s, e) => s + (e.tokens ?? 0), 0))], ["trained", num(episodes.filter((e) => e.trained).length)]];
+		["solved", scored.some((e) => e.solved != null) ? percent(scored.filter((e) => e.solved).length / scored.length) : null],
+		["sampled tokens", num(played.reduce((s, e) => s + (e.tokens ?? 0), 0))], ["trained", num(episodes.filter((e) => e.trained).length)]];
 	return html`${crumbs}
 		<div class="facts">${facts.map(([k, v]) => v && html`<span title=${data.words?.[k]}><span class="quiet">${k}</span> <b>${v}</b></span>`)}</div>
 		<div class="split">

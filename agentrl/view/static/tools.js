@@ -42,6 +42,6 @@ export function Tools({ run }) {
 	return html`${crumbs}
 		${!exported && html`<label>steps <select onChange=${(e) => setSteps(e.target.value)}><option value="20">last 20</option><option value="0">all</option></select></label>`}
 		${never.length > 0 && html`<p class="finding warning">Offered but never called: ${never.map((t, i) => html`${i > 0 && ", "}<code>${visible(t.name)}</code>`)}.</p>`}
-		${data.tools.length ? html`<${Table} columns=${columns} rows=${data.tools.map((t) => ({ ...t, key: t.name }))} sort=${{ key: "calls", down: true }} />` : html`<p class="quiet">This run offers no tools.</p>`}
-		${failing.length > 0 && html`<h2>Arguments that fail</h2><${Table} columns=${failed} rows=${failing} sort=${{ key: "count", down: true }} />`}`;
+		${data.tools.length ? html`<${Table} columns=${columns} words=${data.words} rows=${data.tools.map((t) => ({ ...t, key: t.name }))} sort=${{ key: "calls", down: true }} />` : html`<p class="quiet">This run offers no tools.</p>`}
+		${failing.length > 0 && html`<h2>Arguments that fail</h2><${Table} columns=${failed} words=${data.words} rows=${failing} sort=${{ key: "count", down: true }} />`}`;
 }

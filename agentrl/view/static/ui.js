@@ -147,8 +147,8 @@ export function Tags({ tags }) {
 	return (tags ?? []).map((tag) => html`<span class="tag">${visible(tag)}</span>`);
 }
 
-/** A table whose columns sort: columns are {key, title, value(row), cell(row), num, first: "desc"}. */
-export function Table({ columns, rows, sort, caption, rowClass, limit = 200 }) {
+/** A table whose columns sort: columns are {key, title, value(row), cell(row), num}; words explain titles. */
+export function Table({ columns, rows, sort, caption, rowClass, words, limit = 200 }) {
 	const [order, setOrder] = useState(sort ?? null);
 	const [shown, setShown] = useState(limit);
 	let sorted = rows;
@@ -165,7 +165,7 @@ export function Table({ columns, rows, sort, caption, rowClass, limit = 200 }) {
 	const click = (c) => setOrder({ key: c.key, down: order?.key === c.key ? !order.down : Boolean(c.num) });
 	return html`<div class="scroll"><table class="table">
 		${caption && html`<caption>${caption}</caption>`}
-		<thead><tr>${columns.map((c) => html`<th class=${c.num ? "num" : ""} aria-sort=${order?.key === c.key ? (order.down ? "descending" : "ascending") : undefined}>
+		<thead><tr>${columns.map((c) => html`<th class=${c.num ? "num" : ""} title=${words?.[c.title]} aria-sort=${order?.key === c.key ? (order.down ? "descending" : "ascending") : undefined}>
 			${c.title === "" || c.plain ? c.title : html`<button onClick=${() => click(c)}>${c.title}${order?.key === c.key ? (order.down ? " ↓" : " ↑") : ""}</button>`}</th>`)}</tr></thead>
 		<tbody>${sorted.slice(0, shown).map((row) => html`<tr key=${row.key ?? row.id} class=${rowClass?.(row) ?? ""}>
 			${columns.map((c) => html`<td class=${c.num ? "num" : c.class ?? ""}>${c.cell ? c.cell(row) : c.num ? num(row[c.key]) : visible(row[c.key] ?? "")}</td>`)}</tr>`)}</tbody>
