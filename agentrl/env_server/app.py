@@ -65,7 +65,7 @@ class _Guard:
                 await receive()
                 await send({"type": "websocket.close", "code": 1008, "reason": problem})
             else:
-                await JSONResponse({"detail": problem}, 401)(scope, receive, send)
+                await _Json({"detail": problem}, 401)(scope, receive, send)
             return
         await self.app(scope, receive, send)
 
@@ -90,17 +90,17 @@ class _Pages:
 
     async def health(self, request: Request) -> Response:
         """Whether the server is up."""
-        return JSONResponse({"status": "healthy"})
+        return _Json({"status": "healthy"})
 
     async def metadata(self, request: Request) -> Response:
         """The name of the env."""
         name = self.sessions.source.name
-        return JSONResponse({"name": name, "description": f"{name}, served by agentrl"})
+        return _Json({"name": name, "description": f"{name}, served by agentrl"})
 
     async def schema(self, request: Request) -> Response:
         """The shape of actions and observations."""
         state = {"type": "object", "properties": {"episode_id": {}, "step_count": {"type": "integer"}}}
-        return JSONResponse({"action": wire.ACTION_SCHEMA, "observation": wire.OBSERVATION_SCHEMA, "state": state})
+        return _Json({"action": wire.ACTION_SCHEMA, "observation": wire.OBSERVATION_SCHEMA, "state": state})
 
     async def mcp(self, request: Request) -> Response:
         """MCP's Streamable HTTP with JSON answers, and OpenEnv's sessions in `params.session_id`."""
@@ -120,7 +120,7 @@ class _Pages:
         answer = await self.rpc.answer(body, session=session, query=request.query_params)
         if answer.body is None:
             return Response(status_code=202)
-        return JSONResponse(answer.body, headers={_SESSION: answer.session_id} if answer.session_id else None)
+        return _Json(answer.body, headers={_SESSION: answer.session_id} if answer.session_id else None)
 
     async def mcp_socket(self, socket: WebSocket) -> None:
         """JSON-RPC over a WebSocket, with a separate session."""
@@ -132,9 +132,9 @@ class _Pages:
             return
         try:
             while True:
-                answer = await self.rpc.answer(_loads(await socket.receive_text()), session=session)
+                answer = await self.rpc.answer(await _receive(socket), session=session)
                 if answer.body is not None:
-                    await socket.send_json(answer.body)
+                    await _send(socket, answer.body)
         except WebSocketDisconnect:
             pass
         finally:
@@ -165,7 +165,7 @@ class _Pages:
 
     async def _converse(self, socket: WebSocket, session: EnvSession) -> None:
         while True:
-            sent = _loads(await socket.receive_text())
+            sent = await _receive(socket)
             if isinstance(sent, dict) and sent.get("type") == "close":
                 await socket.close()
                 return
@@ -173,7 +173,7 @@ class _Pages:
                 kind, data = await self._answer(session, sent)
             except _Refused as e:
                 kind, data = "error", {"message": e.message, "code": e.code}
-            await socket.send_json({"type": kind, "data": data})
+            await _send(socket, {"type": kind, "data": data})
 
     async def _answer(self, session: EnvSession, sent: object) -> tuple[str, JsonObject]:
         if not isinstance(sent, dict):
@@ -208,20 +208,20 @@ class _TaskPages:
 
     async def environments(self, request: Request) -> Response:
         """The name of the env."""
-        return JSONResponse([self.source.name])
+        return _Json([self.source.name])
 
     async def splits(self, request: Request) -> Response:
         """The splits that have tasks."""
-        return self._checked(request) or JSONResponse([{"name": s, "type": s} for s in self.source.splits])
+        return self._checked(request) or _Json([{"name": s, "type": s} for s in self.source.splits])
 
     async def count(self, request: Request) -> Response:
         """How many tasks a split has."""
         if refused := self._checked(request):
             return refused
         try:
-            return JSONResponse({"num_tasks": len(self.source.tasks((await _object(request)).get("split")))})
+            return _Json({"num_tasks": len(self.source.tasks((await _object(request)).get("split")))})
         except RequestError as e:
-            return JSONResponse({"detail": str(e)}, 400)
+            return _Json({"detail": str(e)}, 400)
 
     async def one(self, request: Request) -> Response:
         """One task."""
@@ -231,8 +231,8 @@ class _TaskPages:
             asked = await _object(request)
             task = self.source.task({"split": asked.get("split"), "index": asked.get("index")})
         except RequestError as e:
-            return JSONResponse({"detail": str(e)}, 400)
-        return JSONResponse({"task": {"id": task.id, "split": asked.get("split"), "index": asked.get("index")}})
+            return _Json({"detail": str(e)}, 400)
+        return _Json({"task": {"id": task.id, "split": asked.get("split"), "index": asked.get("index")}})
 
     async def span(self, request: Request) -> Response:
         """The tasks from `start` to `stop`."""
@@ -245,15 +245,15 @@ class _TaskPages:
             if len(places) > MAX_LISTED:
                 raise RequestError(f"{len(places):,} tasks: ask for at most {MAX_LISTED:,} with start and stop")
         except RequestError as e:
-            return JSONResponse({"detail": str(e)}, 400)
+            return _Json({"detail": str(e)}, 400)
         listed = [{"id": tasks[i].id, "split": split, "index": i} for i in places]
-        return JSONResponse({"tasks": listed, "env_name": self.source.name})
+        return _Json({"tasks": listed, "env_name": self.source.name})
 
     def _checked(self, request: Request) -> Response | None:
         name = request.path_params["env"]
         if name.lower() == self.source.name.lower():
             return None
-        return JSONResponse({"detail": f"unknown environment {name!r}; this is {self.source.name!r}"}, 404)
+        return _Json({"detail": f"unknown environment {name!r}; this is {self.source.name!r}"}, 404)
 
 
 @dataclass(frozen=True, slots=True)
@@ -265,12 +265,33 @@ class _Refused(Exception):
 
 
 async def _refuse(socket: WebSocket, code: str, message: str, **more: int) -> None:
-    await socket.send_json({"type": "error", "data": {"message": message, "code": code, **more}})
+    await _send(socket, {"type": "error", "data": {"message": message, "code": code, **more}})
     await socket.close()
 
 
 def _rpc_problem(status: int, message: str) -> Response:
-    return JSONResponse({"jsonrpc": "2.0", "id": None, "error": {"code": -32600, "message": message}}, status)
+    return _Json({"jsonrpc": "2.0", "id": None, "error": {"code": -32600, "message": message}}, status)
+
+
+class _Json(JSONResponse):
+    """JSON in ASCII: half of a surrogate pair, which a client may send and a message may quote, is no UTF-8."""
+
+    def render(self, content: object) -> bytes:
+        """The body."""
+        return json.dumps(content, allow_nan=False).encode()
+
+
+async def _receive(socket: WebSocket) -> object:
+    """The JSON of the next message, text or binary; None if it is not JSON. Raises WebSocketDisconnect."""
+    message = await socket.receive()
+    if message["type"] == "websocket.disconnect":
+        raise WebSocketDisconnect(message.get("code", 1005))
+    text = message.get("text")
+    return _loads((message.get("bytes") or b"").decode(errors="replace") if text is None else text)
+
+
+async def _send(socket: WebSocket, content: object) -> None:
+    await socket.send_text(json.dumps(content, separators=(",", ":")))
 
 
 def _loads(text: str) -> object:

@@ -22,6 +22,7 @@ from agentrl.types import Message
 INVALID_REQUEST, METHOD_NOT_FOUND, INVALID_PARAMS, SERVER_ERROR = -32600, -32601, -32602, -32000
 PROTOCOLS = ("2025-11-25", "2025-06-18", "2025-03-26")
 """Versions of MCP that are answered, newest first."""
+_DIGITS = 18
 OVER = "Error: the episode has ended; this call had no effect."
 
 
@@ -62,6 +63,8 @@ class Rpc:
         if "id" not in request:
             return RpcAnswer(None)
         number, params = request["id"], request.get("params") or {}
+        if type(number) not in (int, str, type(None)):
+            return RpcAnswer(_error(None, INVALID_REQUEST, "id: must be text or a whole number"))
         try:
             if not isinstance(params, dict):
                 raise RpcError(INVALID_PARAMS, "params: must be an object")
@@ -81,7 +84,7 @@ class Rpc:
         wanted: dict[str, object] = dict(query)
         for key in ("index", "seed"):
             if key in query:
-                if not query[key].isdecimal():
+                if not query[key].isdecimal() or len(query[key]) > _DIGITS:
                     raise RequestError(f"{key} {query[key]!r}: must be a whole number of at least 0")
                 wanted[key] = int(query[key])
         session = self.sessions.create()

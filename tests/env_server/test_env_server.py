@@ -242,6 +242,30 @@ async def test_each_error_is_one_clear_line():
         assert after["observation"]["result"] == "3", "none of them took a turn"
 
 
+async def test_binary_messages_and_text_that_is_no_utf8_are_answered():
+    async with serving_env(Sessions(COUNTED)) as url:
+        async with connect(f"{url.replace('http', 'ws', 1)}/ws") as socket:
+            await socket.send(b"\x00\xff")
+            assert json.loads(await socket.recv())["data"]["code"] == "INVALID_JSON"
+            await socket.send(b'{"type": "reset", "data": {"index": 0}}')
+            assert json.loads(await socket.recv())["data"]["observation"]["prompt"] == "At 1."
+            await socket.send(r'{"type": "step", "data": {"tool_name": "\ud800", "arguments": {}}}')
+            answer = json.loads(await socket.recv())["data"]["observation"]
+            assert (answer["tool_name"], answer["error"]["error_type"]) == ("\ud800", "tool_not_found")
+        async with httpx.AsyncClient(base_url=url) as client:
+
+            async def code(body: str, query: str = "") -> int:
+                answer = await client.post(f"/mcp{query}", content=body)
+                assert answer.status_code == 200
+                return int(answer.json()["error"]["code"])
+
+            assert await code(r'{"jsonrpc": "2.0", "id": "\ud800", "method": "\ud800"}') == -32601
+            assert await code('{"jsonrpc": "2.0", "id": NaN, "method": "ping"}') == -32600
+            assert (
+                await code('{"jsonrpc": "2.0", "id": 1, "method": "initialize"}', f"?index={'9' * 5000}") == -32602
+            )
+
+
 async def test_mistakes_of_the_policy_are_observations_and_the_last_turn_is_scored():
     async with serving_env(Sessions(COUNTED)) as url, Wire(url) as wire:
         await wire.ask("reset", {"index": 0})
