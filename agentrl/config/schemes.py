@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from agentrl.suggest import nearest
+
 
 @dataclass(frozen=True, slots=True)
 class EnvScheme:
@@ -107,3 +109,13 @@ def scheme_of(text: str) -> tuple[str, str] | None:
     """The scheme and the rest of `SCHEME:REST`; None if the text has no known scheme."""
     name, colon, rest = text.partition(":")
     return (name, rest) if colon and name in SCHEMES else None
+
+
+def scheme_meant(text: str) -> str | None:
+    """`SCHEME:REST` for a misspelled scheme, or a scheme alone; None if no scheme is similar."""
+    name, _, rest = text.partition(":")
+    if "/" in name or "." in name:
+        return None
+    simple = name.lower().replace("-", "_")
+    near = next((s for s in SCHEMES if len(simple) > 2 and s.startswith(simple)), None) or nearest(simple, SCHEMES)
+    return None if near is None else f"{near}:{rest or SCHEMES[near].rest}"

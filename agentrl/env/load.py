@@ -8,7 +8,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from agentrl.config.schemes import scheme_of
+from agentrl.config.schemes import scheme_meant, scheme_of
 from agentrl.env.adapter import load_adapter
 from agentrl.env.env import Env
 from agentrl.env.toolenv.observe import error_text
@@ -32,7 +32,12 @@ def load_env(
         ConfigError: it cannot be imported, is not a concrete Env, or declares an invalid tool or reward.
     """
     scheme = scheme_of(spec)
-    found = load_object(spec, base=base) if scheme is None else load_adapter(*scheme, options)
+    try:
+        found = load_object(spec, base=base) if scheme is None else load_adapter(*scheme, options)
+    except ConfigError as e:
+        if scheme is None and (meant := scheme_meant(spec)):
+            raise ConfigError(f"env {spec!r}: did you mean {meant!r}? `agentrl envs` lists the schemes") from e
+        raise
     if not (isinstance(found, type) and issubclass(found, Env)):
         raise ConfigError(
             f"env {spec!r}: {getattr(found, '__name__', found)!r} is not a subclass of agentrl.Env or "

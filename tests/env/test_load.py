@@ -53,6 +53,11 @@ def test_an_env_is_found_by_module_and_by_file(file, tmp_path):
     ("spec", "text"),
     [
         ("Calculator", "write `module:Name` or `path/to/file.py:Name`"),
+        ("textarna:2048-v0", "did you mean 'textarena:2048-v0'"),
+        ("reasoning-gym:sudoku", "did you mean 'reasoning_gym:sudoku'"),
+        ("gym:FrozenLake-v1", "did you mean 'gymnasium:FrozenLake-v1'"),
+        ("nemogym:http://127.0.0.1:1", "did you mean 'nemo_gym:http://127.0.0.1:1'"),
+        ("bfcl", "did you mean 'bfcl:CATEGORY'"),
         ("agentrl.envs.calculater:Calculator", "no module 'agentrl.envs.calculater'"),
         ("agentrl.envs.calculator:Calculater", "has no 'Calculater'; did you mean 'Calculator'?"),
         ("missing.py:Echo", "no file "),
