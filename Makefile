@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check install -q -c constraints.txt
 
 # Packages that need other versions than ours run in separate Pythons, which the tests start.
-OTHERS := $(VENV)/inspect/.done $(VENV)/openenv/.done $(VENV)/trackio/.done $(VENV)/verifiers/.done
+OTHERS := $(VENV)/inspect/.done $(VENV)/nemo_gym/.done $(VENV)/openenv/.done $(VENV)/trackio/.done $(VENV)/verifiers/.done
 
 .PHONY: quickstart quick test lint fix docs others clean
 
@@ -54,6 +54,15 @@ $(VENV)/openenv/.done:
 $(VENV)/inspect/.done:
 	$(PYTHON) -m venv $(VENV)/inspect
 	$(VENV)/inspect/bin/python -m pip --disable-pip-version-check install -q inspect-ai==0.3.285
+	touch $@
+
+# NeMo Gym declares Python 3.12 and requires mlflow, datasets and more; its servers run on 3.11 with these.
+NEMO_GYM := aiohttp fastapi gprof2dot hydra-core itsdangerous omegaconf 'openai<=2.7.2' orjson psutil pydot ray requests rich \
+	tqdm uvicorn uvloop wandb yappi
+$(VENV)/nemo_gym/.done:
+	$(PYTHON) -m venv $(VENV)/nemo_gym
+	$(VENV)/nemo_gym/bin/python -m pip --disable-pip-version-check install -q $(NEMO_GYM)
+	$(VENV)/nemo_gym/bin/python -m pip --disable-pip-version-check install -q --no-deps --ignore-requires-python nemo-gym==0.4.0
 	touch $@
 
 # trackio needs an older Pillow than ours, so its test runs it in a separate Python.

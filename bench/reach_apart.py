@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import os
 import sys
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
@@ -104,7 +103,7 @@ def nemo_gym(num: int) -> tuple[int, int]:
 
 APART: Mapping[str, tuple[Path, Callable[[int], tuple[int, int]]]] = {
     "openenv": (oe.PYTHON, openenv),
-    "nemo_gym": (Path(os.environ.get("AGENTRL_NEMO_GYM_PYTHON", "$AGENTRL_NEMO_GYM_PYTHON")), nemo_gym),
+    "nemo_gym": (nemo.PYTHON, nemo_gym),
     "harbor": (Path(sys.executable), harbor),
     "inspect": (test_inspect.PYTHON, inspect),
     "verifiers": (test_verifiers.PYTHON, verifiers),

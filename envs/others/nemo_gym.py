@@ -74,7 +74,14 @@ class NemoGym(ToolEnv, Adapter):
         """Open a session with the row."""
         self._opening_messages = read_input(responses_create_params, self.task.id)
         local = httpx.URL(self.url).host in ("localhost", "127.0.0.1", "::1")
-        self.http = httpx.AsyncClient(base_url=self.url, verify=_certificates(), trust_env=not local, timeout=None)
+        self.http = httpx.AsyncClient(
+            base_url=self.url,
+            verify=_certificates(),
+            trust_env=not local,
+            timeout=None,
+            # Servers close idle connections after 5 s; a request sent while one is closing is lost.
+            limits=httpx.Limits(keepalive_expiry=2.0),
+        )
         answer = await self.post("seed_session", dict(self.task.row), self.options.verify_timeout_s)
         if answer.is_error:
             raise InfraError(f"nemo_gym: {self.url}/seed_session: {answer.status_code}: {answer.text[:300]}")

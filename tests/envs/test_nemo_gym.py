@@ -1,4 +1,4 @@
-"""NeMo Gym's protocol: a loopback server that follows it, and the real package where a Python has it (>= 3.12)."""
+"""NeMo Gym's protocol: a loopback server that follows it, and the real package where a Python has it."""
 
 from __future__ import annotations
 
@@ -6,8 +6,10 @@ import asyncio
 import json
 import os
 import random
+import re
 import socket
 import subprocess
+import sys
 import time
 from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -29,9 +31,9 @@ from agentrl.serve.listen import running
 from agentrl.testing import check_env
 from agentrl.types import Episode, Message, Task, ToolCall
 
-PYTHON = os.environ.get("AGENTRL_NEMO_GYM_PYTHON", "")
+PYTHON = Path(os.environ.get("AGENTRL_NEMO_GYM_PYTHON", f"{sys.prefix}/nemo_gym/bin/python"))
 needs_nemo_gym = pytest.mark.skipif(
-    not PYTHON, reason="AGENTRL_NEMO_GYM_PYTHON names no Python 3.12 with nemo-gym (which brings Ray and MLflow)"
+    not PYTHON.exists(), reason=f"no Python with nemo-gym at {PYTHON}: make {PYTHON.parents[1]}/.done"
 )
 
 
@@ -180,6 +182,29 @@ async def test_parts_that_add_up_are_the_rewards(server: str):
 async def test_faults_of_the_server(server: str, fault: str, error: type[Exception], text: str):
     with pytest.raises(error, match=text):
         await play(nemo_gym(server)(), Task("t", {**counter_row(3), "fault": fault}), ScriptedPolicy([]))
+
+
+async def test_a_connection_that_the_server_may_be_closing_is_not_used_again():
+    """Servers close connections that were idle for some seconds, which a policy needs for one turn."""
+
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        head = await reader.readuntil(b"\r\n\r\n")
+        length = re.search(rb"content-length: (\d+)", head.lower())
+        await reader.readexactly(int(length.group(1)) if length else 0)
+        writer.write(b"HTTP/1.1 200 OK\r\ncontent-length: 2\r\n\r\n{}")
+        await reader.read(1)  # another request on this connection, which is lost, or its end
+        writer.close()
+
+    started = await asyncio.start_server(serve, "127.0.0.1", 0)
+    async with started:
+        env = nemo_gym(f"http://127.0.0.1:{started.sockets[0].getsockname()[1]}")()
+        await env.reset(counter_tasks(1)[0])
+        await asyncio.sleep(2.6)
+        observation, *_ = await env.step(
+            Message("assistant", tool_calls=(ToolCall("a", "get_counter_value", {}),))
+        )
+        assert observation[0].content == "{}"
+        await env.close()
 
 
 async def test_a_server_that_is_gone_is_infrastructure():
