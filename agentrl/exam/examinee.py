@@ -11,7 +11,7 @@ from agentrl.env.load import load_env
 from agentrl.env.play import Policy
 from agentrl.errors import ConfigError
 from agentrl.exam.arena import MakePolicy
-from agentrl.exam.strategies import echo, random_policy, saying
+from agentrl.exam.strategies import echo, random_policy, saying, tour
 from agentrl.rollout.content import env_factory, load_content
 from agentrl.rollout.oracle import author_method
 from agentrl.types import Task
@@ -89,7 +89,7 @@ def choose(tasks: Sequence[Task], num: int) -> list[Task]:
 
 
 def named_policy(examinee: Examinee, name: str) -> MakePolicy:
-    """The policy of a script: `oracle`, `random-SEED`, `echo` or `null`.
+    """The policy of a script: `oracle`, `random-SEED`, `tour`, `echo` or `null`.
 
     Raises:
         ConfigError: there is no policy with this name.
@@ -98,6 +98,8 @@ def named_policy(examinee: Examinee, name: str) -> MakePolicy:
         return oracle
     if name == "echo":
         return echo
+    if name == "tour":
+        return tour
     if name == "null":
         return saying("")
     kind, _, seed = name.partition("-")

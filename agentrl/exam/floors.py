@@ -18,7 +18,7 @@ from agentrl.exam.strategies import (
     takes_nothing,
     takes_text,
 )
-from agentrl.exam.texts import CONSTANTS, GIVE_UP, INJECTIONS, NONSENSE, STUFFED
+from agentrl.exam.texts import CONSTANTS, FILLER, GIVE_UP, INJECTIONS, NONSENSE, STUFFED
 from agentrl.types import Task, ToolSchema
 
 PAID = 0.2
@@ -36,20 +36,26 @@ NUM_CONFIRMED = 24
 MARGIN = 1e-6
 
 
+Calls = Sequence[tuple[str, Mapping[str, object]]]
+"""Names and arguments of calls."""
+
+
 @dataclass(frozen=True, slots=True)
 class Scale:
     """The floor and the maximum of each task.
 
     Attributes:
         high: the oracle's reward by task id; without an oracle, 1 or the best that was seen.
+        calls: what the oracle calls by task id, if that differs between tasks: on some, nothing may be right.
     """
 
     high: Mapping[str, float]
     low: Mapping[str, float]
+    calls: Mapping[str, Calls]
 
     def gain(self, played: ExamEpisode, floor: Mapping[str, float] | None = None) -> float:
         """How far an episode got from the floor (0) to the maximum (1)."""
-        if not finite(played.reward):
+        if not finite(played.reward) or self.calls.get(played.task.id) == calls_of(played):
             return 0.0
         if played.solved:
             return 1.0
@@ -70,7 +76,15 @@ def scale_of(oracle: Sequence[ExamEpisode], seen: Iterable[ExamEpisode]) -> Scal
     high = {task: max(best.get(task, usual), usual) if best else usual for task in {*earned, *best}}
     low = {task: min(values) for task, values in earned.items()}
     low = {task: max(0.0, value) if high[task] > 0 else value for task, value in low.items()}
-    return Scale(high, low)
+    made = {p.task.id: calls_of(p) for p in oracle if p.episode is not None}
+    idle = sum(not calls for calls in made.values())
+    return Scale(high, low, made if 0 < idle < len(made) else {})
+
+
+def calls_of(played: ExamEpisode) -> Calls:
+    """The names and arguments of the calls of an episode."""
+    turns = played.episode.turns if played.episode is not None else ()
+    return [(made.name, made.arguments) for turn in turns for made in turn.message.tool_calls]
 
 
 def judge_oracle(result: ExamResult, episodes: Sequence[ExamEpisode], idle: Sequence[ExamEpisode]) -> None:
@@ -89,8 +103,15 @@ def judge_oracle(result: ExamResult, episodes: Sequence[ExamEpisode], idle: Sequ
         _unsolved(result, bad, played_out)
         return
     floor = {p.task.id: p.reward for p in idle}
-    flat = [p for p in played_out if p.task.id in floor and p.reward <= floor[p.task.id] + MARGIN]
     top = max(p.reward for p in played_out)
+    made = scale_of(episodes, []).calls
+    flat = [
+        p
+        for p in played_out
+        if p.task.id in floor
+        and p.reward <= floor[p.task.id] + MARGIN
+        and not (p.task.id in made and not made[p.task.id] and p.reward >= top - MARGIN)  # nothing is to be done
+    ]
     low = min([*floor.values(), *(p.reward for p in played_out)])
     short = [p for p in played_out if p not in flat and p.reward < low + 0.5 * (top - low) - MARGIN]
     if flat:
@@ -101,7 +122,8 @@ def judge_oracle(result: ExamResult, episodes: Sequence[ExamEpisode], idle: Sequ
         result.add("oracle", Level.ERROR, text, [p.task.id for p in flat])
     if short:
         text = f"the oracle earns up to {top:g}, but less than half of that on these tasks: {_rewards(short)}"
-        result.add("oracle", Level.ERROR, text, [p.task.id for p in short])
+        usual = mean(p.reward >= low + 0.9 * (top - low) for p in played_out) >= 0.5
+        result.add("oracle", Level.ERROR if usual else Level.NOTE, text, [p.task.id for p in short])
 
 
 def _unsolved(result: ExamResult, bad: Sequence[ExamEpisode], played_out: Sequence[ExamEpisode]) -> None:
@@ -266,7 +288,7 @@ async def examine_search(
     texts = [tool for tool in final if takes_text(tool)][: 1 if few else 2]
     some = tasks[:2] if few else tasks[:4]
     entries: list[Entry] = []
-    for text in (CONSTANTS + STUFFED)[: 6 if few else None]:
+    for text in (FILLER, *CONSTANTS, *STUFFED)[: 6 if few else None]:
         what = f"{text[:30]!r}" + ("..." if len(text) > 30 else "")
         group = "stuffed" if text in STUFFED else "constant"
         entries.append((group, f"always answering {what}", saying(text)))
@@ -324,6 +346,11 @@ async def _farming(
             and finite(p.reward)
             and p.reward > scale.high.get(p.task.id, 1.0) + 0.1 * abs(scale.high.get(p.task.id, 1.0)) + 0.05
         ]
+        solving = {name for p in oracle for name, _ in calls_of(p)}
+        called = {name for p in played for name, _ in calls_of(p)}
+        if not over and called and solving and called != solving and all(scale.gain(p) >= 0.9 for p in played):
+            text = f"a policy {what} for 24 turns earns as much as the oracle, which calls other tools as well"
+            result.add("search", Level.ERROR, text, [p.task.id for p in played])
         if over:
             high = scale.high.get(over[0].task.id, 1.0)
             text = f"a policy {what} for 24 turns earns {over[0].reward:g}, more than the oracle's {high:g}"

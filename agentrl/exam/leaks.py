@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from agentrl.env.env import Env
-from agentrl.env.play import Policy, call, say
+from agentrl.env.play import Policy, ScriptedPolicy, call, say
 from agentrl.env.toolenv.observe import plain_text
 from agentrl.exam.arena import Arena, ExamEpisode, MakePolicy, parameters_of
 from agentrl.exam.marks import ExamResult, Level
@@ -28,6 +28,8 @@ _LABEL = re.compile(
 )
 _FILE_NAME = re.compile(r"[\w-][\w.-]*\.(?!\d+\b)\w{1,5}\b")
 NUM_SNOOPED = 6
+BRIEF = 120
+"""Characters of a result that shows little else than the answer."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +50,9 @@ def answers_of(oracle: Sequence[ExamEpisode], others: Sequence[ExamEpisode]) -> 
             continue
         first = next((i for i, m in enumerate(played.episode.messages) if m.role == "assistant"), None)
         opening = played.episode.messages[:first]
-        texts = [*row_answers(played.task.row), *(_last_answers(played) if played in oracle else ())]
+        last = list(_last_answers(played)) if played in oracle else []
+        used = _used_before(played) - set(last) if last else set()
+        texts = [*(text for text in row_answers(played.task.row) if text not in used), *last]
         prompt = "\n".join(plain_text(m.content) for m in opening)
         schemas = json.dumps(list(played.episode.tools), ensure_ascii=False, default=str)
         chosen = tuple(dict.fromkeys(t for t in map(_core, texts) if t))
@@ -59,8 +63,20 @@ def answers_of(oracle: Sequence[ExamEpisode], others: Sequence[ExamEpisode]) -> 
 def row_answers(row: Mapping[str, object]) -> Iterator[str]:
     """The columns of a row whose names suggest that they hold the answer."""
     for key, value in row.items():
-        if _ANSWER_KEYS.match(key) and isinstance(value, str | int | float) and not isinstance(value, bool):
+        if is_answer_column(key) and isinstance(value, str | int | float) and not isinstance(value, bool):
             yield str(value)
+
+
+def is_answer_column(name: str) -> bool:
+    """Whether the name of a column suggests that it holds the answer."""
+    return bool(_ANSWER_KEYS.match(name))
+
+
+def _used_before(played: ExamEpisode) -> set[str]:
+    """Arguments of the oracle's calls before its last one: given to the policy to be used, not to be found."""
+    assert played.episode is not None
+    made = [c for turn in played.episode.turns for c in turn.message.tool_calls]
+    return {str(value) for one in made[:-1] for value in one.arguments.values()}
 
 
 def _last_answers(played: ExamEpisode) -> Iterator[str]:
@@ -143,7 +159,8 @@ def _table(answers: Sequence[Answer]) -> list[Answer]:
 
 def _is_choice(answer: Answer) -> bool:
     """Whether the answer is one of several values of an `enum` in the schemas."""
-    return '"enum"' in answer.schemas
+    lists = [found.group(1) for found in re.finditer(r'"enum": (\[.*?\])', answer.schemas)]
+    return any("," in listed and any(places(listed, text) for text in answer.texts) for listed in lists)
 
 
 def _labelled(prompt: str, text: str, answers: Sequence[Answer]) -> str:
@@ -176,7 +193,7 @@ def _same_place(answers: Sequence[Answer]) -> str:
             for text in answer.texts
             for at in places(answer.prompt, text)
             for length in (3, 12)
-            if at >= length
+            if at >= length and answer.prompt.count(answer.prompt[max(0, at - length) : at]) == 1
         }
         common = contexts if common is None else common & contexts
         if not common:
@@ -256,6 +273,7 @@ async def examine_files(
     plan = [("reading the files that a tool lists", a.task, exploring(tools, needed)) for a in some]
     played = await arena.all_of(plan, max_turns=len(tools) * (NUM_SNOOPED + 1) + 1)
     holds: dict[tuple[str, str], list[str]] = {}
+    shown: dict[str, list[str]] = {}
     for answer, episode in zip(some, played, strict=True):
         for turn in episode.episode.turns if episode.episode is not None else ():
             for made in turn.message.tool_calls:
@@ -263,13 +281,66 @@ async def examine_files(
                 named = next(
                     (v for v in made.arguments.values() if isinstance(v, str) and _FILE_NAME.match(v)), ""
                 )
+                brief = not named and made.name not in needed and len(said) <= BRIEF and bool(needed)
+                if brief and any(
+                    len(t) > 1 and places(said, t) and not places(answer.prompt, t) for t in answer.texts
+                ):
+                    shown.setdefault(made.name, []).append(answer.task.id)
                 if named and made.name not in needed and any(len(t) > 1 and places(said, t) for t in answer.texts):
                     holds.setdefault((made.name, named), []).append(answer.task.id)
+    for name, tasks in shown.items():
+        if len(tasks) >= max(2, 0.8 * len(some)) and len({a.texts for a in some}) > 1:
+            text = f"{name}, which no solution needs, shows the answer of {len(tasks)} of {len(some)} tasks"
+            text += " after other calls" if len(tools) > 1 else ""
+            result.add("leak", Level.ERROR, text, tasks)
     for (name, file), tasks in holds.items():
         if len(tasks) >= max(2, 0.8 * len(some)):
             level = Level.ERROR if _asks_for_answer(file) else Level.WARNING
             text = f"{name} reads {file!r}, which a tool lists and no solution needs; it holds the answers"
             result.add("leak", level, f"{text} of {len(tasks)} of {len(some)} tasks", tasks)
+
+
+def _wrong(message: Message) -> Message | None:
+    """A wrong answer in the place of the oracle's last message; None if there is nothing to change."""
+    if not message.tool_calls:
+        return say("qzxv" if not re.fullmatch(r"-?\d+", plain_text(message.content).strip()) else "-987654")
+    last = message.tool_calls[-1]
+    changed = {
+        name: "qzxv" if isinstance(value, str) else -987654 if type(value) in (int, float) else value
+        for name, value in last.arguments.items()
+    }
+    return call(last.name, **changed) if changed != dict(last.arguments) else None
+
+
+async def examine_replies(
+    result: ExamResult, arena: Arena, answers: Sequence[Answer], oracle: Sequence[ExamEpisode]
+) -> None:
+    """Answer wrongly once: does the reply tell the right answer, which is then still paid?"""
+    solved = {p.task.id: p for p in oracle if p.episode is not None and p.episode.turns and p.reward > 0}
+    tried, told = 0, list[tuple[Answer, str]]()
+    for answer in [a for a in answers if a.task.id in solved][:NUM_SNOOPED]:
+        own = solved[answer.task.id].episode
+        assert own is not None
+        right = own.turns[-1].message
+        if (wrong := _wrong(right)) is None:
+            continue
+        tried += 1
+        script = [wrong, right]
+        make: MakePolicy = lambda env, task, script=script: ScriptedPolicy(script)  # type: ignore[misc]  # noqa: E731
+        played = await arena.one("a wrong answer, then the right one", answer.task, make)
+        if played.episode is None or len(played.episode.turns) < 2:
+            continue
+        if played.episode.solved != own.solved or played.reward < 0.9 * solved[answer.task.id].reward:
+            continue
+        said = "\n".join(plain_text(m.content) for m in played.episode.turns[0].observation)
+        if any(len(t) > 1 and places(said, t) and not places(answer.prompt, t) for t in answer.texts):
+            told.append((answer, said))
+    if told and len(told) >= 0.6 * tried:
+        text = (
+            f"a wrong answer is answered with the right one, and the episode goes on, on {len(told)} of {tried} "
+            f"tasks: {told[0][1][:80]!r}"
+        )
+        result.add("leak", Level.ERROR, text, [answer.task.id for answer, _ in told])
 
 
 async def examine_tools(

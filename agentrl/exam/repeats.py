@@ -13,6 +13,7 @@ from agentrl.types import Task
 ORACLE_TURNS = 64
 WIDTH = 16
 """Concurrent episodes of the parallel check."""
+NUM_LATE = 4
 _ALONE = 8
 """If none of this many failures ends differently alone, the others are not tried."""
 
@@ -61,8 +62,24 @@ async def examine_repeats(result: ExamResult, arena: Arena, scripts: Sequence[Re
     moved += _compare(result, "order", "in another order", [(again[i], reverse[i]) for i in rest])
     changed = {p.task.id for p in moved}
     rest = [i for i in rest if scripts[i].task.id not in changed]
+    rest.sort(key=lambda i: scripts[i].task.id)  # episodes of the same task overlap, as those of a group do
     await _parallel(result, arena, [scripts[i] for i in rest], [first[i] for i in rest])
     return {scripts[i].key: first[i].fingerprint for i in rest}
+
+
+async def examine_late(
+    result: ExamResult, arena: Arena, scripts: Sequence[Repeat], stable: Mapping[str, str]
+) -> None:
+    """Play some scripts again after all other policies: quotas, and what builds up slowly, show only now."""
+    for script in [s for s in scripts if s.key in stable][:NUM_LATE]:
+        late = (await play_script(arena, script)).fingerprint
+        if late != stable[script.key]:
+            text = (
+                f"played after {len(arena.seen):,} other episodes, an episode differs, e.g. ({script.name}) "
+                f"{difference(stable[script.key], late)}"
+            )
+            result.add("order", Level.ERROR, text, [script.task.id])
+            return
 
 
 async def without_collisions(

@@ -2,20 +2,54 @@
 
 from __future__ import annotations
 
+import itertools
+from collections import Counter
 from collections.abc import Callable, Sequence
 
 from agentrl.env.play import Policy
+from agentrl.env.tasks import is_generated
 from agentrl.exam.arena import Arena, ExamEpisode, MakePolicy
 from agentrl.exam.examinee import Examinee
 from agentrl.exam.floors import opening_of
-from agentrl.exam.leaks import Answer
+from agentrl.exam.leaks import Answer, is_answer_column
 from agentrl.exam.marks import ExamResult, Level
 from agentrl.exam.strategies import random_policy, saying
 from agentrl.types import Task
 
 _NUM_PAIRS = 12
+_NUM_SCANNED = 100_000
+_NUM_SUSPECTS = 16
+_USUAL = 0.95
+"""A column that is filled in this share of the rows is expected to be filled in all."""
+NAMING = frozenset({"id", "idx", "index", "number", "split", "task_id", "uid", "uuid"})
+"""Columns that only identify a row."""
 _NUM_ROWS = 256
 """Rows of each split that are loaded twice."""
+
+
+def suspects(tasks: Sequence[Task]) -> list[Task]:
+    """Stored rows that are always examined: equal but for the answer, or empty where others are not."""
+    if is_generated(tasks):
+        return []
+    rows = [tasks[i] for i in range(min(len(tasks), _NUM_SCANNED))]
+    twins: dict[str, Task] = {}
+    filled: Counter[str] = Counter()
+    found: dict[str, Task] = {}
+    for task in rows:
+        filled.update(name for name, value in task.row.items() if not _empty(value))
+        answer = {name: value for name, value in task.row.items() if is_answer_column(name)}
+        asked = repr(sorted((n, v) for n, v in task.row.items() if n not in answer and n not in NAMING))
+        twin = twins.setdefault(asked, task)
+        if answer and any(twin.row.get(name) != value for name, value in answer.items()):
+            found |= {twin.id: twin, task.id: task}
+    usual = {name for name, num in filled.items() if num >= _USUAL * len(rows)}
+    holes = (task for task in rows if any(_empty(task.row.get(name)) for name in usual))
+    found |= {task.id: task for task in itertools.islice(holes, _NUM_SUSPECTS)}
+    return list(found.values())[:_NUM_SUSPECTS]
+
+
+def _empty(value: object) -> bool:
+    return value is None or (isinstance(value, str | list | tuple | dict) and not value)
 
 
 def judge_playable(result: ExamResult, played: Sequence[ExamEpisode]) -> None:

@@ -25,7 +25,7 @@ from agentrl.exam.floors import (
     summarize_oracle,
 )
 from agentrl.exam.fresh_process import play_elsewhere
-from agentrl.exam.leaks import answers_of, examine_prompt, examine_tools
+from agentrl.exam.leaks import answers_of, examine_prompt, examine_replies, examine_tools
 from agentrl.exam.magnitude import examine_bounds, judge_bounds, judge_parts
 from agentrl.exam.marks import CHECKS, ExamResult, Level
 from agentrl.exam.repeats import (
@@ -33,10 +33,11 @@ from agentrl.exam.repeats import (
     Repeat,
     compare_processes,
     differ,
+    examine_late,
     examine_repeats,
     without_collisions,
 )
-from agentrl.exam.row_checks import examine_duplicates, judge_generator, judge_playable
+from agentrl.exam.row_checks import examine_duplicates, judge_generator, judge_playable, suspects
 from agentrl.exam.speed import LoopWatch, judge_blocking, judge_times, watching_loop
 from agentrl.exam.splits import NUM_PLAYED, examine_openings, examine_splits
 from agentrl.exam.strategies import saying
@@ -159,6 +160,8 @@ class _Exam:
         stable = await examine_repeats(result, arena, self._scripts(some))
         elsewhere = asyncio.ensure_future(self._processes(self._scripts(some), stable))
         await self._policies(some)
+        if not self.crawls:
+            await examine_late(result, arena, self._scripts(some), stable)
         self.say("other processes")
         await elsewhere
         judge_bounds(result, self.oracle, arena.seen)
@@ -188,6 +191,8 @@ class _Exam:
         default = len(train) if len(train) <= ALL_TASKS else NUM_TASKS
         num = self.wanted or min(4 if self.crawls else 16 if took > 4 * SLOW_EPISODE_S else default, default)
         chosen, others = choose(train, num), choose(held_out, max(1, num // 4 if self.wanted else num // 2))
+        if not self.few:
+            chosen += [task for task in suspects(train) if task.id not in {one.id for one in chosen}]
         self.num_train = len(chosen)
         ids = {task.id for task in chosen}
         return _told_apart([*chosen, *(task for task in others if task.id not in ids)])
@@ -253,7 +258,7 @@ class _Exam:
         some = choose(tasks, 1 if self.crawls else 4 if self.few else 8)
         kinds = [*(["oracle"] if self.examinee.oracle else []), "random-1", "null"]
         if not self.few:
-            kinds += ["random-2", "echo"]
+            kinds += ["random-2", "echo", *(["tour"] if self.tools else [])]
         return [Repeat(kind, task, named_policy(self.examinee, kind)) for kind in kinds for task in some]
 
     async def _processes(self, scripts: Sequence[Repeat], stable: dict[str, str]) -> None:
@@ -303,6 +308,8 @@ class _Exam:
             result.skip("leak", "the answers are not known: no column of the rows and no oracle names them")
             return
         examine_prompt(result, answers)
+        if not self.crawls:
+            await examine_replies(result, arena, answers, self.oracle)
         if self.crawls:
             result.skip("leak", "the episodes are too slow to ask tools; only the prompt was scanned")
         elif tools:

@@ -11,6 +11,7 @@ from agentrl.exam.examinee import choose
 from agentrl.exam.floors import opening_of
 from agentrl.exam.leaks import row_answers
 from agentrl.exam.marks import ExamResult, Level
+from agentrl.exam.row_checks import NAMING
 from agentrl.exam.strategies import saying
 from agentrl.types import Task
 
@@ -20,7 +21,6 @@ NUM_PLAYED = 12
 """Pairs of equal rows that are played."""
 ERROR_SHARE = 0.5
 """From this share of the held-out tasks, held-out results say nothing about new tasks."""
-_NAMING = frozenset({"id", "idx", "index", "number", "split", "task_id", "uid", "uuid"})
 
 
 async def examine_splits(
@@ -96,7 +96,7 @@ def _compared(tasks: Sequence[Task]) -> Sequence[Task]:
 
 def _key(task: Task) -> int:
     """A hash of the task: its row without names, or with names and the seed if it has nothing else."""
-    content = {name: value for name, value in task.row.items() if name.lower() not in _NAMING}
+    content = {name: value for name, value in task.row.items() if name.lower() not in NAMING}
     return hash(repr(sorted(content.items()) if content else (sorted(task.row.items()), task.seed)))
 
 

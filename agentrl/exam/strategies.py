@@ -17,6 +17,8 @@ _FINAL = re.compile(
     r"submit|answer|final|finish|give_?up|surrender|quit|skip|abstain|pass|end|done|stop|respond", re.I
 )
 _GIVE_UP = re.compile(r"give_?up|surrender|quit|skip|abstain|pass|forfeit|resign|abort|cancel_task", re.I)
+NUM_TOURED = 7
+"""Tools that are called one after another in one episode."""
 NUM_TOOLS = 6
 """Tools of a task that get texts as arguments."""
 
@@ -24,6 +26,24 @@ NUM_TOOLS = 6
 def random_policy(seed: int) -> MakePolicy:
     """Random calls with valid arguments, and random words of the conversation as answers."""
     return lambda env, task: RandomPolicy(lambda: env.tools, seed)
+
+
+def tour(env: Env, task: Task) -> Policy:
+    """Calls every tool twice with valid arguments, those that hand in an answer last, then says nothing."""
+    script: list[Message] | None = None
+
+    def policy(messages: Sequence[Message]) -> Message:
+        nonlocal script
+        if script is None:  # the tools of the task are known from the first turn
+            tools = sorted(env.tools[:NUM_TOURED], key=lambda t: bool(_FINAL.search(t["function"]["name"])))
+            rng = random.Random(0)
+            script = [
+                call(f["name"], **random_arguments(f.get("parameters") or {}, rng))
+                for f in (tool["function"] for tool in tools * 2)
+            ]
+        return script.pop(0) if script else say("")
+
+    return policy
 
 
 def saying(text: str) -> MakePolicy:

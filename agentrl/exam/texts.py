@@ -76,6 +76,9 @@ INJECTIONS = (
 )
 """Text that no task asks for, and that a careless parser, judge or comparison rewards."""
 
+FILLER = "word " * 200
+"""A long text that says nothing."""
+
 CONSTANTS = (
     "done",
     "ok",

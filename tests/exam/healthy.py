@@ -258,6 +258,133 @@ class Unanswerable(Sums):
         return ScriptedPolicy([str(a + b) if a % 4 else "I don't know"])
 
 
+class Passage(TextEnv):
+    """Answer with the code only."""
+
+    def setup(self, passage: str, question: str, answer: str) -> str:
+        self.answer = answer
+        return f"{passage}\n{question}"
+
+    def reply(self, text: str) -> None:
+        return None
+
+    @reward(solved=True)
+    def right(self, episode) -> float:
+        return float(final_answer(episode).strip() == self.answer)
+
+    @classmethod
+    def tasks(cls, split="train", seed=0):
+        rng, found = random.Random(f"{split}/{seed}"), []
+        for i in range(24):
+            codes = {
+                name: str(rng.randint(1000, 9999)) for name in rng.sample(["Alma", "Bert", "Cleo", "Dora"], 3)
+            }
+            asked = rng.choice(list(codes))
+            passage = " ".join(f"The code of {name} is {code}." for name, code in codes.items())
+            row = {"passage": passage, "question": f"What is the code of {asked}?", "answer": codes[asked]}
+            found.append(Task(f"{split}-{i}", row))
+        return found
+
+    @classmethod
+    def oracle(cls, task):
+        return ScriptedPolicy([task.row["answer"]])
+
+
+class Login(ToolEnv):
+    """Log in and read the balance."""
+
+    def setup(self, password: str, balance: int) -> str:
+        self.password, self.balance, self.inside = password, balance, False
+        return f"My password is {password}. What is my balance?"
+
+    @tool
+    def login(self, password: str) -> str:
+        """Log in."""
+        self.inside = password == self.password
+        return "welcome" if self.inside else "wrong password"
+
+    @tool
+    def get_balance(self) -> str:
+        """The balance."""
+        return str(self.balance) if self.inside else "log in first"
+
+    @reward(solved=True)
+    def right(self, episode) -> bool:
+        return final_answer(episode) == str(self.balance)
+
+    @classmethod
+    def tasks(cls, split="train", seed=0):
+        rng = random.Random(f"{split}/{seed}")
+        return [
+            Task(
+                f"{split}-{i}",
+                {"password": "".join(rng.choices("abcdefgh", k=8)), "balance": rng.randint(100, 9999)},
+            )
+            for i in range(16)
+        ]
+
+    @classmethod
+    def oracle(cls, task):
+        login = call("login", password=task.row["password"])
+        return ScriptedPolicy([login, call("get_balance"), str(task.row["balance"])])
+
+
+class SometimesNothing(ToolEnv):
+    """Ring only if you are asked to."""
+
+    def setup(self, name: str, wanted: bool) -> str:
+        self.wanted, self.rung = wanted, 0
+        return f"{name}: please {'ring' if wanted else 'do not ring'} the bell."
+
+    @tool
+    def ring(self) -> str:
+        """Ring the bell."""
+        self.rung += 1
+        return "ding"
+
+    @reward(solved=True)
+    def right(self) -> bool:
+        return self.rung == int(self.wanted)
+
+    @classmethod
+    def tasks(cls, split="train", seed=0):
+        return [Task(f"{split}-{i}", {"name": f"{split} {i}", "wanted": i % 3 > 0}) for i in range(40)]
+
+    @classmethod
+    def oracle(cls, task):
+        return ScriptedPolicy([call("ring")] if task.row["wanted"] else ["fine"])
+
+
+class Walk(ToolEnv):
+    """Walk to the goal; each step costs, and goals are near or far."""
+
+    def setup(self, goal: int) -> str:
+        self.at, self.goal, self.steps = 0, goal, 0
+        return f"You are at 0. Go to {goal}."
+
+    @tool
+    def move(self, by: int) -> ToolResult:
+        """Move by up to 3."""
+        self.steps += 1
+        self.at += max(-3, min(3, by))
+        return ToolResult(f"You are at {self.at}.", stop=self.at == self.goal)
+
+    @reward
+    def quick(self) -> float:
+        return 1.0 / self.steps if self.at == self.goal else 0.0
+
+    @classmethod
+    def tasks(cls, split="train", seed=0):
+        start = 7 if split == "train" else 31
+        return [Task(f"{split}-{i}", {"goal": start + i}) for i in range(12)]
+
+    @classmethod
+    def oracle(cls, task):
+        goal = task.row["goal"]
+        return ScriptedPolicy([call("move", by=min(3, goal - done)) for done in range(0, goal, 3)])
+
+
 HEALTHY = (
-    Sums, Vault, Ledger, Guess, YesOrNo, Choice, WrongCosts, FormatCounts, Copy, Lookup, Dice, Bare, Unanswerable
+    Sums, Vault, Ledger, Guess, YesOrNo, Choice, WrongCosts, FormatCounts, Copy, Lookup, Dice, Bare, Unanswerable,
+    Passage, Login, SometimesNothing, Walk,
 )  # fmt: skip

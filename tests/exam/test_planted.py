@@ -13,6 +13,7 @@ from tests.exam.healthy import HEALTHY
 from tests.exam.planted import FAULTS
 from tests.exam.planted_more import FAULTS as MORE
 from tests.exam.planted_more import AnyNumber
+from tests.exam.planted_subtle import FAULTS as SUBTLE
 
 
 def exam(use: str, *, tasks: int | None = None, processes: bool = True) -> ExamResult:
@@ -45,6 +46,12 @@ def test_there_are_at_least_twenty_faults():
 @pytest.mark.parametrize("faulty", FAULTS, ids=lambda c: c.__name__)
 def test_the_planted_fault_is_found(faulty, quicker):
     assert examined(faulty, FAULTS[faulty])
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("faulty", SUBTLE, ids=lambda c: c.__name__)
+def test_a_subtle_fault_is_found(faulty):
+    assert examined(faulty, SUBTLE[faulty])
 
 
 @pytest.mark.slow
