@@ -42,6 +42,8 @@ in plain text.
 The functions, as JSON:
 """
 Call = tuple[str, dict[str, Any]]
+Entry = tuple[dict[str, Any], list[list[str]]]
+"""An entry of BFCL, and the calls of the ground truth in each turn of the user."""
 
 
 @dataclass(frozen=True)
@@ -71,7 +73,7 @@ class Bfcl(ToolEnv, Adapter):
 
     def setup(self, index: int) -> list[Message]:
         """Load the simulated APIs, for the policy and for the ground truth, and ask the first question."""
-        self.entry, self.truth = entries(self.rest)[index]
+        self.entry, self.truth = self.entry_at(index)
         self.apis, self.true_apis = self.load_apis(), self.load_apis()
         self.turn, self.results, self.failure = 0, list[str](), ""
         self.steps = list[list[str]]()
@@ -89,14 +91,14 @@ class Bfcl(ToolEnv, Adapter):
     def docs(self) -> Mapping[str, Mapping[str, Any]]:
         """The documents of all functions of the task's APIs by name."""
         found: dict[str, Mapping[str, Any]] = {}
-        for name in entries(self.rest)[self.task.row["index"]][0]["involved_classes"]:
+        for name in self.entry_at(self.task.row["index"])[0]["involved_classes"]:
             found |= function_docs(name)
         return found
 
     @property
     def offered(self) -> Sequence[str]:
         """The functions that the policy knows from the start."""
-        missed = entries(self.rest)[self.task.row["index"]][0].get("missed_function", {})
+        missed = self.entry_at(self.task.row["index"])[0].get("missed_function", {})
         late = {name for names in missed.values() for name in names}
         return [name for name in self.docs if name not in late]
 
@@ -202,6 +204,11 @@ class Bfcl(ToolEnv, Adapter):
         entries(cls.rest)
 
     @classmethod
+    def entry_at(cls, index: int) -> Entry:
+        """The entry of a task, and the ground truth of each turn; override both for entries in BFCL's format."""
+        return entries(cls.rest)[index]
+
+    @classmethod
     def tasks(cls, split: Split = "train", seed: int = 0) -> Sequence[Task]:
         """The entries of the category, under BFCL's ids."""
         found = [Task(entry["id"], {"index": i}, i) for i, (entry, _) in enumerate(entries(cls.rest))]
@@ -212,7 +219,7 @@ class Bfcl(ToolEnv, Adapter):
     @classmethod
     def oracle(cls, task: Task) -> ScriptedPolicy:
         """The calls of the ground truth, one message for each turn."""
-        entry, truth = entries(cls.rest)[task.row["index"]]
+        entry, truth = cls.entry_at(task.row["index"])
         env = cls()
         env.entry = entry
         apis, script = env.load_apis(), list[Message]()
@@ -342,7 +349,7 @@ def _lines(path: str) -> list[dict[str, Any]]:
 
 
 @functools.cache
-def entries(category: str) -> list[tuple[dict[str, Any], list[list[str]]]]:
+def entries(category: str) -> list[Entry]:
     """The entries of a category with their ground truth."""
     truth = {row["id"]: row["ground_truth"] for row in _lines(f"possible_answer/BFCL_v4_{category}.json")}
     return [(entry, truth[entry["id"]]) for entry in _lines(f"BFCL_v4_{category}.json")]
