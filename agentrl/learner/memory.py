@@ -29,14 +29,17 @@ def keep_freed_memory() -> bool:
 
 @contextmanager
 def long_lived() -> Iterator[None]:
-    """Within the block, the garbage collector skips every object that exists now.
+    """Within the block, the garbage collector skips every object that exists now, and runs less often.
 
     The modules of PyTorch and transformers are over a million objects. A full collection looks at all of them:
     0.3 s, every few steps of a small model.
     """
+    often = gc.get_threshold()
     gc.collect()
     gc.freeze()
+    gc.set_threshold(10 * often[0], *often[1:])
     try:
         yield
     finally:
+        gc.set_threshold(*often)
         gc.unfreeze()
