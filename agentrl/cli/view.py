@@ -13,7 +13,7 @@ def view(
         list[Path] | None,
         typer.Argument(metavar="[RUN|FOLDER]...", help="Run folders, or folders with runs. [default: runs]"),
     ] = None,
-    port: Annotated[int, typer.Option(help="Port on 127.0.0.1; 0 takes a free one.")] = 0,
+    port: Annotated[int, typer.Option(min=0, max=65535, help="Port on 127.0.0.1; 0 takes a free one.")] = 0,
     browse: Annotated[bool, typer.Option("--open", help="Open the page in the browser.")] = False,
     export: Annotated[
         Path | None,

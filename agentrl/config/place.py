@@ -20,6 +20,13 @@ def dotted(loc: Iterable[str | int]) -> str:
     return text
 
 
+_FREE = re.compile(
+    r"(?<![\w/.-])(?:env\.(?:options|settings|reward_weights|solved_at)|data\.(?:options|columns|train|held_out)"
+    r"|warmup\.(?:options|demonstrations)|agent\.(?:sandbox|use|command)|eval\.sets)(?:\.[\w/-]+)*"
+)
+"""The keys whose values only the env, or the program that plays it, can check."""
+
+
 class Places:
     """Where the keys of a run were written, for errors that are found only with the env's code at hand."""
 
@@ -39,7 +46,7 @@ class Places:
             text: the error.
             root: where the section is that the text calls `env`: `env` itself, or `envs.NAME`.
         """
-        for word in re.findall(r"\b(?:env|data|warmup|agent)(?:\.[\w/-]+)+", text):
+        for word in _FREE.findall(text):
             keys = word.removeprefix("env.") if root != "env" and word.startswith("env.") else word
             key = keys if keys == word and root == "env" else f"{root}.{keys}"
             while key:

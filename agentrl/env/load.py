@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import sysconfig
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
@@ -53,12 +54,14 @@ def load_env(
 def said_by(error: BaseException) -> str:
     """The exception raised by user code, and the line in that code."""
     house, place, trace = str(Path(__file__).parents[1]), "", error.__traceback__
+    library, own = (sysconfig.get_path("stdlib"), sysconfig.get_path("purelib")), ""
     while trace is not None:
         file = trace.tb_frame.f_code.co_filename
         if not file.startswith((house, "<")):
             place = f" ({file}:{trace.tb_lineno})"
+            own = own if file.startswith(library) else place
         trace = trace.tb_next
-    return f"{error_text(error)}{place}"
+    return f"{error_text(error)}{own or place}"
 
 
 def drop_overlong(

@@ -55,6 +55,8 @@ class Selection:
             CheckpointError: a file is damaged.
         """
         first, last = self.steps
+        if not run.is_dir():
+            raise ConfigError(f"{run}: no such folder; give a run folder")
         recorded = recorded_steps(run)
         steps = [s for s in recorded if (first is None or s >= first) and (last is None or s <= last)]
         if not steps:

@@ -168,6 +168,9 @@ def _engine(found: Imported) -> None:
             found.set("engine.dtype", known)
     if name in ("sglang_async", "vllm_async"):  # older releases listed these as separate engines
         name = name.removesuffix("_async")
+    if not name and any(found.has(ROLLOUT + key) for key in _SERVER_KEYS):
+        name = "vllm"
+        found.hint(f"{ROLLOUT}name", "none is given, which was vllm in older releases of verl; check engine.kind")
     if name not in ("sglang", "vllm"):
         if name and name != "hf":
             found.say(f"{ROLLOUT}name", "by hand", "engine.kind is local, sglang or vllm")
@@ -277,13 +280,19 @@ def _critic(found: Imported) -> None:
             found.say(key, "by hand", f"the critic has the policy's own ({found.value(f'{ACTOR}optim.{ours}')!r})")
 
 
+_OF_ANY_REWARD = (
+    *("reward_kwargs", "reward_manager", "reward_loop", "overlong_buffer", "sandbox_fusion"),
+    *("num_workers", "launch_reward_fn_async", "use_reward_loop"),
+)
+"""Keys of verl's section `reward_model` that it reads without a reward model, too."""
+
+
 def _reward_model(found: Imported) -> None:
     place = next((p for p in ("reward.reward_model.", "reward_model.") if found.flag(f"{p}enable")), None)
     if place is None:
         for below in ("reward_model.", "reward.reward_model."):
-            found.say_below(
-                below, "no effect", "reward_model.enable is off", but=("reward_kwargs", "overlong_buffer")
-            )
+            found.say(f"{below}enable", "same", "verl's default; nothing to write")
+            found.say_below(below, "no effect", "reward_model.enable is off", but=_OF_ANY_REWARD)
         return
     path = found.text(f"{place}model_path") or (
         found.text("reward_model.model.path") if place == "reward_model." else ""

@@ -123,6 +123,8 @@ class Imported:
             if key in self._said:
                 continue
             row = row_of(key)
+            if row is None and value in (None, {}):  # an empty section
+                continue
             if row is None:
                 self.notes.append(Note(key, value, "by hand", "not a key that verl documents"))
                 continue

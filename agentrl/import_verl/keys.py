@@ -56,6 +56,10 @@ _PACKED = "rows are packed by token budget (learner.tokens_per_micro_batch)"
 _MEGATRON = "agentrl shards with FSDP2 only: no Megatron back end"
 _PROFILE = "agentrl has no profiler integration; profile the process from outside"
 _SERVER = "belongs to the server: add its flag to engine.server.args"
+_OVERLONG = (
+    "rollout.overlong: penalise subtracts rollout.overlong_penalty from episodes that a limit cut; verl's penalty "
+    "grows as the limit comes near"
+)
 _FSDP = ("fsdp", "fsdp2", "${actor_rollout_ref.actor.strategy}")
 _TEXT = "prompts of a dataset are text; an env of your own may show images"
 
@@ -208,7 +212,10 @@ _OPTIM: Texts = {
 }
 _OPTIM_REST: dict[How, Texts] = {
     "same": {
-        "optimizer": "AdamW",
+        "optimizer": (
+            "AdamW is the only optimizer; optim.state can hold its state in fewer bytes",
+            ("AdamW", "adamw", "adam"),
+        ),
         "optimizer_impl": "AdamW of PyTorch",
         "total_training_steps": "the schedule ends with `steps`",
         "num_cycles": "a cosine falls once",
@@ -647,8 +654,7 @@ _REWARD = [
         "reward.",
         "by hand",
         {
-            "reward_kwargs.overlong_buffer_cfg.enable": "rollout.overlong: penalise takes "
-            "rollout.overlong_penalty from episodes that a limit cut; verl takes a share as the limit comes near",
+            "reward_kwargs.overlong_buffer_cfg.enable": _OVERLONG,
             "reward_kwargs.overlong_buffer_cfg.len": "see overlong_buffer_cfg.enable",
             "reward_kwargs.overlong_buffer_cfg.penalty_factor": "see overlong_buffer_cfg.enable",
             "reward_kwargs.*": "arguments of a reward manager; give them to the reward function (`options`)",
@@ -708,8 +714,9 @@ _REWARD = [
         "reward_model.",
         "by hand",
         {
-            "reward_kwargs.overlong_buffer_cfg.*": "see reward.reward_kwargs.overlong_buffer_cfg",
-            "overlong_buffer.*": "see reward.reward_kwargs.overlong_buffer_cfg",
+            "reward_kwargs.overlong_buffer_cfg.*": _OVERLONG,
+            "overlong_buffer.enable": _OVERLONG,
+            "overlong_buffer.*": "see overlong_buffer.enable",
             "reward_kwargs.*": "give them to the reward function (`options`)",
             "reward_loop_source": "write it as a reward function of the episode",
             "reward_loop_module_path": "write it as a reward function of the episode",
@@ -857,6 +864,18 @@ _TRAINER = [
 ]
 
 _REST = [
+    Row(
+        "async_training.*",
+        "by hand",
+        "rollout.max_staleness: 1 or more samples during updates, and bounds how many steps old an episode may be",
+    ),
+    Row("rollout.total_rollout_steps", "by hand", "set steps"),
+    Row("rollout.test_freq", "by hand", "set eval.every"),
+    *_rows(
+        "rollout.",
+        "by hand",
+        dict.fromkeys(("nnodes", "n_gpus_per_node"), "engine.server.replicas, on dedicated GPUs"),
+    ),
     Row("distillation.*", "refused", "no on-policy distillation", None),
     Row("transfer_queue.*", "same", "episodes stay in the run's process or its Ray workers"),
     Row("global_profiler.*", "refused", _PROFILE),

@@ -59,6 +59,14 @@ def read_keys(source: Path) -> Keys:
         keys.values = read_leaves(source, text)
     else:
         _read_script(keys, text)
+    if not keys.values.keys().isdisjoint(("finetuning_type", "model_name_or_path", "stage")):
+        raise ConfigError(
+            f"{source}: a configuration of LLaMA-Factory, not of verl. Its reward_model_type api becomes "
+            "`reward_model: {kind: http, url: ...}`, and full `reward_model: {kind: classifier, path: ...}`; lora "
+            "is not supported (docs/environments.md explains why)"
+        )
+    if not keys.values.keys().isdisjoint(("env", "env.use")):
+        raise ConfigError(f"{source}: is a configuration of agentrl already: agentrl check {source}")
     if not any(key.partition(".")[0] in ROOTS for key in keys.values):
         raise ConfigError(f"{source}: no verl key (data.*, actor_rollout_ref.*, algorithm.*, trainer.*) in it")
     _resolve(keys.values)

@@ -38,6 +38,7 @@ from agentrl.rollout.group import with_group_rewards
 from agentrl.rollout.oracle import author_method
 from agentrl.rollout.prompts import fitting, prompt_tokens
 from agentrl.rollout.renderer import load_renderer
+from agentrl.rollout.rewards.model import check_reward_model
 from agentrl.rollout.task_tools import task_tools_now
 from agentrl.run_folder.records import EpisodeRecord
 from agentrl.sandbox import close_pools
@@ -50,6 +51,7 @@ from agentrl.trainer.samples import to_records
 from agentrl.trainer.warmup import too_long_to_sample
 from agentrl.types import LIMITS, Episode, Group, Segment, Task
 
+BY_ORACLE = "the env's oracle"
 PROBED_TASKS = 32
 """Opening messages that are rendered to see how long they get."""
 
@@ -94,6 +96,7 @@ def rehearsals(config: RunConfig, *, play_outside: bool = False) -> dict[str, Re
     require_extras(config)
     content = load_content(config)
     check_held_out(config, content)
+    check_reward_model(config.reward_model, [part.make_env() for part in content.by_env.values()])
     refuse_unknown_targets(config)
     for view in config.by_env.values():
         make_estimator(view.algorithm)
@@ -195,6 +198,7 @@ async def _rehearse(
     given = {part for episode in (scripted, silent) for part in reward_parts(episode)}
     if nothing := weight_of_nothing(config.sole_env.reward_weights, given):
         findings.append(nothing)
+    notes += _solved_notes(env, scripted, silent, by_oracle=played_by == BY_ORACLE)
     longest, completions = _demonstration_lengths(content, renderer, scripted)
     if said := too_long_to_sample(completions, config.rollout):
         notes.append(said)
@@ -249,7 +253,7 @@ def _policy(config: RunConfig, content: Content, task: Task) -> tuple[Policy, st
             raise ConfigError(
                 f"{config.sole_env.use}.oracle must return a policy (ScriptedPolicy([...])), got {policy!r}"
             )
-        return policy, "the env's oracle"
+        return policy, BY_ORACLE
     tools = task_tools_now(content.make_env, [task])
     if not tools:
         return ScriptedPolicy(["hello"]), "a plain answer (the env has no tools)"
@@ -403,10 +407,24 @@ def _solved_line(env: Env, scripted: Episode) -> str:
     return NOT_DECLARED if rule is None or scripted.solved is None else str(rule)
 
 
+def _solved_notes(env: Env, scripted: Episode, silent: Episode, *, by_oracle: bool) -> list[str]:
+    """Signs that the declaration of what counts as solved is not what the author means."""
+    rule, notes = env.solved_rule(), []
+    if by_oracle and scripted.solved is False:
+        notes.append(
+            f"the oracle's episode does not count as solved ({rule}); correct the declaration or the oracle"
+        )
+    if silent.solved:
+        notes.append(f"an episode whose policy only says 'done' counts as solved ({rule})")
+    return notes
+
+
 def _reward_names(env: Env, scripted: Episode) -> tuple[str, ...]:
     """The rewards in the order in which they are declared, each with what is not usual about it."""
     names = dict.fromkeys(scripted.rewards, "")
     for name, reward in (env.declared_rewards() or {}).items():
+        if name not in names and any(part.startswith(f"{name}/") for part in names):
+            continue  # its parts are there
         per = "" if reward.per == "episode" else f" per {reward.per}"
         names[name] = per + ("" if reward.weight == 1 else f" (weight {reward.weight:g})")
     return tuple(name + more for name, more in names.items())

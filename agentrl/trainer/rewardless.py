@@ -18,6 +18,8 @@ ADVICE = (
     "reward_model"
 )
 
+WEIGHT_ADVICE = "there is nothing to learn from; change env.reward_weights, or set reward_model"
+
 ADVICE_OF_ENVS = (
     "return a reward from `step` or `score`, start from easier tasks or a cold start, or set reward_model"
 )
@@ -30,10 +32,12 @@ def rewarded(episodes: Iterable[Episode]) -> bool:
 
 def no_reward(env: Env, episodes: Iterable[Episode]) -> str:
     """The warning about an env that declares no reward and gave none to these episodes; else empty."""
-    declared = env.declared_rewards()
+    declared, name = env.declared_rewards(), type(env).__name__
+    if declared and all(reward.weight == 0 for reward in declared.values()):
+        unpaid = not any(e.reward or reward_parts(e).keys() - declared.keys() for e in episodes)
+        return f"every reward of {name} has the weight 0: {WEIGHT_ADVICE}" if unpaid else ""
     if declared or rewarded(episodes):
         return ""
-    name = type(env).__name__
     if declared is not None:
         return f"{name} gives no reward, so there is nothing to learn from: {ADVICE}"
     return f"{name} gave every episode the reward 0, and nothing is learned from that: {ADVICE_OF_ENVS}"

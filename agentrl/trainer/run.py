@@ -41,7 +41,7 @@ from agentrl.rollout.group import GroupPlayer, GroupsByEnv
 from agentrl.rollout.lifecycle import EpisodeStatus
 from agentrl.rollout.prompts import fitting
 from agentrl.rollout.renderer import check_renderer, load_renderer, require_template
-from agentrl.rollout.rewards.model import RewardModel, make_reward_model
+from agentrl.rollout.rewards.model import RewardModel, check_reward_model, make_reward_model
 from agentrl.rollout.scheduler import Scheduler, Stall
 from agentrl.rollout.task_tools import task_tools
 from agentrl.run_folder.curve import write_curve
@@ -166,6 +166,7 @@ def _checked_content(config: RunConfig, store: RunStore, reporter: Reporter) -> 
     check_background(config)
     content = load_content(config)
     check_held_out(config, content)
+    check_reward_model(config.reward_model, [part.make_env() for part in content.by_env.values()])
     notes = (*repeated_ids(content), *fewer_tasks(config, content))
     for note in (*notes, *config.algorithm.notes(config.rollout.max_staleness)):
         reporter.note(note)

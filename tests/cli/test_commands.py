@@ -452,6 +452,15 @@ class TestCheck:
         assert out.rstrip().endswith(f"agentrl train {tmp_path / 'tools.yaml'}")
         assert os.listdir(tmp_path) == ["tools.yaml"]  # nothing is left behind
 
+    def test_a_declaration_that_the_oracle_misses_or_silence_meets_is_noted(self, run, tmp_path: Path):
+        path = write(tmp_path / "tools.yaml", GOOD.replace("env: ", "env:\n  use: "))
+        assert "count as solved" not in (run("check", path)[1])
+        code, out, _ = run("check", path, "--set", "env.solved_at=3")
+        assert code == 0
+        assert "note: the oracle's episode does not count as solved (total reward at least 3" in out
+        out = run("check", path, "--set", "env.solved_at=-1")[1]
+        assert "note: an episode whose policy only says 'done' counts as solved (total reward at least -1" in out
+
     def test_dr_grpo_shows_its_own_advantage(self, run, tmp_path: Path):
         path = write(tmp_path / "tools.yaml", GOOD)
         code, out, _ = run("check", path, "--set", "algorithm.advantage=dr_grpo")

@@ -77,6 +77,14 @@ def test_settings_change_what_they_name_and_keep_the_rest(configure):
     [
         ("{use: mine.py:Mine, settings: {tool_timeouts: 3}}", "settings.tool_timeouts: unknown; did you mean"),
         ("{use: mine.py:Mine, settings: {tool_timeout_s: soon}}", "settings"),
+        (
+            "{use: mine.py:Mine, settings: {mistake_penalty: 0.5}}",
+            "has no effect unless a mistake is set to penalise",
+        ),
+        (
+            "{use: mine.py:Mine, settings: {mistake_penalty: -1}}",
+            "env.settings.mistake_penalty must not be negative",
+        ),
         ("{use: mine.py:Mine, reward_weights: {solvd: 2}}", "Mine has no such reward; did you mean 'solved'?"),
     ],
 )

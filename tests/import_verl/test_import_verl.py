@@ -365,6 +365,15 @@ def test_a_key_becomes_ours(tmp_path, keys, path, wanted):
     ("key", "value", "kind", "said"),
     [
         ("data.custom_cls.path", "mine.py", "refused", "`tasks` classmethod"),
+        ("reward_model.reward_manager", "dapo", "same", "a reward function sees one episode"),
+        ("reward_model.launch_reward_fn_async", True, "same", "rewards are computed as episodes end"),
+        ("reward_model.enable", False, "same", "verl's default"),
+        ("reward_model.enable_resource_pool", True, "no effect", "reward_model.enable is off"),
+        ("reward_model.overlong_buffer.enable", True, "by hand", "rollout.overlong: penalise"),
+        ("actor_rollout_ref.actor.optim.optimizer", "AdamW", "same", "AdamW is the only"),
+        ("actor_rollout_ref.actor.optim.optimizer", "Adam8bit", "by hand", "AdamW is the only"),
+        ("async_training.staleness_threshold", 0.5, "by hand", "rollout.max_staleness"),
+        ("rollout.total_rollout_steps", 5120, "by hand", "set steps"),
         ("data.sampler.class_path", "mine.py", "refused", "data.sampler.order"),
         ("data.collate_fn", "mine.py", "refused", "packed by the learner"),
         ("actor_rollout_ref.model.trust_remote_code", True, "refused", "never run"),
@@ -510,6 +519,7 @@ def test_the_command_writes_a_file_that_loads_and_names_every_key(source, capsys
     [
         ("model: x\n", "no verl key"),
         ("- a\n", "not a mapping"),
+        ("env: env.py:E\nrollout: {group_size: 8}\n", "a configuration of agentrl already"),
         ("a: [\n", "not YAML"),
     ],
 )
@@ -545,3 +555,16 @@ def test_the_imported_tools_make_an_env(tmp_path):
     options = import_verl(tmp_path / "grpo.yaml").config["env"]["options"]
     env = ComposedEnv(**options, base=tmp_path)
     assert [t["function"]["name"] for t in env.tools] == ["search"]
+
+
+def test_a_script_that_counts_on_verls_older_default_gets_servers(tmp_path):
+    found = imported(tmp_path, actor_rollout_ref__rollout__tensor_model_parallel_size=4)
+    assert (found.get("engine.kind"), found.get("engine.server.tensor_parallel")) == ("vllm", 4)
+    assert "check engine.kind" in notes_of(found)["actor_rollout_ref.rollout.name"].text
+
+
+def test_a_config_of_llama_factory_is_named_as_such(tmp_path):
+    path = tmp_path / "ppo.yaml"
+    path.write_text("model_name_or_path: m\nstage: ppo\nreward_model: saves/reward\nreward_model_type: lora\n")
+    with pytest.raises(ConfigError, match=r"a configuration of LLaMA-Factory.*lora is not supported"):
+        import_verl(path)

@@ -266,3 +266,14 @@ def test_what_only_the_env_can_check_is_located_in_the_file(tmp_path: Path, key:
     path.write_text("model: {tiny: {}}\nenv: envs.py:Plain\n")
     with pytest.raises(ConfigError, match=f"^--set env.{key}="):
         load_content(load_config(path, [f"env.{key}={value}"]))
+
+
+def test_options_of_tasks_are_located_too(tmp_path: Path):
+    (tmp_path / "env.py").write_text(ENVS)
+    path = tmp_path / "tools.yaml"
+    path.write_text("env: env.py:Plain\nmodel: {tiny: {}}\ndata: {options: {last: 1}}\n")
+    with pytest.raises(ConfigError, match=rf"^{path}:3:8: .*with data.options"):
+        load_content(load_config(path))
+    path.write_text("env: env.py:Plain\nmodel: {tiny: {}}\neval: {sets: {far: {options: {last: 1}}}}\n")
+    with pytest.raises(ConfigError, match=rf"^{path}:3:15: eval.sets.far: "):
+        load_content(load_config(path))

@@ -16,10 +16,12 @@ import torch
 
 from agentrl.config.reward_model import RewardModelConfig
 from agentrl.config.run import TinyModel
+from agentrl.env.toolenv.declare import reward
+from agentrl.env.toolenv.env import ToolEnv
 from agentrl.errors import ConfigError
 from agentrl.models.tiny import make_tiny_model
 from agentrl.rollout.rewards.classifier import Classifier
-from agentrl.rollout.rewards.model import make_reward_model
+from agentrl.rollout.rewards.model import check_reward_model, make_reward_model
 from agentrl.rollout.rewards.text import conversation_text, plain_roles
 from agentrl.types import Episode, Message, Segment, StopReason, Task, ToolCall
 
@@ -184,3 +186,24 @@ async def test_what_is_no_reward_model_is_said(classifier_dir: Path, tmp_path: P
     ):
         with pytest.raises(ValueError, match=said):
             RewardModelConfig(**wrong)
+
+
+class Paid(ToolEnv):
+    """Pays."""
+
+    @reward
+    def solved(self) -> bool:
+        return True
+
+
+def test_what_needs_no_model_is_refused_before_a_cold_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    url = "http://127.0.0.1:9/v1"
+    with pytest.raises(ConfigError, match="Paid has a reward of this name"):
+        check_reward_model(RewardModelConfig(kind="http", url=url, name="solved"), [Paid()])
+    with pytest.raises(ConfigError, match=r"has no config\.json"):
+        check_reward_model(RewardModelConfig(kind="classifier", path=str(tmp_path)), [Paid()])
+    monkeypatch.delenv("NO_SUCH_KEY", raising=False)
+    with pytest.raises(ConfigError, match="NO_SUCH_KEY is not set"):
+        check_reward_model(RewardModelConfig(kind="judge", url=url, model="m", key_env="NO_SUCH_KEY"), [Paid()])
+    check_reward_model(RewardModelConfig(kind="http", url=url), [Paid()])
+    check_reward_model(None, [Paid()])

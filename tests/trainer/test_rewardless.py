@@ -52,6 +52,21 @@ def test_any_reward_is_enough(paid: Episode):
     assert no_reward(Something(), [EMPTY]) == ""
 
 
+class Unweighted(Something):
+    """Pays nothing."""
+
+    @reward(weight=0)
+    def solved(self) -> bool:
+        return True
+
+
+def test_rewards_without_weight_are_no_reward_unless_something_else_pays():
+    played = replace(EMPTY, rewards={"solved": 0.0})
+    assert no_reward(Unweighted(), [played]).startswith("every reward of Unweighted has the weight 0")
+    assert no_reward(Unweighted(), [played, replace(played, reward=0.5)]) == ""
+    assert no_reward(Unweighted(), [replace(EMPTY, rewards={"solved": 0.0, "reward_model": 0.0})]) == ""
+
+
 class Bare(Env):
     """No ToolEnv."""
 

@@ -52,9 +52,15 @@ class ToolSettings:
                 raise ConfigError(f"env.settings.{name}: unknown; {hint}")
         check_types(type(self), values, "env.settings")
         try:
-            return replace(self, **values)
+            found = replace(self, **values)
         except ConfigError as e:
             raise ConfigError(f"env.settings.{e}") from None
+        if "mistake_penalty" in values and "penalise" not in found.mistakes.values():
+            raise ConfigError(
+                "env.settings.mistake_penalty: has no effect unless a mistake is set to penalise in "
+                "env.settings.mistakes: remove it, or set one"
+            )
+        return found
 
     def __post_init__(self) -> None:
         for name, policy in self.mistakes.items():
@@ -69,5 +75,9 @@ class ToolSettings:
         for key in ("tool_timeout_s", "setup_timeout_s", "teardown_timeout_s", "reward_timeout_s"):
             if getattr(self, key) <= 0:
                 raise ConfigError(f"{key} must be positive, got {getattr(self, key)}")
+        if self.mistake_penalty < 0:
+            raise ConfigError(
+                f"mistake_penalty must not be negative, got {self.mistake_penalty}: it is subtracted"
+            )
         if self.max_tool_calls is not None and self.max_tool_calls < 0:
             raise ConfigError(f"max_tool_calls must not be negative, got {self.max_tool_calls}")

@@ -8,16 +8,19 @@ from __future__ import annotations
 
 import asyncio
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Protocol
 
 from agentrl.config.reward_model import RewardModelConfig
+from agentrl.env.env import Env
 from agentrl.env.judge import Judge, RewardApi
 from agentrl.env.judge_text import fenced
 from agentrl.env.toolenv.asked import asking
 from agentrl.env.toolenv.observe import cut_text
 from agentrl.errors import ConfigError, InfraError, JudgeAnswerError
+from agentrl.models.folder import check_model_folder, refuse_adapter
 from agentrl.rollout.rewards.classifier import Classifier
 from agentrl.rollout.rewards.scorers import ScoringWorkers
 from agentrl.rollout.rewards.text import conversation_text
@@ -87,6 +90,21 @@ class RewardModel:
     async def close(self) -> None:
         """Release the scorer's resources; idempotent."""
         await self.scorer.close()
+
+
+def check_reward_model(config: RewardModelConfig | None, envs: Iterable[Env]) -> None:
+    """Raises ConfigError for what can be seen before anything is loaded: the key, the folder and the name."""
+    if config is None:
+        return
+    if config.kind == "judge":
+        _JudgeScorer(config)
+    if config.path is not None:
+        refuse_adapter(Path(config.path), f"reward_model.path {config.path}")
+        check_model_folder(config.path, f"reward_model.path {config.path}")
+    for env in envs:
+        if config.name in (env.declared_rewards() or {}):
+            where = f"reward_model.name {config.name!r}"
+            raise ConfigError(f"{where}: {type(env).__name__} has a reward of this name; choose another")
 
 
 async def make_reward_model(
