@@ -108,6 +108,11 @@ class StepLog:
             self.reporter.note(
                 f"step {step}: all episodes of every group scored the same; no reward to learn from"
             )
+        if left_out := metrics.get("env/images_left_out"):
+            self.reporter.note(
+                f"step {step}: {left_out:g} tool results had images, which the policy cannot read; "
+                "it saw a note instead"
+            )
         if metrics["trained_tokens"] == 0:
             self.reporter.note(f"step {step}: {self._nothing_trained(metrics)}; the policy is unchanged")
         self.store.log_metrics(step, metrics)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +13,11 @@ from safetensors.torch import load_file
 from agentrl.config.run import RunConfig
 from agentrl.reporting.report import Silent
 from agentrl.run_folder.records import read_metrics
+from agentrl.run_folder.redraws import Redraws
 from agentrl.run_folder.store import RunStore
+from agentrl.trainer.logging import logging
 from agentrl.trainer.run import train_run
+from agentrl.trainer.step_log import StepLog
 
 GENTLE = {"optim": {"lr": 0.1, "weight_decay": 0.1, "warmup_steps": 2, "schedule": "linear"}}
 
@@ -54,6 +58,19 @@ WHY_MASKED = (
     "no token is left to train: every episode was masked (rollout.overlong) or failed the token check; the policy "
     "is unchanged"
 )
+
+
+def test_images_that_the_policy_cannot_read_are_noted(tmp_path: Path):
+    config, told = RunConfig(name="seen", env={"use": "a:B"}, model={"tiny": {}}), Told()
+    disk = ThreadPoolExecutor(1)
+    with RunStore.open(config, tmp_path / "run") as store, logging(config, store, told.note) as loggers:
+        log = StepLog(config, store, told, {}, Redraws(), disk, loggers)
+        line = {"groups_with_signal": 1.0, "trained_tokens": 5.0}
+        log.step(1, line)
+        assert told.notes == []
+        log.step(2, {**line, "env/images_left_out": 8.0})
+    disk.shutdown()
+    assert told.notes == ["step 2: 8 tool results had images, which the policy cannot read; it saw a note instead"]
 
 
 @pytest.mark.parametrize(
