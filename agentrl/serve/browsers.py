@@ -16,6 +16,7 @@ from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from agentrl.serve.api_errors import ApiError
+from agentrl.serve.dialects.anthropic import error_body, in_anthropic
 
 
 class BrowserGuard:
@@ -43,7 +44,8 @@ class BrowserGuard:
         """Forward a request, or reject it."""
         if scope["type"] == "http" and self._keyless and (why := self._problem(scope)):
             error = ApiError(403, why, code="forbidden")
-            await JSONResponse(error.body(), error.status)(scope, receive, send)
+            body = error_body(error) if in_anthropic(scope["path"]) else error.body()
+            await JSONResponse(body, error.status)(scope, receive, send)
             return
         await self._app(scope, receive, send)
 
@@ -57,7 +59,7 @@ class BrowserGuard:
             return ""
         if origin.partition("://")[2] == host:
             return ""
-        return f"Pages of {origin[:200]!r} is not allowed; start the server with --cors {origin[:200]}."
+        return f"Pages of {origin[:200]!r} are not allowed; start the server with --cors {origin[:200]}."
 
 
 def is_loopback(name: str) -> bool:

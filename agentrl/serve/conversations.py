@@ -178,6 +178,7 @@ class Conversations:
             prompt.chain,
             _digest(prompt.chain, _form(sent, {})),
             _digest(b"", _form(sent, {})),
+            _digest(b"", _text(sent.message).strip()),
             prompt.tools,
             sent.raw_arguments,
         )
@@ -273,9 +274,9 @@ class Conversations:
             if one.message.role != "assistant":
                 continue
             form = _digest(b"", _form(one, {}))
-            alike = (
-                self._known.by_form.get(form, ()) if one.message.tool_calls or _text(one.message).strip() else ()
-            )
+            words = _text(one.message).strip()
+            alike = self._known.by_form.get(form, ()) if one.message.tool_calls or words else ()
+            alike = alike or (self._known.by_words.get(_digest(b"", words), ()) if words else ())
             ours = self._known.of(one) or (alike[-1] if alike else None)
             if ours is None:
                 events.append(EchoDifference(DriftKind.FOREIGN, number))

@@ -116,6 +116,7 @@ class ServedTurn:
     prompted: bytes
     chain: bytes
     form: bytes
+    words: bytes
     tools: bytes
     raw_arguments: tuple[str, ...]
 
@@ -147,6 +148,7 @@ class KnownTurns:
     by_tokens: dict[bytes, list[ServedTurn]] = field(default_factory=dict)
     by_call: dict[str, ServedTurn] = field(default_factory=dict)
     by_form: dict[bytes, list[ServedTurn]] = field(default_factory=dict)  # the turn alone, wherever it comes back
+    by_words: dict[bytes, list[ServedTurn]] = field(default_factory=dict)  # its text, without its calls
     by_name: dict[str, tuple[Incoming, ...]] = field(default_factory=dict)  # conversations that end with a turn
     answers: dict[str, Mapping[str, object]] = field(default_factory=dict)  # what clients received, by name
     items: dict[str, Mapping[str, object]] = field(default_factory=dict)  # what their answers consist of, by id
@@ -161,6 +163,7 @@ class KnownTurns:
         self.by_chain.setdefault(turn.chain, []).append(turn)
         self.by_tokens.setdefault(token_hash(turn.tools, ids).digest(), []).append(turn)
         self.by_form.setdefault(turn.form, []).append(turn)
+        self.by_words.setdefault(turn.words, []).append(turn)
         for call in turn.sent.tool_calls:
             self.by_call[call.id] = turn
         self.ends[len(ids), int(ids[-1])] += 1
@@ -172,6 +175,7 @@ class KnownTurns:
         ids = np.asarray(turn.branch.ids)
         _take_out(self.by_chain, turn.chain, turn)
         _take_out(self.by_form, turn.form, turn)
+        _take_out(self.by_words, turn.words, turn)
         _take_out(self.by_tokens, token_hash(turn.tools, ids).digest(), turn)
         for call in turn.sent.tool_calls:
             self.by_call.pop(call.id, None)

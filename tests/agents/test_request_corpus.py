@@ -431,7 +431,7 @@ async def test_opencode_is_one_branch_with_its_titles_and_sub_agents_beside_it(r
     assert recording.metrics()["agent/drift_echo"] >= 1, "arguments were written again, which changes nothing"
 
 
-@pytest.mark.parametrize("edit", ["reworded", "tools", "foreign", "repeat", "rewind"])
+@pytest.mark.parametrize("edit", ["reworded", "without calls", "tools", "foreign", "repeat", "rewind"])
 async def test_each_edit_of_a_history_is_a_branch_with_its_reason(renderer: Renderer, edit: str):
     async with session(renderer, runs("ls", text="Look."), says("Fine."), says("Again.")) as (client, recording):
         main = OpenCode(client, "You are opencode.")
@@ -446,14 +446,17 @@ async def test_each_edit_of_a_history_is_a_branch_with_its_reason(renderer: Rend
             main.tools = False
         elif edit == "reworded":
             main.messages[2]["content"] = "Look somewhere else."
+        elif edit == "without calls":
+            main.messages = [*main.messages[:2], {"role": "assistant", "content": "Look."}]
         else:
             main.messages = [*main.messages[:2], {"role": "assistant", "content": "I never said this."}]
         if edit != "repeat":
             main.messages.append({"role": "user", "content": "and?"})
         await main.ask()
-    assert branches(recording) == {edit: 1}
+    reason = "reworded" if edit == "without calls" else edit
+    assert branches(recording) == {reason: 1}
     again = recording.turns()[-1]
-    assert again.branch == edit
+    assert again.branch == reason
     last = recording._said[-1].turn
     shared = 0 if last.parent is None else len(recording._said[last.parent].turn.branch.ids)
     assert recording.metrics()["agent/rerendered_tokens"] == last.prompt_tokens - shared

@@ -143,10 +143,12 @@ async def test_web_pages_need_to_be_listed(renderer: Renderer):
     page = {"origin": "https://app.example.com"}
     async with serving(engine, renderer) as served, httpx.AsyncClient(base_url=served.url) as client:
         foreign = await client.post("/v1/chat/completions", json=CHAT, headers=page)
+        also = await client.post("/v1/messages", json=CHAT, headers=page)
         rebound = await client.get("/v1/models", headers={"host": "evil.example.com"})
         assert (await client.get("/v1/models", headers={"host": "localhost:1"})).status_code == 200
         assert (await client.get("/v1/models", headers={"origin": served.url})).status_code == 200
-    assert foreign.status_code == 403
+    assert foreign.status_code == also.status_code == 403
+    assert (also.json()["type"], also.json()["error"]["type"]) == ("error", "permission_error")
     assert "--cors https://app.example.com" in foreign.json()["error"]["message"]
     assert rebound.status_code == 403
     async with (
