@@ -42,7 +42,9 @@ from agentrl.env.toolenv.observe import error_text
 from agentrl.envs.calculator import Calculator, CalculatorError, evaluate
 from agentrl.envs.calculator.expression import as_text
 from agentrl.reporting.report import Silent
+from agentrl.run_folder.records import read_episodes
 from agentrl.types import Episode
+from bench.shared.step_bound import bound
 
 SLOW_TOOL_S = 0.05
 LR = 1e-7
@@ -469,7 +471,10 @@ def compare(shape: Shape, models: Path, runs: Path, threads: int) -> dict[str, A
             for _ in range(UNTIMED):
                 ours.step()
             pairs = [(ours.step(), trl.step(threads)) for _ in range(shape.steps)]
+    number = UNTIMED + shape.steps
+    least = bound(model, read_episodes(runs / "ours", number))
     sides = {"agentrl": figures([a for a, _ in pairs]), "trl": figures([b for _, b in pairs])}
+    ours_s = sides["agentrl"]["step_s_median"]
     ratio = sides["agentrl"]["episodes_per_s"] / sides["trl"]["episodes_per_s"]
     return {
         "prompt_tokens": prompt_tokens,
@@ -477,6 +482,8 @@ def compare(shape: Shape, models: Path, runs: Path, threads: int) -> dict[str, A
         "episodes_a_step": shape.groups * shape.group_size,
         "trl_threads": threads,
         **sides,
+        **{name: float(f"{value:.3g}") for name, value in least.items()},
+        "share_of_bound": round((least["update_bound_s"] + least["rollout_bound_s"]) / ours_s, 3),
         "ratio": round(ratio, 2),
         "goal": shape.goal,
         "met": ratio >= shape.goal,
@@ -514,6 +521,11 @@ def table(name: str, result: Mapping[str, Any]) -> Iterator[str]:
         if key.endswith("per_s") and trl[key]:
             faster = ours[key] / trl[key]
         yield f"  {key:28}{ours[key]:>10g}{trl[key]:>10g}" + (f"{faster:>7.1f}x" if faster else "")
+    yield (
+        f"  bound of agentrl's step: update {result['update_bound_s']:g} s, "
+        f"rollout {result['rollout_bound_s']:g} s at {result['gflops']:g} GFLOP/s; "
+        f"share {result['share_of_bound']:.0%}"
+    )
 
 
 def main() -> None:
