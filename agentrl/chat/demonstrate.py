@@ -66,7 +66,8 @@ def imitate(
     """Replay a conversation through a transcript: assistant messages become sampled segments.
 
     Raises:
-        TemplateError: the template refuses these messages, or writes calls that parse as different ones.
+        TemplateError: the template refuses these messages, writes calls that parse as different ones, or writes
+            reasoning where the prompt has closed the think block.
     """
     transcript = Transcript(renderer, tools)
     new: list[Message] = []
@@ -80,6 +81,14 @@ def imitate(
                     f"an assistant message with the arguments {[dict(c.arguments) for c in message.tool_calls]} "
                     f"is written by the chat template as {renderer.decode(completion.ids)!r}, which reads as "
                     f"{[dict(c.arguments) for c in read.tool_calls]} (by the parser {renderer.parser.name})"
+                )
+            closing = renderer.parser.think[1]
+            if closing and closing in str(read.content) and closing not in str(message.content):
+                raise TemplateError(
+                    "an assistant message has reasoning, which the generation prompt leaves no room for: after "
+                    f"{renderer.decode(transcript.ids[-12:])!r} it is written as "
+                    f"{renderer.decode(completion.ids)[:120]!r}, which reads as text; remove the reasoning, or "
+                    "let the policy think (model.template_options)"
                 )
             transcript.complete(completion, message=message)
             new = []

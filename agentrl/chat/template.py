@@ -95,6 +95,7 @@ class Renderer:
     Attributes:
         hash: of everything that determines the ids of a conversation; stored in checkpoints.
         stop_ids: ids that end a completion.
+        unread_ids: those of them that are no part of what is parsed; others also end the completion's tool calls.
         history: how a transcript handles templates that rewrite earlier turns.
         template: source of the chat template.
         one_of_two: it joins two templates, one for conversations with tools and one for those without.
@@ -131,8 +132,8 @@ class Renderer:
         self.parser: Parser = Plain()
         self.habits = Habits()
         self.chosen = parser != "auto"
+        self.stop_ids = self.unread_ids = frozenset[int]()
         self._settle(parser, self._eos_ids)
-        self.stop_ids = self.habits.stop_ids
         self.appends_only = False
         parts = [
             tokenizer_digest,
@@ -166,6 +167,9 @@ class Renderer:
             self.parser, self.habits = parser, Habits(inline_calls=inline)
             self.habits = probe(self, eos_ids)
             self.stop_ids = self.habits.stop_ids
+            self.unread_ids = frozenset(
+                id for id in self.stop_ids if self.vocabulary.token(id) not in parser.closings
+            )
             return self.habits.shows_calls and reads_calls(self)
 
         def writes(parser: Parser) -> bool:
@@ -515,12 +519,12 @@ class Renderer:
     def read(self, ids: Sequence[int], *, tools: Tools = (), thinking: bool | None = None) -> Parsed:
         """Like `parse`, with the spans of calls and errors in the completion's text."""
         thinking = self.habits.thinks if thinking is None else thinking
-        text = self.decode(self.unstopped(ids))
-        return self.parser.parse(text, tools=tools, thinking=thinking)
+        said = ids[:-1] if ids and ids[-1] in self.unread_ids else ids
+        return self.parser.parse(self.decode(said), tools=tools, thinking=thinking)
 
     def read_text(self, text: str, *, tools: Tools = ()) -> Message:
         """Like `parse`, for the text of a completion, with or without its stop token."""
-        for id in self.stop_ids:
+        for id in self.unread_ids:
             text = text.removesuffix(self.vocabulary.token(id) or "")
         return to_message(self.parser.parse(text, tools=tools, thinking=self.habits.thinks), 0)
 

@@ -240,11 +240,11 @@ class MessageReader:
     def feed_all(self, ids: Sequence[int]) -> list[Delta]:
         """Return the pieces of a whole completion that cannot be cut: as id by id, but much cheaper."""
         self._whole_at_once = True
-        return self._read(self._renderer.decode([id for id in ids if id not in self._renderer.stop_ids]))
+        return self._read(self._renderer.decode([id for id in ids if id not in self._renderer.unread_ids]))
 
     def feed(self, id: int) -> list[Delta]:
         """Return the pieces that the next id completes; nothing more once the completion is cut."""
-        if self.cut or id in self._renderer.stop_ids:
+        if self.cut or id in self._renderer.unread_ids:
             return []
         return self._read(self._detokenizer.feed(id))
 

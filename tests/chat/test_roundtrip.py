@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from pathlib import Path
 
@@ -18,8 +19,9 @@ from agentrl.config import load_config
 from agentrl.config.run import RolloutConfig
 from agentrl.errors import ConfigError, TemplateError
 from agentrl.rollout.renderer import load_renderer, own_parser, require_template
+from agentrl.serve.reader import MessageReader
 from agentrl.types import Message, ToolCall
-from tests.chat.chat_tokenizers import CHATML_MARKERS, CHATML_SPECIAL, make
+from tests.chat.chat_tokenizers import CHATML_MARKERS, CHATML_SPECIAL, QWEN3, make, needs_qwen3
 from tests.chat.families import KIMI_K2, LISTED, MISTRAL, QWEN3_CODER, QWEN25
 
 CALLED = Message("assistant", "", tool_calls=(ToolCall("call00000", "look_up", {"query": "a", "limit": 2}),))
@@ -236,3 +238,55 @@ def test_a_demonstration_has_ids_that_mistral_takes(tmp_path: Path):
         "call00002",
     ]
     assert not check_tokens(transcript).failed
+
+
+RESULTS_INSIDE = """
+{{- bos_token }}{%- set ns = namespace(open=false) %}
+{%- if tools %}{{ '<|system_start|>' + (tools | tojson) + '<|system_end|>' }}{% endif %}
+{%- for m in messages %}
+{%- if m.role == 'tool' %}{{ '[' + m.content + ']' }}
+{%- elif m.role == 'assistant' %}
+{%- if not ns.open %}{{ '<|assistant_start|>' }}{% set ns.open = true %}{% endif %}{{ m.content }}
+{%- if m.tool_calls %}{{ '<|tools_prefix|>[' }}{% for c in m.tool_calls %}
+{{- '{"' + c.function.name + '": ' + (c.function.arguments | tojson) + '}' }}{{ ', ' if not loop.last }}
+{%- endfor %}{{ ']<|tools_suffix|>' }}{% else %}{{ '<|assistant_end|>' }}{% set ns.open = false %}{% endif %}
+{%- else %}{{ '<|' + m.role + '_start|>' + m.content + '<|' + m.role + '_end|>' }}
+{%- endif %}
+{%- endfor %}
+{%- if add_generation_prompt and not ns.open %}{{ '<|assistant_start|>' }}{% endif %}
+"""
+
+
+def test_a_stop_token_that_ends_the_calls_is_part_of_what_is_read(tmp_path: Path):
+    """Apertus ends a completion at <|tools_suffix|>: the answer of the tool follows in the same turn."""
+    roles = [f"<|{role}_{end}|>" for role in ("system", "user", "assistant") for end in ("start", "end")]
+    special = ("<s>", *roles, "<|tools_prefix|>", "<|tools_suffix|>")
+    template = "".join(line.strip() for line in RESULTS_INSIDE.splitlines())
+    folder = make(tmp_path / "apertus", template, special, (), "<|assistant_end|>", {"bos_token": "<s>"})
+    tokens = json.loads((folder / "tokenizer.json").read_text())["added_tokens"]
+    ids = [t["id"] for t in tokens if t["content"] in ("<|assistant_end|>", "<|tools_suffix|>")]
+    (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": ids}))
+    renderer = Renderer.from_directory(folder)
+    assert renderer.parser.name == "apertus"
+    assert renderer.round_trip.readable
+    assert {renderer.vocabulary.token(id) for id in renderer.stop_ids} == {"<|assistant_end|>", "<|tools_suffix|>"}
+    prove(renderer).require(tools=True)
+    call = Message("assistant", "Wait.", tool_calls=(ToolCall("call00000", "look_up", {"query": "a"}),))
+    reader = MessageReader(renderer, tools=[TOOL], call_id=lambda n: f"call{n}")
+    reader.feed_all(renderer.completion_ids(call, [TOOL]))
+    reader.close()
+    read = reader.message(0)
+    assert read is not None
+    assert [(c.name, dict(c.arguments)) for c in read.tool_calls] == [("look_up", {"query": "a"})]
+
+
+@needs_qwen3
+@pytest.mark.parametrize("think", [True, False])
+def test_a_demonstration_thinks_only_where_the_prompt_lets_it(think: bool):
+    renderer = Renderer.from_directory(QWEN3, variables={"enable_thinking": think})
+    said = [Message("user", "Go."), Message("assistant", "Done.", reasoning="I see.")]
+    if think:
+        assert "<think>\nI see.\n</think>" in renderer.decode(imitate(renderer, said).ids)
+        return
+    with pytest.raises(TemplateError, match="has reasoning, which the generation prompt leaves no room for"):
+        imitate(renderer, said)

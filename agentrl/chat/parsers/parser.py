@@ -98,6 +98,11 @@ class Parser(ABC):
     think: ClassVar[tuple[str, str]] = ("<think>", "</think>")
     misspelt: ClassVar[bool] = False
 
+    @property
+    def closings(self) -> frozenset[str]:
+        """Markers that end a block of calls; a stop token among them is part of what is parsed."""
+        return frozenset()
+
     @abstractmethod
     def stream(self, *, tools: Tools = (), thinking: bool = False, partial: bool = False) -> ParserStream:
         """Return an incremental reader of a completion; it takes the same arguments as `parse`.

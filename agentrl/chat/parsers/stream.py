@@ -32,6 +32,10 @@ class BlockParser(Parser):
     at_start: ClassVar[tuple[str, ...]] = ()
     unseen: ClassVar[tuple[str, ...]] = ()
 
+    @property
+    def closings(self) -> frozenset[str]:
+        return frozenset(closing for _, closing in self.blocks if closing)
+
     @abstractmethod
     def calls(self, body: str, tools: Tools) -> Iterator[ParsedCall | Malformed]:
         """Read the inside of one block; spans are relative to it."""
