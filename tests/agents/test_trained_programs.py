@@ -46,9 +46,9 @@ def start(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder / "run" / "start"
 
 
-def trains(folder: Path, start: Path, command: list[str]) -> None:
+def trains(folder: Path, start: Path, command: list[str], **agent: Any) -> None:
     """Every episode is recorded whole: nothing is replayed, every turn is recognized, and it trains."""
-    summary, lines = train(folder, 3, {"command": command}, model={"path": str(start)})
+    summary, lines = train(folder, 3, {"command": command, **agent}, model={"path": str(start)})
     assert summary.infra_failures == 0
     assert summary.episodes == 12
     assert sum(line.get("env/agent/forks") or 0.0 for line in lines) == 0
@@ -68,13 +68,16 @@ def test_a_program_with_an_agent_framework_trains(tmp_path: Path, start: Path, p
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-def test_a_program_with_the_node_sdk_trains(tmp_path: Path, start: Path):
-    npm, node = shutil.which("npm"), shutil.which("node")
-    if npm is None or node is None:
+def test_a_program_with_the_node_sdk_trains_in_a_sandbox(tmp_path: Path, start: Path):
+    npm = shutil.which("npm")
+    if npm is None or shutil.which("node") is None:
         pytest.skip("Node.js is not installed")
     shutil.copy(PROGRAMS / "with_openai.mjs", tmp_path)
     command = [npm, "install", "--no-audit", "--no-fund", "openai@6"]
     installed = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
     if installed.returncode:
         pytest.skip(f"the SDK could not be installed: {installed.stderr.strip()[-300:]}")
-    trains(tmp_path, start, [node, str(tmp_path / "with_openai.mjs")])
+    for folder in (tmp_path, *tmp_path.parents[:2]):
+        folder.chmod(0o755)
+    sandbox = {"readonly": [str(tmp_path)], "memory_mb": 4096}
+    trains(tmp_path, start, ["node", str(tmp_path / "with_openai.mjs")], sandbox=sandbox)

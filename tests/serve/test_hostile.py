@@ -103,6 +103,9 @@ async def test_every_mistake_in_a_response_is_a_400_that_names_its_place(rendere
             assert (answer.status_code, error["param"], error["code"]) == (400, param, "invalid_value"), (
                 answer.text
             )
+        odd = [{"type": "audio", "role": "assistant", "content": "a"}, {"role": "user", "content": "b"}]
+        answer = await post(served, {"model": "tiny", "input": odd}, "/responses")
+        assert (answer.status_code, answer.json()["error"]["param"]) == (400, "input[0].type")
 
 
 async def test_other_paths_methods_and_keys_get_the_same_envelope(renderer: Renderer):

@@ -157,7 +157,8 @@ def _new(items: Sequence[Item]) -> list[Incoming]:
         raise invalid("input", "is empty")
     said: list[Item] = []
     for n, item in enumerate(items):
-        assistant = item.role == "assistant" or item.type in ("function_call", "reasoning")
+        spoken = item.role == "assistant" and item.type in (None, "message")
+        assistant = spoken or item.type in ("function_call", "reasoning")
         if item.type == "function_call" and not item.name:
             raise invalid(f"input[{n}].name", "is required: it names the function that was called")
         if assistant:
