@@ -464,7 +464,7 @@ async def test_a_turn_with_tools_is_recorded_as_sampled(renderer: Renderer):
 @pytest.mark.parametrize(
     ("options", "text"),
     [
-        ({"memory": 1}, "unknown key 'memory'"),
+        ({"memory": 1}, "agent.sandbox.memory: unknown key; did you mean 'memory_mb'"),
         ({"backend": "process"}, "cannot keep a program from other addresses; use 'namespace' or 'docker'"),
         ({"network": True}, "agent.sandbox.network: the only address"),
         ({"death_reward": -1.0}, "agent.sandbox.death_reward: has no effect here"),
