@@ -123,5 +123,7 @@ def point(link: Path, name: str) -> None:
     temp = link.with_name(f".{link.name}.tmp")
     temp.unlink(missing_ok=True)
     temp.symlink_to(name)
+    if link.is_dir() and not link.is_symlink():
+        shutil.rmtree(link)  # the run folder was copied by a program that follows links
     temp.replace(link)
     fsync_dir(link.parent)

@@ -8,13 +8,14 @@ import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
-from agentrl.config import RunConfig, dump_config, load_config
+from agentrl.config import RunConfig, dump_config
 from agentrl.config.changes import changes_of
 from agentrl.config.run import ModelConfig
 from agentrl.errors import CheckpointError, ConfigError
 from agentrl.run_folder import checkpoints
+from agentrl.run_folder.earlier_configs import config_at, copy_configs, keep_config
 from agentrl.run_folder.files import write_atomic
-from agentrl.run_folder.history import Lineage, add_history, read_lineage, write_lineage
+from agentrl.run_folder.history import Lineage, add_history, copy_history, read_lineage, write_lineage
 from agentrl.run_folder.records import bounded_lines, episodes_file, parse_metrics, recorded_steps
 from agentrl.run_folder.redraws import read_redraws, redraws_file, redraws_line
 from agentrl.run_folder.token_records import tokens_file
@@ -75,7 +76,7 @@ def fork_run(config: RunConfig, source: str, *, run_dir: Path | None = None, wei
         raise ConfigError(
             f"{target}: holds another run; give the fork another `name` (--set name=...), or --run-dir"
         )
-    old = load_config(parent / "config.yaml", check_paths=False)
+    old = config_at(parent, step)
     checkpoint = parent / "checkpoints" / f"step-{step}"
     checkpoints.verify(checkpoint)
     making = target.with_name(f".{target.name}.forking")
@@ -87,6 +88,7 @@ def fork_run(config: RunConfig, source: str, *, run_dir: Path | None = None, wei
         else:
             _require_same(old, config, target)
             _copy_run(parent, making, step)
+            keep_config(making, step, dump_config(old).encode())
         write_atomic(making / "config.yaml", dump_config(config).encode())
         write_lineage(making, lineage)
         changed = (
@@ -96,6 +98,9 @@ def fork_run(config: RunConfig, source: str, *, run_dir: Path | None = None, wei
         if target.is_dir():
             shutil.rmtree(target)
         making.rename(target)
+    except FileNotFoundError as e:  # the other run is in progress, and keeps few checkpoints
+        shutil.rmtree(making, ignore_errors=True)
+        raise CheckpointError(f"--from {source}: the run removed {e.filename} meanwhile; try again") from e
     except BaseException:
         shutil.rmtree(making, ignore_errors=True)
         raise
@@ -146,12 +151,16 @@ def _starting_with(config: RunConfig, folder: Path) -> RunConfig:
 
 def _copy_run(parent: Path, making: Path, step: int) -> None:
     """The run up to a step. Files that are never changed in place are hard links where the disk allows it."""
-    for name in ("start", "code"):
-        if (parent / name).is_dir():
-            _link_tree(parent / name, making / name)
-    for name in ("tasks.json", "code.json", "history.jsonl"):
-        if (parent / name).is_file():
-            shutil.copyfile(parent / name, making / name)
+    if (parent / "start").is_dir():
+        _link_tree(parent / "start", making / "start")
+    for copied in (parent / "code").glob("step-*"):
+        if int(re.sub(r"\D", "", copied.name) or 0) < step:
+            _link_tree(copied, making / "code" / copied.name)
+    for file in (parent / "tasks.json", parent / "checkpoints" / f"step-{step}" / "code.json"):
+        if file.is_file():
+            shutil.copyfile(file, making / file.name)
+    copy_history(parent, making, step)
+    copy_configs(parent, making, step)
     _link_tree(parent / "checkpoints" / f"step-{step}", making / "checkpoints" / f"step-{step}")
     for folder in ("episodes", "tokens"):
         (making / folder).mkdir(exist_ok=True)

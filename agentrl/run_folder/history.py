@@ -68,6 +68,13 @@ def told_changes(changes: Mapping[str, object]) -> Iterator[str]:
             yield f"{key}: {value}"
 
 
+def copy_history(run: Path, target: Path, step: int) -> None:
+    """Copy the entries that apply to the steps up to `step`."""
+    entries = [entry for entry in read_history(run) if isinstance(at := entry.get("step"), int) and at < step]
+    if entries:
+        write_atomic(target / HISTORY, "".join(json.dumps(entry) + "\n" for entry in entries).encode())
+
+
 def write_lineage(run: Path, lineage: Lineage) -> None:
     """Record where a run came from."""
     write_atomic(run / LINEAGE, (json.dumps(asdict(lineage), indent=2) + "\n").encode())

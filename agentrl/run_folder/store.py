@@ -1,6 +1,7 @@
 """The run folder: everything a run leaves behind, whole after `kill -9` at any moment.
 
     config.yaml               the resolved configuration
+    configs/to-step-N.yaml    an earlier one, with which the steps up to N were taken
     metrics.jsonl             one line for each step, synced; a line with "late" adds to that of its step
     episodes/step-N.jsonl.zst every episode of a step (agentrl.run_folder.records)
     tokens/step-N.tok.zst     what the learner saw of its tokens (agentrl.run_folder.token_records)
@@ -39,7 +40,7 @@ from agentrl.config import RunConfig, dump_config, load_config
 from agentrl.config.changes import Change, changes_of
 from agentrl.errors import CheckpointError, ConfigError
 from agentrl.reporting.report import Summary
-from agentrl.run_folder import checkpoints
+from agentrl.run_folder import checkpoints, earlier_configs
 from agentrl.run_folder.env_views import VIEWS
 from agentrl.run_folder.files import fsync_dir, read_bounded, write_atomic
 from agentrl.run_folder.history import add_history
@@ -74,7 +75,7 @@ class RunStore:
     Attributes:
         path: the folder.
         resumed: True when the folder already held this run.
-        changes: what differs from the configuration before, if it was resumed with another one.
+        changes: recorded settings that differ from the configuration before, if it was resumed with another one.
         set_aside: where an earlier folder of this name was moved, None if there was none.
     """
 
@@ -88,6 +89,7 @@ class RunStore:
         self._config = config
         self._lock = lock
         self._discarded = False
+        self._adopted = True
         self._metrics: IO[bytes] | None = None
 
     @classmethod
@@ -103,8 +105,8 @@ class RunStore:
             config: the resolved configuration; saved in a new folder, compared in an existing one.
             path: the run folder.
             fresh: start over; the existing folder is renamed with a timestamp.
-            exact: reject every other configuration; otherwise only one with another `fixed` key, and other changes
-                are recorded in history.jsonl.
+            exact: reject every other configuration; otherwise only one with another `fixed` key, and `adopt`
+                records other changes.
 
         Raises:
             ConfigError: the folder holds another run, holds other things, cannot be written, or is held by another
@@ -131,7 +133,8 @@ class RunStore:
             lock.close()
             raise
         store = cls(path, config, lock, resumed=resumed, set_aside=aside)
-        store.changes = changes
+        store.changes = [change for change in changes if change.kind == "recorded"]
+        store._adopted = not changes
         (path / "episodes").mkdir(exist_ok=True)
         (path / "checkpoints").mkdir(exist_ok=True)
         for leftover in [*path.glob(".*.tmp"), *path.glob("episodes/.*.tmp"), *path.glob("tokens/.*.tmp")]:
@@ -139,8 +142,6 @@ class RunStore:
         checkpoints.sweep(path / "checkpoints")
         store._repair_metrics()
         store.event("resumed" if resumed else "created")
-        for change in changes:
-            store.event(f"changed: {change}")
         return store
 
     def __enter__(self) -> Self:
@@ -161,6 +162,22 @@ class RunStore:
     def changed(self, *sections: str) -> bool:
         """Whether the run was resumed with other settings in one of these top-level sections."""
         return any(change.key.partition(".")[0] in sections for change in self.changes)
+
+    def adopt(self) -> None:
+        """Write changed settings to config.yaml, and those that are recorded to history.jsonl.
+
+        Call it when nothing can refuse them any more. The configuration of the earlier steps is kept.
+        """
+        if self._adopted:
+            return
+        step, file = max(checkpoints.steps_saved(self.path / "checkpoints"), default=0), self.path / "config.yaml"
+        earlier_configs.keep_config(self.path, step, file.read_bytes())
+        if self.changes:
+            add_history(self.path, step, {change.key: [change.old, change.new] for change in self.changes})
+        write_atomic(file, dump_config(self._config).encode())
+        for change in self.changes:
+            self.event(f"changed: {change}")
+        self._adopted = True
 
     def discard(self) -> None:
         """Remove the folder of a run that was refused before it did anything, so that nothing blocks its name.
@@ -217,6 +234,7 @@ class RunStore:
 
     def rewind(self, step: int) -> None:
         """Forget the lines and episodes after `step`, so that resuming from checkpoint `step` doubles none."""
+        earlier_configs.rewind_configs(self.path, step)
         lost = [redraws_line(at, found) for at, found in read_redraws(self.path).items() if at <= step]
         if redraws_file(self.path).is_file():
             write_atomic(redraws_file(self.path), "".join(lost).encode())
@@ -394,7 +412,7 @@ CODE_FILE = "code.json"
 _OURS = {
     *(_LOCK, "config.yaml", "events.log", "metrics.jsonl", "summary.json", "reward_curve.png", "eval.json"),
     *("tasks.json", CODE_FILE, "code", "history.jsonl", "lineage.json", "episodes", "tokens", "checkpoints"),
-    *("loggers", VIEWS, "start", ".start.base", ".start.making"),
+    *("loggers", VIEWS, earlier_configs.FOLDER, "start", ".start.base", ".start.making"),
 }
 """What a folder may hold in which nothing was done yet."""
 
@@ -440,7 +458,7 @@ def _claim(path: Path, config: RunConfig, *, exact: bool) -> tuple[bool, Sequenc
     """Save the configuration in a new folder, or compare it with that of an old one.
 
     Returns:
-        Whether the folder held a run, and the changes that its history records.
+        Whether the folder held a run, and what differs from its configuration.
     """
     file = path / "config.yaml"
     if not file.is_file():
@@ -456,13 +474,7 @@ def _claim(path: Path, config: RunConfig, *, exact: bool) -> tuple[bool, Sequenc
             f"{remedy} to resume it, give this one another `name`, or start over with --fresh "
             "(the old folder is renamed and kept)"
         )
-    recorded = [change for change in changes if change.kind == "recorded"]
-    if recorded:
-        step = max(checkpoints.steps_saved(path / "checkpoints"), default=0)
-        add_history(path, step, {change.key: [change.old, change.new] for change in recorded})
-    if changes:
-        write_atomic(file, dump_config(config).encode())
-    return True, recorded
+    return True, changes
 
 
 def _free_name(path: Path) -> Path:

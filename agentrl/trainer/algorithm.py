@@ -16,6 +16,7 @@ from agentrl.algo.metrics import Metric, Metrics
 from agentrl.algo.parameters import Named
 from agentrl.config.algorithm import AlgorithmConfig, KLConfig
 from agentrl.config.choice import OwnFunction
+from agentrl.config.run import RunConfig
 from agentrl.learner.policy_loss import make_policy_loss
 from agentrl.trainer.advantages import StepTokens, correct_rows, without_advantage
 from agentrl.trainer.estimator import NamedEstimator, make_estimator
@@ -209,6 +210,19 @@ class Algorithm:
         ):
             found.add("learner_logprobs")
         return frozenset(found)
+
+
+def algorithm_of(config: RunConfig, reference_apart: bool, record: bool) -> Algorithm:
+    """The algorithm of a run, with what its envs have of their own; see `Algorithm`."""
+    own = {name: env.algorithm for name, env in config.envs.items()}
+    return Algorithm(
+        config.algorithm.decided(config.rollout.max_staleness),
+        overlong=config.rollout.overlong,
+        reference_apart=reference_apart,
+        by_env={name: of_env.advantage for name, of_env in own.items() if of_env.advantage},
+        kl_by_env={name: of_env.kl_coef for name, of_env in own.items() if of_env.kl_coef is not None},
+        record=record,
+    )
 
 
 def make_kl_control(config: KLConfig) -> KLController:

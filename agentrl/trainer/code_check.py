@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import json
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 from agentrl.config.run import RunConfig
@@ -19,11 +20,37 @@ from agentrl.run_folder.store import CODE_FILE, RunStore
 from agentrl.run_folder.task_digests import TASKS_FILE, task_digests
 
 
-def check_code(config: RunConfig, content: Content, store: RunStore, *, accept: bool) -> list[str]:
-    """Record the code and tasks of a run; returns what changed since its newest checkpoint.
+@dataclass(frozen=True, slots=True)
+class CheckedCode:
+    """The code and tasks of a run that may start.
+
+    Attributes:
+        changed: what differs from the newest checkpoint, a line each.
+    """
+
+    changed: Sequence[str]
+    _code: CodeRecord
+    _tasks: bytes
+    _step: int
+    _copied: bool
+
+    def record(self, store: RunStore) -> None:
+        """Write the digests and a copy of the code, and what changed to the history."""
+        if self.changed:
+            add_history(store.path, self._step, {"code": list(self.changed)})
+            for line in self.changed:
+                store.event(f"accepted: {line}")
+        store.write_file(TASKS_FILE, self._tasks)
+        store.write_file(CODE_FILE, self._code.to_json())
+        if not self._copied:
+            _keep(store, self._code, self._step)
+
+
+def check_code(config: RunConfig, content: Content, store: RunStore, *, accept: bool) -> CheckedCode:
+    """Compare the code and tasks of a run with those of its newest checkpoint.
 
     Args:
-        accept: continue with changed code or tasks, which the history then records.
+        accept: continue with changed code or tasks.
 
     Raises:
         ConfigError: something changed, and `accept` is False. Names the files, tools, rewards and rows.
@@ -39,16 +66,7 @@ def check_code(config: RunConfig, content: Content, store: RunStore, *, accept: 
             f"{store.path}: the code or the tasks changed since step {step}:\n    {listed}\n"
             "undo the change, or confirm it with --accept-code (the history records it)"
         )
-    found = [*code, *rows]
-    if found:
-        add_history(store.path, step, {"code": found})
-        for line in found:
-            store.event(f"accepted: {line}")
-    store.write_file(TASKS_FILE, tasks)
-    store.write_file(CODE_FILE, new.to_json())
-    if code or not step:
-        _keep(store, new, step)
-    return found
+    return CheckedCode([*code, *rows], new, tasks, step, _copied=bool(step and not code))
 
 
 def _compared(run: Path, step: int, new: CodeRecord, tasks: bytes) -> tuple[list[str], list[str]]:

@@ -6,20 +6,20 @@ import asyncio
 import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 from pathlib import Path
 
 import torch
 from safetensors import safe_open
 from torch import Tensor
 
-from agentrl.config.load import load_config
-from agentrl.config.run import RunConfig
 from agentrl.errors import CheckpointError
 from agentrl.learner.learner import Learner
 from agentrl.run_folder.checkpoints import steps_saved, verify
-from agentrl.run_folder.history import read_history
+from agentrl.run_folder.earlier_configs import config_at, ends
 from agentrl.run_folder.records import EpisodeRecord, read_metrics, read_records
-from agentrl.trainer.algorithm import Algorithm
+from agentrl.scratch import ScratchFolder
+from agentrl.trainer.algorithm import Algorithm, algorithm_of
 from agentrl.trainer.save import resume
 from agentrl.trainer.start import make_learner, start_directory
 from agentrl.types import Group
@@ -69,50 +69,42 @@ def replay(run: Path, step: int) -> Replay:
     Raises:
         CheckpointError: the run does not have that step, or its episodes or checkpoint are damaged.
     """
-    config = load_config(run / "config.yaml")
     last = max((int(line["step"]) for line in read_metrics(run)), default=0)
     if not 1 <= step <= last:
         raise CheckpointError(f"{run}: step {step} cannot be replayed; the run has the steps 1 to {last}")
-    for entry in read_history(run):
-        if int(str(entry.get("step", 0))) >= step:
-            raise CheckpointError(
-                f"{run}: its settings were changed after step {entry.get('step')} (history.jsonl), so the "
-                "configuration of earlier steps is not the one in config.yaml"
-            )
-    return asyncio.run(_replay(run, config, step))
+    return asyncio.run(_replay(run, step))
 
 
-async def _replay(run: Path, config: RunConfig, step: int) -> Replay:
+async def _replay(run: Path, step: int) -> Replay:
     kept = steps_saved(run / "checkpoints")
     first = max((each for each in kept if each < step), default=0)
-    start = start_directory(config, run)
+    start = start_directory(config_at(run, step), run)
     policy = run / "checkpoints" / f"step-{first}" if first else start
     if first:
         verify(policy)
-    learner = await make_learner(config, policy, start)
-    try:
-        algorithm = Algorithm(
-            config.algorithm.decided(config.rollout.max_staleness),
-            overlong=config.rollout.overlong,
-            reference_apart=learner.reference_apart,
-            by_env={name: env.algorithm.advantage for name, env in config.envs.items() if env.algorithm.advantage},
-            kl_by_env={
-                name: env.algorithm.kl_coef
-                for name, env in config.envs.items()
-                if env.algorithm.kl_coef is not None
-            },
-        )
-        if first:
-            await resume(learner, algorithm, policy)
-        logged = {int(line["step"]): line for line in read_metrics(run)}
-        differing = {}
-        for number in range(first + 1, step + 1):
-            found = await _update(learner, algorithm, groups_of(read_records(run, number)))
-            if changed := _changed(logged.get(number, {}), found):
-                differing[number] = changed
-        weights = await learner.weights()
-    finally:
-        await learner.close()
+    logged = {int(line["step"]): line for line in read_metrics(run)}
+    differing: dict[int, Mapping[str, tuple[float, float]]] = {}
+    with ScratchFolder("replay") as scratch:
+        bounds = [first, *(end for end in ends(run) if first < end < step), step]
+        for begin, end in pairwise(bounds):
+            config = config_at(run, end)
+            learner = await make_learner(config, policy, start)
+            try:
+                algorithm = algorithm_of(config, reference_apart=learner.reference_apart, record=False)
+                if begin:
+                    await resume(learner, algorithm, policy)
+                for number in range(begin + 1, end + 1):
+                    found = await _update(learner, algorithm, groups_of(read_records(run, number)))
+                    if changed := _changed(logged.get(number, {}), found):
+                        differing[number] = changed
+                if end == step:
+                    weights = await learner.weights()
+                else:  # the run was resumed here with other settings
+                    policy = scratch.path / f"step-{end}"
+                    policy.mkdir()
+                    await learner.save(policy, algorithm.state_dict())
+            finally:
+                await learner.close()
     result = Replay(step, first, digest(weights), metrics=differing)
     saved = run / "checkpoints" / f"step-{step}"
     return _compared(result, weights, saved) if step in kept else result

@@ -47,7 +47,7 @@ from agentrl.rollout.task_tools import task_tools
 from agentrl.run_folder.curve import write_curve
 from agentrl.run_folder.store import RunStore
 from agentrl.sandbox import close_pools
-from agentrl.trainer.algorithm import Algorithm
+from agentrl.trainer.algorithm import algorithm_of
 from agentrl.trainer.code_check import check_code
 from agentrl.trainer.evaluation import EvaluationParts, check_background, make_evaluation
 from agentrl.trainer.feed import load_feed, make_admission
@@ -122,7 +122,8 @@ async def _train_run(setting: _Setting) -> Summary:
     earlier = store.read_summary()
     content = _checked_content(config, store, reporter)
     await require_endpoints(content, config.reward_model)
-    for line in check_code(config, content, store, accept=setting.accept_code):
+    code = check_code(config, content, store, accept=setting.accept_code)
+    for line in code.changed:
         reporter.note(f"changed since the newest checkpoint: {line}")
     reporter.within("making the start policy")
     start = await make_start(config, content, store.path, reporter=reporter, stopping=setting.stopping)
@@ -138,6 +139,8 @@ async def _train_run(setting: _Setting) -> Summary:
                 setting.loggers.metrics(0, before)
             if not setting.stop:
                 await run.evaluation.catch_up(store.metrics())
+                code.record(store)
+                store.adopt()
                 run.begin()
                 with long_lived():
                     await train(run)
@@ -211,7 +214,8 @@ async def _make_run(stack: contextlib.AsyncExitStack, setting: _Setting, content
     reporter.within("loading the learner")
     learner = await make_learner(config, policy, start)
     stack.push_async_callback(learner.close)
-    algorithm = _algorithm(config, learner)
+    recorded = config.log.tokens != "none"
+    algorithm = algorithm_of(config, reference_apart=learner.reference_apart, record=recorded)
     if checkpoint:
         await resume(learner, algorithm, checkpoint.path)
     reward_model = await make_reward_model(config.reward_model, start, config.ray)
@@ -259,18 +263,6 @@ async def _make_run(stack: contextlib.AsyncExitStack, setting: _Setting, content
         in_step=in_step,
         stop=setting.stop,
         check=_weight_check(config, engine, renderer, content, learner),
-    )
-
-
-def _algorithm(config: RunConfig, learner: Learner) -> Algorithm:
-    own = {name: env.algorithm for name, env in config.envs.items()}
-    return Algorithm(
-        config.algorithm.decided(config.rollout.max_staleness),
-        overlong=config.rollout.overlong,
-        reference_apart=learner.reference_apart,
-        by_env={name: of_env.advantage for name, of_env in own.items() if of_env.advantage},
-        kl_by_env={name: of_env.kl_coef for name, of_env in own.items() if of_env.kl_coef is not None},
-        record=config.log.tokens != "none",
     )
 
 

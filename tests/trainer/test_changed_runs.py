@@ -21,6 +21,7 @@ from agentrl.run_folder.fork import fork_run, forked_config, parse_source
 from agentrl.run_folder.history import read_history, read_lineage
 from agentrl.run_folder.records import read_episodes, read_metrics
 from agentrl.run_folder.store import RunStore
+from agentrl.trainer.replay import replay
 from agentrl.trainer.run import train_run
 from tests.trainer.test_mixture import TINY, StopAfter
 
@@ -186,6 +187,22 @@ def test_changed_code_is_named_and_must_be_confirmed():
 
 
 @pytest.mark.timeout(60)
+def test_a_change_that_is_refused_leaves_no_trace():
+    run(settings(), "r")
+    before = {path: path.read_bytes() for path in Path("r").glob("*.*") if path.name != "events.log"}
+    Path("letters.py").write_text(ENV.replace("/ 10.0", "/ 5.0"))
+    with pytest.raises(ConfigError, match="vowels changed"):
+        run(settings(steps=3, optim={"lr": 1e-4, "warmup_steps": 1}, data={"options": {"size": 15}}), "r")
+    Path("letters.py").write_text(ENV)
+    small = settings().rollout.model_dump() | {"token_budget": 7}
+    other = settings(steps=3, rollout=small, data={"options": {"size": 15}, "overlong_prompts": "refuse"})
+    with pytest.raises(ConfigError, match="its prompt has"):  # found only when the engine is there
+        run(other, "r")
+    assert {path: path.read_bytes() for path in Path("r").glob("*.*") if path.name != "events.log"} == before
+    assert run(settings(steps=3), "r").finished, "the tasks are those of the run"
+
+
+@pytest.mark.timeout(60)
 def test_tasks_that_changed_with_their_settings_need_no_confirmation():
     run(settings(), "r")
     assert run(settings(steps=3, data={"options": {"size": 15}}), "r").finished
@@ -210,6 +227,23 @@ def test_a_fork_reaches_the_weights_of_the_run_it_comes_from():
     assert "forked from" in shown.output
     again = fork_run(settings(name="third", optim={"lr": 1e-3, "warmup_steps": 1}), f"{folder}@4")
     assert "optim.lr" in json.dumps(read_history(again))
+
+
+@pytest.mark.timeout(120)
+def test_a_fork_before_a_change_has_the_settings_of_its_own_steps():
+    slower = {"lr": 1e-4, "warmup_steps": 1}
+    run(settings(steps=2), "runs/letters")
+    run(settings(steps=3, optim=slower), "runs/letters")
+    changed = fork_run(settings(name="slower", optim=slower), "runs/letters@1")
+    assert [entry["changes"] for entry in read_history(changed)] == [
+        {"forked from": f"{Path.cwd()}/runs/letters@1", "optim.lr": ["0.01", "0.0001"]}
+    ]
+    same = fork_run(settings(name="same"), "runs/letters@1")
+    assert [list(entry["changes"]) for entry in read_history(same)] == [["forked from"]]
+    assert run(settings(steps=2, name="same"), same).finished
+    assert weights(same, 2) == weights("runs/letters", 2)
+    assert replay(same, 1).equal
+    assert replay(same, 2).equal
 
 
 @pytest.mark.timeout(60)

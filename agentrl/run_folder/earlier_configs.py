@@ -1,0 +1,59 @@
+"""The configurations that a run had before it was resumed with other settings.
+
+`config.yaml` is the current one. `configs/to-step-N.yaml` is the one of the steps up to N, except for those of a
+file with a smaller number.
+"""
+
+from __future__ import annotations
+
+import re
+import shutil
+from pathlib import Path
+
+from agentrl.config import RunConfig, load_config
+from agentrl.run_folder.files import write_atomic
+
+FOLDER = "configs"
+_NAME = re.compile(r"to-step-(\d+)\.yaml")
+
+
+def keep_config(run: Path, step: int, text: bytes) -> None:
+    """Keep the configuration that was in force up to a step, unless one is kept for that step.
+
+    If there is one, no checkpoint was saved with the configuration that is replaced now, and its steps are lost.
+    """
+    target = run / FOLDER / f"to-step-{step}.yaml"
+    if step and not target.exists():
+        target.parent.mkdir(exist_ok=True)
+        write_atomic(target, text)
+
+
+def config_at(run: Path, step: int) -> RunConfig:
+    """The configuration with which a step was taken. Raises ConfigError if it is invalid today."""
+    end = next((last for last in ends(run) if last >= step), None)
+    file = run / "config.yaml" if end is None else run / FOLDER / f"to-step-{end}.yaml"
+    return load_config(file, check_paths=False)
+
+
+def ends(run: Path) -> list[int]:
+    """The last step of each earlier configuration, in order."""
+    names = (_NAME.fullmatch(path.name) for path in (run / FOLDER).glob("to-step-*.yaml"))
+    return sorted(int(match[1]) for match in names if match)
+
+
+def rewind_configs(run: Path, step: int) -> None:
+    """Steps after `step` are forgotten: the configuration of the next one that is taken is the current one."""
+    later = [end for end in ends(run) if end > step]
+    if later:
+        file = run / FOLDER / f"to-step-{later[0]}.yaml"
+        keep_config(run, step, file.read_bytes())
+    for end in later:
+        (run / FOLDER / f"to-step-{end}.yaml").unlink()
+
+
+def copy_configs(run: Path, target: Path, step: int) -> None:
+    """Copy the earlier configurations of the steps up to `step` into the folder of a fork."""
+    for end in ends(run):
+        if end < step:
+            (target / FOLDER).mkdir(exist_ok=True)
+            shutil.copyfile(run / FOLDER / f"to-step-{end}.yaml", target / FOLDER / f"to-step-{end}.yaml")
