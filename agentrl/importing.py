@@ -8,6 +8,7 @@ import importlib.util
 import re
 import sys
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -15,18 +16,24 @@ from typing import Any
 from agentrl.errors import ConfigError
 from agentrl.suggest import did_you_mean
 
-_given: dict[str, object] = {}
-"""Objects of this process that were given in place of their names, by name."""
+_given: dict[str, tuple[object, bool]] = {}
+"""Objects of this process that were given in place of their names, by name, and whether a function that returns
+the object is found."""
 
 
-def name_object(given: object) -> str:
-    """The name under which `load_object` finds this class, function or object.
+def name_object(given: object, *, factory: bool = False) -> str:
+    """The name under which `load_object` finds this class, function or other callable.
 
     An object that cannot be imported again (of a notebook or script, nested, or an instance) is kept in this
     process, and only this process finds it.
+
+    Args:
+        factory: what is found is a function that returns the object, as its class would return an instance.
     """
     of_class = given if isinstance(given, type) or hasattr(given, "__qualname__") else type(given)
     module, name = getattr(of_class, "__module__", "__main__"), getattr(of_class, "__qualname__", "object")
+    if isinstance(given, partial):
+        module, name = "__main__", f"partial_{getattr(given.func, '__name__', 'function')}"
     if module != "__main__" and of_class is given:
         found: object = sys.modules.get(module)
         for part in name.split("."):
@@ -35,10 +42,10 @@ def name_object(given: object) -> str:
             return f"{module}:{name}"
     short = re.sub(r"\W", "", name.rpartition(".")[2]) or "function"
     number, spec = 1, f"{module}:{short}"
-    while not _may_replace(_given.get(spec), given):
+    while spec in _given and not _may_replace(_given[spec][0], given):
         number += 1
         spec = f"{module}:{short}_{number}"
-    _given[spec] = given if of_class is given else (lambda: given)
+    _given[spec] = given, factory
     return spec
 
 
@@ -49,8 +56,26 @@ def is_given(spec: str) -> bool:
 
 def _may_replace(old: object, new: object) -> bool:
     """Whether an object is the same, or an earlier version of the same cell or file."""
+    if old is new:
+        return True
+    if isinstance(old, partial) and isinstance(new, partial):
+        return _may_replace(old.func, new.func) and _equal([old.args, old.keywords], [new.args, new.keywords])
+    code = getattr(new, "__code__", None)
+    if code is not None and getattr(old, "__code__", None) is code:  # two results of one function
+        return _equal(_closure(old), _closure(new))
     same = getattr(old, "__qualname__", "") == getattr(new, "__qualname__", None)
-    return old is None or old is new or (same and "<lambda>" not in getattr(new, "__qualname__", ""))
+    return same and "<lambda>" not in getattr(new, "__qualname__", "")
+
+
+def _closure(function: object) -> list[object]:
+    return [cell.cell_contents for cell in getattr(function, "__closure__", None) or ()]
+
+
+def _equal(one: list[object], other: list[object]) -> bool:
+    try:
+        return bool(one == other)
+    except Exception:  # of arrays, for example
+        return False
 
 
 def load_object(spec: str, *, base: Path | None = None) -> Any:
@@ -60,7 +85,8 @@ def load_object(spec: str, *, base: Path | None = None) -> Any:
         ConfigError: the form is wrong, the module does not import, or it has no such name.
     """
     if spec in _given:
-        return _given[spec]
+        given, factory = _given[spec]
+        return (lambda: given) if factory else given
     module_name, colon, name = spec.rpartition(":")
     if not colon or not module_name or not name:
         raise ConfigError(f"{spec!r}: write `module:Name` or `path/to/file.py:Name`")

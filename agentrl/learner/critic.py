@@ -35,6 +35,7 @@ from agentrl.learner.split import Columns, MicroBatches, Rows
 from agentrl.learner.state import TrainingState, copy_state, restore_optimizer, whole_weights
 from agentrl.models.device import pick_device
 from agentrl.models.folder import refuse_adapter
+from agentrl.models.loading import LOADING
 
 CRITIC_FOLDER = "critic"
 """In a checkpoint: the critic."""
@@ -51,15 +52,16 @@ def load_critic(directory: Path) -> PreTrainedModel:
     said = logging.get_verbosity()
     logging.set_verbosity(ERROR)  # it would advise to train the head that is missing: that follows
     try:
-        loaded: Any = AutoModelForTokenClassification.from_pretrained(
-            directory,
-            num_labels=1,
-            dtype=torch.float32,
-            attn_implementation=PACKED_ATTENTION,
-            local_files_only=True,
-            trust_remote_code=False,
-            output_loading_info=True,
-        )
+        with LOADING:
+            loaded: Any = AutoModelForTokenClassification.from_pretrained(
+                directory,
+                num_labels=1,
+                dtype=torch.float32,
+                attn_implementation=PACKED_ATTENTION,
+                local_files_only=True,
+                trust_remote_code=False,
+                output_loading_info=True,
+            )
     except (OSError, ValueError, KeyError, RuntimeError, AttributeError, TypeError, SafetensorError) as e:
         raise ConfigError(
             f"critic: {directory} cannot be loaded as a value model: {' '.join(str(e).split())[:300]}"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from pathlib import Path
 from typing import TYPE_CHECKING, TypedDict, cast
 
@@ -11,6 +12,10 @@ from agentrl.models.model_config import read_config
 if TYPE_CHECKING:
     import torch
     from transformers import PreTrainedModel
+
+
+LOADING = threading.RLock()
+"""Held while transformers makes or loads a model: it patches PyTorch for that, in all threads."""
 
 
 class LoadingReport(TypedDict):
@@ -38,15 +43,16 @@ def load_causal_lm(directory: Path, where: str, *, dtype: torch.dtype, attention
     bars = logging.is_progress_bar_enabled()
     logging.disable_progress_bar()  # type: ignore[no-untyped-call]
     try:
-        loaded: object = AutoModelForCausalLM.from_pretrained(
-            directory,
-            dtype=dtype,
-            attn_implementation=attention,
-            local_files_only=True,
-            trust_remote_code=False,
-            output_loading_info=True,
-            ignore_mismatched_sizes=True,  # reported below, in one line
-        )
+        with LOADING:
+            loaded: object = AutoModelForCausalLM.from_pretrained(
+                directory,
+                dtype=dtype,
+                attn_implementation=attention,
+                local_files_only=True,
+                trust_remote_code=False,
+                output_loading_info=True,
+                ignore_mismatched_sizes=True,  # reported below, in one line
+            )
     except (OSError, ValueError, KeyError, RuntimeError, AttributeError, TypeError, SafetensorError) as e:
         why = " ".join(str(e).split())[:300]
         raise ConfigError(f"{where}: cannot load a causal language model: {why}") from e

@@ -70,6 +70,8 @@ def make_tiny_model(directory: Path, corpus: Iterable[str], config: TinyModel, *
     from tokenizers import Tokenizer
     from transformers import Qwen3ForCausalLM
 
+    from agentrl.models.loading import LOADING
+
     make_tokenizer(directory, corpus, vocab=config.vocab, max_context=config.max_context)
     tokenizer = Tokenizer.from_file(str(directory / "tokenizer.json"))
     shape = tiny_config(
@@ -78,7 +80,7 @@ def make_tiny_model(directory: Path, corpus: Iterable[str], config: TinyModel, *
         end=tokenizer.token_to_id("<|im_end|>"),
         padding=tokenizer.token_to_id("<|endoftext|>"),
     )
-    with torch.random.fork_rng(devices=[]):
+    with LOADING, torch.random.fork_rng(devices=[]):  # the generator is that of all threads
         torch.manual_seed(seed)
         model = Qwen3ForCausalLM(shape)
     model.save_pretrained(directory)

@@ -49,6 +49,8 @@ def _named(value: object) -> object:
         return [_named(item) for item in value]
     if isinstance(value, Path):
         return str(value)
-    if callable(value) or isinstance(value, Logger):
+    if isinstance(value, Logger) and not isinstance(value, type):
+        return name_object(value, factory=True)
+    if callable(value):
         return name_object(value)
     return value

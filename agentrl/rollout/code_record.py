@@ -8,6 +8,7 @@ import json
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from hashlib import blake2b
 from pathlib import Path
 
@@ -117,9 +118,16 @@ def _named(config: RunConfig) -> Iterator[object]:
             continue
         if scheme_of(value) is None:
             try:
-                yield load_object(value)
+                yield _code_object(load_object(value))
             except ConfigError:
                 continue  # reported where it is used
+
+
+def _code_object(found: object) -> object:
+    """The function or class that has the code of a callable."""
+    while isinstance(found, partial):
+        found = found.func
+    return found if hasattr(found, "__qualname__") else type(found)
 
 
 def _files_of(found: object) -> list[Path]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import warnings
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from itertools import count
 from pathlib import Path
 from typing import TextIO
@@ -57,7 +57,7 @@ def start_run(
             display.note(f"resumes the run in {store.path}")
         if store.changes:
             said = "; ".join(map(str, store.changes))
-            display.note(f"changed since the run was started, and recorded in its history: {said}")
+            display.note(f"changed settings, recorded in the run's history: {said}")
         display.phase("start")
         display.within("importing torch")  # many seconds on a cold disk
         try:
@@ -74,10 +74,15 @@ def start_run(
 
 
 def _new_name(config: RunConfig) -> str:
-    """A name that no run has: the env's, with a number."""
+    """A name that no run has: the env's, with a number. Makes the folder, so that no other run takes it."""
     env = next(iter(config.by_env.values())).sole_env.use.rpartition(":")[2]
     word = re.sub(r"[^a-z0-9]+", "-", env.lower()).strip("-") or "run"
-    return next(name for n in count(1) if not Path("runs", name := f"{word}-{n}").exists())
+    for number in count(1):
+        name = f"{word}-{number}"
+        with suppress(FileExistsError):
+            Path("runs", name).mkdir(parents=True)
+            return name
+    raise AssertionError
 
 
 @contextmanager

@@ -6,6 +6,7 @@ import asyncio
 import json
 import threading
 from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -101,6 +102,58 @@ def test_runs_without_a_name_get_new_ones_and_fresh_moves_only_its_own_folder():
         agentrl.train_blocking(SMALL, run_dir="runs", fresh=True)
     assert sorted(path.name for path in Path("runs").iterdir()) == ["calculator-1", "calculator-2"]
     assert Path("mine/thesis.txt").read_text() == "years of work"
+
+
+@pytest.mark.timeout(90)
+def test_two_runs_without_a_name_start_at_once():
+    async def both() -> list[Any]:
+        return list(await asyncio.gather(agentrl.train(SMALL), agentrl.train(SMALL)))
+
+    assert sorted(Path(run.run).name for run in asyncio.run(both())) == ["calculator-1", "calculator-2"]
+
+
+class Scaled:
+    """An advantage with state."""
+
+    def __call__(self, step: Any) -> torch.Tensor:
+        """Rewards."""
+        found: torch.Tensor = step.rewards_E[step.sequence_N]
+        return found
+
+    def half(self, step: Any) -> torch.Tensor:
+        """Half of that."""
+        return self(step) / 2
+
+
+def times(step: Any, factor: float) -> torch.Tensor:
+    """A multiple of that."""
+    return Scaled()(step) * factor
+
+
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize("advantage", [Scaled(), Scaled().half, partial(times, factor=2.0), lambda s: Scaled()(s)])
+def test_every_callable_is_an_advantage(advantage: Any):
+    config = SMALL | {"name": "own", "steps": 1, "algorithm": {"advantage": advantage, "kl": {"coef": 0}}}
+    assert agentrl.train_blocking(config).finished
+    assert agentrl.train_blocking(config | {"steps": 2}).finished
+    assert not Path("runs/own/history.jsonl").exists(), "the same object has the same name"
+
+
+def test_objects_of_one_definition_do_not_replace_each_other():
+    def scaled(factor: float) -> Any:
+        def advantage(step: Any) -> Any:
+            return times(step, factor)
+
+        return advantage
+
+    for one, same, other in (
+        (partial(times, factor=1.0), partial(times, factor=1.0), partial(times, factor=2.0)),
+        (scaled(1.0), scaled(1.0), scaled(2.0)),
+    ):
+        name = name_object(one)
+        assert name_object(same) == name
+        assert name_object(other) != name
+        assert load_object(name) is same
 
 
 @pytest.mark.timeout(60)

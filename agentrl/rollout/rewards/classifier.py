@@ -39,17 +39,19 @@ class Classifier:
 
         from agentrl.models.device import pick_device
         from agentrl.models.folder import refuse_adapter
+        from agentrl.models.loading import LOADING
 
         directory = Path(config.path or "")
         refuse_adapter(directory, f"reward_model.path {directory}")
         try:
-            loaded: Any = AutoModelForSequenceClassification.from_pretrained(
-                directory,
-                dtype=torch.float32,
-                local_files_only=True,
-                trust_remote_code=False,
-                output_loading_info=True,
-            )
+            with LOADING:
+                loaded: Any = AutoModelForSequenceClassification.from_pretrained(
+                    directory,
+                    dtype=torch.float32,
+                    local_files_only=True,
+                    trust_remote_code=False,
+                    output_loading_info=True,
+                )
             tokenizer: Any = AutoTokenizer.from_pretrained(
                 directory, local_files_only=True, trust_remote_code=False
             )
