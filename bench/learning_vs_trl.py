@@ -10,7 +10,8 @@ CPU in processes of their own that take turns. What differs is the random number
 are two arms:
 
 - `matched`: the same objective on both sides: GRPO with the group's standard deviation, token mean, no KL penalty,
-  AdamW with betas 0.9 and 0.999, a constant learning rate without warmup;
+  AdamW with betas 0.9 and 0.999, a constant learning rate without warmup; and, as with TRL, a call that cannot be
+  parsed ends the episode;
 - `defaults`: each side as it comes, with the same learning rate only.
 
 Success is the share of sampled episodes that solve their task. Training tasks are new in every step, so the curve
@@ -20,8 +21,8 @@ greedily in the same engine.
 Goal: with matched settings, success of agentrl in no quarter of the run below TRL's by more than the noise (two
 standard errors over seeds and episodes); at equal wall time, ahead at the end of each quarter of agentrl's run.
 Wall times mean something only on a machine with nothing else to do. `--records` keeps one file for each finished
-run, so that an interrupted benchmark goes on; `--write` replaces bench/results/learning_vs_trl.*. With `--quick`:
-one short run, under a minute. The last line is JSON.
+run, so that an interrupted benchmark continues; `--write` replaces bench/results/learning_vs_trl.{json,png}.
+With `--quick`: one short run, under a minute. The last line is JSON.
 """
 
 from __future__ import annotations
@@ -80,7 +81,7 @@ class Sum(Calculator):
 class Query(ToolEnv):
     """Answer the question about the database with one SQLite SELECT. Try queries first; the last message is the
     SELECT alone.
-    """  # unlike the shipped env, no call ends an episode: TRL has no such thing
+    """  # unlike the shipped env, no call ends an episode, and tools are in alphabetical order: TRL's are
 
     tasks = Sqlite.tasks
 
@@ -93,11 +94,6 @@ class Query(ToolEnv):
         self.connection.close()
 
     @tool
-    def schema(self) -> str:
-        """Show the tables."""
-        return SCHEMA.strip()
-
-    @tool
     def query(self, sql: str) -> str:
         """Run a SELECT and see up to 20 rows.
 
@@ -105,6 +101,11 @@ class Query(ToolEnv):
             sql: One SELECT.
         """
         return as_table(*run(self.connection, sql))
+
+    @tool
+    def schema(self) -> str:
+        """Show the tables."""
+        return SCHEMA.strip()
 
     @reward(solved=True)
     def solved(self, episode: Episode) -> bool:
@@ -172,7 +173,8 @@ SHAPES = {
         completion_tokens=500,
         tiny={"hidden": 128, "layers": 3, "vocab": 1024, "max_context": 1536},
         warmup={"num": 1200, "max_epochs": 10, "until_pass": 0.6},
-        lr=1e-4,
+        lr=3e-4,
+        steps=16,
     ),
 }
 QUICK = Shape(
@@ -199,6 +201,7 @@ OURS: Mapping[str, Mapping[str, Any]] = {
     "matched": {
         "algorithm": {"kl": {"coef": 0.0}, "advantage": {"name": "grpo", "eps": 1e-4}},
         "optim": {"betas": (0.9, 0.999), "warmup_steps": 0},
+        "env": {"settings": {"mistakes": {"parse_error": "terminate"}}},
     },
     "defaults": {},
 }
@@ -213,12 +216,13 @@ TRL: Mapping[str, Mapping[str, Any]] = {
 
 def run_config(shape: Shape, model: Mapping[str, Any], seed: int, **changes: Any) -> RunConfig:
     optim = {"lr": shape.lr} | dict(changes.pop("optim", {}))
+    env = {"use": f"{Path(__file__).resolve()}:{shape.env.__name__}"} | dict(changes.pop("env", {}))
     return RunConfig.model_validate(
         {
             "name": "bench",
             "seed": seed,
             "steps": shape.steps,
-            "env": f"{Path(__file__).resolve()}:{shape.env.__name__}",
+            "env": env,
             "model": model,
             "data": {"options": dict(shape.options)},
             "rollout": {
@@ -411,11 +415,6 @@ def run_trl(shape: Shape, arm: str, seed: int, model: str, folder: str, pipe: Co
     tokenizer = AutoTokenizer.from_pretrained(model)
     tokenizer.response_template = qwen3_template  # Hermes-style calls, as our template writes them
     rows = rows_of(shape, seed)
-    tool_function, probe = calculator_tool(), Database()
-    tools = [tool_function] if shape.env is Sum else [probe.query, probe.schema]
-    if shape.env is Query:
-        tools.sort(key=lambda t: [s["function"]["name"] for s in shape.env().tools].index(t.__name__))  # type: ignore[index]
-    pipe.send(same_prompts(shape, rows, model, tokenizer, tools))
     last: dict[str, Any] = {}
 
     class Counting(GRPOTrainer):
@@ -444,7 +443,7 @@ def run_trl(shape: Shape, arm: str, seed: int, model: str, folder: str, pipe: Co
             self.wait()
 
     episodes = shape.groups * shape.group_size
-    given = {"tools": [tool_function]} if shape.env is Sum else {"environment_factory": Database}
+    given = {"tools": [calculator_tool()]} if shape.env is Sum else {"environment_factory": Database}
     trainer = Counting(
         model=AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32, attn_implementation="sdpa"),
         processing_class=tokenizer,
@@ -474,6 +473,7 @@ def run_trl(shape: Shape, arm: str, seed: int, model: str, folder: str, pipe: Co
         ),
         **given,
     )
+    pipe.send(same_prompts(shape, rows, model, tokenizer, trainer.tools))
     trainer.train()
     target = Path(folder) / "final"
     shutil.copytree(model, target)
@@ -693,17 +693,16 @@ def main() -> None:
     print("\n".join(lines))
     last = summary(results)
     if options.write:
-        write(runs, results, lines, last)
+        write(runs, results, last)
     print(json.dumps(last))
 
 
 def write(
     runs: Mapping[str, Mapping[str, Sequence[Run]]],
     results: Mapping[str, Mapping[str, Mapping[str, Any]]],
-    lines: Sequence[str],
     last: Mapping[str, Any],
 ) -> None:
-    """bench/results/learning_vs_trl.{json,txt,png}."""
+    """bench/results/learning_vs_trl.{json,png}."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -711,7 +710,6 @@ def write(
 
     target = HERE / "results"
     (target / "learning_vs_trl.json").write_text(json.dumps({**last, "results": results, "runs": runs}) + "\n")
-    (target / "learning_vs_trl.txt").write_text("\n".join(lines) + "\n")
     shown = [(env, arm) for env, by in runs.items() for arm in by]
     figure, axes = plt.subplots(len(shown), 2, figsize=(9, 3 * len(shown)), squeeze=False)
     for (env, arm), row in zip(shown, axes, strict=True):
