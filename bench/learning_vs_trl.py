@@ -648,7 +648,12 @@ def summary(results: Mapping[str, Mapping[str, Mapping[str, Any]]]) -> dict[str,
 
 
 def play(
-    shapes: Mapping[str, Shape], arms: Sequence[str], seeds: Sequence[int], models: Path, records: Path
+    shapes: Mapping[str, Shape],
+    arms: Sequence[str],
+    seeds: Sequence[int],
+    models: Path,
+    records: Path,
+    recorded_only: bool,
 ) -> Iterator[tuple[str, str, int, Run]]:
     """Every run; those with a file in `records` are read from there."""
     records.mkdir(parents=True, exist_ok=True)
@@ -656,6 +661,8 @@ def play(
         for seed in seeds:
             for name, shape in shapes.items():
                 file = records / f"{name}-{arm}-{seed}.json"
+                if recorded_only and not file.exists():
+                    continue
                 if not file.exists():
                     model = start_model(name, shape, models)
                     with tempfile.TemporaryDirectory() as scratch:
@@ -672,6 +679,7 @@ def main() -> None:
     parser.add_argument("--envs", default="calculator,sqlite", help="which, separated by commas")
     parser.add_argument("--models", type=Path, help="keep the start models here and use those that are there")
     parser.add_argument("--records", type=Path, help="keep finished runs here and use those that are there")
+    parser.add_argument("--recorded", action="store_true", help="only runs that are in --records")
     parser.add_argument("--write", action="store_true", help="replace bench/results/learning_vs_trl.*")
     options = parser.parse_args()
     seeds = [int(seed) for seed in options.seeds.split(",")]
@@ -682,7 +690,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as scratch:
         models = (options.models or Path(scratch) / "models").resolve()
         records = options.records or Path(scratch) / "records"
-        for env, arm, seed, found in play(shapes, arms, seeds, models, records):
+        for env, arm, seed, found in play(shapes, arms, seeds, models, records, options.recorded):
             runs.setdefault(env, {}).setdefault(arm, []).append(found)
             print(
                 "\n".join(table(env, arm, judge(shapes[env], [found]))).replace("1 seed(s)", f"seed {seed}"),

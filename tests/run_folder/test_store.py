@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -259,6 +260,20 @@ def test_the_best_stays_too_and_has_a_name(tmp_path: Path):
         assert latest.step == 6
 
 
+def test_a_copy_without_links_still_marks_its_best_checkpoint(tmp_path: Path):
+    def scored(folder: Path, step: int, score: float) -> None:
+        with RunStore.open(config(), folder) as store:
+            store.log_metrics(step, {"held_out": score})
+            with store.checkpoint(step, 2, best=True) as making:
+                (making / "weights").write_text("w")
+
+    scored(tmp_path / "r", 1, 0.5)
+    shutil.copytree(tmp_path / "r", tmp_path / "copy")  # follows the link `best`
+    assert not (tmp_path / "copy/checkpoints/best").is_symlink()
+    scored(tmp_path / "copy", 2, 0.9)
+    assert (tmp_path / "copy/checkpoints/best").readlink() == Path("step-2")
+
+
 def test_a_run_may_go_on_in_another_place(tmp_path: Path):
     """How many ranks compute is not what is computed; what is computed stays."""
     with RunStore.open(config(), tmp_path / "r") as store:
@@ -266,10 +281,13 @@ def test_a_run_may_go_on_in_another_place(tmp_path: Path):
     moved = config().model_copy(update={"learner": LearnerConfig(ranks=4, checkpoint_activations=True)})
     with RunStore.open(moved, tmp_path / "r") as store:
         assert store.resumed
+        assert "ranks: 1" in (tmp_path / "r" / "config.yaml").read_text(), "the run may still be refused"
+        store.adopt()
     assert "ranks: 4" in (tmp_path / "r" / "config.yaml").read_text()
     other = moved.model_copy(update={"learner": LearnerConfig(ranks=4, precision="bfloat16")})
     with RunStore.open(other, tmp_path / "r") as store:
         assert [str(change) for change in store.changes] == ["learner.precision: 'float32' -> 'bfloat16'"]
+        store.adopt()
     with pytest.raises(ConfigError, match="precision"):
         RunStore.open(moved, tmp_path / "r", exact=True)
 
