@@ -156,9 +156,9 @@ def _copy_run(parent: Path, making: Path, step: int) -> None:
     for copied in (parent / "code").glob("step-*"):
         if int(re.sub(r"\D", "", copied.name) or 0) < step:
             _link_tree(copied, making / "code" / copied.name)
-    for file in (parent / "tasks.json", parent / "checkpoints" / f"step-{step}" / "code.json"):
-        if file.is_file():
-            shutil.copyfile(file, making / file.name)
+    for path in (parent / "tasks.json", parent / "checkpoints" / f"step-{step}" / "code.json"):
+        if path.is_file():
+            shutil.copyfile(path, making / path.name)
     copy_history(parent, making, step)
     copy_configs(parent, making, step)
     _link_tree(parent / "checkpoints" / f"step-{step}", making / "checkpoints" / f"step-{step}")
