@@ -103,7 +103,7 @@ def too_fast(evidence: Evidence) -> Iterator[Finding]:
     torn = len(kl) > 0 and float(kl.max()) > 1.0
     jumps = np.abs(np.diff(np.log(np.maximum(entropy, 1e-6))))
     jumped = len(entropy) == len(steps) and float(jumps.max()) > 1.6
-    gone = _gone(evidence)
+    gone = _gone(evidence) and next(iter(entropy_collapse(evidence)), None) is None
     if (torn and (fell or jumped)) or (fell and jumped) or gone:
         yield Finding(
             "learning-rate-too-high",
