@@ -97,7 +97,7 @@ export function Chart({ title, description, unit, steps, lines, marks = [], heig
 		const u = new uPlot({
 			width, height, series, bands, legend: { show: false }, padding: [6, 12, 0, 0],
 			cursor: { sync: { key: sync }, drag: { x: true, y: false }, points: { size: 6 }, y: false },
-			scales: { x: { time: false }, y: { range: (_, low, high) => (low === 0 && high === 0 ? [0, 1] : uPlot.rangeNum(low, high, 0.1, true)) } },
+			scales: { x: { time: false }, y: { range: (_, low, high) => (low === null ? [low, high] : low || high ? uPlot.rangeNum(low, high, 0.1, true) : [0, 1]) } },
 			axes: [
 				{ ...axis, size: 20, grid: { show: false }, incrs: [1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10000, 50000, 100000] },
 				{ ...axis, size: 44, grid: { stroke: css("--line"), width: 1 }, values: (_, all) => all.map((v) => (v === null ? "" : num(v))), space: 34 },
