@@ -62,7 +62,12 @@ def probe(model: PreTrainedModel, packed: Packed, alone: Alone, *, where: str, a
                 raise ConfigError(
                     f"{where}: {name} cannot be computed on packed rows ({one_line(e)}){why}; {advice}"
                 ) from e
-            wanted = torch.cat(list(alone(tried)))
+            try:
+                wanted = torch.cat(list(alone(tried)))
+            except Exception as e:
+                raise ConfigError(
+                    f"{where}: transformers cannot compute {name} with this config.json ({one_line(e)})"
+                ) from e
             gap = relative_gap(found, wanted)
             if not gap < tolerance(tried) and bool(wanted.isfinite().all()):  # else the first gradient shows it
                 raise ConfigError(

@@ -152,3 +152,19 @@ def test_a_critic_that_cannot_be_packed_is_one_line(model_type: str, tmp_path: P
     with pytest.raises(ConfigError, match="critic: ") as caught:
         load_critic(tmp_path)
     assert "\n" not in str(caught.value)
+
+
+def test_a_model_that_transformers_cannot_compute_is_one_line_from_the_engine(tmp_path: Path):
+    """Gemma 4 with shared keys and values and no inputs per layer fails in transformers' own forward."""
+    settings = {
+        "sliding_window": bench.NEAR,
+        "layer_types": bench.ALTERNATING,
+        "hidden_size_per_layer_input": 0,
+        "num_kv_shared_layers": 2,
+        "global_head_dim": 16,
+    }
+    config = bench.config_of(bench.Family("gemma4_text", settings))
+    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
+    with pytest.raises(ConfigError, match="cannot") as caught:
+        LocalEngine.from_directory(tmp_path, max_slots=2, cache_mb=16)
+    assert "\n" not in str(caught.value)
