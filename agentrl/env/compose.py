@@ -38,6 +38,7 @@ from agentrl.env.verl import VerlTool, VerlToolEntry, is_compute_score, score_ar
 from agentrl.errors import ConfigError, InfraError
 from agentrl.importing import load_object
 from agentrl.sandbox import Sandbox
+from agentrl.suggest import did_you_mean
 from agentrl.types import Episode, Message
 
 Reward = str | Callable[..., object] | Mapping[str, Any]
@@ -172,7 +173,8 @@ class ComposedEnv(ToolEnv):
         known = [*self._rewards, *[t.name for t in self._verl if t.judges]]
         for name in self.settings.reward_weights:
             if name.split("/")[0] not in known:
-                raise ConfigError(f"no reward named {name!r}; the rewards are: {', '.join(known) or 'none'}")
+                hint = did_you_mean(name, known, otherwise=f"the rewards are: {', '.join(known) or 'none'}")
+                raise ConfigError(f"env.reward_weights.{name}: the env has no such reward; {hint}")
 
     def check_solved_at(self, thresholds: Mapping[str, float]) -> None:
         """No check: the parts of a composed reward are unknown until it has scored an episode."""

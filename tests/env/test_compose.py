@@ -266,7 +266,7 @@ async def test_broken_rewards_and_unknown_weights_are_refused(file):
     with pytest.raises(RewardError, match="reward 'broken' of ComposedEnv returned 'high', not a number"):
         await play(env, Task("t", {"prompt": "x"}), ScriptedPolicy(["a"]))
     env.settings = ToolSettings(reward_weights={"brokn": 1.0})
-    with pytest.raises(ConfigError, match="no reward named 'brokn'; the rewards are: broken"):
+    with pytest.raises(ConfigError, match="has no such reward; did you mean 'broken'"):
         await env.reset(Task("t", {"prompt": "x"}))
 
 

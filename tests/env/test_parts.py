@@ -47,7 +47,7 @@ async def test_a_mapping_is_logged_in_parts_and_weighted_by_the_reward_or_the_pa
     env.configure({}, {"score/cost": 0.1})
     episode = await played(env)
     assert episode.rewards == pytest.approx({"score/solved": 0.5, "score/cost": -0.3, "other": 0.0})
-    with pytest.raises(ConfigError, match="no reward named"):
+    with pytest.raises(ConfigError, match="has no such reward"):
         Parted().configure({}, {"sore/cost": 0.1})
 
 

@@ -497,7 +497,7 @@ async def test_weights_come_from_the_run_where_it_names_them():
     await env.step(calling(("apply", {"op": "double"})))
     assert await env.score(episode_of()) == {"solved": 1.0, "cost": -1.0}
     env.settings = ToolSettings(reward_weights={"price": 1.0})
-    with pytest.raises(ConfigError, match="no reward named 'price'; the rewards are: solved, cost"):
+    with pytest.raises(ConfigError, match="Ledger has no such reward; the rewards are: solved, cost"):
         await env.reset(Task("t", {"start": 0, "target": 0}))
 
 
@@ -538,7 +538,7 @@ async def test_a_failing_setup_is_infrastructure_and_a_wrong_row_is_the_users():
 @pytest.mark.parametrize(
     ("settings", "text"),
     [
-        ({"mistakes": {"typo": "observe"}}, "'typo' is none"),
+        ({"mistakes": {"typo": "observe"}}, "mistakes.typo: there is no such mistake"),
         ({"mistakes": {"parse_error": "ignore"}}, "must be observe, penalise or terminate"),
         ({"max_calls_per_turn": 0}, "at least 1"),
         ({"tool_timeout_s": 0}, "positive"),
