@@ -6,7 +6,7 @@ what came of it; how long it took is printed.
 
     python bench/agent.py --steps 25 --groups 16        # writes bench/results/agent.json
     python bench/agent.py --start runs/calculator/start # from a cold-started policy that is there
-    python -m bench.agent --quick                       # bench/agent_box.py: mini-swe-agent in a box, untrained
+    python -m bench.agent --quick  # bench/shared/agent_box.py: mini-swe-agent in a box, untrained
 
 The whole takes about a quarter of an hour on two cores. The last line is JSON: greedy success on the held-out
 tasks after the last step, of the agent and of the built-in loop; with `--quick`, what that module measures.
@@ -29,7 +29,8 @@ from agentrl.run_folder.store import RunStore
 
 EXAMPLE = Path(__file__).parent.parent / "examples" / "agent" / "tools.yaml"
 sys.path.insert(0, str(Path(__file__).parents[1]))
-from bench.agent_box import PACKAGES, compare  # noqa: E402
+from bench.shared.agent_box import PACKAGES, compare  # noqa: E402
+from bench.shared.verdict import finish  # noqa: E402
 
 RESULTS = Path(__file__).parent / "results" / "agent.json"
 
@@ -92,7 +93,7 @@ def main() -> None:
     parser.add_argument("--packages", type=Path, default=PACKAGES, help="folder of mini-swe-agent, with --quick")
     args = parser.parse_args()
     if args.quick:
-        print(json.dumps(compare(args.episodes, args.packages)))
+        finish(compare(args.episodes, args.packages), timed=True)
         return
     found = compared(args.start or made_start(args), args.folder, args)
     RESULTS.parent.mkdir(exist_ok=True)
@@ -104,13 +105,16 @@ def main() -> None:
         "baseline": last[LOOP],
         "ratio": round(last[AGENT] / last[LOOP], 3),
         "unit": f"greedy success on {args.tasks} held-out tasks after {args.steps} steps",
+        "ratio": round(last[AGENT] / last[LOOP], 3) if last[LOOP] else None,
+        "goal": "no less than the built-in loop, within 0.02",
+        "met": last[AGENT] >= last[LOOP] - 0.02,
         "episodes": found[AGENT]["episodes"],
         "infra_failures": found[AGENT]["infra_failures"],
         "drift_mean_abs_max": found[AGENT]["drift_mean_abs_max"],
         "goal": "no infrastructure failure",
         "met": found[AGENT]["infra_failures"] == 0,
     }
-    print(json.dumps(line))
+    finish(line, timed=True)
 
 
 def made_start(args: argparse.Namespace) -> Path:

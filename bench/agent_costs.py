@@ -19,6 +19,7 @@ import asyncio
 import json
 import os
 import statistics
+import sys
 import tempfile
 import time
 from collections.abc import Awaitable, Callable
@@ -39,6 +40,9 @@ from agentrl.serve.listen import running
 from agentrl.testing.engine import ScriptedEngine
 from agentrl.testing.policy import call, say
 from agentrl.types import Episode, Message, Sampling, Task
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+from bench.shared.verdict import finish
 
 RESULTS = Path(__file__).parent / "results" / "agent_costs.json"
 GOAL_S, GOAL_CPU_MS = 1.5, 10.0
@@ -244,7 +248,7 @@ def main() -> None:
         RESULTS.write_text(json.dumps(found, indent=1) + "\n")
     ours = round(found["box"]["start_ms"] + found["box"]["teardown_ms"], 1)
     line = {"bench": "agent_costs", "ours": ours, "unit": "ms of start and teardown of a sandbox for an episode"}
-    print(json.dumps(line | {"goal": 1000 * GOAL_S, "met": found["met"]}))
+    finish(line | {"goal": 1000 * GOAL_S, "met": found["met"]}, timed=True)
 
 
 if __name__ == "__main__":

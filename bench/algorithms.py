@@ -19,6 +19,9 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+from bench.shared.verdict import finish
+
 HERE = Path(__file__).parent
 EXAMPLE = HERE.parent / "examples" / "calculator" / "tools.yaml"
 RESULT = HERE / "results" / "algorithms.json"
@@ -86,7 +89,7 @@ def say(found: dict[str, Any], *, quick: bool = False) -> None:
         "met": len(good) == asked,
         "quick": quick,
     }
-    print(json.dumps(line))
+    finish(line)
 
 
 def make_start(folder: Path) -> Path:

@@ -34,6 +34,9 @@ from typing import Any, NamedTuple
 from agentrl import Message, Task, TextEnv, reward
 from agentrl.rollout.compaction import INTRODUCTION
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+from bench.shared.verdict import finish
+
 HERE = Path(__file__).parent
 RESULT = HERE / "results" / "compaction.json"
 PAGES, NAMES, DIGITS, CONTEXT = 3, "abc", "012345", 188
@@ -233,7 +236,7 @@ def main() -> None:
         curves = {arm: [one.solved for one in each] for arm, each in found.items()}
         RESULT.write_text(json.dumps(line | {"curves": curves}) + "\n")
         RESULT.with_suffix(".svg").write_text(curve(found))
-    print(json.dumps(line))
+    finish(line)
 
 
 if __name__ == "__main__":

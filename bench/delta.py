@@ -32,8 +32,17 @@ from agentrl.engine.open import open_engine
 from agentrl.engine.servers.delta_sync import DeltaSync
 from agentrl.engine.servers.server_engine import ServedEngine
 from agentrl.models.tiny import make_tiny_model
+from bench.shared.verdict import finish
 
 LEARNING_RATE = 1e-6
+UNSERVED = {
+    "bench": "delta",
+    "ours": None,
+    "unit": "s per update",
+    "goal": "fewer bytes and less time than a full update",
+    "met": None,
+    "why": "AGENTRL_SGLANG_PYTHON is not set",
+}
 MIN_BYTES, MIN_TIME = 10.0, 3.0
 """Goals: a full update has at least this many times the bytes, and takes at least this many times as long."""
 
@@ -120,7 +129,7 @@ def main() -> None:
     args = parser.parse_args()
     python = os.environ.get("AGENTRL_SGLANG_PYTHON")
     if not python:
-        print(json.dumps({"bench": "delta", "met": None, "why": "inconclusive: AGENTRL_SGLANG_PYTHON is not set"}))
+        finish(UNSERVED, timed=True)
         return
     with tempfile.TemporaryDirectory() as folder:
         model = Path(folder)
@@ -147,7 +156,7 @@ def main() -> None:
         "weights": weights,
         "met": faster >= MIN_TIME and fewer >= MIN_BYTES,
     }
-    print(json.dumps(line))
+    finish(line, timed=True)
 
 
 if __name__ == "__main__":

@@ -36,6 +36,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from agentrl.doctor.examine import findings
 from agentrl.doctor.finding import Finding
+from bench.shared.verdict import finish
 from tests.doctor.healthy import HEALTHY, Healthy
 from tests.doctor.planted import FAULTS, Planted, cold_start
 from tests.doctor.variants import VARIANTS
@@ -69,7 +70,7 @@ def main() -> None:
         "seconds": found["seconds"],
         "met": named >= GOAL and alarms == 0 and found["doctor_seconds"] < BUDGET_S,
     }
-    print(json.dumps(result))
+    finish(result, timed=True)
 
 
 def measure(folder: Path, more: Sequence[Path], *, quick: bool) -> dict[str, Any]:

@@ -14,8 +14,8 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import json
 import statistics
+import sys
 import tempfile
 import time
 from collections.abc import Callable
@@ -29,6 +29,9 @@ from transformers.utils import logging
 
 from agentrl.engine.local.local_engine import LocalEngine
 from agentrl.types import Sampling
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+from bench.shared.verdict import finish
 
 VOCABULARY, GROUP, GOAL = 600, 8, 3.0
 
@@ -190,7 +193,7 @@ def main() -> None:
         "episodes": episodes,
         "threads": arguments.threads,
     }
-    print(json.dumps(result))
+    finish(result, timed=True)
 
 
 if __name__ == "__main__":

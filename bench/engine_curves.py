@@ -33,6 +33,9 @@ from agentrl.reporting.report import Silent, Summary
 from agentrl.run_folder.store import RunStore
 from agentrl.trainer.run import train_run
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+from bench.shared.verdict import finish
+
 OUT = Path(__file__).parent / "results" / "sglang.json"
 LORA = {"rank": 8, "alpha": 16}
 T95 = (12.71, 4.30, 3.18, 2.78, 2.57, 2.45, 2.36, 2.31, 2.26, 2.23)
@@ -212,7 +215,7 @@ def main() -> int:
     with tempfile.TemporaryDirectory() as scratch:
         if args.quick:
             found = quick(args.start, min(args.steps, 2))
-            print(json.dumps(found))
+            finish(found)
             return 0 if found["met"] else 1
         if args.start is None or args.python is None:
             parser.error("--start and --python are needed (without --quick)")
@@ -229,7 +232,7 @@ def main() -> int:
             print(json.dumps(runs[-1]), file=sys.stderr, flush=True)
             written(args.out, compared(runs, args.steps))
     found = line(compared(runs, args.steps))
-    print(json.dumps(found))
+    finish(found)
     return 0 if found["met"] else 1
 
 

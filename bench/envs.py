@@ -14,6 +14,7 @@ import asyncio
 import json
 import os
 import resource
+import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -24,6 +25,9 @@ from agentrl.env.load import load_env
 from agentrl.sandbox import close_pools
 from agentrl.testing.policy import RandomPolicy, play
 from agentrl.types import Episode, Task
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+from bench.shared.verdict import finish
 
 GOAL = 20
 
@@ -107,7 +111,7 @@ def main() -> None:
         "met": slowest["episodes_per_cpu_s"] >= GOAL and scores,
         "load": os.getloadavg()[0],
     }
-    print(json.dumps(line))
+    finish(line, timed=True)
     if options.json:
         options.json.write_text(json.dumps(rows, indent=1) + "\n")
 

@@ -7,7 +7,6 @@ error. Anything reported about a healthy env, or (without --quick) about a shipp
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 import time
 from pathlib import Path
@@ -18,6 +17,7 @@ from agentrl.config.load import make_config
 from agentrl.envs import SHIPPED
 from agentrl.exam.marks import ExamResult, Level
 from agentrl.exam.sitting import examine
+from bench.shared.verdict import finish
 from tests.exam.healthy import HEALTHY
 from tests.exam.planted import FAULTS, BlockingTool, SlowTool
 from tests.exam.planted_more import FAULTS as MORE
@@ -61,7 +61,7 @@ def main() -> None:
         "ratio": found / len(chosen),
         "unit": "planted faults found",
     }
-    print(json.dumps(line | {"goal": GOAL, "met": found == len(chosen) and not alarms}))
+    finish(line | {"goal": GOAL, "met": found == len(chosen) and not alarms})
 
 
 if __name__ == "__main__":

@@ -35,6 +35,9 @@ from agentrl.learner.pack import pack
 from agentrl.learner.policy_model import load_policy
 from agentrl.types import Sample, Sampling
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+from bench.shared.verdict import finish
+
 RESULTS = Path(__file__).parent / "results" / "families.json"
 VOCABULARY, NEAR = 97, 24
 TOLERANCE = 1e-4
@@ -435,6 +438,10 @@ def main() -> int:
     result = {
         "bench": "families",
         "quick": arguments.quick,
+        "ours": len(found) - len(bad),
+        "baseline": len(found),
+        "ratio": round((len(found) - len(bad)) / len(found), 3),
+        "unit": "families computed right or refused",
         "families": len(found),
         "learner_right": sum(f.learner == "right" for f in found),
         "learner_refused": sum(f.learner == "refused" for f in found),
@@ -449,7 +456,7 @@ def main() -> int:
     }
     if arguments.write and not arguments.quick and arguments.only is None:
         RESULTS.write_text(json.dumps([asdict(f) for f in found], indent=1) + "\n")
-    print(json.dumps(result))
+    finish(result)
     return 0 if not bad else 1
 
 

@@ -31,7 +31,8 @@ from agentrl.engine.local.local_engine import LocalEngine
 from agentrl.types import Sampling
 
 sys.path.insert(0, str(Path(__file__).parents[1]))  # it is missing with `python -m` or when loaded by a path
-from bench.qwen3_shapes import qwen3_config
+from bench.shared.qwen3_shapes import qwen3_config
+from bench.shared.verdict import finish
 
 OUT = Path(__file__).parent / "results" / "gpu_rollout.json"
 ROUNDS = 3
@@ -182,7 +183,7 @@ def main() -> int:
     }
     # A CPU says nothing about the goal.
     line["met"] = line["ours"] >= GOAL_SHARE if device.type == "cuda" else None
-    print(json.dumps(line))
+    finish(line, timed=True)
     return 0
 
 

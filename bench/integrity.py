@@ -33,6 +33,9 @@ from agentrl.testing.sandbox import SMALL_LIMITS, Check, CheckRun, Stage, not_pr
 from agentrl.testing.sandbox_suite.hostile import PROGRAMS
 from agentrl.testing.sandbox_suite.stage import Unseen
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+from bench.shared.verdict import finish
+
 ORDINARY_USER, SYSTEM_PYTHON = 23456, "/usr/bin/python3"
 AT_ONCE = 3
 EVERY = 5
@@ -187,7 +190,7 @@ async def main() -> int:
                 "succeeded": {row.name: row.succeeded for row in rows},
                 "not_promised": {row.name: row.not_promised for row in rows}}  # fmt: skip
         (asked.out / "integrity.json").write_text(json.dumps(told, indent=1) + "\n")
-    print(json.dumps(line))
+    finish(line)
     return 0 if line["met"] else 1
 
 

@@ -28,6 +28,9 @@ from typing import Any
 from agentrl.run_folder import checkpoints
 from agentrl.run_folder.records import read_metrics
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+from bench.shared.verdict import finish
+
 ENV = '''
 from agentrl import ToolEnv, reward
 from agentrl.env.read import final_answer
@@ -238,15 +241,15 @@ def main() -> int:
         kept = json.loads(options.out.read_text()) if options.out.is_file() else {}
         kept[f"ranks {options.ranks}"] = result
         options.out.write_text(json.dumps(kept, indent=1) + "\n")
-    print(
-        json.dumps(
-            {
-                "bench": "kill9",
-                "goal": "no differences",
-                "met": not apart,
-                **{k: v for k, v in result.items() if k != "each"},
-            }
-        )
+    finish(
+        {
+            "bench": "kill9",
+            "ours": len(apart),
+            "unit": "differences from the run that nothing killed",
+            "goal": "no differences",
+            "met": not apart,
+            **{k: v for k, v in result.items() if k != "each"},
+        }
     )
     return 1 if apart else 0
 

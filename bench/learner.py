@@ -24,6 +24,7 @@ import json
 import os
 import random
 import statistics
+import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
@@ -39,6 +40,9 @@ import torch
 
 from agentrl.learner.pack import pack
 from agentrl.types import Sample
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+from bench.shared.verdict import finish
 
 GOAL = 1.3
 GOAL_MEMORY = 0.6
@@ -420,7 +424,7 @@ def main() -> None:
     }
     if arguments.json:
         arguments.json.write_text(json.dumps(result, indent=1) + "\n")
-    print(json.dumps(result))
+    finish(result, timed=True)
 
 
 if __name__ == "__main__":

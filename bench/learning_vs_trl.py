@@ -34,6 +34,7 @@ import math
 import os
 import shutil
 import statistics
+import sys
 import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -57,6 +58,9 @@ from agentrl.envs.sqlite.env import same_rows
 from agentrl.reporting.report import Silent
 from agentrl.types import Episode, Task
 from bench.vs_trl import Worker, final, solved
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+from bench.shared.verdict import finish
 
 HERE = Path(__file__).parent
 SILENCE = "TRL_EXPERIMENTAL_SILENCE"
@@ -702,7 +706,7 @@ def main() -> None:
     last = summary(results)
     if options.write:
         write(runs, results, last)
-    print(json.dumps(last))
+    finish(last)
 
 
 def write(

@@ -32,6 +32,9 @@ from agentrl.config.run import RunConfig
 from agentrl.reporting.report import Silent
 from agentrl.run_folder.store import RunStore
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+from bench.shared.verdict import finish
+
 EXAMPLE = Path(__file__).parents[1] / "examples" / "mini_swe_agent"
 RESULTS = Path(__file__).parent / "results" / "mini_swe_agent.json"
 AGENTS = "/opt/agents"
@@ -136,9 +139,10 @@ def main() -> None:
         "ours": last,
         "baseline": first,
         "unit": "held-out success",
+        "goal": found["goal"],
         "met": found["met"],
     }
-    print(json.dumps(line))
+    finish(line)
 
 
 if __name__ == "__main__":

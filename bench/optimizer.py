@@ -16,6 +16,7 @@ import asyncio
 import json
 import os
 import statistics
+import sys
 import tempfile
 import time
 from dataclasses import replace
@@ -33,6 +34,9 @@ from agentrl.learner.policy_rank import LocalPolicyRank
 from agentrl.learner.rank import InProcess, LearnerSpec
 from agentrl.types import Sample
 from bench.learner import Shape, make_model, make_rows
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+from bench.shared.verdict import finish
 
 STATES: tuple[Any, ...] = ("float32", "bfloat16", "int8")
 GOAL_DRIFT, GOAL_LOSS = 0.1, 0.01
@@ -130,7 +134,7 @@ def main() -> None:
     }
     if arguments.json:
         arguments.json.write_text(json.dumps(line, indent=1) + "\n")
-    print(json.dumps(line))
+    finish(line)
 
 
 def _start(directory: Path) -> list[Tensor]:

@@ -18,6 +18,9 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+from bench.shared.verdict import finish
+
 HERE = Path(__file__).parent
 EXAMPLE = HERE.parent / "examples" / "calculator" / "tools.yaml"
 BEFORE, AFTER, SECONDS = 0.60, 0.95, 300
@@ -42,18 +45,16 @@ def main() -> None:
     if args.write:
         write(found, table, args.note)
     good = [r for r in found.values() if r["before"] <= BEFORE and r["after"] >= AFTER]
-    print(
-        json.dumps(
-            {
-                "bench": "quickstart",
-                "ours": len(good),
-                "baseline": len(found),
-                "ratio": len(good) / len(found),
-                "unit": f"seeds from at most {BEFORE} to at least {AFTER}",
-                "goal": "all",
-                "met": len(good) == len(found),
-            }
-        )
+    finish(
+        {
+            "bench": "quickstart",
+            "ours": len(good),
+            "baseline": len(found),
+            "ratio": len(good) / len(found),
+            "unit": f"seeds from at most {BEFORE} to at least {AFTER}",
+            "goal": "all",
+            "met": len(good) == len(found),
+        }
     )
 
 

@@ -38,6 +38,7 @@ from agentrl.trainer.start import make_learner
 
 sys.path.insert(0, str(Path(__file__).parents[1]))  # it is missing with `python -m` or when loaded by a path
 from bench.kill9 import ENV
+from bench.shared.verdict import finish
 
 HERE = Path(__file__).parent
 EXAMPLE = HERE.parent / "examples" / "calculator" / "tools.yaml"
@@ -78,17 +79,15 @@ def main() -> int:
         result = {"steps": args.steps, "goal": GOAL, "met": met, "each": found, "curve": curve}
         args.out.write_text(json.dumps(result, indent=1) + "\n")
     worst = max(part["parameters_apart"] for part in found.values() if "parameters_apart" in part)
-    print(
-        json.dumps(
-            {
-                "bench": "ranks",
-                "ours": worst,
-                "unit": "largest difference of a parameter",
-                "goal": GOAL,
-                "met": met,
-                "quick": args.quick,
-            }
-        )
+    finish(
+        {
+            "bench": "ranks",
+            "ours": worst,
+            "unit": "largest difference of a parameter",
+            "goal": GOAL,
+            "met": met,
+            "quick": args.quick,
+        }
     )
     return 0 if met else 1
 

@@ -11,6 +11,7 @@ import asyncio
 import importlib.util
 import json
 import random
+import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -19,7 +20,10 @@ from typing import Any
 from agentrl.env.load import load_env
 from agentrl.env.play import Policy, ScriptedPolicy, play
 from agentrl.types import Episode, Task
-from bench.reach_apart import APART
+from bench.shared.reach_apart import APART
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+from bench.shared.verdict import finish
 
 RESULTS = Path(__file__).parent / "results" / "reach.json"
 GOAL = 8
@@ -289,7 +293,7 @@ def main() -> None:
     line |= {"goal": GOAL, "met": ours >= GOAL, "agreed": counts}
     if args.write:
         RESULTS.write_text(json.dumps(line, indent=1) + "\n")
-    print(json.dumps(line))
+    finish(line, timed=True)
 
 
 if __name__ == "__main__":

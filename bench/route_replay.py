@@ -15,6 +15,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
+import sys
 import tempfile
 from dataclasses import replace
 from pathlib import Path
@@ -29,6 +30,9 @@ from agentrl.learner.pack import Packed, pack
 from agentrl.learner.policy_model import load_policy
 from agentrl.models.routers import RouteReplay
 from agentrl.types import Completion, Sample, Sampling
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+from bench.shared.verdict import finish
 
 VOCABULARY, EXPERTS, TOP_K = 512, 32, 4
 GOAL_EXACT, GOAL_TIMES = 1e-4, 1.5
@@ -169,7 +173,7 @@ def main() -> None:
     }
     if arguments.json:
         arguments.json.write_text(json.dumps(line, indent=1) + "\n")
-    print(json.dumps(line))
+    finish(line, timed=True)
 
 
 if __name__ == "__main__":

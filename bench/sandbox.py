@@ -35,6 +35,9 @@ from pathlib import Path
 from agentrl.sandbox import Box, Sandbox, SandboxPool
 from agentrl.testing.sandbox_suite.endurance import chaos
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+from bench.shared.verdict import finish
+
 FRESH_GOAL_MS, SUSTAINED_GOAL = 2.0, 200
 APART, SESSION_APART = "python, 10 ms apart", "session, 10 ms apart"
 PAUSE_S = 0.01
@@ -292,7 +295,8 @@ def summary(figures: list[Figure]) -> dict[str, object]:
     found = {(f.row, f.what, f.concurrency): f for f in figures}
     fresh, plain_call = found.get(("namespace", APART, 1)), found.get(("subprocess", "python", 1))
     if fresh is None or plain_call is None:
-        return {"bench": "sandbox", "ours": None, "met": None}
+        why = "the rows that the goal is about were not measured"
+        return {"bench": "sandbox", "ours": None, "unit": "ms", "goal": FRESH_GOAL_MS, "met": None, "why": why}
     session, lease = found["namespace", "session", 1], found["namespace", "lease", 1]
     alone = found["namespace", SESSION_APART, 1]
     sustained = min(f.calls_per_s for f in figures if (f.row, f.what) == ("namespace", "python"))
@@ -345,7 +349,7 @@ async def latency(arguments: argparse.Namespace) -> None:
         meter.close()
     if not arguments.quick:
         _write(figures, Path(arguments.out))
-    print(json.dumps(summary(figures)))
+    finish(summary(figures), timed=True)
 
 
 def _write(figures: list[Figure], folder: Path) -> None:

@@ -40,6 +40,9 @@ from agentrl.serve.prometheus import Metrics
 from agentrl.serve.service import ChatService, Gate
 from agentrl.types import Completion, Message, Sampling, ToolCall
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+from bench.shared.verdict import finish
+
 TOOL = {
     "type": "function",
     "function": {
@@ -223,7 +226,15 @@ async def bench(only: str | None, quick: bool) -> dict[str, Any]:
     engine = NoOpEngine(completion_of(renderer, said, [TOOL]))
     talk = ChatService(engine, renderer, gate=Gate(1024), metrics=Metrics())
     app = create_app(talk, Settings(names=("noop",)), session=talk.open_session(100_000))
-    found: dict[str, Any] = {"bench": "serve", "load": os.getloadavg()[0], "quick": quick}
+    found: dict[str, Any] = {
+        "bench": "serve",
+        "ours": None,
+        "unit": "ms",
+        "goal": None,
+        "met": None,
+        "load": os.getloadavg()[0],
+        "quick": quick,
+    }
     async with running(app) as url:
         await measured(url, 200, 4)  # warm
         if only != "memory":
@@ -251,7 +262,7 @@ def main() -> None:
     result = asyncio.run(bench(options.only, options.quick))
     if options.json:
         options.json.write_text(json.dumps(result, indent=1) + "\n")
-    print(json.dumps(result))
+    finish(result, timed=True)
 
 
 if __name__ == "__main__":

@@ -24,6 +24,9 @@ from agentrl.errors import AgentRLError, TemplateError
 from agentrl.rollout.renderer import require_template
 from agentrl.types import Message, ToolCall
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+from bench.shared.verdict import finish
+
 FOLDER = Path(__file__).parent / "templates"
 MARKER = re.compile(
     r"<\|[\w ./\"-]{1,60}\|?>|<\w{1,40}\|>|<｜[^｜<>{}]{1,60}｜>|\[/?[A-Z][A-Z_]{2,30}\]|</?s>|<bos>|<eos>"
@@ -131,7 +134,7 @@ def main() -> int:
         "refused": counts["refused"],
         "wrong": wrong,
     }
-    print(json.dumps(line))
+    finish(line, timed=True)
     return 0 if wrong == 0 else 1
 
 

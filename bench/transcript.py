@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import json
 import random
+import sys
 import tempfile
 import time
 from pathlib import Path
@@ -21,6 +22,9 @@ from agentrl.chat.proof import TOOLS
 from agentrl.chat.template import Renderer
 from agentrl.chat.transcript import Transcript
 from agentrl.types import Completion, Message
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+from bench.shared.verdict import finish
 
 QWEN3 = Path(__file__).parents[2] / "shared" / "tokenizers" / "qwen3"
 WORDS = ["the", "sum", "of", "rows", "is", "checked", "against", "a", "table", "17", "42", "0.5", "error", "value"]
@@ -53,18 +57,17 @@ def main() -> None:
     early, late = median(ours[1 : 1 + 2 * tenth]), median(ours[-2 * tenth :])
     print(f"{length} tokens in {args.turns} turns ({directory.name}, {args.template} template)")
     print(f"median turn, first fifth {early * 1e3:.2f} ms, last fifth {late * 1e3:.2f} ms: {late / early:.2f} x")
-    print(
-        json.dumps(
-            {
-                "bench": "transcript",
-                "ours": round(sum(ours), 3),
-                "baseline": round(sum(baseline), 3),
-                "ratio": round(sum(baseline) / sum(ours), 1),
-                "unit": f"CPU s per {args.turns}-turn episode of {length} tokens",
-                "goal": f"< {GOAL_SECONDS:g} s",
-                "met": sum(ours) < GOAL_SECONDS,
-            }
-        )
+    finish(
+        {
+            "bench": "transcript",
+            "ours": round(sum(ours), 3),
+            "baseline": round(sum(baseline), 3),
+            "ratio": round(sum(baseline) / sum(ours), 1),
+            "unit": f"CPU s per {args.turns}-turn episode of {length} tokens",
+            "goal": f"< {GOAL_SECONDS:g} s",
+            "met": sum(ours) < GOAL_SECONDS,
+        },
+        timed=True,
     )
 
 

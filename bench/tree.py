@@ -22,6 +22,7 @@ import asyncio
 import json
 import random
 import statistics
+import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -43,6 +44,9 @@ from agentrl.learner.rank import LearnerSpec
 from agentrl.learner.split import StepRows
 from agentrl.types import Sample
 from bench.learner import Shape, make_model
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+from bench.shared.verdict import finish
 
 GOAL_TOKENS = 3.0
 GOAL_TIME = 2.0
@@ -237,7 +241,7 @@ def main() -> None:
     }
     if options.json:
         options.json.write_text(json.dumps(report | {"torch": torch.__version__}, indent=1) + "\n")
-    print(json.dumps(report))
+    finish(report, timed=True)
 
 
 if __name__ == "__main__":

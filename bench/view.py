@@ -32,7 +32,8 @@ from urllib.parse import quote
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from bench.view_runs import write_folder, write_run
+from bench.shared.verdict import finish
+from bench.shared.view_runs import write_folder, write_run
 
 if TYPE_CHECKING:
     from playwright.sync_api import BrowserContext, Page, Playwright
@@ -237,7 +238,7 @@ def main() -> None:
     }
     if args.json:
         args.json.write_text(json.dumps(result, indent=1) + "\n")
-    print(json.dumps(result))
+    finish(result, timed=True)
 
 
 if __name__ == "__main__":

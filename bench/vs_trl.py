@@ -26,6 +26,7 @@ import json
 import os
 import re
 import statistics
+import sys
 import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -45,6 +46,9 @@ from agentrl.reporting.report import Silent
 from agentrl.run_folder.records import read_episodes
 from agentrl.types import Episode
 from bench.shared.step_bound import bound
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+from bench.shared.verdict import finish
 
 SLOW_TOOL_S = 0.05
 LR = 1e-7
@@ -548,7 +552,7 @@ def main() -> None:
             last = summary(results)
             if options.json:
                 options.json.write_text(json.dumps(last | {"shapes": results}, indent=2) + "\n")
-    print(json.dumps(last))
+    finish(last, timed=True)
 
 
 def summary(results: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:

@@ -31,7 +31,7 @@ from agentrl.reporting.report import Silent
 from agentrl.run_folder.store import RunStore
 from agentrl.types import Episode, Message, Task
 
-EXAMPLE = Path(__file__).parent.parent / "examples" / "calculator" / "tools.yaml"
+EXAMPLE = Path(__file__).parents[2] / "examples" / "calculator" / "tools.yaml"
 GROUPS_PER_STEP = 8
 COLOURS = ("red", "blue", "green", "black")
 Task_ = Literal["slow calculator", "calculator", "colours"]

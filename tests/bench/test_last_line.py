@@ -1,0 +1,67 @@
+"""Every script in bench/ has --quick and ends with the same JSON line; a busy machine cannot fail it."""
+
+from __future__ import annotations
+
+import ast
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from bench.shared import verdict
+from bench.shared.verdict import KEYS, Machine, last_line
+
+ROOT = Path(__file__).parents[2]
+SCRIPTS = sorted((ROOT / "bench").glob("*.py"))
+GOOD = {"bench": "b", "ours": 1, "unit": "s", "goal": 2, "met": True}
+WHOLE_ONLY = {"mini_swe_agent"}
+"""Trainings of an hour, which no shorter form represents; they take `--steps`."""
+
+
+@pytest.mark.parametrize("script", SCRIPTS, ids=lambda script: script.stem)
+def test_every_script_is_a_bench_with_a_short_form_and_a_last_line(script: Path) -> None:
+    tree = ast.parse(script.read_text(encoding="utf-8"))
+    calls = [node for node in ast.walk(tree) if isinstance(node, ast.Call)]
+    finishes = [call for call in calls if isinstance(call.func, ast.Name) and call.func.id == "finish"]
+    assert finishes, "it does not end with bench.shared.verdict.finish"
+    strings = {node.value for node in ast.walk(tree) if isinstance(node, ast.Constant)}
+    assert script.stem in WHOLE_ONLY or "--quick" in strings
+    assert any(isinstance(node, ast.If) and "__main__" in ast.unparse(node.test) for node in tree.body)
+
+
+@pytest.mark.parametrize("name", ["templates", "transcript"])
+def test_a_quick_bench_ends_with_the_contract(name: str) -> None:
+    command = [sys.executable, f"bench/{name}.py", "--quick"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
+    line = json.loads(done.stdout.splitlines()[-1])
+    assert list(line)[:7] == list(KEYS)
+    assert line["bench"] == name
+    assert line["met"] in (True, False, "inconclusive")
+
+
+def test_a_line_without_its_goal_is_refused() -> None:
+    with pytest.raises(ValueError, match="lacks goal, met"):
+        last_line({"bench": "b", "ours": 1, "unit": "s"})
+
+
+def test_a_missed_time_is_inconclusive_on_a_busy_machine_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    missed = GOOD | {"met": False}
+    for taken, timed, met in [(0.6, True, "inconclusive"), (0.6, False, False), (0.1, True, False)]:
+        monkeypatch.setattr(Machine, "elsewhere", lambda self, taken=taken: taken)
+        assert last_line(missed, timed=timed)["met"] == met
+        assert last_line(GOOD, timed=timed)["met"] is True
+    assert last_line(GOOD | {"met": None})["met"] == "inconclusive"
+    assert last_line(GOOD | {"met": None, "why": "no GPU"})["why"] == "no GPU"
+
+
+def test_own_work_is_not_other_work(monkeypatch: pytest.MonkeyPatch) -> None:
+    ours, everything = iter([10.0, 13.0]), iter([(100.0, 0.0), (104.0, 0.5)])
+    clock = iter([0.0, 2.0])
+    monkeypatch.setattr(verdict, "_ours", lambda: next(ours))
+    monkeypatch.setattr(verdict, "_machine", lambda: next(everything))
+    monkeypatch.setattr(verdict.time, "monotonic", lambda: next(clock))
+    monkeypatch.setattr(verdict.os, "cpu_count", lambda: 4)
+    # By hand: 4 s used, 3 of them ours, and 0.5 s stolen, of 2 s on 4 cores.
+    assert Machine().elsewhere() == pytest.approx(1.5 / 8)
