@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,9 @@ from agentrl.config import load_config
 from agentrl.config.run import RunConfig
 from agentrl.reporting.report import Silent
 from agentrl.run_folder.store import RunStore
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+from bench.shared.verdict import finish
 
 EXAMPLE = Path(__file__).parents[1] / "examples" / "bfcl" / "tools.yaml"
 RESULTS = Path(__file__).parent / "results" / "bfcl.json"
@@ -72,9 +76,10 @@ def main() -> None:
         "ours": curve[-1],
         "baseline": curve[0],
         "unit": "held-out success",
+        "goal": f"held-out success rises by {GAIN}; no infrastructure failure",
         "met": found["met"],
     }
-    print(json.dumps(line))
+    finish(line)
 
 
 if __name__ == "__main__":

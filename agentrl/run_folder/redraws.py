@@ -288,10 +288,12 @@ class RedrawGuard:
             AgentRLError: too many are lost.
         """
         self._ended.append((task_name(episode.task), reason_of(episode.error or "")))
+        limit = self.redrawn_above
+        if episode.error is None or limit is None:
+            return
         lost = [(task, reason) for task, reason in self._ended if reason]
         share = len(lost) / (len(self._ended) + playing)
-        limit = self.redrawn_above
-        if episode.error is None or limit is None or len(lost) < AT_LEAST or share <= limit:
+        if len(lost) < AT_LEAST or share <= limit:
             return
         raise AgentRLError(
             f"{len(lost)} of the last {len(self._ended) + playing} episodes ({share:.0%}) were lost to the "
