@@ -80,12 +80,13 @@ class Stepper:
 
     def __init__(self, weights: Mapping[str, Tensor]) -> None:
         self.master = {name: tensor.float() for name, tensor in weights.items()}
-        self._generator = torch.Generator().manual_seed(1)
+        device = next(iter(self.master.values())).device
+        self._generator = torch.Generator(device).manual_seed(1)
 
     def step(self) -> dict[str, Tensor]:
         """Update all weights once, and return them in bfloat16."""
         for tensor in self.master.values():
-            noise = torch.randn(tensor.shape, generator=self._generator)
+            noise = torch.randn(tensor.shape, generator=self._generator, device=tensor.device)
             tensor.add_(noise.clamp_(-3, 3), alpha=LEARNING_RATE)
         return {name: tensor.bfloat16() for name, tensor in self.master.items()}
 

@@ -25,7 +25,6 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import contextlib
 import gc
 import json
 import random
@@ -38,54 +37,21 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM, PreTrainedModel, Qwen3Config
 
-from agentrl.config.algorithm import AlgorithmConfig
-from agentrl.config.run import LearnerConfig, LoRAConfig, OptimConfig
-from agentrl.learner.attention.packed import NAMES, PACKED_ATTENTION, register_attention
-from agentrl.learner.learner import Learner
-from agentrl.learner.lora import add_adapter
-from agentrl.learner.policy_rank import LocalPolicyRank
-from agentrl.learner.rank import InProcess, LearnerSpec
+from agentrl.learner.attention.packed import NAMES
 from agentrl.learner.split import StepRows
 from agentrl.preflight.shape import ModelShape
 from agentrl.types import Sample
 
 sys.path.insert(0, str(Path(__file__).parents[1]))  # it is missing with `python -m` or when loaded by a path
-from bench.shared.qwen3_shapes import SHAPES, qwen3_config
+from bench.shared.qwen3_shapes import SHAPES
+from bench.shared.random_policy import LORA, open_learner, write_config
 from bench.shared.verdict import finish
 
 OUT = Path(__file__).parent / "results" / "gpu_learner.json"
 GOAL = 0.5
 # TFLOP/s in dense bfloat16; the first name that the device's holds
 PEAKS = {"H100 PCIe": 756.0, "H100": 989.4, "H200": 989.4, "B200": 2250.0, "A100": 312.0, "L40S": 362.0}
-LORA = LoRAConfig(rank=16, alpha=32)
-
-
-class RandomPolicyRank(LocalPolicyRank):
-    """A rank of the policy, with weights that are made at random where they stay."""
-
-    def _load(
-        self, directory: Path, lora: LoRAConfig | None = None, adapter: Path | None = None
-    ) -> PreTrainedModel:
-        register_attention()
-
-        def make(values: bool) -> PreTrainedModel:
-            with self.device if values else contextlib.nullcontext():
-                model = AutoModelForCausalLM.from_config(
-                    Qwen3Config.from_pretrained(directory),
-                    dtype=torch.float32,
-                    attn_implementation=PACKED_ATTENTION,
-                )
-            return model if lora is None else add_adapter(model, lora, adapter, values=values)
-
-        return self.world.place(make, self.config, self.device)
-
-
-def write_config(shape: str, context: int, directory: Path) -> ModelShape:
-    """A directory with the config.json of this shape, and its sizes."""
-    qwen3_config(shape, context).save_pretrained(directory)
-    return ModelShape.of_directory(directory)
 
 
 def make_rows(number: int, length: int, vocabulary: int, seed: int) -> list[Sample]:
@@ -132,30 +98,15 @@ def measured(shape: str, length: int, lora: bool, args: argparse.Namespace) -> d
     gpu = not args.smoke
     with tempfile.TemporaryDirectory() as temp:
         sizes = write_config(shape, length, Path(temp))
-        spec = LearnerSpec(
-            Path(temp),
-            algorithm=AlgorithmConfig.model_validate({"kl": {"coef": 0.0}}),
-            optim=OptimConfig(lr=1e-6, warmup_steps=0),
-            config=LearnerConfig(
-                device="cuda" if gpu else "cpu",
-                precision="bfloat16",
-                attention=args.attention,
-                checkpoint_activations=True,
-                tokens_per_micro_batch=tokens,
-                logits_at_once=2048 if gpu else 16,
-                lora=LORA if lora else None,
-            ),
-            temperature=1.0,
-            total_steps=100,
+        rank, learner = open_learner(
+            Path(temp), device="cuda" if gpu else "cpu", tokens=tokens, attention=args.attention, lora=lora
         )
-        rank = RandomPolicyRank(spec)
-        learner = Learner(spec, InProcess(rank, rank))
         try:
             names = {name: kind for kind, name in NAMES.items()}
             cell["attention"] = names[rank.policy.config._attn_implementation]
             seconds, flops = [], 0.0
             for number in range(args.steps + 1):  # the first warms up, and compiles
-                rows = make_rows(2 * tokens // length, length, sizes.vocab, number)
+                rows = make_rows(args.micro_batches * tokens // length, length, sizes.vocab, number)
                 flops = model_flops(sizes, rows, lora)
                 started = time.perf_counter()
                 asyncio.run(learner.step(StepRows(rows)))
@@ -202,6 +153,7 @@ def main() -> int:
     parser.add_argument("--train", default="full,lora")
     parser.add_argument("--attention", default="auto", help="learner.attention")
     parser.add_argument("--micro-batch-tokens", type=int, default=32768, help="a row at least")
+    parser.add_argument("--micro-batches", type=int, default=2, help="of a step")
     parser.add_argument("--steps", type=int, default=5)
     parser.add_argument("--peak-tflops", type=float, help="of the device in dense bfloat16")
     parser.add_argument("--out", type=Path, default=OUT)

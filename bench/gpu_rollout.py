@@ -136,12 +136,19 @@ def measured(
     }
 
 
+def graph_choices(args: argparse.Namespace, device: torch.device) -> tuple[bool, ...]:
+    if device.type != "cuda":
+        return (False,)
+    return (True,) if args.graphs_only else (False, True)
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shapes", default="0.6B,1.7B,8B")
     parser.add_argument("--sequences", default="1,64,256")
     parser.add_argument("--context", type=int, default=512, help="tokens of a prompt")
     parser.add_argument("--tokens", type=int, default=256, help="tokens decoded after it")
+    parser.add_argument("--graphs-only", action="store_true", help="not without CUDA graphs, which takes longest")
     parser.add_argument("--out", type=Path, default=OUT)
     parser.add_argument("--quick", action="store_true", help="0.6B at 1 and 64 sequences only; writes nothing")
     parser.add_argument("--smoke", action="store_true", help="a tiny shape on the CPU; writes nothing")
@@ -158,7 +165,7 @@ def main() -> int:
     cells = []
     for shape in args.shapes.split(","):
         for sequences in map(int, args.sequences.split(",")):
-            for graphs in (False, True) if device.type == "cuda" else (False,):
+            for graphs in graph_choices(args, device):
                 cells.append(measured(shape, sequences, graphs, args, device, bandwidth))
                 print(json.dumps(cells[-1]), file=sys.stderr, flush=True)
                 gc.collect()

@@ -126,6 +126,8 @@ class Shape:
     group_size: int = 8
     steps: int = 6
     """Timed optimizer steps of each."""
+    device: str = "cpu"
+    """`cuda`: both compute in bfloat16, with parameters in float32."""
 
     @property
     def model(self) -> str:
@@ -187,6 +189,8 @@ def run_config(shape: Shape, model: Mapping[str, Any], **changes: Any) -> RunCon
             "algorithm": {"kl": {"coef": 0.0}},
             "optim": {"lr": LR},
             "eval": {"tasks": 1},
+            "learner": {"device": shape.device, **({"precision": "bfloat16"} if shape.device == "cuda" else {})},
+            "engine": {"device": shape.device},
             **changes,
         }
     )
@@ -374,6 +378,8 @@ def run_trl(shape: Shape, model: str, folder: str, pipe: Connection) -> None:
             self.wait()
 
         def on_step_end(self, *_: Any, **__: Any) -> None:
+            if shape.device == "cuda":
+                torch.cuda.synchronize()
             pipe.send(Step(seconds=time.perf_counter() - self.started, **last))
             self.wait()
 
@@ -388,8 +394,8 @@ def run_trl(shape: Shape, model: str, folder: str, pipe: Connection) -> None:
         callbacks=[Wait()],
         args=GRPOConfig(
             output_dir=folder,
-            use_cpu=True,
-            bf16=False,
+            use_cpu=shape.device == "cpu",
+            bf16=shape.device == "cuda",
             gradient_checkpointing=False,
             per_device_train_batch_size=episodes,
             gradient_accumulation_steps=1,
@@ -476,9 +482,12 @@ def compare(shape: Shape, models: Path, runs: Path, threads: int) -> dict[str, A
                 ours.step()
             pairs = [(ours.step(), trl.step(threads)) for _ in range(shape.steps)]
     number = UNTIMED + shape.steps
-    least = bound(model, read_episodes(runs / "ours", number))
+    least = bound(model, read_episodes(runs / "ours", number)) if shape.device == "cpu" else {}
     sides = {"agentrl": figures([a for a, _ in pairs]), "trl": figures([b for _, b in pairs])}
     ours_s = sides["agentrl"]["step_s_median"]
+    share = {}
+    if least:
+        share = {"share_of_bound": round((least["update_bound_s"] + least["rollout_bound_s"]) / ours_s, 3)}
     ratio = sides["agentrl"]["episodes_per_s"] / sides["trl"]["episodes_per_s"]
     return {
         "prompt_tokens": prompt_tokens,
@@ -487,7 +496,7 @@ def compare(shape: Shape, models: Path, runs: Path, threads: int) -> dict[str, A
         "trl_threads": threads,
         **sides,
         **{name: float(f"{value:.3g}") for name, value in least.items()},
-        "share_of_bound": round((least["update_bound_s"] + least["rollout_bound_s"]) / ours_s, 3),
+        **share,
         "ratio": round(ratio, 2),
         "goal": shape.goal,
         "met": ratio >= shape.goal,

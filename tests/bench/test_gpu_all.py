@@ -1,0 +1,71 @@
+"""The run of all figures for GPUs, with tiny shapes on the CPU: every part measures, and leaves its files."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from bench import gpu_all
+
+BENCH = Path(__file__).parents[2] / "bench" / "gpu_all.py"
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1500)
+def test_the_smoke_form_runs_every_part_and_keeps_what_it_measured(tmp_path: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, str(BENCH), "--smoke", "--out", str(tmp_path)],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    line = json.loads(done.stdout.splitlines()[-1])
+    assert (line["bench"], line["met"], line["failed"]) == ("gpu_all", "inconclusive", [])
+    assert line["device"] == "cpu"
+    found = {name: json.loads((tmp_path / f"{name}.json").read_text())["found"] for name in gpu_all.PARTS}
+    assert sorted(file.stem for file in tmp_path.glob("*.log")) == sorted(gpu_all.PARTS)
+    assert {cell["train"] for cell in found["learner"] if "train" in cell} == {"full", "lora"}
+    assert {cell["sequences"] for cell in found["decode"] if "sequences" in cell} == {1, 4}
+    assert all(cell["idle_s"] > 0 and cell["in_flight_s"] > 0 for cell in found["pause"])
+    assert all(update["same"] for update in found["delta"])
+    assert line["figures"]["delta"] > 10
+    assert found["grpo"][-1]["agentrl"]["sampled_tokens_an_episode"] == 16
+    norms = {cell["grad_norm"] for cell in found["trees"] if "grad_norm" in cell}
+    assert max(norms) / min(norms) == pytest.approx(1, rel=0.05)  # bfloat16
+    assert {cell["attention"] for cell in found["trees"] if "skipped" in cell} == {"flash", "flex"}
+    assert [cell["when"] for cell in found["drift"]] == ["before", "across", "after"]
+    assert all(0 < cell["mean_abs"] < 0.01 for cell in found["drift"])
+
+
+def test_a_part_that_runs_too_long_or_fails_keeps_what_it_printed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hangs = "import json, time; print(json.dumps({'ratio': 2.0})); print('{\"cut'); time.sleep(60)"
+    options = argparse.Namespace(out=tmp_path, smoke=False)
+    part = replace(gpu_all.PARTS["grpo"], command=("-c", hangs), limit_s=3)
+    monkeypatch.setitem(gpu_all.PARTS, "grpo", part)
+    result = gpu_all.run("grpo", options)
+    assert result["ended"] == "stopped after 3 s"
+    assert (result["found"], result["figure"]) == ([{"ratio": 2.0}], 2.0)
+    assert json.loads((tmp_path / "grpo.json").read_text()) == result
+    monkeypatch.setitem(gpu_all.PARTS, "grpo", replace(part, command=("-c", "raise SystemExit(3)")))
+    assert gpu_all.run("grpo", options)["ended"] == "exit code 3"
+
+
+def test_all_parts_fit_into_eight_minutes() -> None:
+    assert sum(part.limit_s for part in gpu_all.PARTS.values()) <= 470
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_without_a_gpu_it_says_so_in_one_line() -> None:
+    done = subprocess.run([sys.executable, str(BENCH)], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr.splitlines() == ["gpu_all: PyTorch sees no GPU here; --smoke runs the same code on the CPU"]
