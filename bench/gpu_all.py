@@ -134,14 +134,16 @@ def run(name: str, args: argparse.Namespace) -> dict[str, Any]:
             with contextlib.suppress(ProcessLookupError):  # with whatever it started
                 os.killpg(process.pid, signal.SIGKILL)
             process.wait()
-    found = [parsed for line in log.read_text(errors="replace").splitlines() if (parsed := _parsed(line))]
+    lines = log.read_text(errors="replace").splitlines()
+    found = [parsed for line in lines if (parsed := _parsed(line))]
+    skipped = next((line["skipped"] for line in found if "skipped" in line), None)
     result = {
         "part": name,
         "ended": ended,
         "seconds": round(time.monotonic() - started, 1),
         "figure": part.figure(found),
         "unit": part.unit,
-        "skipped": next((line["skipped"] for line in found if "skipped" in line), None),
+        "why": skipped if ended == "ok" else next((line for line in reversed(lines) if line.strip()), None),
         "found": found,
     }
     file.write_text(json.dumps(result, indent=1) + "\n")
@@ -173,9 +175,9 @@ def reached(name: str, figure: float | str | None) -> bool | None:
 
 def summary(result: Mapping[str, Any]) -> str:
     """One line about a part."""
-    skipped = f"; skipped: {result['skipped']}" if result["figure"] is None and result["skipped"] else ""
+    why = f" ({result['why']})" if result["why"] and (result["figure"] is None or result["ended"] != "ok") else ""
     figure = f"{'-' if result['figure'] is None else result['figure']} {result['unit']}"
-    return f"{result['part']:<8} {result['seconds']:6.1f} s  {result['ended']:<18} {figure}{skipped}"
+    return f"{result['part']:<8} {result['seconds']:6.1f} s  {result['ended']:<18} {figure}{why}"
 
 
 def device(smoke: bool) -> str | None:

@@ -38,6 +38,7 @@ from typing import Any
 
 import torch
 
+from agentrl.errors import ConfigError
 from agentrl.learner.attention.packed import NAMES
 from agentrl.learner.split import StepRows
 from agentrl.preflight.shape import ModelShape
@@ -139,6 +140,8 @@ def cells(args: argparse.Namespace) -> list[dict[str, Any]]:
                     found.append(measured(shape, length, train == "lora", args))
                 except torch.OutOfMemoryError:
                     found.append({"shape": shape, "length": length, "train": train, "fits": False})
+                except ConfigError as e:  # a package is missing
+                    found.append({"shape": shape, "length": length, "train": train, "skipped": str(e)})
                 gc.collect()
                 if not args.smoke:
                     torch.cuda.empty_cache()

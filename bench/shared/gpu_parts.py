@@ -60,7 +60,11 @@ def pause(device: torch.device) -> Iterator[Line]:
             found: Line = {"shape": shape, "train": train}
             try:
                 yield found | asyncio.run(_pauses(shape, train == "lora", device))
-            except (torch.OutOfMemoryError, EngineError) as e:  # of the learner; of the engine's thread
+            except (
+                torch.OutOfMemoryError,
+                EngineError,
+                ConfigError,
+            ) as e:  # no memory (in the engine's thread); no peft
                 yield found | {"skipped": str(e).partition("\n")[0]}
             _free(device)
 

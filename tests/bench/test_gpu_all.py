@@ -56,8 +56,11 @@ def test_a_part_that_runs_too_long_or_fails_keeps_what_it_printed(
     assert result["ended"] == "stopped after 3 s"
     assert (result["found"], result["figure"]) == ([{"ratio": 2.0}], 2.0)
     assert json.loads((tmp_path / "grpo.json").read_text()) == result
-    monkeypatch.setitem(gpu_all.PARTS, "grpo", replace(part, command=("-c", "raise SystemExit(3)")))
-    assert gpu_all.run("grpo", options)["ended"] == "exit code 3"
+    monkeypatch.setitem(gpu_all.PARTS, "grpo", replace(part, command=("-c", "raise OSError('no disk')")))
+    failed = gpu_all.run("grpo", options)
+    assert (failed["ended"], failed["why"]) == ("exit code 1", "OSError: no disk")
+    assert "exit code 1" in gpu_all.summary(failed)
+    assert "(OSError: no disk)" in gpu_all.summary(failed)
 
 
 def test_all_parts_fit_into_eight_minutes() -> None:

@@ -46,6 +46,14 @@ def test_the_smoke_run_trains_whole_models_and_adapters(bench, monkeypatch, caps
     assert (line["bench"], line["ours"]) == ("gpu_learner", max(cell["mfu"] for cell in cells))
 
 
+def test_without_peft_whole_models_are_still_measured(bench, monkeypatch, capsys):
+    monkeypatch.setitem(sys.modules, "peft", None)
+    assert run(bench, monkeypatch, "--smoke") == 0
+    full, lora = (json.loads(line) for line in capsys.readouterr().err.splitlines() if line.startswith("{"))
+    assert full["tokens_per_s"] > 0
+    assert "peft" in lora["skipped"]
+
+
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 def test_without_a_gpu_it_says_so_in_one_line(bench, monkeypatch, capsys):
     assert run(bench, monkeypatch) == 2
