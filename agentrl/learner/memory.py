@@ -34,7 +34,7 @@ def long_lived() -> Iterator[None]:
     The modules of PyTorch and transformers are over a million objects. A full collection looks at all of them:
     0.3 s, every few steps of a small model.
     """
-    often = gc.get_threshold()
+    often, others = gc.get_threshold(), gc.get_freeze_count()
     gc.collect()
     gc.freeze()
     gc.set_threshold(10 * often[0], *often[1:])
@@ -42,4 +42,5 @@ def long_lived() -> Iterator[None]:
         yield
     finally:
         gc.set_threshold(*often)
-        gc.unfreeze()
+        if not others:  # else somebody has set objects aside for good
+            gc.unfreeze()

@@ -254,7 +254,8 @@ class _Worker:
             self._call(job)
             with self._lock:
                 self._job = None
-            _raise_in(self.thread.ident, None)  # a late exception must not reach the next job
+            if job.told:
+                _raise_in(self.thread.ident, None)  # a late exception must not reach the next job
         except Abandoned as e:  # raised after the function had returned; it comes only once
             with self._lock:
                 self._job = None
@@ -396,6 +397,11 @@ async def _settled(future: asyncio.Future[Any], timeout_s: float | None) -> bool
 
 
 def _raise_in(ident: int | None, what: type[BaseException] | None) -> None:
+    """Raise in a thread, or drop what has not been raised yet.
+
+    Dropping slows the interpreter down until something else is raised this way, and in Python 3.11 a traced
+    function then never returns: only where something was raised.
+    """
     assert ident is not None
     value = None if what is None else ctypes.py_object(what)
     ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(ident), value)
