@@ -57,7 +57,7 @@ $(VENV)/inspect/.done:
 	touch $@
 
 # NeMo Gym declares Python 3.12 and requires mlflow, datasets and more; its servers run on 3.11 with these.
-NEMO_GYM := aiohttp fastapi gprof2dot hydra-core itsdangerous omegaconf 'openai<=2.7.2' orjson psutil pydot ray requests rich \
+NEMO_GYM := aiohttp fastapi gprof2dot hydra-core itsdangerous omegaconf 'openai<=2.7.2' orjson pandas psutil pydot ray requests rich \
 	tqdm uvicorn uvloop wandb yappi
 $(VENV)/nemo_gym/.done:
 	$(PYTHON) -m venv $(VENV)/nemo_gym

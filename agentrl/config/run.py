@@ -482,7 +482,7 @@ class EnvOfMixture(EnvConfig):
 class RunConfig(Section):
     """The configuration of a run: one YAML file."""
 
-    _places: Places | None = PrivateAttr(default=None)
+    _places: Places = PrivateAttr(default_factory=lambda: Places({}))
 
     name: Annotated[str, OnResume("free"), UnusedBy("eval")] = Field(
         default="", pattern=r"^[A-Za-z0-9._-]*$", max_length=200
@@ -557,8 +557,8 @@ class RunConfig(Section):
         return self.env
 
     @property
-    def places(self) -> Places | None:
-        """Where its keys were written; None if it was not read from a file."""
+    def places(self) -> Places:
+        """Where its keys were written; nowhere if it was not read from a file."""
         return self._places
 
     def written_at(self, places: Places) -> None:

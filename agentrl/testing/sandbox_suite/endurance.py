@@ -100,10 +100,16 @@ def _resident_kb() -> int:
 
 def children() -> set[int]:
     """Living children of this process."""
-    found = {
-        int(pid) for task in Path("/proc/self/task").iterdir() for pid in (task / "children").read_text().split()
-    }
-    return {pid for pid in found if ") Z " not in Path(f"/proc/{pid}/stat").read_text()}
+    found = {int(pid) for task in Path("/proc/self/task").iterdir() for pid in _text_of(task / "children").split()}
+    return {pid for pid in found if ") Z " not in _text_of(Path(f"/proc/{pid}/stat"))}
+
+
+def _text_of(file: Path) -> str:
+    """What the file of a thread or process says; a zombie's state if it has ended meanwhile."""
+    try:
+        return file.read_text()
+    except (FileNotFoundError, ProcessLookupError):
+        return "" if file.name == "children" else ") Z "
 
 
 def leftovers(others: set[int]) -> int:
