@@ -144,7 +144,7 @@ SHAPES = {
     "long": Shape(Long, 3, 4, 256, MIDDLE, LONG_WARMUP, goal=10.0, steps=3),
     "slow": Shape(Slow, 1, 2, 128, SMALL, SHORT_WARMUP, goal=5.0, steps=4),
 }
-QUICK_WARMUP = SHORT_WARMUP | {"num": 480, "max_epochs": 2}
+QUICK_WARMUP = SHORT_WARMUP | {"num": 960, "max_epochs": 5}
 QUICK = {"short": Shape(Short, 1, 2, 128, SMALL, QUICK_WARMUP, goal=5.0, steps=2)}
 
 
