@@ -78,7 +78,7 @@ class FixedKL:
 
     def state_dict(self) -> dict[str, float]:
         """The coefficient."""
-        return {"coef": self.coef}
+        return {"coef": self.coef, "start": self.coef}
 
     def load_state_dict(self, state: Mapping[str, float]) -> None:
         """Does nothing: the coefficient comes from the configuration."""
@@ -99,6 +99,7 @@ class AdaptiveKL:
         if not (coef > 0 and target > 0 and horizon > 0):
             raise ValueError(f"coef, target and horizon must be above 0, got {coef}, {target}, {horizon}")
         self.coef, self.target, self.horizon = coef, target, horizon
+        self.start = coef
 
     def update(self, kl: float, num_episodes: int) -> None:
         """Adapt to the mean KL of a step and its number of episodes. A KL that is nan changes nothing."""
@@ -110,11 +111,15 @@ class AdaptiveKL:
 
     def state_dict(self) -> dict[str, float]:
         """What a checkpoint needs."""
-        return {"coef": self.coef}
+        return {"coef": self.coef, "start": self.start}
 
     def load_state_dict(self, state: Mapping[str, float]) -> None:
-        """Resume with the coefficient of a checkpoint; target and horizon are the configuration's."""
-        self.coef = float(state["coef"])
+        """Resume with the coefficient of a checkpoint, unless it began at another one than is configured now.
+
+        Target and horizon are the configuration's.
+        """
+        if float(state.get("start", self.start)) == self.start:
+            self.coef = float(state["coef"])
 
 
 KLController = FixedKL | AdaptiveKL

@@ -123,6 +123,14 @@ class ComposedEnv(ToolEnv):
         if failures:
             raise InfraError("; ".join(failures))
 
+    def own_code(self) -> Sequence[object]:
+        """The functions and classes of `tools` and `reward`."""
+        tools = [entry.cls if isinstance(entry, VerlToolEntry) else entry for entry in self._entries]
+        return [
+            *(tool.function if isinstance(tool, MethodTool) else tool for tool in tools),
+            *self._rewards.values(),
+        ]
+
     def rewards_of_record(self) -> Sequence[str]:
         """The functions of `reward`; those of verl's kind read the verl-style tools as well, if there are any."""
         return [

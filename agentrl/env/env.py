@@ -207,6 +207,10 @@ class Env(ABC):
         """URLs without which episodes fail; a run is refused before its first episode if one is down."""
         return ()
 
+    def own_code(self) -> Sequence[object]:
+        """Functions and classes, apart from the env's class, that a resumed run compares with its checkpoint."""
+        return ()
+
     def rewards_of_record(self) -> Sequence[str]:
         """Names of the rewards per episode that read the recorded episode alone, not the env's state."""
         return ()

@@ -5,8 +5,9 @@ from __future__ import annotations
 import ast
 import inspect
 import json
-import sys
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+import textwrap
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 from hashlib import blake2b
@@ -19,11 +20,9 @@ from agentrl.config.schemes import scheme_of
 from agentrl.errors import CheckpointError, ConfigError
 from agentrl.importing import load_object
 from agentrl.rollout.content import Content
+from agentrl.rollout.source_files import module_file, source_names, with_imports
 from agentrl.run_folder.files import read_bounded
 
-HOUSE = Path(__file__).resolve().parents[1]
-SHIPPED = HOUSE / "envs"
-"""Code of agentrl itself is not recorded, except for its envs."""
 NAMED = 5
 """Definitions or rows that a message names; more are counted."""
 
@@ -61,16 +60,21 @@ class CodeRecord:
 
 
 def code_of(config: RunConfig, content: Content) -> CodeRecord:
-    """The code of a run whose env is loaded: the files of env classes and their bases, of the neighboring
-    files that were imported, and of every function and class that the configuration names."""
-    objects = [type(part.make_env()) for part in content.by_env.values()] + list(_named(config))
-    texts: dict[str, str] = {}
-    for found in objects:
-        for path in _files_of(found):
-            texts.setdefault(_name(path, texts), path.read_text(encoding="utf-8", errors="replace"))
-        if not any(_files_of(found)) and (text := _source(found)):
-            texts[f"<{getattr(found, '__qualname__', found)}>"] = text  # defined in a notebook
-    return CodeRecord({name: dict(_definitions(text)) for name, text in sorted(texts.items())}, texts)
+    """The code of a run whose env is loaded: the files of env classes and their bases, of every function and class
+    that the configuration names, and of all that they import."""
+    envs = [part.make_env() for part in content.by_env.values()]
+    objects = [*map(type, envs), *(_code_object(each) for env in envs for each in env.own_code()), *_named(config)]
+    kinds = dict.fromkeys(
+        kind for found in objects for kind in (found.__mro__ if isinstance(found, type) else (found,))
+    )
+    files = {file for kind in kinds if (file := module_file(getattr(kind, "__module__", "")))}
+    sources = with_imports(files)
+    names = source_names(sources, files)
+    texts = {names[path]: text for path, text in sources.items()}
+    for kind in kinds:  # of a notebook or script
+        if getattr(kind, "__module__", "") == "__main__" and (text := _source(kind)):
+            texts[f"<{getattr(kind, '__qualname__', kind)}>"] = text
+    return CodeRecord({name: _definitions(text) for name, text in sorted(texts.items())}, texts)
 
 
 def code_changes(old: CodeRecord, new: CodeRecord) -> list[str]:
@@ -130,66 +134,42 @@ def _code_object(found: object) -> object:
     return found if hasattr(found, "__qualname__") else type(found)
 
 
-def _files_of(found: object) -> list[Path]:
-    """The files of a class, its bases and their neighbors; or of a function."""
-    kinds: Iterable[object] = found.__mro__ if isinstance(found, type) else (found,)
-    own = list(
-        dict.fromkeys(path for kind in kinds if (path := _file(getattr(kind, "__module__", ""))) is not None)
-    )
-    folders = {path.parent for path in own if not path.is_relative_to(HOUSE)}
-    beside = [path for name in list(sys.modules) if (path := _file(name)) is not None and path.parent in folders]
-    return sorted({*own, *beside})
-
-
-def _file(module: str) -> Path | None:
-    """The file of a module that is neither agentrl's own nor installed."""
-    file = getattr(sys.modules.get(module), "__file__", None)
-    if module == "__main__" or not isinstance(file, str) or not file.endswith(".py"):
-        return None
-    path = Path(file).resolve()
-    if "site-packages" in path.parts or path.is_relative_to(sys.base_prefix):
-        return None
-    inside = path.is_relative_to(HOUSE) and not path.is_relative_to(SHIPPED.resolve())
-    return None if inside or not path.is_file() else path
-
-
-def _name(path: Path, taken: Mapping[str, str]) -> str:
-    name = path.name if path.name != "__init__.py" else f"{path.parent.name}/__init__.py"
-    while name in taken:
-        name = f"{path.parent.name}/{name}"
-        path = path.parent
-    return name
-
-
 def _source(found: object) -> str:
-    try:
-        return inspect.getsource(found)  # type: ignore[arg-type]  # what is no code raises TypeError
-    except (OSError, TypeError):
-        return ""
+    """The source of a class or function; of a class of a notebook, whose own is not kept, that of its methods."""
+    with suppress(OSError, TypeError):  # TypeError: it is no code
+        return inspect.getsource(found)  # type: ignore[arg-type]
+    texts = []
+    for member in vars(found).values() if isinstance(found, type) else ():
+        function = inspect.unwrap(getattr(member, "__func__", getattr(member, "fget", None) or member))
+        with suppress(OSError, TypeError):
+            texts.append(textwrap.indent(inspect.cleandoc(inspect.getsource(function)), "    "))
+    return "\n".join([f"class {found.__name__}:", *texts]) if isinstance(found, type) and texts else ""
 
 
-def _definitions(text: str) -> Iterator[tuple[str, str]]:
+def _definitions(text: str) -> dict[str, str]:
     """Each definition of a file with a digest that ignores comments and layout."""
+    texts: dict[str, list[str]] = {}  # several of one name: overloads, the getter and setter of a property
     try:
         tree = ast.parse(inspect.cleandoc(text) if text.startswith((" ", "\t")) else text)
+        for name, node in _named_nodes(tree):
+            texts.setdefault(name, []).append(ast.unparse(node))
     except (SyntaxError, ValueError, RecursionError):
-        yield "(text)", _digest(text)
-        return
-    rest: list[ast.stmt] = []
+        return {"(text)": _digest(text)}
+    return {name: _digest("\n".join(each)) for name, each in texts.items()}
+
+
+def _named_nodes(tree: ast.Module) -> Iterator[tuple[str, ast.AST]]:
     for node in tree.body:
         if isinstance(node, ast.ClassDef):
             methods = [each for each in node.body if isinstance(each, ast.FunctionDef | ast.AsyncFunctionDef)]
             for method in methods:
-                yield f"{_mark(method)}{node.name}.{method.name}", _digest(ast.dump(method))
-            others = [
-                ast.dump(each) for each in (*node.body, *node.bases, *node.decorator_list) if each not in methods
-            ]
-            yield node.name, _digest("\n".join(others))
+                yield f"{_mark(method)}{node.name}.{method.name}", method
+            node.body = [each for each in node.body if each not in methods]
+            yield node.name, node
         elif isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
-            yield node.name, _digest(ast.dump(node))
+            yield node.name, node
         else:
-            rest.append(node)
-    yield "(module)", _digest("\n".join(map(ast.dump, rest)))
+            yield "(module)", node
 
 
 def _mark(method: ast.FunctionDef | ast.AsyncFunctionDef) -> str:

@@ -159,9 +159,13 @@ def test_kl_controllers():
     assert adaptive.coef == pytest.approx(0.1 * 1.02)
     adaptive.update(0.45, 100)
     assert adaptive.coef == pytest.approx(0.1 * 1.02 * 0.99)
-    resumed = AdaptiveKL(0.7, target=0.5, horizon=1000)
+    resumed = AdaptiveKL(0.1, target=0.5, horizon=1000)
     resumed.load_state_dict(adaptive.state_dict())
     assert resumed.coef == adaptive.coef
+    changed = AdaptiveKL(0.7, target=0.5, horizon=1000)
+    for before in (adaptive, fixed):
+        changed.load_state_dict(before.state_dict())
+        assert changed.coef == 0.7, "the configuration changed"
     adaptive.update(math.nan, 100)
     assert adaptive.coef == resumed.coef
     adaptive.update(0.0, 10**9)  # a step far beyond the horizon: the penalty shrinks, it does not turn around

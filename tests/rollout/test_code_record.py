@@ -1,0 +1,127 @@
+"""Which code a run records, and by which names."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from agentrl.config.run import RunConfig
+from agentrl.rollout.code_record import CodeRecord, code_changes, code_of
+from agentrl.rollout.content import load_content
+from tests.trainer.test_changed_runs import ENV
+from tests.trainer.test_mixture import TINY
+
+FILES = {
+    "letters.py": "from scoring.points import points\nimport beside\n"
+    + ENV
+    + """
+    @property
+    def pace(self):
+        return 1
+
+    @pace.setter
+    def pace(self, value):
+        self._pace = value
+
+    def later(self):
+        import inside
+""",
+    "scoring/points.py": "from .deep import K\n\n\ndef points(text):\n    return K * len(text)\n",
+    "scoring/deep.py": "K = 0.1\n",
+    "beside.py": "SIZE = 1\n",
+    "inside.py": "SIZE = 2\n",
+    "unrelated.py": "SIZE = 3\n",
+    "rewards.py": "def short(episode) -> float:\n    return 1.0\n",
+    "tools.py": 'def look(key: str) -> str:\n    """Look up a key."""\n    return key\n',
+}
+
+
+@pytest.fixture
+def project(tmp_path: Path) -> Iterator[Path]:
+    folder = tmp_path / "project"
+    for name, text in FILES.items():
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_text(text)
+    yield folder
+    forget(tmp_path)
+
+
+def forget(folder: Path) -> None:
+    """Unload the modules of a folder, as another process would not have them."""
+    for name, module in list(sys.modules.items()):
+        spec = getattr(module, "__spec__", None)
+        places = [getattr(spec, "origin", None), *(getattr(spec, "submodule_search_locations", None) or ())]
+        if any(str(place or "").startswith(str(folder)) for place in places):
+            del sys.modules[name]
+
+
+def record(env: Mapping[str, Any], **more: Any) -> CodeRecord:
+    config = RunConfig.model_validate({"env": env, "model": TINY, **more})
+    return code_of(config, load_content(config))
+
+
+def of_letters(folder: Path) -> CodeRecord:
+    forget(folder.parent)
+    return record({"use": f"{folder}/letters.py:Letters"})
+
+
+def edited(name: str, old: str, new: str) -> Callable[[Path], None]:
+    def edit(folder: Path) -> None:
+        text = (folder / name).read_text()
+        assert old in text
+        (folder / name).write_text(text.replace(old, new))
+
+    return edit
+
+
+@pytest.mark.parametrize(
+    ("edit", "said"),
+    [
+        (edited("scoring/deep.py", "0.1", "0.2"), ["scoring/deep.py: (module) changed"]),
+        (edited("scoring/points.py", "len(text)", "1"), ["scoring/points.py: points changed"]),
+        (edited("beside.py", "1", "9"), ["beside.py: (module) changed"]),
+        (edited("inside.py", "2", "9"), ["inside.py: (module) changed"]),
+        (edited("letters.py", "return 1", "return 2"), ["letters.py: Letters.pace changed"]),
+        (edited("letters.py", "self._pace = value", "pass"), ["letters.py: Letters.pace changed"]),
+        (edited("letters.py", '"""Say a letter."""', '"""Say two."""'), ["letters.py: Letters changed"]),
+        (edited("letters.py", "(TextEnv)", "(TextEnv, metaclass=type(TextEnv))"), ["letters.py: Letters changed"]),
+        (edited("letters.py", "# a comment", "# another\n\n"), []),
+        (edited("unrelated.py", "3", "9"), []),
+    ],
+)
+def test_a_change_anywhere_in_what_an_env_imports_is_named(
+    project: Path, edit: Callable[[Path], None], said: list[str]
+):
+    before = of_letters(project)
+    edit(project)
+    assert code_changes(before, of_letters(project)) == said
+
+
+def test_a_folder_that_moved_has_the_same_code(project: Path):
+    before = of_letters(project)
+    assert sorted(before.files) == ["beside.py", "inside.py", "letters.py", "scoring/deep.py", "scoring/points.py"]
+    assert code_changes(before, of_letters(project.rename(project.with_name("moved")))) == []
+
+
+def test_what_else_this_process_imported_from_the_folder_does_not_count(project: Path):
+    before = of_letters(project)
+    record({"use": f"{project}/letters.py:Letters"}, algorithm={"advantage": f"{project}/unrelated.py:SIZE"})
+    assert code_changes(before, record({"use": f"{project}/letters.py:Letters"})) == []
+
+
+def test_tools_and_rewards_of_a_composed_env_count(project: Path):
+    composed = {
+        "use": "agentrl.env.compose:ComposedEnv",
+        "options": {"tools": [f"{project}/tools.py:look"], "reward": f"{project}/rewards.py:short"},
+    }
+    (project / "rows.jsonl").write_text('{"prompt": "Hello"}\n')
+    data = {"train": str(project / "rows.jsonl")}
+    before = record(composed, data=data, eval={"every": 0, "before_training": False})
+    edited("rewards.py", "1.0", "2.0")(project)
+    edited("tools.py", "return key", "return 'no'")(project)
+    after = record(composed, data=data, eval={"every": 0, "before_training": False})
+    assert code_changes(before, after) == ["rewards.py: short changed", "tools.py: look changed"]
