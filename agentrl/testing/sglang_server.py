@@ -75,6 +75,8 @@ class LoopbackServer:
         self.late_s = 0.0
         """Seconds from the arrival of a request for tokens to its place in the scheduler."""
         self.asleep: set[str] = set()
+        self.session = False
+        """Whether a weight update has begun and not ended."""
         self.running: dict[str, _Running] = {}
         self.most_running = 0
         self._go = asyncio.Event()
@@ -106,7 +108,7 @@ class LoopbackServer:
             task.cancel()
         await asyncio.gather(*self._open, return_exceptions=True)
         self.running.clear()
-        self.version = "default"
+        self.version, self.session = "default", False
         self.adapters.clear()
         self._go.set()
 
@@ -313,9 +315,16 @@ class LoopbackServer:
         return 200, "Cache flushed."
 
     async def _post_begin_weight_update(self, body: dict[str, object]) -> tuple[int, object]:
+        if self.session:
+            return 200, {"success": False, "message": "a weight-update session is already open"}
+        self.session = True
         return 200, {"success": True, "message": "Success"}
 
-    _post_end_weight_update = _post_begin_weight_update
+    async def _post_end_weight_update(self, body: dict[str, object]) -> tuple[int, object]:
+        if not self.session:
+            return 200, {"success": False, "message": "no weight-update session is open"}
+        self.session = False
+        return 200, {"success": True, "message": "Success"}
 
     async def _take_weights(self, path: str, body: dict[str, Any]) -> tuple[int, object]:
         if self._go.is_set():

@@ -196,9 +196,10 @@ class SGLangServer:
         try:
             await self._control("/begin_weight_update", {})
         except ServerRefused as e:
-            if e.status != 404:
-                raise
-            return False
+            if e.status == 404:
+                return False
+            await self._control("/end_weight_update", {})  # left open by a run that was killed during its update
+            await self._control("/begin_weight_update", {})
         return True
 
     async def load_folder(self, folder: Path, version: int) -> None:
