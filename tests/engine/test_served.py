@@ -19,6 +19,7 @@ from safetensors.torch import load_file, save_file
 
 from agentrl.engine.base import GenerateOptions, TokenLogprob
 from agentrl.engine.servers.client import Listener
+from agentrl.engine.servers.delta_sync import DeltaSync
 from agentrl.engine.servers.launch.hosts import GivenHost
 from agentrl.engine.servers.server_engine import ServedEngine, ServedLimits
 from agentrl.engine.servers.sglang import SGLangServer
@@ -418,6 +419,35 @@ async def test_refused_weights_stop_the_run_with_the_reason(model: Path) -> None
         with pytest.raises(EngineError, match="wrong shape"):
             await engine.update_weights(weights(1), version=1)
         assert engine.policy_version == 0
+
+
+async def test_after_refused_weights_a_server_that_comes_back_gets_those_before(model: Path) -> None:
+    said: list[str] = []
+    sync = DeltaSync(bucket_bytes=1 << 20, full_every=9)
+    async with servers(1) as (server,), engine_over(model, server, said=said, sync=sync, restarts=50) as engine:
+        await engine.update_weights(weights(1), version=1)
+        with pytest.raises(EngineError, match=r"b\.weight contains NaN"):
+            await engine.update_weights(weights(2) | {"b.weight": torch.full((4, 8), math.nan)}, version=2)
+        await server.die()
+        await until(lambda: said)
+        server.weights.clear()
+        await server.start()
+        assert (await engine.generate(PROMPT, Sampling(max_tokens=2))).versions == (1, 1)
+        _, body = server.weights[0]
+        again = dict(pickle.loads(base64.b64decode(body["serialized_named_tensors"][0])))
+        assert all(torch.equal(tensor, weights(1)[name]) for name, tensor in again.items())
+
+
+async def test_a_session_that_a_killed_run_left_open_blocks_nobody(model: Path) -> None:
+    async with servers(1) as (server,):
+        killed = SGLangServer(server.url)
+        await killed.updating(by_tensor=True).__aenter__()
+        assert server.session
+        async with engine_over(model, server) as engine:
+            await engine.update_weights(weights(1), version=1)
+            assert (await engine.generate(PROMPT, Sampling(max_tokens=2))).versions == (1, 1)
+        assert not server.session
+        await killed.close()
 
 
 async def test_a_server_lost_during_an_update_gets_the_weights_later(model: Path) -> None:

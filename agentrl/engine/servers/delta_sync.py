@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping, Sequence
+import json
+import warnings
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
-from agentrl.engine.servers.inside.agentrl_weight_delta import encode
-from agentrl.engine.servers.weight_sync import Failures, TensorSync, buckets, push_to_each
+import torch
+
+from agentrl.engine.servers.http import ServerLost, ServerRefused
+from agentrl.engine.servers.inside.agentrl_weight_delta import encode, statement
+from agentrl.engine.servers.weight_sync import Failures, buckets, push_to_each
 from agentrl.errors import EngineError
 
 if TYPE_CHECKING:
@@ -15,21 +20,28 @@ if TYPE_CHECKING:
 
     from agentrl.engine.servers.client import InferenceServer
 
+_CHECK_S = 30.0
+"""How long a server that refused changes may take to say that it is still there."""
+
 
 class DeltaSync:
     """Sends what changed since the last push to the servers that hold it, and everything to the others.
 
-    Keeps a copy of the weights in host memory.
+    Every server checks a hash of every tensor. Keeps a copy of the weights in host memory.
 
     Attributes:
-        bytes_sent: size of the last push to one server, before it is encoded in a request.
+        bytes_sent: size of the last push to one server that held the previous weights, or otherwise of all
+            weights, before it is encoded in a request.
     """
 
-    def __init__(self, *, bucket_bytes: int, full_every: int) -> None:
-        """Send at most `bucket_bytes` in one request, and all weights at every `full_every`-th push."""
-        self._bucket_bytes, self._full_every = bucket_bytes, full_every
-        self._full = TensorSync(bucket_bytes=bucket_bytes)
+    def __init__(self, *, bucket_bytes: int, full_every: int, tell: Callable[[str], None] = warnings.warn) -> None:
+        """Send at most `bucket_bytes` in one request, and all weights at every `full_every`-th push.
+
+        `tell` hears about servers that did not hold the previous weights.
+        """
+        self._bucket_bytes, self._full_every, self._tell = bucket_bytes, full_every, tell
         self._sent: dict[str, Tensor] = {}
+        self._hashes: dict[str, int] = {}
         self._version: int | None = None
         self._holders: set[InferenceServer] = set()
         self._since_full = 0
@@ -38,51 +50,84 @@ class DeltaSync:
     async def push(
         self, servers: Sequence[InferenceServer], weights: Mapping[str, Tensor], version: int
     ) -> Failures:
-        """Bring weights to servers and return those that failed."""
-        if version != self._version:
-            return await self._advance(servers, weights, version)
-        failures = await self._full.push(servers, weights, version)  # a server that was started again
+        """Bring weights to servers and return those that failed.
+
+        Raises:
+            EngineError: a weight is not a number.
+        """
+        changes, moved = await asyncio.to_thread(self._changes, weights)
+        due = version != self._version and self._since_full + 1 >= self._full_every
+        behind = [] if due or moved is None else [server for server in servers if server in self._holders]
+        others = [server for server in servers if server not in behind]
+        # Until they have answered, nobody knows what they hold; who is left out holds what was sent before.
+        self._holders = set() if moved is not False else self._holders.difference(servers)
+        failures = await push_to_each(behind, lambda server: self._send(server, changes, version))
+        others += await self._disagreeing(failures)
+        failures |= await push_to_each(others, lambda server: self._send_all(server, weights, changes, version))
+        self._sent = await asyncio.to_thread(lambda: {name: t.detach().cpu() for name, t in weights.items()})
+        self._hashes = {head["name"]: head["hash"] for head in map(json.loads, changes)}
         self._holders.update(server for server in servers if server not in failures)
+        if version != self._version:
+            self._since_full = self._since_full + 1 if behind else 0
+            self._version = version
+        size = sum(len(header) + packed.nbytes for header, packed in changes.items())
+        self.bytes_sent = size if behind else sum(tensor.nbytes for tensor in weights.values())
         return failures
 
     async def close(self) -> None:
         """Forget the weights."""
-        self._sent, self._version = {}, None
+        self._sent, self._hashes, self._version = {}, {}, None
         self._holders.clear()
 
-    async def _advance(
-        self, servers: Sequence[InferenceServer], weights: Mapping[str, Tensor], version: int
-    ) -> Failures:
-        due = self._since_full + 1 >= self._full_every
-        holders = [] if due else [server for server in servers if server in self._holders]
-        others = [server for server in servers if server not in holders]
-        failures: Failures = {}
-        if holders:
-            changes = await asyncio.to_thread(self._changes, weights)
-            failures |= await push_to_each(holders, lambda server: self._send(server, changes, version))
-        if others:
-            failures |= await self._full.push(others, weights, version)
-        if not holders:
-            self.bytes_sent = sum(tensor.nbytes for tensor in weights.values())
-        self._since_full = self._since_full + 1 if holders else 0
-        self._sent = await asyncio.to_thread(lambda: {name: t.detach().cpu() for name, t in weights.items()})
-        self._version = version
-        self._holders = {server for server in servers if server not in failures}
-        return failures
+    def _changes(self, weights: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], bool | None]:
+        """Return the changes of every weight since the last push, and whether there are any.
 
-    def _changes(self, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        found = {}
+        None instead if they are not all comparable: nothing was sent, or names, types or shapes are others.
+        """
+        for name, tensor in weights.items():
+            if bool(torch.isnan(tensor).any()):
+                raise EngineError(f"the weights cannot be sent: {name} contains NaN")
+        alike = {n: (t.dtype, t.shape) for n, t in weights.items()} == {
+            n: (t.dtype, t.shape) for n, t in self._sent.items()
+        }
+        found, moved = {}, False
         for name, new in weights.items():
-            try:
-                changed = encode(name, self._sent[name].to(new.device), new)
-            except ValueError as e:
-                raise EngineError(f"the weights cannot be sent: {e}") from e
-            if changed is not None:
-                found[changed[0]] = changed[1]
-        self.bytes_sent = sum(len(header) + packed.nbytes for header, packed in found.items())
+            old = self._sent[name].to(new.device) if alike else new
+            header, packed = encode(name, old, new, self._hashes.get(name) if alike else 0)
+            found[header] = packed
+            moved = moved or bool(packed.numel())
+        return found, moved if alike else None
+
+    async def _disagreeing(self, failures: Failures) -> list[InferenceServer]:
+        """Take the servers that refused the changes, and are still there, out of `failures`."""
+        found = []
+        for server, error in list(failures.items()):
+            answered = isinstance(error, ServerLost | ServerRefused) and error.status is not None
+            if answered and await _is_there(server):
+                self._tell(f"{server.url} refused changes of its weights and gets all of them: {error}")
+                found.append(server)
+                del failures[server]
         return found
 
     async def _send(self, server: InferenceServer, changes: Mapping[str, Tensor], version: int) -> None:
         async with server.updating(by_tensor=True):
-            for bucket in buckets(changes, self._bucket_bytes) if changes else [{}]:
+            for bucket in buckets(changes, self._bucket_bytes):
                 await server.load_changes(bucket, version)
+
+    async def _send_all(
+        self, server: InferenceServer, weights: Mapping[str, Tensor], changes: Mapping[str, Tensor], version: int
+    ) -> None:
+        async with server.updating(by_tensor=True):
+            for bucket in buckets(weights, self._bucket_bytes):
+                await server.load_tensors(bucket, version)
+            await server.load_changes(dict(map(statement, changes)), version)
+
+
+async def _is_there(server: InferenceServer) -> bool:
+    for _ in range(2):  # a server may close the connection on which it answered with an error
+        try:
+            await server.check(timeout_s=_CHECK_S)
+            return True
+        except EngineError:
+            continue
+    return False

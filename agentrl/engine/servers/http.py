@@ -23,7 +23,17 @@ SDK_LIMITS = httpx.Limits(max_connections=1000, max_keepalive_connections=100, k
 
 
 class ServerLost(EngineError):
-    """The server was unreachable, disconnected or failed: its requests can be sent to another server."""
+    """The server was unreachable, disconnected or failed: its requests can be sent to another server.
+
+    `status` is the HTTP status, 5xx, if it did answer.
+    """
+
+    def __init__(self, text: str, status: int | None = None) -> None:
+        super().__init__(text)
+        self.status = status
+
+    def __reduce__(self) -> tuple[type[ServerLost], tuple[str, int | None]]:
+        return type(self), (str(self), self.status)
 
 
 class ServerRefused(EngineError):
@@ -146,7 +156,7 @@ class HttpServer:
 
     def _refused(self, path: str, answer: httpx.Response) -> EngineError:
         text = f"{self.url}{path}: HTTP {answer.status_code}: {answer.text[:300]}"
-        return ServerLost(text) if answer.status_code >= 500 else ServerRefused(text, answer.status_code)
+        return (ServerLost if answer.status_code >= 500 else ServerRefused)(text, answer.status_code)
 
 
 class Transport(httpx.AsyncBaseTransport):

@@ -242,9 +242,8 @@ class ServedEngine(Engine):
             snapshot = await asyncio.to_thread(copy_weights, weights, self._dtype)
             on_gpu = any(tensor.is_cuda for tensor in weights.values())
             sent = {n: t.detach().to(self._dtype) for n, t in distinct(weights).items()} if on_gpu else snapshot
-            self._weights = snapshot
             await self._push(sent, version)
-            self._version = version
+            self._weights, self._version = snapshot, version
         await self._pool.any_ready()
 
     def server_timing(self) -> Mapping[str, float]:

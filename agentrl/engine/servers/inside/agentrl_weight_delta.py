@@ -2,7 +2,8 @@
 
 Between two steps at the learning rates of reinforcement learning, 1 to 3 % of bfloat16 weights change at all. A
 change is the new bit pattern of a weight; positions are stored per block of 256 weights, so that a change of a
-bfloat16 weight costs three bytes. Every tensor comes with a fingerprint of the result, which the server checks.
+bfloat16 weight costs three bytes. Every tensor, changed or not, comes with a fingerprint of the result, which the
+server checks; of a tensor that it holds in parts, it checks that nothing else has written the parts in between.
 """
 
 from __future__ import annotations
@@ -58,32 +59,42 @@ def _weights() -> Tensor:
     return torch.randint(-(1 << 62), 1 << 62, (_CHUNK,), generator=generator) * 2 + 1
 
 
-def encode(name: str, old: Tensor, new: Tensor) -> tuple[str, Tensor] | None:
-    """Return what changed as (a header in JSON, bytes), or None if nothing did.
+def encode(name: str, old: Tensor, new: Tensor, base: int | None = None) -> tuple[str, Tensor]:
+    """Return what changed as (a header in JSON, bytes); the bytes are empty if nothing did.
 
-    Both tensors have the same shape and type. Where the changes would be longer than the tensor, it is sent whole.
+    Where the changes would be longer than the tensor, it is sent whole.
 
-    Raises:
-        ValueError: a weight is not a number.
+    Args:
+        name: of the tensor.
+        old: what the server holds.
+        new: of the same shape and type.
+        base: the fingerprint of `old`, if it is known.
     """
     before, after = _bits(old), _bits(new)
     where = torch.nonzero(before != after).squeeze(1)
-    if not where.numel():
-        return None
-    if bool(torch.isnan(new).any()):
-        raise ValueError(f"{name} contains NaN")
     head: dict[str, object] = {
         "name": name,
         "type": str(new.dtype).removeprefix("torch."),
         "shape": list(new.shape),
+        "base": fingerprint(old) if base is None else base,
+        "hash": fingerprint(new),
+        "count": where.numel(),
     }
-    head |= {"hash": fingerprint(new), "count": where.numel()}
+    if not where.numel():
+        return json.dumps(head), torch.empty(0, dtype=torch.uint8)
     blocks = -(-after.numel() // BLOCK)
     if 2 * blocks + where.numel() * (1 + new.element_size()) >= new.nbytes:
         return json.dumps(head | {"whole": True}), after.view(torch.uint8).cpu()
     counts = torch.bincount(where // BLOCK, minlength=blocks).to(torch.int16)
     parts = [counts.view(torch.uint8), (where % BLOCK).to(torch.uint8), after[where].view(torch.uint8)]
     return json.dumps(head), torch.cat(parts).cpu()
+
+
+def statement(header: str) -> tuple[str, Tensor]:
+    """Return what `encode` would for a server that has just got the new weights: they are the ones to have."""
+    head = json.loads(header) | {"base": None, "count": 0}
+    head.pop("whole", None)
+    return json.dumps(head), torch.empty(0, dtype=torch.uint8)
 
 
 def decode(head: dict[str, Any], packed: Tensor, device: torch.device | None = None) -> Tensor:
@@ -93,6 +104,8 @@ def decode(head: dict[str, Any], packed: Tensor, device: torch.device | None = N
     if head.get("whole"):
         return packed.clone().view(dtype).view(shape)
     dense = torch.full(shape, float("nan"), dtype=dtype, device=packed.device)
+    if not count:
+        return dense
     flat = dense.view(-1)
     blocks = -(-flat.numel() // BLOCK)
     counts = packed[: 2 * blocks].clone().view(torch.int16).to(torch.int64)
@@ -107,19 +120,28 @@ class Overlay(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """While it is active, a copy into a tensor leaves it as it is where the source is NaN.
 
     A model's own loader splits, fuses and shards what it gets, and ends in copies into its parameters.
+
+    Attributes:
+        written: what was copied into.
+        before: a fingerprint of each, before the copy, if it is a part of the tensor.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, whole: int) -> None:
+        """`whole` is the number of weights of the tensor that is loaded."""
         super().__init__()  # type: ignore[no-untyped-call]
+        self.whole = whole
         self.written: list[Tensor] = []
+        self.before: list[int] = []
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is not torch.ops.aten.copy_.default or not args[1].is_floating_point():
             return func(*args, **(kwargs or {}))
         target, source = args[0], args[1].to(args[0].device)
-        if target.dtype != source.dtype:
+        if torch.promote_types(target.dtype, source.dtype) != target.dtype:
             raise TypeError(f"the server holds {target.dtype} where the trainer sends {source.dtype}")
-        func(target, torch.where(torch.isnan(source), target, source))
+        if target.numel() != self.whole:
+            self.before.append(fingerprint(target))
+        func(target, torch.where(torch.isnan(source), target, source.to(target.dtype)))
         self.written.append(target)
         return target
 
@@ -131,23 +153,32 @@ def load(model: Any, named_tensors: Iterable[tuple[str, Tensor]]) -> None:
         RuntimeError: a weight is not what the trainer has; the server must get all weights again.
     """
     device = next(iter(model.parameters())).device
+    parts: dict[str, tuple[int, list[int]]] = model.__dict__.setdefault("agentrl_parts", {})
     for header, packed in named_tensors:
         head = json.loads(header)
         dense = decode(head, packed, device)
-        with torch.no_grad(), Overlay() as overlay:
+        with torch.no_grad(), Overlay(dense.numel()) as overlay:
             model.load_weights([(head["name"], dense)])
-        _check(head, dense, overlay.written)
+        _check(head, dense, overlay, parts)
 
 
-def _check(head: dict[str, Any], dense: Tensor, written: list[Tensor]) -> None:
-    name = head["name"]
+def _check(head: dict[str, Any], dense: Tensor, overlay: Overlay, parts: dict[str, tuple[int, list[int]]]) -> None:
+    name, written = head["name"], overlay.written
     if not written:
         raise RuntimeError(f"{name}: the server's model has no such weight")
     if any(bool(torch.isnan(tensor).any()) for tensor in written):
         raise RuntimeError(f"{name}: a weight was read from a tensor of changes and is not a number")
-    # a shard of the tensor cannot be compared with the whole
-    if len(written) == 1 and written[0].numel() == dense.numel() and fingerprint(written[0]) != head["hash"]:
-        raise RuntimeError(f"{name}: after the changes, the weight differs from the trainer's")
+    if not overlay.before:
+        if any(fingerprint(tensor.to(dense.dtype)) != head["hash"] for tensor in written):
+            raise RuntimeError(f"{name}: after the changes, the weight differs from the trainer's")
+        return
+    # Parts of the tensor cannot be compared with the whole: they must be what was left here the last time.
+    trusted = head["base"] is None or head.get("whole")
+    trusted = head["base"] is None or head.get("whole")
+    known = [(head[key], overlay.before) for key in ("base", "hash")]  # the second: a message that came twice
+    if not trusted and parts.get(name) not in known:
+        raise RuntimeError(f"{name}: the weight is not the one that the changes are for")
+    parts[name] = head["hash"], [fingerprint(tensor) for tensor in written]
 
 
 def changed(head: dict[str, Any], packed: Tensor, old: Tensor) -> Tensor:
@@ -161,7 +192,7 @@ def changed(head: dict[str, Any], packed: Tensor, old: Tensor) -> Tensor:
         raise RuntimeError(
             f"{head['name']}: {dense.dtype} {tuple(dense.shape)} where {old.dtype} {tuple(old.shape)} is held"
         )
-    new = torch.where(torch.isnan(dense), old, dense)
+    new = torch.where(torch.isnan(dense), old, dense) if head["count"] else old
     if fingerprint(new) != head["hash"]:
         raise RuntimeError(f"{head['name']}: after the changes, the weight differs from the trainer's")
     return new
