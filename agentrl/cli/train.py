@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import shlex
 import sys
+from collections.abc import Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Annotated
 
 import typer
@@ -52,7 +54,8 @@ def train(
     from agentrl.config import load_config
     from agentrl.errors import ConfigError
     from agentrl.extras import require
-    from agentrl.run_folder.fork import fork_run, forked_config
+    from agentrl.run_folder.fork import fork_again, fork_run
+    from agentrl.run_folder.own_start import with_own_start
     from agentrl.trainer.start_run import start_run
 
     if smoke:
@@ -61,16 +64,17 @@ def train(
         require("train", "agentrl train --smoke")
         _smoke(path, overrides, run_dir)
         return
-    config = load_config(path, overrides)
+    config, pinned = load_config(path, overrides), ""
     require("train", "agentrl train")
     if source is not None:
         if fresh:
             raise ConfigError("--from and --fresh exclude each other: a fork gets a new folder")
         run_dir = fork_run(config, source, run_dir=run_dir, weights_only=weights_only)
-        config = forked_config(config, run_dir)
+        config, pinned = with_own_start(config, run_dir), fork_again(source, run_dir)
     elif weights_only:
         raise ConfigError("--weights-only has no effect without --from RUN")
-    summary = start_run(config, run_dir=run_dir, fresh=fresh, again=_again(), accept_code=accept_code)
+    again = _again({source: pinned, f"--from={source}": f"--from={pinned}"})
+    summary = start_run(config, run_dir=run_dir, fresh=fresh, again=again, accept_code=accept_code)
     if not summary.finished:
         raise typer.Exit(130)
 
@@ -88,6 +92,10 @@ def _smoke(path: Path, overrides: list[str], run_dir: Path | None) -> None:
     print(f"smoke: {STEPS} steps of {path} with a tiny, random {architecture(config, folder / 'run')} are done")
 
 
-def _again() -> str:
-    """The command line that resumes this run: this one, without starting over."""
-    return shlex.join(["agentrl", *(word for word in sys.argv[1:] if word != "--fresh")])
+def _again(instead: Mapping[str | None, str] = MappingProxyType({})) -> str:
+    """The command line that resumes this run: this one, without starting over.
+
+    Args:
+        instead: other words for some of its words.
+    """
+    return shlex.join(["agentrl", *(instead.get(word, word) for word in sys.argv[1:] if word != "--fresh")])

@@ -12,6 +12,7 @@ from pathlib import Path
 
 from agentrl.config import RunConfig, load_config
 from agentrl.run_folder.files import write_atomic
+from agentrl.run_folder.own_start import with_own_start
 
 FOLDER = "configs"
 _NAME = re.compile(r"to-step-(\d+)\.yaml")
@@ -32,7 +33,7 @@ def config_at(run: Path, step: int) -> RunConfig:
     """The configuration with which a step was taken. Raises ConfigError if it is invalid today."""
     end = next((last for last in ends(run) if last >= step), None)
     file = run / "config.yaml" if end is None else run / FOLDER / f"to-step-{end}.yaml"
-    return load_config(file, check_paths=False)
+    return with_own_start(load_config(file, check_paths=False), run)
 
 
 def ends(run: Path) -> list[int]:

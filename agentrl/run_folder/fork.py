@@ -6,23 +6,24 @@ import os
 import re
 import shutil
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 from agentrl.config import RunConfig, dump_config
 from agentrl.config.changes import changes_of
-from agentrl.config.run import ModelConfig
 from agentrl.errors import CheckpointError, ConfigError
 from agentrl.run_folder import checkpoints
 from agentrl.run_folder.earlier_configs import config_at, copy_configs, keep_config
 from agentrl.run_folder.files import write_atomic
 from agentrl.run_folder.history import Lineage, add_history, copy_history, read_lineage, write_lineage
+from agentrl.run_folder.own_start import WEIGHTS, starting_with
 from agentrl.run_folder.records import bounded_lines, episodes_file, parse_metrics, recorded_steps
 from agentrl.run_folder.redraws import read_redraws, redraws_file, redraws_line
 from agentrl.run_folder.token_records import tokens_file
 
 MAX_LINE = 4 << 20
-WEIGHTS = "from"
-"""Folder of a forked run with the weights that it starts with, if it took only those."""
+TRIES = 3
+"""How often the newest checkpoint is looked for; a run in progress may remove the one that was found."""
 
 
 def parse_source(text: str) -> tuple[Path, int]:
@@ -31,20 +32,17 @@ def parse_source(text: str) -> tuple[Path, int]:
     Raises:
         CheckpointError: there is no such run or checkpoint. Names those that are there.
     """
-    path, at = Path(text), ""
-    if not path.is_dir() and "@" in text:
-        before, _, at = text.rpartition("@")
-        path = Path(before)
+    path, at = _parts(text)
     if not (path / "config.yaml").is_file():
         raise CheckpointError(f"--from {text}: {path} is not a run folder; give RUN or RUN@STEP")
     steps = checkpoints.steps_saved(path / "checkpoints")
     if at == "best" and (best := path / "checkpoints" / "best").exists():
         at = re.sub(r"\D", "", best.resolve().name)
-    wanted = int(at) if at.isdigit() else max(steps, default=0) if not at else -1
+    wanted = int(at) if at.isdecimal() else max(steps, default=0) if not at else -1
     if wanted not in steps:
         kept = ", ".join(map(str, steps)) or "none"
         raise CheckpointError(
-            f"--from {text}: there is no checkpoint of step {at or 'any'} in {path} (kept: {kept}; see "
+            f"--from {text}: there is no checkpoint{f' of step {at}' if at else ''} in {path} (kept: {kept}; see "
             "checkpoint.keep)"
         )
     return path, wanted
@@ -67,50 +65,76 @@ def fork_run(config: RunConfig, source: str, *, run_dir: Path | None = None, wei
         ConfigError: a fixed key differs, or the folder holds something else.
         CheckpointError: there is no such checkpoint, or it is damaged.
     """
-    parent, step = parse_source(source)
-    lineage = Lineage(os.path.abspath(parent), step, weights_only)
-    target = _target(config, parent, step, run_dir)
-    if (target / "config.yaml").is_file() and read_lineage(target) == lineage:
-        return target
-    if target.exists() and any(not child.name.startswith(".") for child in target.iterdir()):
-        raise ConfigError(
-            f"{target}: holds another run; give the fork another `name` (--set name=...), or --run-dir"
-        )
+    for _ in range(1 if _parts(source)[1] else TRIES):
+        parent, step = parse_source(source)
+        target = _target(config, parent, step, run_dir)
+        lineage = Lineage(os.path.abspath(parent), step, weights_only)
+        if (target / "config.yaml").is_file() and _is_that_fork(read_lineage(target), lineage, source):
+            return target
+        if target.exists() and any(not child.name.startswith(".") for child in target.iterdir()):
+            raise ConfigError(
+                f"{target}: holds another run; give the fork another `name` (--set name=...), or --run-dir"
+            )
+        try:
+            return _make_fork(config, parent, target, lineage)
+        except (OSError, CheckpointError):
+            if step in checkpoints.steps_saved(parent / "checkpoints"):
+                raise
+    raise CheckpointError(f"--from {source}: the run removed its checkpoint of step {step} meanwhile; try again")
+
+
+def fork_again(source: str, folder: Path) -> str:
+    """The `RUN@STEP` that finds a fork again, whatever its source does meanwhile."""
+    lineage = read_lineage(folder)
+    return source if lineage is None else f"{parse_source(source)[0]}@{lineage.step}"
+
+
+def _parts(text: str) -> tuple[Path, str]:
+    """The run and the step, which is empty if none is given."""
+    path = Path(text)
+    if path.is_dir() or "@" not in text:
+        return path, ""
+    before, _, at = text.rpartition("@")
+    return Path(before), at
+
+
+def _is_that_fork(found: Lineage | None, wanted: Lineage, source: str) -> bool:
+    """Whether a folder is the fork that is asked for; without a step, at whatever step it was made."""
+    if found is None:
+        return False
+    pinned = _parts(source)[1].isdecimal()
+    return found == wanted or (not pinned and replace(found, step=wanted.step) == wanted)
+
+
+def _make_fork(config: RunConfig, parent: Path, target: Path, lineage: Lineage) -> Path:
+    step, checkpoint = lineage.step, parent / "checkpoints" / f"step-{lineage.step}"
     old = config_at(parent, step)
-    checkpoint = parent / "checkpoints" / f"step-{step}"
     checkpoints.verify(checkpoint)
     making = target.with_name(f".{target.name}.forking")
     shutil.rmtree(making, ignore_errors=True)
     making.mkdir(parents=True)
     try:
-        if weights_only:
-            config = _weights_only(config, checkpoint, making, target)
+        changed: dict[str, list[str]] = {}
+        if lineage.weights_only:
+            _copy_weights(checkpoint, making)
+            config = starting_with(config, target / WEIGHTS)
         else:
+            if (parent / WEIGHTS).is_dir():  # it took only the weights of another run itself
+                _link_tree(parent / WEIGHTS, making / WEIGHTS)
+                old, config = starting_with(old, target / WEIGHTS), starting_with(config, target / WEIGHTS)
             _require_same(old, config, target)
             _copy_run(parent, making, step)
             keep_config(making, step, dump_config(old).encode())
+            changed = {c.key: [c.old, c.new] for c in changes_of(old, config) if c.kind != "free"}
         write_atomic(making / "config.yaml", dump_config(config).encode())
         write_lineage(making, lineage)
-        changed = (
-            {} if weights_only else {c.key: [c.old, c.new] for c in changes_of(old, config) if c.kind != "free"}
-        )
         add_history(making, step, {"forked from": str(lineage), **changed})
         if target.is_dir():
             shutil.rmtree(target)
         making.rename(target)
-    except FileNotFoundError as e:  # the other run is in progress, and keeps few checkpoints
+    finally:
         shutil.rmtree(making, ignore_errors=True)
-        raise CheckpointError(f"--from {source}: the run removed {e.filename} meanwhile; try again") from e
-    except BaseException:
-        shutil.rmtree(making, ignore_errors=True)
-        raise
     return target
-
-
-def forked_config(config: RunConfig, folder: Path) -> RunConfig:
-    """The configuration with which a forked run is trained: its model is the weights that it took."""
-    lineage = read_lineage(folder)
-    return _starting_with(config, folder / WEIGHTS) if lineage is not None and lineage.weights_only else config
 
 
 def _target(config: RunConfig, parent: Path, step: int, run_dir: Path | None) -> Path:
@@ -131,8 +155,8 @@ def _require_same(old: RunConfig, new: RunConfig, target: Path) -> None:
         )
 
 
-def _weights_only(config: RunConfig, checkpoint: Path, making: Path, target: Path) -> RunConfig:
-    """Copy the model of a checkpoint; returns the configuration that starts with it."""
+def _copy_weights(checkpoint: Path, making: Path) -> None:
+    """Copy the model of a checkpoint."""
     (making / WEIGHTS).mkdir()
     for file in checkpoint.iterdir():
         training = file.name.startswith(("optimizer", "learner.json", checkpoints.MANIFEST, "sampler.json"))
@@ -140,13 +164,6 @@ def _weights_only(config: RunConfig, checkpoint: Path, making: Path, target: Pat
             _link(file, making / WEIGHTS / file.name)
         elif file.is_dir() and file.name == "additional_chat_templates":
             _link_tree(file, making / WEIGHTS / file.name)
-    return _starting_with(config, target / WEIGHTS)
-
-
-def _starting_with(config: RunConfig, folder: Path) -> RunConfig:
-    kept = {key: value for key, value in config.model if key not in ("path", "tiny")}
-    model = ModelConfig.model_validate({**kept, "path": str(folder), "tiny": None})
-    return config.model_copy(update={"model": model, "warmup": None})
 
 
 def _copy_run(parent: Path, making: Path, step: int) -> None:

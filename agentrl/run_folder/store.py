@@ -44,6 +44,7 @@ from agentrl.run_folder import checkpoints, earlier_configs
 from agentrl.run_folder.env_views import VIEWS
 from agentrl.run_folder.files import fsync_dir, read_bounded, write_atomic
 from agentrl.run_folder.history import add_history
+from agentrl.run_folder.own_start import with_own_start
 from agentrl.run_folder.records import (
     LATE,
     EpisodeRecord,
@@ -289,6 +290,8 @@ class RunStore:
         first = max(scored, key=lambda s: (scores[s], s), default=None)
         if first is not None:
             checkpoints.point(folder / "best", f"step-{first}")
+        elif (folder / "best").is_symlink():  # of a time with `best`
+            (folder / "best").unlink()
         for old in there[:-keep]:
             if old != first:
                 checkpoints.remove(folder, old)
@@ -464,7 +467,7 @@ def _claim(path: Path, config: RunConfig, *, exact: bool) -> tuple[bool, Sequenc
     if not file.is_file():
         write_atomic(file, dump_config(config).encode())
         return False, ()
-    changes = changes_of(load_config(file, check_paths=False), config)
+    changes = changes_of(with_own_start(load_config(file, check_paths=False), path), config)
     refused = [change for change in changes if exact or change.kind == "fixed"]
     if refused:
         listed = "\n    ".join(map(str, refused))

@@ -260,6 +260,15 @@ def test_the_best_stays_too_and_has_a_name(tmp_path: Path):
         assert latest.step == 6
 
 
+def test_without_best_nothing_points_at_a_checkpoint_that_is_gone(tmp_path: Path):
+    with RunStore.open(config(), tmp_path / "r") as store:
+        for step in (1, 2):
+            store.log_metrics(step, {"held_out": 1.0 / step})
+            with store.checkpoint(step, keep=1, best=step == 1) as temp:
+                (temp / "weights").write_text("w")
+    assert sorted(path.name for path in (tmp_path / "r/checkpoints").iterdir()) == ["step-2"]
+
+
 def test_a_copy_without_links_still_marks_its_best_checkpoint(tmp_path: Path):
     def scored(folder: Path, step: int, score: float) -> None:
         with RunStore.open(config(), folder) as store:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -17,8 +18,10 @@ from agentrl.config.load import load_config
 from agentrl.config.run import RunConfig
 from agentrl.errors import CheckpointError, ConfigError
 from agentrl.reporting.report import Silent, Summary
-from agentrl.run_folder.fork import fork_run, forked_config, parse_source
+from agentrl.run_folder import checkpoints
+from agentrl.run_folder.fork import fork_again, fork_run, parse_source
 from agentrl.run_folder.history import read_history, read_lineage
+from agentrl.run_folder.own_start import with_own_start
 from agentrl.run_folder.records import read_episodes, read_metrics
 from agentrl.run_folder.store import RunStore
 from agentrl.trainer.replay import replay
@@ -255,15 +258,65 @@ def test_weights_alone_start_a_run_from_step_one():
         "runs/letters@best" if Path("runs/letters/checkpoints/best").exists() else "runs/letters",
         weights_only=True,
     )
-    ready = forked_config(config, folder)
+    ready = with_own_start(config, folder)
     assert ready.model.path == str(folder / "from")
     assert run(ready, folder).finished
     assert [line["step"] for line in read_metrics(folder)] == [0, 1]
-    assert forked_config(config, folder) == ready
+    assert with_own_start(config, folder) == ready
+
+
+@pytest.mark.timeout(120)
+def test_a_run_of_foreign_weights_can_be_moved_and_forked():
+    run(settings(), "runs/letters")
+    config = settings(name="new", checkpoint={"every": 1, "keep": 10})
+    folder = fork_run(config, "runs/letters@1", weights_only=True)
+    run(with_own_start(config, folder), folder)
+    moved = folder.rename("runs/moved")
+    assert run(with_own_start(settings(steps=3), moved), moved).finished
+    again = fork_run(settings(name="again", steps=3), "runs/moved@2")
+    assert run(with_own_start(settings(steps=3), again), again).finished
+    assert weights(again, 3) == weights(moved, 3)
+    assert replay(moved, 2).equal
+    assert replay(again, 3).equal
+
+
+@pytest.mark.timeout(60)
+def test_the_same_command_finds_a_fork_of_a_run_that_went_on():
+    run(settings(), "runs/letters")
+    newest, best = settings(name="newest"), settings(name="best")
+    made = fork_run(newest, "runs/letters"), fork_run(best, "runs/letters@best")
+    run(settings(steps=3), "runs/letters")
+    assert (fork_run(newest, "runs/letters"), fork_run(best, "runs/letters@best")) == made
+    assert fork_again("runs/letters", made[0]) == "runs/letters@2", "what a stopped fork says to run"
+    with pytest.raises(ConfigError, match="holds another run"):
+        fork_run(newest, "runs/letters@3")
+    with pytest.raises(ConfigError, match="holds another run"):
+        fork_run(newest, "runs/letters", weights_only=True)
+
+
+def test_a_checkpoint_that_goes_while_it_is_forked_gives_way_to_the_newer_one(monkeypatch: pytest.MonkeyPatch):
+    run(settings(checkpoint={"every": 1, "keep": 1}, eval={"before_training": False}), "runs/letters")
+    checkpoint = Path("runs/letters/checkpoints/step-2")
+    verify = checkpoints.verify
+
+    def overtaken(folder: Path) -> int:
+        if folder.name == "step-2" and folder.exists():  # the run saves another one, and removes this
+            shutil.copytree(checkpoint, checkpoint.with_name("step-3"))
+            shutil.rmtree(checkpoint)
+        return verify(folder)
+
+    monkeypatch.setattr(checkpoints, "verify", overtaken)
+    shutil.copytree("runs/letters", "runs/other", symlinks=True)
+    assert (fork_run(settings(name="new"), "runs/letters") / "checkpoints/step-3").is_dir()
+    checkpoint = Path("runs/other/checkpoints/step-2")
+    with pytest.raises(CheckpointError, match="the run removed its checkpoint of step 2 meanwhile; try again"):
+        fork_run(settings(name="newer"), "runs/other@2")
 
 
 def test_forks_that_make_no_sense_are_refused():
     run(settings(), "runs/letters")
+    with pytest.raises(CheckpointError, match="no checkpoint of step ² in"):
+        parse_source("runs/letters@²")
     with pytest.raises(CheckpointError, match=r"no checkpoint of step 7 in runs/letters \(kept: 1, 2"):
         parse_source("runs/letters@7")
     with pytest.raises(CheckpointError, match="is not a run folder"):
