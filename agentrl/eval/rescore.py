@@ -22,7 +22,9 @@ from agentrl.errors import AgentRLError, CheckpointError, ConfigError, InfraErro
 from agentrl.rollout.content import env_factory
 from agentrl.rollout.group import with_group_rewards
 from agentrl.rollout.lifecycle import EpisodeStatus, OpenEpisode, close_env, score_env
+from agentrl.rollout.limits import less_overlong
 from agentrl.rollout.renderer import load_renderer
+from agentrl.run_folder.earlier_configs import config_at
 from agentrl.run_folder.records import EpisodeRecord, iter_records, recorded_steps
 from agentrl.run_folder.store import find_checkpoint
 from agentrl.sandbox import SandboxBroken, close_pools
@@ -152,7 +154,8 @@ async def _rescore(scorer: _Rescorer, run: Path, steps: Sequence[int], say: Call
             groups: dict[int, list[EpisodeRecord]] = {}
             for record in iter_records(run, step):
                 groups.setdefault(record.group, []).append(record)
-            for each in await asyncio.gather(*(scorer.group(records) for records in groups.values())):
+            penalty = _overlong_penalty(config_at(run, step))
+            for each in await asyncio.gather(*(scorer.group(records, penalty) for records in groups.values())):
                 for reason in each.left_out:
                     left_out[reason] = left_out.get(reason, 0) + 1
                 found += each.episodes
@@ -231,8 +234,8 @@ class _Rescorer:
             renderer=renderer,
         )
 
-    async def group(self, records: Sequence[EpisodeRecord]) -> _Group:
-        """Rescore the episodes of one group."""
+    async def group(self, records: Sequence[EpisodeRecord], overlong_penalty: float) -> _Group:
+        """Rescore the episodes of one group, with what the run subtracted from those that a limit cut."""
         found = _Group()
         playable = []
         for record in records:
@@ -243,7 +246,9 @@ class _Rescorer:
             else:
                 playable.append(record)
         scored = await asyncio.gather(*(self._one(record) for record in playable))
-        compared = await self._with_group_rewards(scored)
+        compared = await self._with_group_rewards(records, scored)
+        if overlong_penalty:
+            compared = [less_overlong(episode, overlong_penalty) for episode in compared]
         found.episodes = [self._compare(each, episode) for each, episode in zip(scored, compared, strict=True)]
         return found
 
@@ -295,7 +300,15 @@ class _Rescorer:
         except InfraError as e:  # a judge that cannot be reached
             lost = " ".join(str(e).split())[:200]
         only = frozenset(env.rewards_of_record()) if replayed.reason else None
-        return _Scored(record, episode.result(), replayed.reason, only, lost)
+        return _Scored(record, self._with_model_score(episode.result(), recorded), replayed.reason, only, lost)
+
+    def _with_model_score(self, episode: Episode, recorded: Episode) -> Episode:
+        """The episode with the recorded score of the reward model, which rewards per group may read."""
+        if not self.reward_model or self.reward_model not in recorded.rewards:
+            return episode
+        score = recorded.rewards[self.reward_model]
+        rewards = {**episode.rewards, self.reward_model: score}
+        return replace(episode, rewards=rewards, reward=(episode.reward or 0.0) + score)
 
     async def _replay(self, env: Env, recorded: Episode) -> _Replayed:
         """Give the env the policy's messages again. Raises ConfigError if it does not know the task."""
@@ -320,19 +333,25 @@ class _Rescorer:
             what = "a sandbox broke" if isinstance(e, SandboxBroken) else f"the env raised {type(e).__name__}"
             return _Replayed(reason=f"{what}: {' '.join(str(e).split())[:160]}")
 
-    async def _with_group_rewards(self, scored: Sequence[_Scored]) -> Sequence[Episode]:
-        episodes = [each.episode for each in scored]
+    async def _with_group_rewards(
+        self, records: Sequence[EpisodeRecord], scored: Sequence[_Scored]
+    ) -> Sequence[Episode]:
+        """The scored episodes with the rewards that compare all episodes of the group, as in the run."""
+        own = [each.episode for each in scored]
         if not scored:
-            return episodes
+            return own
         env = self.make_env[scored[0].record.episode.task.env]()
         if not env.scores_groups:
-            return episodes
+            return own
+        by_id = {episode.id: episode for episode in own}
+        group = [by_id.get(r.episode.id, r.episode) for r in records if r.episode.error is None]
         try:
-            return await with_group_rewards(env, episodes, self.timeout_s)
+            judged = await with_group_rewards(env, group, self.timeout_s)
         except InfraError as e:
             for each in scored:
                 each.lost = each.lost or " ".join(str(e).split())[:200]
-            return episodes
+            return own
+        return [episode for episode in judged if episode.id in by_id]
 
     def _compare(self, scored: _Scored, episode: Episode) -> RescoredEpisode:
         """The parts of a newly scored episode next to the recorded ones."""
@@ -347,7 +366,7 @@ class _Rescorer:
         after = sum(turn.reward for turn in episode.turns)
         if before or after:
             parts[TURNS] = RescoredPart(before, None if scored.replay else after, scored.replay)
-        known = not any(part.reason for part in parts.values())
+        known = not any(part.reason for name, part in parts.items() if name != self.reward_model)
         return RescoredEpisode(
             step=record.step,
             group=record.group,
@@ -393,6 +412,10 @@ async def _steps(env: Env, recorded: Episode) -> _Replayed:
             return _Replayed(reason=f"the env ends the episode at turn {number}")
         turns.append(replace(turn, reward=float(reward), calls=info.calls))
     return _Replayed(tuple(turns))
+
+
+def _overlong_penalty(config: RunConfig) -> float:
+    return config.rollout.overlong_penalty if config.rollout.overlong == "penalise" else 0.0
 
 
 def _texts(messages: Sequence[Message]) -> list[tuple[str, str]]:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from agentrl.config.run import RunConfig
+from agentrl.types import LIMITS, Episode
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,3 +22,11 @@ class EpisodeLimits:
         """The limits that a run configures under `rollout:`."""
         rollout = config.rollout
         return cls(rollout.max_turns, rollout.max_tokens, rollout.token_budget, rollout.timeout_s)
+
+
+def less_overlong(episode: Episode, penalty: float) -> Episode:
+    """The episode with `penalty` subtracted from its reward, as part `overlong`, if a limit cut it."""
+    if episode.stop_reason not in LIMITS or episode.reward is None:
+        return episode
+    parts = {**episode.rewards, "overlong": episode.rewards.get("overlong", 0.0) - penalty}
+    return replace(episode, reward=episode.reward - penalty, rewards=parts)

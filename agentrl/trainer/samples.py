@@ -12,6 +12,7 @@ from torch import Tensor
 from agentrl.algo.metrics import merge_metrics
 from agentrl.chat.transcript import rows_of
 from agentrl.learner.split import StepRows
+from agentrl.rollout.limits import less_overlong
 from agentrl.run_folder.records import EpisodeRecord
 from agentrl.types import LIMITS, Episode, Group, Sample
 
@@ -59,11 +60,7 @@ def penalised(groups: Sequence[Group], penalty: float) -> list[Group]:
     """The same groups with `penalty` subtracted from the rewards of truncated episodes, as part `overlong`."""
 
     def judged(episode: Episode) -> Episode:
-        if episode.stop_reason not in LIMITS or episode.reward is None:
-            return episode
-        parts = dict(episode.rewards)
-        parts["overlong"] = parts.get("overlong", 0.0) - penalty
-        return replace(episode, reward=episode.reward - penalty, rewards=parts)
+        return less_overlong(episode, penalty)
 
     return [
         replace(

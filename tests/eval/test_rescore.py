@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import json
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -12,12 +14,14 @@ from typer.testing import CliRunner
 from agentrl.cli.app import app
 from agentrl.config import RunConfig, dump_config
 from agentrl.config.load import load_config
+from agentrl.config.reward_model import RewardModelConfig
 from agentrl.env.load import load_env
 from agentrl.env.play import ScriptedPolicy, call, calls, play, say
 from agentrl.errors import CheckpointError, ConfigError
 from agentrl.eval.rescore import TURNS, RescoreOptions, Rescoring, rescore
 from agentrl.rollout.content import env_factory
-from agentrl.run_folder.records import EpisodeRecord, compress, episodes_file
+from agentrl.rollout.limits import less_overlong
+from agentrl.run_folder.records import EpisodeRecord, compress, episodes_file, read_records
 from agentrl.types import Episode, StopReason, Task
 
 ENV = '''
@@ -100,8 +104,6 @@ def make_run(source: str = ENV, name: str = "ledger.py", *, error: bool = False)
 
 
 def lost(episode: Episode) -> Episode:
-    from dataclasses import replace
-
     return replace(episode, error="SandboxError: gone", reward=None, stop_reason=StopReason.INFRA)
 
 
@@ -210,6 +212,61 @@ def test_the_command():
     assert [each["rescored"] for each in body["episodes"]] == pytest.approx([1.3, -0.4, 0.8])
     nothing = CliRunner().invoke(app, ["rescore", str(run)])
     assert nothing.stdout.splitlines()[-1] == "no episode changed"
+
+
+def rewritten(run: Path, change: Callable[[Episode], Episode]) -> None:
+    """Change the recorded episodes."""
+    records = [replace(record, episode=change(record.episode)) for record in read_records(run, 1)]
+    episodes_file(run, 1).write_bytes(compress(records))
+
+
+def test_the_penalty_of_cut_episodes_is_that_of_the_step():
+    run = make_run()
+    config = load_config(run / "config.yaml", check_paths=False)
+    penalised = config.rollout.model_copy(update={"overlong": "penalise", "overlong_penalty": 0.25})
+    (run / "configs").mkdir()
+    dumped = dump_config(config.model_copy(update={"rollout": penalised}))
+    (run / "configs/to-step-1.yaml").write_text(dumped)  # later steps have none
+
+    def cut(episode: Episode) -> Episode:
+        return less_overlong(replace(episode, stop_reason=StopReason.MAX_TURNS), 0.25)
+
+    rewritten(run, cut)
+    found = scored(run)
+    assert [episode.parts["overlong"].rescored for episode in found.episodes] == [-0.25] * 3
+    assert [episode.rescored for episode in found.episodes] == [episode.recorded for episode in found.episodes]
+
+
+def test_rewards_per_group_see_the_episodes_whose_reward_is_fixed():
+    run = make_run()
+
+    def shortest_failed(episode: Episode) -> Episode:
+        if episode.id.endswith("e2"):  # the only one with a single turn
+            return replace(episode, stop_reason=StopReason.FAULT, rewards={}, reward=0.0)
+        return episode
+
+    rewritten(run, shortest_failed)
+    found = scored(run)
+    assert list(found.left_out.values()) == [1]
+    assert [episode.parts["fewest"].rescored for episode in found.episodes] == [0.0, 0.0]
+    assert not any(part.changed for episode in found.episodes for part in episode.parts.values())
+
+
+def test_the_score_of_a_reward_model_stays_and_says_nothing_about_solved():
+    ranked = "e.rewards.get('reward_model', 7.0)"
+    run = make_run(ENV.replace("len(e.turns) for e", f"{ranked} for e").replace("len(e.turns) ==", f"{ranked} =="))
+
+    def judged(episode: Episode) -> Episode:
+        score = float(episode.id[-1])
+        rewards = {**episode.rewards, "reward_model": score, "fewest": float(score == 0)}
+        return replace(episode, rewards=rewards, reward=(episode.reward or 0.0) + score - 1.0 + (score == 0))
+
+    rewritten(run, judged)
+    config = load_config(run / "config.yaml", check_paths=False)
+    model = RewardModelConfig.model_validate({"kind": "classifier", "path": "."})
+    found = rescore(run, config.model_copy(update={"reward_model": model}), RescoreOptions())
+    assert [episode.rescored for episode in found.episodes] == [episode.recorded for episode in found.episodes]
+    assert [episode.solved for episode in found.episodes] == [True, False, False]
 
 
 @pytest.mark.parametrize(
