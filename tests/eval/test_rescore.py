@@ -265,7 +265,7 @@ def test_the_score_of_a_reward_model_stays_and_says_nothing_about_solved():
     config = load_config(run / "config.yaml", check_paths=False)
     model = RewardModelConfig.model_validate({"kind": "classifier", "path": "."})
     found = rescore(run, config.model_copy(update={"reward_model": model}), RescoreOptions())
-    assert [episode.rescored for episode in found.episodes] == [episode.recorded for episode in found.episodes]
+    assert [e.rescored for e in found.episodes] == pytest.approx([e.recorded for e in found.episodes])
     assert [episode.solved for episode in found.episodes] == [True, False, False]
 
 
