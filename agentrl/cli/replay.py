@@ -44,7 +44,9 @@ def replay(
             for name, (logged, computed) in metrics.items():
                 typer.echo(f"step {number}: {name} {logged!r} in the run, {computed!r} replayed")
         if found.tensor:
-            typer.echo(f"first tensor that differs: {found.tensor}, by up to {found.max_difference:.3g}")
+            gap = found.max_difference
+            how = "which only one of them has in this shape" if gap is None else f"by up to {gap:.3g}"
+            typer.echo(f"first tensor that differs: {found.tensor}, {how}")
         typer.echo("equal" if found.equal else f"differs, first in the {found.first_in}")
     if not found.equal:
         raise typer.Exit(1)

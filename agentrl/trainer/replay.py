@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from pathlib import Path
 
@@ -24,8 +24,12 @@ from agentrl.trainer.save import resume
 from agentrl.trainer.start import make_learner, start_directory
 from agentrl.types import Group
 
-FORWARD = ("kl", "entropy", "loss")
-"""Metrics of the forward pass, compared before `grad_norm`, which is the backward pass's."""
+FORWARD = ("kl", "entropy", "loss", "critic/value", "critic/value_error")
+"""Metrics of the forward passes."""
+BACKWARD = ("grad_norm", "critic/grad_norm")
+"""Metrics of the backward passes, compared after those of the forward passes."""
+PARTS = {"": "model*.safetensors", "critic/": "critic/model*.safetensors", "optimizer/": "optimizer*.safetensors"}
+"""The files of a checkpoint that are compared, in this order, and what comes before their tensors' names."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,10 +39,11 @@ class Replay:
     Attributes:
         step: the last step that was replayed.
         from_step: the checkpoint that it began with; 0 is the start policy.
-        digest: sha256 of the weights after `step`, as replayed.
+        digest: sha256 of the policy's weights after `step`, as replayed.
         saved_digest: of the run's own checkpoint of that step; None if it is not kept.
-        tensor: the first tensor that differs, in the order of the model; empty if none does, or nothing is kept.
-        max_difference: the largest difference of its numbers.
+        tensor: the first tensor that differs, in the order of the model: of the policy, or `critic/NAME`, or
+            `optimizer/NAME`; empty if none does, or nothing is kept.
+        max_difference: the largest difference of its numbers; None if one of the two has no such tensor.
         metrics: by step, each compared metric as the run logged it and as replayed, where they differ.
     """
 
@@ -47,13 +52,13 @@ class Replay:
     digest: str
     saved_digest: str | None = None
     tensor: str = ""
-    max_difference: float = 0.0
+    max_difference: float | None = 0.0
     metrics: Mapping[int, Mapping[str, tuple[float, float]]] = field(default_factory=dict)
 
     @property
     def equal(self) -> bool:
         """Whether nothing differs, as far as the run kept what to compare with."""
-        return self.saved_digest in (None, self.digest) and not self.metrics
+        return self.saved_digest in (None, self.digest) and not self.tensor and not self.metrics
 
     @property
     def first_in(self) -> str:
@@ -67,11 +72,12 @@ def replay(run: Path, step: int) -> Replay:
     """Recompute the updates up to `step` from the newest checkpoint before it and the recorded episodes.
 
     Raises:
-        CheckpointError: the run does not have that step, or its episodes or checkpoint are damaged.
+        CheckpointError: the run does not have that step, or its episodes or checkpoints are damaged.
     """
     last = max((int(line["step"]) for line in read_metrics(run)), default=0)
     if not 1 <= step <= last:
-        raise CheckpointError(f"{run}: step {step} cannot be replayed; the run has the steps 1 to {last}")
+        there = f"the run has the steps 1 to {last}" if last else "its metrics.jsonl has no steps"
+        raise CheckpointError(f"{run}: step {step} cannot be replayed; {there}")
     return asyncio.run(_replay(run, step))
 
 
@@ -80,8 +86,8 @@ async def _replay(run: Path, step: int) -> Replay:
     first = max((each for each in kept if each < step), default=0)
     start = start_directory(config_at(run, step), run)
     policy = run / "checkpoints" / f"step-{first}" if first else start
-    if first:
-        verify(policy)
+    for each in {first, step}.intersection(kept):
+        verify(run / "checkpoints" / f"step-{each}")
     logged = {int(line["step"]): line for line in read_metrics(run)}
     differing: dict[int, Mapping[str, tuple[float, float]]] = {}
     with ScratchFolder("replay") as scratch:
@@ -97,17 +103,14 @@ async def _replay(run: Path, step: int) -> Replay:
                     found = await _update(learner, algorithm, groups_of(read_records(run, number)))
                     if changed := _changed(logged.get(number, {}), found):
                         differing[number] = changed
-                if end == step:
-                    weights = await learner.weights()
-                else:  # the run was resumed here with other settings
-                    policy = scratch.path / f"step-{end}"
-                    policy.mkdir()
-                    await learner.save(policy, algorithm.state_dict())
+                policy = scratch.path / f"step-{end}"  # the run may have been resumed here with other settings
+                policy.mkdir()
+                await learner.save(policy, algorithm.state_dict())
+                order = list(await learner.weights())
             finally:
                 await learner.close()
-    result = Replay(step, first, digest(weights), metrics=differing)
-    saved = run / "checkpoints" / f"step-{step}"
-    return _compared(result, weights, saved) if step in kept else result
+        result = Replay(step, first, digest(_tensors(policy, PARTS[""])), metrics=differing)
+        return _compared(result, policy, run / "checkpoints" / f"step-{step}", order) if step in kept else result
 
 
 async def _update(learner: Learner, algorithm: Algorithm, groups: Sequence[Group]) -> Mapping[str, float]:
@@ -149,18 +152,35 @@ def digest(weights: Mapping[str, Tensor]) -> str:
 
 
 def _changed(logged: Mapping[str, float], found: Mapping[str, float]) -> dict[str, tuple[float, float]]:
-    names = [*FORWARD, "grad_norm"]
+    names = [*FORWARD, *BACKWARD]
     both = [name for name in names if logged.get(name) is not None and name in found]
     return {name: (logged[name], found[name]) for name in both if logged[name] != found[name]}
 
 
-def _compared(result: Replay, weights: Mapping[str, Tensor], saved: Path) -> Replay:
-    """Add the comparison with a checkpoint of the run."""
-    own: dict[str, Tensor] = {}
-    for file in sorted(saved.glob("model*.safetensors")):
+def _compared(result: Replay, replayed: Path, saved: Path, order: Sequence[str]) -> Replay:
+    """Add the comparison of two checkpoints: the replayed one and the run's.
+
+    Args:
+        order: the names of the policy's tensors, as in the model.
+    """
+    place = {name: number for number, name in enumerate(order)}
+    result = replace(result, saved_digest=digest(_tensors(saved, PARTS[""])))
+    for prefix, files in PARTS.items():
+        mine, own = _tensors(replayed, files), _tensors(saved, files)
+        for name in sorted({*mine, *own}, key=lambda name: (place.get(name.partition("/")[0], len(place)), name)):
+            one, other = mine.get(name), own.get(name)
+            if one is None or other is None or one.shape != other.shape or one.dtype != other.dtype:
+                return replace(result, tensor=prefix + name, max_difference=None)
+            if not torch.equal(one, other):
+                gap = float((one.double() - other.double()).abs().max())
+                return replace(result, tensor=prefix + name, max_difference=gap)
+    return result
+
+
+def _tensors(checkpoint: Path, files: str) -> dict[str, Tensor]:
+    """The tensors of some files of a checkpoint, without the states of random generators."""
+    found: dict[str, Tensor] = {}
+    for file in sorted(checkpoint.glob(files)):
         with safe_open(file, framework="pt") as tensors:
-            own |= {name: tensors.get_tensor(name) for name in tensors.keys() if name in weights}  # noqa: SIM118
-    mine = {name: weights[name].detach().cpu() for name in own}
-    differs = next((name for name in weights if name in own and not torch.equal(mine[name], own[name])), "")
-    gap = float((mine[differs].double() - own[differs].double()).abs().max()) if differs else 0.0
-    return Replay(result.step, result.from_step, digest(mine), digest(own), differs, gap, metrics=result.metrics)
+            found |= {name: tensors.get_tensor(name) for name in tensors.keys()}  # noqa: SIM118
+    return {name: value for name, value in found.items() if not name.startswith("rng/")}

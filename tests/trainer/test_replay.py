@@ -8,10 +8,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
 from typer.testing import CliRunner
 
 from agentrl.cli.app import app
 from agentrl.errors import CheckpointError
+from agentrl.run_folder.checkpoints import _seal
 from agentrl.run_folder.records import compress, episodes_file, read_records
 from agentrl.trainer.replay import groups_of, replay
 from tests.trainer.test_changed_runs import own_folder, run, settings, weights  # noqa: F401 - a fixture
@@ -77,6 +80,46 @@ def test_a_difference_is_narrowed_down():
     assert body["first_in"] in ("forward pass of step 2", "backward pass of step 2")
 
 
+def planted(run: Path, name: str, part: str, *, drop: bool = False) -> None:
+    """Change a number of a tensor in the checkpoint of step 2, or drop the tensor, and seal it again."""
+    checkpoint = run / "checkpoints/step-2"
+    (file,) = checkpoint.glob(part)
+    with safe_open(file, framework="pt") as tensors:
+        metadata = tensors.metadata()
+    tensors = load_file(file)
+    if drop:
+        del tensors[name]
+    else:
+        tensors[name].view(-1)[0] += 0.25
+    save_file(tensors, file, metadata=metadata)
+    (checkpoint / "manifest.json").unlink()
+    _seal(checkpoint, 2)
+
+
+@pytest.mark.timeout(120)
+def test_every_part_of_a_checkpoint_is_compared():
+    run(settings(algorithm={"advantage": "gae", "kl": {"coef": 0.01}}), "r")
+    weight, last = "model.embed_tokens.weight", "model.layers.0.mlp.up_proj.weight"
+    for part, name, found in (
+        ("model.safetensors", last, last),
+        ("critic/model.safetensors", last, f"critic/{last}"),
+        ("optimizer.safetensors", f"{last}/exp_avg", f"optimizer/{last}/exp_avg"),
+    ):
+        shutil.copytree("r", "other", symlinks=True)
+        planted(Path("other"), name, part)
+        result = replay(Path("other"), 2)
+        assert (result.equal, result.tensor, result.metrics) == (False, found, {})
+        assert result.max_difference == pytest.approx(0.25)
+        assert (result.digest == result.saved_digest) is (part != "model.safetensors")
+        planted(Path("other"), weight, "critic/model.safetensors", drop=True)
+        assert CliRunner().invoke(app, ["replay", "other"]).exit_code == 1
+        shutil.rmtree("other")
+    planted(Path("r"), last, "model.safetensors", drop=True)
+    told = CliRunner().invoke(app, ["replay", "r"])
+    assert f"first tensor that differs: {last}, which only one of them has in this shape" in told.stdout
+    assert json.loads(CliRunner().invoke(app, ["replay", "r", "--json"]).stdout)["max_difference"] is None
+
+
 @pytest.mark.timeout(120)
 def test_steps_are_replayed_with_the_settings_that_they_were_taken_with():
     decaying = {"lr": 1e-2, "warmup_steps": 1, "schedule": "linear"}
@@ -96,6 +139,13 @@ def test_what_cannot_be_replayed_says_why():
     run(settings(), "r")
     with pytest.raises(CheckpointError, match="the run has the steps 1 to 2"):
         replay(Path("r"), 3)
+    shutil.copytree("r", "cut", symlinks=True)
+    Path("cut/checkpoints/step-2/model.safetensors").unlink()
+    with pytest.raises(CheckpointError, match=r"step-2: model.safetensors is missing"):
+        replay(Path("cut"), 2)
+    Path("cut/metrics.jsonl").unlink()
+    with pytest.raises(CheckpointError, match=r"its metrics.jsonl has no steps"):
+        replay(Path("cut"), 2)
     assert len(groups_of(read_records(Path("r"), 1))) == 2
     told = CliRunner().invoke(app, ["replay", "r"])
     assert told.exit_code == 0
