@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check install -q -c constraints.txt
 
 # Packages that need other versions than ours run in separate Pythons, which the tests start.
-OTHERS := $(VENV)/inspect/.done $(VENV)/nemo_gym/.done $(VENV)/openenv/.done $(VENV)/trackio/.done $(VENV)/verifiers/.done
+OTHERS := $(VENV)/clients/.done $(VENV)/inspect/.done $(VENV)/nemo_gym/.done $(VENV)/openenv/.done $(VENV)/trackio/.done $(VENV)/verifiers/.done
 
 .PHONY: quickstart quick test lint fix docs others clean
 
@@ -41,6 +41,14 @@ $(VENV)/.dev: pyproject.toml constraints.txt
 	$(PIP) -e '.[train,docker,hf,lora,mcp,mlflow,openenv,parquet,ray,reasoning-gym,serve,tensorboard,textarena,wandb,dev]'
 	$(PIP) --no-deps gem-llm==0.1.0 bfcl-eval==2026.3.23  # they pin older versions of packages that other extras need
 	touch $@ $(VENV)/.train
+
+# Agent frameworks pin other versions of the openai SDK than ours; `tests/serve` runs them as clients.
+CLIENTS := 'anthropic==2.12.*' 'openai==2.54.*' 'openai-agents==0.20.*' 'litellm==1.106.*' 'pydantic-ai-slim[openai]==2.31.*' \
+	'langchain-openai==1.7.*' 'langgraph==1.*'
+$(VENV)/clients/.done:
+	$(PYTHON) -m venv $(VENV)/clients
+	$(VENV)/clients/bin/python -m pip --disable-pip-version-check install -q --prefer-binary $(CLIENTS)
+	touch $@
 
 # OpenEnv's servers pin other versions than ours, so the tests run them in a separate Python; no gradio.
 OPENENV := fastapi uvicorn[standard] 'fastmcp>=3,<4' httpx openai pyyaml rich requests typer huggingface_hub jsonschema tomli tomli-w

@@ -1,7 +1,7 @@
 """Agent frameworks, unmodified: each completes a tool loop, plain and streamed, on the tokens of one transcript.
 
-They pin other versions of the openai SDK than ours, so they live in an environment of their own, made here.
-AGENTRL_CLIENTS_PYTHON names the Python of one that is there already.
+They pin other versions of the openai SDK than ours, so they live in a Python of their own: the one of `make
+others`, or the one that AGENTRL_CLIENTS_PYTHON names.
 """
 
 from __future__ import annotations
@@ -22,15 +22,10 @@ from agentrl.types import Message
 from tests.serve.serve_kit import TOOLS, call, serving
 
 CLIENTS = Path(__file__).parent / "clients"
-INSTALLED = [
-    "anthropic==2.12.*",
-    "openai==2.54.*",
-    "openai-agents==0.20.*",
-    "litellm==1.106.*",
-    "pydantic-ai-slim[openai]==2.31.*",
-    "langchain-openai==1.7.*",
-    "langgraph==1.*",
-]
+PYTHON = Path(os.environ.get("AGENTRL_CLIENTS_PYTHON", f"{sys.prefix}/clients/bin/python"))
+needs_clients = pytest.mark.skipif(
+    not PYTHON.exists(), reason=f"no Python with the clients at {PYTHON}: make {PYTHON.parents[1]}/.done"
+)
 LOOPS = {
     "with_anthropic": 1,
     "with_openai": 1,
@@ -43,30 +38,12 @@ LOOPS = {
 SCRIPT = [call(2, 3), Message("assistant", "The answer is 5.")]
 
 
-@pytest.fixture(scope="module")
-def python(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """The Python of an environment with the clients."""
-    given = os.environ.get("AGENTRL_CLIENTS_PYTHON")
-    if given:
-        return given
-    folder = tmp_path_factory.mktemp("clients")
-    subprocess.run([sys.executable, "-m", "venv", folder], check=True)
-    found = str(folder / "bin" / "python")
-    command = [found, "-m", "pip", "install", "-q", "--no-compile", "--prefer-binary", *INSTALLED]
-    try:
-        installed = subprocess.run(command, capture_output=True, text=True, timeout=480)
-    except subprocess.TimeoutExpired:
-        pytest.skip("the clients could not be installed within 480 s")
-    if installed.returncode:
-        pytest.skip(f"the clients could not be installed: {installed.stderr.strip()[-300:]}")
-    return found
-
-
+@needs_clients
 @pytest.mark.slow
-@pytest.mark.timeout(900)
-async def test_every_client_completes_its_loop_on_one_transcript(renderer: Renderer, python: str):
+@pytest.mark.timeout(300)
+async def test_every_client_completes_its_loop_on_one_transcript(renderer: Renderer):
     for program, loops in LOOPS.items():
-        await _completes(renderer, [python, str(CLIENTS / f"{program}.py")], loops)
+        await _completes(renderer, [str(PYTHON), str(CLIENTS / f"{program}.py")], loops)
 
 
 NODE_CLIENTS = {
