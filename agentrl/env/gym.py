@@ -15,6 +15,7 @@ from typing import Any
 import gymnasium
 import numpy as np
 from gymnasium import spaces
+from gymnasium.envs.registration import load_env_creator
 
 from agentrl.env.ansi import without_colors
 from agentrl.env.env import DeclaredReward, Env
@@ -141,6 +142,14 @@ def read_action(action: str, turn: int = 0) -> Message:
     )
 
 
+def _render_modes(env_id: str) -> Sequence[str]:
+    """How a game can show itself. Most classes say so; only where one does not, a game is made to ask it."""
+    spec = gymnasium.spec(env_id)
+    maker = load_env_creator(spec.entry_point) if isinstance(spec.entry_point, str) else spec.entry_point
+    of_class: Mapping[str, Sequence[str]] = getattr(maker, "metadata", {})
+    return of_class.get("render_modes") or spec.make().metadata.get("render_modes", [])
+
+
 def _text(messages: Sequence[Message]) -> str:
     return "\n".join(plain_text(m.content) for m in messages)
 
@@ -179,8 +188,7 @@ class GymnasiumEnv(ToolEnv):
         """Create the game, with text rendering if supported."""
         wanted = {**self.make_options, **options}
         try:
-            modes = gymnasium.spec(self.env_id).make().metadata.get("render_modes", [])
-            if "ansi" in modes:
+            if "ansi" in _render_modes(self.env_id):
                 wanted.setdefault("render_mode", "ansi")
             return gymnasium.make(self.env_id, **wanted)
         except (gymnasium.error.Error, TypeError) as e:

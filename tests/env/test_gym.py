@@ -185,3 +185,21 @@ def test_a_step_without_reset_is_refused():
         env.step("1")
     with pytest.raises(ValueError, match="render_mode"):
         TextGym(Calculator, Calculator.tasks(), "human")
+
+
+@pytest.mark.parametrize("of_class", [True, False])
+def test_a_game_is_made_twice_only_where_no_class_says_how_it_renders(monkeypatch, of_class):
+    made = []
+
+    class Coin(gymnasium.Env):
+        metadata = {"render_modes": ["ansi"]}  # noqa: RUF012
+        action_space = observation_space = spaces.Discrete(2)
+
+        def __init__(self, render_mode=None):
+            self.render_mode = render_mode
+            made.append(self)
+
+    maker = Coin if of_class else lambda **options: Coin(**options)
+    monkeypatch.setitem(gymnasium.registry, "Coin-v0", gymnasium.envs.registration.EnvSpec("Coin-v0", maker))
+    assert GymnasiumEnv("Coin-v0").game.render_mode == "ansi"
+    assert len(made) == (1 if of_class else 2)
