@@ -27,7 +27,7 @@ from agentrl.rollout.prompts import fitting
 from agentrl.rollout.renderer import check_renderer, load_renderer, require_template
 from agentrl.rollout.task_tools import task_tools
 from agentrl.run_folder.store import find_checkpoint
-from agentrl.sandbox import close_pools
+from agentrl.sandbox import using_pools
 from agentrl.scratch import ScratchFolder
 from agentrl.trainer.algorithm import Algorithm
 from agentrl.trainer.feed import make_admission
@@ -106,7 +106,7 @@ def training_rows(groups: Sequence[Group], config: RunSettings | None = None) ->
 
 async def _play(asked: Rollouts) -> AsyncIterator[Group]:
     async with contextlib.AsyncExitStack() as stack:
-        stack.push_async_callback(close_pools)
+        await stack.enter_async_context(using_pools())
         content = load_content(asked.config)
         folder = _model(asked, content, stack)
         groups, source = await _prepare(asked, content, folder, stack)

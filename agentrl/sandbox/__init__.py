@@ -22,7 +22,7 @@ from agentrl.sandbox.errors import (
     SandboxUnavailable,
 )
 from agentrl.sandbox.pool import SandboxPool
-from agentrl.sandbox.shared_pools import close_pools, pool_for
+from agentrl.sandbox.shared_pools import close_pools, pool_for, using_pools
 from agentrl.sandbox.survey import doctor
 
 Limits, Session, Snapshot = SandboxLimits, BoxSession, BoxSnapshot  # former names
@@ -54,4 +54,5 @@ __all__ = [
     "doctor",
     "met_inside",
     "pool_for",
+    "using_pools",
 ]  # fmt: skip

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncGenerator
+from collections import Counter
+from collections.abc import AsyncGenerator, AsyncIterator
 
 from agentrl.sandbox.contract import Sandbox
 from agentrl.sandbox.pool import SandboxPool
 
 _pools: dict[asyncio.AbstractEventLoop, dict[Sandbox, SandboxPool]] = {}
+_users: Counter[asyncio.AbstractEventLoop] = Counter()
 _at_the_end: dict[asyncio.AbstractEventLoop, AsyncGenerator[None, None]] = {}
 
 
@@ -36,6 +38,20 @@ async def close_pools() -> None:
     """Close every pool that `pool_for` created in this event loop."""
     pools = _pools.pop(asyncio.get_running_loop(), {})
     await asyncio.gather(*(pool.close() for pool in pools.values()))
+
+
+@contextlib.asynccontextmanager
+async def using_pools() -> AsyncIterator[None]:
+    """Close the pools of this event loop at the end of the block, unless another such block uses them."""
+    loop = asyncio.get_running_loop()
+    _users[loop] += 1
+    try:
+        yield
+    finally:
+        _users[loop] -= 1
+        if not _users[loop]:
+            del _users[loop]
+            await close_pools()
 
 
 async def _close_when_the_loop_ends() -> AsyncGenerator[None, None]:

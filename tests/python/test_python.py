@@ -8,7 +8,7 @@ import threading
 from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 import torch
@@ -20,6 +20,7 @@ from agentrl.envs.calculator import Calculator
 from agentrl.importing import load_object, name_object
 from agentrl.reporting.loggers.protocol import RunInfo, SampleEpisode
 from agentrl.run_folder.records import read_metrics
+from agentrl.sandbox import Sandbox
 from agentrl.types import Task
 from tests.trainer.test_mixture import TINY
 
@@ -256,6 +257,50 @@ def test_an_iteration_that_ends_early_stops_the_episodes():
         assert group.episodes
         break
     assert not [t for t in threading.enumerate() if t.name == "agentrl-rollouts"]
+
+
+@pytest.mark.timeout(60)
+def test_rollouts_side_by_side_leave_each_other_their_sandboxes():
+    first_ended = asyncio.Event()
+
+    class Boxed(TextEnv):
+        """Say something."""
+
+        sandbox = Sandbox()
+
+        @classmethod
+        def tasks(cls, split: str, seed: int) -> list[Task]:
+            return [Task(f"{split}-{n}", {"first": split == "train"}) for n in range(2)]
+
+        async def setup(self, first: bool) -> str:
+            self.first = first
+            await self.box.write_file("mine", "text")
+            return "Say something."
+
+        def reply(self, text: str) -> None:
+            return None
+
+        @reward
+        async def kept(self) -> float:
+            if not self.first:
+                await first_ended.wait()
+            return float(len(await self.box.list_dir()) == 1)
+
+    async def rewards(split: Literal["train", "held_out"], num_groups: int) -> list[float | None]:
+        played = agentrl.rollouts(
+            SMALL | {"env": Boxed, "data": {}, "rollout": {**SMALL["rollout"], "infra_retries": 0}},
+            num_groups,
+            split=split,
+        )
+        return [episode.reward async for group in played for episode in group.episodes]
+
+    async def both() -> list[float | None]:
+        longer = asyncio.create_task(rewards("held_out", 2))
+        assert await rewards("train", 1) == [1.0, 1.0]
+        first_ended.set()
+        return await longer
+
+    assert asyncio.run(both()) == [1.0] * 4
 
 
 @pytest.mark.timeout(60)
