@@ -78,12 +78,12 @@ def schema_of(low: float, high: float) -> dict[str, Any]:
     return {"type": "json_schema", "json_schema": {"name": "score", "strict": True, "schema": schema}}
 
 
-_NUMBER = r"[-+]?\d{1,12}(?:\.\d{1,20})?"
+_NUMBER = r"[-+]?(?:\d{1,12}(?:\.\d{1,20})?|\.\d{1,20})"
 _SCORE = rf"({_NUMBER})(?:\s*(?:/|out of|of)\s*({_NUMBER}))?"
 _END = r"(?![\w/%]|[.,]\d|\s*(?:-|\u2013|to)\s*\d)"
 _STOP = r"(?:\s*(?:points?|stars?)\b)?(?=[ \t]*(?:[.,;:!?)\]}*_`\"']|$))"
 """Nothing but punctuation follows on the line: in "mark 3 as wrong" the number is not a score."""
-_WHOLE = re.compile(rf"[\s*_`\"'(\[]*{_SCORE}[\s*_`\"')\].!]*")
+_WHOLE = re.compile(rf"[\s*_`\"'(\[]*{_SCORE}(\s?%)?[\s*_`\"')\].!]*")
 _MARKS = r"[\s*_`\"']{0,20}"
 _LABELLED = re.compile(
     rf"\b(?:score|rating){_MARKS}(?:is|:|=){_MARKS}{_SCORE}{_END}"
@@ -101,8 +101,9 @@ def read_score(answer: str, low: float, high: float) -> float | None:
     """The score in an answer; None if it has no score in [low, high], or several.
 
     Accepted, in this order: `{"score": 7}`, an answer that is only a number, `Score: 7` (or rating, grade,
-    `[[7]]`), and the only fraction. `7/10` is 7 of 10: 7 if `high` is 10, 0.7 if scores range from 0 to 1. Other
-    numbers in the text ("2 errors", "3 out of 5 tests", "7-8") are ignored, and so is a thought without an end.
+    `[[7]]`), and the only fraction. `7/10` is 7 of 10: 7 if `high` is 10, 0.7 if scores range from 0 to 1; `70%`
+    as the whole answer, or alone on its last line, is the same. Other numbers in the text ("2 errors", "3 out of 5
+    tests", "7-8") are ignored, and so is a thought without an end.
     """
     text = _THOUGHT.sub("", answer[:MAX_ANSWER]).strip()
     if text.startswith("<think>"):
@@ -110,15 +111,23 @@ def read_score(answer: str, low: float, high: float) -> float | None:
     if (found := _of_json(text)) is not None:
         text = found
     if match := _WHOLE.fullmatch(text):
-        return _within(match[1], match[2], low, high)
+        return _alone(match, low, high)
     lines = [line for line in text.splitlines() if line.strip()]
     for pattern in (_LABELLED, _FRACTION):
         values = {_within(*_parts(match), low, high) for match in pattern.finditer(text)}
         if values:
             return values.pop() if len(values) == 1 else None
     if lines and (match := _WHOLE.fullmatch(lines[-1])):
-        return _within(match[1], match[2], low, high)
+        return _alone(match, low, high)
     return None
+
+
+def _alone(match: re.Match[str], low: float, high: float) -> float | None:
+    """The number of `_WHOLE`, where 85% is 85 of 100."""
+    number, of, percent = match.groups()
+    if percent:
+        return None if of else _within(number, "100", low, high)
+    return _within(number, of, low, high)
 
 
 def _parts(match: re.Match[str]) -> tuple[str, str | None]:
