@@ -32,6 +32,7 @@ import asyncio
 import json
 import math
 import os
+import random
 import shutil
 import statistics
 import sys
@@ -46,7 +47,6 @@ from typing import Any
 
 from agentrl.config.run import RunConfig
 from agentrl.env import ToolEnv, reward, tool
-from agentrl.env.play import ScriptedPolicy, call
 from agentrl.env.read import final_answer
 from agentrl.env.toolenv.observe import error_text
 from agentrl.envs.calculator import Calculator, CalculatorError, evaluate
@@ -56,7 +56,7 @@ from agentrl.envs.sqlite import Sqlite
 from agentrl.envs.sqlite.database import SCHEMA, QueryError, as_table, build, run
 from agentrl.envs.sqlite.env import same_rows
 from agentrl.reporting.report import Silent
-from agentrl.types import Episode, Task
+from agentrl.types import Episode, Message, Task, ToolCall
 from bench.vs_trl import Worker, final, solved
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
@@ -117,9 +117,26 @@ class Query(ToolEnv):
         return right_rows(self.database, self.gold, final_answer(episode).strip())
 
     @classmethod
-    def oracle(cls, task: Task) -> ScriptedPolicy:
-        """Tries the reference query and hands it in."""
-        return ScriptedPolicy([call("schema"), call("query", sql=task.row["sql"]), task.row["sql"]])
+    def demonstrations(cls, seed: int, num: int, *, silent: float = 0.0) -> list[list[Message]]:
+        """`num` episodes that try the reference query and hand it in; a share of `silent` of them ends without it,
+        which a policy can learn not to do.
+        """
+        rng, schema = random.Random(f"learning_vs_trl/{seed}"), SCHEMA.strip()
+        episodes = []
+        for task in cls.tasks("train", seed + 1_000)[:num]:
+            sql, connection = task.row["sql"], build(task.row["database"])
+            opening = [Message("system", cls().system()), Message("user", task.row["question"])]
+            looks = _called(0, "schema", {}, schema)
+            tries = _called(1, "query", {"sql": sql}, as_table(*run(connection, sql)))
+            connection.close()
+            answer = Message("assistant", "Done." if rng.random() < silent else sql)
+            episodes.append([*opening, *looks, *tries, answer])
+        return episodes
+
+
+def _called(number: int, name: str, arguments: dict[str, Any], result: str) -> list[Message]:
+    made = ToolCall(f"call_{number}", name, arguments)
+    return [Message("assistant", tool_calls=(made,)), Message("tool", result, tool_call_id=made.id, name=name)]
 
 
 def right_rows(database: int, gold: str, sql: str) -> bool:
@@ -176,9 +193,16 @@ SHAPES = {
         tool_turns=3,
         completion_tokens=500,
         tiny={"hidden": 128, "layers": 3, "vocab": 1024, "max_context": 1536},
-        warmup={"num": 1200, "max_epochs": 10, "until_pass": 0.6},
-        lr=3e-4,
-        steps=16,
+        warmup={
+            "num": 2400,
+            "max_epochs": 12,
+            "anneal_epochs": 2,
+            "until_pass": 0.4,
+            "at_least": 0.1,
+            "options": {"silent": 0.5},
+        },
+        lr=1e-4,
+        steps=24,
     ),
 }
 QUICK = Shape(
