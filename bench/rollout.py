@@ -54,6 +54,7 @@ from agentrl.engine.servers.server_engine import ServedEngine, ServedLimits
 from agentrl.engine.servers.weight_sync import TensorSync
 from agentrl.env.curriculum import TaskSampler
 from agentrl.errors import SandboxError
+from agentrl.learner.memory import long_lived
 from agentrl.models.tiny import make_tokenizer
 from agentrl.rollout.admission import Admission
 from agentrl.rollout.episode import Player
@@ -90,7 +91,7 @@ class Workload:
 
 @dataclass
 class Played:
-    """What came of it. Bytes are those that the process gained until most episodes were in flight."""
+    """What came of it. Episodes in flight and bytes that the process gained are the most of any batch."""
 
     wall_s: float
     cpu_s: float
@@ -164,7 +165,13 @@ def make_completions(renderer: Renderer, tools: Sequence[Mapping[str, Any]]) -> 
     return [completion_of(renderer, message, tools) for message in [*calls, *[say("It is known.")] * 32]]
 
 
-async def play(work: Workload, watch: Callable[[ServedEngine, GroupPlayer], None] | None = None) -> Played:
+def play(work: Workload, watch: Callable[[ServedEngine, GroupPlayer], None] | None = None) -> Played:
+    """Play as a run does: also with the thresholds of its garbage collector."""
+    with long_lived():
+        return run_skipping(_play(work, watch))
+
+
+async def _play(work: Workload, watch: Callable[[ServedEngine, GroupPlayer], None] | None) -> Played:
     """Play with the scheduler, players, tools and servers' pool of a run; new weights after each step."""
     load, loop = Load(slots=SERVERS * work.slots), asyncio.get_running_loop()
     before = resident()
@@ -187,8 +194,6 @@ async def play(work: Workload, watch: Callable[[ServedEngine, GroupPlayer], None
 
     def note(episode: Episode) -> None:
         played.lost += episode.error is not None
-        if len(groups.playing) > played.peak:
-            played.peak, played.peak_bytes = len(groups.playing), resident() - before
 
     groups = GroupPlayer(player, GROUP, seed=0, on_episode=note)
     per_step = work.concurrent // GROUP // 4
@@ -204,6 +209,8 @@ async def play(work: Workload, watch: Callable[[ServedEngine, GroupPlayer], None
     async with Scheduler(groups, admission, version=lambda: engine.policy_version) as scheduler:
         async for batch in scheduler.batches():
             played.episodes += sum(len(group.episodes) for group in batch.groups)
+            played.peak = max(played.peak, len(groups.playing))
+            played.peak_bytes = max(played.peak_bytes, resident() - before)
             await engine.update_weights({"w": torch.zeros(16)}, batch.step)
             if watch is not None:
                 watch(engine, groups)
@@ -223,10 +230,10 @@ def simulate(quick: bool) -> dict[str, Any]:
     dying = Failures(death_every_s=DEATH_EVERY_S, cut=CUT)
     # First, while no memory that was freed can be used again.
     concurrent, slots, steps = (1024, 16, 8) if quick else (16_384, 256, 8)
-    full = run_skipping(play(Workload(concurrent, steps, Slow, slots, STEP_S, dying)))
+    full = play(Workload(concurrent, steps, Slow, slots, STEP_S, dying))
     for playing in (64, 1024) if quick else (64, 256, 1024, 4096, 16_384):
         steps = 4 if playing >= 1024 else 4096 // playing
-        cost = run_skipping(play(Workload(playing, steps, Quick, slots=playing // SERVERS, step_s=0.0)))
+        cost = play(Workload(playing, steps, Quick, slots=playing // SERVERS, step_s=0.0))
         costs[playing] = cost.cpu_ms
         print(f"{playing:6} episodes in flight: {cost.cpu_ms:.3f} ms of CPU per turn", flush=True)
     share, kib = full.bound_s / full.wall_s, full.peak_bytes / full.peak / 1024
@@ -288,7 +295,7 @@ def soak(hours: float) -> dict[str, Any]:
         )
 
     work = Workload(128, 10**9, Slow, 8, 0.2, Failures(death_every_s=1800.0, cut=CUT), until_s=3600 * hours)
-    played = run_skipping(play(work, look))
+    played = play(work, look)
     quarter = len(seen) // 4
 
     def mean(name: str, part: int) -> float:
