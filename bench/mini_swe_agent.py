@@ -3,8 +3,9 @@
 Its loop and its shell are unmodified. The prompts are short and the policy is a model of 0.7 M parameters, so the
 curve says that an agent of others trains through the recorder, not that such a model can program.
 
-    python -m bench.mini_swe_agent --seed 0              # writes bench/results/mini_swe_agent.json
-    python -m bench.mini_swe_agent --steps 2 --folder X  # a part of a run; the results stay as they are
+    python bench/mini_swe_agent.py --seed 0              # writes bench/results/mini_swe_agent.json
+    python bench/mini_swe_agent.py --steps 2 --folder X  # a part of a run; the results stay as they are
+    python bench/mini_swe_agent.py --quick               # two small steps, which show that it runs and is exact
 
 Only renames among the tasks of the `files` env are played, and seven of ten demonstrations of the cold start make
 one mistake (examples/mini_swe_agent/tools.yaml): what is left to learn comes from the reward alone.
@@ -43,6 +44,19 @@ VERSION = "2.4.6"
 NEEDED = ("jinja2", "platformdirs", "pydantic", "python-dotenv", "rich")
 """What its loop and its shell import; all of its requirements are half a gigabyte."""
 GAIN = 0.2
+TOO_SHORT = "two small steps teach nothing"
+QUICK: dict[str, dict[str, Any]] = {
+    "rollout": {"groups_per_step": 2, "group_size": 2},
+    "warmup": {
+        "num": 32,
+        "max_epochs": 1,
+        "anneal_epochs": 0,
+        "at_least": 0.0,
+        "probe_tasks": 2,
+        "probe_samples": 1,
+    },
+    "eval": {"every": 2, "tasks": 2},
+}
 
 
 def installed(folder: Path) -> Path:
@@ -113,25 +127,29 @@ def train(config: RunConfig, folder: Path) -> dict[str, Any]:
 def main() -> None:
     """Train, and write the results of a whole run."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--folder", type=Path, default=Path("runs/bench-mini-swe-agent"))
+    parser.add_argument("--folder", type=Path, help="by default runs/bench-mini-swe-agent, which is emptied")
     parser.add_argument("--seed", type=int, default=0, help="the results of other seeds stay in the file")
     parser.add_argument("--steps", type=int)
+    parser.add_argument("--quick", action="store_true", help="two small steps in a temporary folder")
     parser.add_argument(
         "--packages",
         type=Path,
         default=Path(tempfile.gettempdir()) / f"agentrl-mini-swe-agent-light-{os.getuid()}",
     )
     args = parser.parse_args()
-    changes = {"seed": args.seed} | ({} if args.steps is None else {"steps": args.steps})
-    config = configured(installed(args.packages), **changes)
-    found = train(config, args.folder)
+    steps = args.steps or (2 if args.quick else None)
+    changes: dict[str, Any] = {"seed": args.seed} | ({} if steps is None else {"steps": steps})
+    config = configured(installed(args.packages), **changes | (QUICK if args.quick else {}))
+    with tempfile.TemporaryDirectory() as temporary:
+        usual = Path(temporary, "run") if args.quick else Path("runs/bench-mini-swe-agent")
+        found = train(config, args.folder or usual)
     first, last = (list(found["held_out"].values())[n] for n in (0, -1))
     exact = found["drift_mean_abs_max"] < 1e-4 and not found.get("env/agent/forks")
     found["goal"] = (
         f"held-out success rises by {GAIN}; no infrastructure failure, no fork, exact log-probabilities"
     )
     found["met"] = last - first >= GAIN and found["infra_failures"] == 0 and exact
-    if args.steps is None:
+    if steps is None:
         kept = json.loads(RESULTS.read_text()) if RESULTS.exists() else {}
         RESULTS.write_text(json.dumps(dict(sorted((kept | {str(args.seed): found}).items())), indent=1) + "\n")
     line = {
@@ -142,7 +160,7 @@ def main() -> None:
         "goal": found["goal"],
         "met": found["met"],
     }
-    finish(line)
+    finish(line | {"met": None, "why": TOO_SHORT} if args.quick and exact else line)
 
 
 if __name__ == "__main__":

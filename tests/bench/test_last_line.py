@@ -16,8 +16,6 @@ from bench.shared.verdict import KEYS, Machine, last_line
 ROOT = Path(__file__).parents[2]
 SCRIPTS = sorted((ROOT / "bench").glob("*.py"))
 GOOD = {"bench": "b", "ours": 1, "unit": "s", "goal": 2, "met": True}
-WHOLE_ONLY = {"bfcl", "mini_swe_agent"}
-"""Trainings of an hour, which no shorter form represents; they take `--steps`."""
 
 
 @pytest.mark.parametrize("script", SCRIPTS, ids=lambda script: script.stem)
@@ -27,7 +25,7 @@ def test_every_script_is_a_bench_with_a_short_form_and_a_last_line(script: Path)
     finishes = [call for call in calls if isinstance(call.func, ast.Name) and call.func.id == "finish"]
     assert finishes, "it does not end with bench.shared.verdict.finish"
     strings = {node.value for node in ast.walk(tree) if isinstance(node, ast.Constant)}
-    assert script.stem in WHOLE_ONLY or "--quick" in strings
+    assert "--quick" in strings
     assert any(isinstance(node, ast.If) and "__main__" in ast.unparse(node.test) for node in tree.body)
 
 
