@@ -27,7 +27,16 @@ from agentrl.engine.servers.replica_pool import Host
 from agentrl.engine.servers.server_engine import ServedEngine, load_folder
 from agentrl.engine.servers.weight_sync import BroadcastSync, DiskSync, TensorSync, WeightSync
 from agentrl.types import Sampling
-from tests.trainer.real_servers import AGREE, PROMPT, gap, logprobs_of, random_adapter, serving, two_policies
+from tests.trainer.real_servers import (
+    AGREE,
+    PROMPT,
+    children_of,
+    gap,
+    logprobs_of,
+    random_adapter,
+    serving,
+    two_policies,
+)
 
 GIVEN = [*PROMPT, 1, 2, 3]
 
@@ -234,7 +243,8 @@ class EngineTests:
             said.clear()
             assert isinstance(replica.host, LaunchedHost)
             assert replica.host.process is not None
-            os.kill(replica.host.process.pid, signal.SIGKILL)  # its guard, and the server with it
+            for server in children_of(replica.host.process.pid):  # of its guard
+                os.kill(server, signal.SIGKILL)
             while not said:  # noqa: ASYNC110
                 await asyncio.sleep(0.01)
             _change(weights, 2)

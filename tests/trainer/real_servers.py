@@ -154,13 +154,14 @@ class Killer(Silent):
             self.timer.start()
 
     def _kill(self) -> None:
-        for child in _children(os.getpid()):
+        for child in children_of(os.getpid()):
             if guard.__file__ in Path(f"/proc/{child}/cmdline").read_text():
-                for server in _children(child):
+                for server in children_of(child):
                     os.kill(server, signal.SIGKILL)
                     self.killed.append(server)
 
 
-def _children(parent: int) -> list[int]:
+def children_of(parent: int) -> list[int]:
+    """Processes that a process has started."""
     tasks = Path(f"/proc/{parent}/task").glob("*/children")
     return [int(pid) for task in tasks for pid in task.read_text().split()]
