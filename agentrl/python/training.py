@@ -32,7 +32,8 @@ async def train(
     """Train (or resume training) and return the summary; other tasks of the event loop continue meanwhile.
 
     The run has a thread and an event loop to itself. If this coroutine is cancelled, the run saves a checkpoint
-    after the current step, as after Ctrl-C, and the cancellation continues then; the same call resumes it.
+    after the current step, as after Ctrl-C, and the cancellation continues then, however often it was asked for.
+    The same call resumes it.
 
     Args:
         config: the configuration; see `configure` for its forms.
@@ -53,8 +54,10 @@ async def train(
         return await asyncio.shield(run)
     except asyncio.CancelledError:
         stop.by = "cancellation"
-        with suppress(Exception):
-            await run
+        while not run.done():  # a thread cannot be ended, and it holds the run folder
+            with suppress(asyncio.CancelledError):
+                await asyncio.wait({run})
+        run.exception()  # looked at, so that nobody warns about it
         raise
 
 

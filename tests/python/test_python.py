@@ -79,9 +79,12 @@ def test_a_cancelled_run_saves_its_step_and_the_same_call_resumes_it():
         run = asyncio.create_task(agentrl.train(config))
         while not any(line["step"] for line in read_metrics(Path("runs/cut"))):  # noqa: ASYNC110 - files
             await asyncio.sleep(0.01)
-        run.cancel()
+        for _ in range(3):  # of a group of tasks, a timeout, an impatient user
+            run.cancel()
+            await asyncio.sleep(0.01)
         with pytest.raises(asyncio.CancelledError):
             await run
+        assert list(Path("runs/cut/checkpoints").glob("step-*")), "it was waited for"
 
     asyncio.run(cut())
     done = read_metrics(Path("runs/cut"))[-1]["step"]
