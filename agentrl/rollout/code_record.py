@@ -142,7 +142,7 @@ def _source(found: object) -> str:
     for member in vars(found).values() if isinstance(found, type) else ():
         function = inspect.unwrap(getattr(member, "__func__", getattr(member, "fget", None) or member))
         with suppress(OSError, TypeError):
-            texts.append(textwrap.indent(inspect.cleandoc(inspect.getsource(function)), "    "))
+            texts.append(textwrap.indent(textwrap.dedent(inspect.getsource(function)), "    "))
     return "\n".join([f"class {found.__name__}:", *texts]) if isinstance(found, type) and texts else ""
 
 
@@ -150,7 +150,7 @@ def _definitions(text: str) -> dict[str, str]:
     """Each definition of a file with a digest that ignores comments and layout."""
     texts: dict[str, list[str]] = {}  # several of one name: overloads, the getter and setter of a property
     try:
-        tree = ast.parse(inspect.cleandoc(text) if text.startswith((" ", "\t")) else text)
+        tree = ast.parse(textwrap.dedent(text) if text.startswith((" ", "\t")) else text)
         for name, node in _named_nodes(tree):
             texts.setdefault(name, []).append(ast.unparse(node))
     except (SyntaxError, ValueError, RecursionError):

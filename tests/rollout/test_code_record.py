@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import linecache
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
@@ -10,6 +11,7 @@ from typing import Any
 import pytest
 
 from agentrl.config.run import RunConfig
+from agentrl.importing import name_object
 from agentrl.rollout.code_record import CodeRecord, code_changes, code_of
 from agentrl.rollout.content import load_content
 from tests.trainer.test_changed_runs import ENV
@@ -99,6 +101,22 @@ def test_a_change_anywhere_in_what_an_env_imports_is_named(
     before = of_letters(project)
     edit(project)
     assert code_changes(before, of_letters(project)) == said
+
+
+def cell(text: str) -> CodeRecord:
+    """The code of a class that a notebook cell defines, whose text only Python's line cache has."""
+    main = sys.modules["__main__"]
+    linecache.cache["<cell>"] = (len(text), None, text.splitlines(True), "<cell>")
+    exec(compile(text, "<cell>", "exec"), namespace := {"__name__": "__main__"})
+    with pytest.MonkeyPatch.context() as patch:
+        patch.delattr(main, "__file__", raising=False)
+        return record({"use": name_object(namespace["Letters"])})
+
+
+def test_the_methods_of_a_class_in_a_notebook_are_named():
+    before = cell(ENV)
+    assert code_changes(before, cell(ENV.replace("# a comment", "# another"))) == []
+    assert code_changes(before, cell(ENV.replace("10.0", "5.0"))) == ["<Letters>: reward Letters.vowels changed"]
 
 
 def test_a_folder_that_moved_has_the_same_code(project: Path):
