@@ -8,6 +8,7 @@ import uuid
 import warnings
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -409,9 +410,9 @@ def _moved(seed: int | None, done: int) -> int | None:
 
 def _completion(parts: Sequence[ServerAnswer], finish: str) -> Completion:
     return Completion(
-        ids=tuple(token for part in parts for token in part.ids),
-        logprobs=tuple(value for part in parts for value in part.logprobs),
-        versions=tuple(version for part in parts for version in part.versions),
+        ids=tuple(chain.from_iterable(part.ids for part in parts)),
+        logprobs=tuple(chain.from_iterable(part.logprobs for part in parts)),
+        versions=tuple(chain.from_iterable(part.versions for part in parts)),
         finish="stop" if finish == "stop" else "length",
         cached_tokens=parts[0].cached_tokens,
     )
