@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import json
 import sys
@@ -164,7 +165,11 @@ def test_a_model_that_transformers_cannot_compute_is_one_line_from_the_engine(tm
         "global_head_dim": 16,
     }
     config = bench.config_of(bench.Family("gemma4_text", settings))
-    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
+    model = AutoModelForCausalLM.from_config(config)
+    with contextlib.suppress(Exception):
+        model(torch.tensor([[1, 2, 3]]))
+        pytest.skip("this version of transformers computes it")
+    model.save_pretrained(tmp_path)
     with pytest.raises(ConfigError, match="cannot") as caught:
         LocalEngine.from_directory(tmp_path, max_slots=2, cache_mb=16)
     assert "\n" not in str(caught.value)
