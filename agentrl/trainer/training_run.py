@@ -48,7 +48,12 @@ class Run:
 
     def begin(self) -> None:
         """Start the clock of the first step."""
-        self.log.reporter.phase("train", self.config.steps, self.scheduler.admission.next_step - 1)
+        done = self.scheduler.admission.next_step - 1
+        if done >= self.config.steps:
+            self.log.reporter.note(
+                f"step {done} is done and steps is {self.config.steps}: nothing to train (--set steps=N goes on)"
+            )
+        self.log.reporter.phase("train", self.config.steps, done)
         self.in_step.resume()
         self.engine.server_timing()  # what came before the first step
         self._mark = time.monotonic()

@@ -77,6 +77,16 @@ def settings(**changes: Any) -> RunConfig:
     return RunConfig.model_validate(base | changes)
 
 
+class Told(Silent):
+    """Keeps its notes."""
+
+    def __init__(self) -> None:
+        self.notes: list[str] = []
+
+    def note(self, text: str) -> None:
+        self.notes.append(text)
+
+
 def run(config: RunConfig, folder: str | Path, reporter: Silent | None = None, **more: Any) -> Summary:
     with RunStore.open(config, Path(folder)) as store:
         return train_run(config, store, reporter or Silent(), **more)
@@ -107,6 +117,10 @@ def test_a_finished_run_goes_on_as_if_it_had_been_longer_from_the_start():
     assert weights("short", 4) == weights("long", 4)
     assert [e.id for e in read_episodes(Path("short"), 4)] == [e.id for e in read_episodes(Path("long"), 4)]
     assert read_history(Path("short")) == [], "these keys are free"
+    told = Told()
+    assert run(settings(steps=3), "short", told).finished
+    assert any("step 4 is done and steps is 3: nothing to train" in note for note in told.notes)
+    assert len(read_metrics(Path("short"))) == 5, "nothing is lost"
 
 
 @pytest.mark.timeout(120)
