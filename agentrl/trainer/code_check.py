@@ -70,11 +70,15 @@ def check_code(config: RunConfig, content: Content, store: RunStore, *, accept: 
 
 
 def _compared(run: Path, step: int, new: CodeRecord, tasks: bytes) -> tuple[list[str], list[str]]:
-    """What differs from the newest checkpoint: code, and tasks. Nothing if it has no record."""
+    """What differs from the newest checkpoint: code, and tasks.
+
+    Code that the checkpoint has no record of, or that was accepted since by a run which ended before it saved, does
+    not count.
+    """
     old = CodeRecord.read(run / "checkpoints" / f"step-{step}" / CODE_FILE)
-    return [] if old is None else code_changes(old, new), row_changes(
-        _read_digests(run / TASKS_FILE), json.loads(tasks)
-    )
+    accepted = CodeRecord.read(run / CODE_FILE)
+    code = [] if old is None or accepted == CodeRecord(new.files) else code_changes(old, new)
+    return code, row_changes(_read_digests(run / TASKS_FILE), json.loads(tasks))
 
 
 def _keep_views(content: Content, store: RunStore) -> None:

@@ -207,7 +207,10 @@ def test_changed_code_is_named_and_must_be_confirmed():
     assert "reward Letters.vowels changed" in json.dumps(read_history(Path("r")))
     assert Path("r/code/step-0/letters.py").read_text() == ENV
     assert "/ 5.0" in Path("r/code/step-3/letters.py").read_text()
+    history = read_history(Path("r"))
+    shutil.rmtree("r/checkpoints/step-4")  # as if it had been killed before it saved
     assert run(settings(steps=5), "r").finished, "asked once"
+    assert read_history(Path("r")) == history
 
 
 @pytest.mark.timeout(60)
