@@ -8,10 +8,11 @@ import pytest
 
 # Files that take a minute or more start first, so that no process is left alone with one at the end.
 LONG = (
-    "trainer/test_sglang", "learner/test_ranks", "exam/test_planted", "sandbox/test_suite", "doctor/test_planted",
-    "cli/test_train_and_eval", "trainer/test_run", "trainer/test_algorithms_train", "envs/others/test_inspect",
-    "trainer/test_changed_runs", "trainer/test_kill9", "learner/test_sequence_ranks", "chat/test_parsers_fuzz",
-    "trainer/test_mixture", "serve/test_clients", "trainer/test_replay",
+    "trainer/test_sglang", "trainer/test_vllm_server", "serve/test_serve_vllm", "learner/test_ranks",
+    "exam/test_planted", "sandbox/test_suite", "doctor/test_planted", "cli/test_train_and_eval",
+    "trainer/test_run", "trainer/test_algorithms_train", "envs/others/test_inspect", "trainer/test_changed_runs",
+    "trainer/test_kill9", "learner/test_sequence_ranks", "chat/test_parsers_fuzz", "trainer/test_mixture",
+    "serve/test_clients", "trainer/test_replay",
 )  # fmt: skip
 
 # Tiny matrices gain nothing from a second thread, and two spinning threads on a busy machine cost tenfold.
