@@ -15,7 +15,7 @@ from agentrl.run_folder.records import read_episodes
 from agentrl.run_folder.store import RunStore
 from agentrl.trainer.run import train_run
 from tests.agents.test_recorder_training import FILES, WARMUP
-from tests.serve.test_clients import python as python
+from tests.serve.test_clients import PYTHON, needs_clients
 
 PROGRAMS = Path(__file__).parent / "programs"
 TINY = {"hidden": 32, "layers": 1, "heads": 2, "intermediate": 64, "vocab": 400}
@@ -59,11 +59,12 @@ def trains(folder: Path, start: Path, command: list[str], **agent: Any) -> None:
     assert all(len([s for s in e.segments if s.parent == -1]) == 1 for e in episodes)
 
 
+@needs_clients
 @pytest.mark.slow
-@pytest.mark.timeout(900)
+@pytest.mark.timeout(600)
 @pytest.mark.parametrize("program", ["with_openai_agents", "with_langgraph"])
-def test_a_program_with_an_agent_framework_trains(tmp_path: Path, start: Path, python: str, program: str):
-    trains(tmp_path, start, [python, str(PROGRAMS / f"{program}.py")])
+def test_a_program_with_an_agent_framework_trains(tmp_path: Path, start: Path, program: str):
+    trains(tmp_path, start, [str(PYTHON), str(PROGRAMS / f"{program}.py")])
 
 
 @pytest.mark.slow

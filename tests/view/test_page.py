@@ -177,6 +177,8 @@ def test_tokens_are_colored_by_any_value_and_only_trained_ones_count(page, url, 
     mean = sum(tokens["advantage"][k] for k in trained) / len(trained)
     expect(page.locator(".legend")).to_contain_text(f"mean {mean:.3g}".replace("-", "−"))
     expect(page.locator(".legend")).to_contain_text("How much better than expected")
+    drawn = "n => new Set([...document.querySelectorAll('.text i')].map((i) => i.k)).size >= n"
+    page.wait_for_function(drawn, arg=len(tokens["ids"]))  # long texts are drawn in parts
     counts = page.evaluate("[...document.querySelectorAll('.text i')].map((i) => [i.k, i.className])")
     grey = {k for k, name in counts if "un" in name.split()}
     assert grey == set(range(len(tokens["ids"]))) - set(trained)
