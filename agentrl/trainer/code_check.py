@@ -72,8 +72,8 @@ def check_code(config: RunConfig, content: Content, store: RunStore, *, accept: 
 def _compared(run: Path, step: int, new: CodeRecord, tasks: bytes) -> tuple[list[str], list[str]]:
     """What differs from the newest checkpoint: code, and tasks.
 
-    Code that the checkpoint has no record of, or that was accepted since by a run which ended before it saved, does
-    not count.
+    Code does not count where the checkpoint has no record of it, or where it was accepted since, by a run that
+    ended before it saved.
     """
     old = CodeRecord.read(run / "checkpoints" / f"step-{step}" / CODE_FILE)
     accepted = CodeRecord.read(run / CODE_FILE)
