@@ -44,6 +44,7 @@ class TestEngine(engine_tests.EngineTests):
         hidden=64,
         connect=lambda url, sync: SGLangServer(url, changes=sync == "delta"),
         running=_running,
+        refusal_kills=True,
     )
 
 
