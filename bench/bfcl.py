@@ -29,30 +29,18 @@ from agentrl.reporting.report import Silent
 from agentrl.run_folder.store import RunStore
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+from bench.shared.short_run import TOO_SHORT, short_run
 from bench.shared.verdict import finish
 
 EXAMPLE = Path(__file__).parents[1] / "examples" / "bfcl" / "tools.yaml"
 RESULTS = Path(__file__).parent / "results" / "bfcl.json"
 GAIN = 0.2
-TOO_SHORT = "two small steps teach nothing"
-QUICK: dict[str, dict[str, Any]] = {
-    "rollout": {"groups_per_step": 2, "group_size": 4},
-    "warmup": {
-        "num": 32,
-        "max_epochs": 1,
-        "anneal_epochs": 0,
-        "at_least": 0.0,
-        "probe_tasks": 2,
-        "probe_samples": 1,
-    },
-    "eval": {"every": 2, "tasks": 4},
-}
 
 
 def configured(quick: bool, **changes: Any) -> RunConfig:
     """The example, or a run as small as it gets."""
     data = load_config(EXAMPLE).model_dump() | changes
-    for key, values in QUICK.items() if quick else ():
+    for key, values in short_run(4).items() if quick else ():
         data[key] |= values
     return RunConfig.model_validate(data)
 

@@ -34,6 +34,7 @@ from agentrl.reporting.report import Silent
 from agentrl.run_folder.store import RunStore
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+from bench.shared.short_run import TOO_SHORT, short_run
 from bench.shared.verdict import finish
 
 EXAMPLE = Path(__file__).parents[1] / "examples" / "mini_swe_agent"
@@ -44,19 +45,6 @@ VERSION = "2.4.6"
 NEEDED = ("jinja2", "platformdirs", "pydantic", "python-dotenv", "rich")
 """What its loop and its shell import; all of its requirements are half a gigabyte."""
 GAIN = 0.2
-TOO_SHORT = "two small steps teach nothing"
-QUICK: dict[str, dict[str, Any]] = {
-    "rollout": {"groups_per_step": 2, "group_size": 2},
-    "warmup": {
-        "num": 32,
-        "max_epochs": 1,
-        "anneal_epochs": 0,
-        "at_least": 0.0,
-        "probe_tasks": 2,
-        "probe_samples": 1,
-    },
-    "eval": {"every": 2, "tasks": 2},
-}
 
 
 def installed(folder: Path) -> Path:
@@ -139,7 +127,7 @@ def main() -> None:
     args = parser.parse_args()
     steps = args.steps or (2 if args.quick else None)
     changes: dict[str, Any] = {"seed": args.seed} | ({} if steps is None else {"steps": steps})
-    config = configured(installed(args.packages), **changes | (QUICK if args.quick else {}))
+    config = configured(installed(args.packages), **changes | (short_run(2) if args.quick else {}))
     with tempfile.TemporaryDirectory() as temporary:
         usual = Path(temporary, "run") if args.quick else Path("runs/bench-mini-swe-agent")
         found = train(config, args.folder or usual)

@@ -174,7 +174,6 @@ def _check(head: dict[str, Any], dense: Tensor, overlay: Overlay, parts: dict[st
         return
     # Parts of the tensor cannot be compared with the whole: they must be what was left here the last time.
     trusted = head["base"] is None or head.get("whole")
-    trusted = head["base"] is None or head.get("whole")
     known = [(head[key], overlay.before) for key in ("base", "hash")]  # the second: a message that came twice
     if not trusted and parts.get(name) not in known:
         raise RuntimeError(f"{name}: the weight is not the one that the changes are for")
