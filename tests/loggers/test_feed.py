@@ -134,7 +134,9 @@ def test_only_finite_values_of_chosen_series_arrive(tmp_path: Path) -> None:
 
 
 def test_a_feed_that_was_never_started_ends(tmp_path: Path) -> None:
-    LogFeed([Fed("kept", Kept())], print).finish({})
+    kept = Kept()
+    LogFeed([Fed("kept", kept)], print).finish({})
+    assert kept.calls == []
 
 
 def test_ids_survive(tmp_path: Path) -> None:

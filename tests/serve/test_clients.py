@@ -1,7 +1,7 @@
 """Agent frameworks, unmodified: each completes a tool loop, plain and streamed, on the tokens of one transcript.
 
-They pin other versions of the openai SDK than ours, so they live in a Python of their own: the one of `make
-others`, or the one that AGENTRL_CLIENTS_PYTHON names.
+They pin different versions of the openai SDK, so they run in a separate Python: the one that `make others` builds,
+or the one in AGENTRL_CLIENTS_PYTHON.
 """
 
 from __future__ import annotations

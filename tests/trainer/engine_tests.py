@@ -148,7 +148,7 @@ class EngineTests:
             task = asyncio.create_task(
                 engine.generate_streaming(PROMPT, Sampling(temperature=0.7, max_tokens=100), options)
             )
-            while not told:  # noqa: ASYNC110 - tokens are told between two turns of the loop
+            while not told:  # noqa: ASYNC110 - tokens arrive between iterations of the event loop
                 await asyncio.sleep(0.001)
             assert not task.done()
             assert len(told) < 100
